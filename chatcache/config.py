@@ -127,7 +127,7 @@ def format_size(num_bytes: float) -> str:
     return f"{num_bytes:.4g} TiB"
 
 
-def read_file(path: Path) -> dict[str, Any]:
+def read_config_file(path: Path) -> dict[str, Any]:
     """Read settings named like the flags ("kv-memory" or "kv_memory"); a missing file is an empty one.
 
     Raises: InvalidRequestError naming the file, for what is not flat TOML.
@@ -148,7 +148,9 @@ def read_file(path: Path) -> dict[str, Any]:
     return {name.replace("-", "_"): value for name, value in settings.items()}
 
 
-def per_command(settings: Mapping[str, Any], commands: Mapping[str, Iterable[str]], path: Path) -> dict[str, Any]:
+def settings_by_command(
+    settings: Mapping[str, Any], commands: Mapping[str, Iterable[str]], path: Path
+) -> dict[str, Any]:
     """Give each command the settings it has a flag for.
 
     Raises: InvalidRequestError for a name that no command knows.
@@ -162,7 +164,7 @@ def per_command(settings: Mapping[str, Any], commands: Mapping[str, Iterable[str
     }
 
 
-def misspelt(names: Iterable[str], known: Iterable[str]) -> dict[str, str]:
+def suggest_corrections(names: Iterable[str], known: Iterable[str]) -> dict[str, str]:
     """Of `names` those that nobody knows and that look like a known one, and which: the ends of variables' names."""
     choices = sorted(set(known))
     close = {name: difflib.get_close_matches(name, choices, 1, cutoff=0.7) for name in names if name not in choices}

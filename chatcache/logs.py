@@ -21,15 +21,15 @@ REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 _TEXT = "%(asctime)s %(levelname)s {process}%(name)s: %(message)s"
 
 
-def configure(level: str, form: LogFormat, process: str, stream: TextIO | None = None) -> None:
+def configure_logging(level: str, form: LogFormat, process: str, stream: TextIO | None = None) -> None:
     """Send all that this process logs to stderr. `process`: what it is called; the gateway goes without in lines."""
     handler = logging.StreamHandler(stream or sys.stderr)
     called = "" if process == "gateway" else f"{process} "
-    handler.setFormatter(JsonLines(process) if form == "json" else logging.Formatter(_TEXT.format(process=called)))
+    handler.setFormatter(JsonFormatter(process) if form == "json" else logging.Formatter(_TEXT.format(process=called)))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
-class JsonLines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """Objects with `time` (RFC 3339, UTC), `level`, `logger`, `process`, `message`; `request_id` where there is one.
 
     A record's `fields` (by `extra`) are members of their own; `error` is a traceback.
@@ -55,7 +55,7 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-class LoggedLines(io.StringIO):
+class LogWriter(io.StringIO):
     """A file whose lines are logged, for what would print otherwise."""
 
     def __init__(self, log: logging.Logger) -> None:

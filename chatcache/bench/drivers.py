@@ -18,7 +18,7 @@ import torch
 from chatcache.errors import EngineError
 from chatcache.types.events import EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params
-from chatcache.types.stats import ModelFacts
+from chatcache.types.stats import ModelInfo
 
 if TYPE_CHECKING:
     from chatcache.engine.engine import Engine
@@ -62,7 +62,7 @@ class Driver(Protocol):
     """What a benchmark needs of an engine."""
 
     @property
-    def facts(self) -> ModelFacts: ...
+    def facts(self) -> ModelInfo: ...
 
     def prompt(self, num_tokens: int) -> Prompt:
         """Return a prompt that was not used before."""
@@ -78,7 +78,7 @@ class EngineDriver:
 
     def __init__(self, engine: Engine, seed: int = 0) -> None:
         self.engine = engine
-        self.facts: ModelFacts = engine.facts
+        self.facts: ModelInfo = engine.facts
         self._random = np.random.default_rng(seed)
         self._numbers = itertools.count()
 
@@ -167,7 +167,7 @@ class TransformersDriver:
     It has no pages (`peak_pages` stays 0), caches nothing between calls, and pads shorter prompts on the left.
     """
 
-    def __init__(self, folder: Path, facts: ModelFacts, seed: int = 1) -> None:
+    def __init__(self, folder: Path, facts: ModelInfo, seed: int = 1) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 

@@ -23,7 +23,7 @@ from chatcache.bench.shapes import SHAPES, write_model
 from chatcache.config import EngineConfig, format_size
 from chatcache.errors import InvalidRequestError
 from chatcache.types.request import BeamSearchParams, Params, SamplingParams
-from chatcache.types.stats import ModelFacts
+from chatcache.types.stats import ModelInfo
 
 MAX_BUFFER_BYTES = 2**30
 COMPARABLE = ("latency", "throughput", "beam")
@@ -303,7 +303,7 @@ def compare_with_peer(ours: Sequence[Figure], theirs: Sequence[Figure], peer_nam
     return found
 
 
-def count_matmul_params(folder: Path, facts: ModelFacts) -> int:
+def count_matmul_params(folder: Path, facts: ModelInfo) -> int:
     """Return the parameters a prompt token is multiplied with: all but the embedding tables.
 
     Only a prompt's last token reaches the output head, and input embeddings are looked up.

@@ -20,11 +20,11 @@ import numpy as np
 
 from chatcache.bench.report import Figure, compare, figure_table
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import CacheNamespace
+from chatcache.kv_cache.page_hash import CacheScope
 from chatcache.kv_cache.page_table import PageTable
 from chatcache.scheduler.request import LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
-from chatcache.types.actions import Advance, Candidates, DrawSpec, Dropped, Extend
+from chatcache.types.actions import Advance, Candidates, DrawSpec, DroppedCandidate, Extend
 
 HASH_GOAL_NS = 450.0
 ALLOCATE_FREE_GOAL_NS = 120.0
@@ -89,7 +89,7 @@ def _measure_hash(load: KVLoad) -> Figure:
     def prompt() -> bytes:
         return np.random.default_rng(next(numbers)).integers(0, 2**17, load.num_pages * load.page_size, "<i4").tobytes()
 
-    value = _median_ns(10 * load.repeats, prompt, kv.chain) / load.num_pages
+    value = _median_ns(10 * load.repeats, prompt, kv.hash_pages) / load.num_pages
     return _compare_to_goal("page hash", value, "ns", HASH_GOAL_NS)
 
 
@@ -124,7 +124,7 @@ def _measure_fork(load: KVLoad, num_tokens: int) -> Figure:
 
 def _filled_table(kv: KVCache, num_tokens: int) -> PageTable:
     tokens = np.arange(num_tokens, dtype="<i4").tobytes()
-    table = kv.open(kv.match(kv.chain(tokens, CacheNamespace())))
+    table = kv.open(kv.match(kv.hash_pages(tokens, CacheScope())))
     if kv.reserve([(table, num_tokens)]) is None:
         raise ValueError(f"{num_tokens} tokens do not fit {kv.pool.num_usable} pages")
     kv.commit(table, tokens)
@@ -155,7 +155,7 @@ class _DecodeStrategy:
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         return self._spec
 
-    def drop(self, index: int) -> Dropped | None:
+    def drop(self, index: int) -> DroppedCandidate | None:
         return None
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:

@@ -70,7 +70,7 @@ def run_server(
 
     `build_engine` and `load` are the load test's way to serve without a model.
     """
-    logs.configure(server_config.log_level, server_config.log_format, "gateway")
+    logs.configure_logging(server_config.log_level, server_config.log_format, "gateway")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the banner tells what it would
     raise_fd_limit()
     try:
@@ -94,7 +94,7 @@ def run_server(
     app = create_app(
         server_config, engine, lambda: load(engine_config), engine_config.served_model_name or "", store=store
     )
-    console = Console(file=logs.LoggedLines(log), width=1000) if server_config.log_format == "json" else None
+    console = Console(file=logs.LogWriter(log), width=1000) if server_config.log_format == "json" else None
     banner = Banner(engine_config, server_config, sock.getsockname(), console, app.state.gateway.keyring)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_serve(app, engine, server_config, sock, banner))

@@ -40,7 +40,16 @@ import numpy as np
 from chatcache.decoding.grammar.state import Constraint, GrammarDeadEndError, GrammarState, follow
 from chatcache.decoding.stopping import START, Ended, StopRules, Trail
 from chatcache.decoding.token_tree import NO_SCORE, BranchReassignment, Node, Stream, TokenTree
-from chatcache.types.actions import Advance, BeamUpdate, Candidates, DrawSpec, Dropped, Finish, Output, undroppable
+from chatcache.types.actions import (
+    Advance,
+    BeamUpdate,
+    Candidates,
+    DrawSpec,
+    DroppedCandidate,
+    Finish,
+    Output,
+    cannot_drop_error,
+)
 from chatcache.types.events import FINISH_LENGTH, LiveBeam
 from chatcache.types.request import BeamSearchParams
 
@@ -154,7 +163,7 @@ class Group:
             has_room = len(self.beams) < self._width if why is None else rank < self._width
             if not has_room:
                 continue
-            entry = drawn[beam.node.branch][0].entry(place) if self._with_logprobs else None
+            entry = drawn[beam.node.branch][0].logprob_at(place) if self._with_logprobs else None
             node = self._tree.grow(beam.node, token, entry)
             if why is None:
                 self.beams.append(Beam(node, total, trail, guide))
@@ -247,8 +256,8 @@ class BeamStrategy:
         beam = next(beam for group in self._groups for beam in group.beams if beam.node.branch == branch)
         return (replace(self._spec, mask=self._constraint.mask(beam.guide, beam.trail.num_tokens)),)
 
-    def drop(self, index: int) -> Dropped | None:
-        raise undroppable("beams")
+    def drop(self, index: int) -> DroppedCandidate | None:
+        raise cannot_drop_error("beams")
 
     def advance(self, drawn: Drawn) -> Advance:
         crowd: Counter[int] = Counter()

@@ -22,7 +22,7 @@ from chatcache.types.actions import (
     BranchAction,
     Candidates,
     DrawSpec,
-    Dropped,
+    DroppedCandidate,
     Emit,
     Extend,
     Finish,
@@ -30,10 +30,10 @@ from chatcache.types.actions import (
     Output,
     Release,
     Strategy,
-    undroppable,
+    cannot_drop_error,
 )
 from chatcache.types.events import TokenLogprob
-from chatcache.types.request import SamplingParams, ToldCandidate
+from chatcache.types.request import SamplingParams, SentCandidate
 
 
 class SamplerSpec:
@@ -144,18 +144,18 @@ class SamplingStrategy:
             self._split(drawn[ROOT], actions, outputs)
         return Advance(tuple(actions), tuple(outputs), finished=self._started and not self._lanes)
 
-    def drop(self, index: int) -> Dropped | None:
+    def drop(self, index: int) -> DroppedCandidate | None:
         alive = self._lanes.keys() if self._started else self._wanted
         if index not in alive:
             return None
         if len(alive) == 1:
-            return Dropped(is_last=True)
+            return DroppedCandidate(is_last=True)
         if not self._started:
             self._wanted.remove(index)
-            return Dropped()
-        return Dropped(index, self._lanes.pop(index).score)
+            return DroppedCandidate()
+        return DroppedCandidate(index, self._lanes.pop(index).score)
 
-    def resume(self, candidates: Sequence[ToldCandidate]) -> tuple[Finish, ...]:
+    def resume(self, candidates: Sequence[SentCandidate]) -> tuple[Finish, ...]:
         """Go on with candidates as another strategy of this request left them; call before anything is drawn.
 
         Each that lives is a branch of its index. Returns the ends that were not told. Raises: what a grammar raises.
@@ -257,8 +257,8 @@ class BestOfStrategy:
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         return self._inner.draws(branch)
 
-    def drop(self, index: int) -> Dropped | None:
-        raise undroppable("candidates of best_of")
+    def drop(self, index: int) -> DroppedCandidate | None:
+        raise cannot_drop_error("candidates of best_of")
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
         advance = self._inner.advance(drawn)

@@ -14,7 +14,7 @@ import msgspec
 from chatcache.errors import InvalidRequestError
 from chatcache.types.events import FINISH_LENGTH, FINISH_STOP
 from chatcache.types.request import Params
-from chatcache.types.stats import ModelFacts
+from chatcache.types.stats import ModelInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,7 @@ class StopRules:
         self._token_bytes: Sequence[bytes] = token_bytes or ()
 
     @classmethod
-    def of(
-        cls, params: Params, facts: ModelFacts, *, max_tokens: int, token_bytes: Sequence[bytes] | None
-    ) -> StopRules:
+    def of(cls, params: Params, facts: ModelInfo, *, max_tokens: int, token_bytes: Sequence[bytes] | None) -> StopRules:
         """Build the rules of a request. Raises: InvalidRequestError for stop strings without a tokenizer."""
         return cls(
             max_tokens=max_tokens,

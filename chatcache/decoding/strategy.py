@@ -12,12 +12,12 @@ from chatcache.decoding.stopping import StopRules
 from chatcache.decoding.unique import DistinctStrategy
 from chatcache.types.actions import Strategy
 from chatcache.types.request import BeamSearchParams, GenerateRequest
-from chatcache.types.stats import ModelFacts
+from chatcache.types.stats import ModelInfo
 
 
 def make_strategy(
     request: GenerateRequest,
-    facts: ModelFacts,
+    facts: ModelInfo,
     *,
     seed: int,
     max_tokens: int,

@@ -30,7 +30,7 @@ from chatcache.decoding.logit_edits import LogitEdits
 from chatcache.decoding.sampling import SamplerSpec
 from chatcache.decoding.stopping import START, Ended, StopRules, Trail
 from chatcache.decoding.token_tree import NO_SCORE, BranchReassignment, Node, Stream, TokenTree
-from chatcache.types.actions import Advance, Candidates, DrawSpec, Dropped, Finish, Output, undroppable
+from chatcache.types.actions import Advance, Candidates, DrawSpec, DroppedCandidate, Finish, Output, cannot_drop_error
 from chatcache.types.events import FINISH_LENGTH
 from chatcache.types.request import SamplingParams
 
@@ -102,8 +102,8 @@ class DistinctStrategy:
         prefix = self._live[branch]
         return (self._drawing.at(prefix.spec, prefix.edits, prefix.trail, prefix.guide),)
 
-    def drop(self, index: int) -> Dropped | None:
-        raise undroppable("distinct candidates")
+    def drop(self, index: int) -> DroppedCandidate | None:
+        raise cannot_drop_error("distinct candidates")
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
         before = self._ranked
@@ -144,7 +144,7 @@ class DistinctStrategy:
 
     def _child(self, prefix: Prefix, candidates: Candidates, place: int, value: float) -> Prefix:
         token, logprob = candidates.tokens[place], candidates.logprobs[place]
-        node = self._tree.grow(prefix.node, token, candidates.entry(place) if self._with_logprobs else None)
+        node = self._tree.grow(prefix.node, token, candidates.logprob_at(place) if self._with_logprobs else None)
         edits = prefix.edits.fork()
         edits.record(token)
         guide = None if self._constraint is None else self._constraint.fork(prefix.guide)

@@ -33,7 +33,7 @@ from chatcache.types.actions import Advance
 from chatcache.types.events import EngineEvent
 from chatcache.types.plan import KVCapacity, StepResult
 from chatcache.types.request import GenerateRequest
-from chatcache.types.stats import EngineHealth, ModelFacts
+from chatcache.types.stats import EngineHealth, ModelInfo
 
 
 def build_scheduler(config: EngineConfig, capacity: KVCapacity, digest: str) -> Scheduler:
@@ -70,7 +70,7 @@ class Engine:
     def __init__(
         self,
         runner: ModelRunner,
-        facts: ModelFacts,
+        facts: ModelInfo,
         config: EngineConfig,
         token_bytes: Sequence[bytes] | None = None,
         *,
@@ -126,13 +126,13 @@ class Engine:
         if request.request_id in self._requests:
             raise InvalidRequestError(f"request_id {request.request_id!r} is already active", param="request_id")
         max_tokens = self._intake.check(request)
-        if request.resumed is None:
+        if request.resume_point is None:
             self._intake.check_room(request, self._scheduler.waiting, self._preparing)
         ticket = self._intake.grammar(request)
         live = self._intake.accept(request, max_tokens, ticket)
         self._namespaces.remember(request.namespace)
         self._requests[request.request_id] = live
-        self._outbox.open(request.request_id, 0 if request.resumed is None else request.resumed.last_seq)
+        self._outbox.open(request.request_id, 0 if request.resume_point is None else request.resume_point.last_seq)
         if ticket is None or (ticket.ready and ticket.failure() is None):
             self._queue(live)
         else:
@@ -175,7 +175,7 @@ class Engine:
             request.max_branches -= 1
             num_pages = 0
         else:
-            num_pages = self._scheduler.drop(request, dropped.branch)
+            num_pages = self._scheduler.drop_branch(request, dropped.branch)
         self._outbox.dropped(request, index, dropped.score, num_pages)
 
     def prepare_constraints(self) -> None:
@@ -255,7 +255,7 @@ class Engine:
             self._fail(request, fault)
         self._advance(step, landed.result, faults)
         if self._flights:
-            self._scheduler.confirm(step, landed.result.tokens[:, 0])
+            self._scheduler.reconcile(step, landed.result.tokens[:, 0])
 
     def _lose(self, error: DeviceLostError) -> None:
         """End every request, and with them this engine."""
@@ -267,7 +267,7 @@ class Engine:
     def _advance(self, step: Step, result: StepResult, faults: dict[LiveRequest, Exception]) -> None:
         """Give every drawn request its candidates and carry out what its strategy answers."""
         candidates = candidates_of(step.plan.draws, result)
-        for request, answers in step.answers(candidates, faults).items():
+        for request, answers in step.candidates_by_request(candidates, faults).items():
             try:
                 advance = request.strategy.advance(answers)
                 self._scheduler.apply(request, advance.actions)
@@ -298,7 +298,7 @@ class Engine:
         if request in self._preparing:
             self._preparing.remove(request)
         else:
-            self._scheduler.finish(request, forget=True)
+            self._scheduler.finish(request, discard=True)
         self._close_failed(request, error)
 
     def _close_failed(self, request: LiveRequest, error: BaseException) -> None:
@@ -308,7 +308,7 @@ class Engine:
     def _fail_all(self, error: Exception, requests: Collection[LiveRequest]) -> None:
         for request in requests:
             self._fail(request, error)
-        self._kv.abandon()
+        self._kv.abort_step()
 
     # -- queries --------------------------------------------------------------------------------------------------
 
@@ -318,7 +318,7 @@ class Engine:
         return self._scheduler
 
     @property
-    def facts(self) -> ModelFacts:
+    def facts(self) -> ModelInfo:
         return self._facts
 
     @property

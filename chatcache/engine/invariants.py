@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_table import PageTable
 from chatcache.kv_cache.pool import InvariantError
-from chatcache.kv_cache.stats import check
+from chatcache.kv_cache.stats import check_invariants
 from chatcache.scheduler.request import LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
 
@@ -46,7 +46,7 @@ class InvariantChecker:
         self._num_steps = self._scheduler.num_steps
         self.num_checks += 1
         if self._strict:
-            check(self._kv, self._scheduler.tables(), [])
+            check_invariants(self._kv, self._scheduler.tables(), [])
         for claim in self._broken():
             self.num_broken += 1
             log.error("a broken invariant: %s", claim)
@@ -54,12 +54,12 @@ class InvariantChecker:
                 raise InvariantError(claim)
 
     def _broken(self) -> Iterator[str]:
-        yield from self._scheduler.broken_when_idle()
+        yield from self._scheduler.idle_violations()
         pools = {"page": self._kv.pool} | ({"host page": self._kv.host.pool} if self._kv.host is not None else {})
         for name, pool in pools.items():
             if pool.num_in_use:
                 yield f"{pool.num_in_use} {name}s are held though nobody runs"
-            yield from (f"{name}: {claim}" for claim in pool.broken_when_idle(self._next_page, MAX_PAGES))
+            yield from (f"{name}: {claim}" for claim in pool.idle_violations(self._next_page, MAX_PAGES))
         self._next_page = (self._next_page + MAX_PAGES) % max(pool.num_pages for pool in pools.values())
 
 
@@ -79,4 +79,4 @@ def _known_tokens(kv: KVCache, table: PageTable) -> bytes | None:
     contents = [kv.pool.content(page) for page in table.pages()[: table.num_tokens // kv.page_size]]
     if any(content is None for content in contents):
         return None
-    return b"".join([content.tokens for content in contents if content is not None]) + table.tail
+    return b"".join([content.tokens for content in contents if content is not None]) + table.tail_tokens

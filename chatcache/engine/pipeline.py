@@ -257,7 +257,7 @@ class StepPipeline:
         front = self._flights[0]
         if not self._runs_ahead or len(self._flights) > 1 or front.is_void or isinstance(front.launched, FailedLaunch):
             return
-        if self._scheduler.may_run_ahead(front.step):
+        if self._scheduler.can_schedule_ahead(front.step):
             self._settle(front)
             self._scheduler.commit(front.step)
             front.is_committed = True
@@ -289,22 +289,22 @@ class StepPipeline:
         except Exception as error:
             log.exception("step %d failed", front.plan.step)
             self._flights.popleft()
-            raise StepFailedError(error, self._scheduler.abandon(front.step, *self.drop())) from error
+            raise StepFailedError(error, self._scheduler.abort_steps(front.step, *self.drop())) from error
         except BaseException:
             front.is_void = True
             raise
         self._flights.popleft()
         rows = front.plan.rows
-        self._scheduler.swaps.cost.prefill.note(len(rows.tokens), len(rows.slot), self._clock() - front.started_s)
+        self._scheduler.swaps.cost.prefill.record(len(rows.tokens), len(rows.slot), self._clock() - front.started_s)
         if not front.is_committed:
             self._settle(front)
-        if front.step.kept is not None:
-            result = select_rows(result, front.step.kept)
+        if front.step.kept_draws is not None:
+            result = select_rows(result, front.step.kept_draws)
         return CompletedStep(front.step, result, front.is_committed)
 
     def _settle(self, front: _LaunchedStep) -> None:
         """Leave out the rows of those who went while the step was on the device."""
-        front.step = self._scheduler.current(front.step)
+        front.step = self._scheduler.drop_finished_rows(front.step)
 
     def drop(self) -> list[Step]:
         """Wait until the device is done with all steps and forget their results; return the steps.

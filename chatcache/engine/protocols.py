@@ -36,8 +36,8 @@ class ModelRunner(Protocol):
     def launch(self, plan: StepPlan) -> Launched:
         """Begin a step, behind those launched before; their results are asked for in the same order.
 
-        Where `capacity().has_async_launch`, this may return before the step is done, and one more step may be launched before
-        the first one's result is asked for. Raises: as `execute`.
+        Where `capacity().has_async_launch`, this may return before the step is done, and one more step may be launched
+        before the first one's result is asked for. Raises: as `execute`.
         """
         ...
 

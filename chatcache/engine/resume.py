@@ -13,7 +13,7 @@ from chatcache.kv_cache.page_hash import TOKEN_BYTES
 from chatcache.scheduler.request import Branch, LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
 from chatcache.types.actions import Finish
-from chatcache.types.request import Resumed
+from chatcache.types.request import ResumePoint
 
 
 def resume_request(request: LiveRequest, scheduler: Scheduler, outbox: EventQueue) -> bool:
@@ -21,7 +21,7 @@ def resume_request(request: LiveRequest, scheduler: Scheduler, outbox: EventQueu
 
     Raises: EngineError where a request cannot be resumed, and what a grammar raises that is followed again.
     """
-    resumed, request.resumed = request.resumed, None
+    resumed, request.resume_point = request.resume_point, None
     if resumed is not None:
         for end in _restore(request, resumed):
             outbox.output(request, end)
@@ -32,7 +32,7 @@ def resume_request(request: LiveRequest, scheduler: Scheduler, outbox: EventQueu
     return bool(request.branches)
 
 
-def _restore(request: LiveRequest, resumed: Resumed) -> tuple[Finish, ...]:
+def _restore(request: LiveRequest, resumed: ResumePoint) -> tuple[Finish, ...]:
     """Give a request what it had; return the ends of candidates that were not told."""
     if resumed.num_cached_tokens is not None:
         request.started, request.first_token_s = True, request.accepted_s
@@ -41,7 +41,7 @@ def _restore(request: LiveRequest, resumed: Resumed) -> tuple[Finish, ...]:
     return _branch(request, resumed) if resumed.candidates else ()
 
 
-def _branch(request: LiveRequest, resumed: Resumed) -> tuple[Finish, ...]:
+def _branch(request: LiveRequest, resumed: ResumePoint) -> tuple[Finish, ...]:
     strategy = request.strategy
     if not isinstance(strategy, SamplingStrategy):
         raise EngineError("The engine died, and what it had begun of this request cannot be continued.")
@@ -61,7 +61,7 @@ def _branch(request: LiveRequest, resumed: Resumed) -> tuple[Finish, ...]:
         )
         for index in strategy.living
     }
-    request.num_branches_born = len(told)
+    request.num_branches_created = len(told)
     request.max_branches = len(request.branches)
-    request.pair_waiting()
+    request.choose_fork_sources()
     return ends

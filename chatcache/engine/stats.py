@@ -24,8 +24,16 @@ from chatcache.config import EngineConfig
 from chatcache.engine.admission import check_prompt
 from chatcache.engine.invariants import check_tokens
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import CacheNamespace
-from chatcache.kv_cache.stats import PageStates, PageUsage, check, fractional_pages, page_cells, page_states, page_usage
+from chatcache.kv_cache.page_hash import CacheScope
+from chatcache.kv_cache.stats import (
+    PageStates,
+    PageUsage,
+    check_invariants,
+    fractional_pages,
+    page_cells,
+    page_states,
+    page_usage,
+)
 from chatcache.scheduler.request import LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
 from chatcache.types.plan import KVCapacity
@@ -34,7 +42,7 @@ from chatcache.types.stats import (
     Durations,
     EngineHealth,
     Explanation,
-    ModelFacts,
+    ModelInfo,
     PackedPrompt,
     PageAccounts,
     PageMap,
@@ -95,14 +103,14 @@ class Totals:
     def end(self, request: LiveRequest) -> None:
         """It has said all it has to say."""
         self.times.last_token(request)
-        num_forks = request.num_branches_born - 1
+        num_forks = request.num_branches_created - 1
         if request.lockstep:
             self.num_beam_forks += num_forks
         else:
             self.num_candidate_forks += num_forks
 
 
-def lasting(facts: ModelFacts, config: EngineConfig, capacity: KVCapacity, max_model_len: int) -> EngineHealth:
+def lasting(facts: ModelInfo, config: EngineConfig, capacity: KVCapacity, max_model_len: int) -> EngineHealth:
     """State what stays the same."""
     return EngineHealth(
         ready=True,
@@ -274,7 +282,9 @@ class EnginePages:
 
     def num_cached(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
         """Count what of each prompt is already computed, as `explain` would."""
-        return [self._kv.num_cached(each.tokens, CacheNamespace(namespace, each.num_public_tokens)) for each in prompts]
+        return [
+            self._kv.count_cached_tokens(each.tokens, CacheScope(namespace, each.num_public_tokens)) for each in prompts
+        ]
 
     def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap:
         """Show every page as the namespace may see it, or an `operator` all as they are. A moment old at most."""
@@ -289,7 +299,7 @@ class EnginePages:
         Raises: InvalidRequestError, ContextLengthError.
         """
         check_prompt(prompt, num_public_tokens, self._vocab_size, self._max_model_len)
-        chain = self._kv.chain(prompt, CacheNamespace(namespace, num_public_tokens))
+        chain = self._kv.hash_pages(prompt, CacheScope(namespace, num_public_tokens))
         return self._kv.explain(chain, self._namespaces if operator else ())
 
     def num_held(self, request_id: str) -> int:
@@ -300,12 +310,12 @@ class EnginePages:
     def check(self) -> None:
         """Verify pages, tables and reference counts against each other. Raises: InvariantError."""
         tables = self._scheduler.tables()
-        check(self._kv, tables, [request.host_pages for request in self._scheduler.requests()])
+        check_invariants(self._kv, tables, [request.host_pages for request in self._scheduler.requests()])
         check_tokens(self._kv, self._scheduler.running)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all that finished requests left behind; refused (False) while requests run."""
         if self._scheduler.running:
             return False
-        self._kv.forget_all()
+        self._kv.reset_prefix_cache()
         return True

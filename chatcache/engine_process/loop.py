@@ -35,7 +35,7 @@ from chatcache.engine_process.protocol import (
 from chatcache.errors import ChatcacheError, EngineError, InvalidRequestError
 from chatcache.types.events import EngineEvent, Failed
 from chatcache.types.request import GenerateRequest
-from chatcache.types.stats import EngineHealth, Explanation, ModelFacts, PackedPrompt, PageAccounts, PageMap
+from chatcache.types.stats import EngineHealth, Explanation, ModelInfo, PackedPrompt, PageAccounts, PageMap
 
 
 class PendingSubmits:
@@ -81,7 +81,7 @@ class StepEngine(Protocol):
     """What the loop needs of `engine.Engine`: synchronous and driven by one thread."""
 
     @property
-    def facts(self) -> ModelFacts: ...
+    def facts(self) -> ModelInfo: ...
     def add(self, request: GenerateRequest) -> Any: ...
     def abort(self, request_id: str) -> Any: ...
     def drop(self, request_id: str, index: int) -> None: ...

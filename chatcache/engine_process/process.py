@@ -50,7 +50,7 @@ from chatcache.errors import ChatcacheError, ContextLengthError, EngineError, In
 from chatcache.logs import LogFormat
 from chatcache.types.events import EngineEvent
 from chatcache.types.request import GenerateRequest
-from chatcache.types.stats import EngineHealth, Explanation, ModelFacts, PackedPrompt, PageAccounts, PageMap
+from chatcache.types.stats import EngineHealth, Explanation, ModelInfo, PackedPrompt, PageAccounts, PageMap
 
 KILL_GRACE_S = 5.0
 
@@ -253,7 +253,7 @@ class EngineProcess:
         self._error: ChatcacheError | None = None
         self._loaded = asyncio.Event()
         self._failed = asyncio.Event()
-        self.facts: ModelFacts | None = None
+        self.facts: ModelInfo | None = None
         self.num_restarts = 0
 
     async def __aenter__(self) -> EngineProcess:
@@ -273,7 +273,7 @@ class EngineProcess:
         if self._supervisor is None:
             self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
 
-    async def wait_loaded(self) -> ModelFacts:
+    async def wait_loaded(self) -> ModelInfo:
         """Wait until the model is loaded for the first time.
 
         Raises: what the load failed of, a ModelFolderError for instance.

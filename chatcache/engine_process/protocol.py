@@ -34,7 +34,7 @@ from chatcache.errors import (
 from chatcache.logs import LogFormat
 from chatcache.types.events import EngineEvent, Started, TokenLogprob
 from chatcache.types.request import GenerateRequest
-from chatcache.types.stats import EngineHealth, Explanation, ModelFacts, PackedPrompt, PageAccounts, PageMap
+from chatcache.types.stats import EngineHealth, Explanation, ModelInfo, PackedPrompt, PageAccounts, PageMap
 
 _KINDS: dict[str, type[ChatcacheError]] = {
     kind.__name__: kind
@@ -143,7 +143,7 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
-    facts: ModelFacts
+    facts: ModelInfo
     health: EngineHealth
 
 

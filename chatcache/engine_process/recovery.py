@@ -55,7 +55,7 @@ from chatcache.types.events import (
     Started,
     Tokens,
 )
-from chatcache.types.request import GenerateRequest, Resumed, SamplingParams, ToldCandidate
+from chatcache.types.request import GenerateRequest, ResumePoint, SamplingParams, SentCandidate
 from chatcache.types.stats import EngineHealth
 
 _TOKEN_BYTES = 4
@@ -116,15 +116,15 @@ class RequestJournal:
     def resumed(self) -> GenerateRequest:
         """The request for an engine that goes on with it. The engine it might have forked a page of is gone."""
         candidates = (
-            ToldCandidate(index, bytes(each.tokens), each.score, each.is_done)
+            SentCandidate(index, bytes(each.tokens), each.score, each.is_done)
             for index, each in enumerate(self._candidates)
         )
-        resumed = Resumed(
+        resumed = ResumePoint(
             last_seq=self.last_seq,
             num_cached_tokens=self._num_cached if self.has_started else None,
             candidates=tuple(candidates) if self.last_seq else (),
         )
-        return replace(self.request, fork_of=None, resumed=resumed)
+        return replace(self.request, fork_of=None, resume_point=resumed)
 
     # -- ends that no engine tells: there is none just now ----------------------------------------------------------
 

@@ -26,7 +26,7 @@ from chatcache.engine_process.protocol import (
 from chatcache.errors import ChatcacheError, EngineError, InvalidRequestError, ModelFolderError
 from chatcache.types.events import EngineEvent
 from chatcache.types.request import GenerateRequest
-from chatcache.types.stats import EngineHealth, Explanation, ModelFacts, PackedPrompt, PageAccounts, PageMap
+from chatcache.types.stats import EngineHealth, Explanation, ModelInfo, PackedPrompt, PageAccounts, PageMap
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class ThreadedEngine:
         self._thread: threading.Thread | None = None
         self._loaded = asyncio.Event()
         self._error: ChatcacheError | None = None
-        self.facts: ModelFacts | None = None
+        self.facts: ModelInfo | None = None
 
     async def __aenter__(self) -> ThreadedEngine:
         await self.start()
@@ -72,7 +72,7 @@ class ThreadedEngine:
         """Start the thread; returns at once. Calling again is harmless."""
         self._attach()
 
-    async def wait_loaded(self) -> ModelFacts:
+    async def wait_loaded(self) -> ModelInfo:
         """Wait for the factory.
 
         Raises: ChatcacheError if it failed.

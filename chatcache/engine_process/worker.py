@@ -98,7 +98,7 @@ def serve(sock: socket.socket) -> int:
     boot, *early = inbox.read(block=True)
     if not isinstance(boot, Boot) or early:
         raise ValueError("the first frame must be the boot command, alone")
-    logs.configure(boot.log_level, boot.log_format, "engine")
+    logs.configure_logging(boot.log_level, boot.log_format, "engine")
     try:
         engine = find_factory(boot.factory)(boot.config, lambda fraction, detail: send(Loading(fraction, detail)))
     except ConnectionError:

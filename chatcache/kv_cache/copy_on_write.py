@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from chatcache.kv_cache.host import HostKVCache
-from chatcache.kv_cache.page_hash import page_hash
-from chatcache.kv_cache.page_table import PageTable, note_owner
+from chatcache.kv_cache.page_hash import hash_page
+from chatcache.kv_cache.page_table import PageTable, record_owner
 from chatcache.kv_cache.pool import PagePool
 
 
@@ -31,10 +31,10 @@ class CopyOnWrite:
         self._page_size = page_size
         self._sources: set[int] = set()
 
-    def page_of(self, table: PageTable) -> int:
-        return table.own[table.num_tokens // self._page_size - table.num_base_pages]
+    def tail_page(self, table: PageTable) -> int:
+        return table.own_pages[table.num_tokens // self._page_size - table.num_prefix_pages]
 
-    def to_copy(self, tables: Iterable[PageTable]) -> tuple[set[int], set[int]]:
+    def tables_to_copy(self, tables: Iterable[PageTable]) -> tuple[set[int], set[int]]:
         """Say which tables (by id), all about to write, must have their tail copied, and which only should.
 
         Must: others hold the page. Should: nobody else does, but it is published with more than this table's tokens.
@@ -43,46 +43,46 @@ class CopyOnWrite:
         optional: set[int] = set()
         given_up: dict[int, int] = {}
         for table in tables:
-            if not table.tail or table.num_reserved > table.num_tokens:
+            if not table.tail_tokens or table.num_reserved > table.num_tokens:
                 continue
-            page = self.page_of(table)
+            page = self.tail_page(table)
             content = self._pool.content(page)
             if self._num_holders(page) - given_up.get(page, 0) > 1:
                 forced.add(id(table))
                 given_up[page] = given_up.get(page, 0) + 1
-            elif content is not None and content.tokens != table.tail and self._pool.is_published(page):
+            elif content is not None and content.tokens != table.tail_tokens and self._pool.is_published(page):
                 optional.add(id(table))
         return forced, optional
 
-    def copy(self, table: PageTable, dst: int) -> PageCopy:
+    def copy_tail(self, table: PageTable, dst: int) -> PageCopy:
         """Put `dst` in the place of the table's tail."""
         index = table.num_tokens // self._page_size
-        src = table.own[index - table.num_base_pages]
+        src = table.own_pages[index - table.num_prefix_pages]
         if src not in self._sources:
             self._sources.add(src)
             self._pool.retain((src,))
         self._pool.release((src,))
-        table.own[index - table.num_base_pages] = dst
+        table.own_pages[index - table.num_prefix_pages] = dst
         table.changed_from = min(table.changed_from, index)
         return PageCopy(src, dst)
 
-    def withdraw(self, table: PageTable) -> None:
+    def unpublish_tail(self, table: PageTable) -> None:
         """Take a tail that is about to be written out of the index."""
-        page = self.page_of(table)
-        self._pool.withdraw(page)
+        page = self.tail_page(table)
+        self._pool.unpublish(page)
         if self._host is not None:
-            self._host.spoil(page)
+            self._host.invalidate_load(page)
 
-    def publish(self, table: PageTable) -> None:
+    def publish_tail(self, table: PageTable) -> None:
         """Publish a tail that is this table's alone; one that others hold will be published by the last of them."""
-        page = self.page_of(table)
-        if self._host is not None and self._host.is_coming(page):
+        page = self.tail_page(table)
+        if self._host is not None and self._host.is_loading(page):
             return  # it will be here after the step only
         if self._num_holders(page) == 1 and not self._pool.is_published(page):
-            note_owner(self._pool.owners, table, table.num_tokens // self._page_size)  # it may have been cut since
-            self._pool.publish(page, page_hash(table.key, table.tail))
+            record_owner(self._pool.owners, table, table.num_tokens // self._page_size)  # it may have been cut since
+            self._pool.publish(page, hash_page(table.key, table.tail_tokens))
 
-    def settle(self) -> None:
+    def release_sources(self) -> None:
         """Let go of this step's sources: its copies have been made, or the step was given up."""
         for page in self._sources:
             self._pool.release((page,))

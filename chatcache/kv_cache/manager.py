@@ -20,28 +20,28 @@ from chatcache.kv_cache.copy_on_write import CopyOnWrite, PageCopy
 from chatcache.kv_cache.host import HostKVCache, PendingLoad
 from chatcache.kv_cache.page_hash import (
     TOKEN_BYTES,
-    CacheNamespace,
-    PageHash,
-    PageHasher,
-    name_pages,
-    page_hash,
-    page_hashes,
-    private_hash,
+    CacheScope,
+    PageContent,
+    PageHashChain,
+    encode_tokens,
+    hash_next_pages,
+    hash_page,
+    hash_pages,
+    namespace_hash,
     root_hash,
-    token_bytes,
 )
 from chatcache.kv_cache.page_table import (
     PUBLIC_OWNER,
     PageTable,
     freeze_prefix,
-    note_owner,
-    owner_of,
-    release_pages,
+    owner_id,
+    record_owner,
+    release_prefix,
     rewind,
     thaw_prefix,
 )
 from chatcache.kv_cache.pool import NULL_PAGE, InvariantError, PagePool
-from chatcache.kv_cache.prefix_match import PrefixMatch, explain, longest_match, match_device_and_host, no_match
+from chatcache.kv_cache.prefix_match import PrefixMatch, empty_match, explain, match_device, match_device_and_host
 from chatcache.types.stats import Explanation
 
 
@@ -62,11 +62,11 @@ def extend_table(
     num_public = match.scope.num_public_tokens // page_size - first
     for page, (index, host_page) in zip(fresh, loads, strict=True):
         pages[index] = page
-        pool.owners[page] = PUBLIC_OWNER if index < num_public else owner_of(table.namespace)
+        pool.owners[page] = PUBLIC_OWNER if index < num_public else owner_id(table.namespace)
         load(pool, host, page, host_page, is_full=index < num_full)
-    table.own += pages
+    table.own_pages += pages
     table.num_tokens = table.num_reserved = match.num_tokens
-    table.key, table.tail = match.key, match.tail
+    table.key, table.tail_tokens = match.key, match.tail_tokens
     table.num_public_pages = match.scope.num_public_tokens // page_size
     return True
 
@@ -77,13 +77,13 @@ def load(pool: PagePool, host: HostKVCache | None, page: int, host_page: int, *,
         raise InvariantError("there is no host tier to load from")
     content = host.pool.content(host_page) if is_full else None
     if content is not None:
-        pool.describe(page, content)
+        pool.set_content(page, content)
     host.load(page, PendingLoad(host_page, content))
 
 
 Tokens = Sequence[int] | NDArray[np.int32]
-PRIVATE = CacheNamespace()
-FEW_PAGES = 64
+DEFAULT_SCOPE = CacheScope()
+PROBE_PAGES = 64
 
 
 class KVCache:
@@ -103,35 +103,35 @@ class KVCache:
         self._page_bytes = page_size * TOKEN_BYTES
         self._root = root_hash(model_digest, page_size)
         self._enable_matching = enable_matching
-        self._tails = CopyOnWrite(self.pool, self.host, page_size)
+        self._copy_on_write = CopyOnWrite(self.pool, self.host, page_size)
 
-    def forget_all(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Let nothing be found any more that was computed until now."""
         for pool in (self.pool, self.host.pool) if self.host is not None else (self.pool,):
-            pool.forget_all()
+            pool.unpublish_all()
 
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
     # -- finding what is already there ----------------------------------------------------------------------------
 
-    def chain(self, tokens: Tokens | bytes, scope: CacheNamespace = PRIVATE) -> PageHasher:
-        """Name the full pages of `tokens` (none, if there is no matching). O(tokens): keep it while a request waits."""
-        data = tokens if isinstance(tokens, bytes) else token_bytes(tokens)
-        if self._enable_matching:
-            return name_pages(self._root, data, self._page_bytes, scope)
-        return replace(name_pages(self._root, b"", self._page_bytes, scope), data=data)
+    def hash_pages(
+        self, tokens: Tokens | bytes, scope: CacheScope = DEFAULT_SCOPE, *, swapped: bool = False
+    ) -> PageHashChain:
+        """Hash the full pages of `tokens`: O(tokens), so keep the result while a request waits.
 
-    def own_chain(self, tokens: Tokens | bytes, scope: CacheNamespace = PRIVATE) -> PageHasher:
-        """Name the full pages of a request that has host pages, even if there is no matching otherwise."""
-        data = tokens if isinstance(tokens, bytes) else token_bytes(tokens)
-        return name_pages(self._root, data, self._page_bytes, scope)
+        Without prefix caching no page is hashed, except for a request that has host pages to find again (`swapped`).
+        """
+        data = tokens if isinstance(tokens, bytes) else encode_tokens(tokens)
+        if self._enable_matching or swapped:
+            return hash_pages(self._root, data, self._page_bytes, scope)
+        return replace(hash_pages(self._root, b"", self._page_bytes, scope), data=data)
 
     @property
     def enable_matching(self) -> bool:
         return self._enable_matching
 
-    def match(self, chain: PageHasher, *, most: int | None = None, host_pages: Collection[int] = ()) -> PrefixMatch:
+    def match(self, chain: PageHashChain, *, most: int | None = None, host_pages: Collection[int] = ()) -> PrefixMatch:
         """Find the longest computed prefix, never the last token (its logits are needed). A query.
 
         `most`: tokens that may be matched. `host_pages`: those that the asking request holds; without matching they
@@ -139,39 +139,39 @@ class KVCache:
         """
         if not self._enable_matching:
             if self.host is None or not host_pages:
-                return no_match(chain)
+                return empty_match(chain)
             return match_device_and_host(None, self.host.pool, chain, most, host_pages)
-        if self.host is None or self.host.pool.is_blank:
-            return longest_match(self.pool, chain, most)
+        if self.host is None or self.host.pool.is_index_empty:
+            return match_device(self.pool, chain, most)
         return match_device_and_host(self.pool, self.host.pool, chain, most)
 
-    def num_cached(self, tokens: bytes, scope: CacheNamespace = PRIVATE) -> int:
+    def count_cached_tokens(self, tokens: bytes, scope: CacheScope = DEFAULT_SCOPE) -> int:
         """Count the tokens that `match` would find. What misses early is not named to its end. A query."""
-        few = FEW_PAGES * self._page_bytes
-        found = self.match(self.chain(tokens[: few + TOKEN_BYTES], scope)).num_tokens
+        few = PROBE_PAGES * self._page_bytes
+        found = self.match(self.hash_pages(tokens[: few + TOKEN_BYTES], scope)).num_tokens
         if found * TOKEN_BYTES < few or len(tokens) <= few + TOKEN_BYTES:
             return found
-        return self.match(self.chain(tokens, scope)).num_tokens
+        return self.match(self.hash_pages(tokens, scope)).num_tokens
 
-    def nothing(self, scope: CacheNamespace = PRIVATE) -> PrefixMatch:
+    def empty_match(self, scope: CacheScope = DEFAULT_SCOPE) -> PrefixMatch:
         """Return the match of something new."""
-        return no_match(name_pages(self._root, b"", self._page_bytes, scope))
+        return empty_match(hash_pages(self._root, b"", self._page_bytes, scope))
 
-    def explain(self, chain: PageHasher, other_namespaces: Iterable[str] = ()) -> Explanation:
+    def explain(self, chain: PageHashChain, other_namespaces: Iterable[str] = ()) -> Explanation:
         """Say which pages of a prompt hit, and why not more. A query; it leaves the eviction order alone.
 
         `other_namespaces` to look into as well: for operators only, since a tenant must not learn what others have.
         """
         match, scope = self.match(chain), chain.scope
         others = (replace(scope, namespace=name) for name in other_namespaces if name != scope.namespace)
-        return explain(self.pool, chain, match, (self.match(self.chain(chain.data, other)) for other in others))
+        return explain(self.pool, chain, match, (self.match(self.hash_pages(chain.data, other)) for other in others))
 
     def open(self, match: PrefixMatch) -> PageTable:
         """Start a table on a match that was made since the last change of the cache."""
         self.pool.retain(match.pages)
         namespace, num_public_tokens = match.scope.namespace, match.scope.num_public_tokens
         num_public_pages = num_public_tokens // self.page_size
-        return PageTable(match.key, namespace, num_public_pages, match.num_tokens, match.tail, list(match.pages))
+        return PageTable(match.key, namespace, num_public_pages, match.num_tokens, match.tail_tokens, list(match.pages))
 
     def restore(self, match: PrefixMatch) -> PageTable | None:
         """Start a table on a match, loading what only the host has; None if there is no room for that."""
@@ -193,7 +193,7 @@ class KVCache:
         if not wants:
             return ()
         fresh = [max(self.num_pages_for(goal) - table.num_pages, 0) for table, goal in wants]
-        forced, optional = self._tails.to_copy([table for table, _ in wants])
+        forced, optional = self._copy_on_write.tables_to_copy([table for table, _ in wants])
         pages = self.pool.allocate(sum(fresh) + len(forced) + len(optional))
         copying = forced | optional
         if pages is None and optional:  # tight: a sole holder does without the copy, and the index without the page
@@ -203,49 +203,49 @@ class KVCache:
         copies: list[PageCopy] = []
         for (table, _), num_fresh in zip(wants, fresh, strict=True):
             if id(table) in copying:
-                copies.append(self._tails.copy(table, pages.pop()))
-            elif table.tail:
-                self._tails.withdraw(table)
-            table.own += [pages.pop() for _ in range(num_fresh)]
+                copies.append(self._copy_on_write.copy_tail(table, pages.pop()))
+            elif table.tail_tokens:
+                self._copy_on_write.unpublish_tail(table)
+            table.own_pages += [pages.pop() for _ in range(num_fresh)]
             table.num_reserved = table.num_pages * self.page_size
-            note_owner(self.pool.owners, table, table.num_tokens // self.page_size)
+            record_owner(self.pool.owners, table, table.num_tokens // self.page_size)
         return tuple(copies)
 
-    def settle(self) -> None:
+    def complete_step(self) -> None:
         """Note that the step was executed: its copies have been made, pages from the host are here and can be found."""
-        for page, content in self.host.settle() if self.host is not None else ():
+        for page, content in self.host.complete_step() if self.host is not None else ():
             if self.pool.refs[page]:
                 self._publish(page, content)
-        self._tails.settle()
+        self._copy_on_write.release_sources()
 
-    def abandon(self) -> None:
+    def abort_step(self) -> None:
         """Note that the step was given up. Every table that it would have changed has to be closed before."""
         if self.host is not None:
-            self.host.abandon()
-        self._tails.settle()
+            self.host.abort_step()
+        self._copy_on_write.release_sources()
 
     # -- to the host ----------------------------------------------------------------------------------------------
 
-    def contents(self, tables: Iterable[PageTable]) -> dict[int, PageHash]:
+    def page_contents(self, tables: Iterable[PageTable]) -> dict[int, PageContent]:
         """Say what the distinct pages of these tables hold, partly filled tails by their own names. O(pages)."""
-        contents: dict[int, PageHash] = {}
+        contents: dict[int, PageContent] = {}
         for table in tables:
             pages = table.pages()
             for page in pages[: table.num_tokens // self.page_size]:
                 if page not in contents and (content := self.pool.content(page)) is not None:
                     contents[page] = content
-            if table.tail:
-                page = self._tails.page_of(table)
-                if page not in contents or len(contents[page].tokens) < len(table.tail):
-                    contents[page] = page_hash(table.key, table.tail)
+            if table.tail_tokens:
+                page = self._copy_on_write.tail_page(table)
+                if page not in contents or len(contents[page].tokens) < len(table.tail_tokens):
+                    contents[page] = hash_page(table.key, table.tail_tokens)
         return contents
 
-    def swap_out(self, contents: Mapping[int, PageHash]) -> list[int] | None:
+    def swap_out(self, contents: Mapping[int, PageContent]) -> list[int] | None:
         """Copy pages to the host in this step; return the host pages, held, or None if there is no room.
 
         The pages may be let go of at once: a plan copies out before it writes anything.
         """
-        return self.host.hold(contents) if self.host is not None else None
+        return self.host.store(contents) if self.host is not None else None
 
     # -- after execution ------------------------------------------------------------------------------------------
 
@@ -257,26 +257,26 @@ class KVCache:
                 f"{num_tokens} tokens were computed into a table that had reserved {table.num_reserved}"
             )
         table.num_tokens = num_tokens
-        tail = table.tail + tokens
+        tail = table.tail_tokens + tokens
         size = self._page_bytes
         if len(tail) < size:
-            table.tail = tail
+            table.tail_tokens = tail
             return
         index = (table.num_tokens - len(tail) // TOKEN_BYTES) // self.page_size
         for start in range(0, len(tail) - size + 1, size):
-            content = page_hash(table.key, tail[start : start + size])
-            self._publish(table.own[index - table.num_base_pages], content)
+            content = hash_page(table.key, tail[start : start + size])
+            self._publish(table.own_pages[index - table.num_prefix_pages], content)
             index += 1
-            table.key = private_hash(content.key, table.namespace) if index == table.num_public_pages else content.key
-        table.tail = tail[len(tail) // size * size :]
+            table.key = namespace_hash(content.key, table.namespace) if index == table.num_public_pages else content.key
+        table.tail_tokens = tail[len(tail) // size * size :]
 
-    def _publish(self, page: int, content: PageHash) -> None:
+    def _publish(self, page: int, content: PageContent) -> None:
         if self._enable_matching:
             self.pool.publish(page, content)
         else:
-            self.pool.describe(page, content)
+            self.pool.set_content(page, content)
 
-    def turn_pages(self, tables: Sequence[PageTable], tokens: bytes) -> list[int] | None:
+    def advance_pages(self, tables: Sequence[PageTable], tokens: bytes) -> list[int] | None:
         """Note that each table's last page is full, and give each one more page: all of them, or None and no change.
 
         For tables that are filling the last page they have reserved, a private one. `tokens` are the pages' tokens, one
@@ -286,18 +286,18 @@ class KVCache:
         pages = self.pool.allocate(len(tables))
         if pages is None:
             return None
-        contents = page_hashes([table.key for table in tables], tokens, self._page_bytes)
-        filled = [table.own[-1] for table in tables]
+        contents = hash_next_pages([table.key for table in tables], tokens, self._page_bytes)
+        filled = [table.own_pages[-1] for table in tables]
         if self._enable_matching:
             self.pool.publish_all(filled, contents)
         else:
-            self.pool.describe_all(filled, contents)
+            self.pool.set_contents(filled, contents)
         owners = self.pool.owners
         for table, page, content, full in zip(tables, pages, contents, filled, strict=True):
             owners[page] = owners[full]
-            table.num_tokens, table.key, table.tail = table.num_reserved, content.key, b""
+            table.num_tokens, table.key, table.tail_tokens = table.num_reserved, content.key, b""
             table.num_reserved += self.page_size
-            table.own.append(page)
+            table.own_pages.append(page)
             table.changed_from += 1
         return pages
 
@@ -305,14 +305,14 @@ class KVCache:
 
     def fork(self, table: PageTable) -> PageTable:
         """Give a second branch everything the table has computed. O(1) in its length; copies nothing."""
-        num_own = table.num_tokens // self.page_size - table.num_base_pages
+        num_own = table.num_tokens // self.page_size - table.num_prefix_pages
         if num_own > 0:
             freeze_prefix(table, num_own)
-        base, num_base_pages, tail, own = table.base, table.num_base_pages, table.tail, []
+        base, num_base_pages, tail, own = table.shared_prefix, table.num_prefix_pages, table.tail_tokens, []
         if base is not None:
             base.refs += 1
         if tail:
-            page = table.own[0]
+            page = table.own_pages[0]
             own.append(page)
             self.pool.refs[page] += 1  # held already, so there is no idle page to revive
             table.num_reserved = table.num_tokens
@@ -323,7 +323,7 @@ class KVCache:
         child.changed_from = news if news < num_pages else num_pages
         return child
 
-    def truncate(self, table: PageTable, num_tokens: int, scope: CacheNamespace | None = None) -> None:
+    def truncate(self, table: PageTable, num_tokens: int, scope: CacheScope | None = None) -> None:
         """Forget everything after the first `num_tokens` tokens of the table, which then goes on in `scope`.
 
         Without one what is then written is private, even where public tokens have been cut: it may be something else.
@@ -335,41 +335,41 @@ class KVCache:
         if num_tokens < table.num_tokens or scope is not None:
             num_public_pages = scope.num_public_tokens // self.page_size if scope is not None else 0
             rewind(self.pool, table, self.page_size, num_tokens, num_public_pages)
-        while num_tokens < table.num_base_pages * self.page_size:
+        while num_tokens < table.num_prefix_pages * self.page_size:
             thaw_prefix(self.pool, table)
-        kept = self.num_pages_for(num_tokens) - table.num_base_pages
-        self.pool.release(table.own[kept:])
-        del table.own[kept:]
+        kept = self.num_pages_for(num_tokens) - table.num_prefix_pages
+        self.pool.release(table.own_pages[kept:])
+        del table.own_pages[kept:]
         table.num_tokens = table.num_reserved = num_tokens
         table.changed_from = min(table.changed_from, table.num_pages)
-        self._cancel_loads()
+        self._cancel_unreferenced_loads()
 
     # -- the end --------------------------------------------------------------------------------------------------
 
-    def close(self, table: PageTable, *, forget: bool = False, keep_tail: bool = True) -> None:
+    def close(self, table: PageTable, *, discard: bool = False, keep_tail: bool = True) -> None:
         """Let go of every page. What was computed stays matchable, the partly filled tail too if `keep_tail`.
 
-        `forget` takes it out of the index instead: what a faulty request computed must not be found again.
+        `discard` takes it out of the index instead: what a faulty request computed must not be found again.
         """
-        if forget:
-            self._forget(table)
-        elif table.tail and keep_tail and self._enable_matching:
-            self._tails.publish(table)
-        self.pool.release(table.own)
-        if table.base is not None:
-            release_pages(self.pool, table.base)
-        table.own, table.base, table.num_base_pages = [], None, 0
+        if discard:
+            self._unpublish_contents(table)
+        elif table.tail_tokens and keep_tail and self._enable_matching:
+            self._copy_on_write.publish_tail(table)
+        self.pool.release(table.own_pages)
+        if table.shared_prefix is not None:
+            release_prefix(self.pool, table.shared_prefix)
+        table.own_pages, table.shared_prefix, table.num_prefix_pages = [], None, 0
         table.num_tokens = table.num_reserved = table.changed_from = 0
-        table.tail = b""  # a closed table holds nothing; closing it again is harmless
-        self._cancel_loads()
+        table.tail_tokens = b""  # a closed table holds nothing; closing it again is harmless
+        self._cancel_unreferenced_loads()
 
-    def _cancel_loads(self) -> None:
+    def _cancel_unreferenced_loads(self) -> None:
         if self.host is not None:
-            self.host.cancel_unheld(self.pool.refs)
+            self.host.cancel_unreferenced_loads(self.pool.refs)
 
-    def _forget(self, table: PageTable) -> None:
+    def _unpublish_contents(self, table: PageTable) -> None:
         if self.host is not None:
-            for content in self.contents([table]).values():
-                self.host.forget(content)
+            for content in self.page_contents([table]).values():
+                self.host.unpublish(content)
         for page in table.pages():
-            self.pool.withdraw(page)
+            self.pool.unpublish(page)

@@ -31,7 +31,7 @@ _TENANT = blake2b(digest_size=KEY_BYTES, person=b"chatcache tenant")
 _PAGE = blake2b(digest_size=KEY_BYTES, person=b"chatcache page")
 
 
-class PageHash(msgspec.Struct, frozen=True, gc=False):
+class PageContent(msgspec.Struct, frozen=True, gc=False):
     """What a page holds: `tokens` (little-endian int32) after everything that `parent` names.
 
     Fewer than `page_size` tokens for the tail of a finished branch, which has a key of its own.
@@ -50,35 +50,35 @@ def root_hash(model_digest: str, page_size: int) -> bytes:
     return hasher.digest()
 
 
-def private_hash(key: bytes, namespace: str) -> bytes:
+def namespace_hash(key: bytes, namespace: str) -> bytes:
     """Name what `key` names, as seen from within a namespace: nobody else's names follow from it."""
     hasher = _TENANT.copy()
     hasher.update(key + namespace.encode("utf-8", "surrogatepass"))
     return hasher.digest()
 
 
-def page_hash(parent: bytes, tokens: bytes) -> PageHash:
+def hash_page(parent: bytes, tokens: bytes) -> PageContent:
     """Name the page that holds `tokens` after `parent`. Parents are KEY_BYTES long, so the split is unambiguous."""
     hasher = _PAGE.copy()
     hasher.update(parent + tokens)
-    return PageHash(hasher.digest(), parent, tokens)
+    return PageContent(hasher.digest(), parent, tokens)
 
 
-def page_hashes(parents: Sequence[bytes], tokens: bytes, page_bytes: int) -> list[PageHash]:
+def hash_next_pages(parents: Sequence[bytes], tokens: bytes, page_bytes: int) -> list[PageContent]:
     """Name one page after each parent; `tokens` are the pages' own, one after another."""
-    blank, contents, start = _PAGE.copy, list[PageHash](), 0
+    blank, contents, start = _PAGE.copy, list[PageContent](), 0
     for parent in parents:
         stop = start + page_bytes
         page = tokens[start:stop]
         hasher = blank()
         hasher.update(parent + page)
-        contents.append(PageHash(hasher.digest(), parent, page))
+        contents.append(PageContent(hasher.digest(), parent, page))
         start = stop
     return contents
 
 
-def page_keys(parent: bytes, pages: Sequence[bytes]) -> list[bytes]:
-    """Name a run of pages of which the first follows `parent`: the keys that `page_hash` gives them one by one."""
+def hash_page_run(parent: bytes, pages: Sequence[bytes]) -> list[bytes]:
+    """Name a run of pages of which the first follows `parent`: the keys that `hash_page` gives them one by one."""
     blank, keys = _PAGE.copy, list[bytes]()
     for page in pages:
         hasher = blank()
@@ -89,13 +89,13 @@ def page_keys(parent: bytes, pages: Sequence[bytes]) -> list[bytes]:
     return keys
 
 
-def token_bytes(tokens: Sequence[int] | NDArray[np.int32]) -> bytes:
+def encode_tokens(tokens: Sequence[int] | NDArray[np.int32]) -> bytes:
     """Return token ids as little-endian int32."""
     return np.asarray(tokens, dtype="<i4").tobytes()
 
 
 @dataclass(frozen=True, slots=True)
-class CacheNamespace:
+class CacheScope:
     """Who may find these tokens again: the first `num_public_tokens` everybody, the rest `namespace` alone.
 
     A page is public if it lies wholly within the public tokens; the one on their border is private.
@@ -106,7 +106,7 @@ class CacheNamespace:
 
 
 @dataclass(frozen=True, slots=True)
-class PageHasher:
+class PageHashChain:
     """Tokens cut into pages. `keys[i]` names full page i, which follows `parents[i]`; there is one parent more than
     full pages, for whatever comes after them.
 
@@ -115,7 +115,7 @@ class PageHasher:
 
     data: bytes
     page_bytes: int
-    scope: CacheNamespace
+    scope: CacheScope
     keys: list[bytes]
     parents: list[bytes]
 
@@ -128,19 +128,19 @@ class PageHasher:
         """Count the pages that may be public; a short prompt has fewer."""
         return self.scope.num_public_tokens * TOKEN_BYTES // self.page_bytes
 
-    def page(self, index: int) -> bytes:
+    def page_tokens(self, index: int) -> bytes:
         """Return the tokens of page `index`, perhaps fewer than a pageful."""
         return self.data[index * self.page_bytes : (index + 1) * self.page_bytes]
 
 
-def name_pages(root: bytes, data: bytes, page_bytes: int, scope: CacheNamespace) -> PageHasher:
+def hash_pages(root: bytes, data: bytes, page_bytes: int, scope: CacheScope) -> PageHashChain:
     """Name the full pages of `data` (little-endian int32). O(tokens)."""
     num_public = scope.num_public_tokens * TOKEN_BYTES // page_bytes
     pages = [data[start : start + page_bytes] for start in range(0, len(data) - page_bytes + 1, page_bytes)]
-    public = page_keys(root, pages[:num_public])
+    public = hash_page_run(root, pages[:num_public])
     parents = [root, *public]
     if len(public) < num_public:
-        return PageHasher(data, page_bytes, scope, public, parents)
-    parents[-1] = private_hash(parents[-1], scope.namespace)
-    private = page_keys(parents[-1], pages[num_public:])
-    return PageHasher(data, page_bytes, scope, public + private, parents + private)
+        return PageHashChain(data, page_bytes, scope, public, parents)
+    parents[-1] = namespace_hash(parents[-1], scope.namespace)
+    private = hash_page_run(parents[-1], pages[num_public:])
+    return PageHashChain(data, page_bytes, scope, public + private, parents + private)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 
-from chatcache.kv_cache.page_hash import TOKEN_BYTES, private_hash
+from chatcache.kv_cache.page_hash import TOKEN_BYTES, namespace_hash
 from chatcache.kv_cache.pool import InvariantError, PagePool
 
 
@@ -45,16 +45,16 @@ class PageTable:
     """
 
     __slots__ = (
-        "base",
         "changed_from",
         "key",
         "namespace",
-        "num_base_pages",
+        "num_prefix_pages",
         "num_public_pages",
         "num_reserved",
         "num_tokens",
-        "own",
-        "tail",
+        "own_pages",
+        "shared_prefix",
+        "tail_tokens",
     )
 
     def __init__(
@@ -72,69 +72,71 @@ class PageTable:
         self.namespace = namespace
         self.num_public_pages = num_public_pages
         self.num_tokens = self.num_reserved = num_tokens
-        self.tail = tail
-        self.own = own or []
-        self.base = base
-        self.num_base_pages = num_base_pages
+        self.tail_tokens = tail
+        self.own_pages = own or []
+        self.shared_prefix = base
+        self.num_prefix_pages = num_base_pages
         self.changed_from = 0
 
     @property
     def num_pages(self) -> int:
-        return self.num_base_pages + len(self.own)
+        return self.num_prefix_pages + len(self.own_pages)
 
     @property
     def num_tail_tokens(self) -> int:
-        return len(self.tail) // TOKEN_BYTES
+        return len(self.tail_tokens) // TOKEN_BYTES
 
     def pages(self) -> list[int]:
         """List every page in order. O(pages): for queries and tests, not for steps."""
-        return [page for segment in reversed(list(self.segments())) for page in segment.pages] + self.own
+        return [page for segment in reversed(list(self.shared_prefixes())) for page in segment.pages] + self.own_pages
 
-    def segments(self) -> Iterator[SharedPrefix]:
+    def shared_prefixes(self) -> Iterator[SharedPrefix]:
         """Yield the segments below this table, nearest first."""
-        segment = self.base
+        segment = self.shared_prefix
         while segment is not None:
             yield segment
             segment = segment.parent
 
     def page_at(self, index: int) -> int:
         """Return the page of table entry `index`."""
-        if index >= self.num_base_pages:
-            return self.own[index - self.num_base_pages]
-        return next(segment.pages[index - segment.start] for segment in self.segments() if index >= segment.start)
+        if index >= self.num_prefix_pages:
+            return self.own_pages[index - self.num_prefix_pages]
+        return next(
+            segment.pages[index - segment.start] for segment in self.shared_prefixes() if index >= segment.start
+        )
 
-    def take_changes(self) -> tuple[int, list[int]]:
+    def pop_changes(self) -> tuple[int, list[int]]:
         """Return (first index, pages from there on) of what changed since the last call."""
         first = self.changed_from
         self.changed_from = self.num_pages
-        if first >= self.num_base_pages:
-            return first, self.own[first - self.num_base_pages :]
+        if first >= self.num_prefix_pages:
+            return first, self.own_pages[first - self.num_prefix_pages :]
         return first, self.pages()[first:]
 
 
 def freeze_prefix(table: PageTable, num_pages: int) -> None:
     """Move the first of the table's own pages, all full, into a segment that others can stand on."""
-    pages = table.own
-    table.own = pages[num_pages:]
+    pages = table.own_pages
+    table.own_pages = pages[num_pages:]
     del pages[num_pages:]
-    table.base = SharedPrefix(table.base, table.num_base_pages, pages)
-    table.num_base_pages += num_pages
+    table.shared_prefix = SharedPrefix(table.shared_prefix, table.num_prefix_pages, pages)
+    table.num_prefix_pages += num_pages
 
 
 def thaw_prefix(pool: PagePool, table: PageTable) -> None:
     """Turn the table's nearest segment back into pages of its own."""
-    segment = table.base
+    segment = table.shared_prefix
     if segment is None:
         raise InvariantError("a table without a segment has no pages below its own")
     pool.retain(segment.pages)
-    table.own = segment.pages + table.own
-    table.base, table.num_base_pages = segment.parent, segment.start
+    table.own_pages = segment.pages + table.own_pages
+    table.shared_prefix, table.num_prefix_pages = segment.parent, segment.start
     if segment.parent is not None:
         segment.parent.refs += 1
-    release_pages(pool, segment)
+    release_prefix(pool, segment)
 
 
-def release_pages(pool: PagePool, segment: SharedPrefix | None) -> None:
+def release_prefix(pool: PagePool, segment: SharedPrefix | None) -> None:
     """Take one holder off a segment; the pages of those that nobody stands on any more are released."""
     while segment is not None:
         segment.refs -= 1
@@ -150,7 +152,7 @@ def rewind(pool: PagePool, table: PageTable, page_size: int, num_tokens: int, nu
     Where public tokens have been cut, the table goes on in public only up to `num_public_pages`.
     """
     index, num_left = divmod(num_tokens, page_size)
-    tokens = table.tail
+    tokens = table.tail_tokens
     if index < table.num_tokens // page_size:
         content = pool.content(table.page_at(index))
         if content is None:
@@ -159,21 +161,21 @@ def rewind(pool: PagePool, table: PageTable, page_size: int, num_tokens: int, nu
     if index < table.num_public_pages:
         table.num_public_pages = max(index, num_public_pages)
         if table.num_public_pages == index:
-            table.key = private_hash(table.key, table.namespace)
-    table.tail = tokens[: num_left * TOKEN_BYTES]
+            table.key = namespace_hash(table.key, table.namespace)
+    table.tail_tokens = tokens[: num_left * TOKEN_BYTES]
 
 
 PUBLIC_OWNER = 1  # of the pages that every namespace may match
 
 
-def owner_of(namespace: str) -> int:
+def owner_id(namespace: str) -> int:
     """Return the mark of a namespace. Good within this process."""
     return hash(namespace)
 
 
-def note_owner(owners: array[int], table: PageTable, first: int) -> None:
+def record_owner(owners: array[int], table: PageTable, first: int) -> None:
     """Mark the table's own pages from entry `first` on."""
-    pages, owner = table.own[first - table.num_base_pages :], owner_of(table.namespace)
+    pages, owner = table.own_pages[first - table.num_prefix_pages :], owner_id(table.namespace)
     num_public = table.num_public_pages - first
     for place, page in enumerate(pages):
         owners[page] = PUBLIC_OWNER if place < num_public else owner

@@ -23,7 +23,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from chatcache.kv_cache.page_hash import TOKEN_BYTES, PageHash, PageHasher, page_hash
+from chatcache.kv_cache.page_hash import TOKEN_BYTES, PageContent, PageHashChain, hash_page
 
 
 class ChildIndex:
@@ -56,7 +56,7 @@ class ChildIndex:
             raise KeyError(page)
         del self._pages[parent]
 
-    def of(self, parent: bytes) -> tuple[int, ...] | dict[int, None]:
+    def get(self, parent: bytes) -> tuple[int, ...] | dict[int, None]:
         """Return the pages after `parent`, oldest first."""
         known = self._pages.get(parent, ())
         return (known,) if isinstance(known, int) else known
@@ -66,7 +66,7 @@ class ChildIndex:
         return sum(1 if isinstance(known, int) else len(known) for known in self._pages.values())
 
     def __iter__(self) -> Iterator[tuple[bytes, list[int]]]:
-        return ((parent, list(self.of(parent))) for parent in self._pages)
+        return ((parent, list(self.get(parent))) for parent in self._pages)
 
 
 NULL_PAGE = 0
@@ -89,7 +89,7 @@ class PagePool:
         self.owners = array("q", bytes(8 * num_pages))  # see `owners`; what the tables' operations note
         self._blank = list(range(num_pages - 1, NULL_PAGE, -1))  # a stack
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently released first
-        self._content: list[PageHash | None] = [None] * num_pages
+        self._content: list[PageContent | None] = [None] * num_pages
         self._index: dict[bytes, int] = {}
         self._children = ChildIndex()  # the published pages by what they follow
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # names, oldest first, for `was_evicted`
@@ -118,7 +118,7 @@ class PagePool:
         return np.fromiter(self._idle, np.int64, len(self._idle))
 
     @property
-    def is_blank(self) -> bool:
+    def is_index_empty(self) -> bool:
         """Say whether nothing can be found here."""
         return not self._index
 
@@ -138,13 +138,13 @@ class PagePool:
 
     def _evict(self) -> int:
         page, _ = self._idle.popitem(last=False)  # out of the idle first, so that withdrawing does not blank it
-        key = self._content_of(page).key
+        key = self._published_content(page).key
         self.num_evictions += 1
         self._evicted[key] = None
         self._evicted.move_to_end(key)
         if len(self._evicted) > self._max_evicted:
             self._evicted.popitem(last=False)
-        self.withdraw(page)
+        self.unpublish(page)
         self._content[page] = None
         return page
 
@@ -181,33 +181,33 @@ class PagePool:
         content = self._content[page]
         return content is not None and self._index.get(content.key) == page
 
-    def content(self, page: int) -> PageHash | None:
+    def content(self, page: int) -> PageContent | None:
         """Return what is known of the page's contents; None while it is being filled."""
         return self._content[page]
 
-    def describe(self, page: int, content: PageHash) -> None:
+    def set_content(self, page: int, content: PageContent) -> None:
         """Note the final contents of a held page without letting anybody match it."""
-        self.describe_all((page,), (content,))
+        self.set_contents((page,), (content,))
 
-    def describe_all(self, pages: Sequence[int], contents: Sequence[PageHash]) -> None:
+    def set_contents(self, pages: Sequence[int], contents: Sequence[PageContent]) -> None:
         refs, known = self.refs, self._content
         for page, content in zip(pages, contents, strict=True):
             if not refs[page]:
                 raise InvariantError(f"page {page} was described but nobody holds it")
             known[page] = content
 
-    def publish(self, page: int, content: PageHash) -> None:
+    def publish(self, page: int, content: PageContent) -> None:
         """Note the contents of a held page and let it be matched, after execution only. The first of equals wins."""
         self.publish_all((page,), (content,))
 
-    def publish_all(self, pages: Sequence[int], contents: Sequence[PageHash]) -> None:
-        self.describe_all(pages, contents)
+    def publish_all(self, pages: Sequence[int], contents: Sequence[PageContent]) -> None:
+        self.set_contents(pages, contents)
         index, add_child = self._index.setdefault, self._children.add
         for page, content in zip(pages, contents, strict=True):
             if index(content.key, page) == page:
                 add_child(content.parent, page)
 
-    def withdraw(self, page: int) -> None:
+    def unpublish(self, page: int) -> None:
         """Take the page out of the index, if it is in: nobody will match it any more. Its holders keep it."""
         content = self._content[page]
         if content is None or self._index.get(content.key) != page:
@@ -219,25 +219,25 @@ class PagePool:
             self._content[page] = None
             self._blank.append(page)
 
-    def find(self, content: PageHash) -> int | None:
+    def find(self, content: PageContent) -> int | None:
         """Find the published page with this content."""
         page = self._index.get(content.key)
         return page if page is not None and self._content[page] == content else None
 
-    def lookup(self, chain: PageHasher, num_pages: int, start: int = 0) -> list[int]:
+    def match_full_pages(self, chain: PageHashChain, num_pages: int, start: int = 0) -> list[int]:
         """Find the longest run of published pages among the chain's pages start .. num_pages - 1, in order."""
         found: list[int] = []
         for index, key in enumerate(chain.keys[start:num_pages], start):
             page = self._index.get(key)
             if page is None:
                 break
-            content = self._content_of(page)
-            if content.tokens != chain.page(index) or content.parent != chain.parents[index]:
+            content = self._published_content(page)
+            if content.tokens != chain.page_tokens(index) or content.parent != chain.parents[index]:
                 break
             found.append(page)
         return found
 
-    def lookup_partial(
+    def match_partial_page(
         self, parent: bytes, tokens: bytes, among: Collection[int] | None = None
     ) -> tuple[int, int] | None:
         """Find the published page after `parent` that begins with most of `tokens`: (page, number of tokens).
@@ -250,30 +250,30 @@ class PagePool:
         for page in self._newest_children(parent):
             if among is not None and page not in among:
                 continue
-            known = self._content_of(page).tokens
+            known = self._published_content(page).tokens
             if known.startswith(first) and (num_common := num_common_tokens(known, tokens)) > (best[1] if best else 0):
                 best = page, num_common
-        if len(self._children.of(parent)) > MAX_SCANNED_CHILDREN:
-            best = self._longest_beginning(parent, tokens, best[1] if best else 0, among) or best
+        if len(self._children.get(parent)) > MAX_SCANNED_CHILDREN:
+            best = self._longest_contained_page(parent, tokens, best[1] if best else 0, among) or best
         return best
 
-    def _longest_beginning(
+    def _longest_contained_page(
         self, parent: bytes, tokens: bytes, num_known: int, among: Collection[int] | None
     ) -> tuple[int, int] | None:
         for num_tokens in range(len(tokens) // TOKEN_BYTES, num_known, -1):
-            page = self.find(page_hash(parent, tokens[: num_tokens * TOKEN_BYTES]))
+            page = self.find(hash_page(parent, tokens[: num_tokens * TOKEN_BYTES]))
             if page is not None and (among is None or page in among):
                 return page, num_tokens
         return None
 
-    def beginnings(self, parent: bytes, tokens: bytes) -> list[int]:
+    def published_prefixes(self, parent: bytes, tokens: bytes) -> list[int]:
         """List the published pages after `parent` whose tokens `tokens` begins with."""
-        children = self._children.of(parent)
-        return [page for page in children if tokens.startswith(self._content_of(page).tokens)]
+        children = self._children.get(parent)
+        return [page for page in children if tokens.startswith(self._published_content(page).tokens)]
 
-    def children(self, parent: bytes) -> Iterator[PageHash]:
+    def children(self, parent: bytes) -> Iterator[PageContent]:
         """Yield the newest MAX_SCANNED_CHILDREN published continuations of `parent`, newest first."""
-        return map(self._content_of, self._newest_children(parent))
+        return map(self._published_content, self._newest_children(parent))
 
     def was_evicted(self, key: bytes) -> bool:
         """Say whether a page of this name had to make room lately, as far as memory goes: the last 4 x num_pages
@@ -281,28 +281,28 @@ class PagePool:
         return key in self._evicted and key not in self._index
 
     def _newest_children(self, parent: bytes) -> Iterator[int]:
-        return islice(reversed(self._children.of(parent)), MAX_SCANNED_CHILDREN)
+        return islice(reversed(self._children.get(parent)), MAX_SCANNED_CHILDREN)
 
-    def forget_all(self) -> None:
+    def unpublish_all(self) -> None:
         """Empty the index: idle pages become blank, held ones stay with their holders."""
         for page in list(self._index.values()):
-            self.withdraw(page)
+            self.unpublish(page)
 
-    def _content_of(self, page: int) -> PageHash:
+    def _published_content(self, page: int) -> PageContent:
         content = self._content[page]
         if content is None:
             raise InvariantError(f"page {page} is in the index without contents")
         return content
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         """Verify every invariant that the pool alone can see.
 
         Raises: InvariantError naming the first that does not hold.
         """
-        for claim in self._broken():
+        for claim in self._violations():
             raise InvariantError(claim)
 
-    def _broken(self) -> Iterator[str]:
+    def _violations(self) -> Iterator[str]:
         blank, idle = set(self._blank), set(self._idle)
         if len(blank) != len(self._blank):
             yield "a page is blank twice"
@@ -319,9 +319,9 @@ class PagePool:
                 yield f"page {page} is blank but its contents are noted"
             if page in idle and not self.is_published(page):
                 yield f"page {page} is idle but cannot be matched"
-        yield from self._broken_index()
+        yield from self._index_violations()
 
-    def broken_when_idle(self, first: int, num_pages: int) -> Iterator[str]:
+    def idle_violations(self, first: int, num_pages: int) -> Iterator[str]:
         """Yield what is wrong with pages first .. first + num_pages - 1, given that nobody should hold any."""
         for page in range(max(first, 1), min(first + num_pages, self.num_pages)):
             content = self._content[page]
@@ -331,18 +331,18 @@ class PagePool:
                 yield f"page {page} is idle={page in self._idle}, its contents noted={content is not None}"
             elif content is not None and self._index.get(content.key) != page:
                 yield f"page {page} is idle but cannot be matched"
-            elif content is not None and page not in self._children.of(content.parent):
+            elif content is not None and page not in self._children.get(content.parent):
                 yield f"page {page} is in the index but not among its parent's children"
         for page in self._blank[first : first + num_pages]:
             if self.refs[page] or self._content[page] is not None:
                 yield f"page {page} is blank but held, or its contents are noted"
 
-    def _broken_index(self) -> Iterator[str]:
+    def _index_violations(self) -> Iterator[str]:
         for key, page in self._index.items():
             content = self._content[page]
             if content is None or content.key != key:
                 yield f"the index names page {page}, which holds something else"
-            elif page not in self._children.of(content.parent):
+            elif page not in self._children.get(content.parent):
                 yield f"page {page} is in the index but not among its parent's children"
         if len(self._children) != len(self._index):
             yield "a page is among its parent's children but not in the index"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from chatcache.kv_cache.page_hash import TOKEN_BYTES, CacheNamespace, PageHasher, page_hash
+from chatcache.kv_cache.page_hash import TOKEN_BYTES, CacheScope, PageHashChain, hash_page
 from chatcache.kv_cache.pool import NULL_PAGE, PagePool, num_common_tokens
 from chatcache.types.stats import Explanation, PageHit
 
@@ -26,25 +26,25 @@ class PrefixMatch(NamedTuple):
     pages: list[int]
     num_tokens: int
     key: bytes
-    tail: bytes
+    tail_tokens: bytes
     num_idle: int
-    scope: CacheNamespace
+    scope: CacheScope
     loads: tuple[tuple[int, int], ...] = ()
 
 
-def no_match(chain: PageHasher) -> PrefixMatch:
+def empty_match(chain: PageHashChain) -> PrefixMatch:
     return PrefixMatch([], 0, chain.parents[0], b"", 0, chain.scope)
 
 
-def longest_match(pool: PagePool, chain: PageHasher, most: int | None = None) -> PrefixMatch:
+def match_device(pool: PagePool, chain: PageHashChain, most: int | None = None) -> PrefixMatch:
     """Find the longest computed prefix of at most `most` tokens, never the last one (its logits are needed)."""
     size = chain.page_bytes
-    longest = _longest(chain, most)
-    pages = pool.lookup(chain, longest // size)
+    longest = _max_matched_bytes(chain, most)
+    pages = pool.match_full_pages(chain, longest // size)
     key = chain.parents[len(pages)]
     start = len(pages) * size
     tail = b""
-    partial = pool.lookup_partial(key, chain.data[start : min(longest, start + size)])
+    partial = pool.match_partial_page(key, chain.data[start : min(longest, start + size)])
     if partial is not None:
         pages.append(partial[0])
         tail = chain.data[start : start + partial[1] * TOKEN_BYTES]
@@ -56,7 +56,7 @@ def longest_match(pool: PagePool, chain: PageHasher, most: int | None = None) ->
 def match_device_and_host(
     pool: PagePool | None,
     host: PagePool,
-    chain: PageHasher,
+    chain: PageHashChain,
     most: int | None = None,
     own: Collection[int] | None = None,
 ) -> PrefixMatch:
@@ -65,14 +65,14 @@ def match_device_and_host(
     `pool` None: nothing on the device may be matched. `own`: only these host pages may be.
     """
     size = chain.page_bytes
-    longest = _longest(chain, most)
+    longest = _max_matched_bytes(chain, most)
     num_pages = longest // size
     pages: list[int] = []
     loads: list[tuple[int, int]] = []
     while True:
         if pool is not None:
-            pages += pool.lookup(chain, num_pages, len(pages))
-        hosted = host.lookup(chain, min(len(pages) + 1, num_pages), len(pages))
+            pages += pool.match_full_pages(chain, num_pages, len(pages))
+        hosted = host.match_full_pages(chain, min(len(pages) + 1, num_pages), len(pages))
         if not hosted or (own is not None and hosted[0] not in own):
             break
         loads.append((len(pages), hosted[0]))
@@ -80,8 +80,8 @@ def match_device_and_host(
     key = chain.parents[len(pages)]
     start = len(pages) * size
     rest = chain.data[start : min(longest, start + size)]
-    near = (pool.lookup_partial(key, rest) if pool is not None else None) or (NULL_PAGE, 0)
-    far = host.lookup_partial(key, rest, own) or (NULL_PAGE, 0)
+    near = (pool.match_partial_page(key, rest) if pool is not None else None) or (NULL_PAGE, 0)
+    far = host.match_partial_page(key, rest, own) or (NULL_PAGE, 0)
     num_tail = max(near[1], far[1])
     if far[1] > near[1]:
         loads.append((len(pages), far[0]))
@@ -92,7 +92,7 @@ def match_device_and_host(
     return PrefixMatch(pages, (start + len(tail)) // TOKEN_BYTES, key, tail, num_idle, chain.scope, tuple(loads))
 
 
-def _longest(chain: PageHasher, most: int | None) -> int:
+def _max_matched_bytes(chain: PageHashChain, most: int | None) -> int:
     """Return how many bytes of the chain's data may be matched."""
     longest = max(len(chain.data) - TOKEN_BYTES, 0)
     return longest if most is None else min(longest, most * TOKEN_BYTES)
@@ -105,14 +105,16 @@ OTHER_NAMESPACE = "other_namespace"
 MAX_DIVERGED_TOKENS = 64
 
 
-def explain(pool: PagePool, chain: PageHasher, match: PrefixMatch, foreign: Iterable[PrefixMatch] = ()) -> Explanation:
+def explain(
+    pool: PagePool, chain: PageHashChain, match: PrefixMatch, foreign: Iterable[PrefixMatch] = ()
+) -> Explanation:
     """Say which pages of the chain hit, and why the first that does not does not.
 
     `foreign`: what the same tokens would match in other namespaces, if the asker may know that.
     """
     reason, detail, diverged = "", "", b""
     if match.num_tokens < chain.num_tokens - 1:
-        reason, detail, diverged = _first_miss(pool, chain, match, foreign)
+        reason, detail, diverged = _miss_reason(pool, chain, match, foreign)
     return Explanation(
         num_tokens=chain.num_tokens,
         num_cached_tokens=match.num_tokens,
@@ -125,24 +127,24 @@ def explain(pool: PagePool, chain: PageHasher, match: PrefixMatch, foreign: Iter
     )
 
 
-def _page_hits(pool: PagePool, chain: PageHasher, match: PrefixMatch) -> Iterable[PageHit]:
-    num_full, num_public = len(match.pages) - bool(match.tail), chain.num_public_pages
+def _page_hits(pool: PagePool, chain: PageHashChain, match: PrefixMatch) -> Iterable[PageHit]:
+    num_full, num_public = len(match.pages) - bool(match.tail_tokens), chain.num_public_pages
     loads = {index for index, _ in match.loads}
     for index in range(-(-len(chain.data) // chain.page_bytes)):
-        num_tokens = len(chain.page(index)) // TOKEN_BYTES
+        num_tokens = len(chain.page_tokens(index)) // TOKEN_BYTES
         if index < num_full and index in loads:
             state = "host"
         elif index < num_full:
             state = "held" if pool.refs[match.pages[index]] else "idle"
-        elif index == num_full and match.tail:
-            state, num_tokens = "partial", len(match.tail) // TOKEN_BYTES
+        elif index == num_full and match.tail_tokens:
+            state, num_tokens = "partial", len(match.tail_tokens) // TOKEN_BYTES
         else:
             state = "missing"
         yield PageHit(index, num_tokens, state, public=index < num_public)
 
 
-def _first_miss(
-    pool: PagePool, chain: PageHasher, match: PrefixMatch, foreign: Iterable[PrefixMatch]
+def _miss_reason(
+    pool: PagePool, chain: PageHashChain, match: PrefixMatch, foreign: Iterable[PrefixMatch]
 ) -> tuple[str, str, bytes]:
     """Return (reason, detail, what the nearest cached continuation holds instead)."""
     at = match.num_tokens
@@ -153,17 +155,17 @@ def _first_miss(
         if other.num_tokens > at:
             name = other.scope.namespace
             return OTHER_NAMESPACE, f"namespace {name!r} has computed the first {other.num_tokens} tokens", b""
-    diverged = _nearest_continuation(pool, match.key, chain.page(index), len(match.tail)) if at else b""
+    diverged = _nearest_continuation(pool, match.key, chain.page_tokens(index), len(match.tail_tokens)) if at else b""
     if diverged:
         return DIVERGED, f"what is cached goes on with other tokens from token {at} on", diverged
     return NEVER_COMPUTED, f"nothing that goes on from token {at} like this prompt has been computed", b""
 
 
-def _was_evicted(pool: PagePool, chain: PageHasher, match: PrefixMatch, index: int) -> bool:
+def _was_evicted(pool: PagePool, chain: PageHashChain, match: PrefixMatch, index: int) -> bool:
     """Say whether the missing page, or any longer part of it than what hits, is on record as evicted."""
-    missing = chain.page(index)
-    lengths = range(len(match.tail) + TOKEN_BYTES, len(missing) + 1, TOKEN_BYTES)
-    return any(pool.was_evicted(page_hash(match.key, missing[:length]).key) for length in lengths)
+    missing = chain.page_tokens(index)
+    lengths = range(len(match.tail_tokens) + TOKEN_BYTES, len(missing) + 1, TOKEN_BYTES)
+    return any(pool.was_evicted(hash_page(match.key, missing[:length]).key) for length in lengths)
 
 
 def _nearest_continuation(pool: PagePool, parent: bytes, missing: bytes, num_common_bytes: int) -> bytes:

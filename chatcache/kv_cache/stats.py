@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from chatcache.kv_cache.host import HostKVCache
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import private_hash
-from chatcache.kv_cache.page_table import PUBLIC_OWNER, PageTable, SharedPrefix, owner_of
+from chatcache.kv_cache.page_hash import namespace_hash
+from chatcache.kv_cache.page_table import PUBLIC_OWNER, PageTable, SharedPrefix, owner_id
 from chatcache.kv_cache.pool import InvariantError
 
 
@@ -51,7 +51,7 @@ def page_usage(kv: KVCache, tables: Collection[PageTable]) -> PageUsage:
     num_ends: Counter[int] = Counter()
     for table in tables:
         full = table.num_tokens // size
-        for index, page in enumerate(table.own[full - table.num_base_pages :], full):
+        for index, page in enumerate(table.own_pages[full - table.num_prefix_pages :], full):
             num_filled[page] = max(num_filled.get(page, 0), table.num_tokens - index * size)
             num_ends[page] += 1
     num_held = int(np.count_nonzero(num_tables))
@@ -68,10 +68,10 @@ def page_usage(kv: KVCache, tables: Collection[PageTable]) -> PageUsage:
 
 def num_tables_by_page(num_pages: int, tables: Collection[PageTable]) -> NDArray[np.int64]:
     """Count in how many tables each page stands. Shape [num_pages]."""
-    runs = [(table.own, 1) for table in tables]
+    runs = [(table.own_pages, 1) for table in tables]
     standing: dict[SharedPrefix, int] = {}
     for table in tables:
-        for segment in table.segments():
+        for segment in table.shared_prefixes():
             standing[segment] = standing.get(segment, 0) + 1
     runs += [(segment.pages, count) for segment, count in standing.items()]
     lengths = [len(run) for run, _ in runs]
@@ -90,14 +90,14 @@ def fractional_pages(groups: Sequence[Collection[PageTable]]) -> list[float]:
     return [sum(1 / sharers[page] for page in pages) for pages in held]
 
 
-def check(kv: KVCache, tables: Collection[PageTable], host_pages: Iterable[Sequence[int]] = ()) -> None:
+def check_invariants(kv: KVCache, tables: Collection[PageTable], host_pages: Iterable[Sequence[int]] = ()) -> None:
     """Verify the pool alone, and that its reference counts are exactly what `tables` (all open ones) hold.
 
     `host_pages`: what each preempted request holds of the host tier. Call between steps.
 
     Raises: InvariantError naming the first claim that does not hold.
     """
-    kv.pool.check()
+    kv.pool.check_invariants()
     if kv.host is not None:
         _check_host(kv.host, host_pages)
     segments: dict[int, SharedPrefix] = {}
@@ -105,10 +105,10 @@ def check(kv: KVCache, tables: Collection[PageTable], host_pages: Iterable[Seque
     holds: Counter[int] = Counter()
     for table in tables:
         _check_table(kv, table)
-        holds.update(table.own)
-        if table.base is not None:
-            standing[id(table.base)] += 1
-        segments.update((id(segment), segment) for segment in table.segments())
+        holds.update(table.own_pages)
+        if table.shared_prefix is not None:
+            standing[id(table.shared_prefix)] += 1
+        segments.update((id(segment), segment) for segment in table.shared_prefixes())
     for segment in segments.values():
         holds.update(segment.pages)
         if segment.parent is not None:
@@ -122,8 +122,8 @@ def check(kv: KVCache, tables: Collection[PageTable], host_pages: Iterable[Seque
 
 
 def _check_host(host: HostKVCache, host_pages: Iterable[Sequence[int]]) -> None:
-    host.pool.check()
-    if any(host.moves()):
+    host.pool.check_invariants()
+    if any(host.pending_copies()):
         raise InvariantError("copies from or to the host outlived their step")
     holds = Counter(page for pages in host_pages for page in pages)
     for page, refs in enumerate(host.pool.refs):
@@ -145,7 +145,7 @@ def _check_table(kv: KVCache, table: PageTable) -> None:
     full = pages[: table.num_tokens // kv.page_size]
     if full and (content := kv.pool.content(full[-1])) is not None:
         at_border = len(full) == table.num_public_pages
-        if table.key != (private_hash(content.key, table.namespace) if at_border else content.key):
+        if table.key != (namespace_hash(content.key, table.namespace) if at_border else content.key):
             raise InvariantError(f"a table of {table.num_tokens} tokens names its full pages wrongly")
 
 
@@ -180,7 +180,7 @@ def page_cells(pages: PageStates, namespace: str | None, max_cells: int = MAX_CE
     """
     states = pages.states
     if namespace is not None:
-        foreign = (pages.owners != owner_of(namespace)) & (pages.owners != PUBLIC_OWNER)
+        foreign = (pages.owners != owner_id(namespace)) & (pages.owners != PUBLIC_OWNER)
         states = np.where(foreign & (states != FREE), OTHER, states).astype(np.uint8)
     per_cell = -(-len(states) // max_cells)
     num_cells = -(-len(states) // per_cell)

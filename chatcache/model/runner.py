@@ -23,7 +23,7 @@ from chatcache.model.static_steps import StepContext, WorkListBuffers
 from chatcache.model.streams import Mark, Streams, streams_of
 from chatcache.model.swap import SwapExecutor
 from chatcache.types.plan import I32, I64, KVCapacity, Rows, StepPlan, StepResult
-from chatcache.types.stats import ModelFacts
+from chatcache.types.stats import ModelInfo
 
 Progress = Callable[[float, str], None]
 
@@ -84,7 +84,7 @@ class Runner:
         kernels: AttentionBackend,
         pages: KVPages,
         capacity: KVCapacity,
-        facts: ModelFacts,
+        facts: ModelInfo,
         ahead: Ahead | None = None,
         streams: Streams | None = None,
         sampler: AnySampler | None = None,
@@ -132,7 +132,7 @@ class Runner:
         return self.launch(plan).result()
 
     def launch(self, plan: StepPlan) -> Underway:
-        """Begin one step. Where `has_async_launch`, the device may still be at it when this returns. Raises: as `execute`."""
+        """Begin one step; with `has_async_launch` the device may still run it on return. Raises: as `execute`."""
         while len(self._in_flight) >= MOST_IN_FLIGHT:
             self._in_flight.popleft().settle()  # its buffers are needed
         with self._on_device(plan.step):

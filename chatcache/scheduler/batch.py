@@ -9,7 +9,14 @@ from typing import NamedTuple
 import numpy as np
 
 from chatcache.kv_cache.copy_on_write import PageCopy
-from chatcache.scheduler.decode_batch import DecodeBatch, DecodeRows, draws_of, joined, placed, some_of
+from chatcache.scheduler.decode_batch import (
+    DecodeBatch,
+    DecodeRows,
+    concat_draws,
+    pack_draws,
+    relocate_draws,
+    select_draws,
+)
 from chatcache.scheduler.request import Branch, LiveRequest
 from chatcache.types.actions import Candidates, DrawSpec
 from chatcache.types.plan import I32, Draws, Rows, Scores, StepPlan
@@ -18,7 +25,7 @@ Moves = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]
 NO_TARGET = -1
 
 
-class Scored(NamedTuple):
+class ScoredRow(NamedTuple):
     """`num_tokens` prompt tokens of `request`, from position `start` on, are scored in row `row` of the plan."""
 
     request: LiveRequest
@@ -30,7 +37,7 @@ class Scored(NamedTuple):
 _EMPTY = {columns: np.zeros((0, columns), np.int32) for columns in (2, 3)}
 
 
-class Drawn(NamedTuple):
+class DrawnBranch(NamedTuple):
     """`branch` is drawn in draws first_draw .. first_draw + num_draws - 1 of the plan."""
 
     branch: Branch
@@ -50,48 +57,48 @@ class Step:
 
     plan: StepPlan
     granted: list[tuple[Branch, bytes]]
-    drawn: list[Drawn]
-    steady: DecodeRows
+    drawn: list[DrawnBranch]
+    decode_rows: DecodeRows
     faults: list[tuple[LiveRequest, Exception]]
-    scored: list[Scored]
-    kept: I32 | None = None
+    scored: list[ScoredRow]
+    kept_draws: I32 | None = None
 
-    def keeping(self, rows: I32) -> Step:
+    def select_decode_rows(self, rows: I32) -> Step:
         """Return a step of steady rows as if only these of them had been in it."""
-        branches, all_rows = self.steady.branches, self.plan.rows
+        branches, all_rows = self.decode_rows.branches, self.plan.rows
         fields = (all_rows.slot, all_rows.start, all_rows.num_tokens, all_rows.tokens)
         kept = Rows(*(field[rows] for field in fields))
-        draws = some_of(self.plan.draws, rows)
-        steady = DecodeRows([branches[row] for row in rows.tolist()], kept, draws)
-        return replace(self, plan=replace(self.plan, rows=kept, draws=draws), steady=steady, kept=rows)
+        draws = select_draws(self.plan.draws, rows)
+        decode_rows = DecodeRows([branches[row] for row in rows.tolist()], kept, draws)
+        return replace(self, plan=replace(self.plan, rows=kept, draws=draws), decode_rows=decode_rows, kept_draws=rows)
 
     @property
-    def moves_pages(self) -> bool:
+    def has_swaps(self) -> bool:
         """Whether it copies pages to or from the host."""
         return bool(len(self.plan.swaps_out) or len(self.plan.swaps_in))
 
     def branches(self) -> list[Branch]:
         """List the branch of each row."""
-        return [*(branch for branch, _ in self.granted), *self.steady.branches]
+        return [*(branch for branch, _ in self.granted), *self.decode_rows.branches]
 
     def requests(self) -> list[LiveRequest]:
         """List the requests with a row in this step, each once."""
         return list(dict.fromkeys(branch.request for branch in self.branches()))
 
     def request_of_draw(self, draw: int) -> LiveRequest:
-        first = self._first_steady_draw
+        first = self._first_decode_draw
         if draw >= first:
-            return self.steady.branches[draw - first].request
+            return self.decode_rows.branches[draw - first].request
         return next(row.branch.request for row in reversed(self.drawn) if row.first_draw <= draw)
 
-    def answers(
+    def candidates_by_request(
         self, candidates: Sequence[Candidates], faulty: Collection[LiveRequest] = ()
     ) -> dict[LiveRequest, dict[int, tuple[Candidates, ...]]]:
         """Sort the candidates of all draws by request and branch id, those of `faulty` requests left out."""
         answers: dict[LiveRequest, dict[int, tuple[Candidates, ...]]] = {}
         for branch, first, count in self.drawn:
             answers.setdefault(branch.request, {})[branch.id] = tuple(candidates[first : first + count])
-        for branch, candidate in zip(self.steady.branches, candidates[self._first_steady_draw :], strict=True):
+        for branch, candidate in zip(self.decode_rows.branches, candidates[self._first_decode_draw :], strict=True):
             request = branch.request
             if request in answers:
                 answers[request][branch.id] = (candidate,)
@@ -102,32 +109,32 @@ class Step:
         return answers
 
     @property
-    def _first_steady_draw(self) -> int:
+    def _first_decode_draw(self) -> int:
         return self.drawn[-1].first_draw + self.drawn[-1].num_draws if self.drawn else 0
 
 
-class Batch:
+class BatchBuilder:
     """One step in the making. Every steady branch has its token; `budget` more may still be granted."""
 
     def __init__(self, max_num_tokens: int, steady: DecodeBatch) -> None:
         self.granted: list[tuple[Branch, bytes]] = []
         self._num_left = max_num_tokens
-        self._steady = steady
-        self._slot: list[int] = []
-        self._start: list[int] = []
+        self._decode_batch = steady
+        self._slots: list[int] = []
+        self._starts: list[int] = []
         self._num_tokens: list[int] = []
         self._updates: list[tuple[int, int, int]] = []
         self._copies: list[PageCopy] = []
         self._ready: list[tuple[Branch, int]] = []  # (branch, row): drawn in this step
-        self._scored: list[Scored] = []
+        self._scored: list[ScoredRow] = []
 
     @property
     def budget(self) -> int:
-        return self._num_left - self._steady.num_branches
+        return self._num_left - self._decode_batch.num_branches
 
     @property
-    def empty(self) -> bool:
-        return not self.granted and not self._steady.num_branches
+    def is_empty(self) -> bool:
+        return not self.granted and not self._decode_batch.num_branches
 
     def add_copies(self, copies: Iterable[PageCopy]) -> None:
         self._copies += copies
@@ -141,37 +148,37 @@ class Batch:
         stop = start + num_tokens
         if stop == branch.num_tokens:
             self._ready.append((branch, len(self.granted)))
-        if branch.request.num_matchable_tokens is not None:
-            self._scored.append(Scored(branch.request, len(self.granted), start, num_tokens))
+        if branch.request.max_matched_tokens is not None:
+            self._scored.append(ScoredRow(branch.request, len(self.granted), start, num_tokens))
         self.granted.append((branch, branch.span(start, stop)))
-        self._slot.append(slot)
-        self._start.append(start)
+        self._slots.append(slot)
+        self._starts.append(start)
         self._num_tokens.append(num_tokens)
         self._num_left -= num_tokens
-        if table.changed_from < table.num_base_pages + len(table.own):
-            first, pages = table.take_changes()
+        if table.changed_from < table.num_prefix_pages + len(table.own_pages):
+            first, pages = table.pop_changes()
             self._updates += [(slot, first + i, page) for i, page in enumerate(pages)]
 
-    def finish(self, step: int, forks: list[tuple[int, int, int]], turned: I32, moves: Moves = ((), ())) -> Step:
+    def build(self, step: int, forks: list[tuple[int, int, int]], turned: I32, moves: Moves = ((), ())) -> Step:
         """Freeze the batch; `turned` are the page table updates of the steady branches, `moves` the pages swapped out
         and in. Asks each other drawn branch's strategy what to draw."""
-        steady, faults = self._steady.rows(), list[tuple[LiveRequest, Exception]]()
+        steady, faults = self._decode_batch.plan_rows(), list[tuple[LiveRequest, Exception]]()
         drawn, draws = self._draws(faults)
         plan = StepPlan(
             step=step,
-            forks=_table(forks),
-            updates=_after(self._updates, turned),
-            copies=_table(self._copies, columns=2),
+            forks=_pairs_to_array(forks),
+            updates=_concat(self._updates, turned),
+            copies=_pairs_to_array(self._copies, columns=2),
             rows=self._rows(steady.rows),
-            draws=self._with_steady(draws, steady.draws),
-            swaps_out=_table(moves[0], columns=2),
-            swaps_in=_table(moves[1], columns=2),
+            draws=self._append_decode_draws(draws, steady.draws),
+            swaps_out=_pairs_to_array(moves[0], columns=2),
+            swaps_in=_pairs_to_array(moves[1], columns=2),
             scores=_scores(self._scored),
         )
         return Step(plan, self.granted, drawn, steady, faults, self._scored)
 
-    def _draws(self, faults: list[tuple[LiveRequest, Exception]]) -> tuple[list[Drawn], Draws | None]:
-        drawn: list[Drawn] = []
+    def _draws(self, faults: list[tuple[LiveRequest, Exception]]) -> tuple[list[DrawnBranch], Draws | None]:
+        drawn: list[DrawnBranch] = []
         specs: list[DrawSpec] = []
         rows: list[int] = []
         positions: list[int] = []
@@ -183,12 +190,12 @@ class Batch:
             except Exception as error:
                 faults.append((branch.request, error))
                 continue
-            drawn.append(Drawn(branch, len(specs), len(wanted)))
+            drawn.append(DrawnBranch(branch, len(specs), len(wanted)))
             for spec in wanted:
                 specs.append(spec)
                 rows.append(row)
                 positions.append(branch.num_tokens)
-        return drawn, draws_of(specs, rows, positions) if specs else None
+        return drawn, pack_draws(specs, rows, positions) if specs else None
 
     def _rows(self, steady: Rows) -> Rows:
         """Put the rows granted one by one before the steady ones."""
@@ -196,19 +203,19 @@ class Batch:
             return steady
         tokens = np.frombuffer(b"".join([tokens for _, tokens in self.granted]), "<i4").astype(np.int32)
         return Rows(
-            slot=_after(self._slot, steady.slot),
-            start=_after(self._start, steady.start),
-            num_tokens=_after(self._num_tokens, steady.num_tokens),
-            tokens=_after(tokens, steady.tokens),
+            slot=_concat(self._slots, steady.slot),
+            start=_concat(self._starts, steady.start),
+            num_tokens=_concat(self._num_tokens, steady.num_tokens),
+            tokens=_concat(tokens, steady.tokens),
         )
 
-    def _with_steady(self, draws: Draws | None, steady: Draws) -> Draws:
+    def _append_decode_draws(self, draws: Draws | None, steady: Draws) -> Draws:
         if self.granted:
-            steady = placed(steady, steady.row + len(self.granted), steady.position)
-        return steady if draws is None else joined(draws, steady)
+            steady = relocate_draws(steady, steady.row + len(self.granted), steady.position)
+        return steady if draws is None else concat_draws(draws, steady)
 
 
-def _scores(scored: Sequence[Scored]) -> Scores | None:
+def _scores(scored: Sequence[ScoredRow]) -> Scores | None:
     """Ask for every prompt token that follows one of these and has no score yet."""
     if not scored:
         return None
@@ -219,20 +226,20 @@ def _scores(scored: Sequence[Scored]) -> Scores | None:
     )
 
 
-def _targets(scored: Scored) -> Iterator[int]:
+def _targets(scored: ScoredRow) -> Iterator[int]:
     request = scored.request
     first, last = len(request.prompt_scores), request.num_prompt_tokens - 1
     for position in range(scored.start, scored.start + scored.num_tokens):
         yield request.prompt[position + 1] if first <= position < last else NO_TARGET
 
 
-def _table(rows: Sequence[Sequence[int]], columns: int = 3) -> I32:
+def _pairs_to_array(rows: Sequence[Sequence[int]], columns: int = 3) -> I32:
     if not len(rows):
         return _EMPTY[columns]
     return np.array(rows, np.int32).reshape(-1, columns)
 
 
-def _after(first: Sequence[object] | I32, second: I32) -> I32:
+def _concat(first: Sequence[object] | I32, second: I32) -> I32:
     """Return `first`'s cells, then `second`'s."""
     if not len(first):
         return second

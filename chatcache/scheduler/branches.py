@@ -29,7 +29,7 @@ class RowAllocator:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self.promised = 0
+        self.num_reserved = 0
         self._free = list(range(num_slots - 1, -1, -1))
         self._forks: list[tuple[int, int, int]] = []
 
@@ -38,63 +38,63 @@ class RowAllocator:
         return len(self._free)
 
     @property
-    def num_unpromised(self) -> int:
-        return self.num_slots - self.promised
+    def num_unreserved(self) -> int:
+        return self.num_slots - self.num_reserved
 
     @property
     def has_forks(self) -> bool:
         return bool(self._forks)
 
-    def take(self) -> int:
+    def acquire(self) -> int:
         return self._free.pop()
 
-    def give_back(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         if slot >= 0:
             self._free.append(slot)
 
     def fork(self, src: int, num_pages: int) -> int:
         """Take a slot whose row will begin with the first `num_pages` entries of row `src`."""
-        slot = self.take()
+        slot = self.acquire()
         if num_pages:
             self._forks.append((src, slot, num_pages))
         return slot
 
-    def take_forks(self) -> list[tuple[int, int, int]]:
+    def pop_forks(self) -> list[tuple[int, int, int]]:
         """Return the row copies (src slot, dst slot, num_pages) since the last call, in order."""
         forks, self._forks = self._forks, []
         return forks
 
 
-class Branches:
+class BranchManager:
     """The operations, over one KV cache and one set of slots. Steady branches leave before their pages are touched."""
 
     def __init__(self, kv: KVCache, slots: RowAllocator, steady: DecodeBatch) -> None:
         self._kv = kv
-        self._slots = slots
-        self._steady = steady
+        self._rows = slots
+        self._decode_batch = steady
 
     def start(self, branch: Branch, match: PrefixMatch) -> None:
         """Give a branch a table on what is already computed of it, and a slot."""
         table = self._kv.restore(match)  # no room to load pages: then nothing is, and all is computed again
-        branch.table = table or self._kv.open(self._kv.nothing(match.scope))
-        branch.slot = self._slots.take()
+        branch.table = table or self._kv.open(self._kv.empty_match(match.scope))
+        branch.slot = self._rows.acquire()
 
     def start_as_fork(self, branch: Branch, source: Branch, num_tokens: int) -> None:
         """Give a branch the first `num_tokens` tokens of another, and a slot. Not if `source` was granted a row."""
-        self._steady.leave(source)
+        self._decode_batch.remove(source)
         if source.table is None:
             raise InvariantError(f"branch {source.id} of {source.request.request_id} has no pages to fork")
         branch.table = self._kv.fork(source.table)
         self._kv.truncate(branch.table, num_tokens, branch.request.scope)
-        branch.slot = self._slots.fork(source.slot, branch.table.changed_from)
+        branch.slot = self._rows.fork(source.slot, branch.table.changed_from)
 
-    def close(self, branch: Branch, *, forget: bool = False) -> None:
+    def close(self, branch: Branch, *, discard: bool = False) -> None:
         """Let go of a branch's pages and slot, if it has any."""
-        self._steady.leave(branch, forget=forget)
+        self._decode_batch.remove(branch, discard=discard)
         if branch.table is not None:
-            self._kv.close(branch.table, forget=forget)
+            self._kv.close(branch.table, discard=discard)
             branch.table = None
-        self._slots.give_back(branch.slot)
+        self._rows.release(branch.slot)
         branch.slot = -1
 
     def drop(self, request: LiveRequest, branch_id: int) -> None:
@@ -107,45 +107,45 @@ class Branches:
         if branch.table is None:
             request.num_waiting_branches = max(request.num_waiting_branches - 1, 0)  # 0 where the whole request waits
         self.close(branch)
-        request.pair_waiting()
-        request.chain = None
+        request.choose_fork_sources()
+        request.hash_chain = None
 
-    def part(self, request: LiveRequest) -> None:
+    def detach(self, request: LiveRequest) -> None:
         """Let go of everything the request holds, remembering who is related to whom."""
         for branch in request.branches.values():
             self.close(branch)
-        request.pair_waiting()
+        request.choose_fork_sources()
 
-    def rejoin(self, request: LiveRequest) -> None:
+    def reattach(self, request: LiveRequest) -> None:
         """Bring back the waiting branches of a running request whose time has come."""
         for branch in request.branches.values():
             if branch.table is not None:
                 continue
-            partner = branch.partner
+            partner = branch.fork_source
             if partner is None:  # the branch it would have forked from is gone, and so are all others
                 self.start(branch, self._match(branch))
-            elif partner.table is not None and partner.table.num_tokens >= branch.num_common:
-                self._rejoin(branch, partner)
+            elif partner.table is not None and partner.table.num_tokens >= branch.num_shared_tokens:
+                self._reattach(branch, partner)
             else:
                 continue
-            branch.partner, branch.num_common = None, 0
+            branch.fork_source, branch.num_shared_tokens = None, 0
             request.num_waiting_branches -= 1
 
-    def _rejoin(self, branch: Branch, partner: Branch) -> None:
+    def _reattach(self, branch: Branch, partner: Branch) -> None:
         """Fork a waiting branch from its partner; go on with pages of its own, if some are still to be found."""
-        if branch.num_tokens - branch.num_common > self._kv.page_size or branch.request.host_pages:
+        if branch.num_tokens - branch.num_shared_tokens > self._kv.page_size or branch.request.host_pages:
             match = self._match(branch)
-            num_shared = branch.num_common // self._kv.page_size * self._kv.page_size
-            if match.num_tokens > branch.num_common:
+            num_shared = branch.num_shared_tokens // self._kv.page_size * self._kv.page_size
+            if match.num_tokens > branch.num_shared_tokens:
                 self.start_as_fork(branch, partner, num_shared)
                 if branch.table is not None and self._kv.extend(branch.table, match):
                     return
                 self.close(branch)
-        self.start_as_fork(branch, partner, branch.num_common)
+        self.start_as_fork(branch, partner, branch.num_shared_tokens)
 
     def _match(self, branch: Branch) -> PrefixMatch:
         request = branch.request
-        chain = (self._kv.own_chain if request.host_pages else self._kv.chain)(branch.tokens(), request.scope)
+        chain = self._kv.hash_pages(branch.tokens(), request.scope, swapped=bool(request.host_pages))
         return self._kv.match(chain, host_pages=request.host_pages)
 
     def apply(self, request: LiveRequest, actions: Sequence[BranchAction]) -> None:
@@ -162,62 +162,62 @@ class Branches:
                 elif isinstance(action, Fork):
                     families.append(self._fork(request, action))
                 else:
-                    retired.append(self._retire(request, action))
-            self._check_all_moved(request)
-            self._seat(families, retired)
+                    retired.append(self._release(request, action))
+            self._check_all_advanced(request)
+            self._assign_rows(families, retired)
         finally:
             for branch in retired:
                 self.close(branch)
 
-    def go_on(self, request: LiveRequest, actions: Sequence[BranchAction]) -> bool:
+    def extend_in_batch(self, request: LiveRequest, actions: Sequence[BranchAction]) -> bool:
         """Take the short way where a request's only branch is steady and extended; return whether that was so."""
         if len(actions) != 1 or len(request.branches) != 1 or not isinstance(action := actions[0], Extend):
             return False
         branch = request.branches.get(action.branch)
-        if branch is None or not branch.is_steady or not self._steady.is_drawn(branch):
+        if branch is None or not branch.in_decode_batch or not self._decode_batch.awaits_token(branch):
             return False
-        self._steady.extend(branch, action.token)
+        self._decode_batch.extend(branch, action.token)
         return True
 
-    def settle(self, request: LiveRequest) -> None:
+    def move_to_decode_batch(self, request: LiveRequest) -> None:
         """Let those branches be steady that can."""
         for branch in request.branches.values():
-            if not branch.is_steady:
-                self._steady.enter(branch)
+            if not branch.in_decode_batch:
+                self._decode_batch.add_if_eligible(branch)
 
     def _extend(self, request: LiveRequest, action: Extend) -> None:
-        branch = self._drawn(request, action.branch)
-        if branch.is_steady:
-            self._steady.extend(branch, action.token)
+        branch = self._drawn_branch(request, action.branch)
+        if branch.in_decode_batch:
+            self._decode_batch.extend(branch, action.token)
         else:
             branch.append(action.token)
 
     def _fork(self, request: LiveRequest, action: Fork) -> tuple[Branch, Branch]:
-        parent = self._drawn(request, action.parent)
+        parent = self._drawn_branch(request, action.parent)
         if action.child in request.branches or parent.table is None:
             raise EngineError(f"branch {action.child} exists already")
-        self._steady.leave(parent)
+        self._decode_batch.remove(parent)
         child = parent.fork(action.child, action.token)
         child.table = self._kv.fork(parent.table)
         request.branches[child.id] = child
         return parent, child
 
-    def _retire(self, request: LiveRequest, action: Release) -> Branch:
+    def _release(self, request: LiveRequest, action: Release) -> Branch:
         """Remove the branch; its pages go now, its slot when the children are seated."""
         branch = request.branches.pop(action.branch, None)
         if branch is None:
             raise EngineError(f"branch {action.branch} was retired but does not exist")
-        self._steady.leave(branch)
+        self._decode_batch.remove(branch)
         if branch.table is None:
             request.num_waiting_branches -= 1
         else:
             self._kv.close(branch.table, keep_tail=action.keep_tail)
             branch.table = None
         if request.num_waiting_branches:
-            request.pair_waiting()
+            request.choose_fork_sources()
         return branch
 
-    def _seat(self, families: list[tuple[Branch, Branch]], retired: list[Branch]) -> None:
+    def _assign_rows(self, families: list[tuple[Branch, Branch]], retired: list[Branch]) -> None:
         """Give every child a slot. A retired parent's passes to its first child, so no row is written that another
         child has yet to be copied from; the others get a copy of their parent's row."""
         rows = {id(parent): parent.slot for parent, _ in families}
@@ -230,25 +230,25 @@ class Branches:
             self.close(branch)
         for parent, child in families:
             if id(child) not in heirs and child.table is not None:
-                child.slot = self._slots.fork(rows[id(parent)], child.table.changed_from)
+                child.slot = self._rows.fork(rows[id(parent)], child.table.changed_from)
 
-    def _drawn(self, request: LiveRequest, branch_id: int) -> Branch:
+    def _drawn_branch(self, request: LiveRequest, branch_id: int) -> Branch:
         branch = request.branches.get(branch_id)
-        if branch is None or not self._wants_token(branch):
+        if branch is None or not self._awaits_token(branch):
             raise EngineError(f"branch {branch_id} was acted on but had not been drawn")
         return branch
 
-    def _wants_token(self, branch: Branch) -> bool:
+    def _awaits_token(self, branch: Branch) -> bool:
         """Say whether everything the branch has is computed: it was drawn, and not extended since."""
-        if branch.is_steady:
-            return self._steady.is_drawn(branch)
+        if branch.in_decode_batch:
+            return self._decode_batch.awaits_token(branch)
         return branch.table is not None and branch.table.num_tokens == branch.num_tokens
 
-    def _check_all_moved(self, request: LiveRequest) -> None:
+    def _check_all_advanced(self, request: LiveRequest) -> None:
         if len(request.branches) > request.max_branches:
             raise EngineError(
                 f"{len(request.branches)} branches are alive, at most {request.max_branches} were announced"
             )
         for branch in request.branches.values():
-            if self._wants_token(branch):
+            if self._awaits_token(branch):
                 raise EngineError(f"branch {branch.id} was left without a next token")

@@ -30,26 +30,26 @@ class VirtualTokenCounter:
     def __init__(self) -> None:
         self._counters: dict[str, int] = {}
         self._last_left = ""
-        self._most = MAX_REMEMBERED
+        self._max_counters = MAX_REMEMBERED
 
     def __getitem__(self, namespace: str) -> int:
         return self._counters.get(namespace, 0)
 
-    def arrive(self, namespace: str, waiting: Collection[str]) -> None:
+    def on_namespace_queued(self, namespace: str, waiting: Collection[str]) -> None:
         """Lift the counter of a namespace none of whose requests waited until now."""
         floor = self._floor(waiting)
-        if len(self._counters) >= self._most:
+        if len(self._counters) >= self._max_counters:
             self._forget_below(floor, {*waiting, self._last_left})
         self._counters[namespace] = max(self[namespace], floor)
 
-    def leave(self, namespace: str) -> None:
+    def on_namespace_drained(self, namespace: str) -> None:
         """Note that the last waiting request of a namespace has left the queue."""
         self._last_left = namespace
 
     def _forget_below(self, floor: int, kept: Collection[str]) -> None:
         """Forget who is absent and would be lifted to `floor` anyway."""
         self._counters = {name: count for name, count in self._counters.items() if count > floor or name in kept}
-        self._most = max(MAX_REMEMBERED, 2 * len(self._counters))
+        self._max_counters = max(MAX_REMEMBERED, 2 * len(self._counters))
 
     def _floor(self, waiting: Collection[str]) -> int:
         return min(map(self.__getitem__, waiting)) if waiting else self[self._last_left]

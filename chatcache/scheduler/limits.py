@@ -16,7 +16,7 @@ def worst_case_pages(num_prompt_tokens: int, max_tokens: int, num_branches: int,
     return num_shared + num_branches * (num_pages - num_shared)
 
 
-def most_tokens(num_prompt_tokens: int, num_branches: int, page_size: int, num_pages: int) -> int:
+def max_tokens_that_fit(num_prompt_tokens: int, num_branches: int, page_size: int, num_pages: int) -> int:
     """Return the largest `max_tokens` whose worst case is at most `num_pages`; less than 1 if none is."""
     num_shared = num_prompt_tokens // page_size
     num_private = (num_pages - num_shared) // num_branches

@@ -17,7 +17,7 @@ from chatcache.scheduler.request import LiveRequest
 SWAP = "swap"
 RECOMPUTE = "recompute"
 AUTO = "auto"
-PREEMPTIONS = (AUTO, SWAP, RECOMPUTE)
+PREEMPTION_MODES = (AUTO, SWAP, RECOMPUTE)
 
 NUM_REMEMBERED_STEPS = 64
 
@@ -32,7 +32,7 @@ class PrefillSpeed:
     def __init__(self) -> None:
         self._steps: deque[tuple[float, int]] = deque(maxlen=NUM_REMEMBERED_STEPS)  # (seconds per token, tokens)
 
-    def note(self, num_tokens: int, num_rows: int, seconds: float) -> None:
+    def record(self, num_tokens: int, num_rows: int, seconds: float) -> None:
         """Note an executed step that computed `num_tokens` in `num_rows` rows."""
         if num_tokens >= 2 * num_rows:
             self._steps.append((seconds / num_tokens, num_tokens))
@@ -51,8 +51,8 @@ class CostModel:
     """Chooses how a request is preempted, unless `preemption` says so once and for all."""
 
     def __init__(self, preemption: str = AUTO, swap_page_s: float = 0.0) -> None:
-        if preemption not in PREEMPTIONS:
-            raise ValueError(f"preemption must be one of {', '.join(PREEMPTIONS)}, got {preemption!r}")
+        if preemption not in PREEMPTION_MODES:
+            raise ValueError(f"preemption must be one of {', '.join(PREEMPTION_MODES)}, got {preemption!r}")
         self._preemption = preemption
         self._swap_page_s = swap_page_s
         self.prefill = PrefillSpeed()
@@ -76,14 +76,14 @@ class SwapTracker:
         self._kv = kv
         self._returning: set[LiveRequest] = set()
 
-    def keep(self, request: LiveRequest) -> bool:
+    def swap_out_if_cheaper(self, request: LiveRequest) -> bool:
         """Copy out what the request's pages hold, if that is cheaper than computing it again and there is room.
 
         Call before its branches part: the copies are made before anything else in this step's plan.
         """
         if self._kv.host is None:
             return False
-        contents = self._kv.contents(request.tables())
+        contents = self._kv.page_contents(request.tables())
         num_tokens = sum(len(content.tokens) for content in contents.values()) // TOKEN_BYTES
         num_missing = self._kv.host.num_missing(contents)
         if not contents or not self.cost.prefers_swap(num_tokens, num_missing, len(contents)):
@@ -95,20 +95,20 @@ class SwapTracker:
         self.num_preemptions += 1
         return True
 
-    def start(self, request: LiveRequest) -> None:
+    def on_start(self, request: LiveRequest) -> None:
         if request.host_pages:
             self._returning.add(request)
 
-    def stop(self, request: LiveRequest) -> None:
+    def on_stop(self, request: LiveRequest) -> None:
         self._returning.discard(request)
 
-    def settle(self) -> None:
+    def release_returned(self) -> None:
         """Let go of the host pages of requests that are back: the step that loaded them has been executed."""
         for request in [request for request in self._returning if not request.num_waiting_branches]:
             self._returning.remove(request)
-            self.drop(request)
+            self.release(request)
 
-    def drop(self, request: LiveRequest) -> None:
+    def release(self, request: LiveRequest) -> None:
         """Let go of the host pages that the request holds."""
         if request.host_pages and self._kv.host is not None:
             self._kv.host.release(request.host_pages)

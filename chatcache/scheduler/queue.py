@@ -66,9 +66,9 @@ def _num_common(head: bytes, tokens: bytes) -> int:
 
 
 MAX_EXAMINED = 32
-MAX_CHEAP_PREEMPTIONS = 3
+PREEMPTIONS_BEFORE_PROTECTION = 3
 
-_turn = attrgetter("turn")
+_service_order = attrgetter("service_order")
 
 
 class Start(NamedTuple):
@@ -84,64 +84,64 @@ class WaitingQueue:
 
     def __init__(self, kv: KVCache, steady: DecodeBatch, counters: VirtualTokenCounter | None = None) -> None:
         self._kv = kv
-        self._steady = steady
+        self._decode_batch = steady
         self._counters = counters
-        self._lines: dict[str, list[LiveRequest]] = {}  # each in turn, none empty
+        self._queues: dict[str, list[LiveRequest]] = {}  # each in turn, none empty
         self._num_requests = 0
         self.num_prompt_tokens = 0
         self._sizes: dict[str, tuple[int, int]] = {}  # of each namespace that waits: requests, tokens of their prompts
         self.num_forks = 0  # requests that hope to fork a running one
-        self._worn: set[LiveRequest] = set()  # living ones that were preempted often, running or not
+        self._protected: set[LiveRequest] = set()  # living ones that were preempted often, running or not
 
     def __len__(self) -> int:
         return self._num_requests
 
     def __iter__(self) -> Iterator[LiveRequest]:
-        for line in self._lines.values():
+        for line in self._queues.values():
             yield from line
 
-    def of(self, namespace: str) -> tuple[int, int]:
+    def namespace_size(self, namespace: str) -> tuple[int, int]:
         """Count a namespace's requests, and the tokens of their prompts."""
         return self._sizes.get(namespace, (0, 0))
 
     def push(self, request: LiveRequest, *, is_new: bool = True) -> None:
         """Queue a request that is new, or was sent back: its namespace then does not count as having been away."""
-        name = self._line_of(request)
-        if self._counters is not None and name not in self._lines and is_new:
-            self._counters.arrive(name, self._lines.keys())
-        insort(self._lines.setdefault(name, []), request, key=_turn)
+        name = self._queue_name(request)
+        if self._counters is not None and name not in self._queues and is_new:
+            self._counters.on_namespace_queued(name, self._queues.keys())
+        insort(self._queues.setdefault(name, []), request, key=_service_order)
         self._num_requests += 1
         self.num_prompt_tokens += len(request.prompt)
-        num_requests, num_tokens = self.of(request.namespace)
+        num_requests, num_tokens = self.namespace_size(request.namespace)
         self._sizes[request.namespace] = num_requests + 1, num_tokens + len(request.prompt)
         self.num_forks += request.fork_of is not None
-        if request.num_preemptions >= MAX_CHEAP_PREEMPTIONS:
-            self._worn.add(request)
+        if request.num_preemptions >= PREEMPTIONS_BEFORE_PROTECTION:
+            self._protected.add(request)
 
     def forget(self, request: LiveRequest) -> None:
         """Note that a request has ended."""
-        self._worn.discard(request)
+        self._protected.discard(request)
 
     def remove(self, request: LiveRequest) -> None:
-        name = self._line_of(request)
-        line = self._lines[name]
+        name = self._queue_name(request)
+        line = self._queues[name]
         line.remove(request)
         self._num_requests -= 1
         self.num_prompt_tokens -= len(request.prompt)
-        num_requests, num_tokens = self.of(request.namespace)
+        num_requests, num_tokens = self.namespace_size(request.namespace)
         self._sizes[request.namespace] = num_requests - 1, num_tokens - len(request.prompt)
         if num_requests == 1:
             del self._sizes[request.namespace]
         self.num_forks -= request.fork_of is not None
         if not line:
-            del self._lines[name]
+            del self._queues[name]
             if self._counters is not None:
-                self._counters.leave(name)
+                self._counters.on_namespace_drained(name)
 
-    def _line_of(self, request: LiveRequest) -> str:
+    def _queue_name(self, request: LiveRequest) -> str:
         return "" if self._counters is None else request.namespace
 
-    def next(self, running: Sequence[LiveRequest], num_slots: int, *, forks: bool = False) -> Start | None:
+    def find_start(self, running: Sequence[LiveRequest], num_slots: int, *, forks: bool = False) -> Start | None:
         """Find the request whose turn it is and that may start now, with what is already computed of it. A query.
 
         A request that lacks room or slots holds up those behind it. One whose next page is just being computed by a
@@ -150,18 +150,18 @@ class WaitingQueue:
         A running branch can be forked only while nothing of the step has been granted: ask for `forks` before, and
         for the others after.
         """
-        for request in self._in_turn():
+        for request in self._in_service_order():
             if request.max_branches > num_slots:
                 return None
-            start = self._start(request, running)
-            if start.fork is None and self._is_twin(start):
+            start = self._resolve_start(request, running)
+            if start.fork is None and self._awaits_running_prefill(start):
                 continue
-            if running and not (self._fits(start) and self._keeps_promises(request, running)):
+            if running and not (self._fits(start) and self._protects_preempted(request, running)):
                 return None
             return start if forks == (start.fork is not None) else None
         return None
 
-    def _in_turn(self) -> Iterator[LiveRequest]:
+    def _in_service_order(self) -> Iterator[LiveRequest]:
         """Yield the requests to examine, MAX_EXAMINED at most: of each namespace the first, then the second ones, ...
 
         So a namespace whose requests are all twins cannot keep the others from being looked at.
@@ -170,8 +170,10 @@ class WaitingQueue:
         if counters is None:
             yield from islice(self, MAX_EXAMINED)
             return
-        names = nsmallest(MAX_EXAMINED, self._lines, key=lambda name: (counters[name], self._lines[name][0].turn))
-        lines = [self._lines[name] for name in names]
+        names = nsmallest(
+            MAX_EXAMINED, self._queues, key=lambda name: (counters[name], self._queues[name][0].service_order)
+        )
+        lines = [self._queues[name] for name in names]
         place = num_examined = 0
         while lines and num_examined < MAX_EXAMINED:
             for line in lines:
@@ -180,63 +182,65 @@ class WaitingQueue:
             place += 1
             lines = [line for line in lines if len(line) > place]
 
-    def _start(self, request: LiveRequest, running: Sequence[LiveRequest]) -> Start:
-        fork = find_fork(request, running, self._steady) if self._kv.enable_matching else None
+    def _resolve_start(self, request: LiveRequest, running: Sequence[LiveRequest]) -> Start:
+        fork = find_fork(request, running, self._decode_batch) if self._kv.enable_matching else None
         if fork is not None and fork.is_whole:
-            return Start(request, self._kv.nothing(request.scope), fork)
+            return Start(request, self._kv.empty_match(request.scope), fork)
         match = self._match(request)
         return Start(request, match, fork if fork is not None and fork.num_tokens >= match.num_tokens else None)
 
     def _match(self, request: LiveRequest) -> PrefixMatch:
-        if request.chain is None:
-            name_pages = self._kv.own_chain if request.host_pages else self._kv.chain
-            request.chain = name_pages(request.leader.tokens(), request.scope)
-        return self._kv.match(request.chain, most=request.num_matchable_tokens, host_pages=request.host_pages)
+        if request.hash_chain is None:
+            tokens, swapped = request.leader.tokens(), bool(request.host_pages)
+            request.hash_chain = self._kv.hash_pages(tokens, request.scope, swapped=swapped)
+        return self._kv.match(request.hash_chain, most=request.max_matched_tokens, host_pages=request.host_pages)
 
-    def _is_twin(self, start: Start) -> bool:
+    def _awaits_running_prefill(self, start: Start) -> bool:
         request, num_matched = start.request, start.match.num_tokens // self._kv.page_size
-        keys = request.chain.keys if request.chain else []
-        if num_matched >= len(keys) or request.num_matchable_tokens is not None:
+        keys = request.hash_chain.keys if request.hash_chain else []
+        if num_matched >= len(keys) or request.max_matched_tokens is not None:
             return False
         key = keys[num_matched]
-        return any(key in other.in_flight for other in self._steady.unsettled)
+        return any(key in other.pending_keys for other in self._decode_batch.unbatched_requests)
 
     def _fits(self, start: Start) -> bool:
-        return self._num_pages_wanted(start) <= self._kv.pool.num_free
+        return self._num_pages_needed(start) <= self._kv.pool.num_free
 
-    def _num_pages_wanted(self, start: Start) -> int:
+    def _num_pages_needed(self, start: Start) -> int:
         """Count the free pages it takes to start: its own, those that running branches still lack for the tokens they
         have, and one for every branch to grow into."""
-        request, match, steady, page_size = start.request, start.match, self._steady, self._kv.page_size
+        request, match, steady, page_size = start.request, start.match, self._decode_batch, self._kv.page_size
         num_full = (match.num_tokens if start.fork is None else start.fork.num_tokens) // page_size
         num_here = num_full - sum(1 for entry, _ in match.loads if entry < num_full)
-        lacking = sum(num_pages_lacking(self._kv, other) for other in (request, *steady.unsettled))
-        growth = request.max_branches + sum(other.num_unsteady for other in steady.unsettled) + steady.num_branches
-        return lacking + steady.num_pages_lacking() - num_here + match.num_idle + growth
+        lacking = sum(num_missing_pages(self._kv, other) for other in (request, *steady.unbatched_requests))
+        growth = (
+            request.max_branches + sum(other.num_unbatched for other in steady.unbatched_requests) + steady.num_branches
+        )
+        return lacking + steady.num_missing_pages() - num_here + match.num_idle + growth
 
-    def _keeps_promises(self, request: LiveRequest, running: Sequence[LiveRequest]) -> bool:
+    def _protects_preempted(self, request: LiveRequest, running: Sequence[LiveRequest]) -> bool:
         """Say whether no request that was preempted often would have to be once more.
 
         Whoever is preempted makes room for somebody before it. So one is safe if it and all before it fit at their
         worst, together; it does not start unless it is, and nobody starts who would change that.
         """
-        if not self._worn:
+        if not self._protected:
             return True
         total = needed = 0
-        for other in sorted((request, *running), key=_turn):
-            total += other.num_worst_pages
-            if other.num_preemptions >= MAX_CHEAP_PREEMPTIONS:
+        for other in sorted((request, *running), key=_service_order):
+            total += other.max_pages
+            if other.num_preemptions >= PREEMPTIONS_BEFORE_PROTECTION:
                 needed = total
         return needed <= self._kv.pool.num_usable
 
 
-def num_pages_lacking(kv: KVCache, request: LiveRequest) -> int:
+def num_missing_pages(kv: KVCache, request: LiveRequest) -> int:
     """Count the pages that the request's present tokens still need, what it has and what its branches share apart;
     those of steady branches are counted elsewhere."""
     total = 0
     for branch in request.branches.values():
-        if branch.is_steady:
+        if branch.in_decode_batch:
             continue
-        has = branch.num_common // kv.page_size if branch.table is None else branch.table.num_pages
+        has = branch.num_shared_tokens // kv.page_size if branch.table is None else branch.table.num_pages
         total += max(kv.num_pages_for(branch.num_tokens) - has, 0)
     return total

@@ -9,12 +9,12 @@ from struct import Struct
 
 import numpy as np
 
-from chatcache.kv_cache.page_hash import TOKEN_BYTES, CacheNamespace, PageHasher, token_bytes
+from chatcache.kv_cache.page_hash import TOKEN_BYTES, CacheScope, PageHashChain, encode_tokens
 from chatcache.kv_cache.page_table import PageTable
 from chatcache.types.actions import Strategy
-from chatcache.types.events import Miss, TokenLogprob
+from chatcache.types.events import CacheMiss, TokenLogprob
 from chatcache.types.plan import I32
-from chatcache.types.request import ForkPoint, Resumed
+from chatcache.types.request import ForkPoint, ResumePoint
 
 ARRIVAL_BITS = 31
 
@@ -35,11 +35,11 @@ class Branch:
     outputs: bytearray = field(default_factory=bytearray)
     num_tokens: int = 0
     ordinal: int = 0
-    is_steady: bool = False
+    in_decode_batch: bool = False
     table: PageTable | None = None
     slot: int = -1
-    partner: Branch | None = None
-    num_common: int = 0
+    fork_source: Branch | None = None
+    num_shared_tokens: int = 0
 
     def append(self, token: int) -> None:
         self.outputs += _INT32(token)
@@ -60,8 +60,8 @@ class Branch:
 
     def fork(self, child: int, token: int) -> Branch:
         """Return a branch of the same request that goes on with `token`; it has no pages yet."""
-        twin = Branch(child, self.request, self.outputs[:], self.num_tokens, self.request.num_branches_born)
-        self.request.num_branches_born += 1
+        twin = Branch(child, self.request, self.outputs[:], self.num_tokens, self.request.num_branches_created)
+        self.request.num_branches_created += 1
         twin.append(token)
         return twin
 
@@ -91,22 +91,22 @@ class LiveRequest:
     priority: int = 0
     fork_of: ForkPoint | None = None
     num_prompt_top: int | None = None
-    num_worst_pages: int = 0
+    max_pages: int = 0
     explain: bool = False
-    resumed: Resumed | None = None
+    resume_point: ResumePoint | None = None
     max_branches: int = field(init=False)
     lockstep: bool = field(init=False)
     prompt_bytes: bytes = field(init=False)
     num_prompt_tokens: int = field(init=False)
     branches: dict[int, Branch] = field(init=False)
-    chain: PageHasher | None = None
-    in_flight: frozenset[bytes] = frozenset()
+    hash_chain: PageHashChain | None = None
+    pending_keys: frozenset[bytes] = frozenset()
     num_waiting_branches: int = 0
-    num_steady: int = 0
-    num_branches_born: int = 1
+    num_batched: int = 0
+    num_branches_created: int = 1
     started: bool = False
     num_cached_tokens: int | None = None
-    miss: Miss | None = None
+    miss: CacheMiss | None = None
     num_copied_pages: int = 0
     num_computed_tokens: int = 0
     num_output_tokens: int = 0
@@ -120,29 +120,29 @@ class LiveRequest:
     def __post_init__(self) -> None:
         self.max_branches = self.strategy.max_branches
         self.lockstep = self.strategy.lockstep
-        self.prompt_bytes = token_bytes(self.prompt)
+        self.prompt_bytes = encode_tokens(self.prompt)
         self.num_prompt_tokens = len(self.prompt)
         self.branches = {0: Branch(0, self, num_tokens=self.num_prompt_tokens)}
 
     @property
-    def scope(self) -> CacheNamespace:
-        return CacheNamespace(self.namespace, self.num_public_tokens)
+    def scope(self) -> CacheScope:
+        return CacheScope(self.namespace, self.num_public_tokens)
 
     @property
-    def turn(self) -> int:
+    def service_order(self) -> int:
         """Who is served first: the smaller. A signed number of at most 43 bits."""
         return (self.priority << ARRIVAL_BITS) + self.arrival
 
     @property
-    def num_matchable_tokens(self) -> int | None:
+    def max_matched_tokens(self) -> int | None:
         """How many computed tokens it may be given: none whose successor is yet to be scored; None if all."""
         if self.num_prompt_top is None or len(self.prompt_scores) == self.num_prompt_tokens - 1:
             return None
         return len(self.prompt_scores)
 
     @property
-    def num_unsteady(self) -> int:
-        return len(self.branches) - self.num_steady
+    def num_unbatched(self) -> int:
+        return len(self.branches) - self.num_batched
 
     @property
     def leader(self) -> Branch:
@@ -152,7 +152,7 @@ class LiveRequest:
     def tables(self) -> list[PageTable]:
         return [branch.table for branch in self.branches.values() if branch.table is not None]
 
-    def pair_waiting(self) -> None:
+    def choose_fork_sources(self) -> None:
         """Pair every branch without pages with the one it has most in common with, so that a restart shares as much.
 
         Partners have pages or come earlier, so there is no circle. The last token is never common: a branch must
@@ -162,11 +162,11 @@ class LiveRequest:
         for branch in self.branches.values():
             if branch.table is not None:
                 continue
-            branch.partner, branch.num_common = None, 0
+            branch.fork_source, branch.num_shared_tokens = None, 0
             for other in candidates:
                 num_common = min(num_common_tokens(branch, other), branch.num_tokens - 1, other.num_tokens - 1)
-                if branch.partner is None or num_common > branch.num_common:
-                    branch.partner, branch.num_common = other, num_common
+                if branch.fork_source is None or num_common > branch.num_shared_tokens:
+                    branch.fork_source, branch.num_shared_tokens = other, num_common
             candidates.append(branch)
 
 

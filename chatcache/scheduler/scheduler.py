@@ -12,7 +12,7 @@ What a request that asks for it is told of its start: why no more of its prompt 
 
 Planning behind a step whose results are still on the device: when, and why it comes to the same.
 
-    launch n | note n as computed | plan n+1, its tokens NOT_YET | launch n+1 | collect n: tokens, ends, faults
+    launch n | note n as computed | plan n+1, its tokens PENDING_TOKEN | launch n+1 | collect n: tokens, ends, faults
              | note n+1, whose tokens are known now | plan n+2 | ...
 
 Which cells step n writes is known when it is launched, only what it draws is not. So n+1 can be planned if nothing in
@@ -50,26 +50,26 @@ from chatcache.kv_cache.page_hash import TOKEN_BYTES
 from chatcache.kv_cache.page_table import PageTable
 from chatcache.kv_cache.pool import InvariantError
 from chatcache.kv_cache.prefix_match import NEVER_COMPUTED
-from chatcache.scheduler.batch import Batch, Step
-from chatcache.scheduler.branches import Branches, RowAllocator
+from chatcache.scheduler.batch import BatchBuilder, Step
+from chatcache.scheduler.branches import BranchManager, RowAllocator
 from chatcache.scheduler.decode_batch import DecodeBatch
 from chatcache.scheduler.fairness import VirtualTokenCounter
 from chatcache.scheduler.preemption import CostModel, SwapTracker
 from chatcache.scheduler.queue import Start, WaitingQueue
 from chatcache.scheduler.request import Branch, LiveRequest
 from chatcache.types.actions import BranchAction
-from chatcache.types.events import Miss
+from chatcache.types.events import CacheMiss
 from chatcache.types.plan import I32
 
 
-def tokens_wanted(request: LiveRequest, budget: int, num_later: int) -> list[tuple[Branch, int]]:
+def split_token_budget(request: LiveRequest, budget: int, num_later: int) -> list[tuple[Branch, int]]:
     """Split what is left of the budget over the request's branches, the steady ones aside: they have theirs.
 
     A chunk of a long prompt leaves one token for every branch that comes after it (`num_later`). The last tokens of a
     lockstep request are computed in one step or not at all, so that its branches are drawn together.
     """
     branches = request.branches.values()
-    gaps = [(b, b.num_tokens - b.table.num_tokens) for b in branches if b.table is not None and not b.is_steady]
+    gaps = [(b, b.num_tokens - b.table.num_tokens) for b in branches if b.table is not None and not b.in_decode_batch]
     if len(gaps) == 1 and gaps[0][1] == 1 and budget > 0 and not request.num_waiting_branches:
         return gaps
     if request.lockstep:
@@ -86,7 +86,7 @@ def tokens_wanted(request: LiveRequest, budget: int, num_later: int) -> list[tup
     return wants
 
 
-def cache_miss_reason(kv: KVCache, start: Start) -> Miss | None:
+def cache_miss_reason(kv: KVCache, start: Start) -> CacheMiss | None:
     """Say why the first token that misses does, as the cache stands now. A query; O(prompt)."""
     request, fork = start.request, start.fork
     if fork is not None:  # of what a running branch has, which need not have a name yet
@@ -94,34 +94,34 @@ def cache_miss_reason(kv: KVCache, start: Start) -> Miss | None:
         if at >= request.num_prompt_tokens - 1:
             return None
         detail = f"the running branch that this prompt begins like goes on otherwise from token {at} on"
-        return Miss(NEVER_COMPUTED, at, detail, kv.page_size)
-    told = kv.explain(request.chain or kv.chain(request.prompt_bytes, request.scope))
-    return Miss(told.reason, told.at_token, told.detail, kv.page_size) if told.reason else None
+        return CacheMiss(NEVER_COMPUTED, at, detail, kv.page_size)
+    told = kv.explain(request.hash_chain or kv.hash_pages(request.prompt_bytes, request.scope))
+    return CacheMiss(told.reason, told.at_token, told.detail, kv.page_size) if told.reason else None
 
 
 class AsyncScheduling:
     """Knows whether anything is to be decided before the next step."""
 
     def __init__(self, steady: DecodeBatch, waiting: WaitingQueue, slots: RowAllocator) -> None:
-        self._steady = steady
+        self._decode_batch = steady
         self._waiting = waiting
-        self._slots = slots
+        self._rows = slots
 
-    def is_clear(self, step: Step, running: Sequence[LiveRequest], budget: int) -> bool:
+    def can_schedule_ahead(self, step: Step, running: Sequence[LiveRequest], budget: int) -> bool:
         """Say whether the step behind this one, the last planned, is the same whatever this one draws. A query.
 
         `budget`: tokens of a step.
         """
-        if step.granted or step.moves_pages or self._steady.unsettled or self._slots.has_forks:
+        if step.granted or step.has_swaps or self._decode_batch.unbatched_requests or self._rows.has_forks:
             return False
-        return self._steady.can_follow() and not self._may_start(running, budget)
+        return self._decode_batch.can_schedule_ahead() and not self._can_start_request(running, budget)
 
-    def _may_start(self, running: Sequence[LiveRequest], budget: int) -> bool:
+    def _can_start_request(self, running: Sequence[LiveRequest], budget: int) -> bool:
         if not len(self._waiting):
             return False
-        ways = [False] * (budget > self._steady.num_branches) + [True] * (self._waiting.num_forks > 0)
-        free = self._slots.num_unpromised
-        return any(self._waiting.next(running, free, forks=forks) is not None for forks in ways)
+        ways = [False] * (budget > self._decode_batch.num_branches) + [True] * (self._waiting.num_forks > 0)
+        free = self._rows.num_unreserved
+        return any(self._waiting.find_start(running, free, forks=forks) is not None for forks in ways)
 
 
 class FairnessAccounting:
@@ -129,8 +129,8 @@ class FairnessAccounting:
 
     def __init__(self, counters: VirtualTokenCounter) -> None:
         self._counters = counters
-        self._steady: list[Branch] = []
-        self._num_steady: Counter[str] = Counter()
+        self._decode_branches: list[Branch] = []
+        self._num_decode_branches: Counter[str] = Counter()
 
     def charge_start(self, request: LiveRequest) -> None:
         """Charge for the part of the prompt that was not found, when a request first starts."""
@@ -140,14 +140,14 @@ class FairnessAccounting:
         """Charge for every token that was drawn."""
         for branch, _, num_draws in step.drawn:
             self._counters.charge_output(branch.request.namespace, num_draws)
-        if step.steady.branches is not self._steady:  # mostly the same list as in the step before
-            self._steady = step.steady.branches
-            self._num_steady = Counter(branch.request.namespace for branch in self._steady)
-        for namespace, count in self._num_steady.items():
+        if step.decode_rows.branches is not self._decode_branches:  # mostly the same list as in the step before
+            self._decode_branches = step.decode_rows.branches
+            self._num_decode_branches = Counter(branch.request.namespace for branch in self._decode_branches)
+        for namespace, count in self._num_decode_branches.items():
             self._counters.charge_output(namespace, count)
 
 
-_turn = attrgetter("turn")
+_service_order = attrgetter("service_order")
 
 
 class Scheduler:
@@ -170,12 +170,12 @@ class Scheduler:
         self.num_live_forks = 0  # requests that began with what a running branch had, forked off it
         self.running: list[LiveRequest] = []  # oldest first
         self.swaps = SwapTracker(kv, cost or CostModel())
-        self._meter = FairnessAccounting(counters) if counters is not None else None
-        self._slots = RowAllocator(num_slots)
-        self._steady = DecodeBatch(kv, num_slots)
-        self.waiting = WaitingQueue(kv, self._steady, counters)
-        self._ahead = AsyncScheduling(self._steady, self.waiting, self._slots)
-        self._branches = Branches(kv, self._slots, self._steady)
+        self._fairness = FairnessAccounting(counters) if counters is not None else None
+        self._rows = RowAllocator(num_slots)
+        self._decode_batch = DecodeBatch(kv, num_slots)
+        self.waiting = WaitingQueue(kv, self._decode_batch, counters)
+        self._async_scheduling = AsyncScheduling(self._decode_batch, self.waiting, self._rows)
+        self._branches = BranchManager(kv, self._rows, self._decode_batch)
         self._num_branches = 0  # live branches of the running requests
         self._started: set[LiveRequest] = set()  # in this plan
 
@@ -186,65 +186,67 @@ class Scheduler:
 
     def plan(self) -> Step | None:
         """Grant tokens, pages and slots for one step; None if nobody can run (then nobody is here at all)."""
-        if self._tight:
-            self._steady.leave_all()
+        if self._is_budget_tight:
+            self._decode_batch.remove_all()
         self._started.clear()
         if self.waiting.num_forks:
             self._start_forks()
-        batch = Batch(self.max_num_batched_tokens, self._steady)
-        self._steady.dismiss()
-        turned = self._steady.turn_pages()
-        unsettled = sorted(self._steady.unsettled, key=_turn)
+        batch = BatchBuilder(self.max_num_batched_tokens, self._decode_batch)
+        self._decode_batch.remove_ineligible()
+        turned = self._decode_batch.advance_pages()
+        unsettled = sorted(self._decode_batch.unbatched_requests, key=_service_order)
         for request in unsettled:
             if request.num_waiting_branches:
-                self._branches.rejoin(request)
-        if not self._serve(unsettled, batch):
+                self._branches.reattach(request)
+        if not self._grant_running(unsettled, batch):
             self._admit(batch)
-        if batch.empty:
+        if batch.is_empty:
             return None
         self.num_steps += 1
-        moves = self.kv.host.moves() if self.kv.host is not None else ((), ())
-        return batch.finish(self.num_steps, self._slots.take_forks(), turned, moves)
+        moves = self.kv.host.pending_copies() if self.kv.host is not None else ((), ())
+        return batch.build(self.num_steps, self._rows.pop_forks(), turned, moves)
 
-    def may_run_ahead(self, step: Step) -> bool:
+    def can_schedule_ahead(self, step: Step) -> bool:
         """Say whether a step can be planned behind this one, the last planned, before its results are here. A query."""
-        return not self._tight and self._ahead.is_clear(step, self.running, self.max_num_batched_tokens)
+        return not self._is_budget_tight and self._async_scheduling.can_schedule_ahead(
+            step, self.running, self.max_num_batched_tokens
+        )
 
     def plan_ahead(self) -> Step:
-        """Plan the step behind one that `may_run_ahead` and was committed; its tokens are NOT_YET."""
+        """Plan the step behind one that `may_run_ahead` and was committed; its tokens are PENDING_TOKEN."""
         self.num_steps += 1
-        turned = self._steady.turn_pages()
-        return Batch(self.max_num_batched_tokens, self._steady).finish(self.num_steps, [], turned)
+        turned = self._decode_batch.advance_pages()
+        return BatchBuilder(self.max_num_batched_tokens, self._decode_batch).build(self.num_steps, [], turned)
 
     @property
-    def _tight(self) -> bool:
+    def _is_budget_tight(self) -> bool:
         """Say whether a step may be too short to serve all branches: then who gets what is decided one by one."""
         return self._num_branches > self.max_num_batched_tokens
 
-    def _serve(self, requests: list[LiveRequest], batch: Batch) -> bool:
+    def _grant_running(self, requests: list[LiveRequest], batch: BatchBuilder) -> bool:
         """Grant to these running requests, oldest first; return whether one had to be preempted.
 
         Tokens of steady branches are not part of the batch's budget, so whoever comes later is one that is not steady.
         """
         num_preemptions = self.num_preemptions
-        num_later = sum(request.num_unsteady for request in requests)
+        num_later = sum(request.num_unbatched for request in requests)
         for request in requests:
-            if request not in self._steady.unsettled:
+            if request not in self._decode_batch.unbatched_requests:
                 continue  # preempted for the sake of an older one
-            num_later -= request.num_unsteady
+            num_later -= request.num_unbatched
             while not self._grant(request, batch, num_later):
                 victim = self.running[-1]
                 if victim is self.running[0]:
                     raise InvariantError(f"request {request.request_id} does not fit an otherwise empty pool")
-                num_later -= victim.num_unsteady if victim is not request else 0
+                num_later -= victim.num_unbatched if victim is not request else 0
                 self._preempt(victim)
                 if victim is request:
                     return True
         return self.num_preemptions > num_preemptions
 
-    def _grant(self, request: LiveRequest, batch: Batch, num_later: int = 0) -> bool:
+    def _grant(self, request: LiveRequest, batch: BatchBuilder, num_later: int = 0) -> bool:
         """Grant the request its next tokens, all its branches or none; False if pages are lacking."""
-        wants = tokens_wanted(request, batch.budget, num_later)
+        wants = split_token_budget(request, batch.budget, num_later)
         goals = [(t, t.num_tokens + n) for b, n in wants if (t := b.table) and t.num_tokens + n > t.num_reserved]
         if goals:
             copies = self.kv.reserve(goals)
@@ -257,9 +259,9 @@ class Scheduler:
             batch.add(branch, num_tokens)
         return True
 
-    def _admit(self, batch: Batch) -> None:
+    def _admit(self, batch: BatchBuilder) -> None:
         while batch.budget > 0 and len(self.waiting):
-            start = self.waiting.next(self.running, self._slots.num_unpromised)
+            start = self.waiting.find_start(self.running, self._rows.num_unreserved)
             if start is None:
                 return
             self._start(start)
@@ -271,7 +273,7 @@ class Scheduler:
 
     def _start_forks(self) -> None:
         """Start those whose turn it is that fork a running branch, before anybody writes in this step."""
-        while (start := self.waiting.next(self.running, self._slots.num_unpromised, forks=True)) is not None:
+        while (start := self.waiting.find_start(self.running, self._rows.num_unreserved, forks=True)) is not None:
             self._start(start)
 
     def _start(self, start: Start) -> None:
@@ -281,10 +283,10 @@ class Scheduler:
         self.waiting.remove(request)
         self._started.add(request)
         request.admitted_s = request.admitted_s or time.perf_counter()
-        self.swaps.start(request)
-        self._steady.unsettled.add(request)
-        insort(self.running, request, key=_turn)
-        self._slots.promised += request.max_branches
+        self.swaps.on_start(request)
+        self._decode_batch.unbatched_requests.add(request)
+        insort(self.running, request, key=_service_order)
+        self._rows.num_reserved += request.max_branches
         self._num_branches += len(request.branches)
         if fork is not None:
             self.num_live_forks += 1
@@ -293,49 +295,49 @@ class Scheduler:
             self._branches.start(request.leader, match)
         request.num_waiting_branches = len(request.branches) - 1
         if request.num_waiting_branches:
-            self._branches.rejoin(request)  # those whose partner needs nothing computed for it
+            self._branches.reattach(request)  # those whose partner needs nothing computed for it
         num_matched = match.num_tokens // self.kv.page_size
-        request.in_flight = frozenset(request.chain.keys[num_matched:] if request.chain else ())
-        request.chain = None
+        request.pending_keys = frozenset(request.hash_chain.keys[num_matched:] if request.hash_chain else ())
+        request.hash_chain = None
         if request.num_cached_tokens is None:
             request.num_cached_tokens = match.num_tokens if fork is None else fork.num_tokens
-            if self._meter is not None:
-                self._meter.charge_start(request)
+            if self._fairness is not None:
+                self._fairness.charge_start(request)
 
     def _stop(self, request: LiveRequest) -> None:
         """Take the request out of the running; its branches have gone their way."""
-        del self.running[bisect_left(self.running, request.turn, key=_turn)]
-        self.swaps.stop(request)
-        self._steady.unsettled.discard(request)
-        self._slots.promised -= request.max_branches
+        del self.running[bisect_left(self.running, request.service_order, key=_service_order)]
+        self.swaps.on_stop(request)
+        self._decode_batch.unbatched_requests.discard(request)
+        self._rows.num_reserved -= request.max_branches
         self._num_branches -= len(request.branches)
-        request.in_flight = frozenset()
+        request.pending_keys = frozenset()
 
     def _is_running(self, request: LiveRequest) -> bool:
-        place = bisect_left(self.running, request.turn, key=_turn)
+        place = bisect_left(self.running, request.service_order, key=_service_order)
         return place < len(self.running) and self.running[place] is request
 
     def _preempt(self, request: LiveRequest) -> None:
         """Take all pages from a request. One that was only just started has nothing to lose: that does not count."""
         if request not in self._started:
             for branch in request.branches.values():
-                self._steady.leave(branch)
-            self.swaps.keep(request)
+                self._decode_batch.remove(branch)
+            self.swaps.swap_out_if_cheaper(request)
             self.num_preemptions += 1
             request.num_preemptions += 1
-        self._send_back(request)
+        self._requeue(request)
 
-    def _send_back(self, request: LiveRequest) -> None:
-        self._branches.part(request)
+    def _requeue(self, request: LiveRequest) -> None:
+        self._branches.detach(request)
         self._stop(request)
         self.waiting.push(request, is_new=False)
 
     # -- after the step -------------------------------------------------------------------------------------------
 
-    def current(self, step: Step) -> Step:
+    def drop_finished_rows(self, step: Step) -> Step:
         """Return the step planned last without the rows of branches that have gone since. A query."""
-        rows = self._steady.kept(step.steady)
-        return step if rows is None else step.keeping(rows)
+        rows = self._decode_batch.active_rows(step.decode_rows)
+        return step if rows is None else step.select_decode_rows(rows)
 
     def commit(self, step: Step, faulty: Collection[LiveRequest] = ()) -> None:
         """Note that the `current` step was executed, or launched and `may_run_ahead`. Full pages become matchable now,
@@ -346,49 +348,49 @@ class Scheduler:
             if request in faulty or table is None:
                 continue
             self.kv.commit(table, tokens)
-            if request.in_flight and table.num_tokens == branch.num_tokens:
-                request.in_flight = frozenset()
-        self._steady.advance(step.steady)
-        self.kv.settle()
-        self.swaps.settle()
-        if self._meter is not None:
-            self._meter.charge_step(step)
+            if request.pending_keys and table.num_tokens == branch.num_tokens:
+                request.pending_keys = frozenset()
+        self._decode_batch.advance(step.decode_rows)
+        self.kv.complete_step()
+        self.swaps.release_returned()
+        if self._fairness is not None:
+            self._fairness.charge_step(step)
 
     def apply(self, request: LiveRequest, actions: Sequence[BranchAction]) -> None:
         """Move the request's branches as its strategy decided.
 
         Raises: EngineError if the actions break the contract of `decode.actions`; the request must then be finished.
         """
-        if self._branches.go_on(request, actions):
+        if self._branches.extend_in_batch(request, actions):
             return
         num_before = len(request.branches)
         try:
             self._branches.apply(request, actions)
         finally:
             self._num_branches += len(request.branches) - num_before
-        if request.num_unsteady and not self._tight:
-            self._branches.settle(request)
-        if not request.num_unsteady:
-            self._steady.unsettled.discard(request)
+        if request.num_unbatched and not self._is_budget_tight:
+            self._branches.move_to_decode_batch(request)
+        if not request.num_unbatched:
+            self._decode_batch.unbatched_requests.discard(request)
 
-    def confirm(self, step: Step, drawn: I32) -> None:
+    def reconcile(self, step: Step, drawn: I32) -> None:
         """Note what a step of steady rows drew, once all its branches have moved and another step runs behind it."""
-        self._steady.confirm(step.plan.rows.slot, drawn)
+        self._decode_batch.reconcile(step.plan.rows.slot, drawn)
 
-    def finish(self, request: LiveRequest, *, forget: bool = False) -> int:
+    def finish(self, request: LiveRequest, *, discard: bool = False) -> int:
         """End a request, wherever it is; return how many pages nobody holds any more."""
         num_in_use = self.kv.pool.num_in_use
         for branch in request.branches.values():
-            self._branches.close(branch, forget=forget)
+            self._branches.close(branch, discard=discard)
         if self._is_running(request):
             self._stop(request)
         else:
             self.waiting.remove(request)
-        self.swaps.drop(request)
+        self.swaps.release(request)
         self.waiting.forget(request)
         return num_in_use - self.kv.pool.num_in_use
 
-    def drop(self, request: LiveRequest, branch_id: int | None) -> int:
+    def drop_branch(self, request: LiveRequest, branch_id: int | None) -> int:
         """End one branch of a request that goes on, wherever it is; None: one that would have been born yet.
 
         Return how many pages nobody holds any more.
@@ -398,13 +400,13 @@ class Scheduler:
         if branch_id is not None:
             self._branches.drop(request, branch_id)
             self._num_branches -= is_running
-            if not request.num_unsteady:
-                self._steady.unsettled.discard(request)
+            if not request.num_unbatched:
+                self._decode_batch.unbatched_requests.discard(request)
         request.max_branches -= 1
-        self._slots.promised -= is_running
+        self._rows.num_reserved -= is_running
         return num_in_use - self.kv.pool.num_in_use
 
-    def abandon(self, *steps: Step) -> list[LiveRequest]:
+    def abort_steps(self, *steps: Step) -> list[LiveRequest]:
         """Give up a step whose execution failed, and the one behind it; return the requests that fail with them.
 
         What the runner did of them is unknown. So their requests end, forgotten, and all others start over: their
@@ -413,30 +415,30 @@ class Scheduler:
         requests = dict.fromkeys(request for step in steps for request in step.requests())
         failed = [request for request in requests if self._is_running(request)]
         for request in failed:
-            self.finish(request, forget=True)
-        self.start_over()
+            self.finish(request, discard=True)
+        self.restart_all()
         return failed
 
-    def start_over(self) -> None:
+    def restart_all(self) -> None:
         """Send every running request back, for a step that was planned and not executed, or nobody knows how far."""
         for request in list(self.running):
-            self._send_back(request)
-        self.kv.abandon()
+            self._requeue(request)
+        self.kv.abort_step()
 
     # -- queries --------------------------------------------------------------------------------------------------
 
-    def broken_when_idle(self) -> Iterator[str]:
+    def idle_violations(self) -> Iterator[str]:
         """Yield what is wrong, given that no request is here."""
         if self.running or len(self.waiting):
             yield f"{len(self.running)} requests run and {len(self.waiting)} wait though none is known"
-        if self._slots.num_free != self._slots.num_slots or self._slots.promised:
-            yield f"{self._slots.num_free} slots are free, {self._slots.promised} promised, of {self._slots.num_slots}"
-        if self._num_branches or self._steady.num_branches or self._steady.unsettled:
-            yield f"{self._num_branches} branches are counted, {self._steady.num_branches} of them steady"
+        if self._rows.num_free != self._rows.num_slots or self._rows.num_reserved:
+            yield f"{self._rows.num_free} slots are free, {self._rows.num_reserved} promised, of {self._rows.num_slots}"
+        if self._num_branches or self._decode_batch.num_branches or self._decode_batch.unbatched_requests:
+            yield f"{self._num_branches} branches are counted, {self._decode_batch.num_branches} of them steady"
 
     @property
     def num_slots(self) -> int:
-        return self._slots.num_slots
+        return self._rows.num_slots
 
     def requests(self) -> Iterator[LiveRequest]:
         yield from self.running
@@ -444,5 +446,5 @@ class Scheduler:
 
     def tables(self) -> list[PageTable]:
         """List every open page table, up to date with what has been computed."""
-        self._steady.flush_all()
+        self._decode_batch.flush_all()
         return [table for request in self.running for table in request.tables()]

@@ -55,7 +55,7 @@ class Candidates(msgspec.Struct, frozen=True, gc=False):
     perturbed: tuple[float, ...] = ()
     raw_logprobs: tuple[float, ...] = ()
 
-    def entry(self, place: int) -> TokenLogprob:
+    def logprob_at(self, place: int) -> TokenLogprob:
         """Return what is reported of the token at `place`."""
         return TokenLogprob((self.raw_logprobs or self.logprobs)[place], self.top)
 
@@ -118,7 +118,7 @@ class BeamUpdate:
 Output = Emit | Finish | BeamUpdate
 
 
-class Dropped(msgspec.Struct, frozen=True, gc=False):
+class DroppedCandidate(msgspec.Struct, frozen=True, gc=False):
     """Who goes with a candidate that was given up, and the candidate's score so far.
 
     `branch`: None while it has none of its own. `is_last`: no other is left, so that the request has to end; then
@@ -153,7 +153,7 @@ class Strategy(Protocol):
         ...
 
     @property
-    def steady(self) -> bool:
+    def has_fixed_draws(self) -> bool:
         """True once `draws` will answer for a branch what it answered last time, step after step, until the branch is
         gone: the scheduler then need not ask again."""
         ...
@@ -162,7 +162,7 @@ class Strategy(Protocol):
         """What to draw from `branch`'s next-token logits. A query: may be asked again after a preemption."""
         ...
 
-    def drop(self, index: int) -> Dropped | None:
+    def drop(self, index: int) -> DroppedCandidate | None:
         """Give up candidate `index` between two steps; None if it has ended, or never was.
 
         The caller lets its branch go. Raises: UnsupportedParameterError where candidates stand for no branch of their
@@ -175,6 +175,6 @@ class Strategy(Protocol):
         ...
 
 
-def undroppable(kind: str) -> UnsupportedParameterError:
+def cannot_drop_error(kind: str) -> UnsupportedParameterError:
     """What `Strategy.drop` raises where candidates are settled together."""
     return UnsupportedParameterError(f"{kind} cannot be dropped one by one: cancel the response", param="candidate")

@@ -16,7 +16,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Miss(msgspec.Struct, frozen=True):
+class CacheMiss(msgspec.Struct, frozen=True):
     """Why the first token of a prompt that misses does: fields as in `Explanation`."""
 
     reason: str
@@ -29,7 +29,7 @@ class StartReport(msgspec.Struct, frozen=True):
     """What a request's start took: pages copied before it wrote into them, and what missed when it was admitted."""
 
     num_copied_pages: int
-    miss: Miss | None
+    miss: CacheMiss | None
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):

@@ -29,7 +29,7 @@ U32 = NDArray[np.uint32]
 F32 = NDArray[np.float32]
 
 
-NOT_YET = -1
+PENDING_TOKEN = -1
 """In `Rows.tokens`: the token that this row's slot was drawn in the step launched just before, still on the device."""
 
 
@@ -42,7 +42,7 @@ class Rows:
     """Branches that run this step, prefill chunks and decode tokens alike.
 
     Shapes: slot, start, num_tokens [R]; tokens [T] is the rows' new tokens one after another, T = sum(num_tokens).
-    A token may be NOT_YET, in a row of one token whose slot was drawn once, width 1, in the step before.
+    A token may be PENDING_TOKEN, in a row of one token whose slot was drawn once, width 1, in the step before.
     Row r computes positions start[r] .. start[r] + num_tokens[r] - 1; keys before `start` are already in its pages.
     """
 
@@ -163,8 +163,8 @@ class KVCapacity:
     """What the runner offers the scheduler, fixed for its life. Page 0 is the null page and is counted.
 
     `num_host_pages` can hold swapped pages (no null page among them: 0 .. num_host_pages - 1); moving one page either
-    way takes `swap_page_s` seconds, as measured when the runner was built. `has_async_launch`: `launch` returns before the
-    step is done, so that the next one, with tokens NOT_YET, may be launched behind it.
+    way takes `swap_page_s` seconds, as measured when the runner was built. `has_async_launch`: `launch` returns before
+    the step is done, so that the next step, with tokens PENDING_TOKEN, can be launched before the first one ends.
     """
 
     num_pages: int

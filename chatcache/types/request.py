@@ -135,7 +135,7 @@ class ForkPoint(msgspec.Struct, frozen=True):
     index: int = 0
 
 
-class ToldCandidate(msgspec.Struct, frozen=True):
+class SentCandidate(msgspec.Struct, frozen=True):
     """Candidate `index` as far as it was told: its tokens (little-endian int32), the score of its last `Tokens`."""
 
     index: int
@@ -144,7 +144,7 @@ class ToldCandidate(msgspec.Struct, frozen=True):
     is_done: bool = False
 
 
-class Resumed(msgspec.Struct, frozen=True, kw_only=True):
+class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine that has died told of a request, for the next one to go on behind event `last_seq`.
 
     `num_cached_tokens` as of `Started`, None if that was not told. `candidates`: all of them, once anything was.
@@ -152,7 +152,7 @@ class Resumed(msgspec.Struct, frozen=True, kw_only=True):
 
     last_seq: int = 0
     num_cached_tokens: int | None = None
-    candidates: tuple[ToldCandidate, ...] = ()
+    candidates: tuple[SentCandidate, ...] = ()
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,4 +175,4 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     fork_of: ForkPoint | None = None
     explain: bool = False
-    resumed: Resumed | None = None
+    resume_point: ResumePoint | None = None

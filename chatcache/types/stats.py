@@ -121,7 +121,7 @@ class PageMap(msgspec.Struct, frozen=True, kw_only=True):
     cells: str
 
 
-class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the rest of the house may know of a loaded model. `digest` (hex) seeds page keys: same weights, same key.
 
     `weight_bytes` are held, `step_bytes` of them are read by every step. `quantization`: none | int8.

@@ -15,7 +15,7 @@ from chatcache.tokenizer.chat_template import ChatTemplate
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import CandidateDone, EngineEvent, Finished, Started, Tokens
 from chatcache.types.request import GenerateRequest
-from chatcache.types.stats import EngineHealth, Explanation, ModelFacts, PackedPrompt, PageAccounts, PageMap
+from chatcache.types.stats import EngineHealth, Explanation, ModelInfo, PackedPrompt, PageAccounts, PageMap
 from loadtest.gateway.ticks import NUM_TICKS, TickClock, TickTimes, clock_from_environment, tick_text
 
 NUM_BYTE_TOKENS = 257  # 256 bytes and the end of a turn
@@ -57,7 +57,7 @@ class ClockEngine:
     """Satisfies `bus.loop.StepEngine`, and is its own `pages`."""
 
     def __init__(self, clock: TickClock, times: TickTimes) -> None:
-        self.facts = ModelFacts(
+        self.facts = ModelInfo(
             name="clock",
             digest="00" * 32,
             vocab_size=NUM_BYTE_TOKENS + NUM_TICKS,

@@ -13,9 +13,9 @@ from chatcache.cli.banner import POLL_S, Banner
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.gateway.auth.keys import ApiKeyCache
 from chatcache.storage.sqlite import SqliteStore
-from chatcache.types.stats import EngineHealth, ModelFacts
+from chatcache.types.stats import EngineHealth, ModelInfo
 
-FACTS = ModelFacts(name="m", digest="00", vocab_size=10, max_model_len=2048, dtype="float32", attention="cpu")
+FACTS = ModelInfo(name="m", digest="00", vocab_size=10, max_model_len=2048, dtype="float32", attention="cpu")
 HEALTH = EngineHealth(ready=True, page_size=16, num_pages=127, kv_bytes=128 * 4096, num_host_pages=256)
 
 

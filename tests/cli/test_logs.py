@@ -13,7 +13,7 @@ import pytest
 from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
-from chatcache.logs import REQUEST_ID, JsonLines, LoggedLines
+from chatcache.logs import REQUEST_ID, JsonFormatter, LogWriter
 from tests.cli.servers import Server, serving
 
 KEY = "sk-logged-canary-123"
@@ -94,7 +94,7 @@ def _json_server(folder: Path, cwd: Path, *more: str) -> Any:
 def test_an_error_is_one_line_with_its_traceback_and_fields() -> None:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonLines("engine"))
+    handler.setFormatter(JsonFormatter("engine"))
     log = logging.Logger("some.room")
     log.addHandler(handler)
     token = REQUEST_ID.set("req_7")
@@ -114,7 +114,7 @@ def test_what_would_print_is_logged_line_by_line() -> None:
     stream = io.StringIO()
     log = logging.Logger("banner")
     log.addHandler(logging.StreamHandler(stream))
-    lines = LoggedLines(log)
+    lines = LogWriter(log)
     for piece in ("  one", " line\n\n", "another\nunfinished"):
         lines.write(piece)
     assert stream.getvalue() == "one line\nanother\n"

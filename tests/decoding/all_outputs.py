@@ -15,7 +15,7 @@ from chatcache.decoding.unique import DistinctStrategy, child_seed
 from chatcache.types.actions import DrawSpec
 from chatcache.types.plan import F32
 from chatcache.types.request import GenerateRequest, SamplingParams
-from chatcache.types.stats import ModelFacts
+from chatcache.types.stats import ModelInfo
 from tests.decoding.decode_driver import Logits, Run, draw, log_softmax, run
 from tests.decoding.dense_beams import num_common
 from tests.decoding.toy_grammar import ToyConstraint, ToyGrammar
@@ -35,7 +35,7 @@ def distinct_run(
     grammar: ToyGrammar | None = None,
 ) -> Run:
     """Run the strategy on a toy model."""
-    facts = ModelFacts(name="toy", digest="00", vocab_size=vocab_size, max_model_len=1000, eos_token_ids=eos)
+    facts = ModelInfo(name="toy", digest="00", vocab_size=vocab_size, max_model_len=1000, eos_token_ids=eos)
     if grammar is not None:
         rules = StopRules.of(params, facts, max_tokens=max_tokens, token_bytes=BYTES)
         constraint = cast(Any, ToyConstraint(grammar, params.min_tokens))

@@ -12,7 +12,7 @@ from chatcache.decoding.beam_search import BeamStrategy
 from chatcache.decoding.stopping import StopRules
 from chatcache.decoding.strategy import make_strategy
 from chatcache.types.request import BeamSearchParams, GenerateRequest
-from chatcache.types.stats import ModelFacts
+from chatcache.types.stats import ModelInfo
 from tests.decoding.decode_driver import Logits, Run, log_softmax, run
 from tests.decoding.toy_grammar import ToyConstraint, ToyGrammar
 
@@ -31,7 +31,7 @@ def beam_run(
     grammar: ToyGrammar | None = None,
 ) -> Run:
     """Run the strategy on a toy model."""
-    facts = ModelFacts(name="toy", digest="00", vocab_size=vocab_size, max_model_len=1000, eos_token_ids=eos)
+    facts = ModelInfo(name="toy", digest="00", vocab_size=vocab_size, max_model_len=1000, eos_token_ids=eos)
     if grammar is not None:
         rules = StopRules.of(params, facts, max_tokens=max_tokens, token_bytes=BYTES)
         constraint = cast(Any, ToyConstraint(grammar, params.min_tokens))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from chatcache.decoding.strategy import make_strategy
 from chatcache.types.request import BeamSearchParams, GenerateRequest
-from chatcache.types.stats import ModelFacts
+from chatcache.types.stats import ModelInfo
 from tests.decoding.decode_driver import Logits, Outcome, Run, TableModel, log_softmax, run
 
 PROMPT = (1, 2, 3)
@@ -22,7 +22,7 @@ Ends = Callable[[tuple[int, ...]], bool]
 def beam_run(
     params: BeamSearchParams, logits: Logits, *, vocab_size: int, eos: tuple[int, ...], max_tokens: int
 ) -> Run:
-    facts = ModelFacts(name="toy", digest="00", vocab_size=vocab_size, max_model_len=1000, eos_token_ids=eos)
+    facts = ModelInfo(name="toy", digest="00", vocab_size=vocab_size, max_model_len=1000, eos_token_ids=eos)
     request = GenerateRequest(request_id="r", prompt=PROMPT, params=params)
     return run(make_strategy(request, facts, seed=0, max_tokens=max_tokens, token_bytes=BYTES), PROMPT, logits)
 

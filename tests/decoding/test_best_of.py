@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from chatcache.decoding.strategy import make_strategy
 from chatcache.types.actions import Candidates
 from chatcache.types.request import GenerateRequest, SamplingParams
-from chatcache.types.stats import ModelFacts
+from chatcache.types.stats import ModelInfo
 from tests.decoding.decode_driver import Run, TableModel, run
 
 PROMPT = (1, 2, 3)
 VOCAB_SIZE = 12
-FACTS = ModelFacts(name="toy", digest="00", vocab_size=VOCAB_SIZE, max_model_len=99, eos_token_ids=(0,))
+FACTS = ModelInfo(name="toy", digest="00", vocab_size=VOCAB_SIZE, max_model_len=99, eos_token_ids=(0,))
 
 
 def sample(params: SamplingParams, model: TableModel, seed: int, shuffle: random.Random | None = None) -> Run:

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from chatcache.decoding.strategy import make_strategy
 from chatcache.types.actions import DrawSpec, Finish
 from chatcache.types.request import GenerateRequest, SamplingParams
-from chatcache.types.stats import ModelFacts
+from chatcache.types.stats import ModelInfo
 from tests.decoding.decode_driver import Logits, Outcome, Run, TableModel, draw, edited, log_softmax, run
 
 PROMPT = (1, 2, 3, 4)
 VOCAB_SIZE = 16
 BYTES = tuple(bytes([0x61 + i]) for i in range(VOCAB_SIZE))
-FACTS = ModelFacts(name="toy", digest="00", vocab_size=VOCAB_SIZE, max_model_len=999, eos_token_ids=(0,))
+FACTS = ModelInfo(name="toy", digest="00", vocab_size=VOCAB_SIZE, max_model_len=999, eos_token_ids=(0,))
 
 
 def sample(

@@ -9,7 +9,7 @@ from chatcache.decoding.grammar.compiler import GrammarCompiler, GrammarFuture
 from chatcache.decoding.strategy import make_strategy
 from chatcache.types.actions import Strategy
 from chatcache.types.request import GenerateRequest, Params, StructuredOutputs
-from chatcache.types.stats import ModelFacts
+from chatcache.types.stats import ModelInfo
 
 EOS, CONTROL = 256, 257  # <eos>; a control token whose text is "{"
 LONGER = ('{"', '":', '", "', "true", "ab", "abc", "bc", "aa", "12", "é", "日本", '"a"', "}", "  ", "ab")
@@ -18,8 +18,8 @@ VOCAB_SIZE = 288  # a model's logits may be wider than its tokenizer
 PROMPT = (65, 66)
 
 
-def facts_of(vocab_size: int = VOCAB_SIZE, eos: tuple[int, ...] = (EOS,)) -> ModelFacts:
-    return ModelFacts(name="toy", digest="00", vocab_size=vocab_size, max_model_len=9999, eos_token_ids=eos)
+def facts_of(vocab_size: int = VOCAB_SIZE, eos: tuple[int, ...] = (EOS,)) -> ModelInfo:
+    return ModelInfo(name="toy", digest="00", vocab_size=vocab_size, max_model_len=9999, eos_token_ids=eos)
 
 
 FACTS = facts_of()
@@ -49,7 +49,7 @@ def strategy_of(
     seed: int = 0,
     max_tokens: int = 40,
     within: GrammarCompiler | None = None,
-    facts: ModelFacts = FACTS,
+    facts: ModelInfo = FACTS,
 ) -> Strategy:
     """The strategy of a constrained request."""
     request = GenerateRequest(request_id="r", prompt=PROMPT, params=params)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chatcache.decoding.strategy import make_strategy
-from chatcache.scheduler.decode_batch import draws_of
+from chatcache.scheduler.decode_batch import pack_draws
 from chatcache.types.actions import (
     Advance,
     BranchAction,
     Candidates,
     DrawSpec,
-    Dropped,
+    DroppedCandidate,
     Emit,
     Extend,
     Finish,
@@ -54,13 +54,13 @@ class Wander:
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         return (DrawSpec(width=self._width, seed=self._seed),)
 
-    def drop(self, index: int) -> Dropped | None:
+    def drop(self, index: int) -> DroppedCandidate | None:
         if index not in self._outputs:
             return None
         if len(self._outputs) == 1:
-            return Dropped(is_last=True)
+            return DroppedCandidate(is_last=True)
         del self._outputs[index]
-        return Dropped(index)
+        return DroppedCandidate(index)
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
         actions: list[BranchAction] = []
@@ -152,7 +152,7 @@ def alone(request: GenerateRequest, *, seed: int = 0) -> Answer:
         drawn: dict[int, tuple[Candidates, ...]] = {}
         for branch, tokens in branches.items():
             specs = list(strategy.draws(branch))
-            draws = draws_of(specs, [0] * len(specs), [len(tokens)] * len(specs))
+            draws = pack_draws(specs, [0] * len(specs), [len(tokens)] * len(specs))
             result = runner.draw(draws, [history_of(tokens)], tokens[-1:])
             drawn[branch] = tuple(_candidates(result, draw, spec) for draw, spec in enumerate(specs))
         advance = strategy.advance(drawn)

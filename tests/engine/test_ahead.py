@@ -27,7 +27,9 @@ LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 class Watched(FakeRunner):
     """Writes down what it is asked, and fails in the steps of `fails`: some cells are spoilt then."""
 
-    def __init__(self, num_pages: int = 512, *, has_async_launch: bool = True, lazy: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, num_pages: int = 512, *, has_async_launch: bool = True, lazy: bool = False, **settings: Any
+    ) -> None:
         super().__init__(fake_capacity(num_pages, has_async_launch=has_async_launch, **settings), VOCAB, lazy=lazy)
         self.log: list[str] = []
         self.fails: dict[int, Exception] = {}
@@ -154,7 +156,7 @@ def test_a_failing_step_fails_the_one_behind_it_too_and_nothing_of_them_is_found
 
 def test_that_test_has_teeth(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Scheduler.finish
-    monkeypatch.setattr(Scheduler, "finish", lambda self, request, forget=False: original(self, request))
+    monkeypatch.setattr(Scheduler, "finish", lambda self, request, discard=False: original(self, request))
     with pytest.raises(AssertionError):
         test_a_failing_step_fails_the_one_behind_it_too_and_nothing_of_them_is_found(True)
 

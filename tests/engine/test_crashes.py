@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from chatcache.decoding.strategy import make_strategy
-from chatcache.types.actions import Advance, Candidates, DrawSpec, Dropped, Extend, Release
+from chatcache.types.actions import Advance, Candidates, DrawSpec, DroppedCandidate, Extend, Release
 from chatcache.types.events import Failed, Finished, Started
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import GenerateRequest, SamplingParams
@@ -87,7 +87,7 @@ class Odd:
             raise ZeroDivisionError
         return () if self.num_tokens == 2 and self.oddity == "draws nothing" else (DrawSpec(),)
 
-    def drop(self, index: int) -> Dropped | None:
+    def drop(self, index: int) -> DroppedCandidate | None:
         return None
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:

@@ -14,11 +14,11 @@ from chatcache.decoding.sampling import SamplingStrategy
 from chatcache.engine.engine import Engine
 from chatcache.errors import UnsupportedParameterError
 from chatcache.kv_cache.pool import InvariantError
-from chatcache.scheduler.branches import Branches
+from chatcache.scheduler.branches import BranchManager
 from chatcache.scheduler.decode_batch import DecodeBatch
 from chatcache.scheduler.request import LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
-from chatcache.types.actions import Dropped
+from chatcache.types.actions import DroppedCandidate
 from chatcache.types.events import FINISH_CANCELLED, CandidateDone, EngineEvent, Finished, Started, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
 from tests.engine.driving import VOCAB, drain, engine, output, request
@@ -223,7 +223,7 @@ def test_steps_run_ahead_again_behind_a_drop() -> None:
     eng.drop("a", 0)
     events += steps(eng, 20)
     assert eng.health().num_steps_ahead >= num_ahead + 15
-    assert not eng.scheduler._steady.unsettled
+    assert not eng.scheduler._decode_batch.unbatched_requests
     events += drain(eng)
     check_others(events, one, {0})
 
@@ -255,77 +255,77 @@ def test_slots_are_free_for_others() -> None:
 
 
 def pages_kept(patch: Patch) -> None:
-    original = Branches.close
+    original = BranchManager.close
 
-    def drop(self: Branches, request: LiveRequest, branch_id: int) -> None:
+    def drop(self: BranchManager, request: LiveRequest, branch_id: int) -> None:
         branch = request.branches.pop(branch_id)
-        self._steady.leave(branch)
-        self._slots.give_back(branch.slot)
+        self._decode_batch.remove(branch)
+        self._rows.release(branch.slot)
 
     assert original is not None
-    patch.setattr(Branches, "drop", drop)
+    patch.setattr(BranchManager, "drop", drop)
 
 
 def steady_row_kept(patch: Patch) -> None:
-    original = Branches.drop
+    original = BranchManager.drop
 
-    def drop(self: Branches, request: LiveRequest, branch_id: int) -> None:
+    def drop(self: BranchManager, request: LiveRequest, branch_id: int) -> None:
         with pytest.MonkeyPatch.context() as within:
-            within.setattr(DecodeBatch, "leave", lambda *_, **__: None)
+            within.setattr(DecodeBatch, "remove", lambda *_, **__: None)
             original(self, request, branch_id)
 
-    patch.setattr(Branches, "drop", drop)
+    patch.setattr(BranchManager, "drop", drop)
 
 
 def partners_not_paired_anew(patch: Patch) -> None:
-    original = Branches.drop
+    original = BranchManager.drop
 
-    def drop(self: Branches, request: LiveRequest, branch_id: int) -> None:
+    def drop(self: BranchManager, request: LiveRequest, branch_id: int) -> None:
         with pytest.MonkeyPatch.context() as within:
-            within.setattr(LiveRequest, "pair_waiting", lambda self: None)
+            within.setattr(LiveRequest, "choose_fork_sources", lambda self: None)
             original(self, request, branch_id)
 
-    patch.setattr(Branches, "drop", drop)
+    patch.setattr(BranchManager, "drop", drop)
 
 
 def chain_of_the_old_leader(patch: Patch) -> None:
-    original = Branches.drop
+    original = BranchManager.drop
 
-    def drop(self: Branches, request: LiveRequest, branch_id: int) -> None:
-        chain = request.chain
+    def drop(self: BranchManager, request: LiveRequest, branch_id: int) -> None:
+        chain = request.hash_chain
         original(self, request, branch_id)
-        request.chain = chain
+        request.hash_chain = chain
 
-    patch.setattr(Branches, "drop", drop)
+    patch.setattr(BranchManager, "drop", drop)
 
 
 def waiting_branches_miscounted(patch: Patch) -> None:
-    original = Branches.drop
+    original = BranchManager.drop
 
-    def drop(self: Branches, request: LiveRequest, branch_id: int) -> None:
+    def drop(self: BranchManager, request: LiveRequest, branch_id: int) -> None:
         num_waiting = request.num_waiting_branches
         original(self, request, branch_id)
         request.num_waiting_branches = num_waiting
 
-    patch.setattr(Branches, "drop", drop)
+    patch.setattr(BranchManager, "drop", drop)
 
 
 def counts_kept(patch: Patch) -> None:
-    original = Scheduler.drop
+    original = Scheduler.drop_branch
 
     def drop(self: Scheduler, request: LiveRequest, branch_id: int | None) -> int:
-        num_branches, promised = self._num_branches, self._slots.promised
+        num_branches, promised = self._num_branches, self._rows.num_reserved
         num_pages = original(self, request, branch_id)
-        self._num_branches, self._slots.promised = num_branches, promised
+        self._num_branches, self._rows.num_reserved = num_branches, promised
         return num_pages
 
-    patch.setattr(Scheduler, "drop", drop)
+    patch.setattr(Scheduler, "drop_branch", drop)
 
 
 def lane_born_all_the_same(patch: Patch) -> None:
     original = SamplingStrategy.drop
 
-    def drop(self: SamplingStrategy, index: int) -> Dropped | None:
+    def drop(self: SamplingStrategy, index: int) -> DroppedCandidate | None:
         wanted = set(self._wanted)
         dropped = original(self, index)
         if not self._started:

@@ -136,7 +136,7 @@ def preempted_again_and_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_is_admitted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WaitingQueue, "next", lambda self, *args, **kwargs: None)
+    patch.setattr(WaitingQueue, "find_start", lambda self, *args, **kwargs: None)
 
 
 def pages_leak(patch: pytest.MonkeyPatch) -> None:

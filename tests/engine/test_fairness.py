@@ -146,7 +146,7 @@ def idle_then_return(house: House) -> int:
 
 def test_who_was_away_has_saved_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert idle_then_return(House()) <= BOUND
-    monkeypatch.setattr(VirtualTokenCounter, "arrive", lambda self, namespace, waiting: None)
+    monkeypatch.setattr(VirtualTokenCounter, "on_namespace_queued", lambda self, namespace, waiting: None)
     assert idle_then_return(House()) > BOUND, "without the lift it would have"
 
 
@@ -219,7 +219,9 @@ def test_the_urgent_go_first_and_the_least_urgent_gives_way() -> None:
             if request.num_preemptions > before.get(request.request_id, 0):
                 before[request.request_id] = request.num_preemptions
                 num_preempted += request.request_id in late
-                assert all(other.turn < request.turn for other in scheduler.running), "it was not the last in turn"
+                assert all(other.service_order < request.service_order for other in scheduler.running), (
+                    "it was not the last in turn"
+                )
     assert num_preempted
     assert [name for name in house.started if name not in late] == [*urgent, usual]
     assert [name for name in house.finished if name not in late] == [*urgent, usual]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from chatcache.scheduler.decode_batch import draws_of
+from chatcache.scheduler.decode_batch import pack_draws
 from chatcache.types.actions import DrawSpec
 from chatcache.types.plan import Rows, StepPlan
 from tests.support.fake_runner import FakeRunner, fake_capacity, history_of
@@ -33,7 +33,7 @@ def plan(
             num_tokens=np.array([len(row[2]) for row in rows], np.int32),
             tokens=np.array([token for row in rows for token in row[2]], np.int32),
         ),
-        draws=draws_of(specs, [len(rows) - 1] * len(specs), [len(TOKENS)] * len(specs)),
+        draws=pack_draws(specs, [len(rows) - 1] * len(specs), [len(TOKENS)] * len(specs)),
     )
 
 
@@ -46,7 +46,7 @@ TABLE = [(0, 0, 5), (0, 1, 7), (0, 2, 2)]
 
 
 def expected() -> int:
-    result = runner().draw(draws_of(GREEDY, [0], [9]), [history_of(TOKENS)], TOKENS[-1:])
+    result = runner().draw(pack_draws(GREEDY, [0], [9]), [history_of(TOKENS)], TOKENS[-1:])
     return int(result.tokens[0, 0])
 
 
@@ -70,7 +70,7 @@ def test_a_missing_copy_or_an_overwritten_cell_shows() -> None:
     fake = runner()
     fake.execute(plan([(0, 0, TOKENS[:6])], [], updates=TABLE))
     uncopied = plan([(1, 6, TOKENS[6:])], [DrawSpec(width=50)], forks=[(0, 1, 2)], updates=[(1, 1, 9), (1, 2, 10)])
-    right = runner().draw(draws_of([DrawSpec(width=50)], [0], [9]), [history_of(TOKENS)], TOKENS[-1:])
+    right = runner().draw(pack_draws([DrawSpec(width=50)], [0], [9]), [history_of(TOKENS)], TOKENS[-1:])
     assert fake.execute(uncopied).tokens.tolist() != right.tokens.tolist()
 
 
@@ -78,7 +78,7 @@ def test_draws_follow_the_contract() -> None:
     history, fake = history_of(TOKENS), runner()
 
     def draw(*specs: DrawSpec) -> tuple[list[list[int]], list[list[float]]]:
-        result = fake.draw(draws_of(list(specs), [0] * len(specs), [9] * len(specs)), [history], [5])
+        result = fake.draw(pack_draws(list(specs), [0] * len(specs), [9] * len(specs)), [history], [5])
         return result.tokens.tolist(), result.logprobs.tolist()
 
     ((*best,), _), (values, _) = draw(DrawSpec(width=3, temperature=0.0), DrawSpec(temperature=0.0))
@@ -102,6 +102,6 @@ def test_edits_scale_by_sign_and_then_add() -> None:
     logits = fake.logits(history)
     top = int(np.argmax(logits))
     edit = (np.array([top], np.int32), np.array([1e6], np.float32), np.array([0.0], np.float32))
-    result = fake.draw(draws_of([DrawSpec(temperature=0.0, edit=edit)], [0], [9]), [history], [5])
+    result = fake.draw(pack_draws([DrawSpec(temperature=0.0, edit=edit)], [0], [9]), [history], [5])
     assert result.tokens[0, 0] != top
     assert result.logprobs[0, 0] == pytest.approx(float(log_softmax(logits)[result.tokens[0, 0]])), "raw, not edited"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from chatcache.scheduler.decode_batch import draws_of
+from chatcache.scheduler.decode_batch import pack_draws
 from chatcache.types.actions import DrawSpec
-from chatcache.types.plan import I32, NOT_YET, Rows, StepPlan
+from chatcache.types.plan import I32, PENDING_TOKEN, Rows, StepPlan
 from tests.support.fake_device import InvalidPlanError
 from tests.support.fake_runner import FakeRunner, fake_capacity
 
@@ -27,7 +27,7 @@ def plan(
         np.array(tokens, np.int32),
     )
     drawn = specs if specs is not None else {row: DrawSpec(temperature=0.0) for row in range(len(slots))}
-    draws = draws_of(list(drawn.values()), list(drawn), [start + count] * len(drawn))
+    draws = pack_draws(list(drawn.values()), list(drawn), [start + count] * len(drawn))
     updates = np.array([(slot, 0, slot + 1) for slot in slots], np.int32)
     return StepPlan(step, none, updates, np.zeros((0, 2), np.int32), rows, draws)
 
@@ -40,7 +40,7 @@ def runner(*, lazy: bool = False) -> FakeRunner:
 def test_a_token_not_yet_known_is_the_one_drawn_at_its_slot_in_the_step_before(lazy: bool) -> None:
     ahead, blocking = runner(lazy=lazy), FakeRunner(fake_capacity(8), eos=None)
     first = ahead.launch(plan(1, [0, 1], 0, [5, 6, 7, 8]))
-    second = ahead.launch(plan(2, [1, 0], 2, [NOT_YET, NOT_YET]))
+    second = ahead.launch(plan(2, [1, 0], 2, [PENDING_TOKEN, PENDING_TOKEN]))
     drawn = blocking.execute(plan(1, [0, 1], 0, [5, 6, 7, 8])).tokens[:, 0].tolist()
     expected = blocking.execute(plan(2, [1, 0], 2, drawn[::-1]))
     assert first.result().tokens[:, 0].tolist() == drawn
@@ -60,9 +60,9 @@ def test_lazily_nothing_is_done_before_the_result_is_asked_for() -> None:
 @pytest.mark.parametrize(
     "second",
     [
-        plan(2, [2], 2, [NOT_YET]),
-        plan(2, [0], 2, [NOT_YET, 3]),
-        plan(2, [0, 1], 2, [NOT_YET, NOT_YET]),
+        plan(2, [2], 2, [PENDING_TOKEN]),
+        plan(2, [0], 2, [PENDING_TOKEN, 3]),
+        plan(2, [0, 1], 2, [PENDING_TOKEN, PENDING_TOKEN]),
     ],
     ids=["not in the step before", "more than a token", "one of them not drawn"],
 )
@@ -79,15 +79,15 @@ def test_only_single_draws_can_be_followed(specs: dict[int, DrawSpec]) -> None:
     one = runner()
     one.launch(plan(1, [0], 0, [5, 6], specs))
     with pytest.raises(InvalidPlanError):
-        one.launch(plan(2, [0], 2, [NOT_YET]))
+        one.launch(plan(2, [0], 2, [PENDING_TOKEN]))
 
 
 @LAZY
 def test_a_third_step_and_results_out_of_order_are_refused(lazy: bool) -> None:
     one = runner(lazy=lazy)
-    first, second = one.launch(plan(1, [0], 0, [5])), one.launch(plan(2, [0], 1, [NOT_YET]))
+    first, second = one.launch(plan(1, [0], 0, [5])), one.launch(plan(2, [0], 1, [PENDING_TOKEN]))
     with pytest.raises(InvalidPlanError, match="behind 2 others"):
-        one.launch(plan(3, [0], 2, [NOT_YET]))
+        one.launch(plan(3, [0], 2, [PENDING_TOKEN]))
     with pytest.raises(InvalidPlanError, match="ahead of it"):
         second.result()
     first.result()
@@ -104,7 +104,7 @@ def test_a_failure_shows_with_the_result_and_spoils_the_step_behind(lazy: bool) 
             return super().execute(plan)
 
     one = Failing(fake_capacity(8, has_async_launch=True), lazy=lazy)
-    first, second = one.launch(plan(1, [0], 0, [5])), one.launch(plan(2, [0], 1, [NOT_YET]))
+    first, second = one.launch(plan(1, [0], 0, [5])), one.launch(plan(2, [0], 1, [PENDING_TOKEN]))
     with pytest.raises(ArithmeticError):
         first.result()
     with pytest.raises(KeyError):

@@ -8,7 +8,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from chatcache.scheduler.decode_batch import draws_of
+from chatcache.scheduler.decode_batch import pack_draws
 from chatcache.types.actions import DrawSpec
 from chatcache.types.plan import Rows, Scores, StepPlan, StepResult
 from tests.support.fake_runner import FakeRunner, fake_capacity, history_of
@@ -29,14 +29,14 @@ def pairs(*rows: tuple[int, ...]) -> np.ndarray[tuple[int, ...], np.dtype[np.int
 def plan(start: int, tokens: list[int], **fields: object) -> StepPlan:
     """One row in slot 0; its last token is drawn greedily."""
     rows = Rows(pairs((0,))[0], pairs((start,))[0], pairs((len(tokens),))[0], np.array(tokens, np.int32))
-    draws = draws_of([DrawSpec(temperature=0.0)], [0], [start + len(tokens)])
+    draws = pack_draws([DrawSpec(temperature=0.0)], [0], [start + len(tokens)])
     deltas = {"forks": NONE, "updates": NONE, "copies": pairs()} | fields
     return StepPlan(step=1, rows=rows, draws=draws, **deltas)  # type: ignore[arg-type]
 
 
 def draw(runner: FakeRunner, *specs: DrawSpec) -> StepResult:
     count = len(specs)
-    return runner.draw(draws_of(list(specs), [0] * count, [9] * count), [history_of(TOKENS)], TOKENS[-1:])
+    return runner.draw(pack_draws(list(specs), [0] * count, [9] * count), [history_of(TOKENS)], TOKENS[-1:])
 
 
 def best_after(tokens: list[int]) -> int:

@@ -9,7 +9,7 @@ import pytest
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import PageHasher
+from chatcache.kv_cache.page_hash import PageHashChain
 from chatcache.types.events import EngineEvent, Finished, Started, Tokens
 from chatcache.types.request import BeamSearchParams, ForkPoint, GenerateRequest, Params, SamplingParams
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
@@ -90,13 +90,13 @@ def test_no_name_is_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
     eng.add(ask("source", PROMPT))
     said = output(steps(eng, 7), "source")
     named: list[object] = []
-    original = KVCache.chain
+    original = KVCache.hash_pages
 
-    def chain(self: KVCache, *args: Any) -> PageHasher:
+    def chain(self: KVCache, *args: Any) -> PageHashChain:
         named.append(args)
         return original(self, *args)
 
-    monkeypatch.setattr(KVCache, "chain", chain)
+    monkeypatch.setattr(KVCache, "hash_pages", chain)
     eng.add(ask("fork", (*PROMPT, *said[:6], 50), fork_of=ForkPoint("source")))
     eng.step()
     assert not named

@@ -21,20 +21,19 @@ from tests.engine.generated import until_it_fails, workloads
 from tests.engine.workloads import Workload, assert_equals_alone
 
 Patch = pytest.MonkeyPatch
-Steady = DecodeBatch
 
 
 def tokens_noted_as_planned(patch: Patch) -> None:
     """What the plan said of a token, not what it turned out to be."""
-    original = Steady.advance
+    original = DecodeBatch.advance
 
-    def advance(self: Steady, rows: DecodeRows) -> None:
-        places = np.flatnonzero(self._is_taken & (self._row != NO_ROW))
+    def advance(self: DecodeBatch, rows: DecodeRows) -> None:
+        places = np.flatnonzero(self._is_used & (self._row != NO_ROW))
         cells = self._cell[places].copy()
         original(self, rows)
         self._cells[cells] = rows.rows.tokens[: len(cells)]
 
-    patch.setattr(Steady, "advance", advance)
+    patch.setattr(DecodeBatch, "advance", advance)
 
 
 def tokens_of_the_step_behind(patch: Patch) -> None:
@@ -48,7 +47,7 @@ def tokens_of_the_step_behind(patch: Patch) -> None:
 
 
 def rows_of_the_departed_kept(patch: Patch) -> None:
-    patch.setattr(Steady, "kept", lambda self, rows: None)
+    patch.setattr(DecodeBatch, "active_rows", lambda self, rows: None)
 
 
 def rows_noted_twice(patch: Patch) -> None:
@@ -66,7 +65,7 @@ def rows_not_noted(patch: Patch) -> None:
 
 def departures_overlooked(patch: Patch) -> None:
     """The rows of a step are noted at the places they had, whoever has left since."""
-    patch.setattr(Steady, "_is_standing", lambda self, rows: True)
+    patch.setattr(DecodeBatch, "_is_unchanged_since", lambda self, rows: True)
 
 
 def nobody_waits_for_the_step_behind_a_failed_one(patch: Patch) -> None:
@@ -84,27 +83,27 @@ def others_go_on_behind_a_failed_step(patch: Patch) -> None:
     def abandon(self: Scheduler, *steps: Step) -> list[LiveRequest]:
         failed = [request for request in steps[0].requests() if self._is_running(request)]
         for request in failed[1:]:
-            self.finish(request, forget=True)
+            self.finish(request, discard=True)
         return failed[1:]
 
-    patch.setattr(Scheduler, "abandon", abandon)
+    patch.setattr(Scheduler, "abort_steps", abandon)
 
 
 def another_token_than_was_drawn(patch: Patch) -> None:
-    patch.setattr(Steady, "confirm", lambda self, slots, drawn: None)
+    patch.setattr(DecodeBatch, "reconcile", lambda self, slots, drawn: None)
 
 
 def ahead_of_a_step_that_is_not_steady(patch: Patch) -> None:
     def is_clear(self: AsyncScheduling, step: Step, running: Sequence[LiveRequest], budget: int) -> bool:
-        return self._steady.can_follow()
+        return self._decode_batch.can_schedule_ahead()
 
-    patch.setattr(AsyncScheduling, "is_clear", is_clear)
+    patch.setattr(AsyncScheduling, "can_schedule_ahead", is_clear)
 
 
 def wide_draws_followed(patch: Patch) -> None:
-    original = Steady.can_follow
+    original = DecodeBatch.can_schedule_ahead
 
-    def can_follow(self: Steady) -> bool:
+    def can_follow(self: DecodeBatch) -> bool:
         width = self._draws.width.copy()
         self._draws.width[:] = 1
         try:
@@ -112,7 +111,7 @@ def wide_draws_followed(patch: Patch) -> None:
         finally:
             self._draws.width[:] = width
 
-    patch.setattr(Steady, "can_follow", can_follow)
+    patch.setattr(DecodeBatch, "can_schedule_ahead", can_follow)
 
 
 def full_page_one_step_early(patch: Patch) -> None:

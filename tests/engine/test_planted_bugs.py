@@ -9,7 +9,7 @@ from hypothesis import given
 
 from chatcache.engine.invariants import InvariantChecker
 from chatcache.kv_cache.pool import InvariantError
-from chatcache.scheduler.batch import Batch, Step
+from chatcache.scheduler.batch import BatchBuilder, Step
 from chatcache.scheduler.branches import RowAllocator
 from chatcache.scheduler.request import LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
@@ -29,17 +29,17 @@ Patch = pytest.MonkeyPatch
 
 
 def copy_never_made(patch: Patch) -> None:
-    patch.setattr(Batch, "add_copies", lambda self, copies: None)
+    patch.setattr(BatchBuilder, "add_copies", lambda self, copies: None)
 
 
 def row_fork_forgotten(patch: Patch) -> None:
-    patch.setattr(RowAllocator, "take_forks", lambda self: [])
+    patch.setattr(RowAllocator, "pop_forks", lambda self: [])
 
 
 def published_before_execution(patch: Patch) -> None:
     original = Scheduler._grant
 
-    def grant(self: Scheduler, request: LiveRequest, batch: Batch, num_later: int = 0) -> bool:
+    def grant(self: Scheduler, request: LiveRequest, batch: BatchBuilder, num_later: int = 0) -> bool:
         num_before = len(batch.granted)
         granted = original(self, request, batch, num_later)
         for branch, tokens in batch.granted[num_before:]:
@@ -48,7 +48,7 @@ def published_before_execution(patch: Patch) -> None:
         return granted
 
     def commit(self: Scheduler, step: Step, faulty: object = ()) -> None:
-        self.kv.settle()
+        self.kv.complete_step()
 
     patch.setattr(Scheduler, "_grant", grant)
     patch.setattr(Scheduler, "commit", commit)

@@ -20,17 +20,16 @@ from tests.engine.generated import until_it_fails, workloads
 from tests.engine.workloads import Workload, assert_equals_alone
 
 Patch = pytest.MonkeyPatch
-Steady = DecodeBatch
 
 
 def table_not_told(patch: Patch) -> None:
-    patch.setattr(Steady, "_tell", lambda self, branch, place: None)
+    patch.setattr(DecodeBatch, "_commit_to_table", lambda self, branch, place: None)
 
 
 def table_not_told_of_the_last_token(patch: Patch) -> None:
-    original = Steady._tell
+    original = DecodeBatch._commit_to_table
 
-    def tell(self: Steady, branch: Branch, place: int) -> None:
+    def tell(self: DecodeBatch, branch: Branch, place: int) -> None:
         table = branch.table
         num_computed = int(self._num_computed[place])
         if table is not None and num_computed > table.num_tokens:
@@ -41,7 +40,7 @@ def table_not_told_of_the_last_token(patch: Patch) -> None:
             self._num_computed[place] += 1
             self._cell[place] += 1
 
-    patch.setattr(Steady, "_tell", tell)
+    patch.setattr(DecodeBatch, "_commit_to_table", tell)
 
 
 def steady_parent_forked(patch: Patch) -> None:
@@ -51,7 +50,7 @@ def steady_parent_forked(patch: Patch) -> None:
     def fork(self: KVCache, table: PageTable) -> PageTable:
         num_reserved = table.num_reserved
         child = original(self, table)
-        if table.tail:
+        if table.tail_tokens:
             table.num_reserved = num_reserved
         return child
 
@@ -59,149 +58,149 @@ def steady_parent_forked(patch: Patch) -> None:
 
 
 def shared_tail_taken_for_its_own(patch: Patch) -> None:
-    original = Steady.enter
+    original = DecodeBatch.add_if_eligible
 
-    def enter(self: Steady, branch: Branch) -> None:
+    def enter(self: DecodeBatch, branch: Branch) -> None:
         table = branch.table
-        if table is not None and table.tail and table.num_reserved == table.num_tokens:
+        if table is not None and table.tail_tokens and table.num_reserved == table.num_tokens:
             table.num_reserved = table.num_pages * self._kv.page_size
         original(self, branch)
 
-    patch.setattr(Steady, "enter", enter)
+    patch.setattr(DecodeBatch, "add_if_eligible", enter)
 
 
 def comers_overlooked(patch: Patch) -> None:
-    original = Steady.enter
+    original = DecodeBatch.add_if_eligible
 
-    def enter(self: Steady, branch: Branch) -> None:
-        standing = self._standing
+    def enter(self: DecodeBatch, branch: Branch) -> None:
+        standing = self._cached_rows
         original(self, branch)
-        self._standing = standing
+        self._cached_rows = standing
 
-    patch.setattr(Steady, "enter", enter)
+    patch.setattr(DecodeBatch, "add_if_eligible", enter)
 
 
 def draws_of_before(patch: Patch) -> None:
     """The draws of an earlier step, while others are steady by now."""
-    original = Steady.rows
-    kept: dict[tuple[Steady, int], DecodeRows] = {}
+    original = DecodeBatch.plan_rows
+    kept: dict[tuple[DecodeBatch, int], DecodeRows] = {}
 
-    def rows(self: Steady) -> DecodeRows:
+    def rows(self: DecodeBatch) -> DecodeRows:
         now = original(self)
         before = kept.setdefault((self, len(now.branches)), now)
         draws = before.draws
         return replace(now, draws=replace(now.draws, seed=draws.seed, lane=draws.lane, width=draws.width))
 
-    patch.setattr(Steady, "rows", rows)
+    patch.setattr(DecodeBatch, "plan_rows", rows)
 
 
 def drawn_at_the_position_before(patch: Patch) -> None:
-    original = Steady.rows
+    original = DecodeBatch.plan_rows
 
-    def rows(self: Steady) -> DecodeRows:
+    def rows(self: DecodeBatch) -> DecodeRows:
         rows = original(self)
         return replace(rows, draws=replace(rows.draws, position=rows.draws.position - 1))
 
-    patch.setattr(Steady, "rows", rows)
+    patch.setattr(DecodeBatch, "plan_rows", rows)
 
 
 def tokens_of_the_neighbour(patch: Patch) -> None:
-    original = Steady.rows
+    original = DecodeBatch.plan_rows
 
-    def rows(self: Steady) -> DecodeRows:
+    def rows(self: DecodeBatch) -> DecodeRows:
         rows = original(self)
         return replace(rows, rows=replace(rows.rows, tokens=np.roll(rows.rows.tokens, 1)))
 
-    patch.setattr(Steady, "rows", rows)
+    patch.setattr(DecodeBatch, "plan_rows", rows)
 
 
 def slots_not_in_the_order_of_the_branches(patch: Patch) -> None:
-    original = Steady.rows
+    original = DecodeBatch.plan_rows
 
-    def rows(self: Steady) -> DecodeRows:
+    def rows(self: DecodeBatch) -> DecodeRows:
         rows = original(self)
         return replace(rows, rows=replace(rows.rows, slot=np.sort(rows.rows.slot)[::-1].copy()))
 
-    patch.setattr(Steady, "rows", rows)
+    patch.setattr(DecodeBatch, "plan_rows", rows)
 
 
 def places_not_followed(patch: Patch) -> None:
     """Branches move up, and nobody knows where they are now."""
-    original = Steady._move_up
+    original = DecodeBatch._compact
 
-    def move_up(self: Steady) -> None:
-        places = self._place.copy()
+    def move_up(self: DecodeBatch) -> None:
+        places = self._entry.copy()
         original(self)
-        self._place[:] = places
+        self._entry[:] = places
 
-    patch.setattr(Steady, "_move_up", move_up)
+    patch.setattr(DecodeBatch, "_compact", move_up)
 
 
 def full_page_overlooked(patch: Patch) -> None:
-    def turn_pages(self: Steady) -> I32:
-        self._move_up()
+    def turn_pages(self: DecodeBatch) -> I32:
+        self._compact()
         return np.zeros((0, 3), np.int32)
 
-    patch.setattr(Steady, "turn_pages", turn_pages)
+    patch.setattr(DecodeBatch, "advance_pages", turn_pages)
 
 
 def new_page_not_told_to_the_runner(patch: Patch) -> None:
-    original = Steady.turn_pages
+    original = DecodeBatch.advance_pages
 
-    def turn_pages(self: Steady) -> I32:
+    def turn_pages(self: DecodeBatch) -> I32:
         return original(self)[:0]
 
-    patch.setattr(Steady, "turn_pages", turn_pages)
+    patch.setattr(DecodeBatch, "advance_pages", turn_pages)
 
 
 def new_page_of_the_neighbour(patch: Patch) -> None:
-    original = Steady.turn_pages
+    original = DecodeBatch.advance_pages
 
-    def turn_pages(self: Steady) -> I32:
+    def turn_pages(self: DecodeBatch) -> I32:
         updates = original(self)
         updates[:, 2] = np.roll(updates[:, 2], 1)
         return updates
 
-    patch.setattr(Steady, "turn_pages", turn_pages)
+    patch.setattr(DecodeBatch, "advance_pages", turn_pages)
 
 
 def lack_of_pages_not_noticed(patch: Patch) -> None:
     """The page table goes on, on a page that belongs to somebody."""
-    original = KVCache.turn_pages
+    original = KVCache.advance_pages
 
     def turn_pages(self: KVCache, tables: list[PageTable], tokens: bytes) -> list[int] | None:
         pages = original(self, tables, tokens)
         if pages is None:
-            pages = [table.own[-1] for table in tables]
+            pages = [table.own_pages[-1] for table in tables]
             for table in tables:
                 table.num_reserved += self.page_size
         return pages
 
-    patch.setattr(KVCache, "turn_pages", turn_pages)
+    patch.setattr(KVCache, "advance_pages", turn_pages)
 
 
 def first_tokens_of_the_page_unknown(patch: Patch) -> None:
     """A branch becomes steady in the middle of a page, and the page is named without its first tokens."""
-    original = Steady.enter
+    original = DecodeBatch.add_if_eligible
 
-    def enter(self: Steady, branch: Branch) -> None:
+    def enter(self: DecodeBatch, branch: Branch) -> None:
         known = self._page_tokens.copy()
         original(self, branch)
         self._page_tokens[:] = known
 
-    patch.setattr(Steady, "enter", enter)
+    patch.setattr(DecodeBatch, "add_if_eligible", enter)
 
 
 def last_token_of_the_page_unknown(patch: Patch) -> None:
-    original = Steady.advance
+    original = DecodeBatch.advance
 
-    def advance(self: Steady, rows: DecodeRows) -> None:
+    def advance(self: DecodeBatch, rows: DecodeRows) -> None:
         cells = self._cell[: len(rows.branches)].copy()
         original(self, rows)
         last = cells[(cells + 1) % self._kv.page_size == 0]
         self._cells[last] = 1
 
-    patch.setattr(Steady, "advance", advance)
+    patch.setattr(DecodeBatch, "advance", advance)
 
 
 BUGS: list[Callable[[Patch], None]] = [

@@ -9,7 +9,7 @@ import pytest
 
 from chatcache.kv_cache.host import HostKVCache, PendingLoad
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import TOKEN_BYTES, PageHash
+from chatcache.kv_cache.page_hash import TOKEN_BYTES, PageContent
 from chatcache.kv_cache.page_table import PageTable
 from chatcache.kv_cache.pool import InvariantError
 from chatcache.kv_cache.prefix_match import PrefixMatch
@@ -80,86 +80,86 @@ def leaving(ahead: str) -> Workload:
 
 
 def copies_out_never_made(patch: Patch) -> None:
-    original = HostKVCache.moves
-    patch.setattr(HostKVCache, "moves", lambda self: ([], original(self)[1]))
+    original = HostKVCache.pending_copies
+    patch.setattr(HostKVCache, "pending_copies", lambda self: ([], original(self)[1]))
 
 
 def copies_in_never_made(patch: Patch) -> None:
-    original = HostKVCache.moves
-    patch.setattr(HostKVCache, "moves", lambda self: (original(self)[0], []))
+    original = HostKVCache.pending_copies
+    patch.setattr(HostKVCache, "pending_copies", lambda self: (original(self)[0], []))
 
 
 def one_page_of_many_not_copied(patch: Patch) -> None:
-    original = HostKVCache.moves
-    patch.setattr(HostKVCache, "moves", lambda self: (original(self)[0][:-1], original(self)[1]))
+    original = HostKVCache.pending_copies
+    patch.setattr(HostKVCache, "pending_copies", lambda self: (original(self)[0][:-1], original(self)[1]))
 
 
 def neighbour_copied_instead(patch: Patch) -> None:
-    original = KVCache.contents
+    original = KVCache.page_contents
 
-    def contents(self: KVCache, tables: Iterable[PageTable]) -> dict[int, PageHash]:
+    def contents(self: KVCache, tables: Iterable[PageTable]) -> dict[int, PageContent]:
         found = original(self, tables)
         pages = list(found)
         return dict(zip(pages[1:] + pages[:1], found.values(), strict=True))
 
-    patch.setattr(KVCache, "contents", contents)
+    patch.setattr(KVCache, "page_contents", contents)
 
 
 def tails_mixed_up(patch: Patch) -> None:
     """Partly filled pages are copied under each other's names."""
-    original = KVCache.contents
+    original = KVCache.page_contents
 
-    def contents(self: KVCache, tables: Iterable[PageTable]) -> dict[int, PageHash]:
+    def contents(self: KVCache, tables: Iterable[PageTable]) -> dict[int, PageContent]:
         found = original(self, tables)
         tails = [page for page, content in found.items() if len(content.tokens) < self.page_size * TOKEN_BYTES]
         names = [found[page] for page in tails]
         return found | dict(zip(tails, names[1:] + names[:1], strict=True))
 
-    patch.setattr(KVCache, "contents", contents)
+    patch.setattr(KVCache, "page_contents", contents)
 
 
 def host_pages_never_released(patch: Patch) -> None:
-    patch.setattr(SwapTracker, "drop", lambda self, request: None)
+    patch.setattr(SwapTracker, "release", lambda self, request: None)
 
 
 def host_pages_released_at_once(patch: Patch) -> None:
     """Nobody holds what was copied out: the next one that is preempted overwrites it in the same plan."""
-    original = HostKVCache.hold
+    original = HostKVCache.store
 
-    def hold(self: HostKVCache, contents: dict[int, PageHash]) -> list[int] | None:
+    def hold(self: HostKVCache, contents: dict[int, PageContent]) -> list[int] | None:
         host_pages = original(self, contents)
         if host_pages is not None:
             self.pool.release(host_pages)
         return [] if host_pages is not None else None
 
-    patch.setattr(HostKVCache, "hold", hold)
+    patch.setattr(HostKVCache, "store", hold)
 
 
 def found_before_execution(patch: Patch) -> None:
-    original = HostKVCache.hold
+    original = HostKVCache.store
 
-    def hold(self: HostKVCache, contents: dict[int, PageHash]) -> list[int] | None:
+    def hold(self: HostKVCache, contents: dict[int, PageContent]) -> list[int] | None:
         host_pages = original(self, contents)
-        for _, host_page, content in self._leaving.values():
+        for _, host_page, content in self._pending_stores.values():
             self.pool.publish(host_page, content)
         return host_pages
 
-    patch.setattr(HostKVCache, "hold", hold)
+    patch.setattr(HostKVCache, "store", hold)
 
 
 def abandoned_steps_count_as_executed(patch: Patch) -> None:
-    patch.setattr(KVCache, "abandon", KVCache.settle)
+    patch.setattr(KVCache, "abort_step", KVCache.complete_step)
 
 
 def loads_outlive_an_abandoned_step(patch: Patch) -> None:
-    patch.setattr(HostKVCache, "abandon", lambda self: self._leaving.clear())
+    patch.setattr(HostKVCache, "abort_step", lambda self: self._pending_stores.clear())
 
 
 def loaded_page_is_another(patch: Patch) -> None:
     original = HostKVCache.load
 
     def load(self: HostKVCache, page: int, load: PendingLoad) -> None:
-        others = [move for move in self._coming.values() if move.host_page != load.host_page]
+        others = [move for move in self._pending_loads.values() if move.host_page != load.host_page]
         original(self, page, PendingLoad(others[0].host_page, load.content) if others else load)
 
     patch.setattr(HostKVCache, "load", load)
@@ -179,7 +179,7 @@ def siblings_forget_their_own_pages(patch: Patch) -> None:
 
 def copies_count_before_they_are_seen(patch: Patch) -> None:
     """The step behind one that copies pages is planned before that one's result is known."""
-    patch.setattr(Step, "moves_pages", False)
+    patch.setattr(Step, "has_swaps", False)
 
 
 BUGS: list[Callable[[Patch], None]] = [

@@ -175,9 +175,9 @@ def test_a_full_queue_turns_no_resumed_request_away() -> None:
 def test_what_cannot_be_followed_again_ends_alone() -> None:
     request = a_request("grammar")
     told = resumed(request, run(an_engine(), request, most=4))
-    assert told.resumed is not None
-    other = replace(told.resumed.candidates[0], tokens=b"\xff\0\0\0")  # a token that the grammar does not have
-    bad = replace(told, resumed=replace(told.resumed, candidates=(other, *told.resumed.candidates[1:])))
+    assert told.resume_point is not None
+    other = replace(told.resume_point.candidates[0], tokens=b"\xff\0\0\0")  # a token that the grammar does not have
+    bad = replace(told, resume_point=replace(told.resume_point, candidates=(other, *told.resume_point.candidates[1:])))
     events = run(an_engine(), bad, a_request("seeded", "b"))
     assert [type(event) for event in events if event.request_id == "a"] == [Failed]
     assert [event for event in events if isinstance(event, Finished)][-1].request_id == "b"

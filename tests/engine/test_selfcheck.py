@@ -75,11 +75,11 @@ def leaked_host_page(eng: Engine) -> None:
 
 
 def leaked_slot(eng: Engine) -> None:
-    eng.scheduler._slots.take()
+    eng.scheduler._rows.acquire()
 
 
 def promise_never_taken_back(eng: Engine) -> None:
-    eng.scheduler._slots.promised += 1
+    eng.scheduler._rows.num_reserved += 1
 
 
 BREAKAGES: list[Callable[[Engine], None]] = [
@@ -125,14 +125,14 @@ def test_a_large_pool_is_gone_through_a_part_at_a_time(monkeypatch: pytest.Monke
     num_pages = 5 * MAX_PAGES
     eng = engine(num_pages=num_pages)
     looked_at: list[int] = []
-    original = PagePool.broken_when_idle
+    original = PagePool.idle_violations
 
     def broken_when_idle(self: PagePool, first: int, count: int) -> object:
         if self is eng.scheduler.kv.pool:
             looked_at.extend(range(max(first, 1), min(first + count, self.num_pages)))
         return original(self, first, count)
 
-    monkeypatch.setattr(PagePool, "broken_when_idle", broken_when_idle)
+    monkeypatch.setattr(PagePool, "idle_violations", broken_when_idle)
     serve(eng)
     assert len(looked_at) <= MAX_PAGES
     for _ in range(7):

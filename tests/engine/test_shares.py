@@ -95,7 +95,7 @@ def flood(seed: int) -> None:
             if error is None:
                 alive.append(f"{tenant}-{number}")
         assert len(eng.scheduler.waiting) <= MOST and max(waiting(eng).values(), default=0) <= MOST // 2
-        assert {name: eng.scheduler.waiting.of(name) for name in "abc"} == {
+        assert {name: eng.scheduler.waiting.namespace_size(name) for name in "abc"} == {
             name: (waiting(eng)[name], waiting_tokens(eng)[name]) for name in "abc"
         }
 

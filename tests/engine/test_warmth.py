@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from chatcache.engine.engine import Engine
 from chatcache.errors import ContextLengthError
 from chatcache.kv_cache import manager as cache
-from chatcache.kv_cache.manager import FEW_PAGES
-from chatcache.kv_cache.page_hash import token_bytes
+from chatcache.kv_cache.manager import PROBE_PAGES
+from chatcache.kv_cache.page_hash import encode_tokens
 from chatcache.types.events import Tokens
 from chatcache.types.request import GenerateRequest, SamplingParams
 from chatcache.types.stats import PackedPrompt
@@ -22,14 +22,14 @@ from tests.engine.workloads import Workload
 
 
 def check_counts(engine: Engine, prompts: Sequence[tuple[Sequence[int], int]], namespace: str) -> None:
-    packed = [PackedPrompt(token_bytes(tokens), num_public) for tokens, num_public in prompts]
+    packed = [PackedPrompt(encode_tokens(tokens), num_public) for tokens, num_public in prompts]
     explained = [
         engine.pages.explain(tokens, namespace, num_public).num_cached_tokens for tokens, num_public in prompts
     ]
     assert engine.pages.num_cached(packed, namespace) == explained
 
 
-@pytest.mark.parametrize("few", [1, 3, FEW_PAGES])
+@pytest.mark.parametrize("few", [1, 3, PROBE_PAGES])
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(workloads())
 def test_counts_are_what_explain_says(few: int, workload: Workload) -> None:
@@ -44,7 +44,7 @@ def test_counts_are_what_explain_says(few: int, workload: Workload) -> None:
         requests[arrival.request.request_id] = arrival.request
         lines[arrival.request.request_id] = list(arrival.request.prompt)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "FEW_PAGES", few)
+        patch.setattr(cache, "PROBE_PAGES", few)
         while engine.has_work():
             for event in engine.step():
                 if isinstance(event, Tokens) and event.index == 0:
@@ -57,13 +57,13 @@ def test_counts_are_what_explain_says(few: int, workload: Workload) -> None:
 def test_long_prompts_that_miss_anywhere() -> None:
     one = engine(page_size=4)
     size, rng = one.scheduler.kv.page_size, random.Random(1)
-    prompt = tuple(rng.randrange(1, 60) for _ in range((2 * FEW_PAGES + 1) * size + 3))
+    prompt = tuple(rng.randrange(1, 60) for _ in range((2 * PROBE_PAGES + 1) * size + 3))
     one.add(request(prompt=prompt, params=SamplingParams(max_tokens=2, ignore_eos=True)))
     drain(one)
-    few = FEW_PAGES * size
+    few = PROBE_PAGES * size
     for at in (0, 1, size, few - 1, few, few + 1, few + size, len(prompt) - 1):
         changed = (*prompt[:at], 61, *prompt[at + 1 :])
         check_counts(one, [(changed, 0), (prompt[:at] or prompt, 0), (prompt[: at + 1], 0), (prompt[: at + 2], 0)], "")
-    assert one.pages.num_cached([PackedPrompt(token_bytes(prompt))]) == [len(prompt) - 1]
-    assert one.pages.num_cached([PackedPrompt(token_bytes(prompt))], "somebody else") == [0]
-    assert one.pages.num_cached([PackedPrompt(b""), PackedPrompt(token_bytes(prompt[:1]))]) == [0, 0]
+    assert one.pages.num_cached([PackedPrompt(encode_tokens(prompt))]) == [len(prompt) - 1]
+    assert one.pages.num_cached([PackedPrompt(encode_tokens(prompt))], "somebody else") == [0]
+    assert one.pages.num_cached([PackedPrompt(b""), PackedPrompt(encode_tokens(prompt[:1]))]) == [0, 0]

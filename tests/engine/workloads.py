@@ -101,7 +101,7 @@ def step_and_watch(engine: Engine) -> list[EngineEvent]:
     before = first.num_preemptions if first else 0
     events = engine.step()
     if first is not None and first.num_preemptions > before:
-        assert engine.scheduler.running[0].turn < first.turn, "the first in turn was preempted"
+        assert engine.scheduler.running[0].service_order < first.service_order, "the first in turn was preempted"
     most = max((request.num_preemptions for request in engine.scheduler.requests()), default=0)
     assert most <= 5, f"somebody was preempted {most} times"
     return events

@@ -16,7 +16,7 @@ from chatcache.errors import ContextLengthError, DeviceLostError, ModelFolderErr
 from chatcache.types.events import CandidateDone, EngineEvent, Finished, Started, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import GenerateRequest, SamplingParams
-from chatcache.types.stats import EngineHealth, Explanation, ModelFacts, PackedPrompt, PageAccounts, PageHit, PageMap
+from chatcache.types.stats import EngineHealth, Explanation, ModelInfo, PackedPrompt, PageAccounts, PageHit, PageMap
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
 
 LOST = "the device is lost: an illegal memory access"
@@ -39,7 +39,7 @@ class CountingEngine:
     """Answers one predictable token per request and step; `step_s` makes a step take time."""
 
     def __init__(self, step_s: float = 0.0) -> None:
-        self.facts = ModelFacts(name="counting", digest="00", vocab_size=1000, max_model_len=100_000)
+        self.facts = ModelInfo(name="counting", digest="00", vocab_size=1000, max_model_len=100_000)
         self._step_s = step_s
         self._running: dict[str, tuple[GenerateRequest, int, int]] = {}
         self._ended: list[EngineEvent] = []
@@ -48,7 +48,7 @@ class CountingEngine:
     def add(self, request: GenerateRequest) -> None:
         if len(request.prompt) > 1000:
             raise ContextLengthError(f"{len(request.prompt)} tokens do not fit", param="prompt")
-        resumed = request.resumed
+        resumed = request.resume_point
         produced = len(resumed.candidates[0].tokens) // 4 if resumed is not None and resumed.candidates else 0
         self._running[request.request_id] = (request, produced, resumed.last_seq if resumed is not None else 0)
 

@@ -28,7 +28,7 @@ class Bench:
         self.sent.append(command)
         if isinstance(command, Submit):
             self.in_engine.append(command.request.request_id)
-            resumed = command.request.resumed
+            resumed = command.request.resume_point
             self._seqs[command.request.request_id] = resumed.last_seq if resumed is not None else 0
 
     def _to_board(self, notice: Reply | Scored | Events) -> None:

@@ -14,7 +14,17 @@ from chatcache.engine_process import protocol as codec
 from chatcache.engine_process import protocol as faults
 from chatcache.engine_process import protocol as messages
 from chatcache.errors import ContextLengthError, EngineError, ModelFolderError, UnsupportedParameterError
-from chatcache.types.events import Beams, Failed, Finished, LiveBeam, Miss, Started, StartReport, TokenLogprob, Tokens
+from chatcache.types.events import (
+    Beams,
+    CacheMiss,
+    Failed,
+    Finished,
+    LiveBeam,
+    Started,
+    StartReport,
+    TokenLogprob,
+    Tokens,
+)
 from chatcache.types.request import MAX_PROMPT_LOGPROBS, MAX_TOP_LOGPROBS, BeamSearchParams, GenerateRequest
 from chatcache.types.stats import EngineHealth, Explanation, PageAccounts, PageHit
 
@@ -39,7 +49,7 @@ NOTICES: list[messages.Notice] = [
     messages.Events(
         (
             Started("r", 1, 3, 0, (None, TokenLogprob(-1.0, ((2, -1.0),)))),
-            Started("s", 1, 3, 2, report=StartReport(1, Miss("diverged", 2, "it goes on otherwise", 16))),
+            Started("s", 1, 3, 2, report=StartReport(1, CacheMiss("diverged", 2, "it goes on otherwise", 16))),
             Beams("r", 1, (LiveBeam(3, 0, 17, -0.25),)),
             Tokens("r", 1, 0, (5, 6), (TokenLogprob(-0.5, ((5, -0.5),)), TokenLogprob(float("-inf")))),
             Failed("r", 2, "no", param="n"),

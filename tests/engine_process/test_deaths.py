@@ -16,7 +16,7 @@ from chatcache.engine_process.process import ChildProcess, EngineProcess, Restar
 from chatcache.engine_process.protocol import Notice
 from chatcache.engine_process.recovery import RequestJournal, RequestRecovery
 from chatcache.types.events import Failed, Finished
-from chatcache.types.request import BeamSearchParams, GenerateRequest, Resumed, SamplingParams
+from chatcache.types.request import BeamSearchParams, GenerateRequest, ResumePoint, SamplingParams
 from tests.engine_process.dying import Crowd, a_request, check_same, poison, process, undisturbed, until
 from tests.engine_process.test_process import alive
 
@@ -56,9 +56,9 @@ async def test_fifty_kills_under_streams_disturb_nobody() -> None:
 
 
 def _without_tokens(told: RequestJournal) -> GenerateRequest:
-    resumed = Resumed(last_seq=told.last_seq, num_cached_tokens=0)
+    resumed = ResumePoint(last_seq=told.last_seq, num_cached_tokens=0)
     return GenerateRequest(
-        request_id=told.request.request_id, prompt=told.request.prompt, params=told.request.params, resumed=resumed
+        request_id=told.request.request_id, prompt=told.request.prompt, params=told.request.params, resume_point=resumed
     )
 
 

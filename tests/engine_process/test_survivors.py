@@ -26,10 +26,10 @@ def test_suspects_run_alone_one_after_the_other_then_all() -> None:
     assert bench.in_engine == ["c"]
     bench.say("c", *[(0, 1)] * 3)
     assert bench.in_engine == ["c", "a", "late"]
-    (resumed,) = [c.request.resumed for c in bench.sent[-2:-1] if isinstance(c, Submit)]
+    (resumed,) = [c.request.resume_point for c in bench.sent[-2:-1] if isinstance(c, Submit)]
     assert resumed is not None and resumed.candidates[0].tokens == b"\7\0\0\0" + b"\1\0\0\0" * 3
     last = bench.sent[-1]
-    assert isinstance(last, Submit) and last.call == late and last.request.resumed is None
+    assert isinstance(last, Submit) and last.call == late and last.request.resume_point is None
     assert not [event for event in bench.told["a"] if isinstance(event, Finished)]
     assert [event.seq for event in bench.told["a"]] == [1, 2, 3, 4, 5]
 
@@ -90,7 +90,7 @@ def test_what_is_held_can_be_aborted_and_dropped() -> None:
     assert isinstance(bench.told["c"][-1], Finished)
     assert [reply.call for reply in bench.answers if isinstance(reply, Answer)][3:] == [4, 5, 6, 7, 8]
     bench.survivors.up()
-    (resumed,) = [c.request.resumed for c in bench.sent[-1:] if isinstance(c, Submit)]
+    (resumed,) = [c.request.resume_point for c in bench.sent[-1:] if isinstance(c, Submit)]
     assert resumed is not None and [each.is_done for each in resumed.candidates] == [False, True, False]
 
 

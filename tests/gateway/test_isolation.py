@@ -15,7 +15,7 @@ import pytest
 
 from chatcache.config import ServerConfig
 from chatcache.kv_cache import page_hash as chain
-from chatcache.kv_cache.page_hash import private_hash
+from chatcache.kv_cache.page_hash import namespace_hash
 from tests.gateway.keyed import give
 from tests.gateway.serving import PAGE_SIZE, Server, tiny_tokenizer
 
@@ -158,5 +158,5 @@ def test_no_figure_counts_what_another_tenant_computed(tmp_path: Path, num_probe
 
 def test_without_namespaces_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the tenant is not in the names of pages."""
-    monkeypatch.setattr(chain, "private_hash", lambda key, namespace: private_hash(key, ""))
+    monkeypatch.setattr(chain, "namespace_hash", lambda key, namespace: namespace_hash(key, ""))
     assert counted(tmp_path, 100).foreign > 0

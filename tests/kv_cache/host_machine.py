@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import CacheNamespace, token_bytes
+from chatcache.kv_cache.page_hash import encode_tokens
 from chatcache.kv_cache.page_table import PageTable
-from chatcache.kv_cache.stats import check
+from chatcache.kv_cache.stats import check_invariants
 
 P = 4
 
@@ -27,13 +27,13 @@ class Machine:
         pages = table.pages()
         for position, token in enumerate(tokens, table.num_tokens):
             self.cells[pages[position // P]][position % P] = token
-        self.kv.commit(table, token_bytes(tokens))
-        self.kv.settle()
+        self.kv.commit(table, encode_tokens(tokens))
+        self.kv.complete_step()
 
     def move(self, copies: list[tuple[int, int]] | None = None) -> tuple[int, int]:
         """Execute the step's copies; return how many pages went out and in."""
         assert self.kv.host is not None
-        outs, ins = self.kv.host.moves()
+        outs, ins = self.kv.host.pending_copies()
         for page, host_page in outs:
             self.host_cells[host_page] = list(self.cells[page])
         for host_page, page in ins:
@@ -44,14 +44,14 @@ class Machine:
 
     def step(self) -> tuple[int, int]:
         moves = self.move()
-        self.kv.settle()
+        self.kv.complete_step()
         return moves
 
     def read(self, table: PageTable) -> list[int]:
         return [token for page in table.pages() for token in self.cells[page]][: table.num_tokens]
 
     def swap_out(self, tables: list[PageTable]) -> list[int]:
-        host_pages = self.kv.swap_out(self.kv.contents(tables))
+        host_pages = self.kv.swap_out(self.kv.page_contents(tables))
         assert host_pages is not None
         self.held.append(host_pages)
         for table in tables:
@@ -64,7 +64,7 @@ class Machine:
         self.kv.host.release(host_pages)
 
     def start(self, tokens: list[int], host_pages: list[int] | None = None) -> PageTable | None:
-        chain = self.kv.own_chain(tokens, CacheNamespace())
+        chain = self.kv.hash_pages(tokens, swapped=True)
         return self.kv.restore(self.kv.match(chain, host_pages=host_pages or []))
 
     def evict_all(self) -> None:
@@ -76,7 +76,7 @@ class Machine:
         self.kv.pool.release(pages)
 
     def check(self, tables: list[PageTable]) -> None:
-        check(self.kv, tables, self.held)
+        check_invariants(self.kv, tables, self.held)
 
 
 def opened(machine: Machine, tokens: list[int]) -> PageTable:

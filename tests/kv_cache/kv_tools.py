@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from chatcache.kv_cache.copy_on_write import PageCopy
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import CacheNamespace, token_bytes
+from chatcache.kv_cache.page_hash import CacheScope, encode_tokens
 from chatcache.kv_cache.page_table import PageTable
 from chatcache.kv_cache.prefix_match import PrefixMatch
 
@@ -14,20 +14,20 @@ PUBLIC = "public"
 PageClass = str | tuple[str, int]
 
 
-def find(kv: KVCache, tokens: Sequence[int], scope: CacheNamespace | str = "") -> PrefixMatch:
-    return kv.match(kv.chain(tokens, CacheNamespace(scope) if isinstance(scope, str) else scope))
+def find(kv: KVCache, tokens: Sequence[int], scope: CacheScope | str = "") -> PrefixMatch:
+    return kv.match(kv.hash_pages(tokens, CacheScope(scope) if isinstance(scope, str) else scope))
 
 
 def write(kv: KVCache, table: PageTable, tokens: Sequence[int]) -> tuple[PageCopy, ...]:
     """Reserve, execute and commit, as a step does."""
     copies = kv.reserve([(table, table.num_tokens + len(tokens))])
     assert copies is not None
-    kv.commit(table, token_bytes(tokens))
-    kv.settle()
+    kv.commit(table, encode_tokens(tokens))
+    kv.complete_step()
     return copies
 
 
-def opened(kv: KVCache, tokens: Sequence[int], scope: CacheNamespace | str = "") -> PageTable:
+def opened(kv: KVCache, tokens: Sequence[int], scope: CacheScope | str = "") -> PageTable:
     """Open a table on what is known of `tokens` and compute the rest."""
     table = kv.open(find(kv, [*tokens, 0], scope))
     if table.num_tokens < len(tokens):

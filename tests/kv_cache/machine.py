@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 from chatcache.kv_cache.copy_on_write import PageCopy
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import CacheNamespace, token_bytes
+from chatcache.kv_cache.page_hash import CacheScope, encode_tokens
 from chatcache.kv_cache.page_table import PageTable
 from chatcache.kv_cache.pool import PagePool
 from chatcache.kv_cache.prefix_match import PrefixMatch
-from chatcache.kv_cache.stats import check
+from chatcache.kv_cache.stats import check_invariants
 from tests.kv_cache.mapped import NameBook, check_map
 
 POISON = -1
@@ -32,7 +32,7 @@ class Line:
     """A table and what it must hold. `row` is the runner's copy of the table, told by news only."""
 
     table: PageTable
-    scope: CacheNamespace
+    scope: CacheScope
     num_public: int
     tokens: list[int] = field(default_factory=list)
     cells: list[int] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Line:
         del self.tokens[num_tokens:], self.cells[num_tokens:]
 
     def is_told(self) -> None:
-        first, pages = self.table.take_changes()
+        first, pages = self.table.pop_changes()
         assert first <= len(self.row)
         self.row[first:] = pages
 
@@ -57,7 +57,7 @@ class Away:
 
     host_pages: list[int]
     tokens: list[int]
-    scope: CacheNamespace
+    scope: CacheScope
 
 
 class Machine:
@@ -78,7 +78,7 @@ class Machine:
         self.planned: list[tuple[Line, list[int]]] = []  # rows of the plan in the making
         self.fresh: list[Line] = []  # opened or brought back in it
         self.copies: list[PageCopy] = []
-        self.texts: list[tuple[list[int], CacheNamespace]] = [([], CacheNamespace())]
+        self.texts: list[tuple[list[int], CacheScope]] = [([], CacheScope())]
         self.num_steps = 0
         self.trace: list[str] = []
 
@@ -113,9 +113,9 @@ class Machine:
         known, scope = rng.choice(self.texts)
         prompt = known[: rng.randint(0, len(known))] + [rng.randint(1, 3) for _ in range(rng.randint(1, 5))]
         if rng.random() < 0.4:
-            scope = CacheNamespace(rng.choice(NAMESPACES), rng.choice([0, 0, rng.randint(0, len(prompt))]))
+            scope = CacheScope(rng.choice(NAMESPACES), rng.choice([0, 0, rng.randint(0, len(prompt))]))
         self.texts = [*self.texts[-7:], (prompt, scope)]
-        match = self.kv.match(self.kv.chain(prompt, scope))
+        match = self.kv.match(self.kv.hash_pages(prompt, scope))
         self.verify_match(match, prompt)
         if match.loads:
             table = self.kv.restore(match)
@@ -125,7 +125,7 @@ class Machine:
             table = self.kv.open(match)
         self.begin(table, prompt[: match.num_tokens], scope)
 
-    def begin(self, table: PageTable, tokens: list[int], scope: CacheNamespace) -> None:
+    def begin(self, table: PageTable, tokens: list[int], scope: CacheScope) -> None:
         line = Line(table, scope, scope.num_public_tokens // self.page_size)
         for token in tokens:
             line.grow(token)
@@ -156,15 +156,15 @@ class Machine:
         failed = [line for line, _ in self.planned if faulty and self.rng.random() < 0.5]
         for line, new in self.planned:
             if line not in failed:
-                self.kv.commit(line.table, token_bytes(new))
+                self.kv.commit(line.table, encode_tokens(new))
         for line in failed:
-            self.end(line, forget=True)
-        self.kv.settle()
+            self.end(line, discard=True)
+        self.kv.complete_step()
         self.planned, self.fresh, self.copies = [], [], []
 
     def move_pages(self) -> None:
         assert not {copy.src for copy in self.copies} & {copy.dst for copy in self.copies}
-        outs, ins = self.kv.host.moves() if self.kv.host is not None else ([], [])
+        outs, ins = self.kv.host.pending_copies() if self.kv.host is not None else ([], [])
         for page, host_page in outs:
             self.host_memory[host_page] = list(self.memory[page])
         for host_page, page in ins:
@@ -188,8 +188,8 @@ class Machine:
         for copy in self.copies:
             self.memory[copy.dst] = [(POISON, "")] * self.page_size
         for line in list(dict.fromkeys([line for line, _ in self.planned] + self.fresh)):
-            self.end(line, forget=True)
-        self.kv.abandon()
+            self.end(line, discard=True)
+        self.kv.abort_step()
         self.planned, self.fresh, self.copies = [], [], []
 
     # -- between and within steps ---------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class Machine:
         """Another prompt with the same beginning takes over, which has public tokens of its own."""
         num_tokens = len(line.tokens)
         kept = self.rng.choice([num_tokens, self.rng.randint(0, num_tokens)])
-        line.scope = CacheNamespace(line.scope.namespace, self.rng.choice([0, 0, self.rng.randint(0, num_tokens + 4)]))
+        line.scope = CacheScope(line.scope.namespace, self.rng.choice([0, 0, self.rng.randint(0, num_tokens + 4)]))
         self.kv.truncate(line.table, kept, line.scope)
         line.cut(kept)
         del line.row[line.table.num_pages :]
@@ -242,9 +242,9 @@ class Machine:
             new = [self.rng.randint(1, 3) for _ in range(line.table.num_reserved - len(line.tokens))]
             assert self.read(line.row, len(line.tokens)) == line.cells
             self.write(line, new)
-            filled.append((line.table, token_bytes(new)))
-        whole = [table.tail + tokens for table, tokens in filled]
-        pages = self.kv.turn_pages([line.table for line in lines], b"".join(whole))
+            filled.append((line.table, encode_tokens(new)))
+        whole = [table.tail_tokens + tokens for table, tokens in filled]
+        pages = self.kv.advance_pages([line.table for line in lines], b"".join(whole))
         for number, line in enumerate(lines):
             if pages is None:
                 self.kv.commit(*filled[number])
@@ -257,7 +257,7 @@ class Machine:
 
     def close(self) -> None:
         if self.lines:
-            self.end(self.rng.choice(self.lines), forget=self.rng.random() < 0.1)
+            self.end(self.rng.choice(self.lines), discard=self.rng.random() < 0.1)
 
     def preempt(self) -> None:
         """Let a line go while a plan is made, so that others of the plan may get its pages."""
@@ -265,7 +265,7 @@ class Machine:
         if candidates:
             self.end(self.rng.choice(candidates))
 
-    def end(self, line: Line, *, forget: bool = False) -> None:
+    def end(self, line: Line, *, discard: bool = False) -> None:
         self.lines.remove(line)
         if line in self.fresh:
             self.fresh.remove(line)
@@ -275,27 +275,27 @@ class Machine:
         num_full = table.num_tokens // self.page_size
         in_step = bool(self.planned or self.fresh or self.copies)
         whole = self.matching and not in_step and all(pool.is_published(page) for page in pages[:num_full])
-        alone = bool(table.tail) and pool.refs[pages[num_full]] == 1
+        alone = bool(table.tail_tokens) and pool.refs[pages[num_full]] == 1
         if alone and (content := pool.content(pages[num_full])) is not None:
             alone = content.parent == table.key  # else it has a public name, and keeps it
         tokens, scope = line.tokens[: table.num_tokens], self.scope_of(line)
-        self.kv.close(table, forget=forget)
-        match = self.kv.match(self.kv.chain([*tokens, 1], scope))
-        if forget:
+        self.kv.close(table, discard=discard)
+        match = self.kv.match(self.kv.hash_pages([*tokens, 1], scope))
+        if discard:
             assert not set(pages) & set(match.pages) - {0}, "forgotten, yet found"
         elif whole:
             assert match.num_tokens >= (len(tokens) if alone else num_full * self.page_size), "closed, yet not found"
 
-    def scope_of(self, line: Line) -> CacheNamespace:
+    def scope_of(self, line: Line) -> CacheScope:
         """Say in whose eyes the line's pages have the names they have; truncated public tokens are private again."""
-        return CacheNamespace(line.scope.namespace, line.num_public * self.page_size)
+        return CacheScope(line.scope.namespace, line.num_public * self.page_size)
 
     def swap_out(self) -> None:
         candidates = [line for line in self.lines if all(line is not other for other, _ in self.planned)]
         if self.kv.host is None or not candidates:
             return
         line = self.rng.choice(candidates)
-        host_pages = self.kv.swap_out(self.kv.contents([line.table]))
+        host_pages = self.kv.swap_out(self.kv.page_contents([line.table]))
         if host_pages is not None:
             self.away.append(Away(host_pages, line.tokens[: line.table.num_tokens], self.scope_of(line)))
             self.end(line)
@@ -306,7 +306,7 @@ class Machine:
         away = self.rng.choice(self.away)
         if self.rng.random() < 0.8:
             prompt = [*away.tokens, 1]
-            match = self.kv.match(self.kv.own_chain(prompt, away.scope), host_pages=away.host_pages)
+            match = self.kv.match(self.kv.hash_pages(prompt, away.scope, swapped=True), host_pages=away.host_pages)
             self.verify_match(match, prompt)
             table = self.kv.restore(match)
             if table is None:
@@ -320,7 +320,7 @@ class Machine:
         self.execute()
 
     def forget_all(self) -> None:
-        self.kv.pool.forget_all()
+        self.kv.pool.unpublish_all()
         assert self.kv.pool.num_idle == 0
 
     # -- what must hold -------------------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ class Machine:
             assert self.read(line.table.pages(), len(line.tokens)) == line.cells, "a page lost what it held"
         self.book.read()
         if self.audit:
-            check(kv, [line.table for line in self.lines], [away.host_pages for away in self.away])
+            check_invariants(kv, [line.table for line in self.lines], [away.host_pages for away in self.away])
         if self.num_steps % MAP_EVERY == 0:
             check_map(kv, self.book, [line.table for line in self.lines], NAMESPACES)
         held = {page for line in self.lines for page in line.table.pages()}

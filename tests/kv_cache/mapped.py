@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import PageHash, private_hash
-from chatcache.kv_cache.page_table import PUBLIC_OWNER, PageTable, owner_of
+from chatcache.kv_cache.page_hash import PageContent, namespace_hash
+from chatcache.kv_cache.page_table import PUBLIC_OWNER, PageTable, owner_id
 from chatcache.kv_cache.stats import page_cells, page_states
 
 PUBLIC = "public"
@@ -24,7 +24,7 @@ class NameBook:
 
     def _welcome(self, public: bytes) -> None:
         self._entries[public] = PUBLIC
-        self._entries |= {private_hash(public, name): name for name in self._namespaces}
+        self._entries |= {namespace_hash(public, name): name for name in self._namespaces}
 
     def read(self) -> None:
         """Note all names there are now; a chain may be met from any end."""
@@ -34,7 +34,7 @@ class NameBook:
             assert len(left) < len(contents), "names that follow from nothing"
             contents = left
 
-    def _note(self, content: PageHash) -> bool:
+    def _note(self, content: PageContent) -> bool:
         owner = self._owners.get(content.key) or self._entries.get(content.parent, self._owners.get(content.parent))
         if owner is None:
             return False
@@ -69,7 +69,7 @@ def check_map(kv: KVCache, book: NameBook, tables: Sequence[PageTable], namespac
     for page in range(1, kv.pool.num_pages):
         owner = book.owner(page)
         if owner is not None:
-            mark = PUBLIC_OWNER if owner == PUBLIC else owner_of(owner)
+            mark = PUBLIC_OWNER if owner == PUBLIC else owner_id(owner)
             assert kv.pool.owners[page] == mark, f"page {page} is {owner!r}'s and marked otherwise"
     pages = page_states(kv, tables)
     for namespace in (None, *namespaces):

@@ -36,11 +36,11 @@ def missed_decrement(patch: Patch) -> None:
 
 
 def shared_tail_written_in_place(patch: Patch) -> None:
-    patch.setattr(CopyOnWrite, "to_copy", lambda self, tables: (set(), set()))
+    patch.setattr(CopyOnWrite, "tables_to_copy", lambda self, tables: (set(), set()))
 
 
 def copied_page_not_told_to_the_runner(patch: Patch) -> None:
-    original = CopyOnWrite.copy
+    original = CopyOnWrite.copy_tail
 
     def copy(self: CopyOnWrite, table: PageTable, dst: int) -> PageCopy:
         known = table.changed_from
@@ -48,7 +48,7 @@ def copied_page_not_told_to_the_runner(patch: Patch) -> None:
         table.changed_from = known
         return page_copy
 
-    patch.setattr(CopyOnWrite, "copy", copy)
+    patch.setattr(CopyOnWrite, "copy_tail", copy)
 
 
 def evicted_page_stays_in_the_index(patch: Patch) -> None:
@@ -64,17 +64,17 @@ def fork_forgets_to_hold_the_tail(patch: Patch) -> None:
 
     def fork(self: KVCache, table: PageTable) -> PageTable:
         child = original(self, table)
-        self.pool.release(child.own)
+        self.pool.release(child.own_pages)
         return child
 
     patch.setattr(KVCache, "fork", fork)
 
 
 def partial_match_too_long(patch: Patch) -> None:
-    original = PagePool.lookup_partial
+    original = PagePool.match_partial_page
 
     def lookup_partial(self: PagePool, parent: bytes, tokens: bytes, *rest: object) -> tuple[int, int] | None:
         found = original(self, parent, tokens, *rest)  # type: ignore[arg-type]
         return (found[0], min(found[1] + 1, len(tokens) // TOKEN_BYTES)) if found else None
 
-    patch.setattr(PagePool, "lookup_partial", lookup_partial)
+    patch.setattr(PagePool, "match_partial_page", lookup_partial)

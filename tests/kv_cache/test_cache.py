@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import token_bytes
+from chatcache.kv_cache.page_hash import encode_tokens
 from chatcache.kv_cache.pool import InvariantError
-from chatcache.kv_cache.stats import check, fractional_pages, page_usage
+from chatcache.kv_cache.stats import check_invariants, fractional_pages, page_usage
 from tests.kv_cache.kv_tools import find, opened, text, write
 
 P = 4
@@ -47,7 +47,7 @@ def test_nothing_is_found_before_it_is_computed() -> None:
     table = kv.open(find(kv, text(9)))
     assert kv.reserve([(table, 8)]) == ()
     assert find(kv, text(9)).num_tokens == 0
-    kv.commit(table, token_bytes(text(8)))
+    kv.commit(table, encode_tokens(text(8)))
     assert find(kv, text(9)).num_tokens == 8
 
 
@@ -55,7 +55,7 @@ def test_matching_switched_off() -> None:
     kv = KVCache(32, P, "digest", enable_matching=False)
     kv.close(opened(kv, text(11)))
     assert find(kv, text(12)).num_tokens == 0 and kv.pool.num_idle == 0
-    check(kv, [])
+    check_invariants(kv, [])
 
 
 def test_a_fork_copies_nothing_until_somebody_writes() -> None:
@@ -63,17 +63,17 @@ def test_a_fork_copies_nothing_until_somebody_writes() -> None:
     parent = opened(kv, text(10))
     children = [kv.fork(parent) for _ in range(7)]
     assert kv.pool.num_in_use == 3
-    check(kv, [parent, *children])
+    check_invariants(kv, [parent, *children])
     for child in children:
         assert child.pages() == parent.pages()
         (copy,) = write(kv, child, [50])
-        assert copy.src == parent.own[0] and copy.dst == child.own[0]
+        assert copy.src == parent.own_pages[0] and copy.dst == child.own_pages[0]
     assert write(kv, parent, [60]) == (), "the last holder writes in place"
     assert kv.pool.num_in_use == 2 + 8
     usage = page_usage(kv, [parent, *children])
     assert usage.num_shared == 2 and usage.num_in_use == 10
     assert sum(fractional_pages([[parent], children])) == pytest.approx(10)
-    check(kv, [parent, *children])
+    check_invariants(kv, [parent, *children])
 
 
 def test_a_group_that_writes_together_leaves_the_page_to_its_last_member() -> None:
@@ -84,10 +84,10 @@ def test_a_group_that_writes_together_leaves_the_page_to_its_last_member() -> No
     assert copies is not None and len(copies) == 2
     assert not {copy.src for copy in copies} & {copy.dst for copy in copies}
     for table in group:
-        kv.commit(table, token_bytes([9]))
-    kv.settle()
+        kv.commit(table, encode_tokens([9]))
+    kv.complete_step()
     assert kv.pool.num_in_use == 1 + 3
-    check(kv, group)
+    check_invariants(kv, group)
 
 
 def test_a_fork_is_as_cheap_on_a_long_table_as_on_a_short_one() -> None:
@@ -97,9 +97,11 @@ def test_a_fork_is_as_cheap_on_a_long_table_as_on_a_short_one() -> None:
     held = list(kv.pool.refs)
     children = [kv.fork(long) for _ in range(1000)]
     changed = [page for page, refs in enumerate(kv.pool.refs) if refs != held[page]]
-    assert changed == [] and len(children[0].own) == 0, "10,000 tokens end on a page: a fork touches no page at all"
+    assert changed == [] and len(children[0].own_pages) == 0, (
+        "10,000 tokens end on a page: a fork touches no page at all"
+    )
     child = kv.fork(short)
-    assert kv.pool.refs != held and len(child.own) == 1, "only the shared tail is held once more"
+    assert kv.pool.refs != held and len(child.own_pages) == 1, "only the shared tail is held once more"
 
 
 def test_a_published_tail_is_copied_on_use_and_taken_over_when_memory_is_tight() -> None:
@@ -116,7 +118,7 @@ def test_a_published_tail_is_copied_on_use_and_taken_over_when_memory_is_tight()
     table = tight.open(find(tight, [*text(6), 99, 98]))
     assert write(tight, table, [99]) == ()
     assert find(tight, [*text(8), 0]).num_tokens == 4, "the page was taken out of the index before it was written"
-    check(tight, [table])
+    check_invariants(tight, [table])
     assert copy.src != copy.dst
 
 
@@ -127,7 +129,7 @@ def test_a_conversation_goes_on_in_its_own_tail_without_a_copy() -> None:
     assert write(kv, table, [7]) == ()
     kv.close(table)
     assert kv.pool.num_idle == 2
-    check(kv, [])
+    check_invariants(kv, [])
 
 
 def test_reserve_is_all_or_nothing() -> None:
@@ -137,7 +139,7 @@ def test_reserve_is_all_or_nothing() -> None:
     assert kv.reserve([(a, 8), (b, 13)]) is None
     assert (list(kv.pool.refs), a.pages(), b.pages()) == before
     assert kv.reserve([(a, 8), (b, 8)]) == ()
-    check(kv, [a, b])
+    check_invariants(kv, [a, b])
 
 
 def test_a_copy_source_is_kept_until_the_step_is_over() -> None:
@@ -148,17 +150,17 @@ def test_a_copy_source_is_kept_until_the_step_is_over() -> None:
     assert copies is not None and len(copies) == 1
     assert kv.pool.refs[copies[0].src] == 1
     assert kv.pool.allocate(3) is None, "the source may not be handed out while it is being copied"
-    kv.commit(table, token_bytes([99]))
-    kv.settle()
-    check(kv, [table])
+    kv.commit(table, encode_tokens([99]))
+    kv.complete_step()
+    check_invariants(kv, [table])
 
 
 def test_what_a_faulty_request_computed_is_forgotten() -> None:
     kv = cache()
     table = opened(kv, text(11))
-    kv.close(table, forget=True)
+    kv.close(table, discard=True)
     assert find(kv, text(12)).num_tokens == 0 and kv.pool.num_idle == 0
-    check(kv, [])
+    check_invariants(kv, [])
 
 
 @pytest.mark.parametrize("num_kept", [0, 3, 4, 7, 8, 9, 10, 11])
@@ -167,15 +169,15 @@ def test_truncate_and_go_on(num_kept: int) -> None:
     parent = opened(kv, text(11))
     child = kv.fork(parent)
     kv.truncate(child, num_kept)
-    check(kv, [parent, child])
+    check_invariants(kv, [parent, child])
     assert child.num_tokens == num_kept and child.pages() == parent.pages()[: -(-num_kept // P)]
     write(kv, child, text(9, 70))
-    check(kv, [parent, child])
+    check_invariants(kv, [parent, child])
     kv.close(child)
     assert find(kv, [*text(num_kept), *text(9, 70), 0]).num_tokens == num_kept + 9
     assert parent.pages() and find(kv, text(9)).num_tokens == 8
     kv.close(parent)
-    check(kv, [])
+    check_invariants(kv, [])
     with pytest.raises(InvariantError, match="truncate"):
         kv.truncate(parent, 1)
 
@@ -184,7 +186,7 @@ def test_committing_more_than_was_reserved_is_misuse() -> None:
     kv = cache()
     table = kv.open(find(kv, [1]))
     with pytest.raises(InvariantError, match="reserved"):
-        kv.commit(table, token_bytes([1]))
+        kv.commit(table, encode_tokens([1]))
 
 
 def test_waste_is_what_the_tails_leave_empty() -> None:
@@ -196,9 +198,9 @@ def test_waste_is_what_the_tails_leave_empty() -> None:
 def test_changes_are_told_once() -> None:
     kv = cache()
     table = opened(kv, text(6))
-    assert table.take_changes() == (0, table.pages())
-    assert table.take_changes() == (2, [])
+    assert table.pop_changes() == (0, table.pages())
+    assert table.pop_changes() == (2, [])
     child = kv.fork(table)
-    assert child.take_changes() == (2, []), "the runner copies the row"
+    assert child.pop_changes() == (2, []), "the runner copies the row"
     write(kv, child, [9])
-    assert child.take_changes() == (1, child.pages()[1:])
+    assert child.pop_changes() == (1, child.pages()[1:])

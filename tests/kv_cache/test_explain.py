@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import CacheNamespace
+from chatcache.kv_cache.page_hash import CacheScope
 from chatcache.kv_cache.pool import PagePool
 from chatcache.kv_cache.prefix_match import MAX_DIVERGED_TOKENS
 from chatcache.types.stats import Explanation
@@ -21,10 +21,8 @@ def cache(num_pages: int = 64) -> KVCache:
     return KVCache(num_pages, P, "digest")
 
 
-def explain(
-    kv: KVCache, tokens: list[int], scope: CacheNamespace | str = "", others: tuple[str, ...] = ()
-) -> Explanation:
-    return kv.explain(kv.chain(tokens, CacheNamespace(scope) if isinstance(scope, str) else scope), others)
+def explain(kv: KVCache, tokens: list[int], scope: CacheScope | str = "", others: tuple[str, ...] = ()) -> Explanation:
+    return kv.explain(kv.hash_pages(tokens, CacheScope(scope) if isinstance(scope, str) else scope), others)
 
 
 def states(explanation: Explanation) -> list[tuple[str, int]]:
@@ -33,7 +31,7 @@ def states(explanation: Explanation) -> list[tuple[str, int]]:
 
 def test_everything_but_the_last_token_hits() -> None:
     kv = cache()
-    scope = CacheNamespace("a", 9)
+    scope = CacheScope("a", 9)
     held = opened(kv, text(10), scope)
     kv.close(opened(kv, text(14), scope))
     told = explain(kv, text(15), scope)
@@ -108,21 +106,21 @@ def test_the_record_of_evictions_is_bounded() -> None:
 
 def test_another_namespace_is_named_to_operators_only() -> None:
     kv = cache()
-    kv.close(opened(kv, text(11), CacheNamespace("a", 4)))
-    told = explain(kv, text(12), CacheNamespace("b", 4))
+    kv.close(opened(kv, text(11), CacheScope("a", 4)))
+    told = explain(kv, text(12), CacheScope("b", 4))
     assert (told.reason, told.at_token) == ("never_computed", 4)
-    told = explain(kv, text(12), CacheNamespace("b", 4), others=("", "a", "b"))
+    told = explain(kv, text(12), CacheScope("b", 4), others=("", "a", "b"))
     assert (told.reason, told.at_token, told.diverged_tokens) == ("other_namespace", 4, ())
     assert "'a'" in told.detail
-    assert explain(kv, text(12), CacheNamespace("a", 4), others=("a", "b")).reason == ""
+    assert explain(kv, text(12), CacheScope("a", 4), others=("a", "b")).reason == ""
 
 
 def test_pages_on_the_host_count_as_cached() -> None:
     kv = KVCache(8, P, num_host_pages=8)
     table = opened(kv, text(10))
-    assert kv.swap_out(kv.contents([table])) is not None
+    assert kv.swap_out(kv.page_contents([table])) is not None
     kv.close(table)
-    kv.settle()
+    kv.complete_step()
     kv.close(opened(kv, text(20, 50)))
     told = explain(kv, text(13))
     assert (told.reason, told.num_cached_tokens) == ("never_computed", 10)
@@ -148,7 +146,7 @@ def test_any_explanation_is_true_and_changes_nothing(seed: int, page_size: int) 
     kv.pool._max_evicted = 10_000  # the oracle forgets nothing either
     for _ in range(40):
         tokens = [rng.randint(1, 2) for _ in range(rng.randint(1, 18))]
-        scope = CacheNamespace(rng.choice("ab"), rng.choice([0, rng.randint(0, len(tokens))]))
+        scope = CacheScope(rng.choice("ab"), rng.choice([0, rng.randint(0, len(tokens))]))
         num_public = scope.num_public_tokens // page_size
         match, before = find(kv, tokens, scope), snapshot(kv.pool)
         told = explain(kv, tokens, scope, others=("a", "b") if rng.random() < 0.3 else ())

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import token_bytes
+from chatcache.kv_cache.page_hash import encode_tokens
 from chatcache.kv_cache.page_table import PageTable
-from chatcache.kv_cache.stats import check
+from chatcache.kv_cache.stats import check_invariants
 from tests.kv_cache.kv_tools import opened, text, write
 
 MAX_BRANCHES = 8
@@ -28,7 +28,7 @@ class Forest:
     def grow(self, rng: random.Random) -> tuple[int, int]:
         """Grow one tree and fell it; return the most pages that it held, and that the oracle held."""
         kv, branches = self.kv, self.branches
-        branches.append((kv.open(kv.match(kv.chain([0]))), []))
+        branches.append((kv.open(kv.match(kv.hash_pages([0]))), []))
         most = most_plain = 0
         num_steps = rng.randint(2, 24)
         while branches:
@@ -65,8 +65,8 @@ class Forest:
                 index, offset = divmod(len(tokens), self.page_size)
                 self.memory[pages[index]][offset] = token
                 tokens.append(token)
-            self.kv.commit(table, token_bytes(new))
-        self.kv.settle()
+            self.kv.commit(table, encode_tokens(new))
+        self.kv.complete_step()
         for table, tokens in chosen:
             assert [token for page in table.pages() for token in self.memory[page]][: len(tokens)] == tokens
 
@@ -81,7 +81,7 @@ def test_ten_thousand_fork_trees_equal_copying_everything() -> None:
             assert most <= most_plain
             assert forest.kv.pool.num_in_use == 0
             num_trees, num_pages, num_plain = num_trees + 1, num_pages + most, num_plain + most_plain
-        check(forest.kv, [])
+        check_invariants(forest.kv, [])
         num_copies += forest.num_copies
     print(f"{num_trees} trees: {num_pages} pages at their peaks, {num_plain} when copied, {num_copies} page copies")
     assert num_trees == 10_000 and num_pages < num_plain
@@ -93,15 +93,15 @@ def test_a_thousand_forks_of_a_long_branch_cost_a_page_each_once_they_are_writte
     in_use = kv.pool.num_in_use
     tables = [parent, *(kv.fork(parent) for _ in range(1000))]
     assert kv.pool.num_in_use == in_use == 256
-    check(kv, tables)
+    check_invariants(kv, tables)
     num_copies = [len(write(kv, table, [number])) for number, table in enumerate(tables)]
     assert num_copies == [1] * 1000 + [0], "one page copy each, none for the last holder"
     assert kv.pool.num_in_use == in_use + 1000
-    check(kv, tables)
+    check_invariants(kv, tables)
     for table in tables:
         kv.close(table)
     assert kv.pool.num_in_use == 0
-    found = [kv.match(kv.chain([*text(4090), number, 0])).num_tokens for number in range(1001)]
+    found = [kv.match(kv.hash_pages([*text(4090), number, 0])).num_tokens for number in range(1001)]
     assert found == [4091] * 1001, "each is found again, however many siblings it has"
 
 
@@ -112,5 +112,5 @@ def test_a_thousand_forks_that_write_together() -> None:
     copies = kv.reserve([(table, 4091) for table in tables])
     assert copies is not None and len(copies) == 1000
     assert {copy.src for copy in copies} == {tables[-1].page_at(255)} and len({copy.dst for copy in copies}) == 1000
-    kv.settle()
-    check(kv, tables)
+    kv.complete_step()
+    check_invariants(kv, tables)

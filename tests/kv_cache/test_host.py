@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from chatcache.kv_cache.host import HostKVCache
-from chatcache.kv_cache.page_hash import CacheNamespace, PageHash, token_bytes
+from chatcache.kv_cache.page_hash import PageContent, encode_tokens
 from chatcache.kv_cache.pool import InvariantError, PagePool
 from tests.kv_cache.host_machine import TOKENS, Machine, opened
 
@@ -64,8 +64,8 @@ def test_shared_pages_leave_once_and_forks_keep_their_own_tails() -> None:
     machine.move(list(copies))
     for table, token in ((a, 1), (b, 2)):
         machine.cells[table.page_at(2)][3] = token
-        machine.kv.commit(table, token_bytes([token]))
-    machine.kv.settle()
+        machine.kv.commit(table, encode_tokens([token]))
+    machine.kv.complete_step()
     host_pages = machine.swap_out([a, b])
     assert len(host_pages) == 4 and machine.step() == (4, 0)
     machine.evict_all()
@@ -91,7 +91,8 @@ def test_a_fork_is_lengthened_by_its_own_pages() -> None:
     assert again is not None and machine.step() == (0, 3)
     child = machine.kv.fork(again)
     machine.kv.truncate(child, 8)
-    match = machine.kv.match(machine.kv.own_chain([*TOKENS, 50, 51, 52, 53], CacheNamespace()), host_pages=host_pages)
+    chain = machine.kv.hash_pages([*TOKENS, 50, 51, 52, 53], swapped=True)
+    match = machine.kv.match(chain, host_pages=host_pages)
     assert match.num_tokens == 14 and machine.kv.extend(child, match)
     assert machine.step() == (0, 2)
     assert machine.read(child) == [*TOKENS, 50, 51, 52] and machine.read(again) == TOKENS
@@ -103,7 +104,7 @@ def test_nothing_changes_if_there_is_no_room() -> None:
     machine = Machine(num_pages=8, num_host_pages=2)
     table = opened(machine, TOKENS)
     machine.write(table, TOKENS)
-    assert machine.kv.swap_out(machine.kv.contents([table])) is None
+    assert machine.kv.swap_out(machine.kv.page_contents([table])) is None
     machine.check([table])
     machine.kv.truncate(table, 8)
     host_pages = machine.swap_out([table])
@@ -122,14 +123,14 @@ def test_contents_exist_after_the_step_only() -> None:
     table = opened(machine, TOKENS)
     machine.write(table, TOKENS)
     machine.swap_out([table])
-    machine.kv.pool.forget_all()
-    assert machine.kv.match(machine.kv.chain(TOKENS)).num_tokens == 0, "on its way out"
+    machine.kv.pool.unpublish_all()
+    assert machine.kv.match(machine.kv.hash_pages(TOKENS)).num_tokens == 0, "on its way out"
     machine.step()
     again = machine.start(TOKENS)
     assert again is not None and again.num_tokens == 10
-    assert machine.kv.pool.is_blank, "on its way in"
+    assert machine.kv.pool.is_index_empty, "on its way in"
     machine.step()
-    assert not machine.kv.pool.is_blank
+    assert not machine.kv.pool.is_index_empty
 
 
 def test_an_abandoned_step_leaves_nothing_to_be_found() -> None:
@@ -137,9 +138,9 @@ def test_an_abandoned_step_leaves_nothing_to_be_found() -> None:
     table = opened(machine, TOKENS)
     machine.write(table, TOKENS)
     host_pages = machine.swap_out([table])
-    machine.kv.abandon()
-    machine.kv.pool.forget_all()
-    assert machine.kv.match(machine.kv.chain(TOKENS)).num_tokens == 0
+    machine.kv.abort_step()
+    machine.kv.pool.unpublish_all()
+    assert machine.kv.match(machine.kv.hash_pages(TOKENS)).num_tokens == 0
     machine.drop(host_pages)
     machine.check([])
 
@@ -151,8 +152,8 @@ def test_an_abandoned_step_leaves_nothing_to_be_found() -> None:
     again = machine.start([*TOKENS, 7])
     assert again is not None and again.num_tokens == 11
     machine.kv.close(again)
-    machine.kv.abandon()
-    assert machine.kv.pool.is_blank, "neither pages nor the tail were ever here"
+    machine.kv.abort_step()
+    assert machine.kv.pool.is_index_empty, "neither pages nor the tail were ever here"
     machine.check([])
 
 
@@ -183,10 +184,10 @@ def test_a_page_being_read_is_not_overwritten() -> None:
     again = machine.start([*TOKENS, 7])
     assert again is not None
     machine.drop(host_pages)
-    assert machine.kv.swap_out(machine.kv.contents([other])) is None, "all host pages are being read"
+    assert machine.kv.swap_out(machine.kv.page_contents([other])) is None, "all host pages are being read"
     machine.step()
     assert machine.read(again) == TOKENS
-    assert machine.kv.swap_out(machine.kv.contents([other])) is not None
+    assert machine.kv.swap_out(machine.kv.page_contents([other])) is not None
 
 
 def test_what_a_faulty_request_computed_is_forgotten_on_the_host_too() -> None:
@@ -198,9 +199,9 @@ def test_what_a_faulty_request_computed_is_forgotten_on_the_host_too() -> None:
     again = machine.start([*TOKENS, 7, 8])
     assert again is not None
     machine.write(again, [7, 8])
-    machine.kv.close(again, forget=True)
+    machine.kv.close(again, discard=True)
     machine.drop(host_pages)
-    assert machine.kv.match(machine.kv.chain([*TOKENS, 7, 8])).num_tokens == 0
+    assert machine.kv.match(machine.kv.hash_pages([*TOKENS, 7, 8])).num_tokens == 0
     machine.check([])
 
 
@@ -216,33 +217,33 @@ def test_held_pages_that_were_dropped_are_seen() -> None:
 
 
 def loads_outlive_their_pages(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HostKVCache, "cancel_unheld", lambda self, refs: None)
+    patch.setattr(HostKVCache, "cancel_unreferenced_loads", lambda self, refs: None)
 
 
 def pages_yet_to_come_are_copied_out(patch: pytest.MonkeyPatch) -> None:
-    original = HostKVCache._sort
+    original = HostKVCache._partition
 
-    def sort(self: HostKVCache, contents: dict[int, PageHash]) -> object:
-        coming, self._coming = self._coming, {}
+    def sort(self: HostKVCache, contents: dict[int, PageContent]) -> object:
+        coming, self._pending_loads = self._pending_loads, {}
         try:
             return original(self, contents)
         finally:
-            self._coming = coming
+            self._pending_loads = coming
 
-    def find(self: PagePool, content: PageHash) -> None:
+    def find(self: PagePool, content: PageContent) -> None:
         """As if the host had let go of it meanwhile."""
 
-    patch.setattr(HostKVCache, "_sort", sort)
+    patch.setattr(HostKVCache, "_partition", sort)
     patch.setattr(PagePool, "find", find)
 
 
 def page_being_read_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HostKVCache, "load", lambda self, page, load: self._coming.update({page: load}))
-    patch.setattr(HostKVCache, "abandon", lambda self: self._coming.clear())
+    patch.setattr(HostKVCache, "load", lambda self, page, load: self._pending_loads.update({page: load}))
+    patch.setattr(HostKVCache, "abort_step", lambda self: self._pending_loads.clear())
 
 
 def beginnings_are_not_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PagePool, "beginnings", lambda self, parent, tokens: [])
+    patch.setattr(PagePool, "published_prefixes", lambda self, parent, tokens: [])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatcache.kv_cache.page_hash import token_bytes
+from chatcache.kv_cache.page_hash import encode_tokens
 from chatcache.kv_cache.page_table import PageTable
 from tests.kv_cache.host_machine import Machine, P
 
@@ -39,7 +39,7 @@ def test_random_lives_read_what_they_wrote(data: st.DataObject) -> None:
                 tables.append((child, tokens[:kept]))
             case "leave" if tables:
                 table, tokens = tables.pop(data.draw(st.integers(0, len(tables) - 1)))
-                host_pages = machine.kv.swap_out(machine.kv.contents([table]))
+                host_pages = machine.kv.swap_out(machine.kv.page_contents([table]))
                 machine.kv.close(table)
                 if host_pages is not None:
                     machine.held.append(host_pages)
@@ -72,6 +72,6 @@ def grow(machine: Machine, tables: list[tuple[PageTable, list[int]]], index: int
     pages = table.pages()
     for position, token in enumerate(tokens, table.num_tokens):
         machine.cells[pages[position // P]][position % P] = token
-    machine.kv.commit(table, token_bytes(tokens))
-    machine.kv.settle()
+    machine.kv.commit(table, encode_tokens(tokens))
+    machine.kv.complete_step()
     tables[index] = (table, [*known, *tokens])

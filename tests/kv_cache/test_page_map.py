@@ -15,8 +15,8 @@ from chatcache.kv_cache import manager as restoring
 from chatcache.kv_cache import stats as audit
 from chatcache.kv_cache import stats as page_map
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import CacheNamespace
-from chatcache.kv_cache.page_table import PageTable, note_owner
+from chatcache.kv_cache.page_hash import CacheScope
+from chatcache.kv_cache.page_table import PageTable, record_owner
 from chatcache.kv_cache.pool import PagePool
 from chatcache.kv_cache.stats import LETTERS, PageStates, page_cells, page_states
 from tests.kv_cache.kv_tools import opened, text
@@ -34,7 +34,7 @@ def cells(kv: KVCache, tables: Sequence[PageTable], namespace: str | None = None
 def test_each_state_has_its_letter() -> None:
     kv = KVCache(12, 4, "digest")
     idle = opened(kv, text(8, 50))
-    first, own = idle.pages(), opened(kv, text(6), CacheNamespace("a", 4))
+    first, own = idle.pages(), opened(kv, text(6), CacheScope("a", 4))
     kv.close(idle)
     shared = opened(kv, text(9, 20), "b")
     twin = kv.fork(shared)
@@ -62,11 +62,11 @@ def test_the_busiest_page_of_a_cell_gives_it_its_letter(states: list[int], max_c
 
 
 def new_pages_unmarked(patch: Patch) -> None:
-    patch.setattr(cache, "note_owner", lambda owners, table, first: None)
+    patch.setattr(cache, "record_owner", lambda owners, table, first: None)
 
 
 def turned_pages_unmarked(patch: Patch) -> None:
-    original = KVCache.turn_pages
+    original = KVCache.advance_pages
 
     def turn_pages(self: KVCache, tables: Sequence[PageTable], tokens: bytes) -> list[int] | None:
         owners = self.pool.owners[:]
@@ -74,7 +74,7 @@ def turned_pages_unmarked(patch: Patch) -> None:
         self.pool.owners[:] = owners
         return pages
 
-    patch.setattr(KVCache, "turn_pages", turn_pages)
+    patch.setattr(KVCache, "advance_pages", turn_pages)
 
 
 def loaded_pages_marked_private(patch: Patch) -> None:
@@ -82,20 +82,20 @@ def loaded_pages_marked_private(patch: Patch) -> None:
 
 
 def loaded_pages_unmarked(patch: Patch) -> None:
-    patch.setattr(restoring, "owner_of", lambda namespace: 5)
+    patch.setattr(restoring, "owner_id", lambda namespace: 5)
 
 
 def cut_tails_unmarked(patch: Patch) -> None:
-    patch.setattr(tails, "note_owner", lambda owners, table, first: None)
+    patch.setattr(tails, "record_owner", lambda owners, table, first: None)
 
 
 def border_page_marked_public(patch: Patch) -> None:
     def note(owners: object, table: PageTable, first: int) -> None:
         table.num_public_pages += 1
-        note_owner(owners, table, first)  # type: ignore[arg-type]
+        record_owner(owners, table, first)  # type: ignore[arg-type]
         table.num_public_pages -= 1
 
-    patch.setattr(cache, "note_owner", note)
+    patch.setattr(cache, "record_owner", note)
 
 
 def idle_pages_shown_free(patch: Patch) -> None:

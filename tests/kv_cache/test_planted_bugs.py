@@ -19,7 +19,7 @@ from chatcache.kv_cache import stats as audit
 from chatcache.kv_cache.copy_on_write import CopyOnWrite, PageCopy
 from chatcache.kv_cache.host import HostKVCache, PendingLoad
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import TOKEN_BYTES, PageHash, PageHasher
+from chatcache.kv_cache.page_hash import TOKEN_BYTES, PageContent, PageHashChain
 from chatcache.kv_cache.page_table import PageTable
 from chatcache.kv_cache.pool import InvariantError, PagePool
 from chatcache.kv_cache.prefix_match import PrefixMatch
@@ -53,26 +53,26 @@ def last_holder_not_counted(patch: Patch) -> None:
     """Two that write into one tail in the same step each take the other for the one who keeps it."""
 
     def to_copy(self: CopyOnWrite, tables: Iterable[PageTable]) -> tuple[set[int], set[int]]:
-        tables = [table for table in tables if table.tail and table.num_reserved == table.num_tokens]
-        return {id(table) for table in tables if self._num_holders(self.page_of(table)) > 2}, set()
+        tables = [table for table in tables if table.tail_tokens and table.num_reserved == table.num_tokens]
+        return {id(table) for table in tables if self._num_holders(self.tail_page(table)) > 2}, set()
 
-    patch.setattr(CopyOnWrite, "to_copy", to_copy)
+    patch.setattr(CopyOnWrite, "tables_to_copy", to_copy)
 
 
 def copy_source_not_kept(patch: Patch) -> None:
     def copy(self: CopyOnWrite, table: PageTable, dst: int) -> PageCopy:
         index = table.num_tokens // self._page_size
-        src = table.own[index - table.num_base_pages]
+        src = table.own_pages[index - table.num_prefix_pages]
         self._pool.release((src,))
-        table.own[index - table.num_base_pages] = dst
+        table.own_pages[index - table.num_prefix_pages] = dst
         table.changed_from = min(table.changed_from, index)
         return PageCopy(src, dst)
 
-    patch.setattr(CopyOnWrite, "copy", copy)
+    patch.setattr(CopyOnWrite, "copy_tail", copy)
 
 
 def written_page_still_published(patch: Patch) -> None:
-    patch.setattr(CopyOnWrite, "withdraw", lambda self, table: None)
+    patch.setattr(CopyOnWrite, "unpublish_tail", lambda self, table: None)
 
 
 def held_page_evicted(patch: Patch) -> None:
@@ -120,7 +120,7 @@ def truncated_public_tokens_stay_public(patch: Patch) -> None:
 def fork_keeps_the_public_part_of_its_source(patch: Patch) -> None:
     original = KVCache.truncate
 
-    def truncate(self: KVCache, table: PageTable, num_tokens: int, scope: chain.CacheNamespace | None = None) -> None:
+    def truncate(self: KVCache, table: PageTable, num_tokens: int, scope: chain.CacheScope | None = None) -> None:
         original(self, table, num_tokens, scope if num_tokens < table.num_tokens else None)
 
     patch.setattr(KVCache, "truncate", truncate)
@@ -131,8 +131,8 @@ def fork_forgets_to_hold_the_segment(patch: Patch) -> None:
 
     def fork(self: KVCache, table: PageTable) -> PageTable:
         child = original(self, table)
-        if child.base is not None:
-            child.base.refs -= 1
+        if child.shared_prefix is not None:
+            child.shared_prefix.refs -= 1
         return child
 
     patch.setattr(KVCache, "fork", fork)
@@ -151,46 +151,46 @@ def fork_keeps_the_parents_reservation(patch: Patch) -> None:
 
 
 def last_token_matched(patch: Patch) -> None:
-    original = matching.longest_match
+    original = matching.match_device
 
-    def longest_match(pool: PagePool, chain: PageHasher, most: int | None = None) -> PrefixMatch:
+    def longest_match(pool: PagePool, chain: PageHashChain, most: int | None = None) -> PrefixMatch:
         data = chain.data + chain.data[-TOKEN_BYTES:]
-        return original(pool, PageHasher(data, chain.page_bytes, chain.scope, chain.keys, chain.parents), most)
+        return original(pool, PageHashChain(data, chain.page_bytes, chain.scope, chain.keys, chain.parents), most)
 
-    patch.setattr(cache, "longest_match", longest_match)
+    patch.setattr(cache, "match_device", longest_match)
 
 
 def namespace_not_mixed_in(patch: Patch) -> None:
     for module in (audit, cache, chain, tables):
-        patch.setattr(module, "private_hash", lambda key, namespace: key)
+        patch.setattr(module, "namespace_hash", lambda key, namespace: key)
 
 
 def border_page_public(patch: Patch) -> None:
     """The page that is only partly within the public tokens is named for everybody."""
-    original = chain.name_pages
+    original = chain.hash_pages
 
-    def name_pages(root: bytes, data: bytes, page_bytes: int, scope: chain.CacheNamespace) -> PageHasher:
+    def name_pages(root: bytes, data: bytes, page_bytes: int, scope: chain.CacheScope) -> PageHashChain:
         page_size = page_bytes // TOKEN_BYTES
         num_public = -(-scope.num_public_tokens // page_size) * page_size
-        return original(root, data, page_bytes, chain.CacheNamespace(scope.namespace, num_public))
+        return original(root, data, page_bytes, chain.CacheScope(scope.namespace, num_public))
 
-    patch.setattr(cache, "name_pages", name_pages)
+    patch.setattr(cache, "hash_pages", name_pages)
 
 
 def forgotten_page_still_found(patch: Patch) -> None:
-    patch.setattr(KVCache, "_forget", lambda self, table: None)
+    patch.setattr(KVCache, "_unpublish_contents", lambda self, table: None)
 
 
 def published_before_the_copy_to_the_host(patch: Patch) -> None:
-    original = HostKVCache.hold
+    original = HostKVCache.store
 
-    def hold(self: HostKVCache, contents: Mapping[int, PageHash]) -> list[int] | None:
+    def hold(self: HostKVCache, contents: Mapping[int, PageContent]) -> list[int] | None:
         host_pages = original(self, contents)
-        for _, host_page, content in self._leaving.values():
+        for _, host_page, content in self._pending_stores.values():
             self.pool.publish(host_page, content)
         return host_pages
 
-    patch.setattr(HostKVCache, "hold", hold)
+    patch.setattr(HostKVCache, "store", hold)
 
 
 def published_before_the_copy_from_the_host(patch: Patch) -> None:
@@ -204,23 +204,23 @@ def published_before_the_copy_from_the_host(patch: Patch) -> None:
 
 
 def tail_published_before_it_came_from_the_host(patch: Patch) -> None:
-    patch.setattr(HostKVCache, "is_coming", lambda self, page: False)
+    patch.setattr(HostKVCache, "is_loading", lambda self, page: False)
 
 
 def host_page_overwritten_while_it_is_read(patch: Patch) -> None:
     def load(self: HostKVCache, page: int, load: PendingLoad) -> None:
-        self._coming[page] = load  # and the host page is not held
+        self._pending_loads[page] = load  # and the host page is not held
 
     def cancel_unheld(self: HostKVCache, refs: Sequence[int]) -> None:
-        self._coming = {page: load for page, load in self._coming.items() if refs[page]}
+        self._pending_loads = {page: load for page, load in self._pending_loads.items() if refs[page]}
 
     def abandon(self: HostKVCache) -> None:
-        self._leaving.clear()
-        self._coming.clear()
+        self._pending_stores.clear()
+        self._pending_loads.clear()
 
     patch.setattr(HostKVCache, "load", load)
-    patch.setattr(HostKVCache, "cancel_unheld", cancel_unheld)
-    patch.setattr(HostKVCache, "abandon", abandon)
+    patch.setattr(HostKVCache, "cancel_unreferenced_loads", cancel_unheld)
+    patch.setattr(HostKVCache, "abort_step", abandon)
 
 
 BUGS: list[Callable[[Patch], None]] = [

@@ -9,36 +9,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatcache.kv_cache.page_hash import (
-    CacheNamespace,
-    PageHash,
-    PageHasher,
-    page_hash,
-    page_keys,
-    private_hash,
+    CacheScope,
+    PageContent,
+    PageHashChain,
+    encode_tokens,
+    hash_page,
+    hash_page_run,
+    namespace_hash,
     root_hash,
-    token_bytes,
 )
 from chatcache.kv_cache.pool import NULL_PAGE, InvariantError, PagePool
 
-ROOT = private_hash(root_hash("digest", 4), "")
+ROOT = namespace_hash(root_hash("digest", 4), "")
 
 
-def chain(*pages: tuple[int, ...], parent: bytes = ROOT) -> list[PageHash]:
-    contents: list[PageHash] = []
+def chain(*pages: tuple[int, ...], parent: bytes = ROOT) -> list[PageContent]:
+    contents: list[PageContent] = []
     for tokens in pages:
-        contents.append(page_hash(parent, token_bytes(tokens)))
+        contents.append(hash_page(parent, encode_tokens(tokens)))
         parent = contents[-1].key
     return contents
 
 
-def lookup(pool: PagePool, contents: list[PageHash]) -> list[int]:
+def lookup(pool: PagePool, contents: list[PageContent]) -> list[int]:
     data = b"".join(content.tokens for content in contents)
     parents = [content.parent for content in contents] + [contents[-1].key]
-    chain = PageHasher(data, len(contents[0].tokens), CacheNamespace(), [content.key for content in contents], parents)
-    return pool.lookup(chain, len(contents))
+    chain = PageHashChain(data, len(contents[0].tokens), CacheScope(), [content.key for content in contents], parents)
+    return pool.match_full_pages(chain, len(contents))
 
 
-def published(pool: PagePool, contents: list[PageHash]) -> list[int]:
+def published(pool: PagePool, contents: list[PageContent]) -> list[int]:
     pages = pool.allocate(len(contents))
     assert pages is not None
     for page, content in zip(pages, contents, strict=True):
@@ -54,7 +54,7 @@ def test_all_or_nothing_and_never_the_null_page() -> None:
     assert pages is not None and sorted(pages) == [1, 2, 3, 4] and NULL_PAGE not in pages
     assert pool.allocate(1) is None and pool.allocate(0) == []
     pool.release(pages)
-    pool.check()
+    pool.check_invariants()
     assert pool.num_in_use == 0
 
 
@@ -107,7 +107,7 @@ def test_eviction_follows_the_written_order(seed: int) -> None:
             pool.publish(page, content)
         held[name] = found + fresh
         assert list(pool._idle) == order
-        pool.check()
+        pool.check_invariants()
 
 
 def test_a_hit_makes_a_page_the_most_recent_again() -> None:
@@ -128,14 +128,14 @@ def test_idle_pages_are_found_until_they_are_evicted() -> None:
     assert lookup(pool, contents) == pages and pool.num_idle == 2
     assert pool.allocate(2) is not None  # the blank one and the tail
     assert lookup(pool, contents) == pages[:1]
-    pool.check()
+    pool.check_invariants()
 
 
 def test_the_longest_run_only() -> None:
     pool = PagePool(6)
     contents = chain((1,), (2,), (3,))
     pages = published(pool, contents)
-    pool.withdraw(pages[1])
+    pool.unpublish(pages[1])
     assert lookup(pool, contents) == pages[:1]
 
 
@@ -148,13 +148,13 @@ def test_the_first_of_equals_wins_and_the_other_becomes_blank_when_released() ->
     assert pool.num_idle == 0
     pool.release(first)
     assert pool.num_idle == 1
-    pool.check()
+    pool.check_invariants()
 
 
 def test_equal_keys_do_not_hit_when_the_tokens_differ() -> None:
     """A hash of one bit: collisions everywhere, wrong hits nowhere."""
     pool = PagePool(64)
-    weak = [PageHash(bytes([t % 2]), ROOT, token_bytes([t])) for t in range(40)]
+    weak = [PageContent(bytes([t % 2]), ROOT, encode_tokens([t])) for t in range(40)]
     for content in weak:
         published(pool, [content])
     hits = [content for content in weak if lookup(pool, [content])]
@@ -166,31 +166,31 @@ def test_partial_lookup_finds_the_longest_common_beginning() -> None:
     (parent,) = chain((1, 2, 3, 4))
     long, short = chain((5, 6, 7, 8), parent=parent.key)[0], chain((5, 6, 9), parent=parent.key)[0]
     pages = published(pool, [parent, long, short])
-    assert pool.lookup_partial(parent.key, token_bytes([5, 6, 7, 1])) == (pages[1], 3)
-    assert pool.lookup_partial(parent.key, token_bytes([5, 6, 9, 9])) == (pages[2], 3)
-    assert pool.lookup_partial(parent.key, token_bytes([4])) is None
-    assert pool.lookup_partial(ROOT, token_bytes([5, 6])) is None
+    assert pool.match_partial_page(parent.key, encode_tokens([5, 6, 7, 1])) == (pages[1], 3)
+    assert pool.match_partial_page(parent.key, encode_tokens([5, 6, 9, 9])) == (pages[2], 3)
+    assert pool.match_partial_page(parent.key, encode_tokens([4])) is None
+    assert pool.match_partial_page(ROOT, encode_tokens([5, 6])) is None
 
 
 @pytest.mark.parametrize("other", [("digest", 4, "tenant"), ("digest", 8, ""), ("other", 4, ""), ("digest4", 4, "")])
 def test_keys_differ_by_model_page_size_and_namespace(other: tuple[str, int, str]) -> None:
     digest, page_size, namespace = other
-    assert private_hash(root_hash(digest, page_size), namespace) != ROOT
+    assert namespace_hash(root_hash(digest, page_size), namespace) != ROOT
 
 
 def test_keys_are_the_same_in_every_process() -> None:
-    content = page_hash(ROOT, token_bytes([1, 2, 3, 4]))
+    content = hash_page(ROOT, encode_tokens([1, 2, 3, 4]))
     assert content.key.hex() == "27d3eec07908dd7ca8845f788fa49e4d4b71ed40568d7cdfd75372ea018293ba"
 
 
 def test_a_run_of_pages_is_named_as_one_by_one() -> None:
     contents = chain((1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12))
-    assert page_keys(ROOT, [content.tokens for content in contents]) == [content.key for content in contents]
+    assert hash_page_run(ROOT, [content.tokens for content in contents]) == [content.key for content in contents]
 
 
 def test_namespaces_that_look_alike_are_kept_apart() -> None:
     names = ["", "?", "\ud800", "\ud801", "a", "A", "a\0", "page", "\ufffd"]
-    assert len({private_hash(ROOT, name) for name in names}) == len(names)
+    assert len({namespace_hash(ROOT, name) for name in names}) == len(names)
 
 
 def test_misuse_is_named() -> None:
@@ -213,16 +213,16 @@ def test_check_sees_a_wrong_count() -> None:
     assert pool.allocate(2) is not None
     pool.refs[1] = 0
     with pytest.raises(InvariantError, match="page 1"):
-        pool.check()
+        pool.check_invariants()
 
 
 def test_forget_all_empties_the_index_and_leaves_holders_alone() -> None:
     pool = PagePool(6)
     idle, held = published(pool, chain((1,))), published(pool, chain((2,)))
     pool.release(idle)
-    pool.forget_all()
-    pool.check()
+    pool.unpublish_all()
+    pool.check_invariants()
     assert pool.num_idle == 0 and pool.num_in_use == 1
     assert lookup(pool, chain((2,))) == []
     pool.release(held)
-    pool.check()
+    pool.check_invariants()

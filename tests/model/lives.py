@@ -17,13 +17,13 @@ from chatcache.model.attention import AttentionBackend, AttentionStep, Geometry,
 from chatcache.model.loading.loader import choose_plain, choose_sampler
 from chatcache.model.runner import Ahead, Runner
 from chatcache.model.streams import Streams
-from chatcache.types.plan import I32, NOT_YET, KVCapacity, LogitEdit, Rows, StepPlan, StepResult
-from chatcache.types.stats import ModelFacts
+from chatcache.types.plan import I32, PENDING_TOKEN, KVCapacity, LogitEdit, Rows, StepPlan, StepResult
+from chatcache.types.stats import ModelInfo
 from tests.model.drive import make_draws
 
 VOCAB, LAYERS, HEADS, KV_HEADS, DIM, SIZE = 53, 2, 2, 1, 16, 8
 NUM_PAGES, NUM_HOST_PAGES, NUM_SLOTS, MAX_LEN = 40, 24, 9, 64
-FACTS = ModelFacts(name="reader", digest="00", vocab_size=VOCAB, max_model_len=MAX_LEN, eos_token_ids=())
+FACTS = ModelInfo(name="reader", digest="00", vocab_size=VOCAB, max_model_len=MAX_LEN, eos_token_ids=())
 
 
 class Reader:
@@ -305,7 +305,7 @@ def live(plain: Runner, ahead: Runner, life: Life, num_steps: int) -> Outcome:
         for row, slot in enumerate(slots):
             at = int(ends[row]) - 1
             if rows.num_tokens[row] == 1 and unseen.get(slot) == tokens[at]:
-                tokens[at] = NOT_YET
+                tokens[at] = PENDING_TOKEN
                 outcome.num_unseen += 1
         launched = ahead.launch(replace(plan, rows=replace(rows, tokens=tokens)))
         if behind is not None:

@@ -21,7 +21,7 @@ from chatcache.model.page_tables import DeviceSlots
 from chatcache.model.runner import Ahead
 from chatcache.model.sampling.graph_sampler import TorchDraws, is_plain
 from chatcache.model.static_steps import Replay, WorkListBuffers
-from chatcache.types.plan import NOT_YET, Rows, StepPlan
+from chatcache.types.plan import PENDING_TOKEN, Rows, StepPlan
 from tests.model import listed
 from tests.model.drive import make_draws
 from tests.model.lazy_streams import lazy_streams
@@ -173,7 +173,7 @@ def plan_of(tokens: list[int], **draw: Any) -> StepPlan:
 
 
 def test_what_is_plain() -> None:
-    plan = plan_of([1, 2, NOT_YET])
+    plan = plan_of([1, 2, PENDING_TOKEN])
     assert is_plain(plan)
     assert is_plain(plan_of([1], temperature=1.0, top_p=0.5))
     assert not is_plain(plan_of([]))

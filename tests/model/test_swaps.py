@@ -19,7 +19,7 @@ from chatcache.model.attention import AttentionStep, Geometry, allocate, choose_
 from chatcache.model.loading.loader import SWAP_MAX_BYTES, plan_capacity
 from chatcache.model.runner import Runner
 from chatcache.types.plan import KVCapacity, Rows, StepPlan
-from chatcache.types.stats import ModelFacts
+from chatcache.types.stats import ModelInfo
 from tests.model.drive import Driver, make_draws
 from tests.model.families import VOCAB, Sample
 
@@ -67,7 +67,7 @@ def test_random_plans_move_pages_as_documented(backend: str) -> None:
     for memory in (store.k, store.v):
         memory.zero_()
     capacity = KVCapacity(PAGES, SIZE, SLOTS, 4 * SIZE, num_host_pages=HOST_PAGES)
-    facts = ModelFacts(name="writer", digest="00", vocab_size=4, max_model_len=4 * SIZE, eos_token_ids=())
+    facts = ModelInfo(name="writer", digest="00", vocab_size=4, max_model_len=4 * SIZE, eos_token_ids=())
     runner = Runner(Writer(), kernels, store, capacity, facts)
     expected = torch.zeros(LAYERS, PAGES, SIZE, HEADS, DIM)
     host = torch.zeros(LAYERS, HOST_PAGES, SIZE, HEADS, DIM)

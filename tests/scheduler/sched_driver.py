@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from chatcache.engine.invariants import check_tokens
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.stats import check
+from chatcache.kv_cache.stats import check_invariants
 from chatcache.scheduler.batch import Step
 from chatcache.scheduler.request import Branch, LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
-from chatcache.types.actions import Advance, Candidates, DrawSpec, Dropped, Extend
+from chatcache.types.actions import Advance, Candidates, DrawSpec, DroppedCandidate, Extend
 
 P = 4
 
@@ -26,7 +26,7 @@ class Plain:
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         return (DrawSpec(),)
 
-    def drop(self, index: int) -> Dropped | None:
+    def drop(self, index: int) -> DroppedCandidate | None:
         return None
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
@@ -57,7 +57,7 @@ class Bench:
         return step
 
     def check(self) -> None:
-        check(self.kv, self.scheduler.tables())
+        check_invariants(self.kv, self.scheduler.tables())
         check_tokens(self.kv, self.scheduler.running)
 
     def decode(self, token: int = 5, *, audit: bool = True) -> Step:
@@ -71,7 +71,7 @@ class Bench:
 
 def drawn(step: Step) -> list[Branch]:
     """The branches that are drawn."""
-    return [*(row.branch for row in step.drawn), *step.steady.branches]
+    return [*(row.branch for row in step.drawn), *step.decode_rows.branches]
 
 
 def rows(step: Step) -> list[tuple[str, int, int, int]]:

@@ -11,28 +11,28 @@ def test_the_speed_of_prompts_is_that_of_the_usual_prompt_step() -> None:
     speed = PrefillSpeed()
     assert speed.seconds_per_token() is None
     for _ in range(10):
-        speed.note(1000, 1, 0.5)
-    speed.note(1000, 1, 60.0)  # it compiled something
-    speed.note(4, 2, 0.4)  # a small prompt: slow per token, and few tokens
+        speed.record(1000, 1, 0.5)
+    speed.record(1000, 1, 60.0)  # it compiled something
+    speed.record(4, 2, 0.4)  # a small prompt: slow per token, and few tokens
     assert speed.seconds_per_token() == pytest.approx(0.5e-3)
 
 
 def test_steps_that_mostly_decode_are_left_out() -> None:
     speed = PrefillSpeed()
-    speed.note(32, 32, 0.1)
-    speed.note(40, 32, 0.1)
+    speed.record(32, 32, 0.1)
+    speed.record(40, 32, 0.1)
     assert speed.seconds_per_token() is None
-    speed.note(2048, 32, 0.2048)
+    speed.record(2048, 32, 0.2048)
     for _ in range(1000):
-        speed.note(32, 32, 0.1)
+        speed.record(32, 32, 0.1)
     assert speed.seconds_per_token() == pytest.approx(1e-4)
 
 
 def test_old_steps_are_forgotten() -> None:
     speed = PrefillSpeed()
-    speed.note(10**6, 1, 1.0)
+    speed.record(10**6, 1, 1.0)
     for _ in range(NUM_REMEMBERED_STEPS):
-        speed.note(100, 1, 1.0)
+        speed.record(100, 1, 1.0)
     assert speed.seconds_per_token() == pytest.approx(0.01)
 
 
@@ -42,7 +42,7 @@ def test_old_steps_are_forgotten() -> None:
 )
 def test_the_cheaper_one_is_chosen(num_tokens: int, num_out: int, num_in: int, swaps: bool) -> None:
     cost = CostModel("auto", swap_page_s=1e-3)
-    cost.prefill.note(1000, 1, 0.2)  # 0.2 ms a token
+    cost.prefill.record(1000, 1, 0.2)  # 0.2 ms a token
     assert cost.prefers_swap(num_tokens, num_out, num_in) is swaps
     assert CostModel("swap", 1.0).prefers_swap(num_tokens, num_out, num_in)
     assert not CostModel("recompute", 0.0).prefers_swap(num_tokens, num_out, num_in)

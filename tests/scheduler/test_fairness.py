@@ -20,9 +20,9 @@ def test_who_comes_back_is_lifted_to_the_least_of_those_who_wait() -> None:
     counters = VirtualTokenCounter()
     for name, amount in (("a", 500), ("b", 300), ("c", 900)):
         counters.charge_input(name, amount)
-    counters.arrive("d", {"a", "b", "c"})
+    counters.on_namespace_queued("d", {"a", "b", "c"})
     assert counters["d"] == 300
-    counters.arrive("c", {"a", "b"})
+    counters.on_namespace_queued("c", {"a", "b"})
     assert counters["c"] == 900, "never lowered"
 
 
@@ -30,26 +30,26 @@ def test_into_an_empty_queue_one_comes_level_with_the_last_that_left_it() -> Non
     counters = VirtualTokenCounter()
     counters.charge_input("a", 500)
     counters.charge_input("b", 300)
-    counters.leave("b")
-    counters.leave("a")
+    counters.on_namespace_drained("b")
+    counters.on_namespace_drained("a")
     counters.charge_output("a", 10)  # it runs on
-    counters.arrive("c", ())
+    counters.on_namespace_queued("c", ())
     assert counters["c"] == 500 + 10 * OUTPUT_WEIGHT
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 3), st.integers(1, 50)), max_size=120))
 def test_forgetting_the_absent_changes_nothing(acts: list[tuple[str, int, int]]) -> None:
     remembering, forgetting = VirtualTokenCounter(), VirtualTokenCounter()
-    forgetting._most = 1
+    forgetting._max_counters = 1
     fairness_limit, fairness.MAX_REMEMBERED = fairness.MAX_REMEMBERED, 1
     try:
         waiting: dict[str, None] = {}
         for name, act, amount in acts:
             for counters in (remembering, forgetting):
                 if act == 0 and name not in waiting:
-                    counters.arrive(name, waiting)
+                    counters.on_namespace_queued(name, waiting)
                 elif act == 1 and name in waiting and len(waiting) > 1:
-                    counters.leave(name)
+                    counters.on_namespace_drained(name)
                 elif act >= 2 and name in waiting:
                     counters.charge_output(name, amount)
             if act == 0:

@@ -6,23 +6,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import token_bytes
-from chatcache.scheduler.limits import most_tokens, worst_case_pages
+from chatcache.kv_cache.page_hash import encode_tokens
+from chatcache.scheduler.limits import max_tokens_that_fit, worst_case_pages
 
 
 def pages_used(num_prompt_tokens: int, max_tokens: int, num_branches: int, page_size: int) -> int:
     """Run the request on a roomy cache, every branch to its end, and count."""
     kv = KVCache(2000, page_size)
-    root = kv.open(kv.match(kv.chain([0])))
+    root = kv.open(kv.match(kv.hash_pages([0])))
     kv.reserve([(root, num_prompt_tokens)])
-    kv.commit(root, token_bytes([1] * num_prompt_tokens))
+    kv.commit(root, encode_tokens([1] * num_prompt_tokens))
     tables = [root, *(kv.fork(root) for _ in range(num_branches - 1))]
     most = kv.pool.num_in_use
     for _ in range(max_tokens - 1):
         kv.reserve([(table, table.num_tokens + 1) for table in tables])
         for lane, table in enumerate(tables):
-            kv.commit(table, token_bytes([2 + lane]))
-        kv.settle()
+            kv.commit(table, encode_tokens([2 + lane]))
+        kv.complete_step()
         most = max(most, kv.pool.num_in_use)
     return most
 
@@ -36,7 +36,7 @@ def test_worst_case_is_what_a_full_run_holds(prompt: int, max_tokens: int, branc
 
 @given(st.integers(1, 100), st.integers(1, 6), st.sampled_from([1, 4, 16]), st.integers(1, 60))
 def test_most_tokens_is_the_largest_that_fits(prompt: int, branches: int, page_size: int, pages: int) -> None:
-    most = most_tokens(prompt, branches, page_size, pages)
+    most = max_tokens_that_fit(prompt, branches, page_size, pages)
     if most >= 1:
         assert worst_case_pages(prompt, most, branches, page_size) <= pages
     assert worst_case_pages(prompt, max(most, 0) + 1, branches, page_size) > pages

@@ -45,5 +45,5 @@ def test_a_stream_of_urgent_requests_preempts_a_patient_one_five_times_at_most(
     num_host_pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert 3 <= times_preempted(num_host_pages) <= 5
-    monkeypatch.setattr(queue, "MAX_CHEAP_PREEMPTIONS", 10**6)
+    monkeypatch.setattr(queue, "PREEMPTIONS_BEFORE_PROTECTION", 10**6)
     assert times_preempted(num_host_pages) > 5, "without the promise it would be more"

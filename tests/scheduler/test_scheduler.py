@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chatcache.errors import EngineError
-from chatcache.kv_cache.stats import check
+from chatcache.kv_cache.stats import check_invariants
 from chatcache.scheduler.request import LiveRequest
 from chatcache.types.actions import Extend, Fork, Release
 from tests.scheduler.sched_driver import Bench, Plain, drawn, rows
@@ -115,9 +115,11 @@ def test_branches_restart_from_their_closest_relative() -> None:
     bench.step()
     bench.scheduler.apply(request, [Fork(0, 2, 40), Extend(0, 41), Fork(1, 3, 42), Extend(1, 43)])
     bench.scheduler._preempt(request)
-    partners = {branch.id: branch.partner.id if branch.partner else None for branch in request.branches.values()}
+    partners = {
+        branch.id: branch.fork_source.id if branch.fork_source else None for branch in request.branches.values()
+    }
     assert partners == {0: None, 1: 0, 2: 0, 3: 1}
-    assert [branch.num_common for branch in request.branches.values()] == [0, 5, 14, 14]
+    assert [branch.num_shared_tokens for branch in request.branches.values()] == [0, 5, 14, 14]
 
 
 def test_lockstep_branches_are_drawn_together_or_not_at_all() -> None:
@@ -173,7 +175,7 @@ def test_broken_strategies_are_named_and_leave_nothing_behind(
     bench.step()
     with pytest.raises(EngineError, match=message):
         bench.scheduler.apply(request, actions)
-    bench.scheduler.finish(request, forget=True)
-    check(bench.kv, [])
-    assert bench.kv.pool.num_in_use == 0 and bench.scheduler._slots.num_free == 8
-    assert bench.scheduler._slots.promised == 0 and bench.scheduler._num_branches == 0
+    bench.scheduler.finish(request, discard=True)
+    check_invariants(bench.kv, [])
+    assert bench.kv.pool.num_in_use == 0 and bench.scheduler._rows.num_free == 8
+    assert bench.scheduler._rows.num_reserved == 0 and bench.scheduler._num_branches == 0

@@ -172,7 +172,7 @@ def noise_for_numbers(patch: pytest.MonkeyPatch) -> None:
 
 def pages_are_kept(patch: pytest.MonkeyPatch) -> None:
     original = Scheduler.finish
-    patch.setattr(Scheduler, "finish", lambda self, request, forget=False: original(self, request))
+    patch.setattr(Scheduler, "finish", lambda self, request, discard=False: original(self, request))
     commit = Scheduler.commit
     patch.setattr(Scheduler, "commit", lambda self, step, faulty=(): commit(self, step))
 

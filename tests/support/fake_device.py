@@ -1,7 +1,7 @@
 """The fake runner's device, when it runs ahead: as blind as a real one, and less forgiving.
 
-It knows of a token NOT_YET what it drew itself, in the step before and at that slot. What no device could follow it
-refuses: a third step, results out of order, a token that was not drawn.
+It resolves a PENDING_TOKEN to the token that it drew itself in the previous step at that slot. It refuses what no
+device could do: a third step, results out of order, a token that was not drawn.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from chatcache.types.plan import I32, NOT_YET, Rows, StepPlan, StepResult
+from chatcache.types.plan import I32, PENDING_TOKEN, Rows, StepPlan, StepResult
 
 MAX_STEPS = 2
 
@@ -55,7 +55,7 @@ class FakeDevice:
         if len(self._steps) == MAX_STEPS:
             self._refuse(f"step {plan.step} was launched behind {MAX_STEPS} others")
         row_of = np.repeat(np.arange(len(plan.rows.slot)), plan.rows.num_tokens)
-        for row in row_of[plan.rows.tokens == NOT_YET].tolist():
+        for row in row_of[plan.rows.tokens == PENDING_TOKEN].tolist():
             slot = int(plan.rows.slot[row])
             if plan.rows.num_tokens[row] != 1 or self._last is None or slot not in slots_drawn(self._last):
                 self._refuse(f"step {plan.step}: the token of slot {slot} was not drawn in the step before")
@@ -90,7 +90,7 @@ class FakeDevice:
         rows = plan.rows
         tokens: I32 = rows.tokens.copy()
         row_of = np.repeat(np.arange(len(rows.slot)), rows.num_tokens)
-        for place in np.flatnonzero(tokens == NOT_YET).tolist():
+        for place in np.flatnonzero(tokens == PENDING_TOKEN).tolist():
             tokens[place] = self._drawn[int(rows.slot[row_of[place]])]
         known = Rows(rows.slot, rows.start, rows.num_tokens, tokens)
         return replace(plan, rows=known)

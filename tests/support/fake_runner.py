@@ -19,7 +19,7 @@ import numpy as np
 
 from chatcache.engine.protocols import Launched
 from chatcache.types.plan import F32, I32, U64, Draws, KVCapacity, Scores, StepPlan, StepResult
-from chatcache.types.stats import ModelFacts
+from chatcache.types.stats import ModelInfo
 from tests.support.fake_device import FakeDevice
 from tests.support.fake_sampling import (
     allowed_logits,
@@ -46,11 +46,13 @@ def fake_capacity(
     has_async_launch: bool = False,
 ) -> KVCapacity:
     kv_bytes = num_pages * page_size * 8
-    return KVCapacity(num_pages, page_size, num_slots, max_model_len, kv_bytes, num_host_pages, swap_page_s, has_async_launch)
+    return KVCapacity(
+        num_pages, page_size, num_slots, max_model_len, kv_bytes, num_host_pages, swap_page_s, has_async_launch
+    )
 
 
-def fake_facts(vocab_size: int = 64, eos: tuple[int, ...] = (0,), max_model_len: int = 4096) -> ModelFacts:
-    return ModelFacts(
+def fake_facts(vocab_size: int = 64, eos: tuple[int, ...] = (0,), max_model_len: int = 4096) -> ModelInfo:
+    return ModelInfo(
         name="fake", digest="00" * 32, vocab_size=vocab_size, max_model_len=max_model_len, eos_token_ids=eos
     )
 

@@ -34,7 +34,7 @@ from chatcache.decoding.grammar.sandbox import GrammarChecker
 from chatcache.errors import InvalidRequestError
 from chatcache.types.plan import U32
 from chatcache.types.request import StructuredOutputs
-from chatcache.types.stats import ModelFacts
+from chatcache.types.stats import ModelInfo
 
 Result = TypeVar("Result")
 
@@ -238,7 +238,7 @@ class GrammarCompiler:
     """
 
     def __init__(
-        self, token_bytes: Sequence[bytes] | None, facts: ModelFacts, special_ids: Collection[int] = ()
+        self, token_bytes: Sequence[bytes] | None, facts: ModelInfo, special_ids: Collection[int] = ()
     ) -> None:
         self._token_bytes = token_bytes
         self._facts = facts
@@ -409,7 +409,7 @@ class _Vocabulary:
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, token_bytes: Sequence[bytes], facts: ModelFacts, special_ids: Collection[int]) -> None:
+    def __init__(self, token_bytes: Sequence[bytes], facts: ModelInfo, special_ids: Collection[int]) -> None:
         size = facts.vocab_size
         blank = [b""] * max(size - len(token_bytes), 0)
         # An end of its own, beyond the model's ids: when a candidate may end is said by `is_accepting`.

@@ -62,7 +62,7 @@ from chatcache.model.runner import Ahead, Runner, ahead_on
 from chatcache.model.sampling.graph_sampler import GraphSampler, TorchDraws
 from chatcache.model.sampling.sampler import AnySampler, Sampler
 from chatcache.types.plan import KVCapacity
-from chatcache.types.stats import ModelFacts
+from chatcache.types.stats import ModelInfo
 
 log = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ def _load(
     int8 = make_linear if isinstance(make_linear, Int8Linears) else None
     arch = network.arch if isinstance(network, Decoder) else None
     weight_bytes, step_bytes = weight_sizes(weights.num_parameters, dtype, arch, int8)
-    facts = ModelFacts(
+    facts = ModelInfo(
         name=config.served_model_name or model_name(config.model),
         digest=_digest(raw, weights, f"{dtype} {config.quantization}", max_model_len),
         vocab_size=geometry.vocab_size,
