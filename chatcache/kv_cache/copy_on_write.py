@@ -1,7 +1,10 @@
-"""The partly filled last pages of tables: who may write into one, and who has to copy it first.
+"""Copy on write for the partly filled last pages of page tables.
 
-A: [p0 p1 p2|tail t]   fork   A: [p0 p1 p2|t]   A writes   A: [p0 p1 p2|t']   copy (t -> t')
-                              B: [p0 p1 p2|t]              B: [p0 p1 p2|t ]   B is now the last holder of t
+A fork shares the parent's last page, too. The first branch that writes to it gets a copy; the last branch that still
+holds the original writes in place:
+
+    A: [p0 p1 p2 | t]   fork    A: [p0 p1 p2 | t]   A writes    A: [p0 p1 p2 | u]   page copy t -> u, then A writes u
+                                B: [p0 p1 p2 | t]               B: [p0 p1 p2 | t]   B is the last holder of t
 """
 
 from __future__ import annotations
@@ -16,14 +19,18 @@ from chatcache.kv_cache.pool import PagePool
 
 
 class PageCopy(NamedTuple):
-    """Copy the contents of page `src` to page `dst` before this step writes anything."""
+    """Copy the contents of page `src` to page `dst` before this step writes to any page."""
 
     src: int
     dst: int
 
 
 class CopyOnWrite:
-    """Copy on write over one pool. Sources of copies are kept until the step is over, whoever lets go of them."""
+    """Copy-on-write state of one pool for the step being planned.
+
+    The source page of each copy is retained until the step is over, so that it cannot be evicted before it is read,
+    even if all its tables are closed meanwhile.
+    """
 
     def __init__(self, pool: PagePool, host: HostKVCache | None, page_size: int) -> None:
         self._pool = pool
@@ -32,30 +39,33 @@ class CopyOnWrite:
         self._sources: set[int] = set()
 
     def tail_page(self, table: PageTable) -> int:
+        """Return the table's partly filled last page."""
         return table.own_pages[table.num_tokens // self._page_size - table.num_prefix_pages]
 
     def tables_to_copy(self, tables: Iterable[PageTable]) -> tuple[set[int], set[int]]:
-        """Say which tables (by id), all about to write, must have their tail copied, and which only should.
+        """Decide for tables that are about to write which of their last pages to copy first.
 
-        Must: others hold the page. Should: nobody else does, but it is published with more than this table's tokens.
+        Returns two sets of `id(table)`: those that must be copied, because another table holds the page, and those that
+        should be, because the page is published with more tokens than this table has: without the copy, the table has
+        to unpublish the page before it writes.
         """
         forced: set[int] = set()
         optional: set[int] = set()
-        given_up: dict[int, int] = {}
+        num_leaving: dict[int, int] = {}  # by page: the tables that get a copy, and no longer hold it
         for table in tables:
             if not table.tail_tokens or table.num_reserved > table.num_tokens:
                 continue
             page = self.tail_page(table)
             content = self._pool.content(page)
-            if self._num_holders(page) - given_up.get(page, 0) > 1:
+            if self._num_holders(page) - num_leaving.get(page, 0) > 1:
                 forced.add(id(table))
-                given_up[page] = given_up.get(page, 0) + 1
+                num_leaving[page] = num_leaving.get(page, 0) + 1
             elif content is not None and content.tokens != table.tail_tokens and self._pool.is_published(page):
                 optional.add(id(table))
         return forced, optional
 
     def copy_tail(self, table: PageTable, dst: int) -> PageCopy:
-        """Put `dst` in the place of the table's tail."""
+        """Replace the table's last page by page `dst`, and return the page copy that the step has to make."""
         index = table.num_tokens // self._page_size
         src = table.own_pages[index - table.num_prefix_pages]
         if src not in self._sources:
@@ -67,26 +77,32 @@ class CopyOnWrite:
         return PageCopy(src, dst)
 
     def unpublish_tail(self, table: PageTable) -> None:
-        """Take a tail that is about to be written out of the index."""
+        """Remove the table's last page from the index, as the table is about to write to it in place."""
         page = self.tail_page(table)
         self._pool.unpublish(page)
         if self._host is not None:
             self._host.invalidate_load(page)
 
     def publish_tail(self, table: PageTable) -> None:
-        """Publish a tail that is this table's alone; one that others hold will be published by the last of them."""
+        """Publish the partly filled last page of a table that is being closed.
+
+        A page that other tables hold is left to the last of them. A page that is still being loaded from the host is
+        published after the step.
+        """
         page = self.tail_page(table)
         if self._host is not None and self._host.is_loading(page):
-            return  # it will be here after the step only
+            return
         if self._num_holders(page) == 1 and not self._pool.is_published(page):
-            record_owner(self._pool.owners, table, table.num_tokens // self._page_size)  # it may have been cut since
+            # The table may have been truncated, and be private now, since the owner was recorded.
+            record_owner(self._pool.owners, table, table.num_tokens // self._page_size)
             self._pool.publish(page, hash_page(table.key, table.tail_tokens))
 
     def release_sources(self) -> None:
-        """Let go of this step's sources: its copies have been made, or the step was given up."""
+        """Release the source pages of this step's copies, when the step was executed or aborted."""
         for page in self._sources:
             self._pool.release((page,))
         self._sources.clear()
 
     def _num_holders(self, page: int) -> int:
+        """Count the tables that hold the page; the reference that a pending copy holds is left out."""
         return self._pool.refs[page] - (page in self._sources)

@@ -1,12 +1,14 @@
-"""The second tier: copies of pages in host memory, under the same names, for requests that were preempted.
+"""Host KV cache: copies of pages in host memory, for requests that were preempted by swapping.
 
-    hold    page --copied in this step--> host page     held by the request that left; matchable once the step is done
-    load    page <--copied in this step-- host page     pinned until the step is done: nobody overwrites it meanwhile
+    store   page --copied in this step--> host page    held by the preempted request; can be matched after the step
+    load    page <--copied in this step-- host page    retained until the step is over, so that it is not overwritten
 
-A plan copies out before anything in it writes. So a page may be released, and handed to somebody else of the same plan,
-while its copy is still to be made. A host page that is being read in a plan is never one that the plan writes.
+A step makes its copies to the host before it writes any page. So the scheduler may release a page, and allocate it to
+another request of the same step, while its copy is still pending. A host page that a step reads is never one that the
+same step writes.
 
-Host pages are a `PagePool`: let go of by their request they stay matchable until another request's copies need room.
+Host pages form a `PagePool` with the same page keys as on the device: after the request has released them they can
+still be matched, until the copies of another request need their space.
 """
 
 from __future__ import annotations
@@ -19,32 +21,35 @@ from chatcache.kv_cache.pool import PagePool
 
 
 class PendingLoad(NamedTuple):
-    """Copy `host_page` in; `content` is what the page will then hold, None if only part of it was wanted."""
+    """A copy from `host_page` to a device page; `content` is None if only part of the page's tokens are used."""
 
     host_page: int
     content: PageContent | None
 
 
 class HostKVCache:
-    """`num_pages` host pages. Numbered from 1 in here, as every pool does, and from 0 in plans."""
+    """A pool of `num_pages` host pages, and the copies to and from them that the step being planned has to make.
+
+    Host pages are numbered from 1 here, as in every pool, and from 0 in step plans.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self.pool = PagePool(num_pages + 1)
         self.num_pages_out = 0
         self.num_pages_in = 0
-        self._pending_stores: dict[bytes, tuple[int, int, PageContent]] = {}  # by key: (page, host page, content)
-        self._pending_loads: dict[int, PendingLoad] = {}  # by page
+        self._pending_stores: dict[bytes, tuple[int, int, PageContent]] = {}  # by page key: (page, host page, content)
+        self._pending_loads: dict[int, PendingLoad] = {}  # by device page
 
-    # -- out ------------------------------------------------------------------------------------------------------
+    # -- copies to the host ---------------------------------------------------------------------------------------
 
     def num_missing(self, contents: Mapping[int, PageContent]) -> int:
-        """Count the distinct contents of these pages that would have to be copied out. A query."""
+        """Count the distinct contents of these pages that have no copy on the host yet. A query."""
         return len(self._partition(contents)[1])
 
     def store(self, contents: Mapping[int, PageContent]) -> list[int] | None:
-        """Hold a host page for each distinct content of these pages: all of them, or None and no change.
+        """Retain one host page for each distinct content of these pages; None, and no change, if too few are free.
 
-        What is not here yet is copied out in this step's plan.
+        Contents without a copy on the host are copied in this step.
         """
         held, missing = self._partition(contents)
         self.pool.retain(held)
@@ -57,35 +62,38 @@ class HostKVCache:
         return held + fresh
 
     def _partition(self, contents: Mapping[int, PageContent]) -> tuple[list[int], list[tuple[int, PageContent]]]:
-        """Tell what is here, or on its way, from what is missing: (host pages, [(page, content)])."""
-        here: dict[int, None] = {}
+        """Split contents into those that have a host page, or will after this step, and those that have none.
+
+        Returns (host pages, [(page, content) without one]).
+        """
+        found: dict[int, None] = {}
         missing: dict[bytes, tuple[int, PageContent]] = {}
         for page, content in contents.items():
-            if (load := self._pending_loads.get(page)) is not None:  # the page itself is yet to be filled
-                here[load.host_page] = None
-            elif (leaving := self._pending_stores.get(content.key)) is not None:
-                here[leaving[1]] = None
+            if (load := self._pending_loads.get(page)) is not None:  # the page itself is not filled yet
+                found[load.host_page] = None
+            elif (pending := self._pending_stores.get(content.key)) is not None:
+                found[pending[1]] = None
             elif (host_page := self.pool.find(content)) is not None:
-                here[host_page] = None
+                found[host_page] = None
             else:
                 missing[content.key] = page, content
-        return list(here), list(missing.values())
+        return list(found), list(missing.values())
 
     def release(self, host_pages: Sequence[int]) -> None:
-        """Let go of host pages that `hold` returned; copies that nobody waits for any more are not made."""
+        """Release host pages that `store` returned, and cancel pending copies to pages that have no holder left."""
         self.pool.release(host_pages)
         if self._pending_stores:
-            self._pending_stores = {key: move for key, move in self._pending_stores.items() if self.pool.refs[move[1]]}
+            self._pending_stores = {key: copy for key, copy in self._pending_stores.items() if self.pool.refs[copy[1]]}
 
     def unpublish(self, content: PageContent) -> None:
-        """Take this content, and every beginning of it, out of the index."""
+        """Remove this content, and every shorter page that is a prefix of it, from the index."""
         for host_page in self.pool.published_prefixes(content.parent, content.tokens):
             self.pool.unpublish(host_page)
 
-    # -- in -------------------------------------------------------------------------------------------------------
+    # -- copies from the host -------------------------------------------------------------------------------------
 
     def load(self, page: int, load: PendingLoad) -> None:
-        """Have the held, fresh `page` filled in this step's plan."""
+        """Fill the newly allocated `page` from the host in this step."""
         self.pool.retain((load.host_page,))
         self._pending_loads[page] = load
 
@@ -93,24 +101,24 @@ class HostKVCache:
         return page in self._pending_loads
 
     def invalidate_load(self, page: int) -> None:
-        """Note that a page which is being loaded will be written on in the same step: its content is not final."""
+        """Record that the step also writes to `page` after loading it, so that the loaded content is not final."""
         if page in self._pending_loads:
             self._pending_loads[page] = self._pending_loads[page]._replace(content=None)
 
     def cancel_unreferenced_loads(self, refs: Sequence[int]) -> None:
-        """Drop the loads of pages that were let go of again before the step."""
+        """Cancel the loads of pages that were released again before the step; `refs` are the device pool's."""
         for page in [page for page in self._pending_loads if not refs[page]]:
             self.pool.release((self._pending_loads.pop(page).host_page,))
 
     # -- the step -------------------------------------------------------------------------------------------------
 
     def pending_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """List this step's copies as plans number them: [(page, host page)] out and [(host page, page)] in."""
+        """Return this step's copies in the numbering of step plans: [(page, host page)] and [(host page, page)]."""
         outs = [(page, host_page - 1) for page, host_page, _ in self._pending_stores.values()]
         return outs, [(load.host_page - 1, page) for page, load in self._pending_loads.items()]
 
     def complete_step(self) -> list[tuple[int, PageContent]]:
-        """Note that the step was executed: copies out can be found now. Return what the loaded pages hold."""
+        """Publish the copies made by the executed step; return (page, content) of each fully loaded device page."""
         self.num_pages_out += len(self._pending_stores)
         self.num_pages_in += len(self._pending_loads)
         for _, host_page, content in self._pending_stores.values():
@@ -121,7 +129,7 @@ class HostKVCache:
         return [(page, content) for page, content in loaded if content is not None]
 
     def abort_step(self) -> None:
-        """Note that the step was given up: nobody knows what its copies have reached, so none can be found."""
+        """Cancel all copies of a failed step. It is unknown which were made, so none of them is published."""
         self._pending_stores.clear()
         for load in self._pending_loads.values():
             self.pool.release((load.host_page,))

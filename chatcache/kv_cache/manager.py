@@ -1,11 +1,13 @@
-"""The operations on page tables: what the scheduler calls, in the order of a branch's life.
+"""The KV cache: all operations on page tables that the scheduler needs, in the order of a branch's life.
 
-    match -> open -> (reserve -> [the step executes] -> commit)* -> close        and fork, truncate in between
+    match --> open --> ( reserve --> [the step executes] --> commit )* --> close
+                                  fork, truncate at any time between steps
 
-Copy on write happens in `reserve`: whoever is about to write into a tail page that others hold, or that the index
-names, gets a fresh page and a `PageCopy`; the last holder of an unpublished page writes in place.
-
-Giving a table the pages of a match, those that only the host has included.
+`match` finds computed pages, and `open` starts a table on them. `reserve` allocates pages for the tokens of the next
+step. Copy on write happens there: a table that is about to write to a last page that another table holds, or that is
+published with other tokens, gets a fresh page and a `PageCopy`; the last holder of an unpublished page writes in place.
+`commit` records the tokens that the step computed, and publishes the pages that became full. `close` releases the
+pages, which stay published, and can be matched until they are evicted.
 """
 
 from __future__ import annotations
@@ -44,50 +46,17 @@ from chatcache.kv_cache.pool import NULL_PAGE, InvariantError, PagePool
 from chatcache.kv_cache.prefix_match import PrefixMatch, empty_match, explain, match_device, match_device_and_host
 from chatcache.types.stats import Explanation
 
-
-def extend_table(
-    pool: PagePool, host: HostKVCache | None, page_size: int, table: PageTable, match: PrefixMatch
-) -> bool:
-    """Lengthen a table of full pages, with which the match begins, to all of it; False if there is no room."""
-    first = table.num_pages
-    pages = match.pages[first:]
-    loads = [(index - first, host_page) for index, host_page in match.loads if index >= first]
-    present = [page for page in pages if page != NULL_PAGE]
-    pool.retain(present)
-    fresh = pool.allocate(len(loads))
-    if fresh is None:
-        pool.release(present)
-        return False
-    num_full = match.num_tokens // page_size - first
-    num_public = match.scope.num_public_tokens // page_size - first
-    for page, (index, host_page) in zip(fresh, loads, strict=True):
-        pages[index] = page
-        pool.owners[page] = PUBLIC_OWNER if index < num_public else owner_id(table.namespace)
-        load(pool, host, page, host_page, is_full=index < num_full)
-    table.own_pages += pages
-    table.num_tokens = table.num_reserved = match.num_tokens
-    table.key, table.tail_tokens = match.key, match.tail_tokens
-    table.num_public_pages = match.scope.num_public_tokens // page_size
-    return True
-
-
-def load(pool: PagePool, host: HostKVCache | None, page: int, host_page: int, *, is_full: bool) -> None:
-    """Have a fresh page filled from the host; if all of it is wanted, its contents are known from now on."""
-    if host is None:
-        raise InvariantError("there is no host tier to load from")
-    content = host.pool.content(host_page) if is_full else None
-    if content is not None:
-        pool.set_content(page, content)
-    host.load(page, PendingLoad(host_page, content))
-
-
 Tokens = Sequence[int] | NDArray[np.int32]
 DEFAULT_SCOPE = CacheScope()
 PROBE_PAGES = 64
+"""How many pages `count_cached_tokens` hashes first, before it hashes all of a prompt."""
 
 
 class KVCache:
-    """Page tables over one pool. Set `enable_matching=False` to never reuse what a finished branch computed."""
+    """Page tables over one page pool and, optionally, a host cache.
+
+    With `enable_matching=False` (no prefix caching) a prompt never reuses pages that another request computed.
+    """
 
     def __init__(
         self,
@@ -106,14 +75,14 @@ class KVCache:
         self._copy_on_write = CopyOnWrite(self.pool, self.host, page_size)
 
     def reset_prefix_cache(self) -> None:
-        """Let nothing be found any more that was computed until now."""
+        """Remove all pages from the index, so that nothing computed so far can be matched."""
         for pool in (self.pool, self.host.pool) if self.host is not None else (self.pool,):
             pool.unpublish_all()
 
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    # -- finding what is already there ----------------------------------------------------------------------------
+    # -- matching -------------------------------------------------------------------------------------------------
 
     def hash_pages(
         self, tokens: Tokens | bytes, scope: CacheScope = DEFAULT_SCOPE, *, swapped: bool = False
@@ -131,63 +100,99 @@ class KVCache:
     def enable_matching(self) -> bool:
         return self._enable_matching
 
-    def match(self, chain: PageHashChain, *, most: int | None = None, host_pages: Collection[int] = ()) -> PrefixMatch:
-        """Find the longest computed prefix, never the last token (its logits are needed). A query.
+    def match(
+        self, chain: PageHashChain, *, max_tokens: int | None = None, host_pages: Collection[int] = ()
+    ) -> PrefixMatch:
+        """Find the longest computed prefix of a prompt, at most `max_tokens` tokens and never the last one. A query.
 
-        `most`: tokens that may be matched. `host_pages`: those that the asking request holds; without matching they
-        are all that may be found.
+        Without prefix caching only `host_pages`, which the request itself holds, can be matched.
         """
         if not self._enable_matching:
             if self.host is None or not host_pages:
                 return empty_match(chain)
-            return match_device_and_host(None, self.host.pool, chain, most, host_pages)
+            return match_device_and_host(None, self.host.pool, chain, max_tokens, host_pages)
         if self.host is None or self.host.pool.is_index_empty:
-            return match_device(self.pool, chain, most)
-        return match_device_and_host(self.pool, self.host.pool, chain, most)
+            return match_device(self.pool, chain, max_tokens)
+        return match_device_and_host(self.pool, self.host.pool, chain, max_tokens)
 
     def count_cached_tokens(self, tokens: bytes, scope: CacheScope = DEFAULT_SCOPE) -> int:
-        """Count the tokens that `match` would find. What misses early is not named to its end. A query."""
-        few = PROBE_PAGES * self._page_bytes
-        found = self.match(self.hash_pages(tokens[: few + TOKEN_BYTES], scope)).num_tokens
-        if found * TOKEN_BYTES < few or len(tokens) <= few + TOKEN_BYTES:
+        """Count the tokens of a prompt that `match` would find. A query.
+
+        A prompt that misses within its first PROBE_PAGES pages is not hashed to its end.
+        """
+        num_bytes = PROBE_PAGES * self._page_bytes
+        found = self.match(self.hash_pages(tokens[: num_bytes + TOKEN_BYTES], scope)).num_tokens
+        if found * TOKEN_BYTES < num_bytes or len(tokens) <= num_bytes + TOKEN_BYTES:
             return found
         return self.match(self.hash_pages(tokens, scope)).num_tokens
 
     def empty_match(self, scope: CacheScope = DEFAULT_SCOPE) -> PrefixMatch:
-        """Return the match of something new."""
+        """Return the match of a prompt of which nothing is computed."""
         return empty_match(hash_pages(self._root, b"", self._page_bytes, scope))
 
     def explain(self, chain: PageHashChain, other_namespaces: Iterable[str] = ()) -> Explanation:
-        """Say which pages of a prompt hit, and why not more. A query; it leaves the eviction order alone.
+        """Explain which pages of a prompt are cached, and why the rest is not. A query.
 
-        `other_namespaces` to look into as well: for operators only, since a tenant must not learn what others have.
+        `other_namespaces` are searched, too: for operators only, as a tenant must not learn what other tenants cached.
         """
         match, scope = self.match(chain), chain.scope
         others = (replace(scope, namespace=name) for name in other_namespaces if name != scope.namespace)
         return explain(self.pool, chain, match, (self.match(self.hash_pages(chain.data, other)) for other in others))
 
     def open(self, match: PrefixMatch) -> PageTable:
-        """Start a table on a match that was made since the last change of the cache."""
+        """Open a table on a match, which must be newer than the last change of the cache."""
         self.pool.retain(match.pages)
         namespace, num_public_tokens = match.scope.namespace, match.scope.num_public_tokens
         num_public_pages = num_public_tokens // self.page_size
         return PageTable(match.key, namespace, num_public_pages, match.num_tokens, match.tail_tokens, list(match.pages))
 
     def restore(self, match: PrefixMatch) -> PageTable | None:
-        """Start a table on a match, loading what only the host has; None if there is no room for that."""
+        """Open a table on a match, loading pages from the host; None if too few pages are free for that."""
         table = PageTable(match.key, match.scope.namespace, match.scope.num_public_tokens // self.page_size)
         return table if self.extend(table, match) else None
 
     def extend(self, table: PageTable, match: PrefixMatch) -> bool:
-        """Lengthen a table of full pages, with which the match begins, to all of it; False if there is no room."""
-        return extend_table(self.pool, self.host, self.page_size, table, match)
+        """Extend a table of full pages, which are the first pages of the match, to the whole match.
 
-    # -- making room ----------------------------------------------------------------------------------------------
+        Returns False, and changes nothing, if too few pages are free for the pages to load from the host.
+        """
+        first = table.num_pages
+        pages = match.pages[first:]
+        loads = [(index - first, host_page) for index, host_page in match.loads if index >= first]
+        on_device = [page for page in pages if page != NULL_PAGE]
+        self.pool.retain(on_device)
+        fresh = self.pool.allocate(len(loads))
+        if fresh is None:
+            self.pool.release(on_device)
+            return False
+        num_full = match.num_tokens // self.page_size - first
+        num_public = match.scope.num_public_tokens // self.page_size - first
+        for page, (index, host_page) in zip(fresh, loads, strict=True):
+            pages[index] = page
+            self.pool.owners[page] = PUBLIC_OWNER if index < num_public else owner_id(table.namespace)
+            self._load(page, host_page, is_full=index < num_full)
+        table.own_pages += pages
+        table.num_tokens = table.num_reserved = match.num_tokens
+        table.key, table.tail_tokens = match.key, match.tail_tokens
+        table.num_public_pages = match.scope.num_public_tokens // self.page_size
+        return True
+
+    def _load(self, page: int, host_page: int, *, is_full: bool) -> None:
+        """Fill a newly allocated page from the host in this step; record its contents if all of it matched."""
+        if self.host is None:
+            raise InvariantError("there is no host cache to load from")
+        content = self.host.pool.content(host_page) if is_full else None
+        if content is not None:
+            self.pool.set_content(page, content)
+        self.host.load(page, PendingLoad(host_page, content))
+
+    # -- a step ---------------------------------------------------------------------------------------------------
 
     def reserve(self, wants: Sequence[tuple[PageTable, int]]) -> tuple[PageCopy, ...] | None:
-        """Make cells up to `num_tokens` of each (table, num_tokens) writable: all of them, or None and no change.
+        """Make the cells of each table up to `num_tokens` writable, for all (table, num_tokens) or for none.
 
-        Wants name each table once and lie beyond its `num_tokens`. Until `settle`, the source of a copy is kept.
+        Returns the page copies that the step has to make first; None, and no change, if too few pages are free.
+        Each table is named once, with more than its present tokens. Copy sources stay held until `complete_step`.
         """
         wants = [want for want in wants if want[1] > want[0].num_reserved]
         if not wants:
@@ -196,7 +201,7 @@ class KVCache:
         forced, optional = self._copy_on_write.tables_to_copy([table for table, _ in wants])
         pages = self.pool.allocate(sum(fresh) + len(forced) + len(optional))
         copying = forced | optional
-        if pages is None and optional:  # tight: a sole holder does without the copy, and the index without the page
+        if pages is None and optional:  # too few pages: sole holders write in place, and their pages are unpublished
             pages, copying = self.pool.allocate(sum(fresh) + len(forced)), forced
         if pages is None:
             return None
@@ -212,22 +217,22 @@ class KVCache:
         return tuple(copies)
 
     def complete_step(self) -> None:
-        """Note that the step was executed: its copies have been made, pages from the host are here and can be found."""
+        """Finish the copies of an executed step: publish the pages loaded from the host, release copy sources."""
         for page, content in self.host.complete_step() if self.host is not None else ():
             if self.pool.refs[page]:
                 self._publish(page, content)
         self._copy_on_write.release_sources()
 
     def abort_step(self) -> None:
-        """Note that the step was given up. Every table that it would have changed has to be closed before."""
+        """Cancel the copies of a step that failed. Every table that it would have changed must be closed before."""
         if self.host is not None:
             self.host.abort_step()
         self._copy_on_write.release_sources()
 
-    # -- to the host ----------------------------------------------------------------------------------------------
+    # -- swapping to the host -------------------------------------------------------------------------------------
 
     def page_contents(self, tables: Iterable[PageTable]) -> dict[int, PageContent]:
-        """Say what the distinct pages of these tables hold, partly filled tails by their own names. O(pages)."""
+        """Return the contents of the distinct pages of these tables, partly filled last pages included. O(pages)."""
         contents: dict[int, PageContent] = {}
         for table in tables:
             pages = table.pages()
@@ -241,16 +246,16 @@ class KVCache:
         return contents
 
     def swap_out(self, contents: Mapping[int, PageContent]) -> list[int] | None:
-        """Copy pages to the host in this step; return the host pages, held, or None if there is no room.
+        """Copy pages to the host in this step; return the retained host pages, or None if too few are free.
 
-        The pages may be let go of at once: a plan copies out before it writes anything.
+        The device pages may be released at once: a step makes its copies to the host before it writes any page.
         """
         return self.host.store(contents) if self.host is not None else None
 
     # -- after execution ------------------------------------------------------------------------------------------
 
     def commit(self, table: PageTable, tokens: bytes) -> None:
-        """Note that `tokens` (little-endian int32) have been computed into the table; publish the pages now full."""
+        """Record that `tokens` (little-endian int32) were computed into the table; publish pages that became full."""
         num_tokens = table.num_tokens + len(tokens) // TOKEN_BYTES
         if num_tokens > table.num_reserved:
             raise InvariantError(
@@ -277,11 +282,12 @@ class KVCache:
             self.pool.set_content(page, content)
 
     def advance_pages(self, tables: Sequence[PageTable], tokens: bytes) -> list[int] | None:
-        """Note that each table's last page is full, and give each one more page: all of them, or None and no change.
+        """Commit the full last page of each table and append one new page to each: to all of them, or to none.
 
-        For tables that are filling the last page they have reserved, a private one. `tokens` are the pages' tokens, one
-        page after another, those included that the tables know: some or all. Returns the new pages; the tables take
-        them for known to the runner, so the caller has to tell it.
+        A batched `commit` and `reserve` for tables whose last reserved page, a private one, is full. `tokens` holds all
+        tokens of these pages, one page after another, including those committed before. Returns the new pages, which
+        the caller must send to the runner (`pop_changes` does not report them); None, and no change, if too few are
+        free.
         """
         pages = self.pool.allocate(len(tables))
         if pages is None:
@@ -304,42 +310,48 @@ class KVCache:
     # -- forks ----------------------------------------------------------------------------------------------------
 
     def fork(self, table: PageTable) -> PageTable:
-        """Give a second branch everything the table has computed. O(1) in its length; copies nothing."""
-        num_own = table.num_tokens // self.page_size - table.num_prefix_pages
-        if num_own > 0:
-            freeze_prefix(table, num_own)
-        base, num_base_pages, tail, own = table.shared_prefix, table.num_prefix_pages, table.tail_tokens, []
-        if base is not None:
-            base.refs += 1
-        if tail:
+        """Return a new table with everything that `table` has computed. Copies no page; O(1) in the table's length."""
+        num_own_full = table.num_tokens // self.page_size - table.num_prefix_pages
+        if num_own_full > 0:
+            freeze_prefix(table, num_own_full)
+        prefix, num_prefix_pages, own_pages = table.shared_prefix, table.num_prefix_pages, list[int]()
+        if prefix is not None:
+            prefix.refs += 1
+        if table.tail_tokens:
             page = table.own_pages[0]
-            own.append(page)
-            self.pool.refs[page] += 1  # held already, so there is no idle page to revive
+            own_pages.append(page)
+            self.pool.refs[page] += 1  # the page is held, so `retain` has nothing else to do
             table.num_reserved = table.num_tokens
         child = PageTable(
-            table.key, table.namespace, table.num_public_pages, table.num_tokens, tail, own, base, num_base_pages
+            table.key,
+            table.namespace,
+            table.num_public_pages,
+            table.num_tokens,
+            table.tail_tokens,
+            own_pages,
+            prefix,
+            num_prefix_pages,
         )
-        news, num_pages = table.changed_from, num_base_pages + len(own)
-        child.changed_from = news if news < num_pages else num_pages
+        child.changed_from = min(table.changed_from, num_prefix_pages + len(own_pages))
         return child
 
     def truncate(self, table: PageTable, num_tokens: int, scope: CacheScope | None = None) -> None:
-        """Forget everything after the first `num_tokens` tokens of the table, which then goes on in `scope`.
+        """Remove all but the first `num_tokens` tokens of the table; later tokens belong to `scope`.
 
-        Without one what is then written is private, even where public tokens have been cut: it may be something else.
+        Without a scope later tokens are private, even if public tokens were removed, as other tokens may follow.
         """
         if not 0 <= num_tokens <= table.num_tokens:
             raise InvariantError(f"cannot truncate a table of {table.num_tokens} tokens to {num_tokens}")
         if scope is not None and scope.namespace != table.namespace:
-            raise InvariantError(f"a table of namespace {table.namespace!r} cannot go on in {scope.namespace!r}")
+            raise InvariantError(f"a table of namespace {table.namespace!r} cannot continue in {scope.namespace!r}")
         if num_tokens < table.num_tokens or scope is not None:
             num_public_pages = scope.num_public_tokens // self.page_size if scope is not None else 0
             rewind(self.pool, table, self.page_size, num_tokens, num_public_pages)
         while num_tokens < table.num_prefix_pages * self.page_size:
             thaw_prefix(self.pool, table)
-        kept = self.num_pages_for(num_tokens) - table.num_prefix_pages
-        self.pool.release(table.own_pages[kept:])
-        del table.own_pages[kept:]
+        num_left = self.num_pages_for(num_tokens) - table.num_prefix_pages
+        self.pool.release(table.own_pages[num_left:])
+        del table.own_pages[num_left:]
         table.num_tokens = table.num_reserved = num_tokens
         table.changed_from = min(table.changed_from, table.num_pages)
         self._cancel_unreferenced_loads()
@@ -347,9 +359,9 @@ class KVCache:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def close(self, table: PageTable, *, discard: bool = False, keep_tail: bool = True) -> None:
-        """Let go of every page. What was computed stays matchable, the partly filled tail too if `keep_tail`.
+        """Release every page of a table. Its pages can still be matched, the partly filled one only if `keep_tail`.
 
-        `discard` takes it out of the index instead: what a faulty request computed must not be found again.
+        With `discard` its pages are unpublished instead: results of a failed request must not be matched.
         """
         if discard:
             self._unpublish_contents(table)
@@ -360,7 +372,7 @@ class KVCache:
             release_prefix(self.pool, table.shared_prefix)
         table.own_pages, table.shared_prefix, table.num_prefix_pages = [], None, 0
         table.num_tokens = table.num_reserved = table.changed_from = 0
-        table.tail_tokens = b""  # a closed table holds nothing; closing it again is harmless
+        table.tail_tokens = b""  # now closing the table again has no effect
         self._cancel_unreferenced_loads()
 
     def _cancel_unreferenced_loads(self) -> None:

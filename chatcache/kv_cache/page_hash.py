@@ -1,15 +1,17 @@
-"""A page's name: a hash chain, so that equal keys mean equal tokens, equal history *and* the same right to see them.
+"""Page keys: a hash chain over a page's tokens and everything before them.
 
-    root --public page 0--> key 0 --public page 1--> key 1 --namespace--> entry --page 2--> key 2 --page 3--> ...
+Two pages have the same key only if they hold the same tokens, after the same history, for the same tenant. So a key is
+all that is needed to find a page that was computed before.
 
-The chain starts at the model's root and runs through the public pages (an operator's system prompt), the same for
-everybody. Where they end, at once if there are none, the tenant's namespace is mixed in: from there on every name is
-that tenant's own, whatever the tokens.
+    root --page 0--> key 0 --page 1--> key 1 --namespace--> key 1' --page 2--> key 2 --page 3--> key 3
+         '----- public pages, all tenants ----'            '---------- private pages, one tenant ------'
 
-Keys are BLAKE2b-256, stable across processes and machines. Tokens are hashed as little-endian int32, never as text or
-Python objects; they are kept beside the key and compared on a hit, so even a collision cannot hand out the wrong page.
+The chain starts at the root key of the model and runs through the public pages (a system prompt that the operator
+declared as shared), whose keys are the same for all tenants. At the end of the public pages, or at once if there are
+none, the tenant's namespace is hashed into the chain: all later keys belong to that tenant, whatever the tokens are.
 
-The names of a prompt's pages, worked out once and looked up as often as the prompt has to wait.
+Keys are BLAKE2b-256 and stable across processes and machines. Tokens are hashed as little-endian int32. They are also
+stored next to the key and compared on every hit, so that not even a hash collision can return the wrong page.
 """
 
 from __future__ import annotations
@@ -25,16 +27,16 @@ from numpy.typing import NDArray
 TOKEN_BYTES = 4
 KEY_BYTES = 32
 
-# Hashers that have read nothing yet: copying one is twice as fast as making one. `person` keeps their outputs apart.
+# Hashers without input: copying one is twice as fast as creating one. `person` separates the three kinds of hashes.
 _MODEL = blake2b(digest_size=KEY_BYTES, person=b"chatcache model")
 _TENANT = blake2b(digest_size=KEY_BYTES, person=b"chatcache tenant")
 _PAGE = blake2b(digest_size=KEY_BYTES, person=b"chatcache page")
 
 
 class PageContent(msgspec.Struct, frozen=True, gc=False):
-    """What a page holds: `tokens` (little-endian int32) after everything that `parent` names.
+    """The tokens of one page (little-endian int32), the key of the page before it (`parent`), and its own key.
 
-    Fewer than `page_size` tokens for the tail of a finished branch, which has a key of its own.
+    The partly filled last page of a finished branch has fewer than `page_size` tokens, and a key as well.
     """
 
     key: bytes
@@ -43,7 +45,10 @@ class PageContent(msgspec.Struct, frozen=True, gc=False):
 
 
 def root_hash(model_digest: str, page_size: int) -> bytes:
-    """Name the empty history of one model. Lengths are hashed too: no two inputs run together."""
+    """Return the key of the empty history for one model and page size.
+
+    The length of each part is hashed too, so that ("ab", "c") and ("a", "bc") give different keys.
+    """
     hasher = _MODEL.copy()
     for part in (model_digest.encode(), str(page_size).encode()):
         hasher.update(len(part).to_bytes(8, "little") + part)
@@ -51,26 +56,26 @@ def root_hash(model_digest: str, page_size: int) -> bytes:
 
 
 def namespace_hash(key: bytes, namespace: str) -> bytes:
-    """Name what `key` names, as seen from within a namespace: nobody else's names follow from it."""
+    """Return the key that a namespace's first private page follows, given the key of the last public page."""
     hasher = _TENANT.copy()
     hasher.update(key + namespace.encode("utf-8", "surrogatepass"))
     return hasher.digest()
 
 
 def hash_page(parent: bytes, tokens: bytes) -> PageContent:
-    """Name the page that holds `tokens` after `parent`. Parents are KEY_BYTES long, so the split is unambiguous."""
+    """Hash the page that holds `tokens` after the page with key `parent` (always KEY_BYTES long)."""
     hasher = _PAGE.copy()
     hasher.update(parent + tokens)
     return PageContent(hasher.digest(), parent, tokens)
 
 
 def hash_next_pages(parents: Sequence[bytes], tokens: bytes, page_bytes: int) -> list[PageContent]:
-    """Name one page after each parent; `tokens` are the pages' own, one after another."""
-    blank, contents, start = _PAGE.copy, list[PageContent](), 0
+    """Hash one full page after each parent; `tokens` holds the tokens of all these pages, one page after another."""
+    new_hasher, contents, start = _PAGE.copy, list[PageContent](), 0
     for parent in parents:
         stop = start + page_bytes
         page = tokens[start:stop]
-        hasher = blank()
+        hasher = new_hasher()
         hasher.update(parent + page)
         contents.append(PageContent(hasher.digest(), parent, page))
         start = stop
@@ -78,10 +83,10 @@ def hash_next_pages(parents: Sequence[bytes], tokens: bytes, page_bytes: int) ->
 
 
 def hash_page_run(parent: bytes, pages: Sequence[bytes]) -> list[bytes]:
-    """Name a run of pages of which the first follows `parent`: the keys that `hash_page` gives them one by one."""
-    blank, keys = _PAGE.copy, list[bytes]()
+    """Return the keys of consecutive pages, the first of which follows `parent`; equal to repeated `hash_page`."""
+    new_hasher, keys = _PAGE.copy, list[bytes]()
     for page in pages:
-        hasher = blank()
+        hasher = new_hasher()
         hasher.update(parent)
         hasher.update(page)
         parent = hasher.digest()
@@ -90,15 +95,15 @@ def hash_page_run(parent: bytes, pages: Sequence[bytes]) -> list[bytes]:
 
 
 def encode_tokens(tokens: Sequence[int] | NDArray[np.int32]) -> bytes:
-    """Return token ids as little-endian int32."""
+    """Encode token ids as little-endian int32."""
     return np.asarray(tokens, dtype="<i4").tobytes()
 
 
 @dataclass(frozen=True, slots=True)
 class CacheScope:
-    """Who may find these tokens again: the first `num_public_tokens` everybody, the rest `namespace` alone.
+    """Which tenants may reuse a prompt's pages: all of them the public pages, `namespace` alone the rest.
 
-    A page is public if it lies wholly within the public tokens; the one on their border is private.
+    A page is public if all of its tokens are among the first `num_public_tokens`; a page on the border is private.
     """
 
     namespace: str = ""
@@ -107,10 +112,11 @@ class CacheScope:
 
 @dataclass(frozen=True, slots=True)
 class PageHashChain:
-    """Tokens cut into pages. `keys[i]` names full page i, which follows `parents[i]`; there is one parent more than
-    full pages, for whatever comes after them.
+    """The keys of a prompt's full pages, computed once and looked up each time the scheduler considers the prompt.
 
-    `data` holds all tokens (little-endian int32), those after the last full page included.
+    `keys[i]` is the key of full page i and `parents[i]` the key that this page follows; the last parent, for which
+    there is no key, is what the next page will follow. `data` holds all tokens (little-endian int32), including those
+    after the last full page.
     """
 
     data: bytes
@@ -125,16 +131,16 @@ class PageHashChain:
 
     @property
     def num_public_pages(self) -> int:
-        """Count the pages that may be public; a short prompt has fewer."""
+        """Return how many leading pages are public; a short prompt may have fewer pages than that."""
         return self.scope.num_public_tokens * TOKEN_BYTES // self.page_bytes
 
     def page_tokens(self, index: int) -> bytes:
-        """Return the tokens of page `index`, perhaps fewer than a pageful."""
+        """Return the tokens of page `index`; the last page may be partly filled."""
         return self.data[index * self.page_bytes : (index + 1) * self.page_bytes]
 
 
 def hash_pages(root: bytes, data: bytes, page_bytes: int, scope: CacheScope) -> PageHashChain:
-    """Name the full pages of `data` (little-endian int32). O(tokens)."""
+    """Hash all full pages of `data` (little-endian int32): the public ones, then the private ones. O(tokens)."""
     num_public = scope.num_public_tokens * TOKEN_BYTES // page_bytes
     pages = [data[start : start + page_bytes] for start in range(0, len(data) - page_bytes + 1, page_bytes)]
     public = hash_page_run(root, pages[:num_public])

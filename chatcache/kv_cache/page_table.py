@@ -1,17 +1,19 @@
-"""One branch's pages, in order. A fork shares the front of the table itself, so it costs the same at any length.
+"""Page tables: the pages of one branch, in order; forked branches share the front of their tables.
 
-    PageTable A ---base---> Segment (full pages 0..61, held by A and B) ---parent---> Segment or None
-      own: [62, 63]                ^
-    PageTable B ---base------------+
-      own: [62, 90]                                        page 62: full, or the tail both still share (refs = 2)
+A fork moves the parent's full pages into a `SharedPrefix`, on which both tables then stand, so that it costs the same
+whatever the length of the branch:
 
-A segment is immutable and holds its pages once, however many tables stand on it. A table's own pages are held by the
-table. Only the last own page can be partly filled, and only full pages ever move into a segment.
+    table A  own_pages [62, 63] --.
+                                  +--> SharedPrefix, 62 full pages, refs = 2 --parent--> SharedPrefix or None
+    table B  own_pages [62, 90] --'
+                        page 62: the partly filled last page at the time of the fork, which A and B still share
 
-Whose each page is: told by who may write it, since a name does not say for whom it was made.
+A shared prefix is immutable and holds one reference to each of its pages, however many tables stand on it. A table
+holds its own pages itself. Only the last own page can be partly filled, and only full pages move into a prefix.
 
-Noted whenever a table is given cells to write, and when a cut tail gets its name: so it is right of held and of idle
-pages alike. A blank page keeps the mark of whoever wrote it last.
+Each page also has an owner, the namespace that wrote it, which the page map shows to tenants. A page key does not say
+for which namespace it was computed, so the owner is recorded when a table reserves cells to write and when a truncated
+last page is published. It is therefore correct for held and idle pages; a blank page keeps the owner of its last use.
 """
 
 from __future__ import annotations
@@ -22,9 +24,12 @@ from collections.abc import Iterator
 from chatcache.kv_cache.page_hash import TOKEN_BYTES, namespace_hash
 from chatcache.kv_cache.pool import InvariantError, PagePool
 
+PUBLIC_OWNER = 1
+"""Owner id of public pages, which every namespace may match."""
+
 
 class SharedPrefix:
-    """Full pages that several tables share. `refs` counts the tables and segments standing on it."""
+    """Full pages that several tables share. `refs` counts the tables and prefixes that stand on it."""
 
     __slots__ = ("pages", "parent", "refs", "start")
 
@@ -36,12 +41,12 @@ class SharedPrefix:
 
 
 class PageTable:
-    """Pages of one branch and what is known of their contents. Only `KVCache` changes it.
+    """The pages of one branch and the tokens computed into them. Only `KVCache` changes a table.
 
-    `num_tokens` tokens are computed and stored; cells up to `num_reserved` are this table's alone and may be written.
-    The next page follows `key`, which names the full pages so far, and `tail` holds the tokens after them
-    (little-endian int32). The first `num_public_pages` are named for everybody, the rest for `namespace` alone.
-    Entries from `changed_from` on are news to the runner.
+    `num_tokens` tokens are computed and stored; the cells from there up to `num_reserved` belong to this table alone
+    and may be written. `key` is the key of the last full page and `tail_tokens` the tokens after it (little-endian
+    int32), which are on the partly filled last page. The first `num_public_pages` pages get keys that all namespaces
+    share, later pages keys of `namespace`. Entries from `changed_from` on have not been sent to the runner yet.
     """
 
     __slots__ = (
@@ -63,19 +68,19 @@ class PageTable:
         namespace: str = "",
         num_public_pages: int = 0,
         num_tokens: int = 0,
-        tail: bytes = b"",
-        own: list[int] | None = None,
-        base: SharedPrefix | None = None,
-        num_base_pages: int = 0,
+        tail_tokens: bytes = b"",
+        own_pages: list[int] | None = None,
+        shared_prefix: SharedPrefix | None = None,
+        num_prefix_pages: int = 0,
     ) -> None:
         self.key = key
         self.namespace = namespace
         self.num_public_pages = num_public_pages
         self.num_tokens = self.num_reserved = num_tokens
-        self.tail_tokens = tail
-        self.own_pages = own or []
-        self.shared_prefix = base
-        self.num_prefix_pages = num_base_pages
+        self.tail_tokens = tail_tokens
+        self.own_pages = own_pages or []
+        self.shared_prefix = shared_prefix
+        self.num_prefix_pages = num_prefix_pages
         self.changed_from = 0
 
     @property
@@ -87,26 +92,24 @@ class PageTable:
         return len(self.tail_tokens) // TOKEN_BYTES
 
     def pages(self) -> list[int]:
-        """List every page in order. O(pages): for queries and tests, not for steps."""
-        return [page for segment in reversed(list(self.shared_prefixes())) for page in segment.pages] + self.own_pages
+        """Return every page in order. O(pages): for queries and tests, not for steps."""
+        return [page for prefix in reversed(list(self.shared_prefixes())) for page in prefix.pages] + self.own_pages
 
     def shared_prefixes(self) -> Iterator[SharedPrefix]:
-        """Yield the segments below this table, nearest first."""
-        segment = self.shared_prefix
-        while segment is not None:
-            yield segment
-            segment = segment.parent
+        """Yield the shared prefixes that this table stands on, from the last pages to the first."""
+        prefix = self.shared_prefix
+        while prefix is not None:
+            yield prefix
+            prefix = prefix.parent
 
     def page_at(self, index: int) -> int:
         """Return the page of table entry `index`."""
         if index >= self.num_prefix_pages:
             return self.own_pages[index - self.num_prefix_pages]
-        return next(
-            segment.pages[index - segment.start] for segment in self.shared_prefixes() if index >= segment.start
-        )
+        return next(prefix.pages[index - prefix.start] for prefix in self.shared_prefixes() if index >= prefix.start)
 
     def pop_changes(self) -> tuple[int, list[int]]:
-        """Return (first index, pages from there on) of what changed since the last call."""
+        """Return (first index, pages from there on) of the entries changed since the last call, for the runner."""
         first = self.changed_from
         self.changed_from = self.num_pages
         if first >= self.num_prefix_pages:
@@ -115,7 +118,7 @@ class PageTable:
 
 
 def freeze_prefix(table: PageTable, num_pages: int) -> None:
-    """Move the first of the table's own pages, all full, into a segment that others can stand on."""
+    """Move the first `num_pages` of the table's own pages, all of them full, into a new shared prefix."""
     pages = table.own_pages
     table.own_pages = pages[num_pages:]
     del pages[num_pages:]
@@ -124,39 +127,39 @@ def freeze_prefix(table: PageTable, num_pages: int) -> None:
 
 
 def thaw_prefix(pool: PagePool, table: PageTable) -> None:
-    """Turn the table's nearest segment back into pages of its own."""
-    segment = table.shared_prefix
-    if segment is None:
-        raise InvariantError("a table without a segment has no pages below its own")
-    pool.retain(segment.pages)
-    table.own_pages = segment.pages + table.own_pages
-    table.shared_prefix, table.num_prefix_pages = segment.parent, segment.start
-    if segment.parent is not None:
-        segment.parent.refs += 1
-    release_prefix(pool, segment)
+    """Turn the table's last shared prefix back into own pages, so that the table can be truncated within it."""
+    prefix = table.shared_prefix
+    if prefix is None:
+        raise InvariantError("the table has no shared prefix to turn back into own pages")
+    pool.retain(prefix.pages)
+    table.own_pages = prefix.pages + table.own_pages
+    table.shared_prefix, table.num_prefix_pages = prefix.parent, prefix.start
+    if prefix.parent is not None:
+        prefix.parent.refs += 1
+    release_prefix(pool, prefix)
 
 
-def release_prefix(pool: PagePool, segment: SharedPrefix | None) -> None:
-    """Take one holder off a segment; the pages of those that nobody stands on any more are released."""
-    while segment is not None:
-        segment.refs -= 1
-        if segment.refs:
+def release_prefix(pool: PagePool, prefix: SharedPrefix | None) -> None:
+    """Remove one reference from a shared prefix; release the pages of every prefix that has none left."""
+    while prefix is not None:
+        prefix.refs -= 1
+        if prefix.refs:
             return
-        pool.release(segment.pages)
-        segment = segment.parent
+        pool.release(prefix.pages)
+        prefix = prefix.parent
 
 
 def rewind(pool: PagePool, table: PageTable, page_size: int, num_tokens: int, num_public_pages: int) -> None:
-    """Take the table's names back to its first `num_tokens` tokens.
+    """Reset the table's key and tail tokens to the state after its first `num_tokens` tokens.
 
-    Where public tokens have been cut, the table goes on in public only up to `num_public_pages`.
+    If public pages are cut off, at most `num_public_pages` of the table's pages stay or become public.
     """
     index, num_left = divmod(num_tokens, page_size)
     tokens = table.tail_tokens
     if index < table.num_tokens // page_size:
         content = pool.content(table.page_at(index))
         if content is None:
-            raise InvariantError(f"table entry {index} is full but nothing is known of its contents")
+            raise InvariantError(f"table entry {index} is full but the contents of its page are not recorded")
         tokens, table.key = content.tokens, content.parent
     if index < table.num_public_pages:
         table.num_public_pages = max(index, num_public_pages)
@@ -165,17 +168,14 @@ def rewind(pool: PagePool, table: PageTable, page_size: int, num_tokens: int, nu
     table.tail_tokens = tokens[: num_left * TOKEN_BYTES]
 
 
-PUBLIC_OWNER = 1  # of the pages that every namespace may match
-
-
 def owner_id(namespace: str) -> int:
-    """Return the mark of a namespace. Good within this process."""
+    """Return the number that stands for a namespace in `PagePool.owners`, valid within this process."""
     return hash(namespace)
 
 
 def record_owner(owners: array[int], table: PageTable, first: int) -> None:
-    """Mark the table's own pages from entry `first` on."""
+    """Record the owner of the table's own pages from entry `first` on."""
     pages, owner = table.own_pages[first - table.num_prefix_pages :], owner_id(table.namespace)
     num_public = table.num_public_pages - first
-    for place, page in enumerate(pages):
-        owners[page] = PUBLIC_OWNER if place < num_public else owner
+    for index, page in enumerate(pages):
+        owners[page] = PUBLIC_OWNER if index < num_public else owner

@@ -1,6 +1,11 @@
-"""What of a prompt is already computed. Queries: nothing here changes the pool.
+"""Prefix matching: the longest prefix of a prompt that is already computed, and the reason why it is not longer.
 
-Why a prompt hits as far as it does: a query over names, for people who wonder where their cache went.
+A match consists of full pages, found by their keys, and at most one page of which only the first tokens are the same:
+
+    prompt    [ a b c d ][ e f g h ][ i j k l ][ m n ]
+    cached    [ a b c d ][ e f g h ][ i j x y ]          matches 10 tokens: two full pages, two tokens of the third
+
+All functions are queries: they change neither the pool nor its eviction order.
 """
 
 from __future__ import annotations
@@ -14,13 +19,20 @@ from chatcache.kv_cache.page_hash import TOKEN_BYTES, CacheScope, PageHashChain,
 from chatcache.kv_cache.pool import NULL_PAGE, PagePool, num_common_tokens
 from chatcache.types.stats import Explanation, PageHit
 
+# Why the first token that misses was not found: values of `Explanation.reason`.
+NEVER_COMPUTED = "never_computed"
+EVICTED = "evicted"
+DIVERGED = "diverged"
+OTHER_NAMESPACE = "other_namespace"
+MAX_DIVERGED_TOKENS = 64
+
 
 class PrefixMatch(NamedTuple):
-    """Pages that already hold the first `num_tokens` tokens; the last of them perhaps only in part.
+    """The pages that hold the first `num_tokens` tokens of a prompt; of the last page perhaps only a part matches.
 
-    `num_idle` of them are held by nobody now, so opening the match makes as many fewer free pages. `key` is what the
-    next page, or the one of which `tail` holds a part, follows. `loads`: (entry, host page) where only the host has it;
-    the entry in `pages` is then the null page.
+    `key` is the key of the last page that matches in full, and `tail_tokens` are the matching tokens after it.
+    `num_idle` of the pages are idle: opening the match takes that many pages from the free ones. `loads` lists
+    (table entry, host page) for pages that exist only on the host; their entry in `pages` is the null page.
     """
 
     pages: list[int]
@@ -33,18 +45,22 @@ class PrefixMatch(NamedTuple):
 
 
 def empty_match(chain: PageHashChain) -> PrefixMatch:
+    """Return the match of a prompt of which nothing is computed."""
     return PrefixMatch([], 0, chain.parents[0], b"", 0, chain.scope)
 
 
-def match_device(pool: PagePool, chain: PageHashChain, most: int | None = None) -> PrefixMatch:
-    """Find the longest computed prefix of at most `most` tokens, never the last one (its logits are needed)."""
+def match_device(pool: PagePool, chain: PageHashChain, max_tokens: int | None = None) -> PrefixMatch:
+    """Find the longest computed prefix on the device, of at most `max_tokens` tokens.
+
+    The last token never matches: it has to be computed for its logits.
+    """
     size = chain.page_bytes
-    longest = _max_matched_bytes(chain, most)
-    pages = pool.match_full_pages(chain, longest // size)
+    max_bytes = _max_matched_bytes(chain, max_tokens)
+    pages = pool.match_full_pages(chain, max_bytes // size)
     key = chain.parents[len(pages)]
     start = len(pages) * size
     tail = b""
-    partial = pool.match_partial_page(key, chain.data[start : min(longest, start + size)])
+    partial = pool.match_partial_page(key, chain.data[start : min(max_bytes, start + size)])
     if partial is not None:
         pages.append(partial[0])
         tail = chain.data[start : start + partial[1] * TOKEN_BYTES]
@@ -57,64 +73,57 @@ def match_device_and_host(
     pool: PagePool | None,
     host: PagePool,
     chain: PageHashChain,
-    most: int | None = None,
-    own: Collection[int] | None = None,
+    max_tokens: int | None = None,
+    allowed_host_pages: Collection[int] | None = None,
 ) -> PrefixMatch:
-    """Find the longest prefix that is on the device or on the host, each page where it is nearer.
+    """Find the longest computed prefix on the device and the host, taking each page from the device if it is there.
 
-    `pool` None: nothing on the device may be matched. `own`: only these host pages may be.
+    With `pool=None` no device page may be matched; with `allowed_host_pages` no other host pages.
     """
     size = chain.page_bytes
-    longest = _max_matched_bytes(chain, most)
-    num_pages = longest // size
+    max_bytes = _max_matched_bytes(chain, max_tokens)
+    num_pages = max_bytes // size
     pages: list[int] = []
     loads: list[tuple[int, int]] = []
     while True:
         if pool is not None:
             pages += pool.match_full_pages(chain, num_pages, len(pages))
-        hosted = host.match_full_pages(chain, min(len(pages) + 1, num_pages), len(pages))
-        if not hosted or (own is not None and hosted[0] not in own):
+        host_pages = host.match_full_pages(chain, min(len(pages) + 1, num_pages), len(pages))
+        if not host_pages or (allowed_host_pages is not None and host_pages[0] not in allowed_host_pages):
             break
-        loads.append((len(pages), hosted[0]))
+        loads.append((len(pages), host_pages[0]))
         pages.append(NULL_PAGE)
     key = chain.parents[len(pages)]
     start = len(pages) * size
-    rest = chain.data[start : min(longest, start + size)]
-    near = (pool.match_partial_page(key, rest) if pool is not None else None) or (NULL_PAGE, 0)
-    far = host.match_partial_page(key, rest, own) or (NULL_PAGE, 0)
-    num_tail = max(near[1], far[1])
-    if far[1] > near[1]:
-        loads.append((len(pages), far[0]))
+    rest = chain.data[start : min(max_bytes, start + size)]
+    on_device = (pool.match_partial_page(key, rest) if pool is not None else None) or (NULL_PAGE, 0)
+    on_host = host.match_partial_page(key, rest, allowed_host_pages) or (NULL_PAGE, 0)
+    num_tail = max(on_device[1], on_host[1])
+    if on_host[1] > on_device[1]:
+        loads.append((len(pages), on_host[0]))
     if num_tail:
-        pages.append(near[0] if near[1] == num_tail else NULL_PAGE)
+        pages.append(on_device[0] if on_device[1] == num_tail else NULL_PAGE)
     tail = rest[: num_tail * TOKEN_BYTES]
     num_idle = sum(1 for page in pages if page != NULL_PAGE and pool is not None and not pool.refs[page])
     return PrefixMatch(pages, (start + len(tail)) // TOKEN_BYTES, key, tail, num_idle, chain.scope, tuple(loads))
 
 
-def _max_matched_bytes(chain: PageHashChain, most: int | None) -> int:
-    """Return how many bytes of the chain's data may be matched."""
-    longest = max(len(chain.data) - TOKEN_BYTES, 0)
-    return longest if most is None else min(longest, most * TOKEN_BYTES)
-
-
-NEVER_COMPUTED = "never_computed"
-EVICTED = "evicted"
-DIVERGED = "diverged"
-OTHER_NAMESPACE = "other_namespace"
-MAX_DIVERGED_TOKENS = 64
+def _max_matched_bytes(chain: PageHashChain, max_tokens: int | None) -> int:
+    """Return how many bytes of the chain's data may match: all but the last token, at most `max_tokens`."""
+    num_bytes = max(len(chain.data) - TOKEN_BYTES, 0)
+    return num_bytes if max_tokens is None else min(num_bytes, max_tokens * TOKEN_BYTES)
 
 
 def explain(
-    pool: PagePool, chain: PageHashChain, match: PrefixMatch, foreign: Iterable[PrefixMatch] = ()
+    pool: PagePool, chain: PageHashChain, match: PrefixMatch, other_matches: Iterable[PrefixMatch] = ()
 ) -> Explanation:
-    """Say which pages of the chain hit, and why the first that does not does not.
+    """Explain a match: the state of each page of the prompt, and why the first token that misses was not found.
 
-    `foreign`: what the same tokens would match in other namespaces, if the asker may know that.
+    `other_matches`: the matches of the same tokens in other namespaces, if the caller is permitted to see them.
     """
     reason, detail, diverged = "", "", b""
     if match.num_tokens < chain.num_tokens - 1:
-        reason, detail, diverged = _miss_reason(pool, chain, match, foreign)
+        reason, detail, diverged = _miss_reason(pool, chain, match, other_matches)
     return Explanation(
         num_tokens=chain.num_tokens,
         num_cached_tokens=match.num_tokens,
@@ -144,36 +153,39 @@ def _page_hits(pool: PagePool, chain: PageHashChain, match: PrefixMatch) -> Iter
 
 
 def _miss_reason(
-    pool: PagePool, chain: PageHashChain, match: PrefixMatch, foreign: Iterable[PrefixMatch]
+    pool: PagePool, chain: PageHashChain, match: PrefixMatch, other_matches: Iterable[PrefixMatch]
 ) -> tuple[str, str, bytes]:
-    """Return (reason, detail, what the nearest cached continuation holds instead)."""
+    """Return (reason, detail, tokens that the nearest cached continuation holds instead) for the first miss."""
     at = match.num_tokens
     index = at * TOKEN_BYTES // chain.page_bytes
     if _was_evicted(pool, chain, match, index):
-        return EVICTED, f"page {index} had been computed to beyond token {at} and was evicted to make room", b""
-    for other in foreign:
+        return EVICTED, f"page {index} was computed past token {at}, and was evicted when its space was needed", b""
+    for other in other_matches:
         if other.num_tokens > at:
             name = other.scope.namespace
             return OTHER_NAMESPACE, f"namespace {name!r} has computed the first {other.num_tokens} tokens", b""
     diverged = _nearest_continuation(pool, match.key, chain.page_tokens(index), len(match.tail_tokens)) if at else b""
     if diverged:
-        return DIVERGED, f"what is cached goes on with other tokens from token {at} on", diverged
-    return NEVER_COMPUTED, f"nothing that goes on from token {at} like this prompt has been computed", b""
+        return DIVERGED, f"the cached continuation has different tokens from token {at} on", diverged
+    return NEVER_COMPUTED, f"no continuation of this prompt from token {at} on has been computed", b""
 
 
 def _was_evicted(pool: PagePool, chain: PageHashChain, match: PrefixMatch, index: int) -> bool:
-    """Say whether the missing page, or any longer part of it than what hits, is on record as evicted."""
+    """Return whether the missing page, or any part of it longer than the match, was evicted recently."""
     missing = chain.page_tokens(index)
     lengths = range(len(match.tail_tokens) + TOKEN_BYTES, len(missing) + 1, TOKEN_BYTES)
     return any(pool.was_evicted(hash_page(match.key, missing[:length]).key) for length in lengths)
 
 
 def _nearest_continuation(pool: PagePool, parent: bytes, missing: bytes, num_common_bytes: int) -> bytes:
-    """Return what the newest of the pages that share most with `missing` holds from there on, and its continuation."""
-    most = num_common_bytes // TOKEN_BYTES
+    """Return the tokens that the cache holds, instead of those of the prompt, after their common prefix.
+
+    They come from the newest page after `parent` that shares `num_common_bytes` with `missing`, and its successors.
+    """
+    num_common = num_common_bytes // TOKEN_BYTES
     found = b""
     for content in pool.children(parent):
-        if len(content.tokens) > num_common_bytes and num_common_tokens(content.tokens, missing) == most:
+        if len(content.tokens) > num_common_bytes and num_common_tokens(content.tokens, missing) == num_common:
             found, parent = content.tokens[num_common_bytes:], content.key
             break
     while found and len(found) < MAX_DIVERGED_TOKENS * TOKEN_BYTES:

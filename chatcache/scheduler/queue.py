@@ -193,7 +193,7 @@ class WaitingQueue:
         if request.hash_chain is None:
             tokens, swapped = request.leader.tokens(), bool(request.host_pages)
             request.hash_chain = self._kv.hash_pages(tokens, request.scope, swapped=swapped)
-        return self._kv.match(request.hash_chain, most=request.max_matched_tokens, host_pages=request.host_pages)
+        return self._kv.match(request.hash_chain, max_tokens=request.max_matched_tokens, host_pages=request.host_pages)
 
     def _awaits_running_prefill(self, start: Start) -> bool:
         request, num_matched = start.request, start.match.num_tokens // self._kv.page_size

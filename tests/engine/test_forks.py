@@ -92,9 +92,9 @@ def test_no_name_is_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
     named: list[object] = []
     original = KVCache.hash_pages
 
-    def chain(self: KVCache, *args: Any) -> PageHashChain:
+    def chain(self: KVCache, *args: Any, **options: bool) -> PageHashChain:
         named.append(args)
-        return original(self, *args)
+        return original(self, *args, **options)
 
     monkeypatch.setattr(KVCache, "hash_pages", chain)
     eng.add(ask("fork", (*PROMPT, *said[:6], 50), fork_of=ForkPoint("source")))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import pytest
 
 from chatcache.kv_cache import manager as cache
-from chatcache.kv_cache import manager as restoring
 from chatcache.kv_cache import page_hash as chain
 from chatcache.kv_cache import page_table as tables
 from chatcache.kv_cache import prefix_match as matching
@@ -155,7 +154,7 @@ def last_token_matched(patch: Patch) -> None:
 
     def longest_match(pool: PagePool, chain: PageHashChain, most: int | None = None) -> PrefixMatch:
         data = chain.data + chain.data[-TOKEN_BYTES:]
-        return original(pool, PageHashChain(data, chain.page_bytes, chain.scope, chain.keys, chain.parents), most)
+        return original(pool, PageHashChain(data, chain.page_bytes, chain.scope, chain.keys, chain.parents), max_tokens)
 
     patch.setattr(cache, "match_device", longest_match)
 
@@ -194,13 +193,14 @@ def published_before_the_copy_to_the_host(patch: Patch) -> None:
 
 
 def published_before_the_copy_from_the_host(patch: Patch) -> None:
-    def load(pool: PagePool, host: HostKVCache, page: int, host_page: int, *, is_full: bool) -> None:
-        content = host.pool.content(host_page) if is_full else None
+    def load(self: KVCache, page: int, host_page: int, *, is_full: bool) -> None:
+        assert self.host is not None
+        content = self.host.pool.content(host_page) if is_full else None
         if content is not None:
-            pool.publish(page, content)
-        host.load(page, PendingLoad(host_page, content))
+            self.pool.publish(page, content)
+        self.host.load(page, PendingLoad(host_page, content))
 
-    patch.setattr(restoring, "load", load)
+    patch.setattr(KVCache, "_load", load)
 
 
 def tail_published_before_it_came_from_the_host(patch: Patch) -> None:
