@@ -48,7 +48,7 @@ class PagePool:
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._content: list[PageContent | None] = [None] * num_pages
         self._index: dict[bytes, int] = {}
-        self._children = _ChildIndex()  # published pages by parent key
+        self._children = ChildIndex()  # published pages by parent key
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # keys, oldest first, for `was_evicted`
         self.num_evictions = 0
         self._max_evicted = min(4 * num_pages, MAX_EVICTED_KEYS)
@@ -324,7 +324,7 @@ def num_common_tokens(a: bytes, b: bytes) -> int:
     return next(i for i in range(size) if a[i] != b[i]) // TOKEN_BYTES
 
 
-class _ChildIndex:
+class ChildIndex:
     """Published pages by parent key, oldest first: the candidates for a prompt's last, partly matching page.
 
     Almost every page has at most one successor, which is added in the middle of a step; so a single child is stored as

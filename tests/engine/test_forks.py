@@ -92,7 +92,7 @@ def test_no_name_is_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
     named: list[object] = []
     original = KVCache.hash_pages
 
-    def chain(self: KVCache, *args: Any, **options: bool) -> PageHashChain:
+    def chain(self: KVCache, *args: Any, **options: Any) -> PageHashChain:
         named.append(args)
         return original(self, *args, **options)
 

@@ -152,11 +152,11 @@ def fork_keeps_the_parents_reservation(patch: Patch) -> None:
 def last_token_matched(patch: Patch) -> None:
     original = matching.match_device
 
-    def longest_match(pool: PagePool, chain: PageHashChain, most: int | None = None) -> PrefixMatch:
+    def match_device(pool: PagePool, chain: PageHashChain, max_tokens: int | None = None) -> PrefixMatch:
         data = chain.data + chain.data[-TOKEN_BYTES:]
         return original(pool, PageHashChain(data, chain.page_bytes, chain.scope, chain.keys, chain.parents), max_tokens)
 
-    patch.setattr(cache, "match_device", longest_match)
+    patch.setattr(cache, "match_device", match_device)
 
 
 def namespace_not_mixed_in(patch: Patch) -> None:
