@@ -15,7 +15,7 @@ from chatcache.config import EngineConfig, ServerConfig, format_size
 from chatcache.engine.protocols import EngineClient
 from chatcache.errors import ChatcacheError
 from chatcache.gateway.auth.keys import ApiKeyCache
-from chatcache.types.stats import EngineHealth, ModelFacts
+from chatcache.types.stats import EngineHealth, ModelInfo
 
 POLL_S = 0.1
 
@@ -74,14 +74,14 @@ class Banner:
         while not self._keyring.is_known:  # noqa: ASYNC110 - the key cache has no event for it
             await asyncio.sleep(POLL_S)
 
-    def show_ready(self, facts: ModelFacts, health: EngineHealth) -> None:
+    def show_ready(self, facts: ModelInfo, health: EngineHealth) -> None:
         """The facts of what now serves."""
         table = Table.grid(padding=(0, 2))
         for name, text in self._rows(facts, health):
             table.add_row(f"[dim]{name}[/]", text)
         self._console.print(table)
 
-    def _rows(self, facts: ModelFacts, health: EngineHealth) -> list[tuple[str, str]]:
+    def _rows(self, facts: ModelInfo, health: EngineHealth) -> list[tuple[str, str]]:
         page_bytes = health.kv_bytes // (health.num_pages + 1)  # the null page takes its bytes too
         num_tokens = health.num_pages * health.page_size
         num_public = len(self._server.shared_system_prompts)

@@ -28,7 +28,7 @@ from chatcache import __version__
 from chatcache.cli import bench, chat, db, exits, keys, redis_acl, serve
 from chatcache.cli.doctor import doctor
 from chatcache.cli.options import RENAMED_OPTIONS, CommandGroup, env
-from chatcache.config import FILE_NAME, misspelt, per_command, read_file
+from chatcache.config import FILE_NAME, read_config_file, settings_by_command, suggest_corrections
 from chatcache.errors import ChatcacheError, InvalidRequestError, ModelFolderError
 
 app = typer.Typer(
@@ -64,11 +64,11 @@ def settings(
 ) -> None:
     """Read the settings file into the defaults of the commands."""
     try:
-        values = read_file(config)
+        values = read_config_file(config)
         for old in sorted(values.keys() & {name.replace("-", "_") for name in RENAMED_OPTIONS}):
             new = RENAMED_OPTIONS[old.replace("_", "-")]
             raise InvalidRequestError(f"{config}: the setting {old!r} is now called {new!r}")
-        context.default_map = _nested(per_command(values, _flags(context.command), config))
+        context.default_map = _nested(settings_by_command(values, _flags(context.command), config))
     except InvalidRequestError as error:
         raise typer.BadParameter(error.message, param_hint="--config") from None
     _tell_misspelt(context.command)
@@ -83,7 +83,7 @@ def _tell_misspelt(app: object) -> None:
     for old, new in RENAMED_OPTIONS.items():
         if (name := env(old)) in os.environ:
             raise typer.BadParameter(f"the variable {name} is now called {env(new)}.", param_hint=name)
-    for name, meant in sorted(misspelt(given, known).items()):
+    for name, meant in sorted(suggest_corrections(given, known).items()):
         print(f"chatcache: nothing reads {prefix}{name}; {prefix}{meant} is a setting", file=sys.stderr)
 
 

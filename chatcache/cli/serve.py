@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from chatcache.cli import exits, options
-from chatcache.config import EngineConfig, ServerConfig, format_size, misspelt
+from chatcache.config import EngineConfig, ServerConfig, format_size, suggest_corrections
 from chatcache.factory import check_model_folder, served_name
 
 ENGINE = EngineConfig()
@@ -80,7 +80,7 @@ def refuse_misspelt_key(api_keys: Sequence[str], variables: Iterable[str]) -> No
     """
     prefix, name = options.env(""), options.env("api-key")
     given = [variable.removeprefix(prefix) for variable in variables if variable.startswith(prefix)]
-    for wrong in sorted(misspelt(given, [name.removeprefix(prefix)])):
+    for wrong in sorted(suggest_corrections(given, [name.removeprefix(prefix)])):
         if not api_keys:
             print(
                 f"chatcache: not started, because it would need no API key: {prefix}{wrong} is set, which is not a "

@@ -15,8 +15,8 @@ from chatcache.decoding.grammar.compiler import GrammarCompiler, GrammarFuture
 from chatcache.decoding.validation import validate_params
 from chatcache.errors import ContextLengthError, InvalidRequestError
 from chatcache.scheduler.fairness import PRIORITY, SCHEDULING_POLICIES
-from chatcache.scheduler.limits import most_tokens, worst_case_pages
-from chatcache.scheduler.preemption import PREEMPTIONS, SWAP
+from chatcache.scheduler.limits import max_tokens_that_fit, worst_case_pages
+from chatcache.scheduler.preemption import PREEMPTION_MODES, SWAP
 from chatcache.scheduler.queue import WaitingQueue
 from chatcache.scheduler.request import LiveRequest
 from chatcache.types.actions import Strategy
@@ -30,7 +30,7 @@ from chatcache.types.request import (
     Params,
     num_branches,
 )
-from chatcache.types.stats import ModelFacts
+from chatcache.types.stats import ModelInfo
 
 MAX_REQUEST_ID_CHARS = 256
 
@@ -58,7 +58,7 @@ def check_policies(config: EngineConfig, capacity: KVCapacity) -> None:
     """
     choices = (
         ("scheduling_policy", config.scheduling_policy, SCHEDULING_POLICIES),
-        ("preemption_mode", config.preemption_mode, PREEMPTIONS),
+        ("preemption_mode", config.preemption_mode, PREEMPTION_MODES),
     )
     for name, value, allowed in choices:
         if value not in allowed:
@@ -131,7 +131,7 @@ def resolve_max_tokens(request: GenerateRequest, capacity: KVCapacity, max_model
     """
     num_prompt, branches, params = len(request.prompt), num_branches(request.params), request.params
     num_pages = capacity.num_pages - 1
-    most = most_tokens(num_prompt, branches, capacity.page_size, num_pages)
+    most = max_tokens_that_fit(num_prompt, branches, capacity.page_size, num_pages)
     if params.max_tokens is None and most >= 1:
         return min(max_model_len - num_prompt, most)
     max_tokens = params.max_tokens or 1
@@ -202,7 +202,7 @@ class RequestValidator:
 
     def __init__(
         self,
-        facts: ModelFacts,
+        facts: ModelInfo,
         config: EngineConfig,
         capacity: KVCapacity,
         *,
@@ -245,7 +245,8 @@ class RequestValidator:
             QueueSize(self._config.max_queued_requests, self._config.max_queued_tokens),
         )
         if request.namespace:
-            (num, size), (num_more, size_more) = waiting.of(request.namespace), preparing.of(request.namespace)
+            num, size = waiting.namespace_size(request.namespace)
+            num_more, size_more = preparing.of(request.namespace)
             check_tenant_share(QueueSize(num + num_more, size + size_more), num_tokens, most)
         everybody = QueueSize(len(waiting) + len(preparing), waiting.num_prompt_tokens + preparing.num_prompt_tokens)
         check_queue(everybody, num_tokens, most)
@@ -287,9 +288,9 @@ class RequestValidator:
             priority=request.priority if self._config.scheduling_policy == PRIORITY else 0,
             fork_of=request.fork_of,
             explain=request.explain,
-            resumed=request.resumed,
+            resume_point=request.resume_point,
             num_prompt_top=request.params.prompt_logprobs,
-            num_worst_pages=worst_case_pages(len(request.prompt), max_tokens, branches, page_size),
+            max_pages=worst_case_pages(len(request.prompt), max_tokens, branches, page_size),
         )
         self._num_accepted += 1
         return live

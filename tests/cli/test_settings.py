@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from chatcache import __version__
 from chatcache.cli.main import app
 from chatcache.cli.options import RENAMED_OPTIONS
-from chatcache.config import EngineConfig, ServerConfig, format_size, parse_size, per_command, read_file
+from chatcache.config import EngineConfig, ServerConfig, format_size, parse_size, read_config_file, settings_by_command
 from chatcache.errors import InvalidRequestError
 
 Seen = list[tuple[EngineConfig, ServerConfig]]
@@ -316,12 +316,12 @@ def test_a_formatted_size_is_read_back_within_its_digits(num_bytes: int) -> None
 def test_a_settings_file_too_large_to_be_one(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("#" * (1024 * 1024 + 1))
     with pytest.raises(InvalidRequestError, match="larger than"):
-        read_file(tmp_path / "c.toml")
+        read_config_file(tmp_path / "c.toml")
 
 
 def test_each_command_gets_what_it_has_a_flag_for() -> None:
     flags: dict[str, Any] = {"serve": ["port", "device"], "chat": ["device"]}
-    assert per_command({"port": 1, "device": "cpu"}, flags, Path("f")) == {
+    assert settings_by_command({"port": 1, "device": "cpu"}, flags, Path("f")) == {
         "serve": {"port": 1, "device": "cpu"},
         "chat": {"device": "cpu"},
     }

@@ -23,7 +23,7 @@ from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import Runner
 from chatcache.types.plan import KVCapacity, StepPlan, StepResult
 from chatcache.types.request import BeamSearchParams, Params, SamplingParams
-from chatcache.types.stats import ModelFacts
+from chatcache.types.stats import ModelInfo
 
 
 class SynchronousRunner:
@@ -33,7 +33,7 @@ class SynchronousRunner:
         self._runner = runner
 
     def capacity(self) -> KVCapacity:
-        return replace(self._runner.capacity(), runs_ahead=False)
+        return replace(self._runner.capacity(), has_async_launch=False)
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self._runner.execute(plan)
@@ -57,7 +57,7 @@ class LoadedModel:
         return EngineDriver(Engine(runner, self.runner.facts, self.config), seed)
 
 
-def roofline_of(shape: Shape, facts: ModelFacts, limits: Limits) -> Roofline:
+def roofline_of(shape: Shape, facts: ModelInfo, limits: Limits) -> Roofline:
     """Return the roofline of a model of this shape; an untied input embedding is not read."""
     head_params = shape.vocab_size * shape.hidden
     read_params = facts.num_parameters - (0 if shape.tied else head_params)
@@ -179,7 +179,7 @@ def _measure_decode(
             figure = compare_to_floor(f"{model.name}: decode step, {branches} x {prompt}", medians[True], floor_s, goal)
             context.add(replace(figure, spread=_spread(times, 1e3)))
             context.add(Figure(f"{model.name}: decode, {branches} x {prompt}", branches / medians[True], "tokens/s"))
-        if not model.runner.capacity().runs_ahead:
+        if not model.runner.capacity().has_async_launch:
             context.skip(f"{model.name}: asynchronous against synchronous", "this runner does not run ahead")
             return
     name = f"{model.name}: step {branches} x {prompt}, synchronous over asynchronous"

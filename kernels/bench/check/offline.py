@@ -100,7 +100,7 @@ def run(context: StageContext, name: str) -> None:
         context.add(compare(label, queue.num_output / seconds, "tokens/s", limit, "roofline", ">= 0.70"))
         counts = {"steps": health.num_steps, "preemptions": health.num_preemptions, "s": seconds}
         context.note(f"{name}: offline", counts)
-        if model.runner.capacity().runs_ahead:
+        if model.runner.capacity().has_async_launch:
             synchronous_s = generate(model.driver(ahead=False), queue)
             label = f"{name}: the same, synchronous over asynchronous"
             context.add(compare(label, synchronous_s, "s", seconds, "asynchronous"))
