@@ -14,7 +14,7 @@ CHECKED = ["kernels/bench", "loadtest", "tests/bench", "tests/loadtest"]
 FOLDERS = ("kernels", "loadtest", "loadtest/peers", "tests", "tests/chaos", "web", "chatcache/demo_model")
 GUIDES = [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
 DOCUMENTS = [
-    *(page for page in ALL_PAGES if page.name != "configuration.md"),
+    *ALL_PAGES,
     *GUIDES,
     *(ROOT / folder / "README.md" for folder in FOLDERS),
 ]

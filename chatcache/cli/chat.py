@@ -24,15 +24,22 @@ HELP = f"""/n N        ask for N candidates (1 to {MAX_N}); then pick the one to
 
 Url = Annotated[
     str | None,
-    typer.Option(envvar=options.env("url"), show_envvar=False, help="Talk to this server instead of loading a model."),
+    typer.Option(envvar=options.env("url"), show_envvar=False, help="Use this server instead of loading a model."),
 ]
 Key = Annotated[
-    str | None, typer.Option("--api-key", envvar=options.env("api-key"), show_envvar=False, help="Its API key.")
+    str | None,
+    typer.Option("--api-key", envvar=options.env("api-key"), show_envvar=False, help="API key of the server."),
 ]
 System = Annotated[str, typer.Option(help="System prompt.", show_default=False)]
-Temperature = Annotated[float, typer.Option(min=0, max=2, help="0 always takes the most likely token.")]
-TopP = Annotated[float, typer.Option(min=1e-6, max=1, help="Draw from the smallest set of this probability.")]
-MaxTokens = Annotated[int | None, typer.Option(min=1, max=2**24, help="Longest answer; what fits if unset.")]
+Temperature = Annotated[
+    float, typer.Option(min=0, max=2, help="Sampling temperature; 0: always the most likely token.")
+]
+TopP = Annotated[
+    float, typer.Option(min=1e-6, max=1, help="Sample from the smallest set of tokens with this probability.")
+]
+MaxTokens = Annotated[
+    int | None, typer.Option(min=1, max=2**24, help="Maximum length of an answer; default: what fits.")
+]
 N = Annotated[int, typer.Option("--n", min=1, max=MAX_N, help="Candidates per answer.")]
 
 
@@ -45,14 +52,16 @@ def chat(
     temperature: Temperature = 0.7,
     top_p: TopP = 1.0,
     max_tokens: MaxTokens = None,
-    seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Same seed, same answers.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**63 - 1, help="Seed; the same seed gives the same answers.")
+    ] = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     attention_backend: options.AttentionBackend = "auto",
     kv_memory: options.KVMemory = None,
     max_model_len: options.MaxModelLen = None,
 ) -> None:
-    """Chat in the terminal, with a model of this machine or a running server."""
+    """Chat in the terminal, with a model on this machine or a running server."""
     config = EngineConfig(
         model=model,
         device=device,

@@ -31,22 +31,22 @@ PATIENCE_S = 30.0
 app = typer.Typer(
     name="db",
     cls=options.CommandGroup,
-    help="Copies of all conversations, and whose those of nobody become, while a server runs.",
+    help="Back up, export and import all conversations; assign an owner. Works while a server runs.",
     no_args_is_help=True,
 )
 
 # Of the environment and the settings file too: who keeps conversations in Redis must not get a copy of something else.
 NoRedis = Annotated[str, typer.Option("--redis", envvar=options.env("redis"), hidden=True)]
-Force = Annotated[bool, typer.Option("--force", help="Replace FILE if it is there.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")]
 File = Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, show_default=False)]
 
 
 @app.command()
 def backup(file: File, db: options.Db = DB, redis: NoRedis = "", force: Force = False) -> None:
-    """Copy the SQLite file of --db as it is now, and check the copy.
+    """Copy the SQLite file of --db in its current state, and check the copy.
 
-    To go back to it: stop the server, put FILE in the place of --db, and remove that file's -wal and -shm. Of a Redis
-    server, copy the folder with its append-only files, or use `chatcache db export`.
+    To restore: stop the server, replace the file of --db by FILE, remove its -wal and -shm files. For a Redis server,
+    copy the folder with its append-only files, or use `chatcache db export`.
     """
     if redis:
         raise typer.BadParameter(
@@ -63,7 +63,7 @@ def backup(file: File, db: options.Db = DB, redis: NoRedis = "", force: Force = 
 def export_(
     context: typer.Context, file: File, db: options.Db = DB, redis: options.RedisUrl = "", force: Force = False
 ) -> None:
-    """Write every owner's conversations, tokens and all, to a file of JSON lines."""
+    """Write the conversations of all owners, with token ids, to a file of JSON lines."""
     options.refuse_two_stores(context)
 
     async def run() -> None:
@@ -77,9 +77,9 @@ def export_(
 
 @app.command("import")
 def import_(context: typer.Context, file: File, db: options.Db = DB, redis: options.RedisUrl = "") -> None:
-    """Add what such a file has and the store lacks. What is there stays as it is; once more changes nothing.
+    """Add the conversations of an exported file that the store lacks. Existing data is not changed.
 
-    The whole file is checked first; a damaged one changes nothing. Ends with 1 if a conversation could not be added.
+    The whole file is checked first; a damaged one changes nothing. Exit code 1 if a conversation could not be added.
     """
     options.refuse_two_stores(context)
 
@@ -99,8 +99,8 @@ def import_(context: typer.Context, file: File, db: options.Db = DB, redis: opti
         raise ChatcacheError(f"{file}: {error.strerror}") from error
     if end.num_keys:
         typer.echo(
-            f"{file}: {end.num_keys} keys are named in it, and left out; a store without keys lets "
-            "everybody in until `chatcache keys create` makes one"
+            f"{file}: {end.num_keys} keys are listed in it, without their secrets; a store without keys is "
+            "open to every client until `chatcache keys create` creates one"
         )
     raise typer.Exit(code)
 
@@ -108,15 +108,15 @@ def import_(context: typer.Context, file: File, db: options.Db = DB, redis: opti
 @app.command("assign-owner")
 def assign_owner(
     context: typer.Context,
-    tenant: Annotated[str, typer.Option("--tenant", help="Whose they become.", show_default=False)],
-    user: Annotated[str, typer.Option("--user", help="Which of its users'; none: the tenant's own.")] = "",
+    tenant: Annotated[str, typer.Option("--tenant", help="Tenant that becomes the owner.", show_default=False)],
+    user: Annotated[str, typer.Option("--user", help="User of the tenant; default: the tenant itself.")] = "",
     db: options.Db = DB,
     redis: options.RedisUrl = "",
 ) -> None:
-    """Hand over what was said while the server let everybody in; since it has keys, that belongs to nobody.
+    """Assign the conversations that were created before the server had keys to an owner.
 
-    To an owner who has a key. Works beside a running server; once more changes nothing. Where an answer is under way,
-    the conversation stays: call it again.
+    The owner must have a key. Works while a server runs. A conversation in which an answer is being generated is left
+    out: run the command again.
 
     Example: chatcache db assign-owner --tenant acme --user ann
     """

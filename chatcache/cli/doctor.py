@@ -81,11 +81,11 @@ def bad(what: str, found: str, remedy: str) -> Finding:
 SERVER = ServerConfig()
 Url = Annotated[
     str | None,
-    typer.Option(envvar=env("url"), show_envvar=False, help="Look at this running server instead of this machine."),
+    typer.Option(envvar=env("url"), show_envvar=False, help="Check this running server instead of this machine."),
 ]
 Key = Annotated[
     str | None,
-    typer.Option("--api-key", envvar=env("api-key"), show_envvar=False, help="A key that opens that server."),
+    typer.Option("--api-key", envvar=env("api-key"), show_envvar=False, help="API key of that server."),
 ]
 _MARKS = {State.GOOD: "[green]ok  [/]", State.WARNING: "[yellow]look[/]", State.BAD: "[red]bad [/]"}
 
@@ -100,9 +100,9 @@ def doctor(
     db: options.Db = SERVER.db,
     redis: options.RedisUrl = SERVER.redis,
 ) -> None:
-    """Look at this machine and these settings, or at a running server (--url), and say what to do about it.
+    """Check this machine and these settings, or a running server (--url), and suggest remedies.
 
-    Ends with 1 if anything is bad.
+    Exit code 1 if a check fails.
     """
     options.refuse_two_stores(context)
     console = Console(highlight=False, soft_wrap=True)

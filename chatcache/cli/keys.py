@@ -26,10 +26,10 @@ ALPHABET = f"1 to {MAX_NAME_CHARS} of A-Z a-z 0-9 _ . -"
 
 app = typer.Typer(
     name="keys",
-    help="""Who may use a server. Works beside a running one, which knows of it within seconds.
+    help="""Manage API keys. A running server applies changes within 5 seconds.
 
-    A server is open until it has a key, and closed from the first one on, even if that is revoked. Keys belong to a
-    tenant, or to one of its users: users of a tenant share cached pages; conversations are each user's own.
+    A server is open until it has a key; from then on every client needs one, even if that key is revoked. A key belongs
+    to a tenant, or to one of its users. Users of a tenant share cached pages; each user has their own conversations.
     """,
     no_args_is_help=True,
 )
@@ -45,22 +45,29 @@ def _limit(name: str, help: str) -> Any:
 def create(
     context: typer.Context,
     tenant: Annotated[
-        str, typer.Option("--tenant", help=f"Whose: a company, a team, an app ({ALPHABET}).", show_default=False)
+        str,
+        typer.Option("--tenant", help=f"Tenant: a company, a team, an application ({ALPHABET}).", show_default=False),
     ],
     user: Annotated[
-        str, typer.Option("--user", help=f"Which of its users ({ALPHABET}); none: the tenant itself.")
+        str, typer.Option("--user", help=f"User of the tenant ({ALPHABET}); default: the tenant itself.")
     ] = "",
-    name: Annotated[str, typer.Option("--name", help=f"What you call the key: laptop, ci ... ({ALPHABET}).")] = "",
-    admin: Annotated[bool, typer.Option("--admin", help="May also read /metrics.", show_default=False)] = False,
-    requests_per_minute: Annotated[int | None, _limit("requests-per-minute", "Requests in any minute.")] = None,
-    tokens_per_minute: Annotated[int | None, _limit("tokens-per-minute", "Tokens, in and out, in any minute.")] = None,
-    max_concurrent: Annotated[int | None, _limit("max-concurrent", "Requests at once.")] = None,
-    tokens_per_day: Annotated[int | None, _limit("tokens-per-day", "Tokens, in and out, in a day (UTC).")] = None,
+    name: Annotated[str, typer.Option("--name", help=f"Label of the key, for example laptop ({ALPHABET}).")] = "",
+    admin: Annotated[
+        bool, typer.Option("--admin", help="Administrator: may also read /metrics.", show_default=False)
+    ] = False,
+    requests_per_minute: Annotated[
+        int | None, _limit("requests-per-minute", "Candidates requested per minute.")
+    ] = None,
+    tokens_per_minute: Annotated[int | None, _limit("tokens-per-minute", "Computed tokens per minute.")] = None,
+    max_concurrent: Annotated[
+        int | None, _limit("max-concurrent", "Candidates that run or wait at the same time.")
+    ] = None,
+    tokens_per_day: Annotated[int | None, _limit("tokens-per-day", "Computed tokens per day (UTC).")] = None,
     db: options.Db = DB,
     redis: options.RedisUrl = "",
     as_json: Json = False,
 ) -> None:
-    """Make a key and write it to stdout, this once: only its SHA-256 is stored.
+    """Create a key and print it once; only its SHA-256 is stored.
 
     Example: chatcache keys create --tenant acme --user ann --requests-per-minute 60
     """
@@ -94,7 +101,7 @@ def create(
     typer.echo(f"{record.id} for {record.owner}, in {where}. The key is not shown again.", err=True)
     typer.echo("Clients send it as `Authorization: Bearer KEY`; the page asks for it once.", err=True)
     if is_first:
-        typer.echo("From now on nobody is let in without a key.", err=True)
+        typer.echo("From now on every client needs a key.", err=True)
         if asyncio.run(_has_strays(db, redis)):
             whose = f"--tenant {tenant}{f' --user {user}' if user else ''}"
             typer.echo(
@@ -105,7 +112,7 @@ def create(
 
 @app.command("list")
 def list_(context: typer.Context, db: options.Db = DB, redis: options.RedisUrl = "", as_json: Json = False) -> None:
-    """Show all keys, revoked ones too, without what opens anything."""
+    """List all keys, including revoked ones, without their secrets."""
     options.refuse_two_stores(context)
 
     async def run() -> list[KeyRecord]:
@@ -126,14 +133,16 @@ def list_(context: typer.Context, db: options.Db = DB, redis: options.RedisUrl =
 @app.command()
 def revoke(
     context: typer.Context,
-    key_id: Annotated[str, typer.Argument(metavar="ID", help="As `list` shows it: key_...", show_default=False)],
+    key_id: Annotated[
+        str, typer.Argument(metavar="ID", help="Id of the key, as shown by `list`: key_...", show_default=False)
+    ],
     db: options.Db = DB,
     redis: options.RedisUrl = "",
     as_json: Json = False,
 ) -> None:
-    """Let nobody in with a key any more, for ever.
+    """Revoke a key permanently.
 
-    Within 5 s running servers refuse it, close its sockets and end what streams to it. What its owner said stays.
+    Within 5 s running servers refuse it, close its sockets and end its streams. The owner's conversations are kept.
     """
     options.refuse_two_stores(context)
 

@@ -34,7 +34,7 @@ from chatcache.errors import ChatcacheError, InvalidRequestError, ModelFolderErr
 app = typer.Typer(
     name="chatcache",
     cls=CommandGroup,
-    help="A chat backend that owns its KV cache. Settings: flag > CHATCACHE_<FLAG> > chatcache.toml > default.",
+    help="A chat server with a shared KV cache. Settings: flag > CHATCACHE_<FLAG> > chatcache.toml > default.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -60,7 +60,9 @@ def settings(
     config: Annotated[Path, typer.Option(envvar=env("config"), show_envvar=False, help="Settings file.")] = Path(
         FILE_NAME
     ),
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Read the settings file into the defaults of the commands."""
     try:

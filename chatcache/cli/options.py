@@ -168,7 +168,9 @@ Model = Annotated[
     ),
 ]
 
-Device = Annotated[Literal["auto", "cpu", "cuda"], _flag("device", "Where to compute.")]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"], _flag("device", "Device of the model; auto takes a GPU if there is one.")
+]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16"],
     _flag("dtype", "Number format of weights and pages; auto is bfloat16 where the hardware has it."),
@@ -179,73 +181,90 @@ AttentionBackend = Annotated[
 ]
 Quantization = Annotated[
     Literal["none", "int8"],
-    _flag("quantization", "int8 keeps weights in 8 bits: half of bfloat16's bytes, slightly other logits (CPU only)."),
+    _flag("quantization", "int8 keeps weights in 8 bits: half of bfloat16's bytes, logits differ slightly (CPU only)."),
 ]
 KVMemory = Annotated[
     int | None,
     _flag(
         "kv-memory",
-        "Memory for KV pages, like 2GiB; a share of free memory if unset.",
+        "Memory for KV pages, for example 2GiB; default: a share of the free memory.",
         parser=_kv_memory,
         metavar="SIZE",
     ),
 ]
 MaxModelLen = Annotated[
     int | None,
-    _flag("max-model-len", "Longest prompt plus answer, in tokens; the model's if unset.", min=16, max=2**24),
+    _flag("max-model-len", "Maximum tokens of prompt and answer together; default: the model's.", min=16, max=2**24),
 ]
 PageSize = Annotated[int, _flag("page-size", "Tokens per KV page: 8, 16, 32 or 64.", parser=_page_size, metavar="INT")]
-MaxNumSeqs = Annotated[int, _flag("max-num-seqs", "Candidates and beams that may run at once.", min=1, max=4096)]
+MaxNumSeqs = Annotated[
+    int, _flag("max-num-seqs", "Maximum number of candidates and beams that run at the same time.", min=1, max=4096)
+]
 MaxNumBatchedTokens = Annotated[
-    int, _flag("max-num-batched-tokens", "Tokens computed per step at most.", min=16, max=2**20)
+    int, _flag("max-num-batched-tokens", "Maximum number of tokens computed per step.", min=16, max=2**20)
 ]
 MaxQueuedRequests = Annotated[
-    int, _flag("max-queued-requests", "Requests that may queue before new ones are refused with 503.", min=0, max=2**20)
+    int,
+    _flag(
+        "max-queued-requests",
+        "Maximum number of queued requests; beyond it requests are refused with 503.",
+        min=0,
+        max=2**20,
+    ),
 ]
 MaxQueuedTokens = Annotated[
-    int, _flag("max-queued-tokens", "Prompt tokens that may queue before new requests are refused.", min=1, max=2**31)
+    int,
+    _flag(
+        "max-queued-tokens", "Maximum number of queued prompt tokens; beyond it requests are refused.", min=1, max=2**31
+    ),
 ]
 SchedulingPolicy = Annotated[
     Literal["fcfs", "priority", "fair"],
     _flag(
         "scheduling-policy",
-        "Who is served first: fair, the tenant that has used least; fcfs; priority, by the requests' own.",
+        "Order of queued requests: fair (least served tenant first), fcfs, or priority (given in the request).",
     ),
 ]
 PreemptionMode = Annotated[
     Literal["auto", "swap", "recompute"],
-    _flag("preemption-mode", "What happens to the pages of requests that must wait; auto takes what costs less."),
+    _flag(
+        "preemption-mode",
+        "How preempted requests free their pages: swap to host memory or recompute; auto: the cheaper one.",
+    ),
 ]
 SwapSpace = Annotated[
     int | None,
     _flag(
         "swap-space",
-        "Host memory for swapped pages, like 4GiB; 0 turns swapping off; a share of free memory if unset.",
+        "Host memory for swapped pages, for example 4GiB; 0: none; default: half of the KV memory, at most 1GiB.",
         parser=_swap_space,
         metavar="SIZE",
     ),
 ]
 Deterministic = Annotated[
     bool,
-    _flag("deterministic", "Logits that depend on nothing but the tokens, to the bit; slower.", show_default=False),
+    _flag("deterministic", "Make logits depend on the tokens only, to the bit (CPU only; slower).", show_default=False),
 ]
-NoPrefixCaching = Annotated[bool, _flag("no-prefix-caching", "Compute every prompt anew.", show_default=False)]
-Seed = Annotated[int, _flag("seed", "Base of the draws of requests that name no seed.", min=0, max=2**63 - 1)]
+NoPrefixCaching = Annotated[
+    bool, _flag("no-prefix-caching", "Do not reuse cached pages: compute every prompt completely.", show_default=False)
+]
+Seed = Annotated[int, _flag("seed", "Base seed of requests without a seed.", min=0, max=2**63 - 1)]
 ServedModelName = Annotated[
-    str | None, _flag("served-model-name", "The name clients call the model by.", show_default=False)
+    str | None,
+    _flag("served-model-name", "Model name in the API; default: the id or the folder's name.", show_default=False),
 ]
 
 Host = Annotated[str, _flag("host", "Address to listen on.")]
-Port = Annotated[int, _flag("port", "Port to listen on; 0 picks a free one.", min=0, max=65535)]
+Port = Annotated[int, _flag("port", "Port to listen on; 0 selects a free one.", min=0, max=65535)]
 ApiKey = Annotated[
-    list[str], _flag("api-key", "Key that clients must send; may be given several times.", show_default=False)
+    list[str], _flag("api-key", "API key that clients must send; may be given several times.", show_default=False)
 ]
 Db = Annotated[str, _flag("db", "SQLite file of the conversations.")]
 RedisUrl = Annotated[
     str,
     _flag(
         "redis",
-        "Redis server that keeps the conversations instead of --db, like redis://user:password@host:6379/0 "
+        "Redis server for the conversations, instead of --db: redis://user:password@host:6379/0 "
         "or redis://user@host:6379/0?password_file=FILE.",
         parser=_redis_url,
         metavar="URL",
@@ -256,7 +275,7 @@ SseKeepAliveInterval = Annotated[
     float,
     _flag(
         "sse-keep-alive-interval",
-        "Seconds of silence before a keep-alive; 0 turns it off.",
+        "Seconds without data before a keep-alive comment is sent; 0: never.",
         number=float,
         min=0,
         max=3600,
@@ -266,7 +285,7 @@ DisconnectGracePeriod = Annotated[
     float,
     _flag(
         "disconnect-grace-period",
-        "Seconds that a stored response goes on after its last reader left.",
+        "Seconds that a stored response continues after its last reader disconnected.",
         number=float,
         min=0,
         max=86400,
@@ -276,35 +295,45 @@ DrainTimeout = Annotated[
     float,
     _flag(
         "drain-timeout",
-        "Seconds that running answers have to finish when the server ends.",
+        "Seconds that running answers have to finish when the server shuts down.",
         number=float,
         min=0,
         max=86400,
     ),
 ]
 AllowedHost = Annotated[
-    list[str], _flag("allowed-host", "Host header to answer to besides the address itself.", show_default=False)
+    list[str],
+    _flag(
+        "allowed-host",
+        "Additional host name that the server answers to; may be given several times.",
+        show_default=False,
+    ),
 ]
-CorsOrigin = Annotated[list[str], _flag("cors-origin", "Web origin whose pages may call the API.", show_default=False)]
-RootPath = Annotated[str, _flag("root-path", "Path prefix under which a proxy serves this.", show_default=False)]
+CorsOrigin = Annotated[
+    list[str],
+    _flag("cors-origin", "Web origin whose pages may call the API; may be given several times.", show_default=False),
+]
+RootPath = Annotated[str, _flag("root-path", "Path prefix under which a proxy serves the server.", show_default=False)]
 SharedSystemPrompt = Annotated[
     list[Path],
     _flag(
         "shared-system-prompt",
-        "File with a system prompt whose pages all tenants share; may be given several times.",
+        "File with a system prompt whose pages are shared by all tenants; may be given several times.",
         metavar="FILE",
         show_default=False,
     ),
 ]
 ToolCallParser = Annotated[
     Literal["auto", "hermes", "llama3_json", "mistral", "none"],
-    _flag("tool-call-parser", "How the model writes function calls; auto asks its chat template."),
+    _flag("tool-call-parser", "Syntax of the model's function calls; auto: detected from the chat template."),
 ]
 ReasoningParser = Annotated[
     Literal["auto", "qwen3", "deepseek_r1", "none"],
-    _flag("reasoning-parser", "How the model writes what it thinks; deepseek_r1 always begins with it."),
+    _flag("reasoning-parser", "Syntax of the model's reasoning; deepseek_r1: every reply begins with it."),
 ]
 LogFormat = Annotated[
-    Literal["text", "json"], _flag("log-format", "Lines for people, or JSON objects for a collector.")
+    Literal["text", "json"], _flag("log-format", "Format of log lines: text, or one JSON object per line.")
 ]
-LogLevel = Annotated[Literal["debug", "info", "warning", "error"], _flag("log-level", "How much to log, to stderr.")]
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"], _flag("log-level", "Minimum level of log lines on stderr.")
+]

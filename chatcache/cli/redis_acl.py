@@ -23,7 +23,11 @@ LEAST_CHARACTERS = 16
 Password = Annotated[
     str,
     typer.Option(
-        "--password", envvar=env("redis-password"), show_envvar=False, help="Instead of a made one.", show_default=False
+        "--password",
+        envvar=env("redis-password"),
+        show_envvar=False,
+        help="Use this password instead of a generated one.",
+        show_default=False,
     ),
 ]
 
@@ -32,10 +36,10 @@ def redis_acl(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", file_okay=False, show_default=False)],
     password: Password = "",
 ) -> None:
-    """Make a password and an ACL file for a Redis server: one user, for our keys alone, without scripts or admin.
+    """Write a password and an ACL file for a Redis server: one user, limited to keys of chatcache, without scripts.
 
-    Start the server with `--aclfile FOLDER/users.acl`; the URL to it is then
-    redis://chatcache@HOST:6379/0?password_file=FOLDER/password. A folder that has both is left as it is.
+    Start Redis with `--aclfile FOLDER/users.acl`; its URL is then
+    redis://chatcache@HOST:6379/0?password_file=FOLDER/password. Existing files are kept.
     """
     if password and (len(password) < LEAST_CHARACTERS or not password.isprintable() or " " in password):
         raise typer.BadParameter(

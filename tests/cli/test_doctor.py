@@ -132,7 +132,7 @@ def test_an_address_that_is_taken(tmp_path: Path, gateway: Server) -> None:
 
 def test_the_help_is_of_looking_and_not_of_chatting() -> None:
     shown = " ".join(CliRunner().invoke(app, ["doctor", "--help"], env={"COLUMNS": "200"}).stdout.split())
-    assert "Look at this running server instead of this machine." in shown and "Talk to" not in shown
+    assert "Check this running server instead of this machine." in shown and "Use this server" not in shown
 
 
 def test_a_good_server(gateway: Server) -> None:

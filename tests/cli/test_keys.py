@@ -160,7 +160,7 @@ def test_what_nobody_owns_is_handed_over(place: tuple[str, str]) -> None:
 
 def test_a_first_key_of_an_empty_store_speaks_of_nothing_to_claim(place: tuple[str, str]) -> None:
     told = call("create", "--tenant", "acme", *place).stderr
-    assert "nobody is let in without a key" in told and "assign-owner" not in told
+    assert "every client needs a key" in told and "assign-owner" not in told
 
 
 def test_nothing_is_claimed_where_there_is_no_store(tmp_path: Path) -> None:
