@@ -1,7 +1,4 @@
-"""Errors on the wire: one envelope, on every route and for every cause.
-
-The head of a conversation on the wire: in lists, in notices, in a refusal that shows what is new.
-"""
+"""Errors of the gateway and their HTTP responses: one JSON envelope for every route and every cause."""
 
 from __future__ import annotations
 
@@ -13,24 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from chatcache.conversations.store import StaleRevisionError
-from chatcache.conversations.tree import Conversation
 from chatcache.errors import ChatcacheError, OverloadedError, QuotaExceededError, RateLimitError, RequestPoisonedError
 from chatcache.gateway.json_codec import encode
-
-
-def conversation_json(conversation: Conversation) -> dict[str, object]:
-    """The wire form; the owner stays inside."""
-    return {
-        "id": conversation.id,
-        "object": "conversation",
-        "created_at": int(conversation.created_at),
-        "updated_at": conversation.updated_at,
-        "title": conversation.title,
-        "active_leaf": conversation.active_leaf,
-        "rev": conversation.rev,
-        "metadata": dict(conversation.metadata),
-    }
-
+from chatcache.gateway.schemas.errors import Error, ErrorDetail
+from chatcache.gateway.schemas.responses import ConflictDetail, Conversation
 
 _RETRY_AFTER_S = 1
 
@@ -88,15 +71,11 @@ class ModelLoadingError(OverloadedError):
 INTERNAL = ChatcacheError("something went wrong on the server; the log has the details under this request id")
 
 
-def error_body(error: ChatcacheError) -> dict[str, object]:
-    """The value of `"error"`; a stale writer is shown what it has not seen yet."""
-    body: dict[str, object] = {
-        "message": error.message,
-        "type": error.type,
-        "param": error.param,
-        "code": error.code,
-    }
-    return body | {"conversation": conversation_json(error.current)} if isinstance(error, StaleRevisionError) else body
+def error_body(error: ChatcacheError) -> ErrorDetail:
+    """The value of `"error"`. A writer with a stale revision also gets the conversation as it is now."""
+    if isinstance(error, StaleRevisionError):
+        return ConflictDetail(error.message, error.type, error.param, error.code, Conversation.from_head(error.current))
+    return ErrorDetail(error.message, error.type, error.param, error.code)
 
 
 def retry_after_s(error: ChatcacheError) -> int | None:
@@ -124,7 +103,7 @@ def json_response(value: object, status: int = 200, headers: Mapping[str, str] |
 
 
 def error_response(error: ChatcacheError) -> Response:
-    return json_response({"error": error_body(error)}, error.status, error_headers(error))
+    return json_response(Error(error_body(error)), error.status, error_headers(error))
 
 
 async def on_chatcache_error(request: Request, error: Exception) -> Response:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -12,11 +14,12 @@ from chatcache.gateway.auth.principal import signed_in
 from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.errors import ModelLoadingError, ShuttingDownError, error_body, error_headers, json_response
 from chatcache.gateway.metrics import CONTENT_TYPE
+from chatcache.gateway.schemas.server import Alive, NotReady, Ready
 
 
 async def livez(request: Request) -> Response:
     """The process answers."""
-    return json_response({"status": "alive"})
+    return json_response(Alive("alive"))
 
 
 async def readyz(request: Request) -> Response:
@@ -31,16 +34,11 @@ async def readyz(request: Request) -> Response:
             await store_of(request).check()
         except StoreUnavailableError as unsaved:
             return _not_ready(gateway, "unavailable", 1.0, unsaved)
-        load = {
-            "num_running": health.num_running,
-            "num_waiting": health.num_waiting,
-            "kv_pages": health.num_pages,
-            "kv_pages_in_use": health.num_pages_in_use,
-        }
-        # Probes come without a key; how busy others are is for those who have one.
-        shown = load if signed_in(request) is not None else {}
-        ready = {"status": "ready", "model": gateway.model_name, "max_model_len": health.max_model_len}
-        return json_response({**ready, **shown})
+        ready = Ready("ready", gateway.model_name, health.max_model_len)
+        if signed_in(request) is not None:  # health probes come without a key and must not see the load
+            ready.num_running, ready.num_waiting = health.num_running, health.num_waiting
+            ready.kv_pages, ready.kv_pages_in_use = health.num_pages, health.num_pages_in_use
+        return json_response(ready)
     detail = gateway.load_error or (health.detail if not health.ready else "loading the tokenizer")
     failed = gateway.load_error is not None or gateway.engine_seen_ready
     error: ChatcacheError = ModelLoadingError(detail or "the model is still loading")
@@ -49,14 +47,10 @@ async def readyz(request: Request) -> Response:
     return _not_ready(gateway, "unavailable" if failed else "loading", round(health.load_fraction, 3), error)
 
 
-def _not_ready(gateway: Gateway, status: str, progress: float, error: ChatcacheError) -> Response:
-    body = {
-        "status": status,
-        "model": gateway.model_name,
-        "detail": error.message,
-        "progress": progress,
-        "error": error_body(error),
-    }
+def _not_ready(
+    gateway: Gateway, status: Literal["loading", "unavailable"], progress: float, error: ChatcacheError
+) -> Response:
+    body = NotReady(status, gateway.model_name, error.message, progress, error_body(error))
     return json_response(body, error.status, error_headers(error))
 
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from chatcache.errors import InvalidRequestError
+
+Value = TypeVar("Value")
 
 MAX_DEPTH = 32
 MAX_NODES = 100_000
@@ -53,9 +55,9 @@ def encode(value: object) -> bytes:
     return data if data.isascii() else _NON_ASCII.sub(_escape, data.decode()).encode("ascii")
 
 
-def encoded(value: object) -> msgspec.Raw:
-    """A value that is encoded already: what is large goes into an answer piece by piece, and into several once."""
-    return msgspec.Raw(encode(value))
+def encoded(value: Value) -> Value:
+    """Encode a part of a larger body now. Typed as the value it stands for: msgspec copies `Raw` as it is."""
+    return cast(Value, msgspec.Raw(encode(value)))
 
 
 def _escape(match: re.Match[str]) -> str:

@@ -12,7 +12,7 @@ import msgspec
 from chatcache.gateway.api.idempotency import HEADER, KEY
 from chatcache.gateway.auth.principal import NAME
 from chatcache.gateway.routing import Body, Entry, Operation, Socket
-from chatcache.gateway.schemas.responses import Error
+from chatcache.gateway.schemas.errors import Error
 
 Schema = dict[str, Any]
 

@@ -33,6 +33,7 @@ from chatcache.errors import InvalidRequestError
 from chatcache.gateway.errors import INTERNAL, error_body
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.limits.rate_limits import Pace
+from chatcache.gateway.schemas.errors import Error
 from chatcache.gateway.websocket.connection import TOO_MANY
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
@@ -46,7 +47,7 @@ class StrictProtocol(ServerProtocol):
 
     def reject(self, status: HTTPStatus | int, text: str) -> Response:
         error = InvalidRequestError(text.strip(), code="handshake_refused") if status < 500 else INTERNAL
-        response = super().reject(status, encode({"error": error_body(error)}).decode())
+        response = super().reject(status, encode(Error(error_body(error))).decode())
         del response.headers["Content-Type"]
         response.headers["Content-Type"] = "application/json"
         return response
@@ -297,7 +298,7 @@ class BoundedHttp(_Watched, HttpToolsProtocol):
 
     def _end(self, status: bytes, error: InvalidRequestError) -> None:
         if not self._is_answering:
-            body = encode({"error": error_body(error)})
+            body = encode(Error(error_body(error)))
             self.transport.write(
                 b"HTTP/1.1 %b\r\ncontent-type: application/json\r\n"
                 b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (status, len(body), body)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from chatcache.gateway.responses import event_log as response_log
 from chatcache.gateway.responses.event_log import BeamTree, LogReader, ResponseLog
+from chatcache.gateway.schemas.responses import OutputMessage
 from tests.gateway.frames import Frame, receive, send, until_end
 from tests.gateway.serving import Server, hurry, slowed
 from tests.gateway.test_resume import lasting, numbered, tab, until
@@ -96,7 +97,8 @@ def test_readers_that_come_late_or_fall_behind_see_the_live_beams(seed: int, dat
     async def work() -> None:
         log, growth, draws = ResponseLog("resp_1"), Growth(seed, 3), random.Random(seed)
         log.append("response.created", response={})
-        log.append("response.output_item.added", output_index=0, item={"id": "msg_0", "type": "message"})
+        item = OutputMessage("msg_0", "assistant", "in_progress", [])
+        log.append("response.output_item.added", output_index=0, item=item)
         readers: list[tuple[LogReader, Page]] = [(log.reader(extended=True), Page())]
         for _ in range(data.draw(st.integers(1, 12))):
             for _ in range(draws.choice([1, 5, 60, 150, 300])):
@@ -134,9 +136,9 @@ def test_a_snapshot_tells_what_has_ended() -> None:
         log = ResponseLog("resp_1")
         log.append("response.created", response={})
         for index in (0, 1):
-            item = {"id": f"msg_{index}", "type": "message", "candidate": index, "status": "in_progress"}
+            item = OutputMessage(f"msg_{index}", "assistant", "in_progress", [], index)
             log.append("response.output_item.added", output_index=index, item=item)
-        ended = {"id": "msg_1", "type": "message", "status": "completed", "finish_reason": "stop", "score": -2.5}
+        ended = OutputMessage("msg_1", "assistant", "completed", [], 1, finish_reason="stop", score=-2.5)
         log.append("response.output_item.done", output_index=1, item=ended)
         for _ in range(response_log.MAX_BEHIND + 1):
             log.append("response.output_text.delta", item_id="msg_0", output_index=0, delta="x")

@@ -18,8 +18,8 @@ from chatcache.conversations.replies.events import (
     ReplyFinished,
     ReplyStarted,
 )
-from chatcache.gateway.api.chat_completions import ChatShape
-from chatcache.gateway.api.generation import FastChunks
+from chatcache.gateway.api.chat_completions import ChatCompletionWriter
+from chatcache.gateway.api.generation import CompletionHead, FastChunks
 from chatcache.gateway.api.logprobs import EncodedLogprobs, chat_logprobs, encoded_logprobs, list_of
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.metrics import Tally
@@ -35,22 +35,14 @@ def test_a_spliced_chunk_is_the_encoded_one(model: str, text: str) -> None:
     def chunk(index: int, text: str) -> object:
         return {"model": model, "choices": [{"index": index, "delta": {"content": text}, "logprobs": None}]}
 
-    plain = FastChunks(chunk)
+    fast = FastChunks(chunk)
     for index in (0, 3, 0):
-        assert encode(plain.of(ReplyDelta(index, text, (1,)))) == encode(chunk(index, text))
+        assert encode(fast.encode(ReplyDelta(index, text, (1,)))) == encode(chunk(index, text))
 
 
-def chat_shape(**fields: bool) -> ChatShape:
-    return ChatShape(
-        id="chatcmpl-1",
-        created=7,
-        model="m",
-        fingerprint="f",
-        tokenizer=tiny_tokenizer(),
-        num_candidates=2,
-        prompt=(1, 2),
-        **{"with_scores": False, "with_logprobs": False, "with_usage": True, "with_token_ids": False, **fields},
-    )
+def chat_writer(*, with_token_ids: bool) -> ChatCompletionWriter:
+    head = CompletionHead("chatcmpl-1", 7, "m", "f")
+    return ChatCompletionWriter(head, tiny_tokenizer(), (1, 2), 2, with_usage=True, with_token_ids=with_token_ids)
 
 
 async def test_a_stream_of_plain_chunks_is_the_stream_of_full_ones() -> None:
@@ -64,8 +56,8 @@ async def test_a_stream_of_plain_chunks_is_the_stream_of_full_ones() -> None:
         yield ReplyDone(1, "", "length", None, (5,), (5,))
         yield ReplyFinished(2, 0, 40)
 
-    short = [json.loads(encode(chunk)) async for chunk in chat_shape().chunks(events())]
-    full = [json.loads(encode(chunk)) async for chunk in chat_shape(with_token_ids=True).chunks(events())]
+    short = [json.loads(encode(chunk)) async for chunk in chat_writer(with_token_ids=False).chunks(events())]
+    full = [json.loads(encode(chunk)) async for chunk in chat_writer(with_token_ids=True).chunks(events())]
     for chunk in full:
         chunk.pop("prompt_token_ids", None)
         for choice in chunk["choices"]:

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 import pytest
 
 from chatcache.conversations.replies.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished
-from chatcache.gateway.api.generation import Heard, collect
+from chatcache.gateway.api.generation import CompleteReply, collect
 from chatcache.types.events import TokenLogprob
 from tests.gateway.serving import Server
 
 
-class Shape:
-    """Notes which thread writes."""
+class Serializer:
+    """Records the thread that builds the body."""
 
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
@@ -22,9 +22,9 @@ class Shape:
     def chunks(self, events: AsyncIterator[ReplyEvent]) -> AsyncIterator[object]:
         raise NotImplementedError
 
-    def whole(self, heard: Heard) -> object:
+    def body(self, reply: CompleteReply) -> object:
         self.thread = threading.current_thread()
-        return {done.index: [delta.text for delta in heard.deltas[done.index]] for done in heard.dones}
+        return {done.index: [delta.text for delta in reply.deltas[done.index]] for done in reply.dones}
 
 
 @pytest.mark.parametrize(("num_tokens", "on_the_loop"), [(5, True), (50, False)])
@@ -38,10 +38,10 @@ async def test_many_logprobs_leave_the_event_loop_alone(num_tokens: int, on_the_
             yield ReplyDone(index, "x", "stop", None, (), ())
         yield ReplyFinished(1, 0, num_tokens)
 
-    shape = Shape()
+    serializer = Serializer()
     one = ["x"] * (num_tokens // 2)
-    assert await collect(events(), shape) == f'{{"0":{one},"1":{one}}}'.replace("'", '"').replace(" ", "").encode()
-    assert (shape.thread is threading.current_thread()) == on_the_loop
+    assert await collect(events(), serializer) == f'{{"0":{one},"1":{one}}}'.replace("'", '"').replace(" ", "").encode()
+    assert (serializer.thread is threading.current_thread()) == on_the_loop
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from chatcache.errors import InvalidRequestError, NotFoundError
 from chatcache.gateway.responses.event_log import MAX_BEHIND, LogFrame, LogReader, ResponseLog
 from chatcache.gateway.responses.registry import KEEP_ENDED_S, ResponseRegistry, Run
+from chatcache.gateway.schemas.responses import OutputMessage
 
 Frame = dict[str, Any]
 
@@ -24,7 +25,7 @@ def fill(log: ResponseLog, num_deltas: int, num_items: int = 2, seed: int = 0) -
     draws = random.Random(seed)
     log.append("response.created", response={"id": log.response_id})
     for index in range(num_items):
-        item = {"id": f"msg_{index}", "type": "message"}
+        item = OutputMessage(f"msg_{index}", "assistant", "in_progress", [])
         log.append("response.output_item.added", output_index=index, item=item)
     for number in range(num_deltas):
         index = draws.randrange(num_items)
@@ -117,7 +118,8 @@ def test_a_reader_that_keeps_up_gets_no_snapshot_and_one_that_does_not_gets_one(
         log = ResponseLog("resp_1")
         quick, slow, plain = log.reader(extended=True), log.reader(extended=True), log.reader()
         log.append("response.created", response={})
-        log.append("response.output_item.added", output_index=0, item={"id": "msg_0", "type": "message"})
+        item = OutputMessage("msg_0", "assistant", "in_progress", [])
+        log.append("response.output_item.added", output_index=0, item=item)
         got: list[LogFrame] = []
         for number in range(1000):
             log.append("response.output_text.delta", item_id="msg_0", output_index=0, delta=f"{number} ")
@@ -157,7 +159,8 @@ def test_acks_hold_a_reader_back_only_once_there_are_any() -> None:
         log = ResponseLog("resp_1")
         free, acking = log.reader(), log.reader(extended=True)
         log.append("response.created", response={})
-        log.append("response.output_item.added", output_index=0, item={"id": "msg_0", "type": "message"})
+        item = OutputMessage("msg_0", "assistant", "in_progress", [])
+        log.append("response.output_item.added", output_index=0, item=item)
         acking.ack(-1)
         await acking.next()
         with pytest.raises(InvalidRequestError, match="sequence_number"):

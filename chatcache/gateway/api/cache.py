@@ -24,9 +24,22 @@ from chatcache.gateway.context import Model, gateway_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.metrics import page_states
 from chatcache.gateway.middleware import read_json
-from chatcache.gateway.responses.objects import TEMPLATE_CHANGED, miss_json
+from chatcache.gateway.responses.objects import TEMPLATE_CHANGED, miss_cause
 from chatcache.gateway.schemas.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.schemas.requests import ExplainFields, WarmthFields
+from chatcache.gateway.schemas.server import (
+    CacheAccounts,
+    CacheDivergence,
+    CachedMessage,
+    CachedPage,
+    CacheExplanation,
+    CacheMap,
+    CacheMiss,
+    CacheWarmth,
+    Charge,
+    Pool,
+    Warmth,
+)
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.stats import EngineHealth, Explanation, PackedPrompt, PageAccounts
 
@@ -51,22 +64,19 @@ async def explain(request: Request) -> Response:
             ends = await asyncio.to_thread(
                 message_token_offsets, model.tokenizer, messages, prompt, template_variables(functions)
             )
-    answer = {
-        "object": "cache.explanation",
-        "model": gateway.model_name,
-        "prompt_tokens": explanation.num_tokens,
-        "cached_tokens": explanation.num_cached_tokens,
-        "public_tokens": prompt.num_public_tokens,
-        "page_size": explanation.page_size,
-        "pages": [
-            {"index": page.index, "tokens": page.num_tokens, "state": page.state, "public": page.public}
-            for page in explanation.pages
-        ],
-        "miss": _miss(explanation, prompt, model.tokenizer, principal),
-        "divergence": _divergence(prompt, model.tokenizer),
-        "messages": _messages(messages, ends, explanation.num_cached_tokens) if ends is not None else None,
-    }
-    return json_response(answer, headers=ignored_header(ignored))
+    result = CacheExplanation(
+        object="cache.explanation",
+        model=gateway.model_name,
+        prompt_tokens=explanation.num_tokens,
+        cached_tokens=explanation.num_cached_tokens,
+        public_tokens=prompt.num_public_tokens,
+        page_size=explanation.page_size,
+        pages=[CachedPage(page.index, page.num_tokens, page.state, page.public) for page in explanation.pages],
+        miss=_miss(explanation, prompt, model.tokenizer, principal),
+        divergence=_divergence(prompt, model.tokenizer),
+        messages=_messages(messages, ends, explanation.num_cached_tokens) if ends is not None else None,
+    )
+    return json_response(result, headers=ignored_header(ignored))
 
 
 async def accounts(request: Request) -> Response:
@@ -75,8 +85,10 @@ async def accounts(request: Request) -> Response:
     model = await gateway.ready(None)
     held = await gateway.engine.accounts()
     if gateway.is_open:
-        return json_response({**_accounts_json(held, None), "pool": _pool_json(await gateway.health())})
-    return json_response(_accounts_json(held, (principal.tenant, model.service.live_requests_of(principal.owner))))
+        result = _accounts(held, None)
+        result.pool = _pool(await gateway.health())
+        return json_response(result)
+    return json_response(_accounts(held, (principal.tenant, model.service.live_requests_of(principal.owner))))
 
 
 async def _prompt(
@@ -122,9 +134,7 @@ async def _raw_prompt(prompt: str | list[int], model: Model) -> tuple[int, ...]:
     return tuple(prompt)
 
 
-def _miss(
-    explanation: Explanation, prompt: Prompt, tokenizer: Tokenizer, principal: Principal
-) -> dict[str, object] | None:
+def _miss(explanation: Explanation, prompt: Prompt, tokenizer: Tokenizer, principal: Principal) -> CacheMiss | None:
     if not explanation.reason:
         return None
 
@@ -133,45 +143,42 @@ def _miss(
 
     # What the cache has instead may be what another user of the tenant said.
     instead = explanation.diverged_tokens if principal.is_admin else ()
-    why = miss_json(
+    cause = miss_cause(
         explanation.reason, explanation.at_token, explanation.detail, prompt.divergence, explanation.page_size
     )
-    return {
-        **why,
-        "text": shown(prompt.token_ids[explanation.at_token :]),
-        "cached_text": shown(instead) if instead else None,
-    }
+    return CacheMiss(
+        reason=cause.reason,
+        at_token=cause.at_token,
+        detail=cause.detail,
+        text=shown(prompt.token_ids[explanation.at_token :]),
+        cached_text=shown(instead) if instead else None,
+    )
 
 
-def _divergence(prompt: Prompt, tokenizer: Tokenizer) -> dict[str, object] | None:
+def _divergence(prompt: Prompt, tokenizer: Tokenizer) -> CacheDivergence | None:
     """Where the rendering leaves what the latest reply of ours was generated from, whatever is cached."""
     where = prompt.divergence
     if where is None:
         return None
     rest = prompt.token_ids[where.token_index : where.token_index + _SHOWN_TOKENS]
-    return {
-        "reason": TEMPLATE_CHANGED,
-        "message": where.message_index,
-        "at_char": where.char_index,
-        "at_token": where.token_index,
-        "text": tokenizer.decode(rest, skip_special_tokens=False),
-    }
+    return CacheDivergence(
+        reason=TEMPLATE_CHANGED,
+        message=where.message_index,
+        at_char=where.char_index,
+        at_token=where.token_index,
+        text=tokenizer.decode(rest, skip_special_tokens=False),
+    )
 
 
-def _messages(messages: Sequence[Message], ends: Sequence[int], num_cached: int) -> list[dict[str, object]]:
+def _messages(messages: Sequence[Message], ends: Sequence[int], num_cached: int) -> list[CachedMessage]:
     starts = (0, *ends)
     return [
-        {
-            "index": index,
-            "role": message["role"],
-            "tokens": end - start,
-            "cached_tokens": min(max(num_cached - start, 0), end - start),
-        }
+        CachedMessage(index, message["role"], end - start, min(max(num_cached - start, 0), end - start))
         for index, (message, start, end) in enumerate(zip(messages, starts, ends, strict=False))
     ]
 
 
-def _accounts_json(held: PageAccounts, tenant: tuple[str, dict[str, str]] | None) -> dict[str, object]:
+def _accounts(held: PageAccounts, tenant: tuple[str, dict[str, str]] | None) -> CacheAccounts:
     """`tenant`: its namespace and its live requests' conversations, or None for everybody's figures."""
     requests, conversations = held.requests, {name: pages for name, pages in held.conversations.items() if name}
     num_pages: float = held.num_pages_in_use
@@ -181,31 +188,31 @@ def _accounts_json(held: PageAccounts, tenant: tuple[str, dict[str, str]] | None
         own = set(live.values())
         conversations = {name: pages for name, pages in conversations.items() if name in own}
         num_pages = held.namespaces.get(namespace, 0.0)
-    return {
-        "object": "cache.accounts",
-        "scope": "server" if tenant is None else "tenant",
-        "pages_in_use": round(num_pages, 3),
-        "page_bytes": held.page_bytes,
-        "requests": _charges(requests),
-        "conversations": _charges(conversations),
-    }
+    return CacheAccounts(
+        object="cache.accounts",
+        scope="server" if tenant is None else "tenant",
+        pages_in_use=round(num_pages, 3),
+        page_bytes=held.page_bytes,
+        requests=_charges(requests),
+        conversations=_charges(conversations),
+    )
 
 
-def _pool_json(health: EngineHealth) -> dict[str, object]:
+def _pool(health: EngineHealth) -> Pool:
     """The page map: every page in one state, as of a moment ago."""
-    return {
-        "page_size": health.page_size,
+    return Pool(
+        page_size=health.page_size,
         **page_states(health),
-        "waste": round(health.waste_fraction, 4),
-        "host_pages": health.num_host_pages,
-        "host_pages_in_use": health.num_host_pages_in_use,
-    }
+        waste=round(health.waste_fraction, 4),
+        host_pages=health.num_host_pages,
+        host_pages_in_use=health.num_host_pages_in_use,
+    )
 
 
-def _charges(pages_of: dict[str, float]) -> list[dict[str, object]]:
+def _charges(pages_of: dict[str, float]) -> list[Charge]:
     """Most pages first."""
     ranked = sorted(pages_of.items(), key=lambda charge: (-charge[1], charge[0]))
-    return [{"id": name, "pages": round(pages, 3)} for name, pages in ranked]
+    return [Charge(name, round(pages, 3)) for name, pages in ranked]
 
 
 TOKEN_BYTES = 4  # of a packed prompt
@@ -216,15 +223,7 @@ async def page_map(request: Request) -> Response:
     gateway, tenant = gateway_of(request), tenant_of(request)
     await gateway.ready(None)
     pages = await gateway.engine.page_map(tenant, operator=gateway.is_open)
-    return json_response(
-        {
-            "object": "cache.map",
-            "page_size": pages.page_size,
-            "num_pages": pages.num_pages,
-            "pages_per_cell": pages.num_pages_per_cell,
-            "cells": pages.cells,
-        }
-    )
+    return json_response(CacheMap("cache.map", pages.page_size, pages.num_pages, pages.num_pages_per_cell, pages.cells))
 
 
 async def warmth(request: Request) -> Response:
@@ -241,9 +240,8 @@ async def warmth(request: Request) -> Response:
     most = gateway.max_model_len * TOKEN_BYTES  # what lies behind can never have been computed
     cut = [PackedPrompt(prompt.tokens[:most], prompt.num_public_tokens) for prompt in prompts.values()]
     counts = await gateway.engine.num_cached(cut, principal.tenant)
-    told = zip(prompts.items(), counts, strict=True)
     entries = [
-        {"conversation_id": name, "tokens": len(prompt.tokens) // TOKEN_BYTES, "cached_tokens": count}
-        for (name, prompt), count in told
+        Warmth(stored_id, len(prompt.tokens) // TOKEN_BYTES, count)
+        for (stored_id, prompt), count in zip(prompts.items(), counts, strict=True)
     ]
-    return json_response({"object": "list", "data": entries}, headers=ignored_header(ignored))
+    return json_response(CacheWarmth("list", entries), headers=ignored_header(ignored))

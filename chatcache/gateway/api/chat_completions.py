@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import cast
 
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatcache.conversations.replies.events import CallDelta, ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished
+from chatcache.conversations.replies.events import CallDelta, ReplyDelta, ReplyDone
 from chatcache.conversations.replies.service import is_ranked, num_candidates
 from chatcache.conversations.tree import new_id
 from chatcache.errors import InvalidRequestError
-from chatcache.gateway.api.generation import FastChunks, Heard, generation, is_plain, respond, usage
+from chatcache.gateway.api.generation import ChunkWriter, CompleteReply, CompletionHead, generation, respond, usage
 from chatcache.gateway.api.logprobs import chat_logprobs, prompt_logprobs
 from chatcache.gateway.api.messages import to_messages
 from chatcache.gateway.api.params import (
@@ -32,6 +31,21 @@ from chatcache.gateway.context import gateway_of
 from chatcache.gateway.json_codec import encoded
 from chatcache.gateway.limits.admission import work_of
 from chatcache.gateway.middleware import read_json, until_disconnect
+from chatcache.gateway.schemas.completions import (
+    CalledFunction,
+    CalledFunctionDelta,
+    ChatCall,
+    ChatCallDelta,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    FinishReason,
+    Usage,
+)
 from chatcache.gateway.schemas.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.schemas.requests import ChatFields, CompletionBase, SamplingFields
 from chatcache.tokenizer.tokenizer import Tokenizer
@@ -62,17 +76,14 @@ async def chat_completions(request: Request) -> Response:
             num_public_tokens=prompt.num_public_tokens,
             priority=gateway.priority(base.priority),
         )
-        shape = ChatShape(
-            id=engine_request.request_id,
-            created=int(time.time()),
-            model=gateway.model_name,
-            fingerprint=gateway.fingerprint,
-            tokenizer=model.tokenizer,
-            num_candidates=num_candidates(params),
+        writer = ChatCompletionWriter(
+            CompletionHead.of(gateway, engine_request.request_id),
+            model.tokenizer,
+            prompt.token_ids,
+            num_candidates(params),
             with_scores=is_ranked(params),
             with_logprobs=bool(chat.logprobs),
             with_usage=bool(base.stream_options and base.stream_options.include_usage),
-            prompt=prompt.token_ids,
             with_token_ids=bool(base.return_token_ids),
         )
         names = rename_params(max_tokens="max_completion_tokens" if chat.max_completion_tokens is not None else None)
@@ -90,7 +101,7 @@ async def chat_completions(request: Request) -> Response:
         request,
         lambda: generation(reply, gateway.metrics),
         (reply,),
-        shape,
+        writer,
         stream=bool(base.stream),
         headers=ignored_header(ignored),
     )
@@ -114,140 +125,140 @@ def _logprobs(chat: ChatFields) -> int | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class ChatShape:
-    """The wire form."""
+class ChatCompletionWriter(ChunkWriter[ChatChunkChoice]):
+    """Converts the events of a reply to the body or the chunks of one chat completion."""
 
-    id: str
-    created: int
-    model: str
-    fingerprint: str
-    tokenizer: Tokenizer
-    num_candidates: int
-    with_scores: bool
-    with_logprobs: bool
-    with_usage: bool
-    prompt: tuple[int, ...]
-    with_token_ids: bool
+    def __init__(
+        self,
+        head: CompletionHead,
+        tokenizer: Tokenizer,
+        prompt: tuple[int, ...],
+        num_candidates: int,
+        *,
+        with_scores: bool = False,
+        with_logprobs: bool = False,
+        with_usage: bool = False,
+        with_token_ids: bool = False,
+    ) -> None:
+        super().__init__(num_candidates, fast_text=not (with_logprobs or with_token_ids), with_usage=with_usage)
+        self._head = head
+        self._tokenizer = tokenizer
+        self._prompt = prompt
+        self._with_scores = with_scores
+        self._with_logprobs = with_logprobs
+        self._with_token_ids = with_token_ids
 
-    async def chunks(self, events: AsyncIterator[ReplyEvent]) -> AsyncIterator[object]:
-        """Role chunks of all candidates in index order with the first token, text, an end for each, usage."""
-        begun = False
-        num_sent = [0] * self.num_candidates
-        plain = FastChunks(lambda index, text: self._chunk(self._choice(index, {"content": text})))
-        only_text = not (self.with_logprobs or self.with_token_ids)
-        async for event in events:
-            if begun and only_text and isinstance(event, ReplyDelta) and is_plain(event):
-                yield plain.of(event)
-                continue
-            if isinstance(event, ReplyDelta | ReplyDone) and not begun:
-                begun = True
-                for index in range(self.num_candidates):
-                    first: dict[str, Any] = {}
-                    if index == 0 and self.with_token_ids:
-                        first["prompt_token_ids"] = self.prompt
-                    yield {**self._chunk(self._choice(index, {"role": "assistant", "content": ""})), **first}
-            if isinstance(event, ReplyDelta):
-                num_sent[event.index] += len(event.token_ids)
-                delta = _delta(event)
-                if delta or event.logprobs or (event.token_ids and self.with_token_ids):
-                    yield self._chunk(self._text(event, delta or {"content": ""}))
-            elif isinstance(event, ReplyDone):
-                choice = self._choice(event.index, {}, finish_reason(event), event.stop_reason)
-                if self.with_scores:
-                    choice["score"] = event.score
-                if self.with_token_ids:
-                    choice["token_ids"] = event.token_ids[num_sent[event.index] :]
-                yield self._chunk(choice)
-            elif isinstance(event, ReplyFinished) and self.with_usage:
-                yield {**self._chunk(), "usage": usage(event)}
+    def body(self, reply: CompleteReply) -> ChatCompletion:
+        scores = reply.prompt_logprobs.get(0)
+        prompt_rows = encoded(prompt_logprobs(self._tokenizer, self._prompt, scores)) if scores else UNSET
+        return ChatCompletion(
+            id=self._head.id,
+            object="chat.completion",
+            created=self._head.created,
+            model=self._head.model,
+            system_fingerprint=self._head.fingerprint,
+            choices=[self._whole_choice(done, reply.deltas.get(done.index, ())) for done in reply.dones],
+            usage=usage(reply.finished),
+            prompt_logprobs=prompt_rows,
+            prompt_token_ids=list(self._prompt) if self._with_token_ids else UNSET,
+        )
 
-    def whole(self, heard: Heard) -> object:
-        """The non-streamed body."""
-        choices: list[dict[str, Any]] = []
-        for done in heard.dones:
-            choice: dict[str, Any] = {
-                "index": done.index,
-                "message": _message(done),
-                "logprobs": None,
-                "finish_reason": finish_reason(done),
-                "stop_reason": done.stop_reason,
-            }
-            if self.with_scores:
-                choice["score"] = done.score
-            if self.with_logprobs:
-                mine = heard.deltas.get(done.index, ())
-                content = [entry for d in mine for entry in chat_logprobs(self.tokenizer, d.token_ids, d.logprobs)]
-                choice["logprobs"] = encoded({"content": content, "refusal": None})
-            if self.with_token_ids:
-                choice["token_ids"] = done.token_ids
-            choices.append(choice)
-        body = {**self._head("chat.completion"), "choices": choices, "usage": usage(heard.finished)}
-        if heard.prompt_logprobs.get(0):
-            body["prompt_logprobs"] = encoded(prompt_logprobs(self.tokenizer, self.prompt, heard.prompt_logprobs[0]))
-        return {**body, "prompt_token_ids": self.prompt} if self.with_token_ids else body
+    def chunk(self, choice: ChatChunkChoice) -> ChatCompletionChunk:
+        return self._chunk([choice])
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-        }
+    def usage_chunk(self, usage: Usage) -> ChatCompletionChunk:
+        return self._chunk([], usage)
 
-    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
-        return {**self._head("chat.completion.chunk"), "choices": choices, "usage": None}
+    def first_chunk(self, index: int) -> ChatCompletionChunk:
+        chunk = self.chunk(ChatChunkChoice(index, ChatDelta(role="assistant", content=""), None, None))
+        if index == 0 and self._with_token_ids:
+            chunk.prompt_token_ids = list(self._prompt)
+        return chunk
 
-    def _choice(
-        self, index: int, delta: dict[str, Any], finish: str | None = None, stop: str | int | None = None
-    ) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
-        return choice if finish is None else {**choice, "stop_reason": stop}
+    def text_choice(self, index: int, text: str) -> ChatChunkChoice:
+        return ChatChunkChoice(index, ChatDelta(content=text), None, None)
 
-    def _text(self, event: ReplyDelta, delta: dict[str, Any]) -> dict[str, Any]:
-        choice = self._choice(event.index, delta)
-        if self.with_logprobs and event.logprobs:
-            content = chat_logprobs(self.tokenizer, event.token_ids, event.logprobs)
-            choice["logprobs"] = {"content": content, "refusal": None}
-        if self.with_token_ids:
-            choice["token_ids"] = event.token_ids
+    def delta_choice(self, event: ReplyDelta) -> ChatChunkChoice | None:
+        delta = _delta(event)
+        if delta is None:
+            if not event.logprobs and not (event.token_ids and self._with_token_ids):
+                return None
+            delta = ChatDelta(content="")
+        choice = ChatChunkChoice(event.index, delta, None, None)
+        if self._with_logprobs and event.logprobs:
+            choice.logprobs = ChatLogprobs(chat_logprobs(self._tokenizer, event.token_ids, event.logprobs), None)
+        if self._with_token_ids:
+            choice.token_ids = list(event.token_ids)
         return choice
 
+    def final_choice(self, event: ReplyDone, unsent_ids: Sequence[int]) -> ChatChunkChoice:
+        return ChatChunkChoice(
+            event.index,
+            ChatDelta(),
+            None,
+            finish_reason(event),
+            stop_reason=event.stop_reason,
+            score=event.score if self._with_scores else UNSET,
+            token_ids=list(unsent_ids) if self._with_token_ids else UNSET,
+        )
 
-def finish_reason(done: ReplyDone) -> str:
-    """OpenAI's: a reply that ended with calls ended for them."""
-    return "tool_calls" if done.parts.tool_calls and done.finish_reason == FINISH_STOP else done.finish_reason
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatCompletionChunk:
+        head = self._head
+        return ChatCompletionChunk(
+            head.id, "chat.completion.chunk", head.created, head.model, head.fingerprint, choices, usage
+        )
+
+    def _whole_choice(self, done: ReplyDone, deltas: Sequence[ReplyDelta]) -> ChatChoice:
+        logprobs = None
+        if self._with_logprobs:
+            content = [entry for d in deltas for entry in chat_logprobs(self._tokenizer, d.token_ids, d.logprobs)]
+            logprobs = encoded(ChatLogprobs(content, None))
+        return ChatChoice(
+            done.index,
+            _message(done),
+            logprobs,
+            finish_reason(done),
+            done.stop_reason,
+            score=done.score if self._with_scores else UNSET,
+            token_ids=list(done.token_ids) if self._with_token_ids else UNSET,
+        )
 
 
-def _delta(event: ReplyDelta) -> dict[str, Any]:
-    """What an event adds to a message. Reasoning has two names: OpenAI's clients know none, vLLM's both."""
-    delta: dict[str, Any] = {}
+def finish_reason(done: ReplyDone) -> FinishReason:
+    """OpenAI's finish reason: a reply that stopped after tool calls has `tool_calls`."""
+    if done.parts.tool_calls and done.finish_reason == FINISH_STOP:
+        return "tool_calls"
+    return cast(FinishReason, done.finish_reason)
+
+
+def _delta(event: ReplyDelta) -> ChatDelta | None:
+    """What an event adds to a message. Reasoning is sent under the names of both older and newer vLLM clients."""
+    if not (event.reasoning or event.text or event.calls):
+        return None
+    delta = ChatDelta()
     if event.reasoning:
-        delta |= {"reasoning_content": event.reasoning, "reasoning": event.reasoning}
+        delta.reasoning_content = delta.reasoning = event.reasoning
     if event.text:
-        delta["content"] = event.text
+        delta.content = event.text
     if event.calls:
-        delta["tool_calls"] = [_call_delta(call) for call in event.calls]
+        delta.tool_calls = [_call_delta(call) for call in event.calls]
     return delta
 
 
-def _call_delta(call: CallDelta) -> dict[str, Any]:
+def _call_delta(call: CallDelta) -> ChatCallDelta:
     if not call.name:
-        return {"index": call.number, "function": {"arguments": call.arguments}}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.number, "id": call.call_id, "type": "function", "function": function}
+        return ChatCallDelta(call.number, CalledFunctionDelta(call.arguments))
+    return ChatCallDelta(call.number, CalledFunctionDelta(call.arguments, call.name), id=call.call_id, type="function")
 
 
-def _message(done: ReplyDone) -> dict[str, Any]:
+def _message(done: ReplyDone) -> ChatMessage:
     parts = done.parts
-    message: dict[str, Any] = {"role": "assistant", "content": done.text, "refusal": None}
+    message = ChatMessage("assistant", done.text, None)
     if parts.reasoning:
-        message |= {"reasoning_content": parts.reasoning, "reasoning": parts.reasoning}
+        message.reasoning_content = message.reasoning = parts.reasoning
     if parts.tool_calls:
-        message["content"] = done.text or None
-        message["tool_calls"] = [
-            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in parts.tool_calls
+        message.content = done.text or None
+        message.tool_calls = [
+            ChatCall(call.call_id, "function", CalledFunction(call.name, call.arguments)) for call in parts.tool_calls
         ]
     return message

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatcache.conversations.replies.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished
+from chatcache.conversations.replies.events import ReplyDelta, ReplyDone, ReplyEvent
 from chatcache.conversations.replies.service import ChatService, Reply, is_ranked, num_candidates
 from chatcache.conversations.tree import new_id
 from chatcache.errors import InvalidRequestError, UnsupportedParameterError
-from chatcache.gateway.api.generation import FastChunks, Heard, generation, is_plain, merged, respond, usage
-from chatcache.gateway.api.logprobs import CompletionLogprobs, cut_tops, joined, prompt_logprobs
+from chatcache.gateway.api.generation import (
+    ChunkWriter,
+    CompleteReply,
+    CompletionHead,
+    generation,
+    merged,
+    respond,
+    usage,
+)
+from chatcache.gateway.api.logprobs import CompletionLogprobsBuilder, cut_tops, prompt_logprobs
 from chatcache.gateway.api.params import (
     Asked,
     check_stream,
@@ -31,9 +37,11 @@ from chatcache.gateway.context import gateway_of
 from chatcache.gateway.json_codec import encoded
 from chatcache.gateway.limits.admission import CHARS_PER_TOKEN, work_of
 from chatcache.gateway.middleware import read_json, until_disconnect
+from chatcache.gateway.schemas.completions import Completion, CompletionChoice, FinishReason, Usage
 from chatcache.gateway.schemas.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.schemas.requests import MAX_PROMPTS, CompletionBase, CompletionFields, SamplingFields
 from chatcache.tokenizer.tokenizer import Tokenizer
+from chatcache.types.events import TokenLogprob
 from chatcache.types.request import MAX_N, MAX_PROMPT_LOGPROBS, GenerateRequest
 
 _DEFAULT_MAX_TOKENS = 16
@@ -57,19 +65,15 @@ async def completions(request: Request) -> Response:
         priority = gateway.priority(base.priority)
         completion_id = new_id("cmpl", "-")
         shown = [model.tokenizer.decode(prompt) if fields.echo else "" for prompt in prompts]
-        shape = CompletionShape(
-            id=completion_id,
-            created=int(time.time()),
-            model=gateway.model_name,
-            fingerprint=gateway.fingerprint,
-            tokenizer=model.tokenizer,
-            prompts=tuple(prompts),
-            num_choices=len(prompts) * width,
-            echo=tuple(text for text in shown for _ in range(width)),
+        writer = CompletionWriter(
+            CompletionHead.of(gateway, completion_id),
+            model.tokenizer,
+            prompts,
+            [text for text in shown for _ in range(width)],
+            num_logprobs=fields.logprobs,
+            num_prompt_logprobs=base.prompt_logprobs,
             with_scores=is_ranked(params),
-            with_logprobs=fields.logprobs,
             with_usage=bool(base.stream_options and base.stream_options.include_usage),
-            with_prompt_logprobs=base.prompt_logprobs,
             with_token_ids=bool(base.return_token_ids),
         )
         requests = [
@@ -90,7 +94,7 @@ async def completions(request: Request) -> Response:
     def events() -> AsyncIterator[ReplyEvent]:
         return merged([generation(reply, gateway.metrics) for reply in replies], width)
 
-    return await respond(request, events, replies, shape, stream=bool(base.stream), headers=ignored_header(ignored))
+    return await respond(request, events, replies, writer, stream=bool(base.stream), headers=ignored_header(ignored))
 
 
 def _asked(base: CompletionBase, fields: CompletionFields, sampling: SamplingFields) -> Asked:
@@ -188,95 +192,92 @@ async def _start(service: ChatService, requests: Sequence[GenerateRequest], owne
         raise
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionShape:
-    """The wire form; choices are numbered prompt by prompt. `echo` holds what precedes each choice's text.
+class CompletionWriter(ChunkWriter[CompletionChoice]):
+    """Converts the events of the merged replies to the body or the chunks of one completion.
 
-    `with_prompt_logprobs`: how many alternatives to show of each prompt token.
+    Choices are numbered prompt by prompt. `echo`: the text before each choice's own. `num_logprobs`,
+    `num_prompt_logprobs`: how many alternatives of each generated token and each prompt token are returned.
     """
 
-    id: str
-    created: int
-    model: str
-    fingerprint: str
-    tokenizer: Tokenizer
-    prompts: tuple[tuple[int, ...], ...]
-    num_choices: int
-    echo: tuple[str, ...]
-    with_scores: bool
-    with_logprobs: int | None
-    with_usage: bool
-    with_prompt_logprobs: int | None
-    with_token_ids: bool
+    def __init__(
+        self,
+        head: CompletionHead,
+        tokenizer: Tokenizer,
+        prompts: Sequence[tuple[int, ...]],
+        echo: Sequence[str],
+        *,
+        num_logprobs: int | None,
+        num_prompt_logprobs: int | None,
+        with_scores: bool,
+        with_usage: bool,
+        with_token_ids: bool,
+    ) -> None:
+        super().__init__(len(echo), fast_text=num_logprobs is None and not with_token_ids, with_usage=with_usage)
+        self._head = head
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._echo = echo
+        self._num_logprobs = num_logprobs
+        self._num_prompt_logprobs = num_prompt_logprobs
+        self._with_scores = with_scores
+        self._with_token_ids = with_token_ids
+        self._logprobs = [CompletionLogprobsBuilder(tokenizer) for _ in echo]  # of the stream
 
-    async def chunks(self, events: AsyncIterator[ReplyEvent]) -> AsyncIterator[object]:
-        begun = False
-        tables = [CompletionLogprobs(self.tokenizer) for _ in range(self.num_choices)]
-        num_sent = [0] * self.num_choices
-        plain = FastChunks(lambda index, text: self._chunk(self._choice(index, text)))
-        only_text = self.with_logprobs is None and not self.with_token_ids
-        async for event in events:
-            if begun and only_text and isinstance(event, ReplyDelta) and is_plain(event):
-                yield plain.of(event)
-                continue
-            if isinstance(event, ReplyDelta | ReplyDone) and not begun:
-                begun = True
-                for index in range(self.num_choices):
-                    yield self._chunk(self._choice(index, self.echo[index]))
-            if isinstance(event, ReplyDelta):
-                choice = self._choice(event.index, event.text)
-                num_sent[event.index] += len(event.token_ids)
-                if event.logprobs:
-                    choice["logprobs"] = tables[event.index].take(event.token_ids, event.logprobs)
-                if self.with_token_ids:
-                    choice["token_ids"] = event.token_ids
-                if event.text or event.logprobs or (self.with_token_ids and event.token_ids):
-                    yield self._chunk(choice)
-            elif isinstance(event, ReplyDone):
-                choice = self._choice(event.index, "", event.finish_reason, event.stop_reason)
-                if self.with_scores:
-                    choice["score"] = event.score
-                if self.with_token_ids:
-                    choice["token_ids"] = event.token_ids[num_sent[event.index] :]
-                yield self._chunk(choice)
-            elif isinstance(event, ReplyFinished) and self.with_usage:
-                yield {**self._chunk(), "usage": usage(event)}
+    def body(self, reply: CompleteReply) -> Completion:
+        return self._completion([self._whole_choice(done, reply) for done in reply.dones], usage(reply.finished))
 
-    def whole(self, heard: Heard) -> object:
-        choices = []
-        for done in heard.dones:
-            at = done.index * len(self.prompts) // self.num_choices
-            prompt, scores = self.prompts[at], heard.prompt_logprobs.get(at, ())
-            text = self.echo[done.index] + done.text
-            choice = self._choice(done.index, text, done.finish_reason, done.stop_reason)
-            if self.with_scores:
-                choice["score"] = done.score
-            if self.with_logprobs is not None:
-                table = CompletionLogprobs(self.tokenizer)
-                takes = [table.take(prompt, cut_tops(scores, self.with_logprobs))] if self.echo[done.index] else []
-                takes += [table.take(delta.token_ids, delta.logprobs) for delta in heard.deltas.get(done.index, ())]
-                choice["logprobs"] = encoded(joined(takes))
-            if self.with_prompt_logprobs is not None:
-                rows = prompt_logprobs(self.tokenizer, prompt, cut_tops(scores, self.with_prompt_logprobs))
-                choice["prompt_logprobs"] = encoded(rows)
-            if self.with_token_ids:
-                choice["token_ids"] = done.token_ids
-            choices.append(choice)
-        return {**self._chunk(*choices), "usage": usage(heard.finished)}
+    def chunk(self, choice: CompletionChoice) -> Completion:
+        return self._completion([choice])
 
-    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-            "choices": choices,
-            "usage": None,
-        }
+    def usage_chunk(self, usage: Usage) -> Completion:
+        return self._completion([], usage)
 
-    def _choice(
-        self, index: int, text: str, finish: str | None = None, stop: str | int | None = None
-    ) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
-        return choice if finish is None else {**choice, "stop_reason": stop}
+    def first_chunk(self, index: int) -> Completion:
+        return self.chunk(self.text_choice(index, self._echo[index]))
+
+    def text_choice(self, index: int, text: str) -> CompletionChoice:
+        return CompletionChoice(index, text, None, None)
+
+    def delta_choice(self, event: ReplyDelta) -> CompletionChoice | None:
+        if not (event.text or event.logprobs or (self._with_token_ids and event.token_ids)):
+            return None
+        choice = self.text_choice(event.index, event.text)
+        if event.logprobs:
+            choice.logprobs = self._logprobs[event.index].build(event.token_ids, event.logprobs)
+        if self._with_token_ids:
+            choice.token_ids = list(event.token_ids)
+        return choice
+
+    def final_choice(self, event: ReplyDone, unsent_ids: Sequence[int]) -> CompletionChoice:
+        choice = CompletionChoice(
+            event.index, "", None, cast(FinishReason, event.finish_reason), stop_reason=event.stop_reason
+        )
+        if self._with_scores:
+            choice.score = event.score
+        if self._with_token_ids:
+            choice.token_ids = list(unsent_ids)
+        return choice
+
+    def _completion(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
+        head = self._head
+        return Completion(head.id, "text_completion", head.created, head.model, head.fingerprint, choices, usage)
+
+    def _whole_choice(self, done: ReplyDone, reply: CompleteReply) -> CompletionChoice:
+        at = done.index * len(self._prompts) // self.num_choices
+        prompt, scores = self._prompts[at], reply.prompt_logprobs.get(at, ())
+        choice = self.final_choice(done, done.token_ids)
+        choice.text = self._echo[done.index] + done.text
+        if self._num_logprobs is not None:
+            ids: list[int] = []
+            logprobs: list[TokenLogprob | None] = []
+            if self._echo[done.index]:
+                ids += prompt
+                logprobs += cut_tops(scores, self._num_logprobs)
+            for delta in reply.deltas.get(done.index, ()):
+                ids += delta.token_ids
+                logprobs += delta.logprobs
+            choice.logprobs = encoded(CompletionLogprobsBuilder(self._tokenizer).build(ids, logprobs))
+        if self._num_prompt_logprobs is not None:
+            rows = prompt_logprobs(self._tokenizer, prompt, cut_tops(scores, self._num_prompt_logprobs))
+            choice.prompt_logprobs = encoded(rows)
+        return choice

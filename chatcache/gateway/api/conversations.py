@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -35,51 +36,47 @@ from chatcache.conversations.turns import add_messages, save_new_conversation
 from chatcache.errors import EngineError, InvalidRequestError, NotFoundError
 from chatcache.gateway.api.idempotency import REPLAYED, IdempotencyCache
 from chatcache.gateway.api.messages import to_messages
-from chatcache.gateway.api.pagination import PageQuery, page, paged, read_limit
+from chatcache.gateway.api.pagination import PageQuery, end_ids, page, paged, read_limit
 from chatcache.gateway.auth.principal import owner_of, principal_of
 from chatcache.gateway.context import gateway_of
-from chatcache.gateway.errors import conversation_json, json_response
+from chatcache.gateway.errors import json_response
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.limits.admission import CHARS_PER_TOKEN
 from chatcache.gateway.limits.rate_limits import RequestCost
 from chatcache.gateway.metrics import Metrics, record_reply_metrics
 from chatcache.gateway.middleware import read_json, read_json_or_nothing, until_disconnect
-from chatcache.gateway.responses.objects import output_items, usage_json
+from chatcache.gateway.responses.objects import output_items
+from chatcache.gateway.schemas import responses as schemas
 from chatcache.gateway.schemas.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.schemas.requests import ConversationFields, ConversationPatch, ItemsFields, TitleFields
 
 
-def item_json(item: Item, turn: Turn | None) -> dict[str, object]:
-    """The wire form of a message; `turn` is the response that made it."""
-    kind = "output_text" if item.role == "assistant" else "input_text"
-    part: dict[str, object] = {"type": kind, "text": item.text}
-    forked = item.finish_reason == FORKED  # the response's figures are of its outputs
-    if kind == "output_text":
-        part["annotations"] = []
-    return {
-        "id": item.id,
-        "type": "message",
-        "role": item.role,
-        "status": item.status,
-        "content": [part],
-        "parent_id": item.parent_id,
-        "response_id": item.response_id,
-        "index": item.index,
-        "num_tokens": len(item.token_ids) or None,
-        "finish_reason": item.finish_reason,
-        "created_at": int(item.created_at),
-        "usage": usage_json(turn.usage) if turn is not None and turn.usage is not None and not forked else None,
-    }
+def message_item(item: Item, turn: Turn | None) -> schemas.Item:
+    """Describe a message as one item; `turn` is the response that generated it."""
+    is_output = item.role == "assistant"
+    # A fork shares the tokens of its source: the usage of the turn counts them for the source's outputs only.
+    usage = turn.usage if turn is not None and item.finish_reason != FORKED else None
+    return schemas.Item(
+        id=item.id,
+        role=cast(Any, item.role),
+        status=item.status,
+        content=[schemas.OutputText(item.text, []) if is_output else schemas.InputText(item.text)],
+        parent_id=item.parent_id,
+        response_id=item.response_id,
+        index=item.index,
+        num_tokens=len(item.token_ids) or None,
+        finish_reason=item.finish_reason,
+        created_at=int(item.created_at),
+        usage=schemas.ResponseUsage.from_usage(usage) if usage is not None else None,
+    )
 
 
-def _match_json(hit: SearchHit) -> dict[str, object]:
-    """Where the words are. Marks are [start, end] in characters (code points), never markup."""
-    return {
-        "item_id": hit.item_id,
-        "role": hit.role,
-        "snippet": {"text": hit.snippet.text, "marks": hit.snippet.marks} if hit.snippet is not None else None,
-        "title_marks": hit.title_marks,
-    }
+def _found_conversation(hit: SearchHit) -> schemas.FoundConversation:
+    """A conversation with the places where a search found its words: [start, end] in characters, never markup."""
+    found = schemas.FoundConversation.from_head(hit.conversation)
+    snippet = schemas.Snippet(hit.snippet.text, list(hit.snippet.marks)) if hit.snippet is not None else None
+    found.match = schemas.Match(hit.item_id, hit.role, snippet, list(hit.title_marks))
+    return found
 
 
 async def list_conversations(request: Request) -> Response:
@@ -90,18 +87,19 @@ async def list_conversations(request: Request) -> Response:
     if words.strip():
         hits = await store.search(owner, SearchQuery.parse(words), limit + 1, after)
         heads: Sequence[Conversation] = [hit.conversation for hit in hits]
-        entries = [{**conversation_json(hit.conversation), "match": _match_json(hit)} for hit in hits]
+        entries = [_found_conversation(hit) for hit in hits]
     else:
         heads = await store.list(owner, limit + 1, after)
-        entries = [conversation_json(head) for head in heads]
-    has_more = len(heads) > limit
-    found = page(entries[:limit], has_more=has_more)
-    return json_response({**found, "next": encode_cursor(heads[limit - 1]) if has_more else None})
+        entries = [schemas.FoundConversation.from_head(head) for head in heads]
+    has_more, shown = len(heads) > limit, entries[:limit]
+    cursor = encode_cursor(heads[limit - 1]) if has_more else None
+    first_id, last_id = end_ids(shown)
+    return json_response(schemas.ConversationPage("list", shown, first_id, last_id, has_more, cursor))
 
 
 async def get_conversation(request: Request) -> Response:
     conversation = await store_of(request).get(owner_of(request), request.path_params["id"])
-    return json_response(conversation_json(conversation))
+    return json_response(schemas.Conversation.from_head(conversation))
 
 
 async def update_conversation(request: Request) -> Response:
@@ -117,7 +115,7 @@ async def update_conversation(request: Request) -> Response:
         expected_rev=patch.rev,
     )
     gateway_of(request).hub.changed(conversation)
-    return json_response(conversation_json(conversation), headers=ignored_header(ignored))
+    return json_response(schemas.Conversation.from_head(conversation), headers=ignored_header(ignored))
 
 
 async def delete_conversation(request: Request) -> Response:
@@ -127,7 +125,7 @@ async def delete_conversation(request: Request) -> Response:
     gateway.hub.deleted(owner, conversation_id)
     runs = [run for run in gateway.responses.running(owner) if run.conversation_id == conversation_id]
     await asyncio.gather(*(run.cancel() for run in runs))
-    return json_response({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
+    return json_response(schemas.Deleted(conversation_id, "conversation.deleted", deleted=True))
 
 
 def read_rev(request: Request) -> int | None:
@@ -161,7 +159,7 @@ async def create_conversation(request: Request) -> Response:
     if once is None:
         conversation = await save_new_conversation(store, owner, messages, fields.metadata, fields.title)
         gateway.hub.changed(conversation)
-        return json_response(conversation_json(conversation), headers=ignored_header(ignored))
+        return json_response(schemas.Conversation.from_head(conversation), headers=ignored_header(ignored))
     async with gateway.keys.of(owner, once):
         found = await once.earlier(store, owner)
         try:
@@ -172,9 +170,9 @@ async def create_conversation(request: Request) -> Response:
         except IdempotencyConflictError as taken:  # through another gateway
             found = once.same(taken.claim)
     if found is not None:
-        return json_response(conversation_json(await store.get(owner, found)), headers=REPLAYED)
+        return json_response(schemas.Conversation.from_head(await store.get(owner, found)), headers=REPLAYED)
     gateway.hub.changed(conversation)
-    return json_response(conversation_json(conversation), headers=ignored_header(ignored))
+    return json_response(schemas.Conversation.from_head(conversation), headers=ignored_header(ignored))
 
 
 async def list_items(request: Request) -> Response:
@@ -219,7 +217,7 @@ async def delete_item(request: Request) -> Response:
         expected_rev=read_rev(request),
     )
     gateway_of(request).hub.changed(conversation)
-    return json_response(conversation_json(conversation))
+    return json_response(schemas.Conversation.from_head(conversation))
 
 
 async def edited(
@@ -249,31 +247,32 @@ async def edited(
 
 def _listed(tree: ConversationTree, query: Mapping[str, str]) -> bytes:
     if "branches" in query:
-        entries = [item_json(item, tree.turn_of(item)) for item in tree.items.values()]
+        entries = [message_item(item, tree.turn_of(item)) for item in tree.items.values()]
         return encode(paged(entries, PageQuery.read(query, order="asc", limit=None)))
     return encode(paged(wire_items(tree, _path(tree, query.get("leaf"))), PageQuery.read(query)))
 
 
-def wire_items(tree: ConversationTree, items: Iterable[Item]) -> list[dict[str, object]]:
-    """OpenAI's items; what one message holds beside its text are items of their own there."""
+def wire_items(tree: ConversationTree, items: Iterable[Item]) -> list[schemas.ListedItem]:
+    """OpenAI's items: reasoning, calls and outputs of calls are items of their own, before or after their message."""
     return [entry for item in items for entry in _wire_item(tree, item)]
 
 
-def _wire_item(tree: ConversationTree, item: Item) -> list[dict[str, object]]:
-    whole = item_json(item, tree.turn_of(item))
-    if item.role == "assistant":
-        return [
-            {**whole, **entry} if entry["type"] == "message" else {**_place(item), **entry}
-            for entry in output_items(item)
-        ]
+def _wire_item(tree: ConversationTree, item: Item) -> list[schemas.ListedItem]:
     if item.role == "tool":
-        answer = {"type": "function_call_output", "call_id": item.parts.call_id, "output": item.text}
-        return [{**_place(item), "id": item.id, "status": item.status, **answer}]
-    return [whole]
-
-
-def _place(item: Item) -> dict[str, object]:
-    return {"parent_id": item.parent_id, "response_id": item.response_id}
+        call_id = item.parts.call_id
+        return [schemas.FunctionCallOutput(item.id, call_id, item.text, item.status, item.parent_id, item.response_id)]
+    if item.role != "assistant":
+        return [message_item(item, tree.turn_of(item))]
+    entries: list[schemas.ListedItem] = []
+    for output in output_items(item):
+        if isinstance(output, schemas.OutputMessage):
+            message = message_item(item, tree.turn_of(item))
+            message.content, message.candidate = [schemas.OutputText(item.text, [], [])], item.index
+            entries.append(message)
+        else:
+            output.parent_id, output.response_id = item.parent_id, item.response_id
+            entries.append(output)
+    return entries
 
 
 def _path(tree: ConversationTree, leaf: str | None) -> tuple[Item, ...]:
@@ -282,7 +281,7 @@ def _path(tree: ConversationTree, leaf: str | None) -> tuple[Item, ...]:
     return tree.path(leaf if leaf is not None else tree.conversation.active_leaf)
 
 
-def find_item(tree: ConversationTree, item_id: str) -> tuple[Item, dict[str, object]]:
+def find_item(tree: ConversationTree, item_id: str) -> tuple[Item, schemas.ListedItem]:
     """The message, and the form of it that has this id: all of it, or one of the calls it makes.
 
     Raises: NotFoundError.
@@ -290,10 +289,10 @@ def find_item(tree: ConversationTree, item_id: str) -> tuple[Item, dict[str, obj
     known = tree.items.get(item_id)
     for item in (known,) if known is not None else tree.items.values():
         for entry in _wire_item(tree, item):
-            if entry["id"] == item_id:
+            if entry.id == item_id:
                 return item, entry
     if known is not None:
-        return known, item_json(known, tree.turn_of(known))
+        return known, message_item(known, tree.turn_of(known))
     raise NotFoundError(f"no item {item_id[:128]!r} in this conversation", param="item_id")
 
 
@@ -319,14 +318,14 @@ async def generate_title(request: Request) -> Response:
     conversation = await _named(store, before, title) if title else await store.get(owner, before.id)
     if conversation.rev != before.rev:
         gateway.hub.changed(conversation)
-    answer = {
-        "object": "conversation.title",
-        "title": conversation.title,
-        "generated": bool(title) and conversation.title == title,
-        "usage": usage_json(usage),
-        "conversation": conversation_json(conversation),
-    }
-    return json_response(answer, headers=ignored_header(ignored))
+    result = schemas.Title(
+        object="conversation.title",
+        title=conversation.title,
+        generated=bool(title) and conversation.title == title,
+        usage=schemas.ResponseUsage.from_usage(usage),
+        conversation=schemas.Conversation.from_head(conversation),
+    )
+    return json_response(result, headers=ignored_header(ignored))
 
 
 async def _heard(reply: Reply, metrics: Metrics) -> tuple[str, Usage]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
+from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -18,6 +19,7 @@ from chatcache.gateway.context import gateway_of
 from chatcache.gateway.errors import UnsupportedMediaTypeError, error_body, json_response
 from chatcache.gateway.json_codec import JsonValues
 from chatcache.gateway.middleware import refuse_encoding
+from chatcache.gateway.schemas.responses import Import, ImportEntry
 from chatcache.gateway.websocket.notifications import ConversationHub
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.transfer.format import Draft, end_of_export, portable
@@ -97,7 +99,7 @@ class Importer:
         self._counts: Counter[str] = Counter()
         self._skipped: Counter[str] = Counter()
         self._num_items = 0
-        self._entries: list[dict[str, object]] = []
+        self._entries: list[ImportEntry] = []
         self._first_error: ChatcacheError | None = None
 
     async def take(self, files: list[bytes]) -> None:
@@ -114,22 +116,29 @@ class Importer:
         """Count one that could not be read."""
         if self._first_error is None:
             self._first_error = error
-        self._enter("failed", {"error": error_body(error)})
+        self._enter(ImportEntry(self._num_read, "failed", error=error_body(error)))
 
-    def report(self) -> dict[str, object]:
+    @property
+    def _num_read(self) -> int:
+        return sum(self._counts.values())
+
+    def report(self) -> Import:
         """The answer. Raises: InvalidRequestError if nothing was imported and something failed."""
-        num_done = sum(self._counts.values()) - self._counts["failed"]
+        num_done = self._num_read - self._counts["failed"]
         if self._first_error is not None and not num_done:
             raise self._first_error
-        return {
-            "object": "conversation.import",
-            "dry_run": self._dry_run,
-            **{status: self._counts[status] for status in ("created", "extended", "unchanged", "failed")},
-            "num_items": self._num_items,
-            "skipped": dict(self._skipped),
-            "data": self._entries,
-            "has_more": sum(self._counts.values()) > len(self._entries),
-        }
+        return Import(
+            object="conversation.import",
+            dry_run=self._dry_run,
+            created=self._counts["created"],
+            extended=self._counts["extended"],
+            unchanged=self._counts["unchanged"],
+            failed=self._counts["failed"],
+            num_items=self._num_items,
+            skipped=dict(self._skipped),
+            data=self._entries,
+            has_more=self._num_read > len(self._entries),
+        )
 
     def _done(self, draft: Draft, adopted: ImportResult) -> None:
         self._num_items += adopted.num_items
@@ -137,22 +146,22 @@ class Importer:
         if adopted.status != "unchanged" and not self._dry_run:
             self._hub.changed(adopted.conversation)
         self._enter(
-            adopted.status,
-            {
-                "id": adopted.conversation.id,
-                "source_id": draft.conversation.id[:128],
-                "title": adopted.conversation.title,
-                "num_items": adopted.num_items,
-                "token_exact": draft.is_exact,
-                "skipped": dict(draft.skipped),
-            },
+            ImportEntry(
+                self._num_read,
+                cast(Any, adopted.status),
+                id=adopted.conversation.id,
+                source_id=draft.conversation.id[:128],
+                title=adopted.conversation.title,
+                num_items=adopted.num_items,
+                token_exact=draft.is_exact,
+                skipped=dict(draft.skipped),
+            )
         )
 
-    def _enter(self, status: str, entry: dict[str, object]) -> None:
-        number = sum(self._counts.values())
-        self._counts[status] += 1
+    def _enter(self, entry: ImportEntry) -> None:
+        self._counts[entry.status] += 1
         if len(self._entries) < MAX_REPORTED:
-            self._entries.append({"number": number, "status": status, **entry})
+            self._entries.append(entry)
 
 
 async def _lines(store: ConversationStore, owner: str, digest: str) -> AsyncIterator[bytes]:

@@ -1,17 +1,17 @@
-"""What chat completions and completions have in common: submit, meter, stream or collect, die with the socket.
+"""What chat completions and completions share: stream or collect a reply, write its chunks, merge several replies.
 
-Several replies as one: choices numbered through, one end with the sums.
-
-Chunks that add text and nothing else, which nearly all are: everything around the text is encoded once.
+The engine requests of a response end with it, also when the client disconnects.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Generic, Protocol, TypeVar
 
 from msgspec import Raw, structs
 from starlette.requests import Request
@@ -22,17 +22,31 @@ from chatcache.conversations.replies.service import Reply
 from chatcache.errors import EngineError
 from chatcache.gateway.api.logprobs import max_top
 from chatcache.gateway.api.sse import EventStream, framed
-from chatcache.gateway.context import gateway_of
+from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.errors import ShuttingDownError
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.metrics import Metrics, record_reply_metrics
 from chatcache.gateway.middleware import until_disconnect
+from chatcache.gateway.schemas.completions import (
+    ChatChunkChoice,
+    ChatCompletionChunk,
+    Completion,
+    CompletionChoice,
+    OutputTokensDetails,
+    PromptTokensDetails,
+    Usage,
+)
 from chatcache.types.events import TokenLogprob
+
+# Writing this many log-probabilities takes about a millisecond; longer bodies are encoded in a thread.
+_INLINE_LOGPROBS = 500
+
+Choice = TypeVar("Choice", ChatChunkChoice, CompletionChoice)
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """A whole reply: how each candidate ended, by index; the deltas of each; what was said of each prompt."""
+class CompleteReply:
+    """A whole reply: how each candidate ended, by index; the deltas of each; the log-probabilities of each prompt."""
 
     dones: Sequence[ReplyDone]
     deltas: Mapping[int, Sequence[ReplyDelta]]
@@ -40,37 +54,112 @@ class Heard:
     finished: ReplyFinished
 
 
-# Writing this many log-probabilities takes about a millisecond; longer answers leave the event loop alone.
-_INLINE_LOGPROBS = 500
+class ReplySerializer(Protocol):
+    """Converts reply events to the bodies of one route."""
+
+    def chunks(self, events: AsyncIterator[ReplyEvent]) -> AsyncIterator[object]:
+        """The chunks of a stream."""
+        ...
+
+    def body(self, reply: CompleteReply) -> object:
+        """The body without streaming."""
+        ...
 
 
-class Shape(Protocol):
-    """One route's wire form of a reply."""
+@dataclass(frozen=True, slots=True)
+class CompletionHead:
+    """The fields that every chunk and every body of one completion repeats."""
 
-    def chunks(self, events: AsyncIterator[ReplyEvent]) -> AsyncIterator[object]: ...
+    id: str
+    created: int
+    model: str
+    fingerprint: str
 
-    def whole(self, heard: Heard) -> object: ...
+    @classmethod
+    def of(cls, gateway: Gateway, completion_id: str) -> CompletionHead:
+        return cls(completion_id, int(time.time()), gateway.model_name, gateway.fingerprint)
 
 
-def usage(finished: ReplyFinished) -> dict[str, Any]:
+class ChunkWriter(ABC, Generic[Choice]):
+    """Converts reply events to chunks. Subclasses build the choices of their route.
+
+    The first chunks, one for each choice in index order, come with the first token; then chunks with text, one final
+    chunk for each choice, and the usage. `fast_text`: deltas with text only may be written by `FastChunks`.
+    """
+
+    def __init__(self, num_choices: int, *, fast_text: bool, with_usage: bool) -> None:
+        self.num_choices = num_choices
+        self._fast_text = fast_text
+        self._with_usage = with_usage
+
+    @abstractmethod
+    def chunk(self, choice: Choice) -> ChatCompletionChunk | Completion: ...
+
+    @abstractmethod
+    def usage_chunk(self, usage: Usage) -> ChatCompletionChunk | Completion:
+        """The last chunk: no choice, but the usage."""
+
+    @abstractmethod
+    def first_chunk(self, index: int) -> ChatCompletionChunk | Completion: ...
+
+    @abstractmethod
+    def text_choice(self, index: int, text: str) -> Choice: ...
+
+    @abstractmethod
+    def delta_choice(self, event: ReplyDelta) -> Choice | None:
+        """The choice for a delta; None where the client has asked for nothing that is in it."""
+
+    @abstractmethod
+    def final_choice(self, event: ReplyDone, unsent_ids: Sequence[int]) -> Choice:
+        """The last choice of a candidate. `unsent_ids`: its tokens that came with no delta."""
+
+    async def chunks(self, events: AsyncIterator[ReplyEvent]) -> AsyncIterator[object]:
+        """Write the chunks of one reply; `FastChunks` are encoded already."""
+        fast = FastChunks(lambda index, text: self.chunk(self.text_choice(index, text)))
+        num_sent = [0] * self.num_choices
+        begun = False
+        async for event in events:
+            if isinstance(event, ReplyFinished):
+                if self._with_usage:
+                    yield self.usage_chunk(usage(event))
+                continue
+            if not isinstance(event, ReplyDelta | ReplyDone):
+                continue
+            if begun and self._fast_text and isinstance(event, ReplyDelta) and is_text_only(event):
+                yield fast.encode(event)
+                continue
+            if not begun:
+                begun = True
+                for index in range(self.num_choices):
+                    yield self.first_chunk(index)
+            if (choice := self._choice(event, num_sent)) is not None:
+                yield self.chunk(choice)
+
+    def _choice(self, event: ReplyDelta | ReplyDone, num_sent: list[int]) -> Choice | None:
+        if isinstance(event, ReplyDone):
+            return self.final_choice(event, event.token_ids[num_sent[event.index] :])
+        num_sent[event.index] += len(event.token_ids)
+        return self.delta_choice(event)
+
+
+def usage(finished: ReplyFinished) -> Usage:
     """OpenAI's usage object; prompt and cached tokens count once, however many candidates there are."""
-    return {
-        "prompt_tokens": finished.num_prompt_tokens,
-        "completion_tokens": finished.num_output_tokens,
-        "total_tokens": finished.num_prompt_tokens + finished.num_output_tokens,
-        "prompt_tokens_details": {
-            "cached_tokens": finished.num_cached_tokens,
-            "cache_write_tokens": finished.num_prompt_tokens - finished.num_cached_tokens,
-        },
-        "completion_tokens_details": {"reasoning_tokens": finished.num_reasoning_tokens},
-    }
+    return Usage(
+        prompt_tokens=finished.num_prompt_tokens,
+        completion_tokens=finished.num_output_tokens,
+        total_tokens=finished.num_prompt_tokens + finished.num_output_tokens,
+        prompt_tokens_details=PromptTokensDetails(
+            finished.num_cached_tokens, finished.num_prompt_tokens - finished.num_cached_tokens
+        ),
+        completion_tokens_details=OutputTokensDetails(finished.num_reasoning_tokens),
+    )
 
 
 async def respond(
     request: Request,
     events: Callable[[], AsyncIterator[ReplyEvent]],
     replies: Sequence[Reply],
-    shape: Shape,
+    serializer: ReplySerializer,
     *,
     stream: bool,
     headers: dict[str, str],
@@ -86,19 +175,19 @@ async def respond(
 
     if stream:
         return EventStream(
-            framed(shape.chunks(events())),
+            framed(serializer.chunks(events())),
             keep_alive_s=gateway.config.sse_keep_alive_interval_s,
             on_end=close,
             headers=headers,
         )
     try:
-        body = await until_disconnect(request, collect(events(), shape))
+        body = await until_disconnect(request, collect(events(), serializer))
         return Response(body, 200, headers, media_type="application/json")
     finally:
         await close()
 
 
-async def collect(events: AsyncIterator[ReplyEvent], shape: Shape) -> bytes:
+async def collect(events: AsyncIterator[ReplyEvent], serializer: ReplySerializer) -> bytes:
     """Read to the end; return the encoded body."""
     dones: list[ReplyDone] = []
     deltas: dict[int, list[ReplyDelta]] = defaultdict(list)
@@ -115,15 +204,15 @@ async def collect(events: AsyncIterator[ReplyEvent], shape: Shape) -> bytes:
             dones.append(event)
         elif isinstance(event, ReplyFinished):
             dones.sort(key=lambda done: done.index)
-            heard = Heard(dones, deltas, of_prompts, event)
+            reply = CompleteReply(dones, deltas, of_prompts, event)
             if num_logprobs <= _INLINE_LOGPROBS:
-                return _encode(shape, heard)
-            return await asyncio.to_thread(_encode, shape, heard)
+                return _encode(serializer, reply)
+            return await asyncio.to_thread(_encode, serializer, reply)
     raise EngineError("the engine ended without a result")
 
 
-def _encode(shape: Shape, heard: Heard) -> bytes:
-    return encode(shape.whole(heard))
+def _encode(serializer: ReplySerializer, reply: CompleteReply) -> bytes:
+    return encode(serializer.body(reply))
 
 
 async def generation(reply: Reply, metrics: Metrics) -> AsyncIterator[ReplyEvent]:
@@ -180,24 +269,28 @@ async def merged(sources: Sequence[AsyncIterator[ReplyEvent]], width: int) -> As
     )
 
 
-_SEAM = "\ue000"  # private use, and the last of its kind in any chunk
+# A private-use character. `rpartition` finds its last occurrence, so one in the model's name does no harm.
+_SEAM = "\ue000"
 
 
 class FastChunks:
-    """`chunk(index, text)` is the chunk as an object; `of` gives the same as JSON."""
+    """Encodes chunks that add text only: what surrounds the text is encoded once for each choice.
+
+    `chunk(index, text)` returns the chunk as an object; `encode` returns the JSON that encoding it would give.
+    """
 
     def __init__(self, chunk: Callable[[int, str], object]) -> None:
         self._chunk = chunk
-        self._around: dict[int, tuple[bytes, bytes]] = {}
+        self._surroundings: dict[int, tuple[bytes, bytes]] = {}
 
-    def of(self, event: ReplyDelta) -> Raw:
-        around = self._around.get(event.index)
-        if around is None:
-            before, _, behind = encode(self._chunk(event.index, _SEAM)).rpartition(encode(_SEAM))
-            around = self._around[event.index] = before, behind
-        return Raw(around[0] + encode(event.text) + around[1])
+    def encode(self, event: ReplyDelta) -> Raw:
+        surroundings = self._surroundings.get(event.index)
+        if surroundings is None:
+            head, _, tail = encode(self._chunk(event.index, _SEAM)).rpartition(encode(_SEAM))
+            surroundings = self._surroundings[event.index] = head, tail
+        return Raw(surroundings[0] + encode(event.text) + surroundings[1])
 
 
-def is_plain(event: ReplyDelta) -> bool:
-    """Whether text is all it has for a client that asked for neither log-probabilities nor token ids."""
+def is_text_only(event: ReplyDelta) -> bool:
+    """Whether the delta has nothing but text for a client without log-probabilities and token ids."""
     return bool(event.text) and not event.reasoning and not event.calls

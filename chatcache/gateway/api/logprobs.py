@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from msgspec import Raw
 
 from chatcache.gateway.json_codec import encode, encoded
+from chatcache.gateway.schemas import completions as schemas
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import TokenLogprob
 
@@ -14,10 +16,15 @@ from chatcache.types.events import TokenLogprob
 FLOOR = -9999.0
 
 
-def chat_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> list[object]:
+def chat_logprobs(
+    tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprob]
+) -> list[schemas.TokenLogprob]:
     """The `content` list: one entry per token; `bytes` join to the text even where a token is half a character."""
     return [
-        {**_token(tokenizer, token, entry.logprob), "top_logprobs": [_token(tokenizer, *top) for top in entry.top]}
+        schemas.TokenLogprob(
+            *_token(tokenizer, token, entry.logprob),
+            top_logprobs=[schemas.TopLogprob(*_token(tokenizer, *top)) for top in entry.top],
+        )
         for token, entry in zip(ids, logprobs, strict=True)
     ]
 
@@ -40,7 +47,7 @@ class EncodedLogprobs:
         self._data.clear()
         return taken
 
-    def as_list(self) -> Raw:
+    def as_list(self) -> list[schemas.TokenLogprob]:
         return list_of(self._data)
 
 
@@ -49,22 +56,23 @@ def encoded_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequenc
     return encode(chat_logprobs(tokenizer, ids, logprobs))[1:-1]
 
 
-def list_of(entries: bytes | bytearray) -> Raw:
-    """Encoded entries as a list."""
-    return Raw(b"[%s]" % entries)
+def list_of(entries: bytes | bytearray) -> list[schemas.TokenLogprob]:
+    """Encoded entries as an encoded list, typed as the list that it stands for."""
+    return cast(list[schemas.TokenLogprob], Raw(b"[%s]" % entries))
 
 
-def prompt_logprobs(tokenizer: Tokenizer, ids: Sequence[int], entries: Sequence[TokenLogprob | None]) -> list[object]:
+def prompt_logprobs(
+    tokenizer: Tokenizer, ids: Sequence[int], entries: Sequence[TokenLogprob | None]
+) -> schemas.PromptLogprobs:
     """vLLM's shape: per prompt token, its own and the top tokens by id; None for the first. Rows are encoded already.
 
     `rank` is None for a token beyond the alternatives asked for.
     """
 
-    def entry(token: int, logprob: float, rank: int | None) -> dict[str, object]:
-        text = _bytes(tokenizer, token).decode("utf-8", "replace")
-        return {"logprob": max(logprob, FLOOR), "rank": rank, "decoded_token": text}
+    def entry(token: int, logprob: float, rank: int | None) -> schemas.PromptToken:
+        return schemas.PromptToken(max(logprob, FLOOR), rank, token_text(tokenizer, token))
 
-    rows: list[object] = []
+    rows: schemas.PromptLogprobs = []
     for token, scored in zip(ids, entries, strict=True):
         if scored is None:
             rows.append(None)
@@ -89,39 +97,33 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
     return _bytes(tokenizer, token).decode("utf-8", "replace")
 
 
-def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, object]:
+def _token(tokenizer: Tokenizer, token: int, logprob: float) -> tuple[str, float, list[int]]:
     data = _bytes(tokenizer, token)
-    return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, FLOOR), "bytes": list(data)}
+    return data.decode("utf-8", "replace"), max(logprob, FLOOR), list(data)
 
 
 def _bytes(tokenizer: Tokenizer, token: int) -> bytes:
     return tokenizer.token_bytes[token] if 0 <= token < len(tokenizer.token_bytes) else b""
 
 
-class CompletionLogprobs:
-    """The older shape of /v1/completions: parallel lists, offsets into the text so far."""
+class CompletionLogprobsBuilder:
+    """Builds the log-probabilities of one choice of /v1/completions: parallel lists, offsets into the text so far."""
 
-    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._offset = offset
+        self._offset = 0
 
-    def take(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> dict[str, list[object]]:
-        """The lists for these tokens; the next call continues behind them. Nothing predicts a prompt's first token."""
-        out: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    def build(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> schemas.CompletionLogprobs:
+        """The lists for the next tokens. `logprobs` is None for the first token of a prompt, which nothing predicts."""
+        built = schemas.CompletionLogprobs([], [], [], [])
         for token, entry in zip(ids, logprobs, strict=True):
-            text = _bytes(self._tokenizer, token).decode("utf-8", "replace")
-            out["tokens"].append(text)
-            out["token_logprobs"].append(None if entry is None else max(entry.logprob, FLOOR))
-            out["top_logprobs"].append(None if entry is None else self._top(entry))
-            out["text_offset"].append(self._offset)
+            text = token_text(self._tokenizer, token)
+            built.tokens.append(text)
+            built.token_logprobs.append(None if entry is None else max(entry.logprob, FLOOR))
+            built.top_logprobs.append(None if entry is None else self._top(entry))
+            built.text_offset.append(self._offset)
             self._offset += len(text)
-        return out
+        return built
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        return {_bytes(self._tokenizer, t).decode("utf-8", "replace"): max(p, FLOOR) for t, p in entry.top}
-
-
-def joined(parts: Sequence[dict[str, list[object]]]) -> dict[str, list[object]]:
-    """Several takes as one."""
-    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-    return {name: [entry for part in parts for entry in part[name]] for name in names}
+        return {token_text(self._tokenizer, token): max(logprob, FLOOR) for token, logprob in entry.top}

@@ -18,26 +18,27 @@ from chatcache.gateway.errors import json_response
 from chatcache.gateway.middleware import read_json
 from chatcache.gateway.schemas.fields import ignored_header, read, unknown_fields
 from chatcache.gateway.schemas.requests import DetokenizeFields, TokenizeFields
+from chatcache.gateway.schemas.server import Model, Models, Text, Tokens, Version
 from chatcache.tokenizer.tokenizer import Tokenizer
 
 
-def _card(gateway: Gateway) -> dict[str, object]:
-    return {
-        "id": gateway.model_name,
-        "object": "model",
-        "created": gateway.started_at,
-        "owned_by": "chatcache",
-        "root": gateway.model_name,
-        "parent": None,
-        "max_model_len": gateway.max_model_len or None,
-    }
+def _card(gateway: Gateway) -> Model:
+    return Model(
+        id=gateway.model_name,
+        object="model",
+        created=gateway.started_at,
+        owned_by="chatcache",
+        root=gateway.model_name,
+        parent=None,
+        max_model_len=gateway.max_model_len or None,
+    )
 
 
 async def list_models(request: Request) -> Response:
     gateway = gateway_of(request)
     await gateway.health()
     # The name of a model that is still loading may not be known yet.
-    return json_response({"object": "list", "data": [_card(gateway)] if gateway.model_name else []})
+    return json_response(Models("list", [_card(gateway)] if gateway.model_name else []))
 
 
 async def get_model(request: Request) -> Response:
@@ -48,7 +49,7 @@ async def get_model(request: Request) -> Response:
 
 
 async def get_version(request: Request) -> Response:
-    return json_response({"version": gateway_of(request).version})
+    return json_response(Version(gateway_of(request).version))
 
 
 async def tokenize(request: Request) -> Response:
@@ -61,22 +62,20 @@ async def tokenize(request: Request) -> Response:
         raise InvalidRequestError("send either prompt or messages", param="prompt")
     functions = parse_tool_choice(model.service.reply_format, fields.tools, "none", None).functions
     async with gateway.counting.turn(owner_of(request), len(await request.body())):
-        answer = await asyncio.to_thread(_tokenized, fields, model.tokenizer, functions)
-    return json_response({**answer, "max_model_len": gateway.max_model_len}, headers=ignored_header(ignored))
-
-
-def _tokenized(fields: TokenizeFields, tokenizer: Tokenizer, functions: Sequence[Function]) -> dict[str, object]:
-    if fields.messages is not None:
-        generation = fields.add_generation_prompt is not False
-        messages = link_tool_results(to_messages(fields.messages, "messages"), "messages")
-        text = tokenizer.render(messages, add_generation_prompt=generation, **template_variables(functions))
-        ids = tokenizer.encode_rendered(text, add_special_tokens=bool(fields.add_special_tokens))
-    else:
-        ids = tokenizer.encode(fields.prompt or "", add_special_tokens=fields.add_special_tokens is not False)
-    answer: dict[str, object] = {"count": len(ids), "tokens": ids}
+        ids = await asyncio.to_thread(_token_ids, fields, model.tokenizer, functions)
+    result = Tokens(len(ids), ids, gateway.max_model_len)
     if fields.return_token_strs:
-        answer["token_strs"] = [tokenizer.token_bytes[token].decode("utf-8", "replace") for token in ids]
-    return answer
+        result.token_strs = [model.tokenizer.token_bytes[token].decode("utf-8", "replace") for token in ids]
+    return json_response(result, headers=ignored_header(ignored))
+
+
+def _token_ids(fields: TokenizeFields, tokenizer: Tokenizer, functions: Sequence[Function]) -> list[int]:
+    if fields.messages is None:
+        return list(tokenizer.encode(fields.prompt or "", add_special_tokens=fields.add_special_tokens is not False))
+    messages = link_tool_results(to_messages(fields.messages, "messages"), "messages")
+    generation = fields.add_generation_prompt is not False
+    text = tokenizer.render(messages, add_generation_prompt=generation, **template_variables(functions))
+    return list(tokenizer.encode_rendered(text, add_special_tokens=bool(fields.add_special_tokens)))
 
 
 async def detokenize(request: Request) -> Response:
@@ -88,4 +87,4 @@ async def detokenize(request: Request) -> Response:
     check_tokens(fields.tokens, model.tokenizer.vocab_size, "tokens")
     async with gateway.counting.turn(owner_of(request), len(await request.body())):
         text = await asyncio.to_thread(model.tokenizer.decode, fields.tokens, skip_special_tokens=False)
-    return json_response({"prompt": text}, headers=ignored_header(ignored))
+    return json_response(Text(text), headers=ignored_header(ignored))

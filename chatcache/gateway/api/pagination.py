@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from chatcache.errors import InvalidRequestError, NotFoundError
+from chatcache.gateway.schemas.responses import Page
 
 MAX_LIMIT = 100
 DEFAULT_LIMIT = 20
 ORDERS = ("asc", "desc")
 
-Entry = Mapping[str, object]
+
+class Identified(Protocol):
+    """An entry of a list, which clients name by its id."""
+
+    id: str
+
+
+Entry = TypeVar("Entry", bound=Identified)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +48,7 @@ def read_limit(text: str) -> int:
     return int(text)
 
 
-def paged(entries: Sequence[Entry], query: PageQuery) -> dict[str, object]:
+def paged(entries: Sequence[Entry], query: PageQuery) -> Page[Entry]:
     """One page of `entries`, which are in ascending order.
 
     Raises: NotFoundError for an `after` that is not among them.
@@ -47,7 +56,7 @@ def paged(entries: Sequence[Entry], query: PageQuery) -> dict[str, object]:
     ordered = entries if query.order == "asc" else entries[::-1]
     start = 0
     if query.after is not None:
-        at = next((at for at, entry in enumerate(ordered) if entry["id"] == query.after), None)
+        at = next((at for at, entry in enumerate(ordered) if entry.id == query.after), None)
         if at is None:
             raise NotFoundError(f"after: this list has no {query.after[:128]!r}", param="after")
         start = at + 1
@@ -55,7 +64,12 @@ def paged(entries: Sequence[Entry], query: PageQuery) -> dict[str, object]:
     return page(ordered[start:end], has_more=end < len(ordered))
 
 
-def page(data: Sequence[Entry], *, has_more: bool) -> dict[str, object]:
-    """The answer's form."""
-    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": has_more}
+def page(data: Sequence[Entry], *, has_more: bool) -> Page[Entry]:
+    """A page that holds `data`."""
+    first_id, last_id = end_ids(data)
+    return Page("list", list(data), first_id, last_id, has_more)
+
+
+def end_ids(data: Sequence[Identified]) -> tuple[str, str] | tuple[None, None]:
+    """The ids of the first and the last entry."""
+    return (data[0].id, data[-1].id) if data else (None, None)

@@ -9,31 +9,32 @@ from chatcache.gateway.auth.middleware import offered_key, offered_session
 from chatcache.gateway.auth.principal import LIFE_S, Principal, principal_of, set_cookie
 from chatcache.gateway.context import gateway_of
 from chatcache.gateway.errors import AuthenticationError, json_response
+from chatcache.gateway.schemas.server import Session, SessionDeleted
 
 
 async def get_session(request: Request) -> Response:
     """Who one is. Raises: as `principal_of`."""
     principal = principal_of(request)
     session = offered_session(request.headers) if offered_key(request.scope, request.headers) is None else None
-    return json_response(_session_json(principal, session.expires_at if session is not None else None))
+    return json_response(_session(principal, session.expires_at if session is not None else None))
 
 
 async def create_session(request: Request) -> Response:
     """Take a key for a cookie. A session alone does not get another one, so it ends when it said it would."""
     principal = principal_of(request)
     if not principal.key_id:  # an open server
-        return json_response(_session_json(principal, None))
+        return json_response(_session(principal, None))
     if offered_key(request.scope, request.headers) is None:
         raise AuthenticationError("send the API key itself: Authorization: Bearer KEY")
     value, expires_at = gateway_of(request).keyring.session(principal)
     headers = {"set-cookie": _cookie(request, value, LIFE_S), "cache-control": "no-store"}
-    return json_response(_session_json(principal, expires_at), headers=headers)
+    return json_response(_session(principal, expires_at), headers=headers)
 
 
 async def delete_session(request: Request) -> Response:
     """Forget the cookie, whatever it is worth."""
     headers = {"set-cookie": _cookie(request, "", 0), "cache-control": "no-store"}
-    return json_response({"object": "session", "deleted": True}, headers=headers)
+    return json_response(SessionDeleted("session", deleted=True), headers=headers)
 
 
 def _cookie(request: Request, value: str, max_age_s: int) -> str:
@@ -41,12 +42,12 @@ def _cookie(request: Request, value: str, max_age_s: int) -> str:
     return set_cookie(value, max_age_s, path, secure=request.scope["scheme"] == "https")
 
 
-def _session_json(principal: Principal, expires_at: int | None) -> dict[str, object]:
-    return {
-        "object": "session",
-        "key_id": principal.key_id or None,
-        "tenant": principal.tenant,
-        "user": principal.owner.partition("/")[2],
-        "is_admin": principal.is_admin,
-        "expires_at": expires_at,
-    }
+def _session(principal: Principal, expires_at: int | None) -> Session:
+    return Session(
+        object="session",
+        key_id=principal.key_id or None,
+        tenant=principal.tenant,
+        user=principal.owner.partition("/")[2],
+        is_admin=principal.is_admin,
+        expires_at=expires_at,
+    )

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from chatcache.errors import ChatcacheError
 from chatcache.gateway.errors import INTERNAL, error_body
 from chatcache.gateway.json_codec import encode
+from chatcache.gateway.schemas.errors import Error
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class EventStream(EventSourceResponse):  # type: ignore[misc]  # sse-starlette s
     def last_words(self, error: ChatcacheError) -> bytes:
         """What a stream that is cut off still has to say: the error, or nothing where its own end was sent."""
         has_ended = self._last == DONE or self._last.startswith(_ERROR_HEAD)
-        return b"" if has_ended else frame({"error": error_body(error)})
+        return b"" if has_ended else frame(Error(error_body(error)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[_IN_SCOPE] = self
@@ -121,7 +122,7 @@ async def framed(events: AsyncIterator[object]) -> AsyncGenerator[bytes, None]:
             yield frame(event)
         yield DONE
     except ChatcacheError as error:
-        yield frame({"error": error_body(error)})
+        yield frame(Error(error_body(error)))
     except Exception:
         log.exception("a stream failed")
-        yield frame({"error": error_body(INTERNAL)})
+        yield frame(Error(error_body(INTERNAL)))

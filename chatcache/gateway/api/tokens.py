@@ -18,6 +18,14 @@ from chatcache.gateway.context import gateway_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.limits.rate_limits import RequestCost
 from chatcache.gateway.middleware import until_disconnect
+from chatcache.gateway.schemas.responses import (
+    Alternative,
+    MessageToken,
+    MessageTokens,
+    PlacedToken,
+    TokenSpan,
+    TokenUsage,
+)
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.request import MAX_TOP_LOGPROBS
 
@@ -30,11 +38,8 @@ async def list_tokens(request: Request) -> Response:
     model = await gateway_of(request).ready(None)
     tree, item = await _message(request)
     spans = await model.conversations.token_offsets(tree, item)
-    entries = [
-        {"index": index, "start": span[0] if span else None, "end": span[1] if span else None}
-        for index, span in enumerate(spans)
-    ]
-    return json_response({"object": "list", "item_id": item.id, "data": entries})
+    entries = [TokenSpan(index, *(span or (None, None))) for index, span in enumerate(spans)]
+    return json_response(MessageTokens("list", item.id, entries))
 
 
 async def get_token(request: Request) -> Response:
@@ -48,7 +53,7 @@ async def get_token(request: Request) -> Response:
         reply = await Alternatives(model.conversations, model.service).start(tree, item, index)
         permit.cover(reply)
     look = await until_disconnect(request, read_alternatives(reply, item.token_ids[index]))
-    return json_response(_look_json(model.tokenizer, index, look, top))
+    return json_response(_message_token(model.tokenizer, index, look, top))
 
 
 async def _message(request: Request) -> tuple[ConversationTree, Item]:
@@ -65,24 +70,23 @@ def _number(text: str, name: str, least: int, most: int) -> int:
     return int(text)
 
 
-def _look_json(tokenizer: Tokenizer, index: int, look: TokenAlternatives, top: int) -> dict[str, object]:
-    def told(token: int, logprob: float | None) -> dict[str, object]:
-        return {
-            "id": token,
-            "text": token_text(tokenizer, token),
-            "logprob": FLOOR if logprob is None else max(logprob, FLOOR),
-            "probability": 0.0 if logprob is None else math.exp(logprob),
-            "ends": token in tokenizer.eos_token_ids,
-        }
+def _message_token(tokenizer: Tokenizer, index: int, look: TokenAlternatives, top: int) -> MessageToken:
+    chosen = _alternative(tokenizer, look.token_id, look.logprob)
+    return MessageToken(
+        object="message.token",
+        index=index,
+        token=PlacedToken(chosen.id, chosen.text, chosen.logprob, chosen.probability, chosen.ends, look.rank),
+        alternatives=[_alternative(tokenizer, token, logprob) for token, logprob in look.top_tokens[:top]],
+        usage=TokenUsage(look.num_prompt_tokens, look.num_cached_tokens, look.num_copied_pages),
+    )
 
-    return {
-        "object": "message.token",
-        "index": index,
-        "token": {**told(look.token_id, look.logprob), "rank": look.rank},
-        "alternatives": [told(token, logprob) for token, logprob in look.top_tokens[:top]],
-        "usage": {
-            "input_tokens": look.num_prompt_tokens,
-            "cached_tokens": look.num_cached_tokens,
-            "copied_pages": look.num_copied_pages,
-        },
-    }
+
+def _alternative(tokenizer: Tokenizer, token: int, logprob: float | None) -> Alternative:
+    """`logprob`: None for a token that the model rules out."""
+    return Alternative(
+        id=token,
+        text=token_text(tokenizer, token),
+        logprob=FLOOR if logprob is None else max(logprob, FLOOR),
+        probability=0.0 if logprob is None else math.exp(logprob),
+        ends=token in tokenizer.eos_token_ids,
+    )

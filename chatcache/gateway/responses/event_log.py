@@ -27,10 +27,11 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from msgspec import Raw
+from msgspec import UNSET, Raw
 
 from chatcache.errors import InvalidRequestError
 from chatcache.gateway.json_codec import encode
+from chatcache.gateway.schemas.responses import OutputItem
 
 SEGMENT = 64  # frames
 NUM_RAW_SEGMENTS = 4  # readers that keep up never inflate
@@ -159,13 +160,13 @@ class OutputTexts:
     def take(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Heed an event that adds an item, or adds to one."""
         if kind == _ADDED:
-            item = fields["item"]
-            head = {"item_id": item["id"], "output_index": fields["output_index"], "type": item["type"]}
-            head |= {name: item[name] for name in ("name", "call_id", "candidate", "status") if name in item}
-            self._outputs[item["id"]] = _Output(head, _TEXT_NAMES.get(item["type"], "text"))
-        elif kind == _DONE and (output := self._outputs.get(fields["item"]["id"])) is not None:
-            item = fields["item"]
-            output.head |= {name: item[name] for name in ("status", "finish_reason", "score") if name in item}
+            item: OutputItem = fields["item"]
+            item_type = str(item.__struct_config__.tag)
+            head = {"item_id": item.id, "output_index": fields["output_index"], "type": item_type}
+            head |= _present(item, "name", "call_id", "candidate", "status")
+            self._outputs[item.id] = _Output(head, _TEXT_NAMES.get(item_type, "text"))
+        elif kind == _DONE and (output := self._outputs.get(fields["item"].id)) is not None:
+            output.head |= _present(fields["item"], "status", "finish_reason", "score")
         elif kind.endswith(_DELTA) and (output := self._outputs.get(fields["item_id"])) is not None:
             output.parts.append(fields["delta"])
             self.num_bytes += len(fields["delta"])
@@ -177,6 +178,12 @@ class OutputTexts:
             output.parts = ["".join(output.parts)]
             found.append({**output.head, output.text_name: output.parts[0]})
         return found
+
+
+def _present(item: OutputItem, *names: str) -> dict[str, object]:
+    """The fields of these names that the item has and that are set."""
+    values = {name: getattr(item, name, UNSET) for name in names}
+    return {name: value for name, value in values.items() if value is not UNSET}
 
 
 BEAM = "response.beam"

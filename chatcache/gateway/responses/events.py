@@ -20,12 +20,9 @@ all candidates are numbered as they come.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
-from typing import Any
-
-from msgspec import Raw
 
 from chatcache.conversations.replies.events import (
     CallDelta,
@@ -55,15 +52,16 @@ from chatcache.gateway.responses.event_log import ResponseLog
 from chatcache.gateway.responses.objects import (
     call_item,
     call_item_id,
-    miss_json,
+    miss_cause,
     output_items,
     output_text,
     reasoning_id,
     reasoning_item,
-    reasoning_text,
     response_object,
     why_incomplete,
 )
+from chatcache.gateway.schemas.completions import TokenLogprob
+from chatcache.gateway.schemas.responses import OutputItem, OutputMessage, ReasoningText, Receipt, Response
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import FINISH_CANCELLED, FINISH_STOP, StartReport
 
@@ -86,16 +84,8 @@ class CandidateFrames:
         """Add the message, if it is not there yet."""
         if self._item_id in self._at:
             return
-        item = {
-            "id": self._item_id,
-            "type": "message",
-            "role": "assistant",
-            "status": IN_PROGRESS,
-            "candidate": self._candidate,
-            "content": [],
-        }
-        self._add(item)
-        self._log.append("response.content_part.added", **self._place(self._item_id), part=output_text("", []))
+        self._add(OutputMessage(self._item_id, "assistant", "in_progress", [], self._candidate))
+        self._log.append("response.content_part.added", **self._place(self._item_id), part=output_text(""))
 
     def delta(self, event: ReplyDelta, logprobs: bytes) -> None:
         """`logprobs`: of its text, as `encoded_logprobs` returns them."""
@@ -110,11 +100,11 @@ class CandidateFrames:
             self._end_thought()
             self._call(call)
 
-    def done(self, item: Item, logprobs: Raw, score: float | None) -> dict[int, dict[str, object]]:
+    def done(self, item: Item, logprobs: list[TokenLogprob], score: float | None) -> dict[int, OutputItem]:
         """End all items; return them as they are in the response, by `output_index`."""
         self._end_thought()
         self._end_call(item.status)
-        whole = {str(each["id"]): each for each in output_items(item, logprobs, score)}
+        whole = {each.id: each for each in output_items(item, logprobs, score)}
         if self._item_id in whole:
             self.begin_message()
             at = self._place(self._item_id)
@@ -128,7 +118,7 @@ class CandidateFrames:
         if not self._is_thinking:
             self._is_thinking = True
             self._add(reasoning_item(item_id, self._candidate, None, IN_PROGRESS))
-            self._log.append("response.content_part.added", **self._place(item_id), part=reasoning_text(""))
+            self._log.append("response.content_part.added", **self._place(item_id), part=ReasoningText(""))
         self._thoughts.append(text)
         self._log.append("response.reasoning_text.delta", **self._place(item_id), delta=text)
 
@@ -138,7 +128,7 @@ class CandidateFrames:
         self._is_thinking = False
         item_id, text = reasoning_id(self._item_id), "".join(self._thoughts)
         self._log.append("response.reasoning_text.done", **self._place(item_id), text=text)
-        self._log.append("response.content_part.done", **self._place(item_id), part=reasoning_text(text))
+        self._log.append("response.content_part.done", **self._place(item_id), part=ReasoningText(text))
         self._end(reasoning_item(item_id, self._candidate, text))
 
     def _call(self, delta: CallDelta) -> None:
@@ -165,12 +155,12 @@ class CandidateFrames:
         self._log.append("response.function_call_arguments.done", **at, name=call.name, arguments=arguments)
         self._end(call_item(item_id, self._candidate, call, status))
 
-    def _add(self, item: dict[str, object]) -> None:
-        index = self._at[str(item["id"])] = next(self._numbers)
+    def _add(self, item: OutputItem) -> None:
+        index = self._at[item.id] = next(self._numbers)
         self._log.append("response.output_item.added", output_index=index, item=item)
 
-    def _end(self, item: dict[str, object]) -> None:
-        self._log.append("response.output_item.done", output_index=self._at[str(item["id"])], item=item)
+    def _end(self, item: OutputItem) -> None:
+        self._log.append("response.output_item.done", output_index=self._at[item.id], item=item)
 
     def _place(self, item_id: str) -> dict[str, object]:
         return {"item_id": item_id, "output_index": self._at[item_id], "content_index": 0}
@@ -196,7 +186,7 @@ class ResponseFrames:
         numbers = count()
         self._candidates = [CandidateFrames(log, numbers, *each) for each in enumerate(self.item_ids)]
         self._outputs: dict[int, Item] = {}
-        self._wire_outputs: dict[int, dict[str, object]] = {}
+        self._wire_outputs: dict[int, OutputItem] = {}
         self._is_read = reply.is_parsed
         self._begun = False
         self._cut = False
@@ -218,7 +208,7 @@ class ResponseFrames:
         self._progress("queued", None, None)
 
     def started(self, event: ReplyStarted) -> None:
-        more = self._report_json(event.report) if event.report is not None else {}
+        more = self._report_fields(event.report) if event.report is not None else {}
         self._progress("decode", event.num_prompt_tokens, event.num_cached_tokens, **more)
 
     def delta(self, event: ReplyDelta) -> None:
@@ -250,7 +240,7 @@ class ResponseFrames:
             return INCOMPLETE if self._cut else CANCELLED
         return COMPLETED if self._finish_reasons <= {FINISH_STOP} else INCOMPLETE
 
-    def finished(self, event: ReplyFinished, receipt: Mapping[str, object] | None, *, is_saved: bool) -> None:
+    def finished(self, event: ReplyFinished, receipt: Receipt | None, *, is_saved: bool) -> None:
         """Write the terminal frame; `receipt` belongs to a cancelled response."""
         status = self.status(event)
         kind = "response.completed" if status == COMPLETED else "response.incomplete"
@@ -283,12 +273,12 @@ class ResponseFrames:
             **more,
         )
 
-    def _report_json(self, report: StartReport) -> dict[str, object]:
+    def _report_fields(self, report: StartReport) -> dict[str, object]:
         miss = report.miss
         if miss is None:
             return {"copied_pages": report.num_copied_pages, "miss": None}
-        why = miss_json(miss.reason, miss.at_token, miss.detail, self._divergence, miss.page_size)
-        return {"copied_pages": report.num_copied_pages, "miss": why}
+        cause = miss_cause(miss.reason, miss.at_token, miss.detail, self._divergence, miss.page_size)
+        return {"copied_pages": report.num_copied_pages, "miss": cause}
 
     def _logprobs_of_text(self, event: ReplyDelta) -> bytes:
         """The log-probabilities to show with an event: those of text, and of tokens that may yet become some."""
@@ -302,10 +292,10 @@ class ResponseFrames:
         self._logprobs[event.index].extend(logprobs)
         return logprobs
 
-    def _output(self) -> list[dict[str, object]]:
+    def _output(self) -> list[OutputItem]:
         return [self._wire_outputs[index] for index in sorted(self._wire_outputs)]
 
-    def _response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
+    def _response(self, status: str, usage: Usage | None = None) -> Response:
         turn = replace(self._turn, status=status, usage=usage)
         return response_object(turn, self._output(), why_incomplete(turn, self.outputs))
 

@@ -1,83 +1,93 @@
-"""OpenAI's response object and its output items: built alike while a response runs and when it is retrieved.
-
-Why a prompt misses the cache, as people are told.
-"""
+"""OpenAI's response object and its output items, for running responses and for stored ones."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, cast
 
-from msgspec import Raw
+from msgspec import UNSET
 
 from chatcache.conversations.prompt import Divergence
-from chatcache.conversations.tree import CANCELLED, COMPLETED, INCOMPLETE, Item, ToolCall, Turn, Usage
+from chatcache.conversations.tree import CANCELLED, COMPLETED, INCOMPLETE, Item, ToolCall, Turn
+from chatcache.gateway.schemas.completions import TokenLogprob
+from chatcache.gateway.schemas.responses import (
+    FunctionCall,
+    ItemStatus,
+    OutputItem,
+    OutputMessage,
+    Reasoning,
+    ReasoningText,
+    Response,
+    ResponseText,
+    ResponseUsage,
+)
+from chatcache.gateway.schemas.server import MissCause
 from chatcache.types.events import FINISH_LENGTH
 
+# Fields that `Turn.echo` has for every request. An imported turn may lack them.
+_ECHO_DEFAULTS: dict[str, Any] = {
+    "conversation": None,
+    "input_item_ids": [],
+    "forked_item_id": None,
+    "store": True,
+    "background": False,
+    "metadata": {},
+    "max_output_tokens": None,
+    "top_logprobs": 0,
+    "n": 1,
+    "temperature": None,
+    "top_p": None,
+    "error": None,
+    "incomplete_details": None,
+    "tools": [],
+    "tool_choice": "none",
+    "parallel_tool_calls": False,
+    "text": {"format": {"type": "text"}},
+}
 
-def usage_json(usage: Usage) -> dict[str, object]:
-    """OpenAI's Responses usage."""
-    return {
-        "input_tokens": usage.num_prompt_tokens,
-        "input_tokens_details": {
-            "cached_tokens": usage.num_cached_tokens,
-            "cache_write_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
-        },
-        "output_tokens": usage.num_output_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
-        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
-    }
 
-
-def response_object(
-    turn: Turn, output: Sequence[Mapping[str, object]], incomplete: str | None = None
-) -> dict[str, Any]:
-    """The object as the turn stands now. `incomplete` says why it ended early; `turn.echo` repeats the request."""
-    return {
+def response_object(turn: Turn, output: Sequence[OutputItem], incomplete: str | None = None) -> Response:
+    """The response as the turn describes it. `incomplete`: why it ended early; `turn.echo` repeats the request."""
+    details = {"incomplete_details": {"reason": incomplete}} if incomplete is not None else {}
+    echo = {name: value for name, value in turn.echo.items() if name in Response.__struct_fields__}
+    fields: dict[str, Any] = {
         "id": turn.id,
         "object": "response",
         "created_at": int(turn.created_at),
         "status": turn.status,
         "model": turn.model,
         "output": output,
-        "usage": usage_json(turn.usage) if turn.usage is not None else None,
-        "error": None,
-        "incomplete_details": {"reason": incomplete} if incomplete is not None else None,
+        "usage": ResponseUsage.from_usage(turn.usage) if turn.usage is not None else None,
         "instructions": turn.instructions,
         "previous_response_id": turn.previous_response_id,
         "parent_item_id": turn.parent_id if turn.echo.get("store", True) else None,
-        "tools": [],
-        "tool_choice": "none",
-        "parallel_tool_calls": False,
         "truncation": "disabled",
-        "text": {"format": {"type": "text"}},
-        **turn.echo,
     }
+    return Response(**{**_ECHO_DEFAULTS, **details, **fields, **echo})
 
 
 def output_items(
-    item: Item, logprobs: Sequence[object] | Raw = (), score: float | None = None
-) -> tuple[dict[str, object], ...]:
-    """A finished candidate as output items: what it thought, what it said, what it called.
+    item: Item, logprobs: list[TokenLogprob] | None = None, score: float | None = None
+) -> tuple[OutputItem, ...]:
+    """A finished candidate as output items: its reasoning, its text, its calls.
 
-    One without a call has a message, be it empty.
+    A candidate without a call has a message, even an empty one.
     """
     parts = item.parts
-    items: list[dict[str, object]] = []
+    items: list[OutputItem] = []
     if parts.reasoning:
         items.append(reasoning_item(reasoning_id(item.id), item.index, parts.reasoning))
     if item.text or not parts.tool_calls:
         items.append(
-            {
-                "id": item.id,
-                "type": "message",
-                "role": item.role,
-                "status": item.status,
-                "finish_reason": item.finish_reason,
-                "candidate": item.index,
-                **({"score": score} if score is not None else {}),
-                "content": [output_text(item.text, logprobs)],
-            }
+            OutputMessage(
+                id=item.id,
+                role="assistant",
+                status=cast(ItemStatus, item.status),
+                content=[output_text(item.text, logprobs)],
+                candidate=item.index,
+                finish_reason=item.finish_reason,
+                score=score if score is not None else UNSET,
+            )
         )
     for number, call in enumerate(parts.tool_calls):
         last = number == len(parts.tool_calls) - 1
@@ -85,29 +95,14 @@ def output_items(
     return tuple(items)
 
 
-def reasoning_item(item_id: str, candidate: int, text: str | None, status: str = COMPLETED) -> dict[str, object]:
+def reasoning_item(item_id: str, candidate: int, text: str | None, status: str = COMPLETED) -> Reasoning:
     """`text`: None while there is none."""
-    content = [reasoning_text(text)] if text is not None else []
-    return {
-        "id": item_id,
-        "type": "reasoning",
-        "status": status,
-        "candidate": candidate,
-        "summary": [],
-        "content": content,
-    }
+    content = [ReasoningText(text)] if text is not None else []
+    return Reasoning(item_id, cast(ItemStatus, status), summary=[], content=content, candidate=candidate)
 
 
-def call_item(item_id: str, candidate: int, call: ToolCall, status: str) -> dict[str, object]:
-    return {
-        "id": item_id,
-        "type": "function_call",
-        "status": status,
-        "candidate": candidate,
-        "call_id": call.call_id,
-        "name": call.name,
-        "arguments": call.arguments,
-    }
+def call_item(item_id: str, candidate: int, call: ToolCall, status: str) -> FunctionCall:
+    return FunctionCall(item_id, cast(ItemStatus, status), call.call_id, call.name, call.arguments, candidate)
 
 
 def reasoning_id(item_id: str) -> str:
@@ -120,14 +115,9 @@ def call_item_id(item_id: str, number: int) -> str:
     return f"fc_{item_id.removeprefix('msg_')}_{number}"
 
 
-def reasoning_text(text: str) -> dict[str, object]:
-    """The content part of what was thought."""
-    return {"type": "reasoning_text", "text": text}
-
-
-def output_text(text: str, logprobs: Sequence[object] | Raw) -> dict[str, object]:
+def output_text(text: str, logprobs: list[TokenLogprob] | None = None) -> ResponseText:
     """The content part of a message."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+    return ResponseText(text, [], logprobs if logprobs is not None else [])
 
 
 def why_incomplete(turn: Turn, outputs: Sequence[Item]) -> str | None:
@@ -139,14 +129,15 @@ def why_incomplete(turn: Turn, outputs: Sequence[Item]) -> str | None:
     return "max_output_tokens" if FINISH_LENGTH in {item.finish_reason for item in outputs} else "interrupted"
 
 
-TEMPLATE_CHANGED = "template_changed"
+TEMPLATE_CHANGED: Literal["template_changed"] = "template_changed"
 
 
-def miss_json(
-    reason: str, at_token: int, detail: str, divergence: Divergence | None, page_size: int
-) -> dict[str, object]:
-    """What misses from where the chat template left a reply of ours misses for that."""
+def miss_cause(reason: Any, at_token: int, detail: str, divergence: Divergence | None, page_size: int) -> MissCause:
+    """Why a prompt is not cached from `at_token` on.
+
+    At the page where the chat template begins to write a stored reply differently, the template is the reason.
+    """
     if divergence is not None and divergence.token_index - page_size < at_token <= divergence.token_index:
         written = f"message {divergence.message_index} otherwise than it was when a reply was generated"
-        reason, detail = TEMPLATE_CHANGED, f"the chat template writes {written}"
-    return {"reason": reason, "at_token": at_token, "detail": detail}
+        return MissCause(TEMPLATE_CHANGED, at_token, f"the chat template writes {written}")
+    return MissCause(reason, at_token, detail)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,11 +12,10 @@ from chatcache.conversations.fork_points import ReplyPrefix
 from chatcache.errors import NotFoundError
 from chatcache.gateway.responses.event_log import ResponseLog
 from chatcache.gateway.responses.steering import Steer
+from chatcache.gateway.schemas.responses import Receipt
 
 KEEP_ENDED_S = 15 * 60.0
 MAX_ENDED_BYTES = 64 * 1024 * 1024
-
-Receipt = Mapping[str, object]
 
 
 class Run(Protocol):

@@ -30,11 +30,10 @@ from chatcache.conversations.turns import PlannedTurn
 from chatcache.errors import ChatcacheError, EngineError, InvalidRequestError, NotFoundError, UnsupportedParameterError
 from chatcache.gateway.auth.principal import Principal
 from chatcache.gateway.context import Gateway, Model
-from chatcache.gateway.errors import INTERNAL, conversation_json
+from chatcache.gateway.errors import INTERNAL
 from chatcache.gateway.metrics import Metrics, record_reply_metrics
 from chatcache.gateway.responses.event_log import ResponseLog
 from chatcache.gateway.responses.events import ResponseFrames, usage_of
-from chatcache.gateway.responses.registry import Receipt
 from chatcache.gateway.responses.steering import (
     Steer,
     SteerQueue,
@@ -45,6 +44,8 @@ from chatcache.gateway.responses.steering import (
     steer_json,
     successor_body,
 )
+from chatcache.gateway.schemas import responses as schemas
+from chatcache.gateway.schemas.responses import Receipt
 from chatcache.types.events import FINISH_CANCELLED
 
 
@@ -122,11 +123,7 @@ class CandidateCancellations:
             now_s = time.perf_counter()
             since_s = drop.since_s if drop is not None else now_s
             num_late = self._reply.candidates[event.index].num_tokens - drop.num_tokens if drop is not None else 0
-            receipt = {
-                "tokens_after_stop": num_late,
-                "pages_freed": event.num_pages_freed,
-                "stop_latency_ms": round((now_s - since_s) * 1000, 3),
-            }
+            receipt = Receipt(num_late, event.num_pages_freed, round((now_s - since_s) * 1000, 3))
             self._metrics.stop_latency.observe(now_s - since_s)
             self._metrics.tokens_after_stop.inc(num_late)
             self._log.note("response.dropped", **dropped(self._log.response_id, event.index, receipt))
@@ -457,7 +454,7 @@ class LiveResponse:
 
     def _tell(self, conversation: Conversation) -> None:
         """Tell the readers, and whoever subscribed, how the conversation stands now."""
-        self.log.note("conversation.updated", conversation=conversation_json(conversation))
+        self.log.note("conversation.updated", conversation=schemas.Conversation.from_head(conversation))
         self._gateway.hub.changed(conversation)
 
     def _stopped(self, event: ReplyFinished) -> Receipt:
@@ -470,8 +467,4 @@ class LiveResponse:
             num_late = self._reply.num_tokens - self._num_tokens_at_cancel
         self._gateway.metrics.stop_latency.observe(latency_s)
         self._gateway.metrics.tokens_after_stop.inc(num_late)
-        return {
-            "tokens_after_stop": num_late,
-            "pages_freed": event.num_pages_freed,
-            "stop_latency_ms": round(latency_s * 1000, 3),
-        }
+        return Receipt(num_late, event.num_pages_freed, round(latency_s * 1000, 3))

@@ -8,17 +8,19 @@ from typing import Any
 import msgspec
 
 from chatcache.conversations.store import ConversationStore
-from chatcache.conversations.tree import DELETED, IN_PROGRESS, ConversationTree
+from chatcache.conversations.tree import DELETED, IN_PROGRESS, ConversationTree, ToolCall
 from chatcache.errors import InvalidRequestError, NotFoundError
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.responses.event_log import TERMINAL, ResponseLog
 from chatcache.gateway.responses.objects import (
+    call_item,
     output_items,
     output_text,
-    reasoning_text,
+    reasoning_item,
     response_object,
     why_incomplete,
 )
+from chatcache.gateway.schemas.responses import OutputItem, OutputMessage, Response
 
 
 class _Lifecycle(msgspec.Struct):
@@ -43,7 +45,7 @@ def as_logged(log: ResponseLog) -> bytes:
         return _with(_final(end.data), b'"saved":false') if log.unsaved else _final(end.data)
     created = msgspec.json.decode(milestones[0].data, type=_Lifecycle)
     finished = [msgspec.json.decode(frame.data, type=_Finished) for frame in milestones[1:]]
-    outputs: dict[Any, Mapping[str, Any]] = {text["output_index"]: _unfinished(text) for text in log.texts()}
+    outputs: dict[Any, object] = {text["output_index"]: _unfinished(text) for text in log.texts()}
     outputs |= {each.output_index: each.item for each in finished}
     response = msgspec.json.decode(created.response)
     return encode({**response, "output": [outputs[index] for index in sorted(outputs)]})
@@ -54,7 +56,7 @@ def as_created(log: ResponseLog) -> bytes:
     return bytes(msgspec.json.decode(log.milestones()[0].data, type=_Lifecycle).response)
 
 
-def as_stored(tree: ConversationTree, response_id: str) -> dict[str, Any]:
+def as_stored(tree: ConversationTree, response_id: str) -> Response:
     """The response object. Log-probabilities are not stored."""
     turn = tree.turns[response_id]
     outputs = tree.outputs(response_id)
@@ -93,12 +95,12 @@ def _with(response: bytes, member: bytes) -> bytes:
     return b"%s,%s}" % (response[:-1], member)
 
 
-def _unfinished(text: Mapping[str, Any]) -> dict[str, object]:
+def _unfinished(text: Mapping[str, Any]) -> OutputItem:
     """An output item that is still growing."""
-    item = {"id": text["item_id"], "type": text["type"], "status": IN_PROGRESS}
-    item |= {"candidate": text["candidate"]} if "candidate" in text else {}
+    item_id, candidate = text["item_id"], text["candidate"]
     if text["type"] == "function_call":
-        return {**item, "call_id": text["call_id"], "name": text["name"], "arguments": text["arguments"]}
+        call = ToolCall(text["call_id"], text["name"], text["arguments"])
+        return call_item(item_id, candidate, call, IN_PROGRESS)
     if text["type"] == "reasoning":
-        return {**item, "summary": [], "content": [reasoning_text(text["text"])]}
-    return {**item, "role": "assistant", "content": [output_text(text["text"], [])]}
+        return reasoning_item(item_id, candidate, text["text"], IN_PROGRESS)
+    return OutputMessage(item_id, "assistant", "in_progress", [output_text(text["text"])], candidate)

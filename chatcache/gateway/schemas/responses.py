@@ -1,38 +1,17 @@
-"""What the stateless routes answer, as types: `openapi.json` is made of them, and tests hold real answers to them.
-
-Nothing here builds an answer. A field with a default may be absent; one without is always there.
-
-What the routes of stored things answer: types for `openapi.json` and its tests, as in `answers`.
-
-What the routes of responses answer: types for `openapi.json` and its tests, as in `answers`.
-
-What the routes of the cache answer: types for `openapi.json` and its tests, as in `answers`.
-"""
+"""Responses about stored conversations: lists, messages, Responses API objects and their events."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, UnsetType
+
+from chatcache.conversations import tree
+from chatcache.gateway.schemas.completions import OutputTokensDetails, PromptTokensDetails, TokenLogprob
+from chatcache.gateway.schemas.errors import ErrorDetail
 
 Entry = TypeVar("Entry")
-FinishReason = Literal["stop", "length", "tool_calls"]
-
-
-class ErrorDetail(msgspec.Struct):
-    """`param` is the field at fault, `code` a stable name for the cause."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Error(msgspec.Struct):
-    """The one form of every refusal and failure."""
-
-    error: ErrorDetail
 
 
 class Page(msgspec.Struct, Generic[Entry]):
@@ -43,265 +22,6 @@ class Page(msgspec.Struct, Generic[Entry]):
     first_id: str | None
     last_id: str | None
     has_more: bool
-
-
-class PromptTokensDetails(msgspec.Struct):
-    """`cached_tokens` came from KV pages computed before."""
-
-    cached_tokens: int
-    cache_write_tokens: int
-
-
-class OutputTokensDetails(msgspec.Struct):
-    reasoning_tokens: int
-
-
-class Usage(msgspec.Struct):
-    """The prompt counts once, however many candidates share it."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: OutputTokensDetails
-
-
-class TopLogprob(msgspec.Struct):
-    """-9999 stands for impossible."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(msgspec.Struct):
-    """`bytes` join to the text even where a token is half a character."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct):
-    content: list[TokenLogprob]
-    refusal: None
-
-
-class PromptToken(msgspec.Struct):
-    """`rank` is null for a token beyond the alternatives asked for."""
-
-    logprob: float
-    rank: int | None
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[str, PromptToken] | None]
-
-
-class CalledFunction(msgspec.Struct):
-    """`arguments`: the JSON text that the model wrote, which may be cut off."""
-
-    name: str
-    arguments: str
-
-
-class ChatCall(msgspec.Struct):
-    id: str
-    type: Literal["function"]
-    function: CalledFunction
-
-
-class ChatMessage(msgspec.Struct):
-    """`content` is null where there are only calls. `reasoning` repeats `reasoning_content`."""
-
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
-    tool_calls: list[ChatCall] | UnsetType = UNSET
-
-
-class ChatChoice(msgspec.Struct):
-    """`score`: of ranked candidates (beams, best_of). `token_ids`: with return_token_ids."""
-
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
-    stop_reason: str | int | None
-    score: float | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatCompletion(msgspec.Struct):
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-class CalledFunctionDelta(msgspec.Struct):
-    arguments: str
-    name: str | UnsetType = UNSET
-
-
-class ChatCallDelta(msgspec.Struct):
-    """More of call `index`. The first one of each has its id, type and name."""
-
-    index: int
-    function: CalledFunctionDelta
-    id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-
-
-class ChatDelta(msgspec.Struct):
-    """What this chunk adds. The first one of each choice has the role."""
-
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
-    tool_calls: list[ChatCallDelta] | UnsetType = UNSET
-
-
-class ChatChunkChoice(msgspec.Struct):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: str | int | UnsetType | None = UNSET
-    score: float | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatCompletionChunk(msgspec.Struct):
-    """One choice a chunk; none in the last one, which has the usage if stream_options asked for it."""
-
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | None
-    prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-class CompletionLogprobs(msgspec.Struct):
-    """Parallel lists; nothing predicts a prompt's first token."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class CompletionChoice(msgspec.Struct):
-    """`finish_reason` is null, and `stop_reason` absent, in all chunks of a choice but its last."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: str | int | UnsetType | None = UNSET
-    score: float | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-
-
-class Completion(msgspec.Struct):
-    """Also each event of the stream; `usage` is null in those but the last."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[CompletionChoice]
-    usage: Usage | None
-
-
-class Model(msgspec.Struct):
-    """`max_model_len` is null until the model is loaded."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str
-    parent: None
-    max_model_len: int | None
-
-
-class Models(msgspec.Struct):
-    object: Literal["list"]
-    data: list[Model]
-
-
-class Tokens(msgspec.Struct):
-    """`token_strs`: with return_token_strs."""
-
-    count: int
-    tokens: list[int]
-    max_model_len: int
-    token_strs: list[str] | UnsetType = UNSET
-
-
-class Text(msgspec.Struct):
-    prompt: str
-
-
-class Version(msgspec.Struct):
-    version: str
-
-
-class Session(msgspec.Struct):
-    """Who one is. `key_id` is null on an open server; `expires_at` (since 1970) is the cookie's, null with a key."""
-
-    object: Literal["session"]
-    key_id: str | None
-    tenant: str
-    user: str
-    is_admin: bool
-    expires_at: int | None
-
-
-class SessionDeleted(msgspec.Struct):
-    object: Literal["session"]
-    deleted: bool
-
-
-class Alive(msgspec.Struct):
-    status: Literal["alive"]
-
-
-class Ready(msgspec.Struct):
-    """The load is shown to who has a key, and to all where there are none."""
-
-    status: Literal["ready"]
-    model: str
-    max_model_len: int
-    num_running: int | UnsetType = UNSET
-    num_waiting: int | UnsetType = UNSET
-    kv_pages: int | UnsetType = UNSET
-    kv_pages_in_use: int | UnsetType = UNSET
-
-
-class NotReady(msgspec.Struct):
-    """`progress`: of loading, 0 to 1."""
-
-    status: Literal["loading", "unavailable"]
-    model: str
-    detail: str
-    progress: float
-    error: ErrorDetail
 
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -315,6 +35,18 @@ class ResponseUsage(msgspec.Struct):
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
+
+    @classmethod
+    def from_usage(cls, usage: tree.Usage) -> Self:
+        return cls(
+            input_tokens=usage.num_prompt_tokens,
+            input_tokens_details=PromptTokensDetails(
+                usage.num_cached_tokens, usage.num_prompt_tokens - usage.num_cached_tokens
+            ),
+            output_tokens=usage.num_output_tokens,
+            output_tokens_details=OutputTokensDetails(usage.num_reasoning_tokens),
+            total_tokens=usage.num_prompt_tokens + usage.num_output_tokens,
+        )
 
 
 class InputText(msgspec.Struct, tag_field="type", tag="input_text"):
@@ -338,6 +70,19 @@ class Conversation(msgspec.Struct):
     active_leaf: str | None
     rev: int
     metadata: dict[str, str]
+
+    @classmethod
+    def from_head(cls, head: tree.Conversation) -> Self:
+        return cls(
+            id=head.id,
+            object="conversation",
+            created_at=int(head.created_at),
+            updated_at=head.updated_at,
+            title=head.title,
+            active_leaf=head.active_leaf,
+            rev=head.rev,
+            metadata=dict(head.metadata),
+        )
 
 
 class Snippet(msgspec.Struct):
@@ -654,113 +399,3 @@ class ResponseEvent(msgspec.Struct):
     logprobs: list[TokenLogprob] | UnsetType = UNSET
     receipt: Receipt | UnsetType = UNSET
     saved: Literal[False] | UnsetType = UNSET
-
-
-class CachedPage(msgspec.Struct):
-    index: int
-    tokens: int
-    state: str
-    public: bool
-
-
-class CacheMiss(msgspec.Struct):
-    """Why the first page that is missing is missing; `cached_text` is what the cache holds there instead."""
-
-    reason: Literal["never_computed", "evicted", "other_namespace", "diverged", "template_changed"]
-    at_token: int
-    detail: str
-    text: str
-    cached_text: str | None
-
-
-class CachedMessage(msgspec.Struct):
-    index: int
-    role: str
-    tokens: int
-    cached_tokens: int
-
-
-class CacheDivergence(msgspec.Struct):
-    """Where the chat template writes history otherwise than it was when the latest reply was generated."""
-
-    reason: Literal["template_changed"]
-    message: int
-    at_char: int
-    at_token: int
-    text: str
-
-
-class CacheExplanation(msgspec.Struct):
-    """What of a prompt is computed already. `messages` is null for raw prompts, and where a template mixes messages."""
-
-    object: Literal["cache.explanation"]
-    model: str
-    prompt_tokens: int
-    cached_tokens: int
-    public_tokens: int
-    page_size: int
-    pages: list[CachedPage]
-    miss: CacheMiss | None
-    divergence: CacheDivergence | None
-    messages: list[CachedMessage] | None
-
-
-class Charge(msgspec.Struct):
-    """Pages held; a page that k requests share counts 1/k for each."""
-
-    id: str
-    pages: float
-
-
-class Pool(msgspec.Struct):
-    """Every page in one state. `waste`: the share of held cells without a token."""
-
-    page_size: int
-    active: int
-    shared: int
-    cached: int
-    free: int
-    waste: float
-    host_pages: int
-    host_pages_in_use: int
-
-
-class CacheMap(msgspec.Struct):
-    """`cells`: one letter for every `pages_per_cell` pages, the busiest page's.
-
-    f: free; i: idle (cached, goes when room is needed); o: another tenant's; p: pinned; a: in the table of one branch;
-    s: shared by several.
-    """
-
-    object: Literal["cache.map"]
-    page_size: int
-    num_pages: int
-    pages_per_cell: int
-    cells: Annotated[str, Meta(max_length=4096, pattern="^[fiopas]*$")]
-
-
-class Warmth(msgspec.Struct):
-    """`cached_tokens` of a conversation's `tokens` need not be computed for its next turn."""
-
-    conversation_id: str
-    tokens: int
-    cached_tokens: int
-
-
-class CacheWarmth(msgspec.Struct):
-    """Of the conversations that were asked about and are there, in the same order."""
-
-    object: Literal["list"]
-    data: list[Warmth]
-
-
-class CacheAccounts(msgspec.Struct):
-    """`pool`: on a server without keys, where everybody sees everything."""
-
-    object: Literal["cache.accounts"]
-    scope: Literal["server", "tenant"]
-    pages_in_use: float
-    page_bytes: int
-    requests: list[Charge]
-    conversations: list[Charge]
-    pool: Pool | UnsetType = UNSET

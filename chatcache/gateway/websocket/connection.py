@@ -14,7 +14,6 @@ from starlette.websockets import WebSocket
 from chatcache.errors import ChatcacheError, InvalidRequestError, NotFoundError
 from chatcache.gateway.auth.principal import principal_of
 from chatcache.gateway.context import Gateway, gateway_of
-from chatcache.gateway.errors import conversation_json
 from chatcache.gateway.limits.rate_limits import Pace
 from chatcache.gateway.middleware import parse_json
 from chatcache.gateway.responses.registry import Run
@@ -22,6 +21,7 @@ from chatcache.gateway.responses.run import dropped
 from chatcache.gateway.responses.steering import SteerRefusedError, check_fields, failure, not_steerable
 from chatcache.gateway.schemas.fields import read
 from chatcache.gateway.schemas.requests import AckFields, CancelFields, DropFields, ResumeFields, SteerFields
+from chatcache.gateway.schemas.responses import Conversation
 from chatcache.gateway.websocket.frames import GONE, FrameSender
 from chatcache.gateway.websocket.notifications import Subscription
 from chatcache.gateway.websocket.prefill import Prewarmer
@@ -273,7 +273,7 @@ class Connection:
             while True:
                 for conversation_id, conversation in (await subscription.next()).items():
                     if conversation is not None:
-                        head, there = conversation_json(conversation), self._running_in(conversation_id)
+                        head, there = Conversation.from_head(conversation), self._running_in(conversation_id)
                         frame = {"type": "conversation.updated", "conversation": head, "running": there}
                     else:
                         frame = {"type": "conversation.deleted", "conversation_id": conversation_id}
