@@ -33,7 +33,7 @@ $(VENV)/pyvenv.cfg:
 $(VENV)/.torch: $(VENV)/pyvenv.cfg pyproject.toml
 	@if [ -n "$(TORCH_INDEX)" ]; then \
 	    $(PIP) install --no-deps --retries 1 --timeout 15 --index-url "$(TORCH_INDEX)" "$(TORCH)" \
-	    || echo "$(TORCH_INDEX) cannot be reached: installing the default build of torch, up to 3 GB to download"; fi
+	    || echo "No build of torch from $(TORCH_INDEX): installing the default one, up to 3 GB to download"; fi
 	@touch $@
 
 # Modules are compiled when they are first imported: most of what is installed never is.

@@ -26,12 +26,13 @@ ShapeName = Annotated[
     Literal["tiny", "smollm2-135m", "qwen3-0.6b", "llama3-8b"] | None,
     typer.Option("--shape", help="Random weights of this shape instead of MODEL.", show_default=False),
 ]
-PromptTokens = Annotated[int, typer.Option(min=16, max=2**20, help="Length of the prompts.")]
-OutputTokens = Annotated[int, typer.Option(min=4, max=2**20, help="Tokens to generate per request.")]
+PromptTokens = Annotated[int, options.integer_option(min=16, max=2**20, help="Length of the prompts.")]
+OutputTokens = Annotated[int, options.integer_option(min=4, max=2**20, help="Tokens to generate per request.")]
 Batch = Annotated[
-    list[int], typer.Option("--batch", min=1, max=4096, help="Batch size of throughput; may be given several times.")
+    list[int],
+    options.integer_option("--batch", min=1, max=4096, help="Batch size of throughput; may be given several times."),
 ]
-Repeats = Annotated[int, typer.Option(min=1, max=1000, help="Repetitions; the median is reported.")]
+Repeats = Annotated[int, options.integer_option(min=1, max=1000, help="Repetitions; the median is reported.")]
 Compare = Annotated[
     Literal["transformers"] | None,
     typer.Option("--compare", help="Also run the same work with this library.", show_default=False),

@@ -32,15 +32,18 @@ Key = Annotated[
 ]
 System = Annotated[str, typer.Option(help="System prompt.", show_default=False)]
 Temperature = Annotated[
-    float, typer.Option(min=0, max=2, help="Sampling temperature; 0: always the most likely token.")
+    float, options.float_option(min=0, max=2, help="Sampling temperature; 0: always the most likely token.")
 ]
 TopP = Annotated[
-    float, typer.Option(min=1e-6, max=1, help="Sample from the smallest set of tokens with this probability.")
+    float, options.float_option(min=1e-6, max=1, help="Sample from the smallest set of tokens with this probability.")
 ]
 MaxTokens = Annotated[
-    int | None, typer.Option(min=1, max=2**24, help="Maximum length of an answer; default: what fits.")
+    int | None, options.integer_option(min=1, max=2**24, help="Maximum length of an answer; default: what fits.")
 ]
-N = Annotated[int, typer.Option("--n", min=1, max=MAX_N, help="Candidates per answer.")]
+Seed = Annotated[
+    int | None, options.integer_option(min=0, max=2**63 - 1, help="Seed; the same seed gives the same answers.")
+]
+N = Annotated[int, options.integer_option("--n", min=1, max=MAX_N, help="Candidates per answer.")]
 
 
 def chat(
@@ -52,9 +55,7 @@ def chat(
     temperature: Temperature = 0.7,
     top_p: TopP = 1.0,
     max_tokens: MaxTokens = None,
-    seed: Annotated[
-        int | None, typer.Option(min=0, max=2**63 - 1, help="Seed; the same seed gives the same answers.")
-    ] = None,
+    seed: Seed = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     attention_backend: options.AttentionBackend = "auto",

@@ -38,7 +38,7 @@ Json = Annotated[bool, typer.Option("--json", help="Write JSON.", show_default=F
 
 
 def _limit(name: str, help: str) -> Any:
-    return typer.Option(f"--{name}", help=help, min=1, show_default="no limit")
+    return options.integer_option(f"--{name}", help=help, min=1, show_default="no limit")
 
 
 @app.command()

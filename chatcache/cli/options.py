@@ -5,6 +5,7 @@ URLs of Redis servers whose password stands in a file, and so in no command line
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -79,26 +80,33 @@ def env(name: str) -> str:
 
 def _flag(name: str, help: str, *, number: type[int] | type[float] = int, **more: Any) -> Any:
     """`number`: the kind of a flag with bounds (`min`, `max`)."""
-    if "max" in more:
-        more["parser"] = _number(number, more["min"], more["max"])
-    return typer.Option(f"--{name}", envvar=env(name), show_envvar=False, help=help, **more)
+    make = typer.Option if "min" not in more else integer_option if number is int else float_option
+    return make(f"--{name}", envvar=env(name), show_envvar=False, help=help, **more)
 
 
-def _number(kind: type[int] | type[float], low: int, high: int) -> Callable[[Any], int | float]:
-    """Return a reader of numbers whose errors name the bounds; typer's own are sentences of a validation library."""
+def integer_option(*names: str, min: int, max: int | None = None, **more: Any) -> Any:
+    """Return `typer.Option` for whole numbers, whose errors name the bounds in plain words, as typer's do not."""
+    return typer.Option(*names, min=min, max=max, parser=_number(int, min, max), **more)
+
+
+def float_option(*names: str, min: float, max: float, **more: Any) -> Any:
+    """Return `typer.Option` for numbers, whose errors name the bounds in plain words."""
+    return typer.Option(*names, min=min, max=max, parser=_number(float, min, max), **more)
+
+
+def _number(kind: type[int] | type[float], low: float, high: float | None) -> Callable[[Any], int | float]:
+    bounds = f"of {low} or more" if high is None else f"from {low} to {high}"
 
     def read(value: Any) -> int | float:
-        bounds = f"from {low} to {high}"
         try:
             number = kind(value)
         except (TypeError, ValueError, OverflowError):
             whole = "a whole number" if kind is int else "a number"
             raise typer.BadParameter(f"{str(value)!r} is not {whole} {bounds}.") from None
-        if not low <= number <= high:
-            raise typer.BadParameter(f"{value} is not in the range {bounds}.")
+        if not low <= number <= (math.inf if high is None else high):
+            raise typer.BadParameter(f"{value} is not a number {bounds}.")
         return number
 
-    read.__name__ = f"{low}..{high}"
     return read
 
 

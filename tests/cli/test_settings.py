@@ -384,10 +384,10 @@ def test_serve_is_refused_where_only_a_misspelt_variable_has_the_api_key(seen: S
     [
         (("--port", "abc"), "'abc' is not a whole number from 0 to 65535"),
         (("--port", "8000.5"), "'8000.5' is not a whole number from 0 to 65535"),
-        (("--port", "70000"), "70000 is not in the range from 0 to 65535"),
+        (("--port", "70000"), "70000 is not a number from 0 to 65535"),
         (("--drain-timeout", "soon"), "'soon' is not a number from 0 to 86400"),
-        (("--drain-timeout", "nan"), "nan is not in the range from 0 to 86400"),
-        (("--max-model-len", "8"), "8 is not in the range from 16 to 16777216"),
+        (("--drain-timeout", "nan"), "nan is not a number from 0 to 86400"),
+        (("--max-model-len", "8"), "8 is not a number from 16 to 16777216"),
     ],
 )
 def test_numbers_are_refused_in_plain_words(seen: Seen, arguments: tuple[str, str], words: str) -> None:
@@ -395,6 +395,23 @@ def test_numbers_are_refused_in_plain_words(seen: Seen, arguments: tuple[str, st
     assert result.exit_code == 2 and seen == []
     text = " ".join(result.output.replace("│", " ").split())
     assert f"Invalid value for '{arguments[0]}': {words}." in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("bench", "kv", "--batch", "many"), "'many' is not a whole number from 1 to 4096"),
+        (("chat", "--temperature", "hot"), "'hot' is not a number from 0 to 2"),
+        (("chat", "--top-p", "0"), "0 is not a number from 1e-06 to 1"),
+        (("keys", "create", "--tenant", "a", "--max-concurrent", "0"), "0 is not a number of 1 or more"),
+        (("keys", "create", "--tenant", "a", "--max-concurrent", "x"), "'x' is not a whole number of 1 or more"),
+    ],
+)
+def test_numbers_of_other_commands_are_refused_in_plain_words(arguments: tuple[str, ...], words: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    text = " ".join(result.output.replace("│", " ").split())
+    assert f"Invalid value for '{arguments[-2]}': {words}." in text
 
 
 REDIS = "redis://127.0.0.1:1/0"

@@ -186,3 +186,23 @@ def test_lock_script_prints_what_is_installed() -> None:
     for name in ("torch", "starlette", "anyio", "httpcore", "markupsafe"):  # direct ones, and those that they require
         assert versions[name] == Version(metadata.version(name)).public
     assert not {"triton", "chatcache", "pytest", "mypy"} & versions.keys()
+
+
+@pytest.mark.linux  # elsewhere, pip's default build of torch is without CUDA
+@pytest.mark.parametrize(
+    ("settings", "installed", "index"),
+    [
+        (("GPU=/dev/nvidia0",), "-e '.[gpu]'", ""),
+        (("GPU=",), "-e '.'", "https://download.pytorch.org/whl/cpu"),
+        (("GPU=", "TORCH_INDEX="), "-e '.'", ""),
+    ],
+)
+def test_make_installs_triton_and_cuda_only_where_it_finds_a_gpu(
+    settings: tuple[str, ...], installed: str, index: str
+) -> None:
+    """The commands that `make install` would run on an empty Linux machine."""
+    folder = "VENV=nowhere"
+    done = subprocess.run(["make", "-n", "install", folder, *settings], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"-m pip install --no-compile {installed}\n" in done.stdout
+    assert f'--index-url "{index}" "torch>=' in done.stdout and f'if [ -n "{index}" ]' in done.stdout
