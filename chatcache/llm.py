@@ -16,7 +16,7 @@ from chatcache import factory as compose
 from chatcache.config import PAGE_SIZES, EngineConfig, parse_size
 from chatcache.engine.engine import Engine
 from chatcache.errors import DeviceLostError, EngineError, InvalidRequestError, OverloadedError
-from chatcache.tokenizer.chat_template import unquote
+from chatcache.tokenizer.chat_template import unescape
 from chatcache.types.events import (
     Beams,
     CandidateDone,
@@ -154,10 +154,10 @@ class Collector:
         )
 
     def _text(self, candidate: _Candidate, tokenizer: Tokenizer) -> str:
-        from chatcache.tokenizer.detokenizer import TextStream
+        from chatcache.tokenizer.detokenizer import IncrementalDetokenizer
 
         params = self.request.params
-        stream = TextStream(
+        stream = IncrementalDetokenizer(
             tokenizer,
             params.stop,
             params.include_stop_str_in_output,
@@ -322,7 +322,7 @@ class LLM:
         tokenizer = self.get_tokenizer()
         renderings = [tokenizer.render(chat) for chat in several]
         prompts: list[tuple[str | None, tuple[int, ...]]] = [
-            (unquote(text), tuple(tokenizer.encode_rendered(text))) for text in renderings
+            (unescape(text), tuple(tokenizer.encode_rendered(text))) for text in renderings
         ]
         return self._run(prompts, sampling_params or SamplingParams(), use_tqdm)
 

@@ -18,7 +18,7 @@ from typing import Any
 from chatcache.conversations.prompt import MAX_RENDERED_CHARS, NO_VARIABLES, Message, Prompt
 from chatcache.conversations.replies.parser import CandidateParser, ParsedDelta, ReplyContext
 from chatcache.conversations.tree import Item
-from chatcache.tokenizer.chat_template import unquote
+from chatcache.tokenizer.chat_template import unescape
 from chatcache.tokenizer.tokenizer import Tokenizer
 
 
@@ -36,13 +36,13 @@ def message_token_offsets(
     if len(messages) * len(prompt.text) > MAX_RENDERED_CHARS:
         return None
     num_bytes = _ends_of_tokens(tokenizer, prompt.token_ids)
-    num_text_bytes = len(unquote(prompt.text).encode("utf-8", "replace"))
+    num_text_bytes = len(unescape(prompt.text).encode("utf-8", "replace"))
     ends: list[int] = []
     for index in range(len(messages)):
         head = tokenizer.render(messages[: index + 1], add_generation_prompt=False, **variables)
         if not prompt.text.startswith(head):
             return None
-        at = len(unquote(head).encode("utf-8", "replace"))
+        at = len(unescape(head).encode("utf-8", "replace"))
         if prompt.base_message is not None and index >= prompt.base_message:
             at += num_bytes[-1] - num_text_bytes  # a reused reply may hold white space that its text does not
         count = bisect_left(num_bytes, at)
@@ -57,7 +57,7 @@ def _ends_of_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
     lengths = [len(piece) for piece in pieces]
     first = next((place for place, piece in enumerate(pieces) if piece), None)
     if first is not None:
-        lengths[first] = sum(tokenizer.lead.hidden(pieces[first]))
+        lengths[first] = sum(tokenizer.leading_space.hidden(pieces[first]))
     return list(accumulate(lengths))
 
 
@@ -80,10 +80,10 @@ def token_char_offsets(context: ReplyContext, prompt: Sequence[int], item: Item)
         shown = [place if place < len(raw) else None for place in range(len(written))]
     spans: list[Span] = []
     end = 0
-    for piece, is_torn in zip(pieces, torn, strict=True):
+    for piece, has_incomplete_char in zip(pieces, torn, strict=True):
         start, end = end, end + len(piece)
         places = [place for place in shown[start:end] if place is not None]
-        if not piece and is_torn and end < len(shown):
+        if not piece and has_incomplete_char and end < len(shown):
             places_of_next = shown[end]
             spans.append((places_of_next, places_of_next) if places_of_next is not None else None)
         else:
@@ -101,7 +101,7 @@ def _pieces(
     torn: list[bool] = []
     for token in ids:
         pieces.append(stream.push((token,)))
-        torn.append(stream.is_torn and token not in hidden)
+        torn.append(stream.has_incomplete_char and token not in hidden)
     rest = stream.finish()
     if rest and pieces:
         pieces[-1] += rest

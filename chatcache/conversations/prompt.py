@@ -41,7 +41,7 @@ from typing import Any, NotRequired, Protocol, TypedDict
 
 from chatcache.conversations.tree import Item, ReplyParts, ToolCall
 from chatcache.errors import ContextLengthError, InvalidRequestError
-from chatcache.tokenizer.chat_template import SEAM, RawJson, arguments_of, unquote
+from chatcache.tokenizer.chat_template import TOKEN_BREAK, RawJson, parse_arguments, unescape
 
 MAX_PROMPT_CHARS = 8 << 20  # for any model
 ALWAYS_TOKENISED_CHARS = 64 << 10  # so much is tokenised, and its tokens are told to whoever sent too many
@@ -92,7 +92,7 @@ class Renderer(Protocol):
 
     def encode_rendered(self, rendering: str) -> list[int]: ...
 
-    def quote_reply(self, text: str) -> str: ...
+    def escape_reply(self, text: str) -> str: ...
 
     def encode_after(self, before: str, text: str) -> list[int]: ...
 
@@ -189,7 +189,7 @@ def _end_of_reply(text: str, head: str, tokenizer: Renderer, message: Message, r
         return _end_of_raw(text, len(head), reply.raw)
     if "tool_calls" in message or "reasoning_content" in message:
         return len(head)
-    written = tokenizer.quote_reply(message["content"])
+    written = tokenizer.escape_reply(message["content"])
     for form in (written, written.strip()):
         if text.startswith(form, len(head)):
             return len(head) + len(form)
@@ -201,11 +201,11 @@ def _end_of_raw(text: str, start: int, raw: str) -> int | None:
     for form in (raw, raw.strip()):
         at, done = start, 0
         while done < len(form):
-            if text.startswith(SEAM, at):
+            if text.startswith(TOKEN_BREAK, at):
                 at += 1
                 continue
             end = at + len(form) - done
-            seam = text.find(SEAM, at, end)
+            seam = text.find(TOKEN_BREAK, at, end)
             piece = text[at : seam if seam >= 0 else end]
             if not piece or not form.startswith(piece, done):
                 break
@@ -225,13 +225,13 @@ def _divergence(
     reply: Known,
 ) -> Divergence:
     """Where `prompt` leaves the tokens of reply `index`, which it should begin with."""
-    at_char = _num_common(unquote(prompt.text), unquote(head) + reply.raw)
+    at_char = _num_common(unescape(prompt.text), unescape(head) + reply.raw)
     at_token = _num_common(prompt.token_ids, reply.ids)
     if prompt.text.startswith(head) or index * len(prompt.text) > MAX_RENDERED_CHARS:
         return Divergence(index, at_char, at_token)
     for message in range(index):
         before = tokenizer.render(messages[: message + 1], add_generation_prompt=False, **variables)
-        if not prompt.text.startswith(before) or len(unquote(before)) > at_char:
+        if not prompt.text.startswith(before) or len(unescape(before)) > at_char:
             return Divergence(message, at_char, at_token)
     return Divergence(index, at_char, at_token)
 
@@ -306,7 +306,7 @@ def reply_key(text: str, calls: Sequence[ToolCall]) -> str:
 
 
 def _call_json(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": arguments_of(call.arguments)}
+    function = {"name": call.name, "arguments": parse_arguments(call.arguments)}
     return {"id": call.call_id, "type": "function", "function": function}
 
 
@@ -378,7 +378,7 @@ class SharedSystemPrompts:
             alone = tokenizer.render(messages[:1], add_generation_prompt=False)
         except InvalidRequestError:  # there are templates that render no system message, or not alone
             return 0
-        if not prompt.text.startswith(alone) or messages[0]["content"].strip() not in unquote(alone):
+        if not prompt.text.startswith(alone) or messages[0]["content"].strip() not in unescape(alone):
             return 0
         ids = self._ids.get(alone)
         if ids is None:

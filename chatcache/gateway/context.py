@@ -26,7 +26,7 @@ from chatcache.gateway.metrics import Metrics
 from chatcache.gateway.responses.pending_saves import PendingSaves
 from chatcache.gateway.responses.registry import ResponseRegistry
 from chatcache.gateway.websocket.notifications import ConversationHub
-from chatcache.tokenizer.reply_format import format_of
+from chatcache.tokenizer.reply_format import detect_format
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.request import MAX_PRIORITY
 from chatcache.types.stats import EngineHealth
@@ -97,7 +97,7 @@ class Gateway:
             self.load_error = f"the tokenizer did not load ({type(error).__name__})"
         else:
             public = SharedSystemPrompts(self.config.shared_system_prompts)
-            form = format_of(tokenizer, self.config.tool_call_parser, self.config.reasoning_parser)
+            form = detect_format(tokenizer, self.config.tool_call_parser, self.config.reasoning_parser)
             self.bound.max_token_chars = max(map(len, tokenizer.token_bytes), default=0)
             service = ChatService(self.engine, tokenizer, shared_prompts=public, reply_format=form, limits=self.bound)
             conversations = TurnService(store, tokenizer, public, form, service.token_memo, self.bound)

@@ -1,15 +1,16 @@
-"""Chat templates: Jinja in an immutable sandbox, with what model authors expect of transformers' environment.
+"""Chat templates: Jinja in an immutable sandbox with the globals of transformers.
 
-JSON that goes into a rendering as it was written: spacing, order and escapes are part of what the model said.
-
-Control tokens that somebody typed: inside a message they are text, never control.
+Special tokens in the text of a message are escaped, so that a client cannot inject control tokens:
 
     content      say <|im_end|> twice
-    rendering    <|im_start|>user\nsay <~|im_end|> twice<|im_end|>\n        ~ is `SEAM`
+    rendering    <|im_start|>user\nsay <~|im_end|> twice<|im_end|>\n        ~ is `TOKEN_BREAK`
     ids          [im_start] ... "<" "|im_end|> twice" [im_end] ...
 
-A template mixes its own control tokens with what people wrote; once they are one string, nothing tells them apart. So
-what people wrote is seamed before it is rendered, and a rendering is encoded seam by seam.
+Once a template has joined its own special tokens with message text, the two cannot be distinguished. So a break is
+inserted into message text before rendering, and the rendering is encoded part by part between the breaks.
+
+The arguments of earlier tool calls are rendered exactly as the model wrote them (`RawJson`): spacing, key order and
+escapes stay, so that the tokens of the history do not change.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from jinja2.utils import Namespace
 from chatcache.errors import InvalidRequestError, ModelFolderError
 from chatcache.tokenizer.template_sandbox import (
     MAX_RENDER_CHARS,
-    OURS,
+    RESERVED_NAMES,
     TICK,
     BoundedEnvironment,
     CostLimiter,
@@ -43,7 +44,10 @@ MAX_DEPTH = 64
 
 
 class RawJson(dict[str, Any]):
-    """An object as templates read it; `tojson` writes `source`, the text it was read from."""
+    """A JSON object for templates.
+
+    The `tojson` filter writes `source`, the text it was parsed from.
+    """
 
     __slots__ = ("source",)
 
@@ -52,8 +56,11 @@ class RawJson(dict[str, Any]):
         self.source = source
 
 
-def arguments_of(source: str) -> RawJson | str:
-    """Return a call's arguments for a template: an object where they are one, else the text itself."""
+def parse_arguments(source: str) -> RawJson | str:
+    """Parse the arguments of a call for a template.
+
+    An object if they are one, else the text itself.
+    """
     try:
         value = json.loads(source)
         json.dumps(value, ensure_ascii=False).encode()  # escapes may stand for lone surrogates
@@ -63,38 +70,38 @@ def arguments_of(source: str) -> RawJson | str:
 
 
 def _is_shallow(value: Any, left: int) -> bool:
-    """Whether templates, and whoever else walks it, can go as deep as it is."""
+    """Return True if the value is nested at most `left` levels deep."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return left > 0 and all(_is_shallow(each, left - 1) for each in inner)
 
 
-def dumped(value: Any, **options: Any) -> str:
-    """Dump as JSON, verbatim where that is asked for."""
+def dump_json(value: Any, **options: Any) -> str:
+    """Dump a value as JSON; each `RawJson` is written as its source text."""
     sources: list[str] = []
-    text = json.dumps(_marked(value, sources), **options)
+    text = json.dumps(_replace_raw_json(value, sources), **options)
     for number, source in enumerate(sources):
-        mark = json.dumps(_mark(number), ensure_ascii=options.get("ensure_ascii", True))
+        mark = json.dumps(_placeholder(number), ensure_ascii=options.get("ensure_ascii", True))
         text = text.replace(mark, source, 1)
     return text
 
 
-def _marked(value: Any, sources: list[str]) -> Any:
+def _replace_raw_json(value: Any, sources: list[str]) -> Any:
     if isinstance(value, RawJson):
         sources.append(value.source)
-        return _mark(len(sources) - 1)
+        return _placeholder(len(sources) - 1)
     if isinstance(value, dict):
-        return {key: _marked(each, sources) for key, each in value.items()}
+        return {key: _replace_raw_json(each, sources) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_marked(each, sources) for each in value]
+        return [_replace_raw_json(each, sources) for each in value]
     return value
 
 
-def _mark(number: int) -> str:
+def _placeholder(number: int) -> str:
     return f"\udcfe{number}\udcfe"  # lone surrogates: no valid text holds them
 
 
 Message = Mapping[str, Any]
-_FINAL_MARK = "\ue000chatcache-final\ue000"
+_END_MARK = "\ue000chatcache-final\ue000"
 MAX_CHECK_S = 0.25  # of computing; one message takes a hundredth of that
 
 log = logging.getLogger(__name__)
@@ -120,9 +127,10 @@ class ChatTemplate:
         self._variables = dict(variables)
 
     def check(self, origin: str) -> None:
-        """Render the shortest chat. Raises: ModelFolderError if that breaks out of the sandbox or has no end.
+        """Render a one-message chat as a check at load time.
 
-        What a template merely refuses is for its users to hear.
+        Templates that reject this chat pass: they report their reason per request.
+        Raises: ModelFolderError if the template violates the sandbox or does not terminate.
         """
         try:
             self._render([{"role": "user", "content": "Hi"}], True, {}, RenderBudget(MAX_CHECK_S))
@@ -139,25 +147,27 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Render a chat. `continue_final_message` ends the text right behind the last message's content.
+        """Render a chat.
 
-        Raises: InvalidRequestError (param "messages") when the template refuses them or cannot cope with them.
+        With `continue_final_message` the text ends directly after the last message's content.
+
+        Raises: InvalidRequestError (param "messages") if the template rejects the messages or fails on them.
         """
         chat = [dict(message) for message in messages]
         if continue_final_message:
             add_generation_prompt = False
-            _mark_final(chat)
+            _append_end_mark(chat)
         try:
             text = self._render(chat, add_generation_prompt, variables, RenderBudget())
         except jinja2.TemplateError as error:
             raise InvalidRequestError(f"the chat template refused the messages: {error}", param="messages") from error
-        except Exception as error:  # a template is a program of its author's: whatever it trips over is these messages
+        except Exception as error:  # a template is a program: any error is reported for these messages
             raise InvalidRequestError(
                 f"the chat template cannot render these messages ({type(error).__name__})", param="messages"
             ) from error
         if not continue_final_message:
             return text
-        cut = text.rfind(_FINAL_MARK)
+        cut = text.rfind(_END_MARK)
         if cut < 0:
             raise InvalidRequestError("this chat template cannot continue the final message", param="messages")
         return text[:cut]
@@ -182,7 +192,7 @@ class ChatTemplate:
 
 def _compile(source: str) -> jinja2.Template:
     environment = _environment()
-    for name in OURS:
+    for name in RESERVED_NAMES:
         if name in source:
             raise jinja2.TemplateSyntaxError(f"{name} is not for templates", 1)
     tree = environment.parse(source)
@@ -191,19 +201,19 @@ def _compile(source: str) -> jinja2.Template:
     return environment.from_string(CostLimiter().visit(tree))
 
 
-def _mark_final(chat: list[dict[str, Any]]) -> None:
-    """Put a mark behind the last message's text."""
+def _append_end_mark(chat: list[dict[str, Any]]) -> None:
+    """Append a marker to the text of the last message."""
     content = chat[-1].get("content") if chat else None
     if isinstance(content, str):
-        chat[-1]["content"] = content + _FINAL_MARK
+        chat[-1]["content"] = content + _END_MARK
     elif isinstance(content, list) and content and isinstance(content[-1], dict) and "text" in content[-1]:
-        chat[-1]["content"] = [*content[:-1], {**content[-1], "text": content[-1]["text"] + _FINAL_MARK}]
+        chat[-1]["content"] = [*content[:-1], {**content[-1], "text": content[-1]["text"] + _END_MARK}]
     else:
         raise InvalidRequestError("the final message has no text to continue", param="messages")
 
 
 class _GenerationTag(Extension):
-    """Accept `{% generation %}` blocks, which mark the assistant's turns for training, as plain content."""
+    """Treat `{% generation %}` blocks (marks for training) as plain content."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -213,7 +223,7 @@ class _GenerationTag(Extension):
 
 
 class _PublicNamespace(Namespace):
-    """`namespace()` that keeps no underscore names, so a template cannot plant Python's own attributes."""
+    """`namespace()` that refuses underscore names, so that Python attributes cannot be set."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, rest = args[0], args[1:]
@@ -221,7 +231,7 @@ class _PublicNamespace(Namespace):
         for name, value in dict(*rest, **kwargs).items():
             self[name] = value
 
-    def __repr__(self) -> str:  # not what is in it, which may be itself
+    def __repr__(self) -> str:  # not the content, which may contain the namespace itself
         return "<Namespace>"
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -233,7 +243,7 @@ class _PublicNamespace(Namespace):
 def _environment() -> BoundedEnvironment:
     environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     extras: dict[str, Callable[..., Any]] = {
-        "raise_exception": _refuse,
+        "raise_exception": _raise_exception,
         "strftime_now": lambda form: datetime.now().strftime(form),
         "namespace": _PublicNamespace,
     }
@@ -242,7 +252,7 @@ def _environment() -> BoundedEnvironment:
     return environment
 
 
-def _refuse(message: str) -> NoReturn:
+def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
@@ -253,15 +263,18 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Dump without Jinja's HTML escapes, which a model should never see; a call's arguments as they were written."""
-    return dumped(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    """Dump as JSON without the HTML escapes of Jinja's own filter; `RawJson` as its source text."""
+    return dump_json(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-SEAM = "\udcff"  # a lone surrogate: no valid text holds it
+TOKEN_BREAK = "\udcff"  # a lone surrogate: no valid text holds it
 
 
 class SpecialTokenEscaper:
-    """Puts a seam into every occurrence of the given tokens. Linear in the text, however many tokens there are."""
+    """Insert a break into every occurrence of the given tokens.
+
+    Linear in the text for any number of tokens.
+    """
 
     def __init__(self, tokens: Iterable[str]) -> None:
         rests: dict[str, list[str]] = {}
@@ -269,38 +282,41 @@ class SpecialTokenEscaper:
             if len(token) > 1:
                 rests.setdefault(token[0], []).append(token[1:])
         # Only the first character is consumed, so that overlapping tokens are found too.
-        heads = [f"{re.escape(first)}(?={_any_of(rest)})" for first, rest in sorted(rests.items())]
+        heads = [f"{re.escape(first)}(?={_alternation(rest)})" for first, rest in sorted(rests.items())]
         self._pattern = re.compile("|".join(heads)) if heads else None
 
-    def quote(self, value: Any) -> Any:
-        """Return a text, or any JSON value with all texts in it, seamed.
+    def escape(self, value: Any) -> Any:
+        """Escape a string, or all strings within a JSON value.
 
         Raises: InvalidRequestError for text that is not valid Unicode.
         """
         if isinstance(value, str):
-            if SEAM in value:
+            if TOKEN_BREAK in value:
                 raise InvalidRequestError("text must be valid Unicode (a lone surrogate was found)", param="messages")
-            return self._pattern.sub(rf"\g<0>{SEAM}", value) if self._pattern is not None else value
+            return self._pattern.sub(rf"\g<0>{TOKEN_BREAK}", value) if self._pattern is not None else value
         if isinstance(value, RawJson):
-            return RawJson({key: self.quote(each) for key, each in value.items()}, self.quote(value.source))
+            return RawJson({key: self.escape(each) for key, each in value.items()}, self.escape(value.source))
         if isinstance(value, dict):
-            return {key: self.quote(each) for key, each in value.items()}
+            return {key: self.escape(each) for key, each in value.items()}
         if isinstance(value, list | tuple):
-            return [self.quote(each) for each in value]
+            return [self.escape(each) for each in value]
         return value
 
 
-def unquote(rendering: str) -> str:
-    """Return a rendering as people may read it."""
-    return rendering.replace(SEAM, "")
+def unescape(rendering: str) -> str:
+    """Remove the breaks from a rendering."""
+    return rendering.replace(TOKEN_BREAK, "")
 
 
-def _any_of(words: Collection[str]) -> str:
-    """A pattern of the shortest of `words`, as a tree, so that no character is looked at once per word."""
+def _alternation(words: Collection[str]) -> str:
+    """Return a regex that matches any of `words`, as a prefix tree.
+
+    Each character is tested once, not per word.
+    """
     if "" in words:
         return ""
     rests: dict[str, list[str]] = {}
     for word in words:
         rests.setdefault(word[0], []).append(word[1:])
-    branches = [re.escape(first) + _any_of(rest) for first, rest in sorted(rests.items())]
+    branches = [re.escape(first) + _alternation(rest) for first, rest in sorted(rests.items())]
     return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"

@@ -1,7 +1,9 @@
-"""Tokens to text, as they come: what is returned once is never taken back.
+"""Incremental detokenization: token ids to text deltas.
 
-             token bytes           held back while they could begin a stop string, or a character
-ids  ->  [ ............... | ...... ]  ->  visible bytes  ->  incremental UTF-8  ->  delta
+Text that was returned is never withdrawn.
+
+         token bytes    held: may be the start of a stop string or an incomplete character
+ids -> [ ............. | ...... ] -> visible bytes -> incremental UTF-8 decoder -> delta
 """
 
 from __future__ import annotations
@@ -14,14 +16,16 @@ if TYPE_CHECKING:
     from chatcache.tokenizer.tokenizer import Tokenizer
 
 
-class TextStream:
-    """Detokenize one candidate incrementally. The deltas joined equal `tokenizer.decode` of all ids, cut at the stop.
+class IncrementalDetokenizer:
+    """Detokenize one candidate incrementally.
 
-    `stop` strings are matched on the bytes of all tokens, hidden special tokens included, exactly as the engine does;
-    with `include_stop` the stop string (or stop token) stays in the text. `stop_token_ids` (default: the tokenizer's
-    EOS ids) end a candidate and are hidden. `prompt_ids_tail`, the last prompt ids, tell that the text continues
-    another, so that the space of a first word is kept. Before `min_tokens` tokens no stop string counts. `visible_ids`:
-    special tokens that are not skipped, since somebody else looks for them.
+    The deltas joined equal `tokenizer.decode` of all ids, cut at the stop.
+
+    `stop` strings are matched on the bytes of all tokens, hidden special tokens included, exactly as in the engine;
+    with `include_stop` the stop string (or stop token) stays in the text. Stop strings are ignored within the first
+    `min_tokens` tokens. `stop_token_ids` (default: the tokenizer's EOS ids) end a candidate and are hidden.
+    `prompt_ids_tail`: the last prompt ids; if they have text, the leading space of the first word is kept.
+    `visible_ids`: special tokens that stay in the text because a later parser needs them.
     """
 
     def __init__(
@@ -37,7 +41,7 @@ class TextStream:
         visible_ids: Collection[int] = (),
     ) -> None:
         self._pieces = tokenizer.token_bytes
-        self._lead = tokenizer.lead
+        self._lead = tokenizer.leading_space
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._stops = tuple((text, text.encode()) for text in stop)
@@ -50,20 +54,23 @@ class TextStream:
         self._shown = b""  # one byte per held byte: 1 visible, 0 hidden
         self._unusual = self._hidden | self._terminal
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._torn = False  # without stop strings: the decoder holds the beginning of a character
+        self._has_incomplete_char = False  # the decoder holds the first bytes of a character
         self._num_tokens = 0
         self._parts: list[str] = []
         self._stopped: str | None = None
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that was found; nothing pushed after it counts."""
+        """The stop string that was found; tokens pushed after it are ignored."""
         return self._stopped
 
     @property
-    def is_torn(self) -> bool:
-        """Whether a character has begun and is not complete. Only without stop strings."""
-        return self._torn
+    def has_incomplete_char(self) -> bool:
+        """True if the last token ended within a UTF-8 character.
+
+        Only maintained without stop strings.
+        """
+        return self._has_incomplete_char
 
     @property
     def text(self) -> str:
@@ -71,37 +78,43 @@ class TextStream:
         return "".join(self._parts)
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Take the next tokens; return the text that is now certain."""
-        return self._keep("".join([self._next(token) for token in token_ids]))
+        """Append tokens; return the text that is now final."""
+        return self._record("".join([self._decode_token(token) for token in token_ids]))
 
     def finish(self) -> str:
-        """Return what was held back; a character left incomplete becomes U+FFFD."""
+        """End the text: return the held bytes as text; an incomplete character becomes U+FFFD."""
         held, shown, self._held, self._shown = self._held, self._shown, b"", b""
-        return self._keep(self._decoder.decode(_visible(held, shown), True))
+        return self._record(self._decoder.decode(_visible_bytes(held, shown), True))
 
-    def _next(self, token: int) -> str:
+    def _decode_token(self, token: int) -> str:
         if self._stopped is not None:
             return ""
         self._num_tokens += 1
         piece = self._piece(token)
-        if not self._stops and not self._at_start and not self._torn and token not in self._unusual and piece.isascii():
-            return piece.decode("ascii")  # most tokens, in a tenth of the time
+        if (
+            not self._stops
+            and not self._at_start
+            and not self._has_incomplete_char
+            and token not in self._unusual
+            and piece.isascii()
+        ):
+            return piece.decode("ascii")  # fast path for most tokens: about 10 times faster
         shown = self._visibility(token, piece)
         if not self._stops:
-            text = self._decoder.decode(_visible(piece, shown))
-            self._torn = bool(self._decoder.getstate()[0])
+            text = self._decoder.decode(_visible_bytes(piece, shown))
+            self._has_incomplete_char = bool(self._decoder.getstate()[0])
             return text
-        if token in self._terminal:  # ends the candidate by itself, so its bytes complete no stop string
-            held, self._held, self._shown = _visible(self._held, self._shown), b"", b""
-            return self._decoder.decode(held + _visible(piece, shown))
+        if token in self._terminal:  # ends the candidate itself, so its bytes cannot complete a stop string
+            held, self._held, self._shown = _visible_bytes(self._held, self._shown), b"", b""
+            return self._decoder.decode(held + _visible_bytes(piece, shown))
         num_old = len(self._held)
         self._held += piece
         self._shown += shown
-        match = self._match(num_old) if self._num_tokens >= self._min_tokens else None
+        match = self._find_stop(num_old) if self._num_tokens >= self._min_tokens else None
         if match is not None:
             start, end, self._stopped = match
             return self._release(end if self._include_stop else start, last=True)
-        return self._release(self._open_from())
+        return self._release(self._first_possible_stop())
 
     def _piece(self, token: int) -> bytes:
         return self._pieces[token] if 0 <= token < len(self._pieces) else b""
@@ -114,8 +127,11 @@ class TextStream:
             return self._lead.hidden(piece)
         return b"\x01" * len(piece)
 
-    def _match(self, num_old: int) -> tuple[int, int, str] | None:
-        """Find (start, end, stop) of the stop string that ends first among the new bytes; the longest such."""
+    def _find_stop(self, num_old: int) -> tuple[int, int, str] | None:
+        """Return (start, end, stop) of the stop string that ends first in the new bytes.
+
+        The longest of those.
+        """
         best: tuple[int, int, str] | None = None
         for stop, needle in self._stops:
             start = self._held.find(needle, max(0, num_old - len(needle) + 1))
@@ -123,8 +139,8 @@ class TextStream:
                 best = (start, start + len(needle), stop)
         return best
 
-    def _open_from(self) -> int:
-        """Return where the first still possible stop string begins in the held bytes (their length if none does)."""
+    def _first_possible_stop(self) -> int:
+        """Return the offset of the first held byte that may start a stop string (else their number)."""
         for start, byte in enumerate(self._held):
             if byte not in self._firsts:
                 continue
@@ -134,18 +150,18 @@ class TextStream:
         return len(self._held)
 
     def _release(self, num_bytes: int, *, last: bool = False) -> str:
-        """Decode the first `num_bytes` held bytes and keep the rest held, or drop it if these are the `last`."""
-        ready = _visible(self._held[:num_bytes], self._shown[:num_bytes])
+        """Decode the first `num_bytes` held bytes; hold the rest, or drop it if `last`."""
+        ready = _visible_bytes(self._held[:num_bytes], self._shown[:num_bytes])
         self._held, self._shown = (b"", b"") if last else (self._held[num_bytes:], self._shown[num_bytes:])
         return self._decoder.decode(ready, last)
 
-    def _keep(self, delta: str) -> str:
+    def _record(self, delta: str) -> str:
         if delta:
             self._parts.append(delta)
         return delta
 
 
-def _visible(piece: bytes, shown: bytes) -> bytes:
+def _visible_bytes(piece: bytes, shown: bytes) -> bytes:
     if 0 not in shown:
         return piece
     return bytes(byte for byte, show in zip(piece, shown, strict=True) if show)

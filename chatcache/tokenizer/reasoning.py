@@ -1,7 +1,7 @@
-"""What a model thinks before it answers: <think>...</think> at the beginning of a reply, from a stream cut anywhere.
+"""Streaming parser for reasoning: a <think>...</think> block at the start of a reply.
 
-White space at the borders is part of neither. Many templates open the block in the generation prompt, so that the
-reply begins inside it.
+The stream may be split at any character. White space around the tags belongs to neither part. Many chat templates
+write the opening tag in the generation prompt, so that the reply starts inside the block.
 """
 
 from __future__ import annotations
@@ -9,21 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from chatcache.tokenizer.tool_formats import BLANK, open_tail
+from chatcache.tokenizer.tool_formats import WHITESPACE, partial_marker_length
 
 OPENING, CLOSING = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
-    """What a piece of the stream added."""
+class ReasoningDelta:
+    """Reasoning and text that a chunk of the stream added."""
 
     reasoning: str = ""
     text: str = ""
 
 
 class ReasoningParser:
-    """One candidate's. `begins_inside`: the block is open from the start, whether its opening is written or not."""
+    """Parser of one candidate.
+
+    With `begins_inside` the block is open from the start; an opening tag is optional.
+    """
 
     def __init__(self, *, begins_inside: bool = False) -> None:
         self._begins_inside = begins_inside
@@ -35,57 +38,58 @@ class ReasoningParser:
 
     @property
     def is_thinking(self) -> bool:
+        """True while the parser is inside the reasoning block."""
         return self._state == self._inside or (self._begins_inside and self._state == self._at_start)
 
     @property
-    def is_over(self) -> bool:
-        """Whether all that comes is text."""
-        return self._state == self._behind and not self._trims
+    def is_finished(self) -> bool:
+        """True if all further input is text."""
+        return self._state == self._after and not self._trims
 
-    def push(self, text: str) -> Thought:
-        """Read on; return what is now certain."""
+    def push(self, text: str) -> ReasoningDelta:
+        """Parse a chunk; return the parts that are now final."""
         return self._run(text, last=False)
 
-    def finish(self) -> Thought:
-        """The stream is over: return what was held back."""
+    def finish(self) -> ReasoningDelta:
+        """End the stream; return the text that was held back."""
         return self._run("", last=True)
 
-    def _run(self, text: str, *, last: bool) -> Thought:
+    def _run(self, text: str, *, last: bool) -> ReasoningDelta:
         rest, self._held = self._held + text, ""
         while rest:
             rest = self._state(rest, last)
-        thought = Thought("".join(self._reasoning), "".join(self._text))
+        thought = ReasoningDelta("".join(self._reasoning), "".join(self._text))
         self._reasoning.clear()
         self._text.clear()
         return thought
 
     def _at_start(self, text: str, last: bool) -> str:
-        first = text.lstrip(BLANK)
+        first = text.lstrip(WHITESPACE)
         if first.startswith(OPENING):
             self._state = self._inside
             return first[len(OPENING) :]
         if not last and OPENING.startswith(first):
             return self._hold(text)
-        self._state = self._inside if self._begins_inside else self._behind
+        self._state = self._inside if self._begins_inside else self._after
         self._trims = self._begins_inside
         return text
 
     def _inside(self, text: str, last: bool) -> str:
         if self._trims:
-            text = text.lstrip(BLANK)
+            text = text.lstrip(WHITESPACE)
             self._trims = not text
         at = text.find(CLOSING)
         if at >= 0:
-            self._reasoning.append(text[:at].rstrip(BLANK))
-            self._state, self._trims = self._behind, True
+            self._reasoning.append(text[:at].rstrip(WHITESPACE))
+            self._state, self._trims = self._after, True
             return text[at + len(CLOSING) :]
-        end = len(text) if last else len(text) - open_tail(text, CLOSING)
+        end = len(text) if last else len(text) - partial_marker_length(text, CLOSING)
         self._reasoning.append(text[:end])
         return self._hold(text[end:])
 
-    def _behind(self, text: str, last: bool) -> str:
+    def _after(self, text: str, last: bool) -> str:
         if self._trims:
-            text = text.lstrip(BLANK)
+            text = text.lstrip(WHITESPACE)
             self._trims = not text
         self._text.append(text)
         return ""

@@ -1,4 +1,4 @@
-"""How a model writes what is not plain answer: what it thinks, and the functions it calls."""
+"""Detect how a model writes reasoning and tool calls, and parse its replies accordingly."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from chatcache.tokenizer.reasoning import CLOSING, OPENING, ReasoningParser, Thought
+from chatcache.tokenizer.reasoning import CLOSING, OPENING, ReasoningDelta, ReasoningParser
 from chatcache.tokenizer.tokenizer import Tokenizer
-from chatcache.tokenizer.tool_formats import HERMES, LLAMA3, MISTRAL, Syntax
-from chatcache.tokenizer.tool_parser import CallParser, CallPart
+from chatcache.tokenizer.tool_formats import HERMES, LLAMA3, MISTRAL, ToolCallSyntax
+from chatcache.tokenizer.tool_parser import ToolCallDelta, ToolCallParser
 
 AUTO, NONE = "auto", "none"
-TOOL_CALLS: Mapping[str, Syntax] = {"hermes": HERMES, "llama3_json": LLAMA3, "mistral": MISTRAL}
+TOOL_CALLS: Mapping[str, ToolCallSyntax] = {"hermes": HERMES, "llama3_json": LLAMA3, "mistral": MISTRAL}
 REASONING = ("qwen3", "deepseek_r1")
 _TOOLS = re.compile(r"\btools\b")
 _TAIL_TOKENS = 16
@@ -20,49 +20,54 @@ _TAIL_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class ReplyFormat:
-    """Names as vLLM's parsers have them. `shows_tools`: the chat template has a place for function definitions.
+    """Reasoning and tool-call format of a model; the names are those of vLLM's parsers.
 
-    `named_calls`: of the forms of a call that the syntax knows, the model writes the one with its name outside.
+    `supports_tools`: the chat template renders function definitions. `named_calls`: the model writes the function name
+    before the arguments object instead of inside it.
     """
 
     tool_calls: str = NONE
     reasoning: str = NONE
-    shows_tools: bool = False
+    supports_tools: bool = False
     named_calls: bool = False
 
     @property
-    def syntax(self) -> Syntax | None:
+    def syntax(self) -> ToolCallSyntax | None:
+        """Syntax of the tool calls; None if the model has none."""
         return TOOL_CALLS.get(self.tool_calls)
 
-    def begins_inside(self, prompt_end: str) -> bool:
-        """Whether a reply to a prompt that ends so begins inside its reasoning."""
+    def starts_in_reasoning(self, prompt_end: str) -> bool:
+        """Return True if a reply after this end of the prompt starts with reasoning."""
         end = prompt_end.rstrip()
         if self.reasoning == NONE or end.endswith(CLOSING):
             return False
         return self.reasoning == "deepseek_r1" or end.endswith(OPENING)
 
     def marks(self, *, tools: bool) -> tuple[str, ...]:
-        """Texts that the parsers must see even where they are special tokens."""
+        """Markers that the parsers need, even if they are special tokens."""
         thoughts = (OPENING, CLOSING) if self.reasoning != NONE else ()
         return thoughts + (self.syntax.marks if tools and self.syntax is not None else ())
 
 
-def format_of(tokenizer: Tokenizer, tool_calls: str = AUTO, reasoning: str = AUTO) -> ReplyFormat:
-    """What is asked for, or what the chat template and the vocabulary tell where that is "auto"."""
+def detect_format(tokenizer: Tokenizer, tool_calls: str = AUTO, reasoning: str = AUTO) -> ReplyFormat:
+    """Return the requested format.
+
+    Where "auto", detect it from the chat template and the vocabulary.
+    """
     source, tokens = tokenizer.template_source, tokenizer.added_tokens
     if reasoning == AUTO:
         reasoning = "qwen3" if CLOSING in source else NONE
     shows_tools = _TOOLS.search(source) is not None
     if tool_calls == AUTO:
-        tool_calls = _detected(source, tokens) if shows_tools else NONE
+        tool_calls = _detect_tool_calls(source, tokens) if shows_tools else NONE
     return ReplyFormat(tool_calls, reasoning, shows_tools, "[ARGS]" in source)
 
 
-def _detected(source: str, tokens: Collection[str]) -> str:
+def _detect_tool_calls(source: str, tokens: Collection[str]) -> str:
     if MISTRAL.marker in source:
         return "mistral"
     if HERMES.marker in source:
-        return NONE if "<function=" in source else "hermes"  # the same marks with something else between them
+        return NONE if "<function=" in source else "hermes"  # same markers around another notation
     if LLAMA3.marker in source or (LLAMA3.marker in tokens and '"parameters"' in source):
         return "llama3_json"
     return "mistral" if MISTRAL.marker in tokens else NONE
@@ -70,36 +75,41 @@ def _detected(source: str, tokens: Collection[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ParsedText:
-    """What a piece of the stream added."""
+    """Text, reasoning and calls that a chunk of the stream added."""
 
     text: str = ""
     reasoning: str = ""
-    calls: tuple[CallPart, ...] = ()
+    calls: tuple[ToolCallDelta, ...] = ()
 
 
 class ReplyParser:
-    """One candidate's text, reasoning and calls. `names`: the functions it may call (None: calls are text)."""
+    """Split one candidate into text, reasoning and calls.
+
+    `names`: callable functions (None: calls stay text).
+    """
 
     def __init__(self, form: ReplyFormat, prompt_end: str, names: Collection[str] | None) -> None:
-        inside = form.begins_inside(prompt_end)
+        inside = form.starts_in_reasoning(prompt_end)
         self._thoughts = ReasoningParser(begins_inside=inside) if form.reasoning != NONE else None
-        self._calls = CallParser(form.syntax, names) if form.syntax is not None and names is not None else None
+        self._calls = ToolCallParser(form.syntax, names) if form.syntax is not None and names is not None else None
 
     @property
     def is_thinking(self) -> bool:
+        """True while the candidate is inside its reasoning block."""
         return self._thoughts is not None and self._thoughts.is_thinking
 
     @property
-    def is_past_thought(self) -> bool:
+    def reasoning_finished(self) -> bool:
+        """True if no more reasoning can follow."""
         return self._thoughts is None
 
     def push(self, text: str) -> ParsedText:
-        """Read on; return what is now certain."""
+        """Parse a chunk; return the parts that are now final."""
         reasoning = ""
         if self._thoughts is not None:
             thought = self._thoughts.push(text)
             text, reasoning = thought.text, thought.reasoning
-            if self._thoughts.is_over:
+            if self._thoughts.is_finished:
                 self._thoughts = None
         if self._calls is None:
             return ParsedText(text, reasoning)
@@ -107,14 +117,14 @@ class ReplyParser:
         return ParsedText(parsed.text, reasoning, parsed.calls)
 
     def finish(self) -> ParsedText:
-        """The stream is over: return what was held back."""
-        thought = self._thoughts.finish() if self._thoughts is not None else Thought()
+        """End the stream; return the text that was held back."""
+        thought = self._thoughts.finish() if self._thoughts is not None else ReasoningDelta()
         if self._calls is None:
             return ParsedText(thought.text, thought.reasoning)
         last, rest = self._calls.push(thought.text), self._calls.finish()
         return ParsedText(last.text + rest.text, thought.reasoning, last.calls + rest.calls)
 
 
-def prompt_end(tokenizer: Tokenizer, prompt: Collection[int]) -> str:
-    """The text at the end of a prompt, control tokens included."""
+def decode_prompt_end(tokenizer: Tokenizer, prompt: Collection[int]) -> str:
+    """Decode the end of a prompt, special tokens included."""
     return tokenizer.decode(tuple(prompt)[-_TAIL_TOKENS:], skip_special_tokens=False)

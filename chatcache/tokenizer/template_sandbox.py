@@ -1,13 +1,12 @@
-"""What a chat template may spend. It is a program of the model's author and runs where every request passes.
+"""Time and memory limits for chat templates.
 
-Jinja's sandbox keeps a template from Python; it does not keep it from running for ever, or from making a string that
-fills the memory. Here every turn of a loop and every call of a macro looks at the clock, and whatever can make much
-out of little (repetition, powers, padding, joining) is asked first how long its result would be.
+A chat template is a program that comes with the model and runs for every request. Jinja's sandbox keeps it from Python
+internals, but not from endless loops or from strings that fill the memory. `CostLimiter` therefore inserts a check of
+the time budget into every loop and macro, and `BoundedEnvironment` computes the size of a result before operations that
+can produce much from little (repetition, powers, padding, joining) are executed.
 
-How long a value would be if it was written out, or gone through in C, where no meter ticks.
-
-A list that holds another twice, which holds another twice, and so on, takes a few words of memory and more time than
-there is to print, to hash or to compare with its like.
+Sizes are those of the written-out value: a list that contains another list twice, which contains another twice, and so
+on, needs little memory but takes exponential time to print, hash or compare, all in C, where no budget is checked.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 MAX_LENGTH = 8 << 20  # characters or entries of one value made within
-_ENTRY = 32  # what an entry takes beside its text: a quarter of a million of them are too many, and soon counted
+_ENTRY = 32  # cost of an entry in addition to its text; limits a value to about 260,000 entries
 _DICT_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _CONTAINERS: tuple[type, ...] = (list, tuple, dict, set, frozenset, *_DICT_VIEWS)
 
@@ -48,15 +47,19 @@ COMPARING_TESTS = frozenset(
 
 
 class TemplateCostError(SecurityError):
-    """A template takes more time or memory than any chat needs."""
+    """The template exceeded its limits of time or memory."""
 
 
 def is_container(value: Any) -> bool:
+    """Return True for lists, tuples, dicts, sets and dict views."""
     return isinstance(value, _CONTAINERS)
 
 
 def estimate_size(value: Any) -> int:
-    """About the characters of a value written out, counted as often as it is there; not much beyond `MAX_LENGTH`."""
+    """Estimate the characters of a value when written out.
+
+    Stops counting soon after `MAX_LENGTH`.
+    """
     if not is_container(value):
         return len(value) if isinstance(value, str) else 1
     total = 0
@@ -75,7 +78,7 @@ def estimate_size(value: Any) -> int:
 
 
 def check_size(*values: Any, times: int = 1) -> None:
-    """Refuse what would be too long. Raises: TemplateCostError."""
+    """Raise TemplateCostError if a value, written `times` times, exceeds MAX_LENGTH."""
     for value in values:
         if is_container(value) and estimate_size(value) * times > MAX_LENGTH:
             raise TemplateCostError(
@@ -84,24 +87,30 @@ def check_size(*values: Any, times: int = 1) -> None:
 
 
 def check_comparison(left: Any, right: Any) -> None:
-    """Two values are gone through in step: it is over as soon as the shorter is. Raises: TemplateCostError."""
+    """Raise TemplateCostError if comparing two containers takes too long.
+
+    The shorter one bounds the time.
+    """
     if is_container(left) and is_container(right) and estimate_size(left) > MAX_LENGTH:
         check_size(right)
 
 
 def check_search(value: Any, within: Any) -> None:
-    """A value is hashed, or compared with each entry. Raises: TemplateCostError."""
+    """Raise TemplateCostError if hashing a value or searching it in a container is too slow."""
     check_size(value, times=max(1, len(within)) if is_container(within) else 1)
 
 
-def checked(value: Any) -> Any:
-    """The value, if it is not too long. Raises: TemplateCostError."""
+def checked_value(value: Any) -> Any:
+    """Return the value. Raises: TemplateCostError if it is too large."""
     check_size(value)
     return value
 
 
-def compared(names: Sequence[str], *values: Any) -> Any:
-    """Compare as Python does, one after another."""
+def compare(names: Sequence[str], *values: Any) -> Any:
+    """Evaluate a chained comparison with bounds on its cost.
+
+    Jinja compiles comparisons to calls of this.
+    """
     found: Any = True
     for name, left, right in zip(names, values, values[1:], strict=False):
         (check_search if name in ("in", "notin") else check_comparison)(left, right)
@@ -111,7 +120,7 @@ def compared(names: Sequence[str], *values: Any) -> Any:
     return found
 
 
-def with_short_search(made: Callable[..., Any]) -> Callable[..., Any]:
+def with_bounded_search(made: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(made)
     def bounded(value: Any, other: Any) -> Any:
         check_comparison(value, other)
@@ -125,7 +134,7 @@ def _entries(value: Iterable[Any]) -> Iterator[Any]:
     return chain(value.keys(), value.values()) if isinstance(value, dict) else iter(value)
 
 
-MAX_RENDER_S = 5.0  # thousands of long messages take a tenth of that
+MAX_RENDER_S = 5.0  # thousands of long messages take about 0.5 s
 MAX_RENDER_CHARS = 32 << 20
 MAX_EXPONENT = 64
 MAX_BITS = 4096
@@ -133,22 +142,22 @@ TICK = "_chatcache_tick"
 JOIN = "_chatcache_join"
 COMPARE = "_chatcache_compare"
 KEY = "_chatcache_key"
-OURS = (TICK, JOIN, COMPARE, KEY)
+RESERVED_NAMES = (TICK, JOIN, COMPARE, KEY)
 _PADDING = ("center", "ljust", "rjust", "zfill", "expandtabs")
 _PADDING_FILTERS = ("center", "indent", "slice", "batch", "wordwrap", "round", "format", "filesizeformat")
-# These look at the entries alone; whatever else takes a value may write it out, hash it or compare it.
-_SHALLOW = frozenset(
+# Filters that only walk the top level of their value. All others may write it out, hash it or compare it.
+_SHALLOW_FILTERS = frozenset(
     {
         *("attr", "batch", "count", "d", "default", "first", "items", "last", "length", "list", "map", "random"),
         *("reject", "rejectattr", "reverse", "select", "selectattr", "slice"),
     }
 )
-_FIELD = re.compile(r"%[-+ #0\d.*]*|\{[^{}]*")  # what may carry a width
-_NESTED = re.compile(r"\{[^{}]*\{|%[-+ #0\d.]*\*")  # a width that an argument decides
+_FIELD = re.compile(r"%[-+ #0\d.*]*|\{[^{}]*")  # format fields, which may have a width
+_NESTED = re.compile(r"\{[^{}]*\{|%[-+ #0\d.]*\*")  # fields whose width is an argument
 
 
 class RenderBudget:
-    """Time of one rendering; called at every turn of a loop."""
+    """Time budget of one rendering; called in every iteration of a loop."""
 
     __slots__ = ("_end_s", "_num_calls")
 
@@ -159,20 +168,23 @@ class RenderBudget:
     def __call__(self) -> None:
         self._num_calls += 1
         if self._num_calls % 16 == 0 and time.thread_time() > self._end_s:
-            raise TemplateCostError("the chat template does not come to an end")
+            raise TemplateCostError("the chat template does not terminate")
 
 
 class CostLimiter(NodeTransformer):
-    """Put a look at the meter into every loop and macro, and make `~` a call."""
+    """Insert budget checks into loops and macros.
+
+    Turn `~`, comparisons and dict keys into checked calls.
+    """
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        return self._ticking(node)
+        return self._with_budget_check(node)
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        return self._ticking(node)
+        return self._with_budget_check(node)
 
     def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
-        return self._ticking(node)
+        return self._with_budget_check(node)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -181,18 +193,18 @@ class CostLimiter(NodeTransformer):
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
         values = [node.expr, *(each.expr for each in node.ops)]
-        if any(map(_is_plain, values)):  # which ends every comparison soon
+        if any(map(_is_constant, values)):  # a constant bounds the cost of every comparison
             return node
         names: list[nodes.Expr] = [nodes.Const(each.op, lineno=node.lineno) for each in node.ops]
         return _call(COMPARE, [nodes.List(names, lineno=node.lineno), *values], node.lineno)
 
     def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
         self.generic_visit(node)
-        if not _is_plain(node.key):
+        if not _is_constant(node.key):
             node.key = _call(KEY, [node.key], node.lineno)
         return node
 
-    def _ticking(self, node: Any) -> nodes.Node:
+    def _with_budget_check(self, node: Any) -> nodes.Node:
         self.generic_visit(node)
         tick = nodes.ExprStmt(_call(TICK, [], node.lineno), lineno=node.lineno)
         node.body = [tick, *node.body]
@@ -204,32 +216,32 @@ def _call(name: str, args: list[nodes.Expr], line: int) -> nodes.Call:
     return nodes.Call(nodes.Name(name, "load", lineno=line), args, [], None, None, lineno=line)
 
 
-def _is_plain(node: nodes.Expr) -> bool:
+def _is_constant(node: nodes.Expr) -> bool:
     if isinstance(node, nodes.List | nodes.Tuple):
-        return all(map(_is_plain, node.items))
+        return all(map(_is_constant, node.items))
     return isinstance(node, nodes.Const)
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox in which no expression makes a value out of all proportion."""
+    """Jinja sandbox that bounds the size of every value a template can make."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, finalize=checked, **kwargs)
+        super().__init__(*args, finalize=checked_value, **kwargs)
         self.globals.pop("lipsum", None)
-        self.globals.update({JOIN: _joined, COMPARE: compared, KEY: checked})
+        self.globals.update({JOIN: _join, COMPARE: compare, KEY: checked_value})
         tests: dict[str, Any] = self.tests
-        tests.update({name: with_short_search(tests[name]) for name in COMPARING_TESTS})
+        tests.update({name: with_bounded_search(tests[name]) for name in COMPARING_TESTS})
         for name in _PADDING_FILTERS:
-            self.filters[name] = _with_small_numbers(self.filters[name])
-        self.filters["join"] = _with_short_list(self.filters["join"])
-        self.filters["replace"] = _replaced
+            self.filters[name] = _with_bounded_numbers(self.filters[name])
+        self.filters["join"] = _with_bounded_list(self.filters["join"])
+        self.filters["replace"] = _replace
         for name, made in list(self.filters.items()):
             self.add_filter(name, made)
 
     def add_filter(self, name: str, made: Callable[..., Any]) -> None:
-        self.filters[name] = _with_short_result(made, takes_all=name in _SHALLOW)
+        self.filters[name] = _with_bounded_result(made, takes_all=name in _SHALLOW_FILTERS)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         check_search(argument, obj)
@@ -237,11 +249,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
-        """Put together what a block or a macro wrote."""
-        return "".join(_short_list(pieces))
+        """Join the output of a block or macro."""
+        return "".join(_bounded_list(pieces))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Look at the widths before a text's own `format` does."""
+        """Check the field widths before `str.format` runs."""
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -255,7 +267,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         match operator:
-            case "+" if _sized(left) and _sized(right):
+            case "+" if _has_length(left) and _has_length(right):
                 _check_length(len(left) + len(right))
             case "*":
                 _check_product(left, right)
@@ -270,19 +282,19 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
         if isinstance(owner, str):
             if name == "join" and args:
-                args = (_short_list(args[0], len(owner)), *args[1:])
+                args = (_bounded_list(args[0], len(owner)), *args[1:])
             elif name == "replace" and len(args) > 1:
                 _check_replace(owner, args[0], args[1])
             elif name in _PADDING:
                 _check_format("", (*args, *kwargs.values()))
-        if not isinstance(obj, Macro | RenderBudget) and obj is not compared:
-            is_holder = isinstance(obj, type) and issubclass(obj, Namespace)  # of what it is given by name
+        if not isinstance(obj, Macro | RenderBudget) and obj is not compare:
+            is_holder = isinstance(obj, type) and issubclass(obj, Namespace)  # stores its keyword arguments unchanged
             for arg in args if is_holder else (*args, *kwargs.values()):
                 check_search(arg, owner)
-        return _short(super().call(context, obj, *args, **kwargs))
+        return _bounded_result(super().call(context, obj, *args, **kwargs))
 
 
-def _sized(value: Any) -> bool:
+def _has_length(value: Any) -> bool:
     return isinstance(value, Sized) and not isinstance(value, dict)
 
 
@@ -298,14 +310,14 @@ def _check_number(value: int, most: int) -> None:
 
 def _check_product(left: Any, right: Any) -> None:
     for one, other in ((left, right), (right, left)):
-        if isinstance(one, int) and _sized(other):
+        if isinstance(one, int) and _has_length(other):
             _check_length(len(other) * max(one, 0))
     if isinstance(left, int) and isinstance(right, int):
         _check_number(left.bit_length() + right.bit_length(), MAX_BITS)
 
 
 def _check_format(form: str, args: Iterable[Any]) -> None:
-    """Refuse padding to a great width, named in the format or handed to it, and formats that say a text very often."""
+    """Raise TemplateCostError for large field widths and many repetitions of a long text."""
     args = tuple(args)
     for field in _FIELD.findall(form):
         for number in re.findall(r"\d+", field):
@@ -322,8 +334,8 @@ def _check_replace(text: str, old: Any, new: Any) -> None:
     _check_length(len(text) + times * len(str(new)))
 
 
-def _short_list(values: Iterable[Any], num_between: int = 0) -> list[Any]:
-    """Return the values to be joined, counted while they come."""
+def _bounded_list(values: Iterable[Any], num_between: int = 0) -> list[Any]:
+    """Collect values to be joined; raise TemplateCostError once their total length is too large."""
     found: list[Any] = []
     length = 0
     for value in values:
@@ -333,17 +345,17 @@ def _short_list(values: Iterable[Any], num_between: int = 0) -> list[Any]:
     return found
 
 
-def _joined(values: Sequence[Any]) -> str:
-    return "".join(_short_list([str(value) for value in _short_list(values)]))
+def _join(values: Sequence[Any]) -> str:
+    return "".join(_bounded_list([str(value) for value in _bounded_list(values)]))
 
 
-def _replaced(value: Any, old: Any, new: Any, count: int | None = None) -> str:
+def _replace(value: Any, old: Any, new: Any, count: int | None = None) -> str:
     text = str(value)
     _check_replace(text, str(old), new)
     return text.replace(str(old), str(new), -1 if count is None else count)
 
 
-def _with_small_numbers(made: Callable[..., Any]) -> Callable[..., Any]:
+def _with_bounded_numbers(made: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(made)
     def checked(*args: Any, **kwargs: Any) -> Any:
         for arg in (*args[1:], *kwargs.values()):
@@ -356,27 +368,27 @@ def _with_small_numbers(made: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _short(value: Any) -> Any:
+def _bounded_result(value: Any) -> Any:
     if isinstance(value, str | list | tuple):
         _check_length(len(value))
     return value
 
 
-def _with_short_result(made: Callable[..., Any], *, takes_all: bool) -> Callable[..., Any]:
+def _with_bounded_result(made: Callable[..., Any], *, takes_all: bool) -> Callable[..., Any]:
     @wraps(made)
     def bounded(*args: Any, **kwargs: Any) -> Any:
         if not takes_all:
             check_size(*args, *kwargs.values())
-        return _short(made(*args, **kwargs))
+        return _bounded_result(made(*args, **kwargs))
 
     return bounded
 
 
-def _with_short_list(made: Callable[..., Any]) -> Callable[..., Any]:
-    """Bound a join: (context, values, between, attribute)."""
+def _with_bounded_list(made: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the `join` filter (context, values, separator, attribute) with a length check."""
 
     @wraps(made)
     def checked(context: Any, value: Any, d: Any = "", *args: Any, **kwargs: Any) -> Any:
-        return made(context, _short_list(value, len(str(d))), d, *args, **kwargs)
+        return made(context, _bounded_list(value, len(str(d))), d, *args, **kwargs)
 
     return checked

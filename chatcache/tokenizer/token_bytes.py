@@ -1,7 +1,8 @@
-"""What each token adds to the text, as bytes.
+"""Table of the bytes that each token adds to the text.
 
-Covers the decoders of causal models: byte-level BPE (GPT-2's byte map) and SentencePiece-style chains (metaspace,
-<0xNN> byte fallback, one leading space stripped). Any other decoder is asked token by token, behind an anchor token.
+Computed from the decoder of the tokenizer: byte-level BPE (GPT-2's byte map) or a SentencePiece-style chain (metaspace,
+<0xNN> byte fallback, one leading space stripped). Any other decoder is probed: each token is decoded after a fixed
+anchor token, and the text after the anchor is recorded.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from tokenizers import Tokenizer as Backend
 
 
 class LeadingSpace(Enum):
-    """What a decoder drops from the first token of a text."""
+    """Spaces that a decoder drops from the first token of a text."""
 
     KEEP = "nothing"
     SPACE = "one leading space"
     SPACES = "every space in the token"
 
     def hidden(self, piece: bytes) -> bytes:
-        """Return one byte per byte of `piece`: 0 where a first token's byte is dropped, else 1."""
+        """Return a mask with one byte per byte of `piece`.
+
+        0 if the byte is dropped from a first token, else 1.
+        """
         if self is LeadingSpace.SPACES:
             return bytes(byte != 0x20 for byte in piece)
         if self is LeadingSpace.SPACE and piece.startswith(b" "):
@@ -32,39 +36,39 @@ class LeadingSpace(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenByteTable:
-    """`of[id]` is the token's bytes (empty for ids the tokenizer lacks); `lead` applies to a text's first token."""
+    """Bytes of each token (empty for unused ids) and the rule for the first token."""
 
-    of: tuple[bytes, ...]
-    lead: LeadingSpace
+    by_id: tuple[bytes, ...]
+    leading_space: LeadingSpace
 
 
-def pieces_of(backend: Backend) -> TokenByteTable:
-    """Compute the pieces of a whole vocabulary."""
+def build_byte_table(backend: Backend) -> TokenByteTable:
+    """Compute the bytes of every token of a vocabulary."""
     vocab = backend.get_vocab(with_added_tokens=True)
     by_id = [""] * (max(vocab.values(), default=-1) + 1)
     for token, index in vocab.items():
         by_id[index] = token
-    steps = _steps(backend)
-    if all(_is_known(step) for step in steps) and steps:
-        return TokenByteTable(tuple(_apply(steps, token) for token in by_id), _lead(steps))
-    return _asked(backend, by_id)
+    steps = _decoder_steps(backend)
+    if all(_is_supported(step) for step in steps) and steps:
+        return TokenByteTable(tuple(_token_to_bytes(steps, token) for token in by_id), _leading_space(steps))
+    return _probe_decoder(backend, by_id)
 
 
-def _steps(backend: Backend) -> list[dict[str, Any]]:
-    """Return the decoder's steps as the library itself serialises them."""
+def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
+    """Return the steps of the decoder, as the library serialises them."""
     if backend.decoder is None:
         return []
     state: dict[str, Any] = json.loads(backend.decoder.__getstate__())
-    return _flat(state)
+    return _flatten(state)
 
 
-def _flat(state: dict[str, Any]) -> list[dict[str, Any]]:
+def _flatten(state: dict[str, Any]) -> list[dict[str, Any]]:
     if state["type"] != "Sequence":
         return [state]
-    return [step for inner in state["decoders"] for step in _flat(inner)]
+    return [step for inner in state["decoders"] for step in _flatten(inner)]
 
 
-def _is_known(step: dict[str, Any]) -> bool:
+def _is_supported(step: dict[str, Any]) -> bool:
     match step["type"]:
         case "ByteLevel" | "ByteFallback" | "Fuse" | "Metaspace":
             return True
@@ -76,7 +80,7 @@ def _is_known(step: dict[str, Any]) -> bool:
             return False
 
 
-def _lead(steps: list[dict[str, Any]]) -> LeadingSpace:
+def _leading_space(steps: list[dict[str, Any]]) -> LeadingSpace:
     for step in steps:
         if step["type"] == "Metaspace" and step["prepend_scheme"] != "never":
             return LeadingSpace.SPACES
@@ -85,12 +89,12 @@ def _lead(steps: list[dict[str, Any]]) -> LeadingSpace:
     return LeadingSpace.KEEP
 
 
-def _apply(steps: list[dict[str, Any]], token: str) -> bytes:
+def _token_to_bytes(steps: list[dict[str, Any]], token: str) -> bytes:
     text = token
     for step in steps:
         match step["type"]:
             case "ByteLevel":
-                return _unmapped(text)
+                return _undo_byte_map(text)
             case "ByteFallback":
                 if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
                     try:
@@ -105,8 +109,11 @@ def _apply(steps: list[dict[str, Any]], token: str) -> bytes:
 
 
 def _byte_map() -> dict[int, int]:
-    """Map GPT-2's printable stand-in for each byte back to the byte: printable Latin-1 stands for itself, the others
-    for U+0100, U+0101, ... in order. Code points below 256 that stand for nothing map outside Latin-1."""
+    """Return the inverse of GPT-2's map from bytes to printable characters.
+
+    Printable Latin-1 characters stand for themselves, U+0100, U+0101, ... for the other bytes in order. Code points
+    below 256 that stand for no byte map outside Latin-1.
+    """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     outside = dict.fromkeys(others, 65535)
@@ -116,16 +123,19 @@ def _byte_map() -> dict[int, int]:
 _BYTES = _byte_map()
 
 
-def _unmapped(text: str) -> bytes:
-    """Undo the byte map; text with any character outside it stands for itself (added tokens)."""
+def _undo_byte_map(text: str) -> bytes:
+    """Convert a token's characters back to bytes.
+
+    Added tokens are not mapped: they are encoded as UTF-8.
+    """
     try:
         return text.translate(_BYTES).encode("latin-1")
     except UnicodeEncodeError:
         return text.encode("utf-8", "surrogatepass")
 
 
-def _asked(backend: Backend, by_id: list[str]) -> TokenByteTable:
-    """Ask an unknown decoder for what each token adds behind an anchor."""
+def _probe_decoder(backend: Backend, by_id: list[str]) -> TokenByteTable:
+    """Probe a decoder of unknown type: decode each token after a fixed anchor token."""
     special = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
     anchor = next((i for i, token in enumerate(by_id) if token and i not in special and backend.decode([i])), None)
     if anchor is None:

@@ -1,6 +1,8 @@
-"""A model's tokenizer: text to token ids and back, chats to text.
+"""Tokenizer of a model folder.
 
-The tokenizer of a model folder. No code of the folder's is run but its sandboxed template.
+Encode text, decode ids, render chats with the model's template.
+
+Loading runs no code from the folder except its chat template, which runs in a sandbox.
 """
 
 from __future__ import annotations
@@ -15,15 +17,18 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from chatcache.errors import InvalidRequestError, ModelFolderError
-from chatcache.tokenizer.chat_template import SEAM, ChatTemplate, Message, SpecialTokenEscaper
-from chatcache.tokenizer.token_bytes import LeadingSpace, TokenByteTable, pieces_of
+from chatcache.tokenizer.chat_template import TOKEN_BREAK, ChatTemplate, Message, SpecialTokenEscaper
+from chatcache.tokenizer.token_bytes import LeadingSpace, TokenByteTable, build_byte_table
 
 _ANCHOR = "\ue000"  # private use: no token of any vocabulary joins it to what follows
 _LONG_CHARS = 4_000
 
 
 class Tokenizer:
-    """Encode, decode and render for one model. Stateless after construction, so threads may share it."""
+    """Encode, decode and render for one model.
+
+    Stateless after construction, so threads may share it.
+    """
 
     def __init__(
         self, backend: Backend, *, eos_token_ids: Sequence[int] = (), template: ChatTemplate | None = None
@@ -37,62 +42,69 @@ class Tokenizer:
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self._added = tuple(sorted((token.content for token in added.values()), key=len, reverse=True))
         special = {token.content for token in added.values() if token.special}
-        # Some models' turn marks are not special; what a template itself writes is as good as control.
+        # Some models' turn markers are not special tokens. Added tokens that the template writes are treated alike.
         marks = {token for token in self._added if token.strip() and token in self.template_source}
         self._in_replies, self._in_messages = SpecialTokenEscaper(special), SpecialTokenEscaper(special | marks)
 
     @property
     def vocab_size(self) -> int:
-        """Highest id + 1; the model's own may be larger (padded)."""
+        """Highest token id + 1. The model's embedding may have more rows (padding)."""
         return len(self.token_bytes)
 
     @property
     def has_chat_template(self) -> bool:
+        """True if the model folder has a chat template."""
         return self._template is not None
 
     @property
     def template_source(self) -> str:
-        """The chat template as its author wrote it, "" without one."""
+        """Source of the chat template; "" if the model has none."""
         return self._template.source if self._template is not None else ""
 
     @property
     def added_tokens(self) -> tuple[str, ...]:
-        """Texts of the tokens beside the ordinary vocabulary, longest first."""
+        """Texts of the added tokens (special or not), longest first."""
         return self._added
 
-    def special_of(self, texts: Iterable[str]) -> dict[str, int]:
+    def special_ids_of(self, texts: Iterable[str]) -> dict[str, int]:
         """Return the ids of those `texts` that are special tokens."""
         found = {text: self._backend.token_to_id(text) for text in texts}
         return {text: index for text, index in found.items() if index in self.special_ids}
 
     @property
     def token_bytes(self) -> tuple[bytes, ...]:
-        """What each token adds to the text. Index: token id."""
-        return self._pieces.of
+        """Bytes that each token adds to the text, indexed by token id."""
+        return self._byte_table.by_id
 
     @cached_property
     def digest(self) -> str:
-        """What token ids mean here: equal where every id adds the same text."""
+        """SHA-256 of the bytes of all tokens.
+
+        Equal digests mean that every id decodes to the same text.
+        """
         digest = hashlib.sha256()
         for piece in self.token_bytes:
             digest.update(len(piece).to_bytes(4, "little") + piece)
         return digest.hexdigest()
 
     @property
-    def lead(self) -> LeadingSpace:
-        """What the decoder drops from the first token of a text."""
-        return self._pieces.lead
+    def leading_space(self) -> LeadingSpace:
+        """Which spaces the decoder drops from the first token of a text."""
+        return self._byte_table.leading_space
 
     @cached_property
-    def _pieces(self) -> TokenByteTable:
-        return pieces_of(self._backend)
+    def _byte_table(self) -> TokenByteTable:
+        return build_byte_table(self._backend)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Return the ids of a text. Raises: InvalidRequestError for text that is not valid Unicode."""
+        """Encode a text.
+
+        Raises: InvalidRequestError if it is not valid Unicode or the tokenizer cannot encode it.
+        """
         try:
             if len(text) <= _LONG_CHARS:
                 encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-            else:  # of these two only the batch lets other threads run meanwhile
+            else:  # releases the GIL while it runs; `encode` does not
                 (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError):
             raise InvalidRequestError(
@@ -106,7 +118,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`; unknown ids add nothing, bytes that are no UTF-8 become U+FFFD."""
+        """Decode ids to text. Unknown ids are skipped; bytes that are not valid UTF-8 become U+FFFD."""
         shown = [
             self.token_bytes[token]
             for token in ids
@@ -114,7 +126,7 @@ class Tokenizer:
         ]
         first = next((place for place, piece in enumerate(shown) if piece), None)
         if first is not None:
-            mask = self.lead.hidden(shown[first])
+            mask = self.leading_space.hidden(shown[first])
             shown[first] = bytes(byte for byte, keep in zip(shown[first], mask, strict=True) if keep)
         return b"".join(shown).decode("utf-8", "replace")
 
@@ -126,17 +138,20 @@ class Tokenizer:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Render a chat through the model's template; `variables` (tools, enable_thinking, ...) reach the template.
+        """Render a chat with the model's template.
 
-        Control tokens typed in a message or a tool come out seamed (`quoting`): `encode_after` encodes them as text.
-        Raises: InvalidRequestError (param "messages") without a template, or when the template refuses the messages.
+        `variables` (tools, enable_thinking, ...) are passed to it.
+
+        Special tokens that occur in the text of a message or tool are escaped, so that `encode_after` encodes them
+        as ordinary text.
+        Raises: InvalidRequestError (param "messages") if the model has no template or the template rejects the chat.
         """
         if self._template is None:
             raise InvalidRequestError("this model has no chat template: use completions instead", param="messages")
         if variables.get("tools"):
-            variables["tools"] = self._in_messages.quote(variables["tools"])
+            variables["tools"] = self._in_messages.escape(variables["tools"])
         return self._template.render(
-            [self._quoter(message.get("role")).quote(dict(message)) for message in messages],
+            [self._escaper(message.get("role")).escape(dict(message)) for message in messages],
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             **variables,
@@ -145,11 +160,11 @@ class Tokenizer:
     def render_ids(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
-        """Return the ids of the rendered chat (the template writes the special tokens itself)."""
+        """Render a chat and encode it. The template writes the special tokens itself."""
         return self.encode_rendered(self.render(messages, add_generation_prompt, **variables))
 
     def encode_rendered(self, rendering: str, add_special_tokens: bool = False) -> list[int]:
-        """Return the ids of a whole rendering, on request with what the tokenizer puts around any text."""
+        """Encode a whole rendering, optionally with the tokens that start or end a text (BOS)."""
         ids = self.encode_after("", rendering)
         if not add_special_tokens:
             return ids
@@ -157,33 +172,36 @@ class Tokenizer:
         at = next(at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
         return [*framed[:at], *ids, *framed[at + len(bare) :]]
 
-    def quote_reply(self, text: str) -> str:
-        """Return an assistant message's text as `render` writes it."""
-        quoted: str = self._in_replies.quote(text)
+    def escape_reply(self, text: str) -> str:
+        """Return the text of an assistant message as `render` writes it, special tokens escaped."""
+        quoted: str = self._in_replies.escape(text)
         return quoted
 
-    def _quoter(self, role: object) -> SpecialTokenEscaper:
-        """Replies keep what a model makes and its template looks for (`</think>`), unless it is special."""
+    def _escaper(self, role: object) -> SpecialTokenEscaper:
+        """Return the escaper for a role.
+
+        In replies, markers that the template parses (`</think>`) stay unescaped.
+        """
         return self._in_replies if role == "assistant" else self._in_messages
 
     def suffix_ids(self, rendered_before: str, rendered_after: str) -> list[int] | None:
-        """Return the ids of what `rendered_after` adds to `rendered_before`, for ids that are already stored.
+        """Encode the text that `rendered_after` adds to `rendered_before`.
 
-        None when the later text does not begin with the earlier one (templates that rewrite history): then nothing
-        stored can be kept as it is.
+        Returns None if `rendered_after` does not start with `rendered_before` (templates that rewrite history): then
+        stored ids of the earlier rendering cannot be reused.
         """
         if not rendered_after.startswith(rendered_before):
             return None
         return self.encode_after(rendered_before, rendered_after[len(rendered_before) :])
 
     def encode_after(self, before: str, text: str) -> list[int]:
-        """Encode a rendering, or the rest of one, as it is encoded behind `before`, looking only at that one's end.
+        """Encode `text` as it would be encoded when it follows `before`.
 
-        No token spans a seam. What else differs from encoding it alone: some tokenizers put a space before the first
-        word of a text, or of every text behind a control token, and some control tokens swallow white space behind.
+        Only the end of `before` matters: some tokenizers prefix the first word of a text (or of a text after a special
+        token) with a space, and some special tokens absorb the white space after them. No token spans a token break.
         """
         ids: list[int] = []
-        for part in text.split(SEAM):
+        for part in text.split(TOKEN_BREAK):
             ids += self._encode_part(before, part)
             before = part or before
         return ids
@@ -199,13 +217,13 @@ class Tokenizer:
 
     @cached_property
     def _prefixes_text(self) -> bool:
-        """Whether a word at the start of a text is encoded unlike the same word inside one."""
+        """True if a word is encoded differently at the start of a text than inside it."""
         head, ids = self.encode(_ANCHOR), self.encode(_ANCHOR + "a")
         return ids[: len(head)] == head and ids[len(head) :] != self.encode("a")
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether the library in Rust gave up (`pyo3_runtime.PanicException`, which is no Exception and has no home)."""
+    """Return True for errors of the Rust library, including `PanicException`, a BaseException."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -214,7 +232,10 @@ _OLDER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "s
 
 
 def read_tokenizer(path: str | Path) -> Tokenizer:
-    """Load the tokenizer of a model folder. Raises: ModelFolderError naming the file and the reason."""
+    """Load the tokenizer of a model folder.
+
+    Raises: ModelFolderError naming the file and the reason.
+    """
     folder = Path(path)
     config = _read_json(folder / "tokenizer_config.json")
     named = {**_special_tokens(_read_json(folder / "special_tokens_map.json")), **_special_tokens(config)}
@@ -229,7 +250,7 @@ def _load_backend(folder: Path) -> Backend:
     if file.is_file():
         try:
             backend = Backend.from_file(str(file))
-            for text in _PROBES:  # a pattern that gives up, gives up at something like this
+            for text in _PROBES:  # a regex that backtracks without limit fails on one of these
                 backend.encode(text)
         except BaseException as error:  # the library raises bare Exception, and panics
             if not is_panic(error):
@@ -242,7 +263,7 @@ def _load_backend(folder: Path) -> Backend:
 
 
 def _mark_special(backend: Backend, tokens: Iterable[str]) -> None:
-    """Make the named tokens special, as transformers does, where the tokenizer has them but not as special."""
+    """Mark the named tokens as special where the tokenizer file does not, as transformers does."""
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     backend.add_special_tokens(
         [token for token in tokens if token not in special and backend.token_to_id(token) is not None]
@@ -255,7 +276,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _convert_backend(folder: Path) -> Backend:
-    """Let transformers convert an older tokenizer format. Slow to import, hence only where it is needed."""
+    """Convert an older tokenizer format with transformers, which is slow to import."""
     from transformers import AutoTokenizer
 
     try:
@@ -269,7 +290,10 @@ def _convert_backend(folder: Path) -> Backend:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, {} where there is none. Raises: ModelFolderError for anything else in it."""
+    """Read a JSON object from a file; {} if there is no file.
+
+    Raises: ModelFolderError if it holds anything else.
+    """
     if not file.is_file():
         return {}
     try:
@@ -282,7 +306,10 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return the named tokens (`eos_token` ...) of a tokenizer config: each a string, or an object with `content`."""
+    """Return the named tokens (`eos_token`, ...) of a tokenizer config.
+
+    Strings, or objects with `content`.
+    """
     named: dict[str, str] = {}
     extra = config.get("extra_special_tokens")
     for key, value in {**config, **(extra if isinstance(extra, dict) else {})}.items():
@@ -294,7 +321,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _eos_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
-    """Collect the EOS ids: of generation_config.json, else config.json; and the tokenizer's own."""
+    """Collect the EOS ids of generation_config.json (else config.json) and of the tokenizer."""
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         config = _read_json(folder / name)
@@ -312,7 +339,10 @@ def _eos_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
 
 
 def _load_template(folder: Path, config: dict[str, Any], variables: dict[str, str]) -> ChatTemplate | None:
-    """Find the chat template: its own file, else tokenizer_config.json (one, or the list's "default")."""
+    """Load the chat template from its own file, else from tokenizer_config.json.
+
+    The latter holds one template, or a list with one named "default".
+    """
     file = folder / "chat_template.jinja"
     source: object = None
     if file.is_file():

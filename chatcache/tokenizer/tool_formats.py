@@ -1,12 +1,10 @@
-"""What tells the formats of tool calls apart.
+"""Syntax of tool calls by model family.
 
-Hermes and Qwen: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as many as it takes.
-
-Llama 3: {"name": ..., "parameters": {...}}, alone or behind <|python_tag|>; several are joined by semicolons.
-
-Mistral: [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], later [TOOL_CALLS]name[ARGS]{...}, once per call.
-
-Its templates refuse ids of calls that are not nine letters or digits.
+Hermes, Qwen   <tool_call>{"name": ..., "arguments": {...}}</tool_call>, repeated for each call
+Llama 3        {"name": ..., "parameters": {...}}, alone or after <|python_tag|>; calls are separated by semicolons
+Mistral        [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], in newer models [TOOL_CALLS]name[ARGS]{...} per
+call;
+               its templates accept only call ids of nine letters or digits
 """
 
 from __future__ import annotations
@@ -14,45 +12,46 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-BLANK = " \t\r\n"
+WHITESPACE = " \t\r\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Syntax:
-    """`marker` opens a call in text; `bare`: so does a brace at the very start of a reply.
+class ToolCallSyntax:
+    """How a model family writes tool calls.
 
-    Behind the marker stands an object with a name and arguments. Behind that may stand one of `joints`, white space
-    between them aside: True, another object follows; False, the end. `listed`: objects may stand in a list instead,
-    joined by commas. `between`: a name, this and the arguments alone may stand instead of an object ("": not so).
-    `id_chars`: how long the ids of calls are to be (0: any).
+    `marker` starts a call; with `allows_bare_object` a brace at the start of a reply does, too. An object with name and
+    arguments follows. `separators`: texts that may follow the object, and whether another object follows them (True) or
+    the call ends (False). `allows_list`: the marker may be followed by a JSON list of objects. `name_separator`: if
+    set,
+    a call may be written as name, separator, arguments. `id_chars`: required length of call ids (0: any).
     """
 
     marker: str
-    bare: bool = False
-    joints: Mapping[str, bool] = field(default_factory=dict)
-    listed: bool = False
-    between: str = ""
+    allows_bare_object: bool = False
+    separators: Mapping[str, bool] = field(default_factory=dict)
+    allows_list: bool = False
+    name_separator: str = ""
     id_chars: int = 0
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Texts that may be special tokens, and must be seen all the same."""
-        return tuple(mark for mark in (self.marker, self.between, *self.joints) if len(mark) > 1)
+        """Markers that may be special tokens but must reach the parser."""
+        return tuple(mark for mark in (self.marker, self.name_separator, *self.separators) if len(mark) > 1)
 
 
-LIST_JOINTS: Mapping[str, bool] = {",": True, "]": False}
+LIST_SEPARATORS: Mapping[str, bool] = {",": True, "]": False}
 
 
-def open_tail(text: str, marker: str) -> int:
-    """How many characters at the end of `text` could become the beginning of `marker`, or of white space before it."""
+def partial_marker_length(text: str, marker: str) -> int:
+    """Return how many trailing characters may be the start of `marker` or white space before it."""
     begun = next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
-    return len(text) - len(text[: len(text) - begun].rstrip(BLANK))
+    return len(text) - len(text[: len(text) - begun].rstrip(WHITESPACE))
 
 
-HERMES = Syntax(marker="<tool_call>", joints={"</tool_call>": False})
+HERMES = ToolCallSyntax(marker="<tool_call>", separators={"</tool_call>": False})
 
 
-LLAMA3 = Syntax(marker="<|python_tag|>", bare=True, joints={";": True})
+LLAMA3 = ToolCallSyntax(marker="<|python_tag|>", allows_bare_object=True, separators={";": True})
 
 
-MISTRAL = Syntax(marker="[TOOL_CALLS]", listed=True, between="[ARGS]", id_chars=9)
+MISTRAL = ToolCallSyntax(marker="[TOOL_CALLS]", allows_list=True, name_separator="[ARGS]", id_chars=9)

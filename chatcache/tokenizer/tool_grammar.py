@@ -1,11 +1,11 @@
-"""What a reply may be, as a grammar in llguidance's Lark notation: calls of the right form, and text where it may be.
+"""Grammar that constrains a reply to valid tool calls, in llguidance's Lark notation.
 
-    start: thought? body         body: calls                  a call is required
-                                       calls | answer         the answer has a form of its own
+    start: thought? body         body: calls                  if a call is required
+                                       calls | answer         if the answer has a JSON schema
                                        text calls | text      otherwise
 
-Text ends where a call's marker begins. A marker that is a special token no text can hold; any other is found by a lazy
-lexeme, which ends as soon as it can.
+Text ends where the marker of a call begins. If the marker is a special token, text cannot contain it; any other marker
+is matched by a lazy lexeme, which ends at the first match.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from dataclasses import dataclass
 
 from chatcache.tokenizer.reasoning import CLOSING, OPENING
 from chatcache.tokenizer.reply_format import ReplyFormat
-from chatcache.tokenizer.tool_formats import Syntax
+from chatcache.tokenizer.tool_formats import ToolCallSyntax
 
-_BLANK = {"whitespace_pattern": " "}  # once or not at all: a model that likes new lines would go on with them for ever
+_SINGLE_SPACE = {"whitespace_pattern": " "}  # at most one space: otherwise some models emit newlines without end
 _ANY_OBJECT = '{"type": "object"}'
 
 
 @dataclass(frozen=True, slots=True)
-class Callee:
-    """A function that may be called. `schema`: the JSON schema that its arguments are held to ("": any object)."""
+class CallableFunction:
+    """A function that the model may call.
+
+    `schema`: JSON schema of its arguments ("": any object).
+    """
 
     name: str
     schema: str = ""
@@ -33,36 +36,42 @@ class Callee:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """What may be called now: at least one if `required`, at most one unless `parallel`.
+    """Functions that the model may call.
 
-    `answer`: the JSON schema of a reply that calls nothing ("": any text).
+    At least one if `required`, at most one unless `parallel`.
+
+    `answer`: JSON schema of a reply without calls ("": any text).
     """
 
-    callees: tuple[Callee, ...]
+    functions: tuple[CallableFunction, ...]
     required: bool = False
     parallel: bool = True
     answer: str = ""
 
     @property
-    def is_free(self) -> bool:
-        """Whether the model may write what it likes, so that no grammar is needed."""
-        held = any(callee.schema for callee in self.callees)
+    def is_unconstrained(self) -> bool:
+        """True if every reply is allowed, so that no grammar is needed."""
+        held = any(callee.schema for callee in self.functions)
         return not (held or self.required or self.answer) and self.parallel
 
 
-def call_grammar(choice: ToolChoice, form: ReplyFormat, special: Mapping[str, int], prompt_end: str) -> str:
-    """`special`: ids of the marks that are special tokens. Raises: ValueError for a format without calls."""
-    thought = _Thought(form, special).lines(prompt_end)
+def build_tool_grammar(choice: ToolChoice, form: ReplyFormat, special: Mapping[str, int], prompt_end: str) -> str:
+    """Build the grammar of a reply.
+
+    `special`: ids of those markers that are special tokens.
+    Raises: ValueError if the format has no tool calls.
+    """
+    thought = _ReasoningRules(form, special).lines(prompt_end)
     start = [f"start: {'lead ' if thought else ''}body", *thought]
-    if not choice.callees:
-        return "\n".join([*start, f"body: {_json(choice.answer or _ANY_OBJECT)}"])
+    if not choice.functions:
+        return "\n".join([*start, f"body: {_json_rule(choice.answer or _ANY_OBJECT)}"])
     if form.syntax is None:
         raise ValueError(f"no calls in the format {form.tool_calls!r}")
-    return "\n".join([*start, *_Calls(choice, form, form.syntax, special).lines()])
+    return "\n".join([*start, *_CallRules(choice, form, form.syntax, special).lines()])
 
 
-class _Marks:
-    """How marks are written: as their token, or as text."""
+class _MarkRules:
+    """Grammar terms of markers: a token reference for special tokens, else a string."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
@@ -74,35 +83,37 @@ class _Marks:
         return f"<[{self._special[text]}]>" if text in self._special else _quoted(text)
 
     def until(self, name: str, text: str) -> list[str]:
-        """The rule of anything that ends with a mark."""
+        """Return the rule for any text that ends with a marker."""
         if self.is_token(text):
             return [f"{name}: ANY_{name.upper()}? {self(text)}", f"ANY_{name.upper()}: /(?s:.+)/"]
         return [f"{name}[lazy]: /(?s:.*){_pattern(text)}/"]
 
 
-class _Thought:
-    """Rules of what the model may think first."""
+class _ReasoningRules:
+    """Grammar rules of the reasoning block."""
 
     def __init__(self, form: ReplyFormat, special: Mapping[str, int]) -> None:
         self._form = form
-        self._mark = _Marks(special)
+        self._mark = _MarkRules(special)
 
     def lines(self, prompt_end: str) -> list[str]:
         if self._form.reasoning == "none" or prompt_end.rstrip().endswith(CLOSING):
             return []
-        inside = self._form.begins_inside(prompt_end)
+        inside = self._form.starts_in_reasoning(prompt_end)
         lead = "thought BLANK?" if inside else f"({self._mark(OPENING)} thought BLANK?)?"
         return [f"lead: {lead}", *self._mark.until("thought", CLOSING), r"BLANK: /[ \t\r\n]+/"]
 
 
-class _Calls:
-    """Rules of calls, and of text where it may be."""
+class _CallRules:
+    """Grammar rules of calls and of the text around them."""
 
-    def __init__(self, choice: ToolChoice, form: ReplyFormat, syntax: Syntax, special: Mapping[str, int]) -> None:
+    def __init__(
+        self, choice: ToolChoice, form: ReplyFormat, syntax: ToolCallSyntax, special: Mapping[str, int]
+    ) -> None:
         self._choice = choice
         self._form = form
         self._syntax = syntax
-        self._mark = _Marks(special)
+        self._mark = _MarkRules(special)
 
     def lines(self) -> list[str]:
         return [
@@ -113,7 +124,7 @@ class _Calls:
         ]
 
     def _body(self) -> list[str]:
-        marker, bare = self._syntax.marker, self._syntax.bare
+        marker, bare = self._syntax.marker, self._syntax.allows_bare_object
         calls = f"{self._mark(marker)} opened"
         if bare:
             calls = f"opened | {calls}" if self._mark.is_token(marker) else "opened"
@@ -122,7 +133,7 @@ class _Calls:
         if self._choice.answer and bare:
             return [f"body: {self._either()}"]
         if self._choice.answer:
-            return [f"body: {calls} | answer", f"answer: {_json(self._choice.answer)}"]
+            return [f"body: {calls} | answer", f"answer: {_json_rule(self._choice.answer)}"]
         if bare:
             plain = r"/(?s:[ \t\r\n]*[^{ \t\r\n].*)/"
             without = "" if self._mark.is_token(marker) else f" & ~/(?s:.*){_pattern(marker)}(?s:.*)/"
@@ -133,7 +144,10 @@ class _Calls:
         return ["body: TEXT? | head opened", f"TEXT: {text}", *self._mark.until("head", marker)]
 
     def _either(self) -> str:
-        """One call or the answer, where both begin with a brace: told apart as the alternatives of one schema."""
+        """Return a rule for one call or the answer.
+
+        Both start with a brace, so they are alternatives of one schema.
+        """
         calls = [
             {
                 "type": "object",
@@ -141,39 +155,39 @@ class _Calls:
                 "required": ["name", "parameters"],
                 "additionalProperties": False,
             }
-            for callee in self._choice.callees
+            for callee in self._choice.functions
         ]
-        return _json(json.dumps({"anyOf": [*calls, json.loads(self._choice.answer)]}))
+        return _json_rule(json.dumps({"anyOf": [*calls, json.loads(self._choice.answer)]}))
 
     def _opened(self) -> str:
-        """All calls behind the first one's marker."""
+        """Return the rule of all calls after the first marker."""
         syntax, many = self._syntax, self._choice.parallel
-        if syntax.bare:
+        if syntax.allows_bare_object:
             return 'object ("; " object)*' if many else "object"
-        if syntax.listed and self._form.named_calls:
+        if syntax.allows_list and self._form.named_calls:
             return "named more?" if many else "named"
-        if syntax.listed:
+        if syntax.allows_list:
             return '"[" object (", " object)* "]"' if many else '"[" object "]"'
-        closing = self._mark(next(iter(syntax.joints)))
+        closing = self._mark(next(iter(syntax.separators)))
         return f'"\\n" object "\\n" {closing}' + (' ("\\n" more)?' if many else "")
 
     def _objects(self) -> Sequence[str]:
-        key = "parameters" if self._syntax.bare else "arguments"
-        callees = range(len(self._choice.callees))
+        key = "parameters" if self._syntax.allows_bare_object else "arguments"
+        callees = range(len(self._choice.functions))
         rules = [f"object: {' | '.join(f'object{k}' for k in callees)}"]
-        if self._syntax.between:
+        if self._syntax.name_separator:
             rules.append(f"named: {' | '.join(f'named{k}' for k in callees)}")
-        for k, callee in enumerate(self._choice.callees):
+        for k, callee in enumerate(self._choice.functions):
             opening = f'{{"name": {json.dumps(callee.name)}, "{key}": '
             rules.append(f'object{k}: {_quoted(opening)} arguments{k} "}}"')
-            rules.append(f"arguments{k}: {_json(callee.schema or _ANY_OBJECT)}")
-            if self._syntax.between:
-                rules.append(f"named{k}: {_quoted(callee.name)} {self._mark(self._syntax.between)} arguments{k}")
+            rules.append(f"arguments{k}: {_json_rule(callee.schema or _ANY_OBJECT)}")
+            if self._syntax.name_separator:
+                rules.append(f"named{k}: {_quoted(callee.name)} {self._mark(self._syntax.name_separator)} arguments{k}")
         return rules
 
 
-def _json(schema: str) -> str:
-    return "%json " + json.dumps({"x-guidance": _BLANK, **json.loads(schema)}, ensure_ascii=False)
+def _json_rule(schema: str) -> str:
+    return "%json " + json.dumps({"x-guidance": _SINGLE_SPACE, **json.loads(schema)}, ensure_ascii=False)
 
 
 def _quoted(text: str) -> str:

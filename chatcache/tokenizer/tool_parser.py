@@ -1,20 +1,22 @@
-"""Text and function calls apart, from a stream cut anywhere.
+"""Streaming parser that separates text from tool calls.
 
-    text --marker--> head --object--> call --over--> after --joint--> next object, or text again
+The stream may be split at any character.
+
+    text --marker--> head --object--> call --end--> after --separator--> next object, or text again
       ^               |                 |
-      `--- no call ---+--- no name -----'    what turns out to be no call is text, up to where that was found out
+      `-- not a call -+-- no name ------'     input that turns out not to be a call is returned as text
 
-A call is told from the moment its name is complete; until then everything behind the marker is held back. White space
-around calls is no part of the text. An end of the stream inside a call leaves it with the arguments so far.
-
-One call as JSON, read wherever the stream is cut.
+A call is reported once its name is complete; until then, all input after the marker is held back. Arguments are
+reported as they arrive, exactly as the model wrote them:
 
     {"name": "look_up", "arguments": {"word": "page"}}
-                     ^               `-------------- told as it comes, character by character as written
-                     `- the name is complete
+                     ^               `-------------- reported character by character
+                     `- the call is reported here
 
-Only the object itself is held to the notation: its keys, colons and commas. Arguments are found by their brackets and
-quotes alone, since a model's mistake within them is the client's to see.
+White space around calls is not part of the text. If the stream ends within a call, the call keeps the arguments so far.
+Only the outer object must be valid JSON (keys, colons, commas). The end of the arguments is found by brackets and
+quotes
+alone: errors within them are passed to the client unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from chatcache.tokenizer.tool_formats import BLANK, LIST_JOINTS, Syntax, open_tail
+from chatcache.tokenizer.tool_formats import LIST_SEPARATORS, WHITESPACE, ToolCallSyntax, partial_marker_length
 
 MAX_NAME_CHARS = 256
 _ARGUMENTS = ("arguments", "parameters")
@@ -34,8 +36,8 @@ _IN_VALUE = re.compile(r'["{}\[\]<]')
 _WORD = re.compile(r"[A-Za-z0-9+.\-]+")
 
 
-class At(Enum):
-    """Where the reading is."""
+class ReadState(Enum):
+    """State of a `CallObjectReader`: the syntactic element that it reads next."""
 
     START = auto()
     KEY_OR_END = auto()
@@ -51,15 +53,16 @@ class At(Enum):
     BROKEN = auto()
 
 
-class CallObject:
-    """`name` is "" until it is complete. CLOSED: the last brace was read; BROKEN: the next character cannot follow.
+class CallObjectReader:
+    """Incremental reader of one call object. `name` is "" until it is complete.
 
-    `bare_arguments_of`: only the arguments stand in the text, of the function with that name.
+    `at` is CLOSED after the last brace, BROKEN if the next character is not allowed. With `bare_arguments_of` the input
+    is the arguments object alone, for the function with that name.
     """
 
     def __init__(self, bare_arguments_of: str = "") -> None:
         self.name = bare_arguments_of
-        self.at = At.VALUE if bare_arguments_of else At.START
+        self.at = ReadState.VALUE if bare_arguments_of else ReadState.START
         self._is_bare = bool(bare_arguments_of)
         self._key = "arguments" if bare_arguments_of else ""
         self._quoted: list[str] = []
@@ -67,100 +70,107 @@ class CallObject:
         self._depth = 0
         self._in_quotes = False
         self._has_arguments = False
-        self._untold: list[str] = []
+        self._pending: list[str] = []
 
     @property
-    def is_over(self) -> bool:
-        return self.at in (At.CLOSED, At.BROKEN)
+    def is_finished(self) -> bool:
+        """True if the object is complete or invalid."""
+        return self.at in (ReadState.CLOSED, ReadState.BROKEN)
 
     def drain(self) -> str:
-        """The arguments' text since the last call."""
-        text = "".join(self._untold)
-        self._untold.clear()
+        """Return the text of the arguments that was read since the last call of this method."""
+        text = "".join(self._pending)
+        self._pending.clear()
         return text
 
     def read(self, text: str, at: int = 0) -> int:
-        """Read on from `text[at:]`; return where the reading ended: behind the name, where `is_over`, or at its end."""
+        """Read `text[at:]`.
+
+        Return the offset where reading stopped: after the name, when finished, or at the end.
+        """
         had_name = bool(self.name)
-        while at < len(text) and not self.is_over and bool(self.name) == had_name:
+        while at < len(text) and not self.is_finished and bool(self.name) == had_name:
             at = self._step(text, at)
         return at
 
     def _step(self, text: str, at: int) -> int:
         match self.at:
-            case At.IN_KEY | At.IN_TEXT:
+            case ReadState.IN_KEY | ReadState.IN_TEXT:
                 return self._string(text, at)
-            case At.IN_BRACKETS:
+            case ReadState.IN_BRACKETS:
                 return self._brackets(text, at)
-            case At.IN_WORD:
+            case ReadState.IN_WORD:
                 return self._word(text, at)
             case _:
-                return at + 1 if text[at] in BLANK or self._mark(text[at]) else at
+                return at + 1 if text[at] in WHITESPACE or self._read_punctuation(text[at]) else at
 
-    def _mark(self, char: str) -> bool:
-        """Take a character of the object's own notation. False: it belongs to what comes, or breaks the object."""
+    def _read_punctuation(self, char: str) -> bool:
+        """Consume a punctuation character.
+
+        Returns False if it belongs to the next element or is not allowed.
+        """
         match self.at, char:
-            case At.START, "{":
-                self.at = At.KEY_OR_END
-            case ((At.KEY_OR_END | At.KEY), '"'):
-                self.at = At.IN_KEY
-            case At.COLON, ":":
-                self.at = At.VALUE
-            case At.NEXT, ",":
-                self.at = At.KEY
-            case ((At.NEXT | At.KEY_OR_END), "}"):
-                self.at = At.CLOSED
-            case At.VALUE, _:
+            case ReadState.START, "{":
+                self.at = ReadState.KEY_OR_END
+            case ((ReadState.KEY_OR_END | ReadState.KEY), '"'):
+                self.at = ReadState.IN_KEY
+            case ReadState.COLON, ":":
+                self.at = ReadState.VALUE
+            case ReadState.NEXT, ",":
+                self.at = ReadState.KEY
+            case ((ReadState.NEXT | ReadState.KEY_OR_END), "}"):
+                self.at = ReadState.CLOSED
+            case ReadState.VALUE, _:
                 return self._begin_value(char)
             case _:
-                self.at = At.BROKEN
+                self.at = ReadState.BROKEN
                 return False
         return True
 
     def _begin_value(self, char: str) -> bool:
         self._depth, self._in_quotes = 0, False
         if char in "{[":
-            self.at = At.IN_BRACKETS
+            self.at = ReadState.IN_BRACKETS
         elif char == '"':
-            self.at = At.IN_TEXT
-            self._tell('"')
+            self.at = ReadState.IN_TEXT
+            self._emit('"')
             return True
         elif _WORD.match(char):
-            self.at = At.IN_WORD
+            self.at = ReadState.IN_WORD
         else:
-            self.at = At.BROKEN
+            self.at = ReadState.BROKEN
         return False
 
     def _string(self, text: str, at: int) -> int:
-        """Read a key, or a value that is a text, up to its closing quote."""
+        """Read a key or a string value up to its closing quote."""
         if self._escaped:
             self._escaped = False
-            self._take(text[at])
+            self._append(text[at])
             return at + 1
         found = _IN_STRING.search(text, at)
         end = found.start() if found else len(text)
-        self._take(text[at:end])
+        self._append(text[at:end])
         if found is None:
             return end
         if found[0] == "\\":
             self._escaped = True
-            self._take("\\")
-        elif self.at is At.IN_KEY:
-            key = self._unquoted()
+            self._append("\\")
+        elif self.at is ReadState.IN_KEY:
+            key = self._unquote()
             self._key = key if key is not None else ""
-            self.at = At.COLON
+            self.at = ReadState.COLON
         else:
-            self._tell('"')
+            self._emit('"')
             self._end_value()
             self._end_text()
         return end + 1
 
-    def _take(self, piece: str) -> None:
+    def _append(self, piece: str) -> None:
         self._quoted.append(piece)
-        if self.at is At.IN_TEXT:
-            self._tell(piece)
+        if self.at is ReadState.IN_TEXT:
+            self._emit(piece)
 
-    def _unquoted(self) -> str | None:
+    def _unquote(self) -> str | None:
         raw = "".join(self._quoted)
         self._quoted.clear()
         try:
@@ -171,26 +181,26 @@ class CallObject:
         return text if isinstance(text, str) else None
 
     def _end_text(self) -> None:
-        value = self._unquoted()
+        value = self._unquote()
         if self._key == "name" and not self.name:
             self.name = value or ""
             if not 1 <= len(self.name) <= MAX_NAME_CHARS:
-                self.name, self.at = "", At.BROKEN
+                self.name, self.at = "", ReadState.BROKEN
 
     def _brackets(self, text: str, at: int) -> int:
-        """Read a value in brackets; "<" outside of a text ends it: what follows is a mark, and never JSON."""
+        """Read an object or list. A "<" outside of strings ends it: a marker follows."""
         if self._in_quotes:
             return self._quoted_part(text, at)
         found = _IN_VALUE.search(text, at)
         if found is None:
-            self._tell(text[at:])
+            self._emit(text[at:])
             return len(text)
         end = found.end()
         if found[0] == "<":
-            self._tell(text[at : end - 1])
-            self.at = At.BROKEN
+            self._emit(text[at : end - 1])
+            self.at = ReadState.BROKEN
             return end - 1
-        self._tell(text[at:end])
+        self._emit(text[at:end])
         if found[0] == '"':
             self._in_quotes = True
         else:
@@ -202,11 +212,11 @@ class CallObject:
     def _quoted_part(self, text: str, at: int) -> int:
         if self._escaped:
             self._escaped = False
-            self._tell(text[at])
+            self._emit(text[at])
             return at + 1
         found = _IN_STRING.search(text, at)
         end = found.end() if found else len(text)
-        self._tell(text[at:end])
+        self._emit(text[at:end])
         if found is not None and found[0] == "\\":
             self._escaped = True
         elif found is not None:
@@ -216,7 +226,7 @@ class CallObject:
     def _word(self, text: str, at: int) -> int:
         found = _WORD.match(text, at)
         end = found.end() if found else at
-        self._tell(text[at:end])
+        self._emit(text[at:end])
         if end < len(text):
             self._end_value()
         return end
@@ -224,22 +234,22 @@ class CallObject:
     def _end_value(self) -> None:
         if self._key in _ARGUMENTS:
             self._has_arguments = True
-        elif self._key == "name" and self.at is not At.IN_TEXT and not self.name:
-            self.at = At.BROKEN
+        elif self._key == "name" and self.at is not ReadState.IN_TEXT and not self.name:
+            self.at = ReadState.BROKEN
             return
-        self.at = At.CLOSED if self._is_bare else At.NEXT
+        self.at = ReadState.CLOSED if self._is_bare else ReadState.NEXT
 
-    def _tell(self, piece: str) -> None:
+    def _emit(self, piece: str) -> None:
         if self._key in _ARGUMENTS and not self._has_arguments:
-            self._untold.append(piece)
+            self._pending.append(piece)
 
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 
 
 @dataclass(frozen=True, slots=True)
-class CallPart:
-    """More of call `number` (0, 1, ...). The name comes whole, with the first part."""
+class ToolCallDelta:
+    """Delta of call `number` (0, 1, ...). The first delta has the complete name."""
 
     number: int
     name: str = ""
@@ -247,68 +257,71 @@ class CallPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
-    """What a piece of the stream added."""
+class ParsedCalls:
+    """Text and calls that a chunk of the stream added."""
 
     text: str = ""
-    calls: tuple[CallPart, ...] = ()
+    calls: tuple[ToolCallDelta, ...] = ()
 
 
-class CallParser:
-    """One candidate's. A bare object is a call only if it names one of `names`."""
+class ToolCallParser:
+    """Parser of one candidate.
 
-    def __init__(self, syntax: Syntax, names: Collection[str] = ()) -> None:
+    An object without a marker is a call only if it names one of `names`.
+    """
+
+    def __init__(self, syntax: ToolCallSyntax, names: Collection[str] = ()) -> None:
         self._syntax = syntax
         self._names = frozenset(names)
         self._state: Callable[[str, bool], str] = self._in_text
         self._held = ""
         self._at_start = True
         self._trims = False
-        self._attempt: list[str] = []  # what was read of a call that has no name yet
+        self._attempt: list[str] = []  # input of a possible call whose name is not complete yet
         self._is_bare = False
-        self._joints = syntax.joints
+        self._separators = syntax.separators
         self._name = ""
-        self._object = CallObject()
+        self._object = CallObjectReader()
         self._number = -1
         self._announced = False
-        self._has_told = False
+        self._has_emitted = False
         self._texts: list[str] = []
-        self._parts: list[CallPart] = []
+        self._parts: list[ToolCallDelta] = []
 
-    def push(self, text: str) -> Parsed:
-        """Read on; return what is now certain."""
-        if self._is_plain(text):
-            return Parsed(text)
+    def push(self, text: str) -> ParsedCalls:
+        """Parse a chunk; return the parts that are now final."""
+        if self._is_plain_text(text):
+            return ParsedCalls(text)
         return self._run(text, last=False)
 
-    def finish(self) -> Parsed:
-        """The stream is over: return what was held back."""
+    def finish(self) -> ParsedCalls:
+        """End the stream; return the text that was held back."""
         return self._run("", last=True)
 
-    def _is_plain(self, text: str) -> bool:
-        """Whether nothing of a call can begin in `text`, which follows text of which nothing is held back."""
+    def _is_plain_text(self, text: str) -> bool:
+        """Return True if nothing is held back and no call can start in `text`."""
         if self._held or self._trims or self._at_start or self._state != self._in_text:
             return False
-        return text != "" and self._syntax.marker[0] not in text and text[-1] not in BLANK
+        return text != "" and self._syntax.marker[0] not in text and text[-1] not in WHITESPACE
 
-    def _run(self, text: str, *, last: bool) -> Parsed:
+    def _run(self, text: str, *, last: bool) -> ParsedCalls:
         rest, self._held = self._held + text, ""
         while rest:
             rest = self._state(rest, last)
         if last and self._attempt:
             self._texts += self._attempt
             self._attempt = []
-        parsed = Parsed("".join(self._texts), tuple(self._parts))
+        parsed = ParsedCalls("".join(self._texts), tuple(self._parts))
         self._texts.clear()
         self._parts.clear()
         return parsed
 
     def _in_text(self, text: str, last: bool) -> str:
         if self._trims:
-            text = text.lstrip(BLANK)
+            text = text.lstrip(WHITESPACE)
             self._trims = not text
-        if self._at_start and self._syntax.bare:
-            first = text.lstrip(BLANK)
+        if self._at_start and self._syntax.allows_bare_object:
+            first = text.lstrip(WHITESPACE)
             if first.startswith("{"):
                 return self._begin(text[: len(text) - len(first)], first, bare=True)
             if not first and not last:
@@ -316,69 +329,72 @@ class CallParser:
         marker = self._syntax.marker
         at = text.find(marker)
         if at >= 0:
-            shown = text[:at].rstrip(BLANK)
-            self._say(shown)
+            shown = text[:at].rstrip(WHITESPACE)
+            self._emit_text(shown)
             return self._begin(text[len(shown) : at] + marker, text[at + len(marker) :])
-        end = len(text) if last else len(text) - open_tail(text, marker)
-        self._say(text[:end])
+        end = len(text) if last else len(text) - partial_marker_length(text, marker)
+        self._emit_text(text[:end])
         return self._hold(text[end:])
 
     def _begin(self, opening: str, rest: str, *, bare: bool = False) -> str:
-        """A call may begin here; `opening` is text if none does."""
+        """Start to read a possible call.
+
+        `opening` is returned as text if it turns out not to be one.
+        """
         self._attempt = [opening]
         self._is_bare = bare
         self._at_start = False
-        self._joints = self._syntax.joints
+        self._separators = self._syntax.separators
         self._state = self._in_head
         return rest
 
     def _in_head(self, text: str, last: bool) -> str:
-        text = self._without_blank(text)
+        text = self._skip_whitespace(text)
         if not text:
             return ""
-        if self._syntax.listed and text[0] == "[":
+        if self._syntax.allows_list and text[0] == "[":
             self._attempt.append("[")
-            self._joints = LIST_JOINTS
+            self._separators = LIST_SEPARATORS
             self._state = self._before_object
             return text[1:]
-        if self._syntax.between and _NAME.match(text):
+        if self._syntax.name_separator and _NAME.match(text):
             self._name = ""
-            self._joints = {}
+            self._separators = {}
             self._state = self._in_name
             return text
         self._state = self._before_object
         return text
 
     def _before_object(self, text: str, last: bool) -> str:
-        text = self._without_blank(text)
+        text = self._skip_whitespace(text)
         if not text:
             return ""
         if text[0] != "{":
-            return self._give_up(text)
-        return self._open(CallObject(), text)
+            return self._reject_call(text)
+        return self._open(CallObjectReader(), text)
 
     def _in_name(self, text: str, last: bool) -> str:
-        """Read a name that stands before the arguments."""
+        """Read a function name that precedes its arguments."""
         found = _NAME.match(text)
         if found is not None:
             self._name += found[0]
             self._attempt.append(found[0])
             return text[found.end() :]
         if len(self._name) > MAX_NAME_CHARS:
-            return self._give_up(text)
-        between = self._syntax.between
+            return self._reject_call(text)
+        between = self._syntax.name_separator
         if text.startswith(between):
             self._attempt.append(between)
-            return self._open(CallObject(self._name), text[len(between) :])
+            return self._open(CallObjectReader(self._name), text[len(between) :])
         if text[0] == "{":
-            return self._open(CallObject(self._name), text)
+            return self._open(CallObjectReader(self._name), text)
         if between.startswith(text) and not last:
             return self._hold(text)
-        return self._give_up(text)
+        return self._reject_call(text)
 
-    def _open(self, call: CallObject, rest: str) -> str:
+    def _open(self, call: CallObjectReader, rest: str) -> str:
         self._object = call
-        self._announced = self._has_told = False
+        self._announced = self._has_emitted = False
         self._state = self._in_call
         self._announce()
         return rest
@@ -389,16 +405,16 @@ class CallParser:
         if not self._announced:
             self._attempt.append(text[:end])
             if self._is_bare and call.name and call.name not in self._names:
-                return self._give_up(text[end:])
+                return self._reject_call(text[end:])
             self._announce()
         if not self._announced:
-            return self._give_up(text[end:]) if call.is_over else text[end:]
-        self._tell_arguments(call.drain())
-        if call.is_over:
-            if not self._has_told:
-                self._tell_arguments("{}")
+            return self._reject_call(text[end:]) if call.is_finished else text[end:]
+        self._emit_arguments(call.drain())
+        if call.is_finished:
+            if not self._has_emitted:
+                self._emit_arguments("{}")
             self._trims = True
-            self._state = self._behind_call
+            self._state = self._after_call
         return text[end:]
 
     def _announce(self) -> None:
@@ -406,42 +422,42 @@ class CallParser:
             self._announced = True
             self._attempt = []
             self._number += 1
-            self._parts.append(CallPart(self._number, self._object.name))
+            self._parts.append(ToolCallDelta(self._number, self._object.name))
 
-    def _tell_arguments(self, text: str) -> None:
+    def _emit_arguments(self, text: str) -> None:
         if text:
-            self._has_told = True
-            self._parts.append(CallPart(self._number, arguments=text))
+            self._has_emitted = True
+            self._parts.append(ToolCallDelta(self._number, arguments=text))
 
-    def _behind_call(self, text: str, last: bool) -> str:
-        text = text.lstrip(BLANK)
-        for joint, goes_on in self._joints.items():
-            if text.startswith(joint):
-                self._attempt = [joint] if goes_on else []
-                self._state = self._before_object if goes_on else self._in_text
-                return text[len(joint) :]
-        if text and not last and any(joint.startswith(text) for joint in self._joints):
+    def _after_call(self, text: str, last: bool) -> str:
+        text = text.lstrip(WHITESPACE)
+        for separator, has_next in self._separators.items():
+            if text.startswith(separator):
+                self._attempt = [separator] if has_next else []
+                self._state = self._before_object if has_next else self._in_text
+                return text[len(separator) :]
+        if text and not last and any(separator.startswith(text) for separator in self._separators):
             return self._hold(text)
         if text:
             self._state = self._in_text
         return text
 
-    def _give_up(self, rest: str) -> str:
-        """No call after all."""
+    def _reject_call(self, rest: str) -> str:
+        """Return the input of the attempted call as text."""
         text = "".join(self._attempt)
         self._attempt = []
         self._trims = False
         self._state = self._in_text
-        shown = text.rstrip(BLANK)
-        self._say(shown)
+        shown = text.rstrip(WHITESPACE)
+        self._emit_text(shown)
         return text[len(shown) :] + rest
 
-    def _without_blank(self, text: str) -> str:
-        rest = text.lstrip(BLANK)
+    def _skip_whitespace(self, text: str) -> str:
+        rest = text.lstrip(WHITESPACE)
         self._attempt.append(text[: len(text) - len(rest)])
         return rest
 
-    def _say(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         if text:
             self._at_start = False
             self._texts.append(text)

@@ -52,7 +52,7 @@ class SpeakingRunner(FakeRunner):
     def __init__(self, capacity: KVCapacity, *, delay_s: float = 0.0) -> None:
         words = tokenizer()
         super().__init__(capacity, words.vocab_size, words.eos_token_ids[0], delay_s=delay_s)
-        self._start, self._end = (words.special_of(_SPECIALS)[name] for name in _SPECIALS)
+        self._start, self._end = (words.special_ids_of(_SPECIALS)[name] for name in _SPECIALS)
         self._text = [piece.decode("latin-1") if len(piece) == 1 else _HOLE for piece in words.token_bytes]
         self._text[self._start], self._text[self._end] = _START, _END
         self._ids_of = {text: index for index, text in enumerate(self._text)}

@@ -13,12 +13,12 @@ from chatcache.conversations.offsets import Span, token_char_offsets
 from chatcache.conversations.prompt import assemble
 from chatcache.conversations.replies.parser import ReplyContext
 from chatcache.conversations.tree import Item
-from chatcache.tokenizer.reply_format import format_of
+from chatcache.tokenizer.reply_format import detect_format
 from chatcache.tokenizer.tokenizer import Tokenizer
 from tests.conversations.test_prompt import APPEND_ONLY, REWRITES, Memory, chat, texts
 from tests.gateway.serving import CHATML, tiny_tokenizer, tokenizer_with
-from tests.tokenizer.text_families import tokenizer_of
-from tests.tokenizer.text_tokenizers import KINDS, backend_of
+from tests.tokenizer.families import tokenizer_of
+from tests.tokenizer.tokenizers import KINDS, backend_of
 
 
 @settings(deadline=None, max_examples=40)
@@ -77,7 +77,7 @@ def counted(tokenizer: Tokenizer, ids: list[int], hidden: frozenset[int], at_sta
     for token in ids:
         piece = b"" if token in hidden else tokenizer.token_bytes[token]
         if at_start and piece and not data:
-            piece = bytes(byte for byte, keep in zip(piece, tokenizer.lead.hidden(piece), strict=True) if keep)
+            piece = bytes(byte for byte, keep in zip(piece, tokenizer.leading_space.hidden(piece), strict=True) if keep)
             at_start = False
         before, data = len(data.decode("utf-8", "ignore")), data + piece
         spans.append((before, len(data.decode("utf-8", "ignore"))) if piece else None)
@@ -90,7 +90,7 @@ def counted(tokenizer: Tokenizer, ids: list[int], hidden: frozenset[int], at_sta
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4), continues=st.booleans())
 def test_spans_count_characters(kind: str, shows_special: bool, texts: list[str], continues: bool) -> None:
     tokenizer = Tokenizer(backend_of(kind))
-    (special,) = tokenizer.special_of(["<|im_start|>"]).values()
+    (special,) = tokenizer.special_ids_of(["<|im_start|>"]).values()
     ids = [token for text in texts for token in (*tokenizer.encode(text), special)][:-1]
     hidden = frozenset() if shows_special else tokenizer.special_ids
     prompt = tokenizer.encode("ab") if continues else [special]
@@ -102,7 +102,7 @@ def test_spans_count_characters(kind: str, shows_special: bool, texts: list[str]
         text = text.removeprefix("<|im_start|>")
         expected = counted(tokenizer, ids, hidden)
     item = Item("msg_x", None, "assistant", text, tuple(ids))
-    if not continues and shows_special and tokenizer.lead.hidden(b" a") != b"\x01\x01":
+    if not continues and shows_special and tokenizer.leading_space.hidden(b" a") != b"\x01\x01":
         return  # whether the prompt's own token was shown is not known, and a first space hangs on it
     assert token_char_offsets(ReplyContext(tokenizer), prompt, item) == expected
 
@@ -134,7 +134,7 @@ SAID: dict[str, tuple[str, list[str], str]] = {
 def test_thoughts_and_calls_show_nothing(case: str) -> None:
     family, pieces, prompt_end = SAID[case]
     tokenizer = tokenizer_of(family)
-    form = format_of(tokenizer)
+    form = detect_format(tokenizer)
     speech = ReplyContext(tokenizer, form, {"weather"})
     prompt = tokenizer.encode_after("", prompt_end)
     written = "".join(pieces)
@@ -159,7 +159,7 @@ def test_thoughts_and_calls_show_nothing(case: str) -> None:
 
 def test_a_hidden_token_in_the_middle_of_a_character_shows_nothing() -> None:
     tokenizer = Tokenizer(backend_of("bytelevel"))
-    (special,) = tokenizer.special_of(["<|im_start|>"]).values()
+    (special,) = tokenizer.special_ids_of(["<|im_start|>"]).values()
     first, *rest = tokenizer.encode("𐐷")
     ids = [*tokenizer.encode("a"), first, special, *rest, *tokenizer.encode("b")]
     item = Item("msg_x", None, "assistant", "a𐐷b", tuple(ids))

@@ -12,7 +12,7 @@ from chatcache.config import ServerConfig
 from chatcache.types.plan import F32, Draws, StepResult
 from tests.gateway.serving import Server
 from tests.support.fake_runner import FakeRunner
-from tests.tokenizer.text_families import tokenizer_of
+from tests.tokenizer.families import tokenizer_of
 
 _SURE = 60.0  # far above any logit of the hash
 

@@ -30,7 +30,7 @@ from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.plan import StepPlan, StepResult
 from tests.strictness import MAX_STRICT_PAGES
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
-from tests.tokenizer.text_tokenizers import backend_of
+from tests.tokenizer.tokenizers import backend_of
 
 Result = TypeVar("Result")
 

@@ -16,7 +16,7 @@ from tests.gateway.described import Described
 from tests.gateway.frames import send, until_end
 from tests.gateway.scripted import ScriptedServer, scripted
 from tests.gateway.serving import PAGE_SIZE
-from tests.tokenizer import text_oracles as oracle
+from tests.tokenizer import oracles as oracle
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 USER = [{"role": "user", "content": "Weather?"}]

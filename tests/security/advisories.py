@@ -230,8 +230,8 @@ CLASSES = (
         "text cut inside a character",
         ("vllm#44620", "vllm#17448", "vllm#48853", "rapid-mlx#730"),
         (
-            "tokenizer/test_stream.py::test_every_split_point",
-            "tokenizer/test_stream.py::test_behind_a_prompt_the_text_is_what_the_prompt_lacks",
+            "tokenizer/test_detokenizer.py::test_every_split_point",
+            "tokenizer/test_detokenizer.py::test_behind_a_prompt_the_text_is_what_the_prompt_lacks",
             "gateway/test_json.py::test_over_the_wire",
         ),
     ),

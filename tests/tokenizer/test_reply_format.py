@@ -1,4 +1,4 @@
-"""Which format a model writes, told by its template; special tokens that the parsers must see."""
+"""Format detection from the chat template; special tokens that the parsers need."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from chatcache.tokenizer.detokenizer import TextStream
-from chatcache.tokenizer.reply_format import ReplyFormat, ReplyParser, format_of, prompt_end
+from chatcache.tokenizer.detokenizer import IncrementalDetokenizer
+from chatcache.tokenizer.reply_format import ReplyFormat, ReplyParser, decode_prompt_end, detect_format
 from chatcache.tokenizer.tokenizer import Tokenizer, read_tokenizer
 from tests.gateway.serving import tiny_tokenizer
-from tests.tokenizer.text_families import FAMILIES, TOKENS, backend_with, tokenizer_of
-from tests.tokenizer.text_tokenizers import write_folder
+from tests.tokenizer.families import FAMILIES, TOKENS, backend_with, tokenizer_of
+from tests.tokenizer.tokenizers import write_folder
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "é <b>", "parameters": {"type": "object"}}}]
 CHAT: list[dict[str, Any]] = [
@@ -29,26 +29,26 @@ CHAT: list[dict[str, Any]] = [
     {"role": "tool", "content": "sunny", "tool_call_id": "abcdefgh1", "name": "f"},
 ]
 EXPECTED = {
-    "hermes": ReplyFormat("hermes", "qwen3", shows_tools=True),
-    "qwen3": ReplyFormat("hermes", "qwen3", shows_tools=True),
-    "opened": ReplyFormat("hermes", "qwen3", shows_tools=True),
-    "llama3": ReplyFormat("llama3_json", shows_tools=True),
-    "mistral": ReplyFormat("mistral", shows_tools=True),
-    "mistral named": ReplyFormat("mistral", shows_tools=True, named_calls=True),
+    "hermes": ReplyFormat("hermes", "qwen3", supports_tools=True),
+    "qwen3": ReplyFormat("hermes", "qwen3", supports_tools=True),
+    "opened": ReplyFormat("hermes", "qwen3", supports_tools=True),
+    "llama3": ReplyFormat("llama3_json", supports_tools=True),
+    "mistral": ReplyFormat("mistral", supports_tools=True),
+    "mistral named": ReplyFormat("mistral", supports_tools=True, named_calls=True),
 }
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_template_tells_the_format(name: str) -> None:
-    assert format_of(tokenizer_of(name)) == EXPECTED[name]
+def test_detect_format_from_chat_template(name: str) -> None:
+    assert detect_format(tokenizer_of(name)) == EXPECTED[name]
 
 
 def test_plain_templates_have_none_and_flags_overrule() -> None:
-    assert format_of(tiny_tokenizer()) == ReplyFormat()
-    assert format_of(tokenizer_of("hermes"), "none", "none") == ReplyFormat(shows_tools=True)
-    assert format_of(tokenizer_of("hermes"), "mistral", "deepseek_r1").tool_calls == "mistral"
+    assert detect_format(tiny_tokenizer()) == ReplyFormat()
+    assert detect_format(tokenizer_of("hermes"), "none", "none") == ReplyFormat(supports_tools=True)
+    assert detect_format(tokenizer_of("hermes"), "mistral", "deepseek_r1").tool_calls == "mistral"
     xml = tokenizer_of("hermes").template_source.replace('{"name": "', "<function=")
-    assert format_of(_with(xml)).tool_calls == "none"
+    assert detect_format(_with(xml)).tool_calls == "none"
 
 
 def _with(template: str) -> Tokenizer:
@@ -83,19 +83,19 @@ def test_families_render_as_with_transformers(tmp_path: Path, name: str, tools: 
 )
 def test_where_a_reply_begins(reasoning: str, end: str, inside: bool) -> None:
     form = ReplyFormat(reasoning=reasoning)
-    assert form.begins_inside(end) is inside
+    assert form.starts_in_reasoning(end) is inside
     assert ReplyParser(form, end, None).is_thinking is inside
 
 
 def test_special_tokens_reach_the_parser_though_people_do_not_see_them() -> None:
     tokenizer = tokenizer_of("mistral")
-    form = format_of(tokenizer)
-    marks = tokenizer.special_of(form.marks(tools=True))
+    form = detect_format(tokenizer)
+    marks = tokenizer.special_ids_of(form.marks(tools=True))
     assert set(marks) == {"[TOOL_CALLS]"}
     ids = [marks["[TOOL_CALLS]"], *tokenizer.encode('[{"name": "f", "arguments": {}}]')]
-    assert TextStream(tokenizer).push(ids) == '[{"name": "f", "arguments": {}}]'
-    seen = TextStream(tokenizer, visible_ids=marks.values()).push(ids)
-    parser = ReplyParser(form, prompt_end(tokenizer, ids), {"f"})
+    assert IncrementalDetokenizer(tokenizer).push(ids) == '[{"name": "f", "arguments": {}}]'
+    seen = IncrementalDetokenizer(tokenizer, visible_ids=marks.values()).push(ids)
+    parser = ReplyParser(form, decode_prompt_end(tokenizer, ids), {"f"})
     said, rest = parser.push(seen), parser.finish()
     assert (said.text + rest.text, [call.name for call in said.calls if call.name]) == ("", ["f"])
     assert form.marks(tools=False) == ()

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 
 from chatcache.errors import InvalidRequestError, ModelFolderError
 from chatcache.tokenizer.tokenizer import Tokenizer, read_tokenizer
-from tests.tokenizer.text_tokenizers import CHATML, INSTRUCT, KINDS, THINKING, backend_of, write_folder
+from tests.tokenizer.tokenizers import CHATML, INSTRUCT, KINDS, THINKING, backend_of, write_folder
 
 USER = {"role": "user", "content": "Hello, how are you?"}
 REPLY = {"role": "assistant", "content": "Well, thank you."}
@@ -209,7 +209,7 @@ def test_long_texts_have_the_ids_of_their_parts(kind: str) -> None:
 
 
 def test_a_long_text_lets_other_threads_run() -> None:
-    """An event loop among them: one client's megabyte must not hold up everybody's tokens."""
+    """Encoding a megabyte for one client must not block the event loop for the others."""
     tokenizer = Tokenizer(backend_of("bytelevel"))
     beats, done = [0], threading.Event()
 

@@ -33,7 +33,7 @@ from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.transfer.format import Draft, end_of_export, portable
 from chatcache.transfer.importer import import_draft, read_draft
 from tests.support.conversation_trees import Grown, trees
-from tests.tokenizer.text_tokenizers import backend_of
+from tests.tokenizer.tokenizers import backend_of
 
 ODD_TOOLS: list[object] = [5, [5], [{}], [{"name": 1}], {"a": 1}]
 

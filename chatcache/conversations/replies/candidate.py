@@ -9,7 +9,7 @@ from chatcache.conversations.prompt import reply_key
 from chatcache.conversations.replies.events import ReplyDelta, ReplyDone
 from chatcache.conversations.replies.parser import TAIL_TOKENS, ParsedDelta, ReplyContext
 from chatcache.conversations.tree import Turn
-from chatcache.tokenizer.detokenizer import TextStream
+from chatcache.tokenizer.detokenizer import IncrementalDetokenizer
 from chatcache.types.events import FINISH_CANCELLED, CandidateDone, Tokens
 from chatcache.types.request import GenerateRequest
 
@@ -155,8 +155,8 @@ class Candidate:
         stream = self._text_stream((), 0)
         return stream.push((*self._partial_ids, *ids)) + stream.finish()
 
-    def _text_stream(self, stop: Sequence[str], min_tokens: int) -> TextStream:
-        return TextStream(
+    def _text_stream(self, stop: Sequence[str], min_tokens: int) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(
             self._tokenizer,
             stop=stop,
             include_stop=self._keeps_stop,

@@ -10,8 +10,8 @@ from functools import cached_property
 
 from chatcache.conversations.replies.events import CallDelta
 from chatcache.conversations.tree import ReplyParts, ToolCall, new_id
-from chatcache.tokenizer.detokenizer import TextStream
-from chatcache.tokenizer.reply_format import ParsedText, ReplyFormat, ReplyParser, prompt_end
+from chatcache.tokenizer.detokenizer import IncrementalDetokenizer
+from chatcache.tokenizer.reply_format import ParsedText, ReplyFormat, ReplyParser, decode_prompt_end
 from chatcache.tokenizer.tokenizer import Tokenizer
 
 TAIL_TOKENS = 8  # of a prompt: they tell whether the first word of a reply keeps its space
@@ -37,12 +37,12 @@ class ReplyContext:
     def mark_ids(self) -> frozenset[int]:
         """Special tokens that are marks: they are hidden from people, not from the parser."""
         return frozenset(
-            self.tokenizer.special_of(self.reply_format.marks(tools=self.function_names is not None)).values()
+            self.tokenizer.special_ids_of(self.reply_format.marks(tools=self.function_names is not None)).values()
         )
 
-    def text_stream(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> TextStream:
+    def text_stream(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> IncrementalDetokenizer:
         """The text of a reply that was generated before, from its tokens: whatever ended it, no token ends it now."""
-        return TextStream(
+        return IncrementalDetokenizer(
             self.tokenizer,
             skip_special_tokens=skip_special_tokens,
             prompt_ids_tail=tuple(prompt[-TAIL_TOKENS:]),
@@ -55,7 +55,7 @@ class ReplyContext:
         if not self.is_parsed:
             return CandidateParser(None, 0, ())
         syntax = self.reply_format.syntax
-        parser = ReplyParser(self.reply_format, prompt_end(self.tokenizer, prompt), self.function_names)
+        parser = ReplyParser(self.reply_format, decode_prompt_end(self.tokenizer, prompt), self.function_names)
         return CandidateParser(parser, syntax.id_chars if syntax is not None else 0, call_ids)
 
 
@@ -104,7 +104,7 @@ class CandidateParser:
     @property
     def reasoning_finished(self) -> bool:
         """Whether nothing that comes can be thought any more."""
-        return self._parser is None or self._parser.is_past_thought
+        return self._parser is None or self._parser.reasoning_finished
 
     def parts(self, raw: str) -> ReplyParts:
         """What there is beside the text; `raw` is all that was pushed."""

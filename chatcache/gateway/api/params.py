@@ -30,9 +30,9 @@ from chatcache.gateway.schemas.requests import (
     ToolChoiceFields,
     ToolFields,
 )
-from chatcache.tokenizer.reply_format import ReplyFormat, prompt_end
+from chatcache.tokenizer.reply_format import ReplyFormat, decode_prompt_end
 from chatcache.tokenizer.tokenizer import Tokenizer
-from chatcache.tokenizer.tool_grammar import Callee, ToolChoice, call_grammar
+from chatcache.tokenizer.tool_grammar import CallableFunction, ToolChoice, build_tool_grammar
 from chatcache.types.request import BeamSearchParams, Params, SamplingParams, StructuredOutputs
 
 Number = TypeVar("Number", int, float)
@@ -310,7 +310,7 @@ def parse_tool_choice(
         if choice not in (None, "none", "auto"):
             raise UnsupportedParameterError("tool_choice needs tools", param="tool_choice")
         return NO_TOOLS
-    if not form.shows_tools:
+    if not form.supports_tools:
         raise UnsupportedParameterError("tools: this model's chat template has no place for them", param="tools")
     functions = tuple(_function(tool, f"tools[{at}]") for at, tool in enumerate(tools))
     _check(functions)
@@ -336,10 +336,10 @@ def constrain_to_tools(
     params: Params, use: ToolUse, form: ReplyFormat, tokenizer: Tokenizer, prompt: Sequence[int]
 ) -> Params:
     """Hold a reply to what may be called, and what else it may be. Raises: InvalidRequestError naming the field."""
-    end = prompt_end(tokenizer, prompt)
+    end = decode_prompt_end(tokenizer, prompt)
     asked = params.structured_outputs
     limits = use.limits
-    if asked is not None and (limits is not None or form.begins_inside(end)):
+    if asked is not None and (limits is not None or form.starts_in_reasoning(end)):
         answer = _answer(asked)
         if answer is None:
             if limits is not None:
@@ -348,15 +348,15 @@ def constrain_to_tools(
                 )
             return params
         limits = ToolChoice(
-            limits.callees if limits is not None else (),
+            limits.functions if limits is not None else (),
             required=limits is not None and limits.required,
             parallel=limits is None or limits.parallel,
             answer=answer,
         )
-    if limits is None or limits.is_free:
+    if limits is None or limits.is_unconstrained:
         return params
-    special = tokenizer.special_of(form.marks(tools=True))
-    grammar = call_grammar(limits, form, special, end)
+    special = tokenizer.special_ids_of(form.marks(tools=True))
+    grammar = build_tool_grammar(limits, form, special, end)
     outputs = StructuredOutputs(grammar=grammar, special_token_ids=tuple(special.values()))
     return msgspec.structs.replace(params, structured_outputs=outputs)
 
@@ -440,11 +440,11 @@ def _named(tool: ToolChoiceFields | NamedTool, known: frozenset[str]) -> str:
     return name
 
 
-def _callee(function: Function, *, held: bool) -> Callee:
+def _callee(function: Function, *, held: bool) -> CallableFunction:
     """`held`: arguments are held to the schema whether it is strict or not."""
     if not (held or function.strict):
-        return Callee(function.name)
+        return CallableFunction(function.name)
     parameters = function.parameters
     if parameters is None:
         parameters = {"type": "object", "properties": {}, "additionalProperties": False}
-    return Callee(function.name, json.dumps({"type": "object", **parameters}))
+    return CallableFunction(function.name, json.dumps({"type": "object", **parameters}))

@@ -11,17 +11,17 @@ import llguidance
 import pytest
 
 from chatcache.decoding.grammar.compiler import _Vocabulary, lark_of
-from chatcache.tokenizer.reply_format import ReplyFormat, ReplyParser, format_of
+from chatcache.tokenizer.reply_format import ReplyFormat, ReplyParser, detect_format
 from chatcache.tokenizer.tokenizer import Tokenizer
-from chatcache.tokenizer.tool_grammar import Callee, ToolChoice, call_grammar
+from chatcache.tokenizer.tool_grammar import CallableFunction, ToolChoice, build_tool_grammar
 from chatcache.types.request import StructuredOutputs
 from tests.support.fake_runner import fake_facts
-from tests.tokenizer.text_families import FAMILIES, tokenizer_of
+from tests.tokenizer.families import FAMILIES, tokenizer_of
 
 SCHEMA = json.dumps(
     {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 )
-HELD = ToolChoice((Callee("f", SCHEMA), Callee("g")))
+HELD = ToolChoice((CallableFunction("f", SCHEMA), CallableFunction("g")))
 REQUIRED = replace(HELD, required=True)
 ONE = {
     "hermes": '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>',
@@ -48,15 +48,15 @@ def vocabulary(name: str) -> Any:
 
 
 def form_of(tokenizer: Tokenizer) -> ReplyFormat:
-    return replace(format_of(tokenizer), reasoning="none")
+    return replace(detect_format(tokenizer), reasoning="none")
 
 
-def verdict(name: str, choice: ToolChoice, text: str, *, form: ReplyFormat | None = None, prompt_end: str = "") -> str:
+def accepted(name: str, choice: ToolChoice, text: str, *, form: ReplyFormat | None = None, prompt_end: str = "") -> str:
     """ "whole", "open" (more must follow) or "refused"."""
     tokenizer = tokenizer_of(name)
     form = form if form is not None else form_of(tokenizer)
-    special = tokenizer.special_of(form.marks(tools=True))
-    grammar = call_grammar(choice, form, special, prompt_end)
+    special = tokenizer.special_ids_of(form.marks(tools=True))
+    grammar = build_tool_grammar(choice, form, special, prompt_end)
     lark = lark_of(StructuredOutputs(grammar=grammar, special_token_ids=tuple(special.values())))
     matcher = llguidance.LLMatcher(vocabulary(name), lark, log_level=0)
     assert not matcher.is_error(), f"{matcher.get_error()}\n{lark}"
@@ -70,41 +70,41 @@ def verdict(name: str, choice: ToolChoice, text: str, *, form: ReplyFormat | Non
 def test_calls_are_held_to_their_schemas(name: str) -> None:
     one, two = ONE[name], TWO[name]
     for choice in (HELD, REQUIRED):
-        assert verdict(name, choice, one % ("f", '{"n": 1}')) == "whole"
-        assert verdict(name, choice, one % ("g", '{"any": ["thing"]}')) == "whole"
-        assert verdict(name, choice, two % ("f", '{"n": -3}', "g", "{}")) == "whole"
-        assert verdict(name, choice, one % ("f", '{"n": "1"}')) == "refused"
-        assert verdict(name, choice, one % ("f", "{}")) == "refused"
-        assert verdict(name, choice, one % ("h", "{}")) == "refused"
+        assert accepted(name, choice, one % ("f", '{"n": 1}')) == "whole"
+        assert accepted(name, choice, one % ("g", '{"any": ["thing"]}')) == "whole"
+        assert accepted(name, choice, two % ("f", '{"n": -3}', "g", "{}")) == "whole"
+        assert accepted(name, choice, one % ("f", '{"n": "1"}')) == "refused"
+        assert accepted(name, choice, one % ("f", "{}")) == "refused"
+        assert accepted(name, choice, one % ("h", "{}")) == "refused"
         single = replace(choice, parallel=False)
-        assert verdict(name, single, one % ("f", '{"n": 1}')) == "whole"
-        assert verdict(name, single, two % ("f", '{"n": 1}', "g", "{}")) == "refused"
+        assert accepted(name, single, one % ("f", '{"n": 1}')) == "whole"
+        assert accepted(name, single, two % ("f", '{"n": 1}', "g", "{}")) == "refused"
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_text_stands_where_no_call_is_required(name: str) -> None:
-    assert verdict(name, HELD, "Hello [TOOL] <tool_ca {}") == "whole"
-    assert verdict(name, HELD, "") == "whole"
-    assert verdict(name, REQUIRED, "Hello") == "refused"
-    assert verdict(name, REQUIRED, "") == "open"
+    assert accepted(name, HELD, "Hello [TOOL] <tool_ca {}") == "whole"
+    assert accepted(name, HELD, "") == "whole"
+    assert accepted(name, REQUIRED, "Hello") == "refused"
+    assert accepted(name, REQUIRED, "") == "open"
     call = ONE[name] % ("f", '{"n": 1}')
     if name != "llama3":
-        assert verdict(name, HELD, f"Let me see.\n{call}") == "whole"
-        assert verdict(name, HELD, f"Let me see.\n{ONE[name] % ('f', '{}')}") == "refused"
+        assert accepted(name, HELD, f"Let me see.\n{call}") == "whole"
+        assert accepted(name, HELD, f"Let me see.\n{ONE[name] % ('f', '{}')}") == "refused"
     if name == "llama3":
-        assert verdict(name, HELD, f"<|python_tag|>{call}") == "whole"
+        assert accepted(name, HELD, f"<|python_tag|>{call}") == "whole"
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_answer_may_have_a_form_of_its_own(name: str) -> None:
     choice = ToolChoice(
-        (Callee("f"),),
+        (CallableFunction("f"),),
         answer='{"type": "object", "properties": {"yes": {"const": true}}, '
         '"required": ["yes"], "additionalProperties": false}',
     )
-    assert verdict(name, choice, '{"yes": true}') == "whole"
-    assert verdict(name, choice, ONE[name] % ("f", "{}")) == "whole"
-    assert verdict(name, choice, "Yes") == "refused"
+    assert accepted(name, choice, '{"yes": true}') == "whole"
+    assert accepted(name, choice, ONE[name] % ("f", "{}")) == "whole"
+    assert accepted(name, choice, "Yes") == "refused"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_model_may_think_first(end: str, text: str, expected: str) -> None:
     form = ReplyFormat("hermes", "qwen3")
     call = ONE["qwen3"] % ("f", '{"n": 1}')
     written = text.replace("CALL", call)
-    assert verdict("qwen3", REQUIRED, written, form=form, prompt_end=end) == expected
+    assert accepted("qwen3", REQUIRED, written, form=form, prompt_end=end) == expected
     parser = ReplyParser(form, end, {"f"})
     said, rest = parser.push(written), parser.finish()
     found = [part.name for part in (*said.calls, *rest.calls) if part.name]
@@ -131,6 +131,6 @@ def test_a_model_may_think_first(end: str, text: str, expected: str) -> None:
 
 
 def test_a_free_choice_needs_no_grammar() -> None:
-    assert ToolChoice((Callee("f"),)).is_free
-    for choice in (HELD, REQUIRED, ToolChoice((Callee("f"),), parallel=False), ToolChoice((), answer="{}")):
-        assert not choice.is_free
+    assert ToolChoice((CallableFunction("f"),)).is_unconstrained
+    for choice in (HELD, REQUIRED, ToolChoice((CallableFunction("f"),), parallel=False), ToolChoice((), answer="{}")):
+        assert not choice.is_unconstrained

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from chatcache.errors import InvalidRequestError, ModelFolderError
 from chatcache.tokenizer.chat_template import ChatTemplate
 from chatcache.tokenizer.tokenizer import read_tokenizer
-from tests.tokenizer.text_tokenizers import TEMPLATES, write_folder
+from tests.tokenizer.tokenizers import TEMPLATES, write_folder
 
 TOOLS = [
     {"type": "function", "function": {"name": "wéather", "description": "<b>'&\"", "parameters": {"x": [1, None]}}}
@@ -146,5 +146,5 @@ def test_large_values_that_are_no_trick_are_written_and_compared() -> None:
     )
     messages = [{"role": "user", "content": f"{number} " * 20} for number in range(2000)]
     text = ChatTemplate(source, origin="test", variables={}).render(messages, add_generation_prompt=False)
-    told = f"{len(json.dumps(messages))} {len(str(messages))} True " + "TrueFalse" * 1999 + "TrueTrue"
-    assert text == told + "2000 1 TrueFalse"
+    error = f"{len(json.dumps(messages))} {len(str(messages))} True " + "TrueFalse" * 1999 + "TrueTrue"
+    assert text == error + "2000 1 TrueFalse"

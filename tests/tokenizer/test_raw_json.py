@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chatcache.tokenizer.chat_template import ChatTemplate, RawJson, arguments_of
+from chatcache.tokenizer.chat_template import ChatTemplate, RawJson, parse_arguments
 
 DEEP = '{"a":' * 300 + "1" + "}" * 300
 SOURCE = '{"a":  1.0,"b": "\\u00e9"}'
@@ -19,7 +19,7 @@ def render(source: str, **variables: Any) -> str:
 
 @pytest.mark.parametrize("options", ["", "(indent=2)", "(ensure_ascii=true)"])
 def test_tojson_writes_the_source_wherever_it_stands(options: str) -> None:
-    call = {"name": "é", "arguments": arguments_of(SOURCE), "more": [arguments_of('{"z":2}'), "\udcfe"]}
+    call = {"name": "é", "arguments": parse_arguments(SOURCE), "more": [parse_arguments('{"z":2}'), "\udcfe"]}
     text = render("{{ call | tojson" + options + " }}", call=call)
     assert SOURCE in text and '{"z":2}' in text
     plain = {"name": "é", "arguments": json.loads(SOURCE), "more": [{"z": 2}, "\udcfe"]}
@@ -28,10 +28,12 @@ def test_tojson_writes_the_source_wherever_it_stands(options: str) -> None:
 
 
 def test_templates_read_it_as_the_object_it_is() -> None:
-    text = render("{% for k, v in a.items() %}{{ k }}={{ v }};{% endfor %}{{ a is mapping }}", a=arguments_of(SOURCE))
+    text = render(
+        "{% for k, v in a.items() %}{{ k }}={{ v }};{% endfor %}{{ a is mapping }}", a=parse_arguments(SOURCE)
+    )
     assert text == "a=1.0;b=é;True"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "1", '"x"', "[" * 5000, DEEP, '{"a": "\\udcff"}'])
 def test_what_is_no_object_is_text(text: str) -> None:
-    assert arguments_of(text) == text and not isinstance(arguments_of(text), RawJson)
+    assert parse_arguments(text) == text and not isinstance(parse_arguments(text), RawJson)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from chatcache.tokenizer.token_bytes import LeadingSpace, pieces_of
+from chatcache.tokenizer.token_bytes import LeadingSpace, build_byte_table
 from chatcache.tokenizer.tokenizer import Tokenizer
-from tests.tokenizer.text_tokenizers import KINDS, backend_of
+from tests.tokenizer.tokenizers import KINDS, backend_of
 
 BACKENDS = {kind: backend_of(kind) for kind in KINDS}
 TOKENIZERS = {kind: Tokenizer(backend_of(kind)) for kind in KINDS}
@@ -55,15 +55,15 @@ def test_an_invalid_run_of_bytes_keeps_its_valid_characters() -> None:
         ("metaspace", LeadingSpace.SPACES),
     ],
 )
-def test_lead(kind: str, lead: LeadingSpace) -> None:
-    assert TOKENIZERS[kind].lead is lead
+def test_leading_space_of_known_decoders(kind: str, lead: LeadingSpace) -> None:
+    assert TOKENIZERS[kind].leading_space is lead
 
 
 def test_every_byte_of_the_byte_level_map() -> None:
     vocab = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Backend(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    pieces = pieces_of(backend).of
+    pieces = build_byte_table(backend).by_id
     assert sorted(pieces) == [bytes([byte]) for byte in range(256)]
     text = "aé中👩\x00\x7f\xad "
     assert b"".join(pieces[index] for index in backend.encode(text).ids) == text.encode()
@@ -74,7 +74,7 @@ def test_added_tokens_outside_the_byte_map_stand_for_themselves(token: str) -> N
     backend = backend_of("bytelevel")
     backend.add_tokens([AddedToken(token, normalized=False)])
     (index,) = backend.encode(token, add_special_tokens=False).ids
-    assert pieces_of(backend).of[index].decode("utf-8", "replace") == backend.decode([index])
+    assert build_byte_table(backend).by_id[index].decode("utf-8", "replace") == backend.decode([index])
 
 
 @pytest.mark.parametrize("decoder", [None, decoders.WordPiece(cleanup=False), decoders.BPEDecoder("</w>")])
@@ -94,8 +94,8 @@ def test_other_decoders_are_asked(decoder: decoders.Decoder | None) -> None:
 def test_ids_with_holes() -> None:
     backend = Backend(models.BPE(vocab={"a": 0, "b": 5}, merges=[]))
     backend.decoder = decoders.ByteLevel()
-    assert pieces_of(backend).of == (b"a", b"", b"", b"", b"", b"b")
+    assert build_byte_table(backend).by_id == (b"a", b"", b"", b"", b"", b"b")
 
 
 def test_an_empty_vocabulary() -> None:
-    assert pieces_of(Backend(models.BPE())).of == ()
+    assert build_byte_table(Backend(models.BPE())).by_id == ()

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatcache.decoding.stopping import START, StopRules
-from chatcache.tokenizer.detokenizer import TextStream
+from chatcache.tokenizer.detokenizer import IncrementalDetokenizer
 from chatcache.tokenizer.tokenizer import Tokenizer
-from tests.tokenizer.text_tokenizers import KINDS, backend_of
+from tests.tokenizer.tokenizers import KINDS, backend_of
 
 BACKENDS = {kind: backend_of(kind) for kind in KINDS}
 TOKENIZERS = {kind: Tokenizer(BACKENDS[kind], eos_token_ids=BACKENDS[kind].encode("</s>").ids[1:]) for kind in KINDS}
@@ -33,16 +33,16 @@ class OneByteEach:
     def __init__(self, pieces: Sequence[bytes] | None = None) -> None:
         self.backend = TOKENIZERS["bytelevel"]
         self.token_bytes = tuple(pieces or [bytes([byte]) for byte in range(256)])
-        self.lead = self.backend.lead
+        self.leading_space = self.backend.leading_space
         self.special_ids: frozenset[int] = frozenset()
         self.eos_token_ids: tuple[int, ...] = ()
 
 
-def stream_of(tokenizer: object, *args: object, **kwargs: object) -> TextStream:
-    return TextStream(tokenizer, *args, **kwargs)  # type: ignore[arg-type]
+def stream_of(tokenizer: object, *args: object, **kwargs: object) -> IncrementalDetokenizer:
+    return IncrementalDetokenizer(tokenizer, *args, **kwargs)  # type: ignore[arg-type]
 
 
-def consume(stream: TextStream, ids: Iterable[int]) -> str:
+def consume(stream: IncrementalDetokenizer, ids: Iterable[int]) -> str:
     """Push one by one, finish; check that nothing said is ever unsaid."""
     said = ""
     for token in ids:
@@ -71,8 +71,8 @@ def cut(text: bytes, stops: Sequence[str], include: bool) -> bytes:
 def test_round_trip(kind: str, text: str) -> None:
     tokenizer = TOKENIZERS[kind]
     ids = tokenizer.encode(text)
-    assert consume(TextStream(tokenizer), ids) == tokenizer.decode(ids)
-    whole = TextStream(tokenizer)
+    assert consume(IncrementalDetokenizer(tokenizer), ids) == tokenizer.decode(ids)
+    whole = IncrementalDetokenizer(tokenizer)
     assert whole.push(ids) + whole.finish() == tokenizer.decode(ids)
 
 
@@ -82,7 +82,7 @@ def test_any_ids(kind: str, data: st.DataObject, skip: bool) -> None:
     """Random ids make invalid UTF-8 and special tokens in odd places; ids beyond the vocabulary add nothing."""
     tokenizer = TOKENIZERS[kind]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=25))
-    stream = TextStream(tokenizer, skip_special_tokens=skip, stop_token_ids=())
+    stream = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip, stop_token_ids=())
     assert consume(stream, ids) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
@@ -170,18 +170,21 @@ def test_eos_and_stop_tokens_are_hidden() -> None:
     tokenizer = TOKENIZERS["bytelevel"]
     hello, end, mark = tokenizer.encode("Hello"), tokenizer.encode("</s>"), tokenizer.encode("<|im_end|>")
     for skip in (True, False):
-        assert consume(TextStream(tokenizer, skip_special_tokens=skip), hello + end) == "Hello"
-    assert consume(TextStream(tokenizer, include_stop=True, skip_special_tokens=False), hello + end) == "Hello</s>"
-    assert consume(TextStream(tokenizer, include_stop=True), hello + end) == "Hello"
-    assert consume(TextStream(tokenizer), hello + mark + hello) == "HelloHello"
-    shown = TextStream(tokenizer, skip_special_tokens=False)
+        assert consume(IncrementalDetokenizer(tokenizer, skip_special_tokens=skip), hello + end) == "Hello"
+    assert (
+        consume(IncrementalDetokenizer(tokenizer, include_stop=True, skip_special_tokens=False), hello + end)
+        == "Hello</s>"
+    )
+    assert consume(IncrementalDetokenizer(tokenizer, include_stop=True), hello + end) == "Hello"
+    assert consume(IncrementalDetokenizer(tokenizer), hello + mark + hello) == "HelloHello"
+    shown = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
     assert consume(shown, hello + mark + hello) == "Hello<|im_end|>Hello"
-    assert consume(TextStream(tokenizer, stop_token_ids=hello[-1:]), hello) == tokenizer.decode(hello[:-1])
+    assert consume(IncrementalDetokenizer(tokenizer, stop_token_ids=hello[-1:]), hello) == tokenizer.decode(hello[:-1])
 
 
 def test_eos_completes_no_stop_string_but_flushes_what_was_held() -> None:
     tokenizer = TOKENIZERS["bytelevel"]
-    stream = TextStream(tokenizer, ["lo</s>"], True, False)
+    stream = IncrementalDetokenizer(tokenizer, ["lo</s>"], True, False)
     assert "Hello".startswith(stream.push(tokenizer.encode("Hello"))) and stream.text != "Hello"
     stream.push(tokenizer.eos_token_ids)
     assert stream.text == "Hello</s>" and stream.finish() == "" and stream.stopped is None
@@ -189,7 +192,7 @@ def test_eos_completes_no_stop_string_but_flushes_what_was_held() -> None:
 
 def test_a_special_token_can_be_a_stop_string() -> None:
     tokenizer = TOKENIZERS["bytelevel"]
-    stream = TextStream(tokenizer, ["<|im_end|>"])
+    stream = IncrementalDetokenizer(tokenizer, ["<|im_end|>"])
     assert consume(stream, tokenizer.encode("Hello<|im_end|>again")) == "Hello"
     assert stream.stopped == "<|im_end|>"
 
@@ -198,11 +201,11 @@ def test_a_special_token_can_be_a_stop_string() -> None:
 def test_the_space_of_a_first_word_is_kept_behind_a_prompt(kind: str, kept: str) -> None:
     tokenizer = TOKENIZERS[kind]
     ids = tokenizer.encode(" Hello" if kind == "bytelevel" else "Hello")
-    alone = TextStream(tokenizer)
+    alone = IncrementalDetokenizer(tokenizer)
     assert alone.push(ids) + alone.finish() == tokenizer.decode(ids)
-    behind = TextStream(tokenizer, prompt_ids_tail=tokenizer.encode("Say it:"))
+    behind = IncrementalDetokenizer(tokenizer, prompt_ids_tail=tokenizer.encode("Say it:"))
     assert behind.push(ids) + behind.finish() == kept
-    behind_specials = TextStream(tokenizer, prompt_ids_tail=[tokenizer.encode("<s>")[-1]])
+    behind_specials = IncrementalDetokenizer(tokenizer, prompt_ids_tail=[tokenizer.encode("<s>")[-1]])
     assert behind_specials.push(ids) + behind_specials.finish() == tokenizer.decode(ids)
 
 
@@ -212,7 +215,7 @@ def test_behind_a_prompt_the_text_is_what_the_prompt_lacks(kind: str, before: st
     tokenizer = TOKENIZERS[kind]
     head, tail = tokenizer.encode(before), tokenizer.encode_after(before, after)
     if tokenizer.decode(head) and "\ufffd" not in tokenizer.decode(head):
-        got = consume(TextStream(tokenizer, prompt_ids_tail=head[-8:]), tail)
+        got = consume(IncrementalDetokenizer(tokenizer, prompt_ids_tail=head[-8:]), tail)
         assert tokenizer.decode(head) + got == tokenizer.decode(head + tail)
 
 
@@ -226,4 +229,4 @@ def test_byte_tokens(byte: int) -> None:
     for kind in KINDS:
         tokenizer = TOKENIZERS[kind]
         ids = [*tokenizer.encode("x"), BYTE_IDS[kind][byte]]
-        assert consume(TextStream(tokenizer), ids) == "x" + bytes([byte]).decode("utf-8", "replace")
+        assert consume(IncrementalDetokenizer(tokenizer), ids) == "x" + bytes([byte]).decode("utf-8", "replace")

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 
 from chatcache.tokenizer.chat_template import ChatTemplate
 from chatcache.tokenizer.tokenizer import Tokenizer
-from tests.tokenizer.text_tokenizers import backend_of
+from tests.tokenizer.tokenizers import backend_of
 
 _QWEN_HEAD = """\
 {%- if tools %}

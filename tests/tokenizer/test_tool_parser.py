@@ -10,13 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from chatcache.tokenizer.reasoning import ReasoningParser
-from chatcache.tokenizer.tool_formats import HERMES, LLAMA3, MISTRAL, Syntax
-from chatcache.tokenizer.tool_parser import CallParser, Parsed
-from tests.tokenizer import text_oracles as oracle
-from tests.tokenizer.text_oracles import Call
+from chatcache.tokenizer.tool_formats import HERMES, LLAMA3, MISTRAL, ToolCallSyntax
+from chatcache.tokenizer.tool_parser import ParsedCalls, ToolCallParser
+from tests.tokenizer import oracles as oracle
+from tests.tokenizer.oracles import Call
 
 NAMES = frozenset({"f", "get_weather"})
-FORMATS: dict[str, tuple[Syntax, Callable[[str], tuple[str, list[Call]]]]] = {
+FORMATS: dict[str, tuple[ToolCallSyntax, Callable[[str], tuple[str, list[Call]]]]] = {
     "hermes": (HERMES, oracle.hermes),
     "llama3": (LLAMA3, lambda text: oracle.llama3(text, NAMES)),
     "mistral": (MISTRAL, oracle.mistral),
@@ -46,7 +46,7 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
     return [text[start:end] for start, end in pairwise(ends)]
 
 
-def joined(parts: Sequence[Parsed]) -> tuple[str, list[Call]]:
+def joined(parts: Sequence[ParsedCalls]) -> tuple[str, list[Call]]:
     """Text and calls as a client adds them up; every call begins with its name, in order."""
     calls: list[Call] = []
     for part in (call for parsed in parts for call in parsed.calls):
@@ -58,8 +58,8 @@ def joined(parts: Sequence[Parsed]) -> tuple[str, list[Call]]:
     return "".join(parsed.text for parsed in parts), calls
 
 
-def parse(syntax: Syntax, deltas: Sequence[str]) -> tuple[str, list[Call]]:
-    parser = CallParser(syntax, NAMES)
+def parse(syntax: ToolCallSyntax, deltas: Sequence[str]) -> tuple[str, list[Call]]:
+    parser = ToolCallParser(syntax, NAMES)
     return joined([*(parser.push(delta) for delta in deltas), parser.finish()])
 
 
@@ -95,7 +95,7 @@ def test_what_models_write_when_all_is_well(name: str) -> None:
 
 
 def test_the_name_comes_as_soon_as_it_is_complete_and_arguments_as_they_come() -> None:
-    parser = CallParser(HERMES)
+    parser = ToolCallParser(HERMES)
     seen = [parser.push(piece) for piece in ('Hm <tool_call>{"name": "f', '", "argu', 'ments": {"a"', ": 1", "2}", "}")]
     assert [parsed.text for parsed in seen] == ["Hm", "", "", "", "", ""]
     assert [[(call.name, call.arguments) for call in parsed.calls] for parsed in seen] == [
@@ -124,7 +124,7 @@ def test_what_is_cut_off_or_no_call(name: str, text: str, expected: tuple[str, l
 
 
 def test_plain_text_is_held_back_no_longer_than_it_must() -> None:
-    parser = CallParser(HERMES)
+    parser = ToolCallParser(HERMES)
     assert [parser.push(piece).text for piece in ("a", " ", "b <", "i> c", "\n", "<tool_", "bar")] == [
         *("a", "", " b", " <i> c", "", "", "\n<tool_bar"),
     ]
@@ -156,15 +156,15 @@ def test_a_long_reply_costs_no_more_than_its_length(name: str) -> None:
     """Beginnings of calls one in another are read once: counted in states, not in seconds."""
     syntax = FORMATS[name][0]
     text = (syntax.marker + '{"a": "') * 2_000
-    parser, num_states = CallParser(syntax, NAMES), 0
-    inner = CallParser._in_call
+    parser, num_states = ToolCallParser(syntax, NAMES), 0
+    inner = ToolCallParser._in_call
 
-    def counted(self: CallParser, text: str, last: bool) -> str:
+    def counted(self: ToolCallParser, text: str, last: bool) -> str:
         nonlocal num_states
         num_states += 1
         return inner(self, text, last)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CallParser, "_in_call", counted)
+        patch.setattr(ToolCallParser, "_in_call", counted)
         found = joined([parser.push(text), parser.finish()])
     assert found == (text, []) and num_states <= 4_000
