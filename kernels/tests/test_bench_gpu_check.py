@@ -77,7 +77,12 @@ def test_kernel_stage_measures_figures(run: Callable[[StageContext], None], cont
 
 
 @pytest.mark.parametrize(
-    ("module", "function"), [(attention, "run_decode"), (attention, "run_prefill"), (small_kernels, "run")]
+    ("module", "function"),
+    [
+        pytest.param(attention, "run_decode", marks=pytest.mark.slow),
+        (attention, "run_prefill"),
+        pytest.param(small_kernels, "run", marks=pytest.mark.slow),
+    ],
 )
 def test_kernel_stage_runs_on_triton(
     module: ModuleType, function: str, context: StageContext, triton_device: str, monkeypatch: pytest.MonkeyPatch
@@ -97,6 +102,7 @@ def test_kernel_stage_runs_on_triton(
     assert sum("figure" in entry for entry in entries_of(context)) >= 6
 
 
+@pytest.mark.slow
 def test_tune_ranks_configurations(context: StageContext, triton_device: str) -> None:
     context.device = triton_device
     tune.run(context)
@@ -115,7 +121,11 @@ def test_read_kernel_reads_the_whole_buffer(triton_device: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [model, offline], ids=lambda module: module.__name__)
-@pytest.mark.parametrize("ahead", [None, Ahead((1, 4))], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize(
+    "ahead",
+    [None, pytest.param(Ahead((1, 4)), marks=pytest.mark.slow)],
+    ids=["synchronous", "asynchronous"],
+)
 def test_engine_stage_measures_figures(
     stage: Any, ahead: Ahead | None, context: StageContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +188,7 @@ def test_run_apart_keeps_results_of_killed_and_failed_stages(tmp_path: Path) -> 
     assert [fields["name"] for fields in read_results(stage, tmp_path).figures] == ["kept"]
 
 
+@pytest.mark.slow
 def test_gpu_check_leaves_only_the_report_and_the_log_of_tests(tmp_path: Path) -> None:
     """A machine that runs it may return only a few files."""
     script = ROOT / "kernels" / "bench" / "gpu_check.py"
@@ -189,6 +200,7 @@ def test_gpu_check_leaves_only_the_report_and_the_log_of_tests(tmp_path: Path) -
     assert [stage["status"] for stage in report["stages"]] == ["ok"] and report["stages"][0]["figures"]
 
 
+@pytest.mark.slow
 def test_gpu_check_tune_without_gpu_is_refused(tmp_path: Path) -> None:
     script = ROOT / "kernels" / "bench" / "gpu_check.py"
     environment = {**stages.environment(), "CUDA_VISIBLE_DEVICES": ""}
