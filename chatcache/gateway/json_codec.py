@@ -55,7 +55,7 @@ def encode(value: object) -> bytes:
     return data if data.isascii() else _NON_ASCII.sub(_escape, data.decode()).encode("ascii")
 
 
-def encoded(value: Value) -> Value:
+def preencoded(value: Value) -> Value:
     """Encode a part of a larger body now. Typed as the value it stands for: msgspec copies `Raw` as it is."""
     return cast(Value, msgspec.Raw(encode(value)))
 
@@ -114,7 +114,7 @@ _SPACE = b" \t\r\n"
 _BOM = b"\xef\xbb\xbf"
 
 
-class JsonValues:
+class JsonObjectSplitter:
     """Feed it what arrives; it gives back the objects that are whole. Holds one object at most, and what follows it."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from chatcache.gateway.api.idempotency import HEADER, KEY
+from chatcache.gateway.api.idempotency import HEADER, KEY_PATTERN
 from chatcache.gateway.auth.principal import NAME
 from chatcache.gateway.routing import Body, Entry, Operation, Socket
 from chatcache.gateway.schemas.errors import Error
@@ -183,7 +183,7 @@ def _headers(operation: Operation) -> list[Schema]:
     if not operation.idempotent:
         return []
     said = "The same request again with the same key, for a day, is answered with what the first one made."
-    schema = {"type": "string", "pattern": KEY.pattern}
+    schema = {"type": "string", "pattern": KEY_PATTERN.pattern}
     return [{"name": HEADER, "in": "header", "required": False, "description": said, "schema": schema}]
 
 

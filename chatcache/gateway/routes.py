@@ -157,7 +157,7 @@ ROUTES: tuple[Entry, ...] = (
     Operation("POST", "/v1/cache/explain", cache.explain, "key",
         "Which pages a prompt would find in the cache, and why not more; computes and stores nothing",
         body=Body("ExplainRequest", (requests.ExplainFields,)), response=CacheExplanation, errors=_LIMITED),
-    Operation("GET", "/v1/cache/accounts", cache.accounts, "key",
+    Operation("GET", "/v1/cache/accounts", cache.page_accounts, "key",
         "Who holds how many pages now, shared ones in fractions",
         response=CacheAccounts, errors=_NOT_LOADED),
     Operation("GET", "/v1/cache/map", cache.page_map, "key",
@@ -205,7 +205,7 @@ ROUTES: tuple[Entry, ...] = (
             "conversation.subscribe": Body("ConversationSubscribe", ()),
             "prompt.prewarm": Body("PromptPrewarm", (requests.ResponseFields,)),
         }),
-    PageFiles(Route("/", static.page)),
+    PageFiles(Route("/", static.index)),
     PageFiles(Mount("/assets", static.Assets("assets"))),
     PageFiles(static.RootFiles()),
 )

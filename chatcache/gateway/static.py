@@ -16,7 +16,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # No API route has a dot in it.
-PAGE_FILE = re.compile(r"/[A-Za-z0-9_-]{1,64}\.(?:css|html|ico|js|json|png|svg|txt|webmanifest|woff2)")
+PAGE_FILE_PATTERN = re.compile(r"/[A-Za-z0-9_-]{1,64}\.(?:css|html|ico|js|json|png|svg|txt|webmanifest|woff2)")
 STATIC = Path(__file__).with_name("static")
 MIN_GZIP_BYTES = 1024
 _CSP = (
@@ -65,7 +65,7 @@ def _compressed_files(folder: Path) -> ASGIApp:
     return GZipMiddleware(StaticFiles(directory=folder), minimum_size=MIN_GZIP_BYTES)
 
 
-async def page(request: Request) -> Response:
+async def index(request: Request) -> Response:
     """`/`: the built index, never cached, so that a new build is seen at once."""
     headers = {**PAGE_HEADERS, "cache-control": "no-cache"}
     index = STATIC / "index.html"
@@ -83,7 +83,7 @@ class RootFiles(Route):
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         match, child = super().matches(scope)
         name = child.get("path_params", {}).get("file", "")
-        return (match, child) if match is Match.FULL and PAGE_FILE.fullmatch(f"/{name}") else (Match.NONE, {})
+        return (match, child) if match is Match.FULL and PAGE_FILE_PATTERN.fullmatch(f"/{name}") else (Match.NONE, {})
 
 
 async def _root_file(request: Request) -> Response:

@@ -14,7 +14,7 @@ import pytest
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.conversations.replies.events import ReplyDelta
 from chatcache.conversations.turns import TurnService
-from chatcache.gateway.api.idempotency import IdempotencyCache
+from chatcache.gateway.api.idempotency import IdempotencyKey
 from chatcache.gateway.responses.events import ResponseFrames
 from tests.chaos import speaker
 from tests.chaos.checker import Checker
@@ -90,8 +90,8 @@ def forget_keys(monkeypatch: pytest.MonkeyPatch) -> str:
     async def know_nothing(*_: object) -> None:
         return None
 
-    monkeypatch.setattr(IdempotencyCache, "earlier", know_nothing)
-    monkeypatch.setattr(IdempotencyCache, "claim", lambda *_: None)
+    monkeypatch.setattr(IdempotencyKey, "find_target", know_nothing)
+    monkeypatch.setattr(IdempotencyKey, "claim", lambda *_: None)
     return "doubled"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from chatcache.gateway.api.idempotency import IdempotencyCache
+from chatcache.gateway.api.idempotency import IdempotencyKey
 from tests.gateway.kept import server_on
 from tests.gateway.serving import Server
 from tests.support.redis_servers import RedisServer
@@ -68,7 +68,7 @@ def test_gateways_that_forget_their_keys_would_be_seen(tmp_path: Path, monkeypat
     async def know_nothing(*_: object) -> None:
         return None
 
-    monkeypatch.setattr(IdempotencyCache, "earlier", know_nothing)
-    monkeypatch.setattr(IdempotencyCache, "claim", lambda *_: None)
+    monkeypatch.setattr(IdempotencyKey, "find_target", know_nothing)
+    monkeypatch.setattr(IdempotencyKey, "claim", lambda *_: None)
     with pytest.raises(AssertionError, match="more than one"):
         check_duplicates(str(tmp_path / "chat.db"), 1)

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from chatcache.gateway.static import Assets, RootFiles, page
+from chatcache.gateway.static import Assets, RootFiles, index
 
 SESSION = {
     "model": "scripted",
@@ -85,7 +85,7 @@ def scripted(script: Script) -> Iterator[str]:
 
     app = Starlette(
         routes=[
-            Route("/", page),
+            Route("/", index),
             Mount("/assets", Assets("assets")),
             Route("/readyz", ready),
             WebSocketRoute("/v1/responses", script.serve),

@@ -8,7 +8,7 @@ import sys
 
 from chatcache.cli.server import calm_gc
 from chatcache.config import ServerConfig
-from chatcache.gateway.api.idempotency import IdempotencyCache
+from chatcache.gateway.api.idempotency import IdempotencyKey
 from chatcache.gateway.responses.run import LiveResponse
 from tests.gateway.serving import Server
 
@@ -25,8 +25,8 @@ def main(store: str, port: int, *, is_forgetful: bool, is_mute: bool) -> None:
     if is_mute:
         LiveResponse.begin = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     if is_forgetful:
-        IdempotencyCache.earlier = _know_nothing  # type: ignore[method-assign, assignment]
-        IdempotencyCache.claim = lambda *_: None  # type: ignore[method-assign, assignment]
+        IdempotencyKey.find_target = _know_nothing  # type: ignore[method-assign, assignment]
+        IdempotencyKey.claim = lambda *_: None  # type: ignore[method-assign, assignment]
     place = {"redis": store} if "://" in store else {"db": store}
     with Server(ServerConfig(port=port, **place)) as server:  # type: ignore[arg-type]
         server.runner.delay_s = 0.02

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from chatcache.conversations.replies.service import ChatService, ReplyFailedError
-from chatcache.gateway.api.generation import generation
+from chatcache.gateway.api.generation import reply_events
 from chatcache.gateway.auth.principal import Limits, Principal
 from chatcache.gateway.errors import ShuttingDownError, error_headers
 from chatcache.gateway.limits.admission import AdmissionController
@@ -81,6 +81,6 @@ async def test_whom_the_server_ends_is_told_to_come_back() -> None:
     asked = GenerateRequest(request_id="r", prompt=(1,) * 100, params=SamplingParams(max_tokens=10))
     reply = await ChatService(engine, tokenizer_with(CHATML)).start(asked)
     with pytest.raises(ShuttingDownError) as told:
-        async for _ in generation(reply, Metrics()):
+        async for _ in reply_events(reply, Metrics()):
             pass
     assert told.value.status == 503 and "retry-after" in error_headers(told.value)

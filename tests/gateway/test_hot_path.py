@@ -20,7 +20,7 @@ from chatcache.conversations.replies.events import (
 )
 from chatcache.gateway.api.chat_completions import ChatCompletionWriter
 from chatcache.gateway.api.generation import CompletionHead, FastChunks
-from chatcache.gateway.api.logprobs import EncodedLogprobs, chat_logprobs, encoded_logprobs, list_of
+from chatcache.gateway.api.logprobs import EncodedLogprobs, chat_logprobs, encoded_list, encoded_logprobs
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.metrics import Tally
 from chatcache.types.events import TokenLogprob
@@ -102,12 +102,12 @@ def test_encoded_logprobs_are_the_list_of_all() -> None:
         until = at + draws.randrange(4)
         early.extend(encoded_logprobs(tokenizer, ids[at:until], scores[at:until]))
         if draws.random() < 0.5:
-            kept.extend(early.take())
+            kept.extend(early.pop_all())
         at = until
-    kept.extend(early.take())
+    kept.extend(early.pop_all())
     num_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     whole = encode(kept.as_list())
-    assert json.loads(whole) == json.loads(encode(expected)) and early.take() == b""
+    assert json.loads(whole) == json.loads(encode(expected)) and early.pop_all() == b""
     assert num_bytes < 1.5 * len(whole) + 10_000
-    assert json.loads(encode({"logprobs": list_of(b"")})) == {"logprobs": []}
+    assert json.loads(encode({"logprobs": encoded_list(b"")})) == {"logprobs": []}

@@ -10,12 +10,12 @@ import pytest
 
 from chatcache.errors import InvalidRequestError
 from chatcache.gateway import json_codec as json_values
-from chatcache.gateway.json_codec import JsonValues
+from chatcache.gateway.json_codec import JsonObjectSplitter
 
 
 def split(data: bytes, sizes: list[int]) -> list[Any]:
     """Feed `data` in pieces of these sizes, over and over."""
-    values, found, at, turn = JsonValues(), [], 0, 0
+    values, found, at, turn = JsonObjectSplitter(), [], 0, 0
     while at < len(data):
         size = sizes[turn % len(sizes)]
         found += values.feed(data[at : at + size])
@@ -73,11 +73,11 @@ def test_what_is_cut_short_is_refused(text: str) -> None:
 
 
 def test_memory_is_bounded_by_one_object_and_brackets_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = JsonValues()
+    values = JsonObjectSplitter()
     for _ in range(2000):
         assert values.feed(b'{"a":"' + b"x" * 1000 + b'"}\n')
         assert len(values._buffer) < 10
     monkeypatch.setattr(json_values, "MAX_BRACKETS", 100)
     with pytest.raises(InvalidRequestError, match="at most 100"):
-        JsonValues().feed(b'{"a":' + b"[" * 100)
-    assert len(JsonValues().feed(b'{"a":[]}' * 100)) == 100  # counted by object
+        JsonObjectSplitter().feed(b'{"a":' + b"[" * 100)
+    assert len(JsonObjectSplitter().feed(b'{"a":[]}' * 100)) == 100  # counted by object

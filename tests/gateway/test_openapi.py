@@ -75,7 +75,7 @@ def _structs_read() -> set[str]:
     found: set[str] = set()
     for path in Path(chatcache.gateway.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "read":
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "parse_fields":
                 assert len(node.args) == 2 and isinstance(node.args[1], ast.Name), f"{path.name}:{node.lineno}"
                 found.add(node.args[1].id)
     return found - {"kind"}

@@ -25,7 +25,7 @@ from chatcache.gateway.errors import json_response
 from chatcache.gateway.metrics import page_states
 from chatcache.gateway.middleware import read_json
 from chatcache.gateway.responses.objects import TEMPLATE_CHANGED, miss_cause
-from chatcache.gateway.schemas.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unknown_fields
 from chatcache.gateway.schemas.requests import ExplainFields, WarmthFields
 from chatcache.gateway.schemas.server import (
     CacheAccounts,
@@ -50,7 +50,7 @@ async def explain(request: Request) -> Response:
     """POST /v1/cache/explain: a dry run. Nothing is computed, stored or kept."""
     gateway, principal = gateway_of(request), principal_of(request)
     body = await read_json(request)
-    fields = read(body, ExplainFields)
+    fields = parse_fields(body, ExplainFields)
     ignored = unknown_fields(body, ExplainFields)
     model = await gateway.ready(fields.model)
     functions = parse_tool_choice(model.service.reply_format, fields.tools, "none", None).functions
@@ -79,7 +79,7 @@ async def explain(request: Request) -> Response:
     return json_response(result, headers=ignored_header(ignored))
 
 
-async def accounts(request: Request) -> Response:
+async def page_accounts(request: Request) -> Response:
     """GET /v1/cache/accounts: pages held now, shared ones in fractions. A tenant sees its own, an open server all."""
     gateway, principal = gateway_of(request), principal_of(request)
     model = await gateway.ready(None)
@@ -230,7 +230,7 @@ async def warmth(request: Request) -> Response:
     """POST /v1/cache/warmth: how much of each conversation's active path is computed. Changes nothing."""
     gateway, principal = gateway_of(request), principal_of(request)
     body = await read_json(request)
-    fields = read(body, WarmthFields)
+    fields = parse_fields(body, WarmthFields)
     ignored = unknown_fields(body, WarmthFields)
     model, store = await gateway.ready(None), store_of(request)
     prompts: dict[str, PackedPrompt] = {}

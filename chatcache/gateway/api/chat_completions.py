@@ -13,22 +13,29 @@ from chatcache.conversations.replies.events import CallDelta, ReplyDelta, ReplyD
 from chatcache.conversations.replies.service import is_ranked, num_candidates
 from chatcache.conversations.tree import new_id
 from chatcache.errors import InvalidRequestError
-from chatcache.gateway.api.generation import ChunkWriter, CompleteReply, CompletionHead, generation, respond, usage
+from chatcache.gateway.api.generation import (
+    ChunkWriter,
+    CompleteReply,
+    CompletionHead,
+    completion_usage,
+    reply_events,
+    respond,
+)
 from chatcache.gateway.api.logprobs import chat_logprobs, prompt_logprobs
 from chatcache.gateway.api.messages import to_messages
 from chatcache.gateway.api.params import (
-    Asked,
+    RouteParams,
     check_stream,
     constrain_to_tools,
     parse_tool_choice,
-    rename_param_errors,
-    rename_params,
+    rename_constraint_param,
+    rename_error_params,
     structured_outputs,
     to_params,
 )
 from chatcache.gateway.auth.principal import principal_of
 from chatcache.gateway.context import gateway_of
-from chatcache.gateway.json_codec import encoded
+from chatcache.gateway.json_codec import preencoded
 from chatcache.gateway.limits.admission import work_of
 from chatcache.gateway.middleware import read_json, until_disconnect
 from chatcache.gateway.schemas.completions import (
@@ -46,7 +53,7 @@ from chatcache.gateway.schemas.completions import (
     FinishReason,
     Usage,
 )
-from chatcache.gateway.schemas.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unknown_fields
 from chatcache.gateway.schemas.requests import ChatFields, CompletionBase, SamplingFields
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import FINISH_STOP
@@ -56,7 +63,11 @@ from chatcache.types.request import GenerateRequest
 async def chat_completions(request: Request) -> Response:
     gateway = gateway_of(request)
     body = await read_json(request)
-    base, chat, sampling = read(body, CompletionBase), read(body, ChatFields), read(body, SamplingFields)
+    base, chat, sampling = (
+        parse_fields(body, CompletionBase),
+        parse_fields(body, ChatFields),
+        parse_fields(body, SamplingFields),
+    )
     ignored = unknown_fields(body, CompletionBase, ChatFields, SamplingFields)
     messages = to_messages(chat.messages, "messages")
     model = await gateway.ready(base.model)
@@ -86,20 +97,22 @@ async def chat_completions(request: Request) -> Response:
             with_usage=bool(base.stream_options and base.stream_options.include_usage),
             with_token_ids=bool(base.return_token_ids),
         )
-        names = rename_params(max_tokens="max_completion_tokens" if chat.max_completion_tokens is not None else None)
+        names = rename_error_params(
+            max_tokens="max_completion_tokens" if chat.max_completion_tokens is not None else None
+        )
         thinks = asked.structured_outputs is None or params is not asked
         starting = model.service.start(
             engine_request, prompt.text, functions=use.names, thinks=thinks, owner=principal.owner
         )
         with (
             names,
-            rename_param_errors(sampling.structured_outputs, "response_format", "tools" if use.limits else None),
+            rename_constraint_param(sampling.structured_outputs, "response_format", "tools" if use.limits else None),
         ):
             reply = await until_disconnect(request, starting)
         permit.cover(reply)
     return await respond(
         request,
-        lambda: generation(reply, gateway.metrics),
+        lambda: reply_events(reply, gateway.metrics),
         (reply,),
         writer,
         stream=bool(base.stream),
@@ -107,9 +120,9 @@ async def chat_completions(request: Request) -> Response:
     )
 
 
-def _asked(base: CompletionBase, chat: ChatFields, sampling: SamplingFields) -> Asked:
+def _asked(base: CompletionBase, chat: ChatFields, sampling: SamplingFields) -> RouteParams:
     check_stream(base, sampling)
-    return Asked(
+    return RouteParams(
         max_tokens=chat.max_completion_tokens if chat.max_completion_tokens is not None else base.max_tokens,
         logprobs=_logprobs(chat),
         prompt_logprobs=base.prompt_logprobs,
@@ -150,7 +163,7 @@ class ChatCompletionWriter(ChunkWriter[ChatChunkChoice]):
 
     def body(self, reply: CompleteReply) -> ChatCompletion:
         scores = reply.prompt_logprobs.get(0)
-        prompt_rows = encoded(prompt_logprobs(self._tokenizer, self._prompt, scores)) if scores else UNSET
+        prompt_rows = preencoded(prompt_logprobs(self._tokenizer, self._prompt, scores)) if scores else UNSET
         return ChatCompletion(
             id=self._head.id,
             object="chat.completion",
@@ -158,7 +171,7 @@ class ChatCompletionWriter(ChunkWriter[ChatChunkChoice]):
             model=self._head.model,
             system_fingerprint=self._head.fingerprint,
             choices=[self._whole_choice(done, reply.deltas.get(done.index, ())) for done in reply.dones],
-            usage=usage(reply.finished),
+            usage=completion_usage(reply.finished),
             prompt_logprobs=prompt_rows,
             prompt_token_ids=list(self._prompt) if self._with_token_ids else UNSET,
         )
@@ -212,7 +225,7 @@ class ChatCompletionWriter(ChunkWriter[ChatChunkChoice]):
         logprobs = None
         if self._with_logprobs:
             content = [entry for d in deltas for entry in chat_logprobs(self._tokenizer, d.token_ids, d.logprobs)]
-            logprobs = encoded(ChatLogprobs(content, None))
+            logprobs = preencoded(ChatLogprobs(content, None))
         return ChatChoice(
             done.index,
             _message(done),

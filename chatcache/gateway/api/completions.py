@@ -17,28 +17,28 @@ from chatcache.gateway.api.generation import (
     ChunkWriter,
     CompleteReply,
     CompletionHead,
-    generation,
-    merged,
+    completion_usage,
+    merge_replies,
+    reply_events,
     respond,
-    usage,
 )
-from chatcache.gateway.api.logprobs import CompletionLogprobsBuilder, cut_tops, prompt_logprobs
+from chatcache.gateway.api.logprobs import CompletionLogprobsBuilder, limit_alternatives, prompt_logprobs
 from chatcache.gateway.api.params import (
-    Asked,
+    RouteParams,
     check_stream,
     check_tokens,
-    rename_param_errors,
-    rename_params,
+    rename_constraint_param,
+    rename_error_params,
     structured_outputs,
     to_params,
 )
 from chatcache.gateway.auth.principal import principal_of
 from chatcache.gateway.context import gateway_of
-from chatcache.gateway.json_codec import encoded
+from chatcache.gateway.json_codec import preencoded
 from chatcache.gateway.limits.admission import CHARS_PER_TOKEN, work_of
 from chatcache.gateway.middleware import read_json, until_disconnect
 from chatcache.gateway.schemas.completions import Completion, CompletionChoice, FinishReason, Usage
-from chatcache.gateway.schemas.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unknown_fields
 from chatcache.gateway.schemas.requests import MAX_PROMPTS, CompletionBase, CompletionFields, SamplingFields
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import TokenLogprob
@@ -50,7 +50,11 @@ _DEFAULT_MAX_TOKENS = 16
 async def completions(request: Request) -> Response:
     gateway, principal = gateway_of(request), principal_of(request)
     body = await read_json(request)
-    base, fields, sampling = read(body, CompletionBase), read(body, CompletionFields), read(body, SamplingFields)
+    base, fields, sampling = (
+        parse_fields(body, CompletionBase),
+        parse_fields(body, CompletionFields),
+        parse_fields(body, SamplingFields),
+    )
     ignored = unknown_fields(body, CompletionBase, CompletionFields, SamplingFields)
     asked = _asked(base, fields, sampling)
     model = await gateway.ready(base.model)
@@ -60,7 +64,7 @@ async def completions(request: Request) -> Response:
         prompts = await _prompts(fields, model.service)
         width = num_candidates(params)
         _check_width(len(prompts), width, sampling)
-        with rename_params(prompt_logprobs="logprobs" if base.prompt_logprobs is None else None):
+        with rename_error_params(prompt_logprobs="logprobs" if base.prompt_logprobs is None else None):
             _check_prompt_logprobs(prompts, width, asked.prompt_logprobs)
         priority = gateway.priority(base.priority)
         completion_id = new_id("cmpl", "-")
@@ -86,23 +90,23 @@ async def completions(request: Request) -> Response:
             )
             for at, prompt in enumerate(prompts)
         ]
-        echoed = rename_params(prompt_logprobs="logprobs" if base.prompt_logprobs is None else None)
-        with echoed, rename_param_errors(sampling.structured_outputs, "response_format"):
+        echoed = rename_error_params(prompt_logprobs="logprobs" if base.prompt_logprobs is None else None)
+        with echoed, rename_constraint_param(sampling.structured_outputs, "response_format"):
             replies = await until_disconnect(request, _start(model.service, requests, principal.owner))
         permit.cover(*replies)
 
     def events() -> AsyncIterator[ReplyEvent]:
-        return merged([generation(reply, gateway.metrics) for reply in replies], width)
+        return merge_replies([reply_events(reply, gateway.metrics) for reply in replies], width)
 
     return await respond(request, events, replies, writer, stream=bool(base.stream), headers=ignored_header(ignored))
 
 
-def _asked(base: CompletionBase, fields: CompletionFields, sampling: SamplingFields) -> Asked:
+def _asked(base: CompletionBase, fields: CompletionFields, sampling: SamplingFields) -> RouteParams:
     check_stream(base, sampling)
     echoed_logprobs = fields.logprobs if fields.echo else None
     if echoed_logprobs is not None and base.stream:
         raise UnsupportedParameterError("echo with logprobs cannot be streamed", param="echo")
-    return Asked(
+    return RouteParams(
         max_tokens=base.max_tokens if base.max_tokens is not None else _DEFAULT_MAX_TOKENS,
         logprobs=fields.logprobs,
         prompt_logprobs=_most(base.prompt_logprobs, echoed_logprobs),
@@ -224,7 +228,9 @@ class CompletionWriter(ChunkWriter[CompletionChoice]):
         self._logprobs = [CompletionLogprobsBuilder(tokenizer) for _ in echo]  # of the stream
 
     def body(self, reply: CompleteReply) -> Completion:
-        return self._completion([self._whole_choice(done, reply) for done in reply.dones], usage(reply.finished))
+        return self._completion(
+            [self._whole_choice(done, reply) for done in reply.dones], completion_usage(reply.finished)
+        )
 
     def chunk(self, choice: CompletionChoice) -> Completion:
         return self._completion([choice])
@@ -272,12 +278,12 @@ class CompletionWriter(ChunkWriter[CompletionChoice]):
             logprobs: list[TokenLogprob | None] = []
             if self._echo[done.index]:
                 ids += prompt
-                logprobs += cut_tops(scores, self._num_logprobs)
+                logprobs += limit_alternatives(scores, self._num_logprobs)
             for delta in reply.deltas.get(done.index, ()):
                 ids += delta.token_ids
                 logprobs += delta.logprobs
-            choice.logprobs = encoded(CompletionLogprobsBuilder(self._tokenizer).build(ids, logprobs))
+            choice.logprobs = preencoded(CompletionLogprobsBuilder(self._tokenizer).build(ids, logprobs))
         if self._num_prompt_logprobs is not None:
-            rows = prompt_logprobs(self._tokenizer, prompt, cut_tops(scores, self._num_prompt_logprobs))
-            choice.prompt_logprobs = encoded(rows)
+            rows = prompt_logprobs(self._tokenizer, prompt, limit_alternatives(scores, self._num_prompt_logprobs))
+            choice.prompt_logprobs = preencoded(rows)
         return choice

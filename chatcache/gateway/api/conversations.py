@@ -34,9 +34,9 @@ from chatcache.conversations.tree import (
 )
 from chatcache.conversations.turns import add_messages, save_new_conversation
 from chatcache.errors import EngineError, InvalidRequestError, NotFoundError
-from chatcache.gateway.api.idempotency import REPLAYED, IdempotencyCache
+from chatcache.gateway.api.idempotency import REPLAYED_HEADER, IdempotencyKey
 from chatcache.gateway.api.messages import to_messages
-from chatcache.gateway.api.pagination import PageQuery, end_ids, page, paged, read_limit
+from chatcache.gateway.api.pagination import PageQuery, end_ids, make_page, paginate, parse_limit
 from chatcache.gateway.auth.principal import owner_of, principal_of
 from chatcache.gateway.context import gateway_of
 from chatcache.gateway.errors import json_response
@@ -47,7 +47,7 @@ from chatcache.gateway.metrics import Metrics, record_reply_metrics
 from chatcache.gateway.middleware import read_json, read_json_or_nothing, until_disconnect
 from chatcache.gateway.responses.objects import output_items
 from chatcache.gateway.schemas import responses as schemas
-from chatcache.gateway.schemas.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unknown_fields
 from chatcache.gateway.schemas.requests import ConversationFields, ConversationPatch, ItemsFields, TitleFields
 
 
@@ -82,7 +82,7 @@ def _found_conversation(hit: SearchHit) -> schemas.FoundConversation:
 async def list_conversations(request: Request) -> Response:
     """By last change, newest first; with `query` only those where the words are found, each with its `match`."""
     query = request.query_params
-    limit, after, words = read_limit(query.get("limit", "20")), query.get("after"), query.get("query", "")
+    limit, after, words = parse_limit(query.get("limit", "20")), query.get("after"), query.get("query", "")
     store, owner = store_of(request), owner_of(request)
     if words.strip():
         hits = await store.search(owner, SearchQuery.parse(words), limit + 1, after)
@@ -104,7 +104,7 @@ async def get_conversation(request: Request) -> Response:
 
 async def update_conversation(request: Request) -> Response:
     body = await read_json(request)
-    patch = read(body, ConversationPatch)
+    patch = parse_fields(body, ConversationPatch)
     ignored = unknown_fields(body, ConversationPatch)
     conversation = await store_of(request).update(
         owner_of(request),
@@ -121,14 +121,14 @@ async def update_conversation(request: Request) -> Response:
 async def delete_conversation(request: Request) -> Response:
     """Delete it, and end what is still being said in it."""
     gateway, owner, conversation_id = gateway_of(request), owner_of(request), request.path_params["id"]
-    await store_of(request).delete(owner, conversation_id, expected_rev=read_rev(request))
+    await store_of(request).delete(owner, conversation_id, expected_rev=parse_rev(request))
     gateway.hub.deleted(owner, conversation_id)
     runs = [run for run in gateway.responses.running(owner) if run.conversation_id == conversation_id]
     await asyncio.gather(*(run.cancel() for run in runs))
     return json_response(schemas.Deleted(conversation_id, "conversation.deleted", deleted=True))
 
 
-def read_rev(request: Request) -> int | None:
+def parse_rev(request: Request) -> int | None:
     """`rev` of a query. Raises: InvalidRequestError."""
     text = request.query_params.get("rev")
     if text is None:
@@ -151,26 +151,26 @@ _INLINE_ITEMS = 100
 async def create_conversation(request: Request) -> Response:
     """Create one, empty or with the messages it begins with."""
     body = await read_json_or_nothing(request)
-    fields = read(body, ConversationFields)
+    fields = parse_fields(body, ConversationFields)
     ignored = unknown_fields(body, ConversationFields)
     messages = to_messages(fields.items or (), "items")
     gateway, store, owner = gateway_of(request), store_of(request), owner_of(request)
-    once = IdempotencyCache.of_request(request, "conversation", body)
+    once = IdempotencyKey.from_request(request, "conversation", body)
     if once is None:
         conversation = await save_new_conversation(store, owner, messages, fields.metadata, fields.title)
         gateway.hub.changed(conversation)
         return json_response(schemas.Conversation.from_head(conversation), headers=ignored_header(ignored))
-    async with gateway.keys.of(owner, once):
-        found = await once.earlier(store, owner)
+    async with gateway.keys.get(owner, once):
+        found = await once.find_target(store, owner)
         try:
             if found is None:
                 conversation = await save_new_conversation(
                     store, owner, messages, fields.metadata, fields.title, once.claim
                 )
         except IdempotencyConflictError as taken:  # through another gateway
-            found = once.same(taken.claim)
+            found = once.resolve(taken.claim)
     if found is not None:
-        return json_response(schemas.Conversation.from_head(await store.get(owner, found)), headers=REPLAYED)
+        return json_response(schemas.Conversation.from_head(await store.get(owner, found)), headers=REPLAYED_HEADER)
     gateway.hub.changed(conversation)
     return json_response(schemas.Conversation.from_head(conversation), headers=ignored_header(ignored))
 
@@ -189,15 +189,15 @@ async def create_items(request: Request) -> Response:
     """Append messages at the active leaf, or under `parent_id`."""
     store, owner, conversation_id = store_of(request), owner_of(request), request.path_params["id"]
     body = await read_json(request)
-    fields = read(body, ItemsFields)
+    fields = parse_fields(body, ItemsFields)
     ignored = unknown_fields(body, ItemsFields)
     messages = to_messages(fields.items, "items")
     conversation, items = await add_messages(
         store, owner, conversation_id, messages, fields.parent_id, expected_rev=fields.rev
     )
     gateway_of(request).hub.changed(conversation)
-    entries = wire_items(ConversationTree(conversation, items, ()), items)
-    return json_response(page(entries, has_more=False), headers=ignored_header(ignored))
+    entries = listed_items(ConversationTree(conversation, items, ()), items)
+    return json_response(make_page(entries, has_more=False), headers=ignored_header(ignored))
 
 
 async def get_item(request: Request) -> Response:
@@ -209,18 +209,18 @@ async def get_item(request: Request) -> Response:
 async def delete_item(request: Request) -> Response:
     """Take the message out, of every branch that it is on; what followed it follows the one before it."""
     await gateway_of(request).unsaved.settle(request.path_params["id"])
-    conversation = await edited(
+    conversation = await edit_conversation(
         store_of(request),
         owner_of(request),
         request.path_params["id"],
         lambda tree: plan_message_deletion(tree, find_item(tree, request.path_params["item_id"])[0].id),
-        expected_rev=read_rev(request),
+        expected_rev=parse_rev(request),
     )
     gateway_of(request).hub.changed(conversation)
     return json_response(schemas.Conversation.from_head(conversation))
 
 
-async def edited(
+async def edit_conversation(
     store: ConversationStore,
     owner: str,
     conversation_id: str,
@@ -248,11 +248,11 @@ async def edited(
 def _listed(tree: ConversationTree, query: Mapping[str, str]) -> bytes:
     if "branches" in query:
         entries = [message_item(item, tree.turn_of(item)) for item in tree.items.values()]
-        return encode(paged(entries, PageQuery.read(query, order="asc", limit=None)))
-    return encode(paged(wire_items(tree, _path(tree, query.get("leaf"))), PageQuery.read(query)))
+        return encode(paginate(entries, PageQuery.parse(query, order="asc", limit=None)))
+    return encode(paginate(listed_items(tree, _path(tree, query.get("leaf"))), PageQuery.parse(query)))
 
 
-def wire_items(tree: ConversationTree, items: Iterable[Item]) -> list[schemas.ListedItem]:
+def listed_items(tree: ConversationTree, items: Iterable[Item]) -> list[schemas.ListedItem]:
     """OpenAI's items: reasoning, calls and outputs of calls are items of their own, before or after their message."""
     return [entry for item in items for entry in _wire_item(tree, item)]
 
@@ -301,7 +301,7 @@ async def generate_title(request: Request) -> Response:
     gateway, store, principal = gateway_of(request), store_of(request), principal_of(request)
     owner = principal.owner
     body = await read_json_or_nothing(request)
-    fields = read(body, TitleFields)
+    fields = parse_fields(body, TitleFields)
     ignored = unknown_fields(body, TitleFields)
     model = await gateway.ready(fields.model)
     tree = await store.load(owner, request.path_params["id"])

@@ -17,7 +17,7 @@ from chatcache.gateway.api.conversations import store_of
 from chatcache.gateway.auth.principal import owner_of
 from chatcache.gateway.context import gateway_of
 from chatcache.gateway.errors import UnsupportedMediaTypeError, error_body, json_response
-from chatcache.gateway.json_codec import JsonValues
+from chatcache.gateway.json_codec import JsonObjectSplitter
 from chatcache.gateway.middleware import refuse_encoding
 from chatcache.gateway.schemas.responses import Import, ImportEntry
 from chatcache.gateway.websocket.notifications import ConversationHub
@@ -71,17 +71,17 @@ async def import_conversations(request: Request) -> Response:
     gateway = gateway_of(request)
     tokenizer = (await gateway.ready(None)).tokenizer
     importer = Importer(store_of(request), owner_of(request), tokenizer, gateway.hub, dry_run=dry_run)
-    values, waiting = JsonValues(), bytearray()
+    values, waiting = JsonObjectSplitter(), bytearray()
     try:
         async for chunk in request.stream():
             waiting += chunk
             if len(waiting) >= _FEED_BYTES:
-                await importer.take(await asyncio.to_thread(values.feed, bytes(waiting)))
+                await importer.add(await asyncio.to_thread(values.feed, bytes(waiting)))
                 waiting.clear()
-        await importer.take(await asyncio.to_thread(values.feed, bytes(waiting)))
+        await importer.add(await asyncio.to_thread(values.feed, bytes(waiting)))
         values.end()
     except InvalidRequestError as error:
-        importer.refuse(error)
+        importer.add_failure(error)
     return json_response(importer.report())
 
 
@@ -102,7 +102,7 @@ class Importer:
         self._entries: list[ImportEntry] = []
         self._first_error: ChatcacheError | None = None
 
-    async def take(self, files: list[bytes]) -> None:
+    async def add(self, files: list[bytes]) -> None:
         """Import some, in order."""
         for data in files:
             try:
@@ -110,9 +110,9 @@ class Importer:
                 if draft is not None:
                     self._done(draft, await import_draft(self._store, draft, dry_run=self._dry_run))
             except (InvalidRequestError, NotFoundError) as error:
-                self.refuse(error)
+                self.add_failure(error)
 
-    def refuse(self, error: ChatcacheError) -> None:
+    def add_failure(self, error: ChatcacheError) -> None:
         """Count one that could not be read."""
         if self._first_error is None:
             self._first_error = error

@@ -20,8 +20,8 @@ from starlette.responses import Response
 from chatcache.conversations.replies.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
 from chatcache.conversations.replies.service import Reply
 from chatcache.errors import EngineError
-from chatcache.gateway.api.logprobs import max_top
-from chatcache.gateway.api.sse import EventStream, framed
+from chatcache.gateway.api.logprobs import num_alternatives
+from chatcache.gateway.api.sse import EventStream, sse_frames
 from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.errors import ShuttingDownError
 from chatcache.gateway.json_codec import encode
@@ -121,7 +121,7 @@ class ChunkWriter(ABC, Generic[Choice]):
         async for event in events:
             if isinstance(event, ReplyFinished):
                 if self._with_usage:
-                    yield self.usage_chunk(usage(event))
+                    yield self.usage_chunk(completion_usage(event))
                 continue
             if not isinstance(event, ReplyDelta | ReplyDone):
                 continue
@@ -142,7 +142,7 @@ class ChunkWriter(ABC, Generic[Choice]):
         return self.delta_choice(event)
 
 
-def usage(finished: ReplyFinished) -> Usage:
+def completion_usage(finished: ReplyFinished) -> Usage:
     """OpenAI's usage object; prompt and cached tokens count once, however many candidates there are."""
     return Usage(
         prompt_tokens=finished.num_prompt_tokens,
@@ -175,7 +175,7 @@ async def respond(
 
     if stream:
         return EventStream(
-            framed(serializer.chunks(events())),
+            sse_frames(serializer.chunks(events())),
             keep_alive_s=gateway.config.sse_keep_alive_interval_s,
             on_end=close,
             headers=headers,
@@ -196,10 +196,10 @@ async def collect(events: AsyncIterator[ReplyEvent], serializer: ReplySerializer
     async for event in events:
         if isinstance(event, ReplyStarted):
             of_prompts[event.index] = event.prompt_logprobs
-            num_logprobs += len(event.prompt_logprobs) * (1 + max_top(event.prompt_logprobs))
+            num_logprobs += len(event.prompt_logprobs) * (1 + num_alternatives(event.prompt_logprobs))
         elif isinstance(event, ReplyDelta):
             deltas[event.index].append(event)
-            num_logprobs += len(event.logprobs) * (1 + max_top(event.logprobs))
+            num_logprobs += len(event.logprobs) * (1 + num_alternatives(event.logprobs))
         elif isinstance(event, ReplyDone):
             dones.append(event)
         elif isinstance(event, ReplyFinished):
@@ -215,7 +215,7 @@ def _encode(serializer: ReplySerializer, reply: CompleteReply) -> bytes:
     return encode(serializer.body(reply))
 
 
-async def generation(reply: Reply, metrics: Metrics) -> AsyncIterator[ReplyEvent]:
+async def reply_events(reply: Reply, metrics: Metrics) -> AsyncIterator[ReplyEvent]:
     """A reply's events, metered. Raises: ShuttingDownError when the server, not the client, ended it."""
     async for event in record_reply_metrics(reply, metrics):
         if isinstance(event, ReplyFinished) and event.cancelled:
@@ -223,7 +223,7 @@ async def generation(reply: Reply, metrics: Metrics) -> AsyncIterator[ReplyEvent
         yield event
 
 
-async def merged(sources: Sequence[AsyncIterator[ReplyEvent]], width: int) -> AsyncIterator[ReplyEvent]:
+async def merge_replies(sources: Sequence[AsyncIterator[ReplyEvent]], width: int) -> AsyncIterator[ReplyEvent]:
     """Interleave the events of replies that have `width` candidates each, as they come.
 
     Raises: the first failure of any; the others are left to their owner to close.

@@ -17,22 +17,22 @@ from chatcache.conversations.store import Claim, ConversationStore, IdempotencyC
 from chatcache.errors import InvalidRequestError
 
 HEADER = "Idempotency-Key"
-REPLAYED = {"idempotent-replayed": "true"}
-KEY = re.compile("^[!-~]{1,255}$")
+REPLAYED_HEADER = {"idempotent-replayed": "true"}
+KEY_PATTERN = re.compile("^[!-~]{1,255}$")
 _ENVELOPE = frozenset({"type", "stream", "stream_id", "idempotency_key"})  # how it came and goes, not what it says
 
 
 @dataclass(frozen=True, slots=True)
-class IdempotencyCache:
+class IdempotencyKey:
     """A key, and the digest of the request that came with it."""
 
     key: str
     digest: str
 
     @classmethod
-    def of(cls, key: str, what: str, body: Mapping[str, Any]) -> IdempotencyCache:
+    def create(cls, key: str, what: str, body: Mapping[str, Any]) -> IdempotencyKey:
         """`what`: a name for the kind of request. Raises: InvalidRequestError for what is no key."""
-        if not KEY.fullmatch(key):
+        if not KEY_PATTERN.fullmatch(key):
             raise InvalidRequestError(
                 "an Idempotency-Key has 1 to 255 visible ASCII characters, no spaces", param="idempotency_key"
             )
@@ -41,24 +41,24 @@ class IdempotencyCache:
         return cls(key, hashlib.sha256(data).hexdigest())
 
     @classmethod
-    def of_request(cls, request: Request, what: str, body: Mapping[str, Any]) -> IdempotencyCache | None:
+    def from_request(cls, request: Request, what: str, body: Mapping[str, Any]) -> IdempotencyKey | None:
         """Of a request that has the header. Raises: InvalidRequestError."""
         key = request.headers.get(HEADER)
-        return cls.of(key, what, body) if key is not None else None
+        return cls.create(key, what, body) if key is not None else None
 
     def claim(self, target: str) -> Claim:
         return Claim(self.key, self.digest, target)
 
-    def same(self, claim: Claim) -> str:
+    def resolve(self, claim: Claim) -> str:
         """What the same request made. Raises: IdempotencyConflictError where it was another one."""
         if claim.digest != self.digest:
             raise IdempotencyConflictError(claim)
         return claim.target
 
-    async def earlier(self, store: ConversationStore, owner: str) -> str | None:
+    async def find_target(self, store: ConversationStore, owner: str) -> str | None:
         """The id of what this request made before. Raises: IdempotencyConflictError."""
         claim = await store.find_claim(owner, self.key)
-        return self.same(claim) if claim is not None else None
+        return self.resolve(claim) if claim is not None else None
 
 
 class KeyLocks:
@@ -67,7 +67,7 @@ class KeyLocks:
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
 
-    def of(self, owner: str, once: IdempotencyCache) -> asyncio.Lock:
+    def get(self, owner: str, once: IdempotencyKey) -> asyncio.Lock:
         lock = self._locks.get((owner, once.key))
         if lock is None:
             lock = self._locks[owner, once.key] = asyncio.Lock()

@@ -7,13 +7,13 @@ from typing import cast
 
 from msgspec import Raw
 
-from chatcache.gateway.json_codec import encode, encoded
+from chatcache.gateway.json_codec import encode, preencoded
 from chatcache.gateway.schemas import completions as schemas
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import TokenLogprob
 
 # JSON has no infinity; clients use this floor for "impossible".
-FLOOR = -9999.0
+MIN_LOGPROB = -9999.0
 
 
 def chat_logprobs(
@@ -41,14 +41,14 @@ class EncodedLogprobs:
             self._data += b","
         self._data += entries
 
-    def take(self) -> bytes:
+    def pop_all(self) -> bytes:
         """Return all entries and forget them."""
         taken = bytes(self._data)
         self._data.clear()
         return taken
 
     def as_list(self) -> list[schemas.TokenLogprob]:
-        return list_of(self._data)
+        return encoded_list(self._data)
 
 
 def encoded_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> bytes:
@@ -56,7 +56,7 @@ def encoded_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequenc
     return encode(chat_logprobs(tokenizer, ids, logprobs))[1:-1]
 
 
-def list_of(entries: bytes | bytearray) -> list[schemas.TokenLogprob]:
+def encoded_list(entries: bytes | bytearray) -> list[schemas.TokenLogprob]:
     """Encoded entries as an encoded list, typed as the list that it stands for."""
     return cast(list[schemas.TokenLogprob], Raw(b"[%s]" % entries))
 
@@ -70,7 +70,7 @@ def prompt_logprobs(
     """
 
     def entry(token: int, logprob: float, rank: int | None) -> schemas.PromptToken:
-        return schemas.PromptToken(max(logprob, FLOOR), rank, token_text(tokenizer, token))
+        return schemas.PromptToken(max(logprob, MIN_LOGPROB), rank, token_text(tokenizer, token))
 
     rows: schemas.PromptLogprobs = []
     for token, scored in zip(ids, entries, strict=True):
@@ -78,16 +78,16 @@ def prompt_logprobs(
             rows.append(None)
             continue
         row = {str(other): entry(other, logprob, rank) for rank, (other, logprob) in enumerate(scored.top, start=1)}
-        rows.append(encoded({str(token): row.pop(str(token), entry(token, scored.logprob, None)), **row}))
+        rows.append(preencoded({str(token): row.pop(str(token), entry(token, scored.logprob, None)), **row}))
     return rows
 
 
-def cut_tops(entries: Sequence[TokenLogprob | None], num_top: int) -> list[TokenLogprob | None]:
+def limit_alternatives(entries: Sequence[TokenLogprob | None], num_top: int) -> list[TokenLogprob | None]:
     """The same with at most so many alternatives: two fields of a request may ask for different numbers."""
     return [None if entry is None else TokenLogprob(entry.logprob, entry.top[:num_top]) for entry in entries]
 
 
-def max_top(entries: Sequence[TokenLogprob | None]) -> int:
+def num_alternatives(entries: Sequence[TokenLogprob | None]) -> int:
     """How many alternatives each of these has; all have as many."""
     return len(entries[-1].top) if entries and entries[-1] is not None else 0
 
@@ -99,7 +99,7 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 def _token(tokenizer: Tokenizer, token: int, logprob: float) -> tuple[str, float, list[int]]:
     data = _bytes(tokenizer, token)
-    return data.decode("utf-8", "replace"), max(logprob, FLOOR), list(data)
+    return data.decode("utf-8", "replace"), max(logprob, MIN_LOGPROB), list(data)
 
 
 def _bytes(tokenizer: Tokenizer, token: int) -> bytes:
@@ -119,11 +119,11 @@ class CompletionLogprobsBuilder:
         for token, entry in zip(ids, logprobs, strict=True):
             text = token_text(self._tokenizer, token)
             built.tokens.append(text)
-            built.token_logprobs.append(None if entry is None else max(entry.logprob, FLOOR))
+            built.token_logprobs.append(None if entry is None else max(entry.logprob, MIN_LOGPROB))
             built.top_logprobs.append(None if entry is None else self._top(entry))
             built.text_offset.append(self._offset)
             self._offset += len(text)
         return built
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        return {token_text(self._tokenizer, token): max(logprob, FLOOR) for token, logprob in entry.top}
+        return {token_text(self._tokenizer, token): max(logprob, MIN_LOGPROB) for token, logprob in entry.top}

@@ -16,7 +16,7 @@ from chatcache.gateway.auth.principal import owner_of
 from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.middleware import read_json
-from chatcache.gateway.schemas.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unknown_fields
 from chatcache.gateway.schemas.requests import DetokenizeFields, TokenizeFields
 from chatcache.gateway.schemas.server import Model, Models, Text, Tokens, Version
 from chatcache.tokenizer.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ async def get_version(request: Request) -> Response:
 async def tokenize(request: Request) -> Response:
     gateway = gateway_of(request)
     body = await read_json(request)
-    fields = read(body, TokenizeFields)
+    fields = parse_fields(body, TokenizeFields)
     ignored = unknown_fields(body, TokenizeFields)
     model = await gateway.ready(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
@@ -81,7 +81,7 @@ def _token_ids(fields: TokenizeFields, tokenizer: Tokenizer, functions: Sequence
 async def detokenize(request: Request) -> Response:
     gateway = gateway_of(request)
     body = await read_json(request)
-    fields = read(body, DetokenizeFields)
+    fields = parse_fields(body, DetokenizeFields)
     ignored = unknown_fields(body, DetokenizeFields)
     model = await gateway.ready(fields.model)
     check_tokens(fields.tokens, model.tokenizer.vocab_size, "tokens")

@@ -32,23 +32,23 @@ class PageQuery:
     after: str | None
 
     @classmethod
-    def read(cls, query: Mapping[str, str], *, order: str = "desc", limit: int | None = DEFAULT_LIMIT) -> PageQuery:
+    def parse(cls, query: Mapping[str, str], *, order: str = "desc", limit: int | None = DEFAULT_LIMIT) -> PageQuery:
         """Parse a query string; `order` and `limit` are the defaults. Raises: InvalidRequestError."""
         wanted = query.get("order", order)
         if wanted not in ORDERS:
             raise InvalidRequestError("order must be asc or desc", param="order")
         text = query.get("limit")
-        return cls(read_limit(text) if text is not None else limit, wanted, query.get("after"))
+        return cls(parse_limit(text) if text is not None else limit, wanted, query.get("after"))
 
 
-def read_limit(text: str) -> int:
+def parse_limit(text: str) -> int:
     """Raises: InvalidRequestError."""
     if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MAX_LIMIT:
         raise InvalidRequestError(f"limit must be between 1 and {MAX_LIMIT}", param="limit")
     return int(text)
 
 
-def paged(entries: Sequence[Entry], query: PageQuery) -> Page[Entry]:
+def paginate(entries: Sequence[Entry], query: PageQuery) -> Page[Entry]:
     """One page of `entries`, which are in ascending order.
 
     Raises: NotFoundError for an `after` that is not among them.
@@ -61,10 +61,10 @@ def paged(entries: Sequence[Entry], query: PageQuery) -> Page[Entry]:
             raise NotFoundError(f"after: this list has no {query.after[:128]!r}", param="after")
         start = at + 1
     end = len(ordered) if query.limit is None else start + query.limit
-    return page(ordered[start:end], has_more=end < len(ordered))
+    return make_page(ordered[start:end], has_more=end < len(ordered))
 
 
-def page(data: Sequence[Entry], *, has_more: bool) -> Page[Entry]:
+def make_page(data: Sequence[Entry], *, has_more: bool) -> Page[Entry]:
     """A page that holds `data`."""
     first_id, last_id = end_ids(data)
     return Page("list", list(data), first_id, last_id, has_more)

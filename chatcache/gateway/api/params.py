@@ -59,7 +59,7 @@ _NEUTRAL_FOR_SAMPLING: Mapping[str, tuple[object, ...]] = {
 }
 
 
-class Asked(NamedTuple):
+class RouteParams(NamedTuple):
     """What every route spells in its own way."""
 
     max_tokens: int | None
@@ -69,7 +69,7 @@ class Asked(NamedTuple):
     stream_beams: bool = False
 
 
-def to_params(fields: SamplingFields, asked: Asked, vocab_size: int) -> Params:
+def to_params(fields: SamplingFields, asked: RouteParams, vocab_size: int) -> Params:
     """Build the engine's parameters. Raises: InvalidRequestError, UnsupportedParameterError."""
     max_tokens = asked.max_tokens
     if fields.min_tokens is not None and max_tokens is not None and fields.min_tokens > max_tokens:
@@ -102,7 +102,7 @@ def to_params(fields: SamplingFields, asked: Asked, vocab_size: int) -> Params:
     )
 
 
-def _common(fields: SamplingFields, asked: Asked) -> dict[str, Any]:
+def _common(fields: SamplingFields, asked: RouteParams) -> dict[str, Any]:
     """What sampling and beam search have in common."""
     return {
         "max_tokens": asked.max_tokens,
@@ -118,7 +118,7 @@ def _common(fields: SamplingFields, asked: Asked) -> dict[str, Any]:
     }
 
 
-def _beams(fields: SamplingFields, asked: Asked) -> BeamSearchParams:
+def _beams(fields: SamplingFields, asked: RouteParams) -> BeamSearchParams:
     for name, neutral in _NEUTRAL_FOR_BEAMS.items():
         value = getattr(fields, name)
         if value is not None and value not in neutral:
@@ -154,7 +154,7 @@ def check_stream(base: CompletionBase, sampling: SamplingFields) -> None:
 
 
 @contextlib.contextmanager
-def rename_params(**names: str | None) -> Iterator[None]:
+def rename_error_params(**names: str | None) -> Iterator[None]:
     """Rename the engine's fields in refusals to what the client called them (None: as they are)."""
     try:
         yield
@@ -237,7 +237,9 @@ def structured_outputs(
 
 
 @contextlib.contextmanager
-def rename_param_errors(structured: StructuredFields | None, field: str, tools: str | None = None) -> Iterator[None]:
+def rename_constraint_param(
+    structured: StructuredFields | None, field: str, tools: str | None = None
+) -> Iterator[None]:
     """Call the constraint in refusals what the client called it: `field`, unless it used `structured_outputs`.
 
     `tools`: the field that the constraint comes from, where it is not one of these.

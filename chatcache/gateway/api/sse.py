@@ -31,7 +31,7 @@ _SEND_TIMEOUT_S = 60.0
 _SHUTDOWN_GRACE_S = 25.0
 
 
-def frame(event: object) -> bytes:
+def sse_frame(event: object) -> bytes:
     """One event. ASCII JSON holds no line end, so it is one line."""
     return b"data: " + encode(event) + b"\n\n"
 
@@ -65,10 +65,10 @@ class EventStream(EventSourceResponse):  # type: ignore[misc]  # sse-starlette s
         self._moved_s = time.monotonic()  # when a send last began
         self._is_sending = False
 
-    def last_words(self, error: ChatcacheError) -> bytes:
+    def closing_frame(self, error: ChatcacheError) -> bytes:
         """What a stream that is cut off still has to say: the error, or nothing where its own end was sent."""
         has_ended = self._last == DONE or self._last.startswith(_ERROR_HEAD)
-        return b"" if has_ended else frame(Error(error_body(error)))
+        return b"" if has_ended else sse_frame(Error(error_body(error)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[_IN_SCOPE] = self
@@ -109,20 +109,20 @@ class EventStream(EventSourceResponse):  # type: ignore[misc]  # sse-starlette s
                     await send({"type": "http.response.body", "body": self._keep_alive, "more_body": True})
 
 
-def stream_in(scope: Scope) -> EventStream | None:
+def stream_of(scope: Scope) -> EventStream | None:
     """The stream that a request was answered with, once it was."""
     stream: EventStream | None = scope.get(_IN_SCOPE)
     return stream
 
 
-async def framed(events: AsyncIterator[object]) -> AsyncGenerator[bytes, None]:
+async def sse_frames(events: AsyncIterator[object]) -> AsyncGenerator[bytes, None]:
     """Frame events up to `[DONE]`; a failure becomes one error event instead, never its own text."""
     try:
         async for event in events:
-            yield frame(event)
+            yield sse_frame(event)
         yield DONE
     except ChatcacheError as error:
-        yield frame(Error(error_body(error)))
+        yield sse_frame(Error(error_body(error)))
     except Exception:
         log.exception("a stream failed")
-        yield frame(Error(error_body(INTERNAL)))
+        yield sse_frame(Error(error_body(INTERNAL)))

@@ -12,7 +12,7 @@ from chatcache.conversations.fork_points import require_generated
 from chatcache.conversations.tree import ConversationTree, Item
 from chatcache.errors import InvalidRequestError
 from chatcache.gateway.api.conversations import find_item, store_of
-from chatcache.gateway.api.logprobs import FLOOR, token_text
+from chatcache.gateway.api.logprobs import MIN_LOGPROB, token_text
 from chatcache.gateway.auth.principal import owner_of, principal_of
 from chatcache.gateway.context import gateway_of
 from chatcache.gateway.errors import json_response
@@ -86,7 +86,7 @@ def _alternative(tokenizer: Tokenizer, token: int, logprob: float | None) -> Alt
     return Alternative(
         id=token,
         text=token_text(tokenizer, token),
-        logprob=FLOOR if logprob is None else max(logprob, FLOOR),
+        logprob=MIN_LOGPROB if logprob is None else max(logprob, MIN_LOGPROB),
         probability=0.0 if logprob is None else math.exp(logprob),
         ends=token in tokenizer.eos_token_ids,
     )

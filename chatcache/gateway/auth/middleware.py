@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chatcache.config import ServerConfig
 from chatcache.errors import ChatcacheError
-from chatcache.gateway.api.sse import EventStream, stream_in
+from chatcache.gateway.api.sse import EventStream, stream_of
 from chatcache.gateway.auth.keys import ApiKeyCache
 from chatcache.gateway.auth.principal import (
     EVERYBODY,
@@ -183,7 +183,7 @@ class RevocationMiddleware:
                 if not answer.has_begun:
                     raise revoked() from None
             if ended.is_set():
-                await answer.end(stream_in(scope))
+                await answer.end(stream_of(scope))
 
 
 class _Ears:

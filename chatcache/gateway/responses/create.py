@@ -13,16 +13,16 @@ from chatcache.conversations.replies.service import Reply, num_candidates
 from chatcache.conversations.store import Claim, IdempotencyConflictError
 from chatcache.conversations.turns import PlannedTurn
 from chatcache.errors import InvalidRequestError, UnsupportedParameterError
-from chatcache.gateway.api.idempotency import IdempotencyCache
+from chatcache.gateway.api.idempotency import IdempotencyKey
 from chatcache.gateway.api.messages import input_messages
 from chatcache.gateway.api.params import (
-    Asked,
+    RouteParams,
     ToolUse,
     constrain_to_tools,
     conversation_id,
     parse_tool_choice,
-    rename_param_errors,
-    rename_params,
+    rename_constraint_param,
+    rename_error_params,
     structured_outputs,
     to_params,
 )
@@ -32,7 +32,7 @@ from chatcache.gateway.limits.admission import work_of
 from chatcache.gateway.responses.registry import LoggedResponse, Run
 from chatcache.gateway.responses.run import LiveResponse, Order
 from chatcache.gateway.responses.steering import queued_input
-from chatcache.gateway.schemas.fields import read, unknown_fields
+from chatcache.gateway.schemas.fields import parse_fields, unknown_fields
 from chatcache.gateway.schemas.requests import ResponseFields, SamplingFields
 from chatcache.types.request import ForkPoint, GenerateRequest, Params, SamplingParams
 
@@ -45,7 +45,7 @@ async def start_response(
     body: Mapping[str, Any],
     *,
     watched: bool = False,
-    once: IdempotencyCache | None = None,
+    once: IdempotencyKey | None = None,
 ) -> LiveResponse:
     """Validate, plan, submit, store the input; from here on the run goes by itself.
 
@@ -67,7 +67,7 @@ async def start_response(
 
 
 async def start_once(
-    gateway: Gateway, principal: Principal, body: Mapping[str, Any], once: IdempotencyCache, *, watched: bool = False
+    gateway: Gateway, principal: Principal, body: Mapping[str, Any], once: IdempotencyKey, *, watched: bool = False
 ) -> LiveResponse | str:
     """`start_response`, or the id of the response that the same request started before.
 
@@ -75,20 +75,20 @@ async def start_once(
     """
     if body.get("store") is False:
         raise InvalidRequestError("an Idempotency-Key needs store: nothing else can be answered again", param="store")
-    async with gateway.keys.of(principal.owner, once):
-        found = await once.earlier(gateway.opened_store(), principal.owner)
+    async with gateway.keys.get(principal.owner, once):
+        found = await once.find_target(gateway.opened_store(), principal.owner)
         if found is not None:
             return found
         try:
             return await start_response(gateway, principal, body, watched=watched, once=once)
         except IdempotencyConflictError as taken:  # through another gateway
-            return once.same(taken.claim)
+            return once.resolve(taken.claim)
 
 
 async def _start(
-    gateway: Gateway, principal: Principal, body: Mapping[str, Any], watched: bool, once: IdempotencyCache | None = None
+    gateway: Gateway, principal: Principal, body: Mapping[str, Any], watched: bool, once: IdempotencyKey | None = None
 ) -> LiveResponse:
-    fields, sampling = read(body, ResponseFields), read(body, SamplingFields)
+    fields, sampling = parse_fields(body, ResponseFields), parse_fields(body, SamplingFields)
     ignored = unknown_fields(body, ResponseFields, SamplingFields)
     if fields.background and fields.store is False:
         raise InvalidRequestError("background needs store: nobody could read the response", param="background")
@@ -122,8 +122,8 @@ async def _start(
             explain=bool(fields.explain),
         )
         start = model.service.start
-        named = rename_param_errors(sampling.structured_outputs, "text", "tools" if use.limits else None)
-        with rename_params(max_tokens="max_output_tokens"), named:
+        named = rename_constraint_param(sampling.structured_outputs, "text", "tools" if use.limits else None)
+        with rename_error_params(max_tokens="max_output_tokens"), named:
             reply = await start(engine_request, planned.prompt.text, planned.prefix, use.names, thinks, principal.owner)
         permit.cover(reply)
 
@@ -157,11 +157,11 @@ def _ttl_s(gateway: Gateway, fields: ResponseFields) -> float | None:
     return None if fields.background else gateway.config.disconnect_grace_period_s
 
 
-def _asked(fields: ResponseFields, sampling: SamplingFields, watched: bool) -> Asked:
+def _asked(fields: ResponseFields, sampling: SamplingFields, watched: bool) -> RouteParams:
     for name in ("stream_beams", "explain"):
         if getattr(fields, name) and not watched:
             raise UnsupportedParameterError(f"{name} needs the subprotocol chatcache.v1", param=name)
-    return Asked(
+    return RouteParams(
         max_tokens=fields.max_output_tokens,
         logprobs=_logprobs(fields),
         structured_outputs=structured_outputs(

@@ -47,7 +47,7 @@ from chatcache.conversations.tree import (
 )
 from chatcache.conversations.turns import PlannedTurn, output_item
 from chatcache.errors import ChatcacheError
-from chatcache.gateway.api.logprobs import EncodedLogprobs, encoded_logprobs, list_of
+from chatcache.gateway.api.logprobs import EncodedLogprobs, encoded_list, encoded_logprobs
 from chatcache.gateway.responses.event_log import ResponseLog
 from chatcache.gateway.responses.objects import (
     call_item,
@@ -95,7 +95,7 @@ class CandidateFrames:
             self._end_thought()
             self.begin_message()
             at = self._place(self._item_id)
-            self._log.append("response.output_text.delta", **at, delta=event.text, logprobs=list_of(logprobs))
+            self._log.append("response.output_text.delta", **at, delta=event.text, logprobs=encoded_list(logprobs))
         for call in event.calls:
             self._end_thought()
             self._call(call)
@@ -286,9 +286,9 @@ class ResponseFrames:
         early.extend(encoded_logprobs(self._tokenizer, event.token_ids, event.logprobs))
         if self._is_read and not event.text:
             if event.reasoning or event.calls:
-                early.take()
+                early.pop_all()
             return b""
-        logprobs = early.take()
+        logprobs = early.pop_all()
         self._logprobs[event.index].extend(logprobs)
         return logprobs
 

@@ -21,9 +21,9 @@ from starlette.types import Receive, Scope, Send
 from chatcache.conversations.store import ConversationStore, StaleRevisionError
 from chatcache.conversations.tree import ConversationTree, plan_response_deletion
 from chatcache.errors import ChatcacheError, InvalidRequestError, NotFoundError
-from chatcache.gateway.api.conversations import edited, store_of, wire_items
-from chatcache.gateway.api.idempotency import REPLAYED, IdempotencyCache
-from chatcache.gateway.api.pagination import PageQuery, paged
+from chatcache.gateway.api.conversations import edit_conversation, listed_items, store_of
+from chatcache.gateway.api.idempotency import REPLAYED_HEADER, IdempotencyKey
+from chatcache.gateway.api.pagination import PageQuery, paginate
 from chatcache.gateway.api.sse import EventStream
 from chatcache.gateway.auth.principal import owner_of, principal_of
 from chatcache.gateway.context import Gateway, gateway_of
@@ -34,7 +34,7 @@ from chatcache.gateway.responses.create import response_tools, running_reply, st
 from chatcache.gateway.responses.event_log import TERMINAL, LogReader
 from chatcache.gateway.responses.registry import Run
 from chatcache.gateway.responses.state import as_created, as_logged, as_stored, find_stored, stream_expired
-from chatcache.gateway.schemas.fields import ignored_header, read, unknown_fields
+from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unknown_fields
 from chatcache.gateway.schemas.requests import DeliveryFields, ResponseFields, SamplingFields
 
 # openai-python takes a blank line for the end of an event wherever ids may be: a ping has none.
@@ -46,14 +46,14 @@ async def create_response(request: Request) -> Response:
     """POST /v1/responses."""
     gateway = gateway_of(request)
     body = await read_json(request)
-    delivery = read(body, DeliveryFields)
+    delivery = parse_fields(body, DeliveryFields)
     headers = ignored_header(unknown_fields(body, DeliveryFields, ResponseFields, SamplingFields))
-    principal, once = principal_of(request), IdempotencyCache.of_request(request, "response", body)
+    principal, once = principal_of(request), IdempotencyKey.from_request(request, "response", body)
     # One that is stored is started even if the client is gone by then: resending it could only double it.
     if once is not None:
         run = await start_once(gateway, principal, body, once)
         if isinstance(run, str):
-            return await _again(request, run, delivery, headers | REPLAYED)
+            return await _again(request, run, delivery, headers | REPLAYED_HEADER)
     elif delivery.store is not False:
         run = await start_response(gateway, principal, body)
     else:
@@ -110,7 +110,7 @@ class LogStream(EventStream):
             headers=headers,
         )
 
-    def last_words(self, error: ChatcacheError) -> bytes:
+    def closing_frame(self, error: ChatcacheError) -> bytes:
         """OpenAI's `error` event under the next number, unless the response's own end was told."""
         if self._has_ended:
             return b""
@@ -181,17 +181,17 @@ async def cancel_response(request: Request) -> Response:
 async def list_input_items(request: Request) -> Response:
     """GET /v1/responses/{id}/input_items: the messages that came with the request."""
     response_id = request.path_params["id"]
-    query = PageQuery.read(request.query_params)
+    query = PageQuery.parse(request.query_params)
     tree = await find_stored(store_of(request), owner_of(request), response_id)
-    return json_response(paged(wire_items(tree, tree.inputs(response_id)), query))
+    return json_response(paginate(listed_items(tree, tree.inputs(response_id)), query))
 
 
 async def count_input_tokens(request: Request) -> Response:
     """How long the prompt would be. Nothing is computed or stored."""
     gateway, owner = gateway_of(request), owner_of(request)
     body = await read_json(request)
-    fields = read(body, ResponseFields)
-    read(body, SamplingFields)  # what a response would refuse is refused here
+    fields = parse_fields(body, ResponseFields)
+    parse_fields(body, SamplingFields)  # what a response would refuse is refused here
     ignored = unknown_fields(body, ResponseFields, SamplingFields)
     model = await gateway.ready(fields.model)
     functions = response_tools(model, fields).functions
@@ -226,7 +226,9 @@ async def _follow(request: Request, after: int) -> Response:
 async def _remove(gateway: Gateway, store: ConversationStore, tree: ConversationTree, response_id: str) -> None:
     """Take it out; a conversation that came into being with it and holds nothing else is not left behind empty."""
     owner, conversation_id = tree.conversation.owner, tree.conversation.id
-    conversation = await edited(store, owner, conversation_id, lambda now: plan_response_deletion(now, response_id))
+    conversation = await edit_conversation(
+        store, owner, conversation_id, lambda now: plan_response_deletion(now, response_id)
+    )
     if tree.turns[response_id].created_at == tree.conversation.created_at:
         left = await store.load(owner, conversation_id)
         with contextlib.suppress(StaleRevisionError):  # somebody goes on in it

@@ -13,7 +13,7 @@ from chatcache.errors import InvalidRequestError, UnsupportedParameterError
 Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 # Known to OpenAI's or vLLM's clients and without effect on the result here.
-HARMLESS = frozenset(
+WITHOUT_EFFECT = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls", "prediction"),
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "access_programs", "max_tool_calls"),
@@ -81,7 +81,7 @@ _HEADER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_NAMED = 16
 
 
-def read(body: Mapping[str, Any], kind: type[Fields]) -> Fields:
+def parse_fields(body: Mapping[str, Any], kind: type[Fields]) -> Fields:
     """Check `body` against a struct; fields that it does not have are left to others.
 
     Raises: InvalidRequestError naming the field and the limit.
@@ -109,7 +109,7 @@ def unknown_fields(body: Mapping[str, Any], *kinds: type[msgspec.Struct]) -> tup
         if name in UNSUPPORTED and value is not None and not any(_same(value, off) for off in UNSUPPORTED[name]):
             hint = f"; send {_KNOWN_HERE_AS[name]}" if name in _KNOWN_HERE_AS else ""
             raise UnsupportedParameterError(f"{name} is not supported here{hint}", param=name)
-    return tuple(name for name in rest if name not in HARMLESS and name not in UNSUPPORTED)
+    return tuple(name for name in rest if name not in WITHOUT_EFFECT and name not in UNSUPPORTED)
 
 
 def ignored_header(names: tuple[str, ...]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from chatcache.gateway.middleware import parse_json
 from chatcache.gateway.responses.registry import Run
 from chatcache.gateway.responses.run import dropped
 from chatcache.gateway.responses.steering import SteerRefusedError, check_fields, failure, not_steerable
-from chatcache.gateway.schemas.fields import read
+from chatcache.gateway.schemas.fields import parse_fields
 from chatcache.gateway.schemas.requests import AckFields, CancelFields, DropFields, ResumeFields, SteerFields
 from chatcache.gateway.schemas.responses import Conversation
 from chatcache.gateway.websocket.frames import GONE, FrameSender
@@ -170,7 +170,7 @@ class Connection:
         self._lanes.enqueue(flat(body))
 
     async def _cancel(self, body: Body) -> None:
-        self._end(self._running(read(body, CancelFields).response_id))
+        self._end(self._running(parse_fields(body, CancelFields).response_id))
 
     def _running(self, response_id: str) -> Run:
         """Raises: NotFoundError."""
@@ -184,7 +184,7 @@ class Connection:
             self._cancelling[run.id] = asyncio.create_task(self._receipt(run))
 
     async def _drop(self, body: Body) -> None:
-        fields = read(body, DropFields)
+        fields = parse_fields(body, DropFields)
         run, key = self._running(fields.response_id), (fields.response_id, fields.candidate)
         if key in self._dropping:
             return
@@ -221,7 +221,7 @@ class Connection:
             del self._cancelling[run.id]
 
     async def _steer(self, body: Body) -> None:
-        fields = read(body, SteerFields)
+        fields = parse_fields(body, SteerFields)
         response_id, given = fields.previous_response_id, fields.input
         lane = self._lanes.lane_of(response_id)
         try:
@@ -244,14 +244,14 @@ class Connection:
         return logged.run
 
     async def _resume(self, body: Body) -> None:
-        fields = read(body, ResumeFields)
+        fields = parse_fields(body, ResumeFields)
         logged = self._gateway.responses.get(self._owner, fields.response_id)
         after = fields.starting_after if fields.starting_after is not None else -1
         self._lanes.resume(logged, after, fields.stream_id)
         self._gateway.metrics.resumed.labels(transport="ws").inc()
 
     async def _ack(self, body: Body) -> None:
-        fields = read(body, AckFields)
+        fields = parse_fields(body, AckFields)
         reader = self._lanes.reader_of(fields.response_id)
         if reader is not None:  # it may have ended meanwhile
             reader.ack(fields.sequence_number)

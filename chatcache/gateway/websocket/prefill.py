@@ -15,7 +15,7 @@ from chatcache.gateway.context import Gateway
 from chatcache.gateway.errors import INTERNAL
 from chatcache.gateway.limits.rate_limits import RequestCost
 from chatcache.gateway.responses.create import response_tools, turn_request
-from chatcache.gateway.schemas.fields import read, unknown_fields
+from chatcache.gateway.schemas.fields import parse_fields, unknown_fields
 from chatcache.gateway.schemas.requests import ResponseFields
 from chatcache.gateway.websocket.frames import GONE, FrameSender
 from chatcache.types.events import Failed, Finished, Started
@@ -59,7 +59,7 @@ class Prewarmer:
 
     async def _warm(self, body: Mapping[str, Any]) -> dict[str, object]:
         """Raises: as `start_response` for a body that asks for what cannot be."""
-        fields = read(body, ResponseFields)
+        fields = parse_fields(body, ResponseFields)
         unknown_fields(body, ResponseFields)
         model = await self._gateway.ready(fields.model)
         planned = await model.conversations.plan(

@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from chatcache.errors import ChatcacheError, InvalidRequestError, OverloadedError, UnsupportedParameterError
-from chatcache.gateway.api.idempotency import IdempotencyCache
+from chatcache.gateway.api.idempotency import IdempotencyKey
 from chatcache.gateway.auth.principal import Principal
 from chatcache.gateway.context import Gateway
 from chatcache.gateway.errors import INTERNAL
@@ -17,7 +17,7 @@ from chatcache.gateway.responses.create import start_once, start_response
 from chatcache.gateway.responses.event_log import LogFrame, LogReader
 from chatcache.gateway.responses.registry import LoggedResponse
 from chatcache.gateway.responses.state import stream_expired
-from chatcache.gateway.schemas.fields import read
+from chatcache.gateway.schemas.fields import parse_fields
 from chatcache.gateway.schemas.requests import CreateFields
 from chatcache.gateway.websocket.frames import GONE, FrameSender, lane_suffix
 
@@ -48,7 +48,7 @@ class StreamMultiplexer:
 
     def enqueue(self, body: dict[str, Any]) -> None:
         """Have a `response.create` done after those of its lane. Raises: InvalidRequestError, OverloadedError."""
-        lane = read(body, CreateFields).stream_id
+        lane = parse_fields(body, CreateFields).stream_id
         if body.get("background"):
             raise UnsupportedParameterError("background is not supported over WebSocket", param="background")
         queue = self._queues.get(lane)
@@ -130,11 +130,11 @@ class StreamMultiplexer:
 
     async def _start(self, body: Mapping[str, Any]) -> LoggedResponse:
         """Start a response, or find the one that its idempotency key made before. Raises: any ChatcacheError."""
-        key = read(body, CreateFields).idempotency_key
+        key = parse_fields(body, CreateFields).idempotency_key
         if key is None:
             return (await start_response(self._gateway, self._principal, body, watched=self._extended)).logged
         body = {name: value for name, value in body.items() if name != "idempotency_key"}
-        once = IdempotencyCache.of(key, "response", body)
+        once = IdempotencyKey.create(key, "response", body)
         run = await start_once(self._gateway, self._principal, body, once, watched=self._extended)
         if not isinstance(run, str):
             return run.logged
