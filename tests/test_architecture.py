@@ -49,8 +49,7 @@ HEAVY = {"torch", "triton", "transformers", "starlette", "redis", "uvicorn", "nu
 ENGINE_TESTS = {
     "test_bench_bare.py",
     "test_bench_gpu_check.py",
-    "test_kernels_triton_engine.py",
-    "test_kernels_triton_steps.py",
+    "test_triton_engine.py",
 }
 REDIS_MODULES = {"storage/redis_client.py"}  # the one file of the store that knows redis-py
 

@@ -1,6 +1,6 @@
 """The engine on a GPU, in float32: Triton kernels, captured steps and steps launched ahead say what the reference says.
 
-The same cases run on CPUs, under Triton's interpreter, in `kernels/tests/test_kernels_triton_engine.py`.
+The same cases run on CPUs, under Triton's interpreter, in `kernels/tests/test_triton_engine.py`.
 """
 
 from __future__ import annotations

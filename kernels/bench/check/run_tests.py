@@ -16,7 +16,7 @@ from chatcache.bench.report import ROOT, Figure
 INI = ROOT / "kernels" / "bench" / "bare" / "pytest.ini"
 GPU_TESTS = ("tests/gpu", "kernels/tests", "tests/model")
 INTERPRETED = (  # the engine before its parts, because the time limit may stop the run
-    "kernels/tests/test_kernels_triton_engine.py",
+    "kernels/tests/test_triton_engine.py",
     "tests/model/test_device_sampler.py",
     "kernels/tests",
     "tests/gpu",
@@ -29,7 +29,7 @@ MIN_CORES = 4
 def run(context: StageContext) -> None:
     """Run the GPU tests with compiled kernels on a GPU, and under the interpreter elsewhere."""
     if context.size == "tiny":
-        context.measure("tests", lambda: _pytest(context, ["kernels/tests/test_kernels_reference.py"], []))
+        context.measure("tests", lambda: _pytest(context, ["kernels/tests/test_reference.py"], []))
     elif context.on_gpu:
         context.measure("tests on the GPU", lambda: _pytest(context, GPU_TESTS, ["-k", NEED_A_GPU]))
     else:

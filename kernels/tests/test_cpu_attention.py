@@ -85,7 +85,7 @@ def random_rows(draw: random.Random) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("page_size", [8, 16, 32, 64])
 @pytest.mark.parametrize("pages_dtype", [torch.float32, torch.bfloat16])
-def test_random_batches_equal_the_reference(page_size: int, pages_dtype: torch.dtype) -> None:
+def test_attention_of_random_batches_equals_reference(page_size: int, pages_dtype: torch.dtype) -> None:
     for trial in range(3):
         torch.set_num_threads(1 + trial)
         seed = SEED + trial
@@ -110,22 +110,22 @@ def test_random_batches_equal_the_reference(page_size: int, pages_dtype: torch.d
 
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128])
 @pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (3, 3), (2, 8)])
-def test_head_shapes(head_dim: int, kv_heads: int, group: int) -> None:
+def test_attention_of_head_shapes_equals_reference(head_dim: int, kv_heads: int, group: int) -> None:
     case = build_case([(57, 1), (30, 3), (0, 1)], kv_heads * group, kv_heads, head_dim, pages_dtype=torch.bfloat16)
     case.check()
 
 
 @pytest.mark.parametrize("head_dim", [8, 24, 40])
-def test_head_sizes_that_half_a_register_divides(head_dim: int) -> None:
+def test_head_size_of_half_a_register_equals_reference(head_dim: int) -> None:
     build_case([(57, 1), (30, 3), (0, 140)], head_dim=head_dim).check()
 
 
-def test_head_size_that_no_register_divides() -> None:
+def test_unsupported_head_size_uses_torch() -> None:
     build_case([(57, 1), (30, 3), (0, 140)], head_dim=20).check()
 
 
 @pytest.mark.parametrize("start", [510, 511, 512, 1023, 1500, 4095])
-def test_split_boundaries(start: int) -> None:
+def test_attention_at_split_boundaries_equals_reference(start: int) -> None:
     case = build_case([(start, 1), (start - 1, 2), (3, 1)], pages_dtype=torch.bfloat16)
     case.check()
     case.check(window=700)
@@ -134,12 +134,12 @@ def test_split_boundaries(start: int) -> None:
 
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 600])
 @pytest.mark.parametrize("new", [1, 9, 300])
-def test_windows(window: int, new: int) -> None:
+def test_sliding_window_equals_reference(window: int, new: int) -> None:
     build_case([(900, new), (10, new), (0, new)]).check(window=window)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_narrow_windows_in_long_chunks(dtype: torch.dtype) -> None:
+def test_narrow_window_in_long_chunk_equals_reference(dtype: torch.dtype) -> None:
     for window in (1, 2, 40):
         build_case([(0, 600), (100, 257)], pages_dtype=dtype).check(window=window)
 
@@ -147,32 +147,32 @@ def test_narrow_windows_in_long_chunks(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("start", [0, 77, 512])
-def test_chunks_after_a_prefix(start: int, window: int | None, softcap: float | None) -> None:
+def test_chunk_after_prefix_equals_reference(start: int, window: int | None, softcap: float | None) -> None:
     build_case([(start, 270), (start, 65)]).check(window=window, softcap=softcap, sinks=torch.randn(6))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("pages_dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_dtypes_mix(dtype: torch.dtype, pages_dtype: torch.dtype) -> None:
+def test_mixed_dtypes_equal_reference(dtype: torch.dtype, pages_dtype: torch.dtype) -> None:
     build_case([(100, 1), (50, 150)], pages_dtype=pages_dtype, dtype=dtype).check()
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_chunks_within_one_page(page_size: int) -> None:
+def test_chunks_within_one_page_equal_reference(page_size: int) -> None:
     case = build_case([(0, 15), (2, 14), (15, 1), (0, 9)], heads=14, kv_heads=2, page_size=page_size)
     case.check()
     case.check(window=3)
     case.check(softcap=3.0)
 
 
-def test_large_scores_neither_overflow_nor_vanish() -> None:
+def test_large_scores_stay_finite() -> None:
     case = build_case([(40, 1), (600, 4)])
     case.check(40.0, tolerance=1e-3)  # scores in the hundreds: float32 leaves their exponentials four digits
     case.check(40.0, tolerance=1e-3, softcap=200.0)
     case.check(sinks=torch.tensor([-90.0, 90.0, 0.0, 5.0, -5.0, 60.0]))
 
 
-def test_empty_batch() -> None:
+def test_empty_batch_returns_no_rows() -> None:
     case = build_case([])
     assert cpu.paged_attention(case.q, case.paged, 1, case.batch, 1.0).shape == (0, 6, 64)
 
@@ -181,7 +181,7 @@ def test_rows_without_new_tokens_are_skipped() -> None:
     build_case([(5, 0), (7, 1), (0, 0), (9, 2), (4, 0)]).check()
 
 
-def test_a_nan_key_reaches_its_own_row_only() -> None:
+def test_nan_key_affects_only_its_row() -> None:
     case = build_case([(20, 1), (20, 1)])
     case.paged.k[1, case.batch.tables[0, 0]] = float("nan")
     got = cpu.paged_attention(case.q, case.paged, 1, case.batch, 0.2)
@@ -189,7 +189,7 @@ def test_a_nan_key_reaches_its_own_row_only() -> None:
     assert got[1].isfinite().all()
 
 
-def test_a_row_does_not_depend_on_its_batch_or_on_threads() -> None:
+def test_row_does_not_depend_on_batch_or_threads() -> None:
     case = build_case([(700, 1), (90, 1), (1300, 1), (5, 1)], pages_dtype=torch.bfloat16)
     together = cpu.paged_attention(case.q, case.paged, 1, case.batch, 0.2)
     for row in range(4):
@@ -199,7 +199,7 @@ def test_a_row_does_not_depend_on_its_batch_or_on_threads() -> None:
         assert torch.equal(cpu.paged_attention(case.q[row : row + 1], case.paged, 1, alone, 0.2)[0], together[row])
 
 
-def test_several_threads_may_attend_at_once() -> None:
+def test_concurrent_attention_calls_are_correct() -> None:
     torch.set_num_threads(2)
     case = build_case([(700, 1), (90, 3)])
     expected = cpu.paged_attention(case.q, case.paged, 1, case.batch, 0.2)
@@ -219,7 +219,7 @@ def test_several_threads_may_attend_at_once() -> None:
 
 @pytest.mark.parametrize(("page_size", "head_dim"), [(8, 64), (16, 80), (64, 20)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pages_hold_what_was_written_and_copied(page_size: int, head_dim: int, dtype: torch.dtype) -> None:
+def test_written_and_copied_pages_read_back(page_size: int, head_dim: int, dtype: torch.dtype) -> None:
     pages = cpu.allocate_pages(3, 9, page_size, 2, head_dim, dtype)
     slots = torch.randperm(9 * page_size)[: 5 * page_size]
     written = [torch.randn(2, slots.numel(), 2, head_dim).to(dtype) for _ in range(3)]

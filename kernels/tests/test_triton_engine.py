@@ -14,25 +14,35 @@ from chatcache_kernels import work_list
 from chatcache.model.runner import Ahead
 from tests.gpu.engine_cases import CASES, assert_same, count_replays, outcome
 
-QUICK = [case for case in CASES if case != "long"]
+INTERPRETED_CASES = [case for case in CASES if case != "long"]
 pytestmark = pytest.mark.interpreter  # tests/gpu runs these cases compiled
-SLOW = ("mixed", "cancelled", "chunked", "cached")  # five to ten seconds each: the long suite has them
+LONG_CASES = ("mixed", "cancelled", "chunked", "cached")
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long if case in SLOW else ()) for case in QUICK])
-def test_the_engine_says_the_same_on_triton_kernels(case: str, tmp_path: Path) -> None:
+def _marks(case: str) -> tuple[pytest.MarkDecorator, ...]:
+    """Return the tier of a case: "n_best" runs by default, others take five to ten seconds each."""
+    if case in LONG_CASES:
+        return (pytest.mark.long,)
+    return () if case == "n_best" else (pytest.mark.slow,)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=_marks(case)) for case in INTERPRETED_CASES])
+def test_engine_outputs_on_triton_equal_reference(case: str, tmp_path: Path) -> None:
     assert_same(outcome(case, tmp_path, "triton", share="always"), outcome(case, tmp_path, "reference"))
 
 
 @pytest.mark.long
-def test_keys_cut_into_pieces_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_keys_do_not_change_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = outcome("n_best", tmp_path, "reference")
     monkeypatch.setattr(work_list, "SPLIT_TOKENS", 32)
     assert_same(outcome("n_best", tmp_path, "triton", share="never"), expected)
 
 
-def test_steps_in_static_buffers_launched_ahead_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of the runner's way on a GPU but the capture itself: steps of 2 and 8 rows, some of them nobody's."""
+@pytest.mark.slow
+def test_static_buffers_and_async_scheduling_do_not_change_outputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cover the runner's GPU path except graph capture: steps of 2 and 8 rows with padding rows."""
     replayed = count_replays(monkeypatch)
     found = outcome("n_best", tmp_path, "triton", share="always", graphs=Ahead((2, 8)))
     assert len(replayed) >= 3
@@ -40,5 +50,5 @@ def test_steps_in_static_buffers_launched_ahead_change_nothing(tmp_path: Path, m
 
 
 @pytest.mark.long
-def test_long_prompts_are_cut_as_they_are_on_a_gpu(tmp_path: Path) -> None:
+def test_long_prompts_are_chunked_as_on_a_gpu(tmp_path: Path) -> None:
     assert_same(outcome("long", tmp_path, "triton"), outcome("long", tmp_path, "reference"))

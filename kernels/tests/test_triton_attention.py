@@ -67,7 +67,7 @@ class Case:
         torch.testing.assert_close(got.float(), expected, atol=bound, rtol=bound, msg=lambda m: f"seed {SEED}: {m}")
 
 
-def place(rows: Sequence[tuple[int, int]], page_size: int, noise: torch.Generator) -> tuple[Tensor, int]:
+def make_tables(rows: Sequence[tuple[int, int]], page_size: int, noise: torch.Generator) -> tuple[Tensor, int]:
     """Return tables that give every row of (cached, new) tokens its own shuffled pages, and the number of pages."""
     needed = [-(-(start + new) // page_size) for start, new in rows]
     num_pages = sum(needed) + 5
@@ -80,7 +80,7 @@ def place(rows: Sequence[tuple[int, int]], page_size: int, noise: torch.Generato
     return tables, num_pages
 
 
-class Build:
+class CaseBuilder:
     """Makes cases on one device."""
 
     def __init__(self, device: str) -> None:
@@ -100,7 +100,7 @@ class Build:
         """Return rows of (cached tokens, new tokens), in shuffled pages or those of `tables`, among poisoned ones."""
         noise = torch.Generator().manual_seed(seed)
         if tables is None:
-            tables, num_pages = place(rows, page_size, noise)
+            tables, num_pages = make_tables(rows, page_size, noise)
         else:
             num_pages = int(tables.max()) + 5
         plain = reference.allocate_pages(2, num_pages, page_size, kv_heads, head_dim, dtype)
@@ -118,11 +118,11 @@ class Build:
 
 
 @pytest.fixture
-def build(triton_device: str) -> Build:
-    return Build(triton_device)
+def build(triton_device: str) -> CaseBuilder:
+    return CaseBuilder(triton_device)
 
 
-def work_of(lists: Sequence[Sequence[tuple[int, int, int, list[int]]]], positions: Tensor) -> AttentionWork:
+def make_work(lists: Sequence[Sequence[tuple[int, int, int, list[int]]]], positions: Tensor) -> AttentionWork:
     """Return a work list made by hand, of items (row of tables, first key, end key, tokens), with a state for each
     token of each item unless it is the token's only one. States merge in the order of the items.
     """
@@ -142,25 +142,25 @@ def work_of(lists: Sequence[Sequence[tuple[int, int, int, list[int]]]], position
                     states.setdefault(token, []).append(num_states)
                     num_states += 1
         highest = max(len(tokens) for *_, tokens in items)
-        made.append(WorkList(ints(lines), ints(members), ints([len(lines)]), highest))
+        made.append(WorkList(to_int32(lines), to_int32(members), to_int32([len(lines)]), highest))
     merged = sorted(states)
     return AttentionWork(
         lists=tuple(made),
         positions=positions.int().cpu(),
-        merge_tokens=ints(merged),
-        merge_offsets=ints(np.cumsum([0] + [len(states[t]) for t in merged])),
-        merge_states=ints([s for t in merged for s in states[t]]),
-        num_merges=ints([len(merged)]),
+        merge_tokens=to_int32(merged),
+        merge_offsets=to_int32(np.cumsum([0] + [len(states[t]) for t in merged])),
+        merge_states=to_int32([s for t in merged for s in states[t]]),
+        num_merges=to_int32([len(merged)]),
         num_states=num_states,
     )
 
 
-def ints(values: object) -> Tensor:
+def to_int32(values: object) -> Tensor:
     """Return an int32 tensor."""
     return torch.from_numpy(np.array(values, np.int32))
 
 
-def with_leftovers(work: AttentionWork) -> AttentionWork:
+def add_leftovers(work: AttentionWork) -> AttentionWork:
     """Return the same work in larger static buffers, whose ends name rows, tokens and states that do not exist."""
 
     def longer(x: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def random_rows(draw: random.Random) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("page_size", [8, 16, 32, 64, 24])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_random_batches_equal_the_reference(build: Build, page_size: int, dtype: torch.dtype) -> None:
+def test_attention_of_random_batches_equals_reference(build: CaseBuilder, page_size: int, dtype: torch.dtype) -> None:
     draw = random.Random(SEED + page_size)
     kv_heads, group = draw.choice([1, 2, 3]), draw.choice([1, 2, 3, 4, 7])
     head_dim = draw.choice([32, 64, 80, 96, 128])
@@ -197,61 +197,64 @@ def test_random_batches_equal_the_reference(build: Build, page_size: int, dtype:
 
 @pytest.mark.parametrize("head_dim", [20, 64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_head_sizes(build: Build, head_dim: int, dtype: torch.dtype) -> None:
+def test_head_sizes_equal_reference(build: CaseBuilder, head_dim: int, dtype: torch.dtype) -> None:
     build([(57, 1), (30, 20), (0, 1), (600, 1)], 4, 2, head_dim, dtype=dtype).check(0.1)
 
 
 @pytest.mark.parametrize(
     ("kv_heads", "group"), [(1, 1), (3, 1), (2, 3), (1, 5), (2, 7), (3, 8), (1, 9), (1, 71), (1, 130)]
 )
-def test_groups(build: Build, kv_heads: int, group: int) -> None:
+def test_gqa_groups_equal_reference(build: CaseBuilder, kv_heads: int, group: int) -> None:
     build([(57, 1), (30, 3), (0, 1), (520, 1)], kv_heads * group, kv_heads).check()
 
 
 @pytest.mark.parametrize("start", [510, 511, 512, 1023, 1500])
-def test_split_boundaries(build: Build, start: int) -> None:
+def test_attention_at_split_boundaries_equals_reference(build: CaseBuilder, start: int) -> None:
     case = build([(start, 1), (start - 1, 2), (3, 1)])
     case.check()
     case.check(window=700)
     case.check(sinks=torch.randn(6).to(case.q.device), softcap=2.0)
 
 
-def test_long_contexts(build: Build) -> None:
+@pytest.mark.slow
+def test_long_contexts_equal_reference(build: CaseBuilder) -> None:
     case = build([(4095, 1), (4100, 1), (4000, 130)], 2, 1, dtype=torch.bfloat16)
     case.check()
 
 
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 600])
 @pytest.mark.parametrize("new", [1, 9, 150])
-def test_windows(build: Build, window: int, new: int) -> None:
+def test_sliding_window_equals_reference(build: CaseBuilder, window: int, new: int) -> None:
     build([(700, new), (10, new), (0, new)], 2, 1, 32).check(window=window)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("start", [0, 77, 512])
-def test_chunks_after_a_prefix(build: Build, start: int, window: int | None, softcap: float | None) -> None:
+def test_chunk_after_prefix_equals_reference(
+    build: CaseBuilder, start: int, window: int | None, softcap: float | None
+) -> None:
     case = build([(start, 150), (start, 65)], 3, 1)
     case.check(window=window, softcap=softcap, sinks=torch.randn(3).to(case.q.device))
 
 
-def test_large_scores_neither_overflow_nor_vanish(build: Build) -> None:
+def test_large_scores_stay_finite(build: CaseBuilder) -> None:
     case = build([(40, 1), (600, 4)])
     case.check(40.0, tolerance=1e-3)  # scores in the hundreds: float32 leaves their exponentials four digits
     case.check(40.0, tolerance=1e-3, softcap=200.0)
     case.check(sinks=torch.tensor([-90.0, 90.0, 0.0, 5.0, -5.0, 60.0]).to(case.q.device))
 
 
-def test_empty_batch(build: Build) -> None:
+def test_empty_batch_returns_no_rows(build: CaseBuilder) -> None:
     case = build([])
     assert triton.paged_attention(case.q, case.paged, 1, case.batch, 1.0).shape == (0, 6, 64)
 
 
-def test_rows_without_new_tokens_are_skipped(build: Build) -> None:
+def test_rows_without_new_tokens_are_skipped(build: CaseBuilder) -> None:
     build([(5, 0), (7, 1), (0, 0), (9, 2), (4, 0)]).check()
 
 
-def test_a_nan_key_reaches_its_own_row_only(build: Build) -> None:
+def test_nan_key_affects_only_its_row(build: CaseBuilder) -> None:
     case = build([(20, 1), (20, 1)])
     case.paged.k[1, case.batch.tables[0, 0]] = float("nan")
     got = triton.paged_attention(case.q, case.paged, 1, case.batch, 0.2)
@@ -259,7 +262,7 @@ def test_a_nan_key_reaches_its_own_row_only(build: Build) -> None:
     assert got[1].isfinite().all()
 
 
-def test_a_row_does_not_depend_on_its_batch(build: Build) -> None:
+def test_row_does_not_depend_on_batch(build: CaseBuilder) -> None:
     case = build([(700, 1), (90, 1), (1300, 1), (5, 1)], dtype=torch.bfloat16)
     together = triton.paged_attention(case.q, case.paged, 1, case.batch, 0.2)
     for row in range(4):
@@ -272,7 +275,7 @@ def test_a_row_does_not_depend_on_its_batch(build: Build) -> None:
         assert torch.equal(triton.paged_attention(case.q[row : row + 1], case.paged, 1, alone, 0.2)[0], together[row])
 
 
-def test_queries_may_be_a_slice_of_a_wider_projection(build: Build) -> None:
+def test_sliced_queries_equal_reference(build: CaseBuilder) -> None:
     case = build([(57, 1), (30, 20), (600, 1)])
     wide = torch.full((case.q.shape[0], 11, 64), float("nan"), device=case.q.device)
     wide[:, 2:8] = case.q
@@ -282,7 +285,7 @@ def test_queries_may_be_a_slice_of_a_wider_projection(build: Build) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 30}, {"window": 3}])
-def test_tokens_of_several_rows_share_the_keys_of_one(build: Build, options: dict[str, int]) -> None:
+def test_shared_items_equal_reference(build: CaseBuilder, options: dict[str, int]) -> None:
     """Three rows begin with the same pages, two of them share more; their newest tokens lie at different positions."""
     page_size = 8
     tables = torch.arange(1, 43).view(3, 14).int()
@@ -292,7 +295,7 @@ def test_tokens_of_several_rows_share_the_keys_of_one(build: Build, options: dic
     case = build(rows, page_size=page_size, tables=tables)
     positions = torch.tensor([70, 75, 103, 104, 105])
     everybody, pair = [0, 1, 2, 3, 4], [1, 2, 3, 4]
-    work = work_of(
+    work = make_work(
         [
             [(2, 0, 24, everybody), (0, 24, 40, everybody)],
             [(1, 40, 72, pair)],
@@ -303,28 +306,28 @@ def test_tokens_of_several_rows_share_the_keys_of_one(build: Build, options: dic
     sinks = torch.randn(6).to(case.q.device)
     case.check(work=work, **options)
     case.check(work=work, sinks=sinks, softcap=5.0, **options)
-    case.check(work=with_leftovers(work), sinks=sinks, **options)
+    case.check(work=add_leftovers(work), sinks=sinks, **options)
 
 
-def test_members_of_an_item_see_up_to_their_own_positions(build: Build) -> None:
+def test_item_members_see_keys_up_to_their_positions(build: CaseBuilder) -> None:
     """An item's keys go past what its first members may see, and begin after all that one of them sees."""
     case = build([(0, 60)], 4, 2)
     order = list(range(60))
     random.Random(SEED).shuffle(order)
     pieces = [(0, first, first + 15, order[i : i + 20]) for first in range(0, 60, 15) for i in (0, 20, 40)]
-    case.check(work=work_of([pieces], torch.arange(60)))
-    case.check(work=work_of([pieces], torch.arange(60)), window=7, sinks=torch.randn(4).to(case.q.device))
-    case.check(work=work_of([[(0, 0, 60, order[:32])], [(0, 0, 60, order[32:])]], torch.arange(60)), window=20)
+    case.check(work=make_work([pieces], torch.arange(60)))
+    case.check(work=make_work([pieces], torch.arange(60)), window=7, sinks=torch.randn(4).to(case.q.device))
+    case.check(work=make_work([[(0, 0, 60, order[:32])], [(0, 0, 60, order[32:])]], torch.arange(60)), window=20)
 
 
 @pytest.mark.parametrize("window", [None, 50])
-def test_leftovers_of_static_buffers_are_not_touched(build: Build, window: int | None) -> None:
+def test_leftovers_of_static_buffers_are_ignored(build: CaseBuilder, window: int | None) -> None:
     case = build([(700, 1), (1030, 1), (5, 1), (90, 100)])
     assert case.batch.work is not None
-    case.check(work=with_leftovers(case.batch.work.to("cpu")), window=window)
+    case.check(work=add_leftovers(case.batch.work.to("cpu")), window=window)
 
 
-def test_stores_beyond_32_bits(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_over_2_31_elements_is_addressed(build: CaseBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages at the end of the last layer, whose elements no 32-bit number counts; K and V are the same memory."""
     case = build([(69, 1), (700, 1), (3, 70)], 2, 1, 256, 64, torch.bfloat16)
     num_pages = 132_000
@@ -346,7 +349,7 @@ def test_stores_beyond_32_bits(build: Build, monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(got.float(), expected, atol=1.5e-2, rtol=1.5e-2, msg=lambda m: f"seed {SEED}: {m}")
 
 
-def test_what_does_not_fit_is_refused(build: Build) -> None:
+def test_unsupported_inputs_raise_value_error(build: CaseBuilder) -> None:
     case = build([(5, 1)])
 
     def attend(q: Tensor = case.q, batch: AttentionBatch = case.batch, scale: float = 1.0) -> None:

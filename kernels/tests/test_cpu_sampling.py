@@ -13,12 +13,12 @@ from torch import Tensor
 WIDTHS = [1, 5, 16, 17, 199, 4096, 50003]
 
 
-def keys(num_rows: int) -> tuple[Tensor, Tensor]:
+def make_keys(num_rows: int) -> tuple[Tensor, Tensor]:
     low, high = torch.randint(-(2**31), 2**31, (2, num_rows), dtype=torch.int64).to(torch.int32).unbind(0)
     return low.contiguous(), (high | 1).contiguous()
 
 
-def bases(*shape: int) -> Tensor:
+def make_bases(*shape: int) -> Tensor:
     return torch.randint(-(2**31), 2**31, shape, dtype=torch.int64).to(torch.int32)
 
 
@@ -35,17 +35,17 @@ def exact_gumbel(base: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("of_some", [False, True])
-def test_noise(width: int, of_some: bool) -> None:
-    base, (low, high) = bases(*([7] if of_some else []), width), keys(7)
+def test_gumbel_equals_exact_noise(width: int, of_some: bool) -> None:
+    base, (low, high) = make_bases(*([7] if of_some else []), width), make_keys(7)
     got, expected = sampling.gumbel(base, low, high).double(), exact_gumbel(base, low, high)
     assert got.shape == (7, width)
     assert ((got - expected).abs() <= 2.5e-7 * expected.abs().clamp(min=1.0)).all()
 
 
-def test_noise_at_both_ends() -> None:
+def test_gumbel_at_extreme_uniforms_is_exact() -> None:
     """Uniform numbers of 2^-32 and 1 - 2^-24: the largest and the smallest noise there is."""
-    base = bases(1 << 20)
-    noise = sampling.gumbel(base, *keys(64))
+    base = make_bases(1 << 20)
+    noise = sampling.gumbel(base, *make_keys(64))
     expected = [-np.log(-np.log1p(-v)) for v in (2.0**-32, 1 - 2.0**-24)]
     assert noise.max() <= expected[0] * (1 + 1e-6)
     assert noise.max() > 15
@@ -54,7 +54,7 @@ def test_noise_at_both_ends() -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_first_of_the_largest(width: int) -> None:
+def test_argmax_returns_first_of_equals(width: int) -> None:
     x = torch.randint(0, 3, (40, width)).float()
     x[0], x[1, width // 2] = -torch.inf, torch.nan
     got = sampling.argmax(x)
@@ -62,8 +62,8 @@ def test_the_first_of_the_largest(width: int) -> None:
         if row != 1:
             assert place == int(x[row].argmax())
     assert 0 <= got[1] < width
-    low, high = keys(40)
-    base = bases(width)
+    low, high = make_keys(40)
+    base = make_bases(width)
     best = sampling.gumbel_argmax(x, base, low, high)
     sums = x + sampling.gumbel(base, low, high)
     keep = torch.arange(40) != 1
@@ -72,7 +72,7 @@ def test_the_first_of_the_largest(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_scaling_is_exact(width: int) -> None:
+def test_apply_temperature_equals_torch(width: int) -> None:
     x, temperature = torch.randn(9, width) * 5, torch.rand(9) + 0.1
     x[:, ::7] = -torch.inf
     x[:, width - 1] = 3.0
@@ -81,7 +81,7 @@ def test_scaling_is_exact(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_share_ahead(width: int) -> None:
+def test_mass_before_equals_sorted_sum(width: int) -> None:
     x = torch.randint(-6, 1, (30, width)) * 0.7
     chosen, floor = torch.randint(0, width, (30,)), torch.randint(-7, 0, (30,)) * 0.7 - 0.1
     value = x.gather(1, chosen[:, None])
@@ -94,7 +94,7 @@ def test_share_ahead(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_log_sum_exp(width: int) -> None:
+def test_log_sum_exp_equals_torch(width: int) -> None:
     x = torch.randn(30, width) * 8 + torch.randn(30, 1) * 100
     x[1, 1:] = -torch.inf
     x[2] = -torch.inf
@@ -107,9 +107,9 @@ def test_log_sum_exp(width: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_rows_are_computed_alone(threads: int) -> None:
+def test_rows_do_not_depend_on_batch_or_threads(threads: int) -> None:
     torch.set_num_threads(threads)
-    x, base, (low, high) = torch.randn(33, 5003), bases(5003), keys(33)
+    x, base, (low, high) = torch.randn(33, 5003), make_bases(5003), make_keys(33)
     chosen, level = torch.randint(0, 5003, (33,)), torch.rand(33) + 0.5
     functions: list[Callable[[slice], Tensor]] = [
         lambda rows: sampling.gumbel(base, low[rows], high[rows]),

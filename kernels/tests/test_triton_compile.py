@@ -1,12 +1,13 @@
-"""Every listed variant of every Triton kernel compiles for the chips we name; no GPU is needed.
+"""Compile Triton kernel variants for several GPU architectures and check limits and PTX; needs no GPU.
 
-The interpreter accepts what the compiler refuses, and neither says whether registers suffice; see compile_kernels.py.
+The interpreter accepts code that the compiler rejects, and does not check registers; see compile_kernels.py.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,9 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 ARCHS = [80, 90, 100]
-MOST = 2  # of each kernel, drawn anew in every run; the `long` test takes all
+MAX_VARIANTS = 2  # of each kernel, drawn anew in every run; the `long` test takes all
 
-PLANTED = """
+BROKEN_MODULE = """
 import triton
 import triton.language as tl
 from chatcache_kernels.triton.variants import Variant
@@ -87,20 +88,24 @@ def check(lines: list[dict[str, Any]]) -> None:
     assert len({line["variant"].split(" ")[0] for line in lines}) >= 6  # kernels
 
 
-@pytest.mark.parametrize(("arch", "most"), [pytest.param(80, MOST, marks=pytest.mark.long), (90, MOST), (100, 1)])
-def test_variants_compile_within_the_chip(arch: int, most: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arch", "most"),
+    [pytest.param(80, MAX_VARIANTS, marks=pytest.mark.long), (90, 1), pytest.param(100, 1, marks=pytest.mark.slow)],
+)
+def test_sampled_variants_compile_within_limits(arch: int, most: int, tmp_path: Path) -> None:
     check(compile_all(arch, tmp_path, "--most", str(most)))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ARCHS)
-def test_every_variant_compiles_within_the_chip(arch: int, tmp_path: Path) -> None:
+def test_every_variant_compiles_within_limits(arch: int, tmp_path: Path) -> None:
     check(compile_all(arch, tmp_path))
 
 
-def test_what_is_wrong_with_a_kernel_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "planted.py").write_text(PLANTED)
-    lines = compile_all(90, tmp_path, "--module", "planted")
+@pytest.mark.slow
+def test_broken_kernels_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "broken_module.py").write_text(BROKEN_MODULE)
+    lines = compile_all(90, tmp_path, "--module", "broken_module")
     errors = [line["error"] for line in lines]
     expected = [
         "unsupported AST node",
@@ -114,17 +119,42 @@ def test_what_is_wrong_with_a_kernel_is_reported(tmp_path: Path) -> None:
     assert errors[len(expected) :] == [None]
 
 
-def test_a_kernel_that_nobody_lists_is_reported(tmp_path: Path) -> None:
+def test_unlisted_kernel_is_reported(tmp_path: Path) -> None:
     launch = "\ndef launch(x):\n    forgotten[(1,)](x)\n"
-    (tmp_path / "planted.py").write_text(PLANTED + launch)
-    (line,) = compile_all(90, tmp_path, "--module", "planted")
+    (tmp_path / "broken_module.py").write_text(BROKEN_MODULE + launch)
+    (line,) = compile_all(90, tmp_path, "--module", "broken_module")
     assert "lists nothing for forgotten" in line["error"]
 
 
-def test_tools_that_do_not_run_are_named(tmp_path: Path) -> None:
+def test_broken_cuobjdump_is_reported(tmp_path: Path) -> None:
     broken = tmp_path / "cuobjdump"
     broken.write_text('#!/bin/sh\nif [ "$1" = --version ]; then echo release 12.8, V12.8; else exit 3; fi\n')
     broken.chmod(0o755)
-    only = ("--module", "chatcache_kernels.triton.fused", "--match", "silu_rows *fp32")
+    only = ("--module", "chatcache_kernels.triton.fused", "--match", "silu_mul_kernel *fp32")
     (line,) = compile_all(90, tmp_path, *only, env={"TRITON_CUOBJDUMP_PATH": str(broken)})
     assert line["error"].startswith("RuntimeError") and "cuobjdump does not run here" in line["error"]
+
+
+BF16_ATTENTION = "attention.paged_attention_kernel *bf16/*fp32/*i32 sinks=None"
+LLAMA = "SLICES=1 GROUP=4 KV_HEADS=8 HEAD_DIM=128"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "product"), [(16, "mma.sync"), (128, "wgmma.mma_async")])
+def test_attention_code_prefetches_16_bytes_while_multiplying(rows: int, product: str, tmp_path: Path) -> None:
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = (str(TESTS.parent), variables.get("PYTHONPATH", ""))
+    variables |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, str(TESTS / "compile_kernels.py"), "--arch", "90", "--asm", str(tmp_path)]
+    command += ["--module", "chatcache_kernels.triton.attention", "--match", f"{BF16_ATTENTION} ROWS={rows} {LLAMA}"]
+    text = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=True).stdout
+    (line,) = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    assert line["error"] is None
+    (code,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
+    copies = re.findall(r"cp\.async\.\w+\.shared\.global .*", code)
+    assert len(copies) >= 16
+    assert all(" 0x10" in copy for copy in copies), "narrower copies"
+    waits = {int(number, 0) for number in re.findall(r"cp\.async\.wait_group\s+(\w+)", code)}
+    assert max(waits) >= 2, "no tile of keys and values is on its way while one is waited for"
+    assert product in code
+    assert not re.search(r"ld\.global[.\w:]*\.[bu]16\b", code), "narrow loads"

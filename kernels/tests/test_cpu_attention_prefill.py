@@ -49,7 +49,7 @@ def build_case(
     return Case(batch, torch.randn(batch.slots.numel(), heads, head_dim).bfloat16(), *stores)
 
 
-def attend(case: Case, least: int = 1, **options: object) -> torch.Tensor:
+def run_amx_kernel(case: Case, least: int = 1, **options: object) -> torch.Tensor:
     """Run the kernel over every row of at least `least` tokens; the others stay NaN."""
     assert attention_prefill.can_use_amx(case.q, case.paged)
     out = torch.full_like(case.q, torch.nan)
@@ -61,10 +61,10 @@ def attend(case: Case, least: int = 1, **options: object) -> torch.Tensor:
 def check(case: Case, **options: object) -> None:
     given = {"scale": 0.2, **options}
     expected = reference.paged_attention(case.q.float(), case.plain, 1, case.batch, **given)  # type: ignore[arg-type]
-    torch.testing.assert_close(attend(case, 1, **options).float(), expected, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(run_amx_kernel(case, 1, **options).float(), expected, atol=1e-2, rtol=1e-2)
 
 
-def test_random_batches() -> None:
+def test_amx_prefill_of_random_batches_equals_reference() -> None:
     for trial in range(12):
         torch.set_num_threads(1 + trial % 3)
         kv_heads, group = random.choice([1, 2, 3, 5]), random.choice([1, 2, 3, 5, 8])
@@ -81,13 +81,13 @@ def test_random_batches() -> None:
 
 
 @pytest.mark.parametrize("start", [127, 128, 129, 4090])
-def test_block_boundaries(start: int) -> None:
+def test_amx_prefill_at_block_boundaries_equals_reference(start: int) -> None:
     case = build_case([(start, 33), (start - 33, 1)], 9, 3)
     check(case)
     check(case, window=start // 2)
 
 
-def test_growing_scores_are_followed() -> None:
+def test_amx_prefill_with_growing_scores_rescales() -> None:
     """Each key is larger than those before, by more than the slack and by less."""
     for scale in (0.01, 0.05, 3.0):
         case = build_case([(0, 300)], 2, 1)
@@ -99,32 +99,32 @@ def test_growing_scores_are_followed() -> None:
         check(case, scale=scale)
 
 
-def test_short_rows_are_left_alone() -> None:
+def test_amx_prefill_leaves_short_rows_unchanged() -> None:
     case = build_case([(40, 3), (9, 50), (0, 49)])
-    out = attend(case, least=50)
+    out = run_amx_kernel(case, least=50)
     assert out[:3].isnan().all() and out[3:53].isfinite().all() and out[53:].isnan().all()
 
 
-def test_a_row_depends_on_nothing_beside_it() -> None:
+def test_amx_prefill_does_not_depend_on_other_rows() -> None:
     """Not on other rows, threads, or how the tokens are shared out: the outputs are equal to the bit."""
     case = build_case([(200, 300), (0, 77)], 6, 2)
     every: list[dict[str, object]] = [{}, {"window": 150}, {"softcap": 5.0}]
     for options in every:
         torch.set_num_threads(1)
-        together = attend(case, 1, **options)
+        together = run_amx_kernel(case, 1, **options)
         tables, starts, news = case.batch.tables, case.batch.start, case.batch.num_tokens
         for row, part in ((0, slice(0, 300)), (1, slice(300, 377))):
             only = slice(row, row + 1)
             batch = AttentionBatch.build(tables[only], starts[only], news[only], 16)
             torch.set_num_threads(3)
-            alone = attend(Case(batch, case.q[part].contiguous(), case.plain, case.paged), 1, **options)
+            alone = run_amx_kernel(Case(batch, case.q[part].contiguous(), case.plain, case.paged), 1, **options)
             assert torch.equal(alone, together[part])
         batch = AttentionBatch.build(tables[:1], starts[:1] + 210, news[:1] - 210, 16)
-        late = attend(Case(batch, case.q[210:300].contiguous(), case.plain, case.paged), 1, **options)
+        late = run_amx_kernel(Case(batch, case.q[210:300].contiguous(), case.plain, case.paged), 1, **options)
         assert torch.equal(late, together[210:300])
 
 
-def test_without_tiles_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_without_amx_uses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     case = build_case([(30, 150), (0, 90)])
     with_tiles = cpu.paged_attention(case.q, case.paged, 1, case.batch, 0.2)
     monkeypatch.setattr(attention_prefill, "can_use_amx", lambda *_: False)

@@ -51,7 +51,7 @@ class Tree:
         )
 
 
-def plant(
+def make_tree(
     rows: list[tuple[int | None, int, int, int]],
     heads: tuple[int, int, int] = (6, 2, 64),
     page_size: int = 16,
@@ -77,13 +77,15 @@ def plant(
     whole = AttentionBatch.build(tables, torch.zeros_like(start), start + new, page_size)
     slots = torch.from_numpy(np.unique(whole.slots.numpy()))
     k, v = torch.randn(2, slots.numel(), *heads[1:], generator=noise).to(dtype).unbind(0)
-    plain, paged = (filled(backend, num_pages, page_size, heads, dtype, k, v, slots) for backend in (reference, cpu))
+    plain, paged = (
+        fill_stores(backend, num_pages, page_size, heads, dtype, k, v, slots) for backend in (reference, cpu)
+    )
     batch = AttentionBatch.build(tables, start, new, page_size)
     q = torch.randn(batch.slots.numel(), heads[0], heads[2], generator=noise).to(dtype)
     return Tree(batch, q, plain, paged, seed)
 
 
-def filled(
+def fill_stores(
     backend: ModuleType,
     num_pages: int,
     page_size: int,
@@ -100,7 +102,7 @@ def filled(
     return pages
 
 
-def forked(prompt: int, branches: int, *generated: int) -> list[tuple[int | None, int, int, int]]:
+def make_forked_rows(prompt: int, branches: int, *generated: int) -> list[tuple[int | None, int, int, int]]:
     """Return branches of a prompt that have gone on for some tokens, the given lengths in turn."""
     first = (None, 0, prompt + generated[0], 1)
     return [first, *((0, prompt, prompt + generated[n % len(generated)], 1) for n in range(1, branches))]
@@ -109,17 +111,19 @@ def forked(prompt: int, branches: int, *generated: int) -> list[tuple[int | None
 @pytest.mark.parametrize(
     ("page_size", "dtype"), [(8, torch.bfloat16), (16, torch.float32), (32, torch.bfloat16), (64, torch.float32)]
 )
-def test_random_trees_equal_the_reference(page_size: int, dtype: torch.dtype) -> None:
+def test_shared_attention_of_random_trees_equals_reference(page_size: int, dtype: torch.dtype) -> None:
     for trial in range(3):
         torch.set_num_threads(1 + trial)
         seed = SEED + trial
         draw = random.Random(seed)
         kv_heads, group = draw.choice([1, 2, 3]), draw.choice([1, 2, 3, 4, 7, 9, 40])
-        rows = forked(draw.randrange(500, 800), draw.randrange(3, 24), *(draw.randrange(1, 90) for _ in range(3)))
+        rows = make_forked_rows(
+            draw.randrange(500, 800), draw.randrange(3, 24), *(draw.randrange(1, 90) for _ in range(3))
+        )
         for _ in range(draw.randrange(8)):  # forks of branches, and rows of their own; some of several tokens
             parent = draw.choice([None, draw.randrange(len(rows))])
             rows.append((parent, 1000, draw.randrange(900), draw.choice([1, 1, 1, 0, 4, 90])))
-        tree = plant(rows, (kv_heads * group, kv_heads, draw.choice([32, 64, 80])), page_size, dtype, seed)
+        tree = make_tree(rows, (kv_heads * group, kv_heads, draw.choice([32, 64, 80])), page_size, dtype, seed)
         shared = group < 40  # a tile of 64 queries holds one row of 40
         tree.check(shared=shared)
         sinks = torch.randn(kv_heads * group, generator=torch.Generator().manual_seed(seed))
@@ -128,23 +132,23 @@ def test_random_trees_equal_the_reference(page_size: int, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("prompt", [511, 512, 513, 1024, 2100])
-def test_split_boundaries(prompt: int) -> None:
-    plant(forked(prompt, 4, 1, 16, 600), dtype=torch.bfloat16).check()
+def test_shared_attention_at_split_boundaries_equals_reference(prompt: int) -> None:
+    make_tree(make_forked_rows(prompt, 4, 1, 16, 600), dtype=torch.bfloat16).check()
 
 
 @pytest.mark.parametrize("window", [1, 16, 100, 999, 1010, 1100])
-def test_windows_that_leave_the_shared_pages_out_for_some_or_all(window: int) -> None:
-    plant(forked(1000, 5, 3, 40, 200)).check(window=window)
+def test_shared_attention_with_windows_equals_reference(window: int) -> None:
+    make_tree(make_forked_rows(1000, 5, 3, 40, 200)).check(window=window)
 
 
-def test_what_is_not_shared_has_no_list() -> None:
-    plant([(None, 0, 900, 1), (None, 0, 900, 1), (None, 0, 5, 1)]).check(shared=False)
-    plant(forked(20, 8, 400)).check(shared=False)  # one page: not worth a piece
-    plant([]).check(shared=False)
+def test_prepare_without_shared_pages_returns_none() -> None:
+    make_tree([(None, 0, 900, 1), (None, 0, 900, 1), (None, 0, 5, 1)]).check(shared=False)
+    make_tree(make_forked_rows(20, 8, 400)).check(shared=False)  # one page: not worth a piece
+    make_tree([]).check(shared=False)
 
 
-def test_no_bit_depends_on_the_number_of_threads() -> None:
-    tree = plant(forked(1500, 8, 40, 700), dtype=torch.bfloat16)
+def test_shared_attention_does_not_depend_on_the_number_of_threads() -> None:
+    tree = make_tree(make_forked_rows(1500, 8, 40, 700), dtype=torch.bfloat16)
     batch = tree.prepared()
     results = []
     for threads in (1, 2, 5):
@@ -153,9 +157,9 @@ def test_no_bit_depends_on_the_number_of_threads() -> None:
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-def test_a_fault_stays_with_its_row() -> None:
+def test_nan_key_affects_only_its_row() -> None:
     """NaN in one row's own page spoils that row alone; in a shared page, the rows that share it."""
-    tree = plant([*forked(600, 4, 5), (None, 0, 600, 1)])
+    tree = make_tree([*make_forked_rows(600, 4, 5), (None, 0, 600, 1)])
     batch = tree.prepared()
     own, shared = int(tree.batch.tables[1, 600 // 16]), int(tree.batch.tables[1, 2])
     for page, spoilt in ((own, [1]), (shared, [0, 1, 2, 3])):
@@ -166,19 +170,19 @@ def test_a_fault_stays_with_its_row() -> None:
         assert got.any(1).tolist() == [row in spoilt for row in range(5)]
 
 
-def test_odd_head_sizes_ignore_the_list() -> None:
-    plant(forked(600, 4, 5), (6, 2, 20)).check()
+def test_unsupported_head_size_ignores_the_work_list() -> None:
+    make_tree(make_forked_rows(600, 4, 5), (6, 2, 20)).check()
 
 
-def test_sharing_reads_a_prompt_once() -> None:
-    work = plant(forked(1024, 8, 5)).prepared().work
+def test_prepare_reads_a_shared_prompt_once() -> None:
+    work = make_tree(make_forked_rows(1024, 8, 5)).prepared().work
     assert isinstance(work, AttentionWork)
     keys = sum(end - first for _, first, end, *_ in work.lists[0].items.tolist())
     assert keys == 1024 + 8 * 6
 
 
-def test_the_deterministic_backend_shares_nothing() -> None:
-    tree = plant(forked(1024, 8, 5))
+def test_batch_invariant_prepare_returns_none() -> None:
+    tree = make_tree(make_forked_rows(1024, 8, 5))
     batch = tree.prepared(batch_invariant)
     assert batch.work is None
     assert batch_invariant.paged_attention(tree.q, tree.paged, 1, batch, 0.2).isfinite().all()

@@ -77,7 +77,7 @@ def test_attention_equals_naive_loops(window: int | None, softcap: float | None,
             torch.testing.assert_close(got[token, head], torch.tensor(expected), atol=1e-5, rtol=1e-5)
 
 
-def test_batch_slots_follow_the_page_table() -> None:
+def test_batch_build_slots_follow_the_page_table() -> None:
     tables = torch.tensor([[5, 2, 9], [7, 0, 0]], dtype=torch.int32)
     batch = AttentionBatch.build(tables, torch.tensor([3, 1]), torch.tensor([6, 2]), 4)
     assert batch.offsets.tolist() == [0, 6, 8]
@@ -85,7 +85,7 @@ def test_batch_slots_follow_the_page_table() -> None:
     assert (batch.max_new_tokens, batch.max_context_tokens) == (6, 9)
 
 
-def test_batch_of_no_rows_is_empty() -> None:
+def test_batch_build_without_rows_is_empty() -> None:
     batch = AttentionBatch.build(torch.zeros(0, 3), torch.zeros(0), torch.zeros(0), 4)
     assert batch.slots.numel() == 0
     pages = reference.allocate_pages(1, 2, 4, 1, 8, torch.float32)
@@ -104,7 +104,7 @@ def test_copied_pages_hold_the_same_tokens_in_every_layer() -> None:
 @pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
 @pytest.mark.parametrize("shape", [(16, 2, 64), (8, 3, 24), (4, 1, 6)], ids=["wide", "narrow", "odd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_swapped_pages_come_back_to_the_bit_wherever_they_go(
+def test_swap_out_and_in_restores_pages_bit_identically(
     backend: ModuleType, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     """Every bit pattern survives, NaNs too, and nothing but the named pages changes."""
@@ -122,7 +122,7 @@ def test_swapped_pages_come_back_to_the_bit_wherever_they_go(
         assert torch.equal(store.view(torch.int32), old[:, [0, 3, 2, 3, 4, 1, 6, 1, 8]])
 
 
-def test_store_counts_its_bytes() -> None:
+def test_page_store_reports_its_bytes() -> None:
     pages = reference.allocate_pages(3, 5, 4, 2, 8, torch.bfloat16)
     assert pages.page_bytes == 2 * 3 * 4 * 2 * 8 * 2
     assert pages.num_bytes == pages.k.nbytes + pages.v.nbytes
@@ -140,7 +140,7 @@ def test_silu_mul_equals_torch() -> None:
     torch.testing.assert_close(reference.silu_mul(x), F.silu(x[:, :24]) * x[:, 24:])
 
 
-def test_rope_is_a_complex_rotation_of_the_rotary_part() -> None:
+def test_rope_equals_complex_rotation() -> None:
     x, angle = torch.randn(3, 2, 12), torch.randn(3, 4)
     got = reference.rope(x, angle.cos(), angle.sin())
     turned = torch.complex(x[..., :4], x[..., 4:8]) * torch.polar(torch.ones(3, 1, 4), angle[:, None])
@@ -148,7 +148,7 @@ def test_rope_is_a_complex_rotation_of_the_rotary_part() -> None:
 
 
 @pytest.mark.parametrize("num_pages", [0, 1, 7])
-def test_host_pages_lie_alone_on_their_memory_pages(num_pages: int) -> None:
+def test_host_pages_share_no_os_page(num_pages: int) -> None:
     """Memory is locked by the page; two stores on one could not be locked both."""
     pages = reference.allocate_pages(2, 3, 8, 1, 16, torch.bfloat16)
     host = HostPages.allocate(pages, num_pages)

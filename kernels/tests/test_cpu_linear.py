@@ -1,4 +1,4 @@
-"""8-bit weights: packing, products by every way this CPU has, and the whole decoder over them."""
+"""Linear layers of the cpu backend (bf16 and int8 weights) against float64, with every unit of this CPU."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import random
 
 import pytest
 import torch
-from chatcache_kernels.cpu import int8
+from chatcache_kernels.cpu import int8, matmul
 from chatcache_kernels.cpu.bf16 import has_amx, has_avx512_bf16
 from chatcache_kernels.cpu.int8 import pack_numbers, quantise
 from torch import Tensor
 
-UNITS = ["floats", *(["pairs"] if has_avx512_bf16() else []), *(["tiles"] if has_amx() else [])]
-WAYS = [(torch.float32, "floats"), *((torch.bfloat16, unit) for unit in UNITS)]
-
 pytestmark = pytest.mark.usefixtures("fresh_random")
 
 
-def made(num_tokens: int, num_outputs: int, num_inputs: int) -> tuple[Tensor, Tensor, Tensor]:
+UNITS = ["floats", *(["pairs"] if has_avx512_bf16() else []), *(["tiles"] if has_amx() else [])]
+WAYS = [(torch.float32, "floats"), *((torch.bfloat16, unit) for unit in UNITS)]
+
+
+def make_int8_layer(num_tokens: int, num_outputs: int, num_inputs: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return x, weight and bias; outputs differ in size, so that a scale in the wrong place is seen."""
     sizes = torch.rand(num_outputs, 1) * 4 + 0.1
     return torch.randn(num_tokens, num_inputs), torch.randn(num_outputs, num_inputs) * sizes, torch.randn(num_outputs)
 
 
-def check(x: Tensor, weight: Tensor, bias: Tensor | None, unit: str) -> None:
+def check_int8_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, unit: str) -> None:
     """Compare with float64 over the very weights that were kept."""
     numbers, scales = quantise(weight)
     kept = numbers.double() * scales.double()[:, None]
@@ -39,27 +40,27 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, unit: str) -> None:
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(("dtype", "unit"), WAYS)
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 4, 7, 15, 16, 17, 31, 32, 33, 64, 97])
-def test_products(dtype: torch.dtype, unit: str, num_tokens: int) -> None:
+def test_int8_multiply_equals_torch(dtype: torch.dtype, unit: str, num_tokens: int) -> None:
     torch.set_num_threads(random.choice((1, 3)))
     for num_outputs, num_inputs in (
         (32 * random.randint(1, 9), 32 * random.randint(1, 9)),
         (random.randint(1, 200), random.randint(1, 200)),
     ):
-        x, weight, bias = made(num_tokens, num_outputs, num_inputs)
+        x, weight, bias = make_int8_layer(num_tokens, num_outputs, num_inputs)
         for each in (None, bias):
-            check(x.to(dtype), weight, each, unit)
+            check_int8_multiply(x.to(dtype), weight, each, unit)
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_many_tokens_share_widened_panels(unit: str) -> None:
+def test_int8_multiply_of_many_tokens_equals_torch(unit: str) -> None:
     """More tokens than a piece takes, more panels than are widened at once, ends that fill neither."""
     torch.set_num_threads(random.choice((1, 2)))
     for num_tokens, num_outputs, num_inputs in ((32 * 33 + 5, 32 * 13, 64), (300, 32 * 11, 32 * 70)):
-        x, weight, bias = made(num_tokens, num_outputs, num_inputs)
-        check(x.bfloat16(), weight, bias, unit)
+        x, weight, bias = make_int8_layer(num_tokens, num_outputs, num_inputs)
+        check_int8_multiply(x.bfloat16(), weight, bias, unit)
 
 
-def test_work_is_cut_for_all_tokens_and_panels() -> None:
+def test_choose_blocking_covers_all_tokens_and_panels() -> None:
     for _ in range(300):
         num_tokens, num_panels = random.randint(1, 5000), random.randint(1, 300)
         num_inputs, threads = 32 * random.randint(1, 500), random.randint(1, 64)
@@ -70,8 +71,8 @@ def test_work_is_cut_for_all_tokens_and_panels() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "unit"), WAYS)
-def test_a_token_does_not_feel_its_neighbours(dtype: torch.dtype, unit: str) -> None:
-    x, weight, bias = made(70, 96, 160)
+def test_int8_multiply_does_not_depend_on_other_tokens(dtype: torch.dtype, unit: str) -> None:
+    x, weight, bias = make_int8_layer(70, 96, 160)
     x = x.to(dtype)
     numbers, scales = quantise(weight)
     codes = pack_numbers(numbers)
@@ -80,8 +81,8 @@ def test_a_token_does_not_feel_its_neighbours(dtype: torch.dtype, unit: str) -> 
 
 
 @pytest.mark.parametrize(("dtype", "unit"), WAYS)
-def test_what_is_not_finite_stays_with_its_token_and_its_output(dtype: torch.dtype, unit: str) -> None:
-    x, weight, _ = made(5, 64, 64)
+def test_int8_multiply_keeps_non_finite_values_in_their_token_and_output(dtype: torch.dtype, unit: str) -> None:
+    x, weight, _ = make_int8_layer(5, 64, 64)
     x[2, 7], x[3, 9] = torch.nan, torch.inf
     weight[5, 1], weight[33, 2] = torch.inf, torch.nan
     numbers, scales = quantise(weight)
@@ -93,7 +94,7 @@ def test_what_is_not_finite_stays_with_its_token_and_its_output(dtype: torch.dty
     assert got[[0, 1, 4]][:, others].isfinite().all()
 
 
-def test_weights_are_the_nearest_of_their_row() -> None:
+def test_quantise_rounds_to_nearest_code_of_the_row() -> None:
     for num_outputs, num_inputs in ((1, 1), (7, 130), (300, 5000)):
         weight = torch.randn(num_outputs, num_inputs)
         weight[0] = 0.0
@@ -107,7 +108,7 @@ def test_weights_are_the_nearest_of_their_row() -> None:
 
 
 @pytest.mark.requires_vbmi  # other CPUs have one way to widen
-def test_both_ways_to_widen_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_widen_codes_by_table_and_by_conversion_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every number from -127 to 127, in every place of a tile row."""
     numbers = (torch.arange(32 * 512).view(32, 512) % 255 - 127).to(torch.int8)
     scales, codes, x = torch.rand(32) + 0.5, pack_numbers(numbers), torch.randn(3, 512).bfloat16()
@@ -116,3 +117,47 @@ def test_both_ways_to_widen_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bool(((got.double() - expected).abs() <= expected.abs() * 2**-8 + 0.5).all())
     monkeypatch.setattr(int8, "has_avx512_vbmi", lambda: False)
     assert torch.equal(int8.multiply(x, codes, scales, None, UNITS[-1]), got)
+
+
+def make_bf16_layer(num_tokens: int, num_outputs: int, num_inputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight = torch.randn(num_tokens, num_inputs), torch.randn(num_outputs, num_inputs)
+    return x.bfloat16(), weight.bfloat16(), torch.randn(num_outputs).bfloat16()
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 4, 7, 16, 17, 31, 32, 33, 50, 64, 97])
+def test_bf16_multiply_equals_torch(unit: str, num_tokens: int) -> None:
+    torch.set_num_threads(random.choice((1, 3)))
+    num_outputs, num_inputs = 32 * random.randint(1, 9), 32 * random.randint(1, 9)
+    x, weight, bias = make_bf16_layer(num_tokens, num_outputs, num_inputs)
+    size = x.double().abs() @ weight.double().abs().T + bias.double().abs()
+    for each in (None, bias):
+        got = matmul.multiply(x, matmul.pack_weight(weight), each, unit).double()
+        expected = x.double() @ weight.double().T + (0 if each is None else each.double())
+        assert got.shape == expected.shape
+        assert bool(((got - expected).abs() <= expected.abs() * 2**-8 + size * 2**-20).all())
+
+
+@pytest.mark.parametrize("unit", UNITS[:2])
+def test_bf16_multiply_does_not_depend_on_other_tokens(unit: str) -> None:
+    x, weight, bias = make_bf16_layer(11, 96, 160)
+    packed = matmul.pack_weight(weight)
+    alone = torch.cat([matmul.multiply(row[None], packed, bias, unit) for row in x])
+    assert torch.equal(matmul.multiply(x, packed, bias, unit), alone)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_bf16_multiply_keeps_non_finite_values_in_their_token(unit: str) -> None:
+    x, weight, _ = make_bf16_layer(5, 64, 64)
+    x[2, 7], x[3, 9] = torch.nan, torch.inf
+    got = matmul.multiply(x, matmul.pack_weight(weight), None, unit)
+    assert got[2].isnan().all()
+    assert not got[3].isfinite().any()
+    assert got[[0, 1, 4]].isfinite().all()
+
+
+def test_can_pack_rejects_unsupported_weights() -> None:
+    assert matmul.can_pack(torch.zeros(64, 96, dtype=torch.bfloat16))
+    for shape, dtype in (((48, 64), torch.bfloat16), ((64, 48), torch.bfloat16), ((64, 64), torch.float32)):
+        assert not matmul.can_pack(torch.zeros(shape, dtype=dtype))

@@ -104,7 +104,7 @@ def page_reads(step: Step, plan: AttentionWork) -> int:
     return sum(-(-end // size) - first // size for one in plan.lists for _, first, end, *_ in one.items.tolist())
 
 
-def separate(rows: list[tuple[int, int]], page_size: int = 16, group: int = 3) -> Step:
+def make_unshared_step(rows: list[tuple[int, int]], page_size: int = 16, group: int = 3) -> Step:
     """Return rows of (start, new tokens) that share nothing."""
     start, num_tokens = (np.array([row[i] for row in rows], np.int32) for i in (0, 1))
     needed = -(-(start + num_tokens) // page_size)
@@ -127,8 +127,8 @@ def separate(rows: list[tuple[int, int]], page_size: int = 16, group: int = 3) -
     ],
 )
 @pytest.mark.parametrize("group", [1, 3, 8, 16, 70])
-def test_every_token_sees_its_keys_once(rows: list[tuple[int, int]], group: int) -> None:
-    step = separate(rows, group=group)
+def test_every_token_is_planned_once_per_key(rows: list[tuple[int, int]], group: int) -> None:
+    step = make_unshared_step(rows, group=group)
     check(step, step.plan())
 
 
@@ -138,8 +138,8 @@ def test_every_token_sees_its_keys_once(rows: list[tuple[int, int]], group: int)
     st.sampled_from((1, 8, 16, 64)),
     st.integers(1, 17),
 )
-def test_any_rows_see_their_keys_once(rows: list[tuple[int, int]], page_size: int, group: int) -> None:
-    step = separate(rows, page_size, group)
+def test_random_rows_are_planned_once_per_key(rows: list[tuple[int, int]], page_size: int, group: int) -> None:
+    step = make_unshared_step(rows, page_size, group)
     check(step, step.plan())
 
 
@@ -201,18 +201,18 @@ def ideal_reads(step: Step) -> int:
 
 @settings(max_examples=80, deadline=None)
 @given(forests(), st.sampled_from(SHARES))
-def test_any_forest_sees_its_keys_once(step: Step, share: work_list.SharingMode) -> None:
+def test_random_forests_are_planned_once_per_key(step: Step, share: work_list.SharingMode) -> None:
     check(step, step.plan(share))
 
 
 @settings(max_examples=60, deadline=None)
 @given(forests(decode=True))
-def test_sharing_always_reads_as_many_pages_as_the_tree_has(step: Step) -> None:
+def test_sharing_always_reads_each_tree_page_once(step: Step) -> None:
     with mock.patch.object(work_list, "SPLIT_TOKENS", 64 * step.page_size):  # cuts between pages: no page counts twice
         assert page_reads(step, step.plan("always")) == ideal_reads(step)
 
 
-def modelled(step: Step, plan: AttentionWork, cost: SharingCost) -> float:
+def cost_of_plan(step: Step, plan: AttentionWork, cost: SharingCost) -> float:
     """Return the cost of a decode step's pieces, in keys, from the formula in prefix_sharing.py."""
     small, _ = work_list.tokens_per_tile(step.group)
     total = cost.per_query * step.group * plan.num_states
@@ -233,14 +233,16 @@ COSTS = st.builds(
 
 @settings(max_examples=80, deadline=None)
 @given(forests(decode=True), COSTS)
-def test_the_choice_costs_no_more_than_sharing_all_or_nothing(step: Step, cost: SharingCost) -> None:
-    all_shared, none, chosen = (modelled(step, step.plan(share, cost), cost) for share in ("always", "never", "auto"))
+def test_choice_costs_at_most_all_or_nothing(step: Step, cost: SharingCost) -> None:
+    all_shared, none, chosen = (
+        cost_of_plan(step, step.plan(share, cost), cost) for share in ("always", "never", "auto")
+    )
     assert chosen <= min(all_shared, none) + 1e-6
 
 
 @settings(max_examples=60, deadline=None)
 @given(forests(decode=True), COSTS)
-def test_the_choice_is_the_best_of_all_where_launches_are_free(step: Step, cost: SharingCost) -> None:
+def test_choice_is_optimal_when_launches_are_free(step: Step, cost: SharingCost) -> None:
     """Brute force over every subset of the forest's nodes, small as they are."""
     cost = replace(cost, per_launch=0.0)
     levels = prefix_sharing.build_prefix_forest(
@@ -263,14 +265,14 @@ def test_the_choice_is_the_best_of_all_where_launches_are_free(step: Step, cost:
             )
         ranges = prefix_sharing._select_ranges(levels, begins, places, kept, step.page_size) if levels else None
         with mock.patch.object(work_list, "choose_ranges", lambda *_, ranges=ranges, **__: (ranges, True)):
-            costs.append(modelled(step, step.plan("always"), cost))
-    assert modelled(step, step.plan("auto", cost), cost) <= min(costs) + 1e-6
+            costs.append(cost_of_plan(step, step.plan("always"), cost))
+    assert cost_of_plan(step, step.plan("auto", cost), cost) <= min(costs) + 1e-6
 
 
-# -- planted bugs: each is a change to one step of the planning -------------------------------------------------------
+# -- injected bugs: each is a change to one step of the planning -------------------------------------------------------
 
 
-def family() -> Step:
+def make_branching_step() -> Step:
     """Return 20 rows: a system prompt, two conversations, branches of each; one page is shared before it is full."""
     tables = np.arange(1, 20 * 80 + 1, dtype=np.int32).reshape(20, 80)
     tables[:, :20] = tables[0, :20]
@@ -286,24 +288,24 @@ def full_too_early(original: Any) -> Any:
 
 
 def foreign_table(original: Any) -> Any:
-    def planted(*args: Any) -> list[work_list.QueryTiles]:
+    def injected(*args: Any) -> list[work_list.QueryTiles]:
         return [replace(part, row=np.roll(part.row, 1)) for part in original(*args)]
 
-    return planted
+    return injected
 
 
 def too_many_members(original: Any) -> Any:
-    def planted(ranges: Any, offsets: I32, small: int, large: int) -> list[work_list.QueryTiles]:
+    def injected(ranges: Any, offsets: I32, small: int, large: int) -> list[work_list.QueryTiles]:
         return [replace(part, height=part.height // 2) for part in original(ranges, offsets, small, large)]
 
-    return planted
+    return injected
 
 
 def lost_member(original: Any) -> Any:
-    def planted(*args: Any) -> list[work_list.QueryTiles]:
+    def injected(*args: Any) -> list[work_list.QueryTiles]:
         return [replace(part, members=np.where(part.members == 5, 4, part.members)) for part in original(*args)]
 
-    return planted
+    return injected
 
 
 def keys_read_twice(original: Any) -> Any:
@@ -311,58 +313,60 @@ def keys_read_twice(original: Any) -> Any:
 
 
 def lost_key(original: Any) -> Any:
-    def planted(*args: Any) -> work_list.QueryTiles:
+    def injected(*args: Any) -> work_list.QueryTiles:
         tiles: work_list.QueryTiles = original(*args)
         return replace(tiles, end_key=tiles.end_key - 1)
 
-    return planted
+    return injected
 
 
 def lost_state(original: Any) -> Any:
-    def planted(*args: Any) -> Any:
+    def injected(*args: Any) -> Any:
         tokens, offsets, states = original(*args)
         return tokens, np.minimum(offsets, offsets[-1] - 1), states[:-1]
 
-    return planted
+    return injected
 
 
 def other_order(original: Any) -> Any:
-    def planted(*args: Any) -> Any:
+    def injected(*args: Any) -> Any:
         tokens, offsets, states = original(*args)
         swapped = states.copy()
         swapped[[0, 1]] = states[[1, 0]]
         return tokens, offsets, swapped
 
-    return planted
+    return injected
 
 
 @pytest.mark.parametrize(
-    ("function", "plant"),
+    ("function", "inject"),
     [
-        ("prefix_forest", full_too_early),
+        ("build_prefix_forest", full_too_early),
         ("_shared_tiles", foreign_table),
         ("_shared_tiles", too_many_members),
         ("_shared_tiles", lost_member),
-        ("_one_token", keys_read_twice),
-        ("_one_token", lost_key),
-        ("_merges", lost_state),
-        ("_merges", other_order),
+        ("_decode_tiles", keys_read_twice),
+        ("_decode_tiles", lost_key),
+        ("_plan_merges", lost_state),
+        ("_plan_merges", other_order),
     ],
 )
-def test_planted_bugs_are_caught(monkeypatch: pytest.MonkeyPatch, function: str, plant: Callable[[Any], Any]) -> None:
-    step = family()
+def test_injected_bugs_are_caught(monkeypatch: pytest.MonkeyPatch, function: str, inject: Callable[[Any], Any]) -> None:
+    step = make_branching_step()
     for share in SHARES:
         check(step, step.plan(share))
-    monkeypatch.setattr(work_list, function, plant(getattr(work_list, function)))
+    monkeypatch.setattr(work_list, function, inject(getattr(work_list, function)))
     with pytest.raises((AssertionError, ValueError)):
         check(step, step.plan("always"))
 
 
-def test_a_choice_that_ignores_the_cost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_that_ignores_the_cost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows share one page of many: reading it apart costs more than it saves."""
-    step = separate([(900, 1), (900, 1)])
+    step = make_unshared_step([(900, 1), (900, 1)])
     step.tables[1, 0] = step.tables[0, 0]
     cost = SharingCost(per_launch=0.0)
-    price = modelled(step, step.plan("auto", cost), cost)
-    monkeypatch.setattr(prefix_sharing.CostModel, "shared", lambda self, num_keys, num_rows: np.zeros(num_keys.shape))
-    assert modelled(step, step.plan("auto", cost), cost) > price
+    price = cost_of_plan(step, step.plan("auto", cost), cost)
+    monkeypatch.setattr(
+        prefix_sharing.CostModel, "shared_cost", lambda self, num_keys, num_rows: np.zeros(num_keys.shape)
+    )
+    assert cost_of_plan(step, step.plan("auto", cost), cost) > price

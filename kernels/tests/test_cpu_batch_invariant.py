@@ -20,7 +20,7 @@ SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 PAGE = 16
 
 
-class Histories:
+class Sequences:
     """Rows of keys, values and queries in one store; every slot without a token is NaN."""
 
     def __init__(self, lengths: Sequence[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
@@ -59,11 +59,11 @@ OPTIONS: Mapping[str, Any] = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_is_the_same_in_any_chunk_and_company(option: str, dtype: torch.dtype) -> None:
+def test_attention_does_not_depend_on_chunks_or_other_rows(option: str, dtype: torch.dtype) -> None:
     """Contexts on both sides of a split, chunks that neither page nor split divides, three threads."""
     options, draw = OPTIONS[option], random.Random(SEED)
     lengths = (513, 512, 37, 1, 1050)
-    histories = Histories(lengths, 6, 2, 64, dtype)
+    histories = Sequences(lengths, 6, 2, 64, dtype)
     alone = [
         torch.cat([histories.attend([(row, p, p + 1)], **options) for p in range(length)])
         for row, length in enumerate(lengths)
@@ -82,8 +82,8 @@ def test_attention_is_the_same_in_any_chunk_and_company(option: str, dtype: torc
             assert torch.equal(got, expected), f"seed {SEED}: {parts}"
 
 
-def test_partial_results_of_a_long_context_may_take_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    histories = Histories((1500, 600), 4, 2, 32, torch.float32)
+def test_long_context_in_several_launches_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    histories = Sequences((1500, 600), 4, 2, 32, torch.float32)
     parts = [(0, 1400, 1500), (1, 0, 600), (0, 90, 91)]
     once = histories.attend(parts)
     monkeypatch.setattr(batch_invariant, "MAX_PARTIAL_FLOATS", 40_000)
@@ -91,8 +91,8 @@ def test_partial_results_of_a_long_context_may_take_several_launches(monkeypatch
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_attention_is_attention(option: str) -> None:
-    histories = Histories((300, 900), 6, 2, 64, torch.float32)
+def test_attention_equals_reference(option: str) -> None:
+    histories = Sequences((300, 900), 6, 2, 64, torch.float32)
     parts = [(1, 200, 900), (0, 0, 300)]
     got = histories.attend(parts, **OPTIONS[option])
     plain = reference.allocate_pages(1, histories.pages.num_pages, PAGE, 2, 64, torch.float32)
@@ -103,9 +103,9 @@ def test_attention_is_attention(option: str) -> None:
     torch.testing.assert_close(got, expected, atol=3e-5, rtol=3e-5)
 
 
-def test_the_fast_path_makes_no_such_promise() -> None:
+def test_fast_path_depends_on_the_batch_as_negative_control() -> None:
     """Else the tests above could not fail: its flash attention sums by chunk."""
-    histories = Histories((400,), 6, 2, 64, torch.float32)
+    histories = Sequences((400,), 6, 2, 64, torch.float32)
     whole, halves = (
         [histories.attend([(0, a, b)], cpu) for a, b in cuts] for cuts in ([(0, 400)], [(0, 151), (151, 400)])
     )
@@ -113,7 +113,7 @@ def test_the_fast_path_makes_no_such_promise() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_norms_activation_and_rotation_are_computed_alone(dtype: torch.dtype) -> None:
+def test_norms_activation_and_rope_do_not_depend_on_other_rows(dtype: torch.dtype) -> None:
     torch.set_num_threads(3)
     x, residual = torch.randn(2, 700, 96).to(dtype).unbind(0)
     weight = torch.randn(96).to(dtype)
@@ -130,7 +130,7 @@ def test_rows_of_norms_activation_and_rotation_are_computed_alone(dtype: torch.d
             assert torch.equal(function(rows), alone[rows])
 
 
-def test_what_would_be_left_to_torch_is_refused() -> None:
+def test_unsupported_shapes_raise_value_error() -> None:
     narrow = torch.randn(3, 20)
     with pytest.raises(ValueError, match=r"rows of 20 .* numbers: 16 must divide"):
         batch_invariant.rms_norm(narrow, torch.ones(20), 1e-5)
@@ -140,7 +140,7 @@ def test_what_would_be_left_to_torch_is_refused() -> None:
         batch_invariant.silu_mul(narrow)
     with pytest.raises(ValueError, match="of one dtype"):
         batch_invariant.add_rms_norm(torch.randn(3, 32), torch.randn(3, 32).bfloat16(), torch.ones(32), 1e-5)
-    histories = Histories((20,), 4, 2, 16, torch.float32)
+    histories = Sequences((20,), 4, 2, 16, torch.float32)
     pages = replace(histories.pages, head_dim=12)
     batch = AttentionBatch.build(histories.tables, torch.tensor([0]), torch.tensor([20]), PAGE)
     with pytest.raises(ValueError, match="heads of 12 in pages of 16 tokens: 8 must divide both"):

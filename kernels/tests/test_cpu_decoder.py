@@ -1,26 +1,34 @@
-"""A whole decoder in one launch against the same decoder spelled out with `reference` in float32."""
+"""The megakernel decoder against the same decoder built from `reference` in float32, and the kernel queue.
+
+The queue must run kernels in order, with a barrier of all threads after each.
+"""
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from chatcache_kernels import cpu, reference
-from chatcache_kernels.cpu import int8, matmul
+from chatcache_kernels.cpu import int8, launch, matmul, megakernel
 from chatcache_kernels.cpu.decoder import DecoderWeights, LayerWeights, MegakernelDecoder, PackedLinear
+from chatcache_kernels.cpu.megakernel import KernelCalls, KernelQueue
 from chatcache_kernels.types import AttentionBatch, HeadNorms, KVPages
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("fresh_random")
+
 
 HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCAB, PAGE, NUM_PAGES, LENGTH = 6, 2, 32, 96, 160, 320, 16, 160, 700
 EPS, SCALE = 1e-5, 32**-0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class PlainLinear:
     """A linear layer as it is."""
 
     weight: Tensor
@@ -37,21 +45,21 @@ class Plain:
         bias = None if self.bias is None else self.bias.float()
         return PackedLinear(int8.pack_numbers(self.numbers), bias, self.scales)
 
-    def quantised(self) -> Plain:
+    def quantised(self) -> PlainLinear:
         """Return the layer over the nearest 8-bit weights, which are in float32 then."""
         numbers, scales = int8.quantise(self.weight)
-        return Plain(numbers.float() * scales[:, None], self.bias, numbers, scales)
+        return PlainLinear(numbers.float() * scales[:, None], self.bias, numbers, scales)
 
 
-def linear(num_outputs: int, num_inputs: int, bias: bool) -> Plain:
+def make_linear(num_outputs: int, num_inputs: int, bias: bool) -> PlainLinear:
     weight = torch.randn(num_outputs, num_inputs) * num_inputs**-0.5
-    return Plain(weight.bfloat16(), torch.randn(num_outputs).bfloat16() if bias else None)
+    return PlainLinear(weight.bfloat16(), torch.randn(num_outputs).bfloat16() if bias else None)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
     norms: tuple[Tensor, Tensor]
-    linears: tuple[Plain, Plain, Plain, Plain]
+    linears: tuple[PlainLinear, PlainLinear, PlainLinear, PlainLinear]
     head_norms: HeadNorms | None
     window: int | None
 
@@ -63,7 +71,7 @@ class Model:
     embedding: Tensor
     blocks: list[Block]
     norm: Tensor
-    head: Plain
+    head: PlainLinear
     cos: Tensor
     sin: Tensor
 
@@ -76,10 +84,10 @@ class Model:
             Block(
                 (norm(HIDDEN), norm(HIDDEN)),
                 (
-                    linear((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, bias),
-                    linear(HIDDEN, HEADS * DIM, bias),
-                    linear(2 * INNER, HIDDEN, bias),
-                    linear(HIDDEN, INNER, bias),
+                    make_linear((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, bias),
+                    make_linear(HIDDEN, HEADS * DIM, bias),
+                    make_linear(2 * INNER, HIDDEN, bias),
+                    make_linear(HIDDEN, INNER, bias),
                 ),
                 HeadNorms(norm(DIM), norm(DIM), EPS) if head_norms else None,
                 40 if windows and layer % 2 else None,
@@ -88,7 +96,7 @@ class Model:
         ]
         angles = torch.outer(torch.arange(LENGTH).float(), 10000.0 ** -(torch.arange(0, DIM, 2) / DIM))
         embedding = torch.randn(VOCAB, HIDDEN).bfloat16()
-        return cls(embedding, blocks, norm(HIDDEN), linear(VOCAB, HIDDEN, False), angles.cos(), angles.sin())
+        return cls(embedding, blocks, norm(HIDDEN), make_linear(VOCAB, HIDDEN, False), angles.cos(), angles.sin())
 
     def quantised(self) -> Model:
         """Return the model over 8-bit weights."""
@@ -128,7 +136,7 @@ class Model:
         return self.head(reference.rms_norm(x, self.norm.float(), EPS))
 
 
-def batch_of(starts: list[int], counts: list[int]) -> tuple[AttentionBatch, Tensor]:
+def make_batch(starts: list[int], counts: list[int]) -> tuple[AttentionBatch, Tensor]:
     """Return a batch of rows over pages of their own, and the tokens' positions."""
     free = iter((torch.randperm(NUM_PAGES - 1) + 1).tolist())
     context = [start + count for start, count in zip(starts, counts, strict=True)]
@@ -158,14 +166,14 @@ def stores(num_layers: int) -> tuple[KVPages, KVPages]:
     return ours, theirs
 
 
-def error(got: Tensor, expected: Tensor) -> float:
+def relative_error(got: Tensor, expected: Tensor) -> float:
     return float((got.float() - expected).norm() / expected.norm())
 
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("in_int8", [False, True], ids=["bf16", "int8"])
 @pytest.mark.parametrize("options", [{}, {"bias": True}, {"head_norms": True}, {"windows": True}], ids=str)
-def test_logits_and_pages(options: dict[str, bool], in_int8: bool) -> None:
+def test_decoder_logits_and_pages_equal_torch(options: dict[str, bool], in_int8: bool) -> None:
     torch.set_num_threads(random.choice((1, 2)))
     model = Model.draw(3, **options)
     model = model.quantised() if in_int8 else model
@@ -177,7 +185,7 @@ def test_logits_and_pages(options: dict[str, bool], in_int8: bool) -> None:
         ([random.randrange(100) for _ in range(6)], [1] * 6),
         ([0, 37, 520], [3, 1, 2]),
     ):
-        batch, positions = batch_of(starts, counts)
+        batch, positions = make_batch(starts, counts)
         assert few.can_run(batch, len(positions))
         tokens = torch.randint(VOCAB, (len(positions),))
         expected = model.logits(tokens, positions, batch, theirs)
@@ -185,41 +193,41 @@ def test_logits_and_pages(options: dict[str, bool], in_int8: bool) -> None:
             sorted(random.sample(range(len(tokens)), random.randint(0, len(tokens)))), dtype=torch.long
         )
         got = few.run(tokens, positions, batch, drawn)
-        assert error(got, expected[drawn]) < 2e-2 or not len(drawn)
-        assert error(few.run(tokens, positions, batch, None), expected) < 2e-2
+        assert relative_error(got, expected[drawn]) < 2e-2 or not len(drawn)
+        assert relative_error(few.run(tokens, positions, batch, None), expected) < 2e-2
         for layer in range(3):
             pairs = zip(
                 cpu.read_pages(ours, layer, batch.slots), reference.read_pages(theirs, layer, batch.slots), strict=True
             )
-            assert all(error(mine, other) < 2e-2 for mine, other in pairs)
+            assert all(relative_error(mine, other) < 2e-2 for mine, other in pairs)
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-def test_rows_that_share_pages() -> None:
+def test_decoder_with_shared_pages_equals_unshared() -> None:
     torch.set_num_threads(2)
     model = Model.draw(2)
     ours, theirs = stores(2)
     few = MegakernelDecoder(model.packed(), ours)
     starts, counts = [random.randrange(480, 560) for _ in range(4)], [1, 2, 1, 1]
-    batch, positions = batch_of(starts, counts)
+    batch, positions = make_batch(starts, counts)
     batch.tables[1:, :20] = batch.tables[0, :20]
     tables, start, num_tokens = (each.numpy() for each in (batch.tables, batch.start, batch.num_tokens))
     work = cpu.prepare(tables, start, num_tokens, PAGE, HEADS // KV_HEADS)
     assert work is not None
     tokens = torch.randint(VOCAB, (len(positions),))
     expected = model.logits(tokens, positions, batch, theirs)
-    assert error(few.run(tokens, positions, replace(batch, work=work), None), expected) < 2e-2
+    assert relative_error(few.run(tokens, positions, replace(batch, work=work), None), expected) < 2e-2
 
 
-def test_what_it_does_not_take() -> None:
+def test_can_run_rejects_unsupported_steps() -> None:
     model = Model.draw(1)
     ours, _ = stores(1)
     few = MegakernelDecoder(model.packed(), ours)
-    batch, positions = batch_of([0], [22])  # more queries of a key head than the decode kernel takes
+    batch, positions = make_batch([0], [22])  # more queries of a key head than the decode kernel takes
     assert not few.can_run(batch, len(positions))
-    many, positions = batch_of([0] * 5, [few.max_tokens // 5 + 1] * 5)
+    many, positions = make_batch([0] * 5, [few.max_tokens // 5 + 1] * 5)
     assert not few.can_run(many, len(positions))
-    batch, positions = batch_of([0], [1])
+    batch, positions = make_batch([0], [1])
     for tokens, place in (([VOCAB], positions), ([-1], positions), ([0], positions + LENGTH)):
         with pytest.raises(IndexError, match=f"there are {VOCAB if tokens != [0] else LENGTH}"):
             few.run(torch.tensor(tokens), place, batch, None)
@@ -228,3 +236,69 @@ def test_what_it_does_not_take() -> None:
     assert not odd.is_supported(ours)
     with pytest.raises(ValueError, match="need torch"):
         MegakernelDecoder(odd, ours)
+
+
+NUM_STEPS, NUM_ROWS, NUM_WORDS = 40, 3, 20_000  # rows long enough for a thread to run ahead of one that copies
+
+
+def make_copy_queue(buffers: torch.Tensor, orders: torch.Tensor) -> tuple[KernelQueue, KernelCalls]:
+    """Return a program whose step i + 1 reads, in a shuffled order, what step i wrote."""
+    copies = KernelCalls(
+        megakernel.gather_kernel(), megakernel.GATHER_JOB, NUM_STEPS, source=[each.data_ptr() for each in buffers[:-1]],
+        out=[each.data_ptr() for each in buffers[1:]], rows=[each.data_ptr() for each in orders],
+        num_rows=NUM_ROWS, words=NUM_WORDS,
+    )  # fmt: skip
+    return KernelQueue([(copies, index) for index in range(NUM_STEPS)]), copies
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_queue_kernels_run_in_order_on_any_number_of_threads(num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    orders = torch.stack([torch.randperm(NUM_ROWS) for _ in range(NUM_STEPS)])
+    buffers = torch.zeros(NUM_STEPS + 1, NUM_ROWS, NUM_WORDS, dtype=torch.int64)
+    copies, jobs = make_copy_queue(buffers, orders)
+    expected = torch.arange(NUM_ROWS * NUM_WORDS).view(NUM_ROWS, NUM_WORDS)
+    for order in orders:
+        expected = expected[order]
+    for _ in range(5):
+        buffers.fill_(-1)
+        buffers[0] = torch.arange(NUM_ROWS * NUM_WORDS).view(NUM_ROWS, NUM_WORDS)
+        copies.run(num_threads)
+        assert torch.equal(buffers[-1], expected)
+    assert (jobs.records["next_thread"] == 0).all()  # a copying thread needs no number
+
+
+def test_queue_with_fewer_threads_than_requested_finishes() -> None:
+    script = """
+import torch
+from chatcache_kernels.cpu import megakernel
+from chatcache_kernels.cpu.megakernel import KernelCalls, KernelQueue
+a, b = torch.arange(64), torch.zeros(64, dtype=torch.int64)
+order = torch.arange(8).flip(0)
+jobs = KernelCalls(megakernel.gather_kernel(), megakernel.GATHER_JOB, 1, source=a.data_ptr(), out=b.data_ptr(),
+                   rows=order.data_ptr(), num_rows=8,
+                   words=8)
+KernelQueue([(jobs, 0)]).run(4)
+assert torch.equal(b.view(8, 8), a.view(8, 8).flip(0))
+"""
+    path = os.pathsep.join(p for p in sys.path if p)
+    limited = {**os.environ, "PYTHONPATH": path, "OMP_THREAD_LIMIT": "2", "OMP_DYNAMIC": "true"}
+    done = subprocess.run([sys.executable, "-c", script], env=limited, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_queue_without_openmp_runs_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cached in (launch._parallel_entry, launch.omp_function, megakernel._queue_kernel, megakernel.gather_kernel):
+        cached.cache_clear()
+    monkeypatch.setattr(launch, "omp_function", lambda name: 0)
+    monkeypatch.setattr(megakernel, "omp_function", lambda name: 0)
+    try:
+        buffers = torch.zeros(NUM_STEPS + 1, NUM_ROWS, NUM_WORDS, dtype=torch.int64)
+        buffers[0] = torch.arange(NUM_ROWS * NUM_WORDS).view(NUM_ROWS, NUM_WORDS)
+        orders = torch.arange(NUM_ROWS).repeat(NUM_STEPS, 1)
+        copies, _ = make_copy_queue(buffers, orders)
+        copies.run(4)
+        assert torch.equal(buffers[-1], buffers[0])
+    finally:
+        for again in (launch._parallel_entry, megakernel._queue_kernel, megakernel.gather_kernel):
+            again.cache_clear()
