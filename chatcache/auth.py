@@ -1,8 +1,8 @@
-"""API keys as they are stored, and what each has used. One contract suite runs against every implementation.
+"""API keys, tenants and users: the stored records and the key store contract.
 
-A key is `cck_<its id>_<secret>`. The secret is shown once and never stored: only SHA-256 of the whole key is.
-
-Whose conversations, and whose pages: an owner is a tenant, or one user of it as "tenant/user".
+A key is `cck_<its id>_<secret>`. The secret is shown once and never stored; the store keeps the SHA-256 of the whole
+key. An owner of conversations is a tenant, or one user of a tenant, written as "tenant/user". One contract test suite
+runs against every implementation of `KeyStore`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def owner_name(tenant: str, user: str = "") -> str:
-    """The owner of a user's conversations; of the tenant's own without a user.
+    """Return the owner name of a user's conversations, or of the tenant's own without a user.
 
-    Raises: InvalidRequestError for a name.
+    Raises: InvalidRequestError for a name that is not allowed.
     """
     check_name(tenant, "tenant")
     if not user:
@@ -33,12 +33,15 @@ def owner_name(tenant: str, user: str = "") -> str:
 
 
 def namespace_of(owner: str) -> str:
-    """The tenant of an owner: its users share pages, and nothing else."""
+    """Return the tenant of an owner. Users of one tenant share KV pages, and nothing else."""
     return owner.partition("/")[0]
 
 
 def check_name(name: str, param: str) -> str:
-    """Raises: InvalidRequestError unless it is 1 to 64 letters, digits, `_`, `.` or `-`."""
+    """Return `name` if it is 1 to 64 letters, digits, `_`, `.` or `-`.
+
+    Raises: InvalidRequestError naming `param`.
+    """
     if not _NAME.fullmatch(name):
         message = f"{param} must be 1 to {MAX_NAME_CHARS} letters, digits, '_', '.' or '-', got {name!r}"
         raise InvalidRequestError(message, param=param)
@@ -48,7 +51,7 @@ def check_name(name: str, param: str) -> str:
 MAX_LIMIT = 2**53
 USAGE_RETENTION_DAYS = 8
 DAY_S = 86_400
-WRITER_PREFIX = "@"  # before a writer, where its last number stands among a day's tokens by key
+WRITER_PREFIX = "@"  # marks an entry of the daily usage that is a writer's last `number`
 _PREFIX = "cck_"
 _NUM_ID_BYTES = 8
 _NUM_SECRET_BYTES = 32
@@ -56,7 +59,10 @@ _NUM_SECRET_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class KeyRecord:
-    """A key, without itself. Limits: None is none. `revoked_at`: since when nobody gets in with it."""
+    """A stored API key without its secret. A limit of None means unlimited.
+
+    `revoked_at`: the time since which the server rejects the key.
+    """
 
     id: str
     digest: bytes
@@ -73,39 +79,43 @@ class KeyRecord:
 
     @property
     def owner(self) -> str:
-        """Whose conversations it opens."""
+        """The owner of the conversations that this key gives access to."""
         return owner_name(self.tenant, self.user)
 
 
 class KeyStore(Protocol):
-    """Keys, which are never deleted, and the tokens of each day. Raises: StoreUnavailableError.
+    """API keys, which are never deleted, and the tokens that each key used per day.
 
-    A call that returns has stored what it says, durably.
+    A call that returns has stored its data durably. Raises: StoreUnavailableError.
     """
 
     async def create(self, record: KeyRecord) -> None: ...
 
     async def list(self) -> Sequence[KeyRecord]:
-        """All of them, revoked ones too, the oldest first."""
+        """Return all keys, revoked ones included, oldest first."""
         ...
 
     async def revoke(self, key_id: str, at: float) -> KeyRecord:
-        """Let nobody in with it any more; again changes nothing. Raises: NotFoundError."""
+        """Make the server reject the key from `at` on; revoking again changes nothing.
+
+        Raises: NotFoundError.
+        """
         ...
 
     async def version(self) -> int:
-        """Another number whenever `list` would say something else."""
+        """Return a number that changes whenever the result of `list` changes."""
         ...
 
     async def add_usage(self, day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
-        """Count tokens of keys, by id, on a day (`utc_day`). Days long past are forgotten.
+        """Add tokens to the daily count of each key id, for one day (`utc_day`).
 
-        Once for each `number` of a `writer`, which counts up: whoever does not know what became of it calls again.
+        Idempotent per `writer` and `number`, which counts up: a writer that does not know whether a call succeeded
+        repeats it with the same number. Days older than `USAGE_RETENTION_DAYS` are deleted.
         """
         ...
 
     async def usage(self, day: int) -> Mapping[str, int]:
-        """The tokens of every key that used any that day, by id."""
+        """Return the tokens per key id of all keys that used any on that day."""
         ...
 
 
@@ -120,9 +130,9 @@ def new_key(
     max_concurrent: int | None = None,
     tokens_per_day: int | None = None,
 ) -> tuple[str, KeyRecord]:
-    """Make a key: itself, to be shown once, and what is stored of it.
+    """Create a key and its record; return the key itself, to be shown once, and the record to store.
 
-    Raises: InvalidRequestError naming what cannot be.
+    Raises: InvalidRequestError naming the invalid field.
     """
     owner_name(tenant, user)
     if name:
@@ -145,17 +155,17 @@ def new_key(
 
 
 def key_digest(key: str) -> bytes:
-    """What is stored of a key, and compared."""
+    """Return the SHA-256 of a key, which is stored and compared in place of the key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def key_id_of(key: str) -> str | None:
-    """The id of the stored key that this would be, or None for a key of another make."""
+    """Return the id of the stored key that `key` would belong to, or None for another format."""
     if not key.startswith(_PREFIX):
         return None
     return f"key_{key.removeprefix(_PREFIX).partition('_')[0]}"
 
 
 def utc_day(time_s: float) -> int:
-    """The day of a time since 1970, in UTC."""
+    """Return the number of the UTC day that contains a Unix time."""
     return int(time_s // DAY_S)

@@ -1,6 +1,7 @@
-"""What else the model would have said at a place inside a stored reply: one step over a prompt that the cache holds.
+"""Token alternatives: the model's distribution at one position of a stored reply.
 
-prompt + reply[:index] -> one draw, held to reply[index]: its raw log-probability, and those of the likeliest
+One token is generated after prompt + reply[:index], which the cache holds, with a logit bias that forces reply[index];
+the raw log-probabilities of that token and of the likeliest ones are reported.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from chatcache.errors import EngineError
 from chatcache.types.events import TokenLogprob
 from chatcache.types.request import MAX_TOP_LOGPROBS, GenerateRequest, SamplingParams
 
-_HELD = 100.0  # a bias that no logit of a model makes up for; reported log-probabilities are raw
+_FORCE_BIAS = 100.0  # larger than any difference of logits; reported log-probabilities are raw
 
 
 @dataclass(frozen=True, slots=True)
 class TokenAlternatives:
-    """The token that is there, and the likeliest, best first.
+    """The token at the position and the likeliest tokens, best first.
 
     `logprob`: None for a token that the model rules out. `rank`: 1 for the likeliest, None beyond those reported.
-    `num_copied_pages`: a fork at the place takes them over.
+    `num_copied_pages`: pages that a fork at the position would copy.
     """
 
     token_id: int
@@ -37,14 +38,17 @@ class TokenAlternatives:
 
 
 class Alternatives:
-    """Looks at tokens of stored replies."""
+    """Requests the alternatives of tokens of stored replies."""
 
     def __init__(self, conversations: TurnService, service: ChatService) -> None:
         self._turns = conversations
         self._service = service
 
     async def start(self, tree: ConversationTree, item: Item, index: int) -> Reply:
-        """Ask for the token `index` of a reply, for `read_alternatives`."""
+        """Submit the request for token `index` of a reply; pass the result to `read_alternatives`.
+
+        Raises: InvalidRequestError, and the errors of `EngineClient.submit`.
+        """
         prompt = await self._turns.prompt_up_to(tree, item, index)
         request = GenerateRequest(
             request_id=new_id("look"),
@@ -52,7 +56,7 @@ class Alternatives:
             params=SamplingParams(
                 temperature=0.0,
                 max_tokens=1,
-                logit_bias={item.token_ids[index]: _HELD},
+                logit_bias={item.token_ids[index]: _FORCE_BIAS},
                 ignore_eos=True,
                 logprobs=MAX_TOP_LOGPROBS,
             ),
@@ -65,7 +69,7 @@ class Alternatives:
 
 
 async def read_alternatives(reply: Reply, token_id: int) -> TokenAlternatives:
-    """Read the reply to its end. Raises: ReplyFailedError."""
+    """Read the reply to its end and return the alternatives. Raises: ReplyFailedError."""
     scored = TokenLogprob(0.0)
     drawn: int | None = None
     num_copied_pages = 0
@@ -86,4 +90,4 @@ async def read_alternatives(reply: Reply, token_id: int) -> TokenAlternatives:
                     num_cached_tokens=event.num_cached_tokens,
                     num_copied_pages=num_copied_pages,
                 )
-    raise EngineError("the engine stopped without saying why")
+    raise EngineError("the engine stopped without an error")

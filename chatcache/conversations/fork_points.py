@@ -1,13 +1,11 @@
-"""Where a turn continues: at a response, at a message, at the end of a conversation, inside a reply.
+"""Where a turn continues: at a response, at a message, at the end of a conversation, or inside a reply.
 
-Forks inside a reply: cut at a token, or as far as a reply goes that is still being generated.
+A fork inside a reply keeps its first tokens, and thereby its KV pages, whether the reply is finished or still running:
 
-    user --- reply R ............... (still growing, or finished)
-        `--- R cut --- user ---      the cut is stored as a message of its own: what was said later is no part of it
-        |--- R cut + something else  without input the reply itself goes on, as one more candidate beside R
-        `--- R cut + token + ...     with a token that was chosen for it
-
-The tokens up to the cut are R's own, so their pages are too.
+    user --- reply R ............... (running or finished)
+        `--- R cut --- user ---      with input: the cut reply is stored as a message of its own
+        |--- R cut + other text      without input: R is continued, as one more candidate
+        `--- R cut + token + ...     the same, with a token chosen by the client
 """
 
 from __future__ import annotations
@@ -41,10 +39,10 @@ _MAX_BYTES_OF_CHARACTER = 4
 
 @dataclass(frozen=True, slots=True)
 class ReplyPrefix:
-    """The beginning of candidate `index` of `turn`: its `ids` after `prompt`, and their text.
+    """The first `ids` of candidate `index` of `turn`, generated after `prompt`, with their text.
 
-    `shown` of it is its message's text, `parts` what else there is. The last `num_open` ids begin a character, which is
-    no part of the text yet.
+    `visible_text` is the message text in it, `parts` are reasoning and calls. The last `num_partial_tokens` ids begin a
+    character whose bytes are incomplete and which is not in the text yet.
     """
 
     turn: Turn
@@ -57,7 +55,7 @@ class ReplyPrefix:
     num_partial_tokens: int = 0
 
     def to_item(self) -> Item:
-        """A message of its own, beside the reply it was cut from."""
+        """Return the prefix as a message of its own, a sibling of the reply that it was cut from."""
         return Item(
             id=new_id("msg"),
             parent_id=self.turn.parent_id,
@@ -76,16 +74,16 @@ class ReplyPrefix:
 def cut_reply(
     context: ReplyContext, tree: ConversationTree, item: Item, num_tokens: int, fork_with: int | None = None
 ) -> ReplyPrefix:
-    """The first `num_tokens` of a stored reply, in whole characters; or these and the token `fork_with`.
+    """Return the first `num_tokens` of a stored reply, in whole characters, optionally followed by `fork_with`.
 
     Raises: InvalidRequestError naming `fork_at` or `fork_with`.
     """
     turn, prompt = require_generated(tree, item, "fork_at")
     check_fork_at(num_tokens, len(item.token_ids))
     ids = fork_token_ids(context, item.token_ids[:num_tokens], fork_with)
-    some = item.token_ids[: num_tokens or None]
-    _, hidden = drop_partial_character(context, prompt, some, skip_special_tokens=True)
-    skips = (item.parts.raw or item.text).startswith(hidden)  # else it was generated with its special tokens shown
+    first_ids = item.token_ids[: num_tokens or None]
+    _, hidden = drop_partial_character(context, prompt, first_ids, skip_special_tokens=True)
+    skips = (item.parts.raw or item.text).startswith(hidden)  # else it was generated with special tokens visible
     call_ids = [call.call_id for call in item.parts.tool_calls]
     return build_prefix(context, turn, item.index, prompt, ids, call_ids, skips=skips, is_exact=fork_with is not None)
 
@@ -101,35 +99,35 @@ def build_prefix(
     skips: bool,
     is_exact: bool,
 ) -> ReplyPrefix:
-    """Read the beginning of a reply; the beginning of a character at its end is dropped, or kept open if `is_exact`.
+    """Parse the first tokens of a reply; an incomplete last character is dropped unless `is_exact`.
 
-    `skips`: special tokens are no text. `call_ids`: ids that its calls have already.
+    `skips`: special tokens are not part of the text. `call_ids`: ids already assigned to its calls.
     """
     whole, text = drop_partial_character(context, prompt, ids, skip_special_tokens=skips)
-    reading = context.new_parser(prompt, call_ids)
-    reading.push(text)
-    reading.finish()
+    parser = context.new_parser(prompt, call_ids)
+    parser.push(text)
+    parser.finish()
     num_open = len(ids) - len(whole) if is_exact else 0
     kept = ids if is_exact else whole
-    return ReplyPrefix(turn, index, prompt, kept, text, reading.text, reading.parts(text), num_open)
+    return ReplyPrefix(turn, index, prompt, kept, text, parser.text, parser.parts(text), num_open)
 
 
 def fork_token_ids(context: ReplyContext, ids: tuple[int, ...], fork_with: int | None) -> tuple[int, ...]:
-    """The tokens that a fork begins with. Raises: InvalidRequestError for a token that nothing can follow."""
+    """Return the tokens that a fork begins with. Raises: InvalidRequestError for an invalid or ending `fork_with`."""
     if fork_with is None:
         return ids
     num_ids = context.tokenizer.vocab_size
     if not 0 <= fork_with < num_ids:
         raise InvalidRequestError(f"fork_with must be a token id between 0 and {num_ids - 1}", param="fork_with")
     if fork_with in context.tokenizer.eos_token_ids:
-        raise InvalidRequestError("fork_with: that token ends the reply, nothing goes on behind it", param="fork_with")
+        raise InvalidRequestError("fork_with: that token ends the reply, so nothing can follow it", param="fork_with")
     return (*ids, fork_with)
 
 
 def require_generated(tree: ConversationTree, item: Item, param: str) -> tuple[Turn, tuple[int, ...]]:
-    """The response that made a message, and the exact prompt it was generated from.
+    """Return the response that generated a message and the exact prompt that it was generated from.
 
-    Raises: InvalidRequestError naming `param` where that, or the message's tokens, are not known.
+    Raises: InvalidRequestError naming `param` where the prompt or the message's tokens are not known.
     """
     turn, sequence = tree.turn_of(item), tree.token_sequence(item)
     if turn is None or not item.token_ids or not sequence:
@@ -138,7 +136,7 @@ def require_generated(tree: ConversationTree, item: Item, param: str) -> tuple[T
 
 
 def check_fork_at(fork_at: int, num_tokens: int) -> None:
-    """Raises: InvalidRequestError unless a reply of `num_tokens` has a token `fork_at`."""
+    """Raise InvalidRequestError unless a reply of `num_tokens` has a token `fork_at`."""
     if fork_at > num_tokens:
         raise InvalidRequestError(
             f"fork_at must be at most {num_tokens}, the message's tokens, got {fork_at}", param="fork_at"
@@ -148,11 +146,11 @@ def check_fork_at(fork_at: int, num_tokens: int) -> None:
 def drop_partial_character(
     context: ReplyContext, prompt: Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool
 ) -> tuple[tuple[int, ...], str]:
-    """Drop the last tokens if they are the beginning of a character; return what is left, and its text."""
+    """Drop last tokens that begin an incomplete character; return the remaining tokens and their text."""
 
-    def decode(some: Sequence[int]) -> str:
+    def decode(first_ids: Sequence[int]) -> str:
         stream = context.text_stream(prompt, skip_special_tokens=skip_special_tokens)
-        return stream.push(some) + stream.finish()
+        return stream.push(first_ids) + stream.finish()
 
     for num_dropped in range(min(_MAX_BYTES_OF_CHARACTER, len(ids))):
         kept = tuple(ids[: len(ids) - num_dropped])
@@ -168,11 +166,10 @@ _NOTHING_TO_FORK = "fork_at needs a message to fork: previous_item_id"
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """What a client asked to say and where. `owner`: whose conversations; at most one of the three places is needed.
+    """A client's turn: its input and its position, given by at most one of the three ids.
 
-    `fork_at` cuts the reply that the place names after so many tokens, and `fork_with`, if there is one, is the token
-    that it goes on with; `running` is that reply while it is generated, cut already. `rev`: the revision that the
-    client has seen; nothing is said in any other.
+    `fork_at` cuts the reply at the position after that many tokens; `fork_with` is a token that replaces the next
+    one; `running_prefix` is the prefix of a reply that is still being generated. `rev`: the expected revision.
     """
 
     owner: str
@@ -191,13 +188,13 @@ class TurnRequest:
 
     @property
     def namespace(self) -> str:
-        """Of the pages."""
+        """The KV cache namespace: the tenant."""
         return namespace_of(self.owner)
 
 
 @dataclass(frozen=True, slots=True)
 class ContinuationPoint:
-    """Where a turn continues. `start`: the beginning of a reply that comes after `path`."""
+    """The position of a turn in a tree. `prefix`: the beginning of a reply that follows `path`."""
 
     tree: ConversationTree | None
     path: tuple[Item, ...]
@@ -205,7 +202,7 @@ class ContinuationPoint:
 
 
 class ContinuationResolver:
-    """Finds places in a store's trees."""
+    """Finds the position that a request names in the store's trees."""
 
     def __init__(self, store: ConversationStore, tokenizer: Tokenizer, reply_format: ReplyFormat) -> None:
         self._store = store
@@ -213,20 +210,23 @@ class ContinuationResolver:
         self._reply_format = reply_format
 
     async def resolve(self, request: TurnRequest) -> ContinuationPoint:
-        """Raises: NotFoundError for ids the owner lacks, InvalidRequestError for a place that cannot be;
-        StaleRevisionError."""
+        """Load the conversation of a request and locate the position.
+
+        Raises: NotFoundError for ids that the owner lacks, InvalidRequestError for an impossible position,
+        StaleRevisionError.
+        """
         owner, item_id, response_id = request.owner, request.previous_item_id, request.previous_response_id
         member = item_id if item_id is not None and item_id != ROOT else response_id
         if request.running_prefix is not None:
             member, item_id = request.running_prefix.turn.id, None
         conversation_id = request.conversation_id
         if member is not None:
-            held_by = await self._locate(owner, member, "previous_item_id" if member == item_id else None)
-            if conversation_id is not None and held_by != conversation_id:
+            holder = await self._locate(owner, member, "previous_item_id" if member == item_id else None)
+            if conversation_id is not None and holder != conversation_id:
                 raise InvalidRequestError(
                     f"{member!r} is not in conversation {conversation_id!r}", param="conversation"
                 )
-            conversation_id = held_by
+            conversation_id = holder
         if conversation_id is None:
             if item_id == ROOT:
                 raise InvalidRequestError("previous_item_id 'root' needs a conversation", param="previous_item_id")
@@ -246,13 +246,13 @@ class ContinuationResolver:
         if not path:
             raise InvalidRequestError(_NOTHING_TO_FORK, param="fork_at")
         context = self.reply_context(tree, path[-1])
-        start = await asyncio.to_thread(cut_reply, context, tree, path[-1], request.fork_at, request.fork_with)
-        if request.input and start.ids == path[-1].token_ids:
+        prefix = await asyncio.to_thread(cut_reply, context, tree, path[-1], request.fork_at, request.fork_with)
+        if request.input and prefix.ids == path[-1].token_ids:
             return ContinuationPoint(tree, path)
-        return ContinuationPoint(tree, path[:-1], start)
+        return ContinuationPoint(tree, path[:-1], prefix)
 
     def reply_context(self, tree: ConversationTree, item: Item) -> ReplyContext:
-        """How a stored reply was read."""
+        """Return the parsing context with which a stored reply was parsed."""
         turn = tree.turn_of(item)
         names = (
             {function.name for function in functions_from_echo(turn.echo.get("tools"))} if turn is not None else set()

@@ -1,11 +1,9 @@
-"""Where each message of a prompt ends, in tokens: for people who ask what of which message was computed before.
+"""Offset tables: where each message ends in the prompt's tokens, and which characters each reply token shows.
 
-Which characters of a stored reply's text each of its tokens shows.
+    tokens    |<think>| hm|</think>| Go|  to|od|.|          raw text: all that the model wrote
+    visible      none  none   none   |Go|  to|od|.|         message text: neither reasoning nor calls
 
-    tokens    |<think>| hm|</think>| Go|  to|od|.|          raw text   all that the model wrote
-    shown        none  none   none   |Go|  to|od|.|          of it, what is text: neither thought nor call
-
-A character whose bytes span tokens belongs to the last of them; those before it stand where it will be, empty.
+A character whose bytes span tokens belongs to the last of them; the earlier ones get an empty range at its position.
 """
 
 from __future__ import annotations
@@ -28,10 +26,10 @@ def message_token_offsets(
     prompt: Prompt,
     variables: Mapping[str, Any] = NO_VARIABLES,
 ) -> tuple[int, ...] | None:
-    """Count the tokens up to the end of each message, what a template writes behind it included.
+    """Count the tokens up to the end of each message, including what the template writes after it.
 
-    A token that spans two messages belongs to the later one. None where there is no saying: templates that rewrite
-    history, and prompts too long to look at so closely: every message is rendered with all before it.
+    A token that spans two messages belongs to the later one. None if unknown: for templates that rewrite history,
+    and for prompts too long for the quadratic rendering of every prefix of the messages.
     """
     if len(messages) * len(prompt.text) > MAX_RENDERED_CHARS:
         return None
@@ -52,95 +50,100 @@ def message_token_offsets(
 
 
 def _ends_of_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
-    """Where each token ends in the text, in bytes."""
+    """Return the end of each token in the text, in bytes."""
     pieces = [tokenizer.token_bytes[token] for token in ids]
     lengths = [len(piece) for piece in pieces]
-    first = next((place for place, piece in enumerate(pieces) if piece), None)
+    first = next((position for position, piece in enumerate(pieces) if piece), None)
     if first is not None:
         lengths[first] = sum(tokenizer.leading_space.hidden(pieces[first]))
     return list(accumulate(lengths))
 
 
 Span = tuple[int, int] | None
-"""[start, end) in characters (code points) of the shown text; None for a token that shows nothing."""
+"""[start, end) in code points of the visible text; None for a token that shows nothing."""
 
 
 def token_char_offsets(context: ReplyContext, prompt: Sequence[int], item: Item) -> list[Span]:
-    """One span per token of a reply to `prompt`. Takes a while for long ones: for a thread beside the event loop."""
+    """Return one range per token of a reply to `prompt`. Slow for long replies: run it on a thread."""
     raw = item.parts.raw or item.text
-    pieces, torn = _pieces(context, prompt, item.token_ids, skip_special_tokens=True)
+    pieces, is_incomplete = _pieces(context, prompt, item.token_ids, skip_special_tokens=True)
     if "".join(pieces) != raw:  # it was generated with its special tokens shown
-        others, others_torn = _pieces(context, prompt, item.token_ids, skip_special_tokens=False)
+        others, others_incomplete = _pieces(context, prompt, item.token_ids, skip_special_tokens=False)
         if "".join(others) == raw:
-            pieces, torn = others, others_torn
+            pieces, is_incomplete = others, others_incomplete
     written = "".join(pieces)
     if item.parts.raw:
-        shown = _shown_places(context.new_parser(prompt, [call.call_id for call in item.parts.tool_calls]), written)
+        shown = _visible_positions(
+            context.new_parser(prompt, [call.call_id for call in item.parts.tool_calls]), written
+        )
     else:
-        shown = [place if place < len(raw) else None for place in range(len(written))]
+        shown = [position if position < len(raw) else None for position in range(len(written))]
     spans: list[Span] = []
     end = 0
-    for piece, has_incomplete_char in zip(pieces, torn, strict=True):
+    for piece, is_open in zip(pieces, is_incomplete, strict=True):
         start, end = end, end + len(piece)
-        places = [place for place in shown[start:end] if place is not None]
-        if not piece and has_incomplete_char and end < len(shown):
-            places_of_next = shown[end]
-            spans.append((places_of_next, places_of_next) if places_of_next is not None else None)
+        positions = [position for position in shown[start:end] if position is not None]
+        if not piece and is_open and end < len(shown):
+            next_position = shown[end]
+            spans.append((next_position, next_position) if next_position is not None else None)
         else:
-            spans.append((places[0], places[-1] + 1) if places else None)
+            spans.append((positions[0], positions[-1] + 1) if positions else None)
     return spans
 
 
 def _pieces(
     context: ReplyContext, prompt: Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool
 ) -> tuple[list[str], list[bool]]:
-    """The characters that each token completes, and whether it leaves one that it has begun, or gone on with."""
+    """Return the characters that each token completes, and whether an incomplete character follows it."""
     stream = context.text_stream(prompt, skip_special_tokens=skip_special_tokens)
     hidden = context.tokenizer.special_ids - context.mark_ids if skip_special_tokens else frozenset()
     pieces: list[str] = []
-    torn: list[bool] = []
+    is_incomplete: list[bool] = []
     for token in ids:
         pieces.append(stream.push((token,)))
-        torn.append(stream.has_incomplete_char and token not in hidden)
+        is_incomplete.append(stream.has_incomplete_char and token not in hidden)
     rest = stream.finish()
     if rest and pieces:
         pieces[-1] += rest
-    return pieces, torn
+    return pieces, is_incomplete
 
 
-def _shown_places(reading: CandidateParser, written: str) -> list[int | None]:
-    """Where each character of all that the model wrote is shown. Read one by one: what is told is what came last."""
-    places = _VisibleTextLocator(written)
+def _visible_positions(parser: CandidateParser, written: str) -> list[int | None]:
+    """Return the position in the visible text of each character that the model wrote, or None.
+
+    The parser is fed one character at a time, so that its latest output belongs to the latest character.
+    """
+    positions = _VisibleTextLocator(written)
     for end, char in enumerate(written, start=1):
-        places.add(reading.push(char), end)
-    places.add(reading.finish(), len(written))
-    places.end_run()
-    return places.shown
+        positions.add(parser.push(char), end)
+    positions.add(parser.finish(), len(written))
+    positions.end_run()
+    return positions.shown
 
 
 class _VisibleTextLocator:
-    """Finds runs of text, told in order and piece by piece, in all that was written."""
+    """Locates runs of visible text, which the parser emits in order and piecewise, in the raw output."""
 
     def __init__(self, written: str) -> None:
         self._written = written
         self._num_shown = 0
-        self._end = 0  # behind the last run
+        self._end = 0  # end of the last run
         self._run: list[str] = []
         self._run_end = 0
         self.shown: list[int | None] = [None] * len(written)
 
-    def add(self, heard: ParsedDelta, end: int) -> None:
-        """Something was told when the first `end` characters were read."""
-        if heard.reasoning:
+    def add(self, delta: ParsedDelta, end: int) -> None:
+        """Add the parser's output for the first `end` characters."""
+        if delta.reasoning:
             self.end_run()
-        if heard.text:
-            self._run.append(heard.text)
+        if delta.text:
+            self._run.append(delta.text)
             self._run_end = end
-        if heard.calls:
+        if delta.calls:
             self.end_run()
 
     def end_run(self) -> None:
-        """Place the text so far: what comes is not right behind it. Short ones occur in marks: the last is meant."""
+        """Locate the text so far, at its last occurrence: markup may contain short texts."""
         text, self._run = "".join(self._run), []
         is_first = not self._num_shown and self._written.startswith(text)
         start = 0 if is_first else self._written.rfind(text, self._end, self._run_end)

@@ -1,31 +1,19 @@
-"""Prompt assembly: messages -> token ids without tokenising twice what is already tokens.
+"""Prompt assembly: messages to token ids, reusing the ids of stored replies.
 
     rendering   <|user|>Hi<|end|><|assistant|>Hello!<|end|><|user|>And you?<|end|><|assistant|>
                 `----------- head -----------'`-raw-'`------------- new -----------------'
     ids         [ ids known for head + reply       ][ encode_after(new)                       ]
 
-The cut is right behind a known reply. It exists only where the template is append-only: the rendering of the whole
-conversation must begin with what that reply was generated from, followed by all that the model wrote, calls and
-reasoning included. Templates that rewrite history (drop reasoning, move the system text) have no such cut; the whole
-rendering is then tokenised, and `Prompt.append_only` says so. Where they write a known reply otherwise than it was
-generated, `Prompt.divergence` says where.
+The cut is the end of a known reply. It exists only if the template is append-only: the rendering of the whole
+conversation must begin with the prompt that the reply was generated from, followed by all that the model wrote. For
+templates that rewrite history (drop reasoning, move the system text), the whole rendering is tokenised
+(`Prompt.is_append_only` is False) and `Prompt.divergence` locates the difference.
 
-Control tokens typed by people are seamed in a rendering (`text.quoting`), so that nobody's text can pass for a turn,
-neither to the model nor to whoever looks a rendering up.
+Text that looks like a control token is escaped in a rendering (`tokenizer.chat_template`), so that no message can
+imitate a turn.
 
-How long a text may be to be worth tokenising.
-
-A tokenizer takes three hundred bytes for each token while it works, and seconds for a million. What is certainly too
-long is refused before: what was stored is longer than any request may be.
-
-Messages with structure: what an assistant called and thought, and what its calls returned.
-
-Functions that a model is told of.
-
-System prompts that the operator declared public: their pages are shared by everybody, what follows them by nobody.
-
-Which tokens those are is settled here, from the server's own list, and nowhere else: a client can name a prompt only by
-sending its exact text.
+`SharedSystemPrompts` counts the leading tokens that are an operator-declared system prompt, whose pages all tenants
+share. It uses the server's own list only: a client selects a shared prompt by sending its exact text.
 
     rendering   <|system|>You are kind.<|end|><|user|>my secret<|end|><|assistant|>
     alone       <|system|>You are kind.<|end|>
@@ -44,38 +32,43 @@ from chatcache.errors import ContextLengthError, InvalidRequestError
 from chatcache.tokenizer.chat_template import TOKEN_BREAK, RawJson, parse_arguments, unescape
 
 MAX_PROMPT_CHARS = 8 << 20  # for any model
-ALWAYS_TOKENISED_CHARS = 64 << 10  # so much is tokenised, and its tokens are told to whoever sent too many
-_NORMALISED = 4  # so many characters that a tokenizer may make one of
+ALWAYS_TOKENISED_CHARS = 64 << 10  # always tokenised, so that the error can state the number of tokens
+_MAX_CHARS_PER_NORMALISED = 4  # characters that a tokenizer may normalise to one
 
 
 @dataclass(slots=True)
 class PromptLimits:
-    """What the model says of that; 0 until it is known."""
+    """Limits on prompt length in characters, checked before tokenising; 0 until the model is known.
+
+    A tokenizer needs about 300 bytes per token while it works, and seconds for a million characters, so a prompt that
+    certainly exceeds the context length is rejected first.
+    """
 
     max_model_len: int = 0
     max_token_chars: int = 0
 
     @property
     def max_chars(self) -> int:
-        fitting = _NORMALISED * self.max_token_chars * self.max_model_len
+        """The longest prompt that is tokenised."""
+        fitting = _MAX_CHARS_PER_NORMALISED * self.max_token_chars * self.max_model_len
         return min(MAX_PROMPT_CHARS, max(ALWAYS_TOKENISED_CHARS, fitting)) if fitting else MAX_PROMPT_CHARS
 
     def check(self, num_chars: int) -> None:
-        """Raises: ContextLengthError."""
+        """Raise ContextLengthError for a prompt of too many characters."""
         if num_chars > self.max_chars:
-            told = f"this model's maximum context length is {self.max_model_len} tokens"
+            limit = f"this model's maximum context length is {self.max_model_len} tokens"
             if not self.max_model_len:
-                told = f"no prompt may have more than {self.max_chars}"
-            raise ContextLengthError(f"the prompt has {num_chars} characters; {told}", param="prompt")
+                limit = f"no prompt may have more than {self.max_chars}"
+            raise ContextLengthError(f"the prompt has {num_chars} characters; {limit}", param="prompt")
 
 
 MAX_LOOKBACK = 8
-MAX_RENDERED_CHARS = 2_000_000  # what looking for the message of a divergence may cost
+MAX_RENDERED_CHARS = 2_000_000  # bound on the renderings made to find the message of a divergence
 NO_VARIABLES: Mapping[str, Any] = {}
 
 
 class Message(TypedDict):
-    """As chat templates read them (`messages` builds those that are more than text)."""
+    """A message as chat templates read it."""
 
     role: str
     content: str
@@ -86,7 +79,7 @@ class Message(TypedDict):
 
 
 class Renderer(Protocol):
-    """What assembly needs of `text.Tokenizer`."""
+    """The tokenizer methods that prompt assembly needs."""
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str: ...
 
@@ -99,19 +92,19 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A reply of ours: all that the model wrote, and the ids of its prompt and itself."""
+    """A reply generated by this server: its raw output, and the ids of its prompt and itself."""
 
     raw: str
     ids: tuple[int, ...]
 
 
 ReplyLookup = Callable[[int, str, Message], Known | None]
-"""(index of an assistant message, rendering before it, the message) -> what is known of it."""
+"""(index of an assistant message, rendering before it, the message) -> the known reply, if any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where a prompt leaves what a reply was generated from: the message, the character and the token of the prompt."""
+    """Where a prompt first differs from the sequence of a known reply: message, character and token index."""
 
     message_index: int
     char_index: int
@@ -120,10 +113,11 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`token_ids[:num_reused]` were tokens already, up to and including message `base` (None: nothing was reused).
+    """A rendered and tokenised prompt.
 
-    The first `num_public_tokens` are an operator-declared system prompt (`public`). `divergence`: the latest known
-    reply is not in `text` as it was generated.
+    `token_ids[:num_reused]` were stored ids, up to and including message `base_message` (None: nothing was reused). The
+    first `num_public_tokens` are an operator-declared system prompt. `divergence`: the latest known reply is not in
+    `text` as it was generated.
     """
 
     text: str
@@ -136,7 +130,7 @@ class Prompt:
 
 
 def no_known_reply(index: int, head: str, message: Message) -> Known | None:
-    """The `ReplyLookup` of a conversation without history."""
+    """Return None: the `ReplyLookup` of a conversation without history."""
     return None
 
 
@@ -147,15 +141,15 @@ def assemble(
     variables: Mapping[str, Any] = NO_VARIABLES,
     limits: PromptLimits | None = None,
 ) -> Prompt:
-    """Render `messages` with the generation prompt and tokenise what follows the latest known reply.
+    """Render `messages` with the generation prompt and tokenise the text after the latest known reply.
 
-    `template_variables` (tools) reach the template. Raises: ContextLengthError beyond `bound`.
+    `variables` (tools) are passed to the template. Raises: ContextLengthError beyond `limits`.
     """
     text = tokenizer.render(messages, add_generation_prompt=True, **variables)
     if limits is not None:
         limits.check(len(text))
     append_only = True
-    rewritten: tuple[int, str, Known] | None = None
+    mismatch: tuple[int, str, Known] | None = None
     prompt: Prompt | None = None
     replies = [k for k, message in enumerate(messages) if k > 0 and message["role"] == "assistant"]
     for index in reversed(replies[-MAX_LOOKBACK:]):
@@ -164,24 +158,24 @@ def assemble(
         cut = _end_of_reply(text, head, tokenizer, messages[index], reply)
         if cut is None:
             append_only = False
-            if reply is not None and rewritten is None:
-                rewritten = index, head, reply
+            if reply is not None and mismatch is None:
+                mismatch = index, head, reply
         elif reply is not None:
             suffix = tokenizer.encode_after(text[:cut], text[cut:])
             prompt = Prompt(text, (*reply.ids, *suffix), len(reply.ids), index, append_only)
             break
     if prompt is None:
         prompt = Prompt(text, tuple(tokenizer.encode_rendered(text)), is_append_only=append_only)
-    if rewritten is None:
+    if mismatch is None:
         return prompt
-    where = _divergence(tokenizer, messages, variables, prompt, *rewritten)
+    where = _divergence(tokenizer, messages, variables, prompt, *mismatch)
     return Prompt(text, prompt.token_ids, prompt.num_reused, prompt.base_message, append_only, divergence=where)
 
 
 def _end_of_reply(text: str, head: str, tokenizer: Renderer, message: Message, reply: Known | None) -> int | None:
-    """Where a reply ends in `text`, if `text` is `head`, the reply and more. Templates may trim it.
+    """Return where a reply ends in `text`, if `text` is `head`, the reply and more. Templates may trim it.
 
-    What a reply is that is not known is only known where it is nothing but text.
+    For an unknown reply the end is only known if it is plain text.
     """
     if not text.startswith(head):
         return None
@@ -197,21 +191,21 @@ def _end_of_reply(text: str, head: str, tokenizer: Renderer, message: Message, r
 
 
 def _end_of_raw(text: str, start: int, raw: str) -> int | None:
-    """Where `raw` ends in `text[start:]`, seams aside: a template writes its own marks without, arguments with them."""
+    """Return where `raw` ends in `text[start:]`, ignoring the separators that escaping inserts."""
     for form in (raw, raw.strip()):
-        at, done = start, 0
+        position, done = start, 0
         while done < len(form):
-            if text.startswith(TOKEN_BREAK, at):
-                at += 1
+            if text.startswith(TOKEN_BREAK, position):
+                position += 1
                 continue
-            end = at + len(form) - done
-            seam = text.find(TOKEN_BREAK, at, end)
-            piece = text[at : seam if seam >= 0 else end]
+            end = position + len(form) - done
+            seam = text.find(TOKEN_BREAK, position, end)
+            piece = text[position : seam if seam >= 0 else end]
             if not piece or not form.startswith(piece, done):
                 break
-            at, done = at + len(piece), done + len(piece)
+            position, done = position + len(piece), done + len(piece)
         if done == len(form):
-            return at
+            return position
     return None
 
 
@@ -224,16 +218,16 @@ def _divergence(
     head: str,
     reply: Known,
 ) -> Divergence:
-    """Where `prompt` leaves the tokens of reply `index`, which it should begin with."""
-    at_char = _num_common(unescape(prompt.text), unescape(head) + reply.raw)
-    at_token = _num_common(prompt.token_ids, reply.ids)
+    """Locate where `prompt` differs from the tokens of reply `index`, with which it should begin."""
+    char_index = _num_common(unescape(prompt.text), unescape(head) + reply.raw)
+    token_index = _num_common(prompt.token_ids, reply.ids)
     if prompt.text.startswith(head) or index * len(prompt.text) > MAX_RENDERED_CHARS:
-        return Divergence(index, at_char, at_token)
+        return Divergence(index, char_index, token_index)
     for message in range(index):
         before = tokenizer.render(messages[: message + 1], add_generation_prompt=False, **variables)
-        if not prompt.text.startswith(before) or len(unescape(before)) > at_char:
-            return Divergence(message, at_char, at_token)
-    return Divergence(index, at_char, at_token)
+        if not prompt.text.startswith(before) or len(unescape(before)) > char_index:
+            return Divergence(message, char_index, token_index)
+    return Divergence(index, char_index, token_index)
 
 
 def _num_common(one: Sequence[object], other: Sequence[object]) -> int:
@@ -253,7 +247,7 @@ def assistant_message(text: str, reasoning: str = "", calls: Sequence[ToolCall] 
 
 
 def tool_message(text: str, call_id: str) -> Message:
-    """What a call returned."""
+    """Return the message with the result of a call."""
     return Message(role=TOOL, content=text, tool_call_id=call_id)
 
 
@@ -266,7 +260,7 @@ def message_from_item(item: Item) -> Message:
 
 
 def parts_from_message(message: Message) -> ReplyParts:
-    """What a stored item keeps of a message beside its text."""
+    """Return the fields of a message that a stored item keeps besides its text."""
     return ReplyParts(
         reasoning=message.get("reasoning_content", ""),
         tool_calls=tool_calls_of(message),
@@ -279,10 +273,9 @@ def tool_calls_of(message: Message) -> tuple[ToolCall, ...]:
 
 
 def link_tool_results(messages: Sequence[Message], param: str, num_old: int = 0) -> list[Message]:
-    """Name the function in every answer to a call, as some templates want it.
+    """Add the function name to every tool result, as some templates require.
 
-    Raises: InvalidRequestError for an answer to a call that was not made, unless it is among the first `num_old`
-    messages.
+    Raises: InvalidRequestError for the result of an unknown call, unless it is among the first `num_old` messages.
     """
     names: dict[str, str] = {}
     found: list[Message] = []
@@ -299,7 +292,7 @@ def link_tool_results(messages: Sequence[Message], param: str, num_old: int = 0)
 
 
 def reply_key(text: str, calls: Sequence[ToolCall]) -> str:
-    """What tells one reply from another: its text and calls, as a client sends them back."""
+    """Return the text by which a reply is recognised: its text and calls, as a client sends them back."""
     if not calls:
         return text
     return "\0".join((text.strip(), *(part for call in calls for part in (call.name, call.arguments))))
@@ -316,12 +309,12 @@ def _call(call: dict[str, Any]) -> ToolCall:
     return ToolCall(call["id"], call["function"]["name"], source)
 
 
-_NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}}
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """`parameters`: a JSON schema of the arguments (None: it takes none). `strict`: calls are held to it."""
+    """A function declared to the model. `parameters`: JSON schema of the arguments; `strict`: enforce the schema."""
 
     name: str
     description: str | None = None
@@ -329,13 +322,13 @@ class Function:
     strict: bool = False
 
     def to_template(self) -> dict[str, Any]:
-        """The form that chat templates know."""
+        """Return the form that chat templates expect."""
         described = {"description": self.description} if self.description is not None else {}
-        parameters = self.parameters if self.parameters is not None else _NOTHING
+        parameters = self.parameters if self.parameters is not None else _NO_PARAMETERS
         return {"type": "function", "function": {"name": self.name, **described, "parameters": parameters}}
 
     def to_echo(self) -> dict[str, Any]:
-        """The flat form of the response object; `Turn.echo` keeps it as "tools"."""
+        """Return the flat form of the response object, stored in `Turn.echo["tools"]`."""
         return {
             "type": "function",
             "name": self.name,
@@ -346,12 +339,12 @@ class Function:
 
 
 def template_variables(functions: Sequence[Function]) -> dict[str, Any]:
-    """What a template is told beside the messages."""
+    """Return the template variables that declare the functions."""
     return {"tools": [function.to_template() for function in functions]} if functions else {}
 
 
 def functions_from_echo(tools: object) -> tuple[Function, ...]:
-    """Read back what `Function.echo` wrote."""
+    """Parse the result of `Function.to_echo`."""
     if not isinstance(tools, list | tuple):
         return ()
     return tuple(
@@ -361,7 +354,7 @@ def functions_from_echo(tools: object) -> tuple[Function, ...]:
 
 
 class SharedSystemPrompts:
-    """The declared texts, with or without the line end that files have. Threads may share it."""
+    """The system prompts that the operator declared as shared, with or without a final newline. Thread-safe."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
         self._texts = frozenset(form for text in texts for form in (text, text.removesuffix("\n").removesuffix("\r")))
@@ -370,20 +363,20 @@ class SharedSystemPrompts:
     def count_shared_tokens(self, tokenizer: Renderer, messages: Sequence[Message], prompt: Prompt) -> int:
         """Count the leading tokens of `prompt` that hold its declared system message and nothing else.
 
-        0 without one, and for templates that write it anywhere but at the start.
+        0 without a declared one, and for templates that do not write it at the start.
         """
         if not messages or messages[0]["role"] != "system" or messages[0]["content"] not in self._texts:
             return 0
         try:
             alone = tokenizer.render(messages[:1], add_generation_prompt=False)
-        except InvalidRequestError:  # there are templates that render no system message, or not alone
+        except InvalidRequestError:  # some templates render no system message, or not alone
             return 0
         if not prompt.text.startswith(alone) or messages[0]["content"].strip() not in unescape(alone):
             return 0
         ids = self._ids.get(alone)
         if ids is None:
             ids = tuple(tokenizer.encode_rendered(alone))
-            if len(self._ids) > 2 * len(self._texts):  # a template that writes the date renders anew every day
+            if len(self._ids) > 2 * len(self._texts):  # a template that writes the date renders differently every day
                 self._ids.clear()
             self._ids[alone] = ids
         same = (ours == theirs for ours, theirs in zip(ids, prompt.token_ids, strict=False))

@@ -1,7 +1,7 @@
-"""Finding words in what was said: one meaning of a query, whatever stores the text.
+"""Search queries and matching, independent of how a store indexes text.
 
-A query is words between spaces, and a text matches if it has them all. `don't` or `你好` are several words in a row and
-must stand so. The last word may be only the beginning of one. Case, accents and compatibility forms do not count.
+A query is words separated by spaces; a text matches if it contains all of them. `don't` or `你好` are several words
+that must be adjacent. The last word may be a prefix. Case, accents and compatibility forms are ignored.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from typing import NamedTuple
 from chatcache.conversations.tree import Conversation
 from chatcache.errors import InvalidRequestError
 
-MAX_COMPARED_MESSAGES = 8  # of a conversation's matching messages, the newest, of which a search shows the best
+MAX_COMPARED_MESSAGES = 8  # newest matching messages of a conversation, of which a search shows the best
 MAX_QUERY_CHARS = 4096  # fits a URL, however they are encoded
-_MAX_WORD_CHARS = 64  # longer ones are no words; their beginning is enough to tell them apart
+_MAX_WORD_CHARS = 64  # longer words are truncated
 _SNIPPET_CHARS = 200
 _BEFORE_MARK_CHARS = 40
 _ELLIPSIS = "…"
 
-# Scripts that put no space between words: every character is one. Emoji are words as well.
-_ALONE = (
+# Scripts without spaces between words: every character is a word. Emoji are words as well.
+_SINGLE_CHAR_WORDS = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
     "\uf900-\ufaff\uff66-\uff9d\U00020000-\U0003ffff\u2600-\u27bf\U0001f000-\U0001faff"
 )
-# Vowel signs and the like belong to the word that they are in; where they can be.
+# Vowel signs and other combining marks belong to the word that contains them; planes that have any.
 _MARK_PLANES = ((0x300, 0x2000), (0x3099, 0x309B), (0xA000, 0xAC00), (0x10A00, 0x12000))
 _MARKS = "".join(
     chr(code) for start, end in _MARK_PLANES for code in range(start, end) if unicodedata.category(chr(code))[0] == "M"
 )
-_WORD = re.compile(f"[{_ALONE}]|(?:[^\\W_{_ALONE}]|[{_MARKS}])+")
+_WORD = re.compile(f"[{_SINGLE_CHAR_WORDS}]|(?:[^\\W_{_SINGLE_CHAR_WORDS}]|[{_MARKS}])+")
 _ASCII_WORD = re.compile("[a-z0-9]+")  # the same for plain ASCII, much faster
 _ACCENTS = re.compile("[\u0300-\u036f]+")
 
 
 class Word(NamedTuple):
-    """A word as it is compared, and where it stands in the text."""
+    """A folded word and its position in the text."""
 
     text: str
     start: int
@@ -47,7 +47,7 @@ class Word(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Snippet:
-    """A piece of a text and the found words in it: (start, end) in characters, in order, apart from each other."""
+    """A piece of a text and the ranges of the found words: (start, end) in characters, in order, disjoint."""
 
     text: str
     marks: tuple[tuple[int, int], ...]
@@ -55,7 +55,7 @@ class Snippet:
 
 @dataclass(frozen=True, slots=True)
 class SearchHit:
-    """A conversation that a query found. Its best message is None where only the title matched."""
+    """A conversation that a query found. The message fields are None where only the title matched."""
 
     conversation: Conversation
     item_id: str | None
@@ -66,26 +66,28 @@ class SearchHit:
 
 @dataclass(frozen=True, slots=True)
 class TextMatch:
-    """How a text matches. `is_whole`: the last word was found as a word, not only as the beginning of one."""
+    """How a text matches. `is_whole`: the last word matched a whole word and not only a prefix."""
 
     marks: tuple[tuple[int, int], ...]
     is_whole: bool
 
     @property
     def score(self) -> tuple[bool, int]:
-        """More is better."""
+        """The sort key of a match: greater is better."""
         return self.is_whole, len(self.marks)
 
 
 @dataclass(frozen=True, slots=True)
 class SearchQuery:
-    """Phrases that a text must all have; the last word of the last one may go on."""
+    """Phrases that a text must all contain; the last word of the last phrase may be a prefix."""
 
     phrases: tuple[tuple[str, ...], ...]
 
     @classmethod
     def parse(cls, text: str) -> SearchQuery:
-        """Any text is a query; what is no word in it does not count. Raises: InvalidRequestError for one too long."""
+        """Parse any text; characters that form no word are ignored.
+
+        Raises: InvalidRequestError for a text of more than `MAX_QUERY_CHARS`."""
         if len(text) > MAX_QUERY_CHARS:
             raise InvalidRequestError(f"query may have at most {MAX_QUERY_CHARS} characters", param="query")
         phrases = [tuple(word.text for word in iter_words(part)) for part in text.split()]
@@ -93,7 +95,7 @@ class SearchQuery:
         return cls((*dict.fromkeys(kept[:-1]), *kept[-1:]))
 
     def find(self, text: str) -> TextMatch | None:
-        """Where `text` has the words, or None unless it has them all. A query without words finds nothing."""
+        """Return where `text` contains the words, or None unless it has them all. A query without words finds nothing."""
         if not self.phrases:
             return None
         found = tuple(iter_words(text))
@@ -102,10 +104,10 @@ class SearchQuery:
             starts.setdefault(word.text, []).append(at)
         marked: set[int] = set()
         for phrase in self.phrases[:-1]:
-            places = [at for at in starts.get(phrase[0], ()) if _stands_at(found, at, phrase)]
-            if not places:
+            starts_of_phrase = [at for at in starts.get(phrase[0], ()) if _phrase_at(found, at, phrase)]
+            if not starts_of_phrase:
                 return None
-            marked |= {at + k for at in places for k in range(len(phrase))}
+            marked |= {at + k for at in starts_of_phrase for k in range(len(phrase))}
         *before, last = self.phrases[-1]
         candidates = starts.get(before[0], []) if before else range(len(found))
         ends = [
@@ -113,7 +115,7 @@ class SearchQuery:
             for at in candidates
             if at + len(before) < len(found)
             and found[at + len(before)].text.startswith(last)
-            and _stands_at(found, at, tuple(before))
+            and _phrase_at(found, at, tuple(before))
         ]
         if not ends:
             return None
@@ -123,7 +125,7 @@ class SearchQuery:
 
 
 def iter_words(text: str) -> Iterator[Word]:
-    """The words of a text, folded."""
+    """Yield the words of a text, folded."""
     for match in _WORD.finditer(text):
         folded = _fold(match.group())
         if folded:
@@ -131,15 +133,15 @@ def iter_words(text: str) -> Iterator[Word]:
 
 
 def fold_words(text: str) -> str:
-    """The words of a text as they are compared, a space between each: what an index holds."""
+    """Return the folded words of a text, separated by single spaces: the content of an index."""
     if not text.isascii():
         return " ".join(word.text for word in iter_words(text))
     found = _ASCII_WORD.findall(text.lower())
-    return " ".join(found if len(max(found, key=len, default="")) <= _MAX_WORD_CHARS else _cut(found))
+    return " ".join(found if len(max(found, key=len, default="")) <= _MAX_WORD_CHARS else _truncated(found))
 
 
 def make_snippet(text: str, marks: tuple[tuple[int, int], ...]) -> Snippet:
-    """The surroundings of the first mark, cut between words where there are any."""
+    """Return the surroundings of the first mark, cut between words if possible."""
     start = max(0, marks[0][0] - _BEFORE_MARK_CHARS)
     if start:
         space = re.compile(r"\s").search(text, start, marks[0][0])
@@ -164,7 +166,7 @@ class MessageMatch(NamedTuple):
 
 
 def best_message(items: Iterable[tuple[str, str, str]], query: SearchQuery) -> MessageMatch | None:
-    """Of messages (id, role, text), newest first, the one that matches best of the newest that match."""
+    """Return the best match among the newest matching messages (id, role, text), given newest first."""
     best: MessageMatch | None = None
     num_matching = 0
     for item_id, role, text in items:
@@ -180,7 +182,7 @@ def best_message(items: Iterable[tuple[str, str, str]], query: SearchQuery) -> M
 
 
 def make_hit(head: Conversation, query: SearchQuery, best: MessageMatch | None) -> SearchHit:
-    """A conversation that was found, by its title alone if `best` is None."""
+    """Return the hit of a found conversation, by its title alone if `best` is None."""
     title = query.find(head.title)
     title_marks = title.marks if title is not None else ()
     if best is None:
@@ -188,11 +190,11 @@ def make_hit(head: Conversation, query: SearchQuery, best: MessageMatch | None) 
     return SearchHit(head, best.item_id, best.role, make_snippet(best.text, best.found.marks), title_marks)
 
 
-def _cut(found: list[str]) -> list[str]:
+def _truncated(found: list[str]) -> list[str]:
     return [word[:_MAX_WORD_CHARS] for word in found]
 
 
-def _stands_at(found: tuple[Word, ...], at: int, phrase: tuple[str, ...]) -> bool:
+def _phrase_at(found: tuple[Word, ...], at: int, phrase: tuple[str, ...]) -> bool:
     return len(found) >= at + len(phrase) and all(found[at + k].text == word for k, word in enumerate(phrase))
 
 
@@ -202,9 +204,12 @@ def _fold(word: str) -> str:
     plain = _ACCENTS.sub("", unicodedata.normalize("NFKD", word[:_MAX_WORD_CHARS])).casefold()
     if plain.isalnum():
         return plain[:_MAX_WORD_CHARS]
-    return "".join(filter(_stays, plain))[:_MAX_WORD_CHARS]
+    return "".join(filter(_is_word_char, plain))[:_MAX_WORD_CHARS]
 
 
-def _stays(char: str) -> bool:
-    """Whether a character of a compatibility form is part of the word: no dot of "1." and no slash of "1/2"."""
+def _is_word_char(char: str) -> bool:
+    """Check whether a character of a compatibility form is part of the word.
+
+    Not the dot of "1." or the slash of "1/2".
+    """
     return char.isalnum() or (not char.isascii() and unicodedata.category(char)[0] in "MS")

@@ -1,4 +1,4 @@
-"""The storage contract. One test suite runs against every implementation."""
+"""The conversation store contract. One test suite runs against every implementation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chatcache.errors import ChatcacheError
 
 
 class StaleRevisionError(ChatcacheError):
-    """The conversation changed since the caller read it: `present` is what it is now. Read again, then decide."""
+    """The conversation changed since the caller read it; `current` is its present head."""
 
     status = 409
     type = "conflict_error"
@@ -26,13 +26,16 @@ class StaleRevisionError(ChatcacheError):
 
 
 class StoreUnusableError(ChatcacheError):
-    """The storage cannot be opened."""
+    """The store cannot be opened: wrong file, wrong server, newer version or damage."""
 
     code = "store_unusable"
 
 
 class StoreUnavailableError(ChatcacheError):
-    """The storage does not answer, or takes nothing, for now. Whether it took what it was just given is not known."""
+    """The store does not answer or rejects writes at the moment.
+
+    It is unknown whether the last write was stored.
+    """
 
     status = 503
     code = "store_unavailable"
@@ -40,7 +43,10 @@ class StoreUnavailableError(ChatcacheError):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """An idempotency key: what came with it (`digest`), and the id of what that made. Kept for `CLAIM_TTL_S`."""
+    """An idempotency key with the digest of its request and the id of the object that the request created.
+
+    The store keeps it for `CLAIM_TTL_S` seconds.
+    """
 
     key: str
     digest: str
@@ -48,7 +54,7 @@ class Claim:
 
 
 class IdempotencyConflictError(ChatcacheError):
-    """The key was used before: `claim` says for what. Nothing was stored."""
+    """The idempotency key was used before, by the request of `claim`. Nothing was stored."""
 
     status = 409
     type = "conflict_error"
@@ -63,7 +69,7 @@ class IdempotencyConflictError(ChatcacheError):
 
 @dataclass(frozen=True, slots=True)
 class MergeResult:
-    """What a merge did: nothing, if no conversation was created and no message or response added."""
+    """What a merge added. `is_new`: the conversation did not exist before."""
 
     conversation: Conversation
     is_new: bool
@@ -73,7 +79,7 @@ class MergeResult:
 
 @dataclass(frozen=True, slots=True)
 class OwnerAssignment:
-    """Conversations that have a new owner, and those that stay because a response is under way in them."""
+    """Counts of reassigned conversations, and of those skipped because a response is in progress in them."""
 
     num_conversations: int = 0
     num_busy: int = 0
@@ -83,12 +89,12 @@ CLAIM_TTL_S = 24 * 3600
 
 
 def encode_cursor(conversation: Conversation) -> str:
-    """A place in the list of conversations that stays where it is when this one changes or goes."""
+    """Return a position in the conversation list that stays valid when the conversation changes or is deleted."""
     return f"{conversation.updated_at!r}~{conversation.id}"
 
 
 def decode_cursor(text: str) -> tuple[float, str] | None:
-    """`updated_at` and id of a cursor, or None for what is none (an id, say)."""
+    """Return `updated_at` and id of a cursor, or None if the text is not a cursor (for example an id)."""
     time, mark, conversation_id = text.partition("~")
     try:
         updated_at = float(time)
@@ -98,21 +104,21 @@ def decode_cursor(text: str) -> tuple[float, str] | None:
 
 
 class ConversationStore(Protocol):
-    """Trees by id, each visible to its owner only. A call that returns has stored what it says, durably.
+    """Conversation trees by id, each visible to its owner only. A call that returns has stored its data durably.
 
-    `expected_rev` is the `rev` the caller read; None means any.
-    Raises: StaleRevisionError when `rev` differs; IdempotencyConflictError for a claim whose key is;
-    NotFoundError for ids that do not
-    exist or belong to somebody else; StoreUnavailableError.
+    `expected_rev` is the `rev` that the caller has read; None accepts any. A `claim` is stored in the same transaction
+    as the object that it names.
+    Raises: StaleRevisionError when `rev` differs; IdempotencyConflictError for a claim whose key was used before;
+    NotFoundError for ids that do not exist or belong to another owner; StoreUnavailableError.
     """
 
     @property
     def keys(self) -> KeyStore:
-        """The API keys, kept in the same place."""
+        """The API keys, stored in the same file or server."""
         ...
 
     async def check(self) -> None:
-        """Whether it would store something now. Raises: StoreUnavailableError."""
+        """Check that the store would accept a write now. Raises: StoreUnavailableError."""
         ...
 
     async def create(
@@ -127,31 +133,31 @@ class ConversationStore(Protocol):
         ...
 
     async def find_claim(self, owner: str, key: str) -> Claim | None:
-        """What the owner used an idempotency key for, if it is still known."""
+        """Return the owner's claim with this idempotency key, or None if it is unknown or expired."""
         ...
 
     async def get(self, owner: str, conversation_id: str) -> Conversation: ...
 
     async def list(self, owner: str, limit: int, after: str | None = None) -> Sequence[Conversation]:
-        """Conversations by `updated_at`, newest first, following `after`: an id, or a `encode_cursor` one."""
+        """Return conversations by `updated_at`, newest first, following `after` (an id or cursor)."""
         ...
 
     async def search(self, owner: str, query: SearchQuery, limit: int, after: str | None = None) -> Sequence[SearchHit]:
-        """Conversations where the title or a message matches, of any branch, in the order of `list`.
+        """Return conversations whose title or any message matches, in all branches, in the order of `list`.
 
-        A hit names the message that matches best (`search.Found.score`) of the newest `NUM_COMPARED` that match, the
-        newest of several.
+        A hit names the best match (`search.TextMatch.score`) among the newest `MAX_COMPARED_MESSAGES`
+        matching messages; of equal matches the newest.
         """
         ...
 
     async def list_ids(self, owner: str, limit: int, after: str | None = None) -> Sequence[str]:
-        """Ids of all conversations in their own order, which no change disturbs, above `after`."""
+        """Return ids of all conversations above `after`, in id order, which no change disturbs."""
         ...
 
     async def load(self, owner: str, conversation_id: str) -> ConversationTree: ...
 
     async def locate(self, owner: str, member_id: str) -> str:
-        """The id of the conversation that holds this response or item."""
+        """Return the id of the conversation that contains this response or item."""
         ...
 
     async def append(
@@ -166,9 +172,11 @@ class ConversationStore(Protocol):
         expected_rev: int | None = None,
         claim: Claim | None = None,
     ) -> Conversation:
-        """Add `items` (parents first), insert or replace `turn`, move the active leaf, name it if it has no title.
+        """Add `items` (parents first), insert or replace `turn`, and move the active leaf.
 
-        Raises: NotFoundError for a parent or leaf that is not there (any more).
+        `title` is set if the conversation has none.
+
+        Raises: NotFoundError for a parent or leaf that does not exist (any more).
         """
         ...
 
@@ -184,23 +192,26 @@ class ConversationStore(Protocol):
     ) -> Conversation: ...
 
     async def delete_messages(
-        self, owner: str, conversation_id: str, edit: MessageDeletion, *, expected_rev: int | None = None
+        self, owner: str, conversation_id: str, deletion: MessageDeletion, *, expected_rev: int | None = None
     ) -> Conversation:
-        """Take messages and responses out and replace others, all or nothing. What a removed one held is gone."""
+        """Apply a deletion: remove messages and responses and replace others, all or nothing."""
         ...
 
     async def merge(self, conversation: Conversation, items: Sequence[Item], turns: Sequence[Turn]) -> MergeResult:
-        """Store a conversation, or add what one with its id lacks: items (parents first) and turns, by id.
+        """Store a conversation, or add the items (parents first) and turns that the stored one lacks, by id.
 
-        What is stored already stays as it is; merging again changes nothing.
-        Raises: NotFoundError where an id is somebody else's or of another conversation; then nothing is stored.
+        Stored items and turns stay as they are; merging again changes nothing.
+        Raises: NotFoundError where an id belongs to another owner or conversation; then nothing is stored.
         """
         ...
 
     async def delete(self, owner: str, conversation_id: str, *, expected_rev: int | None = None) -> None: ...
 
     async def assign_owner(self, owner: str, to: str) -> OwnerAssignment:
-        """Make all that an owner has another's, as it is; again does the rest. Idempotency keys stay whose they are."""
+        """Move all conversations of one owner to another; repeating the call moves the rest.
+
+        Conversations with a response in progress are skipped. Idempotency keys keep their owner.
+        """
         ...
 
     async def close(self) -> None: ...

@@ -1,9 +1,9 @@
-"""Small questions about a conversation, asked at its end and kept out of it.
+"""Side tasks: short questions about a conversation, asked at its end and not stored.
 
     user -- assistant -- user -- assistant          stored; its pages are cached
-                                     `-- "name this" -- answer      a fork: computed, read, forgotten
+                                     `-- question -- answer         a fork: computed, read, discarded
 
-A side task costs what it adds: the tokens of its own question and of a short answer.
+A side task costs only the tokens of its own question and of a short answer. The one task is naming a conversation.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from chatcache.errors import InvalidRequestError
 from chatcache.types.request import GenerateRequest, SamplingParams
 
 MAX_TITLE_CHARS = 60
-MAX_TITLE_WORDS = 10  # a few more than asked for; beyond that the model did not name anything, it went on talking
+MAX_TITLE_WORDS = 10  # a few more than asked for; a longer answer is not a title
 _THOUGHTS = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 _LABEL = re.compile(r"(?i)^(?:title|titel|titre|título)\s*[:：]\s*")
-_BEFORE = " *_`#>•"
-_BEHIND = " *_`.。:;,"
+_LEADING_MARKUP = " *_`#>•"
+_TRAILING_MARKUP = " *_`.。:;,"
 _PAIRS = frozenset(('""', "''", "“”", "„“", "„”", "«»", "»«", "‘’", "「」", "『』", "《》", "()", "[]"))
 
 
 @dataclass(frozen=True, slots=True)
 class SideTask:
-    """A question to ask of a conversation, and how long the answer may be."""
+    """A question about a conversation and the maximum length of its answer."""
 
     name: str
     question: str
@@ -50,16 +50,17 @@ TITLE = SideTask(
 
 
 class SideTasks:
-    """Side tasks over stored conversations."""
+    """Runs side tasks over stored conversations."""
 
     def __init__(self, conversations: TurnService, service: ChatService) -> None:
         self._turns = conversations
         self._service = service
 
     async def start(self, task: SideTask, tree: ConversationTree, model: str, priority: int) -> Reply:
-        """Ask at the end of the active branch, prompted as it was. The reply must be read to its end or closed.
+        """Ask the question at the end of the active branch. The reply must be read to its end or closed.
 
-        Raises: InvalidRequestError (code "nothing_said") while nobody has answered there; what submitting raises.
+        Raises: InvalidRequestError (code "nothing_said") without a reply on the branch, errors of
+        `EngineClient.submit`.
         """
         head = tree.conversation
         last = _last_reply(tree)
@@ -91,26 +92,27 @@ class SideTasks:
 
 
 def clean_title(text: str) -> str:
-    """One line without markup, or "" where the model said nothing that could name something."""
+    """Return one line without markup, or "" if the answer contains no usable title."""
     for line in _THOUGHTS.sub("", text).split("\n"):
-        shown = "".join(_shown(char) for char in line)
-        plain = _bare(_LABEL.sub("", _bare(" ".join(shown.split()))))
+        shown = "".join(_displayed(char) for char in line)
+        plain = _without_markup(_LABEL.sub("", _without_markup(" ".join(shown.split()))))
         if any(char.isalnum() for char in plain):
             return _shortened(plain) if len(plain.split()) <= MAX_TITLE_WORDS else ""
     return ""
 
 
-def _shown(char: str) -> str:
+def _displayed(char: str) -> str:
+    """Return a character as it is displayed: control characters become spaces or vanish."""
     if char in "\u200c\u200d":  # joiners: parts of words and of emoji
         return char
     category = unicodedata.category(char)
     return " " if category == "Cc" else "" if category[0] == "C" else char
 
 
-def _bare(text: str) -> str:
-    """Without markup, the quotation marks around all of it, and a full stop."""
+def _without_markup(text: str) -> str:
+    """Remove markup, surrounding quotation marks and a full stop."""
     while True:
-        inner = text.lstrip(_BEFORE).removeprefix("- ").rstrip(_BEHIND)
+        inner = text.lstrip(_LEADING_MARKUP).removeprefix("- ").rstrip(_TRAILING_MARKUP)
         if inner[:1] + inner[-1:] in _PAIRS and len(inner) > 1:
             inner = inner[1:-1]
         if inner == text:
@@ -119,7 +121,7 @@ def _bare(text: str) -> str:
 
 
 def _shortened(title: str) -> str:
-    """At most so many characters, cut between words where there are any."""
+    """Cut a title to `MAX_TITLE_CHARS`, between words if possible."""
     if len(title) <= MAX_TITLE_CHARS:
         return title
     head = title[: MAX_TITLE_CHARS - 1]
@@ -128,8 +130,8 @@ def _shortened(title: str) -> str:
 
 
 def _last_reply(tree: ConversationTree) -> Item:
-    """The last reply of the active branch. Raises: InvalidRequestError."""
+    """Return the last reply of the active branch. Raises: InvalidRequestError."""
     for item in reversed(tree.path(tree.conversation.active_leaf)):
         if item.role == "assistant" and item.text:
             return item
-    raise InvalidRequestError("nobody has answered in this conversation yet", param="conversation", code="nothing_said")
+    raise InvalidRequestError("the conversation has no reply yet", param="conversation", code="nothing_said")

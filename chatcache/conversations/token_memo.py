@@ -1,4 +1,4 @@
-"""What this server said lately: a client that resends it as text gets the same tokens, hence the same pages."""
+"""A bounded memo of generated replies, for clients that resend the whole history as text."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from chatcache.conversations.prompt import Known
 
 
 class TokenMemo:
-    """A least-recently-used map from (namespace, rendering before a reply, reply) to their token ids and its raw text.
+    """A least-recently-used map from (namespace, rendering before a reply, reply) to token ids and raw output.
 
-    A reply is named by what clients send back of it (`messages.said`); `raw` is all that the model wrote.
-
-    A text has many tokenisations and a model need not generate the one its tokenizer would choose. Surrounding white
-    space of the reply does not count: clients trim. Bounded by the tokens it holds; forgetting costs only page hits.
+    A resent reply gets its original tokens, hence its cached pages; a text has many tokenisations, and the model need
+    not generate the one that its tokenizer would choose. A reply is identified by `prompt.reply_key`; leading and
+    trailing white space is ignored because clients trim. Bounded by the number of tokens; eviction costs only cache
+    hits.
     """
 
     def __init__(self, max_tokens: int = 4_000_000) -> None:
@@ -27,7 +27,7 @@ class TokenMemo:
         self._known: OrderedDict[bytes, tuple[array[int], str | None]] = OrderedDict()
 
     def remember(self, namespace: str, head: str, reply: str, token_ids: Sequence[int], raw: str | None = None) -> None:
-        """`raw`: None where it is the reply itself."""
+        """Store the ids of a reply and its prompt. `raw`: the whole output, None if it is the reply itself."""
         key = _key(namespace, head, reply)
         with self._lock:
             self._num_tokens -= len(self._known.pop(key, ((), None))[0])

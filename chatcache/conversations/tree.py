@@ -1,20 +1,18 @@
-"""The conversation tree: items that know their parent, and nothing that could disagree with that.
+"""The conversation tree: items that refer to their parent, and turns that record how replies were generated.
 
     (root) -- user a -- assistant b0        response 1, n = 2
                     `-- assistant b1 -- user c -- assistant d     response 2 continues from b1
                                     `-- user e -- assistant f     response 3: an edit of c, a fork at b1
 
-A reply's exact tokens: those of the reply it was assembled on (`Turn.base_item_id`), then the prompt tokens that its
-own turn added, then its own. Only these are stored; sequences are rebuilt by following the chain.
+The exact tokens of a reply are those of the reply that its prompt extends (`Turn.base_item_id`), then the prompt tokens
+that its own turn added, then its own. Only the parts are stored; `token_sequence` follows the chain.
 
-Taking messages out of a conversation: what stays keeps its place, and forgets the tokens that held what went.
+Deleting a message keeps its descendants, which lose their stored tokens because their prompts contained it:
 
-    a -- b -- c -- d        without b:   a -- c -- d      c and d are rendered afresh from now on
+    a -- b -- c -- d        without b:   a -- c -- d      c and d are rendered again from now on
           `-- e -- f                      `-- e -- f
 
-Pure: a tree in, an edit out, which the store applies in one piece.
-
-Ids that sort by the time they were made.
+Deletions are planned here as data (`MessageDeletion`) and applied by the store in one transaction.
 """
 
 from __future__ import annotations
@@ -35,12 +33,12 @@ COMPLETED = "completed"
 INCOMPLETE = "incomplete"
 CANCELLED = "cancelled"
 FAILED = "failed"
-DELETED = "deleted"  # a response that cannot be found any more, kept for the tokens of messages that stand on it
-FORKED = "fork"  # the finish reason of a message that is the beginning of another
+DELETED = "deleted"  # hidden from clients, kept for the tokens of messages that continue it
+FORKED = "fork"  # finish reason of a message that is a prefix of another
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens of one response. The prompt counts once, however many candidates share it."""
+    """Token counts of one response. The prompt counts once for all candidates."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -49,7 +47,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A function the model asked for. `arguments` is the JSON text it wrote, valid or not."""
+    """A function call written by the model. `arguments` is the JSON text as generated, valid or not."""
 
     call_id: str
     name: str
@@ -57,10 +55,10 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class ReplyParts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a message is beside its text.
+    """The parts of a message other than its text.
 
-    `reasoning` and `tool_calls` were parsed out of what the model wrote, which is `raw` in full ("": it is the text
-    alone). `call_id`: the call that a message of role "tool" answers.
+    `reasoning` and `tool_calls` were parsed from the model's output; `raw` is the whole output, or "" if it equals the
+    text. `call_id`: the call that a message of role "tool" answers.
     """
 
     reasoning: str = ""
@@ -88,11 +86,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One response: which reply its prompt extends token by token (None: rendered afresh), and what it added.
+    """One response: the reply whose tokens its prompt extends (None: rendered from the start) and the tokens it added.
 
-    `parent_id`: what its outputs hang under ("": they are roots). `prompt_ids` are empty where the exact prompt is not
-    known any more. `echo`: what the response object repeats of the request and nothing else keeps (metadata,
-    temperature, tools, ...).
+    `parent_id`: the parent of its outputs ("": they are roots). `prompt_ids` is empty where the exact prompt is
+    unknown. `echo`: request fields that the response object repeats (metadata, temperature, tools, ...).
     """
 
     id: str
@@ -110,10 +107,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The head of a tree. `owner` is the tenant, never shown on the wire.
+    """The head of a tree. `owner` is the tenant or user and is never sent to clients.
 
-    `rev` grows by one with every change. `updated_at`, by which lists are sorted, is when messages or a response came
-    last: who renames, marks or prunes an old conversation does not find it among the newest.
+    `rev` grows by one with every change. `updated_at`, the sort key of lists, is the time of the last added message or
+    response; renaming or deleting does not move a conversation to the top of the list.
     """
 
     id: str
@@ -127,7 +124,7 @@ class Conversation:
 
 
 def head_after_append(head: Conversation, active_leaf: str | None = None, title: str | None = None) -> Conversation:
-    """What becomes of a head when messages or a response are added. A `title` is for one that has none."""
+    """Return the head after messages or a response were added. `title` applies to an untitled conversation."""
     return replace(
         head,
         title=head.title or title or "",
@@ -144,7 +141,7 @@ def head_after_update(
     active_leaf: str | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> Conversation:
-    """What becomes of a head when what is given is set."""
+    """Return the head after the given fields were set."""
     return replace(
         head,
         title=title if title is not None else head.title,
@@ -155,7 +152,7 @@ def head_after_update(
 
 
 def main_output(outputs: Sequence[Item], status: str) -> Item:
-    """The candidate with which a response goes on: the first, or the first that was not dropped."""
+    """Return the candidate that a response continues with: the first one that was not dropped."""
     kept = [item for item in outputs if item.finish_reason != FINISH_CANCELLED]
     return kept[0] if kept and status != CANCELLED else outputs[0]
 
@@ -169,7 +166,7 @@ class ConversationTree:
         self.turns: dict[str, Turn] = {turn.id: turn for turn in turns}
 
     def path(self, item_id: str | None) -> tuple[Item, ...]:
-        """Items from the root to `item_id`. Raises: KeyError for an unknown id."""
+        """Return the items from the root to `item_id`. Raises: KeyError for an unknown id."""
         path: list[Item] = []
         while item_id is not None:
             item = self.items[item_id]
@@ -178,34 +175,34 @@ class ConversationTree:
         return tuple(reversed(path))
 
     def children(self, item_id: str | None) -> tuple[Item, ...]:
-        """Items under `item_id` (None: the roots), oldest first."""
+        """Return the items under `item_id` (None: the roots), oldest first."""
         return tuple(item for item in self.items.values() if item.parent_id == item_id)
 
     def outputs(self, response_id: str) -> tuple[Item, ...]:
-        """The candidates of a response, by index; not what was forked off them."""
+        """Return the candidates of a response by index, without prefixes that were forked off them."""
         turn = self.turns[response_id]
         found = (item for item in self.items.values() if self.is_generated_by(item, turn))
         return tuple(sorted((item for item in found if item.finish_reason != FORKED), key=lambda item: item.index))
 
     def inputs(self, response_id: str) -> tuple[Item, ...]:
-        """The messages that came with the request, in order; an assistant's among them is not an output."""
+        """Return the messages that came with the request, in order, assistant messages among them included."""
         turn = self.turns[response_id]
         found = (item for item in self.items.values() if item.response_id == response_id)
         return tuple(item for item in found if not self.is_generated_by(item, turn))
 
     def is_generated_by(self, item: Item, turn: Turn) -> bool:
-        """Whether the response generated `item`; beginnings of its replies that forks left behind count."""
+        """Check whether the response generated `item`; prefixes of its replies that forks stored count."""
         return item.response_id == turn.id and item.role == "assistant" and (item.parent_id or "") == turn.parent_id
 
     def turn_of(self, item: Item) -> Turn | None:
-        """The response that produced `item`, or None when it came from a client."""
+        """Return the response that generated `item`, or None when it came from a client."""
         if item.role != "assistant" or item.response_id is None:
             return None
         turn = self.turns.get(item.response_id)
         return turn if turn is not None and self.is_generated_by(item, turn) else None
 
     def token_sequence(self, reply: Item) -> tuple[int, ...]:
-        """Every token up to and including `reply`: exactly what its pages hold. Empty where they are not known."""
+        """Return every token up to and including `reply`, as in its KV pages; empty if they are not known."""
         parts: list[tuple[int, ...]] = []
         item: Item | None = reply
         while item is not None:
@@ -220,7 +217,7 @@ class ConversationTree:
 
 
 class ConversationBusyError(ChatcacheError):
-    """A response that is being generated stands on what the caller wants to change."""
+    """A response in progress depends on the messages that the caller wants to change."""
 
     status = 409
     type = "conflict_error"
@@ -229,7 +226,7 @@ class ConversationBusyError(ChatcacheError):
 
 @dataclass(frozen=True, slots=True)
 class MessageDeletion:
-    """What to change in a stored tree: what goes, and what replaces the stored form of the same id."""
+    """A change of a stored tree: ids to remove, and new stored forms of items and turns that stay."""
 
     active_leaf: str | None
     removed_items: tuple[str, ...] = ()
@@ -239,9 +236,9 @@ class MessageDeletion:
 
 
 def plan_message_deletion(tree: ConversationTree, item_id: str) -> MessageDeletion:
-    """Take one message out; those under it move up to its parent.
+    """Plan the removal of one message; its children move up to its parent.
 
-    Their prompts contained it, so their tokens are dropped: they can be continued as before, but not forked inside.
+    Prompts below contained the message, so their tokens are dropped: replies can be continued, but not forked inside.
     Raises: NotFoundError, ConversationBusyError.
     """
     item = tree.items.get(item_id)
@@ -273,9 +270,9 @@ def plan_message_deletion(tree: ConversationTree, item_id: str) -> MessageDeleti
 
 
 def plan_response_deletion(tree: ConversationTree, response_id: str) -> MessageDeletion:
-    """Take a response out, and those of its messages that nothing else stands on.
+    """Plan the removal of a response and of those of its messages that no other message or response depends on.
 
-    What others were continued from stays in the tree as messages; the response itself cannot be found any more.
+    Messages with other descendants stay in the tree; the response itself cannot be found any more.
     Raises: ConversationBusyError.
     """
     turn = tree.turns[response_id]
@@ -283,26 +280,26 @@ def plan_response_deletion(tree: ConversationTree, response_id: str) -> MessageD
         raise ConversationBusyError("the response is being generated: cancel it first")
     made = [each for each in tree.items.values() if tree.is_generated_by(each, turn)]
     forked = tree.items.get(str(turn.echo.get("forked_item_id")))
-    num_on = Counter(each.parent_id for each in tree.items.values())
-    num_on.update(each.parent_id for each in tree.turns.values() if each.id != response_id)
+    num_dependents = Counter(each.parent_id for each in tree.items.values())
+    num_dependents.update(each.parent_id for each in tree.turns.values() if each.id != response_id)
     removed: set[str] = set()
-    # Leaves first: each input stands on the one before it, the first perhaps on the beginning of another reply.
+    # Leaves first: each input is a child of the one before it, the first perhaps of a forked reply's prefix.
     for each in (*made, *reversed(tree.inputs(response_id)), *((forked,) if forked is not None else ())):
-        if not num_on[each.id]:
+        if not num_dependents[each.id]:
             removed.add(each.id)
-            num_on[each.parent_id] -= 1
+            num_dependents[each.parent_id] -= 1
     is_needed = any(each.id not in removed for each in made)
-    gone = replace(turn, status=DELETED, usage=None, echo={})
+    deleted = replace(turn, status=DELETED, usage=None, echo={})
     return MessageDeletion(
         active_leaf=_nearest(tree, removed),
         removed_items=tuple(removed),
         removed_turns=() if is_needed else (response_id,),
-        turns=(gone,) if is_needed else (),
+        turns=(deleted,) if is_needed else (),
     )
 
 
 def _nearest(tree: ConversationTree, removed: Set[str]) -> str | None:
-    """The active leaf, or the nearest above it that is not removed."""
+    """Return the active leaf, or its nearest ancestor that is not removed."""
     leaf = tree.conversation.active_leaf
     while leaf is not None and leaf in removed:
         leaf = tree.items[leaf].parent_id
@@ -321,5 +318,5 @@ def _below(tree: ConversationTree, item_id: str) -> Iterator[Item]:
 
 
 def new_id(prefix: str, separator: str = "_") -> str:
-    """Return `prefix_` + 12 hex digits of milliseconds since 1970 + 16 random ones."""
+    """Return an id that sorts by creation time: prefix, 12 hex digits of milliseconds since 1970, 16 random ones."""
     return f"{prefix}{separator}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(8)}"

@@ -1,15 +1,7 @@
-"""Stored turns: assemble a turn's prompt, open it, settle it.
+"""Stored turns: plan a turn, store its input, and store its result.
 
-A turn is planned without writing, submitted, and only then opened: a request the engine refuses leaves no trace.
-
-Items as they are made: of what a client wrote, and of what a model said.
-
-Messages that clients write into a conversation without asking for an answer.
-
-What conversations are in tokens, along their active paths: so that the engine can be asked what of them it has.
-
-A list of conversations asks again and again, and most of them stand still. So what was worked out is kept until the
-conversation changes (`rev`), the latest MAX_KEPT_BYTES of it.
+A turn is planned without writing, submitted to the engine, and only then opened in the store, so that a request that
+the engine rejects leaves no trace. `ConversationPrompts` caches the tokens of whole conversations for cache statistics.
 """
 
 from __future__ import annotations
@@ -70,7 +62,7 @@ _TITLE_CHARS = 60
 
 
 def output_item(turn: Turn, item_id: str, done: ReplyDone, created_at: float) -> Item:
-    """The stored form of a finished candidate."""
+    """Return the stored form of a finished candidate."""
     status = COMPLETED if done.finish_reason == FINISH_STOP else INCOMPLETE
     return Item(
         id=item_id,
@@ -88,7 +80,7 @@ def output_item(turn: Turn, item_id: str, done: ReplyDone, created_at: float) ->
 
 
 def input_items(messages: Sequence[Message], parent_id: str | None, now: float) -> tuple[Item, ...]:
-    """Messages that a client wrote as items, each under the one before it."""
+    """Return client messages as items, each the child of the one before it."""
     items: list[Item] = []
     for message in messages:
         parts = parts_from_message(message)
@@ -99,7 +91,7 @@ def input_items(messages: Sequence[Message], parent_id: str | None, now: float) 
 
 
 def title_of(messages: Sequence[Message]) -> str | None:
-    """The first line a user wrote, cut at a word."""
+    """Return a title: the first line that a user wrote, cut between words."""
     for message in messages:
         line = message["content"].strip().split("\n", 1)[0].strip()
         if message["role"] == "user" and line:
@@ -109,11 +101,11 @@ def title_of(messages: Sequence[Message]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class PlannedTurn:
-    """A turn with its ids chosen and its prompt assembled; nothing is written yet.
+    """A turn with its ids and its prompt, before anything is written.
 
-    `inputs` are the new items; outputs will hang under `turn.parent_id`. `conversation` is None when a new one is due,
-    which will then have the id `conversation_id`. `cut` is the new message that a fork leaves behind for its inputs to
-    stand on; `prefix` is the reply that goes on, where there are no inputs.
+    `inputs` are the new items; outputs become children of `turn.parent_id`. `conversation` is None for a new
+    conversation, which then gets the id `conversation_id`. `cut_item` is the truncated reply that a fork stores as the
+    parent of its inputs; `prefix` is the reply that is continued, if the turn has no inputs.
     """
 
     request: TurnRequest
@@ -128,7 +120,7 @@ class PlannedTurn:
 
 
 class TurnService:
-    """Turns over a store."""
+    """Plans turns over a store and stores their inputs and results."""
 
     def __init__(
         self,
@@ -149,23 +141,26 @@ class TurnService:
         self._shared_prompts = shared_prompts if shared_prompts is not None else SharedSystemPrompts()
 
     async def plan(self, request: TurnRequest) -> PlannedTurn:
-        """Raises: NotFoundError for ids the owner does not have, InvalidRequestError for a turn that says nothing."""
-        place = await self._resolver.resolve(request)
-        if place.prefix is not None and not request.input:
-            return await self._plan_continuation(request, place, place.prefix)
-        stump = place.prefix.to_item() if place.prefix is not None else None
-        if stump is not None:
-            place = replace(place, path=(*place.path, stump))
-        if not request.input and (not place.path or place.path[-1].role == "assistant"):
+        """Assemble the prompt of a turn and choose its ids.
+
+        Raises: NotFoundError for ids that the owner does not have, InvalidRequestError for a turn without input.
+        """
+        point = await self._resolver.resolve(request)
+        if point.prefix is not None and not request.input:
+            return await self._plan_continuation(request, point, point.prefix)
+        cut_item = point.prefix.to_item() if point.prefix is not None else None
+        if cut_item is not None:
+            point = replace(point, path=(*point.path, cut_item))
+        if not request.input and (not point.path or point.path[-1].role == "assistant"):
             raise InvalidRequestError("input is empty: only a user message can be answered again", param="input")
-        messages = _messages(request, place)
-        prompt = await asyncio.to_thread(self._assemble, request, place, messages)
+        messages = _messages(request, point)
+        prompt = await asyncio.to_thread(self._assemble, request, point, messages)
         now = time.time()
-        inputs = input_items(request.input, place.path[-1].id if place.path else None, now)
-        base, added = _base(place, prompt, offset=request.instructions is not None)
+        inputs = input_items(request.input, point.path[-1].id if point.path else None, now)
+        base, added = _base(point, prompt, offset=request.instructions is not None)
         turn = Turn(
             id=new_id("resp"),
-            parent_id=(inputs or place.path)[-1].id,
+            parent_id=(inputs or point.path)[-1].id,
             model=request.model,
             created_at=now,
             base_item_id=base,
@@ -174,7 +169,7 @@ class TurnService:
             previous_response_id=request.previous_response_id,
         )
         inputs = tuple(replace(item, response_id=turn.id) for item in inputs)
-        conversation = place.tree.conversation if place.tree else None
+        conversation = point.tree.conversation if point.tree else None
         return PlannedTurn(
             request,
             turn,
@@ -183,26 +178,26 @@ class TurnService:
             inputs,
             conversation,
             conversation.id if conversation else new_id("conv"),
-            stump,
+            cut_item,
         )
 
     async def _plan_continuation(
-        self, request: TurnRequest, place: ContinuationPoint, start: ReplyPrefix
+        self, request: TurnRequest, point: ContinuationPoint, prefix: ReplyPrefix
     ) -> PlannedTurn:
-        """Plan one more candidate beside a reply, with the same beginning."""
-        origin = start.turn
+        """Plan one more candidate of a reply that begins with the same tokens."""
+        origin = prefix.turn
         if request.instructions not in (None, origin.instructions):
             raise InvalidRequestError(
-                "a reply goes on under its own instructions: leave them out", param="instructions"
+                "a continued reply keeps its own instructions: leave them out", param="instructions"
             )
-        if place.tree is None:
-            raise InvalidRequestError("only a stored reply can go on", param="fork_at")
+        if point.tree is None:
+            raise InvalidRequestError("only a stored reply can be continued", param="fork_at")
         if request.functions and not _has_tools_of(origin, request):
-            raise InvalidRequestError("a reply goes on with its own tools: leave them out", param="tools")
+            raise InvalidRequestError("a continued reply keeps its own tools: leave them out", param="tools")
         request = replace(
             request, instructions=origin.instructions, functions=functions_from_echo(origin.echo.get("tools"))
         )
-        messages, prompt = await self._prompt_of_ids(request, place, (*start.prompt, *start.ids))
+        messages, prompt = await self._prompt_of_ids(request, point, (*prefix.prompt, *prefix.ids))
         turn = replace(
             origin,
             id=new_id("resp"),
@@ -212,13 +207,13 @@ class TurnService:
             status=IN_PROGRESS,
             usage=None,
         )
-        conversation = place.tree.conversation
-        return PlannedTurn(request, turn, messages, prompt, (), conversation, conversation.id, prefix=start)
+        conversation = point.tree.conversation
+        return PlannedTurn(request, turn, messages, prompt, (), conversation, conversation.id, prefix=prefix)
 
     async def prompt_up_to(self, tree: ConversationTree, item: Item, num_tokens: int) -> Prompt:
-        """The prompt that ends with the first `num_tokens` tokens of a stored reply, to the token.
+        """Return the exact prompt that ends with the first `num_tokens` tokens of a stored reply.
 
-        Raises: InvalidRequestError for a message that has none.
+        Raises: InvalidRequestError for a message whose tokens are not stored.
         """
         turn, prompt = require_generated(tree, item, "item_id")
         functions = functions_from_echo(turn.echo.get("tools"))
@@ -226,31 +221,33 @@ class TurnService:
         ids = (*prompt, *item.token_ids[:num_tokens])
         return (await self._prompt_of_ids(request, ContinuationPoint(tree, tree.path(item.parent_id)), ids))[1]
 
-    async def assemble_prompt(self, request: TurnRequest, place: ContinuationPoint) -> Prompt:
-        """The prompt of a place as it would be rendered now. Raises: InvalidRequestError."""
-        return await asyncio.to_thread(self._assemble, request, place, _messages(request, place))
+    async def assemble_prompt(self, request: TurnRequest, point: ContinuationPoint) -> Prompt:
+        """Return the prompt of a turn at a position as it would be rendered now. Raises: InvalidRequestError."""
+        return await asyncio.to_thread(self._assemble, request, point, _messages(request, point))
 
     async def token_offsets(self, tree: ConversationTree, item: Item) -> list[Span]:
-        """What each token of a stored reply shows. Raises: InvalidRequestError for a message that has none."""
+        """Return which characters each token of a stored reply shows.
+
+        Raises: InvalidRequestError for a message whose tokens are not stored.
+        """
         _, prompt = require_generated(tree, item, "item_id")
         return await asyncio.to_thread(token_char_offsets, self._resolver.reply_context(tree, item), prompt, item)
 
     async def _prompt_of_ids(
-        self, request: TurnRequest, place: ContinuationPoint, ids: tuple[int, ...]
+        self, request: TurnRequest, point: ContinuationPoint, ids: tuple[int, ...]
     ) -> tuple[tuple[Message, ...], Prompt]:
-        """The messages of a prompt that is tokens already, and the prompt with its head as text."""
-        messages = _messages(request, place)
+        """Return the messages of a prompt whose token ids are given, and the prompt."""
+        messages = _messages(request, point)
         head = await asyncio.to_thread(self._tokenizer.render, messages, **template_variables(request.functions))
         prompt = Prompt(head, ids, num_reused=len(ids))
         num_public = self._shared_prompts.count_shared_tokens(self._tokenizer, messages, prompt)
         return messages, replace(prompt, num_public_tokens=num_public)
 
     async def open(self, planned: PlannedTurn, claim: Claim | None = None) -> Conversation | None:
-        """Store the input and that an answer is under way. None when the turn is not to be stored.
+        """Store the input and a response in progress. Return None when the turn is not to be stored.
 
-        Raises: StaleRevisionError where the request expects another revision; NotFoundError for what was deleted
-        meanwhile;
-        IdempotencyConflictError.
+        Raises: StaleRevisionError where the request expects another revision; NotFoundError if the position was deleted
+        after planning; IdempotencyConflictError.
         """
         request = planned.request
         if not request.store:
@@ -283,12 +280,12 @@ class TurnService:
         status: str,
         usage: Usage | None,
     ) -> Conversation:
-        """Store how the turn ended. The active leaf stays where it is if somebody has gone on elsewhere meanwhile."""
+        """Store the result of a turn. The active leaf is not moved if another client moved it after the turn began."""
         turn = replace(planned.turn, status=status, usage=usage)
         owner, conversation_id = conversation.owner, conversation.id
         while True:
-            present = await self.store.get(owner, conversation_id)
-            if not outputs or present.active_leaf != turn.parent_id:
+            current = await self.store.get(owner, conversation_id)
+            if not outputs or current.active_leaf != turn.parent_id:
                 return await self.store.append(owner, conversation_id, outputs, turn)
             try:
                 return await self.store.append(
@@ -297,9 +294,9 @@ class TurnService:
                     outputs,
                     turn,
                     active_leaf=main_output(outputs, status).id,
-                    expected_rev=present.rev,
+                    expected_rev=current.rev,
                 )
-            except StaleRevisionError:  # somebody changed it in between, perhaps the leaf
+            except StaleRevisionError:  # another writer changed it in between, perhaps the leaf
                 continue
 
     async def retry_complete(
@@ -310,19 +307,20 @@ class TurnService:
         status: str,
         usage: Usage | None,
     ) -> Conversation:
-        """`settle`, after a try of which nobody knows whether it came through."""
+        """Store the result of a turn after an attempt whose outcome is unknown."""
         tree = await self.store.load(conversation.owner, conversation.id)
-        present = tree.turns.get(planned.turn.id)
-        if present is not None and present.status == status and all(item.id in tree.items for item in outputs):
+        current = tree.turns.get(planned.turn.id)
+        if current is not None and current.status == status and all(item.id in tree.items for item in outputs):
             return tree.conversation
         return await self.complete(conversation, planned, outputs, status, usage)
 
-    def _assemble(self, request: TurnRequest, place: ContinuationPoint, messages: Sequence[Message]) -> Prompt:
-        offset = len(messages) - len(place.path) - len(request.input)
+    def _assemble(self, request: TurnRequest, point: ContinuationPoint, messages: Sequence[Message]) -> Prompt:
+        offset = len(messages) - len(point.path) - len(request.input)
 
         def known(index: int, head: str, message: Message) -> Known | None:
-            at = index - offset
-            stored = _stored(place.tree, place.path[at], request) if place.tree and 0 <= at < len(place.path) else None
+            position = index - offset
+            is_in_path = point.tree is not None and 0 <= position < len(point.path)
+            stored = _stored(point.tree, point.path[position], request) if is_in_path and point.tree else None
             if stored is not None:
                 return stored
             return self._token_memo.recall(
@@ -334,36 +332,36 @@ class TurnService:
         return replace(prompt, num_public_tokens=num_public)
 
 
-def _messages(request: TurnRequest, place: ContinuationPoint) -> tuple[Message, ...]:
-    """Instructions, history, input. Raises: InvalidRequestError for the output of a call that was not made."""
+def _messages(request: TurnRequest, point: ContinuationPoint) -> tuple[Message, ...]:
+    """Return instructions, history and input. Raises: InvalidRequestError for the result of a call that was not made."""
     system = () if request.instructions is None else (Message(role="system", content=request.instructions),)
-    old = (*system, *(message_from_item(item) for item in place.path))
+    old = (*system, *(message_from_item(item) for item in point.path))
     return tuple(link_tool_results((*old, *request.input), "input", num_old=len(old)))
 
 
 def _stored(tree: ConversationTree, item: Item, request: TurnRequest) -> Known | None:
-    """A reply of the tree, where its ids are of the prompt that the request would give it now."""
+    """Return a stored reply if its token ids fit the prompt that the request would build now, else None."""
     turn = tree.turn_of(item)
-    # The ids are of the prompt as it was: other instructions or tools then mean another prompt now.
+    # The ids belong to the prompt as it was then: other instructions or tools make another prompt now.
     if turn is None or turn.instructions != request.instructions or not _has_tools_of(turn, request):
         return None
     ids = tree.token_sequence(item)
     return Known(item.parts.raw or item.text, ids) if ids else None
 
 
-def _base(place: ContinuationPoint, prompt: Prompt, *, offset: int) -> tuple[str | None, tuple[int, ...]]:
-    """The stored reply that a prompt extends, and the ids it adds; all of them where that reply is not stored."""
-    if prompt.base_message is None or prompt.base_message - offset >= len(place.path):
+def _base(point: ContinuationPoint, prompt: Prompt, *, offset: int) -> tuple[str | None, tuple[int, ...]]:
+    """Return the stored reply that a prompt extends and the ids that it adds; without such a reply all ids."""
+    if prompt.base_message is None or prompt.base_message - offset >= len(point.path):
         return None, prompt.token_ids
-    item = place.path[prompt.base_message - offset]
-    ids = place.tree.token_sequence(item) if place.tree is not None else ()
+    item = point.path[prompt.base_message - offset]
+    ids = point.tree.token_sequence(item) if point.tree is not None else ()
     if not ids or ids != prompt.token_ids[: prompt.num_reused]:
         return None, prompt.token_ids
     return item.id, prompt.token_ids[prompt.num_reused :]
 
 
 def _has_tools_of(turn: Turn, request: TurnRequest) -> bool:
-    """Whether the request has the same functions as the one that `turn` answered."""
+    """Check whether the request has the same functions as the one that `turn` answered."""
     return functions_from_echo(turn.echo.get("tools")) == request.functions
 
 
@@ -375,9 +373,9 @@ async def save_new_conversation(
     title: str | None = None,
     claim: Callable[[str], Claim] | None = None,
 ) -> Conversation:
-    """Store a new conversation, perhaps with its first messages, named after what a user says in them.
+    """Store a new conversation, optionally with its first messages, titled after the first user message.
 
-    `claim` makes an idempotency key's of the id it will have. Raises: IdempotencyConflictError.
+    `claim` builds an idempotency claim from the conversation's id. Raises: IdempotencyConflictError.
     """
     now = time.time()
     items = input_items(messages, None, now)
@@ -403,7 +401,7 @@ async def add_messages(
     *,
     expected_rev: int | None = None,
 ) -> tuple[Conversation, tuple[Item, ...]]:
-    """Append messages under `parent_id` (None: the active leaf; "root": a branch of its own), which then are active.
+    """Append messages under `parent_id` (None: the active leaf, "root": a new root) and make the last one active.
 
     Raises: NotFoundError, StaleRevisionError.
     """
@@ -418,22 +416,28 @@ async def add_messages(
 
 MAX_CACHED_BYTES = 32 * 1024 * 1024
 
-_NOTHING = Prompt("", ())
+_EMPTY_PROMPT = Prompt("", ())
 
 
 class ConversationPrompts:
-    """Active paths as prompts. Belongs to one event loop."""
+    """A bounded cache of the prompts of active paths. Belongs to one event loop.
+
+    Lists of conversations ask for these prompts again and again, so a prompt is kept until the conversation's `rev`
+    changes; the least recently used ones are evicted beyond `MAX_CACHED_BYTES`.
+    """
 
     def __init__(self, conversations: TurnService, max_kept_bytes: int = MAX_CACHED_BYTES) -> None:
         self._turns = conversations
         self._max_cached_bytes = max_kept_bytes
-        self._cached: OrderedDict[str, tuple[int, PackedPrompt]] = OrderedDict()  # (rev, prompt), latest asked last
+        self._cached: OrderedDict[str, tuple[int, PackedPrompt]] = (
+            OrderedDict()
+        )  # (rev, prompt), most recently used last
         self._cached_bytes = 0
 
     async def get(self, store: ConversationStore, owner: str, conversation_id: str) -> PackedPrompt:
-        """Every token up to the active leaf; behind a user's message, what a reply to it would be given.
+        """Return every token up to the active leaf (a user message: the prompt of a reply to it).
 
-        Nothing where the template refuses the messages. Raises: NotFoundError for what the owner does not have.
+        The prompt is empty where the chat template rejects the messages. Raises: NotFoundError.
         """
         head = await store.get(owner, conversation_id)
         rev, kept = self._cached.get(conversation_id, (-1, None))
@@ -459,11 +463,11 @@ class ConversationPrompts:
 
 
 async def active_path_prompt(conversations: TurnService, tree: ConversationTree) -> Prompt:
-    """The prompt that a conversation's active path is: to the token where it is known, else as it would be rendered."""
+    """Return the prompt of a conversation's active path: stored tokens where known, else as rendered now."""
     leaf = tree.conversation.active_leaf
     path = tree.path(leaf)
     if not path:
-        return _NOTHING
+        return _EMPTY_PROMPT
     try:
         if tree.turn_of(path[-1]) is not None and tree.token_sequence(path[-1]):
             return await conversations.prompt_up_to(tree, path[-1], len(path[-1].token_ids))
@@ -475,15 +479,15 @@ async def active_path_prompt(conversations: TurnService, tree: ConversationTree)
             functions=functions_from_echo(turn.echo.get("tools")) if turn is not None else (),
         )
         return await conversations.assemble_prompt(request, ContinuationPoint(tree, path))
-    except InvalidRequestError:  # there are messages that no template takes: two of one role, calls without an answer
-        return _NOTHING
+    except InvalidRequestError:  # a template may reject the messages: two of one role, calls without a result
+        return _EMPTY_PROMPT
 
 
 def _latest_turn(tree: ConversationTree, path: tuple[Item, ...]) -> Turn | None:
-    """The one that is answering the leaf, or the last one on the path."""
-    here = [turn for turn in tree.turns.values() if turn.parent_id == path[-1].id]
-    if here:
-        return max(here, key=lambda turn: turn.created_at)
+    """Return the newest turn under the last item of `path`, or the last turn on the path."""
+    answering = [turn for turn in tree.turns.values() if turn.parent_id == path[-1].id]
+    if answering:
+        return max(answering, key=lambda turn: turn.created_at)
     before = (tree.turn_of(item) for item in reversed(path))
     return next((turn for turn in before if turn is not None), None)
 

@@ -1,1 +1,4 @@
-"""A running reply: candidates, parsed deltas and numbered events. Start at `service`."""
+"""Replies in progress: one engine request in, parsed events of its candidates out.
+
+Reading order: service, candidate, parser, events.
+"""

@@ -1,4 +1,4 @@
-"""One candidate of a reply: its tokens as they arrive, its text as it may be shown."""
+"""One candidate of a reply: its tokens and its visible text."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from chatcache.types.request import GenerateRequest
 
 
 class Candidate:
-    """Accumulates one candidate. The token that ends it (EOS or a stop id) stays in the ids and out of the text.
+    """Accumulates one candidate. An ending token (EOS or a stop id) is part of the ids and not of the text.
 
-    A candidate that goes on with a reply begins with that one's ids and text (`prefix`), which end the prompt; the
-    character in its middle, if it ends in one, is text of this candidate.
+    A candidate that continues a stored reply begins with that reply's ids and text (`prefix`), which end the prompt; a
+    character whose bytes are incomplete at the end of the prefix becomes text of this candidate.
     """
 
     def __init__(
@@ -48,17 +48,17 @@ class Candidate:
 
     @property
     def num_tokens(self) -> int:
-        """How many have come."""
+        """The number of tokens received."""
         return len(self._ids)
 
     @property
     def raw(self) -> str:
-        """All that the model wrote, but for special tokens that mean nothing."""
+        """The whole output of the model, without special tokens that carry no meaning."""
         return self._prefix_text + self._stream.text
 
     @property
     def reply_key(self) -> str:
-        """What names this reply when a client sends it back."""
+        """The text by which this reply is recognised when a client sends it back."""
         return reply_key(self._text, self._parser.calls)
 
     @property
@@ -67,20 +67,20 @@ class Candidate:
 
     @property
     def stored_ids(self) -> tuple[int, ...]:
-        """Ids that stand for exactly `raw`: without the ending token, and without what lies behind a stop string."""
+        """The ids that stand for exactly `raw`: without the ending token and without text after a stop string."""
         ids = self._ids[:-1] if self._ended_by_token else self._ids
         if self._stream.stopped is None or self._keeps_stop:
             return (*self._prefix_ids, *ids)
-        shown = self._stream.text
+        visible = self._stream.text
         kept, text = len(ids), self._decode(ids)
-        while kept and not shown.startswith(text):
+        while kept and not visible.startswith(text):
             kept -= 1
             text = self._decode(ids[:kept])
-        rest = self._tokenizer.encode_after(self._prefix_text + text, shown[len(text) :])
+        rest = self._tokenizer.encode_after(self._prefix_text + text, visible[len(text) :])
         return (*self._prefix_ids, *ids[:kept], *rest)
 
     def fork_ids(self, num_tokens: int | None, fork_with: int | None = None) -> tuple[int, ...]:
-        """The settled ids so far, or the first `num_tokens` of them, and a token that goes on instead.
+        """Return the stored ids so far, or the first `num_tokens` of them, followed by `fork_with`.
 
         Raises: InvalidRequestError naming `fork_at` or `fork_with`.
         """
@@ -90,7 +90,7 @@ class Candidate:
         return fork_token_ids(self._context, ids[:num_tokens], fork_with)
 
     def make_prefix(self, turn: Turn, ids: tuple[int, ...], *, is_exact: bool = False) -> ReplyPrefix:
-        """What a fork behind `ids` begins with. Long ones take a while: for a thread beside the event loop."""
+        """Return the prefix of a fork after `ids`. Slow for long ones: run it on a thread."""
         call_ids = [call.call_id for call in self._parser.calls]
         skips = self._skip_special_tokens
         return build_prefix(self._context, turn, self.index, self.prompt, ids, call_ids, skips=skips, is_exact=is_exact)
@@ -100,25 +100,25 @@ class Candidate:
         return bool(self._ids) and self._ids[-1] in self._terminal and not self._keeps_stop
 
     def push(self, event: Tokens) -> ReplyDelta | None:
-        """Take new tokens. None: nothing to tell (the text already ended, or only the ending token came)."""
+        """Add new tokens. Return None if there is nothing to emit: after the end, or for the ending token alone."""
         if self._stream.stopped is not None:
             return None
         self._ids += event.token_ids
-        shown = len(event.token_ids) - self._ended_by_token
-        ids, logprobs = event.token_ids[:shown], event.logprobs[:shown]
+        num_visible = len(event.token_ids) - self._ended_by_token
+        ids, logprobs = event.token_ids[:num_visible], event.logprobs[:num_visible]
         if not self._context.is_parsed:
             text = self._stream.push(event.token_ids)
             if self._pending:
                 text, self._pending = self._pending.text + text, ParsedDelta()
-            return ReplyDelta(self.index, text, ids, logprobs) if shown or text else None
-        heard = self._parse(event.token_ids)
-        if not shown and not heard:
+            return ReplyDelta(self.index, text, ids, logprobs) if num_visible or text else None
+        delta = self._parse(event.token_ids)
+        if not num_visible and not delta:
             return None
-        heard, self._pending = self._pending.merge(heard), ParsedDelta()
-        return ReplyDelta(self.index, heard.text, ids, logprobs, heard.reasoning, heard.calls)
+        delta, self._pending = self._pending.merge(delta), ParsedDelta()
+        return ReplyDelta(self.index, delta.text, ids, logprobs, delta.reasoning, delta.calls)
 
     def finish(self, event: CandidateDone | None) -> tuple[ReplyDelta | ReplyDone, ...]:
-        """End it; what was held back comes out first. None: the request was cancelled under it."""
+        """End the candidate and emit held-back text. `event` is None when the request was cancelled."""
         self.done = True
         self.dropped = event is not None and event.finish_reason == FINISH_CANCELLED
         rest = self._pending.merge(self._parser.push(self._stream.finish()).merge(self._parser.finish()))
@@ -139,17 +139,17 @@ class Candidate:
         return ReplyDelta(self.index, rest.text, (), (), rest.reasoning, rest.calls), done
 
     def _parse(self, token_ids: Sequence[int]) -> ParsedDelta:
-        """Read token by token: which of them are thought is counted."""
+        """Parse token by token, to count the tokens of reasoning."""
         if self._reasoning_finished and len(token_ids) == 1:
             return self._parser.push(self._stream.push(token_ids))
-        heard = ParsedDelta()
+        delta = ParsedDelta()
         for number, token in enumerate(token_ids, len(self._ids) - len(token_ids) + 1):
-            thought = self._parser.is_thinking
-            heard = heard.merge(self._parser.push(self._stream.push((token,))))
-            if thought or self._parser.is_thinking:
+            was_reasoning = self._parser.is_thinking
+            delta = delta.merge(self._parser.push(self._stream.push((token,))))
+            if was_reasoning or self._parser.is_thinking:
                 self.num_reasoning_tokens = number
         self._reasoning_finished = self._parser.reasoning_finished
-        return heard
+        return delta
 
     def _decode(self, ids: Sequence[int]) -> str:
         stream = self._text_stream((), 0)

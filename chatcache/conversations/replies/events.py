@@ -1,9 +1,4 @@
-"""What a reply says while it is made: text, not tokens; candidates by index.
-
-Live beams as people may read them: each node's own text, and which nodes are in the running.
-
-Fewer, larger deltas for readers that draw frames: the first at once, then at most one per source and window.
-"""
+"""Events of a reply: text of candidates by index, live beams as text, and batching of small deltas."""
 
 from __future__ import annotations
 
@@ -22,9 +17,9 @@ from chatcache.types.events import Beams, StartReport, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class ReplyStarted:
-    """The first token was computed; the prompt's figures are final. `index`: which prompt, where there are several.
+    """The first token was computed, so the prompt's counts are final. `index`: the prompt, where there are several.
 
-    `prompt_logprobs`, if asked for: one entry per prompt token, None for the first. So is `report`.
+    `prompt_logprobs`, if requested: one entry per prompt token, None for the first. `report`: if requested.
     """
 
     num_prompt_tokens: int
@@ -36,7 +31,10 @@ class ReplyStarted:
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """More of tool call `number` (0, 1, ... within its candidate). `call_id` and `name` come whole, with the first."""
+    """More of tool call `number` (0, 1, ... within its candidate).
+
+    `call_id` and `name` are only set in the first delta of the call.
+    """
 
     number: int
     arguments: str
@@ -44,11 +42,11 @@ class CallDelta:
     name: str = ""
 
 
-class ReplyDelta(msgspec.Struct, frozen=True, gc=False):  # one per token: made four times as fast as a dataclass
+class ReplyDelta(msgspec.Struct, frozen=True, gc=False):  # one per token: created four times as fast as a dataclass
     """More of candidate `index`. `text` may be empty while characters or a possible stop string are held back.
 
-    `token_ids` and `logprobs` (one each, if asked for) are of the tokens that arrived, shown or not yet shown. Where
-    the model's output is parsed, what it thinks and calls is `reasoning` and `calls`, and no part of `text`.
+    `token_ids` and `logprobs` (one each, if requested) belong to the tokens that arrived, visible or not yet visible.
+    Where the output is parsed, its reasoning and calls are `reasoning` and `calls`, and not part of `text`.
     """
 
     index: int
@@ -61,9 +59,9 @@ class ReplyDelta(msgspec.Struct, frozen=True, gc=False):  # one per token: made 
 
 @dataclass(frozen=True, slots=True)
 class BeamNode:
-    """A token that was once the newest of a live beam: `text` below that of `parent` (0: the prompt).
+    """A token that was the newest of a live beam: its `text` follows that of `parent` (0: the prompt).
 
-    `score`: summed log-probability of the path down to here.
+    `score`: summed log-probability of the path down to this node.
     """
 
     id: int
@@ -74,7 +72,7 @@ class BeamNode:
 
 @dataclass(frozen=True, slots=True)
 class ReplyBeams:
-    """New nodes, parents first, and the ids of those where live beams end now, best first."""
+    """New nodes, parents first, and the ids of the nodes where live beams end now, best first."""
 
     nodes: tuple[BeamNode, ...]
     live: tuple[int, ...]
@@ -82,10 +80,10 @@ class ReplyBeams:
 
 @dataclass(frozen=True, slots=True)
 class ReplyDone:
-    """Candidate `index` is complete: `text` is all of it, `token_ids` all its tokens, the ending one included.
+    """Candidate `index` is complete: its whole text and all its tokens, the ending one included.
 
-    `settled_ids` are the ids that stand for exactly `text`, or `parts.raw` where there is one, in a later prompt.
-    `num_pages_freed`: of a candidate that was dropped, None of all others.
+    `stored_ids` stand for exactly `text`, or `parts.raw` if set, in a later prompt. `num_pages_freed`: only of a
+    candidate that was dropped.
     """
 
     index: int
@@ -115,7 +113,10 @@ ReplyEvent = ReplyStarted | ReplyDelta | ReplyBeams | ReplyDone | ReplyFinished
 
 
 class BeamReader:
-    """Turns the engine's nodes into text. A character whose bytes span nodes belongs to the node that completes it."""
+    """Converts the engine's beam nodes to text.
+
+    A character whose bytes span nodes belongs to the node that completes it.
+    """
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         self._token_bytes = token_bytes
@@ -142,25 +143,25 @@ class BeamReader:
 
 
 def merge_beams(first: ReplyBeams, then: ReplyBeams) -> ReplyBeams:
-    """Several steps as one: all their nodes, in order, and who is left now."""
+    """Merge two consecutive beam updates: all nodes in order, and the live beams of the second."""
     return ReplyBeams(first.nodes + then.nodes, then.live)
 
 
-_BEAMS = -1  # where candidates have their index
+_BEAMS = -1  # the source of beam updates, in place of a candidate index
 
 BatchedEvent = ReplyDelta | ReplyBeams
 _HELD_BACK = (False, False, False)
 
 
 class DeltaBatcher:
-    """Hands events to `tell` in order, joining those of one candidate that come within `window_s` of its last one.
+    """Passes events to `emit` in order, merging those of one candidate within `window_s` of its last one.
 
-    What is said, thought and called is told apart. Reports of live beams are joined likewise. Nothing is awaited and no
-    task made: at most one timer runs. What `tell` raises comes out of the next call. Belongs to one event loop.
+    Text, reasoning and calls are never merged with each other. Beam updates are batched likewise. At most one timer
+    runs and no task is created. An exception of `emit` is raised by the next call. Belongs to one event loop.
     """
 
-    def __init__(self, tell: Callable[[BatchedEvent], None], window_s: float) -> None:
-        self._emit = tell
+    def __init__(self, emit: Callable[[BatchedEvent], None], window_s: float) -> None:
+        self._emit = emit
         self._window_s = window_s
         self._pending: dict[int, BatchedEvent] = {}
         self._emitted_s: dict[int, float] = {}
@@ -169,16 +170,16 @@ class DeltaBatcher:
         self._error: Exception | None = None
 
     def push(self, event: BatchedEvent) -> None:
-        """Tell it now, or with others when its time has come."""
+        """Emit the event now, or merged with others at the end of the window."""
         self._check()
         source = event.index if isinstance(event, ReplyDelta) else _BEAMS
-        waiting = self._pending.get(source)
-        if waiting is not None:
-            if _is_alike(waiting, event):
-                self._pending[source] = _joined(waiting, event)
+        pending = self._pending.get(source)
+        if pending is not None:
+            if _can_merge(pending, event):
+                self._pending[source] = _merged(pending, event)
             else:
                 self._pending[source] = event
-                self._emit(waiting)
+                self._emit(pending)
             return
         now_s = time.monotonic()
         if now_s >= self._emitted_s.get(source, 0.0) + self._window_s:
@@ -190,12 +191,12 @@ class DeltaBatcher:
             self._arm(now_s)
 
     def flush(self) -> None:
-        """Tell all that waits; something else is about to be told."""
+        """Emit all pending events, before an event of another kind is sent."""
         self._check()
         self._release(time.monotonic(), self._pending)
 
     def close(self) -> None:
-        """Forget what waits."""
+        """Discard pending events."""
         self._pending.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -226,7 +227,7 @@ class DeltaBatcher:
             self._emit(self._pending.pop(source))
 
 
-def _is_alike(first: BatchedEvent, then: BatchedEvent) -> bool:
+def _can_merge(first: BatchedEvent, then: BatchedEvent) -> bool:
     """Whether joining loses nothing: neither the order of text and calls, nor which log-probabilities are of what."""
     if not (isinstance(first, ReplyDelta) and isinstance(then, ReplyDelta)):
         return True
@@ -238,7 +239,7 @@ def _kind(delta: ReplyDelta) -> tuple[bool, bool, bool]:
     return bool(delta.text), bool(delta.reasoning), bool(delta.calls)
 
 
-def _joined(first: BatchedEvent, then: BatchedEvent) -> BatchedEvent:
+def _merged(first: BatchedEvent, then: BatchedEvent) -> BatchedEvent:
     """One source's events as one."""
     match first, then:
         case ReplyDelta(), ReplyDelta():

@@ -1,4 +1,4 @@
-"""What a candidate says, read apart as it comes: what is shown, what is thought, which functions are called."""
+"""Parsing of a candidate's output into text, reasoning and tool calls while it is generated."""
 
 from __future__ import annotations
 
@@ -14,16 +14,13 @@ from chatcache.tokenizer.detokenizer import IncrementalDetokenizer
 from chatcache.tokenizer.reply_format import ParsedText, ReplyFormat, ReplyParser, decode_prompt_end
 from chatcache.tokenizer.tokenizer import Tokenizer
 
-TAIL_TOKENS = 8  # of a prompt: they tell whether the first word of a reply keeps its space
+TAIL_TOKENS = 8  # last prompt tokens, which decide whether the first word of a reply keeps its space
 _ID_LETTERS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
 class ReplyContext:
-    """How replies of one request are to be read. `names`: the functions that may be called (None: nothing is a call).
-
-    `is_read`: whether there is anything to tell apart at all.
-    """
+    """How replies of one request are parsed. `function_names`: callable functions (None: nothing is a call)."""
 
     tokenizer: Tokenizer
     reply_format: ReplyFormat = field(default_factory=ReplyFormat)
@@ -31,17 +28,18 @@ class ReplyContext:
 
     @cached_property
     def is_parsed(self) -> bool:
+        """Whether the output can contain reasoning or calls at all."""
         return bool(self.reply_format.marks(tools=self.function_names is not None))
 
     @cached_property
     def mark_ids(self) -> frozenset[int]:
-        """Special tokens that are marks: they are hidden from people, not from the parser."""
+        """Special tokens that are markup for the parser; they are hidden from clients."""
         return frozenset(
             self.tokenizer.special_ids_of(self.reply_format.marks(tools=self.function_names is not None)).values()
         )
 
     def text_stream(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> IncrementalDetokenizer:
-        """The text of a reply that was generated before, from its tokens: whatever ended it, no token ends it now."""
+        """Return a detokenizer for the tokens of a stored reply, which no token ends."""
         return IncrementalDetokenizer(
             self.tokenizer,
             skip_special_tokens=skip_special_tokens,
@@ -51,7 +49,7 @@ class ReplyContext:
         )
 
     def new_parser(self, prompt: Sequence[int], call_ids: Sequence[str] = ()) -> CandidateParser:
-        """A new candidate's. `call_ids`: ids that its first calls have already."""
+        """Return the parser of a new candidate. `call_ids`: ids already assigned to its first calls."""
         if not self.is_parsed:
             return CandidateParser(None, 0, ())
         syntax = self.reply_format.syntax
@@ -61,7 +59,7 @@ class ReplyContext:
 
 @dataclass(frozen=True, slots=True)
 class ParsedDelta:
-    """What is new."""
+    """The newly parsed parts of an output."""
 
     text: str = ""
     reasoning: str = ""
@@ -71,20 +69,21 @@ class ParsedDelta:
         return bool(self.text or self.reasoning or self.calls)
 
     def merge(self, other: ParsedDelta) -> ParsedDelta:
+        """Return this delta followed by `other`."""
         if not self:
             return other
         return ParsedDelta(self.text + other.text, self.reasoning + other.reasoning, self.calls + other.calls)
 
 
 class CandidateParser:
-    """One candidate's, as far as it goes. Without a parser all is text."""
+    """The parser of one candidate and its accumulated result. Without a reply parser everything is text."""
 
     def __init__(self, parser: ReplyParser | None, id_chars: int, call_ids: Sequence[str]) -> None:
         self._parser = parser
         self._id_chars = id_chars
         self._call_ids = list(call_ids)
         self._texts: list[str] = []
-        self._thoughts: list[str] = []
+        self._reasoning: list[str] = []
         self._names: list[str] = []
         self._arguments: list[list[str]] = []
 
@@ -103,14 +102,14 @@ class CandidateParser:
 
     @property
     def reasoning_finished(self) -> bool:
-        """Whether nothing that comes can be thought any more."""
+        """Whether no further output can be reasoning."""
         return self._parser is None or self._parser.reasoning_finished
 
     def parts(self, raw: str) -> ReplyParts:
-        """What there is beside the text; `raw` is all that was pushed."""
+        """Return the parts other than the text; `raw` is the whole output pushed so far."""
         if self._parser is None:
             return ReplyParts()
-        reasoning, calls = "".join(self._thoughts), self.calls
+        reasoning, calls = "".join(self._reasoning), self.calls
         return ReplyParts(reasoning, calls, raw if reasoning or calls or raw != self.text else "")
 
     def push(self, text: str) -> ParsedDelta:
@@ -120,17 +119,17 @@ class CandidateParser:
         return self._record(self._parser.push(text))
 
     def finish(self) -> ParsedDelta:
-        """Return what was held back."""
+        """Return the output that was held back."""
         return self._record(self._parser.finish()) if self._parser is not None else ParsedDelta()
 
-    def _record(self, said: ParsedText) -> ParsedDelta:
-        self._texts.append(said.text)
-        if not (said.calls or said.reasoning):
-            return ParsedDelta(said.text)
-        if said.reasoning:
-            self._thoughts.append(said.reasoning)
+    def _record(self, parsed: ParsedText) -> ParsedDelta:
+        self._texts.append(parsed.text)
+        if not (parsed.calls or parsed.reasoning):
+            return ParsedDelta(parsed.text)
+        if parsed.reasoning:
+            self._reasoning.append(parsed.reasoning)
         deltas: list[CallDelta] = []
-        for part in said.calls:
+        for part in parsed.calls:
             if part.name:
                 self._begin_call(part.name)
             self._arguments[part.number].append(part.arguments)
@@ -140,7 +139,7 @@ class CandidateParser:
                 last = deltas.pop()
                 delta = CallDelta(part.number, last.arguments + part.arguments, last.call_id, last.name)
             deltas.append(delta)
-        return ParsedDelta(said.text, said.reasoning, tuple(deltas))
+        return ParsedDelta(parsed.text, parsed.reasoning, tuple(deltas))
 
     def _begin_call(self, name: str) -> None:
         self._names.append(name)

@@ -1,4 +1,4 @@
-"""The reply service: one engine request in, text events of its candidates out."""
+"""The reply service: submits an engine request and yields parsed text events of its candidates."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import Beams, CandidateDone, Failed, Finished, Started, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
 
-# Rendering and tokenising this much text takes about a millisecond; longer prompts leave the event loop alone.
+# Rendering and tokenising this much text takes about a millisecond; longer prompts are assembled on a thread.
 _INLINE_CHARS = 4_000
-_CHARS_PER_MESSAGE = 40  # what a template takes for an empty one, in characters' worth
+_CHARS_PER_MESSAGE = 40  # the rendering cost of an empty message, in characters
 _INLINE_FUNCTIONS = 2
 _ABORT_TIMEOUT_S = 5.0
 
 
 class ReplyFailedError(ChatcacheError):
-    """The engine ended the request in an error; fields as the engine gave them."""
+    """The engine ended the request in an error; the fields are those of the engine's event."""
 
     def __init__(self, event: Failed) -> None:
         super().__init__(event.message, param=event.param, code=event.code)
@@ -59,19 +59,19 @@ class ReplyFailedError(ChatcacheError):
 
 
 def num_candidates(params: Params) -> int:
-    """How many candidates a request returns."""
+    """Return how many candidates a request returns."""
     if isinstance(params, SamplingParams):
         return params.n
     return params.n if params.n is not None else params.beam_width
 
 
 def is_ranked(params: Params) -> bool:
-    """Whether candidates come best first, with a score that means something."""
+    """Check whether candidates are returned best first, with a meaningful score."""
     return isinstance(params, BeamSearchParams) or params.distinct or (params.best_of or 0) > params.n
 
 
 class ChatService:
-    """Prompts and replies over an engine, wherever it runs."""
+    """Assembles stateless prompts and submits requests to an engine, in this process or another."""
 
     def __init__(
         self,
@@ -91,9 +91,9 @@ class ChatService:
         self._live: dict[str, tuple[str, GenerateRequest]] = {}  # by request id, with the owner
 
     async def prompt(self, messages: Sequence[Message], namespace: str, functions: Sequence[Function] = ()) -> Prompt:
-        """Assemble a stateless chat's prompt; replies of this server in it keep the ids they had.
+        """Assemble a stateless chat's prompt; replies of this server in it keep their token ids.
 
-        Raises: InvalidRequestError for the output of a call that was not made, or what the template refuses.
+        Raises: InvalidRequestError for the result of an unknown call, or messages that the template rejects.
         """
         messages = link_tool_results(messages, "messages")
 
@@ -126,12 +126,12 @@ class ChatService:
         thinks: bool = True,
         owner: str | None = None,
     ) -> Reply:
-        """Submit; the reply must then be read to its end or closed. `owner`: of the tenant (None: the tenant itself).
+        """Submit a request; the reply must then be read to its end or closed.
 
-        `rendering` is the prompt's text when it came from the chat template; it lets later turns recall this reply, and
-        reasoning (unless it `thinks` none) and calls of `functions` (None: of none) are then told apart. `prefix`: the
-        beginning of the reply, which ends the prompt.
-        Raises: what `EngineClient.submit` raises.
+        `rendering`: the prompt's text if it came from the chat template. It lets later turns recall this reply;
+        reasoning (unless `thinks` is False) and calls of `functions` (None: none) are then parsed. `prefix`: the
+        beginning of the reply, which ends the prompt. `owner`: None for the namespace's tenant. Raises: the errors of
+        `EngineClient.submit`.
         """
         await self.engine.submit(request)
         self._live[request.request_id] = request.namespace if owner is None else owner, request
@@ -142,33 +142,33 @@ class ChatService:
         return Reply(self, request, rendering, prefix, context)
 
     def live_requests_of(self, owner: str) -> dict[str, str]:
-        """Requests of an owner that are being answered, each with its conversation ("" for none)."""
+        """Return the running requests of an owner, each with its conversation ("" for none)."""
         return {name: request.conversation_id for name, (whose, request) in self._live.items() if whose == owner}
 
     @property
     def num_live(self) -> int:
-        """Requests that are being answered."""
+        """The number of running requests."""
         return len(self._live)
 
     async def abort_live(self) -> None:
-        """End every request that is being answered."""
+        """Abort every running request."""
         for request_id in list(self._live):
             await self.engine.abort(request_id)
 
     def discard(self, request: GenerateRequest) -> None:
-        """A reply is over."""
+        """Remove a finished request from the running ones."""
         self._live.pop(request.request_id, None)
 
     def remember(self, request: GenerateRequest, rendering: str, candidate: Candidate) -> None:
-        """Keep a finished candidate for clients that will resend it as text."""
+        """Memorise a finished candidate for clients that will resend it as text."""
         ids = (*candidate.prompt, *candidate.stored_ids)
         self.token_memo.remember(request.namespace, rendering, candidate.reply_key, ids, candidate.raw)
 
 
 class ReplyObserver(Protocol):
-    """Told of each reply that it started, and that it is over, however it ended: not `is_whole` if it was cut short.
+    """Receives the start and the end of each reply. `is_whole` is False for a reply that was cut short.
 
-    What is not told that it started is told its end.
+    `on_ended` is called exactly once, also for a reply that never started.
     """
 
     def on_started(self, reply: Reply) -> None: ...
@@ -177,10 +177,10 @@ class ReplyObserver(Protocol):
 
 
 class Reply:
-    """One accepted request while it is answered. An async context manager: leaving it early aborts the request.
+    """One accepted request in progress. An async context manager: leaving it early aborts the request.
 
-    `is_read`: candidates may have parts beside their text. `num_computed_prompt_tokens`: those that the cache lacked;
-    of one that was cut short before its first token, all that may have been computed.
+    `is_parsed`: candidates may have parts other than text. `num_computed_prompt_tokens`: prompt tokens that the cache
+    lacked; for a reply cut short before its first token, all that may have been computed.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Reply:
         await self.close()
 
     async def events(self) -> AsyncIterator[ReplyEvent]:
-        """Yield until `ReplyFinished`. Raises: ReplyFailedError."""
+        """Yield events until `ReplyFinished`. Raises: ReplyFailedError."""
         beams = BeamReader(self._service.tokenizer.token_bytes)
         async for event in self._service.engine.events(self.request.request_id):
             if isinstance(event, Tokens):
@@ -274,19 +274,19 @@ class Reply:
         await self._service.engine.abort(self.request.request_id)
 
     async def drop(self, index: int) -> None:
-        """Ask the engine to end one candidate; its `ReplyDone` says "cancelled". The last one: as `cancel`.
+        """Ask the engine to end one candidate with finish reason "cancelled"; the last one: as `cancel`.
 
-        Raises: what `EngineClient.drop` raises.
+        Raises: the errors of `EngineClient.drop`.
         """
         await self._service.engine.drop(self.request.request_id, index)
 
     async def close(self) -> None:
-        """Abort unless already ended. Safe to call twice, and while being cancelled."""
+        """Abort the request unless it has ended. Safe to call twice, and during cancellation."""
         if self.ended:
             return
-        if not self._has_started:  # the engine may be about to say the first token
+        if not self._has_started:  # the engine may be about to emit the first token
             self.num_computed_prompt_tokens = len(self.request.prompt)
-        # A reader that was slow has not seen all that was computed for it.
+        # A slow reader has not received all tokens that were computed.
         self.num_tokens = max(self.num_tokens, self._service.engine.num_told(self.request.request_id))
         self._end()
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + _ABORT_TIMEOUT_S):
