@@ -19,35 +19,6 @@ from chatcache.errors import InvalidRequestError
 
 MAX_NAME_CHARS = 64
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-
-
-def owner_name(tenant: str, user: str = "") -> str:
-    """Return the owner name of a user's conversations, or of the tenant's own without a user.
-
-    Raises: InvalidRequestError for a name that is not allowed.
-    """
-    check_name(tenant, "tenant")
-    if not user:
-        return tenant
-    return f"{tenant}/{check_name(user, 'user')}"
-
-
-def namespace_of(owner: str) -> str:
-    """Return the tenant of an owner. Users of one tenant share KV pages, and nothing else."""
-    return owner.partition("/")[0]
-
-
-def check_name(name: str, param: str) -> str:
-    """Return `name` if it is 1 to 64 letters, digits, `_`, `.` or `-`.
-
-    Raises: InvalidRequestError naming `param`.
-    """
-    if not _NAME.fullmatch(name):
-        message = f"{param} must be 1 to {MAX_NAME_CHARS} letters, digits, '_', '.' or '-', got {name!r}"
-        raise InvalidRequestError(message, param=param)
-    return name
-
-
 MAX_LIMIT = 2**53
 USAGE_RETENTION_DAYS = 8
 DAY_S = 86_400
@@ -117,6 +88,33 @@ class KeyStore(Protocol):
     async def usage(self, day: int) -> Mapping[str, int]:
         """Return the tokens per key id of all keys that used any on that day."""
         ...
+
+
+def owner_name(tenant: str, user: str = "") -> str:
+    """Return the owner name of a user's conversations, or of the tenant's own without a user.
+
+    Raises: InvalidRequestError for a name that is not allowed.
+    """
+    check_name(tenant, "tenant")
+    if not user:
+        return tenant
+    return f"{tenant}/{check_name(user, 'user')}"
+
+
+def namespace_of(owner: str) -> str:
+    """Return the tenant of an owner. Users of one tenant share KV pages, and nothing else."""
+    return owner.partition("/")[0]
+
+
+def check_name(name: str, param: str) -> str:
+    """Return `name` if it is 1 to 64 letters, digits, `_`, `.` or `-`.
+
+    Raises: InvalidRequestError naming `param`.
+    """
+    if not _NAME.fullmatch(name):
+        message = f"{param} must be 1 to {MAX_NAME_CHARS} letters, digits, '_', '.' or '-', got {name!r}"
+        raise InvalidRequestError(message, param=param)
+    return name
 
 
 def new_key(

@@ -35,6 +35,8 @@ from chatcache.tokenizer.reply_format import ReplyFormat
 from chatcache.tokenizer.tokenizer import Tokenizer
 
 _MAX_BYTES_OF_CHARACTER = 4
+ROOT = "root"
+_NOTHING_TO_FORK = "fork_at needs a message to fork: previous_item_id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,99 +71,6 @@ class ReplyPrefix:
             created_at=time.time(),
             parts=self.parts,
         )
-
-
-def cut_reply(
-    context: ReplyContext, tree: ConversationTree, item: Item, num_tokens: int, fork_with: int | None = None
-) -> ReplyPrefix:
-    """Return the first `num_tokens` of a stored reply, in whole characters, optionally followed by `fork_with`.
-
-    Raises: InvalidRequestError naming `fork_at` or `fork_with`.
-    """
-    turn, prompt = require_generated(tree, item, "fork_at")
-    check_fork_at(num_tokens, len(item.token_ids))
-    ids = fork_token_ids(context, item.token_ids[:num_tokens], fork_with)
-    first_ids = item.token_ids[: num_tokens or None]
-    _, hidden = drop_partial_character(context, prompt, first_ids, skip_special_tokens=True)
-    skips = (item.parts.raw or item.text).startswith(hidden)  # else it was generated with special tokens visible
-    call_ids = [call.call_id for call in item.parts.tool_calls]
-    return build_prefix(context, turn, item.index, prompt, ids, call_ids, skips=skips, is_exact=fork_with is not None)
-
-
-def build_prefix(
-    context: ReplyContext,
-    turn: Turn,
-    index: int,
-    prompt: tuple[int, ...],
-    ids: tuple[int, ...],
-    call_ids: Sequence[str],
-    *,
-    skips: bool,
-    is_exact: bool,
-) -> ReplyPrefix:
-    """Parse the first tokens of a reply; an incomplete last character is dropped unless `is_exact`.
-
-    `skips`: special tokens are not part of the text. `call_ids`: ids already assigned to its calls.
-    """
-    whole, text = drop_partial_character(context, prompt, ids, skip_special_tokens=skips)
-    parser = context.new_parser(prompt, call_ids)
-    parser.push(text)
-    parser.finish()
-    num_open = len(ids) - len(whole) if is_exact else 0
-    kept = ids if is_exact else whole
-    return ReplyPrefix(turn, index, prompt, kept, text, parser.text, parser.parts(text), num_open)
-
-
-def fork_token_ids(context: ReplyContext, ids: tuple[int, ...], fork_with: int | None) -> tuple[int, ...]:
-    """Return the tokens that a fork begins with. Raises: InvalidRequestError for an invalid or ending `fork_with`."""
-    if fork_with is None:
-        return ids
-    num_ids = context.tokenizer.vocab_size
-    if not 0 <= fork_with < num_ids:
-        raise InvalidRequestError(f"fork_with must be a token id between 0 and {num_ids - 1}", param="fork_with")
-    if fork_with in context.tokenizer.eos_token_ids:
-        raise InvalidRequestError("fork_with: that token ends the reply, so nothing can follow it", param="fork_with")
-    return (*ids, fork_with)
-
-
-def require_generated(tree: ConversationTree, item: Item, param: str) -> tuple[Turn, tuple[int, ...]]:
-    """Return the response that generated a message and the exact prompt that it was generated from.
-
-    Raises: InvalidRequestError naming `param` where the prompt or the message's tokens are not known.
-    """
-    turn, sequence = tree.turn_of(item), tree.token_sequence(item)
-    if turn is None or not item.token_ids or not sequence:
-        raise InvalidRequestError(f"{param} is for messages that this server generated", param=param)
-    return turn, sequence[: -len(item.token_ids)]
-
-
-def check_fork_at(fork_at: int, num_tokens: int) -> None:
-    """Raise InvalidRequestError unless a reply of `num_tokens` has a token `fork_at`."""
-    if fork_at > num_tokens:
-        raise InvalidRequestError(
-            f"fork_at must be at most {num_tokens}, the message's tokens, got {fork_at}", param="fork_at"
-        )
-
-
-def drop_partial_character(
-    context: ReplyContext, prompt: Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool
-) -> tuple[tuple[int, ...], str]:
-    """Drop last tokens that begin an incomplete character; return the remaining tokens and their text."""
-
-    def decode(first_ids: Sequence[int]) -> str:
-        stream = context.text_stream(prompt, skip_special_tokens=skip_special_tokens)
-        return stream.push(first_ids) + stream.finish()
-
-    for num_dropped in range(min(_MAX_BYTES_OF_CHARACTER, len(ids))):
-        kept = tuple(ids[: len(ids) - num_dropped])
-        text = decode(kept)
-        if not text.endswith("\ufffd"):
-            return kept, text
-    return tuple(ids), decode(ids)
-
-
-ROOT = "root"
-_NOTHING_TO_FORK = "fork_at needs a message to fork: previous_item_id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +175,95 @@ class ContinuationResolver:
             if param is not None:
                 raise NotFoundError(f"no message {member!r}", param=param) from None
             raise _no_response(member) from None
+
+
+def cut_reply(
+    context: ReplyContext, tree: ConversationTree, item: Item, num_tokens: int, fork_with: int | None = None
+) -> ReplyPrefix:
+    """Return the first `num_tokens` of a stored reply, in whole characters, optionally followed by `fork_with`.
+
+    Raises: InvalidRequestError naming `fork_at` or `fork_with`.
+    """
+    turn, prompt = require_generated(tree, item, "fork_at")
+    check_fork_at(num_tokens, len(item.token_ids))
+    ids = fork_token_ids(context, item.token_ids[:num_tokens], fork_with)
+    first_ids = item.token_ids[: num_tokens or None]
+    _, hidden = drop_partial_character(context, prompt, first_ids, skip_special_tokens=True)
+    skips = (item.parts.raw or item.text).startswith(hidden)  # else it was generated with special tokens visible
+    call_ids = [call.call_id for call in item.parts.tool_calls]
+    return build_prefix(context, turn, item.index, prompt, ids, call_ids, skips=skips, is_exact=fork_with is not None)
+
+
+def build_prefix(
+    context: ReplyContext,
+    turn: Turn,
+    index: int,
+    prompt: tuple[int, ...],
+    ids: tuple[int, ...],
+    call_ids: Sequence[str],
+    *,
+    skips: bool,
+    is_exact: bool,
+) -> ReplyPrefix:
+    """Parse the first tokens of a reply; an incomplete last character is dropped unless `is_exact`.
+
+    `skips`: special tokens are not part of the text. `call_ids`: ids already assigned to its calls.
+    """
+    whole, text = drop_partial_character(context, prompt, ids, skip_special_tokens=skips)
+    parser = context.new_parser(prompt, call_ids)
+    parser.push(text)
+    parser.finish()
+    num_open = len(ids) - len(whole) if is_exact else 0
+    kept = ids if is_exact else whole
+    return ReplyPrefix(turn, index, prompt, kept, text, parser.text, parser.parts(text), num_open)
+
+
+def fork_token_ids(context: ReplyContext, ids: tuple[int, ...], fork_with: int | None) -> tuple[int, ...]:
+    """Return the tokens that a fork begins with. Raises: InvalidRequestError for an invalid or ending `fork_with`."""
+    if fork_with is None:
+        return ids
+    num_ids = context.tokenizer.vocab_size
+    if not 0 <= fork_with < num_ids:
+        raise InvalidRequestError(f"fork_with must be a token id between 0 and {num_ids - 1}", param="fork_with")
+    if fork_with in context.tokenizer.eos_token_ids:
+        raise InvalidRequestError("fork_with: that token ends the reply, so nothing can follow it", param="fork_with")
+    return (*ids, fork_with)
+
+
+def require_generated(tree: ConversationTree, item: Item, param: str) -> tuple[Turn, tuple[int, ...]]:
+    """Return the response that generated a message and the exact prompt that it was generated from.
+
+    Raises: InvalidRequestError naming `param` where the prompt or the message's tokens are not known.
+    """
+    turn, sequence = tree.turn_of(item), tree.token_sequence(item)
+    if turn is None or not item.token_ids or not sequence:
+        raise InvalidRequestError(f"{param} is for messages that this server generated", param=param)
+    return turn, sequence[: -len(item.token_ids)]
+
+
+def check_fork_at(fork_at: int, num_tokens: int) -> None:
+    """Raise InvalidRequestError unless a reply of `num_tokens` has a token `fork_at`."""
+    if fork_at > num_tokens:
+        raise InvalidRequestError(
+            f"fork_at must be at most {num_tokens}, the message's tokens, got {fork_at}", param="fork_at"
+        )
+
+
+def drop_partial_character(
+    context: ReplyContext, prompt: Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool
+) -> tuple[tuple[int, ...], str]:
+    """Drop last tokens that begin an incomplete character; return the remaining tokens and their text."""
+
+    def decode(first_ids: Sequence[int]) -> str:
+        stream = context.text_stream(prompt, skip_special_tokens=skip_special_tokens)
+        return stream.push(first_ids) + stream.finish()
+
+    for num_dropped in range(min(_MAX_BYTES_OF_CHARACTER, len(ids))):
+        kept = tuple(ids[: len(ids) - num_dropped])
+        text = decode(kept)
+        if not text.endswith("\ufffd"):
+            return kept, text
+    return tuple(ids), decode(ids)
 
 
 def _no_response(response_id: str) -> NotFoundError:

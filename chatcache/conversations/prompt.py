@@ -34,6 +34,11 @@ from chatcache.tokenizer.chat_template import TOKEN_BREAK, RawJson, parse_argume
 MAX_PROMPT_CHARS = 8 << 20  # for any model
 ALWAYS_TOKENISED_CHARS = 64 << 10  # always tokenised, so that the error can state the number of tokens
 _MAX_CHARS_PER_NORMALISED = 4  # characters that a tokenizer may normalise to one
+MAX_LOOKBACK = 8
+MAX_RENDERED_CHARS = 2_000_000  # bound on the renderings made to find the message of a divergence
+NO_VARIABLES: Mapping[str, Any] = {}
+TOOL = "tool"
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 @dataclass(slots=True)
@@ -60,11 +65,6 @@ class PromptLimits:
             if not self.max_model_len:
                 limit = f"no prompt may have more than {self.max_chars}"
             raise ContextLengthError(f"the prompt has {num_chars} characters; {limit}", param="prompt")
-
-
-MAX_LOOKBACK = 8
-MAX_RENDERED_CHARS = 2_000_000  # bound on the renderings made to find the message of a divergence
-NO_VARIABLES: Mapping[str, Any] = {}
 
 
 class Message(TypedDict):
@@ -127,6 +127,32 @@ class Prompt:
     is_append_only: bool = True
     num_public_tokens: int = 0
     divergence: Divergence | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function declared to the model. `parameters`: JSON schema of the arguments; `strict`: enforce the schema."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None
+    strict: bool = False
+
+    def to_template(self) -> dict[str, Any]:
+        """Return the form that chat templates expect."""
+        described = {"description": self.description} if self.description is not None else {}
+        parameters = self.parameters if self.parameters is not None else _NO_PARAMETERS
+        return {"type": "function", "function": {"name": self.name, **described, "parameters": parameters}}
+
+    def to_echo(self) -> dict[str, Any]:
+        """Return the flat form of the response object, stored in `Turn.echo["tools"]`."""
+        return {
+            "type": "function",
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+            "strict": self.strict,
+        }
 
 
 def no_known_reply(index: int, head: str, message: Message) -> Known | None:
@@ -234,9 +260,6 @@ def _num_common(one: Sequence[object], other: Sequence[object]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-TOOL = "tool"
-
-
 def assistant_message(text: str, reasoning: str = "", calls: Sequence[ToolCall] = ()) -> Message:
     message = Message(role="assistant", content=text)
     if reasoning:
@@ -307,35 +330,6 @@ def _call(call: dict[str, Any]) -> ToolCall:
     arguments = call["function"]["arguments"]
     source = arguments.source if isinstance(arguments, RawJson) else arguments
     return ToolCall(call["id"], call["function"]["name"], source)
-
-
-_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
-
-
-@dataclass(frozen=True, slots=True)
-class Function:
-    """A function declared to the model. `parameters`: JSON schema of the arguments; `strict`: enforce the schema."""
-
-    name: str
-    description: str | None = None
-    parameters: Mapping[str, Any] | None = None
-    strict: bool = False
-
-    def to_template(self) -> dict[str, Any]:
-        """Return the form that chat templates expect."""
-        described = {"description": self.description} if self.description is not None else {}
-        parameters = self.parameters if self.parameters is not None else _NO_PARAMETERS
-        return {"type": "function", "function": {"name": self.name, **described, "parameters": parameters}}
-
-    def to_echo(self) -> dict[str, Any]:
-        """Return the flat form of the response object, stored in `Turn.echo["tools"]`."""
-        return {
-            "type": "function",
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.parameters,
-            "strict": self.strict,
-        }
 
 
 def template_variables(functions: Sequence[Function]) -> dict[str, Any]:

@@ -95,7 +95,10 @@ class SearchQuery:
         return cls((*dict.fromkeys(kept[:-1]), *kept[-1:]))
 
     def find(self, text: str) -> TextMatch | None:
-        """Return where `text` contains the words, or None unless it has them all. A query without words finds nothing."""
+        """Return where `text` contains the words, or None unless it has them all.
+
+        A query without words finds nothing.
+        """
         if not self.phrases:
             return None
         found = tuple(iter_words(text))

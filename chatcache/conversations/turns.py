@@ -59,44 +59,8 @@ from chatcache.types.events import FINISH_STOP
 from chatcache.types.stats import PackedPrompt
 
 _TITLE_CHARS = 60
-
-
-def output_item(turn: Turn, item_id: str, done: ReplyDone, created_at: float) -> Item:
-    """Return the stored form of a finished candidate."""
-    status = COMPLETED if done.finish_reason == FINISH_STOP else INCOMPLETE
-    return Item(
-        id=item_id,
-        parent_id=turn.parent_id,
-        role="assistant",
-        text=done.text,
-        token_ids=done.stored_ids,
-        response_id=turn.id,
-        index=done.index,
-        status=status,
-        finish_reason=done.finish_reason,
-        created_at=created_at,
-        parts=done.parts,
-    )
-
-
-def input_items(messages: Sequence[Message], parent_id: str | None, now: float) -> tuple[Item, ...]:
-    """Return client messages as items, each the child of the one before it."""
-    items: list[Item] = []
-    for message in messages:
-        parts = parts_from_message(message)
-        item = Item(new_id("msg"), parent_id, message["role"], message["content"], created_at=now, parts=parts)
-        items.append(item)
-        parent_id = item.id
-    return tuple(items)
-
-
-def title_of(messages: Sequence[Message]) -> str | None:
-    """Return a title: the first line that a user wrote, cut between words."""
-    for message in messages:
-        line = message["content"].strip().split("\n", 1)[0].strip()
-        if message["role"] == "user" and line:
-            return line if len(line) <= _TITLE_CHARS else line[:_TITLE_CHARS].rsplit(" ", 1)[0] + "…"
-    return None
+MAX_CACHED_BYTES = 32 * 1024 * 1024
+_EMPTY_PROMPT = Prompt("", ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,8 +296,49 @@ class TurnService:
         return replace(prompt, num_public_tokens=num_public)
 
 
+def output_item(turn: Turn, item_id: str, done: ReplyDone, created_at: float) -> Item:
+    """Return the stored form of a finished candidate."""
+    status = COMPLETED if done.finish_reason == FINISH_STOP else INCOMPLETE
+    return Item(
+        id=item_id,
+        parent_id=turn.parent_id,
+        role="assistant",
+        text=done.text,
+        token_ids=done.stored_ids,
+        response_id=turn.id,
+        index=done.index,
+        status=status,
+        finish_reason=done.finish_reason,
+        created_at=created_at,
+        parts=done.parts,
+    )
+
+
+def input_items(messages: Sequence[Message], parent_id: str | None, now: float) -> tuple[Item, ...]:
+    """Return client messages as items, each the child of the one before it."""
+    items: list[Item] = []
+    for message in messages:
+        parts = parts_from_message(message)
+        item = Item(new_id("msg"), parent_id, message["role"], message["content"], created_at=now, parts=parts)
+        items.append(item)
+        parent_id = item.id
+    return tuple(items)
+
+
+def title_of(messages: Sequence[Message]) -> str | None:
+    """Return a title: the first line that a user wrote, cut between words."""
+    for message in messages:
+        line = message["content"].strip().split("\n", 1)[0].strip()
+        if message["role"] == "user" and line:
+            return line if len(line) <= _TITLE_CHARS else line[:_TITLE_CHARS].rsplit(" ", 1)[0] + "…"
+    return None
+
+
 def _messages(request: TurnRequest, point: ContinuationPoint) -> tuple[Message, ...]:
-    """Return instructions, history and input. Raises: InvalidRequestError for the result of a call that was not made."""
+    """Return instructions, history and input.
+
+    Raises: InvalidRequestError for the result of a call that was not made.
+    """
     system = () if request.instructions is None else (Message(role="system", content=request.instructions),)
     old = (*system, *(message_from_item(item) for item in point.path))
     return tuple(link_tool_results((*old, *request.input), "input", num_old=len(old)))
@@ -412,11 +417,6 @@ async def add_messages(
         owner, conversation_id, items, active_leaf=items[-1].id, title=title_of(messages), expected_rev=expected_rev
     )
     return conversation, items
-
-
-MAX_CACHED_BYTES = 32 * 1024 * 1024
-
-_EMPTY_PROMPT = Prompt("", ())
 
 
 class ConversationPrompts:

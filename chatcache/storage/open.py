@@ -1,4 +1,4 @@
-"""Which store a server's settings ask for."""
+"""Selection of the store that the server configuration names."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from chatcache.storage.sqlite_writer import SqliteWriter
 
 
 def open_store(config: ServerConfig) -> ConversationStore:
-    """The Redis server of `config.redis`, if it names one, else the SQLite file `config.db`.
+    """Open the Redis server of `config.redis` if set, else the SQLite file `config.db`.
 
-    Raises: StoreUnusableError saying what is wrong with it.
+    Raises: StoreUnusableError with the reason.
     """
     if not config.redis:
         return SqliteStore(config.db)
-    from chatcache.storage.redis import RedisStore  # redis-py, which a file does not need
+    from chatcache.storage.redis import RedisStore  # imported here because a SQLite store does not need redis-py
 
     return RedisStore(config.redis)
 
 
 @asynccontextmanager
 async def open_keys(config: ServerConfig) -> AsyncIterator[KeyStore]:
-    """The keys alone, beside a server that may be running there: nothing of what it does is touched.
+    """Open only the API keys, while a server may be running on the same store.
 
     Raises: StoreUnusableError.
     """
@@ -38,11 +38,11 @@ async def open_keys(config: ServerConfig) -> AsyncIterator[KeyStore]:
         from chatcache.storage.redis import RedisKeys, check_layout
         from chatcache.storage.redis_client import SLOW_TIMEOUT_S, RedisConnection
 
-        link = RedisConnection(config.redis, check_layout, timeout_s=SLOW_TIMEOUT_S)  # nobody else waits for it
+        connection = RedisConnection(config.redis, check_layout, timeout_s=SLOW_TIMEOUT_S)
         try:
-            yield RedisKeys(link)
+            yield RedisKeys(connection)
         finally:
-            await link.close()
+            await connection.close()
         return
     path = Path(config.db)
     try:

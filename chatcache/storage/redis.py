@@ -1,18 +1,8 @@
-"""Conversations in one Redis server, by MULTI under WATCH: no scripts, and nothing that an administrator must allow.
+"""The Redis store, on MULTI under WATCH: no scripts and no administrative commands.
 
-A change watches the head of its conversation, which every change rewrites, so two of them never mix. Several gateways
-may share a server. `redis_rows.py` has the layout.
-
-Reading conversations from Redis: heads, trees, lists. Through a client, or a pipe that watches.
-
-Pieces of a change in Redis: what must hold before it, and what it queues.
-
-Searching conversations in Redis: by their words those that may match, then by what they say.
-
-Finds what the SQLite index finds. It walks the owner's conversations, newest first, until it has enough: a rare word
-costs a look at the words of each. What changes while it walks may be seen as it was, or as it is.
-
-Keys on a Redis server: a hash of them, a number that every change makes greater, a hash of tokens to a day.
+Every change watches and rewrites the head of its conversation, so that two changes never mix, and several gateways may
+share a server. `redis_layout` has the keys. A search walks the owner's conversations, newest first, until it has enough
+hits: it selects candidates by their words and reads their messages.
 """
 
 from __future__ import annotations
@@ -91,335 +81,23 @@ from chatcache.storage.redis_layout import (
 
 Reader = Any
 Result = TypeVar("Result")
-
 _READ_CHUNK = 128
 _INLINE_BYTES = 16_384
-
-
-async def read_head(reader: Reader, owner: str, conversation_id: str, expected_rev: int | None = None) -> Head:
-    """Raises: NotFoundError, StaleRevisionError."""
-    found = unpack_head(data) if (data := await reader.get(head_key(conversation_id))) is not None else None
-    if found is None or found.conversation.owner != owner:
-        raise NotFoundError(f"no conversation {conversation_id!r}", param="conversation")
-    if expected_rev is not None and expected_rev != found.conversation.rev:
-        raise StaleRevisionError(found.conversation, expected_rev)
-    return found
-
-
-async def run_computation(num_bytes: int, work: Callable[[], Result]) -> Result:
-    """Work on so many bytes; much of it leaves the event loop alone."""
-    return work() if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
-
-
-async def read_items(reader: Reader, conversation_id: str) -> list[PositionedItem]:
-    """Messages in the order they came."""
-    values = await reader.hvals(items_key(conversation_id))
-    return await run_computation(sum(map(len, values)), lambda: sort_items(values))
-
-
-def sort_items(values: Sequence[bytes]) -> list[PositionedItem]:
-    return sorted(map(unpack_item, values), key=lambda each: each.position)
-
-
-async def read_tree(client: Reader, owner: str, conversation_id: str) -> ConversationTree:
-    """All of it as it was at one moment: every change rewrites the head. Raises: NotFoundError."""
-    while True:  # no MULTI, which a server that is full refuses even for reading
-        async with client.pipeline(transaction=False) as pipe:
-            pipe.get(head_key(conversation_id))
-            pipe.hvals(items_key(conversation_id))
-            pipe.hvals(turns_key(conversation_id))
-            pipe.get(head_key(conversation_id))
-            data, items, turns, data_after = await pipe.execute()
-        if data == data_after:
-            break
-    found = unpack_head(data).conversation if data is not None else None
-    if found is None or found.owner != owner:
-        raise NotFoundError(f"no conversation {conversation_id!r}", param="conversation")
-
-    def grown() -> ConversationTree:
-        by_id = sorted(map(unpack_turn, turns), key=lambda turn: turn.id)
-        return ConversationTree(found, [each.item for each in sort_items(items)], by_id)
-
-    return await run_computation(sum(map(len, (*items, *turns))), grown)
-
-
-async def find_conversation_of(client: Reader, owner: str, member_id: str) -> str:
-    """The conversation of a message or response. Raises: NotFoundError."""
-    found = await client.get(member_key(member_id))
-    data = await client.get(head_key(found.decode())) if found is not None else None
-    if data is None or unpack_head(data).conversation.owner != owner:
-        raise NotFoundError(f"no response or message {member_id!r}")
-    name: str = found.decode()
-    return name
-
-
-async def read_ids(client: Reader, owner: str, limit: int, after: str | None) -> Sequence[str]:
-    low = f"({after}" if after else "-"
-    found = await client.zrangebylex(ids_key(owner), low, "+", start=0, num=limit)
-    return tuple(each.decode() for each in found)
-
-
-async def read_owners(client: Reader) -> Sequence[str]:
-    """Whoever has a conversation, in order."""
-    found = {key.decode() async for key in client.scan_iter(match=f"{IDS_PREFIX}*", count=1000)}
-    return sorted(owner_from_ids_key(key) for key in found)
-
-
-async def list_heads(client: Reader, owner: str, limit: int, after: str | None) -> Sequence[Conversation]:
-    found: list[Conversation] = []
-    async for heads in iter_conversations(client, owner, after, limit):
-        found += heads
-        if len(found) >= limit:
-            break
-    return tuple(found[:limit])
-
-
-async def iter_conversations(
-    client: Reader, owner: str, after: str | None, chunk: int = _READ_CHUNK
-) -> AsyncIterator[list[Conversation]]:
-    """An owner's conversations by `updated_at`, newest first, behind a place in the list. Raises: NotFoundError.
-
-    Each as old as the list says, whatever became of it since: so its cursor leads on from this place.
-    """
-    place = await _place(client, owner, after)
-    while True:
-        entries = await _entries(client, owner, place, chunk)
-        if not entries:
-            return
-        place = entries[-1]
-        heads = await client.mget([head_key(name) for _, name in entries])
-        found = zip(entries, heads, strict=True)
-        yield [replace(unpack_head(data).conversation, updated_at=at) for (at, _), data in found if data is not None]
-
-
-async def _place(client: Reader, owner: str, after: str | None) -> tuple[float, str] | None:
-    if after is None:
-        return None
-    place = decode_cursor(after)
-    if place is None:
-        found = (await read_head(client, owner, after)).conversation
-        return found.updated_at, found.id
-    return place
-
-
-async def _entries(client: Reader, owner: str, place: tuple[float, str] | None, limit: int) -> list[tuple[float, str]]:
-    """The next of the list: when it changed, and its id. Those of one moment are there by id, the last first."""
-    found: list[tuple[float, str]] = []
-    highest, skip = ("+inf" if place is None else repr(place[0])), 0
-    while len(found) < limit:
-        part = await client.zrevrangebyscore(
-            list_key(owner), highest, "-inf", start=skip, num=limit + 1, withscores=True
-        )
-        entries = [(score, name.decode()) for name, score in part]
-        found += [entry for entry in entries if place is None or entry < place]
-        if len(part) <= limit:
-            break
-        skip += len(part)
-    return found[:limit]
-
-
 Member = TypeVar("Member", Item, Turn)
 Names = Sequence[str | bytes]
-
-
-def watched_keys(owner: str, claim: Claim | None) -> Sequence[str]:
-    return () if claim is None else (claim_key(owner, claim.key),)
-
-
-async def require_free(pipe: Pipe, owner: str, claim: Claim | None) -> None:
-    """Raises: IdempotencyConflictError."""
-    present = await pipe.get(claim_key(owner, claim.key)) if claim is not None else None
-    if present is not None:
-        raise IdempotencyConflictError(unpack_claim(present))
-
-
-def put_claim(pipe: Pipe, owner: str, claim: Claim | None) -> None:
-    if claim is not None:
-        pipe.set(claim_key(owner, claim.key), pack_claim(claim), ex=CLAIM_TTL_S)
-
-
-async def require_parents(pipe: Pipe, conversation_id: str, items: Sequence[Item]) -> None:
-    """Raises: NotFoundError unless each message comes behind its parent, or that is stored already."""
-    before: set[str] = set()
-    outside: list[str] = []
-    for item in items:
-        if item.parent_id is not None and item.parent_id not in before:
-            outside.append(item.parent_id)
-        before.add(item.id)
-    await require_items(pipe, conversation_id, outside)
-
-
-async def require_items(pipe: Pipe, conversation_id: str, item_ids: Sequence[str]) -> None:
-    found = await pipe.hmget(items_key(conversation_id), list(dict.fromkeys(item_ids))) if item_ids else ()
-    for item_id, data in zip(dict.fromkeys(item_ids), found, strict=True):
-        if data is None:
-            raise NotFoundError(f"conversation {conversation_id!r} has no message {item_id!r}")
-
-
-def member_ids(items: Sequence[Item], turns: Sequence[Turn]) -> list[str]:
-    return [*(item.id for item in items), *(turn.id for turn in turns)]
-
-
-async def find_missing(pipe: Pipe, conversation_id: str, members: Sequence[Member]) -> list[Member]:
-    """Those that the conversation lacks. Raises: NotFoundError for ids of another one."""
-    if not members:
-        return []
-    names = [member.id for member in members]
-    holders = await pipe.mget([member_key(name) for name in names])
-    for name, holder in zip(names, holders, strict=True):
-        if holder is not None and holder.decode() != conversation_id:
-            raise NotFoundError(f"conversation {conversation_id!r} has no {name!r}")
-    return [member for member, holder in zip(members, holders, strict=True) if holder is None]
-
-
-def pack_items(items: Sequence[Item], first: int) -> tuple[dict[str, bytes], str]:
-    """Messages by id as they are stored, from that position on, and their words."""
-    placed = {item.id: pack_item(PositionedItem(first + at, item)) for at, item in enumerate(items)}
-    return placed, index_words(item.text for item in items)
-
-
-def put_index(pipe: Pipe, conversation: Conversation) -> None:
-    pipe.zadd(ids_key(conversation.owner), {conversation.id: 0})
-    pipe.append(words_key(conversation.id), index_words([conversation.title]))
-
-
-async def assign_owner(pipe: Pipe, *, conversation_id: str, owner: str, to: str) -> OwnerAssignment:
-    """Give a conversation another owner, if it is that one's and no response is under way in it."""
-    data = await pipe.get(head_key(conversation_id))
-    head = unpack_head(data) if data is not None else None
-    running = {entry.decode().partition(" ")[2] for entry in await pipe.hvals(RUNNING_KEY)}
-    pipe.multi()
-    if head is None or head.conversation.owner != owner:
-        return OwnerAssignment()
-    if conversation_id in running:
-        return OwnerAssignment(num_busy=1)
-    given = replace(head.conversation, owner=to)
-    pipe.set(head_key(conversation_id), pack_head(Head(given, head.num_positions)))
-    for key_of, score in ((list_key, given.updated_at), (ids_key, 0)):
-        pipe.zrem(key_of(owner), conversation_id)
-        pipe.zadd(key_of(to), {conversation_id: score})
-    return OwnerAssignment(num_conversations=1)
-
-
-def put_title(pipe: Pipe, head: Conversation, changed: Conversation) -> None:
-    if changed.title != head.title:
-        pipe.append(words_key(head.id), index_words([changed.title]))
-
-
-def remove_members(pipe: Pipe, key: str, members: Names) -> None:
-    if members:
-        names = [each.decode() if isinstance(each, bytes) else each for each in members]
-        pipe.hdel(key, *names)
-        pipe.delete(*(member_key(name) for name in names))
-
-
-async def search(client: Any, owner: str, query: SearchQuery, limit: int, after: str | None) -> Sequence[SearchHit]:
-    """The conversations that match, by `updated_at`, newest first."""
-    hits: list[SearchHit] = []
-    if not query.phrases:
-        return ()
-    async for heads in iter_conversations(client, owner, after):
-        if not heads:
-            continue
-        words: list[bytes | None] = await client.mget([words_key(head.id) for head in heads])
-        for head in await asyncio.to_thread(_candidates, heads, words, query):
-            values = await client.hvals(items_key(head.id))
-            hit = await asyncio.to_thread(_hit, head, values, query)
-            if hit is not None:
-                hits.append(hit)
-            if len(hits) == limit:
-                return tuple(hits)
-    return tuple(hits)
-
-
-def _candidates(heads: Sequence[Conversation], words: Sequence[bytes | None], query: SearchQuery) -> list[Conversation]:
-    found = zip(heads, words, strict=True)
-    return [head for head, data in found if data is not None and can_match(query, data.decode())]
-
-
-def _hit(head: Conversation, values: Sequence[bytes], query: SearchQuery) -> SearchHit | None:
-    newest_first = reversed(sort_items(values))
-    best = best_message(((each.item.id, each.item.role, each.item.text) for each in newest_first), query)
-    return make_hit(head, query, best) if best is not None or query.find(head.title) is not None else None
-
-
 _KEY = msgspec.msgpack.Decoder(KeyRecord)
-
-
-class RedisKeys:
-    """`KeyStore` over a link that somebody else closes."""
-
-    def __init__(self, link: RedisConnection) -> None:
-        self._connection = link
-
-    async def create(self, record: KeyRecord) -> None:
-        async def work(client: Client) -> None:
-            async with client.pipeline(transaction=True) as pipe:
-                _put(pipe, record)
-                await pipe.execute()
-
-        await self._connection.run(work)
-
-    async def list(self) -> Sequence[KeyRecord]:
-        found: Mapping[bytes, bytes] = await self._connection.run(lambda client: client.hgetall(API_KEYS_KEY))
-        return sorted(map(_KEY.decode, found.values()), key=lambda record: (record.created_at, record.id))
-
-    async def revoke(self, key_id: str, at: float) -> KeyRecord:
-        async def work(pipe: Pipe) -> KeyRecord:
-            data = await pipe.hget(API_KEYS_KEY, key_id)
-            if data is None:
-                raise NotFoundError(f"no key {key_id!r}", param="id")
-            present = _KEY.decode(data)
-            pipe.multi()
-            if present.revoked_at is not None:
-                return present
-            revoked = replace(present, revoked_at=at)
-            _put(pipe, revoked)
-            return revoked
-
-        return await self._connection.transact((API_KEYS_KEY,), work, order=API_KEYS_KEY)
-
-    async def version(self) -> int:
-        return int(await self._connection.run(lambda client: client.get(API_KEYS_VERSION_KEY)) or 0)
-
-    async def add_usage(self, day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
-        key = usage_key(day)
-
-        async def work(pipe: Pipe) -> None:
-            last = int(await pipe.hget(key, WRITER_PREFIX + writer) or 0)
-            pipe.multi()
-            if last < number:
-                pipe.hset(key, WRITER_PREFIX + writer, number)
-                for key_id, count in tokens.items():
-                    pipe.hincrby(key, key_id, count)
-                pipe.expire(key, USAGE_RETENTION_DAYS * DAY_S)
-
-        await self._connection.transact((key,), work, order=key)
-
-    async def usage(self, day: int) -> Mapping[str, int]:
-        found: Mapping[bytes, bytes] = await self._connection.run(lambda client: client.hgetall(usage_key(day)))
-        counts = {name.decode(): int(count) for name, count in found.items()}
-        return {key_id: count for key_id, count in counts.items() if not key_id.startswith(WRITER_PREFIX)}
-
-
-def _put(pipe: Pipe, record: KeyRecord) -> None:
-    pipe.hset(API_KEYS_KEY, record.id, msgspec.msgpack.encode(record))
-    pipe.incr(API_KEYS_VERSION_KEY)
-
-
 _CHUNK = 1000
 
 
 class RedisStore:
-    """`ConversationStore` on a server. Responses whose gateway has died become incomplete within `lease_s` and a third.
+    """`ConversationStore` on a Redis server.
 
-    A server that is not there yet is waited for. Raises: StoreUnusableError for one that does not let us in, or holds
-    what
-    a newer version wrote.
+    Responses whose gateway died become incomplete within 4/3 of `lease_s`. A server that does not answer yet is waited
+    for. Raises: StoreUnusableError for one that rejects the login or contains the data of a newer version.
     """
 
     def __init__(self, url: str, *, lease_s: float = LEASE_S, timeout_s: float = TIMEOUT_S) -> None:
-        """`timeout_s`: how long the server may be silent before it counts as down, for everybody."""
+        """Configure the store. `timeout_s`: how long the server may be silent before it counts as down."""
         self._connection = RedisConnection(url, check_layout, timeout_s=timeout_s)
         self.keys = RedisKeys(self._connection)
         self._heartbeats = GatewayHeartbeats(self._connection, lease_s)
@@ -439,7 +117,7 @@ class RedisStore:
     ) -> None:
         async def work(pipe: Pipe) -> None:
             if await pipe.exists(head_key(conversation.id)):
-                raise RuntimeError(f"there is a conversation {conversation.id!r} already")
+                raise RuntimeError(f"the conversation {conversation.id!r} exists already")
             await require_free(pipe, conversation.owner, claim)
             await require_parents(pipe, conversation.id, items)
             pipe.multi()
@@ -467,7 +145,7 @@ class RedisStore:
         return await self._read(lambda client: read_ids(client, owner, limit, after))
 
     async def list_owners(self) -> Sequence[str]:
-        """Whoever has a conversation, in order. Reads the names of all keys of the server."""
+        """Return every owner of a conversation, in order. Scans all keys of the server."""
         return await self._read(read_owners)
 
     async def key_records(self) -> Sequence[KeyRecord]:
@@ -532,23 +210,23 @@ class RedisStore:
         return await self._change(conversation_id, work)
 
     async def delete_messages(
-        self, owner: str, conversation_id: str, edit: MessageDeletion, *, expected_rev: int | None = None
+        self, owner: str, conversation_id: str, deletion: MessageDeletion, *, expected_rev: int | None = None
     ) -> Conversation:
         async def work(pipe: Pipe) -> Conversation:
             present = await read_head(pipe, owner, conversation_id, expected_rev)
             placed = await read_items(pipe, conversation_id)
-            changed = replace(head_after_update(present.conversation), active_leaf=edit.active_leaf)
-            moved = {item.id: item for item in edit.items}
-            removed = set(edit.removed_items)
+            changed = replace(head_after_update(present.conversation), active_leaf=deletion.active_leaf)
+            moved = {item.id: item for item in deletion.items}
+            removed = set(deletion.removed_items)
             kept = {each.item.id: each for each in placed if each.item.id not in removed}
             gone = [each.item.id for each in placed if each.item.id in removed]
             pipe.multi()
             remove_members(pipe, items_key(conversation_id), gone)
-            remove_members(pipe, turns_key(conversation_id), edit.removed_turns)
+            remove_members(pipe, turns_key(conversation_id), deletion.removed_turns)
             for position, item in (kept[name] for name in moved if name in kept):
                 now = replace(item, parent_id=moved[item.id].parent_id, token_ids=moved[item.id].token_ids)
                 pipe.hset(items_key(conversation_id), item.id, pack_item(PositionedItem(position, now)))
-            await self._add(pipe, Head(changed, present.num_positions), (), edit.turns)
+            await self._add(pipe, Head(changed, present.num_positions), (), deletion.turns)
             texts = (changed.title, *(each.item.text for each in kept.values()))
             words = await run_computation(sum(map(len, texts)), lambda: index_words(texts))
             pipe.set(words_key(conversation_id), words)
@@ -593,16 +271,16 @@ class RedisStore:
         await self._change(conversation_id, work, is_slow=True)
 
     async def assign_owner(self, owner: str, to: str) -> OwnerAssignment:
-        """One conversation after the other: what is done when this is cut short stays done."""
-        handed, after = OwnerAssignment(), None
+        """Move conversations one by one: those moved before an interruption stay moved."""
+        total, after = OwnerAssignment(), None
         while names := await self.list_ids(owner, _CHUNK, after):
             after = names[-1]
             for name in names:
                 done = await self._change(name, partial(assign_owner, conversation_id=name, owner=owner, to=to))
-                handed = OwnerAssignment(
-                    handed.num_conversations + done.num_conversations, handed.num_busy + done.num_busy
+                total = OwnerAssignment(
+                    total.num_conversations + done.num_conversations, total.num_busy + done.num_busy
                 )
-        return handed
+        return total
 
     async def close(self) -> None:
         await self._heartbeats.close()
@@ -621,7 +299,7 @@ class RedisStore:
         *,
         is_slow: bool = False,
     ) -> Result:
-        """Change one conversation, all or nothing. `turn`: a response that this stores."""
+        """Change one conversation, all or nothing. `turn`: a response that the change stores."""
         self._heartbeats.start()
         self._heartbeats.register(turn)
         key = head_key(conversation_id)
@@ -634,7 +312,7 @@ class RedisStore:
         return result
 
     async def _add(self, pipe: Pipe, head: Head, items: Sequence[Item], turns: Sequence[Turn]) -> None:
-        """Store the head, behind what it had these messages, and these responses."""
+        """Queue the new head, messages after the existing ones, and responses."""
         name, first = head.conversation.id, head.num_positions
         pipe.set(head_key(name), pack_head(Head(head.conversation, first + len(items))))
         pipe.zadd(list_key(head.conversation.owner), {name: head.conversation.updated_at})
@@ -649,10 +327,66 @@ class RedisStore:
             pipe.mset({member_key(each): name for each in member_ids(items, turns)})
 
 
-def check_server(url: str) -> None:
-    """Whether there is a server to keep conversations.
+class RedisKeys:
+    """`KeyStore` on a connection that the caller closes."""
 
-    Raises: StoreUnusableError, StoreUnavailableError; each says why.
+    def __init__(self, link: RedisConnection) -> None:
+        self._connection = link
+
+    async def create(self, record: KeyRecord) -> None:
+        async def work(client: Client) -> None:
+            async with client.pipeline(transaction=True) as pipe:
+                _put(pipe, record)
+                await pipe.execute()
+
+        await self._connection.run(work)
+
+    async def list(self) -> Sequence[KeyRecord]:
+        found: Mapping[bytes, bytes] = await self._connection.run(lambda client: client.hgetall(API_KEYS_KEY))
+        return sorted(map(_KEY.decode, found.values()), key=lambda record: (record.created_at, record.id))
+
+    async def revoke(self, key_id: str, at: float) -> KeyRecord:
+        async def work(pipe: Pipe) -> KeyRecord:
+            data = await pipe.hget(API_KEYS_KEY, key_id)
+            if data is None:
+                raise NotFoundError(f"no key {key_id!r}", param="id")
+            present = _KEY.decode(data)
+            pipe.multi()
+            if present.revoked_at is not None:
+                return present
+            revoked = replace(present, revoked_at=at)
+            _put(pipe, revoked)
+            return revoked
+
+        return await self._connection.transact((API_KEYS_KEY,), work, order=API_KEYS_KEY)
+
+    async def version(self) -> int:
+        return int(await self._connection.run(lambda client: client.get(API_KEYS_VERSION_KEY)) or 0)
+
+    async def add_usage(self, day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
+        key = usage_key(day)
+
+        async def work(pipe: Pipe) -> None:
+            last = int(await pipe.hget(key, WRITER_PREFIX + writer) or 0)
+            pipe.multi()
+            if last < number:
+                pipe.hset(key, WRITER_PREFIX + writer, number)
+                for key_id, count in tokens.items():
+                    pipe.hincrby(key, key_id, count)
+                pipe.expire(key, USAGE_RETENTION_DAYS * DAY_S)
+
+        await self._connection.transact((key,), work, order=key)
+
+    async def usage(self, day: int) -> Mapping[str, int]:
+        found: Mapping[bytes, bytes] = await self._connection.run(lambda client: client.hgetall(usage_key(day)))
+        counts = {name.decode(): int(count) for name, count in found.items()}
+        return {key_id: count for key_id, count in counts.items() if not key_id.startswith(WRITER_PREFIX)}
+
+
+def check_server(url: str) -> None:
+    """Check that the URL names a usable Redis server.
+
+    Raises: StoreUnusableError, StoreUnavailableError, with the reason.
     """
     found = probe_server(url, SCHEMA_KEY)
     if found is not None:
@@ -660,14 +394,267 @@ def check_server(url: str) -> None:
 
 
 async def check_layout(client: Client) -> None:
-    """Leave the version of the layout, or find one. Raises: StoreUnusableError."""
+    """Write the version of the layout, or check the version found. Raises: StoreUnusableError."""
     await client.set(SCHEMA_KEY, VERSION, nx=True)
     _check_version(await client.get(SCHEMA_KEY))
 
 
 def _check_version(found: bytes) -> None:
     if not found.isdigit() or int(found) > VERSION:
-        said = found[:20].decode("ascii", "replace")
+        version = found[:20].decode("ascii", "replace")
         raise StoreUnusableError(
-            f"the Redis server was written by a newer chatcache (layout {said}, this one knows {VERSION})"
+            f"the Redis server was written by a newer chatcache (layout {version}, this one supports {VERSION})"
         )
+
+
+async def read_head(reader: Reader, owner: str, conversation_id: str, expected_rev: int | None = None) -> Head:
+    """Read a conversation's head. Raises: NotFoundError, StaleRevisionError."""
+    found = unpack_head(data) if (data := await reader.get(head_key(conversation_id))) is not None else None
+    if found is None or found.conversation.owner != owner:
+        raise NotFoundError(f"no conversation {conversation_id!r}", param="conversation")
+    if expected_rev is not None and expected_rev != found.conversation.rev:
+        raise StaleRevisionError(found.conversation, expected_rev)
+    return found
+
+
+async def run_computation(num_bytes: int, work: Callable[[], Result]) -> Result:
+    """Run `work`, on a thread if it processes more than `_INLINE_BYTES`."""
+    return work() if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
+
+
+async def read_items(reader: Reader, conversation_id: str) -> list[PositionedItem]:
+    """Read the messages of a conversation in the order in which they were added."""
+    values = await reader.hvals(items_key(conversation_id))
+    return await run_computation(sum(map(len, values)), lambda: sort_items(values))
+
+
+def sort_items(values: Sequence[bytes]) -> list[PositionedItem]:
+    return sorted(map(unpack_item, values), key=lambda each: each.position)
+
+
+async def read_tree(client: Reader, owner: str, conversation_id: str) -> ConversationTree:
+    """Read a whole conversation as it was at one moment. Raises: NotFoundError.
+
+    Every change rewrites the head, so reading the head again shows whether a change came in between.
+    """
+    while True:  # without MULTI, which a full server rejects even for reading
+        async with client.pipeline(transaction=False) as pipe:
+            pipe.get(head_key(conversation_id))
+            pipe.hvals(items_key(conversation_id))
+            pipe.hvals(turns_key(conversation_id))
+            pipe.get(head_key(conversation_id))
+            data, items, turns, data_after = await pipe.execute()
+        if data == data_after:
+            break
+    found = unpack_head(data).conversation if data is not None else None
+    if found is None or found.owner != owner:
+        raise NotFoundError(f"no conversation {conversation_id!r}", param="conversation")
+
+    def grown() -> ConversationTree:
+        by_id = sorted(map(unpack_turn, turns), key=lambda turn: turn.id)
+        return ConversationTree(found, [each.item for each in sort_items(items)], by_id)
+
+    return await run_computation(sum(map(len, (*items, *turns))), grown)
+
+
+async def find_conversation_of(client: Reader, owner: str, member_id: str) -> str:
+    """Return the conversation of a message or response. Raises: NotFoundError."""
+    found = await client.get(member_key(member_id))
+    data = await client.get(head_key(found.decode())) if found is not None else None
+    if data is None or unpack_head(data).conversation.owner != owner:
+        raise NotFoundError(f"no response or message {member_id!r}")
+    name: str = found.decode()
+    return name
+
+
+async def read_ids(client: Reader, owner: str, limit: int, after: str | None) -> Sequence[str]:
+    low = f"({after}" if after else "-"
+    found = await client.zrangebylex(ids_key(owner), low, "+", start=0, num=limit)
+    return tuple(each.decode() for each in found)
+
+
+async def read_owners(client: Reader) -> Sequence[str]:
+    """Return every owner of a conversation, in order."""
+    found = {key.decode() async for key in client.scan_iter(match=f"{IDS_PREFIX}*", count=1000)}
+    return sorted(owner_from_ids_key(key) for key in found)
+
+
+async def list_heads(client: Reader, owner: str, limit: int, after: str | None) -> Sequence[Conversation]:
+    found: list[Conversation] = []
+    async for heads in iter_conversations(client, owner, after, limit):
+        found += heads
+        if len(found) >= limit:
+            break
+    return tuple(found[:limit])
+
+
+async def iter_conversations(
+    client: Reader, owner: str, after: str | None, chunk: int = _READ_CHUNK
+) -> AsyncIterator[list[Conversation]]:
+    """Yield an owner's conversations by `updated_at`, newest first, after a position. Raises: NotFoundError.
+
+    Each has the `updated_at` of the list entry, even if it changed since, so that its cursor continues from there.
+    """
+    position = await _position(client, owner, after)
+    while True:
+        entries = await _entries(client, owner, position, chunk)
+        if not entries:
+            return
+        position = entries[-1]
+        heads = await client.mget([head_key(name) for _, name in entries])
+        found = zip(entries, heads, strict=True)
+        yield [replace(unpack_head(data).conversation, updated_at=at) for (at, _), data in found if data is not None]
+
+
+async def _position(client: Reader, owner: str, after: str | None) -> tuple[float, str] | None:
+    if after is None:
+        return None
+    position = decode_cursor(after)
+    if position is None:
+        found = (await read_head(client, owner, after)).conversation
+        return found.updated_at, found.id
+    return position
+
+
+async def _entries(
+    client: Reader, owner: str, position: tuple[float, str] | None, limit: int
+) -> list[tuple[float, str]]:
+    """Return the next list entries: `updated_at` and id. Entries of equal time are sorted by id, the last first."""
+    found: list[tuple[float, str]] = []
+    highest, skip = ("+inf" if position is None else repr(position[0])), 0
+    while len(found) < limit:
+        part = await client.zrevrangebyscore(
+            list_key(owner), highest, "-inf", start=skip, num=limit + 1, withscores=True
+        )
+        entries = [(score, name.decode()) for name, score in part]
+        found += [entry for entry in entries if position is None or entry < position]
+        if len(part) <= limit:
+            break
+        skip += len(part)
+    return found[:limit]
+
+
+def watched_keys(owner: str, claim: Claim | None) -> Sequence[str]:
+    return () if claim is None else (claim_key(owner, claim.key),)
+
+
+async def require_free(pipe: Pipe, owner: str, claim: Claim | None) -> None:
+    """Raise IdempotencyConflictError if the claim's key was used before."""
+    present = await pipe.get(claim_key(owner, claim.key)) if claim is not None else None
+    if present is not None:
+        raise IdempotencyConflictError(unpack_claim(present))
+
+
+def put_claim(pipe: Pipe, owner: str, claim: Claim | None) -> None:
+    if claim is not None:
+        pipe.set(claim_key(owner, claim.key), pack_claim(claim), ex=CLAIM_TTL_S)
+
+
+async def require_parents(pipe: Pipe, conversation_id: str, items: Sequence[Item]) -> None:
+    """Raise NotFoundError unless each message follows its parent or the parent is stored."""
+    before: set[str] = set()
+    outside: list[str] = []
+    for item in items:
+        if item.parent_id is not None and item.parent_id not in before:
+            outside.append(item.parent_id)
+        before.add(item.id)
+    await require_items(pipe, conversation_id, outside)
+
+
+async def require_items(pipe: Pipe, conversation_id: str, item_ids: Sequence[str]) -> None:
+    found = await pipe.hmget(items_key(conversation_id), list(dict.fromkeys(item_ids))) if item_ids else ()
+    for item_id, data in zip(dict.fromkeys(item_ids), found, strict=True):
+        if data is None:
+            raise NotFoundError(f"conversation {conversation_id!r} has no message {item_id!r}")
+
+
+def member_ids(items: Sequence[Item], turns: Sequence[Turn]) -> list[str]:
+    return [*(item.id for item in items), *(turn.id for turn in turns)]
+
+
+async def find_missing(pipe: Pipe, conversation_id: str, members: Sequence[Member]) -> list[Member]:
+    """Return the members that the conversation lacks. Raises: NotFoundError for ids of another one."""
+    if not members:
+        return []
+    names = [member.id for member in members]
+    holders = await pipe.mget([member_key(name) for name in names])
+    for name, holder in zip(names, holders, strict=True):
+        if holder is not None and holder.decode() != conversation_id:
+            raise NotFoundError(f"conversation {conversation_id!r} has no {name!r}")
+    return [member for member, holder in zip(members, holders, strict=True) if holder is None]
+
+
+def pack_items(items: Sequence[Item], first: int) -> tuple[dict[str, bytes], str]:
+    """Encode messages by id, with positions from `first` on; return them and their words."""
+    placed = {item.id: pack_item(PositionedItem(first + at, item)) for at, item in enumerate(items)}
+    return placed, index_words(item.text for item in items)
+
+
+def put_index(pipe: Pipe, conversation: Conversation) -> None:
+    pipe.zadd(ids_key(conversation.owner), {conversation.id: 0})
+    pipe.append(words_key(conversation.id), index_words([conversation.title]))
+
+
+async def assign_owner(pipe: Pipe, *, conversation_id: str, owner: str, to: str) -> OwnerAssignment:
+    """Queue a change of owner, unless the conversation has another owner or a response in progress."""
+    data = await pipe.get(head_key(conversation_id))
+    head = unpack_head(data) if data is not None else None
+    running = {entry.decode().partition(" ")[2] for entry in await pipe.hvals(RUNNING_KEY)}
+    pipe.multi()
+    if head is None or head.conversation.owner != owner:
+        return OwnerAssignment()
+    if conversation_id in running:
+        return OwnerAssignment(num_busy=1)
+    given = replace(head.conversation, owner=to)
+    pipe.set(head_key(conversation_id), pack_head(Head(given, head.num_positions)))
+    for key_of, score in ((list_key, given.updated_at), (ids_key, 0)):
+        pipe.zrem(key_of(owner), conversation_id)
+        pipe.zadd(key_of(to), {conversation_id: score})
+    return OwnerAssignment(num_conversations=1)
+
+
+def put_title(pipe: Pipe, head: Conversation, changed: Conversation) -> None:
+    if changed.title != head.title:
+        pipe.append(words_key(head.id), index_words([changed.title]))
+
+
+def remove_members(pipe: Pipe, key: str, members: Names) -> None:
+    if members:
+        names = [each.decode() if isinstance(each, bytes) else each for each in members]
+        pipe.hdel(key, *names)
+        pipe.delete(*(member_key(name) for name in names))
+
+
+async def search(client: Any, owner: str, query: SearchQuery, limit: int, after: str | None) -> Sequence[SearchHit]:
+    """Return the conversations that match, by `updated_at`, newest first."""
+    hits: list[SearchHit] = []
+    if not query.phrases:
+        return ()
+    async for heads in iter_conversations(client, owner, after):
+        if not heads:
+            continue
+        words: list[bytes | None] = await client.mget([words_key(head.id) for head in heads])
+        for head in await asyncio.to_thread(_candidates, heads, words, query):
+            values = await client.hvals(items_key(head.id))
+            hit = await asyncio.to_thread(_hit, head, values, query)
+            if hit is not None:
+                hits.append(hit)
+            if len(hits) == limit:
+                return tuple(hits)
+    return tuple(hits)
+
+
+def _candidates(heads: Sequence[Conversation], words: Sequence[bytes | None], query: SearchQuery) -> list[Conversation]:
+    found = zip(heads, words, strict=True)
+    return [head for head, data in found if data is not None and can_match(query, data.decode())]
+
+
+def _hit(head: Conversation, values: Sequence[bytes], query: SearchQuery) -> SearchHit | None:
+    newest_first = reversed(sort_items(values))
+    best = best_message(((each.item.id, each.item.role, each.item.text) for each in newest_first), query)
+    return make_hit(head, query, best) if best is not None or query.find(head.title) is not None else None
+
+
+def _put(pipe: Pipe, record: KeyRecord) -> None:
+    pipe.hset(API_KEYS_KEY, record.id, msgspec.msgpack.encode(record))
+    pipe.incr(API_KEYS_VERSION_KEY)

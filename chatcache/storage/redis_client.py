@@ -1,13 +1,9 @@
-"""One Redis server: connections to it, transactions on it, and whether it answers.
+"""Connections to one Redis server, transactions, outage detection, permissions and gateway heartbeats.
 
-Every piece of work runs on a task of its own, so a caller that goes away leaves no half-read reply behind for the next
-one. Who finds that the server does not answer tells everybody: from then on all are refused at once, until a ping comes
-back. Who has to wait in line, maybe behind work that is given long, has the server pinged meanwhile. So nobody waits
-longer than one timeout and a bit for a server that is silent, however many there are.
-
-What a Redis server lets its user see and do, found out by asking for things that change nothing.
-
-Who runs which response: those whose process has died become incomplete, whoever notices first.
+Every piece of work runs in its own task, so that a cancelled caller leaves no half-read reply on a connection. When a
+piece of work finds that the server does not answer, all others are rejected at once until a ping succeeds; while work
+waits for a connection or a lock, the server is pinged. So a caller waits only little longer than one timeout for a
+silent server, however many callers there are.
 """
 
 from __future__ import annotations
@@ -41,39 +37,40 @@ from chatcache.storage.redis_layout import (
 )
 
 log = logging.getLogger(__name__)
-
 Result = TypeVar("Result")
-Client = Any  # redis-py comes without types
+Client = Any  # redis-py has no types
 Pipe = Any
-
 TIMEOUT_S = 0.6
 SLOW_TIMEOUT_S = 30.0
 _NUM_CONNECTIONS = 32
 _PROBE_S = 0.2
 _MAX_TRIES = 64
 _LOST = (redis.ConnectionError, redis.TimeoutError, OSError)
-_CLOSED = "the handler is closed"  # uvloop's word, no OSError, for a connection that was reset a moment ago
-_NO_ANSWER = "the store does not answer now"  # the log says which and why
+_CLOSED = "the handler is closed"  # uvloop's RuntimeError for a connection that was just reset
+_NO_ANSWER = "the store does not answer now"  # the log names the server and the reason
+_SETTINGS = ("appendonly", "appendfsync", "maxmemory-policy")
+_FOREIGN_KEY = "a key outside of chatcache:"
+LEASE_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class RefusedCommand:
-    """A server's own words for why it does not do something."""
+    """The server's error message for a command that it rejected."""
 
     reason: str
 
 
 class RedisConnection:
-    """Bounded connections to one server. Belongs to one event loop from its first use on.
+    """A bounded pool of connections to one server. Belongs to one event loop from its first use on.
 
-    `check_layout` runs whenever the server is found again, on a server that may hold anything by then.
+    `check_layout` runs whenever the server is found again, because it may contain other data by then.
     """
 
     def __init__(self, url: str, greet: Callable[[Client], Awaitable[None]], *, timeout_s: float = TIMEOUT_S) -> None:
-        """Raises: StoreUnusableError for a URL that is none, or a server that does not let us in."""
+        """Configure the connections. Raises: StoreUnusableError for an invalid URL."""
         try:
             self._client = _client(url, timeout_s, timeout_s)
-            # For work that takes the server itself long; whether it is there at all, the others find out.
+            # For work that takes the server long; outages are detected by the other client.
             self._slow_client = _client(url, SLOW_TIMEOUT_S, timeout_s)
         except (ValueError, redis.RedisError) as error:
             raise StoreUnusableError(f"not a URL of a Redis server: {error}") from None
@@ -82,7 +79,7 @@ class RedisConnection:
         self._check_layout = greet
         self._slots = asyncio.Semaphore(_NUM_CONNECTIONS)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._down_reason: str | None = "nobody has asked it yet"
+        self._down_reason: str | None = "not connected yet"
         self._connect_task: asyncio.Task[None] | None = None
         self._num_waiting = 0
         self._ping_task: asyncio.Task[None] | None = None
@@ -92,9 +89,10 @@ class RedisConnection:
     async def run(
         self, work: Callable[[Client], Awaitable[Result]], *, order: str = "", is_slow: bool = False
     ) -> Result:
-        """Do `work`, to its end even if the caller leaves, behind what came before it with the same `order`.
+        """Run `work` to its end even if the caller is cancelled, after earlier work of the same `order`.
 
-        Raises: StoreUnavailableError; then it is not known whether what was written is there.
+        `is_slow`: allow `SLOW_TIMEOUT_S` for it.
+        Raises: StoreUnavailableError; it is then unknown whether writes were stored.
         """
         task = asyncio.create_task(self._run_in_order(work, order, is_slow))
         self._tasks.add(task)
@@ -109,10 +107,10 @@ class RedisConnection:
         order: str,
         is_slow: bool = False,
     ) -> Result:
-        """Do `work` if none of the keys changes meanwhile, and again if one does.
+        """Run `work` under WATCH of the keys, and again if one of them changed meanwhile.
 
-        `work` reads at once through the pipe it is given, then calls its `multi()` and queues what is to be done: all
-        of that or nothing. What it raises undoes all.
+        `work` reads through the pipe, then calls its `multi()` and queues the writes, which are executed all or not at
+        all. An exception of `work` discards them.
         """
 
         async def attempt(client: Client) -> Result:
@@ -125,24 +123,24 @@ class RedisConnection:
                         return result
                     except redis.WatchError as error:
                         lost = error.__context__
-                        if isinstance(lost, _LOST):  # redis-py would have us try again, but it may have been done
-                            raise redis.ConnectionError(_said(lost)) from None
-            raise StoreUnavailableError("others change the same all the time")
+                        if isinstance(lost, _LOST):  # a lost connection: the write may have happened
+                            raise redis.ConnectionError(_error_text(lost)) from None
+            raise StoreUnavailableError("the conversation is changed by others all the time")
 
         return await self.run(attempt, order=order, is_slow=is_slow)
 
     async def close(self) -> None:
-        """Finish what was begun, then close all connections."""
+        """Finish running work, then close all connections."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        asking = [task for task in (self._connect_task, self._ping_task, self._reconnect_task) if task is not None]
-        for task in asking:
+        tasks = [task for task in (self._connect_task, self._ping_task, self._reconnect_task) if task is not None]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for client in (self._client, self._slow_client):
             await client.aclose(close_connection_pool=True)
 
     def _retrieve_exception(self, task: asyncio.Task[Any]) -> None:
-        """Take note of a failure, so that none is logged as unheard when the caller has gone away."""
+        """Retrieve a failure, so that asyncio does not log it as never retrieved when the caller was cancelled."""
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()
@@ -174,33 +172,33 @@ class RedisConnection:
                 raise
             self._mark_down(error)
             raise StoreUnavailableError(_NO_ANSWER) from error
-        except redis.RedisError as error:  # read only, out of memory, cannot write its own file, not allowed
-            log.warning("the store at %s refuses: %s", self.address, _said(error))
-            raise StoreUnavailableError("the store takes nothing now") from error
+        except redis.RedisError as error:  # read only, out of memory, disk error, no permission
+            log.warning("the store at %s refuses: %s", self.address, _error_text(error))
+            raise StoreUnavailableError("the store rejects writes now") from error
         finally:
             self._slots.release()
 
     async def _acquire(self, gate: asyncio.Lock | asyncio.Semaphore) -> None:
-        """Acquire it, in order. Raises: StoreUnavailableError when the server falls silent meanwhile."""
+        """Acquire a lock or a slot in order. Raises: StoreUnavailableError when the server falls silent meanwhile."""
         if not self._num_waiting and not gate.locked():
-            await gate.acquire()  # at once
+            await gate.acquire()  # without waiting
             return
         self._num_waiting += 1
-        taking = asyncio.ensure_future(gate.acquire())
+        acquiring = asyncio.ensure_future(gate.acquire())
         try:
-            while not (await asyncio.wait([taking], timeout=_PROBE_S))[0]:
+            while not (await asyncio.wait([acquiring], timeout=_PROBE_S))[0]:
                 await self._ping_once()
-                if self._down_reason is not None and not taking.done():
+                if self._down_reason is not None and not acquiring.done():
                     raise StoreUnavailableError(_NO_ANSWER)
         except BaseException:
-            if not taking.cancel() and not taking.cancelled():
+            if not acquiring.cancel() and not acquiring.cancelled():
                 gate.release()
             raise
         finally:
             self._num_waiting -= 1
 
     async def _ping_once(self) -> None:
-        """Ping the server on behalf of all who wait in line, unless it is known to be silent."""
+        """Ping the server on behalf of all waiting callers, unless it is known to be silent."""
         if self._down_reason is None and (self._ping_task is None or self._ping_task.done()):
             self._ping_task = asyncio.create_task(self._ping())
         if self._ping_task is not None:
@@ -213,18 +211,18 @@ class RedisConnection:
             if isinstance(error, RuntimeError) and _CLOSED not in str(error):
                 raise
             self._mark_down(error)
-        except redis.RedisError:  # it answers, if not as one would like
+        except redis.RedisError:  # an error reply is an answer
             pass
 
     def _mark_down(self, error: Exception) -> None:
-        """The server does not answer: refuse everybody until it does."""
+        """Reject all work until the server answers again."""
         if self._down_reason is None:
-            self._down_reason = _said(error)
+            self._down_reason = _error_text(error)
             log.warning("the store at %s does not answer: %s", self.address, self._down_reason)
             self._reconnect_task = asyncio.create_task(self._reconnect())
 
     async def _connect(self) -> None:
-        """Ask the server for the first time."""
+        """Connect to the server for the first time."""
         await self._try_connect()
         if self._down_reason is not None:
             log.warning("the store at %s does not answer: %s", self.address, self._down_reason)
@@ -238,141 +236,25 @@ class RedisConnection:
 
     async def _try_connect(self) -> None:
         try:
-            for client in (self._client, self._slow_client):  # connections of before may lead nowhere
+            for client in (self._client, self._slow_client):  # old connections may be dead
                 await client.connection_pool.disconnect(inuse_connections=False)
             await self._client.ping()
             await self._check_layout(self._client)
         except (redis.RedisError, OSError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and _CLOSED not in str(error):
                 raise
-            self._down_reason = _said(error)
+            self._down_reason = _error_text(error)
         except StoreUnusableError as error:
             self._down_reason = error.message
         else:
             self._down_reason = None
 
 
-def _client(url: str, timeout_s: float, connect_timeout_s: float) -> Client:
-    pool = ConnectionPool.from_url(
-        url,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=connect_timeout_s,
-        socket_keepalive=True,
-        retry=Retry(NoBackoff(), 0),
-        protocol=2,
-        decode_responses=False,
-        max_connections=2 * _NUM_CONNECTIONS,
-    )
-    return Redis(connection_pool=pool)
-
-
-def probe_server(url: str, key: str) -> bytes | None:
-    """The value of a key, before there is an event loop, or None.
-
-    Raises: StoreUnusableError for a server that does not let us in; StoreUnavailableError where there is none yet.
-    """
-    options = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S, "protocol": 2}
-    try:
-        client = redis.Redis.from_url(url, retry=SyncRetry(NoBackoff(), 0), **options)
-    except ValueError as error:
-        raise StoreUnusableError(f"not a URL of a Redis server: {error}") from None
-    try:
-        value: bytes | None = client.get(key)
-    except redis.AuthenticationError as error:  # a connection error, to redis-py
-        raise StoreUnusableError(f"the Redis server does not let us in: {_said(error)}") from None
-    except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
-        raise StoreUnavailableError(_said(error)) from None
-    except redis.RedisError as error:
-        raise StoreUnusableError(f"the Redis server cannot be used: {_said(error)}") from None
-    finally:
-        client.close()
-    return value
-
-
-def run_commands(url: str, commands: Sequence[tuple[str | int, ...]]) -> list[Any]:
-    """What a server answers to each command, before there is an event loop: a value, or what it says of a refusal.
-
-    Raises: StoreUnavailableError.
-    """
-    options = {"socket_timeout": SLOW_TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S, "protocol": 2}
-    client = redis.Redis.from_url(url, retry=SyncRetry(NoBackoff(), 0), **options)
-    found: list[Any] = []
-    try:
-        for command in commands:
-            try:
-                found.append(client.execute_command(*command))
-            except redis.ResponseError as error:
-                found.append(RefusedCommand(_said(error)))
-    except (redis.RedisError, OSError) as error:
-        raise StoreUnavailableError(_said(error)) from None
-    finally:
-        client.close()
-    return found
-
-
-def _said(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-_SETTINGS = ("appendonly", "appendfsync", "maxmemory-policy")
-_FOREIGN = "a key that is none of chatcache's"
-
-
-@dataclass(frozen=True, slots=True)
-class RedisPermissions:
-    """`settings` are empty for a user who may not see them. `has_aof`: None where nothing tells."""
-
-    settings: dict[str, str]
-    has_aof: bool | None
-    can_script: bool
-    can_read_all_keys: bool
-    num_keys: int
-
-    @property
-    def can_read_settings(self) -> bool:
-        return bool(self.settings)
-
-
-def probe_permissions(url: str) -> RedisPermissions:
-    """Raises: StoreUnavailableError."""
-    asked: list[tuple[str | int, ...]] = [("CONFIG", "GET", name) for name in _SETTINGS]
-    asked += [("WAITAOF", 1, 0, 1000), ("EVAL", "return 1", 0), ("EXISTS", _FOREIGN), ("HLEN", API_KEYS_KEY)]
-    *told, aof, script, foreign, num_keys = run_commands(url, asked)
-    settings = {name: value for name, each in zip(_SETTINGS, told, strict=True) if (value := _setting(each))}
-    return RedisPermissions(
-        settings=settings,
-        has_aof=settings["appendonly"] == "yes" if "appendonly" in settings else _has_aof(aof),
-        can_script=not isinstance(script, RefusedCommand),
-        can_read_all_keys=not isinstance(foreign, RefusedCommand),
-        num_keys=0 if isinstance(num_keys, RefusedCommand) else int(num_keys),
-    )
-
-
-def _setting(told: Any) -> str:
-    """The value in an answer to CONFIG GET, of either shape that redis-py gives it."""
-    if isinstance(told, RefusedCommand):
-        return ""
-    values = list(told.values()) if isinstance(told, dict) else list(told)[1:]
-    value = values[0] if values else b""
-    return value.decode() if isinstance(value, bytes) else str(value)
-
-
-def _has_aof(waited: Any) -> bool | None:
-    """WAITAOF, of Redis 7.2 and later, is for anybody, and fails where there is nothing to wait for."""
-    if not isinstance(waited, RefusedCommand):
-        return True
-    return False if "appendonly is disabled" in waited.reason else None
-
-
-LEASE_S = 15.0
-
-
-async def _exists(client: Client, key: str) -> bool:
-    return bool(await client.exists(key))
-
-
 class GatewayHeartbeats:
-    """This process's name in the store, renewed while it lives, and a look after the others."""
+    """The liveness lease of this gateway process, and the clean-up after processes that died.
+
+    A response in progress belongs to one process. When that process's lease expires, any gateway marks it incomplete.
+    """
 
     def __init__(self, link: RedisConnection, lease_s: float = LEASE_S) -> None:
         self._connection = link
@@ -382,22 +264,22 @@ class GatewayHeartbeats:
         self._loop_task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Keep the lease from now on."""
+        """Start renewing the lease, unless started."""
         if self._loop_task is None:
             self._loop_task = asyncio.create_task(self._heartbeat_loop())
 
     def register(self, turn: Turn | None) -> None:
-        """A response is about to be stored; as under way, it is this process's until it is stored otherwise."""
+        """Register a response in progress that is about to be stored as this process's own."""
         if turn is not None and turn.status == IN_PROGRESS:
             self._own_responses.add(turn.id)
 
     def confirm(self, turn: Turn | None, *, stored: bool) -> None:
-        """It was stored, or (`stored` False) perhaps not: one that begins is nobody's then."""
+        """Record whether the response was stored; a new one whose outcome is unknown (`stored` False) is given up."""
         if turn is not None and (turn.status == IN_PROGRESS) != stored:
             self._own_responses.discard(turn.id)
 
     def record(self, pipe: Pipe, conversation_id: str, turn: Turn) -> None:
-        """Note with the response itself that it runs here, or no more."""
+        """Queue, with the write of the response itself, that it runs here or has ended."""
         if turn.status == IN_PROGRESS:
             pipe.hset(RUNNING_KEY, turn.id, f"{self._process} {conversation_id}")
             self.renew(pipe)
@@ -408,7 +290,7 @@ class GatewayHeartbeats:
         pipe.set(alive_key(self._process), 1, px=int(self._lease_s * 1000))
 
     async def check(self) -> None:
-        """Write something. Raises: StoreUnavailableError."""
+        """Write the lease. Raises: StoreUnavailableError."""
 
         async def write(client: Client) -> None:
             await client.set(alive_key(self._process), 1, px=int(self._lease_s * 1000))
@@ -416,7 +298,7 @@ class GatewayHeartbeats:
         await self._connection.run(write)
 
     async def close(self) -> None:
-        """Go: what is still under way is nobody's."""
+        """Give up the lease, so that responses still in progress become incomplete."""
         if self._loop_task is not None:
             self._loop_task.cancel()
             await asyncio.gather(self._loop_task, return_exceptions=True)
@@ -431,7 +313,7 @@ class GatewayHeartbeats:
             await asyncio.sleep(self._lease_s / 3)
 
     async def _end_orphaned(self) -> None:
-        """Responses that are under way nowhere become incomplete."""
+        """Mark responses incomplete whose process is not alive."""
         running: dict[bytes, bytes] = await self._connection.run(lambda client: client.hgetall(RUNNING_KEY))
         is_alive: dict[str, bool] = {self._process: True}
         for response, entry in running.items():
@@ -456,3 +338,116 @@ class GatewayHeartbeats:
 
         key = head_key(conversation_id)
         await self._connection.transact((key,), work, order=key)
+
+
+async def _exists(client: Client, key: str) -> bool:
+    return bool(await client.exists(key))
+
+
+def _client(url: str, timeout_s: float, connect_timeout_s: float) -> Client:
+    pool = ConnectionPool.from_url(
+        url,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=connect_timeout_s,
+        socket_keepalive=True,
+        retry=Retry(NoBackoff(), 0),
+        protocol=2,
+        decode_responses=False,
+        max_connections=2 * _NUM_CONNECTIONS,
+    )
+    return Redis(connection_pool=pool)
+
+
+def probe_server(url: str, key: str) -> bytes | None:
+    """Return the value of a key, or None, without an event loop.
+
+    Raises: StoreUnusableError for a server that rejects the login; StoreUnavailableError if there is no server.
+    """
+    options = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S, "protocol": 2}
+    try:
+        client = redis.Redis.from_url(url, retry=SyncRetry(NoBackoff(), 0), **options)
+    except ValueError as error:
+        raise StoreUnusableError(f"not a URL of a Redis server: {error}") from None
+    try:
+        value: bytes | None = client.get(key)
+    except redis.AuthenticationError as error:  # a connection error for redis-py
+        raise StoreUnusableError(f"the Redis server rejects the login: {_error_text(error)}") from None
+    except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
+        raise StoreUnavailableError(_error_text(error)) from None
+    except redis.RedisError as error:
+        raise StoreUnusableError(f"the Redis server cannot be used: {_error_text(error)}") from None
+    finally:
+        client.close()
+    return value
+
+
+def run_commands(url: str, commands: Sequence[tuple[str | int, ...]]) -> list[Any]:
+    """Return a server's answers to commands, without an event loop: values, or `RefusedCommand`.
+
+    Raises: StoreUnavailableError.
+    """
+    options = {"socket_timeout": SLOW_TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S, "protocol": 2}
+    client = redis.Redis.from_url(url, retry=SyncRetry(NoBackoff(), 0), **options)
+    found: list[Any] = []
+    try:
+        for command in commands:
+            try:
+                found.append(client.execute_command(*command))
+            except redis.ResponseError as error:
+                found.append(RefusedCommand(_error_text(error)))
+    except (redis.RedisError, OSError) as error:
+        raise StoreUnavailableError(_error_text(error)) from None
+    finally:
+        client.close()
+    return found
+
+
+def _error_text(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class RedisPermissions:
+    """What the Redis user may do. `settings` is empty without CONFIG permission; `has_aof` is None if unknown."""
+
+    settings: dict[str, str]
+    has_aof: bool | None
+    can_script: bool
+    can_read_all_keys: bool
+    num_keys: int
+
+    @property
+    def can_read_settings(self) -> bool:
+        """Whether the user may read the server's configuration."""
+        return bool(self.settings)
+
+
+def probe_permissions(url: str) -> RedisPermissions:
+    """Determine the permissions of the URL's user by commands that change nothing. Raises: StoreUnavailableError."""
+    asked: list[tuple[str | int, ...]] = [("CONFIG", "GET", name) for name in _SETTINGS]
+    asked += [("WAITAOF", 1, 0, 1000), ("EVAL", "return 1", 0), ("EXISTS", _FOREIGN_KEY), ("HLEN", API_KEYS_KEY)]
+    *config_answers, aof, script, foreign, num_keys = run_commands(url, asked)
+    settings = {name: value for name, each in zip(_SETTINGS, config_answers, strict=True) if (value := _setting(each))}
+    return RedisPermissions(
+        settings=settings,
+        has_aof=settings["appendonly"] == "yes" if "appendonly" in settings else _has_aof(aof),
+        can_script=not isinstance(script, RefusedCommand),
+        can_read_all_keys=not isinstance(foreign, RefusedCommand),
+        num_keys=0 if isinstance(num_keys, RefusedCommand) else int(num_keys),
+    )
+
+
+def _setting(config_answers: Any) -> str:
+    """Return the value in an answer to CONFIG GET, of either shape that redis-py returns."""
+    if isinstance(config_answers, RefusedCommand):
+        return ""
+    values = list(config_answers.values()) if isinstance(config_answers, dict) else list(config_answers)[1:]
+    value = values[0] if values else b""
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _has_aof(waited: Any) -> bool | None:
+    """Interpret an answer to WAITAOF (Redis 7.2 and later), which every user may send and which fails without AOF."""
+    if not isinstance(waited, RefusedCommand):
+        return True
+    return False if "appendonly is disabled" in waited.reason else None

@@ -1,19 +1,21 @@
-"""Keys in Redis and what they hold. What belongs to one conversation lies in one slot (`{...}` in its keys).
+"""The Redis key layout and the encoding of values.
 
-chatcache:schema                     the version of this layout
-chatcache:{conv}:head                the conversation, and the position of its next message
-chatcache:{conv}:items               hash: message id -> its position and itself
-chatcache:{conv}:turns               hash: response id -> itself
-chatcache:{conv}:words               folded words of titles and messages, a superset: which to read in a search
-chatcache:at:<message or response>   the conversation that holds it
-chatcache:list:{owner}               sorted set: an owner's conversations by `updated_at`
-chatcache:ids:{owner}                sorted set: the same by id
-chatcache:running                    hash: response under way -> who runs it, and its conversation
-chatcache:alive:<process>            there while that process is; expires
-chatcache:claim:{owner}:<key>        an idempotency key; expires
-chatcache:{keys}                     hash: id of an API key -> itself, without its secret
-chatcache:{keys}:version             a number that grows with every change of it
-chatcache:usage:<day>                hash: id of an API key -> its tokens that day; @<gateway>: its last write; expires
+All keys of one conversation are in one cluster slot (`{...}` in the key):
+
+    chatcache:schema                     the version of this layout
+    chatcache:{conv}:head                the conversation, and the position of its next message
+    chatcache:{conv}:items               hash: message id -> position and message
+    chatcache:{conv}:turns               hash: response id -> response
+    chatcache:{conv}:words               folded words of titles and messages, a superset: candidates of a search
+    chatcache:at:<message or response>   the conversation that contains it
+    chatcache:list:{owner}               sorted set: an owner's conversations by `updated_at`
+    chatcache:ids:{owner}                sorted set: the same by id
+    chatcache:running                    hash: response in progress -> its gateway process and conversation
+    chatcache:alive:<process>            exists while that process is alive; expires
+    chatcache:claim:{owner}:<key>        an idempotency key; expires
+    chatcache:{keys}                     hash: id of an API key -> its record, without the secret
+    chatcache:{keys}:version             a number that grows with every change of the keys
+    chatcache:usage:<day>                hash: id of an API key -> tokens of that day; @<gateway>: last write; expires
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ VERSION = 1
 
 
 class Head(NamedTuple):
-    """A conversation, and the position that its next message has."""
+    """A conversation, and the position of its next message."""
 
     conversation: Conversation
     num_positions: int
 
 
 class PositionedItem(NamedTuple):
-    """A message, and its position among all of its conversation."""
+    """A message, and its position in its conversation."""
 
     position: int
     item: Item
@@ -79,20 +81,20 @@ def member_key(member_id: str) -> str:
 
 
 def list_key(owner: str) -> str:
-    return f"{PREFIX}list:{{{_named(owner)}}}"
+    return f"{PREFIX}list:{{{_owner_part(owner)}}}"
 
 
 def ids_key(owner: str) -> str:
-    return f"{IDS_PREFIX}{{{_named(owner)}}}"
+    return f"{IDS_PREFIX}{{{_owner_part(owner)}}}"
 
 
 def owner_from_ids_key(key: str) -> str:
-    """Whose `ids_key` this is."""
+    """Return the owner of an `ids_key`."""
     return unquote(key[len(IDS_PREFIX) + 3 : -1])
 
 
 def claim_key(owner: str, key: str) -> str:
-    return f"{PREFIX}claim:{{{_named(owner)}}}:{key}"
+    return f"{PREFIX}claim:{{{_owner_part(owner)}}}:{key}"
 
 
 def alive_key(process: str) -> str:
@@ -103,8 +105,8 @@ def usage_key(day: int) -> str:
     return f"{PREFIX}usage:{day}"
 
 
-def _named(owner: str) -> str:
-    """An owner in a key: no braces, and never nothing."""
+def _owner_part(owner: str) -> str:
+    """Return an owner as part of a key: without braces and never empty."""
     return f"o={quote(owner, safe='')}"
 
 
@@ -125,7 +127,7 @@ def unpack_item(data: bytes) -> PositionedItem:
 
 
 def pack_turn(turn: Turn) -> bytes:
-    """What the request said is kept as the JSON it came in, which has numbers of any size."""
+    """Encode a response. The echoed request is kept as JSON, which has numbers of any size."""
     return msgspec.msgpack.encode((replace(turn, echo={}), msgspec.json.encode(turn.echo)))
 
 
@@ -143,11 +145,11 @@ def unpack_claim(data: bytes) -> Claim:
 
 
 def index_words(texts: Iterable[str]) -> str:
-    """The folded words of texts, each between spaces, once per text."""
+    """Return the folded words of texts, surrounded by spaces, once per text."""
     return "".join(f" {' '.join(dict.fromkeys(fold_words(text).split()))} " for text in texts if text)
 
 
 def can_match(query: SearchQuery, words: str) -> bool:
-    """Whether a conversation with these words could have a text that the query finds."""
+    """Check whether a conversation with these words can contain a text that the query finds."""
     *whole, last = (word for phrase in query.phrases for word in phrase)
     return all(f" {word} " in words for word in whole) and f" {last}" in words

@@ -1,10 +1,7 @@
-"""Conversations in one SQLite file: WAL, synchronous=FULL, one writer thread, versioned schema.
+"""The SQLite store: WAL, synchronous=FULL, one writer thread, versioned schema.
 
-Reading conversations from the SQLite file: heads, trees, lists. On any connection; they change nothing.
-
-Idempotency keys in the SQLite file, written in the transaction of what they are for.
-
-Keys in the SQLite file, beside the conversations.
+`SqliteStore` and `SqliteKeys` implement the contracts; `SqliteSnapshot` and `back_up` copy a file while a server
+writes it. The module-level functions read and write on a given connection.
 """
 
 from __future__ import annotations
@@ -62,178 +59,25 @@ from chatcache.storage.sqlite_schema import (
 )
 from chatcache.storage.sqlite_writer import SqliteWriter
 
-
-def read_head(
-    db: sqlite3.Connection, owner: str, conversation_id: str, expected_rev: int | None = None
-) -> Conversation:
-    row = db.execute(
-        f"SELECT {CONVERSATION_COLUMNS} FROM conversations WHERE id = ? AND owner = ?", (conversation_id, owner)
-    ).fetchone()
-    if row is None:
-        raise NotFoundError(f"no conversation {conversation_id!r}", param="conversation")
-    found = row_to_conversation(row)
-    if expected_rev is not None and expected_rev != found.rev:
-        raise StaleRevisionError(found, expected_rev)
-    return found
-
-
-def resolve_cursor(db: sqlite3.Connection, owner: str, after: str | None) -> tuple[float, str] | None:
-    """Where in the list `after` is. Raises: NotFoundError."""
-    if after is None:
-        return None
-    found = decode_cursor(after)
-    if found is None:
-        present = read_head(db, owner, after)
-        return present.updated_at, present.id
-    return found
-
-
-def list_heads(db: sqlite3.Connection, owner: str, limit: int, after: str | None) -> Sequence[Conversation]:
-    where, values = list_condition(owner, resolve_cursor(db, owner, after))
-    query = (
-        f"SELECT {CONVERSATION_COLUMNS} FROM conversations WHERE {where} ORDER BY updated_at DESC, id DESC LIMIT :limit"
-    )
-    return tuple(row_to_conversation(row) for row in db.execute(query, values | {"limit": limit}))
-
-
-def read_ids(db: sqlite3.Connection, owner: str, limit: int, after: str | None) -> Sequence[str]:
-    query = "SELECT id FROM conversations WHERE owner = ? AND id > ? ORDER BY id LIMIT ?"
-    return tuple(found for (found,) in db.execute(query, (owner, after or "", limit)))
-
-
-def read_tree(db: sqlite3.Connection, owner: str, conversation_id: str) -> ConversationTree:
-    found = read_head(db, owner, conversation_id)
-    items = db.execute(
-        f"SELECT {ITEM_COLUMNS} FROM items WHERE conversation_id = ? ORDER BY position", (conversation_id,)
-    )
-    turns = db.execute(f"SELECT {TURN_COLUMNS} FROM turns WHERE conversation_id = ?", (conversation_id,))
-    return ConversationTree(found, map(row_to_item, items), map(row_to_turn, turns))
-
-
-def find_conversation_of(db: sqlite3.Connection, owner: str, member_id: str) -> str:
-    row = db.execute(
-        "SELECT c.id FROM conversations c JOIN (SELECT conversation_id FROM items WHERE id = :member UNION "
-        "SELECT conversation_id FROM turns WHERE id = :member) m ON m.conversation_id = c.id WHERE c.owner = :owner",
-        {"member": member_id, "owner": owner},
-    ).fetchone()
-    if row is None:
-        raise NotFoundError(f"no response or message {member_id!r}")
-    found: str = row[0]
-    return found
-
-
-def read_owners(db: sqlite3.Connection) -> Sequence[str]:
-    """Whoever has a conversation, in order."""
-    return tuple(owner for (owner,) in db.execute("SELECT DISTINCT owner FROM conversations ORDER BY owner"))
-
-
-def find_claim(db: sqlite3.Connection, owner: str, key: str) -> Claim | None:
-    """What a key was used for, while that is known."""
-    row = db.execute(
-        "SELECT key, digest, target FROM claims WHERE owner = ? AND key = ? AND expires_at > ?",
-        (owner, key, time.time()),
-    ).fetchone()
-    return Claim(*row) if row is not None else None
-
-
-def put_claim(db: sqlite3.Connection, owner: str, claim: Claim | None) -> None:
-    """Use a key, if there is one, and forget those that are old. Raises: IdempotencyConflictError."""
-    if claim is None:
-        return
-    present = find_claim(db, owner, claim.key)
-    if present is not None:
-        raise IdempotencyConflictError(present)
-    now = time.time()
-    db.execute("DELETE FROM claims WHERE expires_at <= ?", (now,))
-    db.execute(
-        "INSERT INTO claims (owner, key, digest, target, expires_at) VALUES (?, ?, ?, ?, ?)",
-        (owner, claim.key, claim.digest, claim.target, now + CLAIM_TTL_S),
-    )
-
-
-def try_writing(db: sqlite3.Connection) -> None:
-    """Write something, to see whether that can be done. No claim has an empty key."""
-    db.execute("INSERT OR REPLACE INTO claims VALUES ('', '', '', '', ?)", (time.time(),))
-
-
 _LIMITS = "requests_per_minute, tokens_per_minute, max_concurrent, tokens_per_day"
 _COLUMNS = f"id, digest, tenant, user, name, is_admin, {_LIMITS}, created_at, revoked_at"
 _MARKS = ", ".join("?" * len(_COLUMNS.split(",")))
-
-
-class SqliteKeys:
-    """`KeyStore` on a file that somebody else opens and closes."""
-
-    def __init__(self, writer: SqliteWriter) -> None:
-        self._writer = writer
-
-    async def create(self, record: KeyRecord) -> None:
-        row = tuple(getattr(record, column) for column in _COLUMNS.split(", "))
-        await self._writer.run(lambda db: db.execute(f"INSERT INTO keys ({_COLUMNS}) VALUES ({_MARKS})", row).rowcount)
-
-    async def list(self) -> Sequence[KeyRecord]:
-        return await self._writer.run(list_keys)
-
-    async def revoke(self, key_id: str, at: float) -> KeyRecord:
-        def job(db: sqlite3.Connection) -> KeyRecord:
-            db.execute("UPDATE keys SET revoked_at = ? WHERE id = ? AND revoked_at IS NULL", (at, key_id))
-            row = db.execute(f"SELECT {_COLUMNS} FROM keys WHERE id = ?", (key_id,)).fetchone()
-            if row is None:
-                raise NotFoundError(f"no key {key_id!r}", param="id")
-            return _record(row)
-
-        return await self._writer.run(job)
-
-    async def version(self) -> int:
-        # Keys are never deleted, and revoked for ever: these counts only grow.
-        return await self._writer.run(
-            lambda db: int(db.execute("SELECT count(*) + count(revoked_at) FROM keys").fetchone()[0])
-        )
-
-    async def add_usage(self, day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
-        rows = [(day, key_id, count) for key_id, count in tokens.items()]
-        mark = (day, WRITER_PREFIX + writer, number)
-
-        def job(db: sqlite3.Connection) -> None:
-            if db.execute("SELECT 1 FROM usage WHERE day = ? AND key_id = ? AND tokens >= ?", mark).fetchone():
-                return
-            db.execute("INSERT OR REPLACE INTO usage (day, key_id, tokens) VALUES (?, ?, ?)", mark)
-            db.executemany(
-                "INSERT INTO usage (day, key_id, tokens) VALUES (?, ?, ?)"
-                " ON CONFLICT (day, key_id) DO UPDATE SET tokens = tokens + excluded.tokens",
-                rows,
-            )
-            db.execute("DELETE FROM usage WHERE day < ?", (day - USAGE_RETENTION_DAYS,))
-
-        await self._writer.run(job)
-
-    async def usage(self, day: int) -> Mapping[str, int]:
-        query = "SELECT key_id, tokens FROM usage WHERE day = ? AND key_id NOT LIKE ?"
-        return await self._writer.run(lambda db: dict(db.execute(query, (day, f"{WRITER_PREFIX}%")).fetchall()))
-
-
-def list_keys(db: sqlite3.Connection) -> Sequence[KeyRecord]:
-    return [_record(row) for row in db.execute(f"SELECT {_COLUMNS} FROM keys ORDER BY created_at, id")]
-
-
-def _record(row: tuple[object, ...]) -> KeyRecord:
-    values = dict(zip(_COLUMNS.split(", "), row, strict=True))
-    return KeyRecord(**(values | {"is_admin": bool(values["is_admin"])}))  # type: ignore[arg-type]
+_BACKUP_BUSY_S = 30.0
 
 
 class SqliteStore:
-    """`ConversationStore` on a file. Responses a crash left in progress become incomplete when a server opens it.
+    """`ConversationStore` on one file. Responses that a crash left in progress become incomplete at the next start.
 
     Raises: StoreUnusableError naming the file and the reason.
     """
 
     def __init__(self, path: Path | str, *, server_may_run: bool = False) -> None:
-        """`server_may_run`: a server may have the file open, and responses under way in it."""
+        """Open the file. `server_may_run`: do not end responses in progress, a server may be running them."""
         try:
             self._writer = SqliteWriter(
                 path, lambda connection: prepare(connection, Path(path), end_running=not server_may_run)
             )
-            # Searching may read much: beside the writer, of which it sees all that is acknowledged.
+            # Searches may read much, so they run on a second thread; it sees all committed data.
             self._reader = SqliteWriter(path, prepare_reader, begin="BEGIN")
         except sqlite3.Error as error:
             raise open_error(Path(path), error) from error
@@ -323,12 +167,12 @@ class SqliteStore:
         return await self._writer.run(job)
 
     async def delete_messages(
-        self, owner: str, conversation_id: str, edit: MessageDeletion, *, expected_rev: int | None = None
+        self, owner: str, conversation_id: str, deletion: MessageDeletion, *, expected_rev: int | None = None
     ) -> Conversation:
         def job(db: sqlite3.Connection) -> Conversation:
             head = read_head(db, owner, conversation_id, expected_rev)
-            _edit(db, conversation_id, edit)
-            return _store_change(db, head, replace(head_after_update(head), active_leaf=edit.active_leaf))
+            _delete_messages(db, conversation_id, deletion)
+            return _store_change(db, head, replace(head_after_update(head), active_leaf=deletion.active_leaf))
 
         return await self._writer.run(job)
 
@@ -338,7 +182,7 @@ class SqliteStore:
     async def delete(self, owner: str, conversation_id: str, *, expected_rev: int | None = None) -> None:
         def job(db: sqlite3.Connection) -> None:
             read_head(db, owner, conversation_id, expected_rev)
-            # Items point at each other; their order of removal is settled by checking at commit.
+            # Items refer to each other; deferring the check to the commit makes the order of deletion irrelevant.
             db.execute("PRAGMA defer_foreign_keys = ON")
             db.execute("DELETE FROM conversations WHERE id = ?", (conversation_id,))
 
@@ -350,6 +194,213 @@ class SqliteStore:
     async def close(self) -> None:
         await asyncio.to_thread(self._reader.close)
         await asyncio.to_thread(self._writer.close)
+
+
+class SqliteKeys:
+    """`KeyStore` on a file that the caller opens and closes."""
+
+    def __init__(self, writer: SqliteWriter) -> None:
+        self._writer = writer
+
+    async def create(self, record: KeyRecord) -> None:
+        row = tuple(getattr(record, column) for column in _COLUMNS.split(", "))
+        await self._writer.run(lambda db: db.execute(f"INSERT INTO keys ({_COLUMNS}) VALUES ({_MARKS})", row).rowcount)
+
+    async def list(self) -> Sequence[KeyRecord]:
+        return await self._writer.run(list_keys)
+
+    async def revoke(self, key_id: str, at: float) -> KeyRecord:
+        def job(db: sqlite3.Connection) -> KeyRecord:
+            db.execute("UPDATE keys SET revoked_at = ? WHERE id = ? AND revoked_at IS NULL", (at, key_id))
+            row = db.execute(f"SELECT {_COLUMNS} FROM keys WHERE id = ?", (key_id,)).fetchone()
+            if row is None:
+                raise NotFoundError(f"no key {key_id!r}", param="id")
+            return _record(row)
+
+        return await self._writer.run(job)
+
+    async def version(self) -> int:
+        # Keys are never deleted and never un-revoked: these counts only grow.
+        return await self._writer.run(
+            lambda db: int(db.execute("SELECT count(*) + count(revoked_at) FROM keys").fetchone()[0])
+        )
+
+    async def add_usage(self, day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
+        rows = [(day, key_id, count) for key_id, count in tokens.items()]
+        mark = (day, WRITER_PREFIX + writer, number)
+
+        def job(db: sqlite3.Connection) -> None:
+            if db.execute("SELECT 1 FROM usage WHERE day = ? AND key_id = ? AND tokens >= ?", mark).fetchone():
+                return
+            db.execute("INSERT OR REPLACE INTO usage (day, key_id, tokens) VALUES (?, ?, ?)", mark)
+            db.executemany(
+                "INSERT INTO usage (day, key_id, tokens) VALUES (?, ?, ?)"
+                " ON CONFLICT (day, key_id) DO UPDATE SET tokens = tokens + excluded.tokens",
+                rows,
+            )
+            db.execute("DELETE FROM usage WHERE day < ?", (day - USAGE_RETENTION_DAYS,))
+
+        await self._writer.run(job)
+
+    async def usage(self, day: int) -> Mapping[str, int]:
+        query = "SELECT key_id, tokens FROM usage WHERE day = ? AND key_id NOT LIKE ?"
+        return await self._writer.run(lambda db: dict(db.execute(query, (day, f"{WRITER_PREFIX}%")).fetchall()))
+
+
+class SqliteSnapshot:
+    """A `ConversationSource`: the content of the file at the time of opening, while a server may write it.
+
+    Raises: StoreUnusableError, also for the file of an older version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._db = open_to_read(path)
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version != len(MIGRATIONS):
+            self._db.close()
+            raise StoreUnusableError(
+                f"{path} is of an older chatcache (schema {version}): `chatcache serve` migrates it"
+            )
+        self._db.execute("BEGIN")
+        self._db.execute("SELECT 1 FROM conversations").fetchone()  # the first read fixes the snapshot
+
+    async def key_records(self) -> Sequence[KeyRecord]:
+        return list_keys(self._db)
+
+    async def list_owners(self) -> Sequence[str]:
+        return read_owners(self._db)
+
+    async def list_ids(self, owner: str, limit: int, after: str | None = None) -> Sequence[str]:
+        return read_ids(self._db, owner, limit, after)
+
+    async def load(self, owner: str, conversation_id: str) -> ConversationTree:
+        return read_tree(self._db, owner, conversation_id)
+
+    async def close(self) -> None:
+        self._db.close()
+
+
+def back_up(path: Path, copy: Path) -> int:
+    """Copy the file as it is at one moment to the new file `copy`, check the copy, and return its size in bytes.
+
+    Writers continue meanwhile. Raises: StoreUnusableError naming the file at fault and the reason.
+    """
+    source = open_to_read(path)
+    try:
+        target = sqlite3.connect(copy)
+        try:
+            source.backup(target)  # one read transaction: a writer's commits do not restart it
+            target.execute("PRAGMA journal_mode = DELETE")  # one file without -wal and -shm
+            _check_copy(target, copy)
+        finally:
+            target.close()
+    except sqlite3.Error as error:
+        raise StoreUnusableError(f"{path} cannot be backed up: {error}") from error
+    finally:
+        source.close()
+    return copy.stat().st_size
+
+
+def read_head(
+    db: sqlite3.Connection, owner: str, conversation_id: str, expected_rev: int | None = None
+) -> Conversation:
+    row = db.execute(
+        f"SELECT {CONVERSATION_COLUMNS} FROM conversations WHERE id = ? AND owner = ?", (conversation_id, owner)
+    ).fetchone()
+    if row is None:
+        raise NotFoundError(f"no conversation {conversation_id!r}", param="conversation")
+    found = row_to_conversation(row)
+    if expected_rev is not None and expected_rev != found.rev:
+        raise StaleRevisionError(found, expected_rev)
+    return found
+
+
+def resolve_cursor(db: sqlite3.Connection, owner: str, after: str | None) -> tuple[float, str] | None:
+    """Return the list position of `after`. Raises: NotFoundError."""
+    if after is None:
+        return None
+    found = decode_cursor(after)
+    if found is None:
+        present = read_head(db, owner, after)
+        return present.updated_at, present.id
+    return found
+
+
+def list_heads(db: sqlite3.Connection, owner: str, limit: int, after: str | None) -> Sequence[Conversation]:
+    where, values = list_condition(owner, resolve_cursor(db, owner, after))
+    query = (
+        f"SELECT {CONVERSATION_COLUMNS} FROM conversations WHERE {where} ORDER BY updated_at DESC, id DESC LIMIT :limit"
+    )
+    return tuple(row_to_conversation(row) for row in db.execute(query, values | {"limit": limit}))
+
+
+def read_ids(db: sqlite3.Connection, owner: str, limit: int, after: str | None) -> Sequence[str]:
+    query = "SELECT id FROM conversations WHERE owner = ? AND id > ? ORDER BY id LIMIT ?"
+    return tuple(found for (found,) in db.execute(query, (owner, after or "", limit)))
+
+
+def read_tree(db: sqlite3.Connection, owner: str, conversation_id: str) -> ConversationTree:
+    found = read_head(db, owner, conversation_id)
+    items = db.execute(
+        f"SELECT {ITEM_COLUMNS} FROM items WHERE conversation_id = ? ORDER BY position", (conversation_id,)
+    )
+    turns = db.execute(f"SELECT {TURN_COLUMNS} FROM turns WHERE conversation_id = ?", (conversation_id,))
+    return ConversationTree(found, map(row_to_item, items), map(row_to_turn, turns))
+
+
+def find_conversation_of(db: sqlite3.Connection, owner: str, member_id: str) -> str:
+    row = db.execute(
+        "SELECT c.id FROM conversations c JOIN (SELECT conversation_id FROM items WHERE id = :member UNION "
+        "SELECT conversation_id FROM turns WHERE id = :member) m ON m.conversation_id = c.id WHERE c.owner = :owner",
+        {"member": member_id, "owner": owner},
+    ).fetchone()
+    if row is None:
+        raise NotFoundError(f"no response or message {member_id!r}")
+    found: str = row[0]
+    return found
+
+
+def read_owners(db: sqlite3.Connection) -> Sequence[str]:
+    """Return every owner of a conversation, in order."""
+    return tuple(owner for (owner,) in db.execute("SELECT DISTINCT owner FROM conversations ORDER BY owner"))
+
+
+def find_claim(db: sqlite3.Connection, owner: str, key: str) -> Claim | None:
+    """Return the claim of an idempotency key, or None if it is unknown or expired."""
+    row = db.execute(
+        "SELECT key, digest, target FROM claims WHERE owner = ? AND key = ? AND expires_at > ?",
+        (owner, key, time.time()),
+    ).fetchone()
+    return Claim(*row) if row is not None else None
+
+
+def put_claim(db: sqlite3.Connection, owner: str, claim: Claim | None) -> None:
+    """Store a claim, if given, and delete expired ones. Raises: IdempotencyConflictError."""
+    if claim is None:
+        return
+    present = find_claim(db, owner, claim.key)
+    if present is not None:
+        raise IdempotencyConflictError(present)
+    now = time.time()
+    db.execute("DELETE FROM claims WHERE expires_at <= ?", (now,))
+    db.execute(
+        "INSERT INTO claims (owner, key, digest, target, expires_at) VALUES (?, ?, ?, ?, ?)",
+        (owner, claim.key, claim.digest, claim.target, now + CLAIM_TTL_S),
+    )
+
+
+def try_writing(db: sqlite3.Connection) -> None:
+    """Write a row to check that writing works. No claim has an empty key."""
+    db.execute("INSERT OR REPLACE INTO claims VALUES ('', '', '', '', ?)", (time.time(),))
+
+
+def list_keys(db: sqlite3.Connection) -> Sequence[KeyRecord]:
+    return [_record(row) for row in db.execute(f"SELECT {_COLUMNS} FROM keys ORDER BY created_at, id")]
+
+
+def _record(row: tuple[object, ...]) -> KeyRecord:
+    values = dict(zip(_COLUMNS.split(", "), row, strict=True))
+    return KeyRecord(**(values | {"is_admin": bool(values["is_admin"])}))  # type: ignore[arg-type]
 
 
 def _create(db: sqlite3.Connection, conversation: Conversation) -> None:
@@ -366,14 +417,14 @@ def _add(db: sqlite3.Connection, conversation_id: str, items: Sequence[Item], tu
         put_turn(db, conversation_id, turn)
 
 
-def _edit(db: sqlite3.Connection, conversation_id: str, edit: MessageDeletion) -> None:
-    db.execute("PRAGMA defer_foreign_keys = ON")  # parents may go before those who leave them
+def _delete_messages(db: sqlite3.Connection, conversation_id: str, deletion: MessageDeletion) -> None:
+    db.execute("PRAGMA defer_foreign_keys = ON")  # parents may be deleted before their former children are updated
     inside = "WHERE id = ? AND conversation_id = ?"
-    for table, ids in (("items", edit.removed_items), ("turns", edit.removed_turns)):
+    for table, ids in (("items", deletion.removed_items), ("turns", deletion.removed_turns)):
         db.executemany(f"DELETE FROM {table} {inside}", ((each, conversation_id) for each in ids))
-    for item in edit.items:
+    for item in deletion.items:
         move_item(db, conversation_id, item)
-    for turn in edit.turns:
+    for turn in deletion.turns:
         put_turn(db, conversation_id, turn)
 
 
@@ -395,7 +446,7 @@ def _merge(
 
 
 def _is_held(db: sqlite3.Connection, table: str, conversation_id: str, member_id: str) -> bool:
-    """Whether the conversation has that row. Raises: NotFoundError if another one has it."""
+    """Check whether the conversation has that row. Raises: NotFoundError if another one has it."""
     row = db.execute(f"SELECT conversation_id FROM {table} WHERE id = ?", (member_id,)).fetchone()
     if row is not None and row[0] != conversation_id:
         raise NotFoundError(f"conversation {conversation_id!r} has no {member_id!r}")
@@ -409,41 +460,17 @@ def _require_item(db: sqlite3.Connection, conversation_id: str, item_id: str) ->
 
 
 def _store_change(db: sqlite3.Connection, head: Conversation, changed: Conversation) -> Conversation:
-    """Store what became of `head`."""
+    """Store the new head and, if it changed, the title's index entry."""
     update_conversation(db, changed)
     if changed.title != head.title:
         index_title(db, head.id, changed.title)
     return changed
 
 
-_BACKUP_BUSY_S = 30.0
-
-
-def back_up(path: Path, copy: Path) -> int:
-    """Copy the file as it is at one moment into `copy`, a new file, and read that through. Returns its bytes.
-
-    Writers go on meanwhile. Raises: StoreUnusableError saying which of the two is wrong, and how.
-    """
-    source = open_to_read(path)
-    try:
-        target = sqlite3.connect(copy)
-        try:
-            source.backup(target)  # one step, in one read transaction: a writer's commits do not start it anew
-            target.execute("PRAGMA journal_mode = DELETE")  # one file, which needs no other beside it
-            _check_copy(target, copy)
-        finally:
-            target.close()
-    except sqlite3.Error as error:
-        raise StoreUnusableError(f"{path} cannot be backed up: {error}") from error
-    finally:
-        source.close()
-    return copy.stat().st_size
-
-
 def open_to_read(path: Path) -> sqlite3.Connection:
-    """A connection that changes nothing.
+    """Return a read-only connection.
 
-    Raises: StoreUnusableError for what is no file of ours, or a newer version's.
+    Raises: StoreUnusableError for a file that is not a chatcache store or is of a newer version.
     """
     if not path.is_file():
         raise StoreUnusableError(f"{path}: there is no such file")
@@ -461,42 +488,11 @@ def open_to_read(path: Path) -> sqlite3.Connection:
     return db
 
 
-class SqliteSnapshot:
-    """`archive.ConversationSource`: the file as it is when this opens, whatever a server writes from then on.
-
-    Raises: StoreUnusableError, also for the file of an older version.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._db = open_to_read(path)
-        (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version != len(MIGRATIONS):
-            self._db.close()
-            raise StoreUnusableError(
-                f"{path} is of an older chatcache (schema {version}): `chatcache serve` brings it up"
-            )
-        self._db.execute("BEGIN")
-        self._db.execute("SELECT 1 FROM conversations").fetchone()  # from here on it stands still
-
-    async def key_records(self) -> Sequence[KeyRecord]:
-        return list_keys(self._db)
-
-    async def list_owners(self) -> Sequence[str]:
-        return read_owners(self._db)
-
-    async def list_ids(self, owner: str, limit: int, after: str | None = None) -> Sequence[str]:
-        return read_ids(self._db, owner, limit, after)
-
-    async def load(self, owner: str, conversation_id: str) -> ConversationTree:
-        return read_tree(self._db, owner, conversation_id)
-
-    async def close(self) -> None:
-        self._db.close()
-
-
 def _check_copy(db: sqlite3.Connection, copy: Path) -> None:
     found = [row[0] for row in db.execute("PRAGMA integrity_check(3)")]
-    astray = db.execute("PRAGMA foreign_key_check").fetchone()
-    if found != ["ok"] or astray is not None:
-        detail = " ".join(" ".join(found).split()) if found != ["ok"] else f"a row of {astray[0]} refers to none"
-        raise StoreUnusableError(f"the copy is damaged, and so is what it was made of ({detail})")
+    dangling = db.execute("PRAGMA foreign_key_check").fetchone()
+    if found != ["ok"] or dangling is not None:
+        detail = (
+            f"a row of {dangling[0]} has a dangling reference" if found == ["ok"] else " ".join(" ".join(found).split())
+        )
+        raise StoreUnusableError(f"the copy is damaged, and so is its source ({detail})")

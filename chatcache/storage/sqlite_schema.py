@@ -1,14 +1,12 @@
-"""The schema of the SQLite file, and how an older file becomes a present one.
+"""The SQLite schema: tables and migrations, rows and the data they stand for, and the search index.
 
-Rows of the SQLite file and the data they stand for.
+The search index holds folded words in FTS5 and is written in the transaction that writes the text:
 
-The search index beside the tables: folded words in FTS5, written in the transaction that writes the text.
-
-    items.position  = item_words.rowid       triggers remove what goes with its row
+    items.position  = item_words.rowid       triggers remove index rows together with their row
     titles.position = title_words.rowid
 
-The words are folded and cut here (`search.folded`), so that FTS5 compares bytes and every storage finds the same. A
-SQLite that was built without FTS5 searches by reading everything.
+Words are folded and truncated by `search.fold_words`, so that FTS5 compares bytes and every store finds the same. A
+SQLite without FTS5 searches by reading everything.
 """
 
 from __future__ import annotations
@@ -38,109 +36,12 @@ from chatcache.conversations.store import OwnerAssignment, StoreUnusableError
 from chatcache.conversations.tree import IN_PROGRESS, INCOMPLETE, Conversation, Item, ReplyParts, Turn, Usage
 
 Row = Any  # a tuple as sqlite3 returns it
-
 CONVERSATION_COLUMNS = "id, owner, created_at, updated_at, title, active_leaf, rev, metadata"
 ITEM_COLUMNS = "id, parent_id, role, text, token_ids, response_id, idx, status, finish_reason, created_at, parts"
 TURN_COLUMNS = (
     "id, parent_id, model, created_at, base_item_id, prompt_ids, instructions, previous_response_id, status, "
     "usage, echo"
 )
-
-
-def list_condition(owner: str, after: tuple[float, str] | None) -> tuple[str, dict[str, Any]]:
-    """The condition, and its values, of an owner's conversations that come later in a list than a place in it."""
-    if after is None:
-        return "owner = :owner", {"owner": owner}
-    values = {"owner": owner, "after_s": after[0], "after_id": after[1]}
-    return "owner = :owner AND (updated_at, id) < (:after_s, :after_id)", values
-
-
-def insert_conversation(db: sqlite3.Connection, c: Conversation) -> None:
-    db.execute(
-        f"INSERT INTO conversations ({CONVERSATION_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (c.id, c.owner, c.created_at, c.updated_at, c.title, c.active_leaf, c.rev, json.dumps(dict(c.metadata))),
-    )
-
-
-def update_conversation(db: sqlite3.Connection, c: Conversation) -> None:
-    db.execute(
-        "UPDATE conversations SET updated_at = ?, title = ?, active_leaf = ?, rev = ?, metadata = ? WHERE id = ?",
-        (c.updated_at, c.title, c.active_leaf, c.rev, json.dumps(dict(c.metadata)), c.id),
-    )
-
-
-def insert_item(db: sqlite3.Connection, conversation_id: str, item: Item) -> int:
-    """Add a message; return its position."""
-    parts = msgspec.json.encode(item.parts).decode()
-    row = (item.id, item.parent_id, item.role, item.text, _pack(item.token_ids), item.response_id)
-    row_end = (item.index, item.status, item.finish_reason, item.created_at, parts)
-    position: int = db.execute(
-        f"INSERT INTO items (conversation_id, {ITEM_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
-        "RETURNING position",
-        (conversation_id, *row, *row_end),
-    ).fetchone()[0]
-    return position
-
-
-def move_item(db: sqlite3.Connection, conversation_id: str, item: Item) -> None:
-    """Store where a message hangs now, and which tokens it has."""
-    db.execute(
-        "UPDATE items SET parent_id = ?, token_ids = ? WHERE id = ? AND conversation_id = ?",
-        (item.parent_id, _pack(item.token_ids), item.id, conversation_id),
-    )
-
-
-def put_turn(db: sqlite3.Connection, conversation_id: str, turn: Turn) -> None:
-    """Add a response, or replace it."""
-    usage = msgspec.json.encode(turn.usage).decode() if turn.usage is not None else None
-    echo = msgspec.json.encode(turn.echo).decode()
-    row = (turn.id, turn.parent_id, turn.model, turn.created_at, turn.base_item_id, _pack(turn.prompt_ids))
-    row_end = (turn.instructions, turn.previous_response_id, turn.status, usage, echo)
-    db.execute(
-        f"INSERT OR REPLACE INTO turns (conversation_id, {TURN_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (conversation_id, *row, *row_end),
-    )
-
-
-def assign_owner(db: sqlite3.Connection, owner: str, to: str) -> OwnerAssignment:
-    """Give an owner's conversations another one, but for those with a response under way."""
-    is_busy = "EXISTS (SELECT 1 FROM turns WHERE conversation_id = conversations.id AND status = :running)"
-    values = {"owner": owner, "to": to, "running": IN_PROGRESS}
-    where = "WHERE owner = :owner AND"
-    num_busy: int = db.execute(f"SELECT count(*) FROM conversations {where} {is_busy}", values).fetchone()[0]
-    moved = db.execute(f"UPDATE conversations SET owner = :to {where} NOT {is_busy}", values)
-    return OwnerAssignment(moved.rowcount, num_busy)
-
-
-def row_to_conversation(row: Row) -> Conversation:
-    values = (*row[:7], json.loads(row[7]))
-    return Conversation(*values)
-
-
-def row_to_item(row: Row) -> Item:
-    parts = msgspec.json.decode(row[10], type=ReplyParts)
-    values = (*row[:4], _unpack(row[4]), *row[5:10], parts)
-    return Item(*values)
-
-
-def row_to_turn(row: Row) -> Turn:
-    usage = msgspec.json.decode(row[9], type=Usage) if row[9] is not None else None
-    values = (*row[:5], _unpack(row[5]), *row[6:9], usage, msgspec.json.decode(row[10]))
-    return Turn(*values)
-
-
-def _pack(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian 32-bit integers, whatever the machine."""
-    return b"".join(token.to_bytes(4, "little") for token in token_ids)
-
-
-def _unpack(data: bytes) -> tuple[int, ...]:
-    ids = array("I", data)
-    if array("I", [1]).tobytes() != b"\x01\x00\x00\x00":
-        ids.byteswap()
-    return tuple(ids)
-
-
 _INDEX = """
     CREATE VIRTUAL TABLE item_words USING fts5 (words, tokenize = 'ascii', prefix = '1 2');
     CREATE VIRTUAL TABLE title_words USING fts5 (words, tokenize = 'ascii', prefix = '1 2');
@@ -159,121 +60,9 @@ _NEWEST = f"""
         WHERE item_words MATCH :words AND i.conversation_id IN ({{names}})
     ) m JOIN items i ON i.position = m.position WHERE m.age <= {MAX_COMPARED_MESSAGES} ORDER BY i.position DESC
 """
-
-
-def has_fts5(db: sqlite3.Connection) -> bool:
-    """Whether this SQLite can keep the index."""
-    return db.execute("SELECT 1 FROM pragma_module_list WHERE name = 'fts5'").fetchone() is not None
-
-
-def is_indexed(db: sqlite3.Connection) -> bool:
-    """Whether the file has the index."""
-    return db.execute("SELECT 1 FROM sqlite_master WHERE name = 'item_words'").fetchone() is not None
-
-
-def ensure_index(db: sqlite3.Connection, path: Path) -> None:
-    """Build the index of what is stored, if it is not there. Raises: StoreUnusableError where it cannot be kept."""
-    if not has_fts5(db):
-        if is_indexed(db):
-            raise StoreUnusableError(f"{path} has a search index, which needs an SQLite with FTS5")
-        return
-    if is_indexed(db):
-        return
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        for statement in _INDEX.strip().splitlines():
-            db.execute(statement)
-        for position, text in db.execute("SELECT position, text FROM items"):
-            _put(db, "item_words", position, text)
-        for position, title in db.execute(
-            "SELECT t.position, c.title FROM titles t JOIN conversations c ON c.id = t.conversation_id"
-        ):
-            _put(db, "title_words", position, title)
-        db.execute("COMMIT")
-    except BaseException:
-        db.execute("ROLLBACK")
-        raise
-
-
-def index_item(db: sqlite3.Connection, position: int, text: str) -> None:
-    """Add the words of a new message."""
-    if is_indexed(db):
-        _put(db, "item_words", position, text)
-
-
-def index_title(db: sqlite3.Connection, conversation_id: str, title: str) -> None:
-    """Replace the words of a title."""
-    if is_indexed(db):
-        row = db.execute("SELECT position FROM titles WHERE conversation_id = ?", (conversation_id,)).fetchone()
-        db.execute("DELETE FROM title_words WHERE rowid = ?", row)
-        _put(db, "title_words", row[0], title)
-
-
-def search_conversations(
-    db: sqlite3.Connection, owner: str, query: SearchQuery, limit: int, after: tuple[float, str] | None
-) -> Sequence[SearchHit]:
-    """The conversations that match, by last change, newest first."""
-    if not query.phrases:
-        return ()
-    if not is_indexed(db):
-        return _scan(db, owner, query, limit, after)
-    values: dict[str, Any] = {"words": _expression(query)}
-    where, more = list_condition(owner, after)
-    rows = db.execute(
-        f"SELECT {CONVERSATION_COLUMNS} FROM conversations WHERE {where} AND id IN ({_MATCHES}) "
-        "ORDER BY updated_at DESC, id DESC LIMIT :limit",
-        values | more | {"limit": limit},
-    )
-    heads = {row[0]: row_to_conversation(row) for row in rows}
-    names = ", ".join(f":id{number}" for number in range(len(heads)))
-    items = db.execute(_NEWEST.format(names=names), values | {f"id{number}": each for number, each in enumerate(heads)})
-    best = _best_items(items, query)
-    return tuple(make_hit(head, query, best.get(head.id)) for head in heads.values())
-
-
-def _scan(
-    db: sqlite3.Connection, owner: str, query: SearchQuery, limit: int, after: tuple[float, str] | None
-) -> Sequence[SearchHit]:
-    """The same without an index."""
-    where, values = list_condition(owner, after)
-    hits: list[SearchHit] = []
-    for row in db.execute(
-        f"SELECT {CONVERSATION_COLUMNS} FROM conversations WHERE {where} ORDER BY updated_at DESC, id DESC", values
-    ):
-        head = row_to_conversation(row)
-        items = db.execute(
-            "SELECT conversation_id, id, role, text FROM items WHERE conversation_id = ? ORDER BY position DESC",
-            (head.id,),
-        )
-        best = _best_items(items, query).get(head.id)
-        if best is not None or query.find(head.title) is not None:
-            hits.append(make_hit(head, query, best))
-        if len(hits) == limit:
-            break
-    return tuple(hits)
-
-
-def _best_items(rows: Iterable[Row], query: SearchQuery) -> dict[str, MessageMatch | None]:
-    """By conversation the message that matches best of the newest that match; rows come newest first."""
-    by_conversation: dict[str, list[tuple[str, str, str]]] = {}
-    for conversation_id, *item in rows:
-        by_conversation.setdefault(conversation_id, []).append((item[0], item[1], item[2]))
-    return {name: best_message(items, query) for name, items in by_conversation.items()}
-
-
-def _expression(query: SearchQuery) -> str:
-    """The query in FTS5's language. Folded words hold nothing that could end a quoted string there."""
-    return " AND ".join(f'"{" ".join(phrase)}"' for phrase in query.phrases) + " *"
-
-
-def _put(db: sqlite3.Connection, table: str, position: int, text: str) -> None:
-    db.execute(f"INSERT INTO {table} (rowid, words) VALUES (?, ?)", (position, fold_words(text)))
-
-
 MAX_CHECKED_BYTES = 2**30
-BUSY_MS = 5000  # how long another program may hold the file
-_INSTEAD = "; bring back a backup, or start with another file"
-
+BUSY_MS = 5000  # how long another program may lock the file
+_INSTEAD = "; restore a backup, or start with another file"
 MIGRATIONS = (
     """
     CREATE TABLE conversations (
@@ -332,9 +121,9 @@ MIGRATIONS = (
 
 
 def prepare(db: sqlite3.Connection, path: Path, *, end_running: bool = True) -> None:
-    """Make the file that of a server which starts: up to date, whole, and with nothing under way (`end_running`).
+    """Check the file, migrate it, build its index and, with `end_running`, end responses left in progress.
 
-    Raises: StoreUnusableError for a file of a newer version, or a damaged one.
+    Raises: StoreUnusableError for a file of a newer version or a damaged one.
     """
     migrate(db, path, check=True)
     ensure_index(db, path)
@@ -343,15 +132,15 @@ def prepare(db: sqlite3.Connection, path: Path, *, end_running: bool = True) -> 
 
 
 def migrate(db: sqlite3.Connection, path: Path, *, check: bool = False) -> None:
-    """Set the pragmas and bring the schema up to date, after a backup of what was there. A server may be running on it.
+    """Set the pragmas and migrate the schema after a backup. A server may be running on the file.
 
-    `check`: look for damage before. Raises: StoreUnusableError for a file of a newer version, or a damaged one.
+    `check`: look for damage first. Raises: StoreUnusableError for a file of a newer version or a damaged one.
     """
     db.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
     version = _version(db)
     if version > len(MIGRATIONS):
         raise StoreUnusableError(
-            f"{path} was written by a newer chatcache (schema {version}, this one knows {len(MIGRATIONS)})"
+            f"{path} was written by a newer chatcache (schema {version}, this one supports {len(MIGRATIONS)})"
         )
     if check:
         _check_whole(db, path)
@@ -364,8 +153,211 @@ def migrate(db: sqlite3.Connection, path: Path, *, check: bool = False) -> None:
         _migrate_once(db, step)
 
 
+def list_condition(owner: str, after: tuple[float, str] | None) -> tuple[str, dict[str, Any]]:
+    """Return the SQL condition, and its values, for an owner's conversations after a position of the list."""
+    if after is None:
+        return "owner = :owner", {"owner": owner}
+    values = {"owner": owner, "after_s": after[0], "after_id": after[1]}
+    return "owner = :owner AND (updated_at, id) < (:after_s, :after_id)", values
+
+
+def insert_conversation(db: sqlite3.Connection, c: Conversation) -> None:
+    db.execute(
+        f"INSERT INTO conversations ({CONVERSATION_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (c.id, c.owner, c.created_at, c.updated_at, c.title, c.active_leaf, c.rev, json.dumps(dict(c.metadata))),
+    )
+
+
+def update_conversation(db: sqlite3.Connection, c: Conversation) -> None:
+    db.execute(
+        "UPDATE conversations SET updated_at = ?, title = ?, active_leaf = ?, rev = ?, metadata = ? WHERE id = ?",
+        (c.updated_at, c.title, c.active_leaf, c.rev, json.dumps(dict(c.metadata)), c.id),
+    )
+
+
+def insert_item(db: sqlite3.Connection, conversation_id: str, item: Item) -> int:
+    """Insert a message and return its position."""
+    parts = msgspec.json.encode(item.parts).decode()
+    row = (item.id, item.parent_id, item.role, item.text, _pack(item.token_ids), item.response_id)
+    row_end = (item.index, item.status, item.finish_reason, item.created_at, parts)
+    position: int = db.execute(
+        f"INSERT INTO items (conversation_id, {ITEM_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
+        "RETURNING position",
+        (conversation_id, *row, *row_end),
+    ).fetchone()[0]
+    return position
+
+
+def move_item(db: sqlite3.Connection, conversation_id: str, item: Item) -> None:
+    """Update the parent and the tokens of a message."""
+    db.execute(
+        "UPDATE items SET parent_id = ?, token_ids = ? WHERE id = ? AND conversation_id = ?",
+        (item.parent_id, _pack(item.token_ids), item.id, conversation_id),
+    )
+
+
+def put_turn(db: sqlite3.Connection, conversation_id: str, turn: Turn) -> None:
+    """Insert or replace a response."""
+    usage = msgspec.json.encode(turn.usage).decode() if turn.usage is not None else None
+    echo = msgspec.json.encode(turn.echo).decode()
+    row = (turn.id, turn.parent_id, turn.model, turn.created_at, turn.base_item_id, _pack(turn.prompt_ids))
+    row_end = (turn.instructions, turn.previous_response_id, turn.status, usage, echo)
+    db.execute(
+        f"INSERT OR REPLACE INTO turns (conversation_id, {TURN_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (conversation_id, *row, *row_end),
+    )
+
+
+def assign_owner(db: sqlite3.Connection, owner: str, to: str) -> OwnerAssignment:
+    """Move all conversations of `owner` to another owner, except those with a response in progress."""
+    is_busy = "EXISTS (SELECT 1 FROM turns WHERE conversation_id = conversations.id AND status = :running)"
+    values = {"owner": owner, "to": to, "running": IN_PROGRESS}
+    where = "WHERE owner = :owner AND"
+    num_busy: int = db.execute(f"SELECT count(*) FROM conversations {where} {is_busy}", values).fetchone()[0]
+    moved = db.execute(f"UPDATE conversations SET owner = :to {where} NOT {is_busy}", values)
+    return OwnerAssignment(moved.rowcount, num_busy)
+
+
+def row_to_conversation(row: Row) -> Conversation:
+    values = (*row[:7], json.loads(row[7]))
+    return Conversation(*values)
+
+
+def row_to_item(row: Row) -> Item:
+    parts = msgspec.json.decode(row[10], type=ReplyParts)
+    values = (*row[:4], _unpack(row[4]), *row[5:10], parts)
+    return Item(*values)
+
+
+def row_to_turn(row: Row) -> Turn:
+    usage = msgspec.json.decode(row[9], type=Usage) if row[9] is not None else None
+    values = (*row[:5], _unpack(row[5]), *row[6:9], usage, msgspec.json.decode(row[10]))
+    return Turn(*values)
+
+
+def _pack(token_ids: Sequence[int]) -> bytes:
+    """Encode token ids as little-endian 32-bit integers on any machine."""
+    return b"".join(token.to_bytes(4, "little") for token in token_ids)
+
+
+def _unpack(data: bytes) -> tuple[int, ...]:
+    ids = array("I", data)
+    if array("I", [1]).tobytes() != b"\x01\x00\x00\x00":
+        ids.byteswap()
+    return tuple(ids)
+
+
+def has_fts5(db: sqlite3.Connection) -> bool:
+    """Check whether this SQLite build has FTS5."""
+    return db.execute("SELECT 1 FROM pragma_module_list WHERE name = 'fts5'").fetchone() is not None
+
+
+def is_indexed(db: sqlite3.Connection) -> bool:
+    """Check whether the file has the search index."""
+    return db.execute("SELECT 1 FROM sqlite_master WHERE name = 'item_words'").fetchone() is not None
+
+
+def ensure_index(db: sqlite3.Connection, path: Path) -> None:
+    """Build the search index if it is missing. Raises: StoreUnusableError if FTS5 is needed and missing."""
+    if not has_fts5(db):
+        if is_indexed(db):
+            raise StoreUnusableError(f"{path} has a search index, which needs an SQLite with FTS5")
+        return
+    if is_indexed(db):
+        return
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        for statement in _INDEX.strip().splitlines():
+            db.execute(statement)
+        for position, text in db.execute("SELECT position, text FROM items"):
+            _put(db, "item_words", position, text)
+        for position, title in db.execute(
+            "SELECT t.position, c.title FROM titles t JOIN conversations c ON c.id = t.conversation_id"
+        ):
+            _put(db, "title_words", position, title)
+        db.execute("COMMIT")
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+
+
+def index_item(db: sqlite3.Connection, position: int, text: str) -> None:
+    """Add the words of a new message to the index."""
+    if is_indexed(db):
+        _put(db, "item_words", position, text)
+
+
+def index_title(db: sqlite3.Connection, conversation_id: str, title: str) -> None:
+    """Replace the words of a title in the index."""
+    if is_indexed(db):
+        row = db.execute("SELECT position FROM titles WHERE conversation_id = ?", (conversation_id,)).fetchone()
+        db.execute("DELETE FROM title_words WHERE rowid = ?", row)
+        _put(db, "title_words", row[0], title)
+
+
+def search_conversations(
+    db: sqlite3.Connection, owner: str, query: SearchQuery, limit: int, after: tuple[float, str] | None
+) -> Sequence[SearchHit]:
+    """Return the conversations that match, by last change, newest first."""
+    if not query.phrases:
+        return ()
+    if not is_indexed(db):
+        return _search_without_index(db, owner, query, limit, after)
+    values: dict[str, Any] = {"words": _expression(query)}
+    where, more = list_condition(owner, after)
+    rows = db.execute(
+        f"SELECT {CONVERSATION_COLUMNS} FROM conversations WHERE {where} AND id IN ({_MATCHES}) "
+        "ORDER BY updated_at DESC, id DESC LIMIT :limit",
+        values | more | {"limit": limit},
+    )
+    heads = {row[0]: row_to_conversation(row) for row in rows}
+    names = ", ".join(f":id{number}" for number in range(len(heads)))
+    items = db.execute(_NEWEST.format(names=names), values | {f"id{number}": each for number, each in enumerate(heads)})
+    best = _best_items(items, query)
+    return tuple(make_hit(head, query, best.get(head.id)) for head in heads.values())
+
+
+def _search_without_index(
+    db: sqlite3.Connection, owner: str, query: SearchQuery, limit: int, after: tuple[float, str] | None
+) -> Sequence[SearchHit]:
+    """Search by reading every message of the owner."""
+    where, values = list_condition(owner, after)
+    hits: list[SearchHit] = []
+    for row in db.execute(
+        f"SELECT {CONVERSATION_COLUMNS} FROM conversations WHERE {where} ORDER BY updated_at DESC, id DESC", values
+    ):
+        head = row_to_conversation(row)
+        items = db.execute(
+            "SELECT conversation_id, id, role, text FROM items WHERE conversation_id = ? ORDER BY position DESC",
+            (head.id,),
+        )
+        best = _best_items(items, query).get(head.id)
+        if best is not None or query.find(head.title) is not None:
+            hits.append(make_hit(head, query, best))
+        if len(hits) == limit:
+            break
+    return tuple(hits)
+
+
+def _best_items(rows: Iterable[Row], query: SearchQuery) -> dict[str, MessageMatch | None]:
+    """Return the best matching message per conversation; rows are given newest first."""
+    by_conversation: dict[str, list[tuple[str, str, str]]] = {}
+    for conversation_id, *item in rows:
+        by_conversation.setdefault(conversation_id, []).append((item[0], item[1], item[2]))
+    return {name: best_message(items, query) for name, items in by_conversation.items()}
+
+
+def _expression(query: SearchQuery) -> str:
+    """Return the query as an FTS5 expression. Folded words contain no character that ends a quoted string."""
+    return " AND ".join(f'"{" ".join(phrase)}"' for phrase in query.phrases) + " *"
+
+
+def _put(db: sqlite3.Connection, table: str, position: int, text: str) -> None:
+    db.execute(f"INSERT INTO {table} (rowid, words) VALUES (?, ?)", (position, fold_words(text)))
+
+
 def _back_up(db: sqlite3.Connection, path: Path, version: int) -> None:
-    """Keep the file as it is before a migration, for whoever runs this alone to read."""
+    """Keep a copy of the file before a migration, readable by its owner only."""
     copy = path.with_name(f"{path.name}.before-schema-{len(MIGRATIONS)}")
     partial = path.with_name(f".{copy.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -373,7 +365,7 @@ def _back_up(db: sqlite3.Connection, path: Path, version: int) -> None:
         try:
             with contextlib.closing(sqlite3.connect(partial)) as backup:
                 db.backup(backup)
-                is_before = _version(backup) == version  # or another process did all this meanwhile
+                is_before = _version(backup) == version  # else another process has migrated meanwhile
             if is_before:
                 partial.replace(copy)
         finally:
@@ -390,7 +382,7 @@ def _migrate_once(db: sqlite3.Connection, step: int) -> None:
     except sqlite3.Error:
         if db.in_transaction:
             db.rollback()
-        if _version(db) <= step:  # else another process did the same at the same time, and was first
+        if _version(db) <= step:  # else another process has made the same migration first
             raise
 
 
@@ -399,7 +391,7 @@ def _version(db: sqlite3.Connection) -> int:
 
 
 def _check_whole(db: sqlite3.Connection, path: Path) -> None:
-    """Look for damage, which goes at about a GiB in seconds; files beyond `MAX_CHECKED_BYTES` are not read through.
+    """Look for damage, at a speed of about a GiB per few seconds; files over `MAX_CHECKED_BYTES` are not checked.
 
     Raises: StoreUnusableError.
     """
@@ -415,7 +407,7 @@ def _check_whole(db: sqlite3.Connection, path: Path) -> None:
 
 
 def open_error(path: Path, error: sqlite3.Error) -> StoreUnusableError:
-    """What SQLite says of a file that it cannot open, and what of it can be seen from here."""
+    """Return the error for a file that SQLite cannot open, with a hint at the likely reason."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if path.is_dir():
         hint = "; it is a folder"
@@ -431,6 +423,6 @@ def open_error(path: Path, error: sqlite3.Error) -> StoreUnusableError:
 
 
 def prepare_reader(db: sqlite3.Connection) -> None:
-    """Set the pragmas of a connection that only reads, beside the one that writes."""
+    """Set the pragmas of a connection that only reads while another one writes."""
     db.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
     db.execute("PRAGMA query_only = ON")

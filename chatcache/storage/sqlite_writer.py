@@ -1,4 +1,4 @@
-"""One thread that owns one SQLite connection; jobs that wait together are committed together."""
+"""A thread that owns one SQLite connection and commits waiting jobs together."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ _FILE_ERRORS = frozenset(
 class SqliteWriter:
     """Runs jobs in order on its own thread, each all-or-nothing, many to a commit.
 
-    With `synchronous=FULL` a commit waits for the disk; sharing it is what lets many conversations write at once. A
-    job's result is delivered only after the commit that contains it.
+    With `synchronous=FULL` a commit waits for the disk; sharing it lets many conversations write at once. A job's
+    result is delivered only after the commit that contains it.
     """
 
     def __init__(
         self, path: Path | str, prepare: Callable[[sqlite3.Connection], None], *, begin: str = "BEGIN IMMEDIATE"
     ) -> None:
-        """Open `path` and run `prepare` (pragmas, migration) before any job. Raises: whatever `prepare` raises.
+        """Open `path` and run `prepare` (pragmas, migration) before any job.
 
         `begin` starts a group of jobs; plain "BEGIN" is for a second thread whose jobs only read.
+        Raises: the errors of `prepare`.
         """
         self._begin = begin
         self.is_failing = False  # whether the last jobs that wrote anything could not be committed
@@ -51,12 +52,12 @@ class SqliteWriter:
         self._opened.result()
 
     async def run(self, job: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Queue `job`; its exception, if any, undoes that job alone and is raised here."""
+        """Queue `job` and wait for its commit. An exception of the job undoes that job alone and is raised here."""
         future: Future[Result] = Future()
         self._jobs.put((job, future))
-        # Shielded: a caller that goes away must not leave a half-told story; the job runs either way.
+        # Shielded: the job runs to its end even if the caller is cancelled.
         done = asyncio.wrap_future(future)
-        done.add_done_callback(_hear)
+        done.add_done_callback(_retrieve_exception)
         return await asyncio.shield(done)
 
     def close(self) -> None:
@@ -67,8 +68,9 @@ class SqliteWriter:
     def _run(self, path: Path | str, prepare: Callable[[sqlite3.Connection], None]) -> None:
         try:
             if str(path) != ":memory:":
-                with contextlib.suppress(OSError):  # it is there, or SQLite says what is wrong
-                    Path(path).touch(mode=0o600, exist_ok=False)  # what people said is nobody else's to read
+                with contextlib.suppress(OSError):  # it exists, or SQLite reports the error below
+                    # Readable by this user only: conversations are private.
+                    Path(path).touch(mode=0o600, exist_ok=False)
             connection = sqlite3.connect(path, isolation_level=None)
             try:
                 prepare(connection)
@@ -84,13 +86,13 @@ class SqliteWriter:
             group, open_for_jobs = self._next_group()
             if group:
                 num_changes = connection.total_changes
-                took_it = _commit(connection, group, self._begin)
-                if not took_it or connection.total_changes > num_changes:  # reading alone says nothing
-                    self.is_failing = not took_it
+                is_committed = _commit(connection, group, self._begin)
+                if not is_committed or connection.total_changes > num_changes:  # a group of reads does not test writing
+                    self.is_failing = not is_committed
         connection.close()
 
     def _next_group(self) -> tuple[list[Entry], bool]:
-        """Wait for one job, take what else is there already. False: the writer was asked to close."""
+        """Wait for one job and collect the others that are queued. False: the writer was asked to close."""
         group: list[Entry] = []
         block = True
         while len(group) < _MAX_GROUP:
@@ -105,14 +107,14 @@ class SqliteWriter:
         return group, True
 
 
-def _hear(done: asyncio.Future[Any]) -> None:
-    """Take note of a failure, so that none is logged as unheard when the caller has gone away."""
+def _retrieve_exception(done: asyncio.Future[Any]) -> None:
+    """Retrieve a failure, so that asyncio does not log it as never retrieved when the caller was cancelled."""
     if not done.cancelled():
         done.exception()
 
 
 def _commit(connection: sqlite3.Connection, group: list[Entry], begin: str) -> bool:
-    """Run a group and tell its callers. Whether the file took it."""
+    """Run a group of jobs in one transaction and deliver the results. Return whether the file accepted it."""
     outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
     failing: sqlite3.Error | None = None
     try:
@@ -122,21 +124,21 @@ def _commit(connection: sqlite3.Connection, group: list[Entry], begin: str) -> b
             try:
                 outcomes.append((future, job(connection), None))
             except Exception as error:
-                if _is_of_the_file(error):
+                if _is_file_error(error):
                     raise
                 connection.execute("ROLLBACK TO job")
                 outcomes.append((future, None, error))
             connection.execute("RELEASE job")
         connection.execute("COMMIT")
     except sqlite3.Error as error:
-        # The disk is full, or failing: nobody may believe that anything was stored.
+        # The disk is full or failing: report to every caller that nothing was stored.
         failing = error
         with contextlib.suppress(sqlite3.Error):
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
-        told = StoreUnavailableError(f"nothing can be stored now: {error}")
-        told.__cause__ = error
-        outcomes = [(future, None, told) for _, future in group]
+        unavailable = StoreUnavailableError(f"nothing can be stored now: {error}")
+        unavailable.__cause__ = error
+        outcomes = [(future, None, unavailable) for _, future in group]
     for future, result, failure in outcomes:
         if failure is not None:
             future.set_exception(failure)
@@ -145,6 +147,6 @@ def _commit(connection: sqlite3.Connection, group: list[Entry], begin: str) -> b
     return failing is None
 
 
-def _is_of_the_file(error: Exception) -> bool:
-    """Whether the file or its disk is at fault, and not what was to be stored."""
+def _is_file_error(error: Exception) -> bool:
+    """Check whether an error is of the file or its disk rather than of the job."""
     return isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in _FILE_ERRORS

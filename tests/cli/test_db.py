@@ -175,7 +175,7 @@ async def test_out_of_a_file_into_redis_and_back(db: Path, tmp_path: Path) -> No
         assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
         assert await read(tmp_path / "new.db") == await read(db)
         wrong = redis.url.replace("secret", "wrong")
-        assert "does not let us in" in told(call("export", tmp_path / "c", "--redis", wrong))
+        assert "rejects the login" in told(call("export", tmp_path / "c", "--redis", wrong))
     assert isinstance(call("import", tmp_path / "a", "--redis", redis.url).exception, ChatcacheError)
 
 

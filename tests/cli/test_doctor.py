@@ -210,7 +210,7 @@ def test_a_redis_server_is_looked_at(tmp_path: Path) -> None:
     with redis_server(tmp_path / "redis") as server:
         for url, state, told in (
             (server.url, State.GOOD, "in the Redis server"),
-            (server.url.replace("secret", "wrong"), State.BAD, "does not let us in"),
+            (server.url.replace("secret", "wrong"), State.BAD, "rejects the login"),
             ("redis://127.0.0.1:1", State.WARNING, "no Redis server yet"),
             ("http://127.0.0.1", State.BAD, "not a URL"),
         ):

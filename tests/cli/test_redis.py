@@ -15,7 +15,7 @@ def test_a_server_that_does_not_let_us_in_ends_with_78(folder: Path, tmp_path: P
     with redis_server(tmp_path / "redis") as redis:
         with serving(folder, tmp_path, "--redis", redis.url.replace("secret", "wrong")) as server:
             assert server.wait() == 78
-        assert "--redis the Redis server does not let us in" in server.output and "wrong" not in server.output
+        assert "--redis the Redis server rejects the login" in server.output and "wrong" not in server.output
 
 
 def test_server_is_not_ready_until_redis_answers(folder: Path, tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_the_user_of_these_tests_may_run_no_scripts_and_administer_nothing(empty
 async def test_whoever_is_not_let_in_is_told_so(empty_redis: RedisServer) -> None:
     where = f"127.0.0.1:{empty_redis.port}"
     for url, reason in (
-        (f"redis://chatcache:wrong@{where}/0", "does not let us in"),
+        (f"redis://chatcache:wrong@{where}/0", "rejects the login"),
         ("http://127.0.0.1", "not a URL"),
         ("redis://127.0.0.1:99999", "not a URL"),
     ):

@@ -150,7 +150,7 @@ async def test_a_file_that_cannot_be_opened_is_refused_with_what_to_do(
             SqliteStore(path)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(StoreUnusableError, match="bring back a backup"):
+    with pytest.raises(StoreUnusableError, match="restore a backup"):
         SqliteStore(path)
 
 
