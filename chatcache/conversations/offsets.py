@@ -66,11 +66,11 @@ Span = tuple[int, int] | None
 def token_char_offsets(context: ReplyContext, prompt: Sequence[int], item: Item) -> list[Span]:
     """Return one range per token of a reply to `prompt`. Slow for long replies: run it on a thread."""
     raw = item.parts.raw or item.text
-    pieces, is_incomplete = _pieces(context, prompt, item.token_ids, skip_special_tokens=True)
+    pieces, incomplete = _pieces(context, prompt, item.token_ids, skip_special_tokens=True)
     if "".join(pieces) != raw:  # it was generated with its special tokens shown
         others, others_incomplete = _pieces(context, prompt, item.token_ids, skip_special_tokens=False)
         if "".join(others) == raw:
-            pieces, is_incomplete = others, others_incomplete
+            pieces, incomplete = others, others_incomplete
     written = "".join(pieces)
     if item.parts.raw:
         shown = _visible_positions(
@@ -80,7 +80,7 @@ def token_char_offsets(context: ReplyContext, prompt: Sequence[int], item: Item)
         shown = [position if position < len(raw) else None for position in range(len(written))]
     spans: list[Span] = []
     end = 0
-    for piece, is_open in zip(pieces, is_incomplete, strict=True):
+    for piece, is_open in zip(pieces, incomplete, strict=True):
         start, end = end, end + len(piece)
         positions = [position for position in shown[start:end] if position is not None]
         if not piece and is_open and end < len(shown):
@@ -98,14 +98,14 @@ def _pieces(
     stream = context.text_stream(prompt, skip_special_tokens=skip_special_tokens)
     hidden = context.tokenizer.special_ids - context.mark_ids if skip_special_tokens else frozenset()
     pieces: list[str] = []
-    is_incomplete: list[bool] = []
+    incomplete: list[bool] = []
     for token in ids:
         pieces.append(stream.push((token,)))
-        is_incomplete.append(stream.has_incomplete_char and token not in hidden)
+        incomplete.append(stream.has_incomplete_char and token not in hidden)
     rest = stream.finish()
     if rest and pieces:
         pieces[-1] += rest
-    return pieces, is_incomplete
+    return pieces, incomplete
 
 
 def _visible_positions(parser: CandidateParser, written: str) -> list[int | None]:
