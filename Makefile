@@ -66,7 +66,7 @@ $(WEB_MODULES): web/package-lock.json | $(VENV)/.node
 	@touch $@
 
 $(STATIC): $(WEB_SOURCES) $(WEB_MODULES)
-	cd web && PATH="$$PATH:$(CURDIR)/$(BIN)" && npm run build --silent
+	cd web && PATH="$$PATH:$(CURDIR)/$(BIN)" && npm run build --silent -- --logLevel warn
 	@touch $@
 
 serve: install
