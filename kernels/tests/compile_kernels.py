@@ -1,10 +1,11 @@
-"""Compile every variant that the Triton modules list, for chips that need not be here, and report what came out.
+"""Compile every listed Triton variant for given GPU architectures and report the result.
 
     python kernels/tests/compile_kernels.py --arch 90 [--module NAME ...] [--match TEXT] [--most N] [--asm DIR]
 
-Run it without TRITON_INTERPRET. Prints one JSON object a line: {"variant", "arch", "registers", "shared_bytes",
-"error"}; `error` is null, or says what is wrong: it does not compile, spills, needs more shared memory than the chip
-has, or reads or writes narrowly though `wide` is promised. A kernel launched somewhere and listed nowhere is an error.
+Needs no GPU; run it without TRITON_INTERPRET. Prints one JSON object per line: {"variant", "arch", "registers",
+"shared_bytes", "error"}. `error` is null or the problem: compilation fails, registers spill, more shared memory is
+needed than the chip has, or memory access is narrow although `wide` is set. A kernel that is launched but not listed in
+`variants` is an error.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from triton.runtime.jit import JITFunction
 
 PACKAGE = "chatcache_kernels.triton"
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-"""Most shared memory of a program, by compute capability. Source: CUDA C++ Programming Guide."""
+"""Maximum shared memory of a program, by compute capability (CUDA C++ Programming Guide)."""
 
 WIDE = r"\.global[.\w:]*\.v(4\.[a-z]+32|2\.[a-z]+64|8\.[a-z]+32|4\.[a-z]+64)\b"
 
 
 def modules() -> list[ModuleType]:
-    """Return the package's modules."""
+    """Return the modules of the package."""
     package = importlib.import_module(PACKAGE)
     return [importlib.import_module(f"{PACKAGE}.{found.name}") for found in pkgutil.iter_modules(package.__path__)]
 
@@ -59,7 +60,7 @@ def launched(module: ModuleType) -> set[str]:
 def listed(module: ModuleType, arch: int) -> list[Variant]:
     """Return a module's variants.
 
-    Raises: LookupError for a kernel that the module launches and does not list.
+    Raises: LookupError for a kernel that the module launches but does not list.
     """
     found = list(module.variants(arch)) if hasattr(module, "variants") else []
     if missing := launched(module) - {one.kernel.__name__ for one in found}:
@@ -79,7 +80,10 @@ def compile_variant(variant: Variant, arch: int) -> Any:
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Return what the kernel takes: REG, STACK, LOCAL, ... Raises: RuntimeError if the tool does not run."""
+    """Return the kernel's resource usage (REG, STACK, LOCAL).
+
+    Raises: RuntimeError if cuobjdump fails.
+    """
     tool = triton.knobs.nvidia.cuobjdump.path
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -93,7 +97,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def problem(variant: Variant, arch: int, kernel: Any, used: dict[str, int]) -> str | None:
-    """Return what is wrong with a compiled kernel."""
+    """Return the problem of a compiled kernel, or None."""
     if kernel.metadata.shared > SHARED_BYTES[arch]:
         return f"needs {kernel.metadata.shared} bytes of shared memory; this chip has {SHARED_BYTES[arch]}"
     if used["STACK"] or used["LOCAL"]:
@@ -105,7 +109,7 @@ def problem(variant: Variant, arch: int, kernel: Any, used: dict[str, int]) -> s
 
 
 def examine(variant: Variant, arch: int, folder: Path | None) -> dict[str, Any]:
-    """Compile one variant and report."""
+    """Compile one variant and return its report line."""
     line: dict[str, Any] = {"variant": variant.name, "arch": arch, "registers": 0, "shared_bytes": 0, "error": None}
     try:
         kernel = compile_variant(variant, arch)
@@ -121,7 +125,7 @@ def examine(variant: Variant, arch: int, folder: Path | None) -> dict[str, Any]:
 
 
 def some(variants: list[Variant], most: int) -> list[Variant]:
-    """Return at most so many variants of each kernel, any of them."""
+    """Return a random sample of at most `most` variants of each kernel."""
     kinds: dict[str, list[Variant]] = {}
     for one in random.sample(variants, len(variants)):
         kinds.setdefault(one.kernel.__name__, []).append(one)
@@ -129,7 +133,7 @@ def some(variants: list[Variant], most: int) -> list[Variant]:
 
 
 def report(names: Iterable[str], arch: int, match: str, most: int, folder: Path | None) -> Iterator[dict[str, Any]]:
-    """Yield a line for each variant, and for each module that does not list one."""
+    """Yield a line per variant, and per module with unlisted kernels."""
     for module in [importlib.import_module(name) for name in names] or modules():
         try:
             variants = listed(module, arch)

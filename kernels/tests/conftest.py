@@ -1,6 +1,6 @@
-"""Kernel tests run on one thread, so that they stay quick on a busy machine; the ones about threads ask for more.
+"""Fixtures of the kernel tests. Tests run on one torch thread unless they set more.
 
-Triton tests run compiled where there is a GPU and interpreted elsewhere; the root `conftest.py` chooses.
+Triton tests run compiled on a GPU and interpreted elsewhere; the root `conftest.py` chooses.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
+    """Limit torch to one thread, so that tests stay fast on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -29,7 +30,7 @@ def triton_device() -> str:
 
 @pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill memory that torch leaves as it found it: what a kernel does not write is NaN, or the largest integer."""
+    """Fill uninitialised torch memory with NaN or the largest integer, to expose missing writes."""
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, _poisoned(getattr(torch, name)))
 
@@ -44,7 +45,10 @@ def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 @pytest.fixture
 def fresh_random() -> int:
-    """Draw other inputs in every run; CHATCACHE_TEST_SEED, which a run with failures tells, replays it."""
+    """Seed all generators from CHATCACHE_TEST_SEED and return the seed.
+
+    A failing run prints the seed, and setting the variable replays it.
+    """
     seed = int(os.environ["CHATCACHE_TEST_SEED"])
     torch.manual_seed(seed)
     random.seed(seed)

@@ -1,7 +1,7 @@
-"""cpu.paged_attention and the cpu page store against reference.py, on fresh random shapes and values every run.
+"""cpu.paged_attention and the cpu page store against `reference`, on random shapes.
 
-Every slot that holds no token is NaN, and so is every page that no row owns: a kernel that reads one shows it.
-A failing case prints its seed; CHATCACHE_TEST_SEED=<seed> replays it.
+Slots without a token and pages without an owner are NaN, so a kernel that reads one is detected. Shapes change every
+run; a failing case prints its seed, and CHATCACHE_TEST_SEED=<seed> replays it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One batch of rows over two equal stores, one in each layout."""
+    """A batch of rows over two equal stores, one in each KV layout."""
 
     batch: AttentionBatch
     q: Tensor
@@ -50,7 +50,7 @@ def build_case(
     dtype: torch.dtype | None = None,
     seed: int = SEED,
 ) -> Case:
-    """Return rows of (cached tokens, new tokens) in shuffled pages among poisoned ones."""
+    """Build rows of (cached tokens, new tokens) in shuffled pages, with NaN everywhere else."""
     noise = torch.Generator().manual_seed(seed)
     needed = [-(-(start + new) // page_size) for start, new in rows]
     num_pages = sum(needed) + 5
@@ -76,7 +76,7 @@ def build_case(
 
 
 def random_rows(draw: random.Random) -> list[tuple[int, int]]:
-    """Return one-token rows, short rows and a chunk, in any order, some without tokens."""
+    """Return one-token rows, short rows and a chunk in random order, some without new tokens."""
     rows = [(draw.randrange(700), 1) for _ in range(draw.randrange(1, 5))]
     rows += [(draw.randrange(200), draw.randrange(0, 20)), (0, 1), (draw.randrange(100), draw.randrange(130, 200))]
     draw.shuffle(rows)
@@ -167,7 +167,7 @@ def test_chunks_within_one_page_equal_reference(page_size: int) -> None:
 
 def test_large_scores_stay_finite() -> None:
     case = build_case([(40, 1), (600, 4)])
-    case.check(40.0, tolerance=1e-3)  # scores in the hundreds: float32 leaves their exponentials four digits
+    case.check(40.0, tolerance=1e-3)  # scores in the hundreds: their exponentials have four digits in float32
     case.check(40.0, tolerance=1e-3, softcap=200.0)
     case.check(sinks=torch.tensor([-90.0, 90.0, 0.0, 5.0, -5.0, 60.0]))
 

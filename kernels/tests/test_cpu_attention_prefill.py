@@ -1,4 +1,4 @@
-"""The tile kernel of long rows against reference.py, on fresh random shapes; only where the CPU has AMX."""
+"""AMX prefill attention against `reference`, on random shapes; needs a CPU with AMX."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One batch of rows over two equal stores, one in each layout."""
+    """A batch of rows over two equal stores, one in each KV layout."""
 
     batch: AttentionBatch
     q: torch.Tensor
@@ -30,7 +30,7 @@ class Case:
 def build_case(
     rows: list[tuple[int, int]], heads: int = 6, kv_heads: int = 2, head_dim: int = 64, page_size: int = 16
 ) -> Case:
-    """Return rows of (cached tokens, new tokens) in shuffled pages; slots that hold no token, and pages, are NaN."""
+    """Build rows of (cached tokens, new tokens) in shuffled pages, with NaN everywhere else."""
     needed = [-(-(start + new) // page_size) for start, new in rows]
     shuffled = (torch.randperm(sum(needed) + 4) + 1).int()
     tables = torch.zeros(len(rows), max(needed) + 2, dtype=torch.int32)
@@ -50,7 +50,7 @@ def build_case(
 
 
 def run_amx_kernel(case: Case, least: int = 1, **options: object) -> torch.Tensor:
-    """Run the kernel over every row of at least `least` tokens; the others stay NaN."""
+    """Run the kernel over rows of at least `least` tokens; outputs of other rows stay NaN."""
     assert attention_prefill.can_use_amx(case.q, case.paged)
     out = torch.full_like(case.q, torch.nan)
     given = {"scale": 0.2, "window": None, "softcap": None, "sinks": None, **options}
@@ -88,7 +88,7 @@ def test_amx_prefill_at_block_boundaries_equals_reference(start: int) -> None:
 
 
 def test_amx_prefill_with_growing_scores_rescales() -> None:
-    """Each key is larger than those before, by more than the slack and by less."""
+    """Scores grow from key to key, by more and by less than the rescale threshold."""
     for scale in (0.01, 0.05, 3.0):
         case = build_case([(0, 300)], 2, 1)
         slots = case.batch.slots
@@ -106,7 +106,7 @@ def test_amx_prefill_leaves_short_rows_unchanged() -> None:
 
 
 def test_amx_prefill_does_not_depend_on_other_rows() -> None:
-    """Not on other rows, threads, or how the tokens are shared out: the outputs are equal to the bit."""
+    """Outputs are bit-identical for other batches, item sizes and numbers of threads."""
     case = build_case([(200, 300), (0, 77)], 6, 2)
     every: list[dict[str, object]] = [{}, {"window": 150}, {"softcap": 5.0}]
     for options in every:

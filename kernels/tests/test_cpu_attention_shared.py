@@ -1,6 +1,6 @@
-"""cpu attention over shared prefixes against reference.py: fresh trees of rows, shapes and values every run.
+"""cpu attention over shared prefixes against `reference`, on random trees of rows.
 
-Slots that no token of a row holds are NaN, and so are pages that no table names. A failing case prints its seed;
+Slots without a token and pages that no table names are NaN. Trees change every run; a failing case prints its seed, and
 CHATCACHE_TEST_SEED=<seed> replays it.
 """
 
@@ -25,7 +25,7 @@ TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 1.5e-2}
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Rows that begin like others, over two equal stores, one in each layout."""
+    """Rows that share prefixes, over two equal stores, one in each KV layout."""
 
     batch: AttentionBatch
     q: Tensor
@@ -34,13 +34,13 @@ class Tree:
     seed: int
 
     def prepared(self, backend: ModuleType = cpu) -> AttentionBatch:
-        """Return the batch with the work list that the backend wants."""
+        """Return the batch with the plan of `backend.prepare`."""
         group = self.q.shape[1] // self.plain.num_kv_heads
         arrays = (x.numpy() for x in (self.batch.tables, self.batch.start, self.batch.num_tokens))
         return replace(self.batch, work=backend.prepare(*arrays, self.plain.page_size, group))
 
     def check(self, *, shared: bool = True, **options: object) -> None:
-        """Compare with the reference; `shared`: whether pages should be read for several rows at once."""
+        """Compare with the reference. `shared`: whether the plan should share pages."""
         batch = self.prepared()
         assert (batch.work is not None) == shared
         got = cpu.paged_attention(self.q, self.paged, 1, batch, 0.2, **options)  # type: ignore[arg-type]
@@ -58,7 +58,10 @@ def make_tree(
     dtype: torch.dtype = torch.float32,
     seed: int = SEED,
 ) -> Tree:
-    """Return rows of (earlier row or None, tokens kept of it, start, new tokens); heads are (H, Hkv, D)."""
+    """Build rows of (parent row or None, shared tokens, start, new tokens).
+
+    `heads`: (H, Hkv, D).
+    """
     noise = torch.Generator().manual_seed(seed)
     needed = [-(-(start + new) // page_size) for _, _, start, new in rows]
     num_pages = sum(needed) + 5
@@ -103,7 +106,7 @@ def fill_stores(
 
 
 def make_forked_rows(prompt: int, branches: int, *generated: int) -> list[tuple[int | None, int, int, int]]:
-    """Return branches of a prompt that have gone on for some tokens, the given lengths in turn."""
+    """Return branches of a prompt, with the given numbers of generated tokens in turn."""
     first = (None, 0, prompt + generated[0], 1)
     return [first, *((0, prompt, prompt + generated[n % len(generated)], 1) for n in range(1, branches))]
 
@@ -120,7 +123,7 @@ def test_shared_attention_of_random_trees_equals_reference(page_size: int, dtype
         rows = make_forked_rows(
             draw.randrange(500, 800), draw.randrange(3, 24), *(draw.randrange(1, 90) for _ in range(3))
         )
-        for _ in range(draw.randrange(8)):  # forks of branches, and rows of their own; some of several tokens
+        for _ in range(draw.randrange(8)):  # forks of branches and unshared rows; some with several new tokens
             parent = draw.choice([None, draw.randrange(len(rows))])
             rows.append((parent, 1000, draw.randrange(900), draw.choice([1, 1, 1, 0, 4, 90])))
         tree = make_tree(rows, (kv_heads * group, kv_heads, draw.choice([32, 64, 80])), page_size, dtype, seed)
@@ -143,7 +146,7 @@ def test_shared_attention_with_windows_equals_reference(window: int) -> None:
 
 def test_prepare_without_shared_pages_returns_none() -> None:
     make_tree([(None, 0, 900, 1), (None, 0, 900, 1), (None, 0, 5, 1)]).check(shared=False)
-    make_tree(make_forked_rows(20, 8, 400)).check(shared=False)  # one page: not worth a piece
+    make_tree(make_forked_rows(20, 8, 400)).check(shared=False)  # one page: not worth an item
     make_tree([]).check(shared=False)
 
 
@@ -158,7 +161,7 @@ def test_shared_attention_does_not_depend_on_the_number_of_threads() -> None:
 
 
 def test_nan_key_affects_only_its_row() -> None:
-    """NaN in one row's own page spoils that row alone; in a shared page, the rows that share it."""
+    """A NaN in an unshared page affects its row only; in a shared page, the sharing rows."""
     tree = make_tree([*make_forked_rows(600, 4, 5), (None, 0, 600, 1)])
     batch = tree.prepared()
     own, shared = int(tree.batch.tables[1, 600 // 16]), int(tree.batch.tables[1, 2])

@@ -1,4 +1,4 @@
-"""cpu.batch_invariant: every token's bits are those of its row computed one token at a time, whatever the batch."""
+"""cpu.batch_invariant: a token's bits equal those of its row computed one token at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGE = 16
 
 
 class Sequences:
-    """Rows of keys, values and queries in one store; every slot without a token is NaN."""
+    """Keys, values and queries of several rows in one store; slots without a token are NaN."""
 
     def __init__(self, lengths: Sequence[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
         noise = torch.Generator().manual_seed(SEED)
@@ -41,7 +41,7 @@ class Sequences:
     def attend(
         self, parts: Sequence[tuple[int, int, int]], module: ModuleType = batch_invariant, **options: Any
     ) -> Tensor:
-        """Attend for parts (row, first, end), as one batch."""
+        """Attend for parts (row, first, end) as one batch."""
         rows, first, end = torch.tensor(parts).unbind(1)
         batch = AttentionBatch.build(self.tables[rows], first, end - first, PAGE)
         q = torch.cat([self.q[row][a:b] for row, a, b in parts])
@@ -60,7 +60,7 @@ OPTIONS: Mapping[str, Any] = {
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_does_not_depend_on_chunks_or_other_rows(option: str, dtype: torch.dtype) -> None:
-    """Contexts on both sides of a split, chunks that neither page nor split divides, three threads."""
+    """Use contexts on both sides of a split, unaligned chunks and three threads."""
     options, draw = OPTIONS[option], random.Random(SEED)
     lengths = (513, 512, 37, 1, 1050)
     histories = Sequences(lengths, 6, 2, 64, dtype)
@@ -104,7 +104,7 @@ def test_attention_equals_reference(option: str) -> None:
 
 
 def test_fast_path_depends_on_the_batch_as_negative_control() -> None:
-    """Else the tests above could not fail: its flash attention sums by chunk."""
+    """Show that the tests above can fail: torch's flash attention sums by chunk."""
     histories = Sequences((400,), 6, 2, 64, torch.float32)
     whole, halves = (
         [histories.attend([(0, a, b)], cpu) for a, b in cuts] for cuts in ([(0, 400)], [(0, 151), (151, 400)])

@@ -1,4 +1,4 @@
-"""The megakernel decoder against the same decoder built from `reference` in float32, and the kernel queue.
+"""The megakernel decoder against a float32 decoder built from `reference`; the kernel queue.
 
 The queue must run kernels in order, with a barrier of all threads after each.
 """
@@ -29,7 +29,7 @@ EPS, SCALE = 1e-5, 32**-0.5
 
 @dataclass(frozen=True, slots=True)
 class PlainLinear:
-    """A linear layer as it is."""
+    """A linear layer in plain torch."""
 
     weight: Tensor
     bias: Tensor | None
@@ -46,7 +46,7 @@ class PlainLinear:
         return PackedLinear(int8.pack_numbers(self.numbers), bias, self.scales)
 
     def quantised(self) -> PlainLinear:
-        """Return the layer over the nearest 8-bit weights, which are in float32 then."""
+        """Return the layer with weights rounded to int8 codes, in float32."""
         numbers, scales = int8.quantise(self.weight)
         return PlainLinear(numbers.float() * scales[:, None], self.bias, numbers, scales)
 
@@ -66,7 +66,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What both sides compute with."""
+    """Random weights that both implementations use."""
 
     embedding: Tensor
     blocks: list[Block]
@@ -99,7 +99,7 @@ class Model:
         return cls(embedding, blocks, norm(HIDDEN), make_linear(VOCAB, HIDDEN, False), angles.cos(), angles.sin())
 
     def quantised(self) -> Model:
-        """Return the model over 8-bit weights."""
+        """Return the model with int8 weights."""
         blocks = []
         for block in self.blocks:
             qkv, out, gate_up, down = (each.quantised() for each in block.linears)
@@ -137,7 +137,7 @@ class Model:
 
 
 def make_batch(starts: list[int], counts: list[int]) -> tuple[AttentionBatch, Tensor]:
-    """Return a batch of rows over pages of their own, and the tokens' positions."""
+    """Return a batch of rows over separate pages, and the tokens' positions."""
     free = iter((torch.randperm(NUM_PAGES - 1) + 1).tolist())
     context = [start + count for start, count in zip(starts, counts, strict=True)]
     tables = torch.zeros(len(starts), -(-max(context) // PAGE), dtype=torch.int32)
@@ -223,7 +223,7 @@ def test_can_run_rejects_unsupported_steps() -> None:
     model = Model.draw(1)
     ours, _ = stores(1)
     few = MegakernelDecoder(model.packed(), ours)
-    batch, positions = make_batch([0], [22])  # more queries of a key head than the decode kernel takes
+    batch, positions = make_batch([0], [22])  # more queries per key head than the decode kernel supports
     assert not few.can_run(batch, len(positions))
     many, positions = make_batch([0] * 5, [few.max_tokens // 5 + 1] * 5)
     assert not few.can_run(many, len(positions))
@@ -238,11 +238,11 @@ def test_can_run_rejects_unsupported_steps() -> None:
         MegakernelDecoder(odd, ours)
 
 
-NUM_STEPS, NUM_ROWS, NUM_WORDS = 40, 3, 20_000  # rows long enough for a thread to run ahead of one that copies
+NUM_STEPS, NUM_ROWS, NUM_WORDS = 40, 3, 20_000  # rows long enough that one thread could run ahead of another
 
 
 def make_copy_queue(buffers: torch.Tensor, orders: torch.Tensor) -> tuple[KernelQueue, KernelCalls]:
-    """Return a program whose step i + 1 reads, in a shuffled order, what step i wrote."""
+    """Return a queue whose step i + 1 reads, in shuffled order, what step i wrote."""
     copies = KernelCalls(
         megakernel.gather_kernel(), megakernel.GATHER_JOB, NUM_STEPS, source=[each.data_ptr() for each in buffers[:-1]],
         out=[each.data_ptr() for each in buffers[1:]], rows=[each.data_ptr() for each in orders],
@@ -265,7 +265,7 @@ def test_queue_kernels_run_in_order_on_any_number_of_threads(num_threads: int) -
         buffers[0] = torch.arange(NUM_ROWS * NUM_WORDS).view(NUM_ROWS, NUM_WORDS)
         copies.run(num_threads)
         assert torch.equal(buffers[-1], expected)
-    assert (jobs.records["next_thread"] == 0).all()  # a copying thread needs no number
+    assert (jobs.records["next_thread"] == 0).all()  # the copy kernel does not use thread numbers
 
 
 def test_queue_with_fewer_threads_than_requested_finishes() -> None:

@@ -1,4 +1,4 @@
-"""Fused operations of the cpu backend against `reference`, on supported and unsupported widths; the kernel cache."""
+"""Fused operations of the cpu backend against `reference`; the cache of compiled kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def assert_close_cpu(got: Tensor, expected: Tensor) -> None:
-    """Compare up to one rounding of the dtype (reference rounds once more in between)."""
+    """Compare up to one rounding of the dtype (the reference rounds once more)."""
     step = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}[got.dtype]
     assert got.dtype == expected.dtype
     torch.testing.assert_close(got.float(), expected.float(), atol=step, rtol=step)
@@ -100,7 +100,7 @@ print(norm_kernel(0).compiled.cache_hits)
 
 
 def run_in_subprocess(**environment: str) -> int:
-    """Return how many kernels a fresh process found compiled."""
+    """Return the number of kernels that a new process loaded from the cache."""
     path = os.pathsep.join(p for p in sys.path if p)
     done = subprocess.run(
         [sys.executable, "-c", COMPILE_SCRIPT],

@@ -1,4 +1,7 @@
-"""Linear layers of the cpu backend (bf16 and int8 weights) against float64, with every unit of this CPU."""
+"""Linear layers of the cpu backend (bf16 and int8 weights) against float64.
+
+Every way to multiply that this CPU supports is tested.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ WAYS = [(torch.float32, "floats"), *((torch.bfloat16, unit) for unit in UNITS)]
 
 
 def make_int8_layer(num_tokens: int, num_outputs: int, num_inputs: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x, weight and bias; outputs differ in size, so that a scale in the wrong place is seen."""
+    """Return x, weight and bias. Output magnitudes differ, to detect a misplaced scale."""
     sizes = torch.rand(num_outputs, 1) * 4 + 0.1
     return torch.randn(num_tokens, num_inputs), torch.randn(num_outputs, num_inputs) * sizes, torch.randn(num_outputs)
 
 
 def check_int8_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, unit: str) -> None:
-    """Compare with float64 over the very weights that were kept."""
+    """Compare with float64 over the quantised weights."""
     numbers, scales = quantise(weight)
     kept = numbers.double() * scales.double()[:, None]
     got = int8.multiply(x, pack_numbers(numbers), scales, bias, unit)
@@ -53,7 +56,7 @@ def test_int8_multiply_equals_torch(dtype: torch.dtype, unit: str, num_tokens: i
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_int8_multiply_of_many_tokens_equals_torch(unit: str) -> None:
-    """More tokens than a piece takes, more panels than are widened at once, ends that fill neither."""
+    """Use more tokens than an item, more panels than are widened at once, and partial ends."""
     torch.set_num_threads(random.choice((1, 2)))
     for num_tokens, num_outputs, num_inputs in ((32 * 33 + 5, 32 * 13, 64), (300, 32 * 11, 32 * 70)):
         x, weight, bias = make_int8_layer(num_tokens, num_outputs, num_inputs)
@@ -109,7 +112,7 @@ def test_quantise_rounds_to_nearest_code_of_the_row() -> None:
 
 @pytest.mark.requires_vbmi  # other CPUs have one way to widen
 def test_widen_codes_by_table_and_by_conversion_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every number from -127 to 127, in every place of a tile row."""
+    """Test every number from -127 to 127 in every position of a tile row."""
     numbers = (torch.arange(32 * 512).view(32, 512) % 255 - 127).to(torch.int8)
     scales, codes, x = torch.rand(32) + 0.5, pack_numbers(numbers), torch.randn(3, 512).bfloat16()
     expected = x.double() @ (numbers.double() * scales.double()[:, None]).T

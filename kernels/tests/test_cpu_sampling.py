@@ -1,4 +1,4 @@
-"""Kernels over a vocabulary against numpy in float64 and against torch, on widths that registers divide and not."""
+"""Vocabulary kernels against numpy in float64 and torch, on widths with and without padding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_bases(*shape: int) -> Tensor:
 
 
 def exact_gumbel(base: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Return the noise in float64, from the very same uniform numbers."""
+    """Return the noise in float64, from the same uniform numbers."""
     words = [x.numpy().astype(np.uint32).astype(np.uint64) for x in (base, low[:, None], high[:, None])]
     bits = (words[0] ^ words[1]) * words[2] % 2**32
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
@@ -43,7 +43,7 @@ def test_gumbel_equals_exact_noise(width: int, of_some: bool) -> None:
 
 
 def test_gumbel_at_extreme_uniforms_is_exact() -> None:
-    """Uniform numbers of 2^-32 and 1 - 2^-24: the largest and the smallest noise there is."""
+    """Use uniform numbers 2^-32 and 1 - 2^-24: the extremes of the noise."""
     base = make_bases(1 << 20)
     noise = sampling.gumbel(base, *make_keys(64))
     expected = [-np.log(-np.log1p(-v)) for v in (2.0**-32, 1 - 2.0**-24)]

@@ -1,4 +1,4 @@
-"""reference.py against independent oracles: torch's SDPA, naive loops, and hand-checked cases."""
+"""`reference` against independent oracles: torch's SDPA, naive loops, hand-checked cases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def naive_attention(
     softcap: float | None,
     sink: float | None,
 ) -> list[float]:
-    """One query [D] against keys [S, D] at positions 0..S-1, in Python floats."""
+    """Attend one query [D] to keys [S, D] at positions 0 .. S - 1, in Python floats."""
     scores = []
     for j in range(k.shape[0]):
         score = scale * sum(float(a) * float(b) for a, b in zip(q, k[j], strict=True))
@@ -39,7 +39,7 @@ def naive_attention(
 def build_row(
     context: int, new: int, page_size: int, heads: int, kv_heads: int, head_dim: int
 ) -> tuple[KVPages, AttentionBatch, Tensor, Tensor, Tensor]:
-    """Return a store holding one row of `context` tokens in shuffled pages, its batch, q and the plain k, v."""
+    """Return a store with one row of `context` tokens in shuffled pages, its batch, q, k and v."""
     num_pages = -(-context // page_size) + 3
     pages = reference.allocate_pages(2, num_pages, page_size, kv_heads, head_dim, torch.float32)
     table = torch.randperm(num_pages - 1)[None, : -(-context // page_size)].int() + 1
@@ -107,7 +107,7 @@ def test_copied_pages_hold_the_same_tokens_in_every_layer() -> None:
 def test_swap_out_and_in_restores_pages_bit_identically(
     backend: ModuleType, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    """Every bit pattern survives, NaNs too, and nothing but the named pages changes."""
+    """Preserve every bit pattern, including NaN, and change only the named pages."""
     pages = backend.allocate_pages(3, 9, *shape, dtype)
     for store in (pages.k, pages.v):
         store.view(torch.int32).random_(-(2**31), 2**31 - 1)
@@ -149,7 +149,7 @@ def test_rope_equals_complex_rotation() -> None:
 
 @pytest.mark.parametrize("num_pages", [0, 1, 7])
 def test_host_pages_share_no_os_page(num_pages: int) -> None:
-    """Memory is locked by the page; two stores on one could not be locked both."""
+    """Memory is pinned by OS page; two stores on one page could not both be pinned."""
     pages = reference.allocate_pages(2, 3, 8, 1, 16, torch.bfloat16)
     host = HostPages.allocate(pages, num_pages)
     spans = [(store.data_ptr(), store.data_ptr() + store.numel() * store.element_size()) for store in (host.k, host.v)]

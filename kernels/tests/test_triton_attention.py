@@ -1,7 +1,7 @@
-"""triton.paged_attention against reference.py, on fresh random shapes and values every run.
+"""triton.paged_attention against `reference`, on random shapes and values.
 
-Every slot that holds no token is NaN, so is every page that no row owns, and so is all memory before it is written.
-A failing case prints its seed; CHATCACHE_TEST_SEED=<seed> replays it.
+Slots without a token, pages without an owner and unwritten memory are NaN. Shapes change every run; a failing case
+prints its seed, and CHATCACHE_TEST_SEED=<seed> replays it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill memory that torch leaves as it found it with NaN: outputs and states that nobody writes show."""
+    """Fill uninitialised torch memory with NaN, to expose missing writes."""
     empty: Callable[..., Tensor] = torch.empty
 
     def poisoned(*args: object, **options: object) -> Tensor:
@@ -38,7 +38,7 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One batch of rows over two equal stores, one in each layout."""
+    """A batch of rows over two equal stores, one in each KV layout."""
 
     batch: AttentionBatch
     q: Tensor
@@ -68,7 +68,7 @@ class Case:
 
 
 def make_tables(rows: Sequence[tuple[int, int]], page_size: int, noise: torch.Generator) -> tuple[Tensor, int]:
-    """Return tables that give every row of (cached, new) tokens its own shuffled pages, and the number of pages."""
+    """Return tables of shuffled, unshared pages for rows of (cached, new) tokens, and the count."""
     needed = [-(-(start + new) // page_size) for start, new in rows]
     num_pages = sum(needed) + 5
     shuffled = (torch.randperm(num_pages - 1, generator=noise) + 1).int()
@@ -81,7 +81,7 @@ def make_tables(rows: Sequence[tuple[int, int]], page_size: int, noise: torch.Ge
 
 
 class CaseBuilder:
-    """Makes cases on one device."""
+    """Builds cases on one device."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -97,7 +97,10 @@ class CaseBuilder:
         seed: int = SEED,
         tables: Tensor | None = None,
     ) -> Case:
-        """Return rows of (cached tokens, new tokens), in shuffled pages or those of `tables`, among poisoned ones."""
+        """Build rows of (cached tokens, new tokens), in shuffled pages or those of `tables`.
+
+        All other pages are NaN.
+        """
         noise = torch.Generator().manual_seed(seed)
         if tables is None:
             tables, num_pages = make_tables(rows, page_size, noise)
@@ -123,8 +126,9 @@ def build(triton_device: str) -> CaseBuilder:
 
 
 def make_work(lists: Sequence[Sequence[tuple[int, int, int, list[int]]]], positions: Tensor) -> AttentionWork:
-    """Return a work list made by hand, of items (row of tables, first key, end key, tokens), with a state for each
-    token of each item unless it is the token's only one. States merge in the order of the items.
+    """Build a work list from items (row of tables, first key, end key, tokens).
+
+    Each token of an item gets a state, unless it is the token's only item. States merge in the order of the items.
     """
     counts = np.bincount([t for items in lists for *_, tokens in items for t in tokens], minlength=len(positions))
     states: dict[int, list[int]] = {}
@@ -161,7 +165,7 @@ def to_int32(values: object) -> Tensor:
 
 
 def add_leftovers(work: AttentionWork) -> AttentionWork:
-    """Return the same work in larger static buffers, whose ends name rows, tokens and states that do not exist."""
+    """Return the same work in larger static buffers that end with invalid entries."""
 
     def longer(x: Tensor) -> Tensor:
         return torch.cat((x, torch.full((5, *x.shape[1:]), 2**30, dtype=x.dtype)))
@@ -173,7 +177,7 @@ def add_leftovers(work: AttentionWork) -> AttentionWork:
 
 
 def random_rows(draw: random.Random) -> list[tuple[int, int]]:
-    """Return one-token rows, short rows and a chunk, in any order, some without tokens."""
+    """Return one-token rows, short rows and a chunk in random order, some without new tokens."""
     rows = [(draw.randrange(700), 1) for _ in range(draw.randrange(1, 4))]
     rows += [(draw.randrange(200), draw.randrange(0, 20)), (0, 1), (draw.randrange(100), draw.randrange(100, 150))]
     draw.shuffle(rows)
@@ -240,7 +244,7 @@ def test_chunk_after_prefix_equals_reference(
 
 def test_large_scores_stay_finite(build: CaseBuilder) -> None:
     case = build([(40, 1), (600, 4)])
-    case.check(40.0, tolerance=1e-3)  # scores in the hundreds: float32 leaves their exponentials four digits
+    case.check(40.0, tolerance=1e-3)  # scores in the hundreds: their exponentials have four digits in float32
     case.check(40.0, tolerance=1e-3, softcap=200.0)
     case.check(sinks=torch.tensor([-90.0, 90.0, 0.0, 5.0, -5.0, 60.0]).to(case.q.device))
 
@@ -286,7 +290,10 @@ def test_sliced_queries_equal_reference(build: CaseBuilder) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"window": 30}, {"window": 3}])
 def test_shared_items_equal_reference(build: CaseBuilder, options: dict[str, int]) -> None:
-    """Three rows begin with the same pages, two of them share more; their newest tokens lie at different positions."""
+    """Three rows begin with the same pages, two of them share more.
+
+    Their newest tokens lie at different positions.
+    """
     page_size = 8
     tables = torch.arange(1, 43).view(3, 14).int()
     tables[1:, :5] = tables[0, :5]  # 40 tokens of all three
@@ -310,7 +317,7 @@ def test_shared_items_equal_reference(build: CaseBuilder, options: dict[str, int
 
 
 def test_item_members_see_keys_up_to_their_positions(build: CaseBuilder) -> None:
-    """An item's keys go past what its first members may see, and begin after all that one of them sees."""
+    """Items whose keys exceed what the first members see, and start after what one member sees."""
     case = build([(0, 60)], 4, 2)
     order = list(range(60))
     random.Random(SEED).shuffle(order)
@@ -328,13 +335,17 @@ def test_leftovers_of_static_buffers_are_ignored(build: CaseBuilder, window: int
 
 
 def test_store_over_2_31_elements_is_addressed(build: CaseBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages at the end of the last layer, whose elements no 32-bit number counts; K and V are the same memory."""
+    """Use pages at the end of the last layer, beyond 2^31 elements.
+
+
+    K and V are the same memory.
+    """
     case = build([(69, 1), (700, 1), (3, 70)], 2, 1, 256, 64, torch.bfloat16)
     num_pages = 132_000
     num_bytes = 3 * num_pages * 64 * 256 * 2
     if case.q.is_cuda:
         memory = torch.zeros(num_bytes, dtype=torch.uint8, device=case.q.device)
-    else:  # addresses without memory behind them until they are written; the interpreter would write all of it back
+    else:  # reserved addresses without memory; the interpreter would write all of it back
         from triton.runtime.interpreter import GridExecutor
 
         monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)

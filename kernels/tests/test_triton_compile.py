@@ -1,5 +1,6 @@
-"""Compile Triton kernel variants for several GPU architectures and check limits and PTX; needs no GPU.
+"""Compile Triton kernel variants for several GPU architectures and check limits and PTX.
 
+Needs no GPU.
 The interpreter accepts code that the compiler rejects, and does not check registers; see compile_kernels.py.
 """
 
@@ -17,7 +18,7 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 ARCHS = [80, 90, 100]
-MAX_VARIANTS = 2  # of each kernel, drawn anew in every run; the `long` test takes all
+MAX_VARIANTS = 2  # per kernel, sampled anew in every run; the `long` test compiles all
 
 BROKEN_MODULE = """
 import triton
@@ -72,7 +73,7 @@ def variants(arch):
 
 
 def compile_all(arch: int, folder: Path, *options: str, env: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    """Run the script in a process of its own: in this one, kernels may be interpreted."""
+    """Run compile_kernels.py in a new process: in this one, kernels may be interpreted."""
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = (str(TESTS.parent), str(folder), variables.get("PYTHONPATH", ""))
     variables |= {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": os.pathsep.join(filter(None, paths))}

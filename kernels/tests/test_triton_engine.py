@@ -1,7 +1,7 @@
-"""Whole generations on Triton kernels and on the reference: the same tokens, the same log-probabilities.
+"""Whole generations on Triton kernels equal those on the reference: tokens and logprobs.
 
-Interpreted on CPUs; `tests/gpu` runs the same cases compiled. Prefixes are shared wherever they can be, which for rows
-this short the cost rule would not choose.
+Interpreted on CPUs; `tests/gpu` runs the same cases compiled. Prefixes are always shared, which the cost model would
+not choose for rows this short.
 """
 
 from __future__ import annotations

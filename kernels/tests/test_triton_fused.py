@@ -20,9 +20,9 @@ FUSED_SHAPES = [(1, 576), (33, 48), (7, 20), (0, 32), (2, 1024), (3, 1536), (40,
 
 
 def assert_close(got: Tensor, expected: Tensor) -> None:
-    """Compare up to the last bit, which few of many numbers may miss: sums are formed in another order.
+    """Compare up to one last bit, which few numbers may miss since sums have another order.
 
-    What is rounded twice, before the weight and behind it, may miss it twice.
+    Numbers that are rounded twice, before and after the weight, may differ by two.
     """
     assert got.dtype == expected.dtype and got.shape == expected.shape
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=2 * FUSED_TOLERANCE[got.dtype])
@@ -45,7 +45,7 @@ def test_rms_norm_equals_reference(dtype: torch.dtype, rows: int, width: int, tr
 
 
 def test_rms_norm_rounds_where_reference_does(triton_device: str) -> None:
-    """Numbers whose result shows each rounding: without them it would differ in a third of the places."""
+    """Use numbers for which a missing rounding changes a third of the results."""
     x, residual = (torch.randn(2, 8, 256, device=triton_device)).bfloat16().unbind(0)
     weight = torch.randn(256, device=triton_device).bfloat16()
     total = x.float() + residual.float()
@@ -93,7 +93,7 @@ NUM_PAGES = 5
 
 
 def make_stores(page_size: int, heads: int, dim: int, dtype: torch.dtype, device: str) -> tuple[KVPages, KVPages]:
-    """Return the reference's store and triton's, with the same random numbers in every slot."""
+    """Return the reference's store and Triton's, with the same random numbers in every slot."""
     with torch.device(device):
         plain, paged = (b.allocate_pages(2, NUM_PAGES, page_size, heads, dim, dtype) for b in (reference, triton))
         for ours, theirs in ((plain.k, paged.k), (plain.v, paged.v)):
@@ -103,7 +103,7 @@ def make_stores(page_size: int, heads: int, dim: int, dtype: torch.dtype, device
 
 
 def assert_same_pages(plain: KVPages, paged: KVPages, *, keys_within: float = 0.0) -> None:
-    """Compare every slot of every layer; keys, that were normed, up to a step."""
+    """Compare every slot of every layer; normalised keys up to `keys_within`."""
     assert torch.equal(paged.v.transpose(2, 3), plain.v)
     if keys_within:
         torch.testing.assert_close(paged.k.transpose(2, 3), plain.k, atol=keys_within, rtol=keys_within)
@@ -113,7 +113,7 @@ def assert_same_pages(plain: KVPages, paged: KVPages, *, keys_within: float = 0.
 
 
 def make_projections(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Return q, k, v: slices of one tensor [T, H + 2 * Hkv, D]."""
+    """Return q, k, v as slices of one tensor [T, H + 2 * Hkv, D]."""
     qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, device=device).to(dtype)
     return list(torch.split(qkv, [heads, kv_heads, kv_heads], 1))
 
@@ -148,7 +148,7 @@ def test_rope_write_equals_reference(shape: tuple[int, ...], norm: bool, triton_
 
 
 def test_rope_write_with_norms_rounds_where_reference_does(triton_device: str) -> None:
-    """Few of many numbers differ, though leaving out one of the three roundings changes many."""
+    """Leaving out one of the three roundings would change many numbers; few may differ."""
     plain, paged = make_stores(16, 8, 128, torch.bfloat16, triton_device)
     q, k, v = make_projections(8, 16, 8, 128, torch.bfloat16, triton_device)
     angle, slots = torch.randn(8, 64, device=triton_device), torch.arange(3, 11, device=triton_device)
@@ -194,7 +194,7 @@ def test_rope_write_to_pages_of_another_dtype_equals_reference(
     [(3, 64, 16, 6), (1, 40, 8, 4), (71, 64, 64, 2), (8, 256, 16, 3), (2, 8, 8, 0)],
 )
 def test_write_pages_equals_reference(heads: int, dim: int, page_size: int, tokens: int, triton_device: str) -> None:
-    """Heads lie anywhere: as a projection gives them, or tokens after heads, as a transformers model does."""
+    """Test strides of a fused projection and of a transformers model (heads before tokens)."""
     for dtype in (torch.float32, torch.bfloat16):
         plain, paged = make_stores(page_size, heads, dim, dtype, triton_device)
         k = torch.randn(heads, tokens, dim, device=triton_device).to(dtype).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""triton's page copies and swaps: exact to the bit, whatever bits they are, and nothing else changes."""
+"""Page copies and swaps of the triton backend are bit-identical and change nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chatcache_kernels.triton import pages as triton_pages
 from chatcache_kernels.types import HostPages, KVPages
 from torch import Tensor
 
-MAP_NORESERVE = 0x4000  # of Linux; the module names it from Python 3.13 on
+MAP_NORESERVE = 0x4000  # Linux; mmap defines it from Python 3.13 on
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "fresh_random")
 
@@ -22,7 +22,7 @@ SHAPES = [(3, 16, 3, 64), (2, 8, 8, 128), (5, 64, 1, 80), (1, 16, 5, 24), (2, 32
 
 
 def make_store(shape: tuple[int, int, int, int], num_pages: int, dtype: torch.dtype, device: str) -> KVPages:
-    """Return a store of random bits, NaNs of all kinds among them."""
+    """Return a store of random bits, including NaNs of all kinds."""
     layers, page_size, heads, dim = shape
     with torch.device(device):
         pages = triton.allocate_pages(layers, num_pages, page_size, heads, dim, dtype)
@@ -87,7 +87,7 @@ def test_copied_pages_read_the_same_tokens(triton_device: str) -> None:
 def test_swap_out_and_in_equals_reference(
     shape: tuple[int, int, int, int], staged: int, triton_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages leave and return elsewhere, some to two places, through buffers of one page, of three, and of all."""
+    """Swap pages out and into other pages, with staging buffers of one, three and all pages."""
     pages = make_store(shape, 12, random.choice((torch.float32, torch.bfloat16, torch.float16)), triton_device)
     monkeypatch.setattr(triton_pages, "STAGE_BYTES", staged * pages.page_bytes)
     before = snapshot(pages)
@@ -112,7 +112,7 @@ def test_swap_out_and_in_equals_reference(
 
 
 def test_consecutive_swaps_see_each_other(triton_device: str) -> None:
-    """Out, in from there, out to the same host pages, in again: like doing each after the one before."""
+    """Queue out, in, out to the same host pages, in; the result equals running each in turn."""
     shape = (2, 16, 2, 64)
     pages = make_store(shape, 8, torch.bfloat16, triton_device)
     with torch.device(triton_device):
@@ -151,11 +151,14 @@ def test_swap_plan_on_the_device_is_accepted(triton_device: str) -> None:
 
 
 def make_huge_store(num_pages: int, device: str) -> KVPages:
-    """Return a store of 3 layers whose offsets need more than 32 bits; K and V are the same memory."""
+    """Return a store of 3 layers whose offsets need more than 32 bits.
+
+    K and V are the same memory.
+    """
     num_bytes = 3 * num_pages * 64 * 256 * 2
     if device == "cuda":
         memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    else:  # addresses without memory behind them until they are written
+    else:  # reserved addresses without memory
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         memory = torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=torch.uint8)
     both = memory.view(torch.bfloat16).view(3, num_pages, 1, 64, 256)
@@ -163,7 +166,7 @@ def make_huge_store(num_pages: int, device: str) -> KVPages:
 
 
 def test_store_over_2_31_elements_is_addressed(triton_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last page of the last layer, where offsets in words, not only in elements, exceed 2^31."""
+    """Use the last page of the last layer, where offsets in words exceed 2^31."""
     if triton_device == "cpu":  # the interpreter writes back whole stores, though it works in place
         from triton.runtime.interpreter import GridExecutor
 

@@ -1,6 +1,6 @@
-"""Work lists against brute force: every token sees each of its keys once, through pages that are its own.
+"""Work lists against brute force: every token attends to each of its keys exactly once.
 
-The oracle spells an `AttentionWork` out as (token, page, offset) triples and compares them with the tables.
+The oracle expands an `AttentionWork` into (token, page, offset) triples and compares them with the tables.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHARES: tuple[work_list.SharingMode, ...] = ("auto", "always", "never")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step adds: the arguments of `plan_work`. Table entries past a row's end are poison (-1)."""
+    """Arguments of `plan_work`. Table entries after a row's end are invalid (-1)."""
 
     tables: I32
     start: I32
@@ -37,20 +37,20 @@ class Step:
     group: int
 
     def plan(self, share: work_list.SharingMode = "auto", cost: SharingCost = work_list.DEFAULT_COST) -> AttentionWork:
-        """Return the step's work."""
+        """Return the plan of the step."""
         sizes = self.page_size, self.group
         return work_list.plan_work(self.tables, self.start, self.num_tokens, *sizes, share=share, cost=cost)
 
     def tokens(self) -> Iterator[tuple[int, int]]:
-        """Yield (row, position) of each of the T tokens."""
+        """Yield (row, position) of each new token."""
         for row, (start, count) in enumerate(zip(self.start.tolist(), self.num_tokens.tolist(), strict=True)):
             yield from ((row, start + i) for i in range(count))
 
 
 def check(step: Step, plan: AttentionWork) -> None:
-    """Compare the work with what the step needs.
+    """Compare a plan with the keys that each token needs.
 
-    Raises: AssertionError naming the first token that misses, repeats or misreads a key.
+    Raises: AssertionError that names the first token with a missing, repeated or wrong key.
     """
     tokens, size = list(step.tokens()), step.page_size
     assert plan.positions.tolist() == [position for _, position in tokens]
@@ -66,7 +66,7 @@ def check(step: Step, plan: AttentionWork) -> None:
             assert one.max_members * step.group <= max(work_list.PREFILL_TILE_QUERIES, step.group)
             for n, token in enumerate(members[member : member + num_members]):
                 own, position = tokens[token]
-                stop = max(first, min(end, position + 1))  # the first tokens of a tile may see none of its last piece
+                stop = max(first, min(end, position + 1))  # the first tokens of a tile may see no key of its last item
                 assert stop > first or num_members > 1
                 used = slice(first // size, -(-stop // size))
                 assert (step.tables[row, used] == step.tables[own, used]).all(), f"token {token} reads foreign pages"
@@ -99,13 +99,13 @@ def merge_lists(plan: AttentionWork) -> Iterator[tuple[int, list[int]]]:
 
 
 def page_reads(step: Step, plan: AttentionWork) -> int:
-    """Return how many pages the items read."""
+    """Return the number of pages that the items read."""
     size = step.page_size
     return sum(-(-end // size) - first // size for one in plan.lists for _, first, end, *_ in one.items.tolist())
 
 
 def make_unshared_step(rows: list[tuple[int, int]], page_size: int = 16, group: int = 3) -> Step:
-    """Return rows of (start, new tokens) that share nothing."""
+    """Return rows of (start, new tokens) without shared pages."""
     start, num_tokens = (np.array([row[i] for row in rows], np.int32) for i in (0, 1))
     needed = -(-(start + num_tokens) // page_size)
     tables = np.full((len(rows), needed.max(initial=0) + 1), -1, np.int32)
@@ -145,7 +145,7 @@ def test_random_rows_are_planned_once_per_key(rows: list[tuple[int, int]], page_
 
 @st.composite
 def forests(draw: st.DrawFn, decode: bool = False) -> Step:
-    """Draw rows that begin like earlier ones, up to any page, the last and unfinished one too."""
+    """Draw rows that share a prefix of any number of pages, including an unfinished last page."""
     page_size, group = draw(st.sampled_from((1, 4, 16, 64))), draw(st.integers(1, 17))
     fresh = itertools.count(1)
     tables: list[list[int]] = []
@@ -174,7 +174,7 @@ def forests(draw: st.DrawFn, decode: bool = False) -> Step:
 
 
 def ideal_reads(step: Step) -> int:
-    """Return the pages read if every shared page is read once for as many rows as a tile holds."""
+    """Return the pages read if each shared page is read once per full tile of rows."""
     small, large = work_list.tokens_per_tile(step.group)
 
     def reads(rows: list[int], page: int) -> int:
@@ -208,12 +208,14 @@ def test_random_forests_are_planned_once_per_key(step: Step, share: work_list.Sh
 @settings(max_examples=60, deadline=None)
 @given(forests(decode=True))
 def test_sharing_always_reads_each_tree_page_once(step: Step) -> None:
-    with mock.patch.object(work_list, "SPLIT_TOKENS", 64 * step.page_size):  # cuts between pages: no page counts twice
+    with mock.patch.object(
+        work_list, "SPLIT_TOKENS", 64 * step.page_size
+    ):  # splits are between pages: no page counts twice
         assert page_reads(step, step.plan("always")) == ideal_reads(step)
 
 
 def cost_of_plan(step: Step, plan: AttentionWork, cost: SharingCost) -> float:
-    """Return the cost of a decode step's pieces, in keys, from the formula in prefix_sharing.py."""
+    """Return the cost of a decode step's items in keys, by the formula in `prefix_sharing`."""
     small, _ = work_list.tokens_per_tile(step.group)
     total = cost.per_query * step.group * plan.num_states
     for one in plan.lists:
@@ -243,7 +245,7 @@ def test_choice_costs_at_most_all_or_nothing(step: Step, cost: SharingCost) -> N
 @settings(max_examples=60, deadline=None)
 @given(forests(decode=True), COSTS)
 def test_choice_is_optimal_when_launches_are_free(step: Step, cost: SharingCost) -> None:
-    """Brute force over every subset of the forest's nodes, small as they are."""
+    """Compare with brute force over every subset of the forest's nodes."""
     cost = replace(cost, per_launch=0.0)
     levels = prefix_sharing.build_prefix_forest(
         step.tables, np.where(step.num_tokens == 1, step.start // step.page_size, 0)
@@ -273,13 +275,13 @@ def test_choice_is_optimal_when_launches_are_free(step: Step, cost: SharingCost)
 
 
 def make_branching_step() -> Step:
-    """Return 20 rows: a system prompt, two conversations, branches of each; one page is shared before it is full."""
+    """Return 20 rows: a system prompt, two conversations, branches; one shared page is not full."""
     tables = np.arange(1, 20 * 80 + 1, dtype=np.int32).reshape(20, 80)
     tables[:, :20] = tables[0, :20]
     tables[:12, :60] = tables[0, :60]
     tables[12:, :41] = tables[12, :41]
     start = np.full(20, 70 * 16 + 3, np.int32)
-    start[12:] = 40 * 16 + 7  # within page 40, which they have in common
+    start[12:] = 40 * 16 + 7  # within page 40, which they share
     return Step(tables, start, np.ones(20, np.int32), 16, 4)
 
 
@@ -361,7 +363,7 @@ def test_injected_bugs_are_caught(monkeypatch: pytest.MonkeyPatch, function: str
 
 
 def test_choice_that_ignores_the_cost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows share one page of many: reading it apart costs more than it saves."""
+    """Two rows share one page of many: reading it together costs more than it saves."""
     step = make_unshared_step([(900, 1), (900, 1)])
     step.tables[1, 0] = step.tables[0, 0]
     cost = SharingCost(per_launch=0.0)
