@@ -1,4 +1,8 @@
-"""The granted rows of one step, collected branch by branch and turned into a plan."""
+"""One step: the rows granted to branches, collected by a builder and frozen into a step plan.
+
+rows of the plan    [ branches granted tokens one by one | branches of the decode batch, one token each ]
+draws of the plan   [ draws of those of them that sample | one draw each                                ]
+"""
 
 from __future__ import annotations
 
@@ -21,12 +25,15 @@ from chatcache.scheduler.request import Branch, LiveRequest
 from chatcache.types.actions import Candidates, DrawSpec
 from chatcache.types.plan import I32, Draws, Rows, Scores, StepPlan
 
-Moves = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]
+Swaps = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]
+"""Page copies of a step: [(page, host page)] to the host and [(host page, page)] from it."""
+
 NO_TARGET = -1
+_EMPTY = {columns: np.zeros((0, columns), np.int32) for columns in (2, 3)}
 
 
 class ScoredRow(NamedTuple):
-    """`num_tokens` prompt tokens of `request`, from position `start` on, are scored in row `row` of the plan."""
+    """Row `row` of the plan scores `num_tokens` prompt tokens of `request` from position `start` on."""
 
     request: LiveRequest
     row: int
@@ -34,11 +41,8 @@ class ScoredRow(NamedTuple):
     num_tokens: int
 
 
-_EMPTY = {columns: np.zeros((0, columns), np.int32) for columns in (2, 3)}
-
-
 class DrawnBranch(NamedTuple):
-    """`branch` is drawn in draws first_draw .. first_draw + num_draws - 1 of the plan."""
+    """A branch and its draws in the plan: `num_draws` of them, from `first_draw` on."""
 
     branch: Branch
     first_draw: int
@@ -47,12 +51,12 @@ class DrawnBranch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A plan and whom it serves: first the branches that were granted tokens one by one, then the steady ones.
+    """A step plan and the branches and requests that its rows, draws and scores belong to.
 
-    `granted` is parallel to the plan's first rows: (branch, its new tokens as int32 bytes); `drawn` says which of them
-    are drawn. The plan's last rows and draws are `steady`'s, one each. `faults`: requests whose strategy failed to say
-    what to draw. `scored`: whose tokens the plan's scores are about, in the same order. `kept`: which draws of the
-    step that was launched are left in this one; None for all.
+    `granted` is parallel to the plan's first rows: (branch, its new tokens as int32 bytes). `drawn` lists those of them
+    that are sampled. The last rows and draws of the plan belong to `decode_rows`, one each. `faults`: requests whose
+    strategy raised when asked what to draw. `scored`: the requests of the plan's prompt scores, in the same order.
+    `kept_draws`: the draws of the launched step that are left in this one; None for all.
     """
 
     plan: StepPlan
@@ -64,25 +68,27 @@ class Step:
     kept_draws: I32 | None = None
 
     def select_decode_rows(self, rows: I32) -> Step:
-        """Return a step of steady rows as if only these of them had been in it."""
+        """Return a copy of a decode-only step with only these of its rows."""
         branches, all_rows = self.decode_rows.branches, self.plan.rows
         fields = (all_rows.slot, all_rows.start, all_rows.num_tokens, all_rows.tokens)
-        kept = Rows(*(field[rows] for field in fields))
+        kept_rows = Rows(*(field[rows] for field in fields))
         draws = select_draws(self.plan.draws, rows)
-        decode_rows = DecodeRows([branches[row] for row in rows.tolist()], kept, draws)
-        return replace(self, plan=replace(self.plan, rows=kept, draws=draws), decode_rows=decode_rows, kept_draws=rows)
+        decode_rows = DecodeRows([branches[row] for row in rows.tolist()], kept_rows, draws)
+        return replace(
+            self, plan=replace(self.plan, rows=kept_rows, draws=draws), decode_rows=decode_rows, kept_draws=rows
+        )
 
     @property
     def has_swaps(self) -> bool:
-        """Whether it copies pages to or from the host."""
+        """Whether the step copies pages to or from the host."""
         return bool(len(self.plan.swaps_out) or len(self.plan.swaps_in))
 
     def branches(self) -> list[Branch]:
-        """List the branch of each row."""
+        """Return the branch of each row."""
         return [*(branch for branch, _ in self.granted), *self.decode_rows.branches]
 
     def requests(self) -> list[LiveRequest]:
-        """List the requests with a row in this step, each once."""
+        """Return the requests with a row in this step, each once."""
         return list(dict.fromkeys(branch.request for branch in self.branches()))
 
     def request_of_draw(self, draw: int) -> LiveRequest:
@@ -94,7 +100,7 @@ class Step:
     def candidates_by_request(
         self, candidates: Sequence[Candidates], faulty: Collection[LiveRequest] = ()
     ) -> dict[LiveRequest, dict[int, tuple[Candidates, ...]]]:
-        """Sort the candidates of all draws by request and branch id, those of `faulty` requests left out."""
+        """Group the candidates of all draws by request and branch id, leaving out `faulty` requests."""
         answers: dict[LiveRequest, dict[int, tuple[Candidates, ...]]] = {}
         for branch, first, count in self.drawn:
             answers.setdefault(branch.request, {})[branch.id] = tuple(candidates[first : first + count])
@@ -114,18 +120,21 @@ class Step:
 
 
 class BatchBuilder:
-    """One step in the making. Every steady branch has its token; `budget` more may still be granted."""
+    """Collects the rows of the step being planned.
 
-    def __init__(self, max_num_tokens: int, steady: DecodeBatch) -> None:
+    Each branch of the decode batch has one token in the step; `budget` is the number of tokens left for other branches.
+    """
+
+    def __init__(self, max_num_tokens: int, decode_batch: DecodeBatch) -> None:
         self.granted: list[tuple[Branch, bytes]] = []
         self._num_left = max_num_tokens
-        self._decode_batch = steady
+        self._decode_batch = decode_batch
         self._slots: list[int] = []
         self._starts: list[int] = []
         self._num_tokens: list[int] = []
         self._updates: list[tuple[int, int, int]] = []
         self._copies: list[PageCopy] = []
-        self._ready: list[tuple[Branch, int]] = []  # (branch, row): drawn in this step
+        self._ready: list[tuple[Branch, int]] = []  # (branch, row) of the branches that are sampled in this step
         self._scored: list[ScoredRow] = []
 
     @property
@@ -140,7 +149,7 @@ class BatchBuilder:
         self._copies += copies
 
     def add(self, branch: Branch, num_tokens: int) -> None:
-        """Grant the branch its next `num_tokens` tokens; room for them has been reserved."""
+        """Grant the branch its next `num_tokens` tokens, for which pages are reserved."""
         table, slot = branch.table, branch.slot
         if table is None:
             raise ValueError(f"branch {branch.id} of {branch.request.request_id} has no pages")
@@ -159,23 +168,25 @@ class BatchBuilder:
             first, pages = table.pop_changes()
             self._updates += [(slot, first + i, page) for i, page in enumerate(pages)]
 
-    def build(self, step: int, forks: list[tuple[int, int, int]], turned: I32, moves: Moves = ((), ())) -> Step:
-        """Freeze the batch; `turned` are the page table updates of the steady branches, `moves` the pages swapped out
-        and in. Asks each other drawn branch's strategy what to draw."""
-        steady, faults = self._decode_batch.plan_rows(), list[tuple[LiveRequest, Exception]]()
+    def build(self, step: int, forks: list[tuple[int, int, int]], decode_updates: I32, swaps: Swaps = ((), ())) -> Step:
+        """Freeze the step, asking the strategy of each sampled branch outside the decode batch what to draw.
+
+        `decode_updates` are the page table updates of the decode batch, `swaps` the page copies to and from the host.
+        """
+        decode_rows, faults = self._decode_batch.plan_rows(), list[tuple[LiveRequest, Exception]]()
         drawn, draws = self._draws(faults)
         plan = StepPlan(
             step=step,
-            forks=_pairs_to_array(forks),
-            updates=_concat(self._updates, turned),
-            copies=_pairs_to_array(self._copies, columns=2),
-            rows=self._rows(steady.rows),
-            draws=self._append_decode_draws(draws, steady.draws),
-            swaps_out=_pairs_to_array(moves[0], columns=2),
-            swaps_in=_pairs_to_array(moves[1], columns=2),
+            forks=_to_array(forks),
+            updates=_concat(self._updates, decode_updates),
+            copies=_to_array(self._copies, columns=2),
+            rows=self._rows(decode_rows.rows),
+            draws=self._append_decode_draws(draws, decode_rows.draws),
+            swaps_out=_to_array(swaps[0], columns=2),
+            swaps_in=_to_array(swaps[1], columns=2),
             scores=_scores(self._scored),
         )
-        return Step(plan, self.granted, drawn, steady, faults, self._scored)
+        return Step(plan, self.granted, drawn, decode_rows, faults, self._scored)
 
     def _draws(self, faults: list[tuple[LiveRequest, Exception]]) -> tuple[list[DrawnBranch], Draws | None]:
         drawn: list[DrawnBranch] = []
@@ -197,26 +208,27 @@ class BatchBuilder:
                 positions.append(branch.num_tokens)
         return drawn, pack_draws(specs, rows, positions) if specs else None
 
-    def _rows(self, steady: Rows) -> Rows:
-        """Put the rows granted one by one before the steady ones."""
+    def _rows(self, decode_rows: Rows) -> Rows:
+        """Concatenate the rows granted one by one and those of the decode batch."""
         if not self.granted:
-            return steady
+            return decode_rows
         tokens = np.frombuffer(b"".join([tokens for _, tokens in self.granted]), "<i4").astype(np.int32)
         return Rows(
-            slot=_concat(self._slots, steady.slot),
-            start=_concat(self._starts, steady.start),
-            num_tokens=_concat(self._num_tokens, steady.num_tokens),
-            tokens=_concat(tokens, steady.tokens),
+            slot=_concat(self._slots, decode_rows.slot),
+            start=_concat(self._starts, decode_rows.start),
+            num_tokens=_concat(self._num_tokens, decode_rows.num_tokens),
+            tokens=_concat(tokens, decode_rows.tokens),
         )
 
-    def _append_decode_draws(self, draws: Draws | None, steady: Draws) -> Draws:
+    def _append_decode_draws(self, draws: Draws | None, decode_draws: Draws) -> Draws:
+        """Append the draws of the decode batch, whose rows come after the granted ones."""
         if self.granted:
-            steady = relocate_draws(steady, steady.row + len(self.granted), steady.position)
-        return steady if draws is None else concat_draws(draws, steady)
+            decode_draws = relocate_draws(decode_draws, decode_draws.row + len(self.granted), decode_draws.position)
+        return decode_draws if draws is None else concat_draws(draws, decode_draws)
 
 
 def _scores(scored: Sequence[ScoredRow]) -> Scores | None:
-    """Ask for every prompt token that follows one of these and has no score yet."""
+    """Return the request for the scores of all prompt tokens that these rows predict and that have none yet."""
     if not scored:
         return None
     return Scores(
@@ -227,20 +239,21 @@ def _scores(scored: Sequence[ScoredRow]) -> Scores | None:
 
 
 def _targets(scored: ScoredRow) -> Iterator[int]:
+    """Yield, for each token of the row, the next prompt token if it has no score yet, else NO_TARGET."""
     request = scored.request
     first, last = len(request.prompt_scores), request.num_prompt_tokens - 1
     for position in range(scored.start, scored.start + scored.num_tokens):
         yield request.prompt[position + 1] if first <= position < last else NO_TARGET
 
 
-def _pairs_to_array(rows: Sequence[Sequence[int]], columns: int = 3) -> I32:
+def _to_array(rows: Sequence[Sequence[int]], columns: int = 3) -> I32:
     if not len(rows):
         return _EMPTY[columns]
     return np.array(rows, np.int32).reshape(-1, columns)
 
 
 def _concat(first: Sequence[object] | I32, second: I32) -> I32:
-    """Return `first`'s cells, then `second`'s."""
+    """Concatenate as int32; `second` itself if `first` is empty."""
     if not len(first):
         return second
     return np.concatenate((np.asarray(first, np.int32), second))

@@ -1,14 +1,12 @@
-"""What happens to the branches of one request: fork, extend, retire, part, rejoin. Pages and slots follow.
+"""Operations on the branches of a request: each changes the branches, their page tables and their runner rows.
 
-a strategy forks      fork the table (nothing is copied), copy the runner's row
-a request is preempted  every branch lets its pages go and pairs with its closest relative
-it starts again       the leader computes; each other branch forks from its partner once that has got far enough,
-                      so that the request shares as many pages as it did before
+    the strategy forks a branch   fork the page table (no page is copied), and copy the runner's row
+    the request is preempted      detach: each branch releases its pages and chooses the branch to fork from later
+    the request starts again      its leader computes; each other branch is forked again (reattach) when its fork source
+                                  has computed the tokens they share, so that the request shares as many pages as before
 
-Page-table rows of the runner: which are free, and which must be copied from which before the next step.
-
-The runner copies rows in the order given, before it applies any update. A row that is freed and taken again in between
-is therefore still intact when a fork listed earlier reads it.
+The runner keeps one page-table row per branch, its slot. It copies rows in the order of the plan and before it applies
+any update, so a row that is released and acquired again is still intact when an earlier copy reads it.
 """
 
 from __future__ import annotations
@@ -25,7 +23,10 @@ from chatcache.types.actions import BranchAction, Extend, Fork, Release
 
 
 class RowAllocator:
-    """`num_slots` rows. `promised` counts those that running requests may come to need at once."""
+    """The runner's `num_slots` page-table rows: which are free, and which to copy before the next step.
+
+    `num_reserved` counts the rows that all running requests may need at once.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -53,34 +54,40 @@ class RowAllocator:
             self._free.append(slot)
 
     def fork(self, src: int, num_pages: int) -> int:
-        """Take a slot whose row will begin with the first `num_pages` entries of row `src`."""
+        """Acquire a row that starts with the first `num_pages` entries of row `src`."""
         slot = self.acquire()
         if num_pages:
             self._forks.append((src, slot, num_pages))
         return slot
 
     def pop_forks(self) -> list[tuple[int, int, int]]:
-        """Return the row copies (src slot, dst slot, num_pages) since the last call, in order."""
+        """Return the row copies (src slot, dst slot, num_pages) recorded since the last call, in order."""
         forks, self._forks = self._forks, []
         return forks
 
 
 class BranchManager:
-    """The operations, over one KV cache and one set of slots. Steady branches leave before their pages are touched."""
+    """The operations on branches, over one KV cache and one set of runner rows.
 
-    def __init__(self, kv: KVCache, slots: RowAllocator, steady: DecodeBatch) -> None:
+    A branch leaves the decode batch before its page table is used or changed.
+    """
+
+    def __init__(self, kv: KVCache, rows: RowAllocator, decode_batch: DecodeBatch) -> None:
         self._kv = kv
-        self._rows = slots
-        self._decode_batch = steady
+        self._rows = rows
+        self._decode_batch = decode_batch
 
     def start(self, branch: Branch, match: PrefixMatch) -> None:
-        """Give a branch a table on what is already computed of it, and a slot."""
-        table = self._kv.restore(match)  # no room to load pages: then nothing is, and all is computed again
+        """Give a branch a page table on the tokens that are already computed, and a row."""
+        table = self._kv.restore(match)  # None: too few pages to load from the host, so all tokens are computed again
         branch.table = table or self._kv.open(self._kv.empty_match(match.scope))
         branch.slot = self._rows.acquire()
 
     def start_as_fork(self, branch: Branch, source: Branch, num_tokens: int) -> None:
-        """Give a branch the first `num_tokens` tokens of another, and a slot. Not if `source` was granted a row."""
+        """Give a branch a fork of the first `num_tokens` tokens of `source`, and a row.
+
+        `source` must not have been granted tokens in the step being planned.
+        """
         self._decode_batch.remove(source)
         if source.table is None:
             raise InvariantError(f"branch {source.id} of {source.request.request_id} has no pages to fork")
@@ -89,7 +96,7 @@ class BranchManager:
         branch.slot = self._rows.fork(source.slot, branch.table.changed_from)
 
     def close(self, branch: Branch, *, discard: bool = False) -> None:
-        """Let go of a branch's pages and slot, if it has any."""
+        """Release a branch's pages and row, if it has any. `discard`: its pages must not be matched afterwards."""
         self._decode_batch.remove(branch, discard=discard)
         if branch.table is not None:
             self._kv.close(branch.table, discard=discard)
@@ -98,10 +105,10 @@ class BranchManager:
         branch.slot = -1
 
     def drop(self, request: LiveRequest, branch_id: int) -> None:
-        """Take a branch out of a request that goes on with the others.
+        """Remove a branch from a request that continues with its other branches.
 
-        Those that wait without pages pair anew: it may have been their partner. The new leader of a request that waits
-        as a whole has other pages.
+        Branches that wait without pages choose a fork source again, as this one may have been it. If the whole request
+        waits, its hash chain is reset, as it may have a new leader with other pages.
         """
         branch = request.branches.pop(branch_id)
         if branch.table is None:
@@ -111,37 +118,37 @@ class BranchManager:
         request.hash_chain = None
 
     def detach(self, request: LiveRequest) -> None:
-        """Let go of everything the request holds, remembering who is related to whom."""
+        """Release all pages and rows of a request, and choose the fork source of each branch for the next start."""
         for branch in request.branches.values():
             self.close(branch)
         request.choose_fork_sources()
 
     def reattach(self, request: LiveRequest) -> None:
-        """Bring back the waiting branches of a running request whose time has come."""
+        """Start the waiting branches of a running request whose fork source has computed the shared tokens."""
         for branch in request.branches.values():
             if branch.table is not None:
                 continue
-            partner = branch.fork_source
-            if partner is None:  # the branch it would have forked from is gone, and so are all others
+            source = branch.fork_source
+            if source is None:  # all branches that it could have been forked from have ended
                 self.start(branch, self._match(branch))
-            elif partner.table is not None and partner.table.num_tokens >= branch.num_shared_tokens:
-                self._reattach(branch, partner)
+            elif source.table is not None and source.table.num_tokens >= branch.num_shared_tokens:
+                self._reattach(branch, source)
             else:
                 continue
             branch.fork_source, branch.num_shared_tokens = None, 0
             request.num_waiting_branches -= 1
 
-    def _reattach(self, branch: Branch, partner: Branch) -> None:
-        """Fork a waiting branch from its partner; go on with pages of its own, if some are still to be found."""
+    def _reattach(self, branch: Branch, source: Branch) -> None:
+        """Fork a waiting branch from its source, then extend it by pages of its own that are still cached."""
         if branch.num_tokens - branch.num_shared_tokens > self._kv.page_size or branch.request.host_pages:
             match = self._match(branch)
             num_shared = branch.num_shared_tokens // self._kv.page_size * self._kv.page_size
             if match.num_tokens > branch.num_shared_tokens:
-                self.start_as_fork(branch, partner, num_shared)
+                self.start_as_fork(branch, source, num_shared)
                 if branch.table is not None and self._kv.extend(branch.table, match):
                     return
                 self.close(branch)
-        self.start_as_fork(branch, partner, branch.num_shared_tokens)
+        self.start_as_fork(branch, source, branch.num_shared_tokens)
 
     def _match(self, branch: Branch) -> PrefixMatch:
         request = branch.request
@@ -149,28 +156,31 @@ class BranchManager:
         return self._kv.match(chain, host_pages=request.host_pages)
 
     def apply(self, request: LiveRequest, actions: Sequence[BranchAction]) -> None:
-        """Move the request's branches as its strategy decided.
+        """Apply the actions of the request's decoding strategy to its branches.
 
-        Raises: EngineError if the actions break the contract of `decode.actions`; the request must then be finished.
+        Raises: EngineError if the actions break the contract of `types.actions`; the request must then be finished.
         """
-        families: list[tuple[Branch, Branch]] = []  # (parent, child)
-        retired: list[Branch] = []
+        forks: list[tuple[Branch, Branch]] = []  # (parent, child)
+        released: list[Branch] = []
         try:
             for action in actions:
                 if isinstance(action, Extend):
                     self._extend(request, action)
                 elif isinstance(action, Fork):
-                    families.append(self._fork(request, action))
+                    forks.append(self._fork(request, action))
                 else:
-                    retired.append(self._release(request, action))
+                    released.append(self._release(request, action))
             self._check_all_advanced(request)
-            self._assign_rows(families, retired)
+            self._assign_rows(forks, released)
         finally:
-            for branch in retired:
+            for branch in released:
                 self.close(branch)
 
     def extend_in_batch(self, request: LiveRequest, actions: Sequence[BranchAction]) -> bool:
-        """Take the short way where a request's only branch is steady and extended; return whether that was so."""
+        """Apply a single Extend to the only branch of a request, if that branch is in the decode batch.
+
+        The fast path of `apply` for plain decoding. Returns False, and changes nothing, if this is another case.
+        """
         if len(actions) != 1 or len(request.branches) != 1 or not isinstance(action := actions[0], Extend):
             return False
         branch = request.branches.get(action.branch)
@@ -180,7 +190,7 @@ class BranchManager:
         return True
 
     def move_to_decode_batch(self, request: LiveRequest) -> None:
-        """Let those branches be steady that can."""
+        """Move the request's eligible branches into the decode batch."""
         for branch in request.branches.values():
             if not branch.in_decode_batch:
                 self._decode_batch.add_if_eligible(branch)
@@ -195,7 +205,7 @@ class BranchManager:
     def _fork(self, request: LiveRequest, action: Fork) -> tuple[Branch, Branch]:
         parent = self._drawn_branch(request, action.parent)
         if action.child in request.branches or parent.table is None:
-            raise EngineError(f"branch {action.child} exists already")
+            raise EngineError(f"branch {action.child} already exists")
         self._decode_batch.remove(parent)
         child = parent.fork(action.child, action.token)
         child.table = self._kv.fork(parent.table)
@@ -203,10 +213,10 @@ class BranchManager:
         return parent, child
 
     def _release(self, request: LiveRequest, action: Release) -> Branch:
-        """Remove the branch; its pages go now, its slot when the children are seated."""
+        """Remove the branch and release its pages; `_assign_rows` releases its row, or gives it to a child."""
         branch = request.branches.pop(action.branch, None)
         if branch is None:
-            raise EngineError(f"branch {action.branch} was retired but does not exist")
+            raise EngineError(f"branch {action.branch} was released but does not exist")
         self._decode_batch.remove(branch)
         if branch.table is None:
             request.num_waiting_branches -= 1
@@ -217,29 +227,31 @@ class BranchManager:
             request.choose_fork_sources()
         return branch
 
-    def _assign_rows(self, families: list[tuple[Branch, Branch]], retired: list[Branch]) -> None:
-        """Give every child a slot. A retired parent's passes to its first child, so no row is written that another
-        child has yet to be copied from; the others get a copy of their parent's row."""
-        rows = {id(parent): parent.slot for parent, _ in families}
-        heirs: set[int] = set()
-        for parent, child in families:
-            if parent in retired and parent.slot >= 0:
+    def _assign_rows(self, forks: list[tuple[Branch, Branch]], released: list[Branch]) -> None:
+        """Give every child a row: the row of a released parent goes to its first child, other children get a copy.
+
+        So no row is written that another child still has to be copied from.
+        """
+        rows = {id(parent): parent.slot for parent, _ in forks}
+        inherited: set[int] = set()
+        for parent, child in forks:
+            if parent in released and parent.slot >= 0:
                 child.slot, parent.slot = parent.slot, -1
-                heirs.add(id(child))
-        for branch in retired:
+                inherited.add(id(child))
+        for branch in released:
             self.close(branch)
-        for parent, child in families:
-            if id(child) not in heirs and child.table is not None:
+        for parent, child in forks:
+            if id(child) not in inherited and child.table is not None:
                 child.slot = self._rows.fork(rows[id(parent)], child.table.changed_from)
 
     def _drawn_branch(self, request: LiveRequest, branch_id: int) -> Branch:
         branch = request.branches.get(branch_id)
         if branch is None or not self._awaits_token(branch):
-            raise EngineError(f"branch {branch_id} was acted on but had not been drawn")
+            raise EngineError(f"an action names branch {branch_id}, which was not sampled")
         return branch
 
     def _awaits_token(self, branch: Branch) -> bool:
-        """Say whether everything the branch has is computed: it was drawn, and not extended since."""
+        """Return whether all tokens of the branch are computed: it was sampled, and not extended since."""
         if branch.in_decode_batch:
             return self._decode_batch.awaits_token(branch)
         return branch.table is not None and branch.table.num_tokens == branch.num_tokens
@@ -247,7 +259,7 @@ class BranchManager:
     def _check_all_advanced(self, request: LiveRequest) -> None:
         if len(request.branches) > request.max_branches:
             raise EngineError(
-                f"{len(request.branches)} branches are alive, at most {request.max_branches} were announced"
+                f"{len(request.branches)} branches exist, but the strategy announced at most {request.max_branches}"
             )
         for branch in request.branches.values():
             if self._awaits_token(branch):

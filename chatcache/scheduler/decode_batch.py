@@ -1,28 +1,28 @@
-"""Branches that decode steadily, as arrays: what a step asks of thousands of them becomes a few array operations.
+"""The persistent decode batch: all branches that decode one token per step, kept as arrays.
 
-A branch is *steady* while nothing about its next step has to be decided: only its newest token is missing from its
-pages, the cell for it is the branch's own, and its strategy will draw as it drew last time. Then nobody is asked and
-nothing is looked up; once in `page_size` steps its page is full, which `turn_pages` sees to for all such branches.
+A branch is in the decode batch while nothing about its next step has to be decided: all its tokens but the newest are
+computed, the cell for that token is the branch's own, and its strategy will ask for the same draw as last time. Its
+steps are then planned with a few array operations for the whole batch, without calls to its strategy or its page table:
 
-    enter   a drawn branch has been extended, and its next step is clear
-    leave   somebody is about to touch its pages: fork, close, preempt; or there is no page left for it
+    entry             0    1    2    3    4
+    branch           b7   b9    -   b4  b12      a removed branch leaves a hole; before the next step the entries are
+    num_computed     31   80    -   64   17      compacted and sorted by service order
+    next_token       52    3    -   11   90
 
-The page table of a steady branch lags behind by up to a page: what has been computed of the page being filled is kept
-here, and told to the table when the page is full or somebody wants to know (`flush`). Whoever reads what a table says
-of its tokens flushes first; whoever changes a table lets the branch leave first, which flushes, too.
+    add_if_eligible   a sampled branch was extended, and needs no decision in its next step
+    remove            the branch is about to be forked, closed or preempted, or there is no page left for it
 
-    kept    who is still here of those whose rows were planned last: a row of somebody who left since does not count,
-            even if he came back, and what it drew is drawn again
+Once in `page_size` steps the page of a branch is full; `advance_pages` then appends a page for all such branches.
 
-A step may be planned while the tokens that the one before draws are still on the device. Then the rows say
-PENDING_TOKEN, and what they have computed is noted (`advance`) when the tokens are known, before the next step is
-planned. So whatever is told to a table between two steps has been computed and its result has been seen.
+The page table of a branch in the batch lags by up to one page. The tokens computed into its last page are kept in this
+module, and committed to the table when the page is full or on `flush`. Code that reads the number of tokens of a table
+flushes first; code that changes a table removes its branch from the batch first, which flushes as well.
 
-    place         0    1    2    3    4              who leaves, leaves a hole; before the next step the rest moves up,
-    branch       b7   b9    -   b4   b12             sorted by the order of service
-    num_computed 31   80    .   64   17
-
-What to draw, as arrays.
+Asynchronous scheduling: a step can be planned while the tokens sampled by the previous step are still on the device.
+The rows of its plan then contain PENDING_TOKEN, and `advance` records their tokens when they are known, before the next
+step is planned. Hence everything committed to a table between two steps was computed, and its result was seen.
+A branch that left the batch since its row was planned loses that row (`active_rows`), even if it has returned since;
+its token is sampled again.
 """
 
 from __future__ import annotations
@@ -41,81 +41,6 @@ from chatcache.types.actions import DrawSpec
 from chatcache.types.plan import I32, PENDING_TOKEN, Draws, LogitEdit, LogitMask, Rows
 
 MASK_64 = 2**64 - 1
-
-
-def pack_draws(specs: Sequence[DrawSpec], rows: Sequence[int], positions: Sequence[int]) -> Draws:
-    """Lay out `specs`, drawn from `rows` at `positions`, as arrays. All have length D."""
-    return Draws(
-        row=np.array(rows, np.int32),
-        width=np.array([spec.width for spec in specs], np.int32),
-        seed=np.array([spec.seed & MASK_64 for spec in specs], np.uint64),
-        lane=np.array([spec.lane for spec in specs], np.int32),
-        position=np.array(positions, np.int32),
-        temperature=np.array([spec.temperature for spec in specs], np.float32),
-        top_k=np.array([spec.top_k for spec in specs], np.int32),
-        top_p=np.array([spec.top_p for spec in specs], np.float32),
-        min_p=np.array([spec.min_p for spec in specs], np.float32),
-        num_top=np.array([spec.num_top for spec in specs], np.int32),
-        edits=tuple(LogitEdit(draw, *spec.edit) for draw, spec in enumerate(specs) if spec.edit is not None),
-        masks=tuple(LogitMask(draw, spec.mask) for draw, spec in enumerate(specs) if spec.mask is not None),
-    )
-
-
-def concat_draws(first: Draws, second: Draws) -> Draws:
-    """Put `second`, which has neither edits nor masks, after `first`."""
-    pairs = zip(draw_arrays(first), draw_arrays(second), strict=True)
-    return replace(_draws([np.concatenate(pair) for pair in pairs]), edits=first.edits, masks=first.masks)
-
-
-def relocate_draws(draws: Draws, row: I32, position: I32) -> Draws:
-    """Return draws without edits and masks from other rows and positions; they share all other arrays."""
-    _, width, seed, lane, _, *rest = draw_arrays(draws)
-    return _draws((row, width, seed, lane, position, *rest))
-
-
-def select_draws(draws: Draws, which: I32) -> Draws:
-    """Return these of the draws, without edits and masks, each from a row of its own."""
-    _, *rest = draw_arrays(draws)
-    return _draws((np.arange(len(which), dtype=np.int32), *(array[which] for array in rest)))
-
-
-def draw_arrays(draws: Draws) -> tuple[NDArray[Any], ...]:
-    """Return the arrays in the order in which `Draws` takes them."""
-    return (
-        *(draws.row, draws.width, draws.seed, draws.lane, draws.position),
-        *(draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.num_top),
-    )
-
-
-def _draws(arrays: Sequence[NDArray[Any]]) -> Draws:
-    row, width, seed, lane, position, temperature, top_k, top_p, min_p, num_top = arrays
-    return Draws(row, width, seed, lane, position, temperature, top_k, top_p, min_p, num_top)
-
-
-# A table of draws: one `Draws` whose cells are written one by one, and from which plans are copied.
-
-
-def default_draws(num_draws: int) -> Draws:
-    return pack_draws([DrawSpec()] * num_draws, [0] * num_draws, [0] * num_draws)
-
-
-def write_draw(table: Draws, place: int, spec: DrawSpec) -> None:
-    """Write a spec without edit and mask into a table."""
-    table.width[place] = spec.width
-    table.seed[place] = spec.seed & MASK_64
-    table.lane[place] = spec.lane
-    table.temperature[place] = spec.temperature
-    table.top_k[place] = spec.top_k
-    table.top_p[place] = spec.top_p
-    table.min_p[place] = spec.min_p
-    table.num_top[place] = spec.num_top
-
-
-def copy_draws(table: Draws, count: int) -> Draws:
-    """Copy the first `count` draws of a table."""
-    return _draws([array[:count].copy() for array in draw_arrays(table)])
-
-
 AWAITING_TOKEN = PENDING_TOKEN  # drawn, and not extended since
 NO_ROW = -1
 ORDINAL_BITS = 20
@@ -124,9 +49,9 @@ _NO_UPDATES = np.zeros((0, 3), np.int32)
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """The steady branches of one step, the oldest request's first: one row of one token, and one draw of it, each.
+    """The decode batch's part of one step: for each branch one row of one token, and one draw.
 
-    Everything is parallel to `branches`; `draws.row` counts from 0.
+    In service order, and parallel to `branches`; `draws.row` counts from 0.
     """
 
     branches: list[Branch]
@@ -135,9 +60,9 @@ class DecodeRows:
 
 
 class DecodeBatch:
-    """Those of the branches with a slot that are steady. Arrays are by place, but for the two that say otherwise.
+    """The branches in the decode batch, as arrays with one entry per branch, or per runner row where it says so.
 
-    `unsettled`: running requests with a branch that is not steady; they have to be served branch by branch.
+    `unbatched_requests`: running requests with a branch outside the batch, which the scheduler serves one by one.
     """
 
     def __init__(self, kv: KVCache, num_slots: int) -> None:
@@ -151,58 +76,58 @@ class DecodeBatch:
         self._slot = np.zeros(num_slots, np.int32)
         self._service_order = np.zeros(num_slots, np.int64)
         self._num_computed = np.zeros(num_slots, np.int32)
-        self._num_reported = np.zeros(num_slots, np.int32)  # how many of those its request was told of
+        self._num_reported = np.zeros(num_slots, np.int32)  # tokens counted in `LiveRequest.num_computed_tokens`
         self._num_pages = np.zeros(num_slots, np.int32)
         self._next_token = np.zeros(num_slots, np.int32)
-        self._cell = np.zeros(num_slots, np.int64)  # the cell of `_page_tokens` where the next token goes
-        self._end = np.zeros(num_slots, np.int64)  # the one after the last of its page
-        self._row = np.full(num_slots, NO_ROW, np.int32)  # in the step planned last
+        self._cell = np.zeros(num_slots, np.int64)  # index into `_cells` of the next token
+        self._end = np.zeros(num_slots, np.int64)  # index into `_cells` after the last cell of its page
+        self._row = np.full(num_slots, NO_ROW, np.int32)  # row in the last planned step
         self._draws = default_draws(num_slots)
-        self._page_tokens = np.zeros((num_slots, kv.page_size), "<i4")  # by slot: those of the page being filled
+        self._page_tokens = np.zeros((num_slots, kv.page_size), "<i4")  # by slot: the tokens of the page being filled
         self._cells = self._page_tokens.reshape(-1)
-        self._entry = np.zeros(num_slots, np.int32)  # by slot
+        self._entry = np.zeros(num_slots, np.int32)  # entry of the branch, by slot
         self._entry_view, self._next_token_view = (
             self._entry.data,
             self._next_token.data,
-        )  # the same: one cell is faster so
+        )  # faster for single cells
         self._arrays: list[NDArray[Any]] = [
             *(self._branches, self._tables, self._slot, self._service_order, self._num_computed, self._num_reported),
             *(self._num_pages, self._next_token, self._cell, self._end, self._row),
         ]
         self._arrays += draw_arrays(self._draws)
-        self._flushed_full: list[Branch] = []  # their tables know of the full page already
+        self._flushed_full: list[Branch] = []  # branches whose full page was flushed
         self._is_compact = True
-        self._cached_rows: DecodeRows | None = None  # what stays the same of `rows` while nobody comes or goes
+        self._cached_rows: DecodeRows | None = None  # reused until a branch is added or removed
 
-    # -- who is steady --------------------------------------------------------------------------------------------
+    # -- adding and removing branches -----------------------------------------------------------------------------
 
     def add_if_eligible(self, branch: Branch) -> None:
-        """Take the branch in, if its next step is clear. Asks its strategy once what to draw from now on."""
+        """Add a branch, if its next step needs no decision. Asks its strategy once, for all steps, what to draw."""
         request, table = branch.request, branch.table
         if table is None or branch.num_tokens != table.num_tokens + 1 or not request.strategy.has_fixed_draws:
             return
         if table.changed_from < table.num_pages or table.num_reserved == table.num_tokens:
-            return  # the runner has yet to hear of its pages, or it has no cell of its own for the token
+            return  # its pages are not sent to the runner yet, or it has no cell of its own for the token
         specs = request.strategy.draws(branch.id)
         if len(specs) != 1 or specs[0].edit is not None or specs[0].mask is not None:
             return
         if self._num_entries == len(self._slot):
             self._compact()
-        place, slot, size = self._num_entries, branch.slot, self._kv.page_size
-        write_draw(self._draws, place, specs[0])  # first, as a faulty spec may not fit the arrays
-        self._is_used[place] = branch.in_decode_batch = True
-        self._branches[place], self._tables[place] = branch, table
-        self._slot[place], self._entry[slot] = slot, place
-        self._service_order[place] = (request.service_order << ORDINAL_BITS) + min(branch.ordinal, 2**ORDINAL_BITS - 1)
-        self._num_computed[place] = self._num_reported[place] = table.num_tokens
-        self._num_pages[place] = table.num_pages
-        self._row[place] = NO_ROW
-        self._next_token[place] = int.from_bytes(branch.outputs[-TOKEN_BYTES:], "little", signed=True)
-        self._end[place] = end = (slot + 1) * size
-        self._cell[place] = end - (table.num_reserved - table.num_tokens)
+        entry, slot, size = self._num_entries, branch.slot, self._kv.page_size
+        write_draw(self._draws, entry, specs[0])  # first, as it raises for a spec that does not fit the arrays
+        self._is_used[entry] = branch.in_decode_batch = True
+        self._branches[entry], self._tables[entry] = branch, table
+        self._slot[entry], self._entry[slot] = slot, entry
+        self._service_order[entry] = (request.service_order << ORDINAL_BITS) + min(branch.ordinal, 2**ORDINAL_BITS - 1)
+        self._num_computed[entry] = self._num_reported[entry] = table.num_tokens
+        self._num_pages[entry] = table.num_pages
+        self._row[entry] = NO_ROW
+        self._next_token[entry] = int.from_bytes(branch.outputs[-TOKEN_BYTES:], "little", signed=True)
+        self._end[entry] = end = (slot + 1) * size
+        self._cell[entry] = end - (table.num_reserved - table.num_tokens)
         self._page_tokens[slot, : table.num_tail_tokens] = np.frombuffer(table.tail_tokens, "<i4")
         self._is_compact = self._is_compact and (
-            place == 0 or bool(self._service_order[place - 1] < self._service_order[place])
+            entry == 0 or bool(self._service_order[entry - 1] < self._service_order[entry])
         )
         self._cached_rows = None
         self._num_entries += 1
@@ -210,33 +135,33 @@ class DecodeBatch:
         request.num_batched += 1
 
     def remove(self, branch: Branch, *, discard: bool = False) -> None:
-        """Let the branch go if it is steady, its table up to date; not so if the table is to be forgotten anyway."""
+        """Remove a branch, if it is in the batch, and update its table unless that is to be discarded."""
         if not branch.in_decode_batch:
             return
-        place = self._entry_view[branch.slot]
+        entry = self._entry_view[branch.slot]
         if not discard:
-            self._commit_to_table(branch, place)
-        self._branches[place] = self._tables[place] = None
-        self._is_used[place] = branch.in_decode_batch = self._is_compact = False
+            self._commit_to_table(branch, entry)
+        self._branches[entry] = self._tables[entry] = None
+        self._is_used[entry] = branch.in_decode_batch = self._is_compact = False
         self._cached_rows = None
         self.num_branches -= 1
         branch.request.num_batched -= 1
         self.unbatched_requests.add(branch.request)
 
     def flush(self, branch: Branch) -> None:
-        """Tell a steady branch's table of all that has been computed."""
+        """Commit all computed tokens of a branch in the batch to its page table."""
         if not branch.in_decode_batch:
             return
-        place = self._entry_view[branch.slot]
-        self._commit_to_table(branch, place)
-        if self._cell[place] == self._end[place]:
+        entry = self._entry_view[branch.slot]
+        self._commit_to_table(branch, entry)
+        if self._cell[entry] == self._end[entry]:
             self._flushed_full.append(branch)
 
-    def _commit_to_table(self, branch: Branch, place: int) -> None:
-        table, num_computed, stop = self._tables[place], int(self._num_computed[place]), int(self._cell[place])
+    def _commit_to_table(self, branch: Branch, entry: int) -> None:
+        table, num_computed, stop = self._tables[entry], int(self._num_computed[entry]), int(self._cell[entry])
         self._kv.commit(table, self._cells[stop - (num_computed - table.num_tokens) : stop].tobytes())
-        branch.request.num_computed_tokens += num_computed - int(self._num_reported[place])
-        self._num_reported[place] = num_computed
+        branch.request.num_computed_tokens += num_computed - int(self._num_reported[entry])
+        self._num_reported[entry] = num_computed
 
     def flush_all(self) -> None:
         for branch in self._batched_branches():
@@ -247,24 +172,27 @@ class DecodeBatch:
             self.remove(branch)
 
     def awaits_token(self, branch: Branch) -> bool:
-        """Say whether a steady branch waits for its next token."""
+        """Return whether a branch in the batch was sampled, and not extended since."""
         return self._next_token_view[self._entry_view[branch.slot]] == AWAITING_TOKEN
 
     def extend(self, branch: Branch, token: int) -> None:
-        """Append `token` to a steady branch that was drawn."""
+        """Append `token` to a branch in the batch that was sampled."""
         self._next_token_view[self._entry_view[branch.slot]] = token
         branch.append(token)
 
     def num_missing_pages(self) -> int:
-        """Count the branches that need another page for the token they have."""
+        """Count the branches that need another page for their newest token."""
         self._compact()
         return int(np.count_nonzero(self._cell[: self._num_entries] == self._end[: self._num_entries]))
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def remove_ineligible(self) -> None:
-        """Let two kinds go that are rare enough to be left to others: those whose full page was flushed already, and
-        those that nobody extended since they were drawn, who have nothing to compute."""
+        """Remove two rare kinds of branches, which the scheduler handles one by one.
+
+        These are branches whose full page was already flushed, and branches that were not extended since they were
+        sampled, which have nothing to compute.
+        """
         for branch in self._flushed_full:
             self.remove(branch)
         self._flushed_full.clear()
@@ -275,7 +203,10 @@ class DecodeBatch:
                 self.remove(branch)
 
     def advance_pages(self) -> I32:
-        """Give a page to each branch whose last one is full, or let all of these go; return table updates [U, 3]."""
+        """Append a page to each branch whose last page is full; return the page table updates [U, 3].
+
+        If too few pages are free, all these branches are removed from the batch instead.
+        """
         self._compact()
         count = self._num_entries
         full = (self._cell[:count] == self._end[:count]).nonzero()[0]
@@ -295,37 +226,40 @@ class DecodeBatch:
         return updates
 
     def plan_rows(self) -> DecodeRows:
-        """Lay out one row and one draw of every steady branch."""
+        """Plan one row and one draw for every branch in the batch."""
         self._compact()
-        count, standing = self._num_entries, self._cached_rows
-        if standing is None:
+        count, cached = self._num_entries, self._cached_rows
+        if cached is None:
             slots, ones, numbers = self._slot[:count].copy(), np.ones(count, np.int32), np.arange(count, dtype=np.int32)
             draws = relocate_draws(copy_draws(self._draws, count), numbers, numbers)
-            standing = DecodeRows(self._branches[:count].tolist(), Rows(slots, ones, ones, ones), draws)
-            self._cached_rows = standing
+            cached = DecodeRows(self._branches[:count].tolist(), Rows(slots, ones, ones, ones), draws)
+            self._cached_rows = cached
             self._row[:count] = numbers
-        start, rows, draws = self._num_computed[:count].copy(), standing.rows, standing.draws
+        start, rows, draws = self._num_computed[:count].copy(), cached.rows, cached.draws
         return DecodeRows(
-            standing.branches,
+            cached.branches,
             Rows(rows.slot, start, rows.num_tokens, self._next_token[:count].copy()),
             relocate_draws(draws, draws.row, start + 1),
         )
 
     def active_rows(self, rows: DecodeRows) -> I32 | None:
-        """Say which of the rows planned last still count; None for all. A query."""
+        """Return the indices of the last planned rows whose branches are still in the batch; None for all. A query."""
         return None if self._is_unchanged_since(rows) else self._row[self._planned_entries()]
 
     def advance(self, rows: DecodeRows) -> None:
-        """Note that the rows planned last, those that still count, have been computed with the tokens known now."""
-        places = slice(len(rows.branches)) if self._is_unchanged_since(rows) else self._planned_entries()
-        self._cells[self._cell[places]] = self._next_token[places]
-        self._cell[places] += 1
-        self._num_computed[places] += 1
-        self._next_token[places] = AWAITING_TOKEN
+        """Record that the active rows of the last planned step were computed, with the tokens that are known now."""
+        entries = slice(len(rows.branches)) if self._is_unchanged_since(rows) else self._planned_entries()
+        self._cells[self._cell[entries]] = self._next_token[entries]
+        self._cell[entries] += 1
+        self._num_computed[entries] += 1
+        self._next_token[entries] = AWAITING_TOKEN
 
     def can_schedule_ahead(self) -> bool:
-        """Say whether all these branches can run again before anybody knows what the step planned last draws of them:
-        it draws one token of each, and there are pages for those whose last one it fills. A query."""
+        """Return whether the whole batch can be planned again before the last planned step returns its tokens.
+
+        That is so if the step samples one token of each branch, and pages are free for the branches whose last page it
+        fills. A query.
+        """
         self._compact()
         count = self._num_entries
         if (
@@ -338,20 +272,23 @@ class DecodeBatch:
         return int(np.count_nonzero(self._cell[:count] + 1 == self._end[:count])) <= self._kv.pool.num_free
 
     def reconcile(self, slots: I32, drawn: I32) -> None:
-        """Let those go that went on with another token than was drawn: the row planned last computes the one drawn."""
+        """Remove branches that were extended by a token other than the sampled one.
+
+        The next step, planned ahead, computes the sampled token in their row; they compute their own token later.
+        """
         drawn_at = np.full(len(self._slot), AWAITING_TOKEN, np.int32)
         drawn_at[slots] = drawn
-        places = self._planned_entries()
-        others = places[self._next_token[places] != drawn_at[self._slot[places]]]
+        entries = self._planned_entries()
+        others = entries[self._next_token[entries] != drawn_at[self._slot[entries]]]
         for branch in self._branches[others].tolist():
             self.remove(branch)
 
     def _is_unchanged_since(self, rows: DecodeRows) -> bool:
-        """Say whether nobody has come or gone since these rows were planned; they are those planned last."""
+        """Return whether no branch was added or removed since `rows`, the last planned rows, were planned."""
         return self._cached_rows is not None and self._cached_rows.branches is rows.branches
 
     def _planned_entries(self) -> NDArray[np.intp]:
-        """Find the places of those that have a row in the step planned last."""
+        """Return the entries of the branches with a row in the last planned step."""
         return np.flatnonzero(self._is_used & (self._row != NO_ROW))
 
     def _batched_branches(self) -> list[Branch]:
@@ -359,17 +296,88 @@ class DecodeBatch:
         return members
 
     def _compact(self) -> None:
-        """Close the holes and restore the order of service: the oldest request first, its branches as they came."""
+        """Close the holes left by removed branches and sort the entries by service order."""
         if self._is_compact:
             return
-        places = np.flatnonzero(self._is_used)
-        turns = self._service_order[places]
+        entries = np.flatnonzero(self._is_used)
+        turns = self._service_order[entries]
         if (turns[1:] < turns[:-1]).any():
-            places = places[np.argsort(turns)]
-        count = self._num_entries = len(places)
+            entries = entries[np.argsort(turns)]
+        count = self._num_entries = len(entries)
         for array in self._arrays:
-            array[:count] = array[places]
+            array[:count] = array[entries]
         self._branches[count:] = self._tables[count:] = None
         self._is_used[:count], self._is_used[count:] = True, False
         self._entry[self._slot[:count]] = np.arange(count, dtype=np.int32)
         self._is_compact = True
+
+
+def pack_draws(specs: Sequence[DrawSpec], rows: Sequence[int], positions: Sequence[int]) -> Draws:
+    """Pack draw specs as arrays: one draw of each spec from its row at its position. All have length D."""
+    return Draws(
+        row=np.array(rows, np.int32),
+        width=np.array([spec.width for spec in specs], np.int32),
+        seed=np.array([spec.seed & MASK_64 for spec in specs], np.uint64),
+        lane=np.array([spec.lane for spec in specs], np.int32),
+        position=np.array(positions, np.int32),
+        temperature=np.array([spec.temperature for spec in specs], np.float32),
+        top_k=np.array([spec.top_k for spec in specs], np.int32),
+        top_p=np.array([spec.top_p for spec in specs], np.float32),
+        min_p=np.array([spec.min_p for spec in specs], np.float32),
+        num_top=np.array([spec.num_top for spec in specs], np.int32),
+        edits=tuple(LogitEdit(draw, *spec.edit) for draw, spec in enumerate(specs) if spec.edit is not None),
+        masks=tuple(LogitMask(draw, spec.mask) for draw, spec in enumerate(specs) if spec.mask is not None),
+    )
+
+
+def concat_draws(first: Draws, second: Draws) -> Draws:
+    """Append `second`, which has neither edits nor masks, to `first`."""
+    pairs = zip(draw_arrays(first), draw_arrays(second), strict=True)
+    return replace(_draws([np.concatenate(pair) for pair in pairs]), edits=first.edits, masks=first.masks)
+
+
+def relocate_draws(draws: Draws, row: I32, position: I32) -> Draws:
+    """Return the same draws from other rows and positions, sharing all other arrays. Without edits and masks."""
+    _, width, seed, lane, _, *rest = draw_arrays(draws)
+    return _draws((row, width, seed, lane, position, *rest))
+
+
+def select_draws(draws: Draws, which: I32) -> Draws:
+    """Return the draws at these indices, numbered as rows 0, 1, 2, ... Without edits and masks."""
+    _, *rest = draw_arrays(draws)
+    return _draws((np.arange(len(which), dtype=np.int32), *(array[which] for array in rest)))
+
+
+def draw_arrays(draws: Draws) -> tuple[NDArray[Any], ...]:
+    """Return the arrays of `draws` in the order of the constructor's parameters."""
+    return (
+        *(draws.row, draws.width, draws.seed, draws.lane, draws.position),
+        *(draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.num_top),
+    )
+
+
+def _draws(arrays: Sequence[NDArray[Any]]) -> Draws:
+    row, width, seed, lane, position, temperature, top_k, top_p, min_p, num_top = arrays
+    return Draws(row, width, seed, lane, position, temperature, top_k, top_p, min_p, num_top)
+
+
+def default_draws(num_draws: int) -> Draws:
+    """Return a table of default draws, whose cells are overwritten one by one."""
+    return pack_draws([DrawSpec()] * num_draws, [0] * num_draws, [0] * num_draws)
+
+
+def write_draw(table: Draws, index: int, spec: DrawSpec) -> None:
+    """Write a draw spec without edit and mask into row `index` of a table of draws."""
+    table.width[index] = spec.width
+    table.seed[index] = spec.seed & MASK_64
+    table.lane[index] = spec.lane
+    table.temperature[index] = spec.temperature
+    table.top_k[index] = spec.top_k
+    table.top_p[index] = spec.top_p
+    table.min_p[index] = spec.min_p
+    table.num_top[index] = spec.num_top
+
+
+def copy_draws(table: Draws, count: int) -> Draws:
+    """Copy the first `count` draws of a table of draws."""
+    return _draws([array[:count].copy() for array in draw_arrays(table)])

@@ -1,18 +1,25 @@
-"""Fairness between namespaces: a virtual token counter each, and whoever was served least goes next.
+"""Fair scheduling between namespaces with virtual token counters (VTC).
 
-Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024 (the VTC scheduler). A counter grows by
-INPUT_WEIGHT for every prompt token that a started request has to compute (cached ones cost nothing, so nobody pays for
-them) and by OUTPUT_WEIGHT for every token drawn. A namespace that comes back after a pause is lifted to the least
-counter of those that wait: idling saves up no credit. Nobody is held back while there is room (work-conserving).
+Each namespace has a counter of the service it received, and the waiting namespace with the smallest counter goes next.
+A counter grows by INPUT_WEIGHT for every prompt token that a started request has to compute (cached tokens are free)
+and by OUTPUT_WEIGHT for every sampled token. When a namespace without waiting requests queues one again, its counter is
+raised to the smallest counter of the waiting namespaces, so that idling accumulates no credit. The policy is
+work-conserving: no request is held back while resources are free.
 
-Bound, for any two namespaces over any stretch in which both always have requests waiting: the weighted tokens they were
-served differ by at most 2 * max(INPUT_WEIGHT * longest prompt, OUTPUT_WEIGHT * M), M being how many tokens the requests
-of one namespace that run at once can come to hold.
+Bound: over any period in which two namespaces always have requests waiting, their weighted served tokens differ by at
+most 2 * max(INPUT_WEIGHT * longest prompt, OUTPUT_WEIGHT * M), where M is the number of tokens that the requests of one
+namespace running at once can hold.
+
+Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
+
+from chatcache.scheduler.batch import Step
+from chatcache.scheduler.request import Branch, LiveRequest
 
 FCFS = "fcfs"
 PRIORITY = "priority"
@@ -25,7 +32,7 @@ MAX_REMEMBERED = 4096
 
 
 class VirtualTokenCounter:
-    """One counter per namespace. `waiting` below: the namespaces with a request in the queue."""
+    """The counter of each namespace. `waiting` in the methods: the namespaces with a request in the queue."""
 
     def __init__(self) -> None:
         self._counters: dict[str, int] = {}
@@ -36,22 +43,23 @@ class VirtualTokenCounter:
         return self._counters.get(namespace, 0)
 
     def on_namespace_queued(self, namespace: str, waiting: Collection[str]) -> None:
-        """Lift the counter of a namespace none of whose requests waited until now."""
+        """Raise the counter of a namespace that had no waiting request until now to the smallest waiting one."""
         floor = self._floor(waiting)
         if len(self._counters) >= self._max_counters:
             self._forget_below(floor, {*waiting, self._last_left})
         self._counters[namespace] = max(self[namespace], floor)
 
     def on_namespace_drained(self, namespace: str) -> None:
-        """Note that the last waiting request of a namespace has left the queue."""
+        """Record that the last waiting request of a namespace has left the queue."""
         self._last_left = namespace
 
-    def _forget_below(self, floor: int, kept: Collection[str]) -> None:
-        """Forget who is absent and would be lifted to `floor` anyway."""
-        self._counters = {name: count for name, count in self._counters.items() if count > floor or name in kept}
+    def _forget_below(self, floor: int, retained: Collection[str]) -> None:
+        """Delete the counters of absent namespaces that would be raised to `floor` on their return anyway."""
+        self._counters = {name: count for name, count in self._counters.items() if count > floor or name in retained}
         self._max_counters = max(MAX_REMEMBERED, 2 * len(self._counters))
 
     def _floor(self, waiting: Collection[str]) -> int:
+        """Return the smallest counter of the waiting namespaces; of the last to leave the queue if none waits."""
         return min(map(self.__getitem__, waiting)) if waiting else self[self._last_left]
 
     def charge_input(self, namespace: str, num_tokens: int) -> None:
@@ -59,3 +67,26 @@ class VirtualTokenCounter:
 
     def charge_output(self, namespace: str, num_tokens: int) -> None:
         self._counters[namespace] = self[namespace] + OUTPUT_WEIGHT * num_tokens
+
+
+class FairnessAccounting:
+    """Charges namespaces for the prompts that their requests compute and the tokens that are sampled for them."""
+
+    def __init__(self, counters: VirtualTokenCounter) -> None:
+        self._counters = counters
+        self._decode_branches: list[Branch] = []
+        self._num_decode_branches: Counter[str] = Counter()
+
+    def charge_start(self, request: LiveRequest) -> None:
+        """Charge for the prompt tokens that were not cached, when a request starts for the first time."""
+        self._counters.charge_input(request.namespace, request.num_prompt_tokens - (request.num_cached_tokens or 0))
+
+    def charge_step(self, step: Step) -> None:
+        """Charge for every token that a step sampled."""
+        for branch, _, num_draws in step.drawn:
+            self._counters.charge_output(branch.request.namespace, num_draws)
+        if step.decode_rows.branches is not self._decode_branches:  # usually the same list as in the previous step
+            self._decode_branches = step.decode_rows.branches
+            self._num_decode_branches = Counter(branch.request.namespace for branch in self._decode_branches)
+        for namespace, count in self._num_decode_branches.items():
+            self._counters.charge_output(namespace, count)

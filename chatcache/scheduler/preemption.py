@@ -1,9 +1,9 @@
-"""Swap or recompute: which way a preempted request comes back sooner, by what was measured here.
+"""Preemption by swapping or by recomputation: which is cheaper, and the host pages of swapped requests.
 
-swap       pages to copy out now + pages to copy in later, each `swap_page_s` (measured when the runner was built)
-recompute  tokens to compute again, each the seconds that prompt tokens took in the steps of late
+The two costs are estimated from measurements on this machine:
 
-What a preempted request keeps in host memory until it runs again, and whether it is worth it.
+    swap       (pages to copy to the host now + pages to copy back later) * `swap_page_s`, measured at startup
+    recompute  (tokens to compute again) * seconds per prompt token in recent steps
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ NUM_REMEMBERED_STEPS = 64
 
 
 class PrefillSpeed:
-    """Seconds per prompt token, over the last steps that mostly computed prompts.
+    """Seconds per prompt token, measured over the recent steps that mostly computed prompts.
 
-    A decode step reads all weights for a few tokens: per token it is slow, and says nothing of a prompt's chunk. It is
-    left out. The median, weighted by tokens, is deaf to the odd step that compiled something or was held up.
+    Decode steps are left out: they read all weights for a few tokens, so their time per token says nothing about
+    prompts. The median, weighted by tokens, ignores single steps that compiled a kernel or were delayed.
     """
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, int]] = deque(maxlen=NUM_REMEMBERED_STEPS)  # (seconds per token, tokens)
 
     def record(self, num_tokens: int, num_rows: int, seconds: float) -> None:
-        """Note an executed step that computed `num_tokens` in `num_rows` rows."""
+        """Record an executed step that computed `num_tokens` tokens in `num_rows` rows."""
         if num_tokens >= 2 * num_rows:
             self._steps.append((seconds / num_tokens, num_tokens))
 
     def seconds_per_token(self) -> float | None:
-        """Return the weighted median; None before any prompt was computed."""
+        """Return the weighted median, or None before any prompt was computed."""
         half = sum(num_tokens for _, num_tokens in self._steps) / 2
         for seconds, num_tokens in sorted(self._steps):
             half -= num_tokens
@@ -48,7 +48,7 @@ class PrefillSpeed:
 
 
 class CostModel:
-    """Chooses how a request is preempted, unless `preemption` says so once and for all."""
+    """Chooses between swapping and recomputation, unless the `preemption` mode fixes the choice."""
 
     def __init__(self, preemption: str = AUTO, swap_page_s: float = 0.0) -> None:
         if preemption not in PREEMPTION_MODES:
@@ -58,17 +58,17 @@ class CostModel:
         self.prefill = PrefillSpeed()
 
     def prefers_swap(self, num_tokens: int, num_pages_out: int, num_pages_in: int) -> bool:
-        """Say whether copying these pages out and in again costs less than computing `num_tokens` again."""
+        """Return whether copying these pages to the host and back costs less than computing `num_tokens` again."""
         if self._preemption != AUTO:
             return self._preemption == SWAP
         seconds_per_token = self.prefill.seconds_per_token()
-        if seconds_per_token is None:  # pages hold tokens that no prompt step computed: nothing to compare with
+        if seconds_per_token is None:  # no prompt was measured yet, so there is nothing to compare with
             return True
         return (num_pages_out + num_pages_in) * self._swap_page_s < num_tokens * seconds_per_token
 
 
 class SwapTracker:
-    """Host pages held by preempted requests. A request holds them until all its branches have come back."""
+    """Tracks the host pages of preempted requests, which hold them until all their branches run again."""
 
     def __init__(self, kv: KVCache, cost: CostModel) -> None:
         self.cost = cost
@@ -77,9 +77,10 @@ class SwapTracker:
         self._returning: set[LiveRequest] = set()
 
     def swap_out_if_cheaper(self, request: LiveRequest) -> bool:
-        """Copy out what the request's pages hold, if that is cheaper than computing it again and there is room.
+        """Swap a request's pages to the host, if that is cheaper than recomputing them and the host has space.
 
-        Call before its branches part: the copies are made before anything else in this step's plan.
+        Returns whether it did. Call before the request's branches are detached; the step then copies the pages before
+        it writes any of them.
         """
         if self._kv.host is None:
             return False
@@ -96,20 +97,22 @@ class SwapTracker:
         return True
 
     def on_start(self, request: LiveRequest) -> None:
+        """Track a request that starts again, if it holds host pages."""
         if request.host_pages:
             self._returning.add(request)
 
     def on_stop(self, request: LiveRequest) -> None:
+        """Stop tracking a request that ended or was preempted again."""
         self._returning.discard(request)
 
     def release_returned(self) -> None:
-        """Let go of the host pages of requests that are back: the step that loaded them has been executed."""
+        """Release the host pages of requests whose branches all run again: the step that loaded them was executed."""
         for request in [request for request in self._returning if not request.num_waiting_branches]:
             self._returning.remove(request)
             self.release(request)
 
     def release(self, request: LiveRequest) -> None:
-        """Let go of the host pages that the request holds."""
+        """Release the host pages that the request holds."""
         if request.host_pages and self._kv.host is not None:
             self._kv.host.release(request.host_pages)
             request.host_pages = []

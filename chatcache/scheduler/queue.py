@@ -1,8 +1,9 @@
-"""Admission: whole requests only, in turn, and never twice the same work at once.
+"""The waiting queue: which request starts next, and on which tokens that are already computed.
 
-In turn means first come, first served within a priority; or, between namespaces, whoever was served least goes first.
-
-Forking a request that still runs: what is computed of it is shared as it is, without a name being worked out.
+Requests start in service order: by priority, then first come, first served; with fair scheduling, the namespace that
+was served least goes first. A request starts as a whole, with rows for all its branches, on the longest computed prefix
+of its prompt. The same prefix is not computed twice at once: a request whose next page is being computed by a running
+request waits for that page. A request can also fork a running one, and share its pages before they have keys.
 """
 
 from __future__ import annotations
@@ -23,56 +24,28 @@ from chatcache.scheduler.decode_batch import DecodeBatch
 from chatcache.scheduler.fairness import VirtualTokenCounter
 from chatcache.scheduler.request import Branch, LiveRequest
 
+MAX_EXAMINED = 32
+"""How many waiting requests one search examines at most."""
+
+PREEMPTIONS_BEFORE_PROTECTION = 3
+"""After this many preemptions a request is protected from further ones, see `WaitingQueue._protects_preempted`."""
+
+_service_order = attrgetter("service_order")
+
 
 class LiveFork(NamedTuple):
-    """The first `num_tokens` tokens of `branch` are computed and begin the prompt. `is_whole`: no more is possible."""
+    """A running branch whose first `num_tokens` computed tokens are also the first tokens of a waiting prompt.
+
+    `is_whole`: the prompt cannot share more tokens with any branch.
+    """
 
     branch: Branch
     num_tokens: int
     is_whole: bool
 
 
-def find_fork(request: LiveRequest, running: Sequence[LiveRequest], steady: DecodeBatch) -> LiveFork | None:
-    """Find the branch that `request.fork_of` hints at, or a sibling with more in common; None if there is none.
-
-    Only when it first starts. The hint is about cost alone: a fork is taken for what its tokens are, never for what a
-    client says they are.
-    Which sibling carries a candidate is its strategy's affair, so the longest beginning decides.
-    """
-    point = request.fork_of
-    if point is None or request.num_cached_tokens is not None or request.num_prompt_top is not None:
-        return None
-    same = (other for other in running if other.request_id == point.request_id)
-    source = next((other for other in same if other.namespace == request.namespace), None)
-    best: LiveFork | None = None
-    for branch in source.branches.values() if source is not None else ():
-        if branch.table is None:
-            continue
-        steady.flush(branch)
-        longest = min(branch.table.num_tokens, request.num_prompt_tokens - 1)
-        num_tokens = _num_common(branch.span(0, longest), request.prompt_bytes)
-        better = best is None or (num_tokens, branch.id == point.index) > (best.num_tokens, False)
-        if num_tokens and better:
-            best = LiveFork(branch, num_tokens, num_tokens == longest)
-    return best
-
-
-def _num_common(head: bytes, tokens: bytes) -> int:
-    """Count the tokens of `head` with which `tokens` begins."""
-    if tokens.startswith(head):
-        return len(head) // TOKEN_BYTES
-    different = np.frombuffer(head, "<i4") != np.frombuffer(tokens[: len(head)], "<i4")
-    return int(np.argmax(different))
-
-
-MAX_EXAMINED = 32
-PREEMPTIONS_BEFORE_PROTECTION = 3
-
-_service_order = attrgetter("service_order")
-
-
 class Start(NamedTuple):
-    """A request that may start now, on what is computed of it: a fork of a running branch, or a match."""
+    """A request that can start now, and the computed tokens it starts on: a fork of a running branch, or a match."""
 
     request: LiveRequest
     match: PrefixMatch
@@ -80,32 +53,35 @@ class Start(NamedTuple):
 
 
 class WaitingQueue:
-    """Requests without pages: new ones and preempted ones alike. One line, or with `counters` one per namespace."""
+    """All requests without pages, new and preempted: one queue, or one per namespace with fair scheduling (`counters`).
 
-    def __init__(self, kv: KVCache, steady: DecodeBatch, counters: VirtualTokenCounter | None = None) -> None:
+    `num_prompt_tokens` counts the tokens of all waiting prompts, `num_forks` the requests that hint at a running one.
+    """
+
+    def __init__(self, kv: KVCache, decode_batch: DecodeBatch, counters: VirtualTokenCounter | None = None) -> None:
         self._kv = kv
-        self._decode_batch = steady
+        self._decode_batch = decode_batch
         self._counters = counters
-        self._queues: dict[str, list[LiveRequest]] = {}  # each in turn, none empty
+        self._queues: dict[str, list[LiveRequest]] = {}  # by namespace, or under ""; each in service order, none empty
         self._num_requests = 0
         self.num_prompt_tokens = 0
-        self._sizes: dict[str, tuple[int, int]] = {}  # of each namespace that waits: requests, tokens of their prompts
-        self.num_forks = 0  # requests that hope to fork a running one
-        self._protected: set[LiveRequest] = set()  # living ones that were preempted often, running or not
+        self._sizes: dict[str, tuple[int, int]] = {}  # by namespace: waiting requests and their prompt tokens
+        self.num_forks = 0
+        self._protected: set[LiveRequest] = set()  # preempted often; running or waiting
 
     def __len__(self) -> int:
         return self._num_requests
 
     def __iter__(self) -> Iterator[LiveRequest]:
-        for line in self._queues.values():
-            yield from line
+        for queue in self._queues.values():
+            yield from queue
 
     def namespace_size(self, namespace: str) -> tuple[int, int]:
-        """Count a namespace's requests, and the tokens of their prompts."""
+        """Return the number of a namespace's waiting requests and of their prompt tokens."""
         return self._sizes.get(namespace, (0, 0))
 
     def push(self, request: LiveRequest, *, is_new: bool = True) -> None:
-        """Queue a request that is new, or was sent back: its namespace then does not count as having been away."""
+        """Queue a request. `is_new=False` for a preempted one, whose namespace was never without requests."""
         name = self._queue_name(request)
         if self._counters is not None and name not in self._queues and is_new:
             self._counters.on_namespace_queued(name, self._queues.keys())
@@ -119,13 +95,13 @@ class WaitingQueue:
             self._protected.add(request)
 
     def forget(self, request: LiveRequest) -> None:
-        """Note that a request has ended."""
+        """Forget a request that has ended."""
         self._protected.discard(request)
 
     def remove(self, request: LiveRequest) -> None:
         name = self._queue_name(request)
-        line = self._queues[name]
-        line.remove(request)
+        queue = self._queues[name]
+        queue.remove(request)
         self._num_requests -= 1
         self.num_prompt_tokens -= len(request.prompt)
         num_requests, num_tokens = self.namespace_size(request.namespace)
@@ -133,7 +109,7 @@ class WaitingQueue:
         if num_requests == 1:
             del self._sizes[request.namespace]
         self.num_forks -= request.fork_of is not None
-        if not line:
+        if not queue:
             del self._queues[name]
             if self._counters is not None:
                 self._counters.on_namespace_drained(name)
@@ -142,13 +118,13 @@ class WaitingQueue:
         return "" if self._counters is None else request.namespace
 
     def find_start(self, running: Sequence[LiveRequest], num_slots: int, *, forks: bool = False) -> Start | None:
-        """Find the request whose turn it is and that may start now, with what is already computed of it. A query.
+        """Find the next request in service order, if it can start now, and the tokens it starts on. A query.
 
-        A request that lacks room or slots holds up those behind it. One whose next page is just being computed by a
-        running request (a twin) waits without holding up anybody: soon it will find that page.
+        A request for which too few pages or rows are free blocks all requests after it. A request whose next page is
+        being computed by a running request is skipped, without blocking others: it will soon find that page.
 
-        A running branch can be forked only while nothing of the step has been granted: ask for `forks` before, and
-        for the others after.
+        A running branch can be forked only before any token of the step is granted, so the scheduler first asks for
+        requests that start as forks (`forks=True`), and for all others after it has granted tokens to running ones.
         """
         for request in self._in_service_order():
             if request.max_branches > num_slots:
@@ -162,9 +138,10 @@ class WaitingQueue:
         return None
 
     def _in_service_order(self) -> Iterator[LiveRequest]:
-        """Yield the requests to examine, MAX_EXAMINED at most: of each namespace the first, then the second ones, ...
+        """Yield the requests to examine: the first of each namespace, then the second of each, and so on.
 
-        So a namespace whose requests are all twins cannot keep the others from being looked at.
+        So the requests of a namespace that all wait for a running prefill do not hide those of other namespaces. At
+        most about MAX_EXAMINED requests.
         """
         counters = self._counters
         if counters is None:
@@ -173,16 +150,17 @@ class WaitingQueue:
         names = nsmallest(
             MAX_EXAMINED, self._queues, key=lambda name: (counters[name], self._queues[name][0].service_order)
         )
-        lines = [self._queues[name] for name in names]
-        place = num_examined = 0
-        while lines and num_examined < MAX_EXAMINED:
-            for line in lines:
-                yield line[place]
-            num_examined += len(lines)
-            place += 1
-            lines = [line for line in lines if len(line) > place]
+        queues = [self._queues[name] for name in names]
+        index = num_examined = 0
+        while queues and num_examined < MAX_EXAMINED:
+            for queue in queues:
+                yield queue[index]
+            num_examined += len(queues)
+            index += 1
+            queues = [queue for queue in queues if len(queue) > index]
 
     def _resolve_start(self, request: LiveRequest, running: Sequence[LiveRequest]) -> Start:
+        """Find the computed tokens that a request can start on: the longer of a running fork and a cache match."""
         fork = find_fork(request, running, self._decode_batch) if self._kv.enable_matching else None
         if fork is not None and fork.is_whole:
             return Start(request, self._kv.empty_match(request.scope), fork)
@@ -196,6 +174,7 @@ class WaitingQueue:
         return self._kv.match(request.hash_chain, max_tokens=request.max_matched_tokens, host_pages=request.host_pages)
 
     def _awaits_running_prefill(self, start: Start) -> bool:
+        """Return whether a running request is computing the first page that this request misses."""
         request, num_matched = start.request, start.match.num_tokens // self._kv.page_size
         keys = request.hash_chain.keys if request.hash_chain else []
         if num_matched >= len(keys) or request.max_matched_tokens is not None:
@@ -207,22 +186,25 @@ class WaitingQueue:
         return self._num_pages_needed(start) <= self._kv.pool.num_free
 
     def _num_pages_needed(self, start: Start) -> int:
-        """Count the free pages it takes to start: its own, those that running branches still lack for the tokens they
-        have, and one for every branch to grow into."""
-        request, match, steady, page_size = start.request, start.match, self._decode_batch, self._kv.page_size
+        """Count the free pages needed to start a request without preempting another soon.
+
+        These are the pages for its own tokens, those that the running branches still need for the tokens they have, and
+        one page per branch for later tokens.
+        """
+        request, match, batch, page_size = start.request, start.match, self._decode_batch, self._kv.page_size
         num_full = (match.num_tokens if start.fork is None else start.fork.num_tokens) // page_size
         num_here = num_full - sum(1 for entry, _ in match.loads if entry < num_full)
-        lacking = sum(num_missing_pages(self._kv, other) for other in (request, *steady.unbatched_requests))
-        growth = (
-            request.max_branches + sum(other.num_unbatched for other in steady.unbatched_requests) + steady.num_branches
-        )
-        return lacking + steady.num_missing_pages() - num_here + match.num_idle + growth
+        unbatched = batch.unbatched_requests
+        missing = sum(num_missing_pages(self._kv, other) for other in (request, *unbatched))
+        growth = request.max_branches + sum(other.num_unbatched for other in unbatched) + batch.num_branches
+        return missing + batch.num_missing_pages() - num_here + match.num_idle + growth
 
     def _protects_preempted(self, request: LiveRequest, running: Sequence[LiveRequest]) -> bool:
-        """Say whether no request that was preempted often would have to be once more.
+        """Return whether all protected requests (preempted often) are safe from preemption if `request` starts.
 
-        Whoever is preempted makes room for somebody before it. So one is safe if it and all before it fit at their
-        worst, together; it does not start unless it is, and nobody starts who would change that.
+        A request is only ever preempted for one that precedes it in service order. So a protected request is safe if it
+        and all requests before it fit into the pool together, each in its worst case. A protected request starts only
+        if it is safe, and no other request starts that would make it unsafe.
         """
         if not self._protected:
             return True
@@ -234,9 +216,44 @@ class WaitingQueue:
         return needed <= self._kv.pool.num_usable
 
 
+def find_fork(request: LiveRequest, running: Sequence[LiveRequest], decode_batch: DecodeBatch) -> LiveFork | None:
+    """Find the branch of the running request `request.fork_of` that shares the most first tokens with the prompt.
+
+    The hint only names where to look: the tokens are compared, so a wrong hint costs time and changes no result. The
+    branch with the longest common prefix is chosen, as the scheduler does not know which branch carries the hinted
+    candidate. Returns None if there is none, or if the request was started before.
+    """
+    point = request.fork_of
+    if point is None or request.num_cached_tokens is not None or request.num_prompt_top is not None:
+        return None
+    same = (other for other in running if other.request_id == point.request_id)
+    source = next((other for other in same if other.namespace == request.namespace), None)
+    best: LiveFork | None = None
+    for branch in source.branches.values() if source is not None else ():
+        if branch.table is None:
+            continue
+        decode_batch.flush(branch)
+        longest = min(branch.table.num_tokens, request.num_prompt_tokens - 1)
+        num_tokens = _num_common(branch.span(0, longest), request.prompt_bytes)
+        better = best is None or (num_tokens, branch.id == point.index) > (best.num_tokens, False)
+        if num_tokens and better:
+            best = LiveFork(branch, num_tokens, num_tokens == longest)
+    return best
+
+
+def _num_common(head: bytes, tokens: bytes) -> int:
+    """Count the leading tokens of `head` that are also the first tokens of `tokens`."""
+    if tokens.startswith(head):
+        return len(head) // TOKEN_BYTES
+    different = np.frombuffer(head, "<i4") != np.frombuffer(tokens[: len(head)], "<i4")
+    return int(np.argmax(different))
+
+
 def num_missing_pages(kv: KVCache, request: LiveRequest) -> int:
-    """Count the pages that the request's present tokens still need, what it has and what its branches share apart;
-    those of steady branches are counted elsewhere."""
+    """Count the pages that the request's present tokens still need, beyond those it has and those its branches share.
+
+    Branches in the decode batch are left out: see `DecodeBatch.num_missing_pages`.
+    """
     total = 0
     for branch in request.branches.values():
         if branch.in_decode_batch:

@@ -1,4 +1,4 @@
-"""A request while it lives, and its branches. Plain state: the scheduler alone changes it."""
+"""Live requests and their branches, as plain state that only the scheduler changes, and their worst case in pages."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _INT32 = Struct("<i").pack
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """One line of tokens: the request's prompt and `outputs` (little-endian int32). `ordinal` counts its siblings
-    before it, in order of birth.
+    """One sequence of tokens: the request's prompt and `outputs` (little-endian int32).
 
-    Without a `table` the branch holds no pages and no slot: it waits, with its request or for its `partner`, the
-    earlier branch with which it has most tokens (`num_common`) in common and from which it will fork again.
+    `ordinal` is the branch's position among its siblings in order of creation. A branch without a `table` holds neither
+    pages nor a row: it waits, together with its whole request, or to be forked again from its `fork_source`, the
+    earlier branch with which it shares the most tokens (`num_shared_tokens`).
     """
 
     id: int
@@ -50,7 +50,7 @@ class Branch:
         return np.frombuffer(self.request.prompt_bytes + self.outputs, dtype="<i4")
 
     def span(self, start: int, stop: int) -> bytes:
-        """Return tokens start .. stop - 1 as little-endian int32."""
+        """Return the tokens from `start` up to, not including, `stop` as little-endian int32."""
         prompt = self.request.prompt_bytes
         first, last = start * TOKEN_BYTES - len(prompt), stop * TOKEN_BYTES - len(prompt)
         if first >= 0:
@@ -59,26 +59,27 @@ class Branch:
         return head if last <= 0 else head + self.outputs[:last]
 
     def fork(self, child: int, token: int) -> Branch:
-        """Return a branch of the same request that goes on with `token`; it has no pages yet."""
-        twin = Branch(child, self.request, self.outputs[:], self.num_tokens, self.request.num_branches_created)
+        """Return a new branch with the same tokens followed by `token`; it has no pages yet."""
+        branch = Branch(child, self.request, self.outputs[:], self.num_tokens, self.request.num_branches_created)
         self.request.num_branches_created += 1
-        twin.append(token)
-        return twin
+        branch.append(token)
+        return branch
 
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request from acceptance to its end. `arrival` orders requests: a smaller one is older.
+    """An accepted request and its branches, until the request ends.
 
-    `priority` goes before age: a smaller one is served first. `num_prompt_top`: how many alternatives to report for
-    each prompt token, None for no report; `prompt_scores` are the reports so far, from the second token on.
-    `num_worst_pages`: the most pages it can come to hold. `explain`: note what its first start misses
-    (`miss`). `resumed`: where it is to go on, until it is queued. `host_pages`: what it holds of the host tier.
-    `accepted_s`, `admitted_s` (for the first time) and `first_token_s` are of `time.perf_counter`.
+    `arrival`: sequence number; smaller is older. `priority`: smaller is served first, before age is considered.
+    `num_prompt_top`: how many alternative tokens to report for each prompt token, None for no prompt log-probabilities;
+    `prompt_scores` are the reports so far, from the second token on. `max_pages`: the most pages the request can hold.
+    `explain`: record in `miss` why its first start did not find more in the cache. `resume_point`: where to continue a
+    request of a failed engine, until it is queued. `host_pages`: the host pages that it holds while preempted.
+    `accepted_s`, `admitted_s` (first start) and `first_token_s` are values of `time.perf_counter`.
 
-    `chain` names the pages of the first branch while the request waits; `in_flight` holds the keys of those pages
-    that are being computed now. While it runs, `num_waiting_branches` of its branches wait for their partner and
-    `num_steady` of them are steady (see `sched.steady`).
+    While the request waits, `hash_chain` holds the page keys of its first branch. While it runs, `pending_keys` are the
+    keys of the pages that it is computing, `num_waiting_branches` of its branches wait for their fork source, and
+    `num_batched` of them are in the decode batch.
     """
 
     request_id: str
@@ -130,33 +131,38 @@ class LiveRequest:
 
     @property
     def service_order(self) -> int:
-        """Who is served first: the smaller. A signed number of at most 43 bits."""
+        """Sort key of requests: priority, then arrival. A signed number of at most 43 bits."""
         return (self.priority << ARRIVAL_BITS) + self.arrival
 
     @property
     def max_matched_tokens(self) -> int | None:
-        """How many computed tokens it may be given: none whose successor is yet to be scored; None if all."""
+        """Limit on the tokens that may be matched; None for no limit.
+
+        A prompt token whose successor still has to be scored must be computed, for its logits.
+        """
         if self.num_prompt_top is None or len(self.prompt_scores) == self.num_prompt_tokens - 1:
             return None
         return len(self.prompt_scores)
 
     @property
     def num_unbatched(self) -> int:
+        """Number of branches that are not in the decode batch."""
         return len(self.branches) - self.num_batched
 
     @property
     def leader(self) -> Branch:
-        """The branch that computes first when the request (re)starts."""
+        """The branch that computes first when the request starts; the others fork from it."""
         return next(iter(self.branches.values()))
 
     def tables(self) -> list[PageTable]:
         return [branch.table for branch in self.branches.values() if branch.table is not None]
 
     def choose_fork_sources(self) -> None:
-        """Pair every branch without pages with the one it has most in common with, so that a restart shares as much.
+        """Choose a fork source for every branch without pages: the one with which it shares the most tokens.
 
-        Partners have pages or come earlier, so there is no circle. The last token is never common: a branch must
-        compute something of its own to be drawn.
+        When the request starts again, its branches so share as many pages as before. A fork source has pages or is an
+        earlier branch, so there are no cycles. The last token is never shared: a branch has to compute at least one
+        token itself to be sampled.
         """
         candidates = [branch for branch in self.branches.values() if branch.table is not None]
         for branch in self.branches.values():
@@ -176,3 +182,24 @@ def num_common_tokens(a: Branch, b: Branch) -> int:
     left, right = np.frombuffer(a.outputs[:size], "<i4"), np.frombuffer(b.outputs[:size], "<i4")
     different = np.flatnonzero(left != right)
     return a.request.num_prompt_tokens + (int(different[0]) if different.size else len(left))
+
+
+def worst_case_pages(num_prompt_tokens: int, max_tokens: int, num_branches: int, page_size: int) -> int:
+    """Return the most pages that a request can hold at once.
+
+    In the worst case nothing is matched and all branches live to the end, sharing only the full pages of the prompt.
+    The last sampled token is never computed, so a branch stores at most num_prompt_tokens + max_tokens - 1 tokens.
+    """
+    num_pages = -(-(num_prompt_tokens + max_tokens - 1) // page_size)
+    if max_tokens == 1:
+        return num_pages  # no branch writes after the prompt
+    num_shared = num_prompt_tokens // page_size
+    return num_shared + num_branches * (num_pages - num_shared)
+
+
+def max_tokens_that_fit(num_prompt_tokens: int, num_branches: int, page_size: int, num_pages: int) -> int:
+    """Return the largest `max_tokens` whose worst case fits into `num_pages`; less than 1 if none does."""
+    num_shared = num_prompt_tokens // page_size
+    num_private = (num_pages - num_shared) // num_branches
+    max_tokens = (num_shared + num_private) * page_size - num_prompt_tokens + 1
+    return max_tokens if max_tokens > 1 else int(num_prompt_tokens <= num_pages * page_size)

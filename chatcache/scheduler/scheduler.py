@@ -1,47 +1,37 @@
-"""The two halves of the engine's loop around the runner: plan() before it, commit() and apply() after it. Where
-the runner runs ahead, commit() and plan_ahead() may come before its results (see `ahead`).
+"""The scheduler: `plan` before the runner executes a step; `commit` and `apply` after it.
 
-Running requests are served in turn: by priority, then oldest first. When pages run out the last one in turn gives all
-of its pages back and comes back later, with copies in host memory (swap) or by computing them again (recompute). The
-first in turn is never preempted, so some request always gets on, and a request that could not run alone is refused
-before it gets here. Hence no deadlock and no livelock; and nobody is preempted more than a few times (see `queue`).
+Running requests are served in service order: by priority, then oldest first. When pages run out, the last running
+request in that order is preempted: it releases all its pages and starts again later, with copies from host memory
+(swap) or by computing its tokens again (recompute). The first request is never preempted, so at least one always makes
+progress, and a request that does not fit an empty pool is rejected before it gets here. Hence there is neither deadlock
+nor livelock. `WaitingQueue` bounds how often one request is preempted.
 
-How what is left of a step's budget is split over the branches of one request.
+Asynchronous scheduling plans a step while the previous one is still on the device:
 
-What a request that asks for it is told of its start: why no more of its prompt was found.
+    launch n | commit n | plan n+1 with PENDING_TOKENs | launch n+1 | collect n: tokens, ends, faults
+             | commit n+1, whose tokens are now known  | plan n+2 ...
 
-Planning behind a step whose results are still on the device: when, and why it comes to the same.
+Which cells step n writes is known at its launch; only the tokens it samples are not. So n+1 can be planned if nothing
+in it depends on those tokens: every branch is in the decode batch and samples one token, and no start, fork, page copy,
+swap or preemption would be planned. Otherwise the engine collects step n first, and plans as usual.
 
-    launch n | note n as computed | plan n+1, its tokens PENDING_TOKEN | launch n+1 | collect n: tokens, ends, faults
-             | note n+1, whose tokens are known now | plan n+2 | ...
-
-Which cells step n writes is known when it is launched, only what it draws is not. So n+1 can be planned if nothing in
-it depends on what n draws: every branch is steady and draws one token, and nothing but that would be planned: no start,
-no fork, no copy or swap, no preemption. Otherwise the results are collected first, and all is as without this.
-
-A branch that ends, or is let go of, while its next row is on the device: the row computes one cell more, for nobody.
-Its pages may be freed, matched, swapped out and given to others at once, since every later step runs behind that row;
-and the row writes behind the tokens that the page's name tells of. Its result is dropped (`Scheduler.current`). A
-branch that goes on with another token than was drawn (`Scheduler.confirm`) loses its row, too, and computes that token.
-
-Nor is n followed blindly if it copies pages to or from the host: whoever left with those copies has no row in n, and
-if n fails, they are nothing to come back to.
-
-A page that n fills gets its name when n+1 is planned. Until n is collected nobody is matched, so nobody builds on it;
-if n fails, or its numbers are not finite, the request is forgotten and the name with it. Between two calls of the
-engine one step may be on the device, not noted yet: what tables and audits say then has been computed and seen.
-
-A branch at the end of its page is given another before it is known whether it needs one: only from free pages, and if
-it does not, they are back within the same call. A receipt (`num_pages_freed`) counts such a page, for it was held.
-
-What each namespace was served in a step, put on its counter.
+- A branch can end while its next row is on the device. The row then computes one more cell, which is not used. The
+  branch's pages can be freed, matched, swapped or allocated again at once, because all later steps execute after that
+  row, and because the row writes after the tokens that the page's key stands for. The row's result is dropped
+  (`drop_finished_rows`). A branch that continues with a token other than the sampled one also loses its row
+  (`reconcile`), and computes its own token in a later step.
+- No step is planned ahead of one that swaps pages: if that step failed, the requests that were swapped out would have
+  lost the copies from which they are to start again.
+- A page that step n fills is published when n+1 is planned. No request is matched before n is collected, so none can
+  use the page before the result was seen. If n fails, or its logits are not finite, the page is unpublished.
+- A branch at the end of its page gets the next page before it is known whether it needs one, from free pages only. If
+  it ends with step n, the page is released in the same call of the engine, and counted in `num_pages_freed`.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from operator import attrgetter
 
@@ -53,7 +43,7 @@ from chatcache.kv_cache.prefix_match import NEVER_COMPUTED
 from chatcache.scheduler.batch import BatchBuilder, Step
 from chatcache.scheduler.branches import BranchManager, RowAllocator
 from chatcache.scheduler.decode_batch import DecodeBatch
-from chatcache.scheduler.fairness import VirtualTokenCounter
+from chatcache.scheduler.fairness import FairnessAccounting, VirtualTokenCounter
 from chatcache.scheduler.preemption import CostModel, SwapTracker
 from chatcache.scheduler.queue import Start, WaitingQueue
 from chatcache.scheduler.request import Branch, LiveRequest
@@ -61,97 +51,11 @@ from chatcache.types.actions import BranchAction
 from chatcache.types.events import CacheMiss
 from chatcache.types.plan import I32
 
-
-def split_token_budget(request: LiveRequest, budget: int, num_later: int) -> list[tuple[Branch, int]]:
-    """Split what is left of the budget over the request's branches, the steady ones aside: they have theirs.
-
-    A chunk of a long prompt leaves one token for every branch that comes after it (`num_later`). The last tokens of a
-    lockstep request are computed in one step or not at all, so that its branches are drawn together.
-    """
-    branches = request.branches.values()
-    gaps = [(b, b.num_tokens - b.table.num_tokens) for b in branches if b.table is not None and not b.in_decode_batch]
-    if len(gaps) == 1 and gaps[0][1] == 1 and budget > 0 and not request.num_waiting_branches:
-        return gaps
-    if request.lockstep:
-        num_wanted = sum(gap for _, gap in gaps)
-        longest = budget if num_wanted == len(gaps) else budget - num_later
-        if num_wanted > longest or request.num_waiting_branches:
-            gaps = [(branch, gap - 1) for branch, gap in gaps]
-    wants: list[tuple[Branch, int]] = []
-    for branch, gap in gaps:
-        num_tokens = min(gap, 1 if gap == 1 else max(budget - num_later, 1), budget)
-        if num_tokens > 0:
-            wants.append((branch, num_tokens))
-            budget -= num_tokens
-    return wants
-
-
-def cache_miss_reason(kv: KVCache, start: Start) -> CacheMiss | None:
-    """Say why the first token that misses does, as the cache stands now. A query; O(prompt)."""
-    request, fork = start.request, start.fork
-    if fork is not None:  # of what a running branch has, which need not have a name yet
-        at = fork.num_tokens
-        if at >= request.num_prompt_tokens - 1:
-            return None
-        detail = f"the running branch that this prompt begins like goes on otherwise from token {at} on"
-        return CacheMiss(NEVER_COMPUTED, at, detail, kv.page_size)
-    told = kv.explain(request.hash_chain or kv.hash_pages(request.prompt_bytes, request.scope))
-    return CacheMiss(told.reason, told.at_token, told.detail, kv.page_size) if told.reason else None
-
-
-class AsyncScheduling:
-    """Knows whether anything is to be decided before the next step."""
-
-    def __init__(self, steady: DecodeBatch, waiting: WaitingQueue, slots: RowAllocator) -> None:
-        self._decode_batch = steady
-        self._waiting = waiting
-        self._rows = slots
-
-    def can_schedule_ahead(self, step: Step, running: Sequence[LiveRequest], budget: int) -> bool:
-        """Say whether the step behind this one, the last planned, is the same whatever this one draws. A query.
-
-        `budget`: tokens of a step.
-        """
-        if step.granted or step.has_swaps or self._decode_batch.unbatched_requests or self._rows.has_forks:
-            return False
-        return self._decode_batch.can_schedule_ahead() and not self._can_start_request(running, budget)
-
-    def _can_start_request(self, running: Sequence[LiveRequest], budget: int) -> bool:
-        if not len(self._waiting):
-            return False
-        ways = [False] * (budget > self._decode_batch.num_branches) + [True] * (self._waiting.num_forks > 0)
-        free = self._rows.num_unreserved
-        return any(self._waiting.find_start(running, free, forks=forks) is not None for forks in ways)
-
-
-class FairnessAccounting:
-    """Charges requests for their prompts and steps for their draws."""
-
-    def __init__(self, counters: VirtualTokenCounter) -> None:
-        self._counters = counters
-        self._decode_branches: list[Branch] = []
-        self._num_decode_branches: Counter[str] = Counter()
-
-    def charge_start(self, request: LiveRequest) -> None:
-        """Charge for the part of the prompt that was not found, when a request first starts."""
-        self._counters.charge_input(request.namespace, request.num_prompt_tokens - (request.num_cached_tokens or 0))
-
-    def charge_step(self, step: Step) -> None:
-        """Charge for every token that was drawn."""
-        for branch, _, num_draws in step.drawn:
-            self._counters.charge_output(branch.request.namespace, num_draws)
-        if step.decode_rows.branches is not self._decode_branches:  # mostly the same list as in the step before
-            self._decode_branches = step.decode_rows.branches
-            self._num_decode_branches = Counter(branch.request.namespace for branch in self._decode_branches)
-        for namespace, count in self._num_decode_branches.items():
-            self._counters.charge_output(namespace, count)
-
-
 _service_order = attrgetter("service_order")
 
 
 class Scheduler:
-    """Decides over one KV cache and `num_slots` page-table rows of the runner. Single-threaded."""
+    """Schedules requests over one KV cache and the runner's `num_slots` page-table rows. Single-threaded."""
 
     def __init__(
         self,
@@ -167,8 +71,8 @@ class Scheduler:
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_page_copies = 0
-        self.num_live_forks = 0  # requests that began with what a running branch had, forked off it
-        self.running: list[LiveRequest] = []  # oldest first
+        self.num_live_forks = 0  # requests that started as a fork of a running branch
+        self.running: list[LiveRequest] = []  # in service order
         self.swaps = SwapTracker(kv, cost or CostModel())
         self._fairness = FairnessAccounting(counters) if counters is not None else None
         self._rows = RowAllocator(num_slots)
@@ -176,8 +80,8 @@ class Scheduler:
         self.waiting = WaitingQueue(kv, self._decode_batch, counters)
         self._async_scheduling = AsyncScheduling(self._decode_batch, self.waiting, self._rows)
         self._branches = BranchManager(kv, self._rows, self._decode_batch)
-        self._num_branches = 0  # live branches of the running requests
-        self._started: set[LiveRequest] = set()  # in this plan
+        self._num_branches = 0  # of all running requests
+        self._started: set[LiveRequest] = set()  # requests started in this plan
 
     def add(self, request: LiveRequest) -> None:
         self.waiting.push(request)
@@ -185,7 +89,7 @@ class Scheduler:
     # -- before the step ------------------------------------------------------------------------------------------
 
     def plan(self) -> Step | None:
-        """Grant tokens, pages and slots for one step; None if nobody can run (then nobody is here at all)."""
+        """Plan one step: grant tokens, pages and rows. None if there is no request."""
         if self._is_budget_tight:
             self._decode_batch.remove_all()
         self._started.clear()
@@ -193,46 +97,43 @@ class Scheduler:
             self._start_forks()
         batch = BatchBuilder(self.max_num_batched_tokens, self._decode_batch)
         self._decode_batch.remove_ineligible()
-        turned = self._decode_batch.advance_pages()
-        unsettled = sorted(self._decode_batch.unbatched_requests, key=_service_order)
-        for request in unsettled:
+        decode_updates = self._decode_batch.advance_pages()
+        unbatched = sorted(self._decode_batch.unbatched_requests, key=_service_order)
+        for request in unbatched:
             if request.num_waiting_branches:
                 self._branches.reattach(request)
-        if not self._grant_running(unsettled, batch):
+        if not self._grant_running(unbatched, batch):
             self._admit(batch)
         if batch.is_empty:
             return None
         self.num_steps += 1
-        moves = self.kv.host.pending_copies() if self.kv.host is not None else ((), ())
-        return batch.build(self.num_steps, self._rows.pop_forks(), turned, moves)
+        swaps = self.kv.host.pending_copies() if self.kv.host is not None else ((), ())
+        return batch.build(self.num_steps, self._rows.pop_forks(), decode_updates, swaps)
 
     def can_schedule_ahead(self, step: Step) -> bool:
-        """Say whether a step can be planned behind this one, the last planned, before its results are here. A query."""
+        """Return whether `plan_ahead` is possible after `step`, the last planned one, before its results. A query."""
         return not self._is_budget_tight and self._async_scheduling.can_schedule_ahead(
             step, self.running, self.max_num_batched_tokens
         )
 
     def plan_ahead(self) -> Step:
-        """Plan the step behind one that `may_run_ahead` and was committed; its tokens are PENDING_TOKEN."""
+        """Plan the step after a committed one for which `can_schedule_ahead` holds; its tokens are PENDING_TOKEN."""
         self.num_steps += 1
-        turned = self._decode_batch.advance_pages()
-        return BatchBuilder(self.max_num_batched_tokens, self._decode_batch).build(self.num_steps, [], turned)
+        decode_updates = self._decode_batch.advance_pages()
+        return BatchBuilder(self.max_num_batched_tokens, self._decode_batch).build(self.num_steps, [], decode_updates)
 
     @property
     def _is_budget_tight(self) -> bool:
-        """Say whether a step may be too short to serve all branches: then who gets what is decided one by one."""
+        """Whether a step has fewer tokens than there are branches, so that the decode batch cannot be used."""
         return self._num_branches > self.max_num_batched_tokens
 
     def _grant_running(self, requests: list[LiveRequest], batch: BatchBuilder) -> bool:
-        """Grant to these running requests, oldest first; return whether one had to be preempted.
-
-        Tokens of steady branches are not part of the batch's budget, so whoever comes later is one that is not steady.
-        """
+        """Grant tokens to these running requests, in service order; return whether a request was preempted."""
         num_preemptions = self.num_preemptions
         num_later = sum(request.num_unbatched for request in requests)
         for request in requests:
             if request not in self._decode_batch.unbatched_requests:
-                continue  # preempted for the sake of an older one
+                continue  # preempted for an earlier request
             num_later -= request.num_unbatched
             while not self._grant(request, batch, num_later):
                 victim = self.running[-1]
@@ -245,7 +146,7 @@ class Scheduler:
         return self.num_preemptions > num_preemptions
 
     def _grant(self, request: LiveRequest, batch: BatchBuilder, num_later: int = 0) -> bool:
-        """Grant the request its next tokens, all its branches or none; False if pages are lacking."""
+        """Grant tokens to all branches of a request; return False, and grant none, if too few pages are free."""
         wants = split_token_budget(request, batch.budget, num_later)
         goals = [(t, t.num_tokens + n) for b, n in wants if (t := b.table) and t.num_tokens + n > t.num_reserved]
         if goals:
@@ -260,6 +161,7 @@ class Scheduler:
         return True
 
     def _admit(self, batch: BatchBuilder) -> None:
+        """Start waiting requests while the budget lasts."""
         while batch.budget > 0 and len(self.waiting):
             start = self.waiting.find_start(self.running, self._rows.num_unreserved)
             if start is None:
@@ -272,7 +174,7 @@ class Scheduler:
                 return
 
     def _start_forks(self) -> None:
-        """Start those whose turn it is that fork a running branch, before anybody writes in this step."""
+        """Start the requests that are forks of a running branch, before any token of this step is granted."""
         while (start := self.waiting.find_start(self.running, self._rows.num_unreserved, forks=True)) is not None:
             self._start(start)
 
@@ -295,7 +197,7 @@ class Scheduler:
             self._branches.start(request.leader, match)
         request.num_waiting_branches = len(request.branches) - 1
         if request.num_waiting_branches:
-            self._branches.reattach(request)  # those whose partner needs nothing computed for it
+            self._branches.reattach(request)  # branches that can be forked at once
         num_matched = match.num_tokens // self.kv.page_size
         request.pending_keys = frozenset(request.hash_chain.keys[num_matched:] if request.hash_chain else ())
         request.hash_chain = None
@@ -305,7 +207,7 @@ class Scheduler:
                 self._fairness.charge_start(request)
 
     def _stop(self, request: LiveRequest) -> None:
-        """Take the request out of the running; its branches have gone their way."""
+        """Remove a request, whose branches were closed or detached, from the running ones."""
         del self.running[bisect_left(self.running, request.service_order, key=_service_order)]
         self.swaps.on_stop(request)
         self._decode_batch.unbatched_requests.discard(request)
@@ -314,11 +216,14 @@ class Scheduler:
         request.pending_keys = frozenset()
 
     def _is_running(self, request: LiveRequest) -> bool:
-        place = bisect_left(self.running, request.service_order, key=_service_order)
-        return place < len(self.running) and self.running[place] is request
+        index = bisect_left(self.running, request.service_order, key=_service_order)
+        return index < len(self.running) and self.running[index] is request
 
     def _preempt(self, request: LiveRequest) -> None:
-        """Take all pages from a request. One that was only just started has nothing to lose: that does not count."""
+        """Preempt a request: release all its pages and put it back into the queue.
+
+        A request that was started in the same plan has computed nothing yet; this is not counted as a preemption.
+        """
         if request not in self._started:
             for branch in request.branches.values():
                 self._decode_batch.remove(branch)
@@ -328,6 +233,7 @@ class Scheduler:
         self._requeue(request)
 
     def _requeue(self, request: LiveRequest) -> None:
+        """Release everything that a running request holds, and put it back into the queue."""
         self._branches.detach(request)
         self._stop(request)
         self.waiting.push(request, is_new=False)
@@ -335,13 +241,15 @@ class Scheduler:
     # -- after the step -------------------------------------------------------------------------------------------
 
     def drop_finished_rows(self, step: Step) -> Step:
-        """Return the step planned last without the rows of branches that have gone since. A query."""
+        """Return the last planned step without the rows of branches that ended or left since. A query."""
         rows = self._decode_batch.active_rows(step.decode_rows)
         return step if rows is None else step.select_decode_rows(rows)
 
     def commit(self, step: Step, faulty: Collection[LiveRequest] = ()) -> None:
-        """Note that the `current` step was executed, or launched and `may_run_ahead`. Full pages become matchable now,
-        those of `faulty` requests never."""
+        """Record a step, after `drop_finished_rows`, as executed, or as launched if the next one is planned ahead.
+
+        Publishes the pages that became full, except those of `faulty` requests.
+        """
         for branch, tokens in step.granted:
             request, table = branch.request, branch.table
             request.num_computed_tokens += len(tokens) // TOKEN_BYTES
@@ -357,9 +265,9 @@ class Scheduler:
             self._fairness.charge_step(step)
 
     def apply(self, request: LiveRequest, actions: Sequence[BranchAction]) -> None:
-        """Move the request's branches as its strategy decided.
+        """Apply the actions of the request's decoding strategy to its branches.
 
-        Raises: EngineError if the actions break the contract of `decode.actions`; the request must then be finished.
+        Raises: EngineError if the actions break the contract of `types.actions`; the request must then be finished.
         """
         if self._branches.extend_in_batch(request, actions):
             return
@@ -374,11 +282,14 @@ class Scheduler:
             self._decode_batch.unbatched_requests.discard(request)
 
     def reconcile(self, step: Step, drawn: I32) -> None:
-        """Note what a step of steady rows drew, once all its branches have moved and another step runs behind it."""
+        """Compare the tokens sampled by a decode step with the applied ones, when the next step is already launched.
+
+        Branches that continue with another token leave the decode batch, and lose their row in that next step.
+        """
         self._decode_batch.reconcile(step.plan.rows.slot, drawn)
 
     def finish(self, request: LiveRequest, *, discard: bool = False) -> int:
-        """End a request, wherever it is; return how many pages nobody holds any more."""
+        """End a running or waiting request; return how many pages became free. `discard`: unpublish its pages."""
         num_in_use = self.kv.pool.num_in_use
         for branch in request.branches.values():
             self._branches.close(branch, discard=discard)
@@ -391,9 +302,9 @@ class Scheduler:
         return num_in_use - self.kv.pool.num_in_use
 
     def drop_branch(self, request: LiveRequest, branch_id: int | None) -> int:
-        """End one branch of a request that goes on, wherever it is; None: one that would have been born yet.
+        """End one branch of a request that continues; return how many pages became free.
 
-        Return how many pages nobody holds any more.
+        `branch_id=None`: a branch that was not created yet; only the request's maximum number of branches decreases.
         """
         num_in_use = self.kv.pool.num_in_use
         is_running = self._is_running(request)
@@ -407,10 +318,11 @@ class Scheduler:
         return num_in_use - self.kv.pool.num_in_use
 
     def abort_steps(self, *steps: Step) -> list[LiveRequest]:
-        """Give up a step whose execution failed, and the one behind it; return the requests that fail with them.
+        """Abort a step whose execution failed, and the step launched after it; return the requests that fail.
 
-        What the runner did of them is unknown. So their requests end, forgotten, and all others start over: their
-        pages are intact, but their rows in the runner may lack changes that these steps carried.
+        How much of the steps was executed is unknown. So the requests with rows in them end, and their pages are
+        unpublished. All other requests are preempted and start again: their pages are intact, but their rows in the
+        runner may lack updates that these steps carried.
         """
         requests = dict.fromkeys(request for step in steps for request in step.requests())
         failed = [request for request in requests if self._is_running(request)]
@@ -420,7 +332,7 @@ class Scheduler:
         return failed
 
     def restart_all(self) -> None:
-        """Send every running request back, for a step that was planned and not executed, or nobody knows how far."""
+        """Preempt every running request, after a planned step that was not executed, or not completely."""
         for request in list(self.running):
             self._requeue(request)
         self.kv.abort_step()
@@ -428,13 +340,14 @@ class Scheduler:
     # -- queries --------------------------------------------------------------------------------------------------
 
     def idle_violations(self) -> Iterator[str]:
-        """Yield what is wrong, given that no request is here."""
+        """Yield the violated invariants of an idle scheduler, which has no request."""
         if self.running or len(self.waiting):
-            yield f"{len(self.running)} requests run and {len(self.waiting)} wait though none is known"
+            yield f"{len(self.running)} requests run and {len(self.waiting)} wait, but the engine has none"
         if self._rows.num_free != self._rows.num_slots or self._rows.num_reserved:
-            yield f"{self._rows.num_free} slots are free, {self._rows.num_reserved} promised, of {self._rows.num_slots}"
+            yield f"{self._rows.num_free} rows are free, {self._rows.num_reserved} reserved, of {self._rows.num_slots}"
         if self._num_branches or self._decode_batch.num_branches or self._decode_batch.unbatched_requests:
-            yield f"{self._num_branches} branches are counted, {self._decode_batch.num_branches} of them steady"
+            num_batched = self._decode_batch.num_branches
+            yield f"{self._num_branches} branches are counted, {num_batched} of them in the decode batch"
 
     @property
     def num_slots(self) -> int:
@@ -445,6 +358,70 @@ class Scheduler:
         yield from self.waiting
 
     def tables(self) -> list[PageTable]:
-        """List every open page table, up to date with what has been computed."""
+        """Return every open page table, with all computed tokens committed."""
         self._decode_batch.flush_all()
         return [table for request in self.running for table in request.tables()]
+
+
+class AsyncScheduling:
+    """Decides whether the next step can be planned before the results of the last planned one are known."""
+
+    def __init__(self, decode_batch: DecodeBatch, waiting: WaitingQueue, rows: RowAllocator) -> None:
+        self._decode_batch = decode_batch
+        self._waiting = waiting
+        self._rows = rows
+
+    def can_schedule_ahead(self, step: Step, running: Sequence[LiveRequest], budget: int) -> bool:
+        """Return whether the step after `step`, the last planned one, is the same whatever tokens it samples.
+
+        `budget`: the maximum number of tokens in a step. A query.
+        """
+        if step.granted or step.has_swaps or self._decode_batch.unbatched_requests or self._rows.has_forks:
+            return False
+        return self._decode_batch.can_schedule_ahead() and not self._can_start_request(running, budget)
+
+    def _can_start_request(self, running: Sequence[LiveRequest], budget: int) -> bool:
+        if not len(self._waiting):
+            return False
+        num_rows = self._rows.num_unreserved
+        if budget > self._decode_batch.num_branches and self._waiting.find_start(running, num_rows) is not None:
+            return True
+        return self._waiting.num_forks > 0 and self._waiting.find_start(running, num_rows, forks=True) is not None
+
+
+def split_token_budget(request: LiveRequest, budget: int, num_later: int) -> list[tuple[Branch, int]]:
+    """Split the rest of a step's token budget among the request's branches outside the decode batch.
+
+    A chunk of a long prompt leaves one token for each of the `num_later` branches served after this request. The last
+    tokens of a lockstep request (beam search) are all computed in the same step, so that its branches are sampled
+    together.
+    """
+    branches = request.branches.values()
+    gaps = [(b, b.num_tokens - b.table.num_tokens) for b in branches if b.table is not None and not b.in_decode_batch]
+    if len(gaps) == 1 and gaps[0][1] == 1 and budget > 0 and not request.num_waiting_branches:
+        return gaps
+    if request.lockstep:
+        num_wanted = sum(gap for _, gap in gaps)
+        available = budget if num_wanted == len(gaps) else budget - num_later
+        if num_wanted > available or request.num_waiting_branches:
+            gaps = [(branch, gap - 1) for branch, gap in gaps]
+    wants: list[tuple[Branch, int]] = []
+    for branch, gap in gaps:
+        num_tokens = min(gap, 1 if gap == 1 else max(budget - num_later, 1), budget)
+        if num_tokens > 0:
+            wants.append((branch, num_tokens))
+            budget -= num_tokens
+    return wants
+
+
+def cache_miss_reason(kv: KVCache, start: Start) -> CacheMiss | None:
+    """Explain why the cache holds no more of a prompt than the request starts on. A query; O(prompt)."""
+    request, fork = start.request, start.fork
+    if fork is not None:  # the tokens of a running branch, whose last page has no key yet
+        at = fork.num_tokens
+        if at >= request.num_prompt_tokens - 1:
+            return None
+        detail = f"the running branch that shares this prompt's first tokens differs from token {at} on"
+        return CacheMiss(NEVER_COMPUTED, at, detail, kv.page_size)
+    found = kv.explain(request.hash_chain or kv.hash_pages(request.prompt_bytes, request.scope))
+    return CacheMiss(found.reason, found.at_token, found.detail, kv.page_size) if found.reason else None

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from chatcache.scheduler.limits import worst_case_pages
+from chatcache.scheduler.request import worst_case_pages
 from chatcache.types.request import BeamSearchParams, ForkPoint, GenerateRequest, SamplingParams, num_branches
 from tests.engine.oracle import NARROW, VOCAB, WANDER, Wander, alone
 from tests.engine.workloads import Arrival, Workload

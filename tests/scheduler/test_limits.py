@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import encode_tokens
-from chatcache.scheduler.limits import max_tokens_that_fit, worst_case_pages
+from chatcache.scheduler.request import max_tokens_that_fit, worst_case_pages
 
 
 def pages_used(num_prompt_tokens: int, max_tokens: int, num_branches: int, page_size: int) -> int:

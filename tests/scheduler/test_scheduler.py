@@ -158,10 +158,10 @@ def test_the_first_child_of_a_retired_branch_inherits_its_row() -> None:
 @pytest.mark.parametrize(
     ("actions", "message"),
     [
-        ([Fork(0, 0, 7)], "exists already"),
-        ([Extend(3, 7)], "had not been drawn"),
-        ([Extend(0, 7), Extend(0, 8)], "had not been drawn"),
-        ([Extend(0, 7), Fork(0, 1, 8)], "had not been drawn"),
+        ([Fork(0, 0, 7)], "already exists"),
+        ([Extend(3, 7)], "was not sampled"),
+        ([Extend(0, 7), Extend(0, 8)], "was not sampled"),
+        ([Extend(0, 7), Fork(0, 1, 8)], "was not sampled"),
         ([Release(1)], "does not exist"),
         ([Fork(0, 1, 7), Fork(0, 2, 7), Fork(0, 3, 7), Extend(0, 7)], "at most 3"),
         ([Fork(0, 1, 7)], "left without a next token"),
