@@ -1,9 +1,7 @@
-"""Settings as frozen data. `cli.py` fills them (flag > environment > chatcache.toml > default); nobody else reads
-the environment.
+"""Configuration of the engine and the gateway as frozen data, and the reader of chatcache.toml.
 
-Reading settings: sizes with units, and chatcache.toml. Precedence is flag > environment > file > default.
-
-The first two are typer's doing; the file becomes click's `default_map`. Nothing else in the house reads either.
+Precedence is flag > environment > file > default. typer handles flags and environment variables, and the file becomes
+click's `default_map`; no other module reads the environment or the file.
 """
 
 from __future__ import annotations
@@ -23,21 +21,18 @@ PAGE_SIZES = (8, 16, 32, 64)
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine and its model.
+    """Settings of one engine and its model.
 
-    `model`: a folder, a Hugging Face id, or "" for the demo model. `kv_memory_bytes=None` picks a share of free
-    memory. `max_model_len=None` takes the model's own. `attention_backend`: auto | reference | cpu | triton.
-    `quantization`:
-    none | int8, 8-bit weights on CPUs.
+    `model`: a folder, a Hugging Face id, or "" for the demo model. `max_model_len=None`: the model's own maximum.
+    `attention_backend`: auto | reference | cpu | triton. `quantization`: none | int8 (8-bit weights, on CPUs).
+    `kv_memory_bytes=None`: a share of the free memory. `swap_space_bytes`: host memory for swapped pages; None for half
+    of the KV memory, at most 1 GiB; 0 disables swapping.
 
-    At most `max_queued_requests` requests wait, with at most `max_queued_tokens` prompt tokens (one alone may have
-    more).
-    `scheduling_policy`: fair (between namespaces, by virtual token counter; fcfs within one) | fcfs | priority (smaller
-    first, then fcfs). `preemption_mode`: auto (by measured cost) | swap | recompute. `swap_space_bytes`: host memory
-    for
-    swapped pages; None makes room for half the KV pages, 1 GiB at most, 0 turns swapping off. `deterministic`: logits
-    do not depend, to the bit, on batch, chunking, cache or preemption; slower. `strict`: a broken invariant found by
-    the idle self-check raises instead of being counted.
+    `max_queued_requests`, `max_queued_tokens`: limits of the waiting queue; a single request may have more tokens.
+    `scheduling_policy`: fair (between namespaces, by virtual token counters) | fcfs | priority (smaller first).
+    `preemption_mode`: auto (by measured cost) | swap | recompute. `deterministic`: makes logits independent, to the
+    bit, of batching, chunking, caching and preemption; slower. `strict`: a violated invariant found by the idle
+    self-check raises instead of being counted.
     """
 
     model: str = ""
@@ -63,16 +58,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The gateway. `api_keys` empty means open (and then only loopback is bound by default).
+    """Settings of the gateway.
 
-    `db`: the SQLite file of the conversations, unless `redis` is the URL of a server that keeps them.
-    `shared_system_prompts`: texts of system prompts whose pages all tenants share. `tool_call_parser`: auto (what the
-    model's
-    chat template tells) | hermes | llama3_json | mistral | none. `reasoning_parser`: auto | qwen3 | deepseek_r1 | none.
-    `max_import_bytes`: how large a file of conversations may be. `body_timeout_s`: how long a request body may pause,
-    and the head start it has over 1 KiB/s. `disconnect_grace_period_s`: how long a stored response goes on being
-    generated after its
-    last reader left. `drain_timeout_s`: how long what runs may go on when the server is told to end.
+    `api_keys`: if empty, requests need no key, and the default is to listen on the loopback address only. `db`: the
+    SQLite file of the conversations, unless `redis` is the URL of the Redis server that stores them.
+    `shared_system_prompts`: system prompts whose pages all tenants share. `tool_call_parser`: auto (by the model's chat
+    template) | hermes | llama3_json | mistral | none. `reasoning_parser`: auto | qwen3 | deepseek_r1 | none.
+
+    `max_import_bytes`: the largest file of conversations that can be imported. `body_timeout_s`: how long a request
+    body may pause, and its initial allowance over a rate of 1 KiB/s. `disconnect_grace_period_s`: how long a stored
+    response is still generated after its last reader disconnected. `drain_timeout_s`: how long running requests may
+    continue when the server is stopped.
     """
 
     host: str = "127.0.0.1"
@@ -105,9 +101,9 @@ _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 
 
 def parse_size(text: str | int, *, low: int = 0, high: int = 2**50) -> int:
-    """Bytes of "2GiB", "512 MB", "1.5g" or "1048576", between `low` and `high`.
+    """Parse a size such as "2GiB", "512 MB", "1.5g" or "1048576" into bytes.
 
-    Raises: InvalidRequestError saying what was wrong and what is allowed.
+    Raises: InvalidRequestError if the text is not a size or not between `low` and `high`.
     """
     match = _SIZE.fullmatch(str(text).strip())
     if match is None:
@@ -119,7 +115,7 @@ def parse_size(text: str | int, *, low: int = 0, high: int = 2**50) -> int:
 
 
 def format_size(num_bytes: float) -> str:
-    """ "2 GiB", "1.5 MiB", "17 B"."""
+    """Format a number of bytes for people: "2 GiB", "1.5 MiB", "17 B"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.4g} {unit}"
@@ -128,9 +124,9 @@ def format_size(num_bytes: float) -> str:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read settings named like the flags ("kv-memory" or "kv_memory"); a missing file is an empty one.
+    """Read a configuration file, with settings named like the flags ("kv-memory" or "kv_memory").
 
-    Raises: InvalidRequestError naming the file, for what is not flat TOML.
+    A missing file has no settings. Raises: InvalidRequestError, naming the file, if it is not flat TOML.
     """
     if not path.exists():
         return {}
@@ -143,7 +139,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     for name, value in settings.items():
         if isinstance(value, dict):
             raise InvalidRequestError(
-                f"{path}: [{name}] is a table; settings stand at the top level, named like the flags"
+                f"{path}: [{name}] is a table; put settings at the top level, named like the flags"
             )
     return {name.replace("-", "_"): value for name, value in settings.items()}
 
@@ -151,9 +147,9 @@ def read_config_file(path: Path) -> dict[str, Any]:
 def settings_by_command(
     settings: Mapping[str, Any], commands: Mapping[str, Iterable[str]], path: Path
 ) -> dict[str, Any]:
-    """Give each command the settings it has a flag for.
+    """Select for each command the settings for which it has a flag.
 
-    Raises: InvalidRequestError for a name that no command knows.
+    Raises: InvalidRequestError for a setting that no command has.
     """
     known = {name for flags in commands.values() for name in flags}
     for name in settings:
@@ -165,7 +161,7 @@ def settings_by_command(
 
 
 def suggest_corrections(names: Iterable[str], known: Iterable[str]) -> dict[str, str]:
-    """Of `names` those that nobody knows and that look like a known one, and which: the ends of variables' names."""
+    """Map each unknown name that resembles a known one to that one, for warnings about misspelt variables."""
     choices = sorted(set(known))
     close = {name: difflib.get_close_matches(name, choices, 1, cutoff=0.7) for name in names if name not in choices}
     return {name: found[0] for name, found in close.items() if found}

@@ -1,16 +1,16 @@
-"""The catalogue of errors a user can meet; each knows its HTTP status, OpenAI `type`, `code` and `param`.
+"""Errors that a caller can act on, each with its HTTP status and OpenAI error `type`, `code` and `param`.
 
-Rooms raise these (or return values); only the gateway turns them into wire bodies, only the CLI into exit codes.
-Anything else that escapes a room is a bug and ends as `internal_error`, never as its own text on the wire.
+All packages raise these. The gateway translates them into error responses, and the CLI into exit codes. Any other
+exception is a bug: the client receives `internal_error`, without the text of the exception.
 """
 
 from __future__ import annotations
 
 
 class ChatcacheError(Exception):
-    """Base of every error with a meaning for the caller.
+    """Base class of all errors that are reported to the caller.
 
-    `param` is the field at fault (OpenAI's `error.param`), `code` the stable machine-readable name.
+    `param` is the invalid field of the request (OpenAI's `error.param`), `code` a stable machine-readable name.
     """
 
     status = 500
@@ -26,7 +26,7 @@ class ChatcacheError(Exception):
 
 
 class InvalidRequestError(ChatcacheError):
-    """A field is missing, of the wrong type or out of its bounds. The message names the field and the limit."""
+    """A field is missing, has the wrong type or is out of range. The message names the field and the limit."""
 
     status = 400
     type = "invalid_request_error"
@@ -34,25 +34,27 @@ class InvalidRequestError(ChatcacheError):
 
 
 class UnsupportedParameterError(InvalidRequestError):
-    """A known field whose honouring would change the result, which chatcache does not do."""
+    """A known parameter that chatcache does not support, and that would change the result if it were ignored."""
 
     code = "unsupported_parameter"
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt plus requested output can never fit the model's context or the KV pool; the numbers are in the message."""
+    """The prompt plus the requested output exceed the model's context or the KV pool; the message has the numbers."""
 
     code = "context_length_exceeded"
 
 
 class NotFoundError(ChatcacheError):
+    """A resource that the request names does not exist, or belongs to another tenant."""
+
     status = 404
     type = "invalid_request_error"
     code = "not_found"
 
 
 class OverloadedError(ChatcacheError):
-    """The engine refuses new work for now (queue full, model loading, draining). Clients should retry."""
+    """The engine accepts no new requests at present (queue full, model loading, draining). Clients should retry."""
 
     status = 503
     type = "server_error"
@@ -60,7 +62,7 @@ class OverloadedError(ChatcacheError):
 
 
 class RateLimitError(ChatcacheError):
-    """More than a key or a tenant may take for now; the server itself has room. Waiting `retry_after_s` helps."""
+    """An API key or a tenant has reached its limit, although the server has capacity. Retry after `retry_after_s`."""
 
     status = 429
     type = "rate_limit_error"
@@ -74,30 +76,30 @@ class RateLimitError(ChatcacheError):
 
 
 class QuotaExceededError(RateLimitError):
-    """A key's tokens of the day are used up. Trying again before the day is over is no use."""
+    """The daily token quota of an API key is used up; retrying before the next day is useless."""
 
     code = "insufficient_quota"
 
 
 class EngineError(ChatcacheError):
-    """Something failed while this request was executing; only this request ends."""
+    """The execution of this request failed; other requests are not affected."""
 
     code = "engine_error"
 
 
 class DeviceLostError(EngineError):
-    """The device answers no more (a sticky CUDA error): this process must end, and say why."""
+    """The device has failed for good (a sticky CUDA error), so the engine process has to exit with this reason."""
 
     code = "device_lost"
 
 
 class RequestPoisonedError(EngineError):
-    """The engine died of this request, and died again when it ran alone; it is not tried once more."""
+    """The request crashed the engine process, and did so again when it ran alone; it is not retried."""
 
     code = "request_poisoned"
 
 
 class ModelFolderError(ChatcacheError):
-    """The model folder cannot be served. The message names the file and the reason."""
+    """The model folder cannot be loaded. The message names the file and the reason."""
 
     code = "model_folder_error"

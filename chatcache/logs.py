@@ -1,6 +1,6 @@
-"""What the processes log, to stderr: lines for people, or one JSON object a line for a collector.
+"""Logging to stderr, as text lines for people or as one JSON object per line for a log collector.
 
-Neither holds what was said: prompts, answers and keys stay out of every message, at every level.
+No message at any level contains prompts, answers or API keys.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from typing import Literal, TextIO
 LogFormat = Literal["text", "json"]
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
-"""Of the request that is being answered, wherever it is."""
+"""Id of the request that the current task is answering."""
 
 _TEXT = "%(asctime)s %(levelname)s {process}%(name)s: %(message)s"
 
 
 def configure_logging(level: str, form: LogFormat, process: str, stream: TextIO | None = None) -> None:
-    """Send all that this process logs to stderr. `process`: what it is called; the gateway goes without in lines."""
+    """Send all log records of this process to stderr, marked with its name (text lines of the gateway are not)."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    called = "" if process == "gateway" else f"{process} "
-    handler.setFormatter(JsonFormatter(process) if form == "json" else logging.Formatter(_TEXT.format(process=called)))
+    prefix = "" if process == "gateway" else f"{process} "
+    handler.setFormatter(JsonFormatter(process) if form == "json" else logging.Formatter(_TEXT.format(process=prefix)))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
 class JsonFormatter(logging.Formatter):
-    """Objects with `time` (RFC 3339, UTC), `level`, `logger`, `process`, `message`; `request_id` where there is one.
+    """Format a record as a JSON object: `time` (RFC 3339, UTC), `level`, `logger`, `process`, `message`.
 
-    A record's `fields` (by `extra`) are members of their own; `error` is a traceback.
+    Adds `request_id` within a request, the members of the record's `fields` (set with `extra`), and the traceback of an
+    exception as `error`.
     """
 
     def __init__(self, process: str) -> None:
@@ -56,7 +57,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class LogWriter(io.StringIO):
-    """A file whose lines are logged, for what would print otherwise."""
+    """A text file that logs each line written to it, for code that would print to the console."""
 
     def __init__(self, log: logging.Logger) -> None:
         super().__init__()

@@ -15,10 +15,9 @@ from chatcache.decoding.grammar.compiler import GrammarCompiler, GrammarFuture
 from chatcache.decoding.validation import validate_params
 from chatcache.errors import ContextLengthError, InvalidRequestError
 from chatcache.scheduler.fairness import PRIORITY, SCHEDULING_POLICIES
-from chatcache.scheduler.request import max_tokens_that_fit, worst_case_pages
 from chatcache.scheduler.preemption import PREEMPTION_MODES, SWAP
 from chatcache.scheduler.queue import WaitingQueue
-from chatcache.scheduler.request import LiveRequest
+from chatcache.scheduler.request import LiveRequest, max_tokens_that_fit, worst_case_pages
 from chatcache.types.actions import Strategy
 from chatcache.types.plan import KVCapacity
 from chatcache.types.queue_limits import QueueSize, check_queue, check_tenant_share

@@ -1,10 +1,5 @@
-"""Requests, parameters and events: the vocabulary that the rooms share. Frozen data that crosses a pipe and a Redis
-stream unchanged.
+"""Data types that all packages share: requests, events, step plans, actions and statistics.
 
-    params.py    how to generate
-    request.py   what to continue
-    events.py    what a request is told
-    pages.py     what is told of the pages
-    health.py    what the engine tells of itself
-    model.py     what is told of the model
+They are frozen data, and those that cross process boundaries do so unchanged. Reading order: `request`, `events`,
+`actions` (decoding strategies to scheduler), `plan` (scheduler to model runner), `queue_limits`, `stats`.
 """

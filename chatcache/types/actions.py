@@ -1,13 +1,14 @@
-"""What a branch does next, and the protocol every decoding strategy satisfies.
+"""The protocol of decoding strategies, and the actions on branches that they return.
 
-A strategy owns one request's decoding state: it says what to draw from each branch's logits and, when the candidates
-come back, answers with actions on branches (the scheduler applies them to pages) and outputs (the engine turns them
-into events). It never sees pages, plans or tensors. Preemption is invisible to it.
+A strategy holds the decoding state of one request. In each step it specifies what to draw from the logits of its
+branches, receives the sampled candidates, and returns actions on branches (which the scheduler applies) and outputs
+(which the engine turns into events):
 
-Branch ids are small ints local to the request; branch 0 is the root and holds the prompt.
+    strategy.draws(branch) --> DrawSpecs --> [the step executes] --> Candidates --> strategy.advance --> Advance
 
-What is made anew for every token is a msgspec struct: made in a fraction of a dataclass's time, and none of the garbage
-collector's business.
+A strategy never sees pages, plans or tensors, and does not notice preemption. Branch ids are small integers local to
+the request; branch 0 is the root, which holds the prompt. Types that are created for every token are msgspec structs,
+which are several times cheaper to create than dataclasses and are not tracked by the garbage collector.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from chatcache.types.plan import F32, I32, U32
 
 @dataclass(frozen=True, slots=True)
 class DrawSpec:
-    """One draw from a branch's next-token logits; fields as in `sched.plan.Draws`.
+    """One draw from a branch's next-token logits; the fields are those of `plan.Draws`.
 
-    `edit` is (ids, scale, add) of `sched.plan.LogitEdit`, `mask` the words of a `LogitMask`, or None.
+    `edit` is (ids, scale, add) of a `plan.LogitEdit`, and `mask` the words of a `plan.LogitMask`, or None.
     """
 
     width: int = 1
@@ -43,10 +44,10 @@ class DrawSpec:
 
 
 class Candidates(msgspec.Struct, frozen=True, gc=False):
-    """What one draw came back with: `width` tokens, best first, and the top raw alternatives if asked for.
+    """The result of one draw: `width` tokens, best first, and the `top` raw alternatives if requested.
 
-    `perturbed`: log-probability + noise of each token, where they were drawn without replacement. `raw_logprobs`:
-    those of the model's own log-softmax, where `logprobs` are of another distribution.
+    `perturbed`: log-probability + noise of each token, if they were drawn without replacement. `raw_logprobs`: the
+    log-probabilities under the model's own softmax, if `logprobs` are those of another distribution.
     """
 
     tokens: tuple[int, ...]
@@ -55,22 +56,22 @@ class Candidates(msgspec.Struct, frozen=True, gc=False):
     perturbed: tuple[float, ...] = ()
     raw_logprobs: tuple[float, ...] = ()
 
-    def logprob_at(self, place: int) -> TokenLogprob:
-        """Return what is reported of the token at `place`."""
-        return TokenLogprob((self.raw_logprobs or self.logprobs)[place], self.top)
+    def logprob_at(self, index: int) -> TokenLogprob:
+        """Return the log-probability to report for token `index`, and the top alternatives."""
+        return TokenLogprob((self.raw_logprobs or self.logprobs)[index], self.top)
 
 
 class Extend(msgspec.Struct, frozen=True, gc=False):
-    """Append `token` to `branch`; its KV is computed in a later step."""
+    """Append `token` to `branch`; its keys and values are computed in a later step."""
 
     branch: int
     token: int
 
 
 class Fork(msgspec.Struct, frozen=True, gc=False):
-    """Create `child` with all of `parent`'s tokens and pages as they were before this step's actions, plus `token`.
+    """Create `child` from the tokens and pages that `parent` had before this step's actions, followed by `token`.
 
-    Every Fork of a parent precedes that parent's own Extend or Retire in the action list.
+    In the list of actions every Fork of a parent precedes that parent's own Extend or Release.
     """
 
     parent: int
@@ -79,8 +80,7 @@ class Fork(msgspec.Struct, frozen=True, gc=False):
 
 
 class Release(msgspec.Struct, frozen=True, gc=False):
-    """Release `branch`'s hold on its pages. What it computed may be found again by later requests, the tokens on its
-    partly filled last page only if `keep_tail`."""
+    """End `branch` and release its pages. Later requests can match them, the partly filled one only if `keep_tail`."""
 
     branch: int
     keep_tail: bool = True
@@ -90,7 +90,7 @@ BranchAction = Extend | Fork | Release
 
 
 class Emit(msgspec.Struct, frozen=True, gc=False):
-    """Tokens of candidate `index` that are now final, for the caller; `score` as of `types.Tokens`."""
+    """Send tokens of candidate `index`, which are now final, to the client; `score` as in `events.Tokens`."""
 
     index: int
     token_ids: tuple[int, ...]
@@ -100,7 +100,7 @@ class Emit(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Candidate `index` ended; fields as in `types.CandidateDone`."""
+    """Report the end of candidate `index`; the fields are those of `events.CandidateDone`."""
 
     index: int
     finish_reason: str
@@ -110,7 +110,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class BeamUpdate:
-    """The live beams after this step, best first, where the caller asked to watch them."""
+    """Report the live beams after this step, best first, if the request asked for them (`stream_beams`)."""
 
     beams: tuple[LiveBeam, ...]
 
@@ -119,10 +119,10 @@ Output = Emit | Finish | BeamUpdate
 
 
 class DroppedCandidate(msgspec.Struct, frozen=True, gc=False):
-    """Who goes with a candidate that was given up, and the candidate's score so far.
+    """A candidate that the client dropped: the branch that ends with it, and its score so far.
 
-    `branch`: None while it has none of its own. `is_last`: no other is left, so that the request has to end; then
-    nothing was changed.
+    `branch`: None if the candidate has no branch of its own yet. `is_last`: no other candidate is left, so the request
+    has to be cancelled; in this case the strategy has changed nothing.
     """
 
     branch: int | None = None
@@ -131,8 +131,10 @@ class DroppedCandidate(msgspec.Struct, frozen=True, gc=False):
 
 
 class Advance(msgspec.Struct, frozen=True, gc=False):
-    """Answer to one round of candidates. Actions apply in order. `finished`: no branch is left, the request is over
-    (every branch has been retired by then)."""
+    """A strategy's response to the candidates of one step: actions, applied in order, and outputs.
+
+    `finished`: the request is complete; its actions have released every branch.
+    """
 
     actions: tuple[BranchAction, ...]
     outputs: tuple[Output, ...]
@@ -140,41 +142,39 @@ class Advance(msgspec.Struct, frozen=True, gc=False):
 
 
 class Strategy(Protocol):
-    """Decoding of one request."""
+    """Decides how one request is decoded: plain sampling, n-best sampling, beam search."""
 
     @property
     def max_branches(self) -> int:
-        """Upper bound of branches alive at once; what gang admission plans for."""
+        """The most branches that can exist at once; the request starts only when it can get a row for each."""
         ...
 
     @property
     def lockstep(self) -> bool:
-        """True when all live branches must be drawn in the same step (beams)."""
+        """Whether all live branches must be sampled in the same step (beam search)."""
         ...
 
     @property
     def has_fixed_draws(self) -> bool:
-        """True once `draws` will answer for a branch what it answered last time, step after step, until the branch is
-        gone: the scheduler then need not ask again."""
+        """Whether `draws` returns the same specs for a branch in every later step, so that it is not called again."""
         ...
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
-        """What to draw from `branch`'s next-token logits. A query: may be asked again after a preemption."""
+        """Return what to draw from the next-token logits of `branch`. A query, repeated after a preemption."""
         ...
 
     def drop(self, index: int) -> DroppedCandidate | None:
-        """Give up candidate `index` between two steps; None if it has ended, or never was.
+        """Drop candidate `index` between two steps; None if it has ended or does not exist.
 
-        The caller lets its branch go. Raises: UnsupportedParameterError where candidates stand for no branch of their
-        own.
+        The caller releases its branch. Raises: UnsupportedParameterError if candidates have no branches of their own.
         """
         ...
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
-        """Consume candidates by branch, as many per branch as `draws(branch)` asked for."""
+        """Process the sampled candidates, one for each spec of `draws(branch)` for every sampled branch."""
         ...
 
 
 def cannot_drop_error(kind: str) -> UnsupportedParameterError:
-    """What `Strategy.drop` raises where candidates are settled together."""
+    """Return the error of `Strategy.drop` for strategies that decide about all candidates together."""
     return UnsupportedParameterError(f"{kind} cannot be dropped one by one: cancel the response", param="candidate")

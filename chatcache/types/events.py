@@ -1,4 +1,7 @@
-"""What a request is told, numbered 1, 2, 3, ...: exactly one terminal event ends it."""
+"""Events of a request, numbered 1, 2, 3, ... in `seq`; exactly one terminal event ends every request.
+
+Started --> Tokens, Beams, CandidateDone (any number) --> Finished or Failed
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
 
 
 class CacheMiss(msgspec.Struct, frozen=True):
-    """Why the first token of a prompt that misses does: fields as in `Explanation`."""
+    """Why the first prompt token that is not cached was not found; the fields are those of `stats.Explanation`."""
 
     reason: str
     at_token: int
@@ -26,17 +29,17 @@ class CacheMiss(msgspec.Struct, frozen=True):
 
 
 class StartReport(msgspec.Struct, frozen=True):
-    """What a request's start took: pages copied before it wrote into them, and what missed when it was admitted."""
+    """Cache details of a request's start: the pages copied on write, and the first cache miss of its prompt."""
 
     num_copied_pages: int
     miss: CacheMiss | None
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
-    """The prompt's last token was computed. `num_cached_tokens` of the prompt came from existing pages.
+    """The last token of the prompt was computed; `num_cached_tokens` of its tokens came from existing pages.
 
-    `prompt_logprobs`, if asked for: one entry per prompt token, None for the first (nothing predicts it). `report`: if
-    asked for (`explain`).
+    `prompt_logprobs`, if requested, has one entry per prompt token; the first is None, as no token predicts it.
+    `report` is present if the request asked for it (`explain`).
     """
 
     request_id: str
@@ -48,9 +51,9 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens", gc=False):
-    """New tokens of candidate `index`, in order. `logprobs` is empty unless asked for, else one per token.
+    """New tokens of candidate `index`, in order. `logprobs` has one entry per token if requested, else none.
 
-    `score`: of a sampled candidate, its cumulative log-probability so far, so that another engine can go on from here.
+    `score`: the cumulative log-probability of a sampled candidate, from which another engine process can continue.
     """
 
     request_id: str
@@ -62,7 +65,7 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens", gc=False):
 
 
 class LiveBeam(msgspec.Struct, frozen=True):
-    """A live beam's newest token: node `node` below `parent` (0 is the prompt). `score`: summed log-probability."""
+    """The newest token of a live beam, as a tree node with its `parent` (0 is the prompt) and log-probability sum."""
 
     node: int
     parent: int
@@ -71,7 +74,7 @@ class LiveBeam(msgspec.Struct, frozen=True):
 
 
 class Beams(msgspec.Struct, frozen=True, tag="beams"):
-    """The live beams after one step, best first, if `stream_beams` was asked for. A client grows its tree by them."""
+    """The live beams after one step, best first, from which a client builds the token tree (`stream_beams`)."""
 
     request_id: str
     seq: int
@@ -81,9 +84,9 @@ class Beams(msgspec.Struct, frozen=True, tag="beams"):
 class CandidateDone(msgspec.Struct, frozen=True, tag="done"):
     """Candidate `index` ended. `stop_reason` is the stop string or stop token id that matched, else None.
 
-    The stop token / EOS id itself, where one ended the candidate, is part of its `Tokens` (so history stays
-    token-exact); `text` hides it. `score` is the cumulative log-probability (sampling) or the length-penalised
-    beam score. `num_pages_freed`: by a candidate that was dropped (`finish_reason` "cancelled"), which may come before
+    A stop token or EOS token that ended the candidate is included in its `Tokens`, so that the history is token-exact,
+    and left out of its text. `score` is the cumulative log-probability (sampling) or the length-penalised beam score.
+    `num_pages_freed`: pages freed by a dropped candidate (`finish_reason` "cancelled"), whose event may come before
     `Started`.
     """
 
@@ -97,10 +100,10 @@ class CandidateDone(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
-    """Terminal: all candidates ended, or the request was cancelled (`cancelled=True`, the receipt's figures filled).
+    """Terminal event: all candidates ended, or the request was cancelled.
 
-    `num_output_tokens` counts the tokens of the returned candidates; `num_computed_tokens` those the engine computed
-    for this request (beams that lost and recomputation included).
+    `num_output_tokens` counts the tokens of the returned candidates, and `num_computed_tokens` all tokens computed for
+    this request, including discarded beams and recomputation. `num_pages_freed` is set for a cancelled request.
     """
 
     request_id: str
@@ -114,7 +117,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """Terminal: the request ended in an error. Fields as in `ChatcacheError`."""
+    """Terminal event: the request ended with an error; the fields are those of `ChatcacheError`."""
 
     request_id: str
     seq: int

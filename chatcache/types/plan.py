@@ -1,18 +1,22 @@
-"""The plan: everything the runner needs for one step, as immutable data, and the result it answers with.
+"""The step plan, everything that the model runner needs for one step, and the result of the step.
 
-Only this crosses into torch (or to another rank). It carries *deltas*: the runner keeps one page-table row per branch
-slot, so a decode step costs O(rows), not O(context). The runner applies a plan in this order:
+Both are immutable data, and the only data exchanged with the model runner (or other ranks). A plan carries changes
+only: the runner keeps one page-table row per slot (a branch), so a decode step costs O(rows), not O(context length).
+The runner applies a plan in this order:
 
     1. `forks`      copy page-table rows: table[dst, :num_pages] = table[src, :num_pages], in the order given
     2. `updates`    table[slot, index] = page
-    3. `swaps_out`  host[host page] = pages[page], all layers: before anything in this plan writes the page
-    4. `swaps_in`   pages[page] = host[host page]; may read what this plan's swaps_out wrote
-    5. `copies`     copy page contents src -> dst, all layers (copy-on-write); no dst is a src in one plan
-    6. rows         write K/V of the new tokens, attend, produce logits of each drawn row's last token
-    7. `draws`      turn logits into candidates; `scores` say how likely the prompt's own tokens were
+    3. `swaps_out`  host[host page] = pages[page], all layers: before this plan writes any page
+    4. `swaps_in`   pages[page] = host[host page]; may read host pages that this plan's swaps_out wrote
+    5. `copies`     copy page contents src -> dst, all layers (copy on write); no dst is also a src in one plan
+    6. `rows`       write K and V of the new tokens, attend, compute the logits of each drawn row's last token
+    7. `draws`      turn logits into candidates; `scores`: log-probabilities of the prompt's own tokens
 
-Symbols: R rows (a branch granted tokens), T new tokens in all, D draws, page P = `page_size` tokens,
-slot row = one branch's page table; a token at position p of a branch lives in page table[slot, p // P], offset p % P.
+Symbols: R rows (branches granted tokens), T new tokens of all rows, D draws, P = `page_size` tokens. The token at
+position p of a branch is stored in page table[slot, p // P] at offset p % P:
+
+    table[slot]   [ 7 ][ 3 ][12 ]     P = 4: position 9 of this branch is on page 12 at offset 1
+    positions      0-3  4-7  8-11
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ F32 = NDArray[np.float32]
 
 
 PENDING_TOKEN = -1
-"""In `Rows.tokens`: the token that this row's slot was drawn in the step launched just before, still on the device."""
+"""In `Rows.tokens`: the token sampled for this row's slot by the previously launched step, still on the device."""
 
 
 def _no_pairs() -> I32:
@@ -39,11 +43,11 @@ def _no_pairs() -> I32:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Branches that run this step, prefill chunks and decode tokens alike.
+    """The branches that compute tokens in this step: prefill chunks and decode tokens in the same form.
 
-    Shapes: slot, start, num_tokens [R]; tokens [T] is the rows' new tokens one after another, T = sum(num_tokens).
-    A token may be PENDING_TOKEN, in a row of one token whose slot was drawn once, width 1, in the step before.
-    Row r computes positions start[r] .. start[r] + num_tokens[r] - 1; keys before `start` are already in its pages.
+    Shapes: slot, start, num_tokens [R]; tokens [T], the new tokens of all rows one after another, T = sum(num_tokens).
+    Row r computes positions start[r] to start[r] + num_tokens[r] - 1; earlier positions are already in its pages. A
+    token can be PENDING_TOKEN in a row of one token whose slot had exactly one draw, of width 1, in the previous step.
     """
 
     slot: I32
@@ -54,10 +58,10 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class LogitEdit:
-    """Sparse change to one draw's logits: penalties, logit_bias, bans (min_tokens). Ids unique.
+    """Sparse change to the logits of one draw: penalties, logit_bias, bans (min_tokens).
 
-    logit = logit / scale if logit > 0 else logit * scale; then logit += add. Shapes: ids, scale, add [K].
-    A ban is add = -inf.
+    logit = logit / scale if logit > 0 else logit * scale; then logit += add; a ban is add = -inf. The ids are unique.
+    Shapes: ids, scale, add [K].
     """
 
     draw: int
@@ -68,9 +72,9 @@ class LogitEdit:
 
 @dataclass(frozen=True, slots=True)
 class LogitMask:
-    """The tokens that one draw may choose (a constraint): bit id % 32 of word id // 32. Shape [ceil(V / 32)].
+    """The tokens that one draw may choose (grammar constraint): bit id % 32 of word id // 32. Shape [ceil(V / 32)].
 
-    Applied with the edits: every other token's logit becomes -inf. Ids beyond the last word are forbidden.
+    Applied together with the edits: the logit of every other token becomes -inf. Ids after the last word are forbidden.
     """
 
     draw: int
@@ -79,15 +83,17 @@ class LogitMask:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What to draw from which row's last-token logits. Shapes [D]. A prompt's last chunk is drawn n times for n-best.
+    """The draws of a step: what to sample from the logits of which row's last token. Shapes [D].
 
-    width 1: sample one token (`temperature` 0 = argmax, lowest id wins ties); noise is keyed by (seed, lane, position)
-    so that a draw depends on nothing else. width > 1, temperature 0: the `width` most likely tokens with their
-    log-softmax (after edits, no temperature; a mask leaves tokens out without renormalising the rest), best first, ties
-    to the lower id: what beam search needs. width > 1, temperature > 0: `width` tokens without replacement (Gumbel
-    top-k, Kool et al. 2019), by descending log-probability + noise, with both; log-probabilities are those after edits,
-    masks, temperature and filters.
-    num_top: how many top alternatives of the *raw* log-softmax to report besides.
+    width 1: sample one token (`temperature` 0 is argmax; ties go to the lowest id). The noise is keyed by (seed, lane,
+    position), so a draw depends on nothing else. The last row of a prompt is drawn n times for n candidates.
+    width > 1, temperature 0 (beam search): the `width` most likely tokens with their log-softmax after edits, without
+    temperature, best first, ties to the lower id. A mask removes tokens without renormalising the others.
+    width > 1, temperature > 0: `width` tokens without replacement (Gumbel top-k), in descending order of
+    log-probability + noise, both of which are reported; log-probabilities after edits, masks, temperature and filters.
+    num_top: how many top alternatives of the raw log-softmax to report in addition.
+
+    Source: Kool et al., "Stochastic Beams and Where to Find Them", ICML 2019 (draws without replacement).
     """
 
     row: I32
@@ -106,10 +112,10 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Rows of which every new token's successor is to be scored under the raw log-softmax (prompt logprobs).
+    """Rows whose prompt tokens are scored: the raw log-probability of the token after each new token of the row.
 
-    Shapes: row, num_top [S]; targets [sum(num_tokens[row])]: for each token of these rows, in row order, the token
-    that follows it in the prompt, -1 for none (the result's cell is then nan).
+    Shapes: row, num_top [S]; targets [sum(num_tokens[row])]: for each token of these rows, in row order, the token that
+    follows it in the prompt, or -1 for none (the cell of the result is then nan).
     """
 
     row: I32
@@ -119,8 +125,11 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. Shapes: forks [F, 3] (src slot, dst slot, num_pages), updates [U, 3] (slot, index, page),
-    copies [C, 2] (src page, dst page), swaps_out [S, 2] (page, host page), swaps_in [S, 2] (host page, page); int32."""
+    """Everything that the runner does in one step, in the order given in the module's docstring.
+
+    Shapes, all int32: forks [F, 3] (src slot, dst slot, num_pages), updates [U, 3] (slot, index, page), copies [C, 2]
+    (src page, dst page), swaps_out [S, 2] (page, host page), swaps_in [S, 2] (host page, page).
+    """
 
     step: int
     forks: I32
@@ -135,15 +144,16 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Candidates of each draw, in draw order. W = max width, L = max num_top; unused cells are id -1, -inf.
+    """The candidates of each draw, in draw order, and the prompt scores.
 
-    Shapes: tokens, logprobs [D, W]; top_tokens, top_logprobs [D, L]; perturbed [D, W], or [D, 0] if nothing is drawn
-    without replacement. Width-1 logprobs are of the raw log-softmax (before edits and temperature), width>1 as `Draws`
-    says; `raw_logprobs`, parallel to `perturbed`, are of the raw log-softmax there too. `faults`: (draw, message) for
-    rows whose logits are not finite or whose sampling failed; their candidates must not be used and their request must
-    end. Scores, if asked for, are parallel to `Scores.targets` (T of them): scores [T], score_tokens, score_logprobs
-    [T, max num_top]; nan where there is no target. Where there is one, nan means logits that are not finite: that row's
-    request must end.
+    Shapes, with W = max width and L = max num_top: tokens, logprobs [D, W]; top_tokens, top_logprobs [D, L]; perturbed
+    and raw_logprobs [D, W], or [D, 0] if no draw is without replacement. Unused cells are id -1 and -inf.
+    Draws of width 1 report logprobs of the raw log-softmax (before edits and temperature), wider ones those described
+    at `Draws`, and in `raw_logprobs` those of the raw log-softmax. `faults`: (draw, message) for rows whose logits are
+    not finite or whose sampling failed; their candidates must not be used, and their request must end.
+    Prompt scores are parallel to `Scores.targets` (T of them): scores [T], score_tokens and score_logprobs
+    [T, max num_top], nan where there is no target. A nan where there is a target means logits that are not finite: the
+    request of that row must end.
     """
 
     tokens: I32
@@ -160,10 +170,10 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class KVCapacity:
-    """What the runner offers the scheduler, fixed for its life. Page 0 is the null page and is counted.
+    """The capacity of a model runner, fixed at startup. `num_pages` includes the null page 0.
 
-    `num_host_pages` can hold swapped pages (no null page among them: 0 .. num_host_pages - 1); moving one page either
-    way takes `swap_page_s` seconds, as measured when the runner was built. `has_async_launch`: `launch` returns before
+    `num_host_pages`: host pages for swapping, numbered 0 to num_host_pages - 1 (no null page); copying one page takes
+    `swap_page_s` seconds in either direction, measured at startup. `has_async_launch`: `launch` returns before
     the step is done, so that the next step, with tokens PENDING_TOKEN, can be launched before the first one ends.
     """
 

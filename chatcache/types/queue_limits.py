@@ -1,6 +1,7 @@
-"""How much may wait: a whole queue for everybody, and half of it for any one tenant.
+"""Limits of the waiting queue: for all tenants together, and half of that for each single tenant.
 
-Counted in requests and in tokens of their prompts. Somebody of whom nothing waits is never too long to queue.
+Both count waiting requests and the tokens of their prompts. The token limit never rejects the first waiting request of
+the queue or of a tenant, however long its prompt is.
 """
 
 from __future__ import annotations
@@ -9,36 +10,43 @@ from typing import NamedTuple
 
 from chatcache.errors import OverloadedError, RateLimitError
 
-TENANTS_PER_QUEUE = 2  # how many it takes to fill it
+TENANTS_PER_QUEUE = 2
+"""How many tenants at their limit fill the queue."""
 
 
 class QueueSize(NamedTuple):
-    """What waits, or what may."""
+    """Number of waiting requests and of their prompt tokens, present or maximum."""
 
     num_requests: int
     num_tokens: int
 
 
-def check_tenant_share(mine: QueueSize, num_tokens: int, most: QueueSize) -> None:
-    """Verify that a tenant of which so much waits may add a prompt. Raises: RateLimitError."""
-    num_requests, most_tokens = (max(1, number // TENANTS_PER_QUEUE) for number in most)
-    if mine.num_requests >= num_requests:
+def check_tenant_share(present: QueueSize, num_tokens: int, limit: QueueSize) -> None:
+    """Verify that a tenant with `present` waiting requests can queue another prompt, given the limit of the queue.
+
+    Raises: RateLimitError.
+    """
+    max_requests, max_tokens = (max(1, number // TENANTS_PER_QUEUE) for number in limit)
+    if present.num_requests >= max_requests:
         raise RateLimitError(
-            f"{mine.num_requests} requests of this tenant are waiting already, of at most {num_requests}; "
+            f"{present.num_requests} requests of this tenant are waiting already, of at most {max_requests}; "
             "try again later"
         )
-    if mine.num_requests and mine.num_tokens + num_tokens > most_tokens:
+    if present.num_requests and present.num_tokens + num_tokens > max_tokens:
         raise RateLimitError(
-            f"{mine.num_tokens} prompt tokens of this tenant are waiting already, of at most {most_tokens}; "
+            f"{present.num_tokens} prompt tokens of this tenant are waiting already, of at most {max_tokens}; "
             "try again later"
         )
 
 
-def check_queue(everybody: QueueSize, num_tokens: int, most: QueueSize) -> None:
-    """Verify that a prompt may be added to all that wait. Raises: OverloadedError."""
-    if everybody.num_requests >= most.num_requests:
-        raise OverloadedError(f"{everybody.num_requests} requests are waiting already; try again later")
-    if everybody.num_requests and everybody.num_tokens + num_tokens > most.num_tokens:
+def check_queue(present: QueueSize, num_tokens: int, limit: QueueSize) -> None:
+    """Verify that a prompt can be added to a queue of `present` size.
+
+    Raises: OverloadedError.
+    """
+    if present.num_requests >= limit.num_requests:
+        raise OverloadedError(f"{present.num_requests} requests are waiting already; try again later")
+    if present.num_requests and present.num_tokens + num_tokens > limit.num_tokens:
         raise OverloadedError(
-            f"{everybody.num_tokens} prompt tokens are waiting already, of at most {most.num_tokens}; try again later"
+            f"{present.num_tokens} prompt tokens are waiting already, of at most {limit.num_tokens}; try again later"
         )

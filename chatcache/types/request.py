@@ -1,7 +1,6 @@
-"""How to generate: what a request asks of its candidates. Names and defaults are vLLM's where it has them, OpenAI's
-where the wire decides.
+"""Generation requests and their parameters.
 
-What to continue: one prompt, and who asks.
+Names and defaults are those of vLLM where it has them, and those of the OpenAI API where the protocol requires it.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from msgspec.structs import force_setattr
 MAX_N = 64
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
-MAX_PROMPT_LOGPROBS = 700_000  # prompt tokens x (alternatives + 1) of one request: what one answer carries
+MAX_PROMPT_LOGPROBS = 700_000  # prompt tokens x (alternatives + 1): the most that one response carries
 
 
 def _as_tuples(params: msgspec.Struct, *fields: str) -> None:
-    """Let callers write `stop="x"`, `stop=["x"]` or `stop=None` where the field is a tuple."""
+    """Convert fields to tuples, so that callers can write `stop="x"`, `stop=["x"]` or `stop=None`."""
     for field in fields:
         value = getattr(params, field)
         if not isinstance(value, tuple):
@@ -25,10 +24,11 @@ def _as_tuples(params: msgspec.Struct, *fields: str) -> None:
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
-    """What the output must match; exactly one field is set. Names as in vLLM.
+    """The constraint that the output must match; exactly one field is set. Names as in vLLM.
 
-    `json`: a JSON schema as text. `json_object`: any JSON object. `regex`: the whole output. `choice`: one of these
-    texts. `grammar`: a context-free grammar in Lark's notation, which may name `special_token_ids` as `<[id]>`.
+    `json`: a JSON schema as text. `json_object`: any JSON object. `regex`: matches the whole output. `choice`: one of
+    these texts. `grammar`: a context-free grammar in Lark's notation, which can refer to `special_token_ids` as
+    `<[id]>`.
     """
 
     json: str | None = None
@@ -43,16 +43,16 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, tag="sampling"):
-    """How to draw `n` candidates for one prompt.
+    """How to sample `n` candidates for one prompt.
 
-    `temperature == 0` is greedy. `top_k` of 0 or -1, `top_p` of 1 and `min_p` of 0 each turn that filter off.
-    `max_tokens=None` means as many as context and KV pool allow. Draws depend on (seed, candidate index, position)
-    only; `seed=None` lets the engine pick one.
+    `temperature == 0` is greedy. `top_k` of 0 or -1, `top_p` of 1 and `min_p` of 0 each disable that filter.
+    `max_tokens=None` allows as many tokens as the context and the KV pool permit. Sampled tokens depend on (seed,
+    candidate index, position) only; with `seed=None` the engine chooses a seed.
 
-    Where `best_of` is more than `n`, that many candidates are drawn and the `n` with the best mean token
-    log-probability (raw) returned, best first, at the end. `distinct` draws without replacement: no two candidates are
-    equal, each score is the exact log-probability of its candidate (stochastic beam search, Kool et al. 2019).
-    `prompt_logprobs`: how many top alternatives to report for every prompt token but the first.
+    If `best_of` is more than `n`, that many candidates are sampled, and the `n` with the best mean raw log-probability
+    per token are returned at the end, best first. `distinct` samples without replacement: no two candidates are equal,
+    and each score is the exact log-probability of its candidate (stochastic beam search, Kool et al. 2019).
+    `prompt_logprobs`: how many top alternatives to report for each prompt token except the first.
     """
 
     n: int = 1
@@ -85,11 +85,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, tag="sampling"):
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, tag="beam"):
     """Beam search as `transformers.generate(num_beams=...)` defines it; returns the best `n` hypotheses.
 
-    `early_stopping`: True stops at `beam_width` finished hypotheses, False when no live beam looks able to win at its
-    present length, "never" when none can at any length. `n=None` returns all `beam_width`.
+    `early_stopping`: True stops at `beam_width` finished hypotheses, False when no live beam can win at its present
+    length, "never" when none can win at any length. `n=None` returns all `beam_width` hypotheses.
 
-    `num_beam_groups` groups of beam_width / num_beam_groups beams search one after another in each step; a later group
-    loses `diversity_penalty` for every time an earlier one chose a token in that step (Vijayakumar et al. 2018).
+    The beams are divided into `num_beam_groups` groups, which are searched one after another in each step. A token's
+    score is reduced by `diversity_penalty` for every time that an earlier group chose it in the same step
+    (diverse beam search, Vijayakumar et al. 2018).
     `stream_beams` reports the live beams after every step (`Beams` events).
     """
 
@@ -119,7 +120,7 @@ Params = SamplingParams | BeamSearchParams
 
 
 def num_branches(params: Params) -> int:
-    """Return how many branches the request may have alive at once."""
+    """Return how many branches a request with these parameters can have at once."""
     if isinstance(params, BeamSearchParams):
         return params.beam_width
     return params.n if params.best_of is None else params.best_of
@@ -129,14 +130,14 @@ MAX_PRIORITY = 2**11 - 1
 
 
 class ForkPoint(msgspec.Struct, frozen=True):
-    """Candidate `index` of a request that may still be running."""
+    """Candidate `index` of another request, which may still be running."""
 
     request_id: str
     index: int = 0
 
 
 class SentCandidate(msgspec.Struct, frozen=True):
-    """Candidate `index` as far as it was told: its tokens (little-endian int32), the score of its last `Tokens`."""
+    """The part of candidate `index` that was sent to the client: its tokens (little-endian int32) and last score."""
 
     index: int
     tokens: bytes = b""
@@ -145,9 +146,10 @@ class SentCandidate(msgspec.Struct, frozen=True):
 
 
 class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine that has died told of a request, for the next one to go on behind event `last_seq`.
+    """Everything sent for a request by a failed engine process, from which the next process continues.
 
-    `num_cached_tokens` as of `Started`, None if that was not told. `candidates`: all of them, once anything was.
+    `last_seq`: number of the last event. `num_cached_tokens`: as in `Started`, None if that event was not sent.
+    `candidates`: all candidates, or none if no token was sent.
     """
 
     last_seq: int = 0
@@ -156,14 +158,15 @@ class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt to continue. `namespace` comes from the authenticated tenant on the server, never from a client.
+    """One prompt to continue, and how.
 
-    `num_public_tokens`: leading tokens (an operator-declared system prompt) whose full pages every namespace shares.
-    `conversation_id` groups requests for accounting only. `priority`: smaller is served sooner (under
-    `scheduling_policy="priority"`). `fork_of`: a hint that the prompt begins like that candidate, of the same
-    namespace; while it runs its pages are forked as they are, else the hint changes nothing. `explain`: tell in
-    `Started` what the start found in the cache, and why not more. `resumed`: it was accepted before, by an engine that
-    died.
+    `namespace`: the cache namespace of the authenticated tenant, set by the server and never by a client.
+    `num_public_tokens`: leading tokens (a shared system prompt) whose full pages all namespaces share.
+    `conversation_id`: groups requests in statistics only. `priority`: smaller is served sooner, with
+    `scheduling_policy="priority"`. `fork_of`: a hint that the prompt has the same first tokens as that candidate, of
+    the same namespace; if its request is running, its pages are forked, otherwise the hint has no effect.
+    `explain`: report in `Started` what the request found in the cache, and why not more. `resume_point`: set if a
+    failed engine process had accepted the request before.
     """
 
     request_id: str

@@ -1,27 +1,22 @@
-"""What the engine tells of itself.
-
-What is told of the pages: which of a prompt are there, who holds them, and all of them at a glance.
-
-What is told of the model.
-"""
+"""Statistics of the engine, the KV cache and the model, for /metrics, the cache API and the bench commands."""
 
 from __future__ import annotations
 
 import msgspec
 
-# Bounds of the histograms that the engine keeps, and the gateway's of the same kind.
 DURATION_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+"""Upper bounds of the histogram buckets for durations, in the engine and the gateway."""
 
 
 class Durations(msgspec.Struct, frozen=True, array_like=True):
-    """A histogram: how many lie up to each of `DURATION_BOUNDS_S` and above the one before, and how many beyond."""
+    """A histogram of durations: one count per bucket up to each of `DURATION_BOUNDS_S`, and one for longer ones."""
 
     counts: tuple[int, ...] = (0,) * (len(DURATION_BOUNDS_S) + 1)
     total_s: float = 0.0
 
 
 class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """What `/readyz`, `/metrics`, `chatcache bench` and the page show of the engine. Counters since start."""
+    """Engine statistics shown by `/readyz`, `/metrics`, `chatcache bench` and the web page. Counters since startup."""
 
     ready: bool
     detail: str = ""
@@ -66,7 +61,7 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageHit(msgspec.Struct, frozen=True):
-    """One page of an explained prompt. `state`: held (by a running branch) | idle | host | partial | missing."""
+    """The state of one page of a prompt: held (by a running branch) | idle | host | partial | missing."""
 
     index: int
     num_tokens: int
@@ -75,11 +70,11 @@ class PageHit(msgspec.Struct, frozen=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a prompt is already computed, and why not more.
+    """Which pages of a prompt are cached, and why the others are not.
 
-    `reason`, one of: "" (everything but the last token hits) | never_computed | evicted | other_namespace | diverged.
-    `at_token`: the first token that misses. `detail`: a sentence for people. `diverged_tokens`: what the nearest cached
-    continuation holds instead, from `at_token` on (of the caller's own namespace only).
+    `reason`: "" (all tokens but the last hit) | never_computed | evicted | other_namespace | diverged. `at_token`: the
+    first token that misses. `detail`: a sentence for people. `diverged_tokens`: the tokens from `at_token` on of the
+    nearest cached continuation, of the caller's own namespace only.
     """
 
     num_tokens: int
@@ -93,16 +88,17 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PackedPrompt(msgspec.Struct, frozen=True):
-    """Token ids as little-endian int32, to be looked up many at a time. `num_public_tokens` as of a request."""
+    """A prompt's token ids as little-endian int32, for cache look-ups of many prompts in one message."""
 
     tokens: bytes
     num_public_tokens: int = 0
 
 
 class PageAccounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages held now, a page that k requests share charged 1/k to each; all sums equal `num_pages_in_use`.
+    """The pages in use, divided among requests, conversations and namespaces.
 
-    `conversations` and `namespaces` add up their requests ("" for requests that name none).
+    A page that k requests share counts 1/k for each, so the values of each dict add up to `num_pages_in_use`.
+    `conversations` and `namespaces` are sums over their requests; "" stands for requests without one.
     """
 
     num_pages_in_use: int
@@ -113,7 +109,7 @@ class PageAccounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageMap(msgspec.Struct, frozen=True, kw_only=True):
-    """Every page in one letter (see `kv.page_map`), `num_pages_per_cell` to a letter: the busiest page's of a cell."""
+    """The page map: one letter (see `kv_cache.stats`) per cell, for the most used of its `num_pages_per_cell` pages."""
 
     page_size: int
     num_pages: int
@@ -122,9 +118,10 @@ class PageMap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rest of the house may know of a loaded model. `digest` (hex) seeds page keys: same weights, same key.
+    """Properties of the loaded model.
 
-    `weight_bytes` are held, `step_bytes` of them are read by every step. `quantization`: none | int8.
+    `digest` (hex) identifies the weights and is hashed into all page keys. `weight_bytes`: size of the weights in
+    memory, of which every step reads `step_bytes`. `quantization`: none | int8.
     """
 
     name: str
@@ -142,5 +139,5 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def precision(self) -> str:
-        """What it computes with, for people: the dtype, and how weights are kept if otherwise."""
+        """The dtype of the computation, and the format of the weights if it differs, for people."""
         return self.dtype if self.quantization == "none" else f"{self.dtype}, {self.quantization} weights"

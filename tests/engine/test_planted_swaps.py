@@ -14,8 +14,8 @@ from chatcache.kv_cache.page_table import PageTable
 from chatcache.kv_cache.pool import InvariantError
 from chatcache.kv_cache.prefix_match import PrefixMatch
 from chatcache.scheduler.batch import Step
-from chatcache.scheduler.request import worst_case_pages
 from chatcache.scheduler.preemption import SwapTracker
+from chatcache.scheduler.request import worst_case_pages
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams, num_branches
 from tests.engine.oracle import VOCAB
 from tests.engine.workloads import Arrival, Workload, assert_equals_alone, run
