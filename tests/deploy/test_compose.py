@@ -66,6 +66,14 @@ def test_services_wait_for_redis_and_are_published_on_loopback_only(services: di
     assert grace_s > ServerConfig().drain_timeout_s + EXIT_GRACE_S
 
 
+def test_only_the_service_with_a_gpu_gets_the_image_with_cuda(services: dict[str, Any]) -> None:
+    built = {name: service for name, service in services.items() if "build" in service}
+    indexes = {name: service["build"].get("args", {}).get("TORCH_INDEX", "") for name, service in built.items()}
+    cpu = "https://download.pytorch.org/whl/cpu"
+    assert indexes == {"chatcache": "", "chatcache-cpu": cpu, "redis-acl": cpu}
+    assert all(service["image"].endswith("-cpu") is (indexes[name] == cpu) for name, service in built.items())
+
+
 def test_every_service_is_held_tight(services: dict[str, Any]) -> None:
     """No rights, a root that cannot be written (but Grafana's), logs that end, an init; and nobody is root."""
     for name, service in services.items():
