@@ -337,7 +337,6 @@ def test_leftovers_of_static_buffers_are_ignored(build: CaseBuilder, window: int
 def test_store_over_2_31_elements_is_addressed(build: CaseBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use pages at the end of the last layer, beyond 2^31 elements.
 
-
     K and V are the same memory.
     """
     case = build([(69, 1), (700, 1), (3, 70)], 2, 1, 256, 64, torch.bfloat16)
