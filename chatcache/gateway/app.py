@@ -1,4 +1,4 @@
-"""The application: routes, middleware, lifespan."""
+"""The ASGI application: engine, store, route table and middleware put together."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ def create_app(
     *,
     store: ConversationStore | None = None,
 ) -> Starlette:
-    """Build the gateway over an engine that somebody else starts and stops.
+    """Build the application. The caller starts and stops the engine.
 
-    `model_name` is the served name ("": the engine's own, known once it is ready). `load_tokenizer` runs once, in a
-    thread, when the app starts. Without `store`, the one that `config` names is opened then.
+    `model_name`: the name that clients use; "" for the engine's own, which is available once the engine is ready.
+    `load_tokenizer` runs once, in a thread, when the application starts. Without `store`, the application opens the
+    store that `config` names when it starts.
     """
     metrics, limiter, keyring = Metrics(), Limiter(), ApiKeyCache(config.api_keys)
     gateway = Gateway(
@@ -82,14 +83,14 @@ def create_app(
         exception_handlers={ChatcacheError: on_chatcache_error, HTTPException: on_http_exception},
         lifespan=lifespan,
     )
-    app.router.redirect_slashes = False  # a redirect would repeat whatever Host it was asked by
+    app.router.redirect_slashes = False  # a redirect would echo the Host header of the request
     app.router.default = UnknownPath(app.router.default)
     app.state.gateway = gateway
     return app
 
 
 def _middleware(config: ServerConfig, metrics: Metrics, limiter: Limiter, keyring: ApiKeyCache) -> list[Middleware]:
-    """Outermost first."""
+    """Build the middleware stack, outermost first."""
     stack = [Middleware(RequestContext, metrics, limiter)]
     if config.cors_origins:
         stack.append(

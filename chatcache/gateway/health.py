@@ -1,4 +1,7 @@
-"""Liveness, readiness, metrics. Readiness is never green while generation is dead."""
+"""Liveness, readiness and metrics routes.
+
+The server is not ready while it cannot generate or read its store.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ from chatcache.gateway.schemas.server import Alive, NotReady, Ready
 
 
 async def livez(request: Request) -> Response:
-    """The process answers."""
+    """GET /livez: the process responds."""
     return json_response(Alive("alive"))
 
 
 async def readyz(request: Request) -> Response:
-    """Whether the next request would be answered, and how far loading is."""
+    """GET /readyz and /health: whether the server can serve requests, with progress of loading."""
     gateway = gateway_of(request)
     health = await gateway.health()
     if gateway.door.is_closed:
@@ -32,8 +35,8 @@ async def readyz(request: Request) -> Response:
         try:
             gateway.keyring.check_known()
             await store_of(request).check()
-        except StoreUnavailableError as unsaved:
-            return _not_ready(gateway, "unavailable", 1.0, unsaved)
+        except StoreUnavailableError as store_error:
+            return _not_ready(gateway, "unavailable", 1.0, store_error)
         ready = Ready("ready", gateway.model_name, health.max_model_len)
         if signed_in(request) is not None:  # health probes come without a key and must not see the load
             ready.num_running, ready.num_waiting = health.num_running, health.num_waiting
@@ -55,6 +58,7 @@ def _not_ready(
 
 
 async def metrics(request: Request) -> Response:
+    """GET /metrics: Prometheus metrics."""
     gateway = gateway_of(request)
     text = gateway.metrics.render(await gateway.health())
     return Response(text, media_type=None, headers={"content-type": CONTENT_TYPE})

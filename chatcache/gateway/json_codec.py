@@ -1,12 +1,8 @@
-"""Strict JSON in, ASCII JSON out.
+"""Strict JSON decoding, ASCII JSON encoding, and splitting a byte stream into JSON objects.
 
-Accepted: UTF-8, one value, depth <= 32, at most 100,000 objects, arrays and members and 1,000,000 values, no duplicate
-keys, no NaN or Infinity (nor 1e999), no lone surrogates. What two parsers could read differently is refused here, once,
-for HTTP bodies and WebSocket frames alike.
-
-JSON objects out of a stream of bytes, one at a time: lines, a sequence, or the elements of one array.
-
-Only brackets and quotes are looked at here; what an object says is for a parser, which then never sees more than one.
+`decode_object` accepts UTF-8, one value, depth <= 32, at most 100,000 objects, arrays and members and 1,000,000
+values, no duplicate keys, no NaN or Infinity (nor 1e999), no lone surrogates. JSON that two parsers could read
+differently is refused, for HTTP bodies and WebSocket frames alike.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ MAX_DEPTH = 32
 MAX_NODES = 100_000
 MAX_VALUES = 1_000_000
 _NON_ASCII = re.compile(r"[^\x00-\x7f]")
-_MARK_OR_STRING = re.compile(rb'[\[{:,]|"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_PUNCTUATION_OR_STRING = re.compile(rb'[\[{:,]|"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 def decode_object(data: bytes | str) -> dict[str, Any]:
@@ -37,7 +33,7 @@ def decode_object(data: bytes | str) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise _invalid("the body must be a JSON object")
         _check_depth(value)
-        json.loads(raw, object_pairs_hook=_unique)
+        json.loads(raw, object_pairs_hook=_object_without_duplicates)
     except UnicodeError:
         raise _invalid("the body must be UTF-8") from None
     except RecursionError:
@@ -50,13 +46,19 @@ def decode_object(data: bytes | str) -> dict[str, Any]:
 
 
 def encode(value: object) -> bytes:
-    """Encode as compact JSON, ASCII only: no byte of it can mean a line end or break a narrow terminal."""
+    """Encode as compact ASCII JSON.
+
+    It contains no line separators of any kind, so it fits in one SSE line.
+    """
     data = msgspec.json.encode(value)
     return data if data.isascii() else _NON_ASCII.sub(_escape, data.decode()).encode("ascii")
 
 
 def preencoded(value: Value) -> Value:
-    """Encode a part of a larger body now. Typed as the value it stands for: msgspec copies `Raw` as it is."""
+    """Encode a part of a larger body now.
+
+    Typed as the value it stands for: msgspec copies `Raw` as it is.
+    """
     return cast(Value, msgspec.Raw(encode(value)))
 
 
@@ -66,16 +68,15 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def _check_size(raw: bytes) -> None:
-    """Bound what a parser would have to build, before one builds it: values take far more time than their bytes.
+    """Limit the number of values before parsing: a parsed value costs far more than its bytes.
 
-    What looks like structure inside strings does not count; strings are only looked for where there is enough of it to
-    matter.
+    Brackets and commas inside strings do not count. Strings are searched only if the plain count is over the limit.
     """
     num_nodes = raw.count(b"[") + raw.count(b"{") + raw.count(b":")
     if num_nodes <= MAX_NODES and num_nodes + raw.count(b",") <= MAX_VALUES:
         return
     num_nodes = num_values = 0
-    for match in _MARK_OR_STRING.finditer(raw):
+    for match in _PUNCTUATION_OR_STRING.finditer(raw):
         if match.end() - match.start() == 1:
             num_values += 1
             num_nodes += match.group() != b","
@@ -95,7 +96,7 @@ def _check_depth(value: object) -> None:
         stack += [(child, depth + 1) for child in children if isinstance(child, dict | list)]
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("the same key appears twice in one JSON object")
@@ -106,7 +107,7 @@ def _invalid(message: str) -> InvalidRequestError:
     return InvalidRequestError(message, code="invalid_json")
 
 
-# A parser needs far more memory for a bracket than for a byte of text.
+# Objects and arrays of one value in an import file; a parser needs far more memory for them than for text.
 MAX_BRACKETS = 2_000_000
 _OUTSIDE = re.compile(rb'["\[\]{}]')
 _INSIDE = re.compile(rb'["\\]')
@@ -115,50 +116,56 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class JsonObjectSplitter:
-    """Feed it what arrives; it gives back the objects that are whole. Holds one object at most, and what follows it."""
+    """Splits a byte stream into JSON objects: lines, a sequence, or the elements of an array.
+
+    It tracks only brackets and strings and buffers at most one object, so a parser never gets a whole import file.
+    """
 
     def __init__(self) -> None:
         self._buffer = bytearray()
-        self._at = 0
-        self._start = 0  # of the object begun, or of what comes after the last one
+        self._at = 0  # scanned up to this position of the buffer
+        self._start = 0  # of the object that is open, or of the bytes after the last one
         self._depth = 0
-        self._top = 0  # 1 within the one array
+        self._top = 0  # depth at which objects begin: 1 inside the array, else 0
         self._in_string = False
         self._num_brackets = 0
-        self._num_bytes_before = 0
+        self._num_bytes_dropped = 0
         self._num_values = 0
-        self._is_begun = False
+        self._has_begun = False
         self._is_closed = False
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Raises: InvalidRequestError, naming the byte, for what can be no object."""
+        """Add bytes and return the objects that are complete.
+
+        Raises: InvalidRequestError with the byte position if the bytes cannot be a JSON object.
+        """
         self._buffer += data
-        if not self._is_begun:
+        if not self._has_begun:
             if len(self._buffer) < len(_BOM) and _BOM.startswith(self._buffer):
                 return []
-            self._is_begun = True
+            self._has_begun = True
             if self._buffer.startswith(_BOM):
                 self._at = self._start = len(_BOM)
         found: list[bytes] = []
         while (mark := self._next_mark()) is not None:
-            value = self._take(mark)
+            value = self._process_bracket(mark)
             if value is not None:
                 found.append(value)
         self._drop(self._start if self._depth > self._top else self._at)
         return found
 
     def end(self) -> None:
-        """Raises: InvalidRequestError where the last object, or the array, is cut short."""
+        """End the stream. Raises: InvalidRequestError if the last object or the array is incomplete."""
         if self._depth or self._in_string:
             raise InvalidRequestError(
-                f"not valid JSON: it ends within a value that began at byte {self._place(self._start)}"
+                f"not valid JSON: it ends within a value that began at byte {self._position(self._start)}"
             )
-        if not self._is_begun and self._buffer:
+        if not self._has_begun and self._buffer:
             raise self._unexpected(0)
         self._check_between(len(self._buffer))
 
     def _next_mark(self) -> int | None:
-        """The next bracket that counts; the place behind it is where the search goes on."""
+        """Position of the next bracket outside strings, or None; `_at` moves past it."""
         while True:
             pattern = _INSIDE if self._in_string else _OUTSIDE
             match = pattern.search(self._buffer, self._at)
@@ -181,8 +188,8 @@ class JsonObjectSplitter:
                 self._at = at + 1
                 return at
 
-    def _take(self, at: int) -> bytes | None:
-        """Account for a bracket; the object, if this one ends it."""
+    def _process_bracket(self, at: int) -> bytes | None:
+        """Process the bracket at `at`; return the object if this bracket ends it."""
         mark = bytes(self._buffer[at : at + 1])
         if self._depth == self._top:
             self._check_between(at)
@@ -191,7 +198,7 @@ class JsonObjectSplitter:
             if self._num_brackets > MAX_BRACKETS:
                 raise InvalidRequestError(f"one conversation may hold at most {MAX_BRACKETS} JSON objects and arrays")
             if self._depth == self._top:
-                self._open(mark, at)
+                self._open_value(mark, at)
             else:
                 self._depth += 1
             return None
@@ -209,7 +216,7 @@ class JsonObjectSplitter:
         self._num_values += 1
         return value
 
-    def _open(self, mark: bytes, at: int) -> None:
+    def _open_value(self, mark: bytes, at: int) -> None:
         if self._is_closed:
             raise self._unexpected(at)
         if mark == b"[":
@@ -221,7 +228,7 @@ class JsonObjectSplitter:
         self._depth += 1
 
     def _check_between(self, end: int) -> None:
-        """Raises: InvalidRequestError unless only white space and commas are between objects."""
+        """Allow only white space and commas between objects. Raises: InvalidRequestError."""
         between = bytes(self._buffer[self._start : end])
         odd = between.lstrip(_SPACE + (b"," if self._num_values and not self._is_closed else b""))
         if odd:
@@ -229,13 +236,14 @@ class JsonObjectSplitter:
 
     def _drop(self, num_bytes: int) -> None:
         del self._buffer[:num_bytes]
-        self._num_bytes_before += num_bytes
+        self._num_bytes_dropped += num_bytes
         self._at -= num_bytes
         self._start = max(0, self._start - num_bytes)
 
-    def _place(self, at: int) -> int:
-        return self._num_bytes_before + at
+    def _position(self, at: int) -> int:
+        return self._num_bytes_dropped + at
 
     def _unexpected(self, at: int) -> InvalidRequestError:
         byte = bytes(self._buffer[at : at + 1])
-        return InvalidRequestError(f"not valid JSON: {byte!r} at byte {self._place(at)}, where an object should begin")
+        message = f"not valid JSON: {byte!r} at byte {self._position(at)}, where an object should begin"
+        return InvalidRequestError(message)

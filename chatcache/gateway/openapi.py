@@ -1,4 +1,4 @@
-"""`GET /openapi.json`: the table of the API as an OpenAPI 3.1 document."""
+"""Generate the OpenAPI 3.1 document from the route table."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Schema = dict[str, Any]
 
 _REF = "#/components/schemas/{name}"
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
-_ALWAYS = (403, 500)  # a Host or Origin that is not served; a bug
-_OF_KEYS = (401, 503)  # none that opens this; keys that cannot be read now
-_OF_BODIES = (400, 408, 413, 415)
-_DESCRIPTION = """A chat backend that owns its KV cache. OpenAI's fields and shapes, and more beside them.
+_COMMON_ERRORS = (403, 500)  # a Host or Origin that is not served; an unexpected error
+_KEY_ERRORS = (401, 503)  # no valid key; the key store cannot be read now
+_BODY_ERRORS = (400, 408, 413, 415)
+_DESCRIPTION = """A chat server that manages its own KV cache. The API has OpenAI's fields and shapes, with extensions.
 
-Bodies are strict JSON (UTF-8, no duplicate keys, at most 32 deep). A field nobody knows is ignored and named in the
-x-chatcache-ignored header; one that is known but not supported is a 400. OpenAPI has no word for WebSockets: they are
-under x-websockets."""
+Request bodies are strict JSON: UTF-8, no duplicate keys, nested at most 32 levels deep. Unknown fields are ignored and
+listed in the x-chatcache-ignored header; fields that are known but not supported are refused with status 400. OpenAPI
+does not describe WebSockets: they are listed under x-websockets."""
 
 
 def document(routes: Iterable[Entry], version: str, root_path: str = "") -> Schema:
@@ -48,10 +48,10 @@ def document(routes: Iterable[Entry], version: str, root_path: str = "") -> Sche
         "paths": paths,
         "components": {
             "schemas": _components(operations, sockets),
-            "responses": _refusals(operations),
+            "responses": _error_responses(operations),
             "headers": {
                 "x-request-id": {
-                    "description": "Names the request in the server's log; the client's own, if it sent one.",
+                    "description": "The request's id in the server's log: the client's x-request-id, if it sent one.",
                     "required": True,
                     "schema": {"type": "string"},
                 }
@@ -72,7 +72,7 @@ def document(routes: Iterable[Entry], version: str, root_path: str = "") -> Sche
 
 
 def _components(operations: Sequence[Operation], sockets: Sequence[Socket]) -> dict[str, Schema]:
-    """Every schema by name, request bodies merged."""
+    """Collect all schemas by name. The structs of a request body are merged into one schema."""
     types: list[object] = [Error]
     bodies: dict[str, Body] = {}
     for operation in operations:
@@ -83,13 +83,13 @@ def _components(operations: Sequence[Operation], sockets: Sequence[Socket]) -> d
         bodies |= {body.name: body for body in socket.messages.values()}
     parts = {kind for body in bodies.values() for kind in body.kinds}
     schemas = _schemas([*types, *parts])[1]
-    merged = {name: _merged(body, schemas) for name, body in bodies.items()}
+    merged = {name: _merge_body(body, schemas) for name, body in bodies.items()}
     inlined = {kind.__name__ for kind in parts}
     return dict(sorted({**{k: v for k, v in schemas.items() if k not in inlined}, **merged}.items()))
 
 
-def _merged(body: Body, schemas: Mapping[str, Schema]) -> Schema:
-    """The fields of several structs as one object."""
+def _merge_body(body: Body, schemas: Mapping[str, Schema]) -> Schema:
+    """Merge the fields of the body's structs into one object schema."""
     properties: Schema = {}
     required: list[str] = []
     for kind in body.kinds:
@@ -100,7 +100,7 @@ def _merged(body: Body, schemas: Mapping[str, Schema]) -> Schema:
 
 
 def _operation(operation: Operation) -> Schema:
-    described: Schema = {
+    schema: Schema = {
         "operationId": _operation_id(operation),
         "summary": operation.summary,
         "parameters": [*_path_parameters(operation), *_query_parameters(operation), *_headers(operation)],
@@ -109,13 +109,13 @@ def _operation(operation: Operation) -> Schema:
     }
     if operation.body is not None:
         content = {"application/json": {"schema": _ref(operation.body.name)}}
-        described["requestBody"] = {"required": operation.body.required, "content": content}
+        schema["requestBody"] = {"required": operation.body.required, "content": content}
     if operation.upload_types:
-        described["requestBody"] = {
+        schema["requestBody"] = {
             "required": True,
             "content": {kind: {"schema": {}} for kind in operation.upload_types},
         }
-    return described
+    return schema
 
 
 def _responses(operation: Operation) -> Schema:
@@ -125,14 +125,14 @@ def _responses(operation: Operation) -> Schema:
     content |= {media_type: {"schema": {"type": "string"}} for media_type in operation.text_types}
     if operation.stream is not None:
         content["text/event-stream"] = {"schema": _event(operation.stream)}
-    statuses = {*operation.errors, *_ALWAYS, *(_OF_KEYS if _needs_key(operation) else ())}
-    statuses |= set(_OF_BODIES if operation.body is not None else ())
+    statuses = {*operation.errors, *_COMMON_ERRORS, *(_KEY_ERRORS if _needs_key(operation) else ())}
+    statuses |= set(_BODY_ERRORS if operation.body is not None else ())
     failures = {
         str(status): _response(status, {"application/json": {"schema": _schema(kind)}})
         for status, kind in operation.error_bodies.items()
     }
-    refused = {str(status): {"$ref": f"#/components/responses/{status}"} for status in sorted(statuses)}
-    return {"200": _response(200, content), **refused, **failures}
+    errors = {str(status): {"$ref": f"#/components/responses/{status}"} for status in sorted(statuses)}
+    return {"200": _response(200, content), **errors, **failures}
 
 
 def _needs_key(operation: Operation) -> bool:
@@ -140,19 +140,19 @@ def _needs_key(operation: Operation) -> bool:
 
 
 def _event(kind: object) -> Schema:
-    """One server-sent event, as OpenAPI 3.2 describes them in `itemSchema`; 3.1 has no word for a stream of them."""
+    """Describe one server-sent event, like `itemSchema` of OpenAPI 3.2; 3.1 has no such field."""
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _schema(kind)}
     return {
-        "description": "Each event of the stream; the last one's data is [DONE].",
+        "description": "One event of the stream. The data of the last event is [DONE].",
         "type": "object",
         "properties": {"data": {"anyOf": [data, {"const": "[DONE]"}]}},
         "required": ["data"],
     }
 
 
-def _refusals(operations: Sequence[Operation]) -> Schema:
-    """The answers in the one error envelope, by status."""
-    statuses = {*_ALWAYS, 401, *_OF_BODIES, *(status for operation in operations for status in operation.errors)}
+def _error_responses(operations: Sequence[Operation]) -> Schema:
+    """Describe the responses with the error envelope, by status."""
+    statuses = {*_COMMON_ERRORS, 401, *_BODY_ERRORS}.union(*(operation.errors for operation in operations))
     content = {"application/json": {"schema": _ref(Error.__name__)}}
     return {str(status): _response(status, content) for status in sorted(statuses)}
 
@@ -182,13 +182,13 @@ def _query_parameters(operation: Operation) -> list[Schema]:
 def _headers(operation: Operation) -> list[Schema]:
     if not operation.idempotent:
         return []
-    said = "The same request again with the same key, for a day, is answered with what the first one made."
+    description = "For a day, a repeated request with the same key returns the result of the first one."
     schema = {"type": "string", "pattern": KEY_PATTERN.pattern}
-    return [{"name": HEADER, "in": "header", "required": False, "description": said, "schema": schema}]
+    return [{"name": HEADER, "in": "header", "required": False, "description": description, "schema": schema}]
 
 
 def _without_null(schema: Schema) -> Schema:
-    """A query has no null: what may be null may be left out."""
+    """Remove `null` from the schema of a query parameter, which is omitted instead."""
     options = [option for option in schema.get("anyOf", ()) if option != {"type": "null"}]
     return options[0] if len(options) == 1 else schema
 
@@ -198,11 +198,14 @@ def _schema(kind: object) -> Schema:
 
 
 def _schemas(kinds: Iterable[object]) -> tuple[tuple[Schema, ...], dict[str, Schema]]:
-    return msgspec.json.schema_components(kinds, schema_hook=_anything, ref_template=_REF)
+    return msgspec.json.schema_components(kinds, schema_hook=_object_schema, ref_template=_REF)
 
 
-def _anything(kind: type) -> Schema:
-    """The schema of `object`. Raises: NotImplementedError for a type that has none."""
+def _object_schema(kind: type) -> Schema:
+    """Describe `object`, as msgspec's `schema_hook`.
+
+    Raises: NotImplementedError for other types.
+    """
     if kind is object:
         return {"description": "any JSON value"}
     raise NotImplementedError(kind)
@@ -213,7 +216,7 @@ def _ref(name: str) -> Schema:
 
 
 def _path(path: str) -> str:
-    """Starlette's path without its converters."""
+    """Remove Starlette's converters from a path."""
     return _PARAMETER.sub(r"{\1}", path)
 
 

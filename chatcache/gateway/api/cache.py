@@ -1,7 +1,4 @@
-"""What the KV cache holds: of a prompt before it is sent, and of everybody who is being answered.
-
-Every page of the KV cache in one letter; and which conversations would find theirs.
-"""
+"""Routes about the KV cache: explain a prompt, held pages, page map, cached conversations."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ _SHOWN_TOKENS = 16
 
 
 async def explain(request: Request) -> Response:
-    """POST /v1/cache/explain: a dry run. Nothing is computed, stored or kept."""
+    """POST /v1/cache/explain: look up a prompt in the cache. Computes and stores nothing."""
     gateway, principal = gateway_of(request), principal_of(request)
     body = await read_json(request)
     fields = parse_fields(body, ExplainFields)
@@ -80,7 +77,10 @@ async def explain(request: Request) -> Response:
 
 
 async def page_accounts(request: Request) -> Response:
-    """GET /v1/cache/accounts: pages held now, shared ones in fractions. A tenant sees its own, an open server all."""
+    """GET /v1/cache/accounts: pages held now, shared ones in fractions.
+
+    A tenant sees its own pages; a server without keys shows all.
+    """
     gateway, principal = gateway_of(request), principal_of(request)
     model = await gateway.ready(None)
     held = await gateway.engine.accounts()
@@ -94,12 +94,12 @@ async def page_accounts(request: Request) -> Response:
 async def _prompt(
     fields: ExplainFields, model: Model, principal: Principal, model_name: str, functions: tuple[Function, ...]
 ) -> tuple[Sequence[Message], Prompt]:
-    """The prompt that a request with these fields would have, and its messages.
+    """Build the prompt that a request with these fields would have, and its messages.
 
     Raises: InvalidRequestError, NotFoundError.
     """
-    place = fields.conversation or fields.previous_response_id or fields.previous_item_id
-    given = [fields.prompt is not None, fields.messages is not None, fields.input is not None or place is not None]
+    location = fields.conversation or fields.previous_response_id or fields.previous_item_id
+    given = [fields.prompt is not None, fields.messages is not None, fields.input is not None or location is not None]
     if sum(given) != 1:
         raise InvalidRequestError(
             "send one of prompt, messages, or the fields of a response.create (input, previous_response_id ...)",
@@ -141,7 +141,7 @@ def _miss(explanation: Explanation, prompt: Prompt, tokenizer: Tokenizer, princi
     def shown(ids: Sequence[int]) -> str:
         return tokenizer.decode(ids[:_SHOWN_TOKENS], skip_special_tokens=False)
 
-    # What the cache has instead may be what another user of the tenant said.
+    # The tokens that are cached instead may come from another user of the tenant.
     instead = explanation.diverged_tokens if principal.is_admin else ()
     cause = miss_cause(
         explanation.reason, explanation.at_token, explanation.detail, prompt.divergence, explanation.page_size
@@ -156,7 +156,7 @@ def _miss(explanation: Explanation, prompt: Prompt, tokenizer: Tokenizer, princi
 
 
 def _divergence(prompt: Prompt, tokenizer: Tokenizer) -> CacheDivergence | None:
-    """Where the rendering leaves what the latest reply of ours was generated from, whatever is cached."""
+    """Find where the rendering departs from the prompt of the latest reply, cached or not."""
     where = prompt.divergence
     if where is None:
         return None
@@ -179,7 +179,7 @@ def _messages(messages: Sequence[Message], ends: Sequence[int], num_cached: int)
 
 
 def _accounts(held: PageAccounts, tenant: tuple[str, dict[str, str]] | None) -> CacheAccounts:
-    """`tenant`: its namespace and its live requests' conversations, or None for everybody's figures."""
+    """Build the body. `tenant`: its namespace and its live requests' conversations; None: all."""
     requests, conversations = held.requests, {name: pages for name, pages in held.conversations.items() if name}
     num_pages: float = held.num_pages_in_use
     if tenant is not None:
@@ -199,7 +199,7 @@ def _accounts(held: PageAccounts, tenant: tuple[str, dict[str, str]] | None) -> 
 
 
 def _pool(health: EngineHealth) -> Pool:
-    """The page map: every page in one state, as of a moment ago."""
+    """Count the pages by state."""
     return Pool(
         page_size=health.page_size,
         **page_states(health),
@@ -210,16 +210,19 @@ def _pool(health: EngineHealth) -> Pool:
 
 
 def _charges(pages_of: dict[str, float]) -> list[Charge]:
-    """Most pages first."""
+    """List the charges, largest first."""
     ranked = sorted(pages_of.items(), key=lambda charge: (-charge[1], charge[0]))
     return [Charge(name, round(pages, 3)) for name, pages in ranked]
 
 
-TOKEN_BYTES = 4  # of a packed prompt
+TOKEN_BYTES = 4  # bytes of one token id in a packed prompt
 
 
 async def page_map(request: Request) -> Response:
-    """GET /v1/cache/map: a tenant sees others' pages as theirs and no more, an open server's visitors all."""
+    """GET /v1/cache/map: the state of every page.
+
+    A tenant sees pages of other tenants only as such.
+    """
     gateway, tenant = gateway_of(request), tenant_of(request)
     await gateway.ready(None)
     pages = await gateway.engine.page_map(tenant, operator=gateway.is_open)
@@ -227,7 +230,10 @@ async def page_map(request: Request) -> Response:
 
 
 async def warmth(request: Request) -> Response:
-    """POST /v1/cache/warmth: how much of each conversation's active path is computed. Changes nothing."""
+    """POST /v1/cache/warmth: how much of each conversation's active path is cached.
+
+    Changes nothing.
+    """
     gateway, principal = gateway_of(request), principal_of(request)
     body = await read_json(request)
     fields = parse_fields(body, WarmthFields)
@@ -237,8 +243,8 @@ async def warmth(request: Request) -> Response:
     for stored_id in fields.conversations:
         with suppress(NotFoundError):
             prompts[stored_id] = await model.histories.get(store, principal.owner, stored_id)
-    most = gateway.max_model_len * TOKEN_BYTES  # what lies behind can never have been computed
-    cut = [PackedPrompt(prompt.tokens[:most], prompt.num_public_tokens) for prompt in prompts.values()]
+    max_bytes = gateway.max_model_len * TOKEN_BYTES  # tokens beyond the context length are never computed
+    cut = [PackedPrompt(prompt.tokens[:max_bytes], prompt.num_public_tokens) for prompt in prompts.values()]
     counts = await gateway.engine.num_cached(cut, principal.tenant)
     entries = [
         Warmth(stored_id, len(prompt.tokens) // TOKEN_BYTES, count)

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions: the route, and the writer of its body and chunks."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ from chatcache.types.request import GenerateRequest
 
 
 async def chat_completions(request: Request) -> Response:
+    """POST /v1/chat/completions: stateless, streamed or not."""
     gateway = gateway_of(request)
     body = await read_json(request)
     base, chat, sampling = (
@@ -71,14 +72,14 @@ async def chat_completions(request: Request) -> Response:
     ignored = unknown_fields(body, CompletionBase, ChatFields, SamplingFields)
     messages = to_messages(chat.messages, "messages")
     model = await gateway.ready(base.model)
-    asked = to_params(sampling, _asked(base, chat, sampling), model.tokenizer.vocab_size)
-    form = model.service.reply_format
-    use = parse_tool_choice(form, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+    sampling_params = to_params(sampling, _route_params(base, chat, sampling), model.tokenizer.vocab_size)
+    reply_format = model.service.reply_format
+    tools = parse_tool_choice(reply_format, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     principal = principal_of(request)
-    work = work_of(asked, sum(len(message["content"]) for message in messages))
+    work = work_of(sampling_params, sum(len(message["content"]) for message in messages))
     async with gateway.door.entering(principal, work) as permit:
-        prompt = await model.service.prompt(messages, principal.tenant, use.functions)
-        params = constrain_to_tools(asked, use, form, model.tokenizer, prompt.token_ids)
+        prompt = await model.service.prompt(messages, principal.tenant, tools.functions)
+        params = constrain_to_tools(sampling_params, tools, reply_format, model.tokenizer, prompt.token_ids)
         engine_request = GenerateRequest(
             request_id=new_id("chatcmpl", "-"),
             prompt=prompt.token_ids,
@@ -100,13 +101,13 @@ async def chat_completions(request: Request) -> Response:
         names = rename_error_params(
             max_tokens="max_completion_tokens" if chat.max_completion_tokens is not None else None
         )
-        thinks = asked.structured_outputs is None or params is not asked
+        can_reason = sampling_params.structured_outputs is None or params is not sampling_params
         starting = model.service.start(
-            engine_request, prompt.text, functions=use.names, thinks=thinks, owner=principal.owner
+            engine_request, prompt.text, functions=tools.names, thinks=can_reason, owner=principal.owner
         )
         with (
             names,
-            rename_constraint_param(sampling.structured_outputs, "response_format", "tools" if use.limits else None),
+            rename_constraint_param(sampling.structured_outputs, "response_format", "tools" if tools.limits else None),
         ):
             reply = await until_disconnect(request, starting)
         permit.cover(reply)
@@ -120,7 +121,7 @@ async def chat_completions(request: Request) -> Response:
     )
 
 
-def _asked(base: CompletionBase, chat: ChatFields, sampling: SamplingFields) -> RouteParams:
+def _route_params(base: CompletionBase, chat: ChatFields, sampling: SamplingFields) -> RouteParams:
     check_stream(base, sampling)
     return RouteParams(
         max_tokens=chat.max_completion_tokens if chat.max_completion_tokens is not None else base.max_tokens,
@@ -238,14 +239,17 @@ class ChatCompletionWriter(ChunkWriter[ChatChunkChoice]):
 
 
 def finish_reason(done: ReplyDone) -> FinishReason:
-    """OpenAI's finish reason: a reply that stopped after tool calls has `tool_calls`."""
+    """Convert to OpenAI's finish reason: a reply that stopped after tool calls has `tool_calls`."""
     if done.parts.tool_calls and done.finish_reason == FINISH_STOP:
         return "tool_calls"
     return cast(FinishReason, done.finish_reason)
 
 
 def _delta(event: ReplyDelta) -> ChatDelta | None:
-    """What an event adds to a message. Reasoning is sent under the names of both older and newer vLLM clients."""
+    """Convert an event to the part of the message that it adds; None if it adds nothing.
+
+    Reasoning is sent as `reasoning_content` and as `reasoning`: vLLM's clients read either name.
+    """
     if not (event.reasoning or event.text or event.calls):
         return None
     delta = ChatDelta()

@@ -1,4 +1,4 @@
-"""POST /v1/completions: raw text or token ids, one prompt or several."""
+"""POST /v1/completions: the route, and the writer of its body and chunks."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ _DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(request: Request) -> Response:
+    """POST /v1/completions: text or token ids, one prompt or several; stateless."""
     gateway, principal = gateway_of(request), principal_of(request)
     body = await read_json(request)
     base, fields, sampling = (
@@ -56,16 +57,16 @@ async def completions(request: Request) -> Response:
         parse_fields(body, SamplingFields),
     )
     ignored = unknown_fields(body, CompletionBase, CompletionFields, SamplingFields)
-    asked = _asked(base, fields, sampling)
+    route_params = _route_params(base, fields, sampling)
     model = await gateway.ready(base.model)
-    params = to_params(sampling, asked, model.tokenizer.vocab_size)
+    params = to_params(sampling, route_params, model.tokenizer.vocab_size)
     work = work_of(params, _num_chars(fields.prompt), _num_prompts(fields.prompt))
     async with gateway.door.entering(principal, work) as permit:
         prompts = await _prompts(fields, model.service)
         width = num_candidates(params)
         _check_width(len(prompts), width, sampling)
         with rename_error_params(prompt_logprobs="logprobs" if base.prompt_logprobs is None else None):
-            _check_prompt_logprobs(prompts, width, asked.prompt_logprobs)
+            _check_prompt_logprobs(prompts, width, route_params.prompt_logprobs)
         priority = gateway.priority(base.priority)
         completion_id = new_id("cmpl", "-")
         shown = [model.tokenizer.decode(prompt) if fields.echo else "" for prompt in prompts]
@@ -101,7 +102,7 @@ async def completions(request: Request) -> Response:
     return await respond(request, events, replies, writer, stream=bool(base.stream), headers=ignored_header(ignored))
 
 
-def _asked(base: CompletionBase, fields: CompletionFields, sampling: SamplingFields) -> RouteParams:
+def _route_params(base: CompletionBase, fields: CompletionFields, sampling: SamplingFields) -> RouteParams:
     check_stream(base, sampling)
     echoed_logprobs = fields.logprobs if fields.echo else None
     if echoed_logprobs is not None and base.stream:
@@ -109,22 +110,22 @@ def _asked(base: CompletionBase, fields: CompletionFields, sampling: SamplingFie
     return RouteParams(
         max_tokens=base.max_tokens if base.max_tokens is not None else _DEFAULT_MAX_TOKENS,
         logprobs=fields.logprobs,
-        prompt_logprobs=_most(base.prompt_logprobs, echoed_logprobs),
+        prompt_logprobs=_max_or_none(base.prompt_logprobs, echoed_logprobs),
         structured_outputs=structured_outputs(sampling.structured_outputs, base.response_format),
     )
 
 
 def _check_width(num_prompts: int, width: int, sampling: SamplingFields) -> None:
-    most = max(width, sampling.best_of or 1)
-    if num_prompts * most > MAX_N:
-        name = "n" if most == width else "best_of"
+    num_branches = max(width, sampling.best_of or 1)
+    if num_prompts * num_branches > MAX_N:
+        name = "n" if num_branches == width else "best_of"
         raise InvalidRequestError(
-            f"prompts x {name} must be at most {MAX_N}, got {num_prompts} x {most}", param="prompt"
+            f"prompts x {name} must be at most {MAX_N}, got {num_prompts} x {num_branches}", param="prompt"
         )
 
 
 def _check_prompt_logprobs(prompts: Sequence[tuple[int, ...]], width: int, num_top: int | None) -> None:
-    """Every choice shows its prompt's: bound them all, as the engine bounds one prompt's.
+    """Limit the prompt log-probabilities of all choices together, not only of one prompt.
 
     Raises: InvalidRequestError.
     """
@@ -140,19 +141,19 @@ def _check_prompt_logprobs(prompts: Sequence[tuple[int, ...]], width: int, num_t
 
 
 def _num_chars(prompt: Sequence[object]) -> int:
-    """How much text, or as much as token ids stand for."""
+    """Count the characters of a prompt, estimated for token ids."""
     if isinstance(prompt, str):
         return len(prompt)
     return sum(_num_chars(part) if isinstance(part, (str, list)) else CHARS_PER_TOKEN for part in prompt)
 
 
 def _num_prompts(prompt: Sequence[object]) -> int:
-    """How many prompts there seem to be; what is none will be refused."""
+    """Count the prompts before they are validated."""
     return len(prompt) if not isinstance(prompt, str) and prompt and isinstance(prompt[0], (str, list)) else 1
 
 
 async def _prompts(fields: CompletionFields, service: ChatService) -> list[tuple[int, ...]]:
-    """The prompts as token ids. Raises: InvalidRequestError."""
+    """Tokenize the prompts. Raises: InvalidRequestError."""
     given = fields.prompt
     kinds = set(map(type, given))
     if isinstance(given, str):
@@ -178,16 +179,16 @@ async def _prompts(fields: CompletionFields, service: ChatService) -> list[tuple
     return prompts
 
 
-def _most(*numbers: int | None) -> int | None:
+def _max_or_none(*numbers: int | None) -> int | None:
     return max((number for number in numbers if number is not None), default=None)
 
 
 async def _start(service: ChatService, requests: Sequence[GenerateRequest], owner: str) -> list[Reply]:
-    """Submit every prompt, or none. Raises: what `EngineClient.submit` raises."""
+    """Submit all prompts, or none. Raises: what `EngineClient.submit` raises."""
     starts = [asyncio.ensure_future(service.start(request, owner=owner)) for request in requests]
     try:
         return list(await asyncio.gather(*starts))
-    except BaseException:  # the first refusal, or the client has left
+    except BaseException:  # the first refusal, or the client has disconnected
         for start in starts:
             start.cancel()
         for outcome in await asyncio.gather(*starts, return_exceptions=True):
@@ -225,7 +226,7 @@ class CompletionWriter(ChunkWriter[CompletionChoice]):
         self._num_prompt_logprobs = num_prompt_logprobs
         self._with_scores = with_scores
         self._with_token_ids = with_token_ids
-        self._logprobs = [CompletionLogprobsBuilder(tokenizer) for _ in echo]  # of the stream
+        self._logprobs = [CompletionLogprobsBuilder(tokenizer) for _ in echo]  # for streams
 
     def body(self, reply: CompleteReply) -> Completion:
         return self._completion(

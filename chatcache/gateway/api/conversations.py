@@ -1,11 +1,7 @@
-"""REST of conversations: what the page lists, finds, shows, renames and deletes.
+"""Routes of conversations and their items: list, search, create, read, edit, delete, title.
 
-OpenAI's Conversations: creating one, and its items.
-
-A conversation here is a tree. A client that knows nothing of branches sees the path to the active leaf, as a list;
-one that does names another leaf, or asks for all branches.
-
-POST /v1/conversations/{id}/title: a name from the model, for the price of asking.
+A conversation is a tree of messages. Items are listed along the path to the active leaf, which is OpenAI's flat list;
+clients that support branches name another leaf or request all branches.
 """
 
 from __future__ import annotations
@@ -52,7 +48,7 @@ from chatcache.gateway.schemas.requests import ConversationFields, ConversationP
 
 
 def message_item(item: Item, turn: Turn | None) -> schemas.Item:
-    """Describe a message as one item; `turn` is the response that generated it."""
+    """Convert a message to one item. `turn`: the response that generated it."""
     is_output = item.role == "assistant"
     # A fork shares the tokens of its source: the usage of the turn counts them for the source's outputs only.
     usage = turn.usage if turn is not None and item.finish_reason != FORKED else None
@@ -72,7 +68,7 @@ def message_item(item: Item, turn: Turn | None) -> schemas.Item:
 
 
 def _found_conversation(hit: SearchHit) -> schemas.FoundConversation:
-    """A conversation with the places where a search found its words: [start, end] in characters, never markup."""
+    """Convert a search result. Marks are [start, end] in characters, never markup."""
     found = schemas.FoundConversation.from_head(hit.conversation)
     snippet = schemas.Snippet(hit.snippet.text, list(hit.snippet.marks)) if hit.snippet is not None else None
     found.match = schemas.Match(hit.item_id, hit.role, snippet, list(hit.title_marks))
@@ -80,7 +76,7 @@ def _found_conversation(hit: SearchHit) -> schemas.FoundConversation:
 
 
 async def list_conversations(request: Request) -> Response:
-    """By last change, newest first; with `query` only those where the words are found, each with its `match`."""
+    """GET /v1/conversations: newest change first; with `query`, the results of a search."""
     query = request.query_params
     limit, after, words = parse_limit(query.get("limit", "20")), query.get("after"), query.get("query", "")
     store, owner = store_of(request), owner_of(request)
@@ -98,11 +94,13 @@ async def list_conversations(request: Request) -> Response:
 
 
 async def get_conversation(request: Request) -> Response:
+    """GET /v1/conversations/{id}."""
     conversation = await store_of(request).get(owner_of(request), request.path_params["id"])
     return json_response(schemas.Conversation.from_head(conversation))
 
 
 async def update_conversation(request: Request) -> Response:
+    """POST /v1/conversations/{id}: change title, metadata or active leaf."""
     body = await read_json(request)
     patch = parse_fields(body, ConversationPatch)
     ignored = unknown_fields(body, ConversationPatch)
@@ -119,7 +117,7 @@ async def update_conversation(request: Request) -> Response:
 
 
 async def delete_conversation(request: Request) -> Response:
-    """Delete it, and end what is still being said in it."""
+    """DELETE /v1/conversations/{id}: delete it and cancel its running responses."""
     gateway, owner, conversation_id = gateway_of(request), owner_of(request), request.path_params["id"]
     await store_of(request).delete(owner, conversation_id, expected_rev=parse_rev(request))
     gateway.hub.deleted(owner, conversation_id)
@@ -129,7 +127,7 @@ async def delete_conversation(request: Request) -> Response:
 
 
 def parse_rev(request: Request) -> int | None:
-    """`rev` of a query. Raises: InvalidRequestError."""
+    """Parse the `rev` parameter of the query. Raises: InvalidRequestError."""
     text = request.query_params.get("rev")
     if text is None:
         return None
@@ -139,36 +137,36 @@ def parse_rev(request: Request) -> int | None:
 
 
 def store_of(request: Request) -> ConversationStore:
-    """Raises: OverloadedError before it is open."""
+    """Return the open store. Raises: OverloadedError before it is open."""
     return gateway_of(request).opened_store()
 
 
-_TRIES = 5
-# Listing this many messages takes about a millisecond; longer conversations leave the event loop alone.
+_MAX_EDIT_ATTEMPTS = 5
+# Listing this many messages takes about a millisecond; longer conversations are listed in a thread.
 _INLINE_ITEMS = 100
 
 
 async def create_conversation(request: Request) -> Response:
-    """Create one, empty or with the messages it begins with."""
+    """POST /v1/conversations: create a conversation, empty or with messages."""
     body = await read_json_or_nothing(request)
     fields = parse_fields(body, ConversationFields)
     ignored = unknown_fields(body, ConversationFields)
     messages = to_messages(fields.items or (), "items")
     gateway, store, owner = gateway_of(request), store_of(request), owner_of(request)
-    once = IdempotencyKey.from_request(request, "conversation", body)
-    if once is None:
+    idempotency_key = IdempotencyKey.from_request(request, "conversation", body)
+    if idempotency_key is None:
         conversation = await save_new_conversation(store, owner, messages, fields.metadata, fields.title)
         gateway.hub.changed(conversation)
         return json_response(schemas.Conversation.from_head(conversation), headers=ignored_header(ignored))
-    async with gateway.keys.get(owner, once):
-        found = await once.find_target(store, owner)
+    async with gateway.keys.get(owner, idempotency_key):
+        found = await idempotency_key.find_target(store, owner)
         try:
             if found is None:
                 conversation = await save_new_conversation(
-                    store, owner, messages, fields.metadata, fields.title, once.claim
+                    store, owner, messages, fields.metadata, fields.title, idempotency_key.claim
                 )
-        except IdempotencyConflictError as taken:  # through another gateway
-            found = once.resolve(taken.claim)
+        except IdempotencyConflictError as conflict:  # through another gateway
+            found = idempotency_key.resolve(conflict.claim)
     if found is not None:
         return json_response(schemas.Conversation.from_head(await store.get(owner, found)), headers=REPLAYED_HEADER)
     gateway.hub.changed(conversation)
@@ -176,17 +174,21 @@ async def create_conversation(request: Request) -> Response:
 
 
 async def list_items(request: Request) -> Response:
-    """A page of one path, newest first; with `branches=all` the whole tree, oldest first and in one piece."""
+    """GET .../items: a page of one path, newest first; with `branches=all`, all, oldest first."""
     query = request.query_params
     if query.get("branches", "all") != "all":
         raise InvalidRequestError('branches must be "all"', param="branches")
     tree = await store_of(request).load(owner_of(request), request.path_params["id"])
-    data = _listed(tree, query) if len(tree.items) <= _INLINE_ITEMS else await asyncio.to_thread(_listed, tree, query)
+    data = (
+        _encode_items(tree, query)
+        if len(tree.items) <= _INLINE_ITEMS
+        else await asyncio.to_thread(_encode_items, tree, query)
+    )
     return Response(data, media_type="application/json")
 
 
 async def create_items(request: Request) -> Response:
-    """Append messages at the active leaf, or under `parent_id`."""
+    """POST .../items: append messages after the active leaf or `parent_id`."""
     store, owner, conversation_id = store_of(request), owner_of(request), request.path_params["id"]
     body = await read_json(request)
     fields = parse_fields(body, ItemsFields)
@@ -201,13 +203,14 @@ async def create_items(request: Request) -> Response:
 
 
 async def get_item(request: Request) -> Response:
+    """GET .../items/{item_id}."""
     tree = await store_of(request).load(owner_of(request), request.path_params["id"])
     _, entry = find_item(tree, request.path_params["item_id"])
     return json_response(entry)
 
 
 async def delete_item(request: Request) -> Response:
-    """Take the message out, of every branch that it is on; what followed it follows the one before it."""
+    """DELETE .../items/{item_id}: remove a message and connect those before and after it."""
     await gateway_of(request).unsaved.settle(request.path_params["id"])
     conversation = await edit_conversation(
         store_of(request),
@@ -228,11 +231,13 @@ async def edit_conversation(
     *,
     expected_rev: int | None = None,
 ) -> Conversation:
-    """Apply an edit to the tree as it is, whatever else is written meanwhile; or (`expect`) only as it was read.
+    """Apply an edit to the present tree, and retry if another client changed it meanwhile.
+
+    With `expected_rev`, apply it only to that revision.
 
     Raises: what `edit` raises, NotFoundError, StaleRevisionError.
     """
-    tries = 0
+    num_attempts = 0
     while True:
         tree = await store.load(owner, conversation_id)
         if expected_rev is not None and tree.conversation.rev != expected_rev:
@@ -240,24 +245,27 @@ async def edit_conversation(
         try:
             return await store.delete_messages(owner, conversation_id, edit(tree), expected_rev=tree.conversation.rev)
         except StaleRevisionError:
-            tries += 1
-            if tries == _TRIES:
+            num_attempts += 1
+            if num_attempts == _MAX_EDIT_ATTEMPTS:
                 raise
 
 
-def _listed(tree: ConversationTree, query: Mapping[str, str]) -> bytes:
+def _encode_items(tree: ConversationTree, query: Mapping[str, str]) -> bytes:
     if "branches" in query:
         entries = [message_item(item, tree.turn_of(item)) for item in tree.items.values()]
         return encode(paginate(entries, PageQuery.parse(query, order="asc", limit=None)))
-    return encode(paginate(listed_items(tree, _path(tree, query.get("leaf"))), PageQuery.parse(query)))
+    return encode(paginate(listed_items(tree, _path_to(tree, query.get("leaf"))), PageQuery.parse(query)))
 
 
 def listed_items(tree: ConversationTree, items: Iterable[Item]) -> list[schemas.ListedItem]:
-    """OpenAI's items: reasoning, calls and outputs of calls are items of their own, before or after their message."""
-    return [entry for item in items for entry in _wire_item(tree, item)]
+    """Convert messages to OpenAI's items.
+
+    Reasoning, calls and outputs of calls are separate items.
+    """
+    return [entry for item in items for entry in _listed_items_of(tree, item)]
 
 
-def _wire_item(tree: ConversationTree, item: Item) -> list[schemas.ListedItem]:
+def _listed_items_of(tree: ConversationTree, item: Item) -> list[schemas.ListedItem]:
     if item.role == "tool":
         call_id = item.parts.call_id
         return [schemas.FunctionCallOutput(item.id, call_id, item.text, item.status, item.parent_id, item.response_id)]
@@ -275,20 +283,20 @@ def _wire_item(tree: ConversationTree, item: Item) -> list[schemas.ListedItem]:
     return entries
 
 
-def _path(tree: ConversationTree, leaf: str | None) -> tuple[Item, ...]:
+def _path_to(tree: ConversationTree, leaf: str | None) -> tuple[Item, ...]:
     if leaf is not None and leaf not in tree.items:
         raise NotFoundError(f"no message {leaf[:128]!r} in this conversation", param="leaf")
     return tree.path(leaf if leaf is not None else tree.conversation.active_leaf)
 
 
 def find_item(tree: ConversationTree, item_id: str) -> tuple[Item, schemas.ListedItem]:
-    """The message, and the form of it that has this id: all of it, or one of the calls it makes.
+    """Find the item with this id, and its message: an item is a message, reasoning or a call.
 
     Raises: NotFoundError.
     """
     known = tree.items.get(item_id)
     for item in (known,) if known is not None else tree.items.values():
-        for entry in _wire_item(tree, item):
+        for entry in _listed_items_of(tree, item):
             if entry.id == item_id:
                 return item, entry
     if known is not None:
@@ -297,7 +305,7 @@ def find_item(tree: ConversationTree, item_id: str) -> tuple[Item, schemas.Liste
 
 
 async def generate_title(request: Request) -> Response:
-    """Ask the model for a title and store it, unless it says nothing useful or somebody was faster."""
+    """POST .../title: generate a title, and store it unless the title was changed meanwhile."""
     gateway, store, principal = gateway_of(request), store_of(request), principal_of(request)
     owner = principal.owner
     body = await read_json_or_nothing(request)
@@ -313,9 +321,9 @@ async def generate_title(request: Request) -> Response:
     async with gateway.door.entering(principal, work) as permit:
         reply = await tasks.start(TITLE, tree, gateway.model_name, gateway.lowest_priority)
         permit.cover(reply)
-    text, usage = await until_disconnect(request, _heard(reply, gateway.metrics))
+    text, usage = await until_disconnect(request, _read_reply(reply, gateway.metrics))
     title = clean_title(text)
-    conversation = await _named(store, before, title) if title else await store.get(owner, before.id)
+    conversation = await _store_title(store, before, title) if title else await store.get(owner, before.id)
     if conversation.rev != before.rev:
         gateway.hub.changed(conversation)
     result = schemas.Title(
@@ -328,8 +336,8 @@ async def generate_title(request: Request) -> Response:
     return json_response(result, headers=ignored_header(ignored))
 
 
-async def _heard(reply: Reply, metrics: Metrics) -> tuple[str, Usage]:
-    """What was said, and what it took."""
+async def _read_reply(reply: Reply, metrics: Metrics) -> tuple[str, Usage]:
+    """Read a reply to its end; return its text and usage."""
     text = ""
     async with reply:
         async for event in record_reply_metrics(reply, metrics):
@@ -337,11 +345,14 @@ async def _heard(reply: Reply, metrics: Metrics) -> tuple[str, Usage]:
                 text = event.text
             elif isinstance(event, ReplyFinished):
                 return text, Usage(event.num_prompt_tokens, event.num_cached_tokens, event.num_output_tokens)
-    raise EngineError("the engine stopped without saying why")
+    raise EngineError("the engine ended without a result")
 
 
-async def _named(store: ConversationStore, before: Conversation, title: str) -> Conversation:
-    """Store a title, whatever else has changed since `before`; but a name that somebody gave it meanwhile stays."""
+async def _store_title(store: ConversationStore, before: Conversation, title: str) -> Conversation:
+    """Store a title, unless another client has set one since `before`.
+
+    Other changes do not matter.
+    """
     present = before
     while present.title == before.title != title:
         try:

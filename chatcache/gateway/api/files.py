@@ -1,4 +1,4 @@
-"""Conversations leave and come as files: one of them, all of them, and what other servers wrote."""
+"""Export and import of conversations as files: our JSON, Markdown, ChatGPT's export."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _FEED_BYTES = 1 << 18
 
 
 async def export_conversation(request: Request) -> Response:
-    """GET /v1/conversations/{id}/export: all of it as JSON, or one branch to read as Markdown."""
+    """GET /v1/conversations/{id}/export: lossless JSON, or Markdown to read."""
     tree = await store_of(request).load(owner_of(request), request.path_params["id"])
-    form = request.query_params.get("format", "json")
-    if form not in ("json", "markdown"):
+    file_format = request.query_params.get("format", "json")
+    if file_format not in ("json", "markdown"):
         raise InvalidRequestError('format must be "json" or "markdown"', param="format")
-    items = _branch(tree, request.query_params.get("branch"), whole=form == "json")
-    if form == "json":
-        digest = await _digest(request)
+    items = _select_branch(tree, request.query_params.get("branch"), whole=file_format == "json")
+    if file_format == "json":
+        digest = await _tokenizer_digest(request)
         wanted = items if items is not None else tuple(tree.items.values())
         data = await asyncio.to_thread(portable, tree, wanted, digest)
         return _file(data, "application/json", f"{tree.conversation.id}.json")
@@ -55,30 +55,30 @@ async def export_conversation(request: Request) -> Response:
 
 
 async def export_all(request: Request) -> Response:
-    """Every conversation of the tenant, one to a line, one in memory at a time."""
-    store, owner, digest = store_of(request), owner_of(request), await _digest(request)
+    """GET /v1/conversations/export: all conversations, one per line, one in memory at a time."""
+    store, owner, digest = store_of(request), owner_of(request), await _tokenizer_digest(request)
     headers = {"content-disposition": 'attachment; filename="conversations.jsonl"'}
-    return StreamingResponse(_lines(store, owner, digest), media_type=JSON_LINES, headers=headers)
+    return StreamingResponse(_export_lines(store, owner, digest), media_type=JSON_LINES, headers=headers)
 
 
 async def import_conversations(request: Request) -> Response:
-    """Our own files or ChatGPT's, read as they arrive, each conversation all or nothing.
+    """POST /v1/conversations/import: import our files or ChatGPT's while they arrive.
 
-    Raises: InvalidRequestError where nothing at all could be imported.
+    Each conversation is imported completely or not at all. Raises: InvalidRequestError if none could be imported.
     """
     _check_media_type(request)
-    dry_run = _flag(request, "dry_run")
+    dry_run = _parse_flag(request, "dry_run")
     gateway = gateway_of(request)
     tokenizer = (await gateway.ready(None)).tokenizer
     importer = Importer(store_of(request), owner_of(request), tokenizer, gateway.hub, dry_run=dry_run)
-    values, waiting = JsonObjectSplitter(), bytearray()
+    values, buffer = JsonObjectSplitter(), bytearray()
     try:
         async for chunk in request.stream():
-            waiting += chunk
-            if len(waiting) >= _FEED_BYTES:
-                await importer.add(await asyncio.to_thread(values.feed, bytes(waiting)))
-                waiting.clear()
-        await importer.add(await asyncio.to_thread(values.feed, bytes(waiting)))
+            buffer += chunk
+            if len(buffer) >= _FEED_BYTES:
+                await importer.add(await asyncio.to_thread(values.feed, bytes(buffer)))
+                buffer.clear()
+        await importer.add(await asyncio.to_thread(values.feed, bytes(buffer)))
         values.end()
     except InvalidRequestError as error:
         importer.add_failure(error)
@@ -86,7 +86,7 @@ async def import_conversations(request: Request) -> Response:
 
 
 class Importer:
-    """Reads conversations into a tenant's store and keeps account of them."""
+    """Imports conversations into a tenant's store and records the results."""
 
     def __init__(
         self, store: ConversationStore, owner: str, tokenizer: Tokenizer, hub: ConversationHub, *, dry_run: bool
@@ -103,28 +103,31 @@ class Importer:
         self._first_error: ChatcacheError | None = None
 
     async def add(self, files: list[bytes]) -> None:
-        """Import some, in order."""
+        """Import the conversations of these JSON documents, in order."""
         for data in files:
             try:
                 draft = await asyncio.to_thread(read_draft, data, self._owner, self._tokenizer)
                 if draft is not None:
-                    self._done(draft, await import_draft(self._store, draft, dry_run=self._dry_run))
+                    self._record_import(draft, await import_draft(self._store, draft, dry_run=self._dry_run))
             except (InvalidRequestError, NotFoundError) as error:
                 self.add_failure(error)
 
     def add_failure(self, error: ChatcacheError) -> None:
-        """Count one that could not be read."""
+        """Record a conversation that could not be imported."""
         if self._first_error is None:
             self._first_error = error
-        self._enter(ImportEntry(self._num_read, "failed", error=error_body(error)))
+        self._append_entry(ImportEntry(self._num_conversations, "failed", error=error_body(error)))
 
     @property
-    def _num_read(self) -> int:
+    def _num_conversations(self) -> int:
         return sum(self._counts.values())
 
     def report(self) -> Import:
-        """The answer. Raises: InvalidRequestError if nothing was imported and something failed."""
-        num_done = self._num_read - self._counts["failed"]
+        """Build the response body.
+
+        Raises: the first error, if nothing was imported and something failed.
+        """
+        num_done = self._num_conversations - self._counts["failed"]
         if self._first_error is not None and not num_done:
             raise self._first_error
         return Import(
@@ -137,34 +140,34 @@ class Importer:
             num_items=self._num_items,
             skipped=dict(self._skipped),
             data=self._entries,
-            has_more=self._num_read > len(self._entries),
+            has_more=self._num_conversations > len(self._entries),
         )
 
-    def _done(self, draft: Draft, adopted: ImportResult) -> None:
-        self._num_items += adopted.num_items
+    def _record_import(self, draft: Draft, result: ImportResult) -> None:
+        self._num_items += result.num_items
         self._skipped.update(draft.skipped)
-        if adopted.status != "unchanged" and not self._dry_run:
-            self._hub.changed(adopted.conversation)
-        self._enter(
+        if result.status != "unchanged" and not self._dry_run:
+            self._hub.changed(result.conversation)
+        self._append_entry(
             ImportEntry(
-                self._num_read,
-                cast(Any, adopted.status),
-                id=adopted.conversation.id,
+                self._num_conversations,
+                cast(Any, result.status),
+                id=result.conversation.id,
                 source_id=draft.conversation.id[:128],
-                title=adopted.conversation.title,
-                num_items=adopted.num_items,
+                title=result.conversation.title,
+                num_items=result.num_items,
                 token_exact=draft.is_exact,
                 skipped=dict(draft.skipped),
             )
         )
 
-    def _enter(self, entry: ImportEntry) -> None:
+    def _append_entry(self, entry: ImportEntry) -> None:
         self._counts[entry.status] += 1
         if len(self._entries) < MAX_REPORTED:
             self._entries.append(entry)
 
 
-async def _lines(store: ConversationStore, owner: str, digest: str) -> AsyncIterator[bytes]:
+async def _export_lines(store: ConversationStore, owner: str, digest: str) -> AsyncIterator[bytes]:
     after: str | None = None
     num_conversations = 0
     while ids := await store.list_ids(owner, _PAGE, after):
@@ -179,8 +182,11 @@ async def _lines(store: ConversationStore, owner: str, digest: str) -> AsyncIter
     yield end_of_export(num_conversations) + b"\n"
 
 
-def _branch(tree: ConversationTree, branch: str | None, *, whole: bool) -> tuple[Item, ...] | None:
-    """The path to `branch`; None for all of the tree. Without one: all (`whole`), or the active branch."""
+def _select_branch(tree: ConversationTree, branch: str | None, *, whole: bool) -> tuple[Item, ...] | None:
+    """Select the path to `branch`; None for the whole tree.
+
+    Without `branch`: all (`whole`), or the active branch.
+    """
     if branch == ALL or (branch is None and whole):
         return None
     if branch is not None and branch not in tree.items:
@@ -188,8 +194,8 @@ def _branch(tree: ConversationTree, branch: str | None, *, whole: bool) -> tuple
     return tree.path(branch if branch is not None else tree.conversation.active_leaf)
 
 
-async def _digest(request: Request) -> str:
-    """What the stored token ids are ids of."""
+async def _tokenizer_digest(request: Request) -> str:
+    """Digest of the tokenizer that the stored token ids belong to."""
     tokenizer = (await gateway_of(request).ready(None)).tokenizer
     return await asyncio.to_thread(lambda: tokenizer.digest)
 
@@ -205,7 +211,7 @@ def _check_media_type(request: Request) -> None:
     refuse_encoding(request)
 
 
-def _flag(request: Request, name: str) -> bool:
+def _parse_flag(request: Request, name: str) -> bool:
     text = request.query_params.get(name, "false")
     if text not in ("true", "false"):
         raise InvalidRequestError(f"{name} must be true or false", param=name)

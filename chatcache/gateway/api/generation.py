@@ -1,4 +1,4 @@
-"""What chat completions and completions share: stream or collect a reply, write its chunks, merge several replies.
+"""Code shared by chat completions and completions: stream, collect and merge replies.
 
 The engine requests of a response end with it, also when the client disconnects.
 """
@@ -46,7 +46,7 @@ Choice = TypeVar("Choice", ChatChunkChoice, CompletionChoice)
 
 @dataclass(frozen=True, slots=True)
 class CompleteReply:
-    """A whole reply: how each candidate ended, by index; the deltas of each; the log-probabilities of each prompt."""
+    """A whole reply: final events by index, deltas by candidate, log-probabilities by prompt."""
 
     dones: Sequence[ReplyDone]
     deltas: Mapping[int, Sequence[ReplyDelta]]
@@ -58,11 +58,11 @@ class ReplySerializer(Protocol):
     """Converts reply events to the bodies of one route."""
 
     def chunks(self, events: AsyncIterator[ReplyEvent]) -> AsyncIterator[object]:
-        """The chunks of a stream."""
+        """Yield the chunks of a stream."""
         ...
 
     def body(self, reply: CompleteReply) -> object:
-        """The body without streaming."""
+        """Build the body of a response that is not streamed."""
         ...
 
 
@@ -83,8 +83,8 @@ class CompletionHead:
 class ChunkWriter(ABC, Generic[Choice]):
     """Converts reply events to chunks. Subclasses build the choices of their route.
 
-    The first chunks, one for each choice in index order, come with the first token; then chunks with text, one final
-    chunk for each choice, and the usage. `fast_text`: deltas with text only may be written by `FastChunks`.
+    Order: with the first token, one first chunk for each choice in index order; chunks with text; one final chunk for
+    each choice; the usage. `fast_text`: `FastChunks` may encode the deltas that have text only.
     """
 
     def __init__(self, num_choices: int, *, fast_text: bool, with_usage: bool) -> None:
@@ -97,7 +97,7 @@ class ChunkWriter(ABC, Generic[Choice]):
 
     @abstractmethod
     def usage_chunk(self, usage: Usage) -> ChatCompletionChunk | Completion:
-        """The last chunk: no choice, but the usage."""
+        """Build the last chunk, which has the usage and no choice."""
 
     @abstractmethod
     def first_chunk(self, index: int) -> ChatCompletionChunk | Completion: ...
@@ -107,11 +107,11 @@ class ChunkWriter(ABC, Generic[Choice]):
 
     @abstractmethod
     def delta_choice(self, event: ReplyDelta) -> Choice | None:
-        """The choice for a delta; None where the client has asked for nothing that is in it."""
+        """Build the choice of a delta; None if the client requested nothing of it."""
 
     @abstractmethod
     def final_choice(self, event: ReplyDone, unsent_ids: Sequence[int]) -> Choice:
-        """The last choice of a candidate. `unsent_ids`: its tokens that came with no delta."""
+        """Build the last choice of a candidate. `unsent_ids`: its tokens that no delta contained."""
 
     async def chunks(self, events: AsyncIterator[ReplyEvent]) -> AsyncIterator[object]:
         """Write the chunks of one reply; `FastChunks` are encoded already."""
@@ -143,7 +143,10 @@ class ChunkWriter(ABC, Generic[Choice]):
 
 
 def completion_usage(finished: ReplyFinished) -> Usage:
-    """OpenAI's usage object; prompt and cached tokens count once, however many candidates there are."""
+    """Build OpenAI's usage object.
+
+    Prompt and cached tokens count once, also with several candidates.
+    """
     return Usage(
         prompt_tokens=finished.num_prompt_tokens,
         completion_tokens=finished.num_output_tokens,
@@ -164,7 +167,10 @@ async def respond(
     stream: bool,
     headers: dict[str, str],
 ) -> Response:
-    """Answer with a stream or one body; whichever way it ends, the engine requests end with it."""
+    """Respond with a stream or one body.
+
+    The engine requests end with the response, also if it fails.
+    """
     gateway = gateway_of(request)
 
     async def close() -> None:
@@ -188,7 +194,7 @@ async def respond(
 
 
 async def collect(events: AsyncIterator[ReplyEvent], serializer: ReplySerializer) -> bytes:
-    """Read to the end; return the encoded body."""
+    """Read all events; return the encoded body."""
     dones: list[ReplyDone] = []
     deltas: dict[int, list[ReplyDelta]] = defaultdict(list)
     of_prompts: dict[int, Sequence[TokenLogprob | None]] = {}
@@ -216,7 +222,10 @@ def _encode(serializer: ReplySerializer, reply: CompleteReply) -> bytes:
 
 
 async def reply_events(reply: Reply, metrics: Metrics) -> AsyncIterator[ReplyEvent]:
-    """A reply's events, metered. Raises: ShuttingDownError when the server, not the client, ended it."""
+    """Yield a reply's events and record its metrics.
+
+    Raises: ShuttingDownError if the server ended it.
+    """
     async for event in record_reply_metrics(reply, metrics):
         if isinstance(event, ReplyFinished) and event.cancelled:
             raise ShuttingDownError("the server is shutting down and ended this generation; try again in a moment")
@@ -224,9 +233,9 @@ async def reply_events(reply: Reply, metrics: Metrics) -> AsyncIterator[ReplyEve
 
 
 async def merge_replies(sources: Sequence[AsyncIterator[ReplyEvent]], width: int) -> AsyncIterator[ReplyEvent]:
-    """Interleave the events of replies that have `width` candidates each, as they come.
+    """Interleave the events of several replies with `width` candidates each; renumber them.
 
-    Raises: the first failure of any; the others are left to their owner to close.
+    Raises: the first error of any reply. The caller closes the replies.
     """
     if len(sources) == 1:
         async for only in sources[0]:
@@ -274,7 +283,7 @@ _SEAM = "\ue000"
 
 
 class FastChunks:
-    """Encodes chunks that add text only: what surrounds the text is encoded once for each choice.
+    """Encodes chunks that add text only: the JSON around the text is encoded once per choice.
 
     `chunk(index, text)` returns the chunk as an object; `encode` returns the JSON that encoding it would give.
     """
@@ -292,5 +301,5 @@ class FastChunks:
 
 
 def is_text_only(event: ReplyDelta) -> bool:
-    """Whether the delta has nothing but text for a client without log-probabilities and token ids."""
+    """Whether the delta is only text, if the client wants no log-probabilities and token ids."""
     return bool(event.text) and not event.reasoning and not event.calls

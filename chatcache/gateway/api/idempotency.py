@@ -1,4 +1,4 @@
-"""Requests that come again under one `Idempotency-Key`: what the first one made is answered again, and made once."""
+"""Idempotency keys: a repeated request returns the result of the first one."""
 
 from __future__ import annotations
 
@@ -19,56 +19,67 @@ from chatcache.errors import InvalidRequestError
 HEADER = "Idempotency-Key"
 REPLAYED_HEADER = {"idempotent-replayed": "true"}
 KEY_PATTERN = re.compile("^[!-~]{1,255}$")
-_ENVELOPE = frozenset({"type", "stream", "stream_id", "idempotency_key"})  # how it came and goes, not what it says
+# Transport fields: the same request may use another transport.
+_ENVELOPE = frozenset({"type", "stream", "stream_id", "idempotency_key"})
 
 
 @dataclass(frozen=True, slots=True)
 class IdempotencyKey:
-    """A key, and the digest of the request that came with it."""
+    """An `Idempotency-Key` and the digest of the request that it was sent with."""
 
     key: str
     digest: str
 
     @classmethod
-    def create(cls, key: str, what: str, body: Mapping[str, Any]) -> IdempotencyKey:
-        """`what`: a name for the kind of request. Raises: InvalidRequestError for what is no key."""
+    def create(cls, key: str, kind: str, body: Mapping[str, Any]) -> IdempotencyKey:
+        """Build from a key and the JSON body.
+
+        `kind`: the name of the operation. Raises: InvalidRequestError.
+        """
         if not KEY_PATTERN.fullmatch(key):
             raise InvalidRequestError(
                 "an Idempotency-Key has 1 to 255 visible ASCII characters, no spaces", param="idempotency_key"
             )
-        said = {name: value for name, value in body.items() if name not in _ENVELOPE and value is not None}
-        data = msgspec.json.encode([what, said], order="deterministic")
+        content = {name: value for name, value in body.items() if name not in _ENVELOPE and value is not None}
+        data = msgspec.json.encode([kind, content], order="deterministic")
         return cls(key, hashlib.sha256(data).hexdigest())
 
     @classmethod
-    def from_request(cls, request: Request, what: str, body: Mapping[str, Any]) -> IdempotencyKey | None:
-        """Of a request that has the header. Raises: InvalidRequestError."""
+    def from_request(cls, request: Request, kind: str, body: Mapping[str, Any]) -> IdempotencyKey | None:
+        """Build from the request's header; None without one. Raises: InvalidRequestError."""
         key = request.headers.get(HEADER)
-        return cls.create(key, what, body) if key is not None else None
+        return cls.create(key, kind, body) if key is not None else None
 
     def claim(self, target: str) -> Claim:
+        """Build the record that reserves the key for the result with the id `target`."""
         return Claim(self.key, self.digest, target)
 
     def resolve(self, claim: Claim) -> str:
-        """What the same request made. Raises: IdempotencyConflictError where it was another one."""
+        """Return the id of the result of an earlier, equal request.
+
+        Raises: IdempotencyConflictError if the key was used for a different request.
+        """
         if claim.digest != self.digest:
             raise IdempotencyConflictError(claim)
         return claim.target
 
     async def find_target(self, store: ConversationStore, owner: str) -> str | None:
-        """The id of what this request made before. Raises: IdempotencyConflictError."""
+        """Look up the id of the result if this request was made before.
+
+        Raises: IdempotencyConflictError.
+        """
         claim = await store.find_claim(owner, self.key)
         return self.resolve(claim) if claim is not None else None
 
 
 class KeyLocks:
-    """Of requests that come at the same time with the same key all but one wait here."""
+    """Locks that serialise concurrent requests with the same idempotency key."""
 
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
 
-    def get(self, owner: str, once: IdempotencyKey) -> asyncio.Lock:
-        lock = self._locks.get((owner, once.key))
+    def get(self, owner: str, key: IdempotencyKey) -> asyncio.Lock:
+        lock = self._locks.get((owner, key.key))
         if lock is None:
-            lock = self._locks[owner, once.key] = asyncio.Lock()
+            lock = self._locks[owner, key.key] = asyncio.Lock()
         return lock

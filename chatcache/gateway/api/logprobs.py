@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's shapes."""
+"""Log-probabilities in the shapes of OpenAI and vLLM."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from chatcache.gateway.schemas import completions as schemas
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import TokenLogprob
 
-# JSON has no infinity; clients use this floor for "impossible".
+# JSON has no infinity; OpenAI uses this value for probability 0.
 MIN_LOGPROB = -9999.0
 
 
 def chat_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprob]
 ) -> list[schemas.TokenLogprob]:
-    """The `content` list: one entry per token; `bytes` join to the text even where a token is half a character."""
+    """Build the `content` list with one entry for each token.
+
+    The `bytes` of all entries join to the text, also if a token is part of a character.
+    """
     return [
         schemas.TokenLogprob(
             *_token(tokenizer, token, entry.logprob),
@@ -30,7 +33,7 @@ def chat_logprobs(
 
 
 class EncodedLogprobs:
-    """Entries of `chat_logprobs`, kept as the JSON that they become: a tenth of what they take as objects."""
+    """Entries of `chat_logprobs`, stored as JSON: a tenth of their size as objects."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -42,7 +45,7 @@ class EncodedLogprobs:
         self._data += entries
 
     def pop_all(self) -> bytes:
-        """Return all entries and forget them."""
+        """Remove and return all entries."""
         taken = bytes(self._data)
         self._data.clear()
         return taken
@@ -52,21 +55,21 @@ class EncodedLogprobs:
 
 
 def encoded_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> bytes:
-    """The entries of `chat_logprobs` as JSON, without the brackets around them."""
+    """Encode the entries of `chat_logprobs`, without the brackets around them."""
     return encode(chat_logprobs(tokenizer, ids, logprobs))[1:-1]
 
 
 def encoded_list(entries: bytes | bytearray) -> list[schemas.TokenLogprob]:
-    """Encoded entries as an encoded list, typed as the list that it stands for."""
+    """Put brackets around encoded entries. Typed as the list: msgspec copies `Raw` as it is."""
     return cast(list[schemas.TokenLogprob], Raw(b"[%s]" % entries))
 
 
 def prompt_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], entries: Sequence[TokenLogprob | None]
 ) -> schemas.PromptLogprobs:
-    """vLLM's shape: per prompt token, its own and the top tokens by id; None for the first. Rows are encoded already.
+    """Build vLLM's shape: a row for each prompt token, with itself and the top tokens, by id.
 
-    `rank` is None for a token beyond the alternatives asked for.
+    The row of the first token is None. Rows are encoded already. `rank` is None for a token beyond the alternatives.
     """
 
     def entry(token: int, logprob: float, rank: int | None) -> schemas.PromptToken:
@@ -83,17 +86,17 @@ def prompt_logprobs(
 
 
 def limit_alternatives(entries: Sequence[TokenLogprob | None], num_top: int) -> list[TokenLogprob | None]:
-    """The same with at most so many alternatives: two fields of a request may ask for different numbers."""
+    """Drop alternatives beyond `num_top`: two fields of a request may ask for different numbers."""
     return [None if entry is None else TokenLogprob(entry.logprob, entry.top[:num_top]) for entry in entries]
 
 
 def num_alternatives(entries: Sequence[TokenLogprob | None]) -> int:
-    """How many alternatives each of these has; all have as many."""
+    """Count the alternatives of each entry; all entries have equally many."""
     return len(entries[-1].top) if entries and entries[-1] is not None else 0
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """What a token is by itself; U+FFFD for what is no whole character."""
+    """Decode a single token, with U+FFFD for an incomplete character."""
     return _bytes(tokenizer, token).decode("utf-8", "replace")
 
 
@@ -107,14 +110,14 @@ def _bytes(tokenizer: Tokenizer, token: int) -> bytes:
 
 
 class CompletionLogprobsBuilder:
-    """Builds the log-probabilities of one choice of /v1/completions: parallel lists, offsets into the text so far."""
+    """Builds the parallel lists of one choice of /v1/completions, with offsets into its text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._offset = 0
 
     def build(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> schemas.CompletionLogprobs:
-        """The lists for the next tokens. `logprobs` is None for the first token of a prompt, which nothing predicts."""
+        """Build the lists for the next tokens. The first token of a prompt has None in `logprobs`."""
         built = schemas.CompletionLogprobs([], [], [], [])
         for token, entry in zip(ids, logprobs, strict=True):
             text = token_text(self._tokenizer, token)

@@ -1,7 +1,8 @@
-"""Chat messages and Responses input items -> messages of a conversation.
+"""Convert chat messages and Responses input items to messages of a conversation.
 
-chat        assistant {content, reasoning_content, tool_calls}, tool {tool_call_id, content}
-Responses   reasoning, message, function_call, function_call ... are one message; function_call_output
+In a chat, an assistant message has content, reasoning_content and tool_calls, and a tool message has tool_call_id. In
+Responses input, consecutive reasoning, message and function_call items are one assistant message, and a
+function_call_output item is a tool message.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ Value = TypeVar("Value")
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEXT_PARTS = ("text", "input_text", "output_text")
-_THOUGHT_PARTS = ("text", "reasoning_text", "summary_text")
+_REASONING_PARTS = ("text", "reasoning_text", "summary_text")
 
 
 def to_messages(fields: Sequence[MessageFields], param: str) -> tuple[Message, ...]:
-    """Read messages. Raises: InvalidRequestError, UnsupportedParameterError naming `param[i]...`."""
-    reader = _Reader()
+    """Convert messages.
+
+    Raises: InvalidRequestError, UnsupportedParameterError with `param[i]...`.
+    """
+    reader = _MessageReader()
     for at, each in enumerate(fields):
-        reader.take(each, f"{param}[{at}]")
+        reader.read(each, f"{param}[{at}]")
     reader.flush()
     return tuple(reader.messages)
 
 
 def input_messages(given: str | Sequence[MessageFields] | None) -> tuple[Message, ...]:
-    """A Responses `input` as messages. Raises: InvalidRequestError, UnsupportedParameterError."""
+    """Convert a Responses `input`. Raises: InvalidRequestError, UnsupportedParameterError."""
     if isinstance(given, str):
         return (Message(role="user", content=given),)
     return to_messages(given or (), "input")
@@ -40,26 +44,28 @@ def input_messages(given: str | Sequence[MessageFields] | None) -> tuple[Message
 
 @dataclass(slots=True)
 class _Assistant:
-    """An assistant's message while its items are gathered. `text` is None until there is a message item."""
+    """An assistant message while its items are collected. `text` is None before a message item."""
 
     text: str | None = None
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
 
 
-class _Reader:
+class _MessageReader:
+    """Builds messages from items in order; `param` names in errors come from the caller."""
+
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self._open: _Assistant | None = None
 
-    def take(self, item: MessageFields, where: str) -> None:
+    def read(self, item: MessageFields, where: str) -> None:
         match item.type:
             case "message":
                 self._message(item, where)
             case "reasoning":
                 self.flush()
-                thought = item.content or item.summary
-                self._open = _Assistant(reasoning=_text(thought, where, _THOUGHT_PARTS) if thought else "")
+                reasoning = item.content or item.summary
+                self._open = _Assistant(reasoning=_text(reasoning, where, _REASONING_PARTS) if reasoning else "")
             case "function_call":
                 self._call(item, where)
             case "function_call_output":
@@ -72,10 +78,10 @@ class _Reader:
                 )
 
     def flush(self) -> None:
-        """An assistant's message is complete. Thoughts that nothing came of are dropped."""
-        done, self._open = self._open, None
-        if done is not None and (done.text is not None or done.calls):
-            self.messages.append(assistant_message(done.text or "", done.reasoning, done.calls))
+        """Complete the assistant message. Reasoning without a message or a call after it is dropped."""
+        finished, self._open = self._open, None
+        if finished is not None and (finished.text is not None or finished.calls):
+            self.messages.append(assistant_message(finished.text or "", finished.reasoning, finished.calls))
 
     def _message(self, item: MessageFields, where: str) -> None:
         role = _required(item.role, f"{where}.role")

@@ -1,4 +1,4 @@
-"""Models, tokenize, detokenize, version."""
+"""Routes for the served model, the version, and tokenizing text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from chatcache.gateway.schemas.server import Model, Models, Text, Tokens, Versio
 from chatcache.tokenizer.tokenizer import Tokenizer
 
 
-def _card(gateway: Gateway) -> Model:
+def _model(gateway: Gateway) -> Model:
     return Model(
         id=gateway.model_name,
         object="model",
@@ -37,15 +37,15 @@ def _card(gateway: Gateway) -> Model:
 async def list_models(request: Request) -> Response:
     gateway = gateway_of(request)
     await gateway.health()
-    # The name of a model that is still loading may not be known yet.
-    return json_response(Models("list", [_card(gateway)] if gateway.model_name else []))
+    # While the model loads, its name may be unknown.
+    return json_response(Models("list", [_model(gateway)] if gateway.model_name else []))
 
 
 async def get_model(request: Request) -> Response:
     gateway = gateway_of(request)
     await gateway.health()
     gateway.check_model(request.path_params["id"])
-    return json_response(_card(gateway))
+    return json_response(_model(gateway))
 
 
 async def get_version(request: Request) -> Response:

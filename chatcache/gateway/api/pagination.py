@@ -1,4 +1,4 @@
-"""OpenAI's lists: `limit`, `order` and `after` in the query, `first_id`, `last_id` and `has_more` in the answer."""
+"""OpenAI's paged lists, selected by `limit`, `order` and `after`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Entry = TypeVar("Entry", bound=Identified)
 
 @dataclass(frozen=True, slots=True)
 class PageQuery:
-    """Which part of a list is wanted. `limit` None: all of it."""
+    """The page of a list that a client requests. `limit` None: all entries."""
 
     limit: int | None
     order: str
@@ -42,16 +42,16 @@ class PageQuery:
 
 
 def parse_limit(text: str) -> int:
-    """Raises: InvalidRequestError."""
+    """Parse a `limit` parameter. Raises: InvalidRequestError."""
     if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MAX_LIMIT:
         raise InvalidRequestError(f"limit must be between 1 and {MAX_LIMIT}", param="limit")
     return int(text)
 
 
 def paginate(entries: Sequence[Entry], query: PageQuery) -> Page[Entry]:
-    """One page of `entries`, which are in ascending order.
+    """Select one page of `entries`, which are in ascending order.
 
-    Raises: NotFoundError for an `after` that is not among them.
+    Raises: NotFoundError if `after` is not the id of an entry.
     """
     ordered = entries if query.order == "asc" else entries[::-1]
     start = 0
@@ -65,11 +65,11 @@ def paginate(entries: Sequence[Entry], query: PageQuery) -> Page[Entry]:
 
 
 def make_page(data: Sequence[Entry], *, has_more: bool) -> Page[Entry]:
-    """A page that holds `data`."""
+    """Build a page of `data`."""
     first_id, last_id = end_ids(data)
     return Page("list", list(data), first_id, last_id, has_more)
 
 
 def end_ids(data: Sequence[Identified]) -> tuple[str, str] | tuple[None, None]:
-    """The ids of the first and the last entry."""
+    """Return the ids of the first and the last entry."""
     return (data[0].id, data[-1].id) if data else (None, None)

@@ -1,8 +1,6 @@
-"""Wire fields -> the engine's parameters. What a mode cannot honour is refused by name, never dropped.
+"""Convert request fields to the engine's sampling, beam search and grammar parameters.
 
-What the output must match: `structured_outputs` (vLLM's) and `response_format` (OpenAI's) as one thing.
-
-`tools`, `tool_choice` and `parallel_tool_calls`: what a model is told of, what it may call, and how that is held.
+A field that a mode does not support is refused by its name, never dropped.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from chatcache.types.request import BeamSearchParams, Params, SamplingParams, St
 
 Number = TypeVar("Number", int, float)
 
-# What a sampling field must be, if given, for beam search to mean what the client asked.
+# Values of sampling fields that beam search accepts, because they have no effect.
 _NEUTRAL_FOR_BEAMS: Mapping[str, tuple[object, ...]] = {
     "temperature": (0, 1),
     "top_p": (1,),
@@ -50,7 +48,7 @@ _NEUTRAL_FOR_BEAMS: Mapping[str, tuple[object, ...]] = {
     "distinct": (False,),
     "best_of": (1,),
 }
-# And what a beam field must be, if given, for sampling to mean it.
+# Values of beam search fields that sampling accepts, because they have no effect.
 _NEUTRAL_FOR_SAMPLING: Mapping[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "early_stopping": (False,),
@@ -60,7 +58,7 @@ _NEUTRAL_FOR_SAMPLING: Mapping[str, tuple[object, ...]] = {
 
 
 class RouteParams(NamedTuple):
-    """What every route spells in its own way."""
+    """Parameters whose request fields have different names on each route."""
 
     max_tokens: int | None
     logprobs: int | None
@@ -69,83 +67,83 @@ class RouteParams(NamedTuple):
     stream_beams: bool = False
 
 
-def to_params(fields: SamplingFields, asked: RouteParams, vocab_size: int) -> Params:
+def to_params(fields: SamplingFields, route: RouteParams, vocab_size: int) -> Params:
     """Build the engine's parameters. Raises: InvalidRequestError, UnsupportedParameterError."""
-    max_tokens = asked.max_tokens
+    max_tokens = route.max_tokens
     if fields.min_tokens is not None and max_tokens is not None and fields.min_tokens > max_tokens:
         raise InvalidRequestError(f"min_tokens must be at most max_tokens ({max_tokens})", param="min_tokens")
     check_tokens(fields.stop_token_ids or (), vocab_size, "stop_token_ids")
     if fields.beam_width is not None or fields.use_beam_search:
-        return _beams(fields, asked)
+        return _beam_params(fields, route)
     for name, neutral in _NEUTRAL_FOR_SAMPLING.items():
         value = getattr(fields, name)
         if value is not None and value not in neutral:
             raise UnsupportedParameterError(f"{name} is for beam search (beam_width)", param=name)
-    if asked.stream_beams:
+    if route.stream_beams:
         raise UnsupportedParameterError("stream_beams is for beam search (beam_width)", param="stream_beams")
-    if fields.best_of is not None and fields.best_of < _or(fields.n, 1):
-        raise InvalidRequestError(f"best_of must be at least n ({_or(fields.n, 1)})", param="best_of")
+    if fields.best_of is not None and fields.best_of < _default(fields.n, 1):
+        raise InvalidRequestError(f"best_of must be at least n ({_default(fields.n, 1)})", param="best_of")
     return SamplingParams(
-        n=_or(fields.n, 1),
+        n=_default(fields.n, 1),
         best_of=fields.best_of,
         distinct=bool(fields.distinct),
-        temperature=_or(fields.temperature, 1.0),
-        top_p=_or(fields.top_p, 1.0),
-        top_k=_or(fields.top_k, 0),
-        min_p=_or(fields.min_p, 0.0),
-        repetition_penalty=_or(fields.repetition_penalty, 1.0),
-        presence_penalty=_or(fields.presence_penalty, 0.0),
-        frequency_penalty=_or(fields.frequency_penalty, 0.0),
+        temperature=_default(fields.temperature, 1.0),
+        top_p=_default(fields.top_p, 1.0),
+        top_k=_default(fields.top_k, 0),
+        min_p=_default(fields.min_p, 0.0),
+        repetition_penalty=_default(fields.repetition_penalty, 1.0),
+        presence_penalty=_default(fields.presence_penalty, 0.0),
+        frequency_penalty=_default(fields.frequency_penalty, 0.0),
         logit_bias=_logit_bias(fields.logit_bias, vocab_size),
         seed=fields.seed,
-        **_common(fields, asked),
+        **_common_params(fields, route),
     )
 
 
-def _common(fields: SamplingFields, asked: RouteParams) -> dict[str, Any]:
-    """What sampling and beam search have in common."""
+def _common_params(fields: SamplingFields, route: RouteParams) -> dict[str, Any]:
+    """Parameters that sampling and beam search share."""
     return {
-        "max_tokens": asked.max_tokens,
-        "min_tokens": _or(fields.min_tokens, 0),
-        "stop": _stops(fields),
+        "max_tokens": route.max_tokens,
+        "min_tokens": _default(fields.min_tokens, 0),
+        "stop": _stop_strings(fields),
         "stop_token_ids": tuple(fields.stop_token_ids or ()),
         "include_stop_str_in_output": bool(fields.include_stop_str_in_output),
         "ignore_eos": bool(fields.ignore_eos),
         "skip_special_tokens": fields.skip_special_tokens is not False,
-        "logprobs": asked.logprobs,
-        "prompt_logprobs": asked.prompt_logprobs,
-        "structured_outputs": asked.structured_outputs,
+        "logprobs": route.logprobs,
+        "prompt_logprobs": route.prompt_logprobs,
+        "structured_outputs": route.structured_outputs,
     }
 
 
-def _beams(fields: SamplingFields, asked: RouteParams) -> BeamSearchParams:
+def _beam_params(fields: SamplingFields, route: RouteParams) -> BeamSearchParams:
     for name, neutral in _NEUTRAL_FOR_BEAMS.items():
         value = getattr(fields, name)
         if value is not None and value not in neutral:
             raise UnsupportedParameterError(f"{name} has no meaning in beam search; leave it out", param=name)
     if fields.beam_width is not None:
-        width, num_returned = fields.beam_width, _or(fields.n, 1)
+        width, num_returned = fields.beam_width, _default(fields.n, 1)
     else:
-        width = num_returned = _or(fields.n, 1)
+        width = num_returned = _default(fields.n, 1)
     if num_returned > width:
         raise InvalidRequestError(f"n must be at most beam_width ({width})", param="n")
     return BeamSearchParams(
         beam_width=width,
         n=num_returned,
-        length_penalty=_or(fields.length_penalty, 1.0),
+        length_penalty=_default(fields.length_penalty, 1.0),
         early_stopping=fields.early_stopping if fields.early_stopping is not None else False,
-        num_beam_groups=_or(fields.num_beam_groups, 1),
-        diversity_penalty=_or(fields.diversity_penalty, 0.0),
-        stream_beams=asked.stream_beams,
-        **_common(fields, asked),
+        num_beam_groups=_default(fields.num_beam_groups, 1),
+        diversity_penalty=_default(fields.diversity_penalty, 0.0),
+        stream_beams=route.stream_beams,
+        **_common_params(fields, route),
     )
 
 
 def check_stream(base: CompletionBase, sampling: SamplingFields) -> None:
-    """Refuse to stream what is only known at the end. Raises: UnsupportedParameterError."""
+    """Refuse to stream results that exist only at the end. Raises: UnsupportedParameterError."""
     if not base.stream:
         return
-    if sampling.best_of is not None and sampling.best_of > _or(sampling.n, 1):
+    if sampling.best_of is not None and sampling.best_of > _default(sampling.n, 1):
         raise UnsupportedParameterError(
             "best_of cannot be streamed: which are best is known at the end", param="best_of"
         )
@@ -155,7 +153,7 @@ def check_stream(base: CompletionBase, sampling: SamplingFields) -> None:
 
 @contextlib.contextmanager
 def rename_error_params(**names: str | None) -> Iterator[None]:
-    """Rename the engine's fields in refusals to what the client called them (None: as they are)."""
+    """Replace the engine's parameter names in errors by the client's (None: keep the name)."""
     try:
         yield
     except InvalidRequestError as error:
@@ -164,19 +162,19 @@ def rename_error_params(**names: str | None) -> Iterator[None]:
 
 
 def conversation_id(conversation: str | ConversationRef | None) -> str | None:
-    """The id of a `conversation` field, however it was written."""
+    """Return the id of a `conversation` field, which is a string or an object."""
     return conversation.id if isinstance(conversation, ConversationRef) else conversation
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises: InvalidRequestError unless all are ids of the model. Fast: there may be a million."""
+    """Check that all are ids of the model; fast for a million. Raises: InvalidRequestError."""
     if tokens:
         check_token(min(tokens), vocab_size, param)
         check_token(max(tokens), vocab_size, param)
 
 
 def check_token(token: int, vocab_size: int, param: str) -> None:
-    """Raises: InvalidRequestError unless `token` is an id of the model."""
+    """Check that `token` is an id of the model. Raises: InvalidRequestError."""
     if not 0 <= token < vocab_size:
         raise InvalidRequestError(
             f"{param}: token ids must be between 0 and {vocab_size - 1}, got {token}", param=param
@@ -195,13 +193,13 @@ def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, flo
     return found
 
 
-def _stops(fields: SamplingFields) -> tuple[str, ...]:
+def _stop_strings(fields: SamplingFields) -> tuple[str, ...]:
     if fields.stop is None:
         return ()
     return (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
 
 
-def _or(value: Number | None, default: Number) -> Number:
+def _default(value: Number | None, default: Number) -> Number:
     return value if value is not None else default
 
 
@@ -213,12 +211,15 @@ def structured_outputs(
     response_format: ResponseFormat | None = None,
     text_format: TextFormat | None = None,
 ) -> StructuredOutputs | None:
-    """The constraint of a request, None for free text. Raises: InvalidRequestError naming the field."""
+    """Combine `structured_outputs` (vLLM) and the formats of OpenAI; None for free text.
+
+    Raises: InvalidRequestError with the name of the field.
+    """
     if structured is None:
         if response_format is not None:
-            return _format(response_format.type, response_format.json_schema, "response_format", ".json_schema")
+            return _parse_format(response_format.type, response_format.json_schema, "response_format", ".json_schema")
         if text_format is not None:
-            return _format(text_format.type, text_format, "text.format", "")
+            return _parse_format(text_format.type, text_format, "text.format", "")
         return None
     if response_format is not None or text_format is not None:
         other = "response_format" if response_format is not None else "text"
@@ -228,7 +229,9 @@ def structured_outputs(
         names = ", ".join(structured.__struct_fields__)
         raise InvalidRequestError(f"structured_outputs must have exactly one of {names}", param="structured_outputs")
     return StructuredOutputs(
-        json=structured.json if structured.json is None or isinstance(structured.json, str) else _text(structured.json),
+        json=structured.json
+        if structured.json is None or isinstance(structured.json, str)
+        else _to_json(structured.json),
         json_object=bool(structured.json_object),
         regex=structured.regex,
         choice=tuple(structured.choice or ()),
@@ -240,9 +243,9 @@ def structured_outputs(
 def rename_constraint_param(
     structured: StructuredFields | None, field: str, tools: str | None = None
 ) -> Iterator[None]:
-    """Call the constraint in refusals what the client called it: `field`, unless it used `structured_outputs`.
+    """Name the field that the client used in errors about the constraint.
 
-    `tools`: the field that the constraint comes from, where it is not one of these.
+    `field`: the name, unless the request has `structured_outputs`. `tools`: the name if tools made the constraint.
     """
     try:
         yield
@@ -253,7 +256,7 @@ def rename_constraint_param(
         raise
 
 
-def _format(
+def _parse_format(
     kind: str, schema: JsonSchemaFields | TextFormat | None, name: str, inside: str
 ) -> StructuredOutputs | None:
     if kind == "text":
@@ -269,10 +272,10 @@ def _format(
                 param=f"{name}{inside}.{field}",
                 code="missing_required_parameter",
             )
-    return StructuredOutputs(json=_text(schema.schema if schema is not None else None))
+    return StructuredOutputs(json=_to_json(schema.schema if schema is not None else None))
 
 
-def _text(schema: object) -> str:
+def _to_json(schema: object) -> str:
     return msgspec.json.encode(schema).decode()
 
 
@@ -283,9 +286,9 @@ _MODES = ("none", "auto", "required")
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request says of tools. `names`: the functions that may be called now, None for none.
+    """The tools of a request. `names`: functions that the model may call now, None for none.
 
-    `choice` repeats what was asked for; `limits` is how the reply is held to it.
+    `choice` repeats the request. `limits`: the constraint on the reply that enforces it.
     """
 
     functions: tuple[Function, ...] = ()
@@ -299,50 +302,53 @@ NO_TOOLS = ToolUse()
 
 
 def parse_tool_choice(
-    form: ReplyFormat,
+    reply_format: ReplyFormat,
     tools: Sequence[ToolFields] | None,
     choice: str | ToolChoiceFields | None,
     parallel: bool | None,
 ) -> ToolUse:
-    """Read the three fields for a model with that format.
+    """Parse `tools`, `tool_choice` and `parallel_tool_calls` for a model with that reply format.
 
-    Raises: InvalidRequestError, UnsupportedParameterError by field.
+    Raises: InvalidRequestError, UnsupportedParameterError with the name of the field.
     """
     if not tools:
         if choice not in (None, "none", "auto"):
             raise UnsupportedParameterError("tool_choice needs tools", param="tool_choice")
         return NO_TOOLS
-    if not form.supports_tools:
-        raise UnsupportedParameterError("tools: this model's chat template has no place for them", param="tools")
-    functions = tuple(_function(tool, f"tools[{at}]") for at, tool in enumerate(tools))
-    _check(functions)
-    mode, names = _chosen(choice, functions)
+    if not reply_format.supports_tools:
+        raise UnsupportedParameterError("tools: this model's chat template does not support them", param="tools")
+    functions = tuple(_parse_function(tool, f"tools[{at}]") for at, tool in enumerate(tools))
+    _check_functions(functions)
+    mode, names = _parse_choice(choice, functions)
     echo = msgspec.to_builtins(choice) if choice is not None else "auto"
     if isinstance(echo, dict):
         echo = {name: value for name, value in echo.items() if value is not None}
     parallel = parallel is not False
     if mode == "none":
         return ToolUse(functions, None, echo, None, parallel)
-    if form.syntax is None:
+    if reply_format.syntax is None:
         raise UnsupportedParameterError(
             "tools: how this model writes calls is not known to this server (--tool-call-parser)", param="tools"
         )
-    held = mode == "required"
-    callees = tuple(_callee(function, held=held) for function in functions if function.name in names)
+    enforced = mode == "required"
+    callees = tuple(_callee(function, enforced=enforced) for function in functions if function.name in names)
     single = not parallel or (isinstance(choice, ToolChoiceFields) and choice.type == "function")
-    limits = ToolChoice(callees, required=held, parallel=not single)
+    limits = ToolChoice(callees, required=enforced, parallel=not single)
     return ToolUse(functions, names, echo, limits, parallel)
 
 
 def constrain_to_tools(
-    params: Params, use: ToolUse, form: ReplyFormat, tokenizer: Tokenizer, prompt: Sequence[int]
+    params: Params, use: ToolUse, reply_format: ReplyFormat, tokenizer: Tokenizer, prompt: Sequence[int]
 ) -> Params:
-    """Hold a reply to what may be called, and what else it may be. Raises: InvalidRequestError naming the field."""
+    """Constrain a reply to the allowed calls or the structured output.
+
+    Raises: InvalidRequestError.
+    """
     end = decode_prompt_end(tokenizer, prompt)
-    asked = params.structured_outputs
+    outputs = params.structured_outputs
     limits = use.limits
-    if asked is not None and (limits is not None or form.starts_in_reasoning(end)):
-        answer = _answer(asked)
+    if outputs is not None and (limits is not None or reply_format.starts_in_reasoning(end)):
+        answer = _content_schema(outputs)
         if answer is None:
             if limits is not None:
                 raise InvalidRequestError(
@@ -357,13 +363,13 @@ def constrain_to_tools(
         )
     if limits is None or limits.is_unconstrained:
         return params
-    special = tokenizer.special_ids_of(form.marks(tools=True))
-    grammar = build_tool_grammar(limits, form, special, end)
-    outputs = StructuredOutputs(grammar=grammar, special_token_ids=tuple(special.values()))
-    return msgspec.structs.replace(params, structured_outputs=outputs)
+    special = tokenizer.special_ids_of(reply_format.marks(tools=True))
+    grammar = build_tool_grammar(limits, reply_format, special, end)
+    constraint = StructuredOutputs(grammar=grammar, special_token_ids=tuple(special.values()))
+    return msgspec.structs.replace(params, structured_outputs=constraint)
 
 
-def _answer(outputs: StructuredOutputs) -> str | None:
+def _content_schema(outputs: StructuredOutputs) -> str | None:
     if outputs.json_object:
         return '{"type": "object"}'
     if outputs.json is None:
@@ -375,7 +381,7 @@ def _answer(outputs: StructuredOutputs) -> str | None:
     return json.dumps(schema) if isinstance(schema, dict) else None
 
 
-def _function(tool: ToolFields, where: str) -> Function:
+def _parse_function(tool: ToolFields, where: str) -> Function:
     if tool.type != "function":
         raise UnsupportedParameterError(
             f"{where}.type {tool.type[:40]!r} is not supported: only functions are", param=f"{where}.type"
@@ -399,7 +405,7 @@ def _check_schema(schema: Mapping[str, Any], param: str) -> None:
         raise InvalidRequestError(f"{param} must have at most {MAX_SCHEMA_BYTES} bytes, got {size}", param=param)
 
 
-def _check(functions: Sequence[Function]) -> None:
+def _check_functions(functions: Sequence[Function]) -> None:
     names = [function.name for function in functions]
     for at, name in enumerate(names):
         if name in names[:at]:
@@ -409,8 +415,8 @@ def _check(functions: Sequence[Function]) -> None:
         raise InvalidRequestError(f"tools must have at most {MAX_TOOLS_BYTES} bytes, got {size}", param="tools")
 
 
-def _chosen(choice: str | ToolChoiceFields | None, functions: Sequence[Function]) -> tuple[str, frozenset[str]]:
-    """The mode, and the functions it is about."""
+def _parse_choice(choice: str | ToolChoiceFields | None, functions: Sequence[Function]) -> tuple[str, frozenset[str]]:
+    """Parse `tool_choice`: the mode, and the names of the functions that it allows."""
     known = frozenset(function.name for function in functions)
     if choice is None or isinstance(choice, str):
         if choice is not None and choice not in _MODES:
@@ -419,7 +425,7 @@ def _chosen(choice: str | ToolChoiceFields | None, functions: Sequence[Function]
             )
         return choice or "auto", known
     if choice.type == "function":
-        return "required", frozenset([_named(choice, known)])
+        return "required", frozenset([_function_name(choice, known)])
     if choice.type != "allowed_tools":
         raise UnsupportedParameterError(
             f"tool_choice.type {choice.type[:40]!r} is not supported", param="tool_choice.type"
@@ -430,10 +436,10 @@ def _chosen(choice: str | ToolChoiceFields | None, functions: Sequence[Function]
         raise InvalidRequestError("tool_choice.mode must be auto or required", param="tool_choice.mode")
     if not tools:
         raise InvalidRequestError("tool_choice.tools is required", param="tool_choice.tools")
-    return mode, frozenset(_named(tool, known) for tool in tools)
+    return mode, frozenset(_function_name(tool, known) for tool in tools)
 
 
-def _named(tool: ToolChoiceFields | NamedTool, known: frozenset[str]) -> str:
+def _function_name(tool: ToolChoiceFields | NamedTool, known: frozenset[str]) -> str:
     name = tool.function.name if tool.function is not None else tool.name
     if tool.type != "function" or name is None:
         raise InvalidRequestError("tool_choice must name a function", param="tool_choice")
@@ -442,9 +448,9 @@ def _named(tool: ToolChoiceFields | NamedTool, known: frozenset[str]) -> str:
     return name
 
 
-def _callee(function: Function, *, held: bool) -> CallableFunction:
-    """`held`: arguments are held to the schema whether it is strict or not."""
-    if not (held or function.strict):
+def _callee(function: Function, *, enforced: bool) -> CallableFunction:
+    """Build the grammar's function. `enforced`: constrain the arguments also without `strict`."""
+    if not (enforced or function.strict):
         return CallableFunction(function.name)
     parameters = function.parameters
     if parameters is None:

@@ -1,4 +1,4 @@
-"""`/v1/session`: a browser hands in its key once and has a cookie from then on."""
+"""/v1/session: a browser exchanges its API key for a session cookie."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ from chatcache.gateway.schemas.server import Session, SessionDeleted
 
 
 async def get_session(request: Request) -> Response:
-    """Who one is. Raises: as `principal_of`."""
+    """GET /v1/session: the tenant and user of the request's key or cookie.
+
+    Raises: see `principal_of`.
+    """
     principal = principal_of(request)
     session = offered_session(request.headers) if offered_key(request.scope, request.headers) is None else None
     return json_response(_session(principal, session.expires_at if session is not None else None))
 
 
 async def create_session(request: Request) -> Response:
-    """Take a key for a cookie. A session alone does not get another one, so it ends when it said it would."""
+    """POST /v1/session: exchange the API key for a cookie.
+
+    A session cannot renew itself, so it expires as stated.
+    """
     principal = principal_of(request)
     if not principal.key_id:  # an open server
         return json_response(_session(principal, None))
@@ -32,7 +38,7 @@ async def create_session(request: Request) -> Response:
 
 
 async def delete_session(request: Request) -> Response:
-    """Forget the cookie, whatever it is worth."""
+    """DELETE /v1/session: delete the cookie, also an invalid one."""
     headers = {"set-cookie": _cookie(request, "", 0), "cache-control": "no-store"}
     return json_response(SessionDeleted("session", deleted=True), headers=headers)
 

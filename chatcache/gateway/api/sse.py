@@ -1,8 +1,9 @@
-"""SSE as OpenAI's clients read it: LF, one `data:` line per event, no ids, comments only when idle, `[DONE]`, end.
+"""Server-sent events in the form that OpenAI's clients parse.
 
-Framing and pings are ours because each deviation breaks a real client; the response class is sse-starlette's, which
-watches for disconnects and shutdown. A stream of tokens is thousands of small sends, so nothing is made anew for each:
-one watcher per stream tells both that it is idle and that its reader takes nothing.
+Lines end with LF, an event is one `data:` line without id, and `[DONE]` ends the stream. Framing and keep-alive
+comments differ from sse-starlette's, because other forms break real clients; its response class detects disconnects and
+shutdown. A stream of tokens has thousands of small sends, so one watcher per stream, not one timeout per send, detects
+idle streams and stalled clients.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ log = logging.getLogger(__name__)
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
-_ERROR_HEAD = b'data: {"error":'
-_IN_SCOPE = "chatcache.stream"
+_ERROR_PREFIX = b'data: {"error":'
+_SCOPE_KEY = "chatcache.stream"
 _SEND_TIMEOUT_S = 60.0
 _SHUTDOWN_GRACE_S = 25.0
 
 
 def sse_frame(event: object) -> bytes:
-    """One event. ASCII JSON holds no line end, so it is one line."""
+    """Encode one event. ASCII JSON has no line separators, so the data is one line."""
     return b"data: " + encode(event) + b"\n\n"
 
 
 class EventStream(EventSourceResponse):  # type: ignore[misc]  # sse-starlette ships without types
-    """Streams frames as SSE; `on_end` runs exactly once when the response is over, however it ends.
+    """Streams frames as SSE. `on_end` runs exactly once when the response ends, also on errors.
 
-    `keep_alive`, a comment, goes out whenever nothing did for `keep_alive_s`; 0 sends none.
+    `keep_alive`, a comment, is sent when nothing was sent for `keep_alive_s`; 0 sends none.
     """
 
     def __init__(
@@ -61,28 +62,28 @@ class EventStream(EventSourceResponse):  # type: ignore[misc]  # sse-starlette s
         self._on_end = on_end
         self._keep_alive_s = keep_alive_s
         self._keep_alive = keep_alive
-        self._last = b""  # what was sent last
-        self._moved_s = time.monotonic()  # when a send last began
+        self._last = b""  # last chunk sent
+        self._last_send_s = time.monotonic()  # start of the last send
         self._is_sending = False
 
     def closing_frame(self, error: ChatcacheError) -> bytes:
-        """What a stream that is cut off still has to say: the error, or nothing where its own end was sent."""
-        has_ended = self._last == DONE or self._last.startswith(_ERROR_HEAD)
+        """Build the final frame of a stream that is cut off: the error, or b"" if its end was sent."""
+        has_ended = self._last == DONE or self._last.startswith(_ERROR_PREFIX)
         return b"" if has_ended else sse_frame(Error(error_body(error)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[_IN_SCOPE] = self
+        scope[_SCOPE_KEY] = self
         try:
             await super().__call__(scope, receive, send)
         finally:
             await self._on_end()
 
     async def _stream_response(self, send: Send) -> None:
-        """Replaces the base class's, which makes a timeout for every chunk."""
+        """Send the chunks. The base class would create a timeout for each one."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for chunk in self.body_iterator:
-                self._moved_s, self._is_sending = time.monotonic(), True
+                self._last_send_s, self._is_sending = time.monotonic(), True
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 self._is_sending, self._last = False, chunk
             self.active = False
@@ -92,31 +93,33 @@ class EventStream(EventSourceResponse):  # type: ignore[misc]  # sse-starlette s
                 await self.body_iterator.aclose()
 
     async def _ping(self, send: Send) -> None:
-        """Comment when idle, end when a send takes too long. Replaces the base class's, which pings a busy stream.
+        """Send comments while the stream is idle.
 
-        Raises: SendTimeoutError.
+        The base class would also send them in a busy stream.
+
+        Raises: SendTimeoutError when one send takes too long.
         """
         while self.active:
             limit_s = _SEND_TIMEOUT_S if self._is_sending or not self._keep_alive_s else self._keep_alive_s
-            left_s = self._moved_s + limit_s - time.monotonic()
+            left_s = self._last_send_s + limit_s - time.monotonic()
             if left_s > 0:
                 await anyio.sleep(min(left_s, self._ping_interval))
             elif self._is_sending:
                 raise SendTimeoutError
             else:
-                self._moved_s = time.monotonic()
+                self._last_send_s = time.monotonic()
                 if self._keep_alive_s:
                     await send({"type": "http.response.body", "body": self._keep_alive, "more_body": True})
 
 
 def stream_of(scope: Scope) -> EventStream | None:
-    """The stream that a request was answered with, once it was."""
-    stream: EventStream | None = scope.get(_IN_SCOPE)
+    """Return the event stream that responds to a request; None before it starts, or without one."""
+    stream: EventStream | None = scope.get(_SCOPE_KEY)
     return stream
 
 
 async def sse_frames(events: AsyncIterator[object]) -> AsyncGenerator[bytes, None]:
-    """Frame events up to `[DONE]`; a failure becomes one error event instead, never its own text."""
+    """Encode events up to `[DONE]`. An exception ends the stream with one error event instead."""
     try:
         async for event in events:
             yield sse_frame(event)

@@ -1,4 +1,4 @@
-"""The tokens of a stored message: where each is in its text, and what else the model would have said there."""
+"""Tokens of a stored message: positions in the text, and alternatives at each token."""
 
 from __future__ import annotations
 
@@ -34,21 +34,24 @@ _MAX_DIGITS = 9
 
 
 async def list_tokens(request: Request) -> Response:
-    """GET /v1/conversations/{id}/items/{item_id}/tokens: which characters of the text each token shows."""
+    """GET .../items/{item_id}/tokens: the characters of the text that each token stands for."""
     model = await gateway_of(request).ready(None)
-    tree, item = await _message(request)
+    tree, item = await _load_message(request)
     spans = await model.conversations.token_offsets(tree, item)
     entries = [TokenSpan(index, *(span or (None, None))) for index, span in enumerate(spans)]
     return json_response(MessageTokens("list", item.id, entries))
 
 
 async def get_token(request: Request) -> Response:
-    """GET .../tokens/{index}: what the model says at that place, the likeliest first. Stores nothing."""
-    top = _number(request.query_params.get("top", _DEFAULT_TOP), "top", 1, MAX_TOP_LOGPROBS)
+    """GET .../tokens/{index}: the most likely tokens at that position.
+
+    Runs one step, stores nothing.
+    """
+    top = _parse_number(request.query_params.get("top", _DEFAULT_TOP), "top", 1, MAX_TOP_LOGPROBS)
     model = await gateway_of(request).ready(None)
-    tree, item = await _message(request)
+    tree, item = await _load_message(request)
     require_generated(tree, item, "item_id")
-    index = _number(request.path_params["index"], "index", 0, len(item.token_ids) - 1)
+    index = _parse_number(request.path_params["index"], "index", 0, len(item.token_ids) - 1)
     async with gateway_of(request).door.entering(principal_of(request), RequestCost(0, max_tokens=1)) as permit:
         reply = await Alternatives(model.conversations, model.service).start(tree, item, index)
         permit.cover(reply)
@@ -56,17 +59,17 @@ async def get_token(request: Request) -> Response:
     return json_response(_message_token(model.tokenizer, index, look, top))
 
 
-async def _message(request: Request) -> tuple[ConversationTree, Item]:
-    """Raises: NotFoundError."""
+async def _load_message(request: Request) -> tuple[ConversationTree, Item]:
+    """Load the message that the path names. Raises: NotFoundError."""
     tree = await store_of(request).load(owner_of(request), request.path_params["id"])
     return tree, find_item(tree, request.path_params["item_id"])[0]
 
 
-def _number(text: str, name: str, least: int, most: int) -> int:
-    """Raises: InvalidRequestError naming the bounds."""
+def _parse_number(text: str, name: str, minimum: int, maximum: int) -> int:
+    """Parse a number of a path or query. Raises: InvalidRequestError with the bounds."""
     is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
-    if not is_number or not least <= int(text) <= most:
-        raise InvalidRequestError(f"{name} must be between {least} and {most}", param=name)
+    if not is_number or not minimum <= int(text) <= maximum:
+        raise InvalidRequestError(f"{name} must be between {minimum} and {maximum}", param=name)
     return int(text)
 
 

@@ -1,4 +1,4 @@
-"""Responses of chat completions and completions: bodies, chunks, log-probabilities, usage."""
+"""Response bodies and stream chunks of chat completions and completions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """`cached_tokens` came from KV pages computed before."""
+    """`cached_tokens`: prompt tokens whose KV pages were in the cache."""
 
     cached_tokens: int
     cache_write_tokens: int
@@ -22,7 +22,7 @@ class OutputTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """The prompt counts once, however many candidates share it."""
+    """Token counts. The prompt counts once, also with several candidates."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -32,7 +32,7 @@ class Usage(msgspec.Struct):
 
 
 class TopLogprob(msgspec.Struct):
-    """-9999 stands for impossible."""
+    """A likely token. A logprob of -9999 stands for probability 0."""
 
     token: str
     logprob: float
@@ -40,7 +40,10 @@ class TopLogprob(msgspec.Struct):
 
 
 class TokenLogprob(msgspec.Struct):
-    """`bytes` join to the text even where a token is half a character."""
+    """A generated token.
+
+    `bytes` of all tokens join to the text, also if a token is part of a character.
+    """
 
     token: str
     logprob: float
@@ -54,7 +57,10 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class PromptToken(msgspec.Struct):
-    """`rank` is null for a token beyond the alternatives asked for."""
+    """A prompt token or an alternative.
+
+    `rank` is null for a token that is not among the alternatives.
+    """
 
     logprob: float
     rank: int | None
@@ -65,7 +71,7 @@ PromptLogprobs = list[dict[str, PromptToken] | None]
 
 
 class CalledFunction(msgspec.Struct):
-    """`arguments`: the JSON text that the model wrote, which may be cut off."""
+    """A function call. `arguments`: the generated JSON text, which may be cut off."""
 
     name: str
     arguments: str
@@ -78,7 +84,7 @@ class ChatCall(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """`content` is null where there are only calls. `reasoning` repeats `reasoning_content`."""
+    """`content` is null if there are only tool calls. `reasoning` repeats `reasoning_content`."""
 
     role: Literal["assistant"]
     content: str | None
@@ -89,7 +95,10 @@ class ChatMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """`score`: of ranked candidates (beams, best_of). `token_ids`: with return_token_ids."""
+    """One candidate.
+
+    `score`: with ranked candidates (beams, best_of). `token_ids`: with return_token_ids.
+    """
 
     index: int
     message: ChatMessage
@@ -118,7 +127,7 @@ class CalledFunctionDelta(msgspec.Struct):
 
 
 class ChatCallDelta(msgspec.Struct):
-    """More of call `index`. The first one of each has its id, type and name."""
+    """An addition to call `index`. The first delta of a call has its id, type and name."""
 
     index: int
     function: CalledFunctionDelta
@@ -127,7 +136,7 @@ class ChatCallDelta(msgspec.Struct):
 
 
 class ChatDelta(msgspec.Struct):
-    """What this chunk adds. The first one of each choice has the role."""
+    """The part of the message that this chunk adds. The first chunk of each choice has the role."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -147,7 +156,10 @@ class ChatChunkChoice(msgspec.Struct):
 
 
 class ChatCompletionChunk(msgspec.Struct):
-    """One choice a chunk; none in the last one, which has the usage if stream_options asked for it."""
+    """One chunk has one choice.
+
+    With stream_options.include_usage, a last chunk has no choice but the usage.
+    """
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -160,7 +172,10 @@ class ChatCompletionChunk(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Parallel lists; nothing predicts a prompt's first token."""
+    """Parallel lists with one entry for each token.
+
+    The first token of a prompt has no log-probability.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -169,7 +184,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """`finish_reason` is null, and `stop_reason` absent, in all chunks of a choice but its last."""
+    """One choice. In a stream, only its last chunk has `finish_reason` and `stop_reason`."""
 
     index: int
     text: str
@@ -182,7 +197,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct):
-    """Also each event of the stream; `usage` is null in those but the last."""
+    """The body, and also each event of a stream; there, only the last event has `usage`."""
 
     id: str
     object: Literal["text_completion"]

@@ -1,4 +1,4 @@
-"""The error envelope."""
+"""The JSON envelope of all errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class ErrorDetail(msgspec.Struct):
-    """`param` is the field at fault, `code` a stable name for the cause."""
+    """`param`: the request field that caused the error. `code`: a stable name of the cause."""
 
     message: str
     type: str
@@ -15,6 +15,6 @@ class ErrorDetail(msgspec.Struct):
 
 
 class Error(msgspec.Struct):
-    """The one form of every refusal and failure."""
+    """The body of every error response."""
 
     error: ErrorDetail

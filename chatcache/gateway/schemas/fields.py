@@ -1,4 +1,4 @@
-"""Which fields a body may have: those we read, those that change nothing, those we refuse, those nobody knows."""
+"""Parse request fields; classify the others as without effect, unsupported or unknown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chatcache.errors import InvalidRequestError, UnsupportedParameterError
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)
 
-# Known to OpenAI's or vLLM's clients and without effect on the result here.
+# Fields of OpenAI's or vLLM's clients that have no effect on the result.
 WITHOUT_EFFECT = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls", "prediction"),
@@ -21,7 +21,7 @@ WITHOUT_EFFECT = frozenset(
         *("type", "stream", "stream_id", "stream_options", "include"),
     }
 )
-# Known, would change the result, not done. The values listed mean "off" and pass.
+# Fields that would change the result and are not supported. The listed values mean "off" and are accepted.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -69,8 +69,8 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "fork_at": (),
     "fork_with": (),
 }
-# What other servers, and older clients, call what we have.
-_KNOWN_HERE_AS: Mapping[str, str] = {
+# The supported equivalents of fields of other servers and older clients.
+_EQUIVALENTS: Mapping[str, str] = {
     "functions": 'tools: [{"type": "function", "function": ...}]',
     "function_call": "tool_choice",
     **{f"guided_{kind}": f'structured_outputs: {{"{kind}": ...}}' for kind in ("json", "regex", "choice", "grammar")},
@@ -78,11 +78,11 @@ _KNOWN_HERE_AS: Mapping[str, str] = {
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _MISSING = re.compile(r"missing required field `(.+?)`")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_MAX_NAMED = 16
+_MAX_LISTED = 16
 
 
 def parse_fields(body: Mapping[str, Any], kind: type[Fields]) -> Fields:
-    """Check `body` against a struct; fields that it does not have are left to others.
+    """Convert the fields of `body` that a struct has; other structs of the route have the rest.
 
     Raises: InvalidRequestError naming the field and the limit.
     """
@@ -101,26 +101,32 @@ def parse_fields(body: Mapping[str, Any], kind: type[Fields]) -> Fields:
 
 
 def unknown_fields(body: Mapping[str, Any], *kinds: type[msgspec.Struct]) -> tuple[str, ...]:
-    """Names nobody reads, for the `x-chatcache-ignored` header. Raises: UnsupportedParameterError."""
-    read_here = frozenset(name for kind in kinds for name in kind.__struct_fields__)
-    rest = [name for name in body if name not in read_here]
+    """List the unknown fields, for the `x-chatcache-ignored` header.
+
+    Raises: UnsupportedParameterError for a field that is known and not supported.
+    """
+    known = frozenset(name for kind in kinds for name in kind.__struct_fields__)
+    rest = [name for name in body if name not in known]
     for name in rest:
         value = body[name]
         if name in UNSUPPORTED and value is not None and not any(_same(value, off) for off in UNSUPPORTED[name]):
-            hint = f"; send {_KNOWN_HERE_AS[name]}" if name in _KNOWN_HERE_AS else ""
+            hint = f"; send {_EQUIVALENTS[name]}" if name in _EQUIVALENTS else ""
             raise UnsupportedParameterError(f"{name} is not supported here{hint}", param=name)
     return tuple(name for name in rest if name not in WITHOUT_EFFECT and name not in UNSUPPORTED)
 
 
 def ignored_header(names: tuple[str, ...]) -> dict[str, str]:
-    """The header that tells which fields had no effect. Names that no header may carry are only counted."""
+    """Build the header that lists the ignored fields.
+
+    Names that are invalid in a header are only counted.
+    """
     if not names:
         return {}
-    fit = [name for name in names if _HEADER_NAME.fullmatch(name)][:_MAX_NAMED]
+    fit = [name for name in names if _HEADER_NAME.fullmatch(name)][:_MAX_LISTED]
     more = [f"+{len(names) - len(fit)}"] if len(fit) < len(names) else []
     return {"x-chatcache-ignored": ", ".join(fit + more)}
 
 
 def _same(value: object, off: object) -> bool:
-    """Equal, and True is not 1."""
+    """Compare without treating True as 1."""
     return value == off and isinstance(value, bool) == isinstance(off, bool)

@@ -1,9 +1,7 @@
-"""Request bodies as typed data: names, types, bounds and defaults in one place.
+"""Types of request bodies and query strings: names, bounds and defaults of all fields.
 
-A body is read as several structs side by side (`fields.read`): its own fields, and the sampling fields of all routes.
-`None` means absent: clients send null for what they leave alone.
-
-Messages and tools in request bodies.
+`fields.parse_fields` reads one body as several structs: those of its route, and the sampling fields that routes share.
+`None` means absent, because many clients send null for fields that are not set.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ Parts = Annotated[list[Part], Meta(max_length=MAX_PARTS)]
 
 
 class CalledFields(msgspec.Struct, frozen=True):
-    """The function of a call, its arguments as the model wrote them. A name that it made up is history all the same."""
+    """A function call in the history. The name may be one that the model invented."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     arguments: str
@@ -47,7 +45,9 @@ class CallFields(msgspec.Struct, frozen=True):
 
 
 class MessageFields(msgspec.Struct, frozen=True):
-    """A chat message or a Responses input item; which fields it needs its `role` or `type` tells.
+    """A chat message or a Responses input item.
+
+    Its `role` or `type` determines the required fields.
 
     Responses: `function_call` has `call_id`, `name` and `arguments`; `function_call_output` `call_id` and `output`;
     `reasoning` `content` or `summary`.
@@ -68,7 +68,10 @@ class MessageFields(msgspec.Struct, frozen=True):
 
 
 class FunctionFields(msgspec.Struct, frozen=True):
-    """A function that may be called. `parameters`: a JSON schema of an object; with `strict` calls are held to it."""
+    """A function that the model may call.
+
+    `parameters`: a JSON schema of an object, enforced with `strict`.
+    """
 
     name: FunctionName
     description: str | None = None
@@ -247,7 +250,7 @@ class ConversationRef(msgspec.Struct, frozen=True):
 
 
 class ResponseFields(msgspec.Struct, frozen=True):
-    """`response.create`, beside the sampling fields."""
+    """Fields of a response request, besides the sampling fields."""
 
     model: ShortText | None = None
     input: str | Annotated[list[MessageFields], Meta(max_length=MAX_MESSAGES)] | None = None
@@ -276,7 +279,7 @@ class ResponseFields(msgspec.Struct, frozen=True):
 
 
 class ExplainFields(msgspec.Struct, frozen=True):
-    """A prompt that may be sent later: raw, as a chat, or as a response that continues a stored conversation."""
+    """A prompt to explain: raw, a chat, or a response that continues a stored conversation."""
 
     model: ShortText | None = None
     prompt: str | list[TokenId] | None = None
@@ -304,7 +307,10 @@ class ConversationFields(msgspec.Struct, frozen=True):
 
 
 class ItemsFields(msgspec.Struct, frozen=True):
-    """Messages for a conversation. `parent_id`: the message to follow (absent: the active leaf), or "root"."""
+    """Messages to append.
+
+    `parent_id`: the message to follow (absent: the active leaf), or "root".
+    """
 
     items: Annotated[list[MessageFields], Meta(min_length=1, max_length=MAX_MESSAGES)]
     parent_id: Id | None = None
@@ -341,7 +347,7 @@ class DetokenizeFields(msgspec.Struct, frozen=True):
 
 
 class DeliveryFields(msgspec.Struct, frozen=True):
-    """What an HTTP request needs of a response's fields: how it wants the answer."""
+    """Fields of a response request that select how the HTTP client receives the response."""
 
     stream: bool | None = None
     background: bool | None = None
@@ -349,7 +355,10 @@ class DeliveryFields(msgspec.Struct, frozen=True):
 
 
 class CreateFields(msgspec.Struct, frozen=True):
-    """What the connection itself needs of a `response.create`. The key is what HTTP has as a header."""
+    """Fields of `response.create` for the connection.
+
+    The key replaces HTTP's `Idempotency-Key` header.
+    """
 
     stream_id: Id | None = None
     idempotency_key: IdempotencyKey | None = None
@@ -360,7 +369,7 @@ class CancelFields(msgspec.Struct, frozen=True):
 
 
 class DropFields(msgspec.Struct, frozen=True):
-    """`candidate`: which of the response's `n`."""
+    """`candidate`: index among the `n` candidates of the response."""
 
     response_id: Id
     candidate: Annotated[int, Meta(ge=0, lt=MAX_N)]
@@ -380,7 +389,7 @@ class AckFields(msgspec.Struct, frozen=True):
 
 
 class SteerFields(msgspec.Struct, frozen=True):
-    """`input`: a text or user messages; checked apart, because its refusal has a form of its own."""
+    """`input`: a text or user messages, checked separately because it has its own error form."""
 
     previous_response_id: Id
     input: Any = None
@@ -390,7 +399,7 @@ class SteerFields(msgspec.Struct, frozen=True):
 
 
 class ListQuery(msgspec.Struct):
-    """How lists are paged."""
+    """Selects a page of a list."""
 
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
     after: str | None = None
@@ -403,14 +412,14 @@ class InputItemsQuery(msgspec.Struct):
 
 
 class RetrieveQuery(msgspec.Struct):
-    """`stream`: its events, those behind `starting_after`."""
+    """`stream`: return the events with numbers above `starting_after`."""
 
     stream: bool = False
     starting_after: Annotated[int, Meta(ge=0)] | None = None
 
 
 class ItemsQuery(msgspec.Struct):
-    """Which items: a page of the path to `leaf` (the active leaf), or all branches in one piece, oldest first."""
+    """Selects a page of the path to `leaf` (default: active leaf), or all items, oldest first."""
 
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"
@@ -420,31 +429,34 @@ class ItemsQuery(msgspec.Struct):
 
 
 class SearchQuery(ListQuery):
-    """`query`: words that must all be in the title or in one message; the last may be the beginning of one."""
+    """`query`: words that must all be in the title or in one message; the last may be a prefix."""
 
     query: Annotated[str, Meta(max_length=4096)] | None = None
 
 
 class ExportQuery(msgspec.Struct):
-    """`branch`: the message at which it ends, or "all". JSON is of all branches by default, Markdown of the active."""
+    """`branch`: last message of the branch, or "all".
+
+    Default: all for JSON, the active one for Markdown.
+    """
 
     format: Literal["json", "markdown"] = "json"
     branch: str | None = None
 
 
 class ImportQuery(msgspec.Struct):
-    """`dry_run`: tell what would happen, and change nothing."""
+    """`dry_run`: report the result without changing anything."""
 
     dry_run: bool = False
 
 
 class TokenQuery(msgspec.Struct):
-    """`top`: how many of the likeliest to tell."""
+    """`top`: number of most likely tokens to return."""
 
     top: Annotated[int, Meta(ge=1, le=MAX_TOP_LOGPROBS)] = 8
 
 
 class RevQuery(msgspec.Struct):
-    """The revision that the client has seen: anything else is a 409."""
+    """`rev`: the revision that the client has read; another present revision is a 409."""
 
     rev: Annotated[int, Meta(ge=0, le=10**15 - 1)] | None = None

@@ -1,4 +1,4 @@
-"""Responses about stored conversations: lists, messages, Responses API objects and their events."""
+"""Response bodies of stored conversations, their messages and the Responses API."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Entry = TypeVar("Entry")
 
 
 class Page(msgspec.Struct, Generic[Entry]):
-    """A page of a list; ask for the next one with `after` = `last_id`."""
+    """One page of a list. The next page has `after` = `last_id`."""
 
     object: Literal["list"]
     data: list[Entry]
@@ -28,7 +28,7 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class ResponseUsage(msgspec.Struct):
-    """The prompt counts once, however many candidates share it."""
+    """Token counts. The prompt counts once, also with several candidates."""
 
     input_tokens: int
     input_tokens_details: PromptTokensDetails
@@ -60,7 +60,10 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
 
 
 class Conversation(msgspec.Struct):
-    """The head of a tree of messages. `rev` grows by one with every change; `active_leaf` is the message shown last."""
+    """The head of a message tree.
+
+    `rev` grows by one with every change. `active_leaf`: end of the active path.
+    """
 
     id: str
     object: Literal["conversation"]
@@ -86,14 +89,20 @@ class Conversation(msgspec.Struct):
 
 
 class Snippet(msgspec.Struct):
-    """A piece of a message. `marks`: [start, end] of each found word in it, in characters (code points)."""
+    """An excerpt of a message.
+
+    `marks`: [start, end] of each found word, in characters (code points).
+    """
 
     text: str
     marks: list[tuple[int, int]]
 
 
 class Match(msgspec.Struct):
-    """Where a search found its words: the message that matches best (null: only the title does), marks in the title."""
+    """Where a search found its words.
+
+    `item_id`: the best message, null if only the title matches.
+    """
 
     item_id: str | None
     role: str | None
@@ -102,13 +111,16 @@ class Match(msgspec.Struct):
 
 
 class FoundConversation(Conversation):
-    """A conversation in a list; `match` where it was searched for."""
+    """A conversation in a list. `match`: in the results of a search."""
 
     match: Match | UnsetType = UNSET
 
 
 class ConversationPage(msgspec.Struct):
-    """A page of conversations. `after` = `next` goes on where it ended, even if the last one changes or goes."""
+    """A page of conversations.
+
+    The next page has `after` = `next`, which stays valid if the last entry changes.
+    """
 
     object: Literal["list"]
     data: list[FoundConversation]
@@ -119,19 +131,22 @@ class ConversationPage(msgspec.Struct):
 
 
 class ConflictDetail(ErrorDetail):
-    """`conversation`: what it is now, where the `rev` that was sent is not its own (code `stale_revision`)."""
+    """The error of a conflict. `conversation`: its present state, with code `stale_revision`."""
 
     conversation: Conversation | UnsetType = UNSET
 
 
 class Conflict(msgspec.Struct):
-    """Somebody else was there first, or a response is being generated there. Retrying alone does not help."""
+    """A conflict with another client or a running response. Retrying alone does not help."""
 
     error: ConflictDetail
 
 
 class ImportEntry(msgspec.Struct):
-    """What became of one conversation of a file. `token_exact`: it can be continued on the tokens it was made of."""
+    """The result for one conversation of a file.
+
+    `token_exact`: it can be continued on its original token ids.
+    """
 
     number: int
     status: Literal["created", "extended", "unchanged", "failed"]
@@ -145,7 +160,7 @@ class ImportEntry(msgspec.Struct):
 
 
 class Import(msgspec.Struct):
-    """Counts of conversations by what became of them, of new messages, and of what in the file is no message."""
+    """Number of conversations by result, of new messages, and of skipped parts by kind."""
 
     object: Literal["conversation.import"]
     dry_run: bool
@@ -160,7 +175,10 @@ class Import(msgspec.Struct):
 
 
 class Title(msgspec.Struct):
-    """`generated`: the title is the model's; else it said nothing useful, or somebody was faster."""
+    """A title.
+
+    `generated` is false if the model gave no usable one, or it was changed meanwhile.
+    """
 
     object: Literal["conversation.title"]
     title: str
@@ -176,7 +194,7 @@ class Deleted(msgspec.Struct):
 
 
 class Item(msgspec.Struct, tag_field="type", tag="message"):
-    """A message of the tree. Siblings (equal `parent_id`) are candidates or branches."""
+    """A message of the tree. Messages with the same `parent_id` are candidates or branches."""
 
     id: str
     role: Literal["system", "user", "assistant", "tool"]
@@ -197,7 +215,7 @@ class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
 
 
 class Reasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
-    """What a candidate thought first. Its place in the tree is told in lists."""
+    """The reasoning of a candidate. `parent_id` and `response_id` are present in lists."""
 
     id: str
     status: ItemStatus
@@ -209,7 +227,10 @@ class Reasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
 
 
 class FunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
-    """A function that a candidate calls. `arguments`: the JSON text that the model wrote, which may be cut off."""
+    """A function call of a candidate.
+
+    `arguments`: the generated JSON text, which may be cut off.
+    """
 
     id: str
     status: ItemStatus
@@ -222,7 +243,7 @@ class FunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
 
 
 class FunctionCallOutput(msgspec.Struct, tag_field="type", tag="function_call_output"):
-    """What a function that the model called has returned."""
+    """The result of a function that the model called."""
 
     id: str
     call_id: str
@@ -236,7 +257,7 @@ ListedItem = Item | Reasoning | FunctionCall | FunctionCallOutput
 
 
 class TokenSpan(msgspec.Struct):
-    """Token `index` shows the characters (code points) [start, end) of the text; null where it shows nothing."""
+    """The characters (code points) [start, end) of one token in the text; null if it has none."""
 
     index: int
     start: int | None
@@ -250,7 +271,7 @@ class MessageTokens(msgspec.Struct):
 
 
 class Alternative(msgspec.Struct):
-    """A token by itself. `ends`: it would end the reply."""
+    """A token. `ends`: it would end the reply."""
 
     id: int
     text: str
@@ -260,7 +281,7 @@ class Alternative(msgspec.Struct):
 
 
 class PlacedToken(Alternative):
-    """The token that is there. `rank`: 1 for the likeliest, null beyond the 20th."""
+    """The token of the message. `rank`: 1 for the most likely token, null beyond 20."""
 
     rank: int | None
 
@@ -272,7 +293,10 @@ class TokenUsage(msgspec.Struct):
 
 
 class MessageToken(msgspec.Struct):
-    """Raw probabilities of the model, as at temperature 1. `alternatives`: the likeliest first, whatever was said."""
+    """The model's probabilities at temperature 1.
+
+    `alternatives`: most likely first; may include the token itself.
+    """
 
     object: Literal["message.token"]
     index: int
@@ -288,9 +312,10 @@ class ResponseText(msgspec.Struct, tag_field="type", tag="output_text"):
 
 
 class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
-    """What a candidate says. `score`: of ranked ones (beams, best_of, distinct); `finish_reason`: once it is finished.
+    """The message of a candidate.
 
-    `candidate`: which of the response's `n` it is.
+    `score`: with ranked candidates (beams, best_of, distinct). `finish_reason`: at the end.
+    `candidate`: its index among the `n` candidates of the response.
     """
 
     id: str
@@ -319,7 +344,7 @@ class IncompleteDetails(msgspec.Struct):
 
 
 class Receipt(msgspec.Struct):
-    """What a cancel cost and gave back."""
+    """The cost of a cancel: tokens generated after it, pages freed by it, and its latency."""
 
     tokens_after_stop: int
     pages_freed: int
@@ -327,9 +352,11 @@ class Receipt(msgspec.Struct):
 
 
 class Response(msgspec.Struct):
-    """A response. `receipt`: of one that was cancelled. `saved`: false while the store has not taken what it said.
+    """A response.
 
-    What follows `conversation` is repeated from the request.
+    `receipt`: of a cancelled response. `saved`: false while the store has not saved the output.
+
+    The fields after `conversation` repeat the request.
     """
 
     id: str
@@ -382,7 +409,10 @@ class InputTokens(msgspec.Struct):
 
 
 class ResponseEvent(msgspec.Struct):
-    """One of OpenAI's events, as docs/responses.md lists them; the `event:` line repeats `type`."""
+    """One of OpenAI's events, as docs/responses.md lists them.
+
+    The `event:` line of SSE repeats `type`.
+    """
 
     type: str
     sequence_number: int

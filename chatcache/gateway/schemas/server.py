@@ -1,4 +1,4 @@
-"""Responses about the server: models, tokens, sessions, health and the KV cache."""
+"""Response bodies about the server: model, tokenizer, session, health and KV cache."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ class Version(msgspec.Struct):
 
 
 class Session(msgspec.Struct):
-    """Who one is. `key_id` is null on an open server; `expires_at` (since 1970) is the cookie's, null with a key."""
+    """The client's identity.
+
+    `key_id`: null on a server without keys. `expires_at`: of the cookie, null with a key.
+    """
 
     object: Literal["session"]
     key_id: str | None
@@ -65,7 +68,7 @@ class Alive(msgspec.Struct):
 
 
 class Ready(msgspec.Struct):
-    """The load is shown to who has a key, and to all where there are none."""
+    """The server is ready. The load fields are omitted for clients without a required key."""
 
     status: Literal["ready"]
     model: str
@@ -77,7 +80,7 @@ class Ready(msgspec.Struct):
 
 
 class NotReady(msgspec.Struct):
-    """`progress`: of loading, 0 to 1."""
+    """`progress`: the loaded fraction, 0 to 1."""
 
     status: Literal["loading", "unavailable"]
     model: str
@@ -94,7 +97,7 @@ class CachedPage(msgspec.Struct):
 
 
 class MissCause(msgspec.Struct):
-    """Why the first page that is missing is missing."""
+    """The reason for the first page that is not cached."""
 
     reason: Literal["never_computed", "evicted", "other_namespace", "diverged", "template_changed"]
     at_token: int
@@ -102,7 +105,10 @@ class MissCause(msgspec.Struct):
 
 
 class CacheMiss(MissCause):
-    """Why the first page that is missing is missing; `cached_text` is what the cache holds there instead."""
+    """The reason for the first page that is not cached.
+
+    `cached_text`: the text that is cached at that position.
+    """
 
     text: str
     cached_text: str | None
@@ -116,7 +122,7 @@ class CachedMessage(msgspec.Struct):
 
 
 class CacheDivergence(msgspec.Struct):
-    """Where the chat template writes history otherwise than it was when the latest reply was generated."""
+    """Where the rendered history differs from the prompt of the latest reply."""
 
     reason: Literal["template_changed"]
     message: int
@@ -126,7 +132,10 @@ class CacheDivergence(msgspec.Struct):
 
 
 class CacheExplanation(msgspec.Struct):
-    """What of a prompt is computed already. `messages` is null for raw prompts, and where a template mixes messages."""
+    """The cached part of a prompt.
+
+    `messages` is null for raw prompts, and if the template interleaves messages.
+    """
 
     object: Literal["cache.explanation"]
     model: str
@@ -141,14 +150,17 @@ class CacheExplanation(msgspec.Struct):
 
 
 class Charge(msgspec.Struct):
-    """Pages held; a page that k requests share counts 1/k for each."""
+    """Pages held by a request or conversation; a page that k requests share counts 1/k for each."""
 
     id: str
     pages: float
 
 
 class Pool(msgspec.Struct):
-    """Every page in one state. `waste`: the share of held cells without a token."""
+    """Number of pages in each state.
+
+    `waste`: the fraction of slots in held pages without a token.
+    """
 
     page_size: int
     active: int
@@ -161,10 +173,10 @@ class Pool(msgspec.Struct):
 
 
 class CacheMap(msgspec.Struct):
-    """`cells`: one letter for every `pages_per_cell` pages, the busiest page's.
+    """`cells`: one letter for each group of `pages_per_cell` pages, for the page in most use.
 
-    f: free; i: idle (cached, goes when room is needed); o: another tenant's; p: pinned; a: in the table of one branch;
-    s: shared by several.
+    f: free; i: idle (cached, evicted when pages are needed); o: another tenant's; p: pinned; a: used by one branch;
+    s: shared by several branches.
     """
 
     object: Literal["cache.map"]
@@ -175,7 +187,7 @@ class CacheMap(msgspec.Struct):
 
 
 class Warmth(msgspec.Struct):
-    """`cached_tokens` of a conversation's `tokens` need not be computed for its next turn."""
+    """`cached_tokens` of the `tokens` of a conversation's active path are in the cache."""
 
     conversation_id: str
     tokens: int
@@ -183,14 +195,14 @@ class Warmth(msgspec.Struct):
 
 
 class CacheWarmth(msgspec.Struct):
-    """Of the conversations that were asked about and are there, in the same order."""
+    """The requested conversations that exist, in the order of the request."""
 
     object: Literal["list"]
     data: list[Warmth]
 
 
 class CacheAccounts(msgspec.Struct):
-    """`pool`: on a server without keys, where everybody sees everything."""
+    """`pool`: present on a server without keys, whose clients see the whole server."""
 
     object: Literal["cache.accounts"]
     scope: Literal["server", "tenant"]
