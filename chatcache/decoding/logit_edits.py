@@ -1,12 +1,12 @@
-"""Penalties, logit_bias and bans as one sparse edit of the logits, kept up to date token by token.
+"""Penalties, logit_bias and banned ids as one sparse edit of the logits.
 
-For a token seen `c` times in the output (`seen`: in prompt or output), with logit l:
+For a token that occurs `c` times in the output (`seen`: in the prompt or output), with logit l:
 
     l = l / repetition if l > 0 else l * repetition        if seen      (CTRL, Keskar et al. 2019; as transformers)
     l = l + bias - presence * [c > 0] - frequency * c                   (as OpenAI)
 
-and -inf while banned. A step costs one table update, and a copy of as many entries as there are distinct tokens to
-edit; nothing at all when no penalty, bias or ban is set.
+and -inf while the token is banned. A step costs one table update and a copy of one entry per distinct edited token, or
+nothing if no penalty, bias or ban is set.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Edit = tuple[I32, F32, F32]
 
 
 class LogitEdits:
-    """The edit table of one branch. Rows [0, size) are in use; ids are unique and only ever appended."""
+    """Edit table of one branch. Rows [0, size) are in use; ids are unique and only appended."""
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int], bannable: Sequence[int] = ()) -> None:
         self._repetition = params.repetition_penalty
@@ -31,7 +31,7 @@ class LogitEdits:
         self._frequency = params.frequency_penalty
         self._counting = self._repetition != 1.0 or self._presence != 0.0 or self._frequency != 0.0
         bias = params.logit_bias or {}
-        self._standing = self._counting or bool(bias)
+        self._always_applies = self._counting or bool(bias)
         seen = sorted(set(prompt)) if self._repetition != 1.0 else []
         ids = list(dict.fromkeys((*seen, *bias, *bannable)))
         self._size = len(ids)
@@ -45,18 +45,21 @@ class LogitEdits:
         self._count: dict[int, int] = {}
 
     @property
-    def empty(self) -> bool:
-        """True when `edit` will always answer None."""
+    def is_empty(self) -> bool:
+        """True if `edit` always returns None."""
         return not self._counting and self._size == 0
 
     def fork(self) -> LogitEdits:
-        """Return a table that goes its own way from here. O(rows), or free when nothing is counted."""
+        """Return an independent copy for a forked branch.
+
+        O(rows), or the table itself without penalties.
+        """
         if not self._counting:
             return self
-        twin = copy(self)
-        twin._row, twin._count = dict(self._row), dict(self._count)
-        twin._ids, twin._scale, twin._add = self._ids.copy(), self._scale.copy(), self._add.copy()
-        return twin
+        copied = copy(self)
+        copied._row, copied._count = dict(self._row), dict(self._count)
+        copied._ids, copied._scale, copied._add = self._ids.copy(), self._scale.copy(), self._add.copy()
+        return copied
 
     def record(self, token: int) -> None:
         """Count an output token."""
@@ -70,8 +73,8 @@ class LogitEdits:
         self._add[row] = self._bias.get(token, 0.0) - self._presence - self._frequency * count
 
     def edit(self, *, ban: bool) -> Edit | None:
-        """Return (ids, scale, add) as the caller's own data, or None when there is nothing to edit."""
-        if self._size == 0 or not (ban or self._standing):
+        """Return copies of (ids, scale, add), each [num_edited]; None without edits."""
+        if self._size == 0 or not (ban or self._always_applies):
             return None
         add = self._add[: self._size].copy()
         if ban:

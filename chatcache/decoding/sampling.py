@@ -1,11 +1,9 @@
-"""Sampling and n-best: candidates that share the prompt's pages and go their own ways from its last logits.
+"""Parallel sampling: `n` candidates that share the pages of the prompt.
 
-The root is drawn once per lane; lane i becomes candidate i and branch i. Noise is keyed by (seed, lane, position), so a
-candidate is the same whether its siblings exist or not.
+The root branch is drawn once per candidate; candidate i becomes branch i. Noise is keyed by (seed, candidate,
+position), so a candidate does not depend on the presence of the others.
 
-From a request's sampling parameters to what is asked of the logits, for all strategies that draw.
-
-Draw more candidates than asked for and return those the model finds most likely per token.
+`BestOfStrategy` draws more candidates than requested and returns those with the best mean log-probability.
 """
 
 from __future__ import annotations
@@ -14,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from struct import iter_unpack
 
-from chatcache.decoding.grammar.state import Constraint, GrammarState, follow
+from chatcache.decoding.grammar.state import Constraint, GrammarState, advance_candidate
 from chatcache.decoding.logit_edits import LogitEdits
-from chatcache.decoding.stopping import START, Ended, StopRules, Trail
+from chatcache.decoding.stopping import START, StopProgress, StopResult, StopRules
 from chatcache.types.actions import (
     Advance,
     BranchAction,
@@ -37,7 +35,10 @@ from chatcache.types.request import SamplingParams, SentCandidate
 
 
 class SamplerSpec:
-    """What every branch of one request is drawn by: `spec` and `edits` at its root, and how they change on the way."""
+    """Sampling parameters of a request as draw specifications.
+
+    Initial `spec` and `edits`, and per-branch ones.
+    """
 
     def __init__(
         self,
@@ -65,14 +66,16 @@ class SamplerSpec:
 
     @property
     def has_fixed_draws(self) -> bool:
-        """True when no branch is ever drawn otherwise than by its spec."""
-        return self.edits.empty and self._constraint is None
+        """True if all draws of a branch use its initial spec: no edits and no grammar."""
+        return self.edits.is_empty and self._constraint is None
 
-    def at(self, spec: DrawSpec, edits: LogitEdits, trail: Trail, guide: GrammarState | None) -> DrawSpec:
-        """Return the draw of a branch that has come to `trail`."""
-        edit = edits.edit(ban=trail.num_tokens < self._rules.min_tokens)
+    def draw_spec(
+        self, spec: DrawSpec, edits: LogitEdits, progress: StopProgress, grammar_state: GrammarState | None
+    ) -> DrawSpec:
+        """Return the draw specification of a branch in the given state."""
+        edit = edits.edit(ban=progress.num_tokens < self._rules.min_tokens)
         if self._constraint is not None:
-            return replace(spec, edit=edit, mask=self._constraint.mask(guide, trail.num_tokens))
+            return replace(spec, edit=edit, mask=self._constraint.mask(grammar_state, progress.num_tokens))
         return spec if edit is None else replace(spec, edit=edit)
 
 
@@ -80,19 +83,22 @@ ROOT = 0
 
 
 @dataclass(slots=True)
-class _Lane:
-    """One candidate while it lives. `score`: cumulative raw log-probability of its tokens."""
+class _Candidate:
+    """State of a live candidate. `score`: cumulative raw log-probability of its tokens."""
 
     index: int
     spec: DrawSpec
     edits: LogitEdits
-    guide: GrammarState | None = None
-    trail: Trail = START
+    grammar_state: GrammarState | None = None
+    progress: StopProgress = START
     score: float = 0.0
 
 
 class SamplingStrategy:
-    """Draw `best_of` candidates (`n` if that is None). Branch ids are lane numbers: the root goes on as lane 0."""
+    """Draw `best_of` candidates (default `n`).
+
+    Branch ids are candidate indexes; the root becomes candidate 0.
+    """
 
     def __init__(
         self,
@@ -105,16 +111,16 @@ class SamplingStrategy:
     ) -> None:
         self._rules = rules
         self._constraint = constraint
-        self._num_lanes = params.n if params.best_of is None else params.best_of
+        self._num_candidates = params.n if params.best_of is None else params.best_of
         self._num_top = params.logprobs
         self._drawing = SamplerSpec(params, rules, constraint, seed=seed, prompt=prompt)
-        self._lanes: dict[int, _Lane] = {}
-        self._wanted = set(range(self._num_lanes))  # lanes to come, while none has begun
+        self._candidates: dict[int, _Candidate] = {}
+        self._wanted = set(range(self._num_candidates))  # candidates not dropped before the first draw
         self._started = False
 
     @property
     def max_branches(self) -> int:
-        return self._num_lanes
+        return self._num_candidates
 
     @property
     def lockstep(self) -> bool:
@@ -126,26 +132,26 @@ class SamplingStrategy:
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         if self._started:
-            lane = self._lanes[branch]
-            return (self._drawing.at(lane.spec, lane.edits, lane.trail, lane.guide),)
+            lane = self._candidates[branch]
+            return (self._drawing.draw_spec(lane.spec, lane.edits, lane.progress, lane.grammar_state),)
         if branch != ROOT:
             raise KeyError(branch)
-        root = self._drawing.at(self._drawing.spec, self._drawing.edits, START, None)
-        return (root, *(replace(root, lane=lane) for lane in range(1, self._num_lanes)))
+        root = self._drawing.draw_spec(self._drawing.spec, self._drawing.edits, START, None)
+        return (root, *(replace(root, lane=lane) for lane in range(1, self._num_candidates)))
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
         actions: list[BranchAction] = []
         outputs: list[Output] = []
         if self._started:
             for branch, (candidate,) in drawn.items():
-                alive = self._take(self._lanes[branch], candidate, outputs)
-                actions.append(Extend(branch, candidate.tokens[0]) if alive else self._retire(branch))
+                alive = self._append(self._candidates[branch], candidate, outputs)
+                actions.append(Extend(branch, candidate.tokens[0]) if alive else self._release(branch))
         elif ROOT in drawn:
-            self._split(drawn[ROOT], actions, outputs)
-        return Advance(tuple(actions), tuple(outputs), finished=self._started and not self._lanes)
+            self._start(drawn[ROOT], actions, outputs)
+        return Advance(tuple(actions), tuple(outputs), finished=self._started and not self._candidates)
 
     def drop(self, index: int) -> DroppedCandidate | None:
-        alive = self._lanes.keys() if self._started else self._wanted
+        alive = self._candidates.keys() if self._started else self._wanted
         if index not in alive:
             return None
         if len(alive) == 1:
@@ -153,12 +159,15 @@ class SamplingStrategy:
         if not self._started:
             self._wanted.remove(index)
             return DroppedCandidate()
-        return DroppedCandidate(index, self._lanes.pop(index).score)
+        return DroppedCandidate(index, self._candidates.pop(index).score)
 
     def resume(self, candidates: Sequence[SentCandidate]) -> tuple[Finish, ...]:
-        """Go on with candidates as another strategy of this request left them; call before anything is drawn.
+        """Restore candidates that were sent to the client before the engine restarted.
 
-        Each that lives is a branch of its index. Returns the ends that were not told. Raises: what a grammar raises.
+        Call before the first draw.
+
+        Each live candidate becomes the branch of its index. Returns the ends that had not been sent.
+        Raises: the errors of the grammar.
         """
         gone = {each.index for each in candidates if each.is_done}
         if not any(each.tokens for each in candidates):
@@ -169,62 +178,62 @@ class SamplingStrategy:
         for each in candidates:
             if each.index in gone:
                 continue
-            lane, ended = self._lane(each.index), None
+            lane, ended = self._new_candidate(each.index), None
             for (token,) in iter_unpack("<i", each.tokens):
-                ended = self._follow(lane, token)
+                ended = self._advance_state(lane, token)
             lane.score = each.score
             if ended is None:
-                self._lanes[lane.index] = lane
+                self._candidates[lane.index] = lane
             else:
                 ends.append(Finish(lane.index, ended.finish_reason, ended.stop_reason, lane.score))
         return tuple(ends)
 
     @property
-    def living(self) -> tuple[int, ...]:
-        """The candidates that have begun and not ended."""
-        return tuple(self._lanes)
+    def live_candidates(self) -> tuple[int, ...]:
+        """Indexes of the candidates that have started and not ended."""
+        return tuple(self._candidates)
 
-    def _split(self, candidates: tuple[Candidates, ...], actions: list[BranchAction], outputs: list[Output]) -> None:
-        """Turn the root's draws into lanes: forks first, then the root's own step."""
+    def _start(self, candidates: tuple[Candidates, ...], actions: list[BranchAction], outputs: list[Output]) -> None:
+        """Turn the draws of the root into candidates: forks first, then the step of the root itself."""
         self._started = True
         for index, candidate in enumerate(candidates):
             if index not in self._wanted:
-                continue  # drawn and dropped: the draws are those of its siblings, too
-            lane = self._lanes[index] = self._lane(index)
-            if not self._take(lane, candidate, outputs):
-                del self._lanes[index]
+                continue  # dropped; it was drawn because draws are made for all candidates together
+            lane = self._candidates[index] = self._new_candidate(index)
+            if not self._append(lane, candidate, outputs):
+                del self._candidates[index]
             elif index != ROOT:
                 actions.append(Fork(ROOT, index, candidate.tokens[0]))
-        actions.append(Extend(ROOT, candidates[ROOT].tokens[0]) if ROOT in self._lanes else Release(ROOT))
+        actions.append(Extend(ROOT, candidates[ROOT].tokens[0]) if ROOT in self._candidates else Release(ROOT))
 
-    def _take(self, lane: _Lane, candidate: Candidates, outputs: list[Output]) -> bool:
-        """Give `lane` its next token; say whether it goes on."""
+    def _append(self, lane: _Candidate, candidate: Candidates, outputs: list[Output]) -> bool:
+        """Append a token to a candidate; return False if the candidate ends with it."""
         token, logprob = candidate.tokens[0], candidate.logprobs[0]
         lane.score += logprob
-        ended = self._follow(lane, token)
+        ended = self._advance_state(lane, token)
         logprobs = (TokenLogprob(logprob, candidate.top),) if self._num_top is not None else ()
         outputs.append(Emit(lane.index, (token,), logprobs, lane.score))
         if ended is not None:
             outputs.append(Finish(lane.index, ended.finish_reason, ended.stop_reason, lane.score))
         return ended is None
 
-    def _lane(self, index: int) -> _Lane:
-        guide = None if self._constraint is None else self._constraint.fork(None)
-        return _Lane(index, replace(self._drawing.spec, lane=index), self._drawing.edits.fork(), guide)
+    def _new_candidate(self, index: int) -> _Candidate:
+        grammar_state = None if self._constraint is None else self._constraint.fork(None)
+        return _Candidate(index, replace(self._drawing.spec, lane=index), self._drawing.edits.fork(), grammar_state)
 
-    def _follow(self, lane: _Lane, token: int) -> Ended | None:
+    def _advance_state(self, lane: _Candidate, token: int) -> StopResult | None:
         lane.edits.record(token)
-        lane.trail, ended = follow(self._rules, lane.trail, token, lane.guide)
+        lane.progress, ended = advance_candidate(self._rules, lane.progress, token, lane.grammar_state)
         return ended
 
-    def _retire(self, branch: int) -> Release:
-        del self._lanes[branch]
+    def _release(self, branch: int) -> Release:
+        del self._candidates[branch]
         return Release(branch)
 
 
 @dataclass(slots=True)
-class _Drawn:
-    """One candidate of the strategy within."""
+class _CandidateOutput:
+    """Collected output of one candidate."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -234,13 +243,13 @@ class _Drawn:
 class BestOfStrategy:
     """Return the `n` candidates of `inner` with the best mean token log-probability, best first.
 
-    Which they are is known when the last one ends, so nothing is emitted before. Equal means: the earlier drawn first.
+    They are known only when the last candidate ends, so nothing is emitted before. Ties: the lower index first.
     """
 
     def __init__(self, inner: Strategy, n: int) -> None:
         self._inner = inner
         self._num_returned = n
-        self._drawn: dict[int, _Drawn] = {}
+        self._outputs_by_index: dict[int, _CandidateOutput] = {}
 
     @property
     def max_branches(self) -> int:
@@ -263,19 +272,19 @@ class BestOfStrategy:
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
         advance = self._inner.advance(drawn)
         for output in advance.outputs:
-            self._keep(output)
-        return Advance(advance.actions, self._best() if advance.finished else (), advance.finished)
+            self._record(output)
+        return Advance(advance.actions, self._best_outputs() if advance.finished else (), advance.finished)
 
-    def _keep(self, output: Output) -> None:
+    def _record(self, output: Output) -> None:
         if isinstance(output, Emit):
-            drawn = self._drawn.setdefault(output.index, _Drawn())
+            drawn = self._outputs_by_index.setdefault(output.index, _CandidateOutput())
             drawn.tokens += output.token_ids
             drawn.logprobs += output.logprobs
         elif isinstance(output, Finish):
-            self._drawn.setdefault(output.index, _Drawn()).done = output
+            self._outputs_by_index.setdefault(output.index, _CandidateOutput()).done = output
 
-    def _best(self) -> tuple[Output, ...]:
-        done = [(drawn, drawn.done) for _, drawn in sorted(self._drawn.items()) if drawn.done is not None]
+    def _best_outputs(self) -> tuple[Output, ...]:
+        done = [(drawn, drawn.done) for _, drawn in sorted(self._outputs_by_index.items()) if drawn.done is not None]
         done.sort(key=lambda pair: -pair[1].score / max(len(pair[0].tokens), 1))
         outputs: list[Output] = []
         for index, (drawn, end) in enumerate(done[: self._num_returned]):

@@ -1,7 +1,7 @@
-"""When a candidate ends: EOS, stop token ids, stop strings, length.
+"""Stop rules: EOS, stop token ids, stop strings and length.
 
-Stop strings are matched on bytes, so neither a token boundary nor a character cut in two can hide one. What must be
-remembered of a branch is an immutable `Trail`; forking a branch is sharing it.
+Stop strings are matched on bytes, so that neither token boundaries nor split UTF-8 characters can hide one. The state
+per branch is an immutable `StopProgress`, so forking a branch shares it.
 """
 
 from __future__ import annotations
@@ -18,28 +18,31 @@ from chatcache.types.stats import ModelInfo
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """Why a candidate ended; fields as in `types.CandidateDone`."""
+class StopResult:
+    """Reason why a candidate ended; fields as in `types.events.CandidateDone`."""
 
     finish_reason: str
     stop_reason: str | int | None = None
 
 
-class Trail(msgspec.Struct, frozen=True, gc=False):
-    """What the rules remember of one branch: its length, and the last bytes a stop string could reach back to."""
+class StopProgress(msgspec.Struct, frozen=True, gc=False):
+    """State of the stop rules in one branch.
+
+    Its length and the last bytes that may belong to a stop string.
+    """
 
     num_tokens: int = 0
-    tail: bytes = b""
+    last_bytes: bytes = b""
 
 
-START = Trail()
+START = StopProgress()
 
 
 class StopRules:
-    """The stop rules of one request, shared by all its branches.
+    """Stop rules of one request, shared by all its branches.
 
-    `terminal_ids`: tokens that end a candidate (EOS unless ignored, stop token ids). They, and stop strings, cannot
-    end a candidate before `min_tokens` tokens; the ids are to be banned from draws until then (`banned`).
+    `terminal_ids`: tokens that end a candidate (EOS unless ignored, stop token ids). Neither they nor stop strings end
+    a candidate before `min_tokens` tokens; until then the ids are banned from draws (`banned_ids`).
     """
 
     def __init__(
@@ -65,7 +68,10 @@ class StopRules:
 
     @classmethod
     def of(cls, params: Params, facts: ModelInfo, *, max_tokens: int, token_bytes: Sequence[bytes] | None) -> StopRules:
-        """Build the rules of a request. Raises: InvalidRequestError for stop strings without a tokenizer."""
+        """Build the rules of a request.
+
+        Raises: InvalidRequestError for stop strings without a tokenizer.
+        """
         return cls(
             max_tokens=max_tokens,
             min_tokens=params.min_tokens,
@@ -77,31 +83,32 @@ class StopRules:
 
     @property
     def has_stop_strings(self) -> bool:
+        """True if the request has stop strings."""
         return bool(self._stops)
 
-    def banned(self, trail: Trail) -> tuple[int, ...]:
-        """Ids that must not be drawn next: the terminal ones while fewer than `min_tokens` tokens are out."""
-        return self.terminal_ids if trail.num_tokens < self.min_tokens else ()
+    def banned_ids(self, progress: StopProgress) -> tuple[int, ...]:
+        """Return the ids that must not be drawn next: the terminal ids before `min_tokens` tokens."""
+        return self.terminal_ids if progress.num_tokens < self.min_tokens else ()
 
-    def follow(self, trail: Trail, token: int) -> tuple[Trail, Ended | None]:
-        """Return the trail after `token`, and why the candidate ends with it, or None if it goes on."""
-        num_tokens = trail.num_tokens + 1
-        tail, stop = trail.tail, None
+    def advance(self, progress: StopProgress, token: int) -> tuple[StopProgress, StopResult | None]:
+        """Return the state after `token` and, if the candidate ends with it, the reason."""
+        num_tokens = progress.num_tokens + 1
+        tail, stop = progress.last_bytes, None
         if self._stops:
-            tail, stop = self._match(trail.tail, token)
-        after = Trail(num_tokens, tail)
+            tail, stop = self._find_stop(progress.last_bytes, token)
+        after = StopProgress(num_tokens, tail)
         if token in self._eos_ids:
-            return after, Ended(FINISH_STOP)
+            return after, StopResult(FINISH_STOP)
         if token in self._stop_ids:
-            return after, Ended(FINISH_STOP, token)
+            return after, StopResult(FINISH_STOP, token)
         if stop is not None and num_tokens >= self.min_tokens:
-            return after, Ended(FINISH_STOP, stop)
+            return after, StopResult(FINISH_STOP, stop)
         if num_tokens >= self.max_tokens:
-            return after, Ended(FINISH_LENGTH)
+            return after, StopResult(FINISH_LENGTH)
         return after, None
 
-    def _match(self, tail: bytes, token: int) -> tuple[bytes, str | None]:
-        """Find the stop string that ends first within `token` (the longest such); ids without bytes match nothing."""
+    def _find_stop(self, tail: bytes, token: int) -> tuple[bytes, str | None]:
+        """Find the stop string that ends first within `token` (the longest of those)."""
         piece = self._token_bytes[token] if 0 <= token < len(self._token_bytes) else b""
         text = tail + piece
         best: tuple[int, int, str] | None = None

@@ -1,4 +1,4 @@
-"""The door to the strategies."""
+"""Build the decoding strategy of a request."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def make_strategy(
     seed: int,
     max_tokens: int,
     token_bytes: Sequence[bytes] | None,
-    ticket: GrammarFuture | None = None,
+    grammar_future: GrammarFuture | None = None,
 ) -> Strategy:
     """Build the strategy of a request whose parameters `validate_params` has accepted.
 
-    `seed` and `max_tokens` are the resolved ones (`params` may hold None); a negative seed is taken modulo 2**64.
-    `token_bytes[id]` is what a token adds to the text; needed for stop strings only. `ticket` is the grammar that
-    the output must match; the strategy may be asked for draws once it is ready.
+    `seed` and `max_tokens` are resolved values (`params` may hold None); a negative seed is taken modulo 2**64.
+    `token_bytes[id]`: bytes that a token adds to the text, needed for stop strings only. `grammar_future`: grammar of
+    the output; draws may be requested once it is ready.
 
     Raises: InvalidRequestError for stop strings without `token_bytes`.
     """
     params = request.params
     rules = StopRules.of(params, facts, max_tokens=max_tokens, token_bytes=token_bytes)
-    constraint = None if ticket is None else Constraint(ticket, rules)
+    constraint = None if grammar_future is None else Constraint(grammar_future, rules)
     if isinstance(params, BeamSearchParams):
         return BeamStrategy(params, rules, vocab_size=facts.vocab_size, constraint=constraint)
     if params.distinct:

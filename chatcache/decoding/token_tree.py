@@ -1,15 +1,14 @@
-r"""What the caller may already know: tokens that every candidate still possible has in common are final.
+r"""Token tree of a search: emit tokens as soon as every possible result contains them.
 
-Live branches and finished candidates are leaves of one tree of tokens. A leaf that is let go takes with it what only it
-stood on, and the tree is agreed on down to the first node with two children:
+Live branches and finished candidates are leaves of one tree. Releasing a leaf removes the nodes that only it needed.
+The tokens down to the first node with two children are common to all results and can be emitted:
 
-    root - a - b - c - d     live            agreed: a b
+    root - a - b - c - d     live            common prefix: a b
                  \ e        finished
 
-Every node is added once and removed at most once, and what is agreed only moves down: O(width) a step, whatever the
-length.
+Every node is added and removed at most once and the common prefix only grows, so a step costs O(width) at any length.
 
-The branches of a search: which parent's pages each survivor goes on with.
+`BranchReassignment` maps the selected nodes of a step to the branches (page tables) of their parents.
 """
 
 from __future__ import annotations
@@ -19,16 +18,17 @@ from collections.abc import Iterator, Sequence
 from chatcache.types.actions import BranchAction, Emit, Extend, Fork, Release
 from chatcache.types.events import TokenLogprob
 
-NO_SCORE = -1.0e9  # of a candidate that does not exist
+NO_SCORE = -1.0e9  # score of a candidate that does not exist
 
 
 class Node:
-    """A token after those of `parent`. `num_holds` leaves end here; `id` is unique in its tree, the root's is 0.
+    """A token and its position in the tree.
 
-    `branch` is where the node's children are drawn, while it is live. `ended`: it is the last token of a candidate.
+    `num_refs`: number of leaves at this node. `id`: 0 for the root. `branch`: while the node is live, the branch in
+    which its children are drawn. `ended`: last token of a candidate.
     """
 
-    __slots__ = ("branch", "children", "ended", "id", "logprob", "num_holds", "parent", "token")
+    __slots__ = ("branch", "children", "ended", "id", "logprob", "num_refs", "parent", "token")
 
     def __init__(self, id: int, token: int, logprob: TokenLogprob | None, parent: Node | None) -> None:
         self.id = id
@@ -36,128 +36,139 @@ class Node:
         self.logprob = logprob
         self.parent = parent
         self.children: dict[int, Node] = {}  # by token
-        self.num_holds = 0
+        self.num_refs = 0
         self.branch = 0
         self.ended = False
 
-    def up(self) -> Node:
+    def get_parent(self) -> Node:
         """Return the parent. Raises: LookupError for the root."""
         if self.parent is None:
             raise LookupError("the root has no parent")
         return self.parent
 
-    def left_the_tree(self) -> bool:
+    def is_removed(self) -> bool:
+        """Return True if the node is no longer part of the tree."""
         return self.parent is not None and self.parent.children.get(self.token) is not self
 
     def path_below(self, above: Node) -> list[Node]:
-        """List the nodes from `above` (left out) down to this one. Raises: LookupError if it is not above."""
+        """Return the nodes below `above` down to this one.
+
+        Raises: LookupError if it is not an ancestor.
+        """
         path: list[Node] = []
         node = self
         while node is not above:
             path.append(node)
-            node = node.up()
+            node = node.get_parent()
         return path[::-1]
 
 
 class TokenTree:
-    """The tokens that somebody holds. `agreed` is the deepest node that all of them have in common."""
+    """Tree of all live and finished candidates.
+
+    `common_prefix`: deepest node on the path of every candidate.
+    """
 
     def __init__(self) -> None:
         self.root = Node(0, -1, None, None)
-        self.agreed = self.root
+        self.common_prefix = self.root
         self._num_added = 0
 
-    def grow(self, parent: Node, token: int, logprob: TokenLogprob | None = None) -> Node:
-        """Return the node of `token` below `parent`, held once more."""
+    def add(self, parent: Node, token: int, logprob: TokenLogprob | None = None) -> Node:
+        """Return the child of `parent` for `token`, with one more reference."""
         node = parent.children.get(token)
         if node is None:
             self._num_added += 1
             node = parent.children[token] = Node(self._num_added, token, logprob, parent)
-        node.num_holds += 1
+        node.num_refs += 1
         return node
 
     def release(self, node: Node) -> None:
-        """Let go of a node once; nodes that nobody stands on any more leave the tree."""
-        node.num_holds -= 1
-        while not node.num_holds and not node.children and node is not self.root:
-            parent = node.up()
+        """Drop one reference; remove nodes that no candidate needs."""
+        node.num_refs -= 1
+        while not node.num_refs and not node.children and node is not self.root:
+            parent = node.get_parent()
             del parent.children[node.token]
             node = parent
 
-    def agree(self) -> Node:
-        """Move `agreed` down as far as it goes now, and return it."""
-        while len(self.agreed.children) == 1 and not self.agreed.num_holds:
-            (self.agreed,) = self.agreed.children.values()
-        return self.agreed
+    def advance_common_prefix(self) -> Node:
+        """Extend `common_prefix` as far as possible and return it."""
+        while len(self.common_prefix.children) == 1 and not self.common_prefix.num_refs:
+            (self.common_prefix,) = self.common_prefix.children.values()
+        return self.common_prefix
 
 
-class Stream:
-    """Tells the caller each candidate's tokens once, in order, in as many pieces as it takes."""
+class CandidateStream:
+    """Emits each token of each candidate exactly once, in order."""
 
     def __init__(self, tree: TokenTree, num_candidates: int, *, with_logprobs: bool) -> None:
-        self._told = [tree.root] * num_candidates
+        self._emitted = [tree.root] * num_candidates
         self._with_logprobs = with_logprobs
 
-    def tell(self, index: int, node: Node) -> Iterator[Emit]:
-        """Yield what candidate `index`, which passes through `node`, has not been told of yet."""
-        path = node.path_below(self._told[index])
-        self._told[index] = node
+    def emit(self, index: int, node: Node) -> Iterator[Emit]:
+        """Emit the tokens of candidate `index` down to `node` that were not emitted before."""
+        path = node.path_below(self._emitted[index])
+        self._emitted[index] = node
         if path:
             entries = tuple(step.logprob for step in path if step.logprob is not None) if self._with_logprobs else ()
             yield Emit(index, tuple(step.token for step in path), entries)
 
 
 class BranchReassignment:
-    """Live branches and the ids of new ones; an id is used once in a request's life."""
+    """Assigns branches to the selected nodes of a step.
+
+    A branch id is used only once per request.
+    """
 
     def __init__(self, root: Node) -> None:
         self._live = [root]
         self._next = 1
 
-    def move(self, survivors: Sequence[Node]) -> tuple[BranchAction, ...]:
-        """Give each surviving node its branch, and return the actions that move the branches under them.
+    def reassign(self, nodes: Sequence[Node]) -> tuple[BranchAction, ...]:
+        """Assign a branch to each node; return the actions that carry this out.
 
-        The first child of a branch inherits it, the others are forked from it. Childless branches go first, so that no
-        more are ever alive than before or after. Nodes are distinct, their parents live.
+        The first child of a branch continues it, its other children are forked from it. Branches without children are
+        released first, so that the number of live branches never exceeds that before or after the step. The nodes are
+        distinct and their parents are live.
         """
-        families: dict[int, list[Node]] = {node.branch: [] for node in self._live}
-        for node in survivors:
-            parent = node.up().branch
-            siblings = families[parent]
-            node.branch = self._new() if siblings else parent
+        children_by_branch: dict[int, list[Node]] = {node.branch: [] for node in self._live}
+        for node in nodes:
+            parent = node.get_parent().branch
+            siblings = children_by_branch[parent]
+            node.branch = self._new_id() if siblings else parent
             siblings.append(node)
-        losers = [node for node in self._live if not families[node.branch]]
-        self._live = list(survivors)
-        actions = self._retire(losers)
-        for branch, children in families.items():
+        childless = [node for node in self._live if not children_by_branch[node.branch]]
+        self._live = list(nodes)
+        actions = self._release(childless)
+        for branch, children in children_by_branch.items():
             actions += [Fork(branch, child.branch, child.token) for child in children[1:]]
             actions += [Extend(branch, child.token) for child in children[:1]]
         return tuple(actions)
 
-    def _retire(self, losers: Sequence[Node]) -> list[BranchAction]:
-        """Let branches go without their tails, but for one wherever a candidate ended.
+    def _release(self, childless: Sequence[Node]) -> list[BranchAction]:
+        """Release branches; publish the partial tail page only where a candidate ended.
 
-        A candidate's last token is never computed, so only branches that went on beside it hold all that comes before.
-        When the last of them goes, its tail page is kept, for the next turn to find the whole of the candidate; while
-        one lives, it has the page itself. All other tails would only crowd the index.
+        The last token of a candidate is never computed, so only branches that continued next to it hold all pages up to
+        it. When the last such branch is released, its tail page is published, so that the next turn finds the whole
+        candidate in the cache. Tail pages of other branches would only fill the index.
         """
         actions: list[BranchAction] = []
         kept: set[Node] = set()
-        for node in losers:
-            stump = _standing(node)
-            keep_tail = stump not in kept and any(child.ended for child in stump.children.values())
+        for node in childless:
+            remaining = _deepest_remaining(node)
+            keep_tail = remaining not in kept and any(child.ended for child in remaining.children.values())
             if keep_tail:
-                kept.add(stump)
+                kept.add(remaining)
             actions.append(Release(node.branch, keep_tail))
         return actions
 
-    def _new(self) -> int:
+    def _new_id(self) -> int:
         self._next += 1
         return self._next - 1
 
 
-def _standing(node: Node) -> Node:
-    """Return the deepest node at or above this one that still stands in the tree."""
-    while node.left_the_tree():
-        node = node.up()
+def _deepest_remaining(node: Node) -> Node:
+    """Return the deepest ancestor (or the node itself) that is still in the tree."""
+    while node.is_removed():
+        node = node.get_parent()
     return node

@@ -1,19 +1,19 @@
-"""Sampling without replacement: n candidates, no two alike, by stochastic beam search on the same forks as beams.
+"""Sampling without replacement: n distinct candidates by stochastic beam search.
 
-Alike means token by token; two candidates may still spell the same text in different tokens.
+Candidates are distinct as token sequences; two of them may still spell the same text.
 
 Give every possible output y the value log p(y) + standard Gumbel noise: the n largest values are a sample without
-replacement, as if one drew n times from p and struck out what had been drawn (the Gumbel top-k trick). No need to look
-at every y: the largest value below a prefix is again log p(prefix) + Gumbel noise. So draw the values top down. The
-children of a prefix whose value is known get noise of their own, then are shifted so that their maximum is that value:
+replacement from p (the Gumbel top-k trick). The outputs need not be enumerated: the largest value below a prefix is
+again log p(prefix) + Gumbel noise, so the values can be drawn from the root downwards. The children of a prefix get
+noise of their own, then are shifted so that their maximum is the value of the prefix:
 
     value(child) = -log(exp(-value(parent)) - exp(-max of the perturbed children) + exp(-perturbed(child)))
 
-and whatever is not among the n largest at any length can never be. The search is exact, not an approximation.
+A prefix that is not among the n largest at some length cannot be later on, so the search is exact.
 
-The noise of a prefix is keyed by (seed, its tokens, position) alone. So a larger n begins with the candidates of a
-smaller one, and nothing depends on batch, preemption or restart. The best child of the best prefix is always again the
-best: candidate 0 is streamed token by token, an ordinary sample from p.
+The noise of a prefix is keyed by (seed, its tokens, position) only: a larger n starts with the candidates of a smaller
+one, and results do not depend on batch, preemption or restart. The best child of the best prefix stays the best, so
+candidate 0 is streamed token by token; it is an ordinary sample from p.
 
 Source: Kool, van Hoof, Welling, "Stochastic Beams and Where to Find Them", ICML 2019; appendix B.3 for the numerics.
 """
@@ -25,11 +25,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
-from chatcache.decoding.grammar.state import Constraint, GrammarState, follow
+from chatcache.decoding.grammar.state import Constraint, GrammarState, advance_candidate
 from chatcache.decoding.logit_edits import LogitEdits
 from chatcache.decoding.sampling import SamplerSpec
-from chatcache.decoding.stopping import START, Ended, StopRules, Trail
-from chatcache.decoding.token_tree import NO_SCORE, BranchReassignment, Node, Stream, TokenTree
+from chatcache.decoding.stopping import START, StopProgress, StopResult, StopRules
+from chatcache.decoding.token_tree import NO_SCORE, BranchReassignment, CandidateStream, Node, TokenTree
 from chatcache.types.actions import Advance, Candidates, DrawSpec, DroppedCandidate, Finish, Output, cannot_drop_error
 from chatcache.types.events import FINISH_LENGTH
 from chatcache.types.request import SamplingParams
@@ -38,25 +38,28 @@ _MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prefix:
-    """One of the n best so far, finished (`ended`) or live. `score`: its log-probability, `value`: that plus noise."""
+class RankedPrefix:
+    """One of the n best prefixes, finished or live.
+
+    `score`: log-probability; `value`: perturbed score.
+    """
 
     node: Node
     score: float
     value: float
-    trail: Trail
+    progress: StopProgress
     edits: LogitEdits
     spec: DrawSpec
-    ended: Ended | None = None
-    guide: GrammarState | None = None
+    ended: StopResult | None = None
+    grammar_state: GrammarState | None = None
 
 
 class DistinctStrategy:
-    """Draw `n` different candidates, the best perturbed first; each scores its exact log-probability.
+    """Draw `n` distinct candidates in the order of their perturbed scores.
 
-    That is the probability under the distribution drawn from, after edits, temperature and filters; a token's logprob
-    is of the model's own log-softmax as everywhere. Where fewer than `n` outputs are possible, the missing ones end
-    without a token and with a score of -1e9.
+    The score of a candidate is its exact log-probability under the sampling distribution (after edits, temperature and
+    filters); token logprobs are those of the model's log-softmax. If fewer than `n` outputs are possible, the missing
+    candidates end without a token and with a score of -1e9.
     """
 
     def __init__(
@@ -73,16 +76,16 @@ class DistinctStrategy:
         self._constraint = constraint
         self._num_candidates = params.n
         self._with_logprobs = params.logprobs is not None
-        width = min(max(params.n, 2), vocab_size)  # a draw of width 1 would not say its noise
+        width = min(max(params.n, 2), vocab_size)  # a draw of width 1 does not return its noise
         self._drawing = SamplerSpec(params, rules, constraint, seed=seed, prompt=prompt, width=width)
         self._tree = TokenTree()
-        self._stream = Stream(self._tree, params.n, with_logprobs=self._with_logprobs)
-        self._lineage = BranchReassignment(self._tree.root)
+        self._stream = CandidateStream(self._tree, params.n, with_logprobs=self._with_logprobs)
+        self._branches = BranchReassignment(self._tree.root)
         self._ranked = [
-            Prefix(self._tree.root, 0.0, 0.0, START, self._drawing.edits, self._drawing.spec)
+            RankedPrefix(self._tree.root, 0.0, 0.0, START, self._drawing.edits, self._drawing.spec)
         ]  # best value first
         self._live = {0: self._ranked[0]}  # by branch
-        self._tree.root.num_holds += 1
+        self._tree.root.num_refs += 1
         self._num_streamed = 1
         self._num_done = 0
 
@@ -100,30 +103,30 @@ class DistinctStrategy:
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         prefix = self._live[branch]
-        return (self._drawing.at(prefix.spec, prefix.edits, prefix.trail, prefix.guide),)
+        return (self._drawing.draw_spec(prefix.spec, prefix.edits, prefix.progress, prefix.grammar_state),)
 
     def drop(self, index: int) -> DroppedCandidate | None:
         raise cannot_drop_error("distinct candidates")
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
         before = self._ranked
-        self._ranked = self._best(drawn)
+        self._ranked = self._best_prefixes(drawn)
         kept = set(self._ranked)
         for prefix in before:
             if prefix not in kept:
                 self._tree.release(prefix.node)
         live = [prefix for prefix in self._ranked if prefix.ended is None]
-        actions = self._lineage.move([prefix.node for prefix in live])
+        actions = self._branches.reassign([prefix.node for prefix in live])
         self._live = {prefix.node.branch: prefix for prefix in live}
         return Advance(actions, tuple(self._outputs()), finished=not live)
 
-    def _best(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> list[Prefix]:
-        """Return the n best of the finished prefixes and of all children of the live ones.
+    def _best_prefixes(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> list[RankedPrefix]:
+        """Return the n best of the finished prefixes and the children of the live ones.
 
-        A merge: each prefix offers its children best first. Equal values stay in order.
+        This is a merge with a heap: each prefix offers its children in descending order. Ties keep their order.
         """
         offers = [(-prefix.value, rank, 0) for rank, prefix in enumerate(self._ranked)]  # already a heap
-        best: list[Prefix] = []
+        best: list[RankedPrefix] = []
         while offers and len(best) < self._num_candidates:
             negative, rank, place = heappop(offers)
             prefix = self._ranked[rank]
@@ -131,10 +134,10 @@ class DistinctStrategy:
                 best.append(prefix)
                 continue
             candidates = drawn[prefix.node.branch][0]
-            best.append(self._child(prefix, candidates, place, -negative))
+            best.append(self._new_prefix(prefix, candidates, place, -negative))
             place += 1
             if place < len(candidates.perturbed) and candidates.perturbed[place] > -math.inf:
-                value = conditioned(
+                value = shift_to_maximum(
                     prefix.value,
                     prefix.score + candidates.perturbed[place],
                     ahead=candidates.perturbed[0] - candidates.perturbed[place],
@@ -142,43 +145,43 @@ class DistinctStrategy:
                 heappush(offers, (-value, rank, place))
         return best
 
-    def _child(self, prefix: Prefix, candidates: Candidates, place: int, value: float) -> Prefix:
+    def _new_prefix(self, prefix: RankedPrefix, candidates: Candidates, place: int, value: float) -> RankedPrefix:
         token, logprob = candidates.tokens[place], candidates.logprobs[place]
-        node = self._tree.grow(prefix.node, token, candidates.logprob_at(place) if self._with_logprobs else None)
+        node = self._tree.add(prefix.node, token, candidates.logprob_at(place) if self._with_logprobs else None)
         edits = prefix.edits.fork()
         edits.record(token)
-        guide = None if self._constraint is None else self._constraint.fork(prefix.guide)
-        trail, ended = follow(self._rules, prefix.trail, token, guide)
+        grammar_state = None if self._constraint is None else self._constraint.fork(prefix.grammar_state)
+        progress, ended = advance_candidate(self._rules, prefix.progress, token, grammar_state)
         node.ended = ended is not None
         spec = replace(prefix.spec, seed=child_seed(prefix.spec.seed, token))
-        return Prefix(node, prefix.score + logprob, value, trail, edits, spec, ended, guide)
+        return RankedPrefix(node, prefix.score + logprob, value, progress, edits, spec, ended, grammar_state)
 
     def _outputs(self) -> Iterator[Output]:
-        """Emit what cannot change any more.
+        """Emit tokens and ends that can no longer change.
 
-        Nothing can get ahead of finished candidates at the top, and whatever comes of the first live one stays first
-        of the rest. All others are told what all have in common.
+        Finished candidates at the top are final, and the descendants of the first live prefix stay ahead of all
+        others. All other candidates get the common prefix.
         """
         while self._num_done < len(self._ranked):
             index, prefix = self._num_done, self._ranked[self._num_done]
-            yield from self._stream.tell(index, prefix.node)
+            yield from self._stream.emit(index, prefix.node)
             if prefix.ended is None:
                 break
             yield Finish(index, prefix.ended.finish_reason, prefix.ended.stop_reason, prefix.score)
             self._num_done += 1
         self._num_streamed = max(self._num_streamed, len(self._ranked))
         if self._live:
-            node = self._tree.agree()
+            node = self._tree.advance_common_prefix()
             for index in range(self._num_done + 1, self._num_streamed):
-                yield from self._stream.tell(index, node)
+                yield from self._stream.emit(index, node)
         else:
             yield from (Finish(i, FINISH_LENGTH, None, NO_SCORE) for i in range(self._num_done, self._num_candidates))
 
 
-def conditioned(value: float, perturbed: float, *, ahead: float) -> float:
-    """Shift a child's perturbed log-probability as it takes for the maximum of all children to be `value`.
+def shift_to_maximum(value: float, perturbed: float, *, ahead: float) -> float:
+    """Shift a child's perturbed log-probability so that the maximum is `value`.
 
-    `value` is the parent's, `ahead` how much larger the largest perturbed log-probability among the children is.
+    `value`: perturbed log-probability of the parent. `ahead`: difference between the largest child and this one.
     """
     if ahead <= 0.0:
         return value
@@ -192,7 +195,7 @@ def log1mexp(x: float) -> float:
 
 
 def child_seed(seed: int, token: int) -> int:
-    """Key the noise below a prefix by its tokens: scatter (seed of its parent, its last token) over 64 bits.
+    """Return the seed of a prefix: a 64-bit hash of its parent's seed and its last token.
 
     Source: the finaliser of SplitMix64 (Steele et al. 2014), twice.
     """

@@ -178,14 +178,14 @@ class GrammarWaitQueue:
         """Forget a request; a compile that was to begin for it alone does not, so that nobody waits behind it."""
         ticket = self._tickets.pop(request)
         if all(other.future is not ticket.future for other in self._tickets.values()):
-            ticket.abandon()
+            ticket.cancel()
 
     def take(self, timeout_s: float) -> Iterator[tuple[LiveRequest, BaseException | None]]:
         """Yield those that are ready, each with what went wrong, if anything did; wait so long for the first."""
-        if timeout_s and not any(ticket.ready for ticket in self._tickets.values()):
-            next(iter(self._tickets.values())).grammars.wait(timeout_s)
+        if timeout_s and not any(ticket.is_ready for ticket in self._tickets.values()):
+            next(iter(self._tickets.values())).compiler.wait(timeout_s)
         for request, ticket in list(self._tickets.items()):
-            if ticket.ready:
+            if ticket.is_ready:
                 del self._tickets[request]
                 yield request, ticket.failure()
 
@@ -251,7 +251,7 @@ class RequestValidator:
         check_queue(everybody, num_tokens, most)
 
     def prepare_constraints(self) -> None:
-        self._grammars.prepare()
+        self._grammars.load_vocabulary()
 
     def grammar(self, request: GenerateRequest) -> GrammarFuture | None:
         """Begin to compile what the output must match, if it must match anything.
@@ -266,7 +266,7 @@ class RequestValidator:
 
         Raises: InvalidRequestError for what its strategy cannot do here.
         """
-        constrained = {} if ticket is None else {"ticket": ticket}
+        constrained = {} if ticket is None else {"grammar_future": ticket}
         strategy = self._make_strategy(
             request,
             self._facts,

@@ -133,7 +133,7 @@ class Engine:
         self._namespaces.remember(request.namespace)
         self._requests[request.request_id] = live
         self._outbox.open(request.request_id, 0 if request.resume_point is None else request.resume_point.last_seq)
-        if ticket is None or (ticket.ready and ticket.failure() is None):
+        if ticket is None or (ticket.is_ready and ticket.failure() is None):
             self._queue(live)
         else:
             self._preparing.add(live, ticket)

@@ -59,7 +59,7 @@ def _branch(request: LiveRequest, resumed: ResumePoint) -> tuple[Finish, ...]:
             request.num_prompt_tokens + len(told[index]) // TOKEN_BYTES,
             ordinal=index,
         )
-        for index in strategy.living
+        for index in strategy.live_candidates
     }
     request.num_branches_created = len(told)
     request.max_branches = len(request.branches)

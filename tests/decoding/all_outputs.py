@@ -114,7 +114,7 @@ class Everything:
         stopped |= output[-1] in self.eos or (self.grammar is not None and self.grammar.over(output))
         return "stop" if stopped else "length" if len(output) == self.max_tokens else ""
 
-    def told(self, length: int) -> list[int]:
+    def emitted(self, length: int) -> list[int]:
         """How many tokens of each candidate are final after `length` steps: all of those at the top that are finished
         and of the first live one, what all have in common of the others."""
         best = self.levels[length][: self.params.n]
@@ -132,7 +132,7 @@ def check(
     max_tokens: int,
     grammar: ToyGrammar | None = None,
 ) -> None:
-    """Compare candidates, scores, and what is told when, with all outputs."""
+    """Compare candidates, scores, and what is emitted in each step, with all outputs."""
     shape: dict[str, Any] = {"vocab_size": vocab_size, "eos": eos, "max_tokens": max_tokens, "grammar": grammar}
     everything = Everything(params, logits, **shape)
     want = everything.levels[-1][: params.n]
@@ -146,4 +146,4 @@ def check(
         assert outcome.done.finish_reason == prefix.reason
     assert all(outcome.done and outcome.done.score == -1e9 for outcome in outcomes[len(want) :])
     for step, pieces in enumerate(got.pieces[:-1], start=1):
-        assert [pieces.get(i, 0) for i in range(len(everything.told(step)))] == everything.told(step)
+        assert [pieces.get(i, 0) for i in range(len(everything.emitted(step)))] == everything.emitted(step)

@@ -179,6 +179,6 @@ def _apply(
             else:
                 del branches[action.branch]
         most_alive = max(most_alive, len(branches))
-    assert settled == drawn  # every drawn branch is told what becomes of it
+    assert settled == drawn  # every drawn branch gets exactly one action
     assert most_alive <= max_branches
     return most_alive

@@ -86,7 +86,7 @@ def test_a_client_can_rebuild_the_tree(search: tuple[BeamSearchParams, TableMode
 
 
 def rebuilt(got: Run) -> dict[int, Output]:
-    """Grow the tree from the events; every node is told of once per step and never means two things."""
+    """Grow the tree from the events; every node is reported once per step and never changes its meaning."""
     paths: dict[int, Output] = {0: ()}
     for grown in got.grown:
         assert len({beam.node for beam in grown.beams}) == len(grown.beams)
@@ -101,21 +101,21 @@ def summed(output: Output, logits: TableModel) -> float:
     return math.fsum(float(log_softmax(logits(PROMPT + output[:k]))[token]) for k, token in enumerate(output))
 
 
-def test_nobody_is_told_of_live_beams_who_did_not_ask() -> None:
+def test_live_beams_are_reported_only_on_request() -> None:
     got = beam_run(BeamSearchParams(), TableModel(VOCAB), vocab_size=VOCAB, eos=(5,), max_tokens=8)
     assert got.grown == []
 
 
 def test_the_work_of_a_step_does_not_grow_with_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     num_moves = 0
-    original = Node.up
+    original = Node.get_parent
 
     def up(self: Node) -> Node:
         nonlocal num_moves
         num_moves += 1
         return original(self)
 
-    monkeypatch.setattr(Node, "up", up)
+    monkeypatch.setattr(Node, "get_parent", up)
     for sharpness in (0.05, 4.0):  # the beams agree late, or soon
         num_moves = 0
         params = BeamSearchParams(beam_width=4, ignore_eos=True)
@@ -129,17 +129,17 @@ def test_the_tree_knows_what_all_leaves_have_in_common(seed: int) -> None:
     """Against plain lists: grow, hold and release leaves at random."""
     rng = random.Random(seed)
     tree = TokenTree()
-    tree.root.num_holds += 1
+    tree.root.num_refs += 1
     leaves: list[tuple[Node, tuple[int, ...]]] = [(tree.root, ())]
     for _ in range(200):
         place = rng.randrange(len(leaves))
         node, path = leaves[place]
         if rng.random() < 0.5 or len(leaves) == 1:
             children = rng.choices(range(4), k=rng.randint(1, 3))
-            leaves += [(tree.grow(node, token), (*path, token)) for token in children]
+            leaves += [(tree.add(node, token), (*path, token)) for token in children]
         if rng.random() < 0.8:
             tree.release(leaves.pop(place)[0])
-        agreed = tree.agree()
+        agreed = tree.advance_common_prefix()
         assert tuple(step.token for step in agreed.path_below(tree.root)) == common([path for _, path in leaves])
         for node, path in leaves:
             assert tuple(step.token for step in node.path_below(tree.root)) == path

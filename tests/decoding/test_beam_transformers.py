@@ -142,7 +142,7 @@ def test_other_ends_equal_generate(shape: Shape) -> None:
 
 
 def test_distinct_candidates_score_their_probability(shape: Shape) -> None:
-    """Beside beams in one batch: no two alike, each worth what transformers' logits say at that temperature."""
+    """In one batch with beams: candidates are distinct and scored as by transformers' logits at that temperature."""
     temperatures = (0.5, 1.0, 2.0)
     searches = [
         Search(

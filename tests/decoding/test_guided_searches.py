@@ -79,7 +79,7 @@ def test_distinct_candidates_within_a_grammar_equal_every_output_perturbed(
 
 
 class Pit(ToyGuide):
-    """After one of `fatal` the grammar goes on, but no token does."""
+    """After one of `fatal` the grammar requires more text, but no token matches it."""
 
     fatal: frozenset[int]
 

@@ -37,10 +37,10 @@ def text_of(tokens: Sequence[int]) -> bytes:
 
 
 def compiled(outputs: StructuredOutputs, within: GrammarCompiler | None = None) -> GrammarFuture:
-    """A ticket that is ready. Raises: what compiling raises."""
-    ticket = (within or grammars()).start(outputs)
-    ticket.future.result(30)
-    return ticket
+    """A grammar_future that is ready. Raises: what compiling raises."""
+    grammar_future = (within or grammars()).start(outputs)
+    grammar_future.future.result(30)
+    return grammar_future
 
 
 def strategy_of(
@@ -53,7 +53,12 @@ def strategy_of(
 ) -> Strategy:
     """The strategy of a constrained request."""
     request = GenerateRequest(request_id="r", prompt=PROMPT, params=params)
-    ticket = compiled(params.structured_outputs, within) if params.structured_outputs is not None else None
+    grammar_future = compiled(params.structured_outputs, within) if params.structured_outputs is not None else None
     return make_strategy(
-        request, facts, seed=seed, max_tokens=max_tokens, token_bytes=PIECES, **({"ticket": ticket} if ticket else {})
+        request,
+        facts,
+        seed=seed,
+        max_tokens=max_tokens,
+        token_bytes=PIECES,
+        grammar_future=grammar_future,
     )

@@ -337,7 +337,7 @@ def lane_born_all_the_same(patch: Patch) -> None:
 
 def lanes_move_up(patch: Patch) -> None:
     """Who follows a lane that was dropped early draws with its noise."""
-    original = SamplingStrategy._split
+    original = SamplingStrategy._start
 
     def split(self: SamplingStrategy, candidates: Any, actions: Any, outputs: Any) -> None:
         given = sorted(self._wanted)
@@ -346,7 +346,7 @@ def lanes_move_up(patch: Patch) -> None:
             moved[index] = candidates[place]
         original(self, tuple(moved), actions, outputs)
 
-    patch.setattr(SamplingStrategy, "_split", split)
+    patch.setattr(SamplingStrategy, "_start", split)
 
 
 BUGS: list[Callable[[Patch], None]] = [

@@ -199,8 +199,8 @@ def _no_trail(patch: pytest.MonkeyPatch) -> None:
 
     def forgetful(self: SamplingStrategy, candidates: Any) -> Any:
         ends = original(self, candidates)
-        for lane in self._lanes.values():
-            lane.trail = START
+        for lane in self._candidates.values():
+            lane.progress = START
         return ends
 
     patch.setattr(SamplingStrategy, "resume", forgetful)

@@ -186,9 +186,9 @@ CLASSES = (
             *("PYSEC-2026-3933", "GHSA-389x-67px-mjg3", "GHSA-hf3c-wxg2-49q9"),
         ),
         (
-            "decoding/test_constraint_limits.py::test_a_compile_that_takes_too_long_is_stopped",
-            "decoding/test_constraint_limits.py::test_a_compile_that_takes_too_much_memory_is_stopped",
-            "decoding/test_constraint_limits.py::test_endless_new_schemas_take_no_more_memory",
+            "decoding/test_grammar_limits.py::test_a_compile_that_takes_too_long_is_stopped",
+            "decoding/test_grammar_limits.py::test_a_compile_that_takes_too_much_memory_is_stopped",
+            "decoding/test_grammar_limits.py::test_endless_new_schemas_take_no_more_memory",
         ),
     ),
     Class(
@@ -223,7 +223,7 @@ CLASSES = (
         ("pyo3 PanicException",),
         (
             "security/test_regressions.py::test_a_tokenizer_that_panics_ends_the_request_only",
-            "decoding/test_constraint_limits.py::test_a_library_that_panics_ends_the_request",
+            "decoding/test_grammar_limits.py::test_a_library_that_panics_ends_the_request",
         ),
     ),
     Class(

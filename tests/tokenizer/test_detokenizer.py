@@ -137,7 +137,7 @@ def test_ten_thousand_random_sequences_agree_with_the_engine() -> None:
         stream = stream_of(tokenizer, stops, min_tokens=min_tokens)
         trail = START
         for token in ids:
-            trail, ended = rules.follow(trail, token)
+            trail, ended = rules.advance(trail, token)
             stream.push([token])
             assert stream.stopped == (ended.stop_reason if ended else None)
             if ended:

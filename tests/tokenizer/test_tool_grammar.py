@@ -10,7 +10,7 @@ from typing import Any
 import llguidance
 import pytest
 
-from chatcache.decoding.grammar.compiler import _Vocabulary, lark_of
+from chatcache.decoding.grammar.compiler import _Vocabulary, to_lark
 from chatcache.tokenizer.reply_format import ReplyFormat, ReplyParser, detect_format
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.tokenizer.tool_grammar import CallableFunction, ToolChoice, build_tool_grammar
@@ -57,7 +57,7 @@ def accepted(name: str, choice: ToolChoice, text: str, *, form: ReplyFormat | No
     form = form if form is not None else form_of(tokenizer)
     special = tokenizer.special_ids_of(form.marks(tools=True))
     grammar = build_tool_grammar(choice, form, special, prompt_end)
-    lark = lark_of(StructuredOutputs(grammar=grammar, special_token_ids=tuple(special.values())))
+    lark = to_lark(StructuredOutputs(grammar=grammar, special_token_ids=tuple(special.values())))
     matcher = llguidance.LLMatcher(vocabulary(name), lark, log_level=0)
     assert not matcher.is_error(), f"{matcher.get_error()}\n{lark}"
     for token in tokenizer.encode_after("", text):

@@ -1,1 +1,5 @@
-"""Structured outputs: compile a grammar, then mask the tokens that would leave it. Read `state`, then `compiler`."""
+"""Structured outputs: compile a grammar, then mask the tokens that would violate it.
+
+Reading order: compiler (requests to grammars, cache), sandbox and sandbox_process (bounded trial compile), state (masks
+and progress per branch).
+"""

@@ -1,15 +1,11 @@
-"""Compiled grammars of one engine: made beside the engine's loop, checked before, remembered a while.
+"""Compile structured-output requests to grammars; cache the compiled grammars of an engine.
 
-A grammar is first tried in the checker's child process, where time, memory and stack are bounded; then compiled in this
-process in a thread of its own, without the interpreter's lock. Until that is done its request waits for it, nobody
-else does. llguidance is imported when somebody asks for it.
+A request becomes a grammar in llguidance's Lark notation. It is first compiled in the sandbox process, where time,
+memory and stack are limited, then in this process on a separate thread that does not hold the GIL. Until then its
+request waits; other requests continue. llguidance is imported on first use.
 
-llguidance shares what it learns of a grammar (its lexer's states) among all copies of a matcher, and shares its
-failures too. So a compiled grammar that failed, or has grown large, is not given to new requests.
-
-Compiles wait here: one thread for them all, and those who ask take turns.
-
-What a caller asks of the output, as one grammar in llguidance's Lark notation. Nothing is compiled here.
+llguidance shares lexer states among all copies of a matcher, including failures. So a compiled grammar that has failed
+or grown large is not given to new requests.
 """
 
 from __future__ import annotations
@@ -39,11 +35,10 @@ from chatcache.types.stats import ModelInfo
 Result = TypeVar("Result")
 
 
-class TurnQueue(Generic[Result]):
-    """Runs work in a thread of its own, one piece at a time.
+class RoundRobinQueue(Generic[Result]):
+    """Runs tasks on one thread, round-robin over the owners, FIFO within an owner.
 
-    Owners take turns, whatever each has queued; an owner's own work goes first come, first served. So nobody's queue
-    holds up another owner for longer than a piece of work of each.
+    So an owner waits for at most one task of every other owner.
     """
 
     def __init__(self, name: str) -> None:
@@ -52,7 +47,7 @@ class TurnQueue(Generic[Result]):
         self._waiting: OrderedDict[str, deque[tuple[Future[Result], Callable[[], Result]]]] = OrderedDict()
 
     def submit(self, owner: str, work: Callable[[], Result]) -> Future[Result]:
-        """Queue work; its future can be cancelled until it begins."""
+        """Queue a task; its future can be cancelled until the task starts."""
         future: Future[Result] = Future()
         with self._lock:
             self._waiting.setdefault(owner, deque()).append((future, work))
@@ -64,12 +59,12 @@ class TurnQueue(Generic[Result]):
             owner, queue = self._waiting.popitem(last=False)
             future, work = queue.popleft()
             if queue:
-                self._waiting[owner] = queue  # behind everybody else
+                self._waiting[owner] = queue  # after all other owners
         if not future.set_running_or_notify_cancel():
             return
         try:
             result = work()
-        except BaseException as error:  # a panic of the library is no Exception; the future tells it
+        except BaseException as error:  # a panic of the Rust library is a BaseException
             future.set_exception(error)
         else:
             future.set_result(result)
@@ -80,17 +75,17 @@ MAX_REGEX_BYTES = 16 << 10
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_CHOICES = 10_000
 MAX_CHOICE_BYTES = 256 << 10
-JSON_WHITESPACE = " "  # once or not at all: a model that likes new lines would go on with them for ever
+JSON_WHITESPACE = " "  # at most one space: otherwise some models emit newlines without end
 
 PARAM = "structured_outputs"
 _FIELDS = ("json", "json_object", "regex", "choice", "grammar")
 _QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|(?://|#)[^\n]*|/(?:\\.|[^/\\])+/', re.DOTALL)  # strings, comments, regexes
-# Every tokenisation of the allowed text is allowed; the model chooses, not a tokenizer that the engine lacks.
+# Allow every tokenization of the allowed text: the engine has no tokenizer to force the canonical one.
 _OPTIONS = '%llguidance {"no_forcing": true}'
 
 
 def check_structured_outputs(outputs: object) -> None:
-    """Verify kinds and sizes. Raises: InvalidRequestError naming the field and the limit."""
+    """Check types and sizes. Raises: InvalidRequestError with the field and the limit."""
     if not isinstance(outputs, StructuredOutputs):
         raise InvalidRequestError(
             f"{PARAM} must be a chatcache.StructuredOutputs, got {type(outputs).__name__}", param=PARAM
@@ -101,35 +96,35 @@ def check_structured_outputs(outputs: object) -> None:
     if len(given) != 1:
         found = ", ".join(given) or "none"
         raise InvalidRequestError(f"{PARAM} needs exactly one of {', '.join(_FIELDS)}; got {found}", param=PARAM)
-    _text("json", outputs.json, MAX_SCHEMA_BYTES)
-    _text("regex", outputs.regex, MAX_REGEX_BYTES)
-    _text("grammar", outputs.grammar, MAX_GRAMMAR_BYTES)
-    _choices(outputs.choice)
+    _check_text("json", outputs.json, MAX_SCHEMA_BYTES)
+    _check_text("regex", outputs.regex, MAX_REGEX_BYTES)
+    _check_text("grammar", outputs.grammar, MAX_GRAMMAR_BYTES)
+    _check_choices(outputs.choice)
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in outputs.special_token_ids):
         raise InvalidRequestError(f"{PARAM}.special_token_ids must be token ids", param=PARAM)
 
 
-def lark_of(outputs: StructuredOutputs) -> str:
-    """Return the grammar of outputs that `check_structured_outputs` has accepted.
+def to_lark(outputs: StructuredOutputs) -> str:
+    """Convert outputs that `check_structured_outputs` has accepted to a grammar.
 
-    Raises: InvalidRequestError for a schema that is not JSON, or not a schema at all; for a grammar that names tokens.
+    Raises: InvalidRequestError for an invalid JSON schema, or a grammar that references tokens.
     """
     if outputs.grammar is not None:
         _refuse_tokens(outputs.grammar, outputs.special_token_ids)
         return f"{outputs.grammar}\n{_OPTIONS}\n"
     if outputs.json is not None:
-        start = _schema(outputs.json)
+        start = _schema_symbol(outputs.json)
     elif outputs.json_object:
-        start = _inline({"type": "object"})
+        start = _json_symbol({"type": "object"})
     elif outputs.regex is not None:
-        start = f"/{_slashed(outputs.regex)}/"
+        start = f"/{_escape_slashes(outputs.regex)}/"
     else:
-        return f"start: CHOICE\nCHOICE: {' | '.join(map(_quoted, outputs.choice))}\n{_OPTIONS}\n"
+        return f"start: CHOICE\nCHOICE: {' | '.join(map(_quote, outputs.choice))}\n{_OPTIONS}\n"
     return f"start: {start}\n{_OPTIONS}\n"
 
 
 def _refuse_tokens(grammar: str, allowed: Collection[int]) -> None:
-    """Refuse `<name>` and `<[id]>`, the notation's symbols for single tokens, but for those ids that may be named."""
+    """Reject `<name>` and `<[id]>` (references to single tokens) except for the allowed ids."""
     symbols = {f"<[{token}]>" for token in allowed}
     for named in re.finditer(r"<[^<>\s]+>", _QUOTED.sub(" ", grammar)):
         if named[0] in symbols:
@@ -137,7 +132,7 @@ def _refuse_tokens(grammar: str, allowed: Collection[int]) -> None:
         raise InvalidRequestError(f"{PARAM}.grammar names the token {named[0]:.40}; it must describe text", param=PARAM)
 
 
-def _text(name: str, value: object, limit: int) -> None:
+def _check_text(name: str, value: object, limit: int) -> None:
     if value is None:
         return
     if not isinstance(value, str):
@@ -147,7 +142,7 @@ def _text(name: str, value: object, limit: int) -> None:
         raise InvalidRequestError(f"{PARAM}.{name} must have 1 to {limit} bytes, got {size}", param=PARAM)
 
 
-def _choices(value: object) -> None:
+def _check_choices(value: object) -> None:
     if not isinstance(value, tuple) or not all(isinstance(text, str) and text for text in value):
         raise InvalidRequestError(f"{PARAM}.choice must be a list of texts that are not empty", param=PARAM)
     if len(value) > MAX_CHOICES:
@@ -168,7 +163,7 @@ def _num_bytes(name: str, text: str) -> int:
         ) from None
 
 
-def _schema(text: str) -> str:
+def _schema_symbol(text: str) -> str:
     try:
         schema = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -177,11 +172,14 @@ def _schema(text: str) -> str:
         schema = {} if schema else {"enum": []}
     if not isinstance(schema, dict):
         raise InvalidRequestError(f"{PARAM}.json must be a JSON schema: an object, true or false", param=PARAM)
-    return _inline(schema)
+    return _json_symbol(schema)
 
 
-def _inline(schema: dict[str, object]) -> str:
-    """Write a schema as a grammar symbol; it is laid out as its `x-guidance` says, else on one line."""
+def _json_symbol(schema: dict[str, object]) -> str:
+    """Return a schema as a grammar symbol.
+
+    Without its own `x-guidance`, JSON is written on one line.
+    """
     text = json.dumps({"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}, **schema}, ensure_ascii=False)
     _num_bytes("json", text)
     return f"%json {text}"
@@ -191,19 +189,19 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON value")
 
 
-def _slashed(regex: str) -> str:
-    """Make a regular expression fit between slashes."""
+def _escape_slashes(regex: str) -> str:
+    """Escape the slashes of a regular expression."""
     escaped = re.sub(r"\\.|[/\\]", lambda match: "\\/" if match[0] == "/" else match[0], regex, flags=re.DOTALL)
     if re.sub(r"\\.", "", regex, flags=re.DOTALL).endswith("\\"):
         raise InvalidRequestError(f"{PARAM}.regex ends in a backslash that escapes nothing", param=PARAM)
     return escaped
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-# What one step through a grammar may cost (14,000 units of fuel a ms), and a whole grammar.
+# Limits of one step (14,000 units of fuel are about 1 ms) and of a whole grammar.
 LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 50_000,
     "step_max_items": 20_000,
@@ -212,29 +210,29 @@ LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 MAX_GRAMMARS = 64
-MAX_GROWTH_BYTES = 256 << 20  # of all remembered grammars together, while they are used
+MAX_GROWTH_BYTES = 256 << 20  # of all cached grammars together
 MAX_REASON_CHARS = 300
-DEAD_END = "NoExtension"  # how the library's message begins where no token fits
+DEAD_END = "NoExtension"  # prefix of the library's message if no token matches
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _STATE = re.compile(r"<(?:non-verbose/|backtrace|state)>")
-_LISTING = re.compile(r"\s*(\d+ \||\^+\s*$)")  # a line of the grammar, or the mark under one
+_LISTING = re.compile(r"\s*(\d+ \||\^+\s*$)")  # a line of the grammar, or the caret under it
 
 
 @dataclass(slots=True, eq=False)
-class Compiled:
-    """A grammar at its start. `matcher` is only ever copied; `words` are the tokens it allows first."""
+class CompiledGrammar:
+    """A compiled grammar in its initial state. `matcher` is only copied, never advanced."""
 
     matcher: Any
-    words: U32
-    accepting: bool
+    allowed_words: U32
+    is_accepting: bool
     compile_s: float
     growth_bytes: int = 0
 
 
 class GrammarCompiler:
-    """Compiles and remembers. Used from the engine's thread; the thread within is its own affair.
+    """Compiles grammars on its own thread and caches them. Called from the engine's thread only.
 
-    `token_bytes[id]` is what a token adds to the text; `special_ids` are never part of it.
+    `token_bytes[id]`: bytes that a token adds to the text; `special_ids` are not part of the text.
     """
 
     def __init__(
@@ -243,37 +241,37 @@ class GrammarCompiler:
         self._token_bytes = token_bytes
         self._facts = facts
         self._special_ids = frozenset(special_ids) | frozenset(facts.eos_token_ids)
-        self._cache: OrderedDict[str, Future[Compiled]] = OrderedDict()
+        self._cache: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()
         self._growth_bytes = 0
         self._library: Any = None
         self._tokenizer: Any = None
-        self._queue: TurnQueue[Compiled] | None = None
+        self._queue: RoundRobinQueue[CompiledGrammar] | None = None
         self._checker = GrammarChecker(LIMITS)
         self._statm = _open_statm()
         if self._statm >= 0:
             weakref.finalize(self, os.close, self._statm)
-        self._news = threading.Event()  # set whenever a compile is over
+        self._compile_finished = threading.Event()  # set when a compilation has finished
 
     @cached_property
-    def ordinary(self) -> U32:
-        """The tokens that are text, as a mask's words."""
+    def text_tokens(self) -> U32:
+        """Bit mask of the tokens with text."""
         pieces = enumerate(self._token_bytes or ())
         text_ids = [token for token, piece in pieces if piece and token not in self._special_ids]
-        return bits_of(text_ids, self._facts.vocab_size)
+        return to_bitmask(text_ids, self._facts.vocab_size)
 
     @cached_property
-    def allowed(self) -> U32:
-        """All that a grammar can ever allow: text, and special tokens that it names."""
+    def allowed_tokens(self) -> U32:
+        """Bit mask of all tokens a grammar can allow: text, and special tokens except EOS."""
         ends = set(self._facts.eos_token_ids)
-        named = bits_of([token for token in self._special_ids if token not in ends], self._facts.vocab_size)
-        return self.ordinary | named
+        named = to_bitmask([token for token in self._special_ids if token not in ends], self._facts.vocab_size)
+        return self.text_tokens | named
 
     def start(self, outputs: StructuredOutputs, namespace: str = "") -> GrammarFuture:
-        """Begin to compile, or find it done. Namespaces take turns.
+        """Start to compile, or return the cached grammar. Namespaces are served round-robin.
 
-        Raises: InvalidRequestError for what can be told at once, or where llguidance or a tokenizer is missing.
+        Raises: InvalidRequestError if the outputs are invalid, or llguidance or a tokenizer is missing.
         """
-        grammar = lark_of(outputs)
+        grammar = to_lark(outputs)
         if self._token_bytes is None:
             raise InvalidRequestError(f"{PARAM} need a model with a tokenizer", param=PARAM)
         if not self._has_library():
@@ -282,9 +280,9 @@ class GrammarCompiler:
             )
         future = self._cache.get(grammar)
         if future is None or (future.done() and future.exception() is not None):
-            self._queue = self._queue or TurnQueue("chatcache-grammar")
+            self._queue = self._queue or RoundRobinQueue("chatcache-grammar")
             future = self._queue.submit(namespace, partial(self._check_and_compile, grammar))
-            news = self._news  # not self: what is remembered must not hold who remembers
+            news = self._compile_finished  # not self: the cached future must not keep the compiler alive
             future.add_done_callback(lambda _: news.set())
             self._cache[grammar] = future
         self._cache.move_to_end(grammar)
@@ -292,52 +290,54 @@ class GrammarCompiler:
             self._drop(next(iter(self._cache)))
         return GrammarFuture(self, grammar, future)
 
-    def prepare(self) -> None:
-        """Learn the vocabulary now, if that is possible: it takes the interpreter's lock for up to a second, which
-        would hold up whoever decodes while the first constrained request comes in."""
+    def load_vocabulary(self) -> None:
+        """Build the library's tokenizer at start, if a tokenizer and the library are present.
+
+        Doing this on the first constrained request would hold the GIL for up to a second and stall decoding.
+        """
         if self._token_bytes is not None and self._has_library():
-            self._learn_vocabulary()
+            self._build_tokenizer()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a compile is over, or was since the last call."""
-        self._news.wait(timeout_s)
-        self._news.clear()
+        """Wait until a compilation finishes (at once if one has since the last call)."""
+        self._compile_finished.wait(timeout_s)
+        self._compile_finished.clear()
 
-    def compile(self, grammar: str) -> Compiled:
-        """Compile a grammar that was found harmless.
+    def compile(self, grammar: str) -> CompiledGrammar:
+        """Compile a grammar that passed the sandbox.
 
-        Raises: InvalidRequestError with the library's reason.
+        Raises: InvalidRequestError with the reason of the library.
         """
         began = time.perf_counter()
         limits = self._library.LLParserLimits(**LIMITS)
         matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
-            raise _refusal(matcher.get_error())
+            raise _grammar_error(matcher.get_error())
         first = matcher.deep_copy()
-        words, accepting = self.look(first), matcher.is_accepting()
+        words, accepting = self.allowed_words(first), matcher.is_accepting()
         if words is None:
-            raise _refusal(first.get_error())
+            raise _grammar_error(first.get_error())
         if not words.any():
             what = (
                 "nothing but the empty text matches" if accepting else "no token of this model begins a text that does"
             )
             raise InvalidRequestError(f"{PARAM}: {what}", param=PARAM)
-        return Compiled(matcher, words, accepting, time.perf_counter() - began)
+        return CompiledGrammar(matcher, words, accepting, time.perf_counter() - began)
 
-    def look(self, matcher: Any) -> U32 | None:
-        """Return the tokens that `matcher` allows next (none at a dead end), None if it has failed."""
+    def allowed_words(self, matcher: Any) -> U32 | None:
+        """Return the mask of the tokens that `matcher` allows next; None if the matcher has failed."""
         words = np.zeros(-(-self._tokenizer.vocab_size // 32), np.uint32)
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if matcher.is_error():
-            return words[: len(self.ordinary)] * 0 if matcher.get_error().startswith(DEAD_END) else None
-        return words[: len(self.ordinary)] & self.allowed
+            return words[: len(self.text_tokens)] * 0 if matcher.get_error().startswith(DEAD_END) else None
+        return words[: len(self.text_tokens)] & self.allowed_tokens
 
     def resident_bytes(self) -> int:
-        """Return what memory this process has now; always 0 where the system does not say."""
+        """Return the resident memory of this process in bytes; 0 if unknown."""
         return int(os.pread(self._statm, 128, 0).split()[1]) * PAGE_BYTES if self._statm >= 0 else 0
 
-    def grown(self, grammar: str, compiled: Compiled, num_bytes: int) -> None:
-        """Note that a grammar took more memory in use; the oldest are forgotten when it is too much."""
+    def record_growth(self, grammar: str, compiled: CompiledGrammar, num_bytes: int) -> None:
+        """Add to the memory use of a grammar; drop the oldest grammars beyond MAX_GROWTH_BYTES."""
         compiled.growth_bytes += num_bytes
         self._growth_bytes += num_bytes
         while self._growth_bytes > MAX_GROWTH_BYTES and self._cache:
@@ -345,14 +345,14 @@ class GrammarCompiler:
         if not self._cache:
             self._growth_bytes = 0
 
-    def retire(self, grammar: str, compiled: Compiled) -> None:
-        """Forget a grammar that failed; whoever holds it keeps it."""
+    def discard(self, grammar: str, compiled: CompiledGrammar) -> None:
+        """Remove a failed grammar from the cache; requests that use it keep it."""
         future = self._cache.get(grammar)
         if future is not None and future.done() and future.exception() is None and future.result() is compiled:
             self._drop(grammar)
 
-    def abandon(self, grammar: str, future: Future[Compiled]) -> None:
-        """Take a grammar that nobody waits for out of the queue; one that is being compiled stays."""
+    def cancel(self, grammar: str, future: Future[CompiledGrammar]) -> None:
+        """Remove a grammar from the queue unless its compilation has started."""
         if future.cancel() and self._cache.get(grammar) is future:
             del self._cache[grammar]
 
@@ -361,15 +361,15 @@ class GrammarCompiler:
         if future.done() and future.exception() is None:
             self._growth_bytes -= min(future.result().growth_bytes, self._growth_bytes)
 
-    def _check_and_compile(self, grammar: str) -> Compiled:
+    def _check_and_compile(self, grammar: str) -> CompiledGrammar:
         reason = self._checker.check(grammar)
         if reason:
-            raise _refusal(reason)
+            raise _grammar_error(reason)
         if self._tokenizer is None:
-            self._learn_vocabulary()
+            self._build_tokenizer()
         return self.compile(grammar)
 
-    def _learn_vocabulary(self) -> None:
+    def _build_tokenizer(self) -> None:
         vocabulary = _Vocabulary(self._token_bytes or (), self._facts, self._special_ids)
         self._tokenizer = self._library.LLTokenizer(vocabulary, eos_token=[vocabulary.eos_token_id])
 
@@ -384,19 +384,20 @@ class GrammarCompiler:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GrammarFuture:
-    """A grammar on its way."""
+    """A grammar that is being compiled, or has been."""
 
-    grammars: GrammarCompiler
+    compiler: GrammarCompiler
     grammar: str
-    future: Future[Compiled]
+    future: Future[CompiledGrammar]
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
+        """True if compilation has finished, with or without success."""
         return self.future.done()
 
-    def abandon(self) -> None:
-        """Say that nobody waits for this grammar any more, with this ticket or another."""
-        self.grammars.abandon(self.grammar, self.future)
+    def cancel(self) -> None:
+        """Cancel the compilation; called when no request waits for the grammar any more."""
+        self.compiler.cancel(self.grammar, self.future)
 
     def failure(self) -> BaseException | None:
         """Return why there will be no grammar; None if there is one. Only when ready."""
@@ -404,7 +405,10 @@ class GrammarFuture:
 
 
 class _Vocabulary:
-    """What llguidance asks of a tokenizer. The token table need not be as long as the model's logits."""
+    """What llguidance asks of a tokenizer.
+
+    The token table need not be as long as the model's logits.
+    """
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -421,18 +425,20 @@ class _Vocabulary:
         return []  # asked for forced tokens only, and nothing is forced
 
 
-def bits_of(ids: Collection[int], vocab_size: int) -> U32:
+def to_bitmask(ids: Collection[int], vocab_size: int) -> U32:
     """Return a mask's words with these bits set; ids beyond the vocabulary have none."""
     flags = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     flags[[token for token in ids if 0 <= token < vocab_size]] = 1
     return np.packbits(flags, bitorder="little").view("<u4").astype(np.uint32)
 
 
-def _refusal(reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{PARAM} cannot be used: {one_line(reason)}", param=PARAM, code="invalid_constraint")
+def _grammar_error(reason: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{PARAM} cannot be used: {shorten_reason(reason)}", param=PARAM, code="invalid_constraint"
+    )
 
 
-def one_line(text: str) -> str:
+def shorten_reason(text: str) -> str:
     """Shorten a library's message: no listing of the grammar, no line ends, bounded."""
     lines = _STATE.split(text)[0].splitlines()
     short = " ".join(" ".join(line for line in lines if not _LISTING.match(line)).split())

@@ -1,8 +1,8 @@
-"""Try a grammar in a child process before the engine compiles it: time, memory and stack are bounded there.
+"""Trial compilation of a grammar in a child process with limits on time, memory and stack.
 
-One child at a time, kept while it behaves. Whatever kills it is the grammar's fault, and said so. The library has
-limits of its own, but within them a schema of 19 KB (500 patternProperties) compiled for 69 s, 100 intersected regexes
-for longer than anybody waited, and 4,000 rules in a chain overflowed the stack of the whole process.
+The library's own limits are not sufficient: within them, a schema of 19 KB (500 patternProperties) compiled for 69 s,
+100 intersected regexes even longer, and 4,000 chained rules overflowed the stack of the whole process. One child runs
+at a time and is reused; if a grammar kills it, the exit status shows which limit was exceeded.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from chatcache.errors import EngineError
 
 _NAMED = re.compile(r"<\[(\d+)\]>")
 COMPILE_CPU_S = 1.0
-COMPILE_WALL_S = 10.0  # on a machine that has better to do
+COMPILE_WALL_S = 10.0  # generous, for loaded machines
 COMPILE_MEMORY_BYTES = 1 << 30
-COMPILE_STACK_BYTES = 2 << 20  # less than the engine's own threads have
-_LEFT = (0, -int(getattr(signal, "SIGALRM", 0)))  # of its own accord: it had grown, or was idle for long
+COMPILE_STACK_BYTES = 2 << 20  # smaller than the stacks of the engine's threads
+_VOLUNTARY_EXITS = (0, -int(getattr(signal, "SIGALRM", 0)))  # normal exits: too much memory in use, or idle for long
 
 
 class GrammarChecker:
-    """Judges grammars. Use it from one thread."""
+    """Checks grammars by compiling them in the child. Not thread-safe."""
 
     def __init__(self, limits: dict[str, Any]) -> None:
         self._limits = limits
@@ -37,25 +37,28 @@ class GrammarChecker:
         self._ending: weakref.finalize[..., GrammarChecker] | None = None
 
     def check(self, grammar: str) -> str:
-        """Return "" for a grammar that compiles within bounds, else why not.
+        """Return "" if the grammar compiles within the limits, else the reason.
 
         Raises: EngineError if no child can be started.
         """
-        grammar = _renamed(grammar)
+        grammar = _rename_tokens(grammar)
         for _ in range(2):
             answer, status, late = self._ask(grammar)
             if answer is not None:
                 return answer
-            if late or status not in _LEFT:
+            if late or status not in _VOLUNTARY_EXITS:
                 break
-        return _obituary(status, late=late)
+        return _exit_reason(status, late=late)
 
     def _ask(self, grammar: str) -> tuple[str | None, int, bool]:
-        """The answer; without one the child's exit status, and whether it took too long. Raises: EngineError."""
+        """Return (answer or None, exit status without an answer, whether it timed out).
+
+        Raises: EngineError.
+        """
         status = 0
-        for _ in range(2):  # a child that was idle for long, or that the system was short of memory for, may have left
+        for _ in range(2):  # the child may have exited (idle timeout, memory)
             try:
-                process = self._running()
+                process = self._child()
                 constraint_child.write_frame(_pipe(process.stdin), grammar)
                 break
             except OSError:
@@ -77,11 +80,11 @@ class GrammarChecker:
         return answer, 0 if answer is not None else self.close(), late.is_set()
 
     def close(self) -> int:
-        """End the child, if there is one; return its exit status."""
+        """Stop the child if it runs; return its exit status."""
         ending, self._ending, self._process = self._ending, None, None
         return 0 if ending is None else int(ending() or 0)
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _child(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._process is None:
@@ -99,14 +102,14 @@ class GrammarChecker:
             except OSError as error:
                 raise EngineError(f"the grammar checker did not start: {error}") from error
             self._process = process
-            self._ending = weakref.finalize(self, _end, process)  # also when the engine is forgotten
+            self._ending = weakref.finalize(self, _close_process, process)  # also when the engine is garbage-collected
             if constraint_child.read_frame(_pipe(process.stdout)) != "ready":
                 raise BrokenPipeError("the grammar checker left before it was ready")
         return self._process
 
 
-def _renamed(grammar: str) -> str:
-    """Name the child's special tokens instead of the model's: which ones they are changes nothing."""
+def _rename_tokens(grammar: str) -> str:
+    """Replace the model's special token ids by those of the child's vocabulary."""
     ids: dict[str, int] = {}
 
     def name(match: re.Match[str]) -> str:
@@ -116,8 +119,8 @@ def _renamed(grammar: str) -> str:
     return _NAMED.sub(name, grammar)
 
 
-def _end(process: subprocess.Popen[bytes]) -> int:
-    """Make sure that the child is gone, and its pipes; return its exit status."""
+def _close_process(process: subprocess.Popen[bytes]) -> int:
+    """Close the pipes, wait for the child or kill it; return its exit status."""
     if process.stdin is not None and not process.stdin.closed:
         try:
             process.stdin.close()
@@ -132,7 +135,7 @@ def _end(process: subprocess.Popen[bytes]) -> int:
         return process.wait()
 
 
-def _obituary(status: int, *, late: bool) -> str:
+def _exit_reason(status: int, *, late: bool) -> str:
     if late:
         return f"it takes more than {COMPILE_WALL_S:g} s to compile"
     if status == -getattr(signal, "SIGPROF", 0):

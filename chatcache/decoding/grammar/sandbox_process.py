@@ -1,7 +1,9 @@
-"""The program of the grammar checker's child: compile what comes in, say how it went, die if it takes too much.
+"""Child process of the grammar sandbox.
 
-Compiling a grammar can take any time and memory, and a deep one overflows the stack; no library limit stops all three.
-Here the kernel does. Run by its path; imports nothing of the package. Frames both ways: length (uint32, little-endian),
+Compile the grammars it receives and report the result.
+
+Compiling may take any time and memory, and a deep grammar overflows the stack; resource limits of the kernel stop all
+three. Run by its path; imports nothing from the package. Frames in both directions: length (uint32, little-endian),
 then UTF-8 text. Sends "ready", then one answer per grammar: "" or the library's reason.
 """
 
@@ -19,7 +21,7 @@ from typing import Any, BinaryIO
 
 try:
     import resource
-except ImportError:  # not a POSIX system: only the parent's clock bounds a compile there
+except ImportError:  # not POSIX: only the parent's timeout applies
     resource = None  # type: ignore[assignment]
 
 NUM_STEPS = 48
@@ -30,7 +32,10 @@ IDLE_S = 300
 
 
 class ByteTokens:
-    """The smallest vocabulary: one token a byte, an end, and some special tokens that a grammar may name."""
+    """Minimal vocabulary.
+
+    One token per byte, EOS, and special tokens that a grammar may reference.
+    """
 
     is_tokenizer_wrapper = True
     eos_token_id = 256
@@ -43,6 +48,7 @@ class ByteTokens:
 
 
 def main() -> None:
+    """Answer grammars on stdin until it is closed, idle for long, or memory has grown."""
     spec: dict[str, Any] = json.loads(sys.argv[1])
     import llguidance
 
@@ -70,7 +76,7 @@ def main() -> None:
 
 
 def _in_thread(matcher: Any, tokenizer: Any, text: str, limits: Any) -> str:
-    """Try a grammar on a stack of the size given; one that needs more ends the process."""
+    """Compile a grammar on a thread with the limited stack; an overflow ends the process."""
     answers: list[str] = []
 
     def run() -> None:
@@ -88,7 +94,7 @@ def _in_thread(matcher: Any, tokenizer: Any, text: str, limits: Any) -> str:
 
 
 def _try(matcher: Any) -> str:
-    """Return why a compiled grammar is of no use; take a few steps through it, as decoding will."""
+    """Run a few decoding steps; return the error of the initial state, "" if there is none."""
     words = (ctypes.c_uint8 * 36)()
     address = ctypes.addressof(words)
     rng = random.Random(0)
@@ -105,13 +111,19 @@ def _try(matcher: Any) -> str:
 
 
 def _alarm(timer: str, seconds: float) -> None:
-    """End this process when a timer, of real time (ITIMER_REAL) or of computing (ITIMER_PROF), runs out; 0: never."""
+    """Set the timer that ends this process.
+
+    Real time (ITIMER_REAL) or CPU time (ITIMER_PROF); 0 disables it.
+    """
     if hasattr(signal, "setitimer"):
         signal.setitimer(getattr(signal, timer), seconds)
 
 
 def _status_field(index: int) -> int:
-    """Return this process's address space (0) or resident memory (1) in bytes; 0 where the system does not say."""
+    """Return the address space (0) or resident memory (1) of this process in bytes.
+
+    0 if unknown.
+    """
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[index]) * os.sysconf("SC_PAGE_SIZE")
@@ -120,7 +132,7 @@ def _status_field(index: int) -> int:
 
 
 def read_frame(stream: BinaryIO) -> str | None:
-    """Return the next text, None at the end."""
+    """Read the next frame; None at the end of the stream."""
     head = stream.read(4)
     if len(head) < 4:
         return None
@@ -130,7 +142,7 @@ def read_frame(stream: BinaryIO) -> str | None:
 
 
 def write_frame(stream: BinaryIO, text: str) -> None:
-    """Send a text."""
+    """Write a text as one frame."""
     body = text.encode("utf-8", "replace")
     stream.write(struct.pack("<I", len(body)) + body)
     stream.flush()

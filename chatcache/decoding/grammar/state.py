@@ -1,13 +1,12 @@
-"""Keep candidates within a grammar: which tokens a branch may draw, and when it has to end.
+"""Grammar-constrained decoding: the tokens that a branch may draw, and when it has to end.
 
-A branch's state is a `GrammarState`: forked with the branch, advanced by its tokens. Preemption does not touch it.
+The state of a branch is a `GrammarState`, forked with the branch and advanced by its tokens; preemption keeps it.
 
-- EOS, and stop ids that are no text (special tokens), may be drawn exactly where the grammar may stop.
-- A candidate ends (finish reason "stop") when nothing may follow; no EOS is drawn for that. So it does under
+- EOS, and stop ids without text (special tokens), may be drawn exactly where the grammar may end.
+- A candidate ends with finish reason "stop" when no token may follow; no EOS is needed. The same holds under
   `ignore_eos`, where EOS is never drawn.
-- `min_tokens` takes away EOS and stop ids until then, unless nothing else is left: the grammar wins.
-- Stop strings, stop ids that are text and `max_tokens` end a candidate wherever it is, its text then being a beginning
-  of what the grammar allows.
+- `min_tokens` excludes EOS and stop ids until then, unless nothing else is allowed: the grammar has priority.
+- Stop strings, stop ids with text and `max_tokens` end a candidate anywhere; its text is then a prefix of a valid one.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from chatcache.decoding.grammar.compiler import PARAM, Compiled, GrammarFuture, bits_of, one_line
-from chatcache.decoding.stopping import Ended, StopRules, Trail
+from chatcache.decoding.grammar.compiler import PARAM, CompiledGrammar, GrammarFuture, shorten_reason, to_bitmask
+from chatcache.decoding.stopping import StopProgress, StopResult, StopRules
 from chatcache.errors import EngineError, InvalidRequestError
 from chatcache.types.events import FINISH_LENGTH, FINISH_STOP
 from chatcache.types.plan import U32
 
-# What a request's walk through its grammar may take: a start, and so much more for every token.
+# CPU and memory budget of a request's grammar: a base amount and an amount per token.
 START_CPU_S = 0.25
 TOKEN_CPU_S = 0.002
 MAX_GROWTH_BYTES = 256 << 20
@@ -30,71 +29,74 @@ MAX_REBUILD_S = 0.1
 
 
 class GrammarDeadEndError(InvalidRequestError):
-    """The grammar goes on, but with text that no token of the vocabulary begins with."""
+    """The grammar requires more text, but no token of the vocabulary matches it."""
 
     code = "constraint_dead_end"
 
 
 class _GrammarError(Exception):
-    """A matcher is of no use any more: it, or a copy of it elsewhere, has hit a limit."""
+    """The matcher is unusable because it, or a copy that shares its lexer, exceeded a limit."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Path:
-    """The tokens a guide has taken."""
+class _TokenPath:
+    """Tokens consumed by a grammar state, as a linked list shared between forks."""
 
     token: int
-    before: _Path | None
+    before: _TokenPath | None
 
 
 class GrammarState:
-    """Where one branch is in the grammar. `words`: the tokens that may follow; `accepting`: it may stop."""
+    """State of one branch.
 
-    __slots__ = ("_compiled", "_constraint", "_matcher", "_path", "accepting", "words")
+    `allowed_words`: bit mask of the next tokens; `is_accepting`: the text may end.
+    """
 
-    def __init__(self, constraint: Constraint, compiled: Compiled, matcher: Any) -> None:
+    __slots__ = ("_compiled", "_constraint", "_matcher", "_path", "allowed_words", "is_accepting")
+
+    def __init__(self, constraint: Constraint, compiled: CompiledGrammar, matcher: Any) -> None:
         self._constraint = constraint
         self._compiled = compiled
         self._matcher = matcher
-        self._path: _Path | None = None
-        self.words: U32 = compiled.words
-        self.accepting = compiled.accepting
+        self._path: _TokenPath | None = None
+        self.allowed_words: U32 = compiled.allowed_words
+        self.is_accepting = compiled.is_accepting
 
     def fork(self) -> GrammarState:
-        """Return a guide that goes its own way from here."""
-        twin = GrammarState(self._constraint, self._compiled, self._matcher.deep_copy())
-        twin._path, twin.words, twin.accepting = self._path, self.words, self.accepting
-        return twin
+        """Return an independent copy for a forked branch."""
+        copied = GrammarState(self._constraint, self._compiled, self._matcher.deep_copy())
+        copied._path, copied.allowed_words, copied.is_accepting = self._path, self.allowed_words, self.is_accepting
+        return copied
 
     def consume(self, token: int) -> bool:
-        """Take a token; say whether anything may follow it.
+        """Advance by a token; return whether any token may follow.
 
         Raises: GrammarDeadEndError; InvalidRequestError for a grammar that takes too much time or memory.
         """
-        self._path = _Path(token, self._path)
+        self._path = _TokenPath(token, self._path)
         try:
-            self._constraint.spend(self._compiled, lambda: self._step([token]))
+            self._constraint.run_within_budget(self._compiled, lambda: self._step([token]))
         except _GrammarError as broken:
-            self._start_over(str(broken))
-        if not self.words.any() and not self.accepting:
+            self._rebuild(str(broken))
+        if not self.allowed_words.any() and not self.is_accepting:
             raise GrammarDeadEndError(
                 f"{PARAM}: no token of this model continues the text that was generated", param=PARAM
             )
-        return bool(self.words.any())
+        return bool(self.allowed_words.any())
 
     def _step(self, tokens: list[int]) -> None:
         matcher = self._matcher
         consumed = matcher.consume_tokens(tokens)
         accepting = consumed and matcher.is_accepting()
-        words = self._constraint.look(matcher) if consumed else None
+        words = self._constraint.allowed_words(matcher) if consumed else None
         if words is None:
             raise _GrammarError(matcher.get_error())
-        self.words, self.accepting = words, accepting
+        self.allowed_words, self.is_accepting = words, accepting
 
-    def _start_over(self, reason: str) -> None:
-        """Walk the path again in a matcher that shares nothing with others, once."""
+    def _rebuild(self, reason: str) -> None:
+        """Repeat the consumed tokens in a freshly compiled matcher, at most once per request."""
         constraint = self._constraint
-        compiled = constraint.rebuilt(self._compiled, reason)
+        compiled = constraint.recompile(self._compiled, reason)
         self._compiled, self._matcher = compiled, compiled.matcher.deep_copy()
         tokens: list[int] = []
         step = self._path
@@ -102,63 +104,68 @@ class GrammarState:
             tokens.append(step.token)
             step = step.before
         try:
-            constraint.spend(compiled, lambda: self._step(tokens[::-1]))
+            constraint.run_within_budget(compiled, lambda: self._step(tokens[::-1]))
         except _GrammarError as broken:
             raise _too_complex(str(broken)) from None
 
 
 class Constraint:
-    """The grammar of one request, and what all its branches together have spent on it."""
+    """Grammar of one request and the resources that its branches have used."""
 
-    def __init__(self, ticket: GrammarFuture, rules: StopRules) -> None:
-        self._ticket = ticket
+    def __init__(self, grammar_future: GrammarFuture, rules: StopRules) -> None:
+        self._future = grammar_future
         self._rules = rules
-        ordinary = ticket.grammars.ordinary
-        self._terminal = bits_of(rules.terminal_ids, 32 * len(ordinary))
+        ordinary = grammar_future.compiler.text_tokens
+        self._terminal = to_bitmask(rules.terminal_ids, 32 * len(ordinary))
         self._ending: U32 = self._terminal & ~ordinary
-        self._compiled: Compiled | None = None
+        self._compiled: CompiledGrammar | None = None
         self._rebuilt = False
         self._cpu_s = 0.0
         self._growth_bytes = 0
         self._num_steps = 0
 
-    def fork(self, guide: GrammarState | None) -> GrammarState:
-        """Return a guide that goes on from where `guide` is, from the start if that is None.
+    def fork(self, grammar_state: GrammarState | None) -> GrammarState:
+        """Return a copy of `grammar_state`, or the initial state if it is None.
 
-        From here on the ticket must be ready, and no failure.
+        The grammar must have been compiled successfully.
         """
-        return guide.fork() if guide is not None else GrammarState(self, self._begin, self._begin.matcher.deep_copy())
+        return (
+            grammar_state.fork()
+            if grammar_state is not None
+            else GrammarState(self, self._initial, self._initial.matcher.deep_copy())
+        )
 
-    def mask(self, guide: GrammarState | None, num_tokens: int) -> U32:
-        """Return what a branch, `num_tokens` long, may draw next, as the words of a `LogitMask`."""
-        here = self._begin if guide is None else guide
-        words: U32 = here.words | self._ending if here.accepting else here.words
+    def mask(self, grammar_state: GrammarState | None, num_tokens: int) -> U32:
+        """Return the mask words of the tokens that may follow `num_tokens` tokens of a branch."""
+        here = self._initial if grammar_state is None else grammar_state
+        words: U32 = here.allowed_words | self._ending if here.is_accepting else here.allowed_words
         if num_tokens < self._rules.min_tokens:
             fewer: U32 = words & ~self._terminal
             words = fewer if fewer.any() else words
         return words
 
     @property
-    def _begin(self) -> Compiled:
+    def _initial(self) -> CompiledGrammar:
         if self._compiled is None:
-            self._compiled = self._ticket.future.result()
+            self._compiled = self._future.future.result()
         return self._compiled
 
-    def look(self, matcher: Any) -> U32 | None:
-        return self._ticket.grammars.look(matcher)
+    def allowed_words(self, matcher: Any) -> U32 | None:
+        """Return the tokens that `matcher` allows next; None if it has failed."""
+        return self._future.compiler.allowed_words(matcher)
 
-    def spend(self, compiled: Compiled, walk: Any) -> None:
-        """Run a walk through the grammar and charge the request for it.
+    def run_within_budget(self, compiled: CompiledGrammar, walk: Any) -> None:
+        """Run grammar work and charge its CPU time and memory to the request.
 
-        Raises: InvalidRequestError once that is too much; EngineError if the library breaks.
+        Raises: InvalidRequestError if the budget is exceeded; EngineError if the library fails.
         """
-        memory = self._ticket.grammars.resident_bytes
+        memory = self._future.compiler.resident_bytes
         began, before = time.thread_time(), memory()
         try:
             walk()
         except (_GrammarError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of the library is no Exception
+        except BaseException as error:  # a panic of the Rust library is a BaseException
             raise EngineError(f"{PARAM}: the grammar could not be followed") from error
         finally:
             self._num_steps += 1
@@ -166,44 +173,48 @@ class Constraint:
             grown = max(memory() - before, 0)
             if grown:
                 self._growth_bytes += grown
-                self._ticket.grammars.grown(self._ticket.grammar, compiled, grown)
-        self._check_spending()
+                self._future.compiler.record_growth(self._future.grammar, compiled, grown)
+        self._check_budget()
 
-    def _check_spending(self) -> None:
+    def _check_budget(self) -> None:
         if self._cpu_s > START_CPU_S + TOKEN_CPU_S * self._num_steps:
             raise _too_complex(f"{self._cpu_s:.1f} s of computing for {self._num_steps} tokens")
         if self._growth_bytes > MAX_GROWTH_BYTES:
             raise _too_complex(f"{self._growth_bytes >> 20} MiB of memory")
 
-    def rebuilt(self, broken: Compiled, reason: str) -> Compiled:
-        """Return a fresh compilation in place of one that broke.
+    def recompile(self, broken: CompiledGrammar, reason: str) -> CompiledGrammar:
+        """Compile the grammar again after its matcher failed.
 
-        Raises: InvalidRequestError if this has been tried, or would hold up others for long.
+        Raises: InvalidRequestError if it was compiled again before, or if compiling takes too long.
         """
-        self._ticket.grammars.retire(self._ticket.grammar, broken)
-        if self._begin is broken:
+        self._future.compiler.discard(self._future.grammar, broken)
+        if self._initial is broken:
             if self._rebuilt or broken.compile_s > MAX_REBUILD_S:
                 raise _too_complex(reason)
             self._rebuilt = True
-            self._compiled = self._ticket.grammars.compile(self._ticket.grammar)
-        return self._begin
+            self._compiled = self._future.compiler.compile(self._future.grammar)
+        return self._initial
 
 
-def follow(rules: StopRules, trail: Trail, token: int, guide: GrammarState | None) -> tuple[Trail, Ended | None]:
-    """Let stop rules and grammar, if there is one, take a token: the trail after it, and why the candidate ends.
+def advance_candidate(
+    rules: StopRules, progress: StopProgress, token: int, grammar_state: GrammarState | None
+) -> tuple[StopProgress, StopResult | None]:
+    """Advance stop rules and grammar by a token.
 
-    Raises: what `GrammarState.consume` raises.
+    Return the new state and, at the end, the reason.
+
+    Raises: the errors of `GrammarState.consume`.
     """
-    trail, ended = rules.follow(trail, token)
+    progress, ended = rules.advance(progress, token)
     stopped = ended is not None and ended.finish_reason != FINISH_LENGTH
-    if guide is not None and not stopped and not guide.consume(token):
-        ended = Ended(FINISH_STOP)
-    return trail, ended
+    if grammar_state is not None and not stopped and not grammar_state.consume(token):
+        ended = StopResult(FINISH_STOP)
+    return progress, ended
 
 
 def _too_complex(reason: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{PARAM}: following the grammar took too much: {one_line(reason)}",
+        f"{PARAM}: following the grammar took too much: {shorten_reason(reason)}",
         param=PARAM,
         code="constraint_too_complex",
     )

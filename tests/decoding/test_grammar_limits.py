@@ -1,4 +1,4 @@
-"""Grammars that are wrong, too large, too slow, too deep or too hungry end with a sentence, and harm nobody else."""
+"""Invalid, large, slow or deep grammars end with an error and do not affect other requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from chatcache.decoding.grammar import compiler as constraint_compiler
 from chatcache.decoding.grammar import sandbox as constraint_checker
 from chatcache.decoding.grammar import state as constraint
-from chatcache.decoding.grammar.compiler import LIMITS, MAX_GRAMMARS, GrammarCompiler, check_structured_outputs, lark_of
+from chatcache.decoding.grammar.compiler import LIMITS, MAX_GRAMMARS, GrammarCompiler, check_structured_outputs, to_lark
 from chatcache.decoding.grammar.sandbox import GrammarChecker
 from chatcache.decoding.grammar.state import Constraint, GrammarDeadEndError, GrammarState
 from chatcache.decoding.stopping import StopRules
@@ -45,7 +45,7 @@ def slow_schema(count: int = 500) -> str:
 def deep_grammar(depth: int) -> str:
     """Rules that name each other in a long chain."""
     chain = "\n".join(f"r{i}: r{i + 1}" for i in range(depth))
-    return lark_of(StructuredOutputs(grammar=f'start: r0\n{chain}\nr{depth}: "y"'))
+    return to_lark(StructuredOutputs(grammar=f'start: r0\n{chain}\nr{depth}: "y"'))
 
 
 GOOD = [
@@ -94,7 +94,7 @@ BAD: list[tuple[Any, str]] = [
 @pytest.mark.parametrize("outputs", GOOD, ids=lambda outputs: repr(outputs)[:40])
 def test_the_bounds_are_accepted(outputs: StructuredOutputs) -> None:
     check_structured_outputs(outputs)
-    lark_of(outputs)
+    to_lark(outputs)
 
 
 @pytest.mark.parametrize(("outputs", "message"), BAD, ids=lambda value: repr(value)[:40])
@@ -121,15 +121,15 @@ def test_without_the_library_a_constraint_is_refused(own: GrammarCompiler, monke
     with pytest.raises(InvalidRequestError, match="need the package llguidance, which is not installed") as caught:
         own.start(StructuredOutputs(regex="a"))
     assert caught.value.param == "structured_outputs"
-    own.prepare()  # nothing to do, nothing to say
+    own.load_vocabulary()  # nothing to do, nothing to say
 
 
 def test_what_is_prepared_is_not_done_again(own: GrammarCompiler) -> None:
-    own.prepare()
+    own.load_vocabulary()
     tokenizer = own._tokenizer
     compiled(StructuredOutputs(regex="a"), own)
     assert tokenizer is not None and own._tokenizer is tokenizer
-    GrammarCompiler(None, FACTS).prepare()
+    GrammarCompiler(None, FACTS).load_vocabulary()
 
 
 def test_without_a_tokenizer_a_constraint_is_refused() -> None:
@@ -161,9 +161,9 @@ def checker() -> Iterator[GrammarChecker]:
 
 def test_a_compile_that_takes_too_long_is_stopped(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constraint_checker, "COMPILE_CPU_S", 0.25)
-    slow = lark_of(StructuredOutputs(json=slow_schema()))
+    slow = to_lark(StructuredOutputs(json=slow_schema()))
     assert checker.check(slow) == "it takes more than 0.25 s of computing to compile"
-    assert checker.check(lark_of(StructuredOutputs(regex="a+"))) == "", "the next one finds a child again"
+    assert checker.check(to_lark(StructuredOutputs(regex="a+"))) == "", "the next one finds a child again"
 
 
 def test_a_compile_that_never_gets_the_cpu_is_stopped_too(
@@ -171,7 +171,7 @@ def test_a_compile_that_never_gets_the_cpu_is_stopped_too(
 ) -> None:
     monkeypatch.setattr(constraint_checker, "COMPILE_WALL_S", 0.2)
     monkeypatch.setattr(constraint_checker, "COMPILE_CPU_S", 60.0)
-    assert checker.check(lark_of(StructuredOutputs(json=slow_schema()))) == "it takes more than 0.2 s to compile"
+    assert checker.check(to_lark(StructuredOutputs(json=slow_schema()))) == "it takes more than 0.2 s to compile"
 
 
 def test_a_grammar_that_is_too_deep_is_refused(checker: GrammarChecker) -> None:
@@ -186,12 +186,12 @@ def test_a_compile_that_takes_too_much_memory_is_stopped(
     monkeypatch.setattr(constraint_checker, "COMPILE_MEMORY_BYTES", 32 << 20)
     monkeypatch.setattr(constraint_checker, "COMPILE_CPU_S", 20.0)
     chain = "\n".join(f'T{i}: T{i + 1}{{0,3}} "x"' for i in range(1500))
-    grammar = lark_of(StructuredOutputs(grammar=f'start: T0\n{chain}\nT1500: "y"'))
+    grammar = to_lark(StructuredOutputs(grammar=f'start: T0\n{chain}\nT1500: "y"'))
     assert checker.check(grammar) == "it takes more than 32 MiB to compile"
 
 
 def test_a_child_that_has_left_is_replaced(checker: GrammarChecker) -> None:
-    grammar = lark_of(StructuredOutputs(regex="a"))
+    grammar = to_lark(StructuredOutputs(regex="a"))
     assert checker.check(grammar) == ""
     process = checker._process
     assert process is not None
@@ -204,12 +204,12 @@ def test_a_child_that_has_left_is_replaced(checker: GrammarChecker) -> None:
 
 @pytest.mark.parametrize("leaving", ["exit", "kill -ALRM $$"])
 def test_a_child_that_leaves_as_it_is_asked_is_replaced(checker: GrammarChecker, leaving: str) -> None:
-    """It takes the grammar and says nothing: that is no verdict."""
-    grammar = lark_of(StructuredOutputs(regex="a"))
+    """The child accepts the grammar and sends no answer: that is no result."""
+    grammar = to_lark(StructuredOutputs(regex="a"))
     script = f"head -c 4 > /dev/null; {leaving}"
     process = subprocess.Popen(["bash", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     checker._process = process
-    checker._ending = weakref.finalize(checker, constraint_checker._end, process)
+    checker._ending = weakref.finalize(checker, constraint_checker._close_process, process)
     assert checker.check(grammar) == ""
 
 
@@ -232,7 +232,7 @@ def test_a_child_that_is_killed_while_it_starts_is_started_again(
     script.write_text(f'#!/bin/sh\n[ -e {once} ] && exec {sys.executable} "$@"\ntouch {once}\nkill -9 $$\n')
     script.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(script))
-    assert checker.check(lark_of(StructuredOutputs(regex="a+"))) == "" and once.exists()
+    assert checker.check(to_lark(StructuredOutputs(regex="a+"))) == "" and once.exists()
 
 
 # -- walking -----------------------------------------------------------------------------------------------------------
@@ -272,13 +272,13 @@ def test_a_grammar_used_up_by_one_request_still_serves_the_others(
     monkeypatch.setitem(LIMITS, "max_lexer_states", 600)
     outputs = StructuredOutputs(regex=HUNGRY)
     first, second = (Constraint(compiled(outputs, own), RULES) for _ in range(2))
-    hog, neighbour = first.fork(None), second.fork(None)
-    assert walk(neighbour, b"abc")
+    hog, other = first.fork(None), second.fork(None)
+    assert walk(other, b"abc")
     with pytest.raises(InvalidRequestError, match=r"took too much: .*too many states"):
         walk(hog, "日本 é".encode() * 40)
     assert not own._cache, "nobody else is given what is used up"
-    twin = neighbour.fork()
-    assert walk(neighbour, b"def") and walk(twin, b"xyz"), "both begin anew, behind the scenes"
+    copied = other.fork()
+    assert walk(other, b"def") and walk(copied, b"xyz"), "both begin anew, behind the scenes"
     newcomer = Constraint(compiled(outputs, own), RULES).fork(None)
     assert walk(newcomer, b"abc")
 
@@ -341,8 +341,8 @@ def resident_mib() -> int:
 def many_schemas(own: GrammarCompiler, first: int, count: int) -> None:
     for number in range(first, first + count):
         properties = {f"p{number}_{i}": {"type": "string", "maxLength": number % 97} for i in range(8)}
-        ticket = compiled(StructuredOutputs(json=json.dumps({"type": "object", "properties": properties})), own)
-        walk(Constraint(ticket, RULES).fork(None), b'{"p')
+        grammar_future = compiled(StructuredOutputs(json=json.dumps({"type": "object", "properties": properties})), own)
+        walk(Constraint(grammar_future, RULES).fork(None), b'{"p')
 
 
 @pytest.mark.linux  # reads /proc
@@ -358,10 +358,10 @@ def test_endless_new_schemas_take_no_more_memory(own: GrammarCompiler, count: in
 def test_grammars_that_grow_are_forgotten_oldest_first(own: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constraint_compiler, "MAX_GROWTH_BYTES", 100)
     tickets = [compiled(StructuredOutputs(regex=f"a{i}"), own) for i in range(3)]
-    for ticket in tickets:
-        own.grown(ticket.grammar, ticket.future.result(), 40)
-    assert list(own._cache) == [ticket.grammar for ticket in tickets[1:]]
-    own.grown(tickets[0].grammar, tickets[0].future.result(), 40)  # forgotten, but still in use
+    for grammar_future in tickets:
+        own.record_growth(grammar_future.grammar, grammar_future.future.result(), 40)
+    assert list(own._cache) == [grammar_future.grammar for grammar_future in tickets[1:]]
+    own.record_growth(tickets[0].grammar, tickets[0].future.result(), 40)  # forgotten, but still in use
     assert len(own._cache) == 1
 
 

@@ -7,16 +7,16 @@ import random
 
 import pytest
 
-from chatcache.decoding.stopping import START, Ended, StopRules, Trail
+from chatcache.decoding.stopping import START, StopProgress, StopResult, StopRules
 from chatcache.errors import InvalidRequestError
 from chatcache.types.events import FINISH_LENGTH, FINISH_STOP
 
 
-def follow_all(rules: StopRules, tokens: list[int]) -> tuple[int, Ended | None]:
+def follow_all(rules: StopRules, tokens: list[int]) -> tuple[int, StopResult | None]:
     """Return how many tokens were taken and why it ended."""
     trail = START
     for place, token in enumerate(tokens, 1):
-        trail, ended = rules.follow(trail, token)
+        trail, ended = rules.advance(trail, token)
         if ended is not None:
             return place, ended
     return len(tokens), None
@@ -37,7 +37,7 @@ def test_found_at_every_split(stop: str, text: str) -> None:
     for pieces in splits(text.encode()):
         rules = StopRules(max_tokens=99, stop_strings=[stop], token_bytes=pieces)
         taken, ended = follow_all(rules, list(range(len(pieces))))
-        assert ended == Ended(FINISH_STOP, stop)
+        assert ended == StopResult(FINISH_STOP, stop)
         assert sum(map(len, pieces[: taken - 1])) < end <= sum(map(len, pieces[:taken]))
 
 
@@ -69,39 +69,39 @@ def test_the_tail_is_bounded() -> None:
     rules = StopRules(max_tokens=9999, stop_strings=["x" * 10], token_bytes=[b"abc"])
     trail = START
     for _ in range(100):
-        trail, _ended = rules.follow(trail, 0)
-    assert trail == Trail(100, b"abcabcabc")
+        trail, _ended = rules.advance(trail, 0)
+    assert trail == StopProgress(100, b"abcabcabc")
 
 
 def test_causes_in_order() -> None:
     rules = StopRules(
         max_tokens=3, eos_ids=[1, 2], stop_ids=[2, 3], stop_strings=["s"], token_bytes=[b"x", b"s", b"s", b"s", b"s"]
     )
-    trail, ended = rules.follow(START, 0)
+    trail, ended = rules.advance(START, 0)
     assert ended is None
-    assert rules.follow(trail, 1)[1] == Ended(FINISH_STOP)
-    assert rules.follow(trail, 2)[1] == Ended(FINISH_STOP)
-    assert rules.follow(trail, 3)[1] == Ended(FINISH_STOP, 3)
-    assert rules.follow(trail, 4)[1] == Ended(FINISH_STOP, "s")
-    trail, _ = rules.follow(trail, 0)
-    assert rules.follow(trail, 0)[1] == Ended(FINISH_LENGTH)
-    assert rules.follow(trail, 1)[1] == Ended(FINISH_STOP)
-    assert rules.follow(trail, 4)[1] == Ended(FINISH_STOP, "s")
+    assert rules.advance(trail, 1)[1] == StopResult(FINISH_STOP)
+    assert rules.advance(trail, 2)[1] == StopResult(FINISH_STOP)
+    assert rules.advance(trail, 3)[1] == StopResult(FINISH_STOP, 3)
+    assert rules.advance(trail, 4)[1] == StopResult(FINISH_STOP, "s")
+    trail, _ = rules.advance(trail, 0)
+    assert rules.advance(trail, 0)[1] == StopResult(FINISH_LENGTH)
+    assert rules.advance(trail, 1)[1] == StopResult(FINISH_STOP)
+    assert rules.advance(trail, 4)[1] == StopResult(FINISH_STOP, "s")
 
 
 def test_min_tokens_ban_and_stop_strings() -> None:
     rules = StopRules(max_tokens=9, min_tokens=2, eos_ids=[1], stop_ids=[1, 5], stop_strings=["a"], token_bytes=[b"a"])
     assert rules.terminal_ids == (1, 5)
-    assert rules.banned(START) == (1, 5)
-    trail, ended = rules.follow(START, 0)
-    assert ended is None and rules.banned(trail) == (1, 5)
-    trail, ended = rules.follow(trail, 0)
-    assert ended == Ended(FINISH_STOP, "a") and rules.banned(trail) == ()
+    assert rules.banned_ids(START) == (1, 5)
+    trail, ended = rules.advance(START, 0)
+    assert ended is None and rules.banned_ids(trail) == (1, 5)
+    trail, ended = rules.advance(trail, 0)
+    assert ended == StopResult(FINISH_STOP, "a") and rules.banned_ids(trail) == ()
 
 
 def test_ids_without_bytes_match_nothing() -> None:
     rules = StopRules(max_tokens=9, stop_strings=["ab"], token_bytes=[b"a", b"b"])
-    assert follow_all(rules, [0, 77, 1]) == (3, Ended(FINISH_STOP, "ab"))
+    assert follow_all(rules, [0, 77, 1]) == (3, StopResult(FINISH_STOP, "ab"))
 
 
 def test_stop_strings_need_a_tokenizer() -> None:

@@ -94,14 +94,14 @@ def test_nothing_to_edit_costs_nothing() -> None:
 def test_forks_go_their_own_ways_and_plans_keep_their_data() -> None:
     edits = LogitEdits(SamplingParams(frequency_penalty=0.5, repetition_penalty=2.0, logit_bias={3: 1.0}), prompt=[1])
     edits.record(2)
-    twin = edits.fork()
+    copied = edits.fork()
     planned = edits.edit(ban=False)
     for token in range(30):
         edits.record(token)
-    twin.record(9)
+    copied.record(9)
     assert planned is not None
     assert [column.tolist() for column in planned] == [[1, 3, 2], [2.0, 1.0, 2.0], [0.0, 1.0, -0.5]]
-    grown = twin.edit(ban=False)
+    grown = copied.edit(ban=False)
     assert grown is not None
     assert [column.tolist() for column in grown] == [[1, 3, 2, 9], [2.0, 1.0, 2.0, 2.0], [0.0, 1.0, -0.5, -0.5]]
 

@@ -10,9 +10,9 @@ import pytest
 
 from chatcache.decoding import beam_search as beam
 from chatcache.decoding import beam_search as groups
-from chatcache.decoding import token_tree as lineage
+from chatcache.decoding import token_tree
 from chatcache.decoding import unique as distinct
-from chatcache.decoding.beam_search import Group, Hypotheses
+from chatcache.decoding.beam_search import BeamGroup, FinishedHypotheses
 from chatcache.decoding.logit_edits import LogitEdits
 from chatcache.decoding.token_tree import Node, TokenTree
 from chatcache.types.actions import Extend, Fork
@@ -53,85 +53,85 @@ def search_distinct() -> None:
 
 
 def the_draw_is_as_wide_as_without_groups(patch: Patch) -> None:
-    patch.setattr(beam, "num_drawn", lambda params, *_: params.beam_width // params.num_beam_groups + 2)
+    patch.setattr(beam, "num_draws_needed", lambda params, *_: params.beam_width // params.num_beam_groups + 2)
 
 
 def the_crowd_is_forgotten(patch: Patch) -> None:
-    original = Group.advance
-    patch.setattr(Group, "advance", lambda self, drawn, crowd: original(self, drawn, Counter()))
+    original = BeamGroup.advance
+    patch.setattr(BeamGroup, "advance", lambda self, drawn, crowd: original(self, drawn, Counter()))
 
 
 def a_group_fears_itself(patch: Patch) -> None:
-    original = Group.advance
+    original = BeamGroup.advance
 
-    def advance(self: Group, drawn: groups.Drawn, crowd: Counter[int]) -> object:
+    def advance(self: BeamGroup, drawn: groups.DrawnByBranch, crowd: Counter[int]) -> object:
         crowd.update(beam.node.token for beam in self.beams)
         return original(self, drawn, crowd)
 
-    patch.setattr(Group, "advance", advance)
+    patch.setattr(BeamGroup, "advance", advance)
 
 
 def never_means_at_any_length_whatever_the_penalty(patch: Patch) -> None:
-    original = Hypotheses.settled
+    original = FinishedHypotheses.is_done
 
-    def settled(self: Hypotheses, best_total: float, num_tokens: int) -> bool:
+    def settled(self: FinishedHypotheses, best_total: float, num_tokens: int) -> bool:
         return original(self, best_total, self._max_tokens if self._early_stopping == "never" else num_tokens)
 
-    patch.setattr(Hypotheses, "settled", settled)
+    patch.setattr(FinishedHypotheses, "is_done", settled)
 
 
 def the_last_token_does_not_count(patch: Patch) -> None:
-    original = Hypotheses.score
-    patch.setattr(Hypotheses, "score", lambda self, total, n: original(self, total, max(n - 1, 1)))
+    original = FinishedHypotheses.score
+    patch.setattr(FinishedHypotheses, "score", lambda self, total, n: original(self, total, max(n - 1, 1)))
 
 
 def a_better_hypothesis_comes_too_late(patch: Patch) -> None:
-    original = Hypotheses.add
-    patch.setattr(Hypotheses, "add", lambda self, found: original(self, found[: self._width - len(self.kept)]))
+    original = FinishedHypotheses.add
+    patch.setattr(FinishedHypotheses, "add", lambda self, found: original(self, found[: self._width - len(self.best)]))
 
 
 def dead_branches_hold_up_the_stream(patch: Patch) -> None:
     def release(self: TokenTree, node: Node) -> None:
-        node.num_holds -= 1
+        node.num_refs -= 1
 
     patch.setattr(TokenTree, "release", release)
 
 
 def the_stream_follows_the_best_beam(patch: Patch) -> None:
     def agree(self: TokenTree) -> Node:
-        while self.agreed.children:
-            self.agreed = next(iter(self.agreed.children.values()))
-        return self.agreed
+        while self.common_prefix.children:
+            self.common_prefix = next(iter(self.common_prefix.children.values()))
+        return self.common_prefix
 
-    patch.setattr(TokenTree, "agree", agree)
+    patch.setattr(TokenTree, "advance_common_prefix", agree)
 
 
 def finished_candidates_are_let_go(patch: Patch) -> None:
-    original = TokenTree.grow
+    original = TokenTree.add
 
     def grow(self: TokenTree, parent: Node, token: int, logprob: object = None) -> Node:
         node = original(self, parent, token, None)
-        node.num_holds -= token in (1, 2)
+        node.num_refs -= token in (1, 2)
         return node
 
-    patch.setattr(TokenTree, "grow", grow)
+    patch.setattr(TokenTree, "add", grow)
 
 
 def the_wrong_child_inherits(patch: Patch) -> None:
-    original = lineage.BranchReassignment.move
+    original = token_tree.BranchReassignment.reassign
 
-    def move(self: lineage.BranchReassignment, survivors: list[Node]) -> tuple[object, ...]:
-        actions = list(original(self, survivors))
+    def reassign(self: token_tree.BranchReassignment, nodes: list[Node]) -> tuple[object, ...]:
+        actions = list(original(self, nodes))
         for i, (one, other) in enumerate(itertools.pairwise(actions)):
             if isinstance(one, Fork) and isinstance(other, Extend) and one.parent == other.branch:
                 actions[i], actions[i + 1] = Fork(one.parent, one.child, other.token), Extend(other.branch, one.token)
         return tuple(actions)
 
-    patch.setattr(lineage.BranchReassignment, "move", move)
+    patch.setattr(token_tree.BranchReassignment, "reassign", reassign)
 
 
 def children_keep_their_own_maximum(patch: Patch) -> None:
-    patch.setattr(distinct, "conditioned", lambda value, perturbed, *, ahead: perturbed)
+    patch.setattr(distinct, "shift_to_maximum", lambda value, perturbed, *, ahead: perturbed)
 
 
 def every_prefix_has_the_same_noise(patch: Patch) -> None:
@@ -143,13 +143,13 @@ def siblings_share_their_penalties(patch: Patch) -> None:
 
 
 def a_finished_candidate_leaves_the_running(patch: Patch) -> None:
-    original = distinct.DistinctStrategy._best
+    original = distinct.DistinctStrategy._best_prefixes
 
-    def best(self: distinct.DistinctStrategy, drawn: groups.Drawn) -> list[distinct.Prefix]:
+    def best(self: distinct.DistinctStrategy, drawn: groups.DrawnByBranch) -> list[distinct.RankedPrefix]:
         self._ranked = [prefix for prefix in self._ranked if prefix.ended is None]
         return original(self, drawn)
 
-    patch.setattr(distinct.DistinctStrategy, "_best", best)
+    patch.setattr(distinct.DistinctStrategy, "_best_prefixes", best)
 
 
 BEAM_BUGS: list[Callable[[Patch], None]] = [

@@ -1,4 +1,4 @@
-"""Constrained candidates match what was asked for: by jsonschema, `re`, lists, and a grammar read by hand."""
+"""Constrained candidates match the request, checked by jsonschema, `re`, lists and a hand-written parser."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_forks_have_states_of_their_own() -> None:
     assert len({tuple(outcome.tokens) for outcome in together.outcomes.values()}) == 8
 
 
-def test_a_constrained_strategy_is_never_steady() -> None:
+def test_a_constrained_strategy_has_no_fixed_draws() -> None:
     strategy = strategy_of(SamplingParams(structured_outputs=StructuredOutputs(regex="ab")))
     assert strategy.draws(0)[0].mask is not None and not strategy.has_fixed_draws
     strategy.advance({0: (Candidates((BYTE["a"],), (-1.0,)),)})

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatcache.decoding.unique import child_seed, conditioned, log1mexp
+from chatcache.decoding.unique import child_seed, log1mexp, shift_to_maximum
 from chatcache.types.request import SamplingParams
 from tests.decoding.all_outputs import PROMPT, Everything, Output, check, distinct_run
 from tests.decoding.decode_driver import TableModel, log_softmax
@@ -135,13 +135,13 @@ def test_conditioning_is_stable(value: float) -> None:
     """Against long doubles where those suffice, and finite and ordered where they do not."""
     gaps = [0.0, 1e-12, 1e-7, 1e-3, 0.5, 1.0, 20.0, 45.0]
     perturbed = [1.25 - gap for gap in gaps]
-    got = [conditioned(value, one - 2.0, ahead=gap) for one, gap in zip(perturbed, gaps, strict=True)]
+    got = [shift_to_maximum(value, one - 2.0, ahead=gap) for one, gap in zip(perturbed, gaps, strict=True)]
     assert got[0] == value and got == sorted(got, reverse=True)
     exact = np.array(perturbed, np.longdouble) - 2
     want = -np.log(np.exp(-np.longdouble(value)) - np.exp(-exact[0]) + np.exp(-exact))
     if abs(value) < 10:
         assert got == pytest.approx(want.astype(float).tolist(), abs=1e-9)
-    far = [conditioned(value, one - 800.0, ahead=900.0 - one) for one in (900.0, 899.0, 0.0, -900.0)]
+    far = [shift_to_maximum(value, one - 800.0, ahead=900.0 - one) for one in (900.0, 899.0, 0.0, -900.0)]
     assert all(math.isfinite(one) for one in far) and far == sorted(far, reverse=True)
 
 
