@@ -19,6 +19,7 @@ import codecs
 import contextlib
 import logging
 import sys
+import time
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -32,7 +33,7 @@ from websockets.server import ServerProtocol
 from chatcache.errors import InvalidRequestError
 from chatcache.gateway.errors import INTERNAL, error_body
 from chatcache.gateway.json_codec import encode
-from chatcache.gateway.limits.rate_limits import Pace
+from chatcache.gateway.limits.rate_limits import SECOND_NS, TokenBucket
 from chatcache.gateway.schemas.errors import Error
 from chatcache.gateway.websocket.connection import TOO_MANY
 
@@ -101,8 +102,8 @@ HEAD_TIMEOUT_S = 30.0
 STALL_TIMEOUT_S = 30.0
 MAX_PIPELINED = 100  # requests that wait while one before them is answered
 # Of a WebSocket, whatever they are; messages have a limit of their own (`gateway.ws`).
-MAX_FRAMES_PER_S = 1000.0
-MAX_FRAMES_AT_ONCE = 5000.0
+MAX_FRAMES_PER_S = 1000
+MAX_FRAMES_AT_ONCE = 5000
 MAX_PIECES = 10_000  # of one message
 _FED_BYTES = 4096  # the smallest frames in so much take ten milliseconds
 
@@ -166,7 +167,7 @@ class BoundedSocket(_Watched, WebSocketsSansIOProtocol):
     waits for ever behind the other.
     """
 
-    _pace: Pace | None = None
+    _frame_bucket: TokenBucket | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -192,10 +193,12 @@ class BoundedSocket(_Watched, WebSocketsSansIOProtocol):
             self.handshake_complete = True
 
     def handle_events(self) -> None:
-        self._pace = self._pace or Pace(MAX_FRAMES_PER_S, MAX_FRAMES_AT_ONCE)
+        now_ns = time.monotonic_ns()
+        if self._frame_bucket is None:
+            self._frame_bucket = TokenBucket(MAX_FRAMES_PER_S, now_ns, period_ns=SECOND_NS, burst=MAX_FRAMES_AT_ONCE)
         num_frames = len(self.conn.events)
         super().handle_events()
-        if not self._pace.take(self.loop.time(), num_frames) or len(self.frames) > MAX_PIECES:
+        if not self._frame_bucket.try_consume(num_frames, now_ns) or len(self.frames) > MAX_PIECES:
             self._refuse()
 
     def _refuse(self) -> None:

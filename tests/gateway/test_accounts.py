@@ -91,12 +91,12 @@ def tells_a_second_less(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_the_debt(patch: pytest.MonkeyPatch) -> None:
-    original = TokenBucket.take
+    original = TokenBucket.consume
 
-    def take(self: TokenBucket, cost: int, now_ns: int) -> None:
+    def consume(self: TokenBucket, cost: int, now_ns: int) -> None:
         original(self, min(cost, self.remaining(now_ns)), now_ns)
 
-    patch.setattr(TokenBucket, "take", take)
+    patch.setattr(TokenBucket, "consume", consume)
 
 
 @pytest.mark.parametrize("bug", [tells_a_second_less, forgets_the_debt])

@@ -32,36 +32,48 @@ MINUTE_NS = 60_000_000_000
 
 
 class TokenBucket:
-    """Full at first. Times are nanoseconds of a clock that never goes back."""
+    """Token bucket: `limit` tokens are refilled in each period, and at most `burst` tokens are available at once.
 
-    def __init__(self, limit: int, now_ns: int) -> None:
+    Full at first. Times are nanoseconds of a monotonic clock. The arithmetic is exact (a token is `period_ns` units and
+    each nanosecond adds `limit` units), so a caller that waits for `wait_ns` is admitted to the nanosecond.
+    """
+
+    def __init__(self, limit: int, now_ns: int, *, period_ns: int = MINUTE_NS, burst: int | None = None) -> None:
         self.limit = limit
-        self._level = self._capacity = limit * MINUTE_NS
-        self._at_ns = now_ns
+        self._period_ns = period_ns
+        self._level = self._capacity = (limit if burst is None else burst) * period_ns
+        self._updated_ns = now_ns
 
     def wait_ns(self, cost: int, now_ns: int) -> int:
-        """How long until so much may be taken; 0 for now. What is more than fits waits until the bucket is full."""
-        lacking = min(cost * MINUTE_NS, self._capacity) - self._level_at(now_ns)
-        return max(0, -(-lacking // self.limit))
+        """Time until `cost` tokens are available, 0 for now. A cost above the capacity waits for a full bucket."""
+        missing = min(cost * self._period_ns, self._capacity) - self._level_at(now_ns)
+        return max(0, -(-missing // self.limit))
 
-    def take(self, cost: int, now_ns: int) -> None:
-        """Take it, whether it is there or not: a debt is filled up first."""
-        self._level = self._level_at(now_ns) - cost * MINUTE_NS
-        self._at_ns = now_ns
+    def try_consume(self, cost: int, now_ns: int) -> bool:
+        """Consume `cost` tokens, or none and return False if fewer are available."""
+        if self.wait_ns(cost, now_ns):
+            return False
+        self.consume(cost, now_ns)
+        return True
 
-    def give_back(self, cost: int, now_ns: int) -> None:
-        """Undo a part of what was taken (or take more, if it is negative)."""
-        self._level = min(self._capacity, self._level_at(now_ns) + cost * MINUTE_NS)
-        self._at_ns = now_ns
+    def consume(self, cost: int, now_ns: int) -> None:
+        """Consume tokens even if they are not available; the level may become negative."""
+        self._level = self._level_at(now_ns) - cost * self._period_ns
+        self._updated_ns = now_ns
+
+    def refund(self, cost: int, now_ns: int) -> None:
+        """Return tokens that were consumed; a negative `cost` consumes more."""
+        self._level = min(self._capacity, self._level_at(now_ns) + cost * self._period_ns)
+        self._updated_ns = now_ns
 
     def remaining(self, now_ns: int) -> int:
-        return max(0, self._level_at(now_ns) // MINUTE_NS)
+        return max(0, self._level_at(now_ns) // self._period_ns)
 
     def full_in_ns(self, now_ns: int) -> int:
         return -(-(self._capacity - self._level_at(now_ns)) // self.limit)
 
     def _level_at(self, now_ns: int) -> int:
-        return min(self._capacity, self._level + (now_ns - self._at_ns) * self.limit)
+        return min(self._capacity, self._level + (now_ns - self._updated_ns) * self.limit)
 
 
 RESERVED_TOKENS = 256  # of a candidate that may get as long as the context allows: few do
@@ -149,9 +161,9 @@ class KeyAccount:
         self._check_day(max((wait_s for wait_s, *_ in waits_s), default=0))
         self._check_minute(waits_s)
         if self._requests is not None:
-            self._requests.take(work.num_requests, now_ns)
+            self._requests.consume(work.num_requests, now_ns)
         if self._tokens is not None:
-            self._tokens.take(work.num_tokens, now_ns)
+            self._tokens.consume(work.num_tokens, now_ns)
         self._num_running += work.num_requests
         self._num_reserved += work.num_tokens
 
@@ -163,7 +175,7 @@ class KeyAccount:
     def undo(self, work: RequestCost) -> None:
         self._release(work, 0)
         if self._requests is not None:
-            self._requests.give_back(work.num_requests, self._clock_ns())
+            self._requests.refund(work.num_requests, self._clock_ns())
 
     def headers(self) -> dict[str, str]:
         """The state now, as OpenAI's clients know it. Tokens are the minute's; the day's where only that is limited."""
@@ -181,7 +193,7 @@ class KeyAccount:
         self._num_running -= work.num_requests
         self._num_reserved -= work.num_tokens
         if self._tokens is not None:
-            self._tokens.give_back(work.num_tokens - num_tokens, self._clock_ns())
+            self._tokens.refund(work.num_tokens - num_tokens, self._clock_ns())
 
     def _check_running(self, work: RequestCost) -> None:
         most = self.limits.max_concurrent
@@ -302,22 +314,3 @@ def _duration(ns: int) -> str:
     minutes, seconds = divmod(-(-ns // SECOND_NS), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes}m{seconds}s" if hours else f"{minutes}m{seconds}s" if minutes else f"{seconds}s"
-
-
-class Pace:
-    """So many a second, with some in hand for bursts."""
-
-    def __init__(self, per_s: float, burst: float) -> None:
-        self._per_s = per_s
-        self._burst = burst
-        self._left = burst
-        self._at_s = 0.0
-
-    def take(self, now_s: float, num: int = 1) -> bool:
-        """Count some; False when they are too many."""
-        self._left = min(self._burst, self._left + (now_s - self._at_s) * self._per_s)
-        self._at_s = now_s
-        if self._left < num:
-            return False
-        self._left -= num
-        return True

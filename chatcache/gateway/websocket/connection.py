@@ -14,7 +14,7 @@ from starlette.websockets import WebSocket
 from chatcache.errors import ChatcacheError, InvalidRequestError, NotFoundError
 from chatcache.gateway.auth.principal import principal_of
 from chatcache.gateway.context import Gateway, gateway_of
-from chatcache.gateway.limits.rate_limits import Pace
+from chatcache.gateway.limits.rate_limits import SECOND_NS, TokenBucket
 from chatcache.gateway.middleware import parse_json
 from chatcache.gateway.responses.registry import Run
 from chatcache.gateway.responses.run import dropped
@@ -32,8 +32,8 @@ PROTOCOL = "chatcache.v1"
 BAD_MESSAGE = 4400
 NOT_LET_IN = 4401
 TOO_MANY = 4429
-MAX_FRAMES_PER_S = 200.0
-MAX_BURST = 1000.0
+MAX_FRAMES_PER_S = 200
+MAX_BURST = 1000
 # What comes with every few frames goes by what is known already; the rest asks the store.
 _UNASKED = frozenset({"response.ack"})
 
@@ -108,12 +108,12 @@ class Connection:
         if self._extended:
             await self._gateway.health()  # so that the limits are known as soon as they can be
             await self._outbox.send(session(self._gateway))
-        pace = Pace(MAX_FRAMES_PER_S, MAX_BURST)
+        bucket = TokenBucket(MAX_FRAMES_PER_S, time.monotonic_ns(), period_ns=SECOND_NS, burst=MAX_BURST)
         while True:
             message = await self._socket.receive()
             if message["type"] == "websocket.disconnect":
                 return
-            if not pace.take(time.monotonic()):
+            if not bucket.try_consume(1, time.monotonic_ns()):
                 await self._outbox.close(TOO_MANY, "too many messages")
                 return
             try:
