@@ -29,13 +29,13 @@ class Banner:
         server: ServerConfig,
         address: tuple[Any, ...],
         console: Console | None = None,
-        keyring: ApiKeyCache | None = None,
+        key_cache: ApiKeyCache | None = None,
     ) -> None:
         self._name = escape(engine.served_model_name or engine.model)
         self._kv_memory_bytes = engine.kv_memory_bytes
         self._deterministic = ", deterministic" if engine.deterministic else ""
         self._server = server
-        self._keyring = keyring
+        self._key_cache = key_cache
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
         self._url = f"http://{host}:{address[1]}{server.root_path}"
         self._console = console or Console(stderr=True, highlight=False)
@@ -67,11 +67,11 @@ class Banner:
 
     async def wait_for_store(self) -> None:
         """Wait until the stored API keys were read once: until then the server is not ready."""
-        if self._keyring is None or self._keyring.is_known:
+        if self._key_cache is None or self._key_cache.is_loaded:
             return
         store = "Redis server of --redis" if self._server.redis else "file of --db"
         self._console.print(f"[bold yellow]Waiting for the {store}, which does not answer: not ready until it does[/]")
-        while not self._keyring.is_known:  # noqa: ASYNC110 - the key cache has no event for it
+        while not self._key_cache.is_loaded:  # noqa: ASYNC110 - the key cache has no event for it
             await asyncio.sleep(POLL_S)
 
     def show_ready(self, facts: ModelInfo, health: EngineHealth) -> None:
@@ -120,8 +120,8 @@ class Banner:
         return f"{format_size(max(unused, 0))} of the memory hold no page ({share:.1%}); {text}"
 
     def _access(self) -> str:
-        if self._keyring is not None and not self._keyring.is_open:
-            return f"{self._keyring.num_keys} API key(s)"
+        if self._key_cache is not None and not self._key_cache.is_open:
+            return f"{self._key_cache.num_keys} API key(s)"
         if _is_loopback(self._server.host):
             return "open, from this machine only"
         return "[bold yellow]open to everyone who can reach this address; see `chatcache keys`[/]"

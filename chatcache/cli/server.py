@@ -33,7 +33,7 @@ from chatcache.errors import ChatcacheError, ModelFolderError
 from chatcache.factory import BUILD_ENGINE, load_tokenizer
 from chatcache.gateway.app import create_app
 from chatcache.gateway.context import Gateway
-from chatcache.gateway.uvicorn_limits import BoundedHttp, BoundedSocket, raise_fd_limit
+from chatcache.gateway.uvicorn_limits import BoundedHttp, BoundedWebSocket, raise_fd_limit
 from chatcache.storage.open import open_store
 from chatcache.tokenizer.tokenizer import Tokenizer
 
@@ -46,7 +46,7 @@ async def drain(gateway: Gateway, timeout_s: float) -> None:
     gateway.drain()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
-            while not gateway.is_quiet:  # noqa: ASYNC110 - what it waits for has no one event
+            while not gateway.is_idle:  # noqa: ASYNC110 - what it waits for has no one event
                 await asyncio.sleep(_POLL_S)
     await gateway.interrupt(LAST_S)
 
@@ -95,7 +95,7 @@ def run_server(
         server_config, engine, lambda: load(engine_config), engine_config.served_model_name or "", store=store
     )
     console = Console(file=logs.LogWriter(log), width=1000) if server_config.log_format == "json" else None
-    banner = Banner(engine_config, server_config, sock.getsockname(), console, app.state.gateway.keyring)
+    banner = Banner(engine_config, server_config, sock.getsockname(), console, app.state.gateway.key_cache)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_serve(app, engine, server_config, sock, banner))
 
@@ -225,7 +225,7 @@ def uvicorn_config(app: object, config: ServerConfig) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         http=BoundedHttp,
-        ws=BoundedSocket,
+        ws=BoundedWebSocket,
         ws_max_size=config.max_frame_bytes,
         ws_per_message_deflate=False,
         timeout_keep_alive=KEEP_ALIVE_S,

@@ -22,9 +22,9 @@ from chatcache.gateway.auth.middleware import AuthenticationMiddleware, Revocati
 from chatcache.gateway.context import Gateway
 from chatcache.gateway.errors import on_chatcache_error, on_http_exception
 from chatcache.gateway.limits.admission import AdmissionController
-from chatcache.gateway.limits.rate_limits import RATE_HEADERS, Limiter
-from chatcache.gateway.metrics import Metrics, metered_store
-from chatcache.gateway.middleware import BodyLimit, RequestContext
+from chatcache.gateway.limits.rate_limits import RATE_HEADERS, RateLimiter
+from chatcache.gateway.metrics import Metrics, instrument_store
+from chatcache.gateway.middleware import BodyLimitMiddleware, RequestContextMiddleware
 from chatcache.gateway.routes import IMPORT_PATH, ROUTES
 from chatcache.gateway.routing import UnknownPath, build_routes
 from chatcache.storage.open import open_store
@@ -45,7 +45,7 @@ def create_app(
     `load_tokenizer` runs once, in a thread, when the application starts. Without `store`, the application opens the
     store that `config` names when it starts.
     """
-    metrics, limiter, keyring = Metrics(), Limiter(), ApiKeyCache(config.api_keys)
+    metrics, limiter, key_cache = Metrics(), RateLimiter(), ApiKeyCache(config.api_keys)
     gateway = Gateway(
         config=config,
         engine=engine,
@@ -54,32 +54,32 @@ def create_app(
         started_at=int(time.time()),
         metrics=metrics,
         limiter=limiter,
-        door=AdmissionController(engine, limiter),
-        keyring=keyring,
+        admission=AdmissionController(engine, limiter),
+        key_cache=key_cache,
     )
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         opened = store if store is not None else await asyncio.to_thread(open_store, config)
-        gateway.store = metered_store(opened, metrics)
+        gateway.store = instrument_store(opened, metrics)
         limiter.usage.store = opened.keys
-        await keyring.open(opened.keys)
+        await key_cache.open(opened.keys)
         loading = asyncio.create_task(gateway.load(load_tokenizer, gateway.store))
-        tidying = asyncio.create_task(limiter.keep_tidy())
+        cleanup = asyncio.create_task(limiter.cleanup_loop())
         try:
             yield
         finally:
-            await keyring.close()
-            await gateway.settle_runs()
-            for task in (loading, tidying):
+            await key_cache.close()
+            await gateway.finish_runs()
+            for task in (loading, cleanup):
                 task.cancel()
-            await asyncio.gather(loading, tidying, return_exceptions=True)
-            await limiter.tidy()
+            await asyncio.gather(loading, cleanup, return_exceptions=True)
+            await limiter.cleanup()
             await opened.close()
 
     app = Starlette(
         routes=build_routes(ROUTES),
-        middleware=_middleware(config, metrics, limiter, keyring),
+        middleware=_middleware(config, metrics, limiter, key_cache),
         exception_handlers={ChatcacheError: on_chatcache_error, HTTPException: on_http_exception},
         lifespan=lifespan,
     )
@@ -89,9 +89,11 @@ def create_app(
     return app
 
 
-def _middleware(config: ServerConfig, metrics: Metrics, limiter: Limiter, keyring: ApiKeyCache) -> list[Middleware]:
+def _middleware(
+    config: ServerConfig, metrics: Metrics, limiter: RateLimiter, key_cache: ApiKeyCache
+) -> list[Middleware]:
     """Build the middleware stack, outermost first."""
-    stack = [Middleware(RequestContext, metrics, limiter)]
+    stack = [Middleware(RequestContextMiddleware, metrics, limiter)]
     if config.cors_origins:
         stack.append(
             Middleware(
@@ -110,9 +112,11 @@ def _middleware(config: ServerConfig, metrics: Metrics, limiter: Limiter, keyrin
         )
     return [
         *stack,
-        Middleware(AuthenticationMiddleware, config, keyring),
-        Middleware(RevocationMiddleware, keyring),
-        Middleware(BodyLimit, config.max_body_bytes, config.body_timeout_s, {IMPORT_PATH: config.max_import_bytes}),
+        Middleware(AuthenticationMiddleware, config, key_cache),
+        Middleware(RevocationMiddleware, key_cache),
+        Middleware(
+            BodyLimitMiddleware, config.max_body_bytes, config.body_timeout_s, {IMPORT_PATH: config.max_import_bytes}
+        ),
     ]
 
 

@@ -21,7 +21,7 @@ from chatcache.gateway.api.idempotency import KeyLocks
 from chatcache.gateway.auth.keys import ApiKeyCache
 from chatcache.gateway.errors import ModelLoadingError
 from chatcache.gateway.limits.admission import AdmissionController, TokenizeThrottle
-from chatcache.gateway.limits.rate_limits import Limiter
+from chatcache.gateway.limits.rate_limits import RateLimiter
 from chatcache.gateway.metrics import Metrics
 from chatcache.gateway.responses.pending_saves import PendingSaves
 from chatcache.gateway.responses.registry import ResponseRegistry
@@ -33,7 +33,7 @@ from chatcache.types.stats import EngineHealth
 
 log = logging.getLogger(__name__)
 
-SETTLE_TIMEOUT_S = 10.0
+FINISH_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Model:
     tokenizer: Tokenizer
     service: ChatService
     conversations: TurnService
-    histories: ConversationPrompts
+    prompts: ConversationPrompts
 
 
 @dataclass(slots=True)
@@ -56,9 +56,9 @@ class Gateway:
     version: str
     started_at: int
     metrics: Metrics
-    limiter: Limiter
-    door: AdmissionController
-    keyring: ApiKeyCache
+    limiter: RateLimiter
+    admission: AdmissionController
+    key_cache: ApiKeyCache
     store: ConversationStore | None = None
     model: Model | None = None
     load_error: str | None = None
@@ -67,17 +67,17 @@ class Gateway:
     scheduling_policy: str = ""
     responses: ResponseRegistry = field(default_factory=ResponseRegistry)
     hub: ConversationHub = field(default_factory=ConversationHub)
-    unsaved: PendingSaves = field(default_factory=PendingSaves)
-    bound: PromptLimits = field(default_factory=PromptLimits)
-    keys: KeyLocks = field(default_factory=KeyLocks)
-    counting: TokenizeThrottle = field(default_factory=TokenizeThrottle)
+    pending_saves: PendingSaves = field(default_factory=PendingSaves)
+    prompt_limits: PromptLimits = field(default_factory=PromptLimits)
+    idempotency_locks: KeyLocks = field(default_factory=KeyLocks)
+    tokenize_throttle: TokenizeThrottle = field(default_factory=TokenizeThrottle)
     openapi: bytes | None = None
     _interrupted: set[str] = field(default_factory=set)
 
     @property
     def is_open(self) -> bool:
         """Whether everybody is let in, and so nobody is a tenant."""
-        return self.keyring.is_open
+        return self.key_cache.is_open
 
     @property
     def fingerprint(self) -> str:
@@ -98,9 +98,11 @@ class Gateway:
         else:
             public = SharedSystemPrompts(self.config.shared_system_prompts)
             form = detect_format(tokenizer, self.config.tool_call_parser, self.config.reasoning_parser)
-            self.bound.max_token_chars = max(map(len, tokenizer.token_bytes), default=0)
-            service = ChatService(self.engine, tokenizer, shared_prompts=public, reply_format=form, limits=self.bound)
-            conversations = TurnService(store, tokenizer, public, form, service.token_memo, self.bound)
+            self.prompt_limits.max_token_chars = max(map(len, tokenizer.token_bytes), default=0)
+            service = ChatService(
+                self.engine, tokenizer, shared_prompts=public, reply_format=form, limits=self.prompt_limits
+            )
+            conversations = TurnService(store, tokenizer, public, form, service.token_memo, self.prompt_limits)
             self.model = Model(tokenizer, service, conversations, ConversationPrompts(conversations))
 
     def opened_store(self) -> ConversationStore:
@@ -114,12 +116,12 @@ class Gateway:
         health = await self.engine.health()
         if health.ready:
             self.engine_seen_ready = True
-            self.max_model_len = self.bound.max_model_len = health.max_model_len
+            self.max_model_len = self.prompt_limits.max_model_len = health.max_model_len
             self.scheduling_policy = health.scheduling_policy
             self.model_name = self.model_name or health.model
         return health
 
-    async def ready(self, name: str | None) -> Model:
+    async def require_model(self, name: str | None) -> Model:
         """The model a request names (None: whatever is served).
 
         Raises: ModelLoadingError while it, or the engine, is not there; NotFoundError for a name that is not served.
@@ -144,20 +146,20 @@ class Gateway:
             )
         return wanted or 0
 
-    async def settle_runs(self) -> None:
+    async def finish_runs(self) -> None:
         """End the responses under way and wait until what they said is stored."""
-        await self.interrupt(SETTLE_TIMEOUT_S)
-        await self.unsaved.close()
+        await self.interrupt(FINISH_TIMEOUT_S)
+        await self.pending_saves.close()
 
     def drain(self) -> None:
         """Take no new work; what runs goes on."""
-        self.door.close()
+        self.admission.close()
 
     @property
-    def is_quiet(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether nothing is being answered."""
         num_live = self.model.service.num_live if self.model is not None else 0
-        return not num_live and self.door.is_quiet and not self.responses.running()
+        return not num_live and self.admission.is_idle and not self.responses.running()
 
     async def interrupt(self, timeout_s: float) -> None:
         """End what is being answered, and wait until what was said is stored; not again for what did not end so."""

@@ -24,11 +24,11 @@ class AuthenticationError(ChatcacheError):
     code = "invalid_api_key"
 
 
-def revoked() -> AuthenticationError:
+def key_revoked_error() -> AuthenticationError:
     return AuthenticationError("this API key was revoked", code="api_key_revoked")
 
 
-def session_expired() -> AuthenticationError:
+def session_expired_error() -> AuthenticationError:
     return AuthenticationError("the session has expired", code="session_expired")
 
 
@@ -68,7 +68,7 @@ class ModelLoadingError(OverloadedError):
     code = "model_loading"
 
 
-INTERNAL = ChatcacheError("something went wrong on the server; the log has the details under this request id")
+INTERNAL_ERROR = ChatcacheError("something went wrong on the server; the log has the details under this request id")
 
 
 def error_body(error: ChatcacheError) -> ErrorDetail:
@@ -107,13 +107,13 @@ def error_response(error: ChatcacheError) -> Response:
 
 
 async def on_chatcache_error(request: Request, error: Exception) -> Response:
-    return _refusal(request, error if isinstance(error, ChatcacheError) else INTERNAL)
+    return _refusal(request, error if isinstance(error, ChatcacheError) else INTERNAL_ERROR)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """404 and 405 of the router in the envelope."""
     if not isinstance(error, HTTPException):
-        return _refusal(request, INTERNAL)
+        return _refusal(request, INTERNAL_ERROR)
     status, path = error.status_code, request.scope["path"]
     wire = ChatcacheError(error.detail or HTTPStatus(status).phrase)
     if status == 404:
@@ -131,5 +131,5 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _refusal(request: Request, error: ChatcacheError) -> Response:
-    request.app.state.gateway.metrics.refuse(error)
+    request.app.state.gateway.metrics.record_refusal(error)
     return error_response(error)

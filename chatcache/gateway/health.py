@@ -13,7 +13,7 @@ from starlette.responses import Response
 from chatcache.conversations.store import StoreUnavailableError
 from chatcache.errors import ChatcacheError, OverloadedError
 from chatcache.gateway.api.conversations import store_of
-from chatcache.gateway.auth.principal import signed_in
+from chatcache.gateway.auth.principal import optional_principal
 from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.errors import ModelLoadingError, ShuttingDownError, error_body, error_headers, json_response
 from chatcache.gateway.metrics import CONTENT_TYPE
@@ -29,16 +29,16 @@ async def readyz(request: Request) -> Response:
     """GET /readyz and /health: whether the server can serve requests, with progress of loading."""
     gateway = gateway_of(request)
     health = await gateway.health()
-    if gateway.door.is_closed:
+    if gateway.admission.is_closed:
         return _not_ready(gateway, "unavailable", 1.0, ShuttingDownError("the server is shutting down"))
     if health.ready and gateway.model is not None:
         try:
-            gateway.keyring.check_known()
+            gateway.key_cache.check_loaded()
             await store_of(request).check()
         except StoreUnavailableError as store_error:
             return _not_ready(gateway, "unavailable", 1.0, store_error)
         ready = Ready("ready", gateway.model_name, health.max_model_len)
-        if signed_in(request) is not None:  # health probes come without a key and must not see the load
+        if optional_principal(request) is not None:  # health probes come without a key and must not see the load
             ready.num_running, ready.num_waiting = health.num_running, health.num_waiting
             ready.kv_pages, ready.kv_pages_in_use = health.num_pages, health.num_pages_in_use
         return json_response(ready)

@@ -48,7 +48,9 @@ class Metrics:
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "Accepted to first token, by prefix cache outcome.", _LATENCY_S, ("cache",)
         )
-        self.inter_token = Tally("inter_token_latency_seconds", "Between deltas of one request.", _INTER_TOKEN_S)
+        self.inter_token = UnlockedHistogram(
+            "inter_token_latency_seconds", "Between deltas of one request.", _INTER_TOKEN_S
+        )
         self.registry.register(self.inter_token)
         self.stop_latency = self._histogram("stop_latency_seconds", "Cancel to its receipt.", _LATENCY_S)
         self.sockets = self._gauge("ws_connections", "Open WebSockets.")
@@ -69,7 +71,7 @@ class Metrics:
         self._engine.health = health
         return generate_latest(self.registry)
 
-    def refuse(self, error: ChatcacheError) -> None:
+    def record_refusal(self, error: ChatcacheError) -> None:
         """Count an answer that is an error. Codes come from our own code alone, and there are few."""
         if error.code not in self._reasons and len(self._reasons) < MAX_REASONS:
             self._reasons.add(error.code)
@@ -85,7 +87,7 @@ class Metrics:
         return Histogram(f"chatcache_{name}", text, labels, buckets=buckets, registry=self.registry)
 
 
-class Tally(Collector):
+class UnlockedHistogram(Collector):
     """A histogram for what happens at every token, of one thread: the library's locks cost more than all the rest."""
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
@@ -214,7 +216,7 @@ def _count_tokens(metrics: Metrics, finished: ReplyFinished) -> None:
     metrics.generation_tokens.inc(finished.num_output_tokens)
 
 
-def metered_store(store: ConversationStore, metrics: Metrics) -> ConversationStore:
+def instrument_store(store: ConversationStore, metrics: Metrics) -> ConversationStore:
     """The same store, with its calls in the metrics."""
     return cast(ConversationStore, _Metered(store, metrics))
 

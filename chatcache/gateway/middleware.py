@@ -20,32 +20,32 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chatcache.conversations.tree import new_id
 from chatcache.errors import ChatcacheError
-from chatcache.gateway.auth.principal import admitted
+from chatcache.gateway.auth.principal import find_principal
 from chatcache.gateway.errors import (
-    INTERNAL,
+    INTERNAL_ERROR,
     BodyTimeoutError,
     BodyTooLargeError,
     UnsupportedMediaTypeError,
     error_response,
 )
 from chatcache.gateway.json_codec import decode_object
-from chatcache.gateway.limits.rate_limits import Limiter
+from chatcache.gateway.limits.rate_limits import RateLimiter
 from chatcache.gateway.metrics import Metrics
 from chatcache.logs import REQUEST_ID as LOGGED_ID
 
 log = logging.getLogger(__name__)
 
 REQUEST_ID = "chatcache.request_id"
-CLIENT_LEFT = 499
+CLIENT_CLOSED_REQUEST = 499
 _ACCEPTED_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _MIN_BYTES_PER_S = 1024
 _STARTS = ("http.response.start", "websocket.http.response.start", "websocket.accept")
 
 
-class RequestContext:
+class RequestContextMiddleware:
     """Outermost: names the request, answers what escapes the rooms inside, logs one line when it is over."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, limiter: Limiter) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, limiter: RateLimiter) -> None:
         self._app = app
         self._metrics = metrics
         self._limiter = limiter
@@ -67,7 +67,7 @@ class RequestContext:
                 status = message.get("status", 101)
                 named = MutableHeaders(scope=message)
                 named["x-request-id"] = request_id
-                if (principal := admitted(scope)) is not None:
+                if (principal := find_principal(scope)) is not None:
                     named.update(self._limiter.headers(principal))
                 if named.get("content-type", "").startswith("text/event-stream"):
                     is_stream = True
@@ -82,13 +82,13 @@ class RequestContext:
             if not isinstance(error, ChatcacheError):
                 log.exception("%s failed", request_id)
             if not status:
-                wire = error if isinstance(error, ChatcacheError) else INTERNAL
-                self._metrics.refuse(wire)
+                wire = error if isinstance(error, ChatcacheError) else INTERNAL_ERROR
+                self._metrics.record_refusal(wire)
                 await _answer(wire, scope, receive, send_named)
         finally:
             if is_stream:
                 self._metrics.streams.dec()
-            self._record(scope, status or CLIENT_LEFT, time.perf_counter() - started_s)
+            self._record(scope, status or CLIENT_CLOSED_REQUEST, time.perf_counter() - started_s)
 
     def _record(self, scope: Scope, status: int, duration_s: float) -> None:
         route = _route_of(scope)
@@ -102,7 +102,7 @@ class RequestContext:
         log.log(level, "%s %s %s %d %.1f ms", *line, extra={"fields": fields})
 
 
-class BodyLimit:
+class BodyLimitMiddleware:
     """Counts request bytes as they are read, and the time they take.
 
     Raises, from `receive` or at once if a size is announced: BodyTooLargeError; BodyTimeoutError when nothing comes for
@@ -180,17 +180,17 @@ async def read_json(request: Request) -> dict[str, Any]:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise UnsupportedMediaTypeError("send JSON with content-type: application/json")
-    refuse_encoding(request)
+    reject_encoding(request)
     return await parse_json(await request.body())
 
 
-def refuse_encoding(request: Request) -> None:
+def reject_encoding(request: Request) -> None:
     """Raises: UnsupportedMediaTypeError for a compressed body, which could expand without limit."""
     if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
         raise UnsupportedMediaTypeError("send the body as it is, without content-encoding")
 
 
-async def read_json_or_nothing(request: Request) -> dict[str, Any]:
+async def read_optional_json(request: Request) -> dict[str, Any]:
     """The body as a strict JSON object, {} where there is none. Raises: as `read_json`."""
     return await read_json(request) if await request.body() else {}
 
@@ -202,7 +202,7 @@ async def parse_json(data: bytes | str) -> dict[str, Any]:
     return await asyncio.to_thread(decode_object, data)
 
 
-async def until_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """Await `work`, cancelling it when the client leaves: the server itself never would.
 
     Raises: ClientDisconnect.

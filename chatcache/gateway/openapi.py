@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from chatcache.gateway.api.idempotency import HEADER, KEY_PATTERN
-from chatcache.gateway.auth.principal import NAME
+from chatcache.gateway.auth.principal import COOKIE_NAME
 from chatcache.gateway.routing import Body, Entry, Operation, Socket
 from chatcache.gateway.schemas.errors import Error
 
@@ -58,7 +58,7 @@ def document(routes: Iterable[Entry], version: str, root_path: str = "") -> Sche
             },
             "securitySchemes": {
                 "key": {"type": "http", "scheme": "bearer"},
-                "session": {"type": "apiKey", "in": "cookie", "name": NAME},
+                "session": {"type": "apiKey", "in": "cookie", "name": COOKIE_NAME},
             },
         },
         "x-websockets": {

@@ -31,23 +31,23 @@ from websockets.http11 import Response
 from websockets.server import ServerProtocol
 
 from chatcache.errors import InvalidRequestError
-from chatcache.gateway.errors import INTERNAL, error_body
+from chatcache.gateway.errors import INTERNAL_ERROR, error_body
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.limits.rate_limits import SECOND_NS, TokenBucket
 from chatcache.gateway.schemas.errors import Error
-from chatcache.gateway.websocket.connection import TOO_MANY
+from chatcache.gateway.websocket.connection import RATE_LIMITED
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
-class StrictProtocol(ServerProtocol):
+class StrictWebSocketProtocol(ServerProtocol):
     """Text is looked at as it comes (8.1), not when it is whole and by uvicorn, which logs a traceback; whoever says
     goodbye between the pieces of a message (5.4) is answered so."""
 
     _decoder: codecs.IncrementalDecoder | None = None
 
     def reject(self, status: HTTPStatus | int, text: str) -> Response:
-        error = InvalidRequestError(text.strip(), code="handshake_refused") if status < 500 else INTERNAL
+        error = InvalidRequestError(text.strip(), code="handshake_refused") if status < 500 else INTERNAL_ERROR
         response = super().reject(status, encode(Error(error_body(error))).decode())
         del response.headers["Content-Type"]
         response.headers["Content-Type"] = "application/json"
@@ -71,7 +71,7 @@ class StrictProtocol(ServerProtocol):
 if sys.platform != "win32":
     import resource
 
-KEPT_DESCRIPTORS = 128
+RESERVED_DESCRIPTORS = 128
 
 
 def _most() -> int:
@@ -89,10 +89,10 @@ def raise_fd_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def most_connections() -> int:
+def max_connections() -> int:
     """How many may be open at once, so that files, and a new engine, always find a descriptor of this process free."""
     most = _most()
-    return max(most // 2, most - KEPT_DESCRIPTORS)
+    return max(most // 2, most - RESERVED_DESCRIPTORS)
 
 
 log = logging.getLogger(__name__)
@@ -103,8 +103,8 @@ STALL_TIMEOUT_S = 30.0
 MAX_PIPELINED = 100  # requests that wait while one before them is answered
 # Of a WebSocket, whatever they are; messages have a limit of their own (`gateway.ws`).
 MAX_FRAMES_PER_S = 1000
-MAX_FRAMES_AT_ONCE = 5000
-MAX_PIECES = 10_000  # of one message
+MAX_FRAME_BURST = 5000
+MAX_FRAGMENTS = 10_000  # of one message
 _FED_BYTES = 4096  # the smallest frames in so much take ten milliseconds
 
 
@@ -160,7 +160,7 @@ class _Watched(asyncio.Protocol):
         super().connection_lost(exc)
 
 
-class BoundedSocket(_Watched, WebSocketsSansIOProtocol):
+class BoundedWebSocket(_Watched, WebSocketsSansIOProtocol):
     """A WebSocket that ends when its reader stalls, or when it sends more frames than anybody needs.
 
     A handshake that is refused, by us or by the library, is an answer and an end: uvicorn logs the one as an error and
@@ -171,7 +171,7 @@ class BoundedSocket(_Watched, WebSocketsSansIOProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.conn = StrictProtocol(
+        self.conn = StrictWebSocketProtocol(
             extensions=self.conn.available_extensions, max_size=self.config.ws_max_size, logger=self.logger
         )
 
@@ -195,10 +195,10 @@ class BoundedSocket(_Watched, WebSocketsSansIOProtocol):
     def handle_events(self) -> None:
         now_ns = time.monotonic_ns()
         if self._frame_bucket is None:
-            self._frame_bucket = TokenBucket(MAX_FRAMES_PER_S, now_ns, period_ns=SECOND_NS, burst=MAX_FRAMES_AT_ONCE)
+            self._frame_bucket = TokenBucket(MAX_FRAMES_PER_S, now_ns, period_ns=SECOND_NS, burst=MAX_FRAME_BURST)
         num_frames = len(self.conn.events)
         super().handle_events()
-        if not self._frame_bucket.try_consume(num_frames, now_ns) or len(self.frames) > MAX_PIECES:
+        if not self._frame_bucket.try_consume(num_frames, now_ns) or len(self.frames) > MAX_FRAGMENTS:
             self._refuse()
 
     def _refuse(self) -> None:
@@ -206,15 +206,15 @@ class BoundedSocket(_Watched, WebSocketsSansIOProtocol):
             return
         log.info("a WebSocket sent too many frames: disconnected")
         self.stop_keepalive()
-        self.conn.fail(TOO_MANY, "too many frames")
+        self.conn.fail(RATE_LIMITED, "too many frames")
         self.transport.write(b"".join(self.conn.data_to_send()))
         self.close_sent = True
-        self.queue.put_nowait({"type": "websocket.disconnect", "code": TOO_MANY})
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": RATE_LIMITED})
         self.transport.close()
 
 
 class BoundedHttp(_Watched, HttpToolsProtocol):
-    """Turns away who comes when there are `most_connections`, answers 431 to a head that is still open after
+    """Turns away who comes when there are `max_connections`, answers 431 to a head that is still open after
     `MAX_HEAD_BYTES`, and to as much between the pieces of a body or behind it; hangs up on what never ends, on a reader
     that stalls, and on whoever sends requests without waiting for answers."""
 
@@ -224,7 +224,7 @@ class BoundedHttp(_Watched, HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        if len(self.connections) > most_connections():
+        if len(self.connections) > max_connections():
             log.debug("all connections are taken: one is turned away")
             self.transport.abort()
             return

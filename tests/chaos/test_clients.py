@@ -15,7 +15,7 @@ from chatcache.config import EngineConfig, ServerConfig
 from chatcache.conversations.replies.events import ReplyDelta
 from chatcache.conversations.turns import TurnService
 from chatcache.gateway.api.idempotency import IdempotencyKey
-from chatcache.gateway.responses.events import ResponseFrames
+from chatcache.gateway.responses.events import ResponseEventWriter
 from tests.chaos import speaker
 from tests.chaos.checker import Checker
 from tests.chaos.client import Client, Turn
@@ -73,16 +73,16 @@ async def test_whatever_clients_do_every_promise_is_kept(server: Server, tmp_pat
 
 def say_twice(monkeypatch: pytest.MonkeyPatch) -> str:
     """Every tenth delta is sent again."""
-    original, num_deltas = ResponseFrames.delta, 0
+    original, num_deltas = ResponseEventWriter.delta, 0
 
-    def delta(self: ResponseFrames, event: ReplyDelta) -> None:
+    def delta(self: ResponseEventWriter, event: ReplyDelta) -> None:
         nonlocal num_deltas
         original(self, event)
         num_deltas += 1
         if num_deltas % 10 == 0:
             original(self, event)
 
-    monkeypatch.setattr(ResponseFrames, "delta", delta)
+    monkeypatch.setattr(ResponseEventWriter, "delta", delta)
     return "foreign"
 
 

@@ -70,7 +70,7 @@ async def test_who_may_come_in_is_said(host: str, api_keys: tuple[str, ...], sai
     assert said in told.getvalue()
     if not api_keys:
         await store.keys.create(new_key("acme")[1])
-        await ring.look()
+        await ring.refresh()
         banner.show_ready(FACTS, HEALTH)
         assert "1 API key(s)" in told.getvalue(), "those of the store count too"
     await ring.close()

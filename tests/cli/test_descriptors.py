@@ -17,7 +17,7 @@ from chatcache.gateway import uvicorn_limits as descriptors
 def test_how_many_descriptors_are_left(most: int, num_free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (most, most))
     most = sys.maxsize if most == resource.RLIM_INFINITY else most
-    assert most - descriptors.most_connections() == num_free
+    assert most - descriptors.max_connections() == num_free
 
 
 def test_the_server_takes_all_the_system_allows() -> None:

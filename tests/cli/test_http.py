@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 from websockets.asyncio.client import connect
 
 from chatcache.gateway import uvicorn_limits as http
-from chatcache.gateway.uvicorn_limits import MAX_HEAD_BYTES, MAX_PIPELINED, BoundedHttp, BoundedSocket
+from chatcache.gateway.uvicorn_limits import MAX_HEAD_BYTES, MAX_PIPELINED, BoundedHttp, BoundedWebSocket
 from tests.engine_process.bus_engines import until
 
 HEAD = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n"
@@ -221,7 +221,7 @@ class Flood:
 async def flood(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Flood, int]]:
     monkeypatch.setattr(http, "STALL_TIMEOUT_S", 0.5)
     app = Flood()
-    config = uvicorn.Config(app, http=BoundedHttp, ws=BoundedSocket, lifespan="off", log_config=None)
+    config = uvicorn.Config(app, http=BoundedHttp, ws=BoundedWebSocket, lifespan="off", log_config=None)
     config.load()
     server = await asyncio.get_running_loop().create_server(lambda: BoundedHttp(config, app.state, {}), "127.0.0.1", 0)
     async with server:
@@ -265,7 +265,7 @@ async def test_a_slow_reader_gets_it_all(flood: tuple[Flood, int], monkeypatch: 
 
 
 async def test_connections_leave_descriptors_to_the_server(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "most_connections", lambda: 3)
+    monkeypatch.setattr(http, "max_connections", lambda: 3)
     idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
     for reader, writer in idle:  # each is there by now
         writer.write(HEAD % 1 + b"\r\nx")

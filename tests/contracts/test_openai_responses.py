@@ -106,7 +106,7 @@ def test_a_retrieved_response_is_the_one_that_was_answered(client: openai.OpenAI
 
 async def forget(server: Server, response_id: str) -> None:
     """As after 15 minutes."""
-    server.gateway.responses.forget(response_id)
+    server.gateway.responses.remove(response_id)
 
 
 @pytest.mark.parametrize("more", [{"n": 3}, {"n": 2, "beam_width": 3, "ignore_eos": True}, {"n": 2, "best_of": 4}])

@@ -34,7 +34,7 @@ def exposition() -> str:
     metrics.duration.labels("chat").observe(1.0)
     metrics.first_token.labels("hit").observe(1.0)
     metrics.store_seconds.labels("append").observe(0.001)
-    metrics.refuse(ChatcacheError("no"))
+    metrics.record_refusal(ChatcacheError("no"))
     return metrics.render(EngineHealth(ready=True)).decode()
 
 

@@ -85,7 +85,7 @@ def test_a_session_that_ends_locks_the_page_and_says_so(
 ) -> None:
     sign_in(visitor, keys.bob.key)
     visitor.connected()
-    ring = keys.server.gateway.keyring
+    ring = keys.server.gateway.key_cache
     monkeypatch.setattr(ring, "expires_in_s", lambda who: 0.0 if who.expires_at is not None else math.inf)
     visitor.page.reload()
     visitor.page.wait_for_selector("text=Your session has ended.")

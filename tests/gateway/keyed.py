@@ -74,7 +74,7 @@ class Keyed:
     def give(self, tenant: str, user: str = "", **fields: Any) -> Held:
         """One more key, known to the server at once."""
         held = give(self.server.config, tenant, user, **fields)
-        self.server.call(self.server.gateway.keyring.look())
+        self.server.call(self.server.gateway.key_cache.refresh())
         return held
 
     def take_away(self, held: Held) -> None:

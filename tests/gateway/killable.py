@@ -23,7 +23,7 @@ def main(store: str, port: int, *, is_forgetful: bool, is_mute: bool) -> None:
     `is_mute`: it dies when it has stored its first turn, before anybody is told.
     """
     if is_mute:
-        LiveResponse.begin = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        LiveResponse.start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     if is_forgetful:
         IdempotencyKey.find_target = _know_nothing  # type: ignore[method-assign, assignment]
         IdempotencyKey.claim = lambda *_: None  # type: ignore[method-assign, assignment]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from chatcache.config import ServerConfig
-from chatcache.gateway.auth.principal import Limits
+from chatcache.gateway.auth.principal import KeyLimits
 from tests.gateway.clocks import Clock
 from tests.gateway.keyed import Headers, Held, give
 from tests.gateway.serving import Server
@@ -24,7 +24,7 @@ class LimitedServer(Server):
         return self.held[tenant].bearer
 
 
-def keys_with(db: str, limits: Mapping[str, Limits]) -> dict[str, Held]:
+def keys_with(db: str, limits: Mapping[str, KeyLimits]) -> dict[str, Held]:
     """Make a key for each tenant, stored in `db`."""
     config = ServerConfig(db=db)
     return {tenant: give(config, tenant, **asdict(most)) for tenant, most in limits.items()}

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
-from chatcache.gateway.auth.principal import signed
+from chatcache.gateway.auth.principal import session_cookie_value
 from chatcache.gateway.routing import MethodDispatcher, ProtectedRoute
 from tests.gateway.keyed import Headers, Held, Keyed
 from tests.gateway.serving import MODEL
@@ -161,7 +161,7 @@ def scene(keys: Keyed) -> Scene:
 def everybody(keys: Keyed) -> dict[str, Headers]:
     """Everybody there is, by name, and what they send. `ann` and her session are the owner."""
     until = int(time.time()) + 600
-    gone = signed(keys.gone.record.id, until, keys.gone.record.digest)
+    gone = session_cookie_value(keys.gone.record.id, until, keys.gone.record.digest)
     return {
         **{name: getattr(keys, name).bearer for name in STRANGERS},
         "nobody": {},

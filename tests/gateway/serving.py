@@ -23,7 +23,7 @@ from chatcache.engine.stats import EnginePages
 from chatcache.engine_process.threaded import ThreadedEngine
 from chatcache.gateway.app import create_app
 from chatcache.gateway.context import Gateway
-from chatcache.gateway.uvicorn_limits import BoundedHttp, BoundedSocket
+from chatcache.gateway.uvicorn_limits import BoundedHttp, BoundedWebSocket
 from chatcache.kv_cache.stats import PageUsage
 from chatcache.tokenizer.chat_template import ChatTemplate
 from chatcache.tokenizer.tokenizer import Tokenizer
@@ -82,7 +82,7 @@ def plain_settings(app: object, config: ServerConfig) -> uvicorn.Config:
         access_log=False,
         root_path=config.root_path,
         http=BoundedHttp,
-        ws=BoundedSocket,
+        ws=BoundedWebSocket,
         ws_per_message_deflate=False,
     )
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from chatcache.errors import InvalidRequestError, QuotaExceededError, RateLimitError
-from chatcache.gateway.auth.principal import Limits, Principal
+from chatcache.gateway.auth.principal import KeyLimits, Principal
 from chatcache.gateway.limits import rate_limits as limits
 from chatcache.gateway.limits.rate_limits import (
     MINUTE_NS,
     RESERVED_TOKENS,
-    Limiter,
+    RateLimiter,
     RequestCost,
     Reservation,
     TokenBucket,
@@ -28,11 +28,11 @@ DAY_S = 86_400
 
 
 def keyed(name: str = "k", /, **most: int) -> Principal:
-    return Principal(name, "tenant", "tenant", limits=Limits(**most))
+    return Principal(name, "tenant", "tenant", limits=KeyLimits(**most))
 
 
-def limiter_on(clock: Clock) -> Limiter:
-    return Limiter(DailyUsage(wall_s=clock.wall_s), clock_ns=clock.now_ns)
+def limiter_on(clock: Clock) -> RateLimiter:
+    return RateLimiter(DailyUsage(wall_s=clock.wall_s), clock_ns=clock.now_ns)
 
 
 def drive(seed: int) -> int:
@@ -53,7 +53,7 @@ def drive(seed: int) -> int:
             hold, work = holds.pop(rng.randrange(len(holds)))
             spent = rng.randint(0, work.num_tokens)
             num_tokens += spent - work.num_tokens
-            hold.settle(spent)
+            hold.commit(spent)
         work = RequestCost(rng.randint(0, 400), width=rng.randint(1, 6), max_tokens=rng.choice([None, 0, 1, 300]))
         try:
             hold = limiter.admit(principal, work)
@@ -72,7 +72,7 @@ def drive(seed: int) -> int:
             if limit is not None:
                 assert count <= limit * (1 + clock.elapsed_ns / MINUTE_NS) + one
     for hold, _ in holds:
-        hold.settle(0)
+        hold.commit(0)
     clock.pass_s(3600)
     told = limiter.headers(principal)
     assert all(told[name] == told[name.replace("remaining", "limit")] for name in told if "remaining" in name)
@@ -118,7 +118,7 @@ def test_a_request_counts_once_for_each_candidate() -> None:
 def test_a_request_for_more_than_a_minute_holds_waits_for_a_full_minute_and_leaves_a_debt() -> None:
     clock = Clock()
     limiter, principal = limiter_on(clock), keyed(tokens_per_minute=600)
-    limiter.admit(principal, RequestCost(0, max_tokens=1800)).settle(1800)
+    limiter.admit(principal, RequestCost(0, max_tokens=1800)).commit(1800)
     with pytest.raises(RateLimitError) as refusal:
         limiter.admit(principal, RequestCost(10, max_tokens=0))
     assert refusal.value.retry_after_s == 121  # 1200 tokens of debt and 10 more, at 10 a second
@@ -134,11 +134,11 @@ def test_what_was_reserved_and_not_used_comes_back() -> None:
     limiter, principal = limiter_on(clock), keyed(tokens_per_minute=1000)
     hold = limiter.admit(principal, RequestCost(100, max_tokens=800))
     assert limiter.headers(principal)["x-ratelimit-remaining-tokens"] == "100"
-    hold.settle(150)
-    hold.settle(150)
-    hold.undo()
+    hold.commit(150)
+    hold.commit(150)
+    hold.refund()
     assert limiter.headers(principal)["x-ratelimit-remaining-tokens"] == "850", "once"
-    limiter.admit(principal, RequestCost(0)).settle(700)  # longer than anybody thought
+    limiter.admit(principal, RequestCost(0)).commit(700)  # longer than anybody thought
     assert limiter.headers(principal)["x-ratelimit-remaining-tokens"] == "150"
     assert RESERVED_TOKENS < 700
 
@@ -147,7 +147,7 @@ def test_what_the_server_could_not_take_costs_nothing() -> None:
     clock = Clock()
     limiter, principal = limiter_on(clock), keyed(requests_per_minute=3, tokens_per_minute=900, max_concurrent=2)
     before = limiter.headers(principal)
-    limiter.admit(principal, RequestCost(100, width=2, max_tokens=100)).undo()
+    limiter.admit(principal, RequestCost(100, width=2, max_tokens=100)).refund()
     assert limiter.headers(principal) == before
     limiter.admit(principal, RequestCost(0, width=2, max_tokens=1))
 
@@ -161,12 +161,12 @@ def test_so_many_at_once() -> None:
     two, one = limiter.admit(principal, RequestCost(1, width=2)), limiter.admit(principal, RequestCost(1))
     with pytest.raises(RateLimitError, match="3 candidates of this key are running, of at most 3"):
         limiter.admit(principal, RequestCost(1))
-    limiter.admit(principal, RequestCost(1, is_side=True))
-    one.settle(0)
+    limiter.admit(principal, RequestCost(1, is_opportunistic=True))
+    one.commit(0)
     limiter.admit(principal, RequestCost(1))
     with pytest.raises(RateLimitError):
         limiter.admit(principal, RequestCost(1))
-    two.settle(None)
+    two.commit(None)
     limiter.admit(principal, RequestCost(1, width=2))
 
 
@@ -177,8 +177,8 @@ def test_a_day_ends_at_midnight() -> None:
     with pytest.raises(RateLimitError, match="what is running") as refusal:
         limiter.admit(principal, RequestCost(1, max_tokens=1))
     assert not isinstance(refusal.value, QuotaExceededError)
-    first.settle(999)
-    limiter.admit(principal, RequestCost(1, max_tokens=500)).settle(400)  # the last one may go beyond
+    first.commit(999)
+    limiter.admit(principal, RequestCost(1, max_tokens=500)).commit(400)  # the last one may go beyond
     told = limiter.headers(principal)
     assert told == {
         "x-ratelimit-limit-tokens": "1000",
@@ -198,13 +198,13 @@ def test_a_day_ends_at_midnight() -> None:
 def test_side_work_costs_its_tokens_only() -> None:
     clock = Clock()
     limiter, principal = limiter_on(clock), keyed(requests_per_minute=1, tokens_per_minute=100, max_concurrent=1)
-    limiter.admit(principal, RequestCost(0, max_tokens=0, is_side=True)).settle(150)
+    limiter.admit(principal, RequestCost(0, max_tokens=0, is_opportunistic=True)).commit(150)
     told = limiter.headers(principal)
     assert (told["x-ratelimit-remaining-requests"], told["x-ratelimit-remaining-tokens"]) == ("1", "0")
     with pytest.raises(RateLimitError):
-        limiter.admit(principal, RequestCost(0, max_tokens=0, is_side=True))  # in debt
+        limiter.admit(principal, RequestCost(0, max_tokens=0, is_opportunistic=True))  # in debt
     clock.pass_s(30)
-    limiter.admit(principal, RequestCost(0, max_tokens=0, is_side=True))
+    limiter.admit(principal, RequestCost(0, max_tokens=0, is_opportunistic=True))
 
 
 def test_headers_tell_what_can_be_had_and_when_all_of_it_is_back() -> None:
@@ -232,10 +232,10 @@ async def test_an_idle_key_is_forgotten_and_as_good_as_new() -> None:
     limiter, principal = limiter_on(clock), keyed(requests_per_minute=2, tokens_per_day=10)
     hold = limiter.admit(principal, RequestCost(0, max_tokens=5))
     clock.pass_s(3600)
-    await limiter.tidy()
+    await limiter.cleanup()
     assert limiter.num_accounts == 1, "its request runs"
-    hold.settle(5)
-    await limiter.tidy()
+    hold.commit(5)
+    await limiter.cleanup()
     assert limiter.num_accounts == 0
     assert limiter.headers(principal)["x-ratelimit-remaining-requests"] == "2"
     limiter.admit(principal, RequestCost(0, max_tokens=5))

@@ -73,7 +73,7 @@ def test_the_tree_holds_what_leads_to_live_beams_and_no_more(seed: int, width: i
     parents: dict[int, int] = {}
     for num_steps in joins:
         nodes, live = growth.grow(num_steps)
-        tree.take(nodes, live)
+        tree.update(nodes, live)
         parents |= {node["id"]: node["parent"] for node in nodes}
         data = tree.frame("r")
         assert data is not None
@@ -87,7 +87,7 @@ def test_the_tree_holds_what_leads_to_live_beams_and_no_more(seed: int, width: i
                 needed.add(node)
                 node = parents[node]
         assert {node["id"] for node in whole["nodes"]} == needed and tree.num_bytes > 0
-    tree.take([], [])
+    tree.update([], [])
     assert tree.frame("r") is None and tree.num_bytes == 0
 
 
@@ -103,7 +103,7 @@ def test_readers_that_come_late_or_fall_behind_see_the_live_beams(seed: int, dat
         for _ in range(data.draw(st.integers(1, 12))):
             for _ in range(draws.choice([1, 5, 60, 150, 300])):
                 nodes, live = growth.grow(draws.randrange(1, 3))
-                log.note("response.beam", response_id="resp_1", nodes=nodes, live=live)
+                log.append_unnumbered("response.beam", response_id="resp_1", nodes=nodes, live=live)
                 if draws.random() < 0.3:
                     log.append("response.output_text.delta", item_id="msg_0", output_index=0, delta="x")
             readers.append((log.reader(draws.randrange(-1, log.last_number + 1), extended=True), Page()))
@@ -140,7 +140,7 @@ def test_a_snapshot_tells_what_has_ended() -> None:
             log.append("response.output_item.added", output_index=index, item=item)
         ended = OutputMessage("msg_1", "assistant", "completed", [], 1, finish_reason="stop", score=-2.5)
         log.append("response.output_item.done", output_index=1, item=ended)
-        for _ in range(response_log.MAX_BEHIND + 1):
+        for _ in range(response_log.MAX_LAG_FRAMES + 1):
             log.append("response.output_text.delta", item_id="msg_0", output_index=0, delta="x")
         frames = await log.reader(extended=True).next()
         first, second = json.loads(frames[-1].data)["outputs"]
@@ -192,7 +192,7 @@ def test_a_page_that_is_far_behind_gets_the_beams_with_the_snapshot(
         send(page, **BEAMS)
         sent = until_end(page)
     response_id = next(frame for frame in sent if frame["type"] == "response.created")["response"]["id"]
-    monkeypatch.setattr(response_log, "MAX_BEHIND", 3)
+    monkeypatch.setattr(response_log, "MAX_LAG_FRAMES", 3)
     with tab(url) as late:
         send(late, "response.resume", response_id=response_id)
         frames = until_end(late)

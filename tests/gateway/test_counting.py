@@ -11,11 +11,16 @@ import pytest
 
 from chatcache.conversations.prompt import ALWAYS_TOKENISED_CHARS, MAX_PROMPT_CHARS, PromptLimits
 from chatcache.errors import ContextLengthError, RateLimitError
-from chatcache.gateway.limits.admission import MAX_AT_ONCE, MAX_WAITING_BYTES, SHORT_BYTES, TokenizeThrottle
+from chatcache.gateway.limits.admission import (
+    MAX_CONCURRENT_TEXTS,
+    MAX_QUEUED_BYTES,
+    UNTHROTTLED_BYTES,
+    TokenizeThrottle,
+)
 from chatcache.tokenizer.tokenizer import Tokenizer
 from tests.gateway.serving import Server
 
-LONG = SHORT_BYTES + 1
+LONG = UNTHROTTLED_BYTES + 1
 
 
 class Turns:
@@ -27,7 +32,7 @@ class Turns:
         self._gates: dict[str, asyncio.Event] = {}
 
     async def take(self, owner: str) -> None:
-        async with self.counting.turn(owner, LONG):
+        async with self.counting.acquire(owner, LONG):
             self.owners.append(owner)
             await self._gates.setdefault(owner, asyncio.Event()).wait()
             self.owners.remove(owner)
@@ -45,7 +50,7 @@ async def test_one_at_a_time_of_an_owner_and_few_of_all() -> None:
     turns = Turns()
     jobs = [asyncio.create_task(turns.take(owner)) for owner in "aaabbbcc"]
     await settled()
-    assert turns.owners == ["a", "b"] and MAX_AT_ONCE == 2
+    assert turns.owners == ["a", "b"] and MAX_CONCURRENT_TEXTS == 2
     turns.let_go("a")
     await settled()
     assert turns.owners == ["b", "c"]
@@ -59,29 +64,29 @@ async def test_short_texts_do_not_wait() -> None:
     counting = TokenizeThrottle()
     async with asyncio.timeout(60), AsyncExitStack() as stack:  # whoever waited here, would wait for ever
         for owner in ("a", "b"):
-            await stack.enter_async_context(counting.turn(owner, LONG))
+            await stack.enter_async_context(counting.acquire(owner, LONG))
         for _ in range(3):
-            await stack.enter_async_context(counting.turn("a", SHORT_BYTES))
+            await stack.enter_async_context(counting.acquire("a", UNTHROTTLED_BYTES))
 
 
 async def test_an_owner_may_have_so_much_waiting() -> None:
     """The largest alone always; what is over, or was given up, is not counted."""
     counting = TokenizeThrottle()
-    async with counting.turn("a", 2 * MAX_WAITING_BYTES):
+    async with counting.acquire("a", 2 * MAX_QUEUED_BYTES):
         with pytest.raises(RateLimitError):
-            async with counting.turn("a", LONG):
+            async with counting.acquire("a", LONG):
                 pass
-        async with counting.turn("b", LONG):
+        async with counting.acquire("b", LONG):
             waiting = asyncio.create_task(enter(counting, "b"))
             await settled()
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
-    async with counting.turn("a", MAX_WAITING_BYTES), counting.turn("b", MAX_WAITING_BYTES):
+    async with counting.acquire("a", MAX_QUEUED_BYTES), counting.acquire("b", MAX_QUEUED_BYTES):
         pass
 
 
 async def enter(counting: TokenizeThrottle, owner: str) -> None:
-    async with counting.turn(owner, LONG):
+    async with counting.acquire(owner, LONG):
         pass
 
 
@@ -102,9 +107,9 @@ def test_who_counts_takes_a_turn(server: Server, monkeypatch: pytest.MonkeyPatch
         taken.append(num_bytes)
         yield
 
-    monkeypatch.setattr(TokenizeThrottle, "turn", turn)
+    monkeypatch.setattr(TokenizeThrottle, "acquire", turn)
     assert server.post(path, **ROUTES[path])[0] in (200, 400)
-    assert len(taken) == 1 and taken[0] > SHORT_BYTES
+    assert len(taken) == 1 and taken[0] > UNTHROTTLED_BYTES
 
 
 @pytest.mark.parametrize(

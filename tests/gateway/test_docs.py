@@ -232,10 +232,10 @@ def test_limits_in_the_docs_are_those_of_the_code() -> None:
         f"{tooling.MAX_SCHEMA_BYTES >> 10} KiB; {tooling.MAX_TOOLS_BYTES >> 10} KiB",
         "`stop`": f"{MAX_STOP_STRINGS}; 64",
         "`top_logprobs`": str(MAX_TOP_LOGPROBS),
-        "concurrent streams": f"{lanes.MAX_LANES}; {lanes.MAX_QUEUED}",
-        "frames sent": f"{ws.MAX_FRAMES_PER_S:g} a second, {ws.MAX_BURST:g} at once (close {ws.TOO_MANY})",
-        "fragments": f"{http.MAX_PIECES:,}; {http.MAX_FRAMES_PER_S:g} a second, {http.MAX_FRAMES_AT_ONCE:g} at once "
-        f"(close {ws.TOO_MANY})",
+        "concurrent streams": f"{lanes.MAX_STREAMS}; {lanes.MAX_QUEUED}",
+        "frames sent": f"{ws.MAX_FRAMES_PER_S:g} a second, {ws.MAX_BURST:g} at once (close {ws.RATE_LIMITED})",
+        "fragments": f"{http.MAX_FRAGMENTS:,}; {http.MAX_FRAMES_PER_S:g} a second, {http.MAX_FRAME_BURST:g} at once "
+        f"(close {ws.RATE_LIMITED})",
         "entries of a list": str(paging.MAX_LIMIT),
     }
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]

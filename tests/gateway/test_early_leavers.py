@@ -9,10 +9,10 @@ import pytest
 
 from chatcache.conversations.replies.service import ChatService, ReplyFailedError
 from chatcache.gateway.api.generation import reply_events
-from chatcache.gateway.auth.principal import Limits, Principal
+from chatcache.gateway.auth.principal import KeyLimits, Principal
 from chatcache.gateway.errors import ShuttingDownError, error_headers
 from chatcache.gateway.limits.admission import AdmissionController
-from chatcache.gateway.limits.rate_limits import Limiter, RequestCost
+from chatcache.gateway.limits.rate_limits import RateLimiter, RequestCost
 from chatcache.gateway.metrics import Metrics
 from chatcache.types.events import EngineEvent, Failed, Finished
 from chatcache.types.request import GenerateRequest, SamplingParams
@@ -20,7 +20,7 @@ from chatcache.types.stats import EngineHealth
 from tests.gateway.serving import CHATML, tokenizer_with
 
 PER_MINUTE = 1000
-WHO = Principal("key", "acme", "acme", limits=Limits(tokens_per_minute=PER_MINUTE, max_concurrent=1))
+WHO = Principal("key", "acme", "acme", limits=KeyLimits(tokens_per_minute=PER_MINUTE, max_concurrent=1))
 
 
 class OneReply:
@@ -47,19 +47,19 @@ class OneReply:
 async def num_left(*events: EngineEvent) -> int:
     """What is left of the minute after a request of 100 tokens that was told `events` and then left."""
     engine: Any = OneReply(*events)
-    limiter = Limiter(clock_ns=lambda: 0)
+    limiter = RateLimiter(clock_ns=lambda: 0)
     service = ChatService(engine, tokenizer_with(CHATML))
     asked = GenerateRequest(request_id="r", prompt=(1,) * 100, params=SamplingParams(max_tokens=10))
-    async with AdmissionController(engine, limiter).entering(WHO, RequestCost(25, max_tokens=10)) as permit:
+    async with AdmissionController(engine, limiter).acquire(WHO, RequestCost(25, max_tokens=10)) as permit:
         reply = await service.start(asked)
-        permit.cover(reply)
+        permit.attach(reply)
     try:
         async with reply:
             async for _ in reply.events():
                 pass
     except ReplyFailedError:
         pass
-    limiter.admit(WHO, RequestCost(0, max_tokens=0)).undo()  # its place is free again
+    limiter.admit(WHO, RequestCost(0, max_tokens=0)).refund()  # its place is free again
     return int(limiter.headers(WHO)["x-ratelimit-remaining-tokens"])
 
 

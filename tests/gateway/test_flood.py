@@ -22,7 +22,7 @@ from chatcache.config import EngineConfig
 from chatcache.engine import admission as intake
 from chatcache.engine.engine import Engine
 from chatcache.gateway import errors
-from chatcache.gateway.auth.principal import Limits
+from chatcache.gateway.auth.principal import KeyLimits
 from chatcache.gateway.limits import admission as door
 from chatcache.types.events import EngineEvent, Started
 from chatcache.types.request import GenerateRequest
@@ -74,7 +74,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 def flooded(folder: Path, held: Mapping[str, Held] | None = None, **engine: Any) -> Any:
     db = str(folder / "chat.db")
-    held = held if held is not None else keys_with(db, {name: Limits() for name in (FLOOD, BUSY, *POLITE)})
+    held = held if held is not None else keys_with(db, {name: KeyLimits() for name in (FLOOD, BUSY, *POLITE)})
     config = EngineConfig(**{"max_num_seqs": SLOTS, "max_queued_requests": MOST, **engine})
     return limited_server(db, Clock(), held, engine_config=config, max_model_len=LONGEST)
 
@@ -190,7 +190,7 @@ def order_of(folder: Path, watch: Watch, policy: str) -> list[str]:
         held["first"], held["other"] = give(server.config, "first"), give(server.config, "other")
         users = ("ann", "bob", "cid", "dee")
         held |= {user: give(server.config, "acme", user) for user in users}
-        server.call(server.gateway.keyring.look())
+        server.call(server.gateway.key_cache.refresh())
         server.runner.delay_s = 0.02
         with stream(server, held["first"], watch, num_tokens=LONGEST - 100):
             for name in (*users * 3, "other"):

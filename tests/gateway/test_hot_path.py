@@ -22,7 +22,7 @@ from chatcache.gateway.api.chat_completions import ChatCompletionWriter
 from chatcache.gateway.api.generation import CompletionHead, FastChunks
 from chatcache.gateway.api.logprobs import EncodedLogprobs, chat_logprobs, encoded_list, encoded_logprobs
 from chatcache.gateway.json_codec import encode
-from chatcache.gateway.metrics import Tally
+from chatcache.gateway.metrics import UnlockedHistogram
 from chatcache.types.events import TokenLogprob
 from tests.gateway.serving import tiny_tokenizer
 
@@ -76,7 +76,7 @@ def test_a_tally_reads_like_the_librarys_histogram() -> None:
     bounds = (0.001, 0.0025, 0.5, 1, 2.5)
     registries = CollectorRegistry(), CollectorRegistry()
     library = Histogram("chatcache_x_seconds", "Text.", buckets=bounds, registry=registries[0])
-    ours = Tally("x_seconds", "Text.", bounds)
+    ours = UnlockedHistogram("x_seconds", "Text.", bounds)
     registries[1].register(ours)
     for value in (0.0, 0.001, 0.0010001, 0.4, 0.5, 1.0, 2.5, 2.6, 1e9):
         library.observe(value)

@@ -22,8 +22,8 @@ from websockets.sync.client import ClientConnection, connect
 from chatcache.auth import new_key
 from chatcache.config import ServerConfig
 from chatcache.gateway.auth.keys import ApiKeyCache
-from chatcache.gateway.auth.principal import LIFE_S, read_session, signed
-from chatcache.gateway.errors import revoked
+from chatcache.gateway.auth.principal import SESSION_LIFETIME_S, parse_session, session_cookie_value
+from chatcache.gateway.errors import key_revoked_error
 from chatcache.gateway.responses.event_log import ResponseLog
 from chatcache.gateway.responses.http import LogStream
 from chatcache.gateway.routes import ROUTES
@@ -114,13 +114,13 @@ def test_the_digests_are_compared_in_constant_time(keys: Keyed, monkeypatch: pyt
         seen.append((one, two))
         return original(one, two)
 
-    ring = keys.server.gateway.keyring
+    ring = keys.server.gateway.key_cache
     monkeypatch.setattr(hmac, "compare_digest", compare)
-    assert ring.of_key(keys.ann.key).owner == "acme/ann"
+    assert ring.authenticate_key(keys.ann.key).owner == "acme/ann"
     for wrong in ("nonsense", "cck_none_x", keys.ann.key + "x"):
         seen.clear()
         with pytest.raises(Exception, match="valid API key"):
-            ring.of_key(wrong)
+            ring.authenticate_key(wrong)
         assert [one for one, _ in seen] == [hashlib.sha256(wrong.encode()).digest()], "digests, never the keys"
 
 
@@ -251,7 +251,7 @@ async def test_a_stream_that_told_its_end_says_nothing_more() -> None:
         await never.wait()
         return {"type": "http.disconnect"}
 
-    error = revoked()
+    error = key_revoked_error()
     log.append("response.created")
     answering = asyncio.create_task(stream({"type": "http", "method": "POST"}, receive, send))
     for kind in ("response.created", "response.completed", "response.steer.failed"):
@@ -297,15 +297,15 @@ async def test_a_store_that_forgets_does_not_open_the_server() -> None:
     key, record = new_key("acme")
     store.records = [record]
     await ring.open(store)  # type: ignore[arg-type]
-    assert not ring.is_open and ring.of_key(key).tenant == "acme"
+    assert not ring.is_open and ring.authenticate_key(key).tenant == "acme"
     store.records, store.number = [], 0
-    await ring.look()
+    await ring.refresh()
     assert not ring.is_open
     with pytest.raises(Exception, match="revoked"):
-        ring.of_key(key)
+        ring.authenticate_key(key)
     store.records, store.number = [record], 2
-    await ring.look()
-    assert ring.of_key(key).tenant == "acme", "it was only lost"
+    await ring.refresh()
+    assert ring.authenticate_key(key).tenant == "acme", "it was only lost"
     await ring.close()
 
 
@@ -324,15 +324,15 @@ async def test_a_revocation_that_the_store_forgot_stays() -> None:
 
     store, ring = Failover(), ApiKeyCache()
     await ring.open(store)  # type: ignore[arg-type]
-    cookie = read_session(ring.session(ring.of_key(key))[0])
-    assert cookie is not None and ring.of_session(cookie).tenant == "acme"
+    cookie = parse_session(ring.create_session(ring.authenticate_key(key))[0])
+    assert cookie is not None and ring.authenticate_session(cookie).tenant == "acme"
     for number, revoked_at in ((2, 5.0), (1, None)):
         store.records, store.number = [replace(record, revoked_at=revoked_at)], number
-        await ring.look()
+        await ring.refresh()
         with pytest.raises(Exception, match="revoked"):
-            ring.of_key(key)
+            ring.authenticate_key(key)
         with pytest.raises(Exception, match="revoked"):
-            ring.of_session(cookie)
+            ring.authenticate_session(cookie)
     await ring.close()
 
 
@@ -343,7 +343,7 @@ def test_a_cookie_opens_what_its_key_does(keys: Keyed) -> None:
     status, headers, answer = keys.server.request("POST", "/v1/session", headers=keys.ann.bearer)
     assert status == 200 and (answer["tenant"], answer["user"]) == ("acme", "ann")
     pair, *attributes = headers["set-cookie"].split("; ")
-    assert set(attributes) == {f"Max-Age={LIFE_S}", "Path=/", "HttpOnly", "SameSite=Strict"}
+    assert set(attributes) == {f"Max-Age={SESSION_LIFETIME_S}", "Path=/", "HttpOnly", "SameSite=Strict"}
     assert keys.ann.key not in headers["set-cookie"] and keys.ann.record.digest.hex() not in headers["set-cookie"]
     cookie = {"cookie": f"theme=dark; {pair}"}
     status, _, told = keys.server.request("GET", "/v1/session", headers=cookie)
@@ -411,13 +411,18 @@ def test_a_cookie_that_was_not_signed_here_opens_nothing(keys: Keyed) -> None:
         f"{name}.{until}",
         f"..{mac}",
         "",
-        signed(record.id, now - 1, record.digest),  # expired
-        signed(record.id, now + 60, keys.bob.record.digest),
-        signed("key_none", now + 60, bytes(32)),
+        session_cookie_value(record.id, now - 1, record.digest),  # expired
+        session_cookie_value(record.id, now + 60, keys.bob.record.digest),
+        session_cookie_value("key_none", now + 60, bytes(32)),
     ]
     for wrong in forged:
         assert status_of(keys.server, {"cookie": f"chatcache_session={wrong}"}) == 401, wrong
-    assert status_of(keys.server, {"cookie": f"chatcache_session={signed(record.id, now + 600, record.digest)}"}) == 200
+    assert (
+        status_of(
+            keys.server, {"cookie": f"chatcache_session={session_cookie_value(record.id, now + 600, record.digest)}"}
+        )
+        == 200
+    )
     session = keys.session_of(keys.ann) | {"authorization": "Bearer wrong"}
     assert status_of(keys.server, session) == 401, "a wrong key is wrong, whatever else comes along"
 
@@ -434,7 +439,7 @@ def test_a_session_dies_with_its_key(keys: Keyed) -> None:
 
 def test_a_socket_ends_with_the_session_it_was_opened_with(keys: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that was opened with the key itself does not."""
-    ring = keys.server.gateway.keyring
+    ring = keys.server.gateway.key_cache
     with socket_of(keys.server, keys.ann.bearer) as by_key:
         monkeypatch.setattr(ring, "expires_in_s", lambda who: 0.1 if who.expires_at is not None else math.inf)
         with socket_of(keys.server, keys.session_of(keys.ann)) as by_session, socket_of(keys.server, keys.ann.bearer):
@@ -447,12 +452,12 @@ def test_a_socket_ends_with_the_session_it_was_opened_with(keys: Keyed, monkeypa
 
 def test_an_expired_session_says_so_and_is_let_in_nowhere(keys: Keyed) -> None:
     """Not at the door, and not at the next message of a socket whose clock went otherwise."""
-    ring, record, past = keys.server.gateway.keyring, keys.ann.record, int(time.time()) - 1
-    cookie = {"cookie": f"chatcache_session={signed(record.id, past, record.digest)}"}
+    ring, record, past = keys.server.gateway.key_cache, keys.ann.record, int(time.time()) - 1
+    cookie = {"cookie": f"chatcache_session={session_cookie_value(record.id, past, record.digest)}"}
     status, _, answer = keys.server.request("GET", MODELS, headers=cookie)
     assert status == 401 and answer["error"]["code"] == "session_expired"
     for expires_at, is_in in ((past, False), (past + 3600, True), (None, True)):
-        principal = replace(ring.of_key(keys.ann.key), expires_at=expires_at)
+        principal = replace(ring.authenticate_key(keys.ann.key), expires_at=expires_at)
         with contextlib.nullcontext() if is_in else pytest.raises(Exception, match="expired"):
             ring.check(principal)
 
@@ -465,9 +470,9 @@ def test_an_open_server_needs_no_session(tmp_path: Path) -> None:
 
 
 def test_a_cookie_is_read_strictly() -> None:
-    assert read_session(f"key_a.12.{'0' * 64}") is not None
+    assert parse_session(f"key_a.12.{'0' * 64}") is not None
     for wrong in (f"key_a.12.{'0' * 63}", f"key a.12.{'0' * 64}", f"key_a.-1.{'0' * 64}", f"key_a.12.{'0' * 64}\n"):
-        assert read_session(wrong) is None
+        assert parse_session(wrong) is None
 
 
 # Default deny

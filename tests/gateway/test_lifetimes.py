@@ -215,7 +215,7 @@ def test_shutdown_ends_every_response_once(tmp_path: Path) -> None:
             ids = [begin(stack.enter_context(connect(url))) for _ in range(3)]
             logs = [server.gateway.responses.get("", response_id).log for response_id in ids]
             server.stop()
-    assert [log.terminal for log in logs] == ["response.incomplete"] * 3 and all(log.closed for log in logs)
+    assert [log.terminal for log in logs] == ["response.incomplete"] * 3 and all(log.is_closed for log in logs)
 
 
 def test_readers_that_come_and_go_before_the_time_is_up_keep_it_alive() -> None:
@@ -227,7 +227,7 @@ def test_readers_that_come_and_go_before_the_time_is_up_keep_it_alive() -> None:
             ended.set()
 
         lifetime = DetachTimer(log, 0.1, end)
-        lifetime.begin()
+        lifetime.start()
         for _ in range(4):
             with log.reader():
                 await asyncio.sleep(0.03)
@@ -255,7 +255,7 @@ def test_no_time_limit_means_none() -> None:
             raise AssertionError("ended")
 
         lifetime = DetachTimer(log, None, end)
-        lifetime.begin()
+        lifetime.start()
         with log.reader():
             pass
         await asyncio.sleep(0.05)

@@ -14,7 +14,7 @@ import pytest
 from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Subprotocol
 
-from chatcache.gateway.auth.principal import Limits
+from chatcache.gateway.auth.principal import KeyLimits
 from chatcache.gateway.limits.rate_limits import RATE_HEADERS, RESERVED_TOKENS, Reservation
 from tests.gateway.clocks import Clock
 from tests.gateway.frames import receive, send, until_end
@@ -27,12 +27,12 @@ DAY_S = 86_400
 SHORT = {"max_tokens": 3, "ignore_eos": True}
 FREE, PER_MINUTE, TOKENS, AT_ONCE, DAILY, SIDE = "free", "requests", "tokens", "at-once", "daily", "side"
 KEYS = {
-    FREE: Limits(),
-    PER_MINUTE: Limits(requests_per_minute=5),
-    TOKENS: Limits(tokens_per_minute=100_000),
-    AT_ONCE: Limits(max_concurrent=2),
-    DAILY: Limits(tokens_per_day=200),
-    SIDE: Limits(requests_per_minute=100, tokens_per_minute=1500),
+    FREE: KeyLimits(),
+    PER_MINUTE: KeyLimits(requests_per_minute=5),
+    TOKENS: KeyLimits(tokens_per_minute=100_000),
+    AT_ONCE: KeyLimits(max_concurrent=2),
+    DAILY: KeyLimits(tokens_per_day=200),
+    SIDE: KeyLimits(requests_per_minute=100, tokens_per_minute=1500),
 }
 
 Answer = tuple[int, dict[str, str], Any]
@@ -219,7 +219,7 @@ def test_who_leaves_pays_for_what_was_said(server: LimitedServer) -> None:
 def test_who_reads_slowly_pays_for_what_was_computed(server: LimitedServer) -> None:
     """All of it is, and lies there, when the stream is cut off: here because the key is revoked."""
     slow = give(server.config, "slow", tokens_per_day=10_000)
-    server.call(server.gateway.keyring.look())
+    server.call(server.gateway.key_cache.refresh())
     body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "ignore_eos": True, "max_tokens": 300}
     data = json.dumps({**body, "n": 2, "logprobs": True, "top_logprobs": 20}).encode()  # more than all buffers hold
     server._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # handed on to the connection
@@ -229,7 +229,7 @@ def test_who_reads_slowly_pays_for_what_was_computed(server: LimitedServer) -> N
         raw.sendall(post_bytes(server.port, CHAT, data, f"authorization: Bearer {slow.key}\r\n"))
         wait_until(lambda: num_told(server) == 600, "all to be computed")
         take_away(server.config, slow)
-        server.call(server.gateway.keyring.look())
+        server.call(server.gateway.key_cache.refresh())
         wait_until(lambda: server.gateway.limiter.usage.used(slow.record.id) >= 600, "all to be paid for")
 
 

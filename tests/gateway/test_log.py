@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatcache.errors import InvalidRequestError, NotFoundError
-from chatcache.gateway.responses.event_log import MAX_BEHIND, LogFrame, LogReader, ResponseLog
+from chatcache.gateway.responses.event_log import MAX_LAG_FRAMES, LogFrame, LogReader, ResponseLog
 from chatcache.gateway.responses.registry import KEEP_ENDED_S, ResponseRegistry, Run
 from chatcache.gateway.schemas.responses import OutputMessage
 
@@ -31,8 +31,8 @@ def fill(log: ResponseLog, num_deltas: int, num_items: int = 2, seed: int = 0) -
         index = draws.randrange(num_items)
         log.append("response.output_text.delta", item_id=f"msg_{index}", output_index=index, delta=f"é{number} ")
         if draws.random() < 0.2:
-            log.note("response.progress", at=number)
-    log.note("conversation.updated", conversation={"id": "conv_1"})
+            log.append_unnumbered("response.progress", at=number)
+    log.append_unnumbered("conversation.updated", conversation={"id": "conv_1"})
     log.append("response.completed", response={"id": log.response_id})
 
 
@@ -170,7 +170,7 @@ def test_acks_hold_a_reader_back_only_once_there_are_any() -> None:
         log.close()
         while acking.is_open:
             assert await acking.next()
-        assert acking.sent_number >= MAX_BEHIND - 1
+        assert acking.sent_number >= MAX_LAG_FRAMES - 1
         waiting = asyncio.create_task(first_of(acking))
         await asyncio.sleep(0.01)
         assert not waiting.done()
@@ -236,7 +236,7 @@ class FakeRun:
 def begun(registry: ResponseRegistry, name: str, owner: str = "a", num_deltas: int = 10) -> FakeRun:
     fake = FakeRun(name, owner, num_deltas)
     run: Run = fake  # type: ignore[assignment]
-    registry.begin(run)
+    registry.add(run)
     return fake
 
 
@@ -259,7 +259,7 @@ def test_the_registry_knows_owners_ages_and_bytes() -> None:
         assert registry.find("a", "r1") is not None
         now_s[0] = KEEP_ENDED_S + 1
         assert registry.find("a", "r1") is None and registry.find("b", "r2") is not None
-        registry.forget("r2")
+        registry.remove("r2")
         assert registry.find("b", "r2") is None and registry.num_ended_bytes == 0
 
     run(work())

@@ -12,7 +12,7 @@ from chatcache.config import ServerConfig
 from chatcache.conversations.store import StoreUnavailableError
 from chatcache.conversations.tree import Conversation
 from chatcache.errors import ChatcacheError, NotFoundError
-from chatcache.gateway.metrics import MAX_REASONS, Metrics, metered_store
+from chatcache.gateway.metrics import MAX_REASONS, Metrics, instrument_store
 from chatcache.storage.sqlite import SqliteStore
 from chatcache.types.stats import EngineHealth
 from tests.gateway.serving import Server, post_bytes, wait_until
@@ -36,7 +36,7 @@ def value(text: str, sample: str) -> float:
 
 async def test_calls_of_the_store_are_timed_and_its_outages_counted(tmp_path: Path) -> None:
     inner, metrics = Failing(tmp_path / "a.db"), Metrics()
-    store = metered_store(inner, metrics)
+    store = instrument_store(inner, metrics)
 
     def told(sample: str) -> float:
         return value(metrics.render(EngineHealth(ready=True)).decode(), f"chatcache_store_{sample}")
@@ -63,7 +63,7 @@ async def test_calls_of_the_store_are_timed_and_its_outages_counted(tmp_path: Pa
 def test_reasons_are_few_whatever_happens() -> None:
     metrics = Metrics()
     for number in range(3 * MAX_REASONS):
-        metrics.refuse(ChatcacheError("no", code=f"code_{number}"))
+        metrics.record_refusal(ChatcacheError("no", code=f"code_{number}"))
     text = metrics.render(EngineHealth(ready=True)).decode()
     assert len(re.findall(r"^chatcache_refusals_total\{", text, re.MULTILINE)) == MAX_REASONS + 1
     assert value(text, 'chatcache_refusals_total{reason="other"}') == 2 * MAX_REASONS

@@ -35,7 +35,7 @@ def test_a_failure_is_told_stored_and_no_error_of_the_request(server: Server) ->
     assert data.count(b"event: response.failed") == 1
 
     async def forget() -> None:
-        server.gateway.responses.forget(failed["id"])
+        server.gateway.responses.remove(failed["id"])
 
     server.call(forget())
     later = server.request("GET", f"{PATH}/{failed['id']}")[2]

@@ -153,7 +153,7 @@ def test_an_ended_response_is_read_again_from_anywhere(server: Server, url: str,
 def test_a_long_answer_is_resumed_as_one_snapshot(
     server: Server, url: str, socket: ClientConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(response_log, "MAX_BEHIND", MAX_BEHIND)
+    monkeypatch.setattr(response_log, "MAX_LAG_FRAMES", MAX_BEHIND)
     send(socket, **{**LONG, "max_output_tokens": 40}, n=16)
     frames = until_end(socket)
     assert len(frames) > 2 * MAX_BEHIND
@@ -282,7 +282,7 @@ def test_a_page_that_is_opened_finds_what_runs(server: Server, url: str) -> None
 def test_a_client_that_acks_is_sent_no_more_than_its_window(
     server: Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(response_log, "MAX_BEHIND", MAX_BEHIND)
+    monkeypatch.setattr(response_log, "MAX_LAG_FRAMES", MAX_BEHIND)
     with slowed(server, 0.02), tab(url) as page:
         send(page, **{**LONG, "max_output_tokens": 200}, n=16)
         response_id = until(page, "response.created")[0]["response"]["id"]

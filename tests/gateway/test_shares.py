@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from chatcache.config import EngineConfig
-from chatcache.gateway.auth.principal import Limits
+from chatcache.gateway.auth.principal import KeyLimits
 from chatcache.gateway.limits import admission as door
 from chatcache.tokenizer.tokenizer import Tokenizer
 from tests.gateway.clocks import Clock
@@ -20,7 +20,7 @@ from tests.gateway.serving import CHATML, post_bytes, tokenizer_with, wait_until
 
 CHAT = "/v1/chat/completions"
 MOST, MOST_TOKENS = 4, 1000
-TENANTS = {name: Limits() for name in ("one", "two", "three")}
+TENANTS = {name: KeyLimits() for name in ("one", "two", "three")}
 LONG = "word " * 150
 
 
@@ -140,10 +140,10 @@ def test_long_prompts_fill_a_share_sooner(crowd: Crowd) -> None:
 
 
 def test_what_has_started_or_left_is_no_part_of_it(crowd: Crowd) -> None:
-    door = crowd.server.gateway.door
-    assert door.waiting_of("three") == (0, 0), "it runs"
+    door = crowd.server.gateway.admission
+    assert door.queue_size("three") == (0, 0), "it runs"
     crowd.queue("one", 2)
-    assert door.waiting_of("one").num_requests == 2
+    assert door.queue_size("one").num_requests == 2
     crowd.leave()
-    wait_until(lambda: door.waiting_of("one") == (0, 0), "they left", 60)
+    wait_until(lambda: door.queue_size("one") == (0, 0), "they left", 60)
     crowd.queue("one", 2)

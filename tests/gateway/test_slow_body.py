@@ -13,7 +13,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from chatcache.config import ServerConfig
-from chatcache.gateway.middleware import BodyLimit
+from chatcache.gateway.middleware import BodyLimitMiddleware
 from tests.gateway.described import Described
 from tests.gateway.serving import Server, post_bytes, read_all, split_response
 from tests.virtual_time import run_virtually
@@ -100,7 +100,7 @@ def test_what_the_server_does_between_two_chunks_is_its_own_time() -> None:
     async def send(message: Message) -> None:
         raise AssertionError(message)
 
-    limited = BodyLimit(app, 100, timeout_s=0.05)
+    limited = BodyLimitMiddleware(app, 100, timeout_s=0.05)
     run_virtually(limited({"type": "http", "path": "/", "headers": []}, receive, send))
     assert next(chunks, None) is None
 

@@ -10,8 +10,8 @@ from websockets.sync.client import ClientConnection, connect
 
 from chatcache.conversations.tree import COMPLETED
 from chatcache.gateway.responses import run as live_response
-from chatcache.gateway.responses.events import ResponseFrames
-from chatcache.gateway.responses.steering import MAX_PENDING
+from chatcache.gateway.responses.events import ResponseEventWriter
+from chatcache.gateway.responses.steering import MAX_PENDING_STEERS
 from tests.gateway.frames import LONG, Frame, ask, items_of, receive, send, text_of, until_end
 from tests.gateway.serving import PAGE_SIZE, Server, held, hurry, slowed, wait_until
 
@@ -184,13 +184,15 @@ def test_pending_input_is_bounded(server: Server, socket: ClientConnection) -> N
     with held(server) as let_go:
         send(socket, **LONG_LANE)
         first = until(socket, "response.in_progress")[0]["response"]["id"]
-        for number in range(MAX_PENDING + 1):
+        for number in range(MAX_PENDING_STEERS + 1):
             send(socket, "response.steer", previous_response_id=first, input=str(number))
         frame = failed(socket)
-        assert frame["error"]["code"] == "too_many_pending_steers" and frame["steer"]["input"] == str(MAX_PENDING)
+        assert frame["error"]["code"] == "too_many_pending_steers" and frame["steer"]["input"] == str(
+            MAX_PENDING_STEERS
+        )
         let_go()
     second = until(socket, "response.created")[-1]["response"]
-    assert len(second["input_item_ids"]) == MAX_PENDING
+    assert len(second["input_item_ids"]) == MAX_PENDING_STEERS
     send(socket, "response.cancel", response_id=second["id"])
     until_end(socket)
 
@@ -221,7 +223,7 @@ def test_input_waits_for_the_outputs_of_called_functions(
     """It is not lost, and comes in front of what the client brings; a request that fails leaves it waiting."""
     stub = {"type": "function_call_output", "call_id": "call_1", "name": "f"}
     monkeypatch.setattr(live_response, "required_input", lambda _: [stub])
-    monkeypatch.setattr(ResponseFrames, "status", lambda *_: COMPLETED)
+    monkeypatch.setattr(ResponseEventWriter, "status", lambda *_: COMPLETED)
     with held(server) as let_go:
         send(socket, **{**LONG_LANE, "max_output_tokens": 1})
         first = until(socket, "response.in_progress")[0]["response"]["id"]

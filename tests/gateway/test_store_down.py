@@ -172,11 +172,11 @@ def test_what_is_acknowledged_before_it_is_unsaved_can_be_deleted(mortal_redis: 
             with killed(mortal_redis):
                 hurry(server)
                 assert list(events)[-1]["saved"] is False
-                server.call(_hold(server.gateway.unsaved))
+                server.call(_hold(server.gateway.pending_saves))
         wait_until(lambda: server.request("GET", "/readyz")[0] == 200, "the store to be back")
         assert server.request("DELETE", path)[0] == 200
-        server.call(server.gateway.unsaved.settle())
-        assert not server.gateway.unsaved._kept
+        server.call(server.gateway.pending_saves.flush())
+        assert not server.gateway.pending_saves._kept
 
 
 async def _hold(unsaved: PendingSaves) -> None:

@@ -132,7 +132,7 @@ def test_items_of_several_candidates_say_whose_they_are(start: Start) -> None:
 
 
 def ask_stored(server: ScriptedServer, response_id: str) -> dict[str, Any]:
-    server.gateway.responses.forget(response_id)  # as when its log is gone
+    server.gateway.responses.remove(response_id)  # as when its log is gone
     status, _, answer = server.request("GET", f"{RESPONSES}/{response_id}")
     assert status == 200
     result: dict[str, Any] = answer

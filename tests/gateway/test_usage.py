@@ -54,13 +54,13 @@ async def two_gateways() -> None:
     """Each stores what it saw, neither twice, and both know the sum. Raises: AssertionError."""
     store, clock = Store(), Clock()
     one, two = gateway_over(store, clock), gateway_over(store, clock)
-    await one.look()
+    await one.load()
     one.add("k", 100)
     assert one.used("k") == 100 and two.used("k") == 0
     await one.flush()
     await one.flush()
     two.add("k", 20)
-    await two.look()
+    await two.load()
     assert two.used("k") == 120
     await two.flush()
     await one.flush()
@@ -140,7 +140,7 @@ async def test_a_store_that_does_not_answer_is_told_later() -> None:
     usage = gateway_over(store, clock)
     store.days[usage.today] = Counter(k=50)
     store.is_down = True
-    await usage.look()
+    await usage.load()
     usage.add("k", 10)
     await usage.flush()
     assert usage.used("k") == 10, "nobody is kept out for what cannot be known"
@@ -165,7 +165,7 @@ async def test_without_a_store_only_today_is_kept() -> None:
     clock = Clock()
     usage = DailyUsage(wall_s=clock.wall_s)
     usage.add("k", 10)
-    await usage.look()
+    await usage.load()
     await usage.flush()
     assert usage.used("k") == 10
     clock.pass_s(DAY_S)

@@ -10,7 +10,7 @@ import pytest
 from websockets.sync.client import connect
 
 from chatcache.gateway import uvicorn_limits as http
-from chatcache.gateway.websocket.connection import TOO_MANY
+from chatcache.gateway.websocket.connection import RATE_LIMITED
 from tests.gateway.frames import ask
 from tests.gateway.responding import counted, num_tasks
 from tests.gateway.serving import Server, wait_until
@@ -51,9 +51,9 @@ def test_a_flood_is_closed(server: Server, url: str, raw: socket.socket, kind: i
     idle = num_tasks(server)
     raw.sendall(frame(FIRST_PIECE) if kind == PIECE else b"")
     with connect(url) as calm:
-        raw.sendall(frame(kind) * int(http.MAX_FRAMES_AT_ONCE + 2_000))
+        raw.sendall(frame(kind) * int(http.MAX_FRAME_BURST + 2_000))
         assert ask(calm, input="Hello")["output"]
-    assert close_code(raw) == TOO_MANY
+    assert close_code(raw) == RATE_LIMITED
     wait_until(lambda: counted(server, "chatcache_ws_connections") == 0, "it to be gone")
     wait_until(lambda: num_tasks(server) < idle, "what served it to end")
 
@@ -62,10 +62,10 @@ def test_a_message_in_pieces_without_number(
     server: Server, raw: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However slowly they come."""
-    monkeypatch.setattr(http, "MAX_PIECES", 100)
+    monkeypatch.setattr(http, "MAX_FRAGMENTS", 100)
     raw.sendall(frame(FIRST_PIECE, b"{") + frame(PIECE, b" ") * 99)
     raw.sendall(frame(PIECE) * 2)
-    assert close_code(raw) == TOO_MANY
+    assert close_code(raw) == RATE_LIMITED
 
 
 def test_a_message_in_many_pieces_is_a_message(server: Server, url: str) -> None:

@@ -49,10 +49,10 @@ async def explain(request: Request) -> Response:
     body = await read_json(request)
     fields = parse_fields(body, ExplainFields)
     ignored = unknown_fields(body, ExplainFields)
-    model = await gateway.ready(fields.model)
+    model = await gateway.require_model(fields.model)
     functions = parse_tool_choice(model.service.reply_format, fields.tools, "none", None).functions
     ends = None
-    async with gateway.counting.turn(principal.owner, len(await request.body())):
+    async with gateway.tokenize_throttle.acquire(principal.owner, len(await request.body())):
         messages, prompt = await _prompt(fields, model, principal, gateway.model_name, functions)
         explanation = await gateway.engine.explain(
             prompt.token_ids, principal.tenant, prompt.num_public_tokens, operator=gateway.is_open
@@ -82,7 +82,7 @@ async def page_accounts(request: Request) -> Response:
     A tenant sees its own pages; a server without keys shows all.
     """
     gateway, principal = gateway_of(request), principal_of(request)
-    model = await gateway.ready(None)
+    model = await gateway.require_model(None)
     held = await gateway.engine.accounts()
     if gateway.is_open:
         result = _accounts(held, None)
@@ -224,7 +224,7 @@ async def page_map(request: Request) -> Response:
     A tenant sees pages of other tenants only as such.
     """
     gateway, tenant = gateway_of(request), tenant_of(request)
-    await gateway.ready(None)
+    await gateway.require_model(None)
     pages = await gateway.engine.page_map(tenant, operator=gateway.is_open)
     return json_response(CacheMap("cache.map", pages.page_size, pages.num_pages, pages.num_pages_per_cell, pages.cells))
 
@@ -238,11 +238,11 @@ async def warmth(request: Request) -> Response:
     body = await read_json(request)
     fields = parse_fields(body, WarmthFields)
     ignored = unknown_fields(body, WarmthFields)
-    model, store = await gateway.ready(None), store_of(request)
+    model, store = await gateway.require_model(None), store_of(request)
     prompts: dict[str, PackedPrompt] = {}
     for stored_id in fields.conversations:
         with suppress(NotFoundError):
-            prompts[stored_id] = await model.histories.get(store, principal.owner, stored_id)
+            prompts[stored_id] = await model.prompts.get(store, principal.owner, stored_id)
     max_bytes = gateway.max_model_len * TOKEN_BYTES  # tokens beyond the context length are never computed
     cut = [PackedPrompt(prompt.tokens[:max_bytes], prompt.num_public_tokens) for prompt in prompts.values()]
     counts = await gateway.engine.num_cached(cut, principal.tenant)

@@ -36,8 +36,8 @@ from chatcache.gateway.api.params import (
 from chatcache.gateway.auth.principal import principal_of
 from chatcache.gateway.context import gateway_of
 from chatcache.gateway.json_codec import preencoded
-from chatcache.gateway.limits.admission import work_of
-from chatcache.gateway.middleware import read_json, until_disconnect
+from chatcache.gateway.limits.admission import request_cost
+from chatcache.gateway.middleware import cancel_on_disconnect, read_json
 from chatcache.gateway.schemas.completions import (
     CalledFunction,
     CalledFunctionDelta,
@@ -71,13 +71,13 @@ async def chat_completions(request: Request) -> Response:
     )
     ignored = unknown_fields(body, CompletionBase, ChatFields, SamplingFields)
     messages = to_messages(chat.messages, "messages")
-    model = await gateway.ready(base.model)
+    model = await gateway.require_model(base.model)
     sampling_params = to_params(sampling, _route_params(base, chat, sampling), model.tokenizer.vocab_size)
     reply_format = model.service.reply_format
     tools = parse_tool_choice(reply_format, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     principal = principal_of(request)
-    work = work_of(sampling_params, sum(len(message["content"]) for message in messages))
-    async with gateway.door.entering(principal, work) as permit:
+    work = request_cost(sampling_params, sum(len(message["content"]) for message in messages))
+    async with gateway.admission.acquire(principal, work) as permit:
         prompt = await model.service.prompt(messages, principal.tenant, tools.functions)
         params = constrain_to_tools(sampling_params, tools, reply_format, model.tokenizer, prompt.token_ids)
         engine_request = GenerateRequest(
@@ -109,8 +109,8 @@ async def chat_completions(request: Request) -> Response:
             names,
             rename_constraint_param(sampling.structured_outputs, "response_format", "tools" if tools.limits else None),
         ):
-            reply = await until_disconnect(request, starting)
-        permit.cover(reply)
+            reply = await cancel_on_disconnect(request, starting)
+        permit.attach(reply)
     return await respond(
         request,
         lambda: reply_events(reply, gateway.metrics),

@@ -35,8 +35,8 @@ from chatcache.gateway.api.params import (
 from chatcache.gateway.auth.principal import principal_of
 from chatcache.gateway.context import gateway_of
 from chatcache.gateway.json_codec import preencoded
-from chatcache.gateway.limits.admission import CHARS_PER_TOKEN, work_of
-from chatcache.gateway.middleware import read_json, until_disconnect
+from chatcache.gateway.limits.admission import CHARS_PER_TOKEN, request_cost
+from chatcache.gateway.middleware import cancel_on_disconnect, read_json
 from chatcache.gateway.schemas.completions import Completion, CompletionChoice, FinishReason, Usage
 from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unknown_fields
 from chatcache.gateway.schemas.requests import MAX_PROMPTS, CompletionBase, CompletionFields, SamplingFields
@@ -58,10 +58,10 @@ async def completions(request: Request) -> Response:
     )
     ignored = unknown_fields(body, CompletionBase, CompletionFields, SamplingFields)
     route_params = _route_params(base, fields, sampling)
-    model = await gateway.ready(base.model)
+    model = await gateway.require_model(base.model)
     params = to_params(sampling, route_params, model.tokenizer.vocab_size)
-    work = work_of(params, _num_chars(fields.prompt), _num_prompts(fields.prompt))
-    async with gateway.door.entering(principal, work) as permit:
+    work = request_cost(params, _num_chars(fields.prompt), _num_prompts(fields.prompt))
+    async with gateway.admission.acquire(principal, work) as permit:
         prompts = await _prompts(fields, model.service)
         width = num_candidates(params)
         _check_width(len(prompts), width, sampling)
@@ -93,8 +93,8 @@ async def completions(request: Request) -> Response:
         ]
         echoed = rename_error_params(prompt_logprobs="logprobs" if base.prompt_logprobs is None else None)
         with echoed, rename_constraint_param(sampling.structured_outputs, "response_format"):
-            replies = await until_disconnect(request, _start(model.service, requests, principal.owner))
-        permit.cover(*replies)
+            replies = await cancel_on_disconnect(request, _start(model.service, requests, principal.owner))
+        permit.attach(*replies)
 
     def events() -> AsyncIterator[ReplyEvent]:
         return merge_replies([reply_events(reply, gateway.metrics) for reply in replies], width)

@@ -40,7 +40,7 @@ from chatcache.gateway.json_codec import encode
 from chatcache.gateway.limits.admission import CHARS_PER_TOKEN
 from chatcache.gateway.limits.rate_limits import RequestCost
 from chatcache.gateway.metrics import Metrics, record_reply_metrics
-from chatcache.gateway.middleware import read_json, read_json_or_nothing, until_disconnect
+from chatcache.gateway.middleware import cancel_on_disconnect, read_json, read_optional_json
 from chatcache.gateway.responses.objects import output_items
 from chatcache.gateway.schemas import responses as schemas
 from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unknown_fields
@@ -112,7 +112,7 @@ async def update_conversation(request: Request) -> Response:
         metadata=patch.metadata,
         expected_rev=patch.rev,
     )
-    gateway_of(request).hub.changed(conversation)
+    gateway_of(request).hub.publish_update(conversation)
     return json_response(schemas.Conversation.from_head(conversation), headers=ignored_header(ignored))
 
 
@@ -120,7 +120,7 @@ async def delete_conversation(request: Request) -> Response:
     """DELETE /v1/conversations/{id}: delete it and cancel its running responses."""
     gateway, owner, conversation_id = gateway_of(request), owner_of(request), request.path_params["id"]
     await store_of(request).delete(owner, conversation_id, expected_rev=parse_rev(request))
-    gateway.hub.deleted(owner, conversation_id)
+    gateway.hub.publish_deletion(owner, conversation_id)
     runs = [run for run in gateway.responses.running(owner) if run.conversation_id == conversation_id]
     await asyncio.gather(*(run.cancel() for run in runs))
     return json_response(schemas.Deleted(conversation_id, "conversation.deleted", deleted=True))
@@ -148,7 +148,7 @@ _INLINE_ITEMS = 100
 
 async def create_conversation(request: Request) -> Response:
     """POST /v1/conversations: create a conversation, empty or with messages."""
-    body = await read_json_or_nothing(request)
+    body = await read_optional_json(request)
     fields = parse_fields(body, ConversationFields)
     ignored = unknown_fields(body, ConversationFields)
     messages = to_messages(fields.items or (), "items")
@@ -156,9 +156,9 @@ async def create_conversation(request: Request) -> Response:
     idempotency_key = IdempotencyKey.from_request(request, "conversation", body)
     if idempotency_key is None:
         conversation = await save_new_conversation(store, owner, messages, fields.metadata, fields.title)
-        gateway.hub.changed(conversation)
+        gateway.hub.publish_update(conversation)
         return json_response(schemas.Conversation.from_head(conversation), headers=ignored_header(ignored))
-    async with gateway.keys.get(owner, idempotency_key):
+    async with gateway.idempotency_locks.get(owner, idempotency_key):
         found = await idempotency_key.find_target(store, owner)
         try:
             if found is None:
@@ -169,7 +169,7 @@ async def create_conversation(request: Request) -> Response:
             found = idempotency_key.resolve(conflict.claim)
     if found is not None:
         return json_response(schemas.Conversation.from_head(await store.get(owner, found)), headers=REPLAYED_HEADER)
-    gateway.hub.changed(conversation)
+    gateway.hub.publish_update(conversation)
     return json_response(schemas.Conversation.from_head(conversation), headers=ignored_header(ignored))
 
 
@@ -197,7 +197,7 @@ async def create_items(request: Request) -> Response:
     conversation, items = await add_messages(
         store, owner, conversation_id, messages, fields.parent_id, expected_rev=fields.rev
     )
-    gateway_of(request).hub.changed(conversation)
+    gateway_of(request).hub.publish_update(conversation)
     entries = listed_items(ConversationTree(conversation, items, ()), items)
     return json_response(make_page(entries, has_more=False), headers=ignored_header(ignored))
 
@@ -211,7 +211,7 @@ async def get_item(request: Request) -> Response:
 
 async def delete_item(request: Request) -> Response:
     """DELETE .../items/{item_id}: remove a message and connect those before and after it."""
-    await gateway_of(request).unsaved.settle(request.path_params["id"])
+    await gateway_of(request).pending_saves.flush(request.path_params["id"])
     conversation = await edit_conversation(
         store_of(request),
         owner_of(request),
@@ -219,7 +219,7 @@ async def delete_item(request: Request) -> Response:
         lambda tree: plan_message_deletion(tree, find_item(tree, request.path_params["item_id"])[0].id),
         expected_rev=parse_rev(request),
     )
-    gateway_of(request).hub.changed(conversation)
+    gateway_of(request).hub.publish_update(conversation)
     return json_response(schemas.Conversation.from_head(conversation))
 
 
@@ -308,24 +308,24 @@ async def generate_title(request: Request) -> Response:
     """POST .../title: generate a title, and store it unless the title was changed meanwhile."""
     gateway, store, principal = gateway_of(request), store_of(request), principal_of(request)
     owner = principal.owner
-    body = await read_json_or_nothing(request)
+    body = await read_optional_json(request)
     fields = parse_fields(body, TitleFields)
     ignored = unknown_fields(body, TitleFields)
-    model = await gateway.ready(fields.model)
+    model = await gateway.require_model(fields.model)
     tree = await store.load(owner, request.path_params["id"])
     before = tree.conversation
     if fields.rev is not None and fields.rev != before.rev:
         raise StaleRevisionError(before, fields.rev)
     tasks = SideTasks(model.conversations, model.service)
     work = RequestCost(len(TITLE.question) // CHARS_PER_TOKEN, max_tokens=TITLE.max_tokens)
-    async with gateway.door.entering(principal, work) as permit:
+    async with gateway.admission.acquire(principal, work) as permit:
         reply = await tasks.start(TITLE, tree, gateway.model_name, gateway.lowest_priority)
-        permit.cover(reply)
-    text, usage = await until_disconnect(request, _read_reply(reply, gateway.metrics))
+        permit.attach(reply)
+    text, usage = await cancel_on_disconnect(request, _read_reply(reply, gateway.metrics))
     title = clean_title(text)
     conversation = await _store_title(store, before, title) if title else await store.get(owner, before.id)
     if conversation.rev != before.rev:
-        gateway.hub.changed(conversation)
+        gateway.hub.publish_update(conversation)
     result = schemas.Title(
         object="conversation.title",
         title=conversation.title,

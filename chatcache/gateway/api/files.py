@@ -18,7 +18,7 @@ from chatcache.gateway.auth.principal import owner_of
 from chatcache.gateway.context import gateway_of
 from chatcache.gateway.errors import UnsupportedMediaTypeError, error_body, json_response
 from chatcache.gateway.json_codec import JsonObjectSplitter
-from chatcache.gateway.middleware import refuse_encoding
+from chatcache.gateway.middleware import reject_encoding
 from chatcache.gateway.schemas.responses import Import, ImportEntry
 from chatcache.gateway.websocket.notifications import ConversationHub
 from chatcache.tokenizer.tokenizer import Tokenizer
@@ -69,7 +69,7 @@ async def import_conversations(request: Request) -> Response:
     _check_media_type(request)
     dry_run = _parse_flag(request, "dry_run")
     gateway = gateway_of(request)
-    tokenizer = (await gateway.ready(None)).tokenizer
+    tokenizer = (await gateway.require_model(None)).tokenizer
     importer = Importer(store_of(request), owner_of(request), tokenizer, gateway.hub, dry_run=dry_run)
     values, buffer = JsonObjectSplitter(), bytearray()
     try:
@@ -147,7 +147,7 @@ class Importer:
         self._num_items += result.num_items
         self._skipped.update(draft.skipped)
         if result.status != "unchanged" and not self._dry_run:
-            self._hub.changed(result.conversation)
+            self._hub.publish_update(result.conversation)
         self._append_entry(
             ImportEntry(
                 self._num_conversations,
@@ -196,7 +196,7 @@ def _select_branch(tree: ConversationTree, branch: str | None, *, whole: bool) -
 
 async def _tokenizer_digest(request: Request) -> str:
     """Digest of the tokenizer that the stored token ids belong to."""
-    tokenizer = (await gateway_of(request).ready(None)).tokenizer
+    tokenizer = (await gateway_of(request).require_model(None)).tokenizer
     return await asyncio.to_thread(lambda: tokenizer.digest)
 
 
@@ -208,7 +208,7 @@ def _check_media_type(request: Request) -> None:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type not in _IMPORTED_TYPES:
         raise UnsupportedMediaTypeError(f"send the file with one of these content types: {', '.join(_IMPORTED_TYPES)}")
-    refuse_encoding(request)
+    reject_encoding(request)
 
 
 def _parse_flag(request: Request, name: str) -> bool:

@@ -26,7 +26,7 @@ from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.errors import ShuttingDownError
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.metrics import Metrics, record_reply_metrics
-from chatcache.gateway.middleware import until_disconnect
+from chatcache.gateway.middleware import cancel_on_disconnect
 from chatcache.gateway.schemas.completions import (
     ChatChunkChoice,
     ChatCompletionChunk,
@@ -187,7 +187,7 @@ async def respond(
             headers=headers,
         )
     try:
-        body = await until_disconnect(request, collect(events(), serializer))
+        body = await cancel_on_disconnect(request, collect(events(), serializer))
         return Response(body, 200, headers, media_type="application/json")
     finally:
         await close()

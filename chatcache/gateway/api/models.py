@@ -57,11 +57,11 @@ async def tokenize(request: Request) -> Response:
     body = await read_json(request)
     fields = parse_fields(body, TokenizeFields)
     ignored = unknown_fields(body, TokenizeFields)
-    model = await gateway.ready(fields.model)
+    model = await gateway.require_model(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise InvalidRequestError("send either prompt or messages", param="prompt")
     functions = parse_tool_choice(model.service.reply_format, fields.tools, "none", None).functions
-    async with gateway.counting.turn(owner_of(request), len(await request.body())):
+    async with gateway.tokenize_throttle.acquire(owner_of(request), len(await request.body())):
         ids = await asyncio.to_thread(_token_ids, fields, model.tokenizer, functions)
     result = Tokens(len(ids), ids, gateway.max_model_len)
     if fields.return_token_strs:
@@ -83,8 +83,8 @@ async def detokenize(request: Request) -> Response:
     body = await read_json(request)
     fields = parse_fields(body, DetokenizeFields)
     ignored = unknown_fields(body, DetokenizeFields)
-    model = await gateway.ready(fields.model)
+    model = await gateway.require_model(fields.model)
     check_tokens(fields.tokens, model.tokenizer.vocab_size, "tokens")
-    async with gateway.counting.turn(owner_of(request), len(await request.body())):
+    async with gateway.tokenize_throttle.acquire(owner_of(request), len(await request.body())):
         text = await asyncio.to_thread(model.tokenizer.decode, fields.tokens, skip_special_tokens=False)
     return json_response(Text(text), headers=ignored_header(ignored))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatcache.gateway.auth.middleware import offered_key, offered_session
-from chatcache.gateway.auth.principal import LIFE_S, Principal, principal_of, set_cookie
+from chatcache.gateway.auth.middleware import read_api_key, read_session_cookie
+from chatcache.gateway.auth.principal import SESSION_LIFETIME_S, Principal, principal_of, set_cookie_header
 from chatcache.gateway.context import gateway_of
 from chatcache.gateway.errors import AuthenticationError, json_response
 from chatcache.gateway.schemas.server import Session, SessionDeleted
@@ -18,7 +18,7 @@ async def get_session(request: Request) -> Response:
     Raises: see `principal_of`.
     """
     principal = principal_of(request)
-    session = offered_session(request.headers) if offered_key(request.scope, request.headers) is None else None
+    session = read_session_cookie(request.headers) if read_api_key(request.scope, request.headers) is None else None
     return json_response(_session(principal, session.expires_at if session is not None else None))
 
 
@@ -30,10 +30,10 @@ async def create_session(request: Request) -> Response:
     principal = principal_of(request)
     if not principal.key_id:  # an open server
         return json_response(_session(principal, None))
-    if offered_key(request.scope, request.headers) is None:
+    if read_api_key(request.scope, request.headers) is None:
         raise AuthenticationError("send the API key itself: Authorization: Bearer KEY")
-    value, expires_at = gateway_of(request).keyring.session(principal)
-    headers = {"set-cookie": _cookie(request, value, LIFE_S), "cache-control": "no-store"}
+    value, expires_at = gateway_of(request).key_cache.create_session(principal)
+    headers = {"set-cookie": _cookie(request, value, SESSION_LIFETIME_S), "cache-control": "no-store"}
     return json_response(_session(principal, expires_at), headers=headers)
 
 
@@ -45,7 +45,7 @@ async def delete_session(request: Request) -> Response:
 
 def _cookie(request: Request, value: str, max_age_s: int) -> str:
     path = gateway_of(request).config.root_path
-    return set_cookie(value, max_age_s, path, secure=request.scope["scheme"] == "https")
+    return set_cookie_header(value, max_age_s, path, secure=request.scope["scheme"] == "https")
 
 
 def _session(principal: Principal, expires_at: int | None) -> Session:

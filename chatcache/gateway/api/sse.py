@@ -18,7 +18,7 @@ from sse_starlette.sse import SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
 from chatcache.errors import ChatcacheError
-from chatcache.gateway.errors import INTERNAL, error_body
+from chatcache.gateway.errors import INTERNAL_ERROR, error_body
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.schemas.errors import Error
 
@@ -128,4 +128,4 @@ async def sse_frames(events: AsyncIterator[object]) -> AsyncGenerator[bytes, Non
         yield sse_frame(Error(error_body(error)))
     except Exception:
         log.exception("a stream failed")
-        yield sse_frame(Error(error_body(INTERNAL)))
+        yield sse_frame(Error(error_body(INTERNAL_ERROR)))

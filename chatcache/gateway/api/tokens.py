@@ -17,7 +17,7 @@ from chatcache.gateway.auth.principal import owner_of, principal_of
 from chatcache.gateway.context import gateway_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.limits.rate_limits import RequestCost
-from chatcache.gateway.middleware import until_disconnect
+from chatcache.gateway.middleware import cancel_on_disconnect
 from chatcache.gateway.schemas.responses import (
     Alternative,
     MessageToken,
@@ -35,7 +35,7 @@ _MAX_DIGITS = 9
 
 async def list_tokens(request: Request) -> Response:
     """GET .../items/{item_id}/tokens: the characters of the text that each token stands for."""
-    model = await gateway_of(request).ready(None)
+    model = await gateway_of(request).require_model(None)
     tree, item = await _load_message(request)
     spans = await model.conversations.token_offsets(tree, item)
     entries = [TokenSpan(index, *(span or (None, None))) for index, span in enumerate(spans)]
@@ -48,14 +48,14 @@ async def get_token(request: Request) -> Response:
     Runs one step, stores nothing.
     """
     top = _parse_number(request.query_params.get("top", _DEFAULT_TOP), "top", 1, MAX_TOP_LOGPROBS)
-    model = await gateway_of(request).ready(None)
+    model = await gateway_of(request).require_model(None)
     tree, item = await _load_message(request)
     require_generated(tree, item, "item_id")
     index = _parse_number(request.path_params["index"], "index", 0, len(item.token_ids) - 1)
-    async with gateway_of(request).door.entering(principal_of(request), RequestCost(0, max_tokens=1)) as permit:
+    async with gateway_of(request).admission.acquire(principal_of(request), RequestCost(0, max_tokens=1)) as permit:
         reply = await Alternatives(model.conversations, model.service).start(tree, item, index)
-        permit.cover(reply)
-    look = await until_disconnect(request, read_alternatives(reply, item.token_ids[index]))
+        permit.attach(reply)
+    look = await cancel_on_disconnect(request, read_alternatives(reply, item.token_ids[index]))
     return json_response(_message_token(model.tokenizer, index, look, top))
 
 

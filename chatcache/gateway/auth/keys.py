@@ -18,14 +18,22 @@ from dataclasses import dataclass, replace
 
 from chatcache.auth import KeyRecord, KeyStore, key_digest, key_id_of
 from chatcache.conversations.store import StoreUnavailableError
-from chatcache.gateway.auth.principal import EVERYBODY, LIFE_S, Limits, Principal, Session, signature, signed
-from chatcache.gateway.errors import AuthenticationError, revoked, session_expired
+from chatcache.gateway.auth.principal import (
+    OPEN_SERVER_PRINCIPAL,
+    SESSION_LIFETIME_S,
+    KeyLimits,
+    Principal,
+    Session,
+    session_cookie_value,
+    session_signature,
+)
+from chatcache.gateway.errors import AuthenticationError, key_revoked_error, session_expired_error
 
 log = logging.getLogger(__name__)
 
 POLL_S = 2.0
 FIRST_POLL_S = 0.2  # until the stored keys were read once
-LOOK_TIMEOUT_S = 5.0
+REFRESH_TIMEOUT_S = 5.0
 _NOBODY = bytes(32)
 _WANTED = "a valid API key is required: Authorization: Bearer KEY"
 
@@ -54,16 +62,16 @@ class ApiKeyCache:
     @property
     def is_open(self) -> bool:
         """Whether everybody is let in, and so nobody is a tenant."""
-        return self.is_known and not self._given and not self._stored
+        return self.is_loaded and not self._given and not self._stored
 
     @property
-    def is_known(self) -> bool:
+    def is_loaded(self) -> bool:
         """Whether the stored keys were read once: before that nobody can say whether keys are needed, or which."""
         return self._version is not None
 
-    def check_known(self) -> None:
+    def check_loaded(self) -> None:
         """Raises: StoreUnavailableError unless `is_known`."""
-        if not self.is_known:
+        if not self.is_loaded:
             raise StoreUnavailableError("the API keys cannot be read now")
 
     @property
@@ -74,7 +82,7 @@ class ApiKeyCache:
     async def open(self, store: KeyStore) -> None:
         """Read the stored keys, and again whenever they change. Without a store that answers, nobody is let in yet."""
         self._store = store
-        await self.look()
+        await self.refresh()
         self._polling = asyncio.create_task(self._poll())
 
     async def close(self) -> None:
@@ -82,13 +90,13 @@ class ApiKeyCache:
             self._polling.cancel()
             await asyncio.gather(self._polling, return_exceptions=True)
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Take note of what has changed in the store; nothing is known anew while it does not answer."""
         store = self._store
         if store is None:
             return
         with contextlib.suppress(StoreUnavailableError, TimeoutError):
-            async with asyncio.timeout(LOOK_TIMEOUT_S):
+            async with asyncio.timeout(REFRESH_TIMEOUT_S):
                 if await store.version() != self._version:
                     async with self._reading:
                         # The number first: of what changes in between, the next look hears.
@@ -98,27 +106,27 @@ class ApiKeyCache:
     async def recheck(self, principal: Principal) -> None:
         """Look once more where it may have changed. Raises: AuthenticationError for one that is let in no more."""
         if principal.key_id and principal.key_id not in self._given:
-            await self.look()
+            await self.refresh()
         self.check(principal)
 
     def check(self, principal: Principal) -> None:
         """Raises: AuthenticationError for one that is let in no more."""
-        if not self.lets_in(principal):
-            raise revoked() if principal.key_id else AuthenticationError(_WANTED)
+        if not self.is_valid(principal):
+            raise key_revoked_error() if principal.key_id else AuthenticationError(_WANTED)
         if self.expires_in_s(principal) <= 0:
-            raise session_expired()
+            raise session_expired_error()
 
     def expires_in_s(self, principal: Principal) -> float:
         """How long a session has still; infinite for a key."""
         return math.inf if principal.expires_at is None else principal.expires_at - time.time()
 
-    def lets_in(self, principal: Principal) -> bool:
+    def is_valid(self, principal: Principal) -> bool:
         if not principal.key_id:
             return self.is_open
         key = self._key(principal.key_id)
         return key is not None and not key.is_revoked
 
-    def of_key(self, offered: str) -> Principal:
+    def authenticate_key(self, offered: str) -> Principal:
         """Raises: AuthenticationError; StoreUnavailableError for a stored key while none could be read."""
         digest, found = key_digest(offered), None
         # Each is compared, whichever matches: the time taken tells nothing.
@@ -132,32 +140,32 @@ class ApiKeyCache:
                 found = stored
         return self._admitted(found)
 
-    def of_session(self, session: Session) -> Principal:
+    def authenticate_session(self, session: Session) -> Principal:
         """Raises: AuthenticationError; StoreUnavailableError as `of_key`."""
         key = self._key(session.key_id)
-        right = signature(session.key_id, session.expires_at, key.digest if key is not None else _NOBODY)
+        right = session_signature(session.key_id, session.expires_at, key.digest if key is not None else _NOBODY)
         is_right = hmac.compare_digest(right, session.signature)
         principal = replace(self._admitted(key if is_right else None), expires_at=session.expires_at)
         self.check(principal)
         return principal
 
-    def nobody(self) -> Principal:
+    def authenticate_without_key(self) -> Principal:
         """Who comes without a key.
 
         Raises: AuthenticationError; StoreUnavailableError while nobody can say if keys are needed.
         """
-        return EVERYBODY if self.is_open else self._admitted(None)
+        return OPEN_SERVER_PRINCIPAL if self.is_open else self._admitted(None)
 
-    def session(self, principal: Principal) -> tuple[str, int]:
+    def create_session(self, principal: Principal) -> tuple[str, int]:
         """The value of a new cookie, and until when (since 1970) it is good. Raises: AuthenticationError."""
         key = self._key(principal.key_id)
         if key is None or key.is_revoked:
             raise AuthenticationError(_WANTED)
-        expires_at = int(time.time()) + LIFE_S
-        return signed(principal.key_id, expires_at, key.digest), expires_at
+        expires_at = int(time.time()) + SESSION_LIFETIME_S
+        return session_cookie_value(principal.key_id, expires_at, key.digest), expires_at
 
     @contextmanager
-    def watching(self, principal: Principal, tell: Callable[[], None]) -> Iterator[None]:
+    def notify_revoked(self, principal: Principal, tell: Callable[[], None]) -> Iterator[None]:
         """Call `tell`, which must not wait, once the principal is let in no more."""
         watchers, mark = self._watchers.setdefault(principal.key_id, {}), object()
         watchers[mark] = tell
@@ -174,8 +182,8 @@ class ApiKeyCache:
     def _admitted(self, key: _Key | None) -> Principal:
         if key is not None and not key.is_revoked:
             return key.principal
-        self.check_known()
-        raise AuthenticationError(_WANTED) if key is None else revoked()
+        self.check_loaded()
+        raise AuthenticationError(_WANTED) if key is None else key_revoked_error()
 
     def _take(self, version: int, records: Sequence[KeyRecord]) -> None:
         self._revoked |= {record.id for record in records if record.revoked_at is not None}
@@ -188,15 +196,15 @@ class ApiKeyCache:
             key_id: _Key(key.digest, key.principal, is_revoked=True) for key_id, key in lost.items()
         }
         self._version = version
-        for key_id in [name for name in self._watchers if not self.lets_in(Principal(name, "", ""))]:
+        for key_id in [name for name in self._watchers if not self.is_valid(Principal(name, "", ""))]:
             for tell in list(self._watchers[key_id].values()):
                 tell()
 
     async def _poll(self) -> None:
         while True:
-            await asyncio.sleep(POLL_S if self.is_known else FIRST_POLL_S)
+            await asyncio.sleep(POLL_S if self.is_loaded else FIRST_POLL_S)
             try:
-                await self.look()
+                await self.refresh()
             except Exception:
                 log.exception("the API keys could not be read")
 
@@ -207,6 +215,8 @@ def _given_key(digest: bytes) -> _Key:
 
 
 def _stored_key(record: KeyRecord, *, is_revoked: bool) -> _Key:
-    limits = Limits(record.requests_per_minute, record.tokens_per_minute, record.max_concurrent, record.tokens_per_day)
+    limits = KeyLimits(
+        record.requests_per_minute, record.tokens_per_minute, record.max_concurrent, record.tokens_per_day
+    )
     principal = Principal(record.id, record.tenant, record.owner, is_admin=record.is_admin, limits=limits)
     return _Key(record.digest, principal, is_revoked=is_revoked)

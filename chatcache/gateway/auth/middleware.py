@@ -21,15 +21,15 @@ from chatcache.errors import ChatcacheError
 from chatcache.gateway.api.sse import EventStream, stream_of
 from chatcache.gateway.auth.keys import ApiKeyCache
 from chatcache.gateway.auth.principal import (
-    EVERYBODY,
-    NAME,
+    COOKIE_NAME,
+    OPEN_SERVER_PRINCIPAL,
     Principal,
     Session,
     current_principal,
-    read_session,
+    parse_session,
     set_principal,
 )
-from chatcache.gateway.errors import PermissionDeniedError, revoked
+from chatcache.gateway.errors import PermissionDeniedError, key_revoked_error
 
 KEY_PROTOCOL = "openai-insecure-api-key."
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -44,9 +44,9 @@ class AuthenticationMiddleware:
     Sets who asks (`principal.who`): derived from the key, so that the key itself goes no further.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, keyring: ApiKeyCache) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, key_cache: ApiKeyCache) -> None:
         self._app = app
-        self._keyring = keyring
+        self._key_cache = key_cache
         self._hosts = frozenset(host.lower() for host in (*_LOOPBACK_HOSTS, *config.allowed_hosts))
         self._any_host = "*" in self._hosts
         # A page that rebinds DNS sends its own name, never an address: on a public bind, addresses are safe.
@@ -87,27 +87,27 @@ class AuthenticationMiddleware:
 
     def _principal(self, scope: Scope, headers: Headers) -> Principal:
         """Raises: AuthenticationError, PermissionDeniedError, StoreUnavailableError."""
-        if self._keyring.is_open:
-            return EVERYBODY
-        offered = offered_key(scope, headers)
+        if self._key_cache.is_open:
+            return OPEN_SERVER_PRINCIPAL
+        offered = read_api_key(scope, headers)
         if offered is not None:
-            return self._keyring.of_key(offered)
-        session = offered_session(headers)
+            return self._key_cache.authenticate_key(offered)
+        session = read_session_cookie(headers)
         if session is None:
-            return self._keyring.nobody()
-        principal = self._keyring.of_session(session)
+            return self._key_cache.authenticate_without_key()
+        principal = self._key_cache.authenticate_session(session)
         # The browser adds the cookie to whatever a page asks for: what changes something must be this server's page.
         if (scope["type"] == "websocket" or scope["method"] not in _SAFE) and not _is_same_origin(headers):
             raise PermissionDeniedError("a session needs the Origin of this server's page", code="origin_not_allowed")
         return principal
 
 
-def offered_session(headers: Headers) -> Session | None:
+def read_session_cookie(headers: Headers) -> Session | None:
     """The cookie, if it looks like one of ours."""
-    return read_session(cookie_parser(headers.get("cookie", "")).get(NAME, ""))
+    return parse_session(cookie_parser(headers.get("cookie", "")).get(COOKIE_NAME, ""))
 
 
-def offered_key(scope: Scope, headers: Headers) -> str | None:
+def read_api_key(scope: Scope, headers: Headers) -> str | None:
     """The key that came along, whatever it is worth."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key.strip():
@@ -156,9 +156,9 @@ def _is_wildcard(host: str) -> bool:
 class RevocationMiddleware:
     """To what is inside, a key that was revoked looks like a client that has left. Sockets see to it themselves."""
 
-    def __init__(self, app: ASGIApp, keyring: ApiKeyCache) -> None:
+    def __init__(self, app: ASGIApp, key_cache: ApiKeyCache) -> None:
         self._app = app
-        self._keyring = keyring
+        self._key_cache = key_cache
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -174,14 +174,14 @@ class RevocationMiddleware:
     async def _answer(self, principal: Principal, scope: Scope, receive: Receive, send: Send) -> None:
         ended: asyncio.Event = asyncio.Event()
         answer = _Answer(send)
-        with self._keyring.watching(principal, ended.set):
+        with self._key_cache.notify_revoked(principal, ended.set):
             try:
                 await self._app(scope, _Ears(receive, ended), answer)
             except ClientDisconnect:
                 if not ended.is_set():
                     raise
                 if not answer.has_begun:
-                    raise revoked() from None
+                    raise key_revoked_error() from None
             if ended.is_set():
                 await answer.end(stream_of(scope))
 
@@ -227,5 +227,5 @@ class _Answer:
     async def end(self, stream: EventStream | None) -> None:
         """Finish what has begun: a stream says why."""
         if self.has_begun and not self._has_ended:
-            last = stream.last_words(revoked()) if stream is not None else b""
+            last = stream.last_words(key_revoked_error()) if stream is not None else b""
             await self({"type": "http.response.body", "body": last, "more_body": False})

@@ -20,7 +20,7 @@ _IN_SCOPE = "chatcache.principal"
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class KeyLimits:
     """What one key may take; None is no limit."""
 
     requests_per_minute: int | None = None
@@ -41,11 +41,11 @@ class Principal:
     tenant: str
     owner: str
     is_admin: bool = False
-    limits: Limits = Limits()
+    limits: KeyLimits = KeyLimits()
     expires_at: int | None = None
 
 
-EVERYBODY = Principal("", "", "", is_admin=True)  # on an open server
+OPEN_SERVER_PRINCIPAL = Principal("", "", "", is_admin=True)  # on an open server
 
 
 def set_principal(scope: Scope, found: Principal | ChatcacheError) -> None:
@@ -61,15 +61,15 @@ def current_principal(scope: Scope) -> Principal:
     raise found if isinstance(found, ChatcacheError) else AuthenticationError("nobody looked at who asks")
 
 
-def admitted(scope: Scope) -> Principal | None:
+def find_principal(scope: Scope) -> Principal | None:
     """Who a connection is of, or None for somebody without a key, or whom nobody has let in."""
     found = scope.get(_IN_SCOPE)
     return found if isinstance(found, Principal) else None
 
 
-def signed_in(connection: HTTPConnection) -> Principal | None:
+def optional_principal(connection: HTTPConnection) -> Principal | None:
     """Who asks, or None for somebody without a key."""
-    return admitted(connection.scope)
+    return find_principal(connection.scope)
 
 
 def principal_of(connection: HTTPConnection) -> Principal:
@@ -87,8 +87,8 @@ def tenant_of(connection: HTTPConnection) -> str:
     return principal_of(connection).tenant
 
 
-NAME = "chatcache_session"
-LIFE_S = 7 * 86_400
+COOKIE_NAME = "chatcache_session"
+SESSION_LIFETIME_S = 7 * 86_400
 _VALUE = re.compile(r"([A-Za-z0-9_]{1,64})\.([0-9]{1,12})\.([0-9a-f]{64})")
 
 
@@ -100,23 +100,23 @@ class Session(NamedTuple):
     signature: str
 
 
-def read_session(value: str) -> Session | None:
+def parse_session(value: str) -> Session | None:
     """What the cookie says, or None for what no server has made."""
     found = _VALUE.fullmatch(value)
     return Session(found[1], int(found[2]), found[3]) if found is not None else None
 
 
-def signature(key_id: str, expires_at: int, digest: bytes) -> str:
+def session_signature(key_id: str, expires_at: int, digest: bytes) -> str:
     return hmac.new(digest, f"chatcache session {key_id} {expires_at}".encode(), "sha256").hexdigest()
 
 
-def signed(key_id: str, expires_at: int, digest: bytes) -> str:
+def session_cookie_value(key_id: str, expires_at: int, digest: bytes) -> str:
     """The value of a cookie."""
-    return f"{key_id}.{expires_at}.{signature(key_id, expires_at, digest)}"
+    return f"{key_id}.{expires_at}.{session_signature(key_id, expires_at, digest)}"
 
 
-def set_cookie(value: str, max_age_s: int, path: str, *, secure: bool) -> str:
+def set_cookie_header(value: str, max_age_s: int, path: str, *, secure: bool) -> str:
     """The header. No script sees the cookie, and no other site's page sends it."""
-    return f"{NAME}={value}; Max-Age={max_age_s}; Path={path or '/'}; HttpOnly; SameSite=Strict" + (
+    return f"{COOKIE_NAME}={value}; Max-Age={max_age_s}; Path={path or '/'}; HttpOnly; SameSite=Strict" + (
         "; Secure" if secure else ""
     )

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from chatcache.errors import InvalidRequestError, QuotaExceededError, RateLimitError
-from chatcache.gateway.auth.principal import Limits, Principal
+from chatcache.gateway.auth.principal import KeyLimits, Principal
 from chatcache.gateway.limits.usage import DailyUsage
 
 MINUTE_NS = 60_000_000_000
@@ -78,7 +78,7 @@ class TokenBucket:
 
 RESERVED_TOKENS = 256  # of a candidate that may get as long as the context allows: few do
 SECOND_NS = 1_000_000_000
-TIDY_INTERVAL_S = 5.0
+CLEANUP_INTERVAL_S = 5.0
 RATE_HEADERS = tuple(
     f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset")
 )
@@ -96,7 +96,7 @@ class RequestCost:
     num_prompts: int = 1
     width: int = 1
     max_tokens: int | None = None
-    is_side: bool = False
+    is_opportunistic: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -106,7 +106,7 @@ class RequestCost:
 
     @property
     def num_requests(self) -> int:
-        return 0 if self.is_side else self.width
+        return 0 if self.is_opportunistic else self.width
 
 
 class Reservation:
@@ -116,23 +116,23 @@ class Reservation:
         self._account = account
         self._work = work
 
-    def settle(self, num_tokens: int | None) -> None:
+    def commit(self, num_tokens: int | None) -> None:
         """The work is over and came to so many tokens; None: as many as were reserved."""
         account, self._account = self._account, None
         if account is not None:
-            account.settle(self._work, self._work.num_tokens if num_tokens is None else num_tokens)
+            account.commit(self._work, self._work.num_tokens if num_tokens is None else num_tokens)
 
-    def undo(self) -> None:
+    def refund(self) -> None:
         """The server could not take the work: it costs nothing."""
         account, self._account = self._account, None
         if account is not None:
-            account.undo(self._work)
+            account.refund(self._work)
 
 
 class KeyAccount:
     """What one key has taken lately. Nothing here waits: deciding and taking are one step."""
 
-    def __init__(self, key_id: str, limits: Limits, usage: DailyUsage, clock_ns: Callable[[], int]) -> None:
+    def __init__(self, key_id: str, limits: KeyLimits, usage: DailyUsage, clock_ns: Callable[[], int]) -> None:
         self.limits = limits
         self._key_id = key_id
         self._usage = usage
@@ -167,12 +167,12 @@ class KeyAccount:
         self._num_running += work.num_requests
         self._num_reserved += work.num_tokens
 
-    def settle(self, work: RequestCost, num_tokens: int) -> None:
+    def commit(self, work: RequestCost, num_tokens: int) -> None:
         self._release(work, num_tokens)
         if self.limits.tokens_per_day is not None:
             self._usage.add(self._key_id, num_tokens)
 
-    def undo(self, work: RequestCost) -> None:
+    def refund(self, work: RequestCost) -> None:
         self._release(work, 0)
         if self._requests is not None:
             self._requests.refund(work.num_requests, self._clock_ns())
@@ -245,7 +245,7 @@ class KeyAccount:
         ]
 
 
-class Limiter:
+class RateLimiter:
     """The accounts of all keys that have limits."""
 
     def __init__(self, usage: DailyUsage | None = None, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -258,14 +258,14 @@ class Limiter:
         """Keys that took something lately."""
         return len(self._accounts)
 
-    async def know(self, principal: Principal) -> None:
+    async def load_usage(self, principal: Principal) -> None:
         """Have the store tell, once a day, what the key has used of it."""
         if principal.limits.tokens_per_day is not None:
-            await self.usage.look()
+            await self.usage.load()
 
     def admit(self, principal: Principal, work: RequestCost) -> Reservation:
         """Raises: as `KeyAccount.admit`."""
-        if principal.limits == Limits():
+        if principal.limits == KeyLimits():
             return Reservation(None, work)
         account = self._account(principal)
         account.admit(work)
@@ -273,15 +273,15 @@ class Limiter:
 
     def headers(self, principal: Principal) -> dict[str, str]:
         """`x-ratelimit-*` of an answer; none for a key without limits."""
-        return {} if principal.limits == Limits() else self._account(principal).headers()
+        return {} if principal.limits == KeyLimits() else self._account(principal).headers()
 
-    async def keep_tidy(self) -> None:
+    async def cleanup_loop(self) -> None:
         """Tidy every few seconds, for ever."""
         while True:
-            await asyncio.sleep(TIDY_INTERVAL_S)
-            await self.tidy()
+            await asyncio.sleep(CLEANUP_INTERVAL_S)
+            await self.cleanup()
 
-    async def tidy(self) -> None:
+    async def cleanup(self) -> None:
         """Store what was used; forget who is as good as new."""
         for key_id in [key_id for key_id, account in self._accounts.items() if account.is_idle]:
             del self._accounts[key_id]

@@ -59,7 +59,7 @@ class DailyUsage:
         if num_tokens:
             self._unstored.setdefault(self.today, Counter())[key_id] += num_tokens
 
-    async def look(self) -> None:
+    async def load(self) -> None:
         """Learn what was used before this gateway's first request of the day."""
         if self.store is None or self._stored_day == self.today:
             return

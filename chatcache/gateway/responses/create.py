@@ -28,9 +28,9 @@ from chatcache.gateway.api.params import (
 )
 from chatcache.gateway.auth.principal import Principal
 from chatcache.gateway.context import Gateway, Model
-from chatcache.gateway.limits.admission import work_of
+from chatcache.gateway.limits.admission import request_cost
 from chatcache.gateway.responses.registry import LoggedResponse, Run
-from chatcache.gateway.responses.run import LiveResponse, Order
+from chatcache.gateway.responses.run import LiveResponse, RunOptions
 from chatcache.gateway.responses.steering import queued_input
 from chatcache.gateway.schemas.fields import parse_fields, unknown_fields
 from chatcache.gateway.schemas.requests import ResponseFields, SamplingFields
@@ -66,7 +66,7 @@ async def start_response(
         raise
 
 
-async def start_once(
+async def start_idempotent_response(
     gateway: Gateway, principal: Principal, body: Mapping[str, Any], once: IdempotencyKey, *, watched: bool = False
 ) -> LiveResponse | str:
     """`start_response`, or the id of the response that the same request started before.
@@ -75,7 +75,7 @@ async def start_once(
     """
     if body.get("store") is False:
         raise InvalidRequestError("an Idempotency-Key needs store: nothing else can be answered again", param="store")
-    async with gateway.keys.get(principal.owner, once):
+    async with gateway.idempotency_locks.get(principal.owner, once):
         found = await once.find_target(gateway.opened_store(), principal.owner)
         if found is not None:
             return found
@@ -92,18 +92,18 @@ async def _start(
     ignored = unknown_fields(body, ResponseFields, SamplingFields)
     if fields.background and fields.store is False:
         raise InvalidRequestError("background needs store: nobody could read the response", param="background")
-    model = await gateway.ready(fields.model)
-    await gateway.unsaved.settle(
+    model = await gateway.require_model(fields.model)
+    await gateway.pending_saves.flush(
         fields.previous_response_id, fields.previous_item_id, conversation_id(fields.conversation)
     )
-    running = await running_reply(gateway, principal.owner, fields)
-    use = response_tools(model, fields)
-    request = turn_request(fields, principal.owner, gateway.model_name, use.functions, running)
+    running = await find_running_reply(gateway, principal.owner, fields)
+    use = parse_response_tools(model, fields)
+    request = build_turn_request(fields, principal.owner, gateway.model_name, use.functions, running)
     asked = to_params(sampling, _asked(fields, sampling, watched), model.tokenizer.vocab_size)
     if fields.generate is False:
         asked = SamplingParams(temperature=0.0, max_tokens=1)  # its one token is thrown away
-    work = work_of(asked, sum(len(message["content"]) for message in request.input))
-    async with gateway.door.entering(principal, work) as permit:
+    work = request_cost(asked, sum(len(message["content"]) for message in request.input))
+    async with gateway.admission.acquire(principal, work) as permit:
         planned = await model.conversations.plan(request)
         if planned.prefix is not None:  # a reply goes on as it began
             use = replace(use, names=frozenset(each.name for each in planned.request.functions) or None, limits=None)
@@ -125,12 +125,12 @@ async def _start(
         named = rename_constraint_param(sampling.structured_outputs, "text", "tools" if use.limits else None)
         with rename_error_params(max_tokens="max_output_tokens"), named:
             reply = await start(engine_request, planned.prompt.text, planned.prefix, use.names, thinks, principal.owner)
-        permit.cover(reply)
+        permit.attach(reply)
 
     async def succeed(successor: Mapping[str, Any]) -> str:
         return (await _start(gateway, principal, successor, watched)).id
 
-    order = Order(principal, body, fields.generate is not False, _ttl_s(gateway, fields), succeed)
+    order = RunOptions(principal, body, fields.generate is not False, _ttl_s(gateway, fields), succeed)
     claim = once.claim(planned.turn.id) if once is not None else None
     opening = asyncio.create_task(_open(gateway, model, planned, reply, order, claim))
     opening.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -138,7 +138,7 @@ async def _start(
 
 
 async def _open(
-    gateway: Gateway, model: Model, planned: PlannedTurn, reply: Reply, order: Order, claim: Claim | None
+    gateway: Gateway, model: Model, planned: PlannedTurn, reply: Reply, order: RunOptions, claim: Claim | None
 ) -> LiveResponse:
     try:
         conversation = await model.conversations.open(planned, claim)
@@ -146,7 +146,7 @@ async def _open(
         await reply.close()
         raise
     run = LiveResponse(gateway, model, planned, conversation, reply, order)
-    run.begin()
+    run.start()
     return run
 
 
@@ -171,7 +171,7 @@ def _asked(fields: ResponseFields, sampling: SamplingFields, watched: bool) -> R
     )
 
 
-async def running_reply(gateway: Gateway, owner: str, fields: ResponseFields) -> ReplyPrefix | None:
+async def find_running_reply(gateway: Gateway, owner: str, fields: ResponseFields) -> ReplyPrefix | None:
     """The reply to continue, where it is still being generated: as far as it goes, or up to `fork_at`.
 
     Raises: InvalidRequestError.
@@ -180,16 +180,16 @@ async def running_reply(gateway: Gateway, owner: str, fields: ResponseFields) ->
     found: tuple[Run, int] | None = None
     if fields.previous_item_id is not None:
         for run in gateway.responses.running(owner):
-            index = run.index_of(fields.previous_item_id)
+            index = run.candidate_index(fields.previous_item_id)
             if index is not None and run.log.terminal is None:
                 found = run, index
     elif fields.previous_response_id is not None:
         logged = gateway.responses.find(owner, fields.previous_response_id)
         if logged is not None and logged.run is not None and logged.log.terminal is None:
-            found = logged.run, logged.run.first_kept
+            found = logged.run, logged.run.first_active_candidate
     if found is None:
         return None
-    start = await found[0].start_of(found[1], fields.fork_at, fields.fork_with)
+    start = await found[0].reply_prefix(found[1], fields.fork_at, fields.fork_with)
     if not start.ids:
         name = "previous_item_id" if fields.previous_item_id is not None else "previous_response_id"
         raise InvalidRequestError(f"{name}: nothing has been said there yet", param=name, code="nothing_to_fork")
@@ -214,12 +214,12 @@ def _steered_before(gateway: Gateway, owner: str, body: Mapping[str, Any]) -> Lo
     return logged if logged is not None and logged.steers else None
 
 
-def response_tools(model: Model, fields: ResponseFields) -> ToolUse:
+def parse_response_tools(model: Model, fields: ResponseFields) -> ToolUse:
     """What the request says of tools. Raises: InvalidRequestError, UnsupportedParameterError."""
     return parse_tool_choice(model.service.reply_format, fields.tools, fields.tool_choice, fields.parallel_tool_calls)
 
 
-def turn_request(
+def build_turn_request(
     fields: ResponseFields,
     owner: str,
     model_name: str,

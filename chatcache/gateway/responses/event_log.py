@@ -79,7 +79,7 @@ class FrameStore:
             return ()
         return self._segment(position // SEGMENT)[position % SEGMENT :]
 
-    def behind(self, number: int) -> int:
+    def position_after(self, number: int) -> int:
         """The position right behind the frame with that number; -1 is before all frames."""
         if number < 0:
             return 0
@@ -157,7 +157,7 @@ class OutputTexts:
         self.num_bytes = 0
         self._outputs: dict[object, _Output] = {}
 
-    def take(self, kind: str, fields: Mapping[str, Any]) -> None:
+    def update(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Heed an event that adds an item, or adds to one."""
         if kind == _ADDED:
             item: OutputItem = fields["item"]
@@ -204,7 +204,7 @@ class BeamTree:
         self._num_children: defaultdict[int, int] = defaultdict(int)
         self._live: tuple[int, ...] = ()
 
-    def take(self, nodes: Sequence[Mapping[str, Any]], live: Sequence[int]) -> None:
+    def update(self, nodes: Sequence[Mapping[str, Any]], live: Sequence[int]) -> None:
         """New nodes, parents first, and where live beams end now: the fields of a `response.beam`."""
         perhaps_gone = [*self._live, *(node["id"] for node in nodes)]
         for node in nodes:
@@ -234,8 +234,8 @@ class BeamTree:
 
 
 TERMINAL = frozenset({"response.completed", "response.incomplete", "response.failed"})
-MAX_BEHIND = 256
-MAX_BEHIND_BYTES = 256 * 1024
+MAX_LAG_FRAMES = 256
+MAX_LAG_BYTES = 256 * 1024
 _MILESTONES = frozenset({"response.created", "response.output_item.done", *TERMINAL})
 _KEPT_NOTES = ("response.progress", "conversation.updated")  # the newest of each survives a snapshot
 
@@ -255,10 +255,10 @@ class ResponseLog:
 
     def __init__(self, response_id: str) -> None:
         self.response_id = response_id
-        self.closed = False
-        self.unsaved = False  # it ended, and the store has not taken that yet
+        self.is_closed = False
+        self.is_unsaved = False  # it ended, and the store has not taken that yet
         self.num_readers = 0
-        self.on_readers: Callable[[int], None] | None = None
+        self.on_reader_count: Callable[[int], None] | None = None
         self._frames = FrameStore()
         self._texts = OutputTexts()
         self._beams = BeamTree()
@@ -286,7 +286,7 @@ class ResponseLog:
     def append(self, kind: str, **fields: object) -> None:
         """Add a numbered frame."""
         number = self._frames.num_numbered
-        self._texts.take(kind, fields)
+        self._texts.update(kind, fields)
         if kind in TERMINAL:
             if self._terminal is not None:
                 raise RuntimeError(f"{self.response_id} ended twice: {self._terminal.kind}, then {kind}")
@@ -295,10 +295,10 @@ class ResponseLog:
             self._milestones.append(self._frames.num_frames)
         self._add(LogFrame(kind, number, encode({"type": kind, "sequence_number": number, **fields})))
 
-    def note(self, kind: str, **fields: Any) -> None:
+    def append_unnumbered(self, kind: str, **fields: Any) -> None:
         """Add a frame outside the numbering."""
         if kind == BEAM:
-            self._beams.take(fields["nodes"], fields["live"])
+            self._beams.update(fields["nodes"], fields["live"])
         frame = LogFrame(kind, None, encode({"type": kind, **fields}))
         if kind in _KEPT_NOTES:
             self._notes[kind] = self._frames.num_frames, frame
@@ -306,7 +306,7 @@ class ResponseLog:
 
     def close(self) -> None:
         """Nothing will be added any more."""
-        self.closed = True
+        self.is_closed = True
         self._frames.seal()
         self._wake()
 
@@ -329,10 +329,10 @@ class ResponseLog:
         """What every output item says so far, as in `response.snapshot`."""
         return self._texts.outputs()
 
-    async def wait_beyond(self, position: int) -> bool:
+    async def wait_for_frame(self, position: int) -> bool:
         """Wait for a frame at `position`; False when there will be none."""
         while position >= self._frames.num_frames:
-            if self.closed:
+            if self.is_closed:
                 return False
             self._loop = self._loop or asyncio.get_running_loop()
             waiter = self._loop.create_future()
@@ -367,10 +367,10 @@ class ResponseLog:
         data = self._beams.frame(self.response_id)
         return self._frames.num_frames, [LogFrame(BEAM, None, data)] if data is not None else []
 
-    def count_reader(self, more: int) -> None:
+    def add_readers(self, more: int) -> None:
         self.num_readers += more
-        if self.on_readers is not None:
-            self.on_readers(self.num_readers)
+        if self.on_reader_count is not None:
+            self.on_reader_count(self.num_readers)
 
     def _add(self, frame: LogFrame) -> None:
         self._frames.append(frame)
@@ -396,7 +396,7 @@ class LogReader:
         self._log = log
         self._frames = frames
         self._extended = extended
-        self._position = frames.behind(after)
+        self._position = frames.position_after(after)
         self._bytes_read = frames.num_bytes_before(self._position)
         self.sent_number = after
         self.num_snapshots = 0
@@ -406,13 +406,13 @@ class LogReader:
         self._opened = asyncio.Event()
 
     def __enter__(self) -> LogReader:
-        self._log.count_reader(1)
+        self._log.add_readers(1)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._log.count_reader(-1)
+        self._log.add_readers(-1)
 
     async def __aiter__(self) -> AsyncIterator[LogFrame]:
         while frames := await self.next():
@@ -423,7 +423,7 @@ class LogReader:
         """Wait for frames and take those that are there, a segment at most; none when the log has ended."""
         while True:
             await self.wait_open()
-            if not self._needs_beams and not await self._log.wait_beyond(self._position):
+            if not self._needs_beams and not await self._log.wait_for_frame(self._position):
                 return ()
             frames = self._take()
             if frames:
@@ -432,7 +432,7 @@ class LogReader:
     @property
     def is_open(self) -> bool:
         """Whether the window has room."""
-        return self._acked is None or self.sent_number - self._acked < MAX_BEHIND
+        return self._acked is None or self.sent_number - self._acked < MAX_LAG_FRAMES
 
     async def wait_open(self) -> None:
         while not self.is_open:
@@ -479,4 +479,4 @@ class LogReader:
     def _is_behind(self) -> bool:
         num_frames = self._frames.num_frames - self._position
         num_bytes = self._frames.total_bytes - self._bytes_read
-        return num_frames > MAX_BEHIND or (num_frames > 1 and num_bytes > MAX_BEHIND_BYTES)
+        return num_frames > MAX_LAG_FRAMES or (num_frames > 1 and num_bytes > MAX_LAG_BYTES)

@@ -52,13 +52,13 @@ from chatcache.gateway.responses.event_log import ResponseLog
 from chatcache.gateway.responses.objects import (
     call_item,
     call_item_id,
+    incomplete_reason,
     miss_cause,
     output_items,
     output_text,
     reasoning_id,
     reasoning_item,
     response_object,
-    why_incomplete,
 )
 from chatcache.gateway.schemas.completions import TokenLogprob
 from chatcache.gateway.schemas.responses import OutputItem, OutputMessage, ReasoningText, Receipt, Response
@@ -66,7 +66,7 @@ from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import FINISH_CANCELLED, FINISH_STOP, StartReport
 
 
-class CandidateFrames:
+class CandidateEventWriter:
     """`numbers` yields the `output_index` of the next item of the response."""
 
     def __init__(self, log: ResponseLog, numbers: Iterator[int], candidate: int, item_id: str) -> None:
@@ -170,7 +170,7 @@ class CandidateFrames:
         return {"item_id": item_id, "output_index": self._at[item_id]}
 
 
-class ResponseFrames:
+class ResponseEventWriter:
     """Writes one response into its log."""
 
     def __init__(self, log: ResponseLog, planned: PlannedTurn, tokenizer: Tokenizer, reply: Reply) -> None:
@@ -184,7 +184,7 @@ class ResponseFrames:
         self._logprobs = [EncodedLogprobs() for _ in self.item_ids]
         self._early = [EncodedLogprobs() for _ in self.item_ids]  # log-probabilities of text that is held back
         numbers = count()
-        self._candidates = [CandidateFrames(log, numbers, *each) for each in enumerate(self.item_ids)]
+        self._candidates = [CandidateEventWriter(log, numbers, *each) for each in enumerate(self.item_ids)]
         self._outputs: dict[int, Item] = {}
         self._wire_outputs: dict[int, OutputItem] = {}
         self._is_read = reply.is_parsed
@@ -219,7 +219,7 @@ class ResponseFrames:
 
     def beams(self, event: ReplyBeams) -> None:
         nodes = [{"id": n.id, "parent": n.parent, "text": n.text, "score": round(n.score, 4)} for n in event.nodes]
-        self._log.note("response.beam", response_id=self._turn.id, nodes=nodes, live=event.live)
+        self._log.append_unnumbered("response.beam", response_id=self._turn.id, nodes=nodes, live=event.live)
 
     def done(self, event: ReplyDone) -> None:
         self._begin()
@@ -228,7 +228,7 @@ class ResponseFrames:
         score = event.score if self._is_ranked else None
         self._wire_outputs |= self._candidates[event.index].done(item, logprobs, score)
 
-    def cut(self, reason: str) -> Turn:
+    def mark_incomplete(self, reason: str) -> Turn:
         """It ends early, and not because somebody cancelled it; the turn as it is to be stored."""
         self._cut = True
         self._turn = replace(self._turn, echo={**self._turn.echo, "incomplete_details": {"reason": reason}})
@@ -247,7 +247,7 @@ class ResponseFrames:
         more: dict[str, object] = {"receipt": receipt} if receipt is not None else {}
         if not is_saved:
             more["saved"] = False
-        self._log.append(kind, response=self._response(status, usage_of(event)), **more)
+        self._log.append(kind, response=self._response(status, to_usage(event)), **more)
 
     def failed(self, error: ChatcacheError) -> Turn:
         """Write the terminal frame; the turn as it is to be stored."""
@@ -264,7 +264,7 @@ class ResponseFrames:
         self._begun = True
 
     def _progress(self, phase: str, input_tokens: int | None, cached_tokens: int | None, **more: object) -> None:
-        self._log.note(
+        self._log.append_unnumbered(
             "response.progress",
             response_id=self._turn.id,
             phase=phase,
@@ -297,8 +297,8 @@ class ResponseFrames:
 
     def _response(self, status: str, usage: Usage | None = None) -> Response:
         turn = replace(self._turn, status=status, usage=usage)
-        return response_object(turn, self._output(), why_incomplete(turn, self.outputs))
+        return response_object(turn, self._output(), incomplete_reason(turn, self.outputs))
 
 
-def usage_of(event: ReplyFinished) -> Usage:
+def to_usage(event: ReplyFinished) -> Usage:
     return Usage(event.num_prompt_tokens, event.num_cached_tokens, event.num_output_tokens, event.num_reasoning_tokens)

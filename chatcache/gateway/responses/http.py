@@ -29,11 +29,23 @@ from chatcache.gateway.auth.principal import owner_of, principal_of
 from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.json_codec import encode
-from chatcache.gateway.middleware import read_json, until_disconnect
-from chatcache.gateway.responses.create import response_tools, running_reply, start_once, start_response, turn_request
+from chatcache.gateway.middleware import cancel_on_disconnect, read_json
+from chatcache.gateway.responses.create import (
+    build_turn_request,
+    find_running_reply,
+    parse_response_tools,
+    start_idempotent_response,
+    start_response,
+)
 from chatcache.gateway.responses.event_log import TERMINAL, LogReader
 from chatcache.gateway.responses.registry import Run
-from chatcache.gateway.responses.state import as_created, as_logged, as_stored, find_stored, stream_expired
+from chatcache.gateway.responses.state import (
+    encode_created_response,
+    encode_logged_response,
+    load_response_tree,
+    stored_response,
+    stream_expired_error,
+)
 from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unknown_fields
 from chatcache.gateway.schemas.requests import DeliveryFields, ResponseFields, SamplingFields
 
@@ -51,20 +63,20 @@ async def create_response(request: Request) -> Response:
     principal, once = principal_of(request), IdempotencyKey.from_request(request, "response", body)
     # One that is stored is started even if the client is gone by then: resending it could only double it.
     if once is not None:
-        run = await start_once(gateway, principal, body, once)
+        run = await start_idempotent_response(gateway, principal, body, once)
         if isinstance(run, str):
             return await _again(request, run, delivery, headers | REPLAYED_HEADER)
     elif delivery.store is not False:
         run = await start_response(gateway, principal, body)
     else:
-        run = await until_disconnect(request, start_response(gateway, principal, body))
+        run = await cancel_on_disconnect(request, start_response(gateway, principal, body))
     if delivery.stream:
         return LogStream(gateway, run.log.reader(), headers)
     if delivery.background:
-        return Response(as_created(run.log), headers=headers, media_type=JSON)
+        return Response(encode_created_response(run.log), headers=headers, media_type=JSON)
     with run.log.reader():
-        await until_disconnect(request, _over(gateway, run))
-    return Response(as_logged(run.log), headers=headers, media_type=JSON)
+        await cancel_on_disconnect(request, _over(gateway, run))
+    return Response(encode_logged_response(run.log), headers=headers, media_type=JSON)
 
 
 async def _again(request: Request, response_id: str, delivery: DeliveryFields, headers: dict[str, str]) -> Response:
@@ -72,16 +84,16 @@ async def _again(request: Request, response_id: str, delivery: DeliveryFields, h
     gateway, owner = gateway_of(request), owner_of(request)
     logged = gateway.responses.find(owner, response_id)
     if logged is None:  # of long ago, or another gateway's
-        tree = await find_stored(gateway.opened_store(), owner, response_id)
+        tree = await load_response_tree(gateway.opened_store(), owner, response_id)
         if delivery.stream:
-            raise stream_expired(response_id)
-        return json_response(as_stored(tree, response_id), headers=headers)
+            raise stream_expired_error(response_id)
+        return json_response(stored_response(tree, response_id), headers=headers)
     if delivery.stream:
         return LogStream(gateway, logged.log.reader(), headers)
     if not delivery.background and logged.run is not None:
         with logged.log.reader():
-            await until_disconnect(request, _over(gateway, logged.run))
-    return Response(as_logged(logged.log), headers=headers, media_type=JSON)
+            await cancel_on_disconnect(request, _over(gateway, logged.run))
+    return Response(encode_logged_response(logged.log), headers=headers, media_type=JSON)
 
 
 async def _over(gateway: Gateway, run: Run) -> None:
@@ -157,15 +169,15 @@ async def delete_response(request: Request) -> Response:
     logged = gateway.responses.find(owner, response_id)
     if logged is not None and logged.run is not None:
         await logged.run.cancel()
-    await gateway.unsaved.settle(response_id)
+    await gateway.pending_saves.flush(response_id)
     try:
-        tree = await find_stored(store, owner, response_id)
+        tree = await load_response_tree(store, owner, response_id)
     except NotFoundError:
         if logged is None:
             raise
     else:
         await _remove(gateway, store, tree, response_id)
-    gateway.responses.forget(response_id)
+    gateway.responses.remove(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -174,7 +186,7 @@ async def cancel_response(request: Request) -> Response:
     logged = gateway_of(request).responses.find(owner_of(request), request.path_params["id"])
     if logged is not None and logged.run is not None:
         await logged.run.cancel()
-        return Response(as_logged(logged.log), media_type=JSON)
+        return Response(encode_logged_response(logged.log), media_type=JSON)
     return await _now(request)
 
 
@@ -182,7 +194,7 @@ async def list_input_items(request: Request) -> Response:
     """GET /v1/responses/{id}/input_items: the messages that came with the request."""
     response_id = request.path_params["id"]
     query = PageQuery.parse(request.query_params)
-    tree = await find_stored(store_of(request), owner_of(request), response_id)
+    tree = await load_response_tree(store_of(request), owner_of(request), response_id)
     return json_response(paginate(listed_items(tree, tree.inputs(response_id)), query))
 
 
@@ -193,11 +205,11 @@ async def count_input_tokens(request: Request) -> Response:
     fields = parse_fields(body, ResponseFields)
     parse_fields(body, SamplingFields)  # what a response would refuse is refused here
     ignored = unknown_fields(body, ResponseFields, SamplingFields)
-    model = await gateway.ready(fields.model)
-    functions = response_tools(model, fields).functions
-    running = await running_reply(gateway, owner, fields)
-    asked = turn_request(fields, owner, gateway.model_name, functions, running)
-    async with gateway.counting.turn(owner, len(await request.body())):
+    model = await gateway.require_model(fields.model)
+    functions = parse_response_tools(model, fields).functions
+    running = await find_running_reply(gateway, owner, fields)
+    asked = build_turn_request(fields, owner, gateway.model_name, functions, running)
+    async with gateway.tokenize_throttle.acquire(owner, len(await request.body())):
         planned = await model.conversations.plan(asked)
     answer = {"object": "response.input_tokens", "input_tokens": len(planned.prompt.token_ids)}
     return json_response(answer, headers=ignored_header(ignored))
@@ -207,17 +219,17 @@ async def _now(request: Request) -> Response:
     gateway, owner, response_id = gateway_of(request), owner_of(request), request.path_params["id"]
     logged = gateway.responses.find(owner, response_id)
     if logged is not None:
-        return Response(as_logged(logged.log), media_type=JSON)
-    tree = await find_stored(store_of(request), owner, response_id)
-    return json_response(as_stored(tree, response_id))
+        return Response(encode_logged_response(logged.log), media_type=JSON)
+    tree = await load_response_tree(store_of(request), owner, response_id)
+    return json_response(stored_response(tree, response_id))
 
 
 async def _follow(request: Request, after: int) -> Response:
     gateway, owner, response_id = gateway_of(request), owner_of(request), request.path_params["id"]
     logged = gateway.responses.find(owner, response_id)
     if logged is None:
-        await find_stored(store_of(request), owner, response_id)
-        raise stream_expired(response_id)
+        await load_response_tree(store_of(request), owner, response_id)
+        raise stream_expired_error(response_id)
     reader = logged.log.reader(after)
     gateway.metrics.resumed.labels(transport="sse").inc()
     return LogStream(gateway, reader, {})
@@ -234,9 +246,9 @@ async def _remove(gateway: Gateway, store: ConversationStore, tree: Conversation
         with contextlib.suppress(StaleRevisionError):  # somebody goes on in it
             if not left.items:
                 await store.delete(owner, conversation_id, expected_rev=left.conversation.rev)
-                gateway.hub.deleted(owner, conversation_id)
+                gateway.hub.publish_deletion(owner, conversation_id)
                 return
-    gateway.hub.changed(conversation)
+    gateway.hub.publish_update(conversation)
 
 
 def _flag(text: str) -> bool:

@@ -120,7 +120,7 @@ def output_text(text: str, logprobs: list[TokenLogprob] | None = None) -> Respon
     return ResponseText(text, [], logprobs if logprobs is not None else [])
 
 
-def why_incomplete(turn: Turn, outputs: Sequence[Item]) -> str | None:
+def incomplete_reason(turn: Turn, outputs: Sequence[Item]) -> str | None:
     """OpenAI's reason, where a response ended without being complete."""
     if turn.status == CANCELLED:
         return "cancelled"

@@ -12,7 +12,7 @@ from chatcache.errors import NotFoundError
 
 log = logging.getLogger(__name__)
 
-MAX_KEPT = 1000
+MAX_PENDING_SAVES = 1000
 _RETRY_S = 0.5
 
 Save = Callable[[], Awaitable[None]]
@@ -25,7 +25,7 @@ class _Kept:
 
 
 class PendingSaves:
-    """Belongs to one event loop. Beyond `MAX_KEPT` the oldest are given up."""
+    """Belongs to one event loop. Beyond `MAX_PENDING_SAVES` the oldest are given up."""
 
     def __init__(self) -> None:
         self._kept: dict[str, _Kept] = {}
@@ -36,14 +36,14 @@ class PendingSaves:
         """Save a response when that can be done. `names`: ids by which others may want to continue it."""
         self._kept[response_id] = _Kept(frozenset((response_id, *names)), save)
         log.warning("%s could not be saved yet; %d wait for the store", response_id, len(self._kept))
-        if len(self._kept) > MAX_KEPT:
+        if len(self._kept) > MAX_PENDING_SAVES:
             first = next(iter(self._kept))
             del self._kept[first]
             log.error("%s is not saved: too many wait for the store", first)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._retry())
 
-    async def settle(self, *names: str | None) -> None:
+    async def flush(self, *names: str | None) -> None:
         """Save what can be saved now. Raises: StoreUnavailableError if what has one of these names still cannot."""
         if not self._kept:
             return
@@ -59,7 +59,7 @@ class PendingSaves:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         try:
-            await self.settle()
+            await self.flush()
         finally:
             for response_id in self._kept:
                 log.error("%s is not saved: the store did not come back in time", response_id)
@@ -67,7 +67,7 @@ class PendingSaves:
     async def _retry(self) -> None:
         while self._kept:
             await asyncio.sleep(_RETRY_S)
-            await self.settle()
+            await self.flush()
 
     async def _save_all(self) -> None:
         """Raises: StoreUnavailableError at the first that cannot be saved."""

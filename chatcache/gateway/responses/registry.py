@@ -27,11 +27,11 @@ class Run(Protocol):
     log: ResponseLog
     task: asyncio.Task[None]
 
-    def index_of(self, item_id: str) -> int | None:
+    def candidate_index(self, item_id: str) -> int | None:
         """Which candidate will be stored as that message."""
         ...
 
-    async def start_of(self, index: int, num_tokens: int | None, fork_with: int | None) -> ReplyPrefix:
+    async def reply_prefix(self, index: int, num_tokens: int | None, fork_with: int | None) -> ReplyPrefix:
         """Candidate `index` as far as it goes now, or its first tokens, and another token.
 
         Raises: InvalidRequestError.
@@ -43,7 +43,7 @@ class Run(Protocol):
         ...
 
     @property
-    def first_kept(self) -> int:
+    def first_active_candidate(self) -> int:
         """The first candidate that was not dropped."""
         ...
 
@@ -102,7 +102,7 @@ class ResponseRegistry:
     def num_ended_bytes(self) -> int:
         return self._ended_bytes
 
-    def begin(self, run: Run) -> LoggedResponse:
+    def add(self, run: Run) -> LoggedResponse:
         """A response is under way."""
         logged = self._live[run.id] = LoggedResponse(run.id, run.owner, run.log, run)
         return logged
@@ -137,7 +137,7 @@ class ResponseRegistry:
         runs = (each.run for each in self._live.values() if owner is None or each.owner == owner)
         return tuple(run for run in runs if run is not None)
 
-    def forget(self, response_id: str) -> None:
+    def remove(self, response_id: str) -> None:
         """Drop the log of an ended response: it was deleted."""
         if self._ended.pop(response_id, None) is not None:
             self._ended_bytes -= self._sizes.pop(response_id)
@@ -148,4 +148,4 @@ class ResponseRegistry:
             first = next(iter(self._ended.values()))
             if first.ended_s >= oldest_s and self._ended_bytes <= self._max_ended_bytes:
                 return
-            self.forget(first.id)
+            self.remove(first.id)

@@ -30,17 +30,17 @@ from chatcache.conversations.turns import PlannedTurn
 from chatcache.errors import ChatcacheError, EngineError, InvalidRequestError, NotFoundError, UnsupportedParameterError
 from chatcache.gateway.auth.principal import Principal
 from chatcache.gateway.context import Gateway, Model
-from chatcache.gateway.errors import INTERNAL
+from chatcache.gateway.errors import INTERNAL_ERROR
 from chatcache.gateway.metrics import Metrics, record_reply_metrics
 from chatcache.gateway.responses.event_log import ResponseLog
-from chatcache.gateway.responses.events import ResponseFrames, usage_of
+from chatcache.gateway.responses.events import ResponseEventWriter, to_usage
 from chatcache.gateway.responses.steering import (
     Steer,
     SteerQueue,
     SteerRefusedError,
-    failure,
-    not_steerable,
+    not_steerable_error,
     required_input,
+    steer_failed_fields,
     steer_json,
     successor_body,
 )
@@ -73,7 +73,7 @@ class CandidateCancellations:
         return min((drop.since_s for drop in self._waiting.values()), default=None)
 
     @property
-    def first_kept(self) -> int:
+    def first_active(self) -> int:
         """The first candidate that was not dropped."""
         kept = [each.index for each in self._reply.candidates if not each.dropped]
         return kept[0] if kept else 0
@@ -126,12 +126,14 @@ class CandidateCancellations:
             receipt = Receipt(num_late, event.num_pages_freed, round((now_s - since_s) * 1000, 3))
             self._metrics.stop_latency.observe(now_s - since_s)
             self._metrics.tokens_after_stop.inc(num_late)
-            self._log.note("response.dropped", **dropped(self._log.response_id, event.index, receipt))
+            self._log.append_unnumbered(
+                "response.dropped", **dropped_fields(self._log.response_id, event.index, receipt)
+            )
         if drop is not None and not drop.receipt.done():
             drop.receipt.set_result(receipt)
 
 
-def dropped(response_id: str, candidate: int, receipt: Receipt) -> dict[str, object]:
+def dropped_fields(response_id: str, candidate: int, receipt: Receipt) -> dict[str, object]:
     """The fields of `response.dropped`."""
     return {"response_id": response_id, "candidate": candidate, "receipt": receipt}
 
@@ -153,21 +155,21 @@ class DetachTimer:
         self._timer: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[None] | None = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Watch the readers from now on; there need not be one yet."""
-        self._log.on_readers = self._readers
+        self._log.on_reader_count = self._readers
         if self._ttl_s is not None:
             self._arm(max(self._ttl_s, _FIRST_READER_S))
 
-    def shorten(self) -> None:
+    def end_with_last_reader(self) -> None:
         """End it with its last reader: now, if there is none."""
         self._ttl_s = 0.0
-        if self._log.on_readers is not None:
+        if self._log.on_reader_count is not None:
             self._readers(self._log.num_readers)
 
     def stop(self) -> None:
         """The response is over."""
-        self._log.on_readers = None
+        self._log.on_reader_count = None
         self._disarm()
 
     def _readers(self, num_readers: int) -> None:
@@ -196,7 +198,7 @@ _COALESCE_S = 0.033
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RunOptions:
     """How a response was asked for.
 
     `ttl_s`: how long it outlives its last reader while the `principal` is let in; None: until it is done. `succeed`
@@ -207,7 +209,7 @@ class Order:
     body: Mapping[str, Any]
     generate: bool
     ttl_s: float | None
-    succeed: Callable[[Mapping[str, Any]], Awaitable[str]]
+    start_successor: Callable[[Mapping[str, Any]], Awaitable[str]]
 
 
 class LiveResponse:
@@ -220,7 +222,7 @@ class LiveResponse:
         planned: PlannedTurn,
         conversation: Conversation | None,
         reply: Reply,
-        order: Order,
+        order: RunOptions,
     ) -> None:
         self.id = planned.turn.id
         self.owner = planned.request.owner
@@ -231,7 +233,7 @@ class LiveResponse:
         self._planned = planned
         self._conversation = conversation
         self._reply = reply
-        self._frames = ResponseFrames(self.log, planned, model.tokenizer, reply)
+        self._frames = ResponseEventWriter(self.log, planned, model.tokenizer, reply)
         self._order = order
         self._drops = CandidateCancellations(reply, self.log, gateway.metrics)
         self._lifetime = DetachTimer(self.log, order.ttl_s, self.cancel)
@@ -241,20 +243,20 @@ class LiveResponse:
         self._num_tokens_at_cancel = 0
         self._receipt: Receipt | None = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Start the task that does the work; the gateway keeps it until it is over."""
-        self.logged = self._gateway.responses.begin(self)
+        self.logged = self._gateway.responses.add(self)
         self._frames.created()
         if self._conversation is not None:
             self._tell(self._conversation)
-        self._lifetime.begin()
+        self._lifetime.start()
         self.task = asyncio.create_task(self._work(), name=self.id)
 
-    def index_of(self, item_id: str) -> int | None:
+    def candidate_index(self, item_id: str) -> int | None:
         """Which candidate will be stored as that message."""
         return self._frames.item_ids.index(item_id) if item_id in self._frames.item_ids else None
 
-    async def start_of(self, index: int, num_tokens: int | None, fork_with: int | None) -> ReplyPrefix:
+    async def reply_prefix(self, index: int, num_tokens: int | None, fork_with: int | None) -> ReplyPrefix:
         """Candidate `index` as far as it goes now, or its first tokens, and another token.
 
         Raises: InvalidRequestError.
@@ -279,9 +281,9 @@ class LiveResponse:
         await asyncio.wait([self.task])
 
     @property
-    def first_kept(self) -> int:
+    def first_active_candidate(self) -> int:
         """The first candidate that was not dropped."""
-        return self._drops.first_kept
+        return self._drops.first_active
 
     def check_drop(self, candidate: int) -> bool:
         """Whether all other candidates have ended: dropping this one is a cancel.
@@ -304,16 +306,16 @@ class LiveResponse:
         if self._conversation is None or not self._order.generate:
             raise SteerRefusedError("only stored responses that generate can be steered", code="steering_not_supported")
         if self.log.terminal is not None or self._cancelled_s is not None:
-            raise not_steerable(self.log.terminal)
+            raise not_steerable_error(self.log.terminal)
         steer = self._steers.add(given)
         self.log.append("response.steer.accepted", steer=steer_json(steer, self.id))
         await self._reply.cancel()
 
     async def _work(self) -> None:
-        keyring, principal = self._gateway.keyring, self._order.principal
-        with keyring.watching(principal, self._lifetime.shorten):
-            if not keyring.lets_in(principal):  # since a moment ago
-                self._lifetime.shorten()
+        key_cache, principal = self._gateway.key_cache, self._order.principal
+        with key_cache.notify_revoked(principal, self._lifetime.end_with_last_reader):
+            if not key_cache.is_valid(principal):  # since a moment ago
+                self._lifetime.end_with_last_reader()
             await self._run()
 
     async def _run(self) -> None:
@@ -325,7 +327,7 @@ class LiveResponse:
             await self._fail(error)
         finally:
             if self.log.terminal is None:  # this task was cancelled
-                self._frames.failed(INTERNAL)
+                self._frames.failed(INTERNAL_ERROR)
             try:
                 await self._hand_over()
             finally:
@@ -372,9 +374,9 @@ class LiveResponse:
 
     async def _finish(self, event: ReplyFinished) -> None:
         """Store, then announce: who has read the terminal frame can rely on the tree."""
-        usage = usage_of(event)
+        usage = to_usage(event)
         if event.cancelled and self._cancelled_s is None and (self._steers or self._interrupted):
-            turn = self._frames.cut("steered" if self._steers else "interrupted")
+            turn = self._frames.mark_incomplete("steered" if self._steers else "interrupted")
             self._planned = replace(self._planned, turn=turn)
         elif event.cancelled:
             self._receipt = self._stopped(event)
@@ -383,7 +385,7 @@ class LiveResponse:
 
     async def _hand_over(self) -> None:
         """Let what was steered be answered by a successor, or wait for function outputs, or go back."""
-        steers = self._steers.take()
+        steers = self._steers.pop_all()
         if not steers:
             return
         if self.log.terminal == "response.failed" or self._cancelled_s is not None:
@@ -401,23 +403,23 @@ class LiveResponse:
                 self.log.append("response.steer.pending", steer=steer_json(steer, self.id), **fields)
             return
         try:
-            self.logged.successor = await self._order.succeed(successor_body(self._order.body, self.id, steers))
+            self.logged.successor = await self._order.start_successor(successor_body(self._order.body, self.id, steers))
         except Exception as error:
             if not isinstance(error, ChatcacheError):
                 log.exception("%s: its successor could not be created", self.id)
-            self._return(steers, error.message if isinstance(error, ChatcacheError) else INTERNAL.message)
+            self._return(steers, error.message if isinstance(error, ChatcacheError) else INTERNAL_ERROR.message)
 
     def _return(self, steers: Sequence[Steer], why: str) -> None:
         error = SteerRefusedError(why, code="successor_creation_failed")
         for steer in steers:
-            self.log.append("response.steer.failed", **failure(error, steer.given, self.id, steer.id))
+            self.log.append("response.steer.failed", **steer_failed_fields(error, steer.given, self.id, steer.id))
 
     async def _fail(self, error: Exception) -> None:
         if not isinstance(error, ChatcacheError):
             log.error("%s failed", self.id, exc_info=error)
         if self.log.terminal is not None:
             return
-        turn = self._frames.failed(error if isinstance(error, ChatcacheError) else INTERNAL)
+        turn = self._frames.failed(error if isinstance(error, ChatcacheError) else INTERNAL_ERROR)
         self._planned = replace(self._planned, turn=turn)
         await self._store_failure()
 
@@ -439,23 +441,23 @@ class LiveResponse:
 
         async def store_late() -> None:
             conversation = await conversations.retry_complete(*end)
-            self.log.unsaved = False
-            self._gateway.hub.changed(conversation)
+            self.log.is_unsaved = False
+            self._gateway.hub.publish_update(conversation)
 
         try:
             conversation = await conversations.complete(*end)
         except StoreUnavailableError:
             names = (self._conversation.id, *(item.id for item in self._frames.outputs))
-            self.log.unsaved = True
-            self._gateway.unsaved.add(self.id, names, store_late)
+            self.log.is_unsaved = True
+            self._gateway.pending_saves.add(self.id, names, store_late)
             return False
         self._tell(conversation)
         return True
 
     def _tell(self, conversation: Conversation) -> None:
         """Tell the readers, and whoever subscribed, how the conversation stands now."""
-        self.log.note("conversation.updated", conversation=schemas.Conversation.from_head(conversation))
-        self._gateway.hub.changed(conversation)
+        self.log.append_unnumbered("conversation.updated", conversation=schemas.Conversation.from_head(conversation))
+        self._gateway.hub.publish_update(conversation)
 
     def _stopped(self, event: ReplyFinished) -> Receipt:
         """What stopping cost and gave back. Without a cancel of ours the server was closing: nothing to measure."""

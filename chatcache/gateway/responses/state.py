@@ -14,11 +14,11 @@ from chatcache.gateway.json_codec import encode
 from chatcache.gateway.responses.event_log import TERMINAL, ResponseLog
 from chatcache.gateway.responses.objects import (
     call_item,
+    incomplete_reason,
     output_items,
     output_text,
     reasoning_item,
     response_object,
-    why_incomplete,
 )
 from chatcache.gateway.schemas.responses import OutputItem, OutputMessage, Response
 
@@ -37,12 +37,12 @@ class _Finished(msgspec.Struct):
     item: dict[str, Any]
 
 
-def as_logged(log: ResponseLog) -> bytes:
+def encode_logged_response(log: ResponseLog) -> bytes:
     """The response object: the final one, with its receipt if it was cancelled, or all that is known so far."""
     milestones = log.milestones()
     end = next((frame for frame in milestones if frame.kind in TERMINAL), None)
     if end is not None:
-        return _with(_final(end.data), b'"saved":false') if log.unsaved else _final(end.data)
+        return _with(_final(end.data), b'"saved":false') if log.is_unsaved else _final(end.data)
     created = msgspec.json.decode(milestones[0].data, type=_Lifecycle)
     finished = [msgspec.json.decode(frame.data, type=_Finished) for frame in milestones[1:]]
     outputs: dict[Any, object] = {text["output_index"]: _unfinished(text) for text in log.texts()}
@@ -51,25 +51,25 @@ def as_logged(log: ResponseLog) -> bytes:
     return encode({**response, "output": [outputs[index] for index in sorted(outputs)]})
 
 
-def as_created(log: ResponseLog) -> bytes:
+def encode_created_response(log: ResponseLog) -> bytes:
     """The response object as it was when the response began."""
     return bytes(msgspec.json.decode(log.milestones()[0].data, type=_Lifecycle).response)
 
 
-def as_stored(tree: ConversationTree, response_id: str) -> Response:
+def stored_response(tree: ConversationTree, response_id: str) -> Response:
     """The response object. Log-probabilities are not stored."""
     turn = tree.turns[response_id]
     outputs = tree.outputs(response_id)
     items = [each for output in outputs for each in output_items(output)]
-    return response_object(turn, items, why_incomplete(turn, outputs))
+    return response_object(turn, items, incomplete_reason(turn, outputs))
 
 
-def stream_expired(response_id: str) -> InvalidRequestError:
+def stream_expired_error(response_id: str) -> InvalidRequestError:
     message = f"the events of {response_id[:128]} are not kept here any more: retrieve it without stream"
     return InvalidRequestError(message, param="stream", code="stream_expired")
 
 
-async def find_stored(store: ConversationStore, owner: str, response_id: str) -> ConversationTree:
+async def load_response_tree(store: ConversationStore, owner: str, response_id: str) -> ConversationTree:
     """The tree that holds a stored response. Raises: NotFoundError, also for one that was deleted."""
     missing = NotFoundError(f"no response {response_id[:128]!r}", param="response_id")
     try:

@@ -15,7 +15,7 @@ from chatcache.errors import ChatcacheError
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.schemas.requests import MAX_MESSAGES
 
-MAX_PENDING = 8
+MAX_PENDING_STEERS = 8
 MAX_PENDING_BYTES = 1024 * 1024
 _FIELDS = frozenset({"type", "previous_response_id", "input"})
 _MESSAGE_FIELDS = frozenset({"type", "role", "content"})
@@ -50,20 +50,21 @@ class SteerQueue:
 
     def add(self, given: object) -> Steer:
         """Raises: SteerRefusedError for input that is none, or too much of it."""
-        messages = steer_messages(given)
+        messages = parse_steer_input(given)
         steer = Steer(new_id("steer"), given, messages, len(encode(given)))
         if (
-            len(self._waiting) >= MAX_PENDING
+            len(self._waiting) >= MAX_PENDING_STEERS
             or sum(each.num_bytes for each in self._waiting) + steer.num_bytes > MAX_PENDING_BYTES
         ):
             raise SteerRefusedError(
-                f"at most {MAX_PENDING} submissions of {MAX_PENDING_BYTES} bytes together may wait for a response",
+                f"at most {MAX_PENDING_STEERS} submissions of {MAX_PENDING_BYTES} bytes together "
+                "may wait for a response",
                 code="too_many_pending_steers",
             )
         self._waiting.append(steer)
         return steer
 
-    def take(self) -> tuple[Steer, ...]:
+    def pop_all(self) -> tuple[Steer, ...]:
         """All of them; none are left."""
         taken, self._waiting = tuple(self._waiting), []
         return taken
@@ -76,7 +77,7 @@ def check_fields(body: Mapping[str, Any]) -> None:
             raise SteerRefusedError(f"response.steer does not take {name[:64]!r}", code="invalid_input")
 
 
-def steer_messages(given: object) -> tuple[Mapping[str, Any], ...]:
+def parse_steer_input(given: object) -> tuple[Mapping[str, Any], ...]:
     """Steering input as messages. Raises: SteerRefusedError."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}] if given else []
@@ -122,7 +123,7 @@ def required_input(output: Item) -> list[dict[str, str]]:
     ]
 
 
-def not_steerable(terminal: str | None) -> SteerRefusedError:
+def not_steerable_error(terminal: str | None) -> SteerRefusedError:
     """Why a response that has ended, or is about to, takes no more."""
     if terminal == "response.completed":
         return SteerRefusedError("the response has completed", code="response_already_completed")
@@ -133,7 +134,9 @@ def steer_json(steer: Steer, response_id: str) -> dict[str, object]:
     return {"id": steer.id, "previous_response_id": response_id}
 
 
-def failure(error: ChatcacheError, given: object, response_id: str, steer_id: str | None = None) -> dict[str, object]:
+def steer_failed_fields(
+    error: ChatcacheError, given: object, response_id: str, steer_id: str | None = None
+) -> dict[str, object]:
     """The fields of `response.steer.failed`: the input goes back to whoever sent it."""
     refusal = {"code": error.code, "message": error.message, "type": "invalid_request_error"}
     steer = {"input": given, "previous_response_id": response_id}

@@ -17,21 +17,26 @@ from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.limits.rate_limits import SECOND_NS, TokenBucket
 from chatcache.gateway.middleware import parse_json
 from chatcache.gateway.responses.registry import Run
-from chatcache.gateway.responses.run import dropped
-from chatcache.gateway.responses.steering import SteerRefusedError, check_fields, failure, not_steerable
+from chatcache.gateway.responses.run import dropped_fields
+from chatcache.gateway.responses.steering import (
+    SteerRefusedError,
+    check_fields,
+    not_steerable_error,
+    steer_failed_fields,
+)
 from chatcache.gateway.schemas.fields import parse_fields
 from chatcache.gateway.schemas.requests import AckFields, CancelFields, DropFields, ResumeFields, SteerFields
 from chatcache.gateway.schemas.responses import Conversation
-from chatcache.gateway.websocket.frames import GONE, FrameSender
+from chatcache.gateway.websocket.frames import CLIENT_GONE, FrameSender
 from chatcache.gateway.websocket.notifications import Subscription
 from chatcache.gateway.websocket.prefill import Prewarmer
-from chatcache.gateway.websocket.streams import MAX_LANES, StreamMultiplexer
+from chatcache.gateway.websocket.streams import MAX_STREAMS, StreamMultiplexer
 from chatcache.types.request import MAX_N
 
 PROTOCOL = "chatcache.v1"
 BAD_MESSAGE = 4400
-NOT_LET_IN = 4401
-TOO_MANY = 4429
+UNAUTHENTICATED = 4401
+RATE_LIMITED = 4429
 MAX_FRAMES_PER_S = 200
 MAX_BURST = 1000
 # What comes with every few frames goes by what is known already; the rest asks the store.
@@ -50,7 +55,7 @@ async def responses_socket(socket: WebSocket) -> None:
     connection = Connection(socket, gateway, extended)
     try:
         await connection.serve()
-    except GONE:
+    except CLIENT_GONE:
         pass
     finally:
         gateway.metrics.sockets.dec()
@@ -88,12 +93,12 @@ class Connection:
             }
 
     async def serve(self) -> None:
-        """Read frames until the client leaves, or is let in no more. Raises: one of `GONE`."""
-        keyring = self._gateway.keyring
-        left_s, loop = keyring.expires_in_s(self._principal), asyncio.get_running_loop()
+        """Read frames until the client leaves, or is let in no more. Raises: one of `CLIENT_GONE`."""
+        key_cache = self._gateway.key_cache
+        left_s, loop = key_cache.expires_in_s(self._principal), asyncio.get_running_loop()
         expiry = loop.call_later(left_s, self._leave, "the session has expired") if left_s < math.inf else None
         try:
-            with keyring.watching(self._principal, self._leave):
+            with key_cache.notify_revoked(self._principal, self._leave):
                 await self._serve()
         finally:
             if expiry is not None:
@@ -102,19 +107,19 @@ class Connection:
     def _leave(self, why: str = "the API key was revoked") -> None:
         """What let it in does so no more."""
         if self._leaving is None:
-            self._leaving = asyncio.create_task(self._outbox.close(NOT_LET_IN, why))
+            self._leaving = asyncio.create_task(self._outbox.close(UNAUTHENTICATED, why))
 
     async def _serve(self) -> None:
         if self._extended:
             await self._gateway.health()  # so that the limits are known as soon as they can be
-            await self._outbox.send(session(self._gateway))
+            await self._outbox.send(session_frame(self._gateway))
         bucket = TokenBucket(MAX_FRAMES_PER_S, time.monotonic_ns(), period_ns=SECOND_NS, burst=MAX_BURST)
         while True:
             message = await self._socket.receive()
             if message["type"] == "websocket.disconnect":
                 return
             if not bucket.try_consume(1, time.monotonic_ns()):
-                await self._outbox.close(TOO_MANY, "too many messages")
+                await self._outbox.close(RATE_LIMITED, "too many messages")
                 return
             try:
                 text = message.get("text")
@@ -122,7 +127,7 @@ class Connection:
                     raise InvalidRequestError("send text frames", code="invalid_json")
                 body = await parse_json(text)
             except InvalidRequestError as error:
-                await self._outbox.refuse(error)
+                await self._outbox.send_error(error)
                 await self._outbox.close(BAD_MESSAGE, "bad message")
                 return
             if not await self._is_let_in(body):
@@ -142,17 +147,17 @@ class Connection:
 
     async def _is_let_in(self, body: Body) -> bool:
         """Whether the key still opens anything: asked at every message."""
-        keyring = self._gateway.keyring
+        key_cache = self._gateway.key_cache
         try:
             kind = body.get("type")
             if isinstance(kind, str) and kind in _UNASKED:
-                keyring.check(self._principal)
+                key_cache.check(self._principal)
             else:
-                await keyring.recheck(self._principal)
+                await key_cache.recheck(self._principal)
         except ChatcacheError as error:
-            with suppress(*GONE):
-                await self._outbox.refuse(error, body.get("stream_id"))
-            await self._outbox.close(NOT_LET_IN, error.message)
+            with suppress(*CLIENT_GONE):
+                await self._outbox.send_error(error, body.get("stream_id"))
+            await self._outbox.close(UNAUTHENTICATED, error.message)
             return False
         return True
 
@@ -164,10 +169,10 @@ class Connection:
                 raise InvalidRequestError(f"type must be one of {', '.join(self._handlers)}", param="type")
             await handler(body)
         except ChatcacheError as error:
-            await self._outbox.refuse(error, body.get("stream_id"))
+            await self._outbox.send_error(error, body.get("stream_id"))
 
     async def _create(self, body: Body) -> None:
-        self._lanes.enqueue(flat(body))
+        self._lanes.enqueue(flatten_body(body))
 
     async def _cancel(self, body: Body) -> None:
         self._end(self._running(parse_fields(body, CancelFields).response_id))
@@ -198,11 +203,11 @@ class Connection:
         try:
             receipt = await run.drop(candidate)
             if receipt is not None and self._lanes.reader_of(response_id) is None:
-                await self._outbox.send({"type": "response.dropped", **dropped(response_id, candidate, receipt)})
+                await self._outbox.send({"type": "response.dropped", **dropped_fields(response_id, candidate, receipt)})
         except ChatcacheError as error:
-            with suppress(*GONE):
-                await self._outbox.refuse(error)
-        except GONE:
+            with suppress(*CLIENT_GONE):
+                await self._outbox.send_error(error)
+        except CLIENT_GONE:
             pass
         finally:
             del self._dropping[response_id, candidate]
@@ -211,11 +216,11 @@ class Connection:
         """Cancel, and tell what that came to, unless the response's own frames tell it here."""
         try:
             receipt = await run.cancel()
-            if self._lanes.reader_of(run.id) is None and not self._lanes.ending_of(run.id)[0]:
+            if self._lanes.reader_of(run.id) is None and not self._lanes.terminal_of(run.id)[0]:
                 status = (run.log.terminal or "").rpartition(".")[2]
                 told = {"response_id": run.id, "status": "cancelled" if receipt else status, "receipt": receipt}
                 await self._outbox.send({"type": "response.cancelled", **told})
-        except GONE:
+        except CLIENT_GONE:
             pass
         finally:
             del self._cancelling[run.id]
@@ -223,24 +228,24 @@ class Connection:
     async def _steer(self, body: Body) -> None:
         fields = parse_fields(body, SteerFields)
         response_id, given = fields.previous_response_id, fields.input
-        lane = self._lanes.lane_of(response_id)
+        lane = self._lanes.stream_id_of(response_id)
         try:
             check_fields(body)
             await self._steerable(response_id).steer(given)
         except SteerRefusedError as error:
-            failed = failure(error, given, response_id)
+            failed = steer_failed_fields(error, given, response_id)
             await self._outbox.send({"type": "response.steer.failed", "sequence_number": 0, **failed}, lane)
 
     def _steerable(self, response_id: str) -> Run:
         """A response that this connection reads. Raises: SteerRefusedError."""
-        sent, terminal = self._lanes.ending_of(response_id)
+        sent, terminal = self._lanes.terminal_of(response_id)
         if sent:
-            raise not_steerable(terminal)
+            raise not_steerable_error(terminal)
         logged = self._gateway.responses.find(self._owner, response_id)
         if logged is None or self._lanes.reader_of(response_id) is None:
             raise SteerRefusedError("no such response on this connection", code="response_not_found")
         if logged.run is None:
-            raise not_steerable(logged.log.terminal)
+            raise not_steerable_error(logged.log.terminal)
         return logged.run
 
     async def _resume(self, body: Body) -> None:
@@ -281,7 +286,7 @@ class Connection:
                 if subscription.overflowed:
                     subscription.overflowed = False
                     await self._outbox.send({"type": "conversation.missed"})
-        except GONE:
+        except CLIENT_GONE:
             pass
         finally:
             self._gateway.hub.unsubscribe(self._owner, subscription)
@@ -292,20 +297,20 @@ class Connection:
         return [run.id for run in running if run.conversation_id == conversation_id]
 
 
-def session(gateway: Gateway) -> dict[str, object]:
+def session_frame(gateway: Gateway) -> dict[str, object]:
     """The first frame of a `chatcache.v1` connection."""
     limits = {
         "max_frame_bytes": gateway.config.max_frame_bytes,
         "max_n": MAX_N,
         "max_beam_width": MAX_N,
-        "max_lanes": MAX_LANES,
+        "max_lanes": MAX_STREAMS,
         "max_frames_per_s": MAX_FRAMES_PER_S,
     }
     model = {"model": gateway.model_name, "max_model_len": gateway.max_model_len or None}
     return {"type": "session.created", "session": {**model, "limits": limits}}
 
 
-def flat(body: Body) -> Body:
+def flatten_body(body: Body) -> Body:
     """`response.create` with its fields at the top, wherever they came."""
     nested = body.get("response")
     if nested is None:

@@ -18,9 +18,9 @@ from chatcache.gateway.responses.event_log import LogFrame
 Frame = Mapping[str, Any]
 
 TRY_LATER = 1013
-MAX_LANE_NAME = 128
+MAX_STREAM_ID_CHARS = 128
 # What a send raises when the client is gone.
-GONE = (WebSocketDisconnect, ConnectionError)
+CLIENT_GONE = (WebSocketDisconnect, ConnectionError)
 
 
 class FrameSender:
@@ -34,17 +34,17 @@ class FrameSender:
         self._turn = asyncio.Lock()
 
     async def send(self, frame: Frame, lane: str | None = None) -> None:
-        """Raises: one of `GONE`."""
-        await self._send_all((in_lane(encode(frame), lane_suffix(lane)),))
+        """Raises: one of `CLIENT_GONE`."""
+        await self._send_all((with_stream_id(encode(frame), stream_id_suffix(lane)),))
 
     async def forward(self, frames: Sequence[LogFrame], suffix: bytes) -> None:
-        """Frames of a log, each with its lane. Raises: one of `GONE`."""
-        await self._send_all([in_lane(frame.data, suffix) for frame in frames])
+        """Frames of a log, each with its lane. Raises: one of `CLIENT_GONE`."""
+        await self._send_all([with_stream_id(frame.data, suffix) for frame in frames])
 
-    async def refuse(self, error: ChatcacheError, lane: object = None) -> None:
+    async def send_error(self, error: ChatcacheError, lane: object = None) -> None:
         """An error frame; the connection stays usable."""
-        gateway_of(self._socket).metrics.refuse(error)
-        named = lane if isinstance(lane, str) and len(lane) <= MAX_LANE_NAME else None
+        gateway_of(self._socket).metrics.record_refusal(error)
+        named = lane if isinstance(lane, str) and len(lane) <= MAX_STREAM_ID_CHARS else None
         wait_s = retry_after_s(error)
         wait = {"retry_after": wait_s} if wait_s is not None else {}
         await self.send({"type": "error", "status": error.status, "error": error_body(error), **wait}, named)
@@ -54,7 +54,7 @@ class FrameSender:
         with contextlib.suppress(RuntimeError):
             await self._socket.close(code, reason)
 
-    async def give_up(self) -> None:
+    async def close_slow_client(self) -> None:
         """Close on a client that does not keep up."""
         await self.close(TRY_LATER, "reading too slowly")
 
@@ -67,11 +67,11 @@ class FrameSender:
                 raise ConnectionError("the client has left") from None
 
 
-def lane_suffix(lane: str | None) -> bytes:
+def stream_id_suffix(lane: str | None) -> bytes:
     """What ends a frame of that lane, in place of its closing brace."""
     return b"" if lane is None else b',"stream_id":%s}' % encode(lane)
 
 
-def in_lane(data: bytes, suffix: bytes) -> bytes:
+def with_stream_id(data: bytes, suffix: bytes) -> bytes:
     """An encoded frame with its lane spliced in."""
     return data[:-1] + suffix if suffix else data

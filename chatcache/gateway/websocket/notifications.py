@@ -7,14 +7,14 @@ from collections.abc import Mapping
 
 from chatcache.conversations.tree import Conversation
 
-MAX_WAITING = 256
+MAX_PENDING_CHANGES = 256
 
 
 class Subscription:
-    """What one connection has not heard yet: the newest head of each conversation that changed.
+    """Changes not yet sent to one connection: the newest head of each changed conversation.
 
-    `None` stands for a conversation that was deleted. Heads of one conversation replace each other, so a reader that
-    stops reading costs at most `MAX_WAITING` of them; beyond that the oldest are dropped and `overflowed` is set.
+    `None` stands for a deleted conversation. A new head replaces the previous one of the same conversation, so that a
+    stalled reader holds at most `MAX_PENDING_CHANGES`; beyond that the oldest are dropped and `overflowed` is set.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Subscription:
     def put(self, conversation_id: str, conversation: Conversation | None) -> None:
         self._waiting.pop(conversation_id, None)
         self._waiting[conversation_id] = conversation
-        if len(self._waiting) > MAX_WAITING:
+        if len(self._waiting) > MAX_PENDING_CHANGES:
             del self._waiting[next(iter(self._waiting))]
             self.overflowed = True
         self._news.set()
@@ -56,10 +56,10 @@ class ConversationHub:
         if not found:
             self._by_owner.pop(owner, None)
 
-    def changed(self, conversation: Conversation) -> None:
+    def publish_update(self, conversation: Conversation) -> None:
         for subscription in self._by_owner.get(conversation.owner, ()):
             subscription.put(conversation.id, conversation)
 
-    def deleted(self, owner: str, conversation_id: str) -> None:
+    def publish_deletion(self, owner: str, conversation_id: str) -> None:
         for subscription in self._by_owner.get(owner, ()):
             subscription.put(conversation_id, None)

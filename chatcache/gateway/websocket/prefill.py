@@ -12,12 +12,12 @@ from chatcache.conversations.tree import new_id
 from chatcache.errors import ChatcacheError, RateLimitError
 from chatcache.gateway.auth.principal import Principal
 from chatcache.gateway.context import Gateway
-from chatcache.gateway.errors import INTERNAL
+from chatcache.gateway.errors import INTERNAL_ERROR
 from chatcache.gateway.limits.rate_limits import RequestCost
-from chatcache.gateway.responses.create import response_tools, turn_request
+from chatcache.gateway.responses.create import build_turn_request, parse_response_tools
 from chatcache.gateway.schemas.fields import parse_fields, unknown_fields
 from chatcache.gateway.schemas.requests import ResponseFields
-from chatcache.gateway.websocket.frames import GONE, FrameSender
+from chatcache.gateway.websocket.frames import CLIENT_GONE, FrameSender
 from chatcache.types.events import Failed, Finished, Started
 from chatcache.types.request import MAX_PRIORITY, GenerateRequest, SamplingParams
 
@@ -47,13 +47,13 @@ class Prewarmer:
             self._task = None
 
     async def _run(self, body: Mapping[str, Any]) -> None:
-        with contextlib.suppress(*GONE):
+        with contextlib.suppress(*CLIENT_GONE):
             try:
                 answer = await self._warm(body)
             except Exception as error:
                 if not isinstance(error, ChatcacheError):
                     log.exception("prompt.prewarm failed")
-                await self._outbox.refuse(error if isinstance(error, ChatcacheError) else INTERNAL)
+                await self._outbox.send_error(error if isinstance(error, ChatcacheError) else INTERNAL_ERROR)
                 return
             await self._outbox.send({"type": "prompt.prewarmed", **answer})
 
@@ -61,10 +61,10 @@ class Prewarmer:
         """Raises: as `start_response` for a body that asks for what cannot be."""
         fields = parse_fields(body, ResponseFields)
         unknown_fields(body, ResponseFields)
-        model = await self._gateway.ready(fields.model)
+        model = await self._gateway.require_model(fields.model)
         planned = await model.conversations.plan(
-            turn_request(
-                fields, self._principal.owner, self._gateway.model_name, response_tools(model, fields).functions
+            build_turn_request(
+                fields, self._principal.owner, self._gateway.model_name, parse_response_tools(model, fields).functions
             )
         )
         prompt = planned.prompt
@@ -72,12 +72,12 @@ class Prewarmer:
         while num_done < len(prompt.token_ids) and (idle := await self._is_idle()):
             piece = prompt.token_ids[: num_done + PIECE_TOKENS]
             try:
-                async with self._gateway.door.entering(
-                    self._principal, RequestCost(0, max_tokens=0, is_side=True)
+                async with self._gateway.admission.acquire(
+                    self._principal, RequestCost(0, max_tokens=0, is_opportunistic=True)
                 ) as permit:
-                    permit.count(len(piece))
+                    permit.add_tokens(len(piece))
                     num_cached_here = await self._compute(piece, prompt.num_public_tokens)
-                    permit.count(-num_cached_here)
+                    permit.add_tokens(-num_cached_here)
             except RateLimitError:  # nobody asked for this: it is left out, and not worth an error
                 idle = False
                 break

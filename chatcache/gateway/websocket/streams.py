@@ -12,18 +12,18 @@ from chatcache.errors import ChatcacheError, InvalidRequestError, OverloadedErro
 from chatcache.gateway.api.idempotency import IdempotencyKey
 from chatcache.gateway.auth.principal import Principal
 from chatcache.gateway.context import Gateway
-from chatcache.gateway.errors import INTERNAL
-from chatcache.gateway.responses.create import start_once, start_response
+from chatcache.gateway.errors import INTERNAL_ERROR
+from chatcache.gateway.responses.create import start_idempotent_response, start_response
 from chatcache.gateway.responses.event_log import LogFrame, LogReader
 from chatcache.gateway.responses.registry import LoggedResponse
-from chatcache.gateway.responses.state import stream_expired
+from chatcache.gateway.responses.state import stream_expired_error
 from chatcache.gateway.schemas.fields import parse_fields
 from chatcache.gateway.schemas.requests import CreateFields
-from chatcache.gateway.websocket.frames import GONE, FrameSender, lane_suffix
+from chatcache.gateway.websocket.frames import CLIENT_GONE, FrameSender, stream_id_suffix
 
 log = logging.getLogger(__name__)
 
-MAX_LANES = 16
+MAX_STREAMS = 16
 MAX_QUEUED = 16
 MAX_RESUMED = 32
 _MAX_ENDED = 256
@@ -53,8 +53,8 @@ class StreamMultiplexer:
             raise UnsupportedParameterError("background is not supported over WebSocket", param="background")
         queue = self._queues.get(lane)
         if queue is None:
-            if len(self._queues) >= MAX_LANES:
-                raise OverloadedError(f"at most {MAX_LANES} lanes at once", param="stream_id")
+            if len(self._queues) >= MAX_STREAMS:
+                raise OverloadedError(f"at most {MAX_STREAMS} lanes at once", param="stream_id")
             queue = self._queues[lane] = deque()
             self._begin(self._run_lane(lane, queue))
         if len(queue) >= MAX_QUEUED:
@@ -80,11 +80,11 @@ class StreamMultiplexer:
         found = self._reading.get(response_id)
         return found[0] if found is not None else None
 
-    def lane_of(self, response_id: str) -> Lane:
+    def stream_id_of(self, response_id: str) -> Lane:
         found = self._reading.get(response_id)
         return found[1] if found is not None else None
 
-    def ending_of(self, response_id: str) -> tuple[bool, str | None]:
+    def terminal_of(self, response_id: str) -> tuple[bool, str | None]:
         """Whether a response was lately sent here to its end, and the frame that ended it."""
         return response_id in self._ended, self._ended.get(response_id)
 
@@ -103,7 +103,7 @@ class StreamMultiplexer:
         try:
             while queue:
                 await self._respond(lane, queue.popleft())
-        except GONE:
+        except CLIENT_GONE:
             pass  # the socket closed under a send; its own loop notices too
         finally:
             del self._queues[lane]
@@ -112,7 +112,7 @@ class StreamMultiplexer:
         try:
             await self._outbox.send(_resumed(logged), lane)
             await self._forward(logged, lane, reader)
-        except GONE:
+        except CLIENT_GONE:
             pass
         finally:
             self._num_resumed -= 1
@@ -124,7 +124,7 @@ class StreamMultiplexer:
         except Exception as error:
             if not isinstance(error, ChatcacheError):
                 log.exception("response.create failed")
-            await self._outbox.refuse(error if isinstance(error, ChatcacheError) else INTERNAL, lane)
+            await self._outbox.send_error(error if isinstance(error, ChatcacheError) else INTERNAL_ERROR, lane)
             return
         await self._forward(logged, lane, reader)
 
@@ -135,19 +135,19 @@ class StreamMultiplexer:
             return (await start_response(self._gateway, self._principal, body, watched=self._extended)).logged
         body = {name: value for name, value in body.items() if name != "idempotency_key"}
         once = IdempotencyKey.create(key, "response", body)
-        run = await start_once(self._gateway, self._principal, body, once, watched=self._extended)
+        run = await start_idempotent_response(self._gateway, self._principal, body, once, watched=self._extended)
         if not isinstance(run, str):
             return run.logged
         found = self._gateway.responses.find(self._principal.owner, run)
         if found is None:
-            raise stream_expired(run)
+            raise stream_expired_error(run)
         if found.id in self._reading:
             raise InvalidRequestError("the response is being sent on this connection already", param="idempotency_key")
         return found
 
     async def _forward(self, logged: LoggedResponse, lane: Lane, reader: LogReader) -> None:
         """Send a response's frames, and then those of whatever goes on with it."""
-        suffix = lane_suffix(lane)
+        suffix = stream_id_suffix(lane)
         while True:
             await self._send_from(logged, reader, lane, suffix)
             successor = logged.successor
@@ -179,7 +179,7 @@ class StreamMultiplexer:
                 async with asyncio.timeout(_MAX_UNACKED_S):
                     await reader.wait_open()
             except TimeoutError:
-                await self._outbox.give_up()
+                await self._outbox.close_slow_client()
                 raise ConnectionError("the client acknowledges nothing") from None
         return await reader.next()
 

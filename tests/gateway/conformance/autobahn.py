@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     config = ServerConfig(db=str(folder / "chat.db"))
     if not args.strict:
         config = msgspec.structs.replace(config, max_frame_bytes=ROOMY_FRAME_BYTES)
-        http.MAX_FRAMES_PER_S = http.MAX_FRAMES_AT_ONCE = http.MAX_PIECES = 10**6
+        http.MAX_FRAMES_PER_S = http.MAX_FRAME_BURST = http.MAX_FRAGMENTS = 10**6
     with echoing(config, deflate=args.deflate) as server:
         report = run_suite(server.wait_ready().port, args.python, folder, args.cases)
     return 0 if show(report) else 1

@@ -14,7 +14,7 @@ from chatcache.cli.server import loop_factory, uvicorn_config
 from chatcache.config import ServerConfig
 from chatcache.gateway.auth.middleware import KEY_PROTOCOL
 from chatcache.gateway.routing import ProtectedRoute
-from chatcache.gateway.websocket.frames import GONE
+from chatcache.gateway.websocket.frames import CLIENT_GONE
 from tests.gateway.serving import Server
 
 PATH = "/echo"
@@ -40,6 +40,6 @@ def echoing(config: ServerConfig, *, deflate: bool = False) -> Iterator[Server]:
 
 async def echo(socket: WebSocket) -> None:
     await socket.accept()
-    with contextlib.suppress(*GONE):
+    with contextlib.suppress(*CLIENT_GONE):
         while (message := await socket.receive())["type"] == "websocket.receive":
             await socket.send({**message, "type": "websocket.send"})
