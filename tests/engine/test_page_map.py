@@ -15,7 +15,7 @@ from chatcache.types.request import SamplingParams
 from tests.engine.driving import drain, engine, request
 from tests.engine.generated import workloads
 from tests.engine.workloads import Workload
-from tests.kv_cache.mapped import NameBook, check_map
+from tests.kv_cache.page_map_oracle import KeyOwners, check_map
 
 
 def tables_of(engine: Engine) -> list[PageTable]:
@@ -28,7 +28,7 @@ def test_the_map_is_what_the_pool_says_at_every_step(workload: Workload) -> None
     engine, _ = workload.engine()
     kv = engine.scheduler.kv
     namespaces = sorted({arrival.request.namespace for arrival in workload.arrivals})
-    book = NameBook(kv, namespaces)
+    key_owners = KeyOwners(kv, namespaces)
     for arrival in workload.arrivals:
         try:
             engine.add(arrival.request)
@@ -36,7 +36,7 @@ def test_the_map_is_what_the_pool_says_at_every_step(workload: Workload) -> None
             continue
     while engine.has_work():
         engine.step()
-        check_map(kv, book, tables_of(engine), namespaces)
+        check_map(kv, key_owners, tables_of(engine), namespaces)
         letters = Counter(PageGauge(engine.scheduler).read(None).cells)
         assert letters["a"] + letters["s"] == kv.pool.num_in_use, "every held page is some branch's"
         assert letters["i"] == kv.pool.num_idle and letters.total() == kv.pool.num_usable

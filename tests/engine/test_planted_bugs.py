@@ -15,7 +15,7 @@ from chatcache.scheduler.request import LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
 from tests.engine.generated import until_it_fails, workloads
 from tests.engine.workloads import Workload, assert_equals_alone
-from tests.kv_cache.planted import (
+from tests.kv_cache.injected_bugs import (
     copied_page_not_told_to_the_runner,
     double_free,
     evicted_page_stays_in_the_index,

@@ -46,7 +46,7 @@ def published(pool: PagePool, contents: list[PageContent]) -> list[int]:
     return pages
 
 
-def test_all_or_nothing_and_never_the_null_page() -> None:
+def test_allocate_returns_all_pages_or_none_and_never_the_null_page() -> None:
     pool = PagePool(5)
     assert pool.allocate(5) is None
     assert pool.num_free == 4
@@ -58,7 +58,7 @@ def test_all_or_nothing_and_never_the_null_page() -> None:
     assert pool.num_in_use == 0
 
 
-def test_blank_pages_go_first_then_the_least_recently_released_tails_before_heads() -> None:
+def test_allocate_evicts_least_recently_released_last_pages_first() -> None:
     pool = PagePool(8)
     old = published(pool, chain((1, 2, 3, 4), (5, 6, 7, 8)))
     new = published(pool, chain((9, 9, 9, 9), (8, 8, 8, 8)))
@@ -75,7 +75,7 @@ def test_blank_pages_go_first_then_the_least_recently_released_tails_before_head
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32))
-def test_eviction_follows_the_written_order(seed: int) -> None:
+def test_eviction_follows_the_documented_order(seed: int) -> None:
     """Blank pages first; then idle ones, least recently released first, tails before heads: beside a plain list."""
     rng = random.Random(seed)
     pool = PagePool(24)
@@ -110,7 +110,7 @@ def test_eviction_follows_the_written_order(seed: int) -> None:
         pool.check_invariants()
 
 
-def test_a_hit_makes_a_page_the_most_recent_again() -> None:
+def test_retain_makes_a_page_most_recently_used() -> None:
     pool = PagePool(3)
     a, b = published(pool, chain((1,)))[0], published(pool, chain((2,)))[0]
     pool.release([a])
@@ -120,7 +120,7 @@ def test_a_hit_makes_a_page_the_most_recent_again() -> None:
     assert pool.allocate(1) == [b]
 
 
-def test_idle_pages_are_found_until_they_are_evicted() -> None:
+def test_match_finds_idle_pages_until_eviction() -> None:
     pool = PagePool(4)
     contents = chain((1, 2, 3, 4), (5, 6, 7, 8))
     pages = published(pool, contents)
@@ -131,7 +131,7 @@ def test_idle_pages_are_found_until_they_are_evicted() -> None:
     pool.check_invariants()
 
 
-def test_the_longest_run_only() -> None:
+def test_match_stops_at_the_first_unpublished_page() -> None:
     pool = PagePool(6)
     contents = chain((1,), (2,), (3,))
     pages = published(pool, contents)
@@ -139,7 +139,7 @@ def test_the_longest_run_only() -> None:
     assert lookup(pool, contents) == pages[:1]
 
 
-def test_the_first_of_equals_wins_and_the_other_becomes_blank_when_released() -> None:
+def test_publish_of_an_equal_page_keeps_the_first() -> None:
     pool = PagePool(4)
     content = chain((1, 2))
     first, second = published(pool, content), published(pool, content)
@@ -151,7 +151,7 @@ def test_the_first_of_equals_wins_and_the_other_becomes_blank_when_released() ->
     pool.check_invariants()
 
 
-def test_equal_keys_do_not_hit_when_the_tokens_differ() -> None:
+def test_match_with_equal_keys_and_different_tokens_misses() -> None:
     """A hash of one bit: collisions everywhere, wrong hits nowhere."""
     pool = PagePool(64)
     weak = [PageContent(bytes([t % 2]), ROOT, encode_tokens([t])) for t in range(40)]
@@ -161,7 +161,7 @@ def test_equal_keys_do_not_hit_when_the_tokens_differ() -> None:
     assert hits == weak[:2]
 
 
-def test_partial_lookup_finds_the_longest_common_beginning() -> None:
+def test_match_partial_page_finds_the_longest_common_prefix() -> None:
     pool = PagePool(8)
     (parent,) = chain((1, 2, 3, 4))
     long, short = chain((5, 6, 7, 8), parent=parent.key)[0], chain((5, 6, 9), parent=parent.key)[0]
@@ -173,27 +173,27 @@ def test_partial_lookup_finds_the_longest_common_beginning() -> None:
 
 
 @pytest.mark.parametrize("other", [("digest", 4, "tenant"), ("digest", 8, ""), ("other", 4, ""), ("digest4", 4, "")])
-def test_keys_differ_by_model_page_size_and_namespace(other: tuple[str, int, str]) -> None:
+def test_page_keys_differ_by_model_page_size_and_namespace(other: tuple[str, int, str]) -> None:
     digest, page_size, namespace = other
     assert namespace_hash(root_hash(digest, page_size), namespace) != ROOT
 
 
-def test_keys_are_the_same_in_every_process() -> None:
+def test_page_keys_are_stable_across_processes() -> None:
     content = hash_page(ROOT, encode_tokens([1, 2, 3, 4]))
     assert content.key.hex() == "27d3eec07908dd7ca8845f788fa49e4d4b71ed40568d7cdfd75372ea018293ba"
 
 
-def test_a_run_of_pages_is_named_as_one_by_one() -> None:
+def test_hash_page_run_equals_repeated_hash_page() -> None:
     contents = chain((1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12))
     assert hash_page_run(ROOT, [content.tokens for content in contents]) == [content.key for content in contents]
 
 
-def test_namespaces_that_look_alike_are_kept_apart() -> None:
+def test_namespace_hash_of_similar_names_differs() -> None:
     names = ["", "?", "\ud800", "\ud801", "a", "A", "a\0", "page", "\ufffd"]
     assert len({namespace_hash(ROOT, name) for name in names}) == len(names)
 
 
-def test_misuse_is_named() -> None:
+def test_pool_misuse_raises_invariant_error() -> None:
     pool = PagePool(4)
     pages = pool.allocate(1)
     assert pages is not None
@@ -208,7 +208,7 @@ def test_misuse_is_named() -> None:
         PagePool(1)
 
 
-def test_check_sees_a_wrong_count() -> None:
+def test_check_invariants_detects_a_wrong_reference_count() -> None:
     pool = PagePool(4)
     assert pool.allocate(2) is not None
     pool.refs[1] = 0
@@ -216,7 +216,7 @@ def test_check_sees_a_wrong_count() -> None:
         pool.check_invariants()
 
 
-def test_forget_all_empties_the_index_and_leaves_holders_alone() -> None:
+def test_unpublish_all_empties_the_index_and_keeps_holders() -> None:
     pool = PagePool(6)
     idle, held = published(pool, chain((1,))), published(pool, chain((2,)))
     pool.release(idle)

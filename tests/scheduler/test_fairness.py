@@ -9,14 +9,14 @@ from chatcache.scheduler import fairness
 from chatcache.scheduler.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT, VirtualTokenCounter
 
 
-def test_prompts_and_outputs_have_weights() -> None:
+def test_charges_are_weighted_by_kind_of_token() -> None:
     counters = VirtualTokenCounter()
     counters.charge_input("a", 100)
     counters.charge_output("a", 7)
     assert counters["a"] == 100 * INPUT_WEIGHT + 7 * OUTPUT_WEIGHT and counters["b"] == 0
 
 
-def test_who_comes_back_is_lifted_to_the_least_of_those_who_wait() -> None:
+def test_namespace_that_returns_is_raised_to_the_smallest_waiting_counter() -> None:
     counters = VirtualTokenCounter()
     for name, amount in (("a", 500), ("b", 300), ("c", 900)):
         counters.charge_input(name, amount)
@@ -26,7 +26,7 @@ def test_who_comes_back_is_lifted_to_the_least_of_those_who_wait() -> None:
     assert counters["c"] == 900, "never lowered"
 
 
-def test_into_an_empty_queue_one_comes_level_with_the_last_that_left_it() -> None:
+def test_first_namespace_in_an_empty_queue_gets_the_counter_of_the_last() -> None:
     counters = VirtualTokenCounter()
     counters.charge_input("a", 500)
     counters.charge_input("b", 300)
@@ -38,7 +38,7 @@ def test_into_an_empty_queue_one_comes_level_with_the_last_that_left_it() -> Non
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 3), st.integers(1, 50)), max_size=120))
-def test_forgetting_the_absent_changes_nothing(acts: list[tuple[str, int, int]]) -> None:
+def test_deleting_absent_counters_changes_no_order(acts: list[tuple[str, int, int]]) -> None:
     remembering, forgetting = VirtualTokenCounter(), VirtualTokenCounter()
     forgetting._max_counters = 1
     fairness_limit, fairness.MAX_REMEMBERED = fairness.MAX_REMEMBERED, 1

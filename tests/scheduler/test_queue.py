@@ -41,7 +41,7 @@ def times_preempted(num_host_pages: int) -> int:
 
 
 @pytest.mark.parametrize("num_host_pages", [0, 100])
-def test_a_stream_of_urgent_requests_preempts_a_patient_one_five_times_at_most(
+def test_urgent_requests_preempt_a_low_priority_one_at_most_five_times(
     num_host_pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert 3 <= times_preempted(num_host_pages) <= 5

@@ -33,7 +33,7 @@ CLASSES = (
         "a prefix hash that collides hands out another prompt's pages",
         ("CVE-2025-25183", "GHSA-rm76-4mrf-v9r8", "vllm#29163", "vllm#54727"),
         (
-            "kv_cache/test_pool.py::test_equal_keys_do_not_hit_when_the_tokens_differ",
+            "kv_cache/test_pool.py::test_match_with_equal_keys_and_different_tokens_misses",
             "security/test_lint.py::test_nothing_forbidden_is_said",
         ),
     ),
@@ -41,7 +41,7 @@ CLASSES = (
         "cached pages of another tenant show in time or in usage",
         ("CVE-2025-46570", "GHSA-4qjh-9fv9-r85r"),
         (
-            "kv_cache/test_namespaces.py::test_ten_thousand_probes_find_nothing_foreign",
+            "kv_cache/test_page_hash.py::test_match_10_000_probes_find_no_foreign_page",
             "gateway/test_tenants.py::test_an_undeclared_one_is_not",
         ),
     ),

@@ -8,7 +8,7 @@ from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import encode_tokens
 from chatcache.kv_cache.page_table import PageTable
 from chatcache.kv_cache.stats import check_invariants
-from tests.kv_cache.kv_tools import opened, text, write
+from tests.kv_cache.helpers import open_and_fill, token_range, write
 
 MAX_BRANCHES = 8
 MAX_DEPTH = 64
@@ -71,7 +71,7 @@ class Forest:
             assert [token for page in table.pages() for token in self.memory[page]][: len(tokens)] == tokens
 
 
-def test_ten_thousand_fork_trees_equal_copying_everything() -> None:
+def test_fork_trees_equal_full_copies_with_fewer_pages() -> None:
     rng = random.Random(3)
     num_trees = num_pages = num_plain = num_copies = 0
     for page_size in (1, 3, 4, 8, 16):
@@ -87,9 +87,9 @@ def test_ten_thousand_fork_trees_equal_copying_everything() -> None:
     assert num_trees == 10_000 and num_pages < num_plain
 
 
-def test_a_thousand_forks_of_a_long_branch_cost_a_page_each_once_they_are_written() -> None:
+def test_thousand_forks_of_a_long_branch_cost_one_page_each_when_written() -> None:
     kv = KVCache(2000, 16, "digest")
-    parent = opened(kv, text(4090))
+    parent = open_and_fill(kv, token_range(4090))
     in_use = kv.pool.num_in_use
     tables = [parent, *(kv.fork(parent) for _ in range(1000))]
     assert kv.pool.num_in_use == in_use == 256
@@ -101,13 +101,13 @@ def test_a_thousand_forks_of_a_long_branch_cost_a_page_each_once_they_are_writte
     for table in tables:
         kv.close(table)
     assert kv.pool.num_in_use == 0
-    found = [kv.match(kv.hash_pages([*text(4090), number, 0])).num_tokens for number in range(1001)]
+    found = [kv.match(kv.hash_pages([*token_range(4090), number, 0])).num_tokens for number in range(1001)]
     assert found == [4091] * 1001, "each is found again, however many siblings it has"
 
 
-def test_a_thousand_forks_that_write_together() -> None:
+def test_thousand_forks_written_in_one_step_share_one_copy_source() -> None:
     kv = KVCache(2000, 16, "digest")
-    parent = opened(kv, text(4090))
+    parent = open_and_fill(kv, token_range(4090))
     tables = [parent, *(kv.fork(parent) for _ in range(1000))]
     copies = kv.reserve([(table, 4091) for table in tables])
     assert copies is not None and len(copies) == 1000

@@ -22,8 +22,7 @@ from chatcache.kv_cache.page_hash import TOKEN_BYTES, PageContent, PageHashChain
 from chatcache.kv_cache.page_table import PageTable
 from chatcache.kv_cache.pool import InvariantError, PagePool
 from chatcache.kv_cache.prefix_match import PrefixMatch
-from tests.kv_cache.machine import live
-from tests.kv_cache.planted import (
+from tests.kv_cache.injected_bugs import (
     copied_page_not_told_to_the_runner,
     double_free,
     evicted_page_stays_in_the_index,
@@ -32,7 +31,8 @@ from tests.kv_cache.planted import (
     partial_match_too_long,
     shared_tail_written_in_place,
 )
-from tests.kv_cache.test_machine import NUM_STEPS
+from tests.kv_cache.simulation import run_simulation
+from tests.kv_cache.test_simulation import NUM_STEPS
 
 MAX_STEPS = 100_000
 Patch = pytest.MonkeyPatch
@@ -257,10 +257,10 @@ BUGS: list[Callable[[Patch], None]] = [
 @pytest.mark.parametrize("audit", [False, True], ids=["unaudited", "audited"])
 def test_the_bug_is_caught(bug: Callable[[Patch], None], audit: bool, monkeypatch: Patch) -> None:
     bug(monkeypatch)
-    for num_lives in range(MAX_STEPS // NUM_STEPS):
+    for num_runs in range(MAX_STEPS // NUM_STEPS):
         try:
-            live(num_lives, NUM_STEPS, audit=audit)
+            run_simulation(num_runs, NUM_STEPS, audit=audit)
         except (AssertionError, InvariantError, IndexError, KeyError, ValueError) as error:
-            print(f"{bug.__name__} after {num_lives} lives and {error.__notes__[0]}: {error}")
+            print(f"{bug.__name__} after {num_runs} lives and {error.__notes__[0]}: {error}")
             return
     pytest.fail(f"{bug.__name__} went unnoticed for {MAX_STEPS} steps")

@@ -10,7 +10,7 @@ from chatcache.kv_cache.stats import check_invariants
 P = 4
 
 
-class Machine:
+class HostSimulation:
     """A cache, and cells that hold tokens: pages[p][offset], host[h][offset]."""
 
     def __init__(self, num_pages: int = 32, num_host_pages: int = 16, caching: bool = True) -> None:
@@ -79,8 +79,8 @@ class Machine:
         check_invariants(self.kv, tables, self.held)
 
 
-def opened(machine: Machine, tokens: list[int]) -> PageTable:
-    table = machine.start(tokens)
+def start_table(simulation: HostSimulation, tokens: list[int]) -> PageTable:
+    table = simulation.start(tokens)
     assert table is not None
     return table
 

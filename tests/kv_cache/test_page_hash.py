@@ -12,83 +12,83 @@ from hypothesis import strategies as st
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import CacheScope
 from chatcache.kv_cache.stats import check_invariants
-from tests.kv_cache.kv_tools import PrefixOracle, find, opened, text, write
+from tests.kv_cache.helpers import PrefixOracle, find_match, open_and_fill, token_range, write
 
 P = 4
 
 
 def computed(kv: KVCache, tokens: Sequence[int], scope: CacheScope) -> list[int]:
     """Compute what is not known of `tokens`, let go of it, and return its pages."""
-    table = opened(kv, tokens, scope)
+    table = open_and_fill(kv, tokens, scope)
     check_invariants(kv, [table])
     pages = table.pages()
     kv.close(table)
     return pages
 
 
-def test_two_tenants_share_the_public_pages_and_nothing_else() -> None:
+def test_match_of_two_tenants_shares_only_public_pages() -> None:
     kv = KVCache(64, P, "digest")
     a, b = CacheScope("a", 10), CacheScope("b", 10)
-    first = computed(kv, text(19), a)
-    assert find(kv, text(19), b).num_tokens == 8, "not even the two public tokens on the third page"
-    second = computed(kv, text(19), b)
+    first = computed(kv, token_range(19), a)
+    assert find_match(kv, token_range(19), b).num_tokens == 8, "not even the two public tokens on the third page"
+    second = computed(kv, token_range(19), b)
     assert second[:2] == first[:2] and not set(second[2:]) & set(first[2:])
-    assert find(kv, text(20), a).pages == first and find(kv, text(20), b).pages == second
-    assert find(kv, text(20), CacheScope("c", 10)).pages == first[:2]
-    assert find(kv, text(20), CacheScope("a")).num_tokens == 0, (
+    assert find_match(kv, token_range(20), a).pages == first and find_match(kv, token_range(20), b).pages == second
+    assert find_match(kv, token_range(20), CacheScope("c", 10)).pages == first[:2]
+    assert find_match(kv, token_range(20), CacheScope("a")).num_tokens == 0, (
         "to who declares nothing public, nothing public is shown"
     )
 
 
 @pytest.mark.parametrize("num_public_tokens", [0, 1, 3])
-def test_less_than_a_page_is_never_public(num_public_tokens: int) -> None:
+def test_match_of_a_partly_public_page_stays_private(num_public_tokens: int) -> None:
     kv = KVCache(64, P, "digest")
-    computed(kv, text(11), CacheScope("a", num_public_tokens))
-    assert find(kv, text(11), CacheScope("b", num_public_tokens)).num_tokens == 0
-    assert find(kv, text(12), CacheScope("a", num_public_tokens)).num_tokens == 11
+    computed(kv, token_range(11), CacheScope("a", num_public_tokens))
+    assert find_match(kv, token_range(11), CacheScope("b", num_public_tokens)).num_tokens == 0
+    assert find_match(kv, token_range(12), CacheScope("a", num_public_tokens)).num_tokens == 11
 
 
-def test_a_public_prompt_cut_short_is_found_by_others_to_its_last_token() -> None:
+def test_match_of_a_shortened_public_prompt_works_across_tenants() -> None:
     kv = KVCache(64, P, "digest")
-    computed(kv, text(7), CacheScope("a", 12))
-    assert find(kv, text(12), CacheScope("b", 12)).num_tokens == 7
-    assert find(kv, text(12), CacheScope("b", 4)).num_tokens == 4
+    computed(kv, token_range(7), CacheScope("a", 12))
+    assert find_match(kv, token_range(12), CacheScope("b", 12)).num_tokens == 7
+    assert find_match(kv, token_range(12), CacheScope("b", 4)).num_tokens == 4
 
 
 @pytest.mark.parametrize("num_kept", range(13))
-def test_what_replaces_public_tokens_is_private(num_kept: int) -> None:
+def test_truncate_of_public_tokens_makes_later_tokens_private(num_kept: int) -> None:
     kv = KVCache(64, P, "digest")
     scope = CacheScope("a", 12)
-    parent = kv.open(find(kv, text(14), scope))
-    write(kv, parent, text(14))
+    parent = kv.open(find_match(kv, token_range(14), scope))
+    write(kv, parent, token_range(14))
     child = kv.fork(parent)
     kv.truncate(child, num_kept)
     check_invariants(kv, [parent, child])
-    other = [*text(num_kept), *text(9, 70)]
-    write(kv, child, text(9, 70))
+    other = [*token_range(num_kept), *token_range(9, 70)]
+    write(kv, child, token_range(9, 70))
     check_invariants(kv, [parent, child])
     kv.close(child)
     kv.close(parent)
     num_public = num_kept // P * P
-    assert find(kv, [*other, 0], CacheScope("b", 12)).num_tokens == num_kept
-    assert find(kv, [*other, 0], CacheScope("b", num_public)).num_tokens == num_public
-    assert find(kv, [*other, 0], CacheScope("a", num_public)).num_tokens == num_kept + 9
-    assert find(kv, [*text(14), 0], scope).num_tokens == 14
+    assert find_match(kv, [*other, 0], CacheScope("b", 12)).num_tokens == num_kept
+    assert find_match(kv, [*other, 0], CacheScope("b", num_public)).num_tokens == num_public
+    assert find_match(kv, [*other, 0], CacheScope("a", num_public)).num_tokens == num_kept + 9
+    assert find_match(kv, [*token_range(14), 0], scope).num_tokens == 14
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 4, 8]))
-def test_a_match_is_all_that_may_be_seen_and_nothing_more(seed: int, page_size: int) -> None:
+def test_match_equals_everything_the_tenant_may_see(seed: int, page_size: int) -> None:
     rng = random.Random(seed)
     kv, oracle = KVCache(1000, page_size, "digest"), PrefixOracle(page_size)
     for _ in range(25):
         tokens = [rng.randint(1, 2) for _ in range(rng.randint(1, 24))]
         scope = CacheScope(rng.choice("ab"), rng.choice([0, rng.randint(0, len(tokens))]))
         num_public = scope.num_public_tokens // page_size
-        table = kv.open(find(kv, tokens, scope))
-        assert table.num_tokens == oracle.found(tokens, num_public, scope.namespace)
+        table = kv.open(find_match(kv, tokens, scope))
+        assert table.num_tokens == oracle.longest_match(tokens, num_public, scope.namespace)
         write(kv, table, tokens[table.num_tokens :])
-        oracle.learn(tokens, num_public, scope.namespace)
+        oracle.record(tokens, num_public, scope.namespace)
         tables = [table]
         if rng.random() < 0.3:  # somebody goes back, and on in another way
             num_kept = rng.randint(0, len(tokens))
@@ -97,14 +97,14 @@ def test_a_match_is_all_that_may_be_seen_and_nothing_more(seed: int, page_size: 
             kv.truncate(tables[1], num_kept)
             write(kv, tables[1], new)
             num_public = min(num_public, num_kept // page_size) if num_kept < len(tokens) else num_public
-            oracle.learn(tokens[:num_kept] + new, num_public, scope.namespace)
+            oracle.record(tokens[:num_kept] + new, num_public, scope.namespace)
         check_invariants(kv, tables)
         for table in tables:
             kv.close(table)
     check_invariants(kv, [])
 
 
-def test_ten_thousand_probes_find_nothing_foreign() -> None:
+def test_match_10_000_probes_find_no_foreign_page() -> None:
     """Every tenant computes the same texts after the same public prompt; nobody ever gets another's page."""
     rng = random.Random(19)
     tenants = [f"tenant:{number}" for number in range(8)]
@@ -117,13 +117,15 @@ def test_ten_thousand_probes_find_nothing_foreign() -> None:
     num_hits = num_foreign = num_probes = 0
     for tenant, tokens in probes:
         for prober in (*tenants, *tenants, *tenants, "stranger", ""):  # before it, after it, and again
-            for page in find(kv, tokens, CacheScope(prober, 37)).pages[37 // P :]:
+            for page in find_match(kv, tokens, CacheScope(prober, 37)).pages[37 // P :]:
                 num_hits += owner[page] == prober
                 num_foreign += owner[page] != prober
             num_probes += 1
         for page in computed(kv, tokens, CacheScope(tenant, 37))[37 // P :]:
             assert owner.setdefault(page, tenant) == tenant
         num_probes += 6
-        assert all(find(kv, tokens, CacheScope(other, 37)).num_tokens >= 36 for other in (*tenants[:5], "stranger"))
+        assert all(
+            find_match(kv, tokens, CacheScope(other, 37)).num_tokens >= 36 for other in (*tenants[:5], "stranger")
+        )
     print(f"{num_probes} probes, {num_hits} own hits beyond the public prompt, {num_foreign} foreign ones")
     assert num_probes >= 10_000 and num_hits > 10_000 and num_foreign == 0

@@ -15,7 +15,7 @@ from chatcache.types.actions import Advance, Candidates, DrawSpec, DroppedCandid
 P = 4
 
 
-class Plain:
+class FakeStrategy:
     """Draws every branch once. The tests decide on actions themselves."""
 
     def __init__(self, max_branches: int = 1, lockstep: bool = False) -> None:
@@ -33,7 +33,7 @@ class Plain:
         raise NotImplementedError
 
 
-class Bench:
+class SchedulerDriver:
     """A scheduler, and short ways to drive it."""
 
     def __init__(self, num_pages: int = 64, num_slots: int = 8, budget: int = 64, caching: bool = True) -> None:
@@ -42,7 +42,7 @@ class Bench:
         self.arrivals = 0
 
     def add(self, prompt: Sequence[int], max_branches: int = 1, lockstep: bool = False) -> LiveRequest:
-        request = LiveRequest(f"r{self.arrivals}", prompt, "", Plain(max_branches, lockstep), self.arrivals)
+        request = LiveRequest(f"r{self.arrivals}", prompt, "", FakeStrategy(max_branches, lockstep), self.arrivals)
         self.arrivals += 1
         self.scheduler.add(request)
         return request

@@ -14,7 +14,7 @@ PUBLIC = "public"
 PageClass = str | tuple[str, int]
 
 
-def find(kv: KVCache, tokens: Sequence[int], scope: CacheScope | str = "") -> PrefixMatch:
+def find_match(kv: KVCache, tokens: Sequence[int], scope: CacheScope | str = "") -> PrefixMatch:
     return kv.match(kv.hash_pages(tokens, CacheScope(scope) if isinstance(scope, str) else scope))
 
 
@@ -27,15 +27,15 @@ def write(kv: KVCache, table: PageTable, tokens: Sequence[int]) -> tuple[PageCop
     return copies
 
 
-def opened(kv: KVCache, tokens: Sequence[int], scope: CacheScope | str = "") -> PageTable:
+def open_and_fill(kv: KVCache, tokens: Sequence[int], scope: CacheScope | str = "") -> PageTable:
     """Open a table on what is known of `tokens` and compute the rest."""
-    table = kv.open(find(kv, [*tokens, 0], scope))
+    table = kv.open(find_match(kv, [*tokens, 0], scope))
     if table.num_tokens < len(tokens):
         write(kv, table, tokens[table.num_tokens :])
     return table
 
 
-def text(n: int, start: int = 1) -> list[int]:
+def token_range(n: int, start: int = 1) -> list[int]:
     return list(range(start, start + n))
 
 
@@ -45,19 +45,19 @@ class PrefixOracle:
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._known: set[tuple[tuple[int, ...], PageClass]] = set()
+        self._computed: set[tuple[tuple[int, ...], PageClass]] = set()
 
     def _class_of(self, num_tokens: int, num_public: int, namespace: str) -> PageClass:
         return PUBLIC if (num_tokens - 1) // self._page_size < num_public else (namespace, num_public)
 
-    def learn(self, tokens: Sequence[int], num_public: int, namespace: str) -> None:
+    def record(self, tokens: Sequence[int], num_public: int, namespace: str) -> None:
         lengths = range(1, len(tokens) + 1)
-        self._known |= {(tuple(tokens[:n]), self._class_of(n, num_public, namespace)) for n in lengths}
+        self._computed |= {(tuple(tokens[:n]), self._class_of(n, num_public, namespace)) for n in lengths}
 
-    def knows(self, tokens: Sequence[int], num_public: int, namespace: str) -> bool:
-        return not tokens or (tuple(tokens), self._class_of(len(tokens), num_public, namespace)) in self._known
+    def contains(self, tokens: Sequence[int], num_public: int, namespace: str) -> bool:
+        return not tokens or (tuple(tokens), self._class_of(len(tokens), num_public, namespace)) in self._computed
 
-    def found(self, tokens: Sequence[int], num_public: int, namespace: str) -> int:
+    def longest_match(self, tokens: Sequence[int], num_public: int, namespace: str) -> int:
         """Return how much of a prompt may be matched if nothing is ever evicted; never its last token."""
         lengths = range(len(tokens) - 1, 0, -1)
-        return next((n for n in lengths if self.knows(tokens[:n], num_public, namespace)), 0)
+        return next((n for n in lengths if self.contains(tokens[:n], num_public, namespace)), 0)

@@ -7,7 +7,7 @@ import pytest
 from chatcache.scheduler.preemption import NUM_REMEMBERED_STEPS, CostModel, PrefillSpeed
 
 
-def test_the_speed_of_prompts_is_that_of_the_usual_prompt_step() -> None:
+def test_prefill_speed_is_the_median_of_prompt_steps() -> None:
     speed = PrefillSpeed()
     assert speed.seconds_per_token() is None
     for _ in range(10):
@@ -17,7 +17,7 @@ def test_the_speed_of_prompts_is_that_of_the_usual_prompt_step() -> None:
     assert speed.seconds_per_token() == pytest.approx(0.5e-3)
 
 
-def test_steps_that_mostly_decode_are_left_out() -> None:
+def test_prefill_speed_ignores_decode_steps() -> None:
     speed = PrefillSpeed()
     speed.record(32, 32, 0.1)
     speed.record(40, 32, 0.1)
@@ -28,7 +28,7 @@ def test_steps_that_mostly_decode_are_left_out() -> None:
     assert speed.seconds_per_token() == pytest.approx(1e-4)
 
 
-def test_old_steps_are_forgotten() -> None:
+def test_prefill_speed_forgets_old_steps() -> None:
     speed = PrefillSpeed()
     speed.record(10**6, 1, 1.0)
     for _ in range(NUM_REMEMBERED_STEPS):
@@ -40,7 +40,7 @@ def test_old_steps_are_forgotten() -> None:
     ("num_tokens", "num_out", "num_in", "swaps"),
     [(1000, 63, 63, True), (1000, 1, 1000, False), (10, 1, 1, False), (10, 0, 0, True)],
 )
-def test_the_cheaper_one_is_chosen(num_tokens: int, num_out: int, num_in: int, swaps: bool) -> None:
+def test_cost_model_chooses_the_cheaper_way(num_tokens: int, num_out: int, num_in: int, swaps: bool) -> None:
     cost = CostModel("auto", swap_page_s=1e-3)
     cost.prefill.record(1000, 1, 0.2)  # 0.2 ms a token
     assert cost.prefers_swap(num_tokens, num_out, num_in) is swaps
@@ -48,6 +48,6 @@ def test_the_cheaper_one_is_chosen(num_tokens: int, num_out: int, num_in: int, s
     assert not CostModel("recompute", 0.0).prefers_swap(num_tokens, num_out, num_in)
 
 
-def test_an_unknown_word_is_refused() -> None:
+def test_cost_model_with_an_unknown_mode_raises() -> None:
     with pytest.raises(ValueError, match="auto, swap, recompute, got 'swop'"):
         CostModel("swop")

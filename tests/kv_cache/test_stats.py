@@ -19,11 +19,11 @@ from chatcache.kv_cache.page_hash import CacheScope
 from chatcache.kv_cache.page_table import PageTable, record_owner
 from chatcache.kv_cache.pool import PagePool
 from chatcache.kv_cache.stats import LETTERS, PageStates, page_cells, page_states
-from tests.kv_cache.kv_tools import opened, text
-from tests.kv_cache.machine import live
-from tests.kv_cache.test_machine import NUM_STEPS
+from tests.kv_cache.helpers import open_and_fill, token_range
+from tests.kv_cache.simulation import run_simulation
+from tests.kv_cache.test_simulation import NUM_STEPS
 
-MAX_LIVES = 250
+MAX_RUNS = 250
 Patch = pytest.MonkeyPatch
 
 
@@ -31,12 +31,12 @@ def cells(kv: KVCache, tables: Sequence[PageTable], namespace: str | None = None
     return page_cells(page_states(kv, tables), namespace)[1]
 
 
-def test_each_state_has_its_letter() -> None:
+def test_page_cells_show_each_state_as_its_letter() -> None:
     kv = KVCache(12, 4, "digest")
-    idle = opened(kv, text(8, 50))
-    first, own = idle.pages(), opened(kv, text(6), CacheScope("a", 4))
+    idle = open_and_fill(kv, token_range(8, 50))
+    first, own = idle.pages(), open_and_fill(kv, token_range(6), CacheScope("a", 4))
     kv.close(idle)
-    shared = opened(kv, text(9, 20), "b")
+    shared = open_and_fill(kv, token_range(9, 20), "b")
     twin = kv.fork(shared)
     tables = [own, shared, twin]
     shown = cells(kv, tables)
@@ -52,7 +52,7 @@ def test_each_state_has_its_letter() -> None:
 
 
 @given(st.lists(st.integers(0, len(LETTERS) - 1), min_size=1, max_size=300), st.integers(1, 40))
-def test_the_busiest_page_of_a_cell_gives_it_its_letter(states: list[int], max_cells: int) -> None:
+def test_page_cells_show_the_most_used_page_of_a_cell(states: list[int], max_cells: int) -> None:
     pages = PageStates(np.array(states, np.uint8), np.zeros(len(states), np.int64))
     per_cell, drawn = page_cells(pages, None, max_cells)
     groups = [states[start : start + per_cell] for start in range(0, len(states), per_cell)]
@@ -123,12 +123,12 @@ BUGS: list[Callable[[Patch], None]] = [
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_the_bug_is_caught(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
     bug(monkeypatch)
-    for num_lives in range(MAX_LIVES):
+    for num_runs in range(MAX_RUNS):
         try:
-            live(num_lives, NUM_STEPS, audit=False)
+            run_simulation(num_runs, NUM_STEPS, audit=False)
         except AssertionError as error:
             caught = str(error)
             break
     else:
-        pytest.fail(f"{bug.__name__} went unnoticed in {MAX_LIVES} lives")
+        pytest.fail(f"{bug.__name__} went unnoticed in {MAX_RUNS} lives")
     assert "map" in caught or "marked" in caught

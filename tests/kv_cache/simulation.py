@@ -18,7 +18,7 @@ from chatcache.kv_cache.page_table import PageTable
 from chatcache.kv_cache.pool import PagePool
 from chatcache.kv_cache.prefix_match import PrefixMatch
 from chatcache.kv_cache.stats import check_invariants
-from tests.kv_cache.mapped import NameBook, check_map
+from tests.kv_cache.page_map_oracle import KeyOwners, check_map
 
 POISON = -1
 PUBLIC = "public"
@@ -28,7 +28,7 @@ Cell = tuple[int, str]
 
 
 @dataclass(eq=False)
-class Line:
+class SimulatedBranch:
     """A table and what it must hold. `row` is the runner's copy of the table, told by news only."""
 
     table: PageTable
@@ -38,29 +38,29 @@ class Line:
     cells: list[int] = field(default_factory=list)
     row: list[int] = field(default_factory=list)
 
-    def grow(self, token: int) -> None:
+    def append(self, token: int) -> None:
         self.tokens.append(token)
         self.cells.append(hash((self.cells[-1] if self.cells else 0, token)))
 
     def cut(self, num_tokens: int) -> None:
         del self.tokens[num_tokens:], self.cells[num_tokens:]
 
-    def is_told(self) -> None:
+    def send_changes(self) -> None:
         first, pages = self.table.pop_changes()
         assert first <= len(self.row)
         self.row[first:] = pages
 
 
 @dataclass(eq=False)
-class Away:
-    """A line whose pages are on the host."""
+class SwappedBranch:
+    """A branch whose pages are on the host."""
 
     host_pages: list[int]
     tokens: list[int]
     scope: CacheScope
 
 
-class Machine:
+class CacheSimulation:
     """One cache and its model. `step` does one random thing and verifies everything. `trace` says what it did."""
 
     def __init__(self, rng: random.Random, audit: bool = True) -> None:
@@ -72,11 +72,11 @@ class Machine:
         self.kv = KVCache(num_pages, P, "digest", self.matching, num_host_pages)
         self.memory: list[list[Cell]] = [[(POISON, "")] * P for _ in range(num_pages)]
         self.host_memory: list[list[Cell]] = [[(POISON, "")] * P for _ in range(num_host_pages)]
-        self.book = NameBook(self.kv, NAMESPACES)
-        self.lines: list[Line] = []
-        self.away: list[Away] = []
-        self.planned: list[tuple[Line, list[int]]] = []  # rows of the plan in the making
-        self.fresh: list[Line] = []  # opened or brought back in it
+        self.key_owners = KeyOwners(self.kv, NAMESPACES)
+        self.branches: list[SimulatedBranch] = []
+        self.swapped: list[SwappedBranch] = []
+        self.planned: list[tuple[SimulatedBranch, list[int]]] = []  # rows of the plan in the making
+        self.fresh: list[SimulatedBranch] = []  # opened or brought back in it
         self.copies: list[PageCopy] = []
         self.texts: list[tuple[list[int], CacheScope]] = [([], CacheScope())]
         self.num_steps = 0
@@ -85,22 +85,22 @@ class Machine:
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        self.take(self.rng.choices(list(ODDS), list(ODDS.values()))[0])
+        self.run_operation(self.rng.choices(list(OPERATION_WEIGHTS), list(OPERATION_WEIGHTS.values()))[0])
 
-    def take(self, name: str) -> None:
-        """Do one of ODDS and verify everything."""
+    def run_operation(self, name: str) -> None:
+        """Do one of OPERATION_WEIGHTS and verify everything."""
         self.num_steps += 1
         self.trace.append(name)
         getattr(self, name)()
         self.verify()
 
-    def make_a_step(self) -> None:
+    def run_step(self) -> None:
         """Plan, execute, commit; now and then a row is faulty or the whole step is given up."""
         rng = self.rng
-        self.reserve(rng.sample(self.lines, min(len(self.lines), rng.randint(0, 3))))
+        self.reserve(rng.sample(self.branches, min(len(self.branches), rng.randint(0, 3))))
         for _ in range(rng.choice([0, 0, 1, 2])):
-            rng.choice([self.open, self.open, self.preempt, self.swap_out, self.bring_back])()
-        self.reserve([line for line in self.fresh if rng.random() < 0.8])
+            rng.choice([self.open, self.open, self.preempt, self.swap_out, self.swap_in])()
+        self.reserve([branch for branch in self.fresh if rng.random() < 0.8])
         if rng.random() < 0.04:
             self.abandon()
         else:
@@ -108,7 +108,7 @@ class Machine:
 
     def open(self) -> None:
         rng = self.rng
-        if len(self.lines) >= 8:
+        if len(self.branches) >= 8:
             return
         known, scope = rng.choice(self.texts)
         prompt = known[: rng.randint(0, len(known))] + [rng.randint(1, 3) for _ in range(rng.randint(1, 5))]
@@ -126,39 +126,41 @@ class Machine:
         self.begin(table, prompt[: match.num_tokens], scope)
 
     def begin(self, table: PageTable, tokens: list[int], scope: CacheScope) -> None:
-        line = Line(table, scope, scope.num_public_tokens // self.page_size)
+        branch = SimulatedBranch(table, scope, scope.num_public_tokens // self.page_size)
         for token in tokens:
-            line.grow(token)
-        self.lines.append(line)
-        self.fresh.append(line)
+            branch.append(token)
+        self.branches.append(branch)
+        self.fresh.append(branch)
 
-    def reserve(self, lines: list[Line]) -> None:
-        """Plan new tokens for these lines, if there is room for all of them."""
-        lines = [line for line in lines if all(line is not other for other, _ in self.planned)]
-        news = [[self.rng.randint(1, 3) for _ in range(self.rng.choice([1, 1, 2, 5]))] for _ in lines]
-        wants = [(line.table, len(line.tokens) + len(new)) for line, new in zip(lines, news, strict=True)]
-        before = [line.table.pages() for line in self.lines], list(self.kv.pool.refs)
+    def reserve(self, branches: list[SimulatedBranch]) -> None:
+        """Plan new tokens for these branches, if there is room for all of them."""
+        branches = [branch for branch in branches if all(branch is not other for other, _ in self.planned)]
+        news = [[self.rng.randint(1, 3) for _ in range(self.rng.choice([1, 1, 2, 5]))] for _ in branches]
+        wants = [(branch.table, len(branch.tokens) + len(new)) for branch, new in zip(branches, news, strict=True)]
+        before = [branch.table.pages() for branch in self.branches], list(self.kv.pool.refs)
         copies = self.kv.reserve(wants)
         if copies is None:
-            assert ([line.table.pages() for line in self.lines], self.kv.pool.refs) == before, "None, yet a change"
+            assert ([branch.table.pages() for branch in self.branches], self.kv.pool.refs) == before, (
+                "None, yet a change"
+            )
             return
         self.copies += copies
-        self.planned += zip(lines, news, strict=True)
+        self.planned += zip(branches, news, strict=True)
 
     def execute(self, *, faulty: bool = False) -> None:
         """Do what a runner does, in its order, then what the scheduler does after it."""
         self.move_pages()
-        for line, _ in self.planned:
-            line.is_told()
-            assert self.read(line.row, len(line.tokens)) == line.cells, "a row reads what is not its own"
-        for line, new in self.planned:
-            self.write(line, new)
-        failed = [line for line, _ in self.planned if faulty and self.rng.random() < 0.5]
-        for line, new in self.planned:
-            if line not in failed:
-                self.kv.commit(line.table, encode_tokens(new))
-        for line in failed:
-            self.end(line, discard=True)
+        for branch, _ in self.planned:
+            branch.send_changes()
+            assert self.read(branch.row, len(branch.tokens)) == branch.cells, "a row reads what is not its own"
+        for branch, new in self.planned:
+            self.write(branch, new)
+        failed = [branch for branch, _ in self.planned if faulty and self.rng.random() < 0.5]
+        for branch, new in self.planned:
+            if branch not in failed:
+                self.kv.commit(branch.table, encode_tokens(new))
+        for branch in failed:
+            self.end(branch, discard=True)
         self.kv.complete_step()
         self.planned, self.fresh, self.copies = [], [], []
 
@@ -172,113 +174,113 @@ class Machine:
         for src, dst in self.copies:
             self.memory[dst] = list(self.memory[src])
 
-    def write(self, line: Line, new: list[int]) -> None:
+    def write(self, branch: SimulatedBranch, new: list[int]) -> None:
         size = self.page_size
         for token in new:
-            index, offset = divmod(len(line.tokens), size)
-            page = line.row[index]
+            index, offset = divmod(len(branch.tokens), size)
+            page = branch.row[index]
             if not offset or token is new[0]:
-                self.verify_writable(line, page)
-            line.grow(token)
-            owner = PUBLIC if index < line.num_public else line.scope.namespace
-            self.memory[page][offset] = line.cells[-1], owner
+                self.verify_writable(branch, page)
+            branch.append(token)
+            owner = PUBLIC if index < branch.num_public else branch.scope.namespace
+            self.memory[page][offset] = branch.cells[-1], owner
 
     def abandon(self) -> None:
         """The step failed: nobody knows what it did. All who had a part in it end."""
         for copy in self.copies:
             self.memory[copy.dst] = [(POISON, "")] * self.page_size
-        for line in list(dict.fromkeys([line for line, _ in self.planned] + self.fresh)):
-            self.end(line, discard=True)
+        for branch in list(dict.fromkeys([branch for branch, _ in self.planned] + self.fresh)):
+            self.end(branch, discard=True)
         self.kv.abort_step()
         self.planned, self.fresh, self.copies = [], [], []
 
     # -- between and within steps ---------------------------------------------------------------------------------
 
     def fork(self) -> None:
-        if not self.lines or len(self.lines) >= 8:
+        if not self.branches or len(self.branches) >= 8:
             return
-        parent, num_in_use = self.rng.choice(self.lines), self.kv.pool.num_in_use
+        parent, num_in_use = self.rng.choice(self.branches), self.kv.pool.num_in_use
         table = self.kv.fork(parent.table)
         assert self.kv.pool.num_in_use == num_in_use, "a fork takes no page"
         row = parent.row[: table.changed_from]
-        child = Line(table, parent.scope, parent.num_public, list(parent.tokens), list(parent.cells), row)
-        self.lines.append(child)
+        child = SimulatedBranch(table, parent.scope, parent.num_public, list(parent.tokens), list(parent.cells), row)
+        self.branches.append(child)
         if self.rng.random() < 0.3:
             self.cut(child)
         elif self.rng.random() < 0.5:
-            self.go_on_elsewhere(child)
+            self.continue_in_other_scope(child)
 
     def truncate(self) -> None:
-        if self.lines:
-            self.cut(self.rng.choice(self.lines))
+        if self.branches:
+            self.cut(self.rng.choice(self.branches))
 
-    def cut(self, line: Line) -> None:
-        num_tokens = len(line.tokens)
-        kept = self.rng.choice([self.rng.randint(0, num_tokens), max(num_tokens - 1, 0)])
-        self.kv.truncate(line.table, kept)
-        line.cut(kept)
-        del line.row[line.table.num_pages :]
-        if kept < num_tokens:
-            line.num_public = min(line.num_public, kept // self.page_size)
+    def cut(self, branch: SimulatedBranch) -> None:
+        num_tokens = len(branch.tokens)
+        num_kept = self.rng.choice([self.rng.randint(0, num_tokens), max(num_tokens - 1, 0)])
+        self.kv.truncate(branch.table, num_kept)
+        branch.cut(num_kept)
+        del branch.row[branch.table.num_pages :]
+        if num_kept < num_tokens:
+            branch.num_public = min(branch.num_public, num_kept // self.page_size)
 
-    def go_on_elsewhere(self, line: Line) -> None:
+    def continue_in_other_scope(self, branch: SimulatedBranch) -> None:
         """Another prompt with the same beginning takes over, which has public tokens of its own."""
-        num_tokens = len(line.tokens)
-        kept = self.rng.choice([num_tokens, self.rng.randint(0, num_tokens)])
-        line.scope = CacheScope(line.scope.namespace, self.rng.choice([0, 0, self.rng.randint(0, num_tokens + 4)]))
-        self.kv.truncate(line.table, kept, line.scope)
-        line.cut(kept)
-        del line.row[line.table.num_pages :]
-        if kept // self.page_size < line.num_public:
-            line.num_public = max(line.scope.num_public_tokens, kept) // self.page_size
+        num_tokens = len(branch.tokens)
+        num_kept = self.rng.choice([num_tokens, self.rng.randint(0, num_tokens)])
+        branch.scope = CacheScope(branch.scope.namespace, self.rng.choice([0, 0, self.rng.randint(0, num_tokens + 4)]))
+        self.kv.truncate(branch.table, num_kept, branch.scope)
+        branch.cut(num_kept)
+        del branch.row[branch.table.num_pages :]
+        if num_kept // self.page_size < branch.num_public:
+            branch.num_public = max(branch.scope.num_public_tokens, num_kept) // self.page_size
 
-    def turn_pages(self) -> None:
+    def advance_pages(self) -> None:
         """Lines fill the private page they are at without telling; then all of them get one more page, or none."""
-        lines = [line for line in self.lines if self.is_at_its_last_page(line.table)][:3]
-        for line in lines:
-            line.is_told()
+        branches = [branch for branch in self.branches if self.fills_last_page(branch.table)][:3]
+        for branch in branches:
+            branch.send_changes()
         filled: list[tuple[PageTable, bytes]] = []
-        for line in lines:
-            new = [self.rng.randint(1, 3) for _ in range(line.table.num_reserved - len(line.tokens))]
-            assert self.read(line.row, len(line.tokens)) == line.cells
-            self.write(line, new)
-            filled.append((line.table, encode_tokens(new)))
+        for branch in branches:
+            new = [self.rng.randint(1, 3) for _ in range(branch.table.num_reserved - len(branch.tokens))]
+            assert self.read(branch.row, len(branch.tokens)) == branch.cells
+            self.write(branch, new)
+            filled.append((branch.table, encode_tokens(new)))
         whole = [table.tail_tokens + tokens for table, tokens in filled]
-        pages = self.kv.advance_pages([line.table for line in lines], b"".join(whole))
-        for number, line in enumerate(lines):
+        pages = self.kv.advance_pages([branch.table for branch in branches], b"".join(whole))
+        for number, branch in enumerate(branches):
             if pages is None:
                 self.kv.commit(*filled[number])
             else:
-                line.row.append(pages[number])
+                branch.row.append(pages[number])
 
-    def is_at_its_last_page(self, table: PageTable) -> bool:
+    def fills_last_page(self, table: PageTable) -> bool:
         num_left = table.num_reserved - table.num_tokens
         return 0 < num_left <= self.page_size and table.num_reserved > table.num_public_pages * self.page_size
 
     def close(self) -> None:
-        if self.lines:
-            self.end(self.rng.choice(self.lines), discard=self.rng.random() < 0.1)
+        if self.branches:
+            self.end(self.rng.choice(self.branches), discard=self.rng.random() < 0.1)
 
     def preempt(self) -> None:
-        """Let a line go while a plan is made, so that others of the plan may get its pages."""
-        candidates = [line for line in self.lines if all(line is not other for other, _ in self.planned)]
+        """Let a branch go while a plan is made, so that others of the plan may get its pages."""
+        candidates = [branch for branch in self.branches if all(branch is not other for other, _ in self.planned)]
         if candidates:
             self.end(self.rng.choice(candidates))
 
-    def end(self, line: Line, *, discard: bool = False) -> None:
-        self.lines.remove(line)
-        if line in self.fresh:
-            self.fresh.remove(line)
-        table, pool = line.table, self.kv.pool
+    def end(self, branch: SimulatedBranch, *, discard: bool = False) -> None:
+        self.branches.remove(branch)
+        if branch in self.fresh:
+            self.fresh.remove(branch)
+        table, pool = branch.table, self.kv.pool
         pages = table.pages()
-        self.texts = [*self.texts[-7:], (line.tokens, self.scope_of(line))]
+        self.texts = [*self.texts[-7:], (branch.tokens, self.scope_of(branch))]
         num_full = table.num_tokens // self.page_size
         in_step = bool(self.planned or self.fresh or self.copies)
         whole = self.matching and not in_step and all(pool.is_published(page) for page in pages[:num_full])
         alone = bool(table.tail_tokens) and pool.refs[pages[num_full]] == 1
         if alone and (content := pool.content(pages[num_full])) is not None:
             alone = content.parent == table.key  # else it has a public name, and keeps it
-        tokens, scope = line.tokens[: table.num_tokens], self.scope_of(line)
+        tokens, scope = branch.tokens[: table.num_tokens], self.scope_of(branch)
         self.kv.close(table, discard=discard)
         match = self.kv.match(self.kv.hash_pages([*tokens, 1], scope))
         if discard:
@@ -286,40 +288,44 @@ class Machine:
         elif whole:
             assert match.num_tokens >= (len(tokens) if alone else num_full * self.page_size), "closed, yet not found"
 
-    def scope_of(self, line: Line) -> CacheScope:
-        """Say in whose eyes the line's pages have the names they have; truncated public tokens are private again."""
-        return CacheScope(line.scope.namespace, line.num_public * self.page_size)
+    def scope_of(self, branch: SimulatedBranch) -> CacheScope:
+        """Say in whose eyes the branch's pages have the names they have; truncated public tokens are private again."""
+        return CacheScope(branch.scope.namespace, branch.num_public * self.page_size)
 
     def swap_out(self) -> None:
-        candidates = [line for line in self.lines if all(line is not other for other, _ in self.planned)]
+        candidates = [branch for branch in self.branches if all(branch is not other for other, _ in self.planned)]
         if self.kv.host is None or not candidates:
             return
-        line = self.rng.choice(candidates)
-        host_pages = self.kv.swap_out(self.kv.page_contents([line.table]))
+        branch = self.rng.choice(candidates)
+        host_pages = self.kv.swap_out(self.kv.page_contents([branch.table]))
         if host_pages is not None:
-            self.away.append(Away(host_pages, line.tokens[: line.table.num_tokens], self.scope_of(line)))
-            self.end(line)
+            self.swapped.append(
+                SwappedBranch(host_pages, branch.tokens[: branch.table.num_tokens], self.scope_of(branch))
+            )
+            self.end(branch)
 
-    def bring_back(self) -> None:
-        if not self.away or len(self.lines) >= 8 or self.kv.host is None:
+    def swap_in(self) -> None:
+        if not self.swapped or len(self.branches) >= 8 or self.kv.host is None:
             return
-        away = self.rng.choice(self.away)
+        swapped = self.rng.choice(self.swapped)
         if self.rng.random() < 0.8:
-            prompt = [*away.tokens, 1]
-            match = self.kv.match(self.kv.hash_pages(prompt, away.scope, swapped=True), host_pages=away.host_pages)
+            prompt = [*swapped.tokens, 1]
+            match = self.kv.match(
+                self.kv.hash_pages(prompt, swapped.scope, swapped=True), host_pages=swapped.host_pages
+            )
             self.verify_match(match, prompt)
             table = self.kv.restore(match)
             if table is None:
                 return
-            self.begin(table, away.tokens[: match.num_tokens], away.scope)
-        self.kv.host.release(away.host_pages)
-        self.away.remove(away)
+            self.begin(table, swapped.tokens[: match.num_tokens], swapped.scope)
+        self.kv.host.release(swapped.host_pages)
+        self.swapped.remove(swapped)
 
     def swap_out_now(self) -> None:
         self.swap_out()
         self.execute()
 
-    def forget_all(self) -> None:
+    def unpublish_all(self) -> None:
         self.kv.pool.unpublish_all()
         assert self.kv.pool.num_idle == 0
 
@@ -331,24 +337,26 @@ class Machine:
     def verify(self) -> None:
         """Verify the whole state between steps, and poison what is blank."""
         kv, pool = self.kv, self.kv.pool
-        for line in self.lines:
-            assert line.table.num_tokens == len(line.tokens)
-            assert self.read(line.table.pages(), len(line.tokens)) == line.cells, "a page lost what it held"
-        self.book.read()
+        for branch in self.branches:
+            assert branch.table.num_tokens == len(branch.tokens)
+            assert self.read(branch.table.pages(), len(branch.tokens)) == branch.cells, "a page lost what it held"
+        self.key_owners.read()
         if self.audit:
-            check_invariants(kv, [line.table for line in self.lines], [away.host_pages for away in self.away])
+            check_invariants(
+                kv, [branch.table for branch in self.branches], [swapped.host_pages for swapped in self.swapped]
+            )
         if self.num_steps % MAP_EVERY == 0:
-            check_map(kv, self.book, [line.table for line in self.lines], NAMESPACES)
-        held = {page for line in self.lines for page in line.table.pages()}
+            check_map(kv, self.key_owners, [branch.table for branch in self.branches], NAMESPACES)
+        held = {page for branch in self.branches for page in branch.table.pages()}
         assert pool.num_in_use == len(held) and len(pool._blank) + pool.num_idle + len(held) == pool.num_usable
         poison(pool, self.memory, 0)
         if kv.host is not None:
             poison(kv.host.pool, self.host_memory, 1)
 
-    def verify_writable(self, line: Line, page: int) -> None:
+    def verify_writable(self, branch: SimulatedBranch, page: int) -> None:
         assert not self.kv.pool.is_published(page), "a page that others may find is written"
-        for other in self.lines:
-            assert other is line or page not in other.table.pages(), "a page that others hold is written"
+        for other in self.branches:
+            assert other is branch or page not in other.table.pages(), "a page that others hold is written"
 
     def verify_match(self, match: PrefixMatch, prompt: list[int]) -> None:
         """Whatever is found is final, is this prompt's beginning, and may be seen by its namespace."""
@@ -371,24 +379,24 @@ def poison(pool: PagePool, memory: list[list[Cell]], first: int) -> None:
         memory[page - first] = [(POISON, "")] * len(memory[page - first])
 
 
-ODDS = {
-    "make_a_step": 10,
+OPERATION_WEIGHTS = {
+    "run_step": 10,
     "fork": 3,
     "truncate": 1,
-    "turn_pages": 1,
+    "advance_pages": 1,
     "close": 3,
     "swap_out_now": 1,
-    "forget_all": 0.1,
+    "unpublish_all": 0.1,
 }
 
 
-def live(seed: int, num_steps: int, *, audit: bool = True) -> Machine:
-    """Run one machine. Failures say where they happened."""
-    machine = Machine(random.Random(seed), audit)
+def run_simulation(seed: int, num_steps: int, *, audit: bool = True) -> CacheSimulation:
+    """Run one simulation. Failures say where they happened."""
+    simulation = CacheSimulation(random.Random(seed), audit)
     try:
         for _ in range(num_steps):
-            machine.step()
+            simulation.step()
     except BaseException as error:
-        error.add_note(f"seed {seed}, step {machine.num_steps}: {' '.join(machine.trace[-12:])}")
+        error.add_note(f"seed {seed}, step {simulation.num_steps}: {' '.join(simulation.trace[-12:])}")
         raise
-    return machine
+    return simulation

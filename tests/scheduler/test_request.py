@@ -28,14 +28,14 @@ def pages_used(num_prompt_tokens: int, max_tokens: int, num_branches: int, page_
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 6), st.sampled_from([1, 2, 4, 16]))
-def test_worst_case_is_what_a_full_run_holds(prompt: int, max_tokens: int, branches: int, page_size: int) -> None:
+def test_worst_case_pages_equals_a_full_run(prompt: int, max_tokens: int, branches: int, page_size: int) -> None:
     assert pages_used(prompt, max_tokens, branches, page_size) == worst_case_pages(
         prompt, max_tokens, branches, page_size
     )
 
 
 @given(st.integers(1, 100), st.integers(1, 6), st.sampled_from([1, 4, 16]), st.integers(1, 60))
-def test_most_tokens_is_the_largest_that_fits(prompt: int, branches: int, page_size: int, pages: int) -> None:
+def test_max_tokens_that_fit_is_the_largest(prompt: int, branches: int, page_size: int, pages: int) -> None:
     most = max_tokens_that_fit(prompt, branches, page_size, pages)
     if most >= 1:
         assert worst_case_pages(prompt, most, branches, page_size) <= pages
