@@ -16,10 +16,10 @@ from chatcache.scheduler.scheduler import Scheduler
 from tests.engine.generated import until_it_fails, workloads
 from tests.engine.workloads import Workload, assert_equals_alone
 from tests.kv_cache.injected_bugs import (
-    copied_page_not_told_to_the_runner,
+    copied_page_not_sent_to_the_runner,
     double_free,
     evicted_page_stays_in_the_index,
-    fork_forgets_to_hold_the_tail,
+    fork_does_not_retain_the_last_page,
     missed_decrement,
     partial_match_too_long,
     shared_tail_written_in_place,
@@ -57,12 +57,12 @@ def published_before_execution(patch: Patch) -> None:
 BUGS: list[Callable[[Patch], None]] = [
     copy_never_made,
     shared_tail_written_in_place,
-    copied_page_not_told_to_the_runner,
+    copied_page_not_sent_to_the_runner,
     row_fork_forgotten,
     published_before_execution,
     evicted_page_stays_in_the_index,
     double_free,
-    fork_forgets_to_hold_the_tail,
+    fork_does_not_retain_the_last_page,
     missed_decrement,
     partial_match_too_long,
 ]

@@ -1,4 +1,4 @@
-"""Short ways to drive a cache, and the plain oracle of what it may find again."""
+"""Helpers that drive a KV cache, and an oracle of the prefixes that a match may find."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def find_match(kv: KVCache, tokens: Sequence[int], scope: CacheScope | str = "")
 
 
 def write(kv: KVCache, table: PageTable, tokens: Sequence[int]) -> tuple[PageCopy, ...]:
-    """Reserve, execute and commit, as a step does."""
+    """Reserve, commit and complete a step that computes `tokens` into the table."""
     copies = kv.reserve([(table, table.num_tokens + len(tokens))])
     assert copies is not None
     kv.commit(table, encode_tokens(tokens))
@@ -28,7 +28,7 @@ def write(kv: KVCache, table: PageTable, tokens: Sequence[int]) -> tuple[PageCop
 
 
 def open_and_fill(kv: KVCache, tokens: Sequence[int], scope: CacheScope | str = "") -> PageTable:
-    """Open a table on what is known of `tokens` and compute the rest."""
+    """Open a table on the cached prefix of `tokens` and compute the rest."""
     table = kv.open(find_match(kv, [*tokens, 0], scope))
     if table.num_tokens < len(tokens):
         write(kv, table, tokens[table.num_tokens :])
@@ -40,8 +40,10 @@ def token_range(n: int, start: int = 1) -> list[int]:
 
 
 class PrefixOracle:
-    """What has been computed, for whom: every beginning of every text, and the class of the page on which it ends,
-    PUBLIC or (namespace, number of public pages before it)."""
+    """Every prefix that was computed, with the class of the page on which it ends.
+
+    The class is PUBLIC, or (namespace, number of public pages before it).
+    """
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -58,6 +60,6 @@ class PrefixOracle:
         return not tokens or (tuple(tokens), self._class_of(len(tokens), num_public, namespace)) in self._computed
 
     def longest_match(self, tokens: Sequence[int], num_public: int, namespace: str) -> int:
-        """Return how much of a prompt may be matched if nothing is ever evicted; never its last token."""
+        """Return how many tokens of a prompt must match if nothing is evicted; never its last token."""
         lengths = range(len(tokens) - 1, 0, -1)
         return next((n for n in lengths if self.contains(tokens[:n], num_public, namespace)), 0)

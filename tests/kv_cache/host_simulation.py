@@ -1,4 +1,4 @@
-"""A cache with a host tier, and cells that hold tokens: plans are executed in the documented order."""
+"""A KV cache with a host cache and simulated page contents; steps execute in the documented order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ P = 4
 
 
 class HostSimulation:
-    """A cache, and cells that hold tokens: pages[p][offset], host[h][offset]."""
+    """A KV cache and simulated memory: the token at each offset of each device and host page."""
 
     def __init__(self, num_pages: int = 32, num_host_pages: int = 16, caching: bool = True) -> None:
         self.kv = KVCache(num_pages, P, "digest", caching, num_host_pages)
@@ -68,7 +68,7 @@ class HostSimulation:
         return self.kv.restore(self.kv.match(chain, host_pages=host_pages or []))
 
     def evict_all(self) -> None:
-        """Overwrite every free page of the device, as a busy neighbour would."""
+        """Overwrite every free page of the device."""
         pages = self.kv.pool.allocate(self.kv.pool.num_free)
         assert pages is not None
         for page in pages:

@@ -1,4 +1,4 @@
-"""Plausible bugs of pool and cache, for every test that has to catch some."""
+"""Plausible bugs of pool and cache, injected by tests that must detect them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def shared_tail_written_in_place(patch: Patch) -> None:
     patch.setattr(CopyOnWrite, "tables_to_copy", lambda self, tables: (set(), set()))
 
 
-def copied_page_not_told_to_the_runner(patch: Patch) -> None:
+def copied_page_not_sent_to_the_runner(patch: Patch) -> None:
     original = CopyOnWrite.copy_tail
 
     def copy(self: CopyOnWrite, table: PageTable, dst: int) -> PageCopy:
@@ -59,7 +59,7 @@ def evicted_page_stays_in_the_index(patch: Patch) -> None:
     patch.setattr(PagePool, "_evict", evict)
 
 
-def fork_forgets_to_hold_the_tail(patch: Patch) -> None:
+def fork_does_not_retain_the_last_page(patch: Patch) -> None:
     original = KVCache.fork
 
     def fork(self: KVCache, table: PageTable) -> PageTable:

@@ -1,4 +1,4 @@
-"""What a map of the pages must show, worked out one page at a time: from the names, and from who holds what."""
+"""Oracle of the page map: the expected letter of each page, derived from page keys and page tables."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ PUBLIC = "public"
 
 
 class KeyOwners:
-    """For whom each name was made, read off the names themselves: the first private one mixes a namespace in."""
+    """The namespace that each page key belongs to, derived from the keys: the first private key depends on it."""
 
     def __init__(self, kv: KVCache, namespaces: Sequence[str]) -> None:
         self._kv = kv
         self._namespaces = namespaces
-        self._owners: dict[bytes, str] = {}  # of pages by key
-        self._entries: dict[bytes, str] = {}  # what the first page for an owner follows
+        self._owners: dict[bytes, str] = {}  # by page key
+        self._entries: dict[bytes, str] = {}  # owner by the key that its first page follows
         self._add_namespaces(kv._root)
 
     def _add_namespaces(self, public: bytes) -> None:
@@ -27,11 +27,11 @@ class KeyOwners:
         self._entries |= {namespace_hash(public, name): name for name in self._namespaces}
 
     def read(self) -> None:
-        """Note all names there are now; a chain may be met from any end."""
+        """Derive the owners of all present keys, in whatever order their chains appear."""
         contents = [content for content in self._kv.pool._content if content is not None]
         while contents:
             left = [content for content in contents if not self._assign_owner(content)]
-            assert len(left) < len(contents), "names that follow from nothing"
+            assert len(left) < len(contents), "a key has no known parent"
             contents = left
 
     def _assign_owner(self, content: PageContent) -> bool:
@@ -44,13 +44,13 @@ class KeyOwners:
         return True
 
     def owner(self, page: int) -> str | None:
-        """Return for whom the page may be found; None if it may not be."""
+        """Return the owner of a published page; None for other pages."""
         content = self._kv.pool.content(page)
         return self._owners[content.key] if content is not None and self._kv.pool.is_published(page) else None
 
 
 def letter(kv: KVCache, key_owners: KeyOwners, page: int, tables: Sequence[PageTable], namespace: str | None) -> str:
-    """Return what a page must be shown as."""
+    """Return the letter that a page must have on the map of a namespace."""
     num_holders = sum(page in table.pages() for table in tables)
     if not num_holders and not kv.pool.is_published(page):
         return "f"
@@ -64,13 +64,13 @@ def letter(kv: KVCache, key_owners: KeyOwners, page: int, tables: Sequence[PageT
 
 
 def check_map(kv: KVCache, key_owners: KeyOwners, tables: Sequence[PageTable], namespaces: Sequence[str]) -> None:
-    """Compare the map with the letters, page by page, as everybody sees it."""
+    """Compare the map with the expected letters, page by page, for all namespaces and for operators."""
     key_owners.read()
     for page in range(1, kv.pool.num_pages):
         owner = key_owners.owner(page)
         if owner is not None:
             mark = PUBLIC_OWNER if owner == PUBLIC else owner_id(owner)
-            assert kv.pool.owners[page] == mark, f"page {page} is {owner!r}'s and marked otherwise"
+            assert kv.pool.owners[page] == mark, f"page {page} is {owner!r}'s and has another owner recorded"
     pages = page_states(kv, tables)
     for namespace in (None, *namespaces):
         wanted = "".join(letter(kv, key_owners, page, tables, namespace) for page in range(1, kv.pool.num_pages))

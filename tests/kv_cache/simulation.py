@@ -1,9 +1,9 @@
-"""A random life of pool, cache and host tier beside a model of plain lists, every invariant after every step.
+"""Random operations on a KV cache with a host cache, compared with a model of plain lists after every operation.
 
-The model knows each table's tokens, and of every cell of memory what has been written there: the whole history up to
-the cell, as a hash chain, and for whom (PUBLIC or a namespace). Plans are made and executed as in the engine: tables
-are reserved, opened, given up and brought back while a plan is made; then pages are copied, everybody reads, everybody
-writes, and only then is anything committed. What nobody holds and nobody may find is poisoned at once.
+The model records the tokens of each table and, for every cell of memory, the whole history up to the token written
+there, as a hash chain, and its owner (PUBLIC or a namespace). Steps are planned and executed as in the engine: tables
+are reserved, opened, preempted and swapped in while a step is planned; then pages are copied, all branches read, all
+branches write, and only then are tokens committed. Blank pages are poisoned at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Cell = tuple[int, str]
 
 @dataclass(eq=False)
 class SimulatedBranch:
-    """A table and what it must hold. `row` is the runner's copy of the table, told by news only."""
+    """A table and its expected contents. `row` is the runner's copy of the table, updated by `pop_changes` only."""
 
     table: PageTable
     scope: CacheScope
@@ -53,7 +53,7 @@ class SimulatedBranch:
 
 @dataclass(eq=False)
 class SwappedBranch:
-    """A branch whose pages are on the host."""
+    """A branch whose pages were swapped to the host."""
 
     host_pages: list[int]
     tokens: list[int]
@@ -61,7 +61,7 @@ class SwappedBranch:
 
 
 class CacheSimulation:
-    """One cache and its model. `step` does one random thing and verifies everything. `trace` says what it did."""
+    """One cache and its model. `step` runs a random operation and verifies everything; `trace` lists operations."""
 
     def __init__(self, rng: random.Random, audit: bool = True) -> None:
         self.audit = audit
@@ -75,8 +75,8 @@ class CacheSimulation:
         self.key_owners = KeyOwners(self.kv, NAMESPACES)
         self.branches: list[SimulatedBranch] = []
         self.swapped: list[SwappedBranch] = []
-        self.planned: list[tuple[SimulatedBranch, list[int]]] = []  # rows of the plan in the making
-        self.fresh: list[SimulatedBranch] = []  # opened or brought back in it
+        self.planned: list[tuple[SimulatedBranch, list[int]]] = []  # rows of the step being planned
+        self.fresh: list[SimulatedBranch] = []  # opened or swapped in during this step
         self.copies: list[PageCopy] = []
         self.texts: list[tuple[list[int], CacheScope]] = [([], CacheScope())]
         self.num_steps = 0
@@ -88,14 +88,14 @@ class CacheSimulation:
         self.run_operation(self.rng.choices(list(OPERATION_WEIGHTS), list(OPERATION_WEIGHTS.values()))[0])
 
     def run_operation(self, name: str) -> None:
-        """Do one of OPERATION_WEIGHTS and verify everything."""
+        """Run the named operation and verify everything."""
         self.num_steps += 1
         self.trace.append(name)
         getattr(self, name)()
         self.verify()
 
     def run_step(self) -> None:
-        """Plan, execute, commit; now and then a row is faulty or the whole step is given up."""
+        """Plan, execute and commit a step; sometimes a row is faulty or the whole step is aborted."""
         rng = self.rng
         self.reserve(rng.sample(self.branches, min(len(self.branches), rng.randint(0, 3))))
         for _ in range(rng.choice([0, 0, 1, 2])):
@@ -133,7 +133,7 @@ class CacheSimulation:
         self.fresh.append(branch)
 
     def reserve(self, branches: list[SimulatedBranch]) -> None:
-        """Plan new tokens for these branches, if there is room for all of them."""
+        """Plan new tokens for these branches, if enough pages are free for all of them."""
         branches = [branch for branch in branches if all(branch is not other for other, _ in self.planned)]
         news = [[self.rng.randint(1, 3) for _ in range(self.rng.choice([1, 1, 2, 5]))] for _ in branches]
         wants = [(branch.table, len(branch.tokens) + len(new)) for branch, new in zip(branches, news, strict=True)]
@@ -141,18 +141,18 @@ class CacheSimulation:
         copies = self.kv.reserve(wants)
         if copies is None:
             assert ([branch.table.pages() for branch in self.branches], self.kv.pool.refs) == before, (
-                "None, yet a change"
+                "reserve failed and changed the cache"
             )
             return
         self.copies += copies
         self.planned += zip(branches, news, strict=True)
 
     def execute(self, *, faulty: bool = False) -> None:
-        """Do what a runner does, in its order, then what the scheduler does after it."""
+        """Execute the step in the runner's order, then commit it as the scheduler does."""
         self.move_pages()
         for branch, _ in self.planned:
             branch.send_changes()
-            assert self.read(branch.row, len(branch.tokens)) == branch.cells, "a row reads what is not its own"
+            assert self.read(branch.row, len(branch.tokens)) == branch.cells, "a row reads the tokens of another branch"
         for branch, new in self.planned:
             self.write(branch, new)
         failed = [branch for branch, _ in self.planned if faulty and self.rng.random() < 0.5]
@@ -186,7 +186,7 @@ class CacheSimulation:
             self.memory[page][offset] = branch.cells[-1], owner
 
     def abandon(self) -> None:
-        """The step failed: nobody knows what it did. All who had a part in it end."""
+        """Abort the step: it is unknown what it wrote, so all branches in it end."""
         for copy in self.copies:
             self.memory[copy.dst] = [(POISON, "")] * self.page_size
         for branch in list(dict.fromkeys([branch for branch, _ in self.planned] + self.fresh)):
@@ -194,14 +194,14 @@ class CacheSimulation:
         self.kv.abort_step()
         self.planned, self.fresh, self.copies = [], [], []
 
-    # -- between and within steps ---------------------------------------------------------------------------------
+    # -- other operations -----------------------------------------------------------------------------------------
 
     def fork(self) -> None:
         if not self.branches or len(self.branches) >= 8:
             return
         parent, num_in_use = self.rng.choice(self.branches), self.kv.pool.num_in_use
         table = self.kv.fork(parent.table)
-        assert self.kv.pool.num_in_use == num_in_use, "a fork takes no page"
+        assert self.kv.pool.num_in_use == num_in_use, "a fork must not take a page"
         row = parent.row[: table.changed_from]
         child = SimulatedBranch(table, parent.scope, parent.num_public, list(parent.tokens), list(parent.cells), row)
         self.branches.append(child)
@@ -224,7 +224,7 @@ class CacheSimulation:
             branch.num_public = min(branch.num_public, num_kept // self.page_size)
 
     def continue_in_other_scope(self, branch: SimulatedBranch) -> None:
-        """Another prompt with the same beginning takes over, which has public tokens of its own."""
+        """Continue the branch as another prompt with the same first tokens and its own public tokens."""
         num_tokens = len(branch.tokens)
         num_kept = self.rng.choice([num_tokens, self.rng.randint(0, num_tokens)])
         branch.scope = CacheScope(branch.scope.namespace, self.rng.choice([0, 0, self.rng.randint(0, num_tokens + 4)]))
@@ -235,7 +235,7 @@ class CacheSimulation:
             branch.num_public = max(branch.scope.num_public_tokens, num_kept) // self.page_size
 
     def advance_pages(self) -> None:
-        """Lines fill the private page they are at without telling; then all of them get one more page, or none."""
+        """Fill the last page of some branches without committing, then advance all of them by a page, or none."""
         branches = [branch for branch in self.branches if self.fills_last_page(branch.table)][:3]
         for branch in branches:
             branch.send_changes()
@@ -262,7 +262,7 @@ class CacheSimulation:
             self.end(self.rng.choice(self.branches), discard=self.rng.random() < 0.1)
 
     def preempt(self) -> None:
-        """Let a branch go while a plan is made, so that others of the plan may get its pages."""
+        """Close a branch while a step is planned, so that other branches of the step can get its pages."""
         candidates = [branch for branch in self.branches if all(branch is not other for other, _ in self.planned)]
         if candidates:
             self.end(self.rng.choice(candidates))
@@ -279,17 +279,19 @@ class CacheSimulation:
         whole = self.matching and not in_step and all(pool.is_published(page) for page in pages[:num_full])
         alone = bool(table.tail_tokens) and pool.refs[pages[num_full]] == 1
         if alone and (content := pool.content(pages[num_full])) is not None:
-            alone = content.parent == table.key  # else it has a public name, and keeps it
+            alone = content.parent == table.key  # else it has a public key, and keeps it
         tokens, scope = branch.tokens[: table.num_tokens], self.scope_of(branch)
         self.kv.close(table, discard=discard)
         match = self.kv.match(self.kv.hash_pages([*tokens, 1], scope))
         if discard:
-            assert not set(pages) & set(match.pages) - {0}, "forgotten, yet found"
+            assert not set(pages) & set(match.pages) - {0}, "a discarded page was matched"
         elif whole:
-            assert match.num_tokens >= (len(tokens) if alone else num_full * self.page_size), "closed, yet not found"
+            assert match.num_tokens >= (len(tokens) if alone else num_full * self.page_size), (
+                "a closed branch was not matched"
+            )
 
     def scope_of(self, branch: SimulatedBranch) -> CacheScope:
-        """Say in whose eyes the branch's pages have the names they have; truncated public tokens are private again."""
+        """Return the scope of the branch's page keys; after a truncation, public tokens are private."""
         return CacheScope(branch.scope.namespace, branch.num_public * self.page_size)
 
     def swap_out(self) -> None:
@@ -329,17 +331,17 @@ class CacheSimulation:
         self.kv.pool.unpublish_all()
         assert self.kv.pool.num_idle == 0
 
-    # -- what must hold -------------------------------------------------------------------------------------------
+    # -- invariants -----------------------------------------------------------------------------------------------
 
     def read(self, pages: list[int], num_tokens: int) -> list[int]:
         return [cell for page in pages for cell, _ in self.memory[page]][:num_tokens]
 
     def verify(self) -> None:
-        """Verify the whole state between steps, and poison what is blank."""
+        """Verify the whole state between steps, and poison blank pages."""
         kv, pool = self.kv, self.kv.pool
         for branch in self.branches:
             assert branch.table.num_tokens == len(branch.tokens)
-            assert self.read(branch.table.pages(), len(branch.tokens)) == branch.cells, "a page lost what it held"
+            assert self.read(branch.table.pages(), len(branch.tokens)) == branch.cells, "a page lost its tokens"
         self.key_owners.read()
         if self.audit:
             check_invariants(
@@ -354,12 +356,12 @@ class CacheSimulation:
             poison(kv.host.pool, self.host_memory, 1)
 
     def verify_writable(self, branch: SimulatedBranch, page: int) -> None:
-        assert not self.kv.pool.is_published(page), "a page that others may find is written"
+        assert not self.kv.pool.is_published(page), "a published page is written"
         for other in self.branches:
-            assert other is branch or page not in other.table.pages(), "a page that others hold is written"
+            assert other is branch or page not in other.table.pages(), "a page that another branch holds is written"
 
     def verify_match(self, match: PrefixMatch, prompt: list[int]) -> None:
-        """Whatever is found is final, is this prompt's beginning, and may be seen by its namespace."""
+        """Verify that a match holds this prompt's first tokens, final, and visible to its namespace."""
         assert match.num_tokens < len(prompt)
         assert match.num_idle == sum(page != 0 and self.kv.pool.refs[page] == 0 for page in match.pages)
         loads = dict(match.loads)
@@ -369,9 +371,11 @@ class CacheSimulation:
             index, offset = divmod(position, size)
             page = self.host_memory[loads[index] - 1] if index in loads else self.memory[match.pages[index]]
             found, owner = page[offset]
-            assert found == cell, "what was found is not there"
+            assert found == cell, "a matched page holds other tokens"
             is_public = index < scope.num_public_tokens // size
-            assert owner == PUBLIC or (owner == scope.namespace and not is_public), "another tenant's page was found"
+            assert owner == PUBLIC or (owner == scope.namespace and not is_public), (
+                "a page of another tenant was matched"
+            )
 
 
 def poison(pool: PagePool, memory: list[list[Cell]], first: int) -> None:
@@ -391,7 +395,7 @@ OPERATION_WEIGHTS = {
 
 
 def run_simulation(seed: int, num_steps: int, *, audit: bool = True) -> CacheSimulation:
-    """Run one simulation. Failures say where they happened."""
+    """Run one simulation; a failure reports its seed, step and last operations."""
     simulation = CacheSimulation(random.Random(seed), audit)
     try:
         for _ in range(num_steps):

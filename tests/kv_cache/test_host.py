@@ -1,15 +1,18 @@
-"""The host tier, step by step: what leaves, what comes back, and what nobody may find."""
+"""The host cache, step by step: swapping out, loading, and what can be matched in between."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from chatcache.kv_cache.host import HostKVCache
 from chatcache.kv_cache.page_hash import PageContent, encode_tokens
+from chatcache.kv_cache.page_table import PageTable
 from chatcache.kv_cache.pool import InvariantError, PagePool
-from tests.kv_cache.host_simulation import TOKENS, HostSimulation, start_table
+from tests.kv_cache.host_simulation import TOKENS, HostSimulation, P, start_table
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -47,7 +50,7 @@ def test_swap_out_pages_can_be_overwritten_in_the_same_step() -> None:
     simulation.write(table, TOKENS)
     host_pages = simulation.swap_out([table])
     other = start_table(simulation, [1] * 9)
-    simulation.write(other, [1] * 9)  # takes all three pages, in the same step
+    simulation.write(other, [1] * 9)  # uses all three pages, in the same step
     assert simulation.read(other) == [1] * 9
     simulation.kv.close(other)
     again = simulation.start([*TOKENS, 7], host_pages)
@@ -72,13 +75,13 @@ def test_swap_out_of_forks_copies_shared_pages_once() -> None:
     first = simulation.start([*TOKENS, 1, 5])
     assert first is not None and simulation.step() == (0, 3) and simulation.read(first) == [*TOKENS, 1]
     second = simulation.start([*TOKENS, 2, 5])
-    assert second is not None and simulation.step() == (0, 1), "the full pages are found on the device now"
+    assert second is not None and simulation.step() == (0, 1), "the full pages are on the device now"
     assert simulation.read(second) == [*TOKENS, 2]
     assert second.pages()[:2] == first.pages()[:2]
 
 
 def test_extend_fork_loads_only_its_own_pages() -> None:
-    """Without the index: the child shares its partner's pages and loads only what is its own."""
+    """Without prefix caching the child shares the pages of its fork source and loads only its own."""
     simulation = HostSimulation(caching=False)
     a = start_table(simulation, TOKENS)
     simulation.write(a, TOKENS)
@@ -112,7 +115,7 @@ def test_swap_without_free_pages_changes_nothing() -> None:
     simulation.evict_all()
     taken = simulation.kv.pool.allocate(6)
     assert taken is not None
-    assert simulation.start([*TOKENS, 7]) is None, "one page is free, two are to come"
+    assert simulation.start([*TOKENS, 7]) is None, "one page is free, and two have to be loaded"
     simulation.kv.pool.release(taken)
     simulation.drop(host_pages)
     simulation.check([])
@@ -124,11 +127,11 @@ def test_swapped_pages_match_only_after_the_step() -> None:
     simulation.write(table, TOKENS)
     simulation.swap_out([table])
     simulation.kv.pool.unpublish_all()
-    assert simulation.kv.match(simulation.kv.hash_pages(TOKENS)).num_tokens == 0, "on its way out"
+    assert simulation.kv.match(simulation.kv.hash_pages(TOKENS)).num_tokens == 0, "not copied out yet"
     simulation.step()
     again = simulation.start(TOKENS)
     assert again is not None and again.num_tokens == 10
-    assert simulation.kv.pool.is_index_empty, "on its way in"
+    assert simulation.kv.pool.is_index_empty, "not loaded yet"
     simulation.step()
     assert not simulation.kv.pool.is_index_empty
 
@@ -153,7 +156,7 @@ def test_aborted_step_publishes_no_copies() -> None:
     assert again is not None and again.num_tokens == 11
     simulation.kv.close(again)
     simulation.kv.abort_step()
-    assert simulation.kv.pool.is_index_empty, "neither pages nor the tail were ever here"
+    assert simulation.kv.pool.is_index_empty, "no page was loaded"
     simulation.check([])
 
 
@@ -167,7 +170,7 @@ def test_load_cancelled_before_the_step_is_not_made() -> None:
     again = simulation.start([*TOKENS, 7])
     assert again is not None
     swapped_again = simulation.swap_out([again])
-    assert sorted(swapped_again) == sorted(host_pages), "what was to come is still there, and is held twice"
+    assert sorted(swapped_again) == sorted(host_pages), "the host pages are still there, and are held twice"
     assert simulation.step() == (0, 0)
     simulation.check([])
 
@@ -231,7 +234,7 @@ def pages_yet_to_come_are_copied_out(patch: pytest.MonkeyPatch) -> None:
             self._pending_loads = coming
 
     def find(self: PagePool, content: PageContent) -> None:
-        """As if the host had let go of it meanwhile."""
+        """Return None, as if the host had evicted the page."""
 
     patch.setattr(HostKVCache, "_partition", sort)
     patch.setattr(PagePool, "find", find)
@@ -247,7 +250,7 @@ def beginnings_are_not_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bug", "check_of_it"),
+    ("bug", "detecting_test"),
     [
         (loads_outlive_their_pages, test_load_cancelled_before_the_step_is_not_made),
         (pages_yet_to_come_are_copied_out, test_load_cancelled_before_the_step_is_not_made),
@@ -255,9 +258,76 @@ def beginnings_are_not_forgotten(patch: pytest.MonkeyPatch) -> None:
         (beginnings_are_not_forgotten, test_close_with_discard_unpublishes_host_pages),
     ],
 )
-def test_planted_bugs_are_caught(
-    bug: Callable[[pytest.MonkeyPatch], None], check_of_it: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+def test_injected_bug_is_detected(
+    bug: Callable[[pytest.MonkeyPatch], None], detecting_test: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bug(monkeypatch)
     with pytest.raises((AssertionError, InvariantError)):
-        check_of_it()
+        detecting_test()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_random_swaps_read_what_was_written(data: st.DataObject) -> None:
+    """Tables grow, fork, leave for the host and come back on tiny pools; each always reads its own tokens."""
+    caching = data.draw(st.booleans())
+    simulation = HostSimulation(data.draw(st.integers(10, 20)), data.draw(st.integers(2, 12)), caching)
+    tables: list[tuple[PageTable, list[int]]] = []
+    away: list[tuple[list[int], list[int]]] = []
+    for _ in range(data.draw(st.integers(5, 25))):
+        match data.draw(st.sampled_from(["new", "grow", "grow", "fork", "leave", "leave", "back", "back", "end"])):
+            case "new" if len(tables) < 3:
+                tokens = [data.draw(st.integers(0, 1))] * data.draw(st.integers(1, 9))
+                table = simulation.start([*tokens, 9])
+                if table is not None:
+                    simulation.step()
+                    known = tokens[: table.num_tokens]
+                    tables.append((table, known))
+                    grow(simulation, tables, len(tables) - 1, tokens[table.num_tokens :])
+            case "grow" if tables:
+                index = data.draw(st.integers(0, len(tables) - 1))
+                grow(simulation, tables, index, data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=6)))
+            case "fork" if tables and len(tables) < 4:
+                table, tokens = tables[data.draw(st.integers(0, len(tables) - 1))]
+                child = simulation.kv.fork(table)
+                kept = data.draw(st.integers(0, child.num_tokens))
+                simulation.kv.truncate(child, kept)
+                tables.append((child, tokens[:kept]))
+            case "leave" if tables:
+                table, tokens = tables.pop(data.draw(st.integers(0, len(tables) - 1)))
+                host_pages = simulation.kv.swap_out(simulation.kv.page_contents([table]))
+                simulation.kv.close(table)
+                if host_pages is not None:
+                    simulation.held.append(host_pages)
+                    away.append((host_pages, tokens))
+                simulation.step()
+            case "back" if away:
+                host_pages, tokens = away[data.draw(st.integers(0, len(away) - 1))]
+                back = simulation.start([*tokens, 9], host_pages)
+                if back is not None:
+                    assert back.num_tokens == len(tokens), "nothing is computed again"
+                    simulation.drop(host_pages)
+                    away.remove((host_pages, tokens))
+                    simulation.step()
+                    tables.append((back, tokens))
+            case "end" if tables:
+                simulation.kv.close(tables.pop()[0])
+        simulation.check([table for table, _ in tables])
+        for table, tokens in tables:
+            assert simulation.read(table) == tokens
+
+
+def grow(simulation: HostSimulation, tables: list[tuple[PageTable, list[int]]], index: int, tokens: list[int]) -> None:
+    table, known = tables[index]
+    if not tokens:
+        return
+    copies = simulation.kv.reserve([(table, table.num_tokens + len(tokens))])
+    if copies is None:
+        return
+    simulation.move(list(copies))
+    pages = table.pages()
+    for position, token in enumerate(tokens, table.num_tokens):
+        simulation.cells[pages[position // P]][position % P] = token
+    simulation.kv.commit(table, encode_tokens(tokens))
+    simulation.kv.complete_step()
+    tables[index] = (table, [*known, *tokens])

@@ -1,4 +1,4 @@
-"""The operations on tables, each in the situation it is for."""
+"""The operations of the KV cache on page tables."""
 
 from __future__ import annotations
 
@@ -93,15 +93,15 @@ def test_reserve_of_forks_in_one_step_leaves_the_page_to_the_last() -> None:
 def test_fork_of_a_long_table_changes_no_reference_count() -> None:
     kv = KVCache(3000, P)
     short, long = open_and_fill(kv, token_range(10)), open_and_fill(kv, token_range(10_000))
-    kv.fork(short), kv.fork(long)  # the first fork moves the full pages into a segment
+    kv.fork(short), kv.fork(long)  # the first fork moves the full pages into a shared prefix
     held = list(kv.pool.refs)
     children = [kv.fork(long) for _ in range(1000)]
     changed = [page for page, refs in enumerate(kv.pool.refs) if refs != held[page]]
     assert changed == [] and len(children[0].own_pages) == 0, (
-        "10,000 tokens end on a page: a fork touches no page at all"
+        "10,000 tokens fill whole pages: a fork changes no reference count"
     )
     child = kv.fork(short)
-    assert kv.pool.refs != held and len(child.own_pages) == 1, "only the shared tail is held once more"
+    assert kv.pool.refs != held and len(child.own_pages) == 1, "only the shared last page gets another reference"
 
 
 def test_reserve_copies_a_published_tail_or_unpublishes_it_when_pages_are_scarce() -> None:
@@ -110,16 +110,14 @@ def test_reserve_copies_a_published_tail_or_unpublishes_it_when_pages_are_scarce
     table = kv.open(find_match(kv, [*token_range(6), 99, 98]))
     assert table.num_tokens == 6
     (copy,) = write(kv, table, [99])
-    assert find_match(kv, [*token_range(8), 0]).num_tokens == 8, "the page that was copied is still found"
+    assert find_match(kv, [*token_range(8), 0]).num_tokens == 8, "the copied page can still be matched"
     kv.close(table)
 
     tight = cache(num_pages=3)
     tight.close(open_and_fill(tight, token_range(8)))
     table = tight.open(find_match(tight, [*token_range(6), 99, 98]))
     assert write(tight, table, [99]) == ()
-    assert find_match(tight, [*token_range(8), 0]).num_tokens == 4, (
-        "the page was taken out of the index before it was written"
-    )
+    assert find_match(tight, [*token_range(8), 0]).num_tokens == 4, "the page was unpublished before the write"
     check_invariants(tight, [table])
     assert copy.src != copy.dst
 
@@ -151,7 +149,7 @@ def test_copy_source_is_held_until_the_step_completes() -> None:
     copies = kv.reserve([(table, 3)])
     assert copies is not None and len(copies) == 1
     assert kv.pool.refs[copies[0].src] == 1
-    assert kv.pool.allocate(3) is None, "the source may not be handed out while it is being copied"
+    assert kv.pool.allocate(3) is None, "the source must not be allocated while it is copied"
     kv.commit(table, encode_tokens([99]))
     kv.complete_step()
     check_invariants(kv, [table])

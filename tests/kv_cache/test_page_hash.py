@@ -1,4 +1,4 @@
-"""Who finds whose pages: public ones everybody, private ones their own tenant alone."""
+"""Page keys: stable, distinct, and visible across tenants for public pages only."""
 
 from __future__ import annotations
 
@@ -10,15 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import CacheScope
+from chatcache.kv_cache.page_hash import (
+    CacheScope,
+    PageContent,
+    encode_tokens,
+    hash_page,
+    hash_page_run,
+    namespace_hash,
+    root_hash,
+)
 from chatcache.kv_cache.stats import check_invariants
 from tests.kv_cache.helpers import PrefixOracle, find_match, open_and_fill, token_range, write
 
 P = 4
+ROOT = namespace_hash(root_hash("digest", 4), "")
 
 
-def computed(kv: KVCache, tokens: Sequence[int], scope: CacheScope) -> list[int]:
-    """Compute what is not known of `tokens`, let go of it, and return its pages."""
+def compute_and_close(kv: KVCache, tokens: Sequence[int], scope: CacheScope) -> list[int]:
+    """Compute the uncached tokens, close the table, and return its pages."""
     table = open_and_fill(kv, tokens, scope)
     check_invariants(kv, [table])
     pages = table.pages()
@@ -29,28 +38,28 @@ def computed(kv: KVCache, tokens: Sequence[int], scope: CacheScope) -> list[int]
 def test_match_of_two_tenants_shares_only_public_pages() -> None:
     kv = KVCache(64, P, "digest")
     a, b = CacheScope("a", 10), CacheScope("b", 10)
-    first = computed(kv, token_range(19), a)
+    first = compute_and_close(kv, token_range(19), a)
     assert find_match(kv, token_range(19), b).num_tokens == 8, "not even the two public tokens on the third page"
-    second = computed(kv, token_range(19), b)
+    second = compute_and_close(kv, token_range(19), b)
     assert second[:2] == first[:2] and not set(second[2:]) & set(first[2:])
     assert find_match(kv, token_range(20), a).pages == first and find_match(kv, token_range(20), b).pages == second
     assert find_match(kv, token_range(20), CacheScope("c", 10)).pages == first[:2]
     assert find_match(kv, token_range(20), CacheScope("a")).num_tokens == 0, (
-        "to who declares nothing public, nothing public is shown"
+        "a scope without public tokens finds no public page"
     )
 
 
 @pytest.mark.parametrize("num_public_tokens", [0, 1, 3])
 def test_match_of_a_partly_public_page_stays_private(num_public_tokens: int) -> None:
     kv = KVCache(64, P, "digest")
-    computed(kv, token_range(11), CacheScope("a", num_public_tokens))
+    compute_and_close(kv, token_range(11), CacheScope("a", num_public_tokens))
     assert find_match(kv, token_range(11), CacheScope("b", num_public_tokens)).num_tokens == 0
     assert find_match(kv, token_range(12), CacheScope("a", num_public_tokens)).num_tokens == 11
 
 
 def test_match_of_a_shortened_public_prompt_works_across_tenants() -> None:
     kv = KVCache(64, P, "digest")
-    computed(kv, token_range(7), CacheScope("a", 12))
+    compute_and_close(kv, token_range(7), CacheScope("a", 12))
     assert find_match(kv, token_range(12), CacheScope("b", 12)).num_tokens == 7
     assert find_match(kv, token_range(12), CacheScope("b", 4)).num_tokens == 4
 
@@ -90,7 +99,7 @@ def test_match_equals_everything_the_tenant_may_see(seed: int, page_size: int) -
         write(kv, table, tokens[table.num_tokens :])
         oracle.record(tokens, num_public, scope.namespace)
         tables = [table]
-        if rng.random() < 0.3:  # somebody goes back, and on in another way
+        if rng.random() < 0.3:  # fork, truncate and continue differently
             num_kept = rng.randint(0, len(tokens))
             new = [rng.randint(1, 2) for _ in range(rng.randint(1, 9))]
             tables.append(kv.fork(table))
@@ -104,8 +113,9 @@ def test_match_equals_everything_the_tenant_may_see(seed: int, page_size: int) -
     check_invariants(kv, [])
 
 
+@pytest.mark.slow
 def test_match_10_000_probes_find_no_foreign_page() -> None:
-    """Every tenant computes the same texts after the same public prompt; nobody ever gets another's page."""
+    """Every tenant computes the same texts after the same public prompt; no tenant gets a page of another."""
     rng = random.Random(19)
     tenants = [f"tenant:{number}" for number in range(8)]
     prompt = [rng.randrange(100) for _ in range(37)]
@@ -121,7 +131,7 @@ def test_match_10_000_probes_find_no_foreign_page() -> None:
                 num_hits += owner[page] == prober
                 num_foreign += owner[page] != prober
             num_probes += 1
-        for page in computed(kv, tokens, CacheScope(tenant, 37))[37 // P :]:
+        for page in compute_and_close(kv, tokens, CacheScope(tenant, 37))[37 // P :]:
             assert owner.setdefault(page, tenant) == tenant
         num_probes += 6
         assert all(
@@ -129,3 +139,26 @@ def test_match_10_000_probes_find_no_foreign_page() -> None:
         )
     print(f"{num_probes} probes, {num_hits} own hits beyond the public prompt, {num_foreign} foreign ones")
     assert num_probes >= 10_000 and num_hits > 10_000 and num_foreign == 0
+
+
+@pytest.mark.parametrize("other", [("digest", 4, "tenant"), ("digest", 8, ""), ("other", 4, ""), ("digest4", 4, "")])
+def test_page_keys_differ_by_model_page_size_and_namespace(other: tuple[str, int, str]) -> None:
+    digest, page_size, namespace = other
+    assert namespace_hash(root_hash(digest, page_size), namespace) != ROOT
+
+
+def test_page_keys_are_stable_across_processes() -> None:
+    content = hash_page(ROOT, encode_tokens([1, 2, 3, 4]))
+    assert content.key.hex() == "27d3eec07908dd7ca8845f788fa49e4d4b71ed40568d7cdfd75372ea018293ba"
+
+
+def test_hash_page_run_equals_repeated_hash_page() -> None:
+    contents: list[PageContent] = []
+    for tokens in ((1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12)):
+        contents.append(hash_page(contents[-1].key if contents else ROOT, encode_tokens(tokens)))
+    assert hash_page_run(ROOT, [content.tokens for content in contents]) == [content.key for content in contents]
+
+
+def test_namespace_hash_of_similar_names_differs() -> None:
+    names = ["", "?", "\ud800", "\ud801", "a", "A", "a\0", "page", "\ufffd"]
+    assert len({namespace_hash(ROOT, name) for name in names}) == len(names)

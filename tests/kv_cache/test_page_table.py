@@ -1,8 +1,10 @@
-"""Forks against the plain way, which copies everything: same contents, never more pages, nothing left behind."""
+"""Forked tables compared with full copies: the same contents, never more pages, and no page left at the end."""
 
 from __future__ import annotations
 
 import random
+
+import pytest
 
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import encode_tokens
@@ -15,7 +17,7 @@ MAX_DEPTH = 64
 
 
 class Forest:
-    """Trees on one pool, beside the oracle: every branch a list of tokens of its own, in pages of its own."""
+    """Trees of forks on one pool, and the oracle: each branch as its own list of tokens in its own pages."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
@@ -26,10 +28,10 @@ class Forest:
         self.num_copies = 0
 
     def grow(self, rng: random.Random) -> tuple[int, int]:
-        """Grow one tree and fell it; return the most pages that it held, and that the oracle held."""
+        """Grow one tree of forks and close it; return the max_pages pages that it and the oracle held."""
         kv, branches = self.kv, self.branches
         branches.append((kv.open(kv.match(kv.hash_pages([0]))), []))
-        most = most_plain = 0
+        max_pages = max_plain_pages = 0
         num_steps = rng.randint(2, 24)
         while branches:
             num_steps -= 1
@@ -39,17 +41,17 @@ class Forest:
                 self.write(rng, [branch for branch in chosen if len(branch[1]) < MAX_DEPTH])
             elif roll < 0.85 and len(branches) < MAX_BRANCHES:
                 table, tokens = rng.choice(branches)
-                child, kept = kv.fork(table), len(tokens)
+                child, num_kept = kv.fork(table), len(tokens)
                 if rng.random() < 0.4:
-                    kept = rng.randint(0, len(tokens))
-                    kv.truncate(child, kept)
-                branches.append((child, tokens[:kept]))
+                    num_kept = rng.randint(0, len(tokens))
+                    kv.truncate(child, num_kept)
+                branches.append((child, tokens[:num_kept]))
             elif roll > 0.93:
                 kv.close(branches.pop(rng.randrange(len(branches)))[0])
-            most = max(most, kv.pool.num_in_use)
-            most_plain = max(most_plain, sum(kv.num_pages_for(table.num_reserved) for table, _ in branches))
+            max_pages = max(max_pages, kv.pool.num_in_use)
+            max_plain_pages = max(max_plain_pages, sum(kv.num_pages_for(table.num_reserved) for table, _ in branches))
             assert kv.pool.num_in_use <= sum(table.num_pages for table, _ in branches)
-        return most, most_plain
+        return max_pages, max_plain_pages
 
     def write(self, rng: random.Random, chosen: list[tuple[PageTable, list[int]]]) -> None:
         news = [[rng.randrange(1000) for _ in range(min(rng.randint(1, 6), MAX_DEPTH - len(t)))] for _, t in chosen]
@@ -71,22 +73,24 @@ class Forest:
             assert [token for page in table.pages() for token in self.memory[page]][: len(tokens)] == tokens
 
 
-def test_fork_trees_equal_full_copies_with_fewer_pages() -> None:
+@pytest.mark.parametrize("num_trees", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_fork_trees_equal_full_copies_with_fewer_pages(num_trees: int) -> None:
     rng = random.Random(3)
-    num_trees = num_pages = num_plain = num_copies = 0
+    num_grown = num_pages = num_plain = num_copies = 0
     for page_size in (1, 3, 4, 8, 16):
         forest = Forest(page_size)
-        for _ in range(2000):
-            most, most_plain = forest.grow(rng)
-            assert most <= most_plain
+        for _ in range(num_trees // 5):
+            max_pages, max_plain_pages = forest.grow(rng)
+            assert max_pages <= max_plain_pages
             assert forest.kv.pool.num_in_use == 0
-            num_trees, num_pages, num_plain = num_trees + 1, num_pages + most, num_plain + most_plain
+            num_grown, num_pages, num_plain = num_grown + 1, num_pages + max_pages, num_plain + max_plain_pages
         check_invariants(forest.kv, [])
         num_copies += forest.num_copies
-    print(f"{num_trees} trees: {num_pages} pages at their peaks, {num_plain} when copied, {num_copies} page copies")
-    assert num_trees == 10_000 and num_pages < num_plain
+    print(f"{num_grown} trees: {num_pages} pages at their peaks, {num_plain} when copied, {num_copies} page copies")
+    assert num_grown == num_trees and num_pages < num_plain
 
 
+@pytest.mark.slow
 def test_thousand_forks_of_a_long_branch_cost_one_page_each_when_written() -> None:
     kv = KVCache(2000, 16, "digest")
     parent = open_and_fill(kv, token_range(4090))
@@ -102,7 +106,7 @@ def test_thousand_forks_of_a_long_branch_cost_one_page_each_when_written() -> No
         kv.close(table)
     assert kv.pool.num_in_use == 0
     found = [kv.match(kv.hash_pages([*token_range(4090), number, 0])).num_tokens for number in range(1001)]
-    assert found == [4091] * 1001, "each is found again, however many siblings it has"
+    assert found == [4091] * 1001, "each is found again, whatever its number of siblings"
 
 
 def test_thousand_forks_written_in_one_step_share_one_copy_source() -> None:

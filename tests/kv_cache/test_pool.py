@@ -1,4 +1,4 @@
-"""The pool's contracts, one by one."""
+"""The contracts of the page pool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from chatcache.kv_cache.page_hash import (
     PageHashChain,
     encode_tokens,
     hash_page,
-    hash_page_run,
     namespace_hash,
     root_hash,
 )
@@ -76,13 +75,13 @@ def test_allocate_evicts_least_recently_released_last_pages_first() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32))
 def test_eviction_follows_the_documented_order(seed: int) -> None:
-    """Blank pages first; then idle ones, least recently released first, tails before heads: beside a plain list."""
+    """Compare evictions with a list: blank pages, then idle ones, least recently released first, last page first."""
     rng = random.Random(seed)
     pool = PagePool(24)
     chains = {bytes([i]) * 32: chain(*((i, j) for j in range(rng.randint(1, 5))), parent=bytes([i]) * 32)
               for i in range(1, 7)}  # fmt: skip
     held: dict[bytes, list[int]] = {}
-    order: list[int] = []  # idle pages, next to go first
+    order: list[int] = []  # idle pages in eviction order
     for _ in range(60):
         name = rng.choice(list(chains))
         if name in held:
@@ -152,7 +151,7 @@ def test_publish_of_an_equal_page_keeps_the_first() -> None:
 
 
 def test_match_with_equal_keys_and_different_tokens_misses() -> None:
-    """A hash of one bit: collisions everywhere, wrong hits nowhere."""
+    """With keys of one bit, collisions are frequent, and no wrong page is returned."""
     pool = PagePool(64)
     weak = [PageContent(bytes([t % 2]), ROOT, encode_tokens([t])) for t in range(40)]
     for content in weak:
@@ -170,27 +169,6 @@ def test_match_partial_page_finds_the_longest_common_prefix() -> None:
     assert pool.match_partial_page(parent.key, encode_tokens([5, 6, 9, 9])) == (pages[2], 3)
     assert pool.match_partial_page(parent.key, encode_tokens([4])) is None
     assert pool.match_partial_page(ROOT, encode_tokens([5, 6])) is None
-
-
-@pytest.mark.parametrize("other", [("digest", 4, "tenant"), ("digest", 8, ""), ("other", 4, ""), ("digest4", 4, "")])
-def test_page_keys_differ_by_model_page_size_and_namespace(other: tuple[str, int, str]) -> None:
-    digest, page_size, namespace = other
-    assert namespace_hash(root_hash(digest, page_size), namespace) != ROOT
-
-
-def test_page_keys_are_stable_across_processes() -> None:
-    content = hash_page(ROOT, encode_tokens([1, 2, 3, 4]))
-    assert content.key.hex() == "27d3eec07908dd7ca8845f788fa49e4d4b71ed40568d7cdfd75372ea018293ba"
-
-
-def test_hash_page_run_equals_repeated_hash_page() -> None:
-    contents = chain((1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12))
-    assert hash_page_run(ROOT, [content.tokens for content in contents]) == [content.key for content in contents]
-
-
-def test_namespace_hash_of_similar_names_differs() -> None:
-    names = ["", "?", "\ud800", "\ud801", "a", "A", "a\0", "page", "\ufffd"]
-    assert len({namespace_hash(ROOT, name) for name in names}) == len(names)
 
 
 def test_pool_misuse_raises_invariant_error() -> None:

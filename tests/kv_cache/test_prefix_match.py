@@ -1,4 +1,4 @@
-"""Why not more of a prompt hits: every reason in the situation it is for."""
+"""Explanations of cache hits and misses: each reason, and random prompts against an oracle."""
 
 from __future__ import annotations
 
@@ -48,9 +48,11 @@ def test_explain_new_tokens_are_never_computed() -> None:
     assert states(found) == [("missing", 4), ("missing", 4), ("missing", 1)]
     kv.close(open_and_fill(kv, token_range(9)))
     found = explain(kv, token_range(14))
-    assert (found.reason, found.at_token) == ("never_computed", 9), "the conversation goes on: nothing is lost"
+    assert (found.reason, found.at_token) == ("never_computed", 9), (
+        "the rest of the prompt is new, and nothing was lost"
+    )
     assert states(found) == [("idle", 4), ("idle", 4), ("partial", 1), ("missing", 2)]
-    assert explain(kv, [77, *token_range(9)]).reason == "never_computed", "strangers from the first token on"
+    assert explain(kv, [77, *token_range(9)]).reason == "never_computed", "no common first token"
 
 
 def test_explain_diverged_reports_position_and_cached_tokens() -> None:
@@ -76,13 +78,15 @@ def test_explain_evicted_pages_are_reported() -> None:
     kv.close(open_and_fill(kv, token_range(11)))
     kv.close(open_and_fill(kv, token_range(12, 50)))
     found = explain(kv, token_range(12))
-    assert (found.reason, found.at_token, found.num_cached_tokens) == ("evicted", 8, 8), "the tail of three tokens"
+    assert (found.reason, found.at_token, found.num_cached_tokens) == ("evicted", 8, 8), (
+        "the last page, with three tokens"
+    )
     kv.close(open_and_fill(kv, token_range(20, 80)))
     found = explain(kv, token_range(12))
     assert (found.reason, found.at_token) == ("evicted", 0)
     assert explain(kv, token_range(12, 20)).reason == "never_computed"
     assert explain(kv, token_range(12), "other").reason == "never_computed", (
-        "what a tenant lost is nobody else's business"
+        "evictions of another tenant are not reported"
     )
 
 
@@ -102,7 +106,7 @@ def test_was_evicted_record_is_bounded() -> None:
         kv.close(open_and_fill(kv, [number] * 4))
     assert len(kv.pool._evicted) == 20 and len(pool._evicted) == 0
     assert not any(kv.pool.was_evicted(key) for key in keys)
-    assert explain(kv, [0] * 5).reason == "never_computed", "forgotten long ago"
+    assert explain(kv, [0] * 5).reason == "never_computed", "too old for the record"
     assert explain(kv, [190] * 5).reason == "evicted"
 
 
@@ -142,10 +146,10 @@ def test_explain_without_prefix_caching_misses_everything() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 4]))
 def test_explain_random_prompts_is_true_and_changes_nothing(seed: int, page_size: int) -> None:
-    """Against a record of everything ever computed, on a pool that evicts all the time."""
+    """Compare with a record of everything ever computed, on a pool that evicts often."""
     rng = random.Random(seed)
     kv, ever = KVCache(rng.randint(20, 60), page_size, "digest"), PrefixOracle(page_size)
-    kv.pool._max_evicted = 10_000  # the oracle forgets nothing either
+    kv.pool._max_evicted = 10_000  # unbounded, like the oracle
     for _ in range(40):
         tokens = [rng.randint(1, 2) for _ in range(rng.randint(1, 18))]
         scope = CacheScope(rng.choice("ab"), rng.choice([0, rng.randint(0, len(tokens))]))
@@ -162,7 +166,9 @@ def test_explain_random_prompts_is_true_and_changes_nothing(seed: int, page_size
         elif found.reason == "diverged":
             there = [*tokens[:at], *found.diverged_tokens]
             assert found.diverged_tokens[0] != tokens[at] and at == match.num_tokens > 0
-            assert any(ever.contains(there, k, scope.namespace) for k in range(len(there) + 1)), "not the tenant's own"
+            assert any(ever.contains(there, k, scope.namespace) for k in range(len(there) + 1)), (
+                "tokens of another tenant"
+            )
         elif found.reason == "never_computed":
             page_end = (at // page_size + 1) * page_size
             assert page_end > len(tokens) or not ever.contains(tokens[:page_end], num_public, scope.namespace)
@@ -177,6 +183,6 @@ def test_explain_random_prompts_is_true_and_changes_nothing(seed: int, page_size
 
 
 def snapshot(pool: PagePool) -> object:
-    """Everything the pool knows, orders included."""
+    """Return the whole state of the pool, including its orders."""
     children = dict(pool._children)
     return list(pool.refs), list(pool._blank), list(pool._idle), list(pool._index), list(pool._evicted), children

@@ -1,4 +1,4 @@
-"""The page map: every page as whoever looks may see it. `machine` compares it with plain counting all its life."""
+"""The page map: the letter of each page as a tenant or an operator sees it, also during random operations."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chatcache.kv_cache import copy_on_write as tails
-from chatcache.kv_cache import manager as cache
-from chatcache.kv_cache import manager as restoring
-from chatcache.kv_cache import stats as audit
-from chatcache.kv_cache import stats as page_map
+from chatcache.kv_cache import copy_on_write, manager, stats
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import CacheScope
 from chatcache.kv_cache.page_table import PageTable, record_owner
@@ -37,16 +33,16 @@ def test_page_cells_show_each_state_as_its_letter() -> None:
     first, own = idle.pages(), open_and_fill(kv, token_range(6), CacheScope("a", 4))
     kv.close(idle)
     shared = open_and_fill(kv, token_range(9, 20), "b")
-    twin = kv.fork(shared)
-    tables = [own, shared, twin]
+    fork = kv.fork(shared)
+    tables = [own, shared, fork]
     shown = cells(kv, tables)
     assert [shown[page - 1] for page in first] == ["i", "i"]
     assert [shown[page - 1] for page in own.pages()] == ["a", "a"]
-    assert {shown[page - 1] for page in twin.pages()} == {"s"}
+    assert {shown[page - 1] for page in fork.pages()} == {"s"}
     assert shown.count("f") == 11 - 2 - 2 - 3
     theirs = cells(kv, tables, "b")
     public, private = own.pages()
-    assert (theirs[public - 1], theirs[private - 1]) == ("a", "o"), "a public page is everybody's"
+    assert (theirs[public - 1], theirs[private - 1]) == ("a", "o"), "a public page belongs to all namespaces"
     assert [theirs[page - 1] for page in first] == ["o", "o"]
     assert [theirs[page - 1] for page in shared.pages()] == ["s", "s", "s"]
 
@@ -58,35 +54,35 @@ def test_page_cells_show_the_most_used_page_of_a_cell(states: list[int], max_cel
     groups = [states[start : start + per_cell] for start in range(0, len(states), per_cell)]
     assert drawn == "".join(LETTERS[max(group)] for group in groups)
     assert len(drawn) <= max_cells and (per_cell == 1) == (len(states) <= max_cells)
-    assert per_cell == 1 or -(-len(states) // (per_cell - 1)) > max_cells, "no coarser than it has to be"
+    assert per_cell == 1 or -(-len(states) // (per_cell - 1)) > max_cells, "as fine as possible"
 
 
 def new_pages_unmarked(patch: Patch) -> None:
-    patch.setattr(cache, "record_owner", lambda owners, table, first: None)
+    patch.setattr(manager, "record_owner", lambda owners, table, first: None)
 
 
-def turned_pages_unmarked(patch: Patch) -> None:
+def advanced_pages_unmarked(patch: Patch) -> None:
     original = KVCache.advance_pages
 
-    def turn_pages(self: KVCache, tables: Sequence[PageTable], tokens: bytes) -> list[int] | None:
+    def advance_pages(self: KVCache, tables: Sequence[PageTable], tokens: bytes) -> list[int] | None:
         owners = self.pool.owners[:]
         pages = original(self, tables, tokens)
         self.pool.owners[:] = owners
         return pages
 
-    patch.setattr(KVCache, "advance_pages", turn_pages)
+    patch.setattr(KVCache, "advance_pages", advance_pages)
 
 
 def loaded_pages_marked_private(patch: Patch) -> None:
-    patch.setattr(restoring, "PUBLIC_OWNER", 5)
+    patch.setattr(manager, "PUBLIC_OWNER", 5)
 
 
 def loaded_pages_unmarked(patch: Patch) -> None:
-    patch.setattr(restoring, "owner_id", lambda namespace: 5)
+    patch.setattr(manager, "owner_id", lambda namespace: 5)
 
 
-def cut_tails_unmarked(patch: Patch) -> None:
-    patch.setattr(tails, "record_owner", lambda owners, table, first: None)
+def truncated_tails_unmarked(patch: Patch) -> None:
+    patch.setattr(copy_on_write, "record_owner", lambda owners, table, first: None)
 
 
 def border_page_marked_public(patch: Patch) -> None:
@@ -95,33 +91,33 @@ def border_page_marked_public(patch: Patch) -> None:
         record_owner(owners, table, first)  # type: ignore[arg-type]
         table.num_public_pages -= 1
 
-    patch.setattr(cache, "record_owner", note)
+    patch.setattr(manager, "record_owner", note)
 
 
 def idle_pages_shown_free(patch: Patch) -> None:
     patch.setattr(PagePool, "idle_pages", lambda self: np.array(list(self._idle)[1:], np.int64))
 
 
-def segments_counted_once(patch: Patch) -> None:
-    """A page that several tables share below their own pages counts as if one of them held it."""
-    original = audit.num_tables_by_page
-    patch.setattr(page_map, "num_tables_by_page", lambda n, tables: np.minimum(original(n, tables), 1))
+def shared_prefixes_counted_once(patch: Patch) -> None:
+    """A page of a shared prefix counts as if only one table held it."""
+    original = stats.num_tables_by_page
+    patch.setattr(stats, "num_tables_by_page", lambda n, tables: np.minimum(original(n, tables), 1))
 
 
 BUGS: list[Callable[[Patch], None]] = [
     new_pages_unmarked,
-    turned_pages_unmarked,
+    advanced_pages_unmarked,
     loaded_pages_marked_private,
     loaded_pages_unmarked,
-    cut_tails_unmarked,
+    truncated_tails_unmarked,
     border_page_marked_public,
     idle_pages_shown_free,
-    segments_counted_once,
+    shared_prefixes_counted_once,
 ]
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
-def test_the_bug_is_caught(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_injected_bug_is_detected(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
     bug(monkeypatch)
     for num_runs in range(MAX_RUNS):
         try:
@@ -130,5 +126,5 @@ def test_the_bug_is_caught(bug: Callable[[Patch], None], monkeypatch: Patch) -> 
             caught = str(error)
             break
     else:
-        pytest.fail(f"{bug.__name__} went unnoticed in {MAX_RUNS} lives")
-    assert "map" in caught or "marked" in caught
+        pytest.fail(f"{bug.__name__} was not detected in {MAX_RUNS} runs")
+    assert "map" in caught or "owner recorded" in caught

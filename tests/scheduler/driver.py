@@ -1,4 +1,4 @@
-"""A scheduler without an engine: the tests decide themselves what becomes of each drawn branch."""
+"""Drive a scheduler without an engine: the tests decide on the actions for each sampled branch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ P = 4
 
 
 class FakeStrategy:
-    """Draws every branch once. The tests decide on actions themselves."""
+    """A strategy that draws every branch once; the tests decide on the actions."""
 
     def __init__(self, max_branches: int = 1, lockstep: bool = False) -> None:
         self.max_branches = max_branches
@@ -34,7 +34,7 @@ class FakeStrategy:
 
 
 class SchedulerDriver:
-    """A scheduler, and short ways to drive it."""
+    """A scheduler over a small cache, and helpers to run steps."""
 
     def __init__(self, num_pages: int = 64, num_slots: int = 8, budget: int = 64, caching: bool = True) -> None:
         self.kv = KVCache(num_pages, P, "digest", caching)
@@ -48,7 +48,7 @@ class SchedulerDriver:
         return request
 
     def step(self, *, audit: bool = True) -> Step:
-        """Run a step. An audit makes the scheduler tell the tables what it has put off."""
+        """Plan and commit a step. An audit checks all invariants, and commits pending tokens to the page tables."""
         step = self.scheduler.plan()
         assert step is not None
         self.scheduler.commit(step)
@@ -61,7 +61,7 @@ class SchedulerDriver:
         check_tokens(self.kv, self.scheduler.running)
 
     def decode(self, token: int = 5, *, audit: bool = True) -> Step:
-        """Run a step and extend every drawn branch."""
+        """Run a step and extend every sampled branch by `token`."""
         step = self.step(audit=audit)
         for request in dict.fromkeys(branch.request for branch in drawn(step)):
             branches = [branch.id for branch in drawn(step) if branch.request is request]
@@ -70,12 +70,12 @@ class SchedulerDriver:
 
 
 def drawn(step: Step) -> list[Branch]:
-    """The branches that are drawn."""
+    """Return the branches that the step samples."""
     return [*(row.branch for row in step.drawn), *step.decode_rows.branches]
 
 
 def rows(step: Step) -> list[tuple[str, int, int, int]]:
-    """(request, branch, start, number of tokens) of each row, the oldest request first."""
+    """Return (request, branch, start, number of tokens) of each row, the oldest request first."""
     starts, counts = step.plan.rows.start.tolist(), step.plan.rows.num_tokens.tolist()
     branches = zip(step.branches(), starts, counts, strict=True)
     in_order = sorted(branches, key=lambda row: (row[0].request.arrival, row[0].id))

@@ -1,4 +1,4 @@
-"""The step ahead another: when it can be planned, what it says, and whose rows count in the end."""
+"""Asynchronous scheduling: when a step can be planned ahead, its contents, and which of its rows stay valid."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def planned(driver: SchedulerDriver) -> Step:
 
 
 def plan_next(driver: SchedulerDriver, step: Step) -> Step:
-    """Note `step` and plan the one ahead it."""
+    """Commit `step` and plan the next one ahead."""
     assert driver.scheduler.can_schedule_ahead(step)
     driver.scheduler.commit(driver.scheduler.drop_finished_rows(step))
     return driver.scheduler.plan_ahead()
@@ -47,13 +47,13 @@ def num_cached(driver: SchedulerDriver, tokens: list[int]) -> int:
 
 
 def test_plan_ahead_equals_steps_planned_after_results() -> None:
-    ahead, alone = SchedulerDriver(), SchedulerDriver()
+    ahead, synchronous = SchedulerDriver(), SchedulerDriver()
     prompts = [[1, 2], [11, 12, 13], [21]]
     start_decoding(ahead, *prompts)
-    start_decoding(alone, *prompts)
+    start_decoding(synchronous, *prompts)
     step = planned(ahead)
     for token in range(50, 62):
-        expected = alone.decode(token, audit=False)
+        expected = synchronous.decode(token, audit=False)
         assert step.plan.step == expected.plan.step
         for name in ("slot", "start", "num_tokens"):
             assert getattr(step.plan.rows, name).tolist() == getattr(expected.plan.rows, name).tolist()
@@ -128,11 +128,11 @@ def test_branch_that_left_the_batch_loses_its_planned_row() -> None:
     (request,) = start_decoding(driver, [1, 2, 3, 4, 5, 6], max_branches=2)
     step = planned(driver)
     assert step.plan.rows.start.tolist() == [P + 3]
-    following = plan_next(driver, step)  # its page is full now: nothing of it is shared by a fork
+    following = plan_next(driver, step)  # its page is full now: a fork shares no partly filled page
     driver.scheduler.apply(request, [Fork(0, 1, 9), Extend(0, 43)])
     assert [branch.in_decode_batch for branch in request.branches.values()] == [True, False]
     assert driver.scheduler.drop_finished_rows(following).decode_rows.branches == []
-    request.branches.pop(1)  # as if it had none: then nothing but the row says that the branch was not drawn
+    request.branches.pop(1)  # without the fork, only the row shows that the branch was not sampled
     driver.scheduler._decode_batch.unbatched_requests.clear()
     assert not driver.scheduler._decode_batch.can_schedule_ahead()
 
@@ -183,7 +183,7 @@ def test_can_schedule_ahead_is_false_while(obstacle: Callable[[SchedulerDriver, 
     driver = SchedulerDriver()
     (request,) = start_decoding(driver, [1, 2])
     step = planned(driver)
-    assert step.plan.rows.start.tolist() == [P - 1], "its page will be full"
+    assert step.plan.rows.start.tolist() == [P - 1], "this step fills its page"
     assert driver.scheduler.can_schedule_ahead(step)
     obstacle(driver, request)
     assert not driver.scheduler.can_schedule_ahead(step)
@@ -207,7 +207,9 @@ def test_abort_steps_discards_the_step_planned_ahead() -> None:
     requests = start_decoding(driver, [1, 2], [11, 12])
     step = planned(driver)
     following = plan_next(driver, step)
-    assert len(following.plan.updates) == 2 and num_cached(driver, [1, 2, 41, 42]) == P, "named before it was seen"
+    assert len(following.plan.updates) == 2 and num_cached(driver, [1, 2, 41, 42]) == P, (
+        "published before the result was seen"
+    )
     assert driver.scheduler.abort_steps(step, following) == requests
     assert num_cached(driver, [1, 2, 41, 42]) == num_cached(driver, [11, 12, 41, 42]) == 0
     assert driver.kv.pool.num_in_use == 0 and list(driver.scheduler.idle_violations()) == []

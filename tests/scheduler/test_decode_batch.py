@@ -1,4 +1,4 @@
-"""DecodeBatch branches: who is one and for how long, what is put off for them, and that it is never forgotten."""
+"""The decode batch: which branches are in it, what is committed late for them, and that nothing is lost."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ def num_cached(driver: SchedulerDriver, tokens: list[int]) -> int:
 
 
 class CountingStrategy(FakeStrategy):
-    """Counts how often it is asked what to draw."""
+    """A strategy that counts the calls of `draws`."""
 
-    def __init__(self, *, steady: bool = True) -> None:
+    def __init__(self, *, has_fixed_draws: bool = True) -> None:
         super().__init__()
-        self.has_fixed_draws = steady
-        self.num_asked = 0
+        self.has_fixed_draws = has_fixed_draws
+        self.num_calls = 0
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
-        self.num_asked += 1
+        self.num_calls += 1
         return (DrawSpec(seed=7, top_k=3),)
 
 
-@pytest.mark.parametrize(("steady", "most"), [(True, 2), (False, 20)])
-def test_strategy_with_fixed_draws_is_not_asked_again(steady: bool, most: int) -> None:
-    driver, strategy = SchedulerDriver(), CountingStrategy(steady=steady)
+@pytest.mark.parametrize(("is_fixed", "num_calls"), [(True, 2), (False, 20)])
+def test_strategy_with_fixed_draws_is_not_asked_again(is_fixed: bool, num_calls: int) -> None:
+    driver, strategy = SchedulerDriver(), CountingStrategy(has_fixed_draws=is_fixed)
     request = LiveRequest("r", [1, 2], "", strategy, 0)
     driver.scheduler.add(request)
     steps = [driver.decode(audit=False) for _ in range(20)]
-    assert strategy.num_asked == most
-    assert request.leader.in_decode_batch == steady
+    assert strategy.num_calls == num_calls
+    assert request.leader.in_decode_batch == is_fixed
     for step in steps:
         assert step.plan.draws.seed.tolist() == [7] and step.plan.draws.top_k.tolist() == [3]
     assert [step.plan.draws.position.tolist() for step in steps] == [[2 + index] for index in range(20)]
@@ -59,7 +59,7 @@ def test_table_is_updated_when_its_page_is_full() -> None:
     table = request.leader.table
     assert table is not None and request.leader.in_decode_batch
     assert (table.num_tokens, request.leader.num_tokens) == (2, 5)
-    assert num_cached(driver, [1, 2, 3, 4]) == 0, "its fourth cell is written, and nobody has planned since"
+    assert num_cached(driver, [1, 2, 3, 4]) == 0, "the fourth cell is written, but no step was planned since"
     step = driver.decode(6, audit=False)
     assert table.num_tokens == P and num_cached(driver, [1, 2, 3, 4]) == P
     assert step.plan.updates.tolist() == [[request.leader.slot, 1, table.own_pages[1]]]
@@ -74,7 +74,7 @@ def test_finish_commits_the_tokens_of_a_batched_branch() -> None:
         driver.decode(token, audit=False)
     driver.scheduler.finish(request)
     assert request.num_computed_tokens == 6
-    assert num_cached(driver, [1, 2, 3, 4, 5, 6, 7]) == 6, "the seventh token was drawn, and never computed"
+    assert num_cached(driver, [1, 2, 3, 4, 5, 6, 7]) == 6, "the seventh token was sampled but never computed"
     assert driver.kv.pool.num_in_use == 0 and not driver.scheduler._decode_batch.unbatched_requests
 
 
@@ -112,7 +112,7 @@ def test_fork_of_a_batched_branch_returns_to_the_batch() -> None:
     driver.step(audit=False)
     assert request.leader.in_decode_batch
     driver.scheduler.apply(request, [Fork(0, 1, 7), Fork(0, 2, 8), Extend(0, 9)])
-    assert [branch.in_decode_batch for branch in request.branches.values()] == [False] * 3, "they share their tail"
+    assert [branch.in_decode_batch for branch in request.branches.values()] == [False] * 3, "they share their last page"
     step = driver.decode(6)
     assert len(step.plan.copies) == 2 and len(step.plan.rows.slot) == 3
     assert [branch.in_decode_batch for branch in request.branches.values()] == [True] * 3

@@ -1,4 +1,4 @@
-"""The counters of the virtual token counter scheduler, against a plain reading of the paper."""
+"""Virtual token counters: charges, namespaces that return, and deleted counters."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ def test_first_namespace_in_an_empty_queue_gets_the_counter_of_the_last() -> Non
     counters.charge_input("b", 300)
     counters.on_namespace_drained("b")
     counters.on_namespace_drained("a")
-    counters.charge_output("a", 10)  # it runs on
+    counters.charge_output("a", 10)  # its running request continues
     counters.on_namespace_queued("c", ())
     assert counters["c"] == 500 + 10 * OUTPUT_WEIGHT
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 3), st.integers(1, 50)), max_size=120))
-def test_deleting_absent_counters_changes_no_order(acts: list[tuple[str, int, int]]) -> None:
-    remembering, forgetting = VirtualTokenCounter(), VirtualTokenCounter()
-    forgetting._max_counters = 1
+def test_deleting_absent_counters_changes_no_order(operations: list[tuple[str, int, int]]) -> None:
+    complete, trimmed = VirtualTokenCounter(), VirtualTokenCounter()
+    trimmed._max_counters = 1
     fairness_limit, fairness.MAX_REMEMBERED = fairness.MAX_REMEMBERED, 1
     try:
         waiting: dict[str, None] = {}
-        for name, act, amount in acts:
-            for counters in (remembering, forgetting):
-                if act == 0 and name not in waiting:
+        for name, operation, amount in operations:
+            for counters in (complete, trimmed):
+                if operation == 0 and name not in waiting:
                     counters.on_namespace_queued(name, waiting)
-                elif act == 1 and name in waiting and len(waiting) > 1:
+                elif operation == 1 and name in waiting and len(waiting) > 1:
                     counters.on_namespace_drained(name)
-                elif act >= 2 and name in waiting:
+                elif operation >= 2 and name in waiting:
                     counters.charge_output(name, amount)
-            if act == 0:
+            if operation == 0:
                 waiting[name] = None
-            elif act == 1 and len(waiting) > 1:
+            elif operation == 1 and len(waiting) > 1:
                 waiting.pop(name, None)
-            assert all(remembering[name] == forgetting[name] for name in waiting)
+            assert all(complete[name] == trimmed[name] for name in waiting)
     finally:
         fairness.MAX_REMEMBERED = fairness_limit

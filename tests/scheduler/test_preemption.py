@@ -1,4 +1,4 @@
-"""Swap or recompute: the choice follows what was measured."""
+"""The choice between swapping and recomputation follows the measured costs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def test_prefill_speed_is_the_median_of_prompt_steps() -> None:
     assert speed.seconds_per_token() is None
     for _ in range(10):
         speed.record(1000, 1, 0.5)
-    speed.record(1000, 1, 60.0)  # it compiled something
-    speed.record(4, 2, 0.4)  # a small prompt: slow per token, and few tokens
+    speed.record(1000, 1, 60.0)  # a step that compiled a kernel
+    speed.record(4, 2, 0.4)  # a small prompt: slow per token
     assert speed.seconds_per_token() == pytest.approx(0.5e-3)
 
 

@@ -1,4 +1,4 @@
-"""Admission: who is next, and the promise that nobody is preempted again and again."""
+"""The waiting queue: protection of a request from repeated preemption."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def ask(name: str, num_prompt: int, max_tokens: int, priority: int) -> GenerateR
 
 
 def times_preempted(num_host_pages: int) -> int:
-    """Let urgent short requests come all the time; return how often the one that is not urgent had to give way."""
-    # Pages of one token; about four urgent requests run at once, and what they leave is now more, now less.
+    """Send urgent short requests continuously; return how often a low-priority request is preempted."""
+    # Pages of one token; about four urgent requests run at once, and leave a varying number of pages.
     runner = FakeRunner(fake_capacity(120, 1, 32, 512, num_host_pages), VOCAB)
     preemption = "swap" if num_host_pages else "recompute"
     config = EngineConfig(scheduling_policy="priority", preemption_mode=preemption, strict=True)
@@ -46,4 +46,4 @@ def test_urgent_requests_preempt_a_low_priority_one_at_most_five_times(
 ) -> None:
     assert 3 <= times_preempted(num_host_pages) <= 5
     monkeypatch.setattr(queue, "PREEMPTIONS_BEFORE_PROTECTION", 10**6)
-    assert times_preempted(num_host_pages) > 5, "without the promise it would be more"
+    assert times_preempted(num_host_pages) > 5, "more without the protection"

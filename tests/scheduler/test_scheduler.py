@@ -1,4 +1,4 @@
-"""What the scheduler puts into a plan, step by step."""
+"""The contents of step plans: chunking, matching, preemption, forks and rows."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def test_plan_cached_prefix_is_not_computed_again() -> None:
 def test_plan_equal_prompt_waits_for_the_running_prefill() -> None:
     driver = SchedulerDriver(budget=10)
     driver.add(range(1, 19))
-    twin = driver.add([*range(1, 19), 30])
-    stranger = driver.add([50, 51])
+    duplicate = driver.add([*range(1, 19), 30])
+    other = driver.add([50, 51])
     assert rows(driver.step()) == [("r0", 0, 0, 10)]
-    assert rows(driver.step()) == [("r0", 0, 10, 8), ("r2", 0, 0, 2)], "the stranger is not held up"
-    for leader in (driver.scheduler.running[0].leader, stranger.leader):
+    assert rows(driver.step()) == [("r0", 0, 10, 8), ("r2", 0, 0, 2)], "the other request is not blocked"
+    for leader in (driver.scheduler.running[0].leader, other.leader):
         driver.scheduler.apply(leader.request, [Extend(0, 5)])
     step = driver.step()
-    assert twin.num_cached_tokens == 16
+    assert duplicate.num_cached_tokens == 16
     assert ("r1", 0, 16, 3) in rows(step)
 
 
@@ -87,7 +87,7 @@ def test_preempted_request_restarts_on_its_cached_pages() -> None:
 
 
 def test_restarted_request_shares_the_same_pages_again() -> None:
-    """Eight branches after a 21-token prompt, without the prefix cache: only forking again can share."""
+    """Eight branches of a 21-token prompt without prefix caching, so that only forking again can share pages."""
     driver = SchedulerDriver(caching=False, budget=512)
     request = driver.add(range(1, 22), max_branches=8)
     driver.step()
@@ -130,7 +130,7 @@ def test_lockstep_branches_are_sampled_in_the_same_step() -> None:
     driver.scheduler.apply(older, [*(Fork(0, i, 30 + i) for i in range(1, 6)), Extend(0, 30)])
     driver.scheduler.apply(beams, [Fork(0, 1, 60), Fork(0, 2, 61), Extend(0, 62)])
     step = driver.decode()
-    assert [row[0] for row in rows(step)] == ["r0"] * 6, "two tokens are left, three branches want one each"
+    assert [row[0] for row in rows(step)] == ["r0"] * 6, "two tokens of the budget are left for three branches"
     driver.scheduler.finish(older)
     step = driver.decode()
     assert [row[:2] for row in rows(step)] == [("r1", 0), ("r1", 1), ("r1", 2)] and len(drawn(step)) == 3
@@ -141,7 +141,9 @@ def test_request_starts_only_with_rows_for_all_branches() -> None:
     driver.add([1, 2], max_branches=2)
     driver.add([50, 51], max_branches=3)
     driver.add([60, 61], max_branches=1)
-    assert [row[0] for row in rows(driver.step())] == ["r0"], "first come, first served: the third waits its turn"
+    assert [row[0] for row in rows(driver.step())] == ["r0"], (
+        "first come, first served: the third request waits for the second"
+    )
 
 
 def test_first_child_of_a_released_branch_gets_its_row() -> None:
