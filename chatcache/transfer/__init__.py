@@ -1,1 +1,4 @@
-"""Export, import and archives of stored conversations. Start at `format`."""
+"""Export and import of stored conversations: one JSON lines format, ChatGPT exports, Markdown.
+
+Reading order: format, draft, importer, chatgpt, markdown; then archive, archive_reader and archive_v1 for whole stores.
+"""

@@ -1,11 +1,11 @@
-"""Reading ChatGPT's `conversations.json`: a mapping of nodes that know parent and children, many of them hidden.
+"""Import of ChatGPT's `conversations.json`: a mapping of nodes with parent and children, many of them hidden.
 
     client-created-root -- system (hidden) -- user -- assistant: code to a tool -- tool -- assistant -- user ...
                                                 `---- assistant (regenerated)
 
-Messages that people saw become items; what stood on a skipped node stands on what that one stood on. Steps of one
-answer (a call, then the text about its result) become one message where nothing branches off between them.
-Source: exports as they have been described in public; fields that are missing or odd are taken for absent.
+Visible messages become items; children of a skipped node become children of that node's nearest visible ancestor. Steps
+of one answer (a call, then the text about its result) become one message where no branch separates them.
+Source: public descriptions of the export; missing or malformed optional fields are ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 
 from chatcache.conversations.tree import Conversation, Item
 from chatcache.errors import InvalidRequestError
-from chatcache.transfer.format import MAX_ITEMS, Draft
+from chatcache.transfer.draft import MAX_ITEMS, Draft
 
 _LAST_TIME_S = 253_402_300_799
 _MAX_TITLE_CHARS = 200
@@ -59,7 +59,7 @@ class _Message(msgspec.Struct):
 
 @dataclass(slots=True)
 class _DraftMessage:
-    """A message to be: its texts may still grow by further steps of the same answer."""
+    """A future item; its texts may still grow by further steps of the same answer."""
 
     id: str
     parent: _DraftMessage | None
@@ -70,16 +70,16 @@ class _DraftMessage:
 
 @dataclass(slots=True)
 class _ImportState:
-    """What has been found so far. `said` maps every node to the message that shows it, or the nearest above."""
+    """The result so far. `shown_by` maps every node to the message that contains it, or the nearest one above."""
 
     started_s: float
-    said: dict[str, _DraftMessage | None] = field(default_factory=dict)
+    shown_by: dict[str, _DraftMessage | None] = field(default_factory=dict)
     kept: list[_DraftMessage] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
 
 
 def read_chatgpt(data: bytes, owner: str) -> Draft:
-    """Check one conversation of the export. Raises: InvalidRequestError naming the node at fault."""
+    """Read and check one conversation of the export. Raises: InvalidRequestError naming the invalid node."""
     try:
         export = msgspec.json.decode(data, type=_Export)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
@@ -88,8 +88,8 @@ def read_chatgpt(data: bytes, owner: str) -> Draft:
         raise InvalidRequestError(f"mapping: at most {MAX_ITEMS} nodes, got {len(export.mapping)}", param="mapping")
     nodes = {node_id: _decoded(raw, _Node, node_id) for node_id, raw in export.mapping.items()}
     created_at = _time(export.create_time, 0.0)
-    reading = _ImportState(created_at)
-    _walk(nodes, reading)
+    state = _ImportState(created_at)
+    _walk(nodes, state)
     items = tuple(
         Item(
             each.id,
@@ -98,9 +98,9 @@ def read_chatgpt(data: bytes, owner: str) -> Draft:
             "\n\n".join(each.texts),
             created_at=each.created_at,
         )
-        for each in reading.kept
+        for each in state.kept
     )
-    current = reading.said.get(export.current_node) if isinstance(export.current_node, str) else None
+    current = state.shown_by.get(export.current_node) if isinstance(export.current_node, str) else None
     leaf = current.id if current is not None else items[-1].id if items else None
     conversation = Conversation(
         _source_id(export, data),
@@ -111,66 +111,66 @@ def read_chatgpt(data: bytes, owner: str) -> Draft:
         leaf,
         rev=1,
     )
-    return Draft(conversation, items, skipped=dict(reading.skipped))
+    return Draft(conversation, items, skipped=dict(state.skipped))
 
 
-def _walk(nodes: dict[str, _Node], reading: _ImportState) -> None:
-    """Visit every node below the roots, parents first, siblings in the order that the parent tells."""
+def _walk(nodes: dict[str, _Node], state: _ImportState) -> None:
+    """Visit every node below the roots, parents first, siblings in the order of the parent's list."""
     children: dict[str | None, list[str]] = {}
     for node_id, node in nodes.items():
         parent = node.parent if node.parent in nodes else None
         children.setdefault(parent, []).append(node_id)
     for parent_id, found in children.items():
         if parent_id is not None:
-            told = {child: at for at, child in enumerate(nodes[parent_id].children)}
-            found.sort(key=lambda child, told=told: told.get(child, len(told)))  # type: ignore[misc]
-    waiting = [(root, None, False) for root in reversed(children.get(None, []))]
-    stack: list[tuple[str, _DraftMessage | None, bool]] = list(waiting)
+            order = {child: at for at, child in enumerate(nodes[parent_id].children)}
+            found.sort(key=lambda child, order=order: order.get(child, len(order)))  # type: ignore[misc]
+    roots = [(root, None, False) for root in reversed(children.get(None, []))]
+    stack: list[tuple[str, _DraftMessage | None, bool]] = list(roots)
     num_seen = 0
     while stack:
         node_id, above, is_alone = stack.pop()
         num_seen += 1
-        here = _add_node(node_id, _decoded(nodes[node_id].message, _Message, node_id), above, is_alone, reading)
-        reading.said[node_id] = here
+        shown = _add_node(node_id, _decoded(nodes[node_id].message, _Message, node_id), above, is_alone, state)
+        state.shown_by[node_id] = shown
         below = children.get(node_id, [])
-        alone = len(below) == 1 and (is_alone or here is not above)
-        stack += [(child, here, alone) for child in reversed(below)]
+        alone = len(below) == 1 and (is_alone or shown is not above)
+        stack += [(child, shown, alone) for child in reversed(below)]
     if num_seen < len(nodes):
-        circle = next(node_id for node_id in nodes if node_id not in reading.said)
-        raise InvalidRequestError(f"mapping: the node {circle[:128]!r} is among its own ancestors", param="mapping")
+        in_cycle = next(node_id for node_id in nodes if node_id not in state.shown_by)
+        raise InvalidRequestError(f"mapping: the node {in_cycle[:128]!r} is among its own ancestors", param="mapping")
 
 
 def _add_node(
-    node_id: str, message: _Message | None, above: _DraftMessage | None, is_alone: bool, reading: _ImportState
+    node_id: str, message: _Message | None, above: _DraftMessage | None, is_alone: bool, state: _ImportState
 ) -> _DraftMessage | None:
-    """The message that shows this node, or the one above where it shows nothing.
+    """Return the message that contains this node, or the one above if the node is not visible.
 
-    `is_alone`: nothing branches off between the message above and here.
+    `is_alone`: no branch separates this node from the message above.
     """
     if message is None:
         return above
     role = message.author.role
     hidden = _hidden_reason(message, above)
-    text = "" if hidden else _text(message.content or {}, reading.skipped)
+    text = "" if hidden else _text(message.content or {}, state.skipped)
     if hidden or not text:
         if hidden:
-            reading.skipped[hidden] += 1
+            state.skipped[hidden] += 1
         return above
     if role == "assistant" and above is not None and above.role == role and is_alone:
         above.texts.append(text)
         return above
-    said = _DraftMessage(node_id, above, role, [text], _time(message.create_time, reading.started_s))
-    reading.kept.append(said)
-    return said
+    message_item = _DraftMessage(node_id, above, role, [text], _time(message.create_time, state.started_s))
+    state.kept.append(message_item)
+    return message_item
 
 
 def _hidden_reason(message: _Message, above: _DraftMessage | None) -> str | None:
-    """The name under which a node is skipped, None for one that was shown."""
+    """Return the name under which a node is counted as skipped, or None for a visible one."""
     role, content = message.author.role, message.content or {}
     if (message.metadata or {}).get("is_visually_hidden_from_conversation") is True:
         return "hidden"
     if role == "system":
-        return None if above is None else "system"  # instructions are what a conversation begins with
+        return None if above is None else "system"  # a system message at the start is kept as the instructions
     if role not in ("user", "assistant"):
         return role[:64] or "unknown"
     kind = content.get("content_type")
@@ -178,7 +178,7 @@ def _hidden_reason(message: _Message, above: _DraftMessage | None) -> str | None
 
 
 def _text(content: dict[str, Any], skipped: Counter[str]) -> str:
-    """The text of a content; what is none is counted by its type."""
+    """Return the text of a content; other kinds are counted by type."""
     kind = content.get("content_type")
     parts = content.get("parts")
     if isinstance(parts, list):
@@ -206,7 +206,7 @@ def _part(part: object, skipped: Counter[str]) -> str:
 
 
 def _fenced(code: str, language: object) -> str:
-    """Code between fences longer than any inside it."""
+    """Return code between fences longer than any fence inside it."""
     longest = max((len(match.group()) for match in _FENCE.finditer(code)), default=2)
     fence = "`" * (longest + 1)
     name = language if isinstance(language, str) and re.fullmatch(r"[\w+#.-]{1,32}", language) else ""

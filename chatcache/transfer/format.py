@@ -1,51 +1,48 @@
-"""A conversation as a file: everything that is stored of it, so that another server can go on with it token by token.
+"""The export format: JSON lines, one conversation per line, with token ids.
 
-One JSON object a conversation; several are one to a line. Ids are the exporting server's own; whoever reads the file
-gives them new ones (`adoption`).
+    {"object": "conversation.export.key", "version": 2, "key": {..}}                 API keys, only in `db export`
+    {"object": "conversation.export", "version": 2, "tokenizer": .., "conversation": {..}, "items": [..], "turns": [..],
+     "sha256": .., "owner": .., "rev": ..}                                           owner and rev only in `db export`
+    {"object": "conversation.export.end", "version": 2, "num_conversations": .., "sha256": ..}
 
-What an imported file says, before it is anybody's: a checked tree under the ids of its file.
+`chatcache db export` writes the conversations of all owners, `/v1/conversations/export` those of one owner; both use
+`ExportWriter`. The file of a single conversation is one conversation line. `sha256` of a conversation covers its items
+and turns, `sha256` of the end line covers all lines before it. Equal stores give equal files.
 
-Files come from strangers. Whatever a draft holds can be stored and walked: every parent exists and comes first, and
-nothing goes round in circles.
-
-Reading our own export form: what is wrong is named by its place.
+Version 1 of a conversation line had no `sha256`; it is still read. Version 1 of `db export` had a line per message;
+`archive_v1` reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import hashlib
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from chatcache.conversations.tree import (
-    IN_PROGRESS,
-    INCOMPLETE,
-    Conversation,
-    ConversationTree,
-    Item,
-    ReplyParts,
-    Turn,
-    Usage,
-)
+from chatcache.auth import KeyRecord
+from chatcache.conversations.tree import Conversation, ConversationTree, Item, ReplyParts, Turn, Usage
 from chatcache.errors import InvalidRequestError
-from chatcache.tokenizer.tokenizer import Tokenizer
 
-KIND = "conversation.export"
+CONVERSATION = "conversation.export"
+KEY = "conversation.export.key"
 END = "conversation.export.end"
-VERSION: Literal[1] = 1
+VERSION: Literal[2] = 2
 _LAST_TIME_S = 253_402_300_799  # the end of the year 9999
 
 Id = Annotated[str, Meta(min_length=1, max_length=128)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TimeS = Annotated[float, Meta(ge=0, le=_LAST_TIME_S)]
 ShortText = Annotated[str, Meta(max_length=512)]
+Count = Annotated[int, Meta(ge=0)]
+Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
-class PortableHead(msgspec.Struct, frozen=True):
-    """The conversation itself. `rev` counts the changes on one server, so it stays there."""
+class ExportedHead(msgspec.Struct, frozen=True):
+    """The head of a conversation."""
 
     id: Id
     created_at: TimeS
@@ -55,8 +52,8 @@ class PortableHead(msgspec.Struct, frozen=True):
     metadata: Annotated[dict[ShortText, ShortText], Meta(max_length=16)] = {}
 
 
-class PortableItem(msgspec.Struct, frozen=True):
-    """`tree.Item`."""
+class ExportedItem(msgspec.Struct, frozen=True):
+    """A message: the fields of `tree.Item`."""
 
     id: Id
     parent_id: Id | None
@@ -71,8 +68,8 @@ class PortableItem(msgspec.Struct, frozen=True):
     parts: ReplyParts = ReplyParts()
 
 
-class PortableTurn(msgspec.Struct, frozen=True):
-    """`tree.Turn`."""
+class ExportedTurn(msgspec.Struct, frozen=True):
+    """A response: the fields of `tree.Turn`."""
 
     id: Id
     parent_id: Annotated[str, Meta(max_length=128)]
@@ -87,260 +84,186 @@ class PortableTurn(msgspec.Struct, frozen=True):
     echo: dict[str, Any] = {}
 
 
-class PortableConversation(msgspec.Struct, frozen=True):
-    """The file. `tokenizer` (`Tokenizer.digest`) says whose token ids these are."""
+class ExportedConversation(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="object", tag=CONVERSATION):
+    """A conversation line. Items and turns are decoded one by one, so that an error names its position.
 
-    object: Literal["conversation.export"]
-    version: Literal[1]
-    tokenizer: str
-    conversation: PortableHead
+    `tokenizer` is the digest of the tokenizer that the token ids belong to, or None if the exporter did not load it.
+    """
+
+    version: Literal[1, 2]
+    tokenizer: str | None
+    conversation: ExportedHead
     items: list[msgspec.Raw]
     turns: list[msgspec.Raw]
+    sha256: str = ""
+    owner: Annotated[str, Meta(max_length=256)] | None = None
+    rev: Count | None = None
 
 
-def portable(tree: ConversationTree, items: Sequence[Item], tokenizer_digest: str) -> bytes:
-    """Encode `items` of a tree, parents first, with the responses that they belong to."""
-    kept = {item.id for item in items}
-    c = tree.conversation
-    leaf = c.active_leaf if c.active_leaf in kept else items[-1].id if items else None
-    file = PortableConversation(
-        object="conversation.export",
-        version=VERSION,
-        tokenizer=tokenizer_digest,
-        conversation=PortableHead(c.id, c.created_at, c.updated_at, c.title, leaf, dict(c.metadata)),
-        items=[msgspec.Raw(msgspec.json.encode(_portable_item(item))) for item in items],
-        turns=[msgspec.Raw(msgspec.json.encode(_portable_turn(turn))) for turn in _turns_of(tree, kept)],
-    )
-    return msgspec.json.encode(file)
+class KeyEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An API key record without its digest, with which session cookies could be forged."""
+
+    id: ShortText
+    tenant: ShortText
+    created_at: TimeS
+    user: ShortText = ""
+    name: ShortText = ""
+    is_admin: bool = False
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent: int | None = None
+    tokens_per_day: int | None = None
+    revoked_at: TimeS | None = None
 
 
-def end_of_export(num_conversations: int) -> bytes:
-    """The last line of many: a file without it was cut short."""
-    return msgspec.json.encode({"object": END, "version": VERSION, "num_conversations": num_conversations})
+class ExportedKey(msgspec.Struct, frozen=True, tag_field="object", tag=KEY):
+    """A line that names an API key. It does not contain the key and gives no access."""
+
+    version: Literal[2]
+    key: KeyEntry
 
 
-def item_of(item: PortableItem) -> Item:
-    return Item(**{name: getattr(item, name) for name in PortableItem.__struct_fields__})
+class ExportEnd(msgspec.Struct, frozen=True, tag_field="object", tag=END):
+    """The last line: a file without it was cut short."""
+
+    version: Literal[2]
+    num_conversations: Count
+    num_items: Count
+    num_turns: Count
+    num_keys: Count
+    sha256: Digest
 
 
-def turn_of(turn: PortableTurn) -> Turn:
-    return Turn(**{name: getattr(turn, name) for name in PortableTurn.__struct_fields__})
+class ExportCounts:
+    """Running totals of an export and the SHA-256 of its lines, kept by its writer and its reader."""
+
+    def __init__(self) -> None:
+        self.num_conversations = 0
+        self.num_items = 0
+        self.num_turns = 0
+        self.num_keys = 0
+        self._sha256 = hashlib.sha256()
+
+    def add_line(self, line: bytes) -> None:
+        self._sha256.update(line)
+
+    def add_conversation(self, num_items: int, num_turns: int) -> None:
+        self.num_conversations += 1
+        self.num_items += num_items
+        self.num_turns += num_turns
+
+    def end(self) -> ExportEnd:
+        """Return the end line of the lines so far."""
+        counts = (self.num_conversations, self.num_items, self.num_turns, self.num_keys)
+        return ExportEnd(VERSION, *counts, self._sha256.hexdigest())
 
 
-def head_of(head: PortableHead, owner: str) -> Conversation:
-    return Conversation(
-        head.id, owner, head.created_at, head.updated_at, head.title, head.active_leaf, rev=1, metadata=head.metadata
-    )
+class ExportWriter:
+    """Encodes the lines of one export; each line ends with a newline.
 
-
-def _turns_of(tree: ConversationTree, kept: set[str]) -> list[Turn]:
-    """Responses whose place in the tree is among what is kept, the oldest first."""
-    used = {tree.items[item_id].response_id for item_id in kept}
-    found = (turn for turn in tree.turns.values() if turn.parent_id in kept or (not turn.parent_id and turn.id in used))
-    return sorted(found, key=lambda turn: (turn.created_at, turn.id))
-
-
-def _portable_item(item: Item) -> PortableItem:
-    return PortableItem(**{name: getattr(item, name) for name in PortableItem.__struct_fields__})
-
-
-def _portable_turn(turn: Turn) -> PortableTurn:
-    return PortableTurn(**{name: getattr(turn, name) for name in PortableTurn.__struct_fields__})
-
-
-MAX_ITEMS = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A conversation to be imported; its ids are the file's. `items` are parents first.
-
-    `skipped`: what of the file is no message, by kind. `is_exact`: replies come with the tokens they were made of.
+    `tokenizer`: the digest of the tokenizer that the stored token ids belong to, None if unknown. `has_owners`: write
+    owners and revisions, for an export of a whole store.
     """
 
-    conversation: Conversation
-    items: tuple[Item, ...]
-    turns: tuple[Turn, ...] = ()
-    skipped: Mapping[str, int] = field(default_factory=dict)
-    is_exact: bool = False
+    def __init__(self, tokenizer: str | None, *, has_owners: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._has_owners = has_owners
+        self._counts = ExportCounts()
 
+    def key(self, record: KeyRecord) -> bytes:
+        """Return the line that names an API key."""
+        self._counts.num_keys += 1
+        return self._line(ExportedKey(VERSION, _copy_fields(record, KeyEntry)))
 
-def parents_first(items: Sequence[Item]) -> tuple[Item, ...]:
-    """Order a tree so that every parent comes before its children, moving nothing that need not move.
-
-    Raises: InvalidRequestError naming the item: two of one id, a parent that is not there, a circle.
-    """
-    if len(items) > MAX_ITEMS:
-        raise InvalidRequestError(f"items: at most {MAX_ITEMS}, got {len(items)}", param="items")
-    places: dict[str, int] = {}
-    for at, item in enumerate(items):
-        if places.setdefault(item.id, at) != at:
-            raise InvalidRequestError(
-                f"items[{at}].id: {item.id!r} was items[{places[item.id]}] already", param="items"
-            )
-    for at, item in enumerate(items):
-        if item.parent_id is not None and item.parent_id not in places:
-            raise InvalidRequestError(f"items[{at}].parent_id: there is no item {item.parent_id!r}", param="items")
-    done: set[str] = set()
-    ordered: list[Item] = []
-    for at, item in enumerate(items):
-        above: list[Item] = []
-        on_the_way: set[str] = set()
-        while item.id not in done:
-            if item.id in on_the_way:
-                raise InvalidRequestError(f"items[{at}]: {item.id!r} is among its own ancestors", param="items")
-            on_the_way.add(item.id)
-            above.append(item)
-            if item.parent_id is None:
-                break
-            item = items[places[item.parent_id]]
-        ordered += reversed(above)
-        done |= on_the_way
-    return tuple(ordered)
-
-
-class Ancestry:
-    """Who is above whom, in constant time however deep the tree: a walk numbers each item on its way in and out."""
-
-    def __init__(self, items: Sequence[Item]) -> None:
-        """`items` are parents first."""
-        children: dict[str | None, list[str]] = {}
-        for item in items:
-            children.setdefault(item.parent_id, []).append(item.id)
-        self._entered: dict[str, int] = {}
-        self._left: dict[str, int] = {}
-        clock = 0
-        waiting = [(item_id, False) for item_id in children.get(None, ())]
-        while waiting:
-            item_id, is_leaving = waiting.pop()
-            clock += 1
-            if is_leaving:
-                self._left[item_id] = clock
-                continue
-            self._entered[item_id] = clock
-            waiting.append((item_id, True))
-            waiting += [(child, False) for child in children.get(item_id, ())]
-
-    def is_on_path(self, above: str, below: str) -> bool:
-        """Whether `above` is `below` or one of its ancestors."""
-        return self._entered[above] <= self._entered[below] and self._left[below] <= self._left[above]
-
-
-_MAX_ECHO_DEPTH = 32
-# What a response object says of itself; nothing that it repeats of a request may say otherwise.
-_NEVER_ECHOED = frozenset(
-    {
-        *("id", "object", "created_at", "status", "model", "output", "usage", "error", "incomplete_details"),
-        *("instructions", "previous_response_id"),
-    }
-)
-
-
-class _Tool(msgspec.Struct):
-    """What is used of a function that a stored request told the model of."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-Kind = TypeVar("Kind", bound=msgspec.Struct)
-
-
-def read_portable(data: bytes, owner: str, tokenizer: Tokenizer) -> Draft:
-    """Check a file of ours. Token ids of another tokenizer are left out: they would say something else here.
-
-    Raises: InvalidRequestError.
-    """
-    file = _decoded(data, PortableConversation, "")
-    for name, entries in (("items", file.items), ("turns", file.turns)):
-        if len(entries) > MAX_ITEMS:
-            raise InvalidRequestError(f"{name}: at most {MAX_ITEMS}, got {len(entries)}", param=name)
-    items = tuple(item_of(_decoded(raw, PortableItem, f"items[{at}]")) for at, raw in enumerate(file.items))
-    turns = tuple(turn_of(_decoded(raw, PortableTurn, f"turns[{at}]")) for at, raw in enumerate(file.turns))
-    items = parents_first(items)
-    known = {item.id for item in items}
-    leaf = file.conversation.active_leaf
-    if leaf is not None and leaf not in known:
-        raise InvalidRequestError(
-            f"conversation.active_leaf: there is no item {leaf!r}", param="conversation.active_leaf"
+    def conversation(self, tree: ConversationTree, items: Sequence[Item] | None = None) -> bytes:
+        """Return the line of a conversation, or of `items` of it, parents first, with their responses."""
+        head = tree.conversation
+        turns: Iterable[Turn] = tree.turns.values()
+        leaf = head.active_leaf
+        if items is None:
+            items = tuple(tree.items.values())
+        else:
+            kept = {item.id for item in items}
+            turns = _turns_of(tree, kept)
+            if leaf not in kept:
+                leaf = items[-1].id if items else None
+        encoded_items = [msgspec.json.encode(_copy_fields(item, ExportedItem)) for item in items]
+        in_order = sorted(turns, key=lambda turn: (turn.created_at, turn.id))
+        encoded_turns = [msgspec.json.encode(_copy_fields(turn, ExportedTurn)) for turn in in_order]
+        self._counts.add_conversation(len(encoded_items), len(encoded_turns))
+        line = ExportedConversation(
+            version=VERSION,
+            tokenizer=self._tokenizer,
+            conversation=ExportedHead(head.id, head.created_at, head.updated_at, head.title, leaf, dict(head.metadata)),
+            items=[msgspec.Raw(each) for each in encoded_items],
+            turns=[msgspec.Raw(each) for each in encoded_turns],
+            sha256=digest_of([*encoded_items, *encoded_turns]),
+            owner=head.owner if self._has_owners else None,
+            rev=head.rev if self._has_owners else None,
         )
-    _check_turns(turns, items)
-    is_exact = file.tokenizer == tokenizer.digest
-    if is_exact:
-        _check_tokens(items, turns, tokenizer.vocab_size)
-    else:
-        items = tuple(replace(item, token_ids=()) for item in items)
-        turns = tuple(replace(turn, prompt_ids=(), base_item_id=None) for turn in turns)
-    return Draft(head_of(file.conversation, owner), items, tuple(map(_settled, turns)), is_exact=is_exact)
+        return self._line(line)
+
+    def end(self) -> tuple[ExportEnd, bytes]:
+        """Return the totals and the last line."""
+        end = self._counts.end()
+        return end, msgspec.json.encode(end) + b"\n"
+
+    def _line(self, line: msgspec.Struct) -> bytes:
+        data = msgspec.json.encode(line) + b"\n"
+        self._counts.add_line(data)
+        return data
 
 
-def _decoded(data: bytes | msgspec.Raw, kind: type[Kind], place: str) -> Kind:
+def digest_of(parts: Iterable[bytes | msgspec.Raw]) -> str:
+    """Return the SHA-256 of parts, each followed by a newline."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+        digest.update(b"\n")
+    return digest.hexdigest()
+
+
+def decode(data: bytes | msgspec.Raw, kind: type[Kind], position: str) -> Kind:
+    """Decode a part of a file. Raises: InvalidRequestError naming the field below `position`."""
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
-        where = (place + path.rstrip("`")).removeprefix(".") or "the conversation"
-        raise InvalidRequestError(f"{where}: {message[:1].lower()}{message[1:]}", param=where) from None
+        field = (position + path.rstrip("`")).removeprefix(".") or "the conversation"
+        raise InvalidRequestError(f"{field}: {message[:1].lower()}{message[1:]}", param=field) from None
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise InvalidRequestError(
-            f"{place or 'the conversation'}: not valid JSON: {error}", param=place or None
-        ) from None
+        where = position or "the conversation"
+        raise InvalidRequestError(f"{where}: not valid JSON: {error}", param=position or None) from None
 
 
-def _check_turns(turns: Sequence[Turn], items: Sequence[Item]) -> None:
-    """Raises: InvalidRequestError for a response that hangs nowhere, or extends what is not above it."""
-    known = {item.id for item in items}
-    ancestry = Ancestry(items)
-    seen: set[str] = set()
-    for at, turn in enumerate(turns):
-        place = f"turns[{at}]"
-        if turn.id in seen or turn.id in known:
-            raise InvalidRequestError(f"{place}.id: {turn.id!r} appears twice", param="turns")
-        seen.add(turn.id)
-        if turn.parent_id and turn.parent_id not in known:
-            raise InvalidRequestError(f"{place}.parent_id: there is no item {turn.parent_id!r}", param="turns")
-        base = turn.base_item_id
-        if base is not None and not (turn.parent_id and base in known and ancestry.is_on_path(base, turn.parent_id)):
-            raise InvalidRequestError(f"{place}.base_item_id: {base!r} is no item above the response", param="turns")
-        if _depth(turn.echo) > _MAX_ECHO_DEPTH:
-            raise InvalidRequestError(f"{place}.echo: JSON may nest at most {_MAX_ECHO_DEPTH} deep", param="turns")
-        if not _are_tools(turn.echo.get("tools")):
-            raise InvalidRequestError(f"{place}.echo.tools: must be functions with a name", param="turns")
+def decode_item(data: bytes | msgspec.Raw, index: int) -> Item:
+    """Decode message `index` of a line. Raises: InvalidRequestError naming the field."""
+    return to_item(decode(data, ExportedItem, f"items[{index}]"))
 
 
-def _are_tools(tools: object) -> bool:
-    """Whether `tools.echoed` can read them."""
-    try:
-        msgspec.convert(tools, list[_Tool] | None)
-    except msgspec.ValidationError:
-        return False
-    return True
+def decode_turn(data: bytes | msgspec.Raw, index: int) -> Turn:
+    """Decode response `index` of a line. Raises: InvalidRequestError naming the field."""
+    return to_turn(decode(data, ExportedTurn, f"turns[{index}]"))
 
 
-def _check_tokens(items: Sequence[Item], turns: Sequence[Turn], vocab_size: int) -> None:
-    rows = [(f"items: {item.id!r}", "token_ids", item.token_ids) for item in items]
-    rows += [(f"turns: {turn.id!r}", "prompt_ids", turn.prompt_ids) for turn in turns]
-    for place, name, ids in rows:
-        if ids and max(ids) >= vocab_size:
-            message = f"{place}: {name} must be between 0 and {vocab_size - 1}, got {max(ids)}"
-            raise InvalidRequestError(message, param=place.partition(":")[0])
+def to_item(item: ExportedItem) -> Item:
+    return Item(**{name: getattr(item, name) for name in ExportedItem.__struct_fields__})
 
 
-def _settled(turn: Turn) -> Turn:
-    """A response as it is once nobody is making it."""
-    echo = {name: value for name, value in turn.echo.items() if name not in _NEVER_ECHOED}
-    return replace(turn, status=INCOMPLETE if turn.status == IN_PROGRESS else turn.status, echo=echo)
+def to_turn(turn: ExportedTurn) -> Turn:
+    return Turn(**{name: getattr(turn, name) for name in ExportedTurn.__struct_fields__})
 
 
-def _depth(value: object) -> int:
-    """How deep a decoded JSON value nests; its parser has bounded that already, if loosely."""
-    deepest = 0
-    waiting = [(value, 1)]
-    while waiting:
-        node, depth = waiting.pop()
-        deepest = max(deepest, depth)
-        children = node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ()
-        waiting += [(child, depth + 1) for child in children if isinstance(child, dict | list)]
-    return deepest
+def to_conversation(head: ExportedHead, owner: str, rev: int = 1) -> Conversation:
+    times = (head.created_at, head.updated_at)
+    return Conversation(head.id, owner, *times, head.title, head.active_leaf, rev, head.metadata)
+
+
+def _turns_of(tree: ConversationTree, kept: set[str]) -> list[Turn]:
+    """Return the responses whose position in the tree is among the kept items."""
+    used = {tree.items[item_id].response_id for item_id in kept}
+    return [turn for turn in tree.turns.values() if turn.parent_id in kept or (not turn.parent_id and turn.id in used)]
+
+
+def _copy_fields(member: object, kind: type[Kind]) -> Kind:
+    return kind(**{name: getattr(member, name) for name in kind.__struct_fields__})

@@ -1,7 +1,7 @@
-"""A conversation to read: roles as headings, what was said as it was written.
+"""Conversations as Markdown: roles as headings, texts as they are.
 
-Along one branch the messages follow each other. With all branches, they are numbered from the root downwards, and a
-message that does not stand on the one before it says on which it does.
+The messages of one branch follow each other. With all branches, messages are numbered from the root downwards, and a
+message that does not follow the one before it names its parent.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
 
 
 def branch_markdown(title: str, path: Sequence[Item]) -> str:
-    """One branch."""
+    """Return one branch."""
     return _document(title, ((_ROLES.get(item.role, item.role), item) for item in path))
 
 
 def tree_markdown(tree: ConversationTree) -> str:
-    """Every branch, each message once."""
+    """Return every branch, each message once."""
     return _document(tree.conversation.title, _numbered(tree))
 
 
@@ -39,9 +39,9 @@ def _numbered(tree: ConversationTree) -> Iterator[tuple[str, Item]]:
         children.setdefault(item.parent_id, []).append(item)
     numbers: dict[str, int] = {}
     before: str | None = None
-    waiting = list(reversed(children.get(None, ())))
-    while waiting:
-        item = waiting.pop()
+    stack = list(reversed(children.get(None, ())))
+    while stack:
+        item = stack.pop()
         numbers[item.id] = len(numbers) + 1
         heading = f"{numbers[item.id]} · {_ROLES.get(item.role, item.role)}"
         siblings = children[item.parent_id]
@@ -51,11 +51,11 @@ def _numbered(tree: ConversationTree) -> Iterator[tuple[str, Item]]:
             heading += f" · after {numbers[item.parent_id]}" if item.parent_id is not None else " · from the start"
         before = item.id
         yield heading, item
-        waiting += reversed(children.get(item.id, ()))
+        stack += reversed(children.get(item.id, ()))
 
 
 def _reasoning(item: Item) -> str:
-    """What the model thought, as a quotation."""
+    """Return the model's reasoning as a block quote."""
     text = item.parts.reasoning.strip()
     return "\n".join(f"> {line}".rstrip() for line in text.split("\n")) if text else ""
 
@@ -68,7 +68,10 @@ def _calls(item: Item) -> Iterator[str]:
 
 
 def _closed(text: str) -> str:
-    """The text, its last code block closed: what follows is no part of it. Source: CommonMark 0.31, 4.5."""
+    """Return the text with its last code block closed, so that it does not include what follows.
+
+    Source: CommonMark 0.31, 4.5.
+    """
     fence = ""
     for line in text.split("\n"):
         match = _FENCE.fullmatch(line.rstrip("\r"))

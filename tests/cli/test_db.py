@@ -107,7 +107,7 @@ async def test_nothing_is_written_over_without_force(db: Path, tmp_path: Path) -
         assert "--force" in told(call(kind, file, "--db", db))
         assert file.read_text() == "precious"
         assert call(kind, file, "--db", db, "--force").exit_code == 0
-        assert file.read_bytes()[:8] in (b"SQLite f", b'{"archiv')
+        assert file.read_bytes()[:8] in (b"SQLite f", b'{"object')
     assert not names(tmp_path, ".*partial")
 
 
@@ -182,12 +182,12 @@ async def test_out_of_a_file_into_redis_and_back(db: Path, tmp_path: Path) -> No
 async def test_a_conflict_is_told_by_its_line_and_ends_with_1(db: Path, tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "new.db")
     call("export", tmp_path / "a", "--db", db)
-    first = json.loads((tmp_path / "a").read_bytes().splitlines()[1])["conversation"]["head"]["id"]
+    first = json.loads((tmp_path / "a").read_bytes().splitlines()[0])["conversation"]["id"]
     await store.create(Conversation(first, "somebody else", 1.0, 1.0))
     await store.close()
     result = call("import", tmp_path / "a", "--db", tmp_path / "new.db")
     assert result.exit_code == 1 and "4 conversations added" in result.output and "1 refused" in result.output
-    assert f"{tmp_path / 'a'}: line 2: no conversation '{first}'" in result.output
+    assert f"{tmp_path / 'a'}: line 1: no conversation '{first}'" in result.output
 
 
 def test_settings_of_the_file_reach_the_commands_of_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

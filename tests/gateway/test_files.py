@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import threading
 from collections.abc import Iterator
@@ -100,7 +101,16 @@ def test_all_of_a_tenants_conversations_and_nobody_elses(other_server: Server) -
     lines = [json.loads(line) for line in text.splitlines()]
     assert status == 200 and headers["content-type"].startswith("application/x-ndjson")
     assert headers["content-disposition"] == 'attachment; filename="conversations.jsonl"'
-    assert lines[-1] == {"object": "conversation.export.end", "version": 1, "num_conversations": len(lines) - 1}
+    assert lines[-1] == {
+        "object": "conversation.export.end",
+        "version": 2,
+        "num_conversations": len(lines) - 1,
+        "num_items": sum(len(line["items"]) for line in lines[:-1]),
+        "num_turns": sum(len(line["turns"]) for line in lines[:-1]),
+        "num_keys": 0,
+        "sha256": hashlib.sha256(text[: text.rindex("\n", 0, -1) + 1].encode()).hexdigest(),
+    }
+    assert all(line["version"] == 2 and not {"owner", "rev"} & set(line) for line in lines[:-1])
     assert ours in {line["conversation"]["id"] for line in lines[:-1]}
     nobody = other_server.request("GET", "/v1/conversations/export", headers=key("alice"))
     assert [json.loads(line)["num_conversations"] for line in nobody[2].splitlines()] == [0]

@@ -6,7 +6,19 @@ import random
 from collections.abc import AsyncIterator, Iterator
 
 from chatcache.conversations.store import ConversationStore
-from chatcache.conversations.tree import COMPLETED, Conversation, Item, ReplyParts, ToolCall, Turn, Usage
+from chatcache.conversations.tree import (
+    COMPLETED,
+    FORKED,
+    IN_PROGRESS,
+    INCOMPLETE,
+    Conversation,
+    ConversationTree,
+    Item,
+    ReplyParts,
+    ToolCall,
+    Turn,
+    Usage,
+)
 
 OWNERS = ("", "ada", "ada/ü b", "o={x}:%2F")
 TEXTS = ("", "Hé\x00llo 🎉", "line\nbreak\u2028", '"quoted" \\ {', "word " * 50)
@@ -58,3 +70,28 @@ async def everything(store: ConversationStore, owners: tuple[str, ...] = OWNERS)
         for name in await store.list_ids(owner, 10_000):
             tree = await store.load(owner, name)
             yield repr((tree.conversation, list(tree.items.values()), sorted(tree.turns.items())))
+
+
+def full_tree() -> ConversationTree:
+    """Return a tree that uses every field that can be stored."""
+    head = Conversation("conv_src", "me", 1.25, 7.5, "Tïtle 🎉", "msg_c", 9, {"system": "Be kind"})
+    calls = (ToolCall("call_1", "find", '{"q": "\\u0000"}'),)
+    items = (
+        Item("msg_a", None, "user", "Hé\x00llo\n```\ncode\n", response_id="resp_1", created_at=1.5),
+        Item("msg_b", "msg_a", "assistant", "", (1, 2), "resp_1", 0, COMPLETED, "stop", 2.0, ReplyParts("hm", calls)),
+        Item("msg_t", "msg_b", "tool", "found", parts=ReplyParts(call_id="call_1"), response_id="resp_2"),
+        Item("msg_c", "msg_t", "assistant", "So", (3,), "resp_2", 0, INCOMPLETE, "length", 3.0, ReplyParts(raw="So ")),
+        Item("msg_f", "msg_a", "assistant", "beg", (4,), "resp_1", 1, INCOMPLETE, FORKED, 2.5),
+        Item("msg_s", None, "system", "another root"),
+    )
+    echo = {
+        "conversation": {"id": "conv_src"},
+        "input_item_ids": ["msg_t"],
+        "forked_item_id": "msg_f",
+        "tools": [{"type": "function", "name": "find", "parameters": {"type": "object"}, "strict": None}],
+    }
+    turns = (
+        Turn("resp_1", "msg_a", "m", 1.0, None, (8, 9), "Be kind", None, COMPLETED, Usage(2, 1, 3)),
+        Turn("resp_2", "msg_t", "m", 2.0, "msg_b", (7,), None, "resp_1", IN_PROGRESS, None, echo),
+    )
+    return ConversationTree(head, items, turns)

@@ -11,7 +11,9 @@ import sqlite3
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from chatcache.auth import new_key
@@ -21,14 +23,16 @@ from chatcache.storage.redis import RedisStore
 from chatcache.storage.sqlite import SqliteSnapshot, SqliteStore
 from chatcache.transfer.archive import (
     ConversationSource,
-    DamagedArchiveError,
     check_archive,
     restore,
     write_archive,
 )
-from tests.support.generated_stores import everything, fill, trees
+from chatcache.transfer.archive_reader import DamagedArchiveError
+from chatcache.transfer.format import ExportWriter
+from tests.support.generated_stores import OWNERS, everything, fill, full_tree, trees
 from tests.support.redis_servers import RedisServer
 
+V1 = Path(__file__).parent / "data" / "archive_v1.jsonl"
 MOST_GROWTH_BYTES = 2**20  # of 100,000 messages it was two thirds of that, and 190 MiB where all are kept
 
 
@@ -99,7 +103,7 @@ async def test_keys_are_named_and_open_nothing(store: ConversationStore, tmp_pat
     await fill(keyed, 40)
     await keyed.close()
     data = await export_file(tmp_path / "a.db", tmp_path / "a")
-    named = json.loads(data.splitlines()[1])["key"]
+    named = json.loads(data.splitlines()[0])["key"]
     assert named["id"] == record.id and named["tenant"] == "acme" and named["requests_per_minute"] == 9
     digest = record.digest
     for secret in (key, key.rpartition("_")[2], digest.hex(), base64.b64encode(digest).decode()[:20]):
@@ -162,65 +166,136 @@ async def test_a_response_under_way_is_exported_as_that_and_comes_back_incomplet
     await server.close()
 
 
-def _edited(number: int, change: Callable[[dict[str, dict[str, object]]], object]) -> Callable[[list[bytes]], object]:
+def _edited(number: int, change: Callable[[dict[str, Any]], object]) -> Callable[[list[bytes]], object]:
+    """Return a function that changes one line and encodes it as the exporter does."""
+
     def edit(lines: list[bytes]) -> None:
-        line = json.loads(lines[number - 1])
+        line = msgspec.json.decode(lines[number - 1])
         change(line)
-        lines[number - 1] = json.dumps(line).encode() + b"\n"
+        lines[number - 1] = msgspec.json.encode(line) + b"\n"
 
     return edit
 
 
-DAMAGED: dict[str, tuple[Callable[[list[bytes]], object], str]] = {
-    "another number": (_edited(4, lambda line: line["item"].update(token_ids=[1, "2"])), "line 4: item.token_ids[1]: "),
-    "a negative token": (_edited(4, lambda line: line["item"].update(token_ids=[-1])), "line 4: item.token_ids[0]: "),
-    "another text": (_edited(4, lambda line: line["item"].update(text="!")), "line 2: conversation.sha256: "),
-    "another owner": (_edited(2, lambda line: line["conversation"].update(owner="x")), "end.sha256: "),
-    "no parent": (_edited(4, lambda line: line["item"].update(parent_id="x")), "line 4: item.parent_id: "),
-    "a wrong kind": (_edited(4, lambda line: line.update(text={})), "line 4: "),
-    "no JSON": (lambda lines: lines.__setitem__(4, b"{\n"), "line 5: not valid JSON"),
-    "no UTF-8": (lambda lines: lines.__setitem__(4, lines[4].replace(b"msg", b"\xffsg", 1)), "line 5: "),
-    "a line gone": (lambda lines: lines.pop(3), "line 4: item.parent_id: "),
-    "two swapped": (lambda lines: lines.insert(2, lines.pop(3)), "line 3: item.parent_id: "),
-    "one conversation gone": (lambda lines: lines.__delitem__(slice(1, 62)), "end.num_conversations: "),
+Damages = dict[str, tuple[Callable[[list[bytes]], object], str]]
+
+DAMAGED: Damages = {
+    "another number": (
+        _edited(1, lambda line: line["items"][1].update(token_ids=[1, "2"])),
+        "line 1: items[1].token_ids[1]: ",
+    ),
+    "a negative token": (
+        _edited(1, lambda line: line["items"][1].update(token_ids=[-1])),
+        "line 1: items[1].token_ids[0]: ",
+    ),
+    "another text": (_edited(1, lambda line: line["items"][1].update(text="!")), "line 1: sha256: "),
+    "another owner": (_edited(1, lambda line: line.update(owner="x")), "line 4: sha256: "),
+    "no owner": (_edited(1, lambda line: line.pop("owner")), "line 1: owner: "),
+    "no parent": (_edited(1, lambda line: line["items"][1].update(parent_id="x")), "line 1: items[1].parent_id: "),
+    "a wrong kind": (_edited(1, lambda line: line.update(object="x")), "line 1: object: "),
+    "no JSON": (lambda lines: lines.__setitem__(1, b"{\n"), "line 2: not valid JSON"),
+    "no UTF-8": (lambda lines: lines.__setitem__(1, lines[1].replace(b"msg", b"\xffsg", 1)), "line 2: "),
+    "an item gone": (_edited(1, lambda line: line["items"].pop(0)), "line 1: items[0].parent_id: "),
+    "two items swapped": (
+        _edited(1, lambda line: line["items"].insert(0, line["items"].pop(1))),
+        "line 1: items[0].parent_id: ",
+    ),
+    "an item twice": (_edited(1, lambda line: line["items"].append(line["items"][0])), "line 1: items[40].id: "),
+    "a turn gone": (_edited(1, lambda line: line["turns"].pop()), "line 1: sha256: "),
+    "a turn with the id of an item": (
+        _edited(1, lambda line: line["turns"][3].update(id=line["items"][0]["id"])),
+        "line 1: turns[3].id: ",
+    ),
+    "one conversation gone": (lambda lines: lines.pop(1), "line 3: num_conversations: "),
     "the end gone": (lambda lines: lines.pop(), "cut short"),
     "cut within a line": (lambda lines: lines.__setitem__(-1, lines[-1][:20]), "cut short"),
-    "more behind": (lambda lines: lines.append(b"{}\n"), "something follows the end"),
-    "another version": (_edited(1, lambda line: line["archive"].update(version=2)), "line 1: archive.version: "),
-    "no archive": (lambda lines: lines.pop(0), "line 1: archive: "),
+    "more after the end": (lambda lines: lines.append(b"{}\n"), "something follows the end"),
+    "another version": (_edited(1, lambda line: line.update(version=3)), "line 1: version: "),
+    "an end of another version": (_edited(4, lambda line: line.update(version=1)), "line 4: version: "),
+    "no export": (lambda lines: lines.insert(0, b"{}\n"), "line 1: object missing required field `object`"),
     "empty": (lambda lines: lines.clear(), "line 1: "),
 }
+DAMAGED_V1: Damages = {
+    "another number": (_edited(5, lambda line: line["item"].update(token_ids=[1, "2"])), "line 5: item.token_ids[1]: "),
+    "a negative token": (_edited(5, lambda line: line["item"].update(token_ids=[-1])), "line 5: item.token_ids[0]: "),
+    "another text": (_edited(5, lambda line: line["item"].update(text="!")), "line 3: conversation.sha256: "),
+    "another owner": (_edited(3, lambda line: line["conversation"].update(owner="x")), "end.sha256: "),
+    "no parent": (_edited(5, lambda line: line["item"].update(parent_id="x")), "line 5: item.parent_id: "),
+    "a wrong kind": (_edited(5, lambda line: line.update(text={})), "line 5: "),
+    "no JSON": (lambda lines: lines.__setitem__(5, b"{\n"), "line 6: not valid JSON"),
+    "no UTF-8": (lambda lines: lines.__setitem__(5, lines[5].replace(b"msg", b"\xffsg", 1)), "line 6: "),
+    "a line gone": (lambda lines: lines.pop(4), "line 5: item.parent_id: "),
+    "two swapped": (lambda lines: lines.insert(3, lines.pop(4)), "line 4: item.parent_id: "),
+    "one conversation gone": (lambda lines: lines.__delitem__(slice(2, 63)), "end.num_conversations: "),
+    "the end gone": (lambda lines: lines.pop(), "cut short"),
+    "cut within a line": (lambda lines: lines.__setitem__(-1, lines[-1][:20]), "cut short"),
+    "more after the end": (lambda lines: lines.append(b"{}\n"), "something follows the end"),
+    "another version": (_edited(1, lambda line: line["archive"].update(version=2)), "line 1: archive.version: "),
+    "no header": (lambda lines: lines.pop(0), "line 1: "),
+    "two headers": (lambda lines: lines.insert(1, lines[0]), "line 2: archive: "),
+}
+CASES = [
+    *(pytest.param(2, edit, message, id=name) for name, (edit, message) in DAMAGED.items()),
+    *(pytest.param(1, edit, message, id=f"{name}, version 1") for name, (edit, message) in DAMAGED_V1.items()),
+]
 
 
-@pytest.mark.parametrize("damage", DAMAGED)
-async def test_a_damaged_file_is_refused_by_line_and_field(damage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("version", "edit", "message"), CASES)
+async def test_restore_of_a_damaged_file_names_line_and_field(
+    version: int, edit: Callable[[list[bytes]], object], message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "a"
-    data = await _archive_of(path, 120)
+    data = V1.read_bytes() if version == 1 else await _archive_of(path, 120)
     store = SqliteStore(tmp_path / "b.db")
-    edit, said = DAMAGED[damage]
     lines = data.splitlines(keepends=True)
     edit(lines)
     path.write_bytes(b"".join(lines))
     with pytest.raises(DamagedArchiveError) as refused:
         await bring_in(store, path)
-    assert said in refused.value.message and str(path) in refused.value.message
+    assert message in refused.value.message and str(path) in refused.value.message
     assert not [line async for line in everything(store)]
     await store.close()
 
 
-async def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path: Path) -> None:
-    data = await _archive_of(tmp_path / "a", 40)
-    dice = random.Random(8)
+@pytest.mark.parametrize("version", [1, 2])
+async def test_check_archive_detects_every_flipped_bit_and_every_cut(version: int, tmp_path: Path) -> None:
+    data = V1.read_bytes() if version == 1 else await _archive_of(tmp_path / "a", 40)
+    generator = random.Random(8)
     for _ in range(200):
-        at = dice.randrange(len(data))
-        if dice.random() < 0.8:
-            damaged = data[:at] + bytes([data[at] ^ 1 << dice.randrange(8)]) + data[at + 1 :]
+        at = generator.randrange(len(data))
+        if generator.random() < 0.8:
+            damaged = data[:at] + bytes([data[at] ^ 1 << generator.randrange(8)]) + data[at + 1 :]
         else:
             damaged = data[:at]
         (tmp_path / "b").write_bytes(damaged)
         with pytest.raises(DamagedArchiveError):
             check_archive(tmp_path / "b")
-    assert check_archive(tmp_path / "a").num_items == 40
+    (tmp_path / "b").write_bytes(data)
+    assert check_archive(tmp_path / "b").num_items == (86 if version == 1 else 40)
+
+
+async def test_restore_reads_a_version_1_archive(store: ConversationStore, tmp_path: Path) -> None:
+    """A file written by the first release candidate gives the same store, and the same new archive, as the original."""
+    original = SqliteStore(tmp_path / "original.db")
+    await fill(original, 80)
+    tree = full_tree()
+    await original.merge(tree.conversation, tuple(tree.items.values()), tuple(tree.turns.values()))
+    assert await bring_in(store, V1) == (3, 0, 0, 0)
+    end = check_archive(V1)
+    assert (end.num_conversations, end.num_items, end.num_turns, end.num_keys) == (3, 86, 42, 1)
+    owners = (*OWNERS, "me")
+    restored = [line async for line in everything(store, owners)]
+    running = repr(IN_PROGRESS)
+    assert restored == [line.replace(running, repr(INCOMPLETE)) async for line in everything(original, owners)]
+    assert await bring_in(store, V1) == (0, 0, 3, 0)
+    await original.close()
+
+
+async def test_db_import_refuses_the_export_of_one_owner(tmp_path: Path) -> None:
+    writer = ExportWriter("digest")
+    (tmp_path / "a").write_bytes(writer.conversation(full_tree()) + writer.end()[1])
+    with pytest.raises(DamagedArchiveError, match="line 1: owner: a conversation without an owner"):
+        check_archive(tmp_path / "a")
 
 
 class Hoarder:

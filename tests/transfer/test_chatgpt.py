@@ -11,7 +11,7 @@ import pytest
 from chatcache.conversations.store import ConversationStore
 from chatcache.errors import InvalidRequestError
 from chatcache.transfer.chatgpt import read_chatgpt
-from chatcache.transfer.format import Draft, parents_first
+from chatcache.transfer.draft import Draft, parents_first
 from chatcache.transfer.importer import import_draft
 
 Node = dict[str, Any]

@@ -13,26 +13,24 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
+from chatcache.auth import new_key
 from chatcache.conversations.store import ConversationStore
 from chatcache.conversations.tree import (
     COMPLETED,
     FORKED,
     IN_PROGRESS,
     INCOMPLETE,
-    Conversation,
     ConversationTree,
     Item,
-    ReplyParts,
-    ToolCall,
-    Turn,
-    Usage,
 )
 from chatcache.errors import InvalidRequestError
 from chatcache.storage.sqlite import SqliteStore
 from chatcache.tokenizer.tokenizer import Tokenizer
-from chatcache.transfer.format import Draft, end_of_export, portable
+from chatcache.transfer.draft import Draft
+from chatcache.transfer.format import ExportWriter
 from chatcache.transfer.importer import import_draft, read_draft
 from tests.support.conversation_trees import Grown, trees
+from tests.support.generated_stores import full_tree
 from tests.tokenizer.tokenizers import backend_of
 
 ODD_TOOLS: list[object] = [5, [5], [{}], [{"name": 1}], {"a": 1}]
@@ -43,33 +41,8 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(backend_of("bytelevel"))
 
 
-def full() -> ConversationTree:
-    """Everything that can be stored, somewhere."""
-    head = Conversation("conv_src", "me", 1.25, 7.5, "Tïtle 🎉", "msg_c", 9, {"system": "Be kind"})
-    calls = (ToolCall("call_1", "find", '{"q": "\\u0000"}'),)
-    items = (
-        Item("msg_a", None, "user", "Hé\x00llo\n```\ncode\n", response_id="resp_1", created_at=1.5),
-        Item("msg_b", "msg_a", "assistant", "", (1, 2), "resp_1", 0, COMPLETED, "stop", 2.0, ReplyParts("hm", calls)),
-        Item("msg_t", "msg_b", "tool", "found", parts=ReplyParts(call_id="call_1"), response_id="resp_2"),
-        Item("msg_c", "msg_t", "assistant", "So", (3,), "resp_2", 0, INCOMPLETE, "length", 3.0, ReplyParts(raw="So ")),
-        Item("msg_f", "msg_a", "assistant", "beg", (4,), "resp_1", 1, INCOMPLETE, FORKED, 2.5),
-        Item("msg_s", None, "system", "another root"),
-    )
-    echo = {
-        "conversation": {"id": "conv_src"},
-        "input_item_ids": ["msg_t"],
-        "forked_item_id": "msg_f",
-        "tools": [{"type": "function", "name": "find", "parameters": {"type": "object"}, "strict": None}],
-    }
-    turns = (
-        Turn("resp_1", "msg_a", "m", 1.0, None, (8, 9), "Be kind", None, COMPLETED, Usage(2, 1, 3)),
-        Turn("resp_2", "msg_t", "m", 2.0, "msg_b", (7,), None, "resp_1", IN_PROGRESS, None, echo),
-    )
-    return ConversationTree(head, items, turns)
-
-
 def export(tree: ConversationTree) -> bytes:
-    return portable(tree, tuple(tree.items.values()), tokenizer().digest)
+    return ExportWriter(tokenizer().digest).conversation(tree)
 
 
 def draft_of(data: bytes, owner: str = "me") -> Draft:
@@ -81,6 +54,7 @@ def draft_of(data: bytes, owner: str = "me") -> Draft:
 def renamed(data: bytes) -> Any:
     """An export with its ids replaced by the order in which they appear."""
     file = json.loads(data)
+    assert len(file.pop("sha256")) == 64  # of the ids, among others
     names: dict[str, str] = {file["conversation"]["id"]: "conversation"}
     for item in file["items"]:
         names[item["id"]] = f"item {len(names)}"
@@ -108,7 +82,7 @@ async def round_trip(store: ConversationStore, tree: ConversationTree, owner: st
 
 
 async def test_nothing_is_lost_but_the_ids(store: ConversationStore) -> None:
-    source = full()
+    source = full_tree()
     copy = await round_trip(store, source, "you")
     before = renamed(export(source))
     assert before["turns"][1]["status"] == IN_PROGRESS
@@ -142,7 +116,7 @@ def test_any_tree_comes_back(grown: Grown) -> None:
 
 
 async def test_importing_again_adds_only_what_is_new(store: ConversationStore) -> None:
-    source = full()
+    source = full_tree()
     for dry_run, status in ((True, "created"), (False, "created"), (True, "unchanged"), (False, "unchanged")):
         adopted = await import_draft(store, draft_of(export(source)), dry_run=dry_run)
         assert (adopted.status, adopted.num_items) == (status, 6 if status == "created" else 0)
@@ -161,7 +135,7 @@ async def test_importing_again_adds_only_what_is_new(store: ConversationStore) -
 
 
 async def test_importing_where_it_came_from_changes_nothing(store: ConversationStore) -> None:
-    source = full()
+    source = full_tree()
     await store.merge(source.conversation, tuple(source.items.values()), tuple(source.turns.values()))
     assert (await import_draft(store, draft_of(export(source)))).status == "unchanged"
     assert list(await store.list_ids("me", 9)) == ["conv_src"]
@@ -169,30 +143,32 @@ async def test_importing_where_it_came_from_changes_nothing(store: ConversationS
 
 async def test_tokens_of_another_tokenizer_stay_behind(store: ConversationStore) -> None:
     """The words come, the tokens do not: they would be other words here."""
-    data = portable(full(), tuple(full().items.values()), "another")
+    data = ExportWriter("another").conversation(full_tree())
     draft = draft_of(data)
-    assert not draft.is_exact and draft_of(export(full())).is_exact
+    assert not draft.is_exact and draft_of(export(full_tree())).is_exact
     copy = await store.load("me", (await import_draft(store, draft)).conversation.id)
-    assert [item.text for item in copy.items.values()] == [item.text for item in full().items.values()]
+    assert [item.text for item in copy.items.values()] == [item.text for item in full_tree().items.values()]
     assert all(copy.token_sequence(item) == () == item.token_ids for item in copy.items.values())
 
 
 def test_one_branch_is_a_file_of_its_own() -> None:
-    tree = full()
-    file = json.loads(portable(tree, tree.path("msg_f"), tokenizer().digest))
+    tree = full_tree()
+    file = json.loads(ExportWriter(tokenizer().digest).conversation(tree, tree.path("msg_f")))
     assert [item["id"] for item in file["items"]] == ["msg_a", "msg_f"]
     assert [turn["id"] for turn in file["turns"]] == ["resp_1"]
     assert file["conversation"]["active_leaf"] == "msg_f"
-    assert [item.id for item in draft_of(portable(tree, tree.path("msg_f"), tokenizer().digest)).items] == [
+    assert [
+        item.id for item in draft_of(ExportWriter(tokenizer().digest).conversation(tree, tree.path("msg_f"))).items
+    ] == [
         "msg_a",
         "msg_f",
     ]
-    assert json.loads(portable(tree, (), tokenizer().digest))["items"] == []
+    assert json.loads(ExportWriter(tokenizer().digest).conversation(tree, ()))["items"] == []
 
 
 def changed(place: str, value: object) -> bytes:
     """The full export with one value replaced ("items.2.parent_id")."""
-    file = json.loads(export(full()))
+    file = json.loads(export(full_tree()))
     node: Any = file
     *above, last = place.split(".")
     for name in above:
@@ -205,7 +181,7 @@ def changed(place: str, value: object) -> bytes:
     ("place", "value", "named"),
     [
         ("object", "something", "neither"),
-        ("version", 2, "version"),
+        ("version", 3, "version"),
         ("items", {}, "items"),
         ("conversation", [], "conversation"),
         ("conversation.active_leaf", "msg_x", "active_leaf"),
@@ -259,7 +235,7 @@ def test_what_is_no_conversation_is_refused(data: bytes) -> None:
 
 
 def test_items_may_come_in_any_order() -> None:
-    file = json.loads(export(full()))
+    file = json.loads(export(full_tree()))
     file["items"].reverse()
     items = draft_of(json.dumps(file).encode()).items
     seen: set[str | None] = {None}
@@ -275,7 +251,7 @@ def test_a_repeated_request_field_cannot_pass_for_the_response() -> None:
 
 
 async def test_ids_in_a_repeated_request_are_ids_here(store: ConversationStore) -> None:
-    copy = await round_trip(store, full(), "you")
+    copy = await round_trip(store, full_tree(), "you")
     (turn,) = (turn for turn in copy.turns.values() if turn.echo)
     roles = {item.role: item.id for item in copy.items.values()}
     assert turn.echo["conversation"] == {"id": copy.conversation.id}
@@ -292,7 +268,7 @@ async def test_ids_in_a_repeated_request_are_ids_here(store: ConversationStore) 
 
 
 def test_the_line_that_ends_an_export_is_no_conversation() -> None:
-    assert read_draft(end_of_export(3), "me", tokenizer()) is None
+    assert read_draft(ExportWriter("").end()[1], "me", tokenizer()) is None
 
 
 async def test_very_deep_and_very_wide_trees_survive(tmp_path: Path) -> None:
@@ -318,3 +294,32 @@ async def test_very_deep_and_very_wide_trees_survive(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="100000"):
         draft_of(json.dumps({**file, "items": [0] * 100_001}).encode())
     await store.close()
+
+
+async def test_import_reads_a_version_1_export(store: ConversationStore) -> None:
+    """A file written by the first release candidate is read like the new one."""
+    first, second, end = (Path(__file__).parent / "data" / "export_v1.jsonl").read_bytes().splitlines()
+    assert read_draft(end, "me", tokenizer()) is None
+    assert draft_of(first) == draft_of(export(full_tree())) and draft_of(first).is_exact
+    other = draft_of(second)
+    assert (other.conversation.id, other.conversation.title, other.items) == ("conv_other", "Other", ())
+    assert (await import_draft(store, draft_of(first))).status == "created"
+    assert (await import_draft(store, draft_of(export(full_tree())))).status == "unchanged"
+
+
+async def test_import_of_a_whole_store_export_drops_owners_keys_and_tokens(store: ConversationStore) -> None:
+    """A line of `db export` becomes the importing owner's; its exporter did not load the tokenizer of the tokens."""
+    writer = ExportWriter(None, has_owners=True)
+    _, record = new_key("acme")
+    assert read_draft(writer.key(record), "me", tokenizer()) is None
+    tree = full_tree()
+    draft = draft_of(
+        writer.conversation(ConversationTree(replace(tree.conversation, owner="else", active_leaf=None), (), ())), "me"
+    )
+    assert draft.conversation.owner == "me" and not draft.is_exact
+    copy = await import_draft(store, draft_of(writer.conversation(tree), "me"))
+    assert len((await store.load("me", copy.conversation.id)).items) == len(tree.items)
+
+
+def test_an_edited_export_is_imported_despite_its_checksum() -> None:
+    assert draft_of(changed("items.0.text", "edited")).items[0].text == "edited"

@@ -22,7 +22,8 @@ from chatcache.gateway.middleware import reject_encoding
 from chatcache.gateway.schemas.responses import Import, ImportEntry
 from chatcache.gateway.websocket.notifications import ConversationHub
 from chatcache.tokenizer.tokenizer import Tokenizer
-from chatcache.transfer.format import Draft, end_of_export, portable
+from chatcache.transfer.draft import Draft
+from chatcache.transfer.format import ExportWriter
 from chatcache.transfer.importer import ImportResult, import_draft, read_draft
 from chatcache.transfer.markdown import branch_markdown, tree_markdown
 
@@ -45,7 +46,7 @@ async def export_conversation(request: Request) -> Response:
     if file_format == "json":
         digest = await _tokenizer_digest(request)
         wanted = items if items is not None else tuple(tree.items.values())
-        data = await asyncio.to_thread(portable, tree, wanted, digest)
+        data = await asyncio.to_thread(ExportWriter(digest).conversation, tree, wanted)
         return _file(data, "application/json", f"{tree.conversation.id}.json")
     if items is None:
         text = await asyncio.to_thread(tree_markdown, tree)
@@ -169,17 +170,16 @@ class Importer:
 
 async def _export_lines(store: ConversationStore, owner: str, digest: str) -> AsyncIterator[bytes]:
     after: str | None = None
-    num_conversations = 0
+    writer = ExportWriter(digest)
     while ids := await store.list_ids(owner, _PAGE, after):
         for conversation_id in ids:
             try:
                 tree = await store.load(owner, conversation_id)
             except NotFoundError:  # deleted meanwhile
                 continue
-            num_conversations += 1
-            yield await asyncio.to_thread(portable, tree, tuple(tree.items.values()), digest) + b"\n"
+            yield await asyncio.to_thread(writer.conversation, tree, tuple(tree.items.values()))
         after = ids[-1]
-    yield end_of_export(num_conversations) + b"\n"
+    yield writer.end()[1]
 
 
 def _select_branch(tree: ConversationTree, branch: str | None, *, whole: bool) -> tuple[Item, ...] | None:
