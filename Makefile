@@ -16,11 +16,12 @@ SIZE   := $(if $(GPU),about 3 GB to download and 8 GB on disk,about 350 MB to do
 TORCH  := $(shell sed -n 's/^ *"\(torch[<>=].*\)",$$/\1/p' pyproject.toml)
 TORCH_INDEX ?= $(if $(GPU),,$(if $(filter Linux,$(shell uname -s)),https://download.pytorch.org/whl/cpu))
 
-.PHONY: help install serve test clients lint format bench web web-test gpu-check loadtest lock audit clean
+.PHONY: help install serve test test-all pytest clients lint format bench web web-test gpu-check loadtest lock audit clean
 
 help:
 	@echo "make serve      install, then chat page + API with the demo model on http://127.0.0.1:8000"
-	@echo "make test       install with test extras, then lint, types and the whole suite"
+	@echo "make test       install with test extras, then lint, types and the default test tier (minutes)"
+	@echo "make test-all   the second tier, too: process kills, soak, fuzz, every client"
 	@echo "make bench      decode and prefill speed next to the limits of this machine"
 	@echo "make loadtest   16 users x 5 turns against a running server"
 	@echo "make web        build the chat page    make lint | format | gpu-check | audit | clean"
@@ -85,15 +86,23 @@ format: $(VENV)/.installed-test $(WEB_MODULES)
 	$(BIN)/ruff format .
 	cd web && PATH="$$PATH:$(CURDIR)/$(BIN)" && npm run format --silent
 
-# Two at a time, each one's output in one piece where make can (macOS brings one that cannot).
-TOGETHER := -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
+# Run in parallel; the output of each target is printed in one piece where make supports that (macOS: not).
+PARALLEL := -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
+# The default tier: lint, types, unit and contract tests, one browser test.
 test: $(VENV)/.installed-test
-	@$(MAKE) $(TOGETHER) --no-print-directory lint clients web-test
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(MAKE) $(PARALLEL) lint web-test pytest
 
-# Clients that the contract tests drive and that do not live in our environment: npm's, and litellm, which pins what we
-# need newer.
+# Both tiers. The second one: process kills, soak and fuzz tests, full-size kernels in the interpreter, every client.
+test-all: test
+	@$(MAKE) --no-print-directory clients
+	$(PYTEST) --tier slow $(ARGS)
+
+pytest: $(VENV)/.installed-test web
+	$(PYTEST) $(ARGS)
+
+# Clients of the contract tests outside the environment: npm packages, and litellm, which pins older dependencies.
 NODE_CLIENTS := tests/contracts/node
 clients: $(NODE_CLIENTS)/node_modules/.installed $(VENV)/litellm/.installed
 

@@ -1,4 +1,8 @@
-"""Suite-wide rules: under CI a skip is a failure, unmet hardware requirements deselect, engines are strict."""
+"""Suite-wide rules: test tiers, hardware requirements, strict engines; under CI a skip is a failure.
+
+Tiers: the default tier is fast; `--tier slow` runs the tests marked `slow` instead, `--tier all` both. Tests marked
+`long` run only with `-m long`. A test that is named on the command line (`file.py::test`) always runs.
+"""
 
 from __future__ import annotations
 
@@ -21,30 +25,35 @@ from tests.support.machine import describe_unmet, has_gpu, unmet_requirements
 
 NOT_RUN = pytest.StashKey[Counter[str]]()  # by marker, how many tests this machine cannot run
 
-# How long an example takes, or the making of one, says more of what else the machine does than of the code. Every run
-# tries the same examples: what fails is what was changed.
+# No deadlines: the time of an example depends on the load of the machine. Examples are derived from the test, so that
+# every run tries the same ones.
 settings.register_profile(
     "suite", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("suite")
 
-# Some cases are drawn anew in every run; every process of one run, and whoever repeats it, draws the same.
+# Some cases are random in every run. The seed is shared by all processes of a run and printed after a failure.
 os.environ.setdefault("CHATCACHE_TEST_SEED", str(random.SystemRandom().randrange(2**31)))
 
-# Tests run in several processes side by side. OpenMP teams that share cores with others mostly wait for a member that
-# is not running, so every process (and every server a test starts) gets one thread.
+# Tests run in parallel processes. OpenMP teams that share cores mostly wait for a member that is not scheduled, so
+# every process (and every server that a test starts) gets one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-# Triton decides when a kernel is defined whether it is compiled or interpreted: before any test module is imported.
+# Triton reads this when a kernel is defined, so it must be set before any test module is imported.
 if not has_gpu():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what it is anyway, said aloud: 3.9 warns where it is not
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default; Triton 3.9 warns if unset
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--tier`."""
+    parser.addoption("--tier", choices=("default", "slow", "all"), default="default", help="test tier to run")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: many tests wait for a process, a browser or a clock, and another may go on."""
+    """Return one worker more than cores: many tests wait for a process, a browser or a timer."""
     return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
@@ -59,10 +68,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests that this machine cannot run, and long runs unless `-m long` asks for them."""
+    """Deselect tests that this machine cannot run and tests of other tiers."""
     unwanted, config.stash[NOT_RUN] = unmet_requirements(items)
     if "long" not in config.option.markexpr:
         unwanted |= {id(item) for item in items if item.get_closest_marker("long")}
+        if config.option.tier != "all" and not any("::" in arg for arg in config.args):
+            is_wanted = config.option.tier == "slow"
+            unwanted |= {id(item) for item in items if (item.get_closest_marker("slow") is not None) != is_wanted}
     dropped = [item for item in items if id(item) in unwanted]
     if dropped:
         config.hook.pytest_deselected(items=dropped)
@@ -85,7 +97,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def strict_engines() -> Iterator[None]:
-    """Let every engine in this process raise when its books do not add up; those of huge pools look at a part only."""
+    """Make every engine raise on a broken invariant; for huge pools the check covers a part."""
     original = InvariantChecker.__init__
 
     def init(self: InvariantChecker, kv: KVCache, scheduler: Scheduler, *, strict: bool = False) -> None:
@@ -98,7 +110,7 @@ def strict_engines() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_interpreter() -> Iterator[None]:
-    """Where Triton interprets kernels, and is imported already, spare it what it does over and over."""
+    """Cache the builtins of Triton's interpreter if Triton is imported, which makes it faster."""
     with pytest.MonkeyPatch.context() as patch:
         if "triton.runtime.interpreter" in sys.modules:
             importlib.import_module("tests.interpreting").remember_builtins(patch)
@@ -107,7 +119,7 @@ def quick_interpreter() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Turn a skip into a failure under CI: the gate installs what tests need, so nothing may be missing there."""
+    """Turn a skip into a failure under CI, which installs everything that tests need."""
     report = yield
     if report.skipped and os.environ.get("CI") and not hasattr(report, "wasxfail"):  # type: ignore[attr-defined]
         report.outcome = "failed"  # type: ignore[attr-defined]
