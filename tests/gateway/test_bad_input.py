@@ -78,7 +78,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("path", "base", "name", "good", "bad"), CASES, ids=[f"{case[0].split('/')[2]}-{case[2]}" for case in CASES]
 )
-def test_both_bounds(
+def test_parameter_at_its_bound_is_accepted_and_beyond_it_refused(
     server: Server, path: str, base: dict[str, Any], name: str, good: list[Any], bad: list[Any]
 ) -> None:
     for value in good:
@@ -112,7 +112,7 @@ def test_both_bounds(
         ("reasoning_effort", "high"),
     ],
 )
-def test_known_but_unsupported_is_refused_by_name(server: Server, field: str, value: object) -> None:
+def test_unsupported_field_is_refused_by_its_name(server: Server, field: str, value: object) -> None:
     status, _, answer = server.post(CHAT, messages=USER, **{field: value})
     assert status == 400
     assert (answer["error"]["code"], answer["error"]["param"]) == ("unsupported_parameter", field)
@@ -130,7 +130,7 @@ def test_known_but_unsupported_is_refused_by_name(server: Server, field: str, va
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_what_others_call_it_is_told_what_it_is_here(
+def test_field_of_another_server_is_refused_with_its_equivalent(
     server: Server, path: str, field: str, value: object, hint: str
 ) -> None:
     prompt = {"messages": USER} if path == CHAT else {"prompt": "Hi"}
@@ -144,13 +144,13 @@ def test_what_others_call_it_is_told_what_it_is_here(
         assert server.post(path, **prompt, max_tokens=1, **mine)[0] == 200
 
 
-def test_neutral_values_of_unsupported_fields_pass(server: Server) -> None:
+def test_neutral_value_of_an_unsupported_field_is_accepted(server: Server) -> None:
     neutral = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "best_of": 1, "priority": 0}
     status, headers, _ = server.post(CHAT, messages=USER, max_tokens=1, user="u", temperature=None, **neutral)
     assert status == 200 and "x-chatcache-ignored" not in headers
 
 
-def test_unknown_fields_are_named_in_a_header_that_they_cannot_forge(server: Server) -> None:
+def test_unknown_fields_are_listed_in_a_header_without_injection(server: Server) -> None:
     odd = {"frobnicate": 1, "a\r\nx-evil: 1": 2, "ünïcode": 3, "ok_2": 4}
     status, headers, _ = server.post(CHAT, messages=USER, max_tokens=1, **odd)
     assert status == 200
@@ -158,7 +158,7 @@ def test_unknown_fields_are_named_in_a_header_that_they_cannot_forge(server: Ser
     assert "x-evil" not in headers
 
 
-def test_over_long_prompts_are_a_400_with_the_numbers(server: Server) -> None:
+def test_prompt_over_the_context_length_is_a_400_with_the_lengths(server: Server) -> None:
     long = [{"role": "user", "content": "wood " * 3000}]
     status, _, answer = server.post(CHAT, messages=long)
     assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
@@ -173,12 +173,12 @@ def test_over_long_prompts_are_a_400_with_the_numbers(server: Server) -> None:
         (5, "messages[0].content"),
     ],
 )
-def test_content_parts(server: Server, content: object, param: str) -> None:
+def test_invalid_content_part_is_refused_by_its_field(server: Server, content: object, param: str) -> None:
     status, _, answer = server.post(CHAT, messages=[{"role": "user", "content": content}])
     assert status == 400 and answer["error"]["param"] == param
 
 
-def test_text_parts_join(server: Server) -> None:
+def test_text_parts_are_joined(server: Server) -> None:
     parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "you"}]
     one = server.post(CHAT, messages=[{"role": "user", "content": parts}], max_tokens=4, temperature=0)[2]
     two = server.post(CHAT, messages=[{"role": "user", "content": "Hello\nyou"}], max_tokens=4, temperature=0)[2]

@@ -44,7 +44,7 @@ def forward() -> Any:
     return run
 
 
-def test_alternatives_are_those_of_a_direct_forward(builtin: Server, forward: Any) -> None:
+def test_token_alternatives_equal_a_direct_forward_of_the_demo_model(builtin: Server, forward: Any) -> None:
     with connect(f"ws://127.0.0.1:{builtin.port}/v1/responses") as socket:
         response = ask(socket, input="What is the capital of France?", **PLAIN, ignore_eos=False)
         prompt, reply = stored_ids(builtin, response)

@@ -26,7 +26,7 @@ def explain(server: Server, headers: dict[str, str] | None = None, **body: objec
     return explanation
 
 
-def test_what_is_explained_is_what_happens(server: Server) -> None:
+def test_explanation_predicts_the_cached_tokens(server: Server) -> None:
     messages = [{"role": "system", "content": "Explain yourself. " * 5}, {"role": "user", "content": "Why is it so?"}]
     cold = explain(server, messages=messages)
     assert cold["miss"]["reason"] == "never_computed" and cold["miss"]["at_token"] == cold["cached_tokens"]
@@ -41,7 +41,7 @@ def test_what_is_explained_is_what_happens(server: Server) -> None:
     assert told["page_size"] == PAGE_SIZE
 
 
-def test_each_message_is_told_its_share(server: Server) -> None:
+def test_explanation_splits_cached_tokens_by_message(server: Server) -> None:
     messages = [{"role": "system", "content": "Shares. " * 5}, {"role": "user", "content": "One?"}]
     server.post(CHAT, messages=messages, max_tokens=1)
     changed = [messages[0], {"role": "user", "content": "Another question altogether"}]
@@ -54,7 +54,7 @@ def test_each_message_is_told_its_share(server: Server) -> None:
     assert told["miss"]["text"].startswith("An")
 
 
-def test_text_and_token_ids_can_be_asked_about(server: Server) -> None:
+def test_explanation_of_text_equals_that_of_its_token_ids(server: Server) -> None:
     ids = tiny_tokenizer().encode("How much wood would a woodchuck", add_special_tokens=True)
     server.post("/v1/completions", prompt=ids, max_tokens=1)
     by_text, by_ids = explain(server, prompt="How much wood would a woodchuck"), explain(server, prompt=ids)
@@ -62,7 +62,7 @@ def test_text_and_token_ids_can_be_asked_about(server: Server) -> None:
     assert by_ids["cached_tokens"] == len(ids) - 1
 
 
-def test_a_stored_conversation_can_be_asked_about(server: Server, socket: ClientConnection) -> None:
+def test_explanation_of_a_stored_conversation_predicts_its_next_turn(server: Server, socket: ClientConnection) -> None:
     first = ask(socket, input="Remember the red door", instructions="Be exact.")
     told = explain(server, previous_response_id=first["id"], input="Which door?", instructions="Be exact.")
     assert [message["role"] for message in told["messages"]] == ["system", "user", "assistant", "user"]
@@ -89,12 +89,12 @@ def test_a_stored_conversation_can_be_asked_about(server: Server, socket: Client
         ({"prompt": "x", "model": "other"}, 404, "model"),
     ],
 )
-def test_bad_questions(server: Server, body: dict[str, object], status: int, param: str) -> None:
+def test_invalid_explain_requests_are_refused(server: Server, body: dict[str, object], status: int, param: str) -> None:
     got, _, answer = server.request("POST", EXPLAIN, body)
     assert (got, answer["error"]["param"]) == (status, param), answer
 
 
-def test_nobody_learns_what_others_have_computed(shared: Server) -> None:
+def test_explanation_hides_pages_of_other_tenants(shared: Server) -> None:
     system = {"role": "system", "content": OWN}
     body = {"messages": [system, {"role": "user", "content": "The merger is on friday"}]}
     assert shared.request("POST", CHAT, {**body, "max_tokens": 1}, ONE)[0] == 200
@@ -113,7 +113,7 @@ def test_nobody_learns_what_others_have_computed(shared: Server) -> None:
     assert told["cached_tokens"] >= num_public * PAGE_SIZE
 
 
-def test_accounts_of_an_open_server_add_up(server: Server, socket: ClientConnection) -> None:
+def test_page_accounts_of_an_open_server_add_up(server: Server, socket: ClientConnection) -> None:
     with slowed(server, 0.01):
         send(socket, **LONG, n=3)
         response = receive(socket)["response"]
@@ -131,7 +131,7 @@ def test_accounts_of_an_open_server_add_up(server: Server, socket: ClientConnect
     wait_until(lambda: server.request("GET", ACCOUNTS)[2]["pages_in_use"] == 0, "no page in use")
 
 
-def test_a_tenant_is_told_its_own_figures(shared: Server) -> None:
+def test_page_accounts_of_a_tenant_show_its_own_pages(shared: Server) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 900, "ignore_eos": True, "stream": True}
     with slowed(shared, 0.01), shared.connect() as connection:
         data = json.dumps(body).encode()
@@ -157,7 +157,7 @@ def progress(page: ClientConnection, **fields: Any) -> tuple[dict[str, Any], dic
     return frames[-1]["response"], told
 
 
-def test_a_page_is_told_what_a_start_took(server: Server, page: ClientConnection) -> None:
+def test_progress_frame_reports_cached_tokens_and_copied_pages(server: Server, page: ClientConnection) -> None:
     _, cold = progress(page, input="An entirely new question", instructions="Take your time.", explain=True)
     assert cold["cached_tokens"] < 3 * PAGE_SIZE and cold["copied_pages"] == (cold["cached_tokens"] % PAGE_SIZE > 0)
     assert cold["miss"]["reason"] in ("never_computed", "diverged")
@@ -171,7 +171,7 @@ def test_a_page_is_told_what_a_start_took(server: Server, page: ClientConnection
     assert told["miss"]["at_token"] == told["cached_tokens"] < told["input_tokens"] - 1
 
 
-def test_a_fork_at_a_token_copies_a_page_and_computes_nothing(server: Server, page: ClientConnection) -> None:
+def test_fork_at_a_token_copies_one_page_and_computes_nothing(server: Server, page: ClientConnection) -> None:
     origin, _ = progress(page, input="Fork me", max_output_tokens=20)
     for fork_at in range(3, 9):
         place = {"previous_item_id": origin["output"][0]["id"], "fork_at": fork_at, "fork_with": 80}
@@ -180,7 +180,7 @@ def test_a_fork_at_a_token_copies_a_page_and_computes_nothing(server: Server, pa
         assert told["copied_pages"] == (told["cached_tokens"] % PAGE_SIZE > 0)
 
 
-def test_only_pages_are_told(server: Server, socket: ClientConnection) -> None:
+def test_explain_field_without_the_extended_protocol_is_refused(server: Server, socket: ClientConnection) -> None:
     send(socket, input="x", explain=True)
     assert receive(socket)["error"]["param"] == "explain"
     for path in ("/v1/responses", "/v1/chat/completions"):

@@ -22,7 +22,7 @@ MAP = "/v1/cache/map"
 WARMTH = "/v1/cache/warmth"
 
 
-def test_the_map_shows_a_response_come_and_go(server: Server, socket: ClientConnection) -> None:
+def test_page_map_shows_the_pages_of_a_running_response(server: Server, socket: ClientConnection) -> None:
     def letters() -> Counter[str]:
         status, _, pages = server.request("GET", MAP)
         assert (status, pages["object"], pages["page_size"]) == (200, "cache.map", PAGE_SIZE)
@@ -45,7 +45,7 @@ def test_the_map_shows_a_response_come_and_go(server: Server, socket: ClientConn
     assert letters()["i"] > 0
 
 
-def test_a_tenant_sees_of_others_only_that_they_are(shared: Server) -> None:
+def test_page_map_hides_the_use_of_other_tenants_pages(shared: Server) -> None:
     def look(key: dict[str, str]) -> Counter[str]:
         return Counter(shared.request("GET", MAP, None, key)[2]["cells"])
 
@@ -70,7 +70,7 @@ def warmth(server: Server, *ids: str, key: dict[str, str] | None = None) -> dict
     return {entry["conversation_id"]: (entry["tokens"], entry["cached_tokens"]) for entry in answer["data"]}
 
 
-def test_warmth_is_what_the_next_turn_finds(server: Server) -> None:
+def test_warmth_equals_the_cached_tokens_of_the_next_turn(server: Server) -> None:
     first = converse(server, "The red door is shut", instructions="Be exact.", max_output_tokens=9, ignore_eos=True)
     other = converse(server, "Nothing to do with doors", max_output_tokens=3, ignore_eos=True)
     ids = first["conversation"]["id"], "conv_nobody", other["conversation"]["id"]
@@ -93,7 +93,7 @@ def test_warmth_is_what_the_next_turn_finds(server: Server) -> None:
     assert warmth(server, ids[0])[ids[0]][1] >= usage["input_tokens"]
 
 
-def test_warmth_of_a_branch_is_that_of_its_path(server: Server) -> None:
+def test_warmth_of_a_branch_counts_its_path(server: Server) -> None:
     first = converse(server, "One beginning", max_output_tokens=5, ignore_eos=True)
     left = converse(server, "to the left", previous_response_id=first["id"], max_output_tokens=5, ignore_eos=True)
     name, leaf = first["conversation"]["id"], first["output"][0]["id"]
@@ -104,7 +104,7 @@ def test_warmth_of_a_branch_is_that_of_its_path(server: Server) -> None:
     assert warmth(server, name)[name][0] == right["usage"]["total_tokens"]
 
 
-def test_warmth_of_what_was_never_answered(server: Server) -> None:
+def test_warmth_of_an_unanswered_conversation_counts_its_prompt(server: Server) -> None:
     made = server.post("/v1/conversations")[2]["id"]
     assert warmth(server, made) == {made: (0, 0)}
     messages = [{"role": "user", "content": "Who has heard this before?"}]
@@ -131,13 +131,13 @@ def test_warmth_of_what_was_never_answered(server: Server) -> None:
         ({"conversations": ["x" * 129]}, 400, "conversations[0]"),
     ],
 )
-def test_bad_questions_about_warmth(server: Server, body: dict[str, object], status: int, param: str) -> None:
+def test_invalid_warmth_requests_are_refused(server: Server, body: dict[str, object], status: int, param: str) -> None:
     got, _, answer = server.request("POST", WARMTH, body)
     assert (got, answer["error"]["param"]) == (status, param), answer
     assert server.request("POST", WARMTH, {"conversations": []})[2] == {"object": "list", "data": []}
 
 
-def test_nobody_learns_how_warm_others_are(shared: Server) -> None:
+def test_warmth_omits_conversations_of_other_tenants(shared: Server) -> None:
     status, _, mine = shared.request("POST", "/v1/responses", {"input": "Mine", "max_output_tokens": 3}, ONE)
     assert status == 200, mine
     name = mine["conversation"]["id"]
@@ -149,7 +149,7 @@ def test_nobody_learns_how_warm_others_are(shared: Server) -> None:
     assert shared.request("POST", WARMTH, {"conversations": [name]})[0] == 401
 
 
-def test_histories_are_kept_until_they_change_and_up_to_a_size(server: Server) -> None:
+def test_conversation_prompts_are_cached_until_a_change_and_up_to_a_size(server: Server) -> None:
     model = server.gateway.model
     assert model is not None and server.gateway.store is not None
     store, histories = server.gateway.store, ConversationPrompts(model.conversations, max_kept_bytes=700)

@@ -66,7 +66,7 @@ def direct(params: Params) -> list[tuple[list[int], float]]:
 
 
 @pytest.mark.parametrize("name", SEARCHES)
-def test_the_wire_asks_the_engine_what_the_client_asked(server: Server, name: str) -> None:
+def test_request_parameters_reach_the_engine_unchanged(server: Server, name: str) -> None:
     fields, params = SEARCHES[name]
     status, _, answer = server.post(COMPLETIONS, prompt=PROMPT, max_tokens=9, return_token_ids=True, **fields)
     assert status == 200, answer
@@ -75,7 +75,7 @@ def test_the_wire_asks_the_engine_what_the_client_asked(server: Server, name: st
     assert [choice["score"] for choice in answer["choices"]] == pytest.approx([score for _, score in expected])
 
 
-def test_groups_differ_and_distinct_candidates_do(server: Server) -> None:
+def test_diverse_beam_groups_and_distinct_candidates_differ(server: Server) -> None:
     def candidates(**fields: Any) -> list[list[int]]:
         body = {"prompt": PROMPT, "max_tokens": 4, "n": 6, "ignore_eos": True, "return_token_ids": True, **fields}
         return [choice["token_ids"] for choice in server.post(COMPLETIONS, **body)[2]["choices"]]
@@ -87,13 +87,13 @@ def test_groups_differ_and_distinct_candidates_do(server: Server) -> None:
     assert len({tuple(ids) for ids in candidates(**cold, distinct=True)}) == 6
 
 
-def test_distinct_scores_are_their_log_probabilities(server: Server) -> None:
+def test_distinct_candidates_have_their_log_probability_as_score(server: Server) -> None:
     body = {"prompt": PROMPT, "max_tokens": 6, "n": 5, "distinct": True, "logprobs": 0, "ignore_eos": True}
     for choice in server.post(COMPLETIONS, **body, seed=2)[2]["choices"]:
         assert choice["score"] == pytest.approx(sum(choice["logprobs"]["token_logprobs"]), abs=1e-4)
 
 
-def test_plain_samples_have_no_score(server: Server) -> None:
+def test_sampled_candidates_have_no_score(server: Server) -> None:
     for path, body in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": [{"role": "user", "content": "x"}]})):
         (choice,) = server.post(path, max_tokens=2, **body)[2]["choices"]
         assert "score" not in choice
@@ -107,7 +107,7 @@ def watch(page: ClientConnection, **fields: Any) -> tuple[list[Frame], Frame]:
     return [frame for frame in frames if frame["type"] == "response.beam"], frames[-1]["response"]
 
 
-def test_live_beams_grow_one_tree_that_holds_the_winners(page: ClientConnection) -> None:
+def test_beam_frames_form_one_tree_with_the_results(page: ClientConnection) -> None:
     beams, response = watch(page, beam_width=4, n=2, stream_beams=True)
     texts: dict[int, str] = {0: ""}
     for frame in beams:
@@ -122,7 +122,7 @@ def test_live_beams_grow_one_tree_that_holds_the_winners(page: ClientConnection)
     assert response["output"][0]["score"] >= response["output"][1]["score"]
 
 
-def test_nobody_is_told_of_beams_unasked(page: ClientConnection, socket: ClientConnection) -> None:
+def test_beam_frames_are_sent_only_on_request(page: ClientConnection, socket: ClientConnection) -> None:
     assert watch(page, beam_width=3)[0] == []
     send(socket, input="x", beam_width=3, stream_beams=True)
     refusal = receive(socket)
@@ -131,7 +131,7 @@ def test_nobody_is_told_of_beams_unasked(page: ClientConnection, socket: ClientC
     assert receive(page)["error"]["param"] == "stream_beams"
 
 
-def test_beams_stream_what_they_agree_on(server: Server) -> None:
+def test_beam_search_streams_the_common_prefix(server: Server) -> None:
     """Text comes before the end, and adds up."""
     body = {"messages": [{"role": "user", "content": "Hi"}], "beam_width": 3, "n": 2, "max_tokens": 40}
     whole = server.post(CHAT, **body, ignore_eos=True)[2]
@@ -161,13 +161,13 @@ def test_beams_stream_what_they_agree_on(server: Server) -> None:
         (CHAT, {"messages": [{"role": "user", "content": "x"}], "distinct": True, "temperature": 0}, "distinct"),
     ],
 )
-def test_what_does_not_go_together_is_refused_by_name(server: Server, path: str, body: Any, param: str) -> None:
+def test_incompatible_fields_are_refused_by_name(server: Server, path: str, body: Any, param: str) -> None:
     status, _, answer = server.post(path, **body)
     assert (status, answer["error"]["param"]) == (400, param), answer
     assert param in answer["error"]["message"]
 
 
-def test_a_best_of_no_more_than_n_streams(server: Server) -> None:
+def test_best_of_equal_to_n_can_be_streamed(server: Server) -> None:
     frames = server.stream(COMPLETIONS, prompt=PROMPT, n=2, best_of=2, max_tokens=3)[1].decode()
     assert frames.endswith("data: [DONE]\n\n") and '"score"' not in frames
 
@@ -197,7 +197,7 @@ def check_rows(rows: list[Any], ids: tuple[int, ...], num_top: int) -> None:
         assert row[str(token)]["decoded_token"] == tiny_tokenizer().token_bytes[token].decode("utf-8", "replace")
 
 
-def test_prompt_logprobs_are_the_engines_cached_or_not(server: Server) -> None:
+def test_prompt_logprobs_equal_the_engines_cached_or_not(server: Server) -> None:
     for _ in range(2):
         answer = server.post(COMPLETIONS, prompt=[PROMPT, "Hello there"], n=2, max_tokens=1, prompt_logprobs=3)[2]
         hello = tuple(tiny_tokenizer().encode("Hello there", add_special_tokens=True))
@@ -208,7 +208,7 @@ def test_prompt_logprobs_are_the_engines_cached_or_not(server: Server) -> None:
 @pytest.mark.parametrize(
     ("asked", "param"), [({"prompt_logprobs": 20}, "prompt_logprobs"), ({"echo": True, "logprobs": 20}, "logprobs")]
 )
-def test_prompt_logprobs_of_all_choices_are_bounded_together(
+def test_prompt_logprobs_are_limited_over_all_choices(
     server: Server, asked: Any, param: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(completions, "MAX_PROMPT_LOGPROBS", 8 * len(IDS) * 21)
@@ -218,14 +218,14 @@ def test_prompt_logprobs_of_all_choices_are_bounded_together(
     assert "at most" in answer["error"]["message"]
 
 
-def test_prompt_logprobs_of_a_chat(server: Server) -> None:
+def test_chat_prompt_logprobs_equal_the_engines(server: Server) -> None:
     body = {"messages": [{"role": "user", "content": "How are you?"}], "max_tokens": 1, "return_token_ids": True}
     answer = server.post(CHAT, **body, prompt_logprobs=0)[2]
     check_rows(answer["prompt_logprobs"], tuple(answer["prompt_token_ids"]), 0)
     assert "prompt_logprobs" not in server.post(CHAT, **body)[2]
 
 
-def test_echoed_logprobs_begin_with_the_prompts(server: Server) -> None:
+def test_echo_with_logprobs_starts_with_the_prompt(server: Server) -> None:
     answer = server.post(COMPLETIONS, prompt=PROMPT, max_tokens=2, ignore_eos=True, echo=True, logprobs=2)[2]
     (choice,) = answer["choices"]
     table, expected = choice["logprobs"], prompt_scores(IDS, 2)
@@ -241,7 +241,7 @@ def test_echoed_logprobs_begin_with_the_prompts(server: Server) -> None:
     assert all(len(top) <= 1 for top in both["logprobs"]["top_logprobs"][1:])
 
 
-def test_priority_is_for_servers_that_heed_it(server: Server, page: ClientConnection) -> None:
+def test_priority_without_the_priority_policy_is_refused(server: Server, page: ClientConnection) -> None:
     for path, body in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": [{"role": "user", "content": "x"}]})):
         status, _, answer = server.post(path, max_tokens=1, priority=1, **body)
         assert (status, answer["error"]["param"]) == (400, "priority")
@@ -251,7 +251,7 @@ def test_priority_is_for_servers_that_heed_it(server: Server, page: ClientConnec
     assert receive(page)["error"]["param"] == "priority"
 
 
-def test_who_has_priority_is_answered_first(tmp_path: Path) -> None:
+def test_request_with_higher_priority_finishes_first(tmp_path: Path) -> None:
     """One slot, taken; then requests of falling priority value wait: the last to come is the first to go."""
     config = ServerConfig(db=str(tmp_path / "chat.db"))
     engine = EngineConfig(max_num_seqs=1, scheduling_policy="priority")

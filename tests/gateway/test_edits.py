@@ -98,7 +98,7 @@ def drop(server: Server, model: Modelled, draws: random.Random, conversation: st
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 40))])
-def test_a_conversation_is_what_was_done_to_it(server: Server, seed: int) -> None:
+def test_random_edits_over_http_equal_a_dictionary_model(server: Server, seed: int) -> None:
     draws, model = random.Random(seed), Modelled()
     conversation: str = server.post("/v1/conversations")[2]["id"]
     for _ in range(30):

@@ -66,7 +66,7 @@ def as_bob(server: Server, text: str, **fields: object) -> dict[str, Any]:
     return answer  # type: ignore[no-any-return]
 
 
-def test_a_copy_on_another_server_goes_on_token_by_token(server: Server, other_server: Server) -> None:
+def test_imported_copy_continues_with_the_same_tokens(server: Server, other_server: Server) -> None:
     """The same question after the same history: the copy answers with the same tokens, and prefills them exactly."""
     conversation = grown(server)
     exported = export(server, conversation)
@@ -95,7 +95,7 @@ def test_a_copy_on_another_server_goes_on_token_by_token(server: Server, other_s
     assert again["usage"]["input_tokens_details"]["cached_tokens"] >= there["usage"]["input_tokens"]
 
 
-def test_all_of_a_tenants_conversations_and_nobody_elses(other_server: Server) -> None:
+def test_export_of_all_contains_only_the_tenants_conversations(other_server: Server) -> None:
     ours = as_bob(other_server, "Mine")["conversation"]["id"]
     status, headers, text = other_server.request("GET", "/v1/conversations/export", headers=key("bob"))
     lines = [json.loads(line) for line in text.splitlines()]
@@ -127,7 +127,7 @@ def test_all_of_a_tenants_conversations_and_nobody_elses(other_server: Server) -
         assert report["dry_run"] is bool(query)
 
 
-def test_one_bad_conversation_does_not_stop_the_others(server: Server, module_server: Server) -> None:
+def test_import_with_one_invalid_conversation_imports_the_others(server: Server, module_server: Server) -> None:
     document = Described(module_server.request("GET", "/openapi.json")[2])
     good = export(server, converse(server, "Good", **GREEDY)["conversation"]["id"])
     good["conversation"]["id"] = "conv_good"
@@ -145,7 +145,7 @@ def test_one_bad_conversation_does_not_stop_the_others(server: Server, module_se
     assert status == 400 and answer["error"]["param"] == "items" and "items[1]" in answer["error"]["message"]
 
 
-def test_a_file_that_ends_too_early_keeps_what_was_whole(server: Server) -> None:
+def test_import_of_a_truncated_file_keeps_complete_conversations(server: Server) -> None:
     good = export(server, converse(server, "Cut", **GREEDY)["conversation"]["id"])
     text = json.dumps({**good, "conversation": {**good["conversation"], "id": "conv_cut"}})
     status, _, report = send(server, f"{text}\n{text[:100]}")
@@ -158,7 +158,7 @@ def test_a_file_that_ends_too_early_keeps_what_was_whole(server: Server) -> None
         assert send(server, data)[2]["data"] == []
 
 
-def test_chatgpts_export_over_http(server: Server) -> None:
+def test_chatgpt_export_is_imported_over_http(server: Server) -> None:
     mapping = {
         "r": {"id": "r", "parent": None, "children": ["u"], "message": None},
         "u": {
@@ -185,7 +185,7 @@ def test_chatgpts_export_over_http(server: Server) -> None:
     assert written.startswith("# Quokkas\n\n## User\n\nQuokka facts?\n\n## Assistant\n\nThey smile.\n\n## User\n\nMore")
 
 
-def test_export_of_branches(server: Server) -> None:
+def test_export_selects_branches(server: Server) -> None:
     conversation = grown(server)
     items = {item["id"]: item for item in export(server, conversation)["items"]}
     leaves = set(items) - {item["parent_id"] for item in items.values()}
@@ -204,7 +204,7 @@ def test_export_of_branches(server: Server) -> None:
     assert headers["content-type"] == "text/markdown; charset=utf-8"
 
 
-def test_imports_have_a_limit_of_their_own(other_server: Server) -> None:
+def test_import_has_its_own_size_limit(other_server: Server) -> None:
     """Above the limit of other bodies, and counted while reading; refused at once where the size is announced."""
     filler = {"object": "conversation.export.end", "filler": "x" * 500_000}
     assert send(other_server, json.dumps(filler), **key("bob"))[0] == 200
@@ -219,7 +219,7 @@ def test_imports_have_a_limit_of_their_own(other_server: Server) -> None:
     assert send(other_server, "{}")[0] == 401
 
 
-def test_another_tokenizer_takes_the_words_only(server: Server, tmp_path: Path) -> None:
+def test_import_with_another_tokenizer_keeps_the_text_only(server: Server, tmp_path: Path) -> None:
     exported = export(server, grown(server))
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     same_words = tokenizer_with(template)
@@ -229,7 +229,7 @@ def test_another_tokenizer_takes_the_words_only(server: Server, tmp_path: Path) 
     assert status == 200 and report["data"][0]["token_exact"] is False
 
 
-def test_importing_much_leaves_the_event_loop_alone(server: Server) -> None:
+def test_large_import_does_not_block_the_event_loop(server: Server) -> None:
     """While 4 MiB of conversations come in, others are answered, and a list never shows half a conversation."""
     text = "word " * 400
     items = [
@@ -267,7 +267,7 @@ def test_importing_much_leaves_the_event_loop_alone(server: Server) -> None:
         server.request("DELETE", f"/v1/conversations/{each['id']}")
 
 
-def test_deleting_while_all_are_exported(tmp_path: Path) -> None:
+def test_export_of_all_skips_conversations_deleted_meanwhile(tmp_path: Path) -> None:
     """Export of 250 conversations while every second one goes: whole lines, an honest count, no failure."""
     with Server(ServerConfig(db=str(tmp_path / "c.db"))) as server:
         server.wait_ready()

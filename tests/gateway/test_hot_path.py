@@ -31,7 +31,7 @@ TEXTS = ["a", ' "quoted" \\ \n', "\ue000", "né 中文 👩‍👩‍👧", "\u2
 
 @pytest.mark.parametrize("model", ["m", "\ue000", 'a"b\\', "中"])
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_spliced_chunk_is_the_encoded_one(model: str, text: str) -> None:
+def test_fast_chunk_equals_the_encoded_chunk(model: str, text: str) -> None:
     def chunk(index: int, text: str) -> object:
         return {"model": model, "choices": [{"index": index, "delta": {"content": text}, "logprobs": None}]}
 
@@ -45,7 +45,7 @@ def chat_writer(*, with_token_ids: bool) -> ChatCompletionWriter:
     return ChatCompletionWriter(head, tiny_tokenizer(), (1, 2), 2, with_usage=True, with_token_ids=with_token_ids)
 
 
-async def test_a_stream_of_plain_chunks_is_the_stream_of_full_ones() -> None:
+async def test_stream_of_fast_chunks_equals_the_full_stream() -> None:
     """`with_token_ids` takes the long way; but for the ids both must say the same."""
 
     async def events() -> AsyncIterator[ReplyEvent]:
@@ -65,14 +65,14 @@ async def test_a_stream_of_plain_chunks_is_the_stream_of_full_ones() -> None:
     assert short == full
 
 
-def test_deltas_are_values() -> None:
+def test_reply_delta_is_an_immutable_value() -> None:
     call = CallDelta(0, "{}", "call_1", "f")
     assert ReplyDelta(0, "a", (1,), (), "thought", (call,)) == ReplyDelta(0, "a", (1,), (), "thought", (call,))
     with pytest.raises(AttributeError):
         ReplyDelta(0, "a", (1,)).text = "b"  # type: ignore[misc]
 
 
-def test_a_tally_reads_like_the_librarys_histogram() -> None:
+def test_tally_renders_like_a_prometheus_histogram() -> None:
     bounds = (0.001, 0.0025, 0.5, 1, 2.5)
     registries = CollectorRegistry(), CollectorRegistry()
     library = Histogram("chatcache_x_seconds", "Text.", buckets=bounds, registry=registries[0])
@@ -88,7 +88,7 @@ def test_a_tally_reads_like_the_librarys_histogram() -> None:
     assert said[0] == said[1]
 
 
-def test_encoded_logprobs_are_the_list_of_all() -> None:
+def test_encoded_logprobs_equal_the_encoded_list() -> None:
     """Whatever is taken and given back on the way, and held in little more than their JSON."""
     tokenizer, draws = tiny_tokenizer(), random.Random(3)
     ids = [draws.randrange(tokenizer.vocab_size) for _ in range(200)]

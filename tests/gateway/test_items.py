@@ -40,7 +40,7 @@ def get(server: Server, path: str) -> Json:
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
 @pytest.mark.parametrize("limit", [1, 2, 3, 7, 100])
-def test_pages_join_to_the_path(server: Server, talk: Json, order: str, limit: int) -> None:
+def test_pages_of_items_join_to_the_path(server: Server, talk: Json, order: str, limit: int) -> None:
     path, found = f"/v1/conversations/{talk['id']}/items?order={order}&limit={limit}", []
     page = get(server, path)
     for _ in range(8):
@@ -56,7 +56,7 @@ def test_pages_join_to_the_path(server: Server, talk: Json, order: str, limit: i
     assert texts(newest_first) == want[::-1] and not newest_first["has_more"]
 
 
-def test_branches_and_leaves(server: Server, socket: ClientConnection) -> None:
+def test_items_of_all_branches_and_of_another_leaf_are_listed(server: Server, socket: ClientConnection) -> None:
     first = ask(socket, input="One", n=2)
     second = ask(socket, input="Two", previous_item_id=first["output"][1]["id"])
     path = f"/v1/conversations/{first['conversation']['id']}/items"
@@ -72,7 +72,9 @@ def test_branches_and_leaves(server: Server, socket: ClientConnection) -> None:
         assert status in (400, 404) and answer["error"]["param"] == query.split("=")[0], answer
 
 
-def test_appended_messages_are_answered_and_cached(server: Server, socket: ClientConnection) -> None:
+def test_response_after_appended_messages_continues_them_from_the_cache(
+    server: Server, socket: ClientConnection
+) -> None:
     conversation = server.post("/v1/conversations", items=[user("Hello there")], metadata={"k": "v"})[2]
     assert conversation["title"] == "Hello there" and conversation["metadata"] == {"k": "v"}
     first = ask(socket, conversation=conversation["id"], max_output_tokens=20)
@@ -89,7 +91,7 @@ def test_appended_messages_are_answered_and_cached(server: Server, socket: Clien
     assert head["active_leaf"] == second["output"][0]["id"]
 
 
-def test_appending_elsewhere_is_a_branch(server: Server, talk: Json) -> None:
+def test_items_appended_to_an_inner_message_make_a_branch(server: Server, talk: Json) -> None:
     path = f"/v1/conversations/{talk['id']}/items"
     oldest = get(server, f"{path}?order=asc&limit=2")["data"]
     assert server.post(path, items=[user("beside")], parent_id=oldest[0]["id"])[0] == 200
@@ -105,7 +107,7 @@ def test_appending_elsewhere_is_a_branch(server: Server, talk: Json) -> None:
     assert len(get(server, f"{path}?branches=all")["data"]) == 9
 
 
-def test_what_followed_a_deleted_message_goes_on_without_it(server: Server, socket: ClientConnection) -> None:
+def test_messages_after_a_deleted_message_follow_its_parent(server: Server, socket: ClientConnection) -> None:
     first = ask(socket, input="My secret is 4711", max_output_tokens=20)
     second = ask(socket, input="What did I say?", previous_response_id=first["id"], max_output_tokens=20)
     path = f"/v1/conversations/{first['conversation']['id']}"
@@ -134,7 +136,7 @@ def test_what_followed_a_deleted_message_goes_on_without_it(server: Server, sock
     assert refused["status"] == 400 and refused["error"]["param"] == "fork_at"
 
 
-def test_deleting_the_last_message_moves_the_leaf_up(server: Server, talk: Json) -> None:
+def test_deleting_the_last_message_moves_the_active_leaf_to_its_parent(server: Server, talk: Json) -> None:
     path = f"/v1/conversations/{talk['id']}"
     for left in range(6, -1, -1):
         newest = get(server, f"{path}/items?limit=1")["data"][0]
@@ -145,7 +147,7 @@ def test_deleting_the_last_message_moves_the_leaf_up(server: Server, talk: Json)
     assert page == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
 
 
-def test_a_message_that_is_being_answered_stays(server: Server, socket: ClientConnection) -> None:
+def test_deleting_a_message_under_a_running_response_is_a_409(server: Server, socket: ClientConnection) -> None:
     with slowed(server, 0.01):
         send(socket, input="Hi", ignore_eos=True)
         response = receive(socket)["response"]
@@ -159,7 +161,7 @@ def test_a_message_that_is_being_answered_stays(server: Server, socket: ClientCo
     assert server.request("DELETE", path)[0] == 200
 
 
-def test_a_message_is_no_response(socket: ClientConnection) -> None:
+def test_message_id_as_response_id_is_a_404(socket: ClientConnection) -> None:
     first = ask(socket, input="Hi")
     send(socket, input="x", previous_response_id=first["output"][0]["id"])
     refused = receive(socket)
@@ -172,7 +174,7 @@ def locked(tmp_path: Path) -> Iterator[Server]:
         yield server.wait_ready()
 
 
-def test_nobody_elses_items(locked: Server) -> None:
+def test_items_of_another_tenant_are_a_404(locked: Server) -> None:
     mine, theirs = {"authorization": "Bearer one"}, {"authorization": "Bearer two"}
     head = locked.request("POST", "/v1/conversations", {"items": [user("Hi")]}, mine)[2]
     path = f"/v1/conversations/{head['id']}/items"

@@ -53,14 +53,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
+def test_ambiguous_or_invalid_json_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         decode_object(REFUSED[name])
     assert caught.value.code == "invalid_json"
     caught.value.message.encode("ascii")
 
 
-def test_brackets_in_text_are_text() -> None:
+def test_brackets_inside_strings_do_not_count() -> None:
     """However many: a log or a program is a legitimate message."""
     text = '{"a": [1, "\\"]}:' * 50_000
     body = {"messages": [{"content": text}, {"content": "\\"}], "more": [[1]] * 100, "many": ["{:"] * MAX_NODES}
@@ -69,7 +69,7 @@ def test_brackets_in_text_are_text() -> None:
     assert decode_object(json.dumps(body).encode()) == body
 
 
-def test_most_nodes_allowed() -> None:
+def test_maximal_number_of_nodes_is_accepted_and_one_more_refused() -> None:
     """Refused at the first too many, by the oracle of what Python's own parser would build."""
     members: dict[str, object] = {str(number): [] for number in range((MAX_NODES - 1) // 2)}
     assert decode_object(json.dumps(members)) == members
@@ -77,7 +77,7 @@ def test_most_nodes_allowed() -> None:
         decode_object(json.dumps({**members, "x": []}))
 
 
-def test_most_values_allowed() -> None:
+def test_maximal_number_of_values_is_accepted_and_one_more_refused() -> None:
     """A prompt of token ids may be as long as any context; commas in text are text."""
     inside = [0] * (MAX_VALUES - 4)
     body = {"a": inside, "b": ""}
@@ -88,7 +88,7 @@ def test_most_values_allowed() -> None:
     assert decode_object(json.dumps(text)) == text
 
 
-def test_deepest_allowed() -> None:
+def test_maximal_depth_is_accepted() -> None:
     inner = b"[" * (MAX_DEPTH - 1) + b"]" * (MAX_DEPTH - 1)
     assert decode_object(b'{"a":' + inner + b"}")
 
@@ -106,27 +106,27 @@ values = st.recursive(
 
 @settings(deadline=None, max_examples=50)
 @given(st.dictionaries(st.text(), values, max_size=5))
-def test_what_json_says_is_what_we_read(value: dict[str, object]) -> None:
+def test_decode_object_equals_json_loads(value: dict[str, object]) -> None:
     assert decode_object(json.dumps(value)) == value
     assert decode_object(json.dumps(value, ensure_ascii=False).encode()) == value
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.dictionaries(st.text(), values, max_size=5))
-def test_what_we_write_is_one_ascii_line_of_the_same_value(value: dict[str, object]) -> None:
+def test_encode_writes_one_ascii_line_of_the_same_value(value: dict[str, object]) -> None:
     data = encode(value)
     assert set(data) <= set(string.printable.encode()) - set(b"\r\n\t\x0b\x0c") | {0x7F}
     assert json.loads(data) == value
 
 
 @pytest.mark.parametrize("name", ["NaN", "duplicate key", "lone high surrogate", "far too deep", "latin-1", "empty"])
-def test_over_the_wire(server: Server, name: str) -> None:
+def test_invalid_json_over_http_and_websocket_is_refused(server: Server, name: str) -> None:
     headers = {"content-type": "application/json"}
     status, _, answer = server.request("POST", "/v1/chat/completions", raw=REFUSED[name], headers=headers)
     assert status == 400 and answer["error"]["code"] == "invalid_json"
 
 
-async def test_a_large_body_is_checked_beside_the_event_loop() -> None:
+async def test_large_body_is_parsed_outside_the_event_loop() -> None:
     """However long the checks take, everybody else's tokens keep coming."""
     turns = 0
 

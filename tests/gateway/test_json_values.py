@@ -34,7 +34,7 @@ def any_value(generator: random.Random, depth: int = 0) -> Any:
     return {name: any_value(generator, depth + 1) for name in names}
 
 
-def test_every_form_in_any_pieces() -> None:
+def test_splitter_with_any_chunking_returns_all_objects() -> None:
     generator = random.Random(3)
     for _ in range(1000):
         objects = [{"v": any_value(generator)} for _ in range(generator.randint(0, 4))]
@@ -60,19 +60,19 @@ def test_every_form_in_any_pieces() -> None:
         *(("{} x", 3), ("[{} x]", 4), (",{}", 0), ("[,{}]", 1), ("nul", 0), ("\ufeff\ufeff{}", 3), ("}", 0), ("]", 0)),
     ],
 )
-def test_what_is_no_sequence_of_objects_is_named_by_its_byte(text: str, at: int) -> None:
+def test_splitter_on_invalid_bytes_reports_their_position(text: str, at: int) -> None:
     for sizes in ([1], [100]):
         with pytest.raises(InvalidRequestError, match=rf"at byte {at}\b"):
             split(text.encode(), sizes)
 
 
 @pytest.mark.parametrize("text", ["[{}", '{"a', '[{"a": [1, 2', "{} {", "[", b"\xef\xbb".decode("latin-1")])
-def test_what_is_cut_short_is_refused(text: str) -> None:
+def test_splitter_on_truncated_input_raises(text: str) -> None:
     with pytest.raises(InvalidRequestError):
         split(text.encode("latin-1"), [1])
 
 
-def test_memory_is_bounded_by_one_object_and_brackets_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splitter_buffers_one_object_and_limits_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
     values = JsonObjectSplitter()
     for _ in range(2000):
         assert values.feed(b'{"a":"' + b"x" * 1000 + b'"}\n')

@@ -28,7 +28,7 @@ class Serializer:
 
 
 @pytest.mark.parametrize(("num_tokens", "on_the_loop"), [(5, True), (50, False)])
-async def test_many_logprobs_leave_the_event_loop_alone(num_tokens: int, on_the_loop: bool) -> None:
+async def test_body_with_many_logprobs_is_encoded_in_a_thread(num_tokens: int, on_the_loop: bool) -> None:
     logprob = TokenLogprob(-1.0, ((1, -1.0),) * 20)
 
     async def events() -> AsyncIterator[ReplyEvent]:
@@ -45,7 +45,9 @@ async def test_many_logprobs_leave_the_event_loop_alone(num_tokens: int, on_the_
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_either_way_the_answer_is_the_same(server: Server, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_body_encoded_in_a_thread_equals_the_inline_one(
+    server: Server, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     body: dict[str, object] = {"n": 3, "seed": 4, "temperature": 0.7, "max_tokens": 12, "ignore_eos": True}
     if path.endswith("chat/completions"):
         body |= {"messages": [{"role": "user", "content": "Hi é"}], "logprobs": True, "top_logprobs": 3}

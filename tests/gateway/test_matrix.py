@@ -60,13 +60,13 @@ def socket_of(keys: Keyed, headers: Headers) -> ClientConnection:
     return connect(url, additional_headers=headers, subprotocols=["chatcache.v1"], max_queue=None)  # type: ignore[list-item]
 
 
-def test_every_route_has_a_line(keys: Keyed) -> None:
+def test_every_served_route_is_in_the_matrix(keys: Keyed) -> None:
     served = places(keys.server.app.routes)
     assert not served - set(LINES), "add a Line to tests/gateway/matrix.py: who may do it?"
     assert not set(LINES) - served
 
 
-def test_a_route_without_a_line_is_seen(keys: Keyed) -> None:
+def test_route_missing_from_the_matrix_is_detected(keys: Keyed) -> None:
     async def anything(request: Request) -> Response:
         return Response("x")
 
@@ -74,7 +74,7 @@ def test_a_route_without_a_line_is_seen(keys: Keyed) -> None:
     assert places(grown) - set(LINES) == {("POST", "/v1/new")}
 
 
-def test_every_message_has_a_line(keys: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_websocket_message_is_in_the_matrix(keys: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that a real connection takes."""
     seen: list[Connection] = []
     original = Connection._is_let_in
@@ -92,7 +92,7 @@ def test_every_message_has_a_line(keys: Keyed, monkeypatch: pytest.MonkeyPatch) 
     assert set(MESSAGES) == {kind for each in SOCKETS for kind in each.messages}
 
 
-def test_nobody_gets_more_than_they_may(keys: Keyed) -> None:
+def test_no_client_exceeds_its_permissions(keys: Keyed) -> None:
     assert violations(keys) == []
 
 
@@ -100,7 +100,7 @@ def some(*wanted: Place) -> dict[Place, Any]:
     return {place: LINES[place] for place in wanted}
 
 
-def test_a_store_that_forgets_whose_it_is_fails(keys: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_without_owner_check_is_detected(keys: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the query without `AND owner = ?`."""
 
     def head(db: Any, owner: str, conversation_id: str, expect: int | None = None) -> Any:
@@ -113,7 +113,7 @@ def test_a_store_that_forgets_whose_it_is_fails(keys: Keyed, monkeypatch: pytest
     assert any("bob" in each for each in found) and any("somebody has changed it" in each for each in found)
 
 
-def test_a_registry_that_forgets_whose_it_is_fails(keys: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registry_without_owner_check_is_detected(keys: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: possession of an id is enough."""
     monkeypatch.setattr(ResponseRegistry, "find", any_response)
     found = violations(keys, some(("GET", "/v1/responses/{id}"), ("DELETE", "/v1/responses/{id}")))
@@ -125,7 +125,7 @@ def any_response(registry: ResponseRegistry, owner: str, response_id: str) -> Lo
     return registry._live.get(response_id) or registry._ended.get(response_id)
 
 
-def test_a_route_declared_open_by_mistake_fails(keys: Keyed) -> None:
+def test_route_with_too_weak_permission_is_detected(keys: Keyed) -> None:
     """Planted: two routes that need less than they should."""
     wrong = ("/v1/models", "/metrics")
     gates = [each for each in keys.server.app.routes if isinstance(each, ProtectedRoute) and each.path in wrong]
@@ -141,7 +141,7 @@ def test_a_route_declared_open_by_mistake_fails(keys: Keyed) -> None:
 # The socket
 
 
-def test_who_has_no_key_has_no_socket(keys: Keyed) -> None:
+def test_websocket_without_a_valid_key_is_refused(keys: Keyed) -> None:
     people = everybody(keys)
     for who in REFUSED:
         with pytest.raises(InvalidStatus) as caught, socket_of(keys, people[who]):
@@ -191,12 +191,12 @@ def strangers_of(keys: Keyed, kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", MESSAGES)
-def test_a_message_about_anothers_response_does_nothing(keys: Keyed, kind: str) -> None:
+def test_message_about_a_foreign_response_has_no_effect(keys: Keyed, kind: str) -> None:
     assert strangers_of(keys, kind) == []
 
 
 @pytest.mark.parametrize("kind", MESSAGES)
-def test_the_owner_may(keys: Keyed, kind: str) -> None:
+def test_message_of_the_owner_is_accepted(keys: Keyed, kind: str) -> None:
     fields, _ = MESSAGES[kind]
     here = scene(keys)
     with socket_of(keys, keys.ann.bearer) as ann, slowed(keys.server, 0.01):
@@ -231,7 +231,7 @@ def mid_socket(keys: Keyed, kind: str) -> list[Frame]:
 
 
 @pytest.mark.parametrize("kind", MESSAGES)
-def test_a_key_revoked_meanwhile_is_refused_at_the_next_message(keys: Keyed, kind: str) -> None:
+def test_revoked_key_is_refused_at_the_next_message(keys: Keyed, kind: str) -> None:
     """Unless the server was faster and has closed the socket already."""
     frames = mid_socket(keys, kind)
     assert [(each["type"], each["status"], each["error"]["code"]) for each in frames] in (
@@ -240,7 +240,7 @@ def test_a_key_revoked_meanwhile_is_refused_at_the_next_message(keys: Keyed, kin
     )
 
 
-def test_a_principal_of_the_handshake_alone_fails(keys: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_at_the_handshake_only_is_detected(keys: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: asked at the handshake, and never again."""
 
     async def never(ring: ApiKeyCache, principal: Principal) -> None:

@@ -58,14 +58,14 @@ def test_literal_segment_matches_before_a_parameter_in_any_table_order() -> None
         assert paths.index("/livez") < paths.index("/{file}")
 
 
-def test_the_document_is_openapi(described: Described) -> None:
+def test_document_is_valid_openapi(described: Described) -> None:
     validate(described.document)
     assert len({each.summary for each in OPERATIONS}) == len(OPERATIONS)
     ids = [each["operationId"] for path in described.document["paths"].values() for each in path.values()]
     assert len(ids) == len(set(ids))
 
 
-def test_the_document_knows_where_it_is_served() -> None:
+def test_document_behind_a_proxy_names_the_root_path_as_server() -> None:
     assert document(ROUTES, "1", "/chat")["servers"] == [{"url": "/chat"}]
     validate(document(ROUTES, "1", "/chat"))
 
@@ -81,7 +81,7 @@ def _structs_read() -> set[str]:
     return found - {"kind"}
 
 
-def test_every_field_of_every_request_is_described(described: Described) -> None:
+def test_document_describes_every_request_field_that_handlers_read(described: Described) -> None:
     bodies: list[Body] = [each.body for each in OPERATIONS if each.body is not None]
     bodies += [body for socket in SOCKETS for body in socket.messages.values()]
     queries = {each.query.__name__ for each in OPERATIONS if each.query is not None}
@@ -114,7 +114,9 @@ SHOWN: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), SHOWN, ids=lambda each: str(each)[:50])
-def test_answers_are_as_described(server: Server, described: Described, path: str, body: dict[str, Any]) -> None:
+def test_stateless_routes_respond_as_described(
+    server: Server, described: Described, path: str, body: dict[str, Any]
+) -> None:
     answer = server.post(path, **body, **({"max_tokens": 6} if "complet" in path else {}))
     described.check("POST", path, answer[0], answer[2])
     assert answer[0] == 200
@@ -130,7 +132,9 @@ STREAMED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), STREAMED, ids=lambda each: str(each)[:50])
-def test_events_are_as_described(server: Server, described: Described, path: str, body: dict[str, Any]) -> None:
+def test_completion_streams_send_events_as_described(
+    server: Server, described: Described, path: str, body: dict[str, Any]
+) -> None:
     headers, data = server.stream(path, **body, max_tokens=6, ignore_eos=True)
     assert headers["content-type"].startswith("text/event-stream")
     events = re.findall(rb"data: (.*)\n\n", data)
@@ -147,7 +151,7 @@ RESPONSES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("body", RESPONSES, ids=lambda each: str(each)[:50])
-def test_responses_are_as_described(server: Server, described: Described, body: dict[str, Any]) -> None:
+def test_response_routes_respond_as_described(server: Server, described: Described, body: dict[str, Any]) -> None:
     path, body = "/v1/responses", {**body, "max_output_tokens": 6}
     status, _, answer = server.post(path, **body)
     described.check("POST", path, status, answer)
@@ -172,7 +176,7 @@ def test_responses_are_as_described(server: Server, described: Described, body: 
     described.check("GET", one, 404, server.request("GET", one)[2])
 
 
-def test_stored_things_are_as_described(server: Server, described: Described) -> None:
+def test_conversation_routes_respond_as_described(server: Server, described: Described) -> None:
     head = converse(server, "Hello", n=2)["conversation"]["id"]
     converse(server, "Hello again")
     paths = ["/v1/conversations", "/v1/conversations?limit=1", f"/v1/conversations/{head}"]
@@ -207,13 +211,13 @@ def test_stored_things_are_as_described(server: Server, described: Described) ->
         "/v1/cache/map",
     ],
 )
-def test_the_rest_is_as_described(server: Server, described: Described, path: str) -> None:
+def test_server_routes_respond_as_described(server: Server, described: Described, path: str) -> None:
     status, _, answer = server.request("GET", path)
     described.check("GET", path, status, answer)
     assert status == 200
 
 
-def test_metrics_are_text_as_described(server: Server, described: Described) -> None:
+def test_metrics_route_responds_with_text_as_described(server: Server, described: Described) -> None:
     status, headers, text = server.request("GET", "/metrics")
     assert headers["content-type"].startswith("text/plain")
     described.check("GET", "/metrics", status, text, "text/plain")
@@ -232,7 +236,7 @@ def test_metrics_are_text_as_described(server: Server, described: Described) -> 
         ("POST", "/v1/cache/explain", {}, 400),
     ],
 )
-def test_refusals_are_as_described(
+def test_errors_are_as_described(
     server: Server, described: Described, method: str, path: str, body: object, status: int
 ) -> None:
     found, _, answer = server.request(method, path, body)
@@ -240,7 +244,7 @@ def test_refusals_are_as_described(
     described.check(method, path, status, answer)
 
 
-def test_before_the_model_is_there_too(tmp_path: Path) -> None:
+def test_routes_before_the_model_is_loaded_respond_as_described(tmp_path: Path) -> None:
     server = Server(ServerConfig(db=str(tmp_path / "c.db"), api_keys=("k",)))
     server.engine_gate.clear()
     with server:
@@ -251,7 +255,7 @@ def test_before_the_model_is_there_too(tmp_path: Path) -> None:
         described.check("GET", "/livez", 200, server.request("GET", "/livez")[2])
 
 
-def test_only_who_has_a_key_sees_the_load(tmp_path: Path) -> None:
+def test_readyz_shows_the_load_only_with_a_key(tmp_path: Path) -> None:
     with Server(ServerConfig(db=str(tmp_path / "c.db"), api_keys=("k",))) as server:
         server.wait_ready()
         described = Described(server.request("GET", "/openapi.json")[2])
@@ -261,7 +265,7 @@ def test_only_who_has_a_key_sees_the_load(tmp_path: Path) -> None:
         assert set(answers[1]) - set(answers[0]) == {"num_running", "num_waiting", "kv_pages", "kv_pages_in_use"}
 
 
-def test_the_oracle_sees_what_is_wrong(described: Described) -> None:
+def test_described_check_with_wrong_responses_fails(described: Described) -> None:
     """A missing field, one too many, a wrong type, an undescribed status."""
     good = {"version": "1"}
     described.check("GET", "/version", 200, good)

@@ -32,7 +32,9 @@ def described(hermes: ScriptedServer) -> Described:
     return Described(hermes.request("GET", "/openapi.json")[2])
 
 
-def test_chat_completions(hermes: ScriptedServer, described: Described) -> None:
+def test_chat_completions_with_reasoning_and_calls_are_as_described(
+    hermes: ScriptedServer, described: Described
+) -> None:
     hermes.say(SAID)
     status, _, answer = hermes.post("/v1/chat/completions", **CHAT)
     described.check("POST", "/v1/chat/completions", status, answer)
@@ -45,7 +47,9 @@ def test_chat_completions(hermes: ScriptedServer, described: Described) -> None:
     assert {"role", "content", "reasoning_content", "tool_calls"} <= {name for delta in deltas for name in delta}
 
 
-def test_responses_and_their_items(hermes: ScriptedServer, described: Described) -> None:
+def test_responses_and_items_with_reasoning_and_calls_are_as_described(
+    hermes: ScriptedServer, described: Described
+) -> None:
     hermes.say(SAID)
     status, _, answer = hermes.post("/v1/responses", **ASKED)
     described.check("POST", "/v1/responses", status, answer)
@@ -66,7 +70,7 @@ def test_responses_and_their_items(hermes: ScriptedServer, described: Described)
     described.check("POST", "/v1/cache/explain", status, explained)
 
 
-def test_events(hermes: ScriptedServer, described: Described) -> None:
+def test_events_with_reasoning_and_calls_are_as_described(hermes: ScriptedServer, described: Described) -> None:
     hermes.say(SAID)
     kinds = set()
     for event in re.findall(rb"data: (\{.*)\n\n", hermes.stream("/v1/responses", **ASKED)[1]):

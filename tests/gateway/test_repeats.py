@@ -43,7 +43,7 @@ def num_conversations(server: Server) -> int:
     return len(server.request("GET", "/v1/conversations")[2]["data"])
 
 
-def test_what_is_sent_again_is_answered_again(kept: RedisServer | str) -> None:
+def test_repeated_request_returns_the_first_result(kept: RedisServer | str) -> None:
     with server_on(kept) as server:
         server.wait_ready()
         status, headers, first = send(server, "key-1")
@@ -70,14 +70,14 @@ def test_what_is_sent_again_is_answered_again(kept: RedisServer | str) -> None:
         assert send(server, "key-1")[0] == 404
 
 
-def test_a_stream_is_sent_again_from_its_beginning(kept: RedisServer | str) -> None:
+def test_repeated_stream_starts_from_the_first_event(kept: RedisServer | str) -> None:
     with server_on(kept) as server:
         server.wait_ready()
         bodies = [send(server, "key", {**BODY, "stream": True})[2] for _ in range(2)]
         assert (bodies[0] == bodies[1] and "response.completed" in bodies[0]) or "response.incomplete" in bodies[0]
 
 
-def test_conversations_are_made_once(kept: RedisServer | str) -> None:
+def test_repeated_conversation_create_makes_one_conversation(kept: RedisServer | str) -> None:
     with server_on(kept) as server:
         server.wait_ready()
         body = {"title": "Once", "metadata": {"a": "b"}}
@@ -87,7 +87,7 @@ def test_conversations_are_made_once(kept: RedisServer | str) -> None:
         assert num_conversations(server) == 1
 
 
-def test_of_many_at_once_through_two_gateways_one_is_done(real_redis: RedisServer) -> None:
+def test_concurrent_repeats_through_two_gateways_run_once(real_redis: RedisServer) -> None:
     real_redis.admin.flushall()
     with server_on(real_redis) as one, server_on(real_redis) as two, ThreadPoolExecutor(20) as pool:
         for server in (one, two):
@@ -110,7 +110,7 @@ def _frames(socket: ClientConnection) -> list[dict[str, Any]]:
     return found
 
 
-def test_frames_have_keys_too(kept: RedisServer | str) -> None:
+def test_websocket_frames_with_a_repeated_key_run_once(kept: RedisServer | str) -> None:
     frame = json.dumps({"type": "response.create", "idempotency_key": "key", "stream_id": "a", **BODY})
     with server_on(kept) as server:
         server.wait_ready()
@@ -127,7 +127,7 @@ def test_frames_have_keys_too(kept: RedisServer | str) -> None:
         assert num_conversations(server) == 1
 
 
-def test_what_cannot_be_kept_or_is_no_key_is_refused(tmp_path: Path) -> None:
+def test_invalid_key_or_unstored_response_is_refused(tmp_path: Path) -> None:
     with server_on(str(tmp_path / "chat.db")) as server:
         server.wait_ready()
         status, _, body = send(server, "key", {**BODY, "store": False})
@@ -138,7 +138,7 @@ def test_what_cannot_be_kept_or_is_no_key_is_refused(tmp_path: Path) -> None:
         assert send(server, "x" * 255)[0] == 200
 
 
-def test_a_request_that_was_refused_does_not_use_its_key(tmp_path: Path) -> None:
+def test_refused_request_does_not_use_its_key(tmp_path: Path) -> None:
     with server_on(str(tmp_path / "chat.db")) as server:
         server.wait_ready()
         assert send(server, "key", {**BODY, "conversation": "conv_none"})[0] == 404
@@ -146,7 +146,7 @@ def test_a_request_that_was_refused_does_not_use_its_key(tmp_path: Path) -> None
         assert send(server, "key")[0] == 200
 
 
-def test_keys_are_their_owners(kept: RedisServer | str) -> None:
+def test_idempotency_keys_belong_to_their_owner(kept: RedisServer | str) -> None:
     with server_on(kept, api_keys=("key-of-me", "key-of-you")) as server:
         server.wait_ready()
         mine, yours = (send(server, "key", authorization=f"Bearer key-of-{who}")[2] for who in ("me", "you"))

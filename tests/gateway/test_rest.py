@@ -45,7 +45,7 @@ def converse(server: Server, text: str, **fields: object) -> dict[str, Any]:
     return response
 
 
-def test_models(server: Server) -> None:
+def test_models_lists_and_gets_the_served_model(server: Server) -> None:
     status, _, listed = server.request("GET", "/v1/models")
     assert status == 200 and [card["id"] for card in listed["data"]] == [MODEL]
     card = server.request("GET", f"/v1/models/{MODEL}")[2]
@@ -54,7 +54,7 @@ def test_models(server: Server) -> None:
     assert server.request("GET", "/v1/models/none")[2]["error"]["code"] == "model_not_found"
 
 
-def test_tokenize_and_back(server: Server) -> None:
+def test_tokenize_then_detokenize_returns_the_text(server: Server) -> None:
     text = "Hello, naïve 你好 🎉"
     answer = server.post("/tokenize", prompt=text, add_special_tokens=False, return_token_strs=True)[2]
     assert answer["tokens"] == tiny_tokenizer().encode(text)
@@ -71,7 +71,7 @@ def test_tokenize_and_back(server: Server) -> None:
         assert server.post("/detokenize", tokens=tokens)[0] == 400
 
 
-def test_conversations_are_listed_renamed_pointed_and_deleted(server: Server) -> None:
+def test_conversations_are_listed_updated_and_deleted(server: Server) -> None:
     first = converse(server, "First thing\nmore", n=2)
     second = converse(server, "Second " * 30)
     listed = server.request("GET", "/v1/conversations?limit=1")[2]
@@ -102,7 +102,7 @@ def test_conversations_are_listed_renamed_pointed_and_deleted(server: Server) ->
     assert server.request("GET", path)[0] == server.request("DELETE", path)[0] == 404
 
 
-def test_metrics_parse_and_count(server: Server) -> None:
+def test_metrics_parse_and_count_requests(server: Server) -> None:
     def value(name: str, **labels: str) -> float:
         families = text_string_to_metric_families(server.request("GET", "/metrics")[2])
         found = [s for f in families for s in f.samples if s.name == name and labels.items() <= s.labels.items()]
@@ -123,7 +123,7 @@ def test_metrics_parse_and_count(server: Server) -> None:
     assert value("chatcache_engine_ready") == 1
 
 
-def test_every_figure_of_the_engine_has_its_metric() -> None:
+def test_every_field_of_engine_health_has_a_metric() -> None:
     health = EngineHealth(
         ready=True,
         num_pages=100,
@@ -162,7 +162,7 @@ def test_every_figure_of_the_engine_has_its_metric() -> None:
     assert {name: found[name] for name in expected} == expected
 
 
-def test_before_the_model_is_there(tmp_path: Path) -> None:
+def test_routes_before_the_model_is_loaded_respond_503(tmp_path: Path) -> None:
     """Live at once, not ready, 503 with retry-after; then ready without a restart."""
     gate = threading.Event()
 
@@ -189,7 +189,7 @@ def test_before_the_model_is_there(tmp_path: Path) -> None:
         assert server.post(CHAT, **BODY)[0] == 200
 
 
-def test_a_tokenizer_that_does_not_load_is_told(tmp_path: Path) -> None:
+def test_readyz_reports_a_tokenizer_that_fails_to_load(tmp_path: Path) -> None:
     def load() -> Tokenizer:
         raise ModelFolderError("no tokenizer.json in the folder")
 
@@ -200,9 +200,7 @@ def test_a_tokenizer_that_does_not_load_is_told(tmp_path: Path) -> None:
         assert "tokenizer.json" in server.post(CHAT, **BODY)[2]["error"]["message"]
 
 
-def test_an_engine_that_is_started_again_is_not_called_a_model_that_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readyz_during_an_engine_restart_reports_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Server(ServerConfig(db=str(tmp_path / "c.db"))) as server:
         server.wait_ready()
 
@@ -215,7 +213,7 @@ def test_an_engine_that_is_started_again_is_not_called_a_model_that_loads(
         assert "starting a new one" in answer["detail"] and "retry-after" in headers
 
 
-def test_a_full_queue_is_503_with_retry_after(tmp_path: Path) -> None:
+def test_full_queue_responds_503_with_retry_after(tmp_path: Path) -> None:
     config = EngineConfig(max_queued_requests=1, max_num_seqs=1)
     with Server(ServerConfig(db=str(tmp_path / "c.db")), engine_config=config) as server:
         server.wait_ready()
@@ -229,7 +227,7 @@ def test_a_full_queue_is_503_with_retry_after(tmp_path: Path) -> None:
         server.wait_idle()
 
 
-def test_stopping_the_server_keeps_what_was_said(tmp_path: Path) -> None:
+def test_server_stop_saves_the_running_reply(tmp_path: Path) -> None:
     path = tmp_path / "c.db"
     with Server(ServerConfig(db=str(path))) as server:
         server.wait_ready()

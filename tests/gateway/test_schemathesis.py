@@ -91,19 +91,19 @@ def _not_json(name: str) -> None:
 
 @API.include(method="POST").parametrize()
 @_bounded(5)
-def test_nothing_undescribed_happens_to_bodies(case: schemathesis.Case[Any], server: Server) -> None:
+def test_generated_bodies_get_described_responses(case: schemathesis.Case[Any], server: Server) -> None:
     """Fewer: thinking one up takes a second, and it has all fields at once."""
     _check(case, server)
 
 
 @API.exclude(method="POST").parametrize()
 @_bounded(12)
-def test_nothing_undescribed_happens(case: schemathesis.Case[Any], server: Server) -> None:
+def test_generated_requests_get_described_responses(case: schemathesis.Case[Any], server: Server) -> None:
     _check(case, server)
 
 
 @pytest.mark.long
 @RANDOM.parametrize()
 @_bounded(80)
-def test_nothing_undescribed_happens_for_long(case: schemathesis.Case[Any], server: Server) -> None:
+def test_many_generated_requests_get_described_responses(case: schemathesis.Case[Any], server: Server) -> None:
     _check(case, server)

@@ -43,7 +43,7 @@ def find(server: Server, name: str, query: str, more: str = "") -> Any:
     return call(server, name, "GET", f"/v1/conversations?query={quote(query)}{more}")
 
 
-def test_every_branch_is_searched_and_the_marks_fit(library: Server) -> None:
+def test_search_finds_words_on_every_branch_with_their_marks(library: Server) -> None:
     conversation = say(library, "alice", "🎉 Über die Brücke — über alles, " + "und so weiter " * 40, "Brückenbau")
     path = f"/v1/conversations/{conversation}/items"
     first = call(library, "alice", "GET", f"{path}?branches=all")["data"][0]["id"]
@@ -66,7 +66,7 @@ def test_every_branch_is_searched_and_the_marks_fit(library: Server) -> None:
     assert find(library, "bob", "walrus")["data"] == []
 
 
-def test_pages_of_hits_hold_their_place(library: Server) -> None:
+def test_pages_of_search_results_stay_consistent_during_changes(library: Server) -> None:
     made = [say(library, "bob", f"needle {number}") for number in range(7)]
     page = find(library, "bob", "needle", "&limit=3")
     assert [each["id"] for each in page["data"]] == made[:3:-1] and page["has_more"]
@@ -100,14 +100,14 @@ def test_pages_of_hits_hold_their_place(library: Server) -> None:
         "é" * 4000,
     ],
 )
-def test_any_query_is_answered(library: Server, query: str) -> None:
+def test_search_with_any_query_responds_200(library: Server, query: str) -> None:
     answer = find(library, "alice", query)
     assert answer["object"] == "list"
     words = " ".join(f"{number:x}" for number in range(1000))
     assert find(library, "alice", words)["data"] == []
 
 
-def test_refusals(library: Server) -> None:
+def test_search_with_invalid_parameters_is_refused(library: Server) -> None:
     headers = {"authorization": "Bearer key-of-alice"}
     for query, status in (("x" * 4097, 400), ("x&limit=0", 400), ("x&after=conv_nowhere", 404), ("x&after=1.5~x", 200)):
         got, _, answer = library.request("GET", f"/v1/conversations?query={query}", headers=headers)

@@ -84,24 +84,24 @@ async def streamed(
     return sent
 
 
-async def test_a_busy_stream_has_no_comments(clock: Clock) -> None:
+async def test_busy_stream_sends_no_keep_alive_comments(clock: Clock) -> None:
     sent = await streamed(clock, [10.0] * 20, keep_alive_s=15.0)
     assert len(sent) == 20 and KEEP_ALIVE not in dict(sent).values()
 
 
-async def test_a_comment_comes_exactly_when_nothing_did_for_the_interval(clock: Clock) -> None:
+async def test_idle_stream_sends_a_comment_after_the_interval(clock: Clock) -> None:
     sent = await streamed(clock, [4.0, 40.0, 3.0], keep_alive_s=15.0)
     assert [at for at, data in sent if data == KEEP_ALIVE] == [19.0, 34.0]
     assert [at for at, data in sent if data != KEEP_ALIVE] == [4.0, 44.0, 47.0]
 
 
-async def test_comments_can_be_off(clock: Clock) -> None:
+async def test_interval_zero_sends_no_comments(clock: Clock) -> None:
     sent = await streamed(clock, [500.0, 500.0], keep_alive_s=0.0)
     assert [data for _, data in sent] == [b"data: 0\n\n", b"data: 1\n\n"]
 
 
 @pytest.mark.parametrize("keep_alive_s", [0.0, 15.0])
-async def test_a_send_that_takes_too_long_ends_the_stream(clock: Clock, keep_alive_s: float) -> None:
+async def test_send_over_the_timeout_ends_the_stream(clock: Clock, keep_alive_s: float) -> None:
     sent = await streamed(clock, [1.0, 1.0], keep_alive_s, send_s=50.0)
     assert len([data for _, data in sent if data != KEEP_ALIVE]) == 2 and KEEP_ALIVE not in dict(sent).values()
     begun_s = clock.now_s

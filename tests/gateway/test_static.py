@@ -38,14 +38,14 @@ def server(folder: Path) -> Iterator[Server]:
         yield server
 
 
-def test_the_page_or_how_to_build_it(server: Server, folder: Path) -> None:
+def test_index_serves_the_page_or_build_instructions(server: Server, folder: Path) -> None:
     status, headers, text = server.request("GET", "/")
     assert status == 200 and headers["content-type"].startswith("text/html")
     assert ("<title>page</title>" in text) if (folder / "static").exists() else ("make web" in text)
     assert headers["cache-control"] == "no-cache"
 
 
-def test_every_file_has_the_policy_and_needs_no_key(server: Server, folder: Path) -> None:
+def test_page_files_have_security_headers_and_need_no_key(server: Server, folder: Path) -> None:
     built = (folder / "static").exists()
     for path, cache in (("/theme.js", "no-cache"), ("/assets/main-abc.js", "public, max-age=31536000, immutable")):
         status, headers, _ = server.request("GET", path)
@@ -57,7 +57,7 @@ def test_every_file_has_the_policy_and_needs_no_key(server: Server, folder: Path
         assert headers["x-content-type-options"] == "nosniff" and headers["referrer-policy"] == "no-referrer"
 
 
-def test_big_files_come_compressed_to_who_takes_it(server: Server, folder: Path) -> None:
+def test_large_asset_is_compressed_if_the_client_accepts_gzip(server: Server, folder: Path) -> None:
     if not (folder / "static").exists():
         return
     for path, taken, encoding in (
@@ -76,12 +76,12 @@ def test_big_files_come_compressed_to_who_takes_it(server: Server, folder: Path)
     ["/secret.py", "/.hidden.js", "/../outside.js", "/assets/../../outside.js", "/assets/%2e%2e/%2e%2e/outside.js",
      "/..%2foutside.js", "/assets/nope.js", "/assets/", "/nope.js"],
 )  # fmt: skip
-def test_nothing_else_of_the_disk(server: Server, path: str) -> None:
+def test_paths_outside_the_page_folder_are_not_served(server: Server, path: str) -> None:
     status, _, answer = server.request("GET", path, headers={"authorization": "Bearer sk"})
     assert status == 404 and answer["error"]["code"] == "not_found"
 
 
-def test_behind_a_proxy_with_a_prefix(folder: Path) -> None:
+def test_page_behind_a_proxy_prefix_is_served(folder: Path) -> None:
     """The proxy strips the prefix; open routes stay open, closed ones closed."""
     with Server(ServerConfig(db=str(folder / "chat.db"), api_keys=("sk",), root_path="/chat")) as server:
         assert server.request("GET", "/")[0] == server.request("GET", "/livez")[0] == 200

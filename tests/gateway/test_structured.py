@@ -59,7 +59,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FORMS)
-def test_every_answer_has_the_form(server: Server, name: str, mode: str) -> None:
+def test_chat_completions_match_the_constraint(server: Server, name: str, mode: str) -> None:
     fields, holds = FORMS[name]
     status, _, answer = server.post(CHAT, messages=USER, max_tokens=120, **fields, **MODES[mode])
     assert status == 200, answer
@@ -68,7 +68,7 @@ def test_every_answer_has_the_form(server: Server, name: str, mode: str) -> None
     assert {choice["finish_reason"] for choice in answer["choices"]} <= {"stop", "length"}
 
 
-def test_any_json_object(server: Server) -> None:
+def test_json_object_format_returns_an_object(server: Server) -> None:
     """Endless ones are cut at the limit; those that end are objects."""
     body = {"messages": USER, "max_tokens": 60, "n": 16, "seed": 5, "response_format": {"type": "json_object"}}
     status, _, answer = server.post(CHAT, **body)
@@ -79,7 +79,7 @@ def test_any_json_object(server: Server) -> None:
     assert all(choice["message"]["content"].lstrip().startswith("{") for choice in choices)
 
 
-def test_completions_and_streams_too(server: Server) -> None:
+def test_completions_and_streams_match_the_constraint(server: Server) -> None:
     fields, holds = FORMS["json_schema"]
     (choice,) = server.post(COMPLETIONS, prompt="Say", max_tokens=120, temperature=0, **fields)[2]["choices"]
     assert holds(choice["text"])
@@ -89,7 +89,7 @@ def test_completions_and_streams_too(server: Server) -> None:
     assert holds(streamed)
 
 
-def test_responses_take_the_flat_form(socket: ClientConnection) -> None:
+def test_responses_accept_the_flat_text_format(socket: ClientConnection) -> None:
     text = {"format": {"type": "json_schema", "name": "pet", "schema": SCHEMA, "strict": True}}
     response = ask(socket, input="Say", text=text, max_output_tokens=120, ignore_eos=False)
     assert is_pet(text_of(response))
@@ -136,14 +136,14 @@ NAMED = {"name": "pet", "schema": SCHEMA}
         ({"response_format": {"type": "text", "schema": {}}}, "response_format"),
     ],
 )
-def test_what_is_no_constraint_is_refused_by_name(server: Server, fields: dict[str, Any], param: str) -> None:
+def test_invalid_constraint_is_refused_by_name(server: Server, fields: dict[str, Any], param: str) -> None:
     status, _, answer = server.post(CHAT, messages=USER, max_tokens=4, **fields)
     assert status == 400, answer
     assert answer["error"]["param"] == param, answer
     assert param.split(".")[0] in answer["error"]["message"], answer
 
 
-def test_a_bad_schema_of_a_response_is_called_by_its_name(socket: ClientConnection) -> None:
+def test_invalid_schema_of_a_response_is_refused_by_its_field(socket: ClientConnection) -> None:
     send(socket, input="x", text={"format": {"type": "json_schema", "name": "x", "schema": {"type": "thing"}}})
     assert receive(socket)["error"]["param"] == "text"
     send(socket, input="x", text={"format": {"type": "json_schema", "name": "x"}})

@@ -45,7 +45,7 @@ def name(server: Server, conversation: str, **body: object) -> tuple[int, dict[s
     return server.request("POST", f"/v1/conversations/{conversation}/title", body or None)
 
 
-def test_the_history_comes_from_the_cache(server: Server, useful: None) -> None:
+def test_title_prompt_takes_the_history_from_the_cache(server: Server, useful: None) -> None:
     """Two turns under instructions: all of their tokens are cached but those of a last page; nothing is stored."""
     first = converse(server, "Tell me something long", instructions="Be kind", **LONG)
     second = converse(server, "And on", previous_response_id=first["id"], instructions="Be kind", **LONG)
@@ -67,7 +67,7 @@ def test_the_history_comes_from_the_cache(server: Server, useful: None) -> None:
     assert third["usage"]["input_tokens_details"]["cached_tokens"] >= (history - 1) // PAGE_SIZE * PAGE_SIZE
 
 
-def test_a_model_that_says_nothing_useful_changes_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_title_that_is_empty_changes_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversation_titles, "clean_title", lambda text: "")
     conversation = converse(server, "My own words", **LONG)["conversation"]["id"]
     before = head(server, conversation)
@@ -76,7 +76,7 @@ def test_a_model_that_says_nothing_useful_changes_nothing(server: Server, monkey
     assert head(server, conversation) == before
 
 
-def test_a_name_given_meanwhile_stays(server: Server, useful: None) -> None:
+def test_title_does_not_replace_one_that_was_set_meanwhile(server: Server, useful: None) -> None:
     conversation = converse(server, "Hello", **LONG)["conversation"]["id"]
     path = f"/v1/conversations/{conversation}"
     answers: list[Any] = []
@@ -90,7 +90,7 @@ def test_a_name_given_meanwhile_stays(server: Server, useful: None) -> None:
     assert not answers[0]["generated"] and answers[0]["title"] == "Mine" == head(server, conversation)["title"]
 
 
-def test_other_changes_meanwhile_do_not_matter(server: Server, useful: None) -> None:
+def test_title_is_stored_after_other_changes_meanwhile(server: Server, useful: None) -> None:
     """The conversation goes on and gets metadata while the title is made: the title is stored all the same."""
     first = converse(server, "Hello", **LONG)
     conversation = first["conversation"]["id"]
@@ -109,7 +109,7 @@ def test_other_changes_meanwhile_do_not_matter(server: Server, useful: None) -> 
     assert head(server, conversation)["metadata"] == {"n": "4"}
 
 
-def test_refusals(server: Server, useful: None) -> None:
+def test_title_of_an_invalid_request_is_refused(server: Server, useful: None) -> None:
     conversation = converse(server, "Hello", **LONG)["conversation"]["id"]
     rev = head(server, conversation)["rev"]
     status, headers, answer = name(server, conversation, rev=rev + 1)
@@ -126,7 +126,7 @@ def test_refusals(server: Server, useful: None) -> None:
         assert status == 400 and answer["error"]["code"] == "nothing_said"
 
 
-def test_a_client_that_leaves_ends_its_title(server: Server, useful: None) -> None:
+def test_title_of_a_disconnected_client_is_cancelled(server: Server, useful: None) -> None:
     conversation = converse(server, "Hello", **LONG)["conversation"]["id"]
     with slowed(server, 0.05):
         with server.connect() as connection:
@@ -137,7 +137,9 @@ def test_a_client_that_leaves_ends_its_title(server: Server, useful: None) -> No
     assert head(server, conversation)["title"] == "Hello"
 
 
-def test_titles_wait_for_everybody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, useful: None) -> None:
+def test_title_runs_after_requests_of_higher_priority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, useful: None
+) -> None:
     seen: list[GenerateRequest] = []
     with Server(
         ServerConfig(db=str(tmp_path / "c.db")), engine_config=EngineConfig(scheduling_policy="priority")
@@ -172,7 +174,7 @@ TOOLS = [{"type": "function", "name": "find", "parameters": {"type": "object", "
         ("", None),
     ],
 )
-def test_what_the_model_says_becomes_the_title(said: str, title: str | None, speaking: ScriptedServer) -> None:
+def test_reply_of_the_model_becomes_the_title(said: str, title: str | None, speaking: ScriptedServer) -> None:
     """Said by the model token by token, thoughts and calls included; a conversation with tools keeps its cache."""
     speaking.say("Which city?")
     response = converse(speaking, "Plan a trip", tools=TOOLS, instructions="Be brief", max_output_tokens=40)

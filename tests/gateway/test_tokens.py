@@ -49,7 +49,7 @@ def stored_ids(server: Server, response: Frame, output: int = 0) -> tuple[list[i
 
 
 @pytest.mark.parametrize("fields", [{"skip_special_tokens": False}, {"skip_special_tokens": True}, {"seed": 8}])
-def test_every_token_shows_its_part_of_the_text(server: Server, socket: ClientConnection, fields: Frame) -> None:
+def test_token_spans_cover_the_text(server: Server, socket: ClientConnection, fields: Frame) -> None:
     response = ask(socket, input="Hello", **fields, max_output_tokens=60)
     item_id, text = response["output"][0]["id"], text_of(response)
     listed = get(server, tokens_path(response))
@@ -70,9 +70,7 @@ def test_every_token_shows_its_part_of_the_text(server: Server, socket: ClientCo
 
 
 @pytest.mark.parametrize("top_k", [-1, 6])
-def test_what_else_could_have_been_said_is_what_the_model_says(
-    server: Server, socket: ClientConnection, top_k: int
-) -> None:
+def test_alternatives_equal_the_models_distribution(server: Server, socket: ClientConnection, top_k: int) -> None:
     first = ask(socket, input="Hello", instructions=SYSTEM)
     place = {"instructions": SYSTEM, "previous_response_id": first["id"]}
     response = ask(socket, input="And?", **place, top_k=top_k, seed=2, max_output_tokens=12)
@@ -101,7 +99,7 @@ def test_what_else_could_have_been_said_is_what_the_model_says(
     assert get(server, f"/v1/conversations/{response['conversation']['id']}/items?branches=all") == before
 
 
-def test_a_look_copies_the_page_that_it_ends_in(server: Server, socket: ClientConnection) -> None:
+def test_alternatives_copy_only_the_page_they_end_in(server: Server, socket: ClientConnection) -> None:
     response = ask(socket, input="Where are the pages?", max_output_tokens=20)
     num_input = response["usage"]["input_tokens"]
     for index in (2, 6, 11, 17):  # none behind another in one page
@@ -109,7 +107,7 @@ def test_a_look_copies_the_page_that_it_ends_in(server: Server, socket: ClientCo
         assert copied == ((num_input + index - 1) % PAGE_SIZE > 0), index
 
 
-def test_one_look_is_one_step(server: Server, socket: ClientConnection) -> None:
+def test_alternatives_take_one_engine_step(server: Server, socket: ClientConnection) -> None:
     response = ask(socket, input="Count the steps", max_output_tokens=20)
     server.wait_idle()
     num_steps = server.call(server.engine.health()).num_steps
@@ -118,7 +116,7 @@ def test_one_look_is_one_step(server: Server, socket: ClientConnection) -> None:
     assert server.call(server.engine.health()).num_steps == num_steps + 1
 
 
-def test_a_public_prompt_is_found_in_a_look_too(shared: Server) -> None:
+def test_alternatives_use_the_cached_shared_prompt(shared: Server) -> None:
     body = {"input": "Hi", "instructions": DECLARED, "max_output_tokens": 6, "ignore_eos": True}
     response = shared.request("POST", "/v1/responses", body, ONE)[2]
     look = get(shared, f"{tokens_path(response)}/4", ONE)
@@ -129,7 +127,7 @@ def test_a_public_prompt_is_found_in_a_look_too(shared: Server) -> None:
 
 
 @pytest.mark.parametrize("fork_at", [0, 1, 6, 15, 16])
-def test_a_reply_goes_on_with_another_token(server: Server, socket: ClientConnection, fork_at: int) -> None:
+def test_fork_with_another_token_continues_the_reply(server: Server, socket: ClientConnection, fork_at: int) -> None:
     response = ask(socket, input="Hello", **GREEDY, instructions=SYSTEM, max_output_tokens=16)
     prompt, reply = stored_ids(server, response)
     look = get(server, f"{tokens_path(response)}/{min(fork_at, 15)}")
@@ -163,7 +161,7 @@ def test_a_reply_goes_on_with_another_token(server: Server, socket: ClientConnec
     assert get(server, f"{tokens_path(greedy)}/{fork_at}")["token"]["id"] == chosen
 
 
-def test_a_character_is_completed_behind_the_fork(tmp_path: Path) -> None:
+def test_fork_inside_a_character_completes_it(tmp_path: Path) -> None:
     with scripted(tmp_path, "hermes") as server:
         (script,) = server.say("a𐐷b")
         assert len(script) > 4, "the character is several tokens"
@@ -181,7 +179,7 @@ def test_a_character_is_completed_behind_the_fork(tmp_path: Path) -> None:
         server.wait_idle()
 
 
-def test_a_thought_goes_on_as_a_thought(tmp_path: Path) -> None:
+def test_fork_inside_reasoning_continues_the_reasoning(tmp_path: Path) -> None:
     with scripted(tmp_path, "qwen3") as server:
         (script,) = server.say("<think>one two three</think>Yes.")
         response = server.post("/v1/responses", input="Hi")[2]
@@ -198,7 +196,7 @@ def test_a_thought_goes_on_as_a_thought(tmp_path: Path) -> None:
         server.wait_idle()
 
 
-def test_a_growing_reply_goes_on_with_another_token(server: Server, url: str) -> None:
+def test_fork_of_a_running_reply_continues_with_another_token(server: Server, url: str) -> None:
     with slowed(server, 0.05), connect(url) as growing, connect(url) as forking:
         origin, items = begin(growing, 12, max_output_tokens=200)
         for fork_at, place in ((3, {"previous_response_id": origin["id"]}), (0, {"previous_item_id": items[0]})):
@@ -226,7 +224,9 @@ def test_a_growing_reply_goes_on_with_another_token(server: Server, url: str) ->
         ({"fork_at": 0}, "fork_at"),
     ],
 )
-def test_bad_tokens_to_go_on_with(server: Server, socket: ClientConnection, fields: Frame, param: str) -> None:
+def test_fork_with_invalid_tokens_is_refused(
+    server: Server, socket: ClientConnection, fields: Frame, param: str
+) -> None:
     response = ask(socket, input="Hello", **GREEDY)
     send(socket, previous_item_id=response["output"][0]["id"], **fields)
     error = receive(socket)["error"]
@@ -236,7 +236,7 @@ def test_bad_tokens_to_go_on_with(server: Server, socket: ClientConnection, fiel
     assert server.post("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], fork_with=5)[0] == 400
 
 
-def test_bad_questions_about_tokens(server: Server, socket: ClientConnection) -> None:
+def test_invalid_token_requests_are_refused(server: Server, socket: ClientConnection) -> None:
     response = ask(socket, input="Hello", **GREEDY)
     described = Described(server.request("GET", "/openapi.json")[2])
     path = tokens_path(response)
@@ -261,7 +261,7 @@ def test_bad_questions_about_tokens(server: Server, socket: ClientConnection) ->
         described.check("GET", where, 200, get(server, where))
 
 
-def test_tokens_that_were_dropped_are_not_told(server: Server, socket: ClientConnection) -> None:
+def test_tokens_of_a_reply_with_deleted_history_are_refused(server: Server, socket: ClientConnection) -> None:
     """Their history was deleted: they stand behind another one now."""
     first = ask(socket, input="Hello")
     response = ask(socket, input="And?", previous_response_id=first["id"])

@@ -77,7 +77,7 @@ def ask(server: ScriptedServer, path: str = RESPONSES, **body: object) -> dict[s
     return result
 
 
-def test_streamed_candidates_each_have_their_own_calls(start: Start) -> None:
+def test_streamed_candidates_have_separate_calls(start: Start) -> None:
     server = start("hermes")
     server.say(f"<think>a</think>Look.\n{CALL}\n{CALL}", "No need.", f"{CALL}")
     got = chunks(server, n=3, tools=TOOLS, max_tokens=200, stream_options={"include_usage": True})
@@ -108,7 +108,7 @@ def test_streamed_candidates_each_have_their_own_calls(start: Start) -> None:
     assert got[-1]["choices"] == [] and got[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
 
 
-def test_items_of_several_candidates_say_whose_they_are(start: Start) -> None:
+def test_items_name_their_candidate(start: Start) -> None:
     server = start("hermes")
     server.say(f"<think>hm</think>Look.\n{CALL}", "No need.")
     events = events_of(server, n=2, tools=FLAT, max_output_tokens=200)
@@ -140,7 +140,7 @@ def ask_stored(server: ScriptedServer, response_id: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 20, 34, 40])
-def test_a_reply_that_is_cut_off_loses_nothing(start: Start, num_tokens: int) -> None:
+def test_truncated_reply_keeps_its_reasoning_and_calls(start: Start, num_tokens: int) -> None:
     server = start("hermes")
     whole = f"<think>hm</think>Look.\n{CALL}"
     (ids,) = server.say(whole)
@@ -160,7 +160,7 @@ def test_a_reply_that_is_cut_off_loses_nothing(start: Start, num_tokens: int) ->
     assert response["output"][-1]["status"] == "incomplete" and response["output"][-1]["type"] != "reasoning"
 
 
-def test_a_fork_inside_a_call_keeps_the_tokens_up_to_there(start: Start) -> None:
+def test_fork_inside_a_call_keeps_the_tokens_before_it(start: Start) -> None:
     server = start("hermes")
     (ids,) = server.say(f"Look.\n{CALL}")
     first = ask(server, input="Weather?", tools=FLAT, max_output_tokens=200)
@@ -175,7 +175,7 @@ def test_a_fork_inside_a_call_keeps_the_tokens_up_to_there(start: Start) -> None
     assert cached >= second["usage"]["input_tokens"] - PAGE_SIZE
 
 
-def test_other_tools_are_another_prompt(start: Start) -> None:
+def test_changed_tools_change_the_prompt(start: Start) -> None:
     server = start("hermes")
     server.say("Hello")
     first = ask(server, input="Hi", tools=FLAT, max_output_tokens=50)
@@ -190,7 +190,7 @@ def test_other_tools_are_another_prompt(start: Start) -> None:
         assert second["usage"]["input_tokens_details"]["cached_tokens"] < first["usage"]["input_tokens"] - PAGE_SIZE
 
 
-def test_a_template_that_drops_reasoning_is_explained(start: Start) -> None:
+def test_explanation_names_a_template_that_drops_reasoning(start: Start) -> None:
     server = start("qwen3")
     server.say("<think>\nLong thoughts about it.\n</think>\n\nHello")
     first = ask(server, input="Hi", max_output_tokens=100)
@@ -214,7 +214,7 @@ def test_a_template_that_drops_reasoning_is_explained(start: Start) -> None:
     assert told["cached_tokens"] >= first["usage"]["total_tokens"] - PAGE_SIZE
 
 
-def test_a_reply_that_begins_inside_its_thoughts(start: Start) -> None:
+def test_template_that_opens_reasoning_starts_the_reply_in_it(start: Start) -> None:
     server = start("opened")
     server.say(f"So it is.\n</think>\n\n{CALL}")
     first = ask(server, input="Weather?", tools=FLAT, max_output_tokens=200)
@@ -249,7 +249,7 @@ def test_a_reply_that_begins_inside_its_thoughts(start: Start) -> None:
         ("mistral named", '[TOOL_CALLS]weather[ARGS]{"in": "x"}', '{"in": "x"}'),
     ],
 )
-def test_other_families_call_too(start: Start, family: str, said: str, arguments: str) -> None:
+def test_calls_of_other_model_families_are_parsed(start: Start, family: str, said: str, arguments: str) -> None:
     server = start(family)
     server.say(said)
     choice = ask(server, CHAT, messages=USER, tools=TOOLS, max_tokens=100)["choices"][0]
@@ -270,7 +270,7 @@ def test_other_families_call_too(start: Start, family: str, said: str, arguments
     assert must["message"]["tool_calls"][0]["function"]["name"] == "weather"
 
 
-def test_strict_functions_are_held_to_their_schema_where_text_may_stand_too(start: Start) -> None:
+def test_strict_function_arguments_match_their_schema_with_auto_choice(start: Start) -> None:
     server = start("hermes")
     schema = {"type": "object", "properties": {"in": {"const": "y"}}, "required": ["in"], "additionalProperties": False}
     strict = [{"type": "function", "function": {"name": "weather", "parameters": schema, "strict": True}}]
@@ -292,7 +292,7 @@ def test_strict_functions_are_held_to_their_schema_where_text_may_stand_too(star
     assert {call["function"]["name"] for call in held["choices"][0]["message"]["tool_calls"]} == {"weather"}
 
 
-def test_log_probabilities_are_of_what_is_shown(start: Start) -> None:
+def test_logprobs_cover_the_shown_text_only(start: Start) -> None:
     server = start("hermes")
     server.say(f"<think>hm</think>Look there.\n{CALL}")
     include = ["message.output_text.logprobs"]
@@ -302,7 +302,7 @@ def test_log_probabilities_are_of_what_is_shown(start: Start) -> None:
     assert "Look there." in shown and "hm" not in shown and "weather" not in shown
 
 
-def test_flags_overrule_what_the_template_tells(start: Start) -> None:
+def test_parser_flags_override_the_chat_template(start: Start) -> None:
     server = start("hermes", tool_call_parser="none", reasoning_parser="none")
     server.say("<think>hm</think>Hi")
     answer = ask(server, CHAT, messages=USER, max_tokens=50)["choices"][0]["message"]
@@ -317,7 +317,7 @@ def test_flags_overrule_what_the_template_tells(start: Start) -> None:
     assert (answer["content"], answer["reasoning"]) == ("Hi", "hm")
 
 
-def test_answers_with_calls_are_as_described(start: Start) -> None:
+def test_responses_with_calls_are_as_described(start: Start) -> None:
     server = start("hermes")
     described = Described(server.request("GET", "/openapi.json")[2])
     whole = f"<think>hm</think>Look.\n{CALL}"
@@ -351,7 +351,7 @@ def test_answers_with_calls_are_as_described(start: Start) -> None:
 @pytest.mark.parametrize(
     "mode", [{"beam_width": 3, "n": 2}, {"n": 2, "distinct": True, "seed": 1}, {"best_of": 3, "seed": 2}], ids=str
 )
-def test_a_required_call_goes_with_every_way_to_decode(start: Start, family: str, mode: dict[str, Any]) -> None:
+def test_required_call_works_with_every_decoding_mode(start: Start, family: str, mode: dict[str, Any]) -> None:
     server = start(family)
     server.say("Well")  # and then whatever the hash model draws among what is allowed
     schema: dict[str, Any] = {"type": "object", "properties": {"n": {"enum": [1, 2, 3]}}, "required": ["n"]}
