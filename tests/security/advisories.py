@@ -232,7 +232,7 @@ CLASSES = (
         (
             "tokenizer/test_detokenizer.py::test_every_split_point",
             "tokenizer/test_detokenizer.py::test_behind_a_prompt_the_text_is_what_the_prompt_lacks",
-            "gateway/test_json.py::test_invalid_json_over_http_and_websocket_is_refused",
+            "gateway/test_json_codec.py::test_invalid_json_over_http_and_websocket_is_refused",
         ),
     ),
     Class(
