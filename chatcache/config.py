@@ -1,4 +1,4 @@
-"""Configuration of the engine and the gateway as frozen data, and the reader of chatcache.toml.
+"""Configuration of engine and gateway as frozen data, and the reader of chatcache.toml.
 
 Precedence is flag > environment > file > default. typer handles flags and environment variables, and the file becomes
 click's `default_map`; no other module reads the environment or the file.
@@ -124,7 +124,7 @@ def format_size(num_bytes: float) -> str:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read a configuration file, with settings named like the flags ("kv-memory" or "kv_memory").
+    """Read a configuration file, with settings named like the flags (- and _ are the same).
 
     A missing file has no settings. Raises: InvalidRequestError, naming the file, if it is not flat TOML.
     """
@@ -161,7 +161,7 @@ def settings_by_command(
 
 
 def suggest_corrections(names: Iterable[str], known: Iterable[str]) -> dict[str, str]:
-    """Map each unknown name that resembles a known one to that one, for warnings about misspelt variables."""
+    """Map unknown names to the known ones they resemble, for warnings about misspellings."""
     choices = sorted(set(known))
     close = {name: difflib.get_close_matches(name, choices, 1, cutoff=0.7) for name in names if name not in choices}
     return {name: found[0] for name, found in close.items() if found}

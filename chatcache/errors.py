@@ -1,4 +1,4 @@
-"""Errors that a caller can act on, each with its HTTP status and OpenAI error `type`, `code` and `param`.
+"""Errors that are reported to callers, with HTTP status, OpenAI `type`, `code` and `param`.
 
 All packages raise these. The gateway translates them into error responses, and the CLI into exit codes. Any other
 exception is a bug: the client receives `internal_error`, without the text of the exception.
@@ -26,7 +26,10 @@ class ChatcacheError(Exception):
 
 
 class InvalidRequestError(ChatcacheError):
-    """A field is missing, has the wrong type or is out of range. The message names the field and the limit."""
+    """A field is missing, has the wrong type or is out of range.
+
+    The message names the field and the limit.
+    """
 
     status = 400
     type = "invalid_request_error"
@@ -34,13 +37,16 @@ class InvalidRequestError(ChatcacheError):
 
 
 class UnsupportedParameterError(InvalidRequestError):
-    """A known parameter that chatcache does not support, and that would change the result if it were ignored."""
+    """A known parameter that is not supported, and would change the result if ignored."""
 
     code = "unsupported_parameter"
 
 
 class ContextLengthError(InvalidRequestError):
-    """The prompt plus the requested output exceed the model's context or the KV pool; the message has the numbers."""
+    """The prompt plus the requested output exceed the model's context or the KV pool.
+
+    The message has the numbers.
+    """
 
     code = "context_length_exceeded"
 
@@ -54,7 +60,10 @@ class NotFoundError(ChatcacheError):
 
 
 class OverloadedError(ChatcacheError):
-    """The engine accepts no new requests at present (queue full, model loading, draining). Clients should retry."""
+    """The engine accepts no new requests at present (queue full, model loading, draining).
+
+    Clients should retry.
+    """
 
     status = 503
     type = "server_error"
@@ -62,7 +71,10 @@ class OverloadedError(ChatcacheError):
 
 
 class RateLimitError(ChatcacheError):
-    """An API key or a tenant has reached its limit, although the server has capacity. Retry after `retry_after_s`."""
+    """An API key or a tenant has reached its limit, although the server has capacity.
+
+    The client can retry after `retry_after_s`.
+    """
 
     status = 429
     type = "rate_limit_error"
@@ -88,13 +100,13 @@ class EngineError(ChatcacheError):
 
 
 class DeviceLostError(EngineError):
-    """The device has failed for good (a sticky CUDA error), so the engine process has to exit with this reason."""
+    """The device has failed for good (a sticky CUDA error); the engine process has to exit."""
 
     code = "device_lost"
 
 
 class RequestPoisonedError(EngineError):
-    """The request crashed the engine process, and did so again when it ran alone; it is not retried."""
+    """The request crashed the engine process twice, the second time alone; it is not retried."""
 
     code = "request_poisoned"
 

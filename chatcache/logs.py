@@ -1,4 +1,4 @@
-"""Logging to stderr, as text lines for people or as one JSON object per line for a log collector.
+"""Logging to stderr, as text for people or as JSON lines for a log collector.
 
 No message at any level contains prompts, answers or API keys.
 """
@@ -22,7 +22,10 @@ _TEXT = "%(asctime)s %(levelname)s {process}%(name)s: %(message)s"
 
 
 def configure_logging(level: str, form: LogFormat, process: str, stream: TextIO | None = None) -> None:
-    """Send all log records of this process to stderr, marked with its name (text lines of the gateway are not)."""
+    """Send all log records of this process to stderr.
+
+    Records are marked with the name of the process, except text lines of the gateway.
+    """
     handler = logging.StreamHandler(stream or sys.stderr)
     prefix = "" if process == "gateway" else f"{process} "
     handler.setFormatter(JsonFormatter(process) if form == "json" else logging.Formatter(_TEXT.format(process=prefix)))
@@ -30,10 +33,10 @@ def configure_logging(level: str, form: LogFormat, process: str, stream: TextIO 
 
 
 class JsonFormatter(logging.Formatter):
-    """Format a record as a JSON object: `time` (RFC 3339, UTC), `level`, `logger`, `process`, `message`.
+    """Format log records as JSON objects.
 
-    Adds `request_id` within a request, the members of the record's `fields` (set with `extra`), and the traceback of an
-    exception as `error`.
+    Members: `time` (RFC 3339, UTC), `level`, `logger`, `process`, `message`. Adds `request_id` within a request, the
+    members of the record's `fields` (set with `extra`), and the traceback of an exception as `error`.
     """
 
     def __init__(self, process: str) -> None:

@@ -65,7 +65,7 @@ class CopyOnWrite:
         return forced, optional
 
     def copy_tail(self, table: PageTable, dst: int) -> PageCopy:
-        """Replace the table's last page by page `dst`, and return the page copy that the step has to make."""
+        """Replace the table's last page by page `dst`; return the page copy for the step."""
         index = table.num_tokens // self._page_size
         src = table.own_pages[index - table.num_prefix_pages]
         if src not in self._sources:
@@ -77,7 +77,7 @@ class CopyOnWrite:
         return PageCopy(src, dst)
 
     def unpublish_tail(self, table: PageTable) -> None:
-        """Remove the table's last page from the index, as the table is about to write to it in place."""
+        """Remove the table's last page from the index before the table writes to it in place."""
         page = self.tail_page(table)
         self._pool.unpublish(page)
         if self._host is not None:

@@ -1,4 +1,4 @@
-"""Host KV cache: copies of pages in host memory, for requests that were preempted by swapping.
+"""The host KV cache: copies of the pages of preempted requests in host memory (swapping).
 
     store   page --copied in this step--> host page    held by the preempted request; can be matched after the step
     load    page <--copied in this step-- host page    retained until the step is over, so that it is not overwritten
@@ -21,14 +21,17 @@ from chatcache.kv_cache.pool import PagePool
 
 
 class PendingLoad(NamedTuple):
-    """A copy from `host_page` to a device page; `content` is None if only part of the page's tokens are used."""
+    """A pending copy from `host_page` to a device page.
+
+    `content` is None if only a part of the page's tokens are used.
+    """
 
     host_page: int
     content: PageContent | None
 
 
 class HostKVCache:
-    """A pool of `num_pages` host pages, and the copies to and from them that the step being planned has to make.
+    """A pool of host pages, and the copies to and from them that the next step makes.
 
     Host pages are numbered from 1 here, as in every pool, and from 0 in step plans.
     """
@@ -47,7 +50,7 @@ class HostKVCache:
         return len(self._partition(contents)[1])
 
     def store(self, contents: Mapping[int, PageContent]) -> list[int] | None:
-        """Retain one host page for each distinct content of these pages; None, and no change, if too few are free.
+        """Retain one host page for each distinct content; None, and no change, if too few are free.
 
         Contents without a copy on the host are copied in this step.
         """
@@ -62,7 +65,7 @@ class HostKVCache:
         return held + fresh
 
     def _partition(self, contents: Mapping[int, PageContent]) -> tuple[list[int], list[tuple[int, PageContent]]]:
-        """Split contents into those that have a host page, or will after this step, and those that have none.
+        """Split contents into those with a host page, present or pending, and those without.
 
         Returns (host pages, [(page, content) without one]).
         """
@@ -80,7 +83,10 @@ class HostKVCache:
         return list(found), list(missing.values())
 
     def release(self, host_pages: Sequence[int]) -> None:
-        """Release host pages that `store` returned, and cancel pending copies to pages that have no holder left."""
+        """Release host pages that `store` returned.
+
+        Pending copies to pages that have no holder left are cancelled.
+        """
         self.pool.release(host_pages)
         if self._pending_stores:
             self._pending_stores = {key: copy for key, copy in self._pending_stores.items() if self.pool.refs[copy[1]]}
@@ -101,24 +107,36 @@ class HostKVCache:
         return page in self._pending_loads
 
     def invalidate_load(self, page: int) -> None:
-        """Record that the step also writes to `page` after loading it, so that the loaded content is not final."""
+        """Record that the step writes to `page` after loading it.
+
+        The loaded content is then not final, and is not published.
+        """
         if page in self._pending_loads:
             self._pending_loads[page] = self._pending_loads[page]._replace(content=None)
 
     def cancel_unreferenced_loads(self, refs: Sequence[int]) -> None:
-        """Cancel the loads of pages that were released again before the step; `refs` are the device pool's."""
+        """Cancel the loads of device pages that were released before the step.
+
+        `refs` are the reference counts of the device pool.
+        """
         for page in [page for page in self._pending_loads if not refs[page]]:
             self.pool.release((self._pending_loads.pop(page).host_page,))
 
     # -- the step -------------------------------------------------------------------------------------------------
 
     def pending_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Return this step's copies in the numbering of step plans: [(page, host page)] and [(host page, page)]."""
+        """Return the step's copies: [(page, host page)] to the host, [(host page, page)] from it.
+
+        Host pages are numbered as in step plans.
+        """
         outs = [(page, host_page - 1) for page, host_page, _ in self._pending_stores.values()]
         return outs, [(load.host_page - 1, page) for page, load in self._pending_loads.items()]
 
     def complete_step(self) -> list[tuple[int, PageContent]]:
-        """Publish the copies made by the executed step; return (page, content) of each fully loaded device page."""
+        """Publish the copies of the executed step; return the loaded (device page, content) pairs.
+
+        Pages that were loaded only in part are left out.
+        """
         self.num_pages_out += len(self._pending_stores)
         self.num_pages_in += len(self._pending_loads)
         for _, host_page, content in self._pending_stores.values():
@@ -129,7 +147,10 @@ class HostKVCache:
         return [(page, content) for page, content in loaded if content is not None]
 
     def abort_step(self) -> None:
-        """Cancel all copies of a failed step. It is unknown which were made, so none of them is published."""
+        """Cancel all copies of a failed step.
+
+        It is unknown which of them were made, so none is published.
+        """
         self._pending_stores.clear()
         for load in self._pending_loads.values():
             self.pool.release((load.host_page,))

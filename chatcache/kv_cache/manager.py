@@ -1,4 +1,4 @@
-"""The KV cache: all operations on page tables that the scheduler needs, in the order of a branch's life.
+"""The KV cache: all operations on page tables, in the order of a branch's life.
 
     match --> open --> ( reserve --> [the step executes] --> commit )* --> close
                                   fork, truncate at any time between steps
@@ -103,9 +103,10 @@ class KVCache:
     def match(
         self, chain: PageHashChain, *, max_tokens: int | None = None, host_pages: Collection[int] = ()
     ) -> PrefixMatch:
-        """Find the longest computed prefix of a prompt, at most `max_tokens` tokens and never the last one. A query.
+        """Find the longest computed prefix of a prompt, without its last token. A query.
 
-        Without prefix caching only `host_pages`, which the request itself holds, can be matched.
+        At most `max_tokens` tokens match. Without prefix caching only `host_pages`, which the request itself holds, can
+        be matched.
         """
         if not self._enable_matching:
             if self.host is None or not host_pages:
@@ -147,7 +148,10 @@ class KVCache:
         return PageTable(match.key, namespace, num_public_pages, match.num_tokens, match.tail_tokens, list(match.pages))
 
     def restore(self, match: PrefixMatch) -> PageTable | None:
-        """Open a table on a match, loading pages from the host; None if too few pages are free for that."""
+        """Open a table on a match, loading pages from the host.
+
+        Returns None if too few pages are free for the loads.
+        """
         table = PageTable(match.key, match.scope.namespace, match.scope.num_public_tokens // self.page_size)
         return table if self.extend(table, match) else None
 
@@ -178,7 +182,10 @@ class KVCache:
         return True
 
     def _load(self, page: int, host_page: int, *, is_full: bool) -> None:
-        """Fill a newly allocated page from the host in this step; record its contents if all of it matched."""
+        """Fill a newly allocated page from the host in this step.
+
+        Its contents are recorded at once if all tokens of the page match.
+        """
         if self.host is None:
             raise InvariantError("there is no host cache to load from")
         content = self.host.pool.content(host_page) if is_full else None
@@ -189,7 +196,7 @@ class KVCache:
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def reserve(self, wants: Sequence[tuple[PageTable, int]]) -> tuple[PageCopy, ...] | None:
-        """Make the cells of each table up to `num_tokens` writable, for all (table, num_tokens) or for none.
+        """Make the cells of each (table, num_tokens) writable, for all tables or for none.
 
         Returns the page copies that the step has to make first; None, and no change, if too few pages are free.
         Each table is named once, with more than its present tokens. Copy sources stay held until `complete_step`.
@@ -217,14 +224,17 @@ class KVCache:
         return tuple(copies)
 
     def complete_step(self) -> None:
-        """Finish the copies of an executed step: publish the pages loaded from the host, release copy sources."""
+        """Publish the pages that an executed step loaded, and release its copy sources."""
         for page, content in self.host.complete_step() if self.host is not None else ():
             if self.pool.refs[page]:
                 self._publish(page, content)
         self._copy_on_write.release_sources()
 
     def abort_step(self) -> None:
-        """Cancel the copies of a step that failed. Every table that it would have changed must be closed before."""
+        """Cancel the copies of a failed step.
+
+        Every table that the step would have changed must be closed before.
+        """
         if self.host is not None:
             self.host.abort_step()
         self._copy_on_write.release_sources()
@@ -232,7 +242,10 @@ class KVCache:
     # -- swapping to the host -------------------------------------------------------------------------------------
 
     def page_contents(self, tables: Iterable[PageTable]) -> dict[int, PageContent]:
-        """Return the contents of the distinct pages of these tables, partly filled last pages included. O(pages)."""
+        """Return the contents of the distinct pages of these tables. O(pages).
+
+        Includes partly filled last pages.
+        """
         contents: dict[int, PageContent] = {}
         for table in tables:
             pages = table.pages()
@@ -246,16 +259,20 @@ class KVCache:
         return contents
 
     def swap_out(self, contents: Mapping[int, PageContent]) -> list[int] | None:
-        """Copy pages to the host in this step; return the retained host pages, or None if too few are free.
+        """Copy pages to the host in this step and return the retained host pages.
 
-        The device pages may be released at once: a step makes its copies to the host before it writes any page.
+        Returns None if too few host pages are free. The device pages may be released at once: a step makes its copies
+        to the host before it writes any page.
         """
         return self.host.store(contents) if self.host is not None else None
 
     # -- after execution ------------------------------------------------------------------------------------------
 
     def commit(self, table: PageTable, tokens: bytes) -> None:
-        """Record that `tokens` (little-endian int32) were computed into the table; publish pages that became full."""
+        """Record that `tokens` were computed into the table, and publish pages that became full.
+
+        `tokens` are little-endian int32.
+        """
         num_tokens = table.num_tokens + len(tokens) // TOKEN_BYTES
         if num_tokens > table.num_reserved:
             raise InvariantError(
@@ -282,7 +299,7 @@ class KVCache:
             self.pool.set_content(page, content)
 
     def advance_pages(self, tables: Sequence[PageTable], tokens: bytes) -> list[int] | None:
-        """Commit the full last page of each table and append one new page to each: to all of them, or to none.
+        """Commit the full last page of each table and append a new page, for all tables or none.
 
         A batched `commit` and `reserve` for tables whose last reserved page, a private one, is full. `tokens` holds all
         tokens of these pages, one page after another, including those committed before. Returns the new pages, which
@@ -310,7 +327,10 @@ class KVCache:
     # -- forks ----------------------------------------------------------------------------------------------------
 
     def fork(self, table: PageTable) -> PageTable:
-        """Return a new table with everything that `table` has computed. Copies no page; O(1) in the table's length."""
+        """Return a new table with everything that `table` has computed, copying no page.
+
+        O(1) in the length of the table.
+        """
         num_own_full = table.num_tokens // self.page_size - table.num_prefix_pages
         if num_own_full > 0:
             freeze_prefix(table, num_own_full)
@@ -359,9 +379,10 @@ class KVCache:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def close(self, table: PageTable, *, discard: bool = False, keep_tail: bool = True) -> None:
-        """Release every page of a table. Its pages can still be matched, the partly filled one only if `keep_tail`.
+        """Release every page of a table.
 
-        With `discard` its pages are unpublished instead: results of a failed request must not be matched.
+        Its pages can still be matched, the partly filled one only if `keep_tail`. With `discard` its pages are
+        unpublished instead: results of a failed request must not be matched.
         """
         if discard:
             self._unpublish_contents(table)

@@ -34,9 +34,10 @@ _PAGE = blake2b(digest_size=KEY_BYTES, person=b"chatcache page")
 
 
 class PageContent(msgspec.Struct, frozen=True, gc=False):
-    """The tokens of one page (little-endian int32), the key of the page before it (`parent`), and its own key.
+    """The tokens of one page, its own key, and the key of the page before it (`parent`).
 
-    The partly filled last page of a finished branch has fewer than `page_size` tokens, and a key as well.
+    Tokens are little-endian int32. The partly filled last page of a finished branch has fewer than `page_size` tokens,
+    and a key as well.
     """
 
     key: bytes
@@ -56,21 +57,30 @@ def root_hash(model_digest: str, page_size: int) -> bytes:
 
 
 def namespace_hash(key: bytes, namespace: str) -> bytes:
-    """Return the key that a namespace's first private page follows, given the key of the last public page."""
+    """Return the key that a namespace's first private page follows.
+
+    `key` is the key of the last public page.
+    """
     hasher = _TENANT.copy()
     hasher.update(key + namespace.encode("utf-8", "surrogatepass"))
     return hasher.digest()
 
 
 def hash_page(parent: bytes, tokens: bytes) -> PageContent:
-    """Hash the page that holds `tokens` after the page with key `parent` (always KEY_BYTES long)."""
+    """Hash the page that holds `tokens` after the page with key `parent`.
+
+    Keys are always KEY_BYTES long, so the input is unambiguous.
+    """
     hasher = _PAGE.copy()
     hasher.update(parent + tokens)
     return PageContent(hasher.digest(), parent, tokens)
 
 
 def hash_next_pages(parents: Sequence[bytes], tokens: bytes, page_bytes: int) -> list[PageContent]:
-    """Hash one full page after each parent; `tokens` holds the tokens of all these pages, one page after another."""
+    """Hash one full page after each of several parents.
+
+    `tokens` holds the tokens of all these pages, one page after another.
+    """
     new_hasher, contents, start = _PAGE.copy, list[PageContent](), 0
     for parent in parents:
         stop = start + page_bytes
@@ -83,7 +93,10 @@ def hash_next_pages(parents: Sequence[bytes], tokens: bytes, page_bytes: int) ->
 
 
 def hash_page_run(parent: bytes, pages: Sequence[bytes]) -> list[bytes]:
-    """Return the keys of consecutive pages, the first of which follows `parent`; equal to repeated `hash_page`."""
+    """Return the keys of consecutive pages, the first of which follows `parent`.
+
+    Equal to repeated calls of `hash_page`, and faster.
+    """
     new_hasher, keys = _PAGE.copy, list[bytes]()
     for page in pages:
         hasher = new_hasher()
@@ -101,9 +114,10 @@ def encode_tokens(tokens: Sequence[int] | NDArray[np.int32]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class CacheScope:
-    """Which tenants may reuse a prompt's pages: all of them the public pages, `namespace` alone the rest.
+    """Which tenants may reuse a prompt's pages.
 
-    A page is public if all of its tokens are among the first `num_public_tokens`; a page on the border is private.
+    All tenants may reuse the public pages, and `namespace` alone the others. A page is public if all of its tokens are
+    among the first `num_public_tokens`; a page on the border is private.
     """
 
     namespace: str = ""
@@ -112,11 +126,11 @@ class CacheScope:
 
 @dataclass(frozen=True, slots=True)
 class PageHashChain:
-    """The keys of a prompt's full pages, computed once and looked up each time the scheduler considers the prompt.
+    """The keys of a prompt's full pages.
 
-    `keys[i]` is the key of full page i and `parents[i]` the key that this page follows; the last parent, for which
-    there is no key, is what the next page will follow. `data` holds all tokens (little-endian int32), including those
-    after the last full page.
+    They are computed once, and looked up each time the scheduler considers the prompt. `keys[i]` is the key of full
+    page i and `parents[i]` the key that this page follows; the last parent, for which there is no key, is what the next
+    page will follow. `data` holds all tokens (little-endian int32), including those after the last full page.
     """
 
     data: bytes
@@ -140,7 +154,7 @@ class PageHashChain:
 
 
 def hash_pages(root: bytes, data: bytes, page_bytes: int, scope: CacheScope) -> PageHashChain:
-    """Hash all full pages of `data` (little-endian int32): the public ones, then the private ones. O(tokens)."""
+    """Hash all full pages of `data`: the public ones, then the private ones. O(tokens)."""
     num_public = scope.num_public_tokens * TOKEN_BYTES // page_bytes
     pages = [data[start : start + page_bytes] for start in range(0, len(data) - page_bytes + 1, page_bytes)]
     public = hash_page_run(root, pages[:num_public])

@@ -1,12 +1,11 @@
-"""Page tables: the pages of one branch, in order; forked branches share the front of their tables.
+"""Page tables: the pages of each branch, in order, with a front that forks share.
 
 A fork moves the parent's full pages into a `SharedPrefix`, on which both tables then stand, so that it costs the same
 whatever the length of the branch:
 
-    table A  own_pages [62, 63] --.
-                                  +--> SharedPrefix, 62 full pages, refs = 2 --parent--> SharedPrefix or None
-    table B  own_pages [62, 90] --'
-                        page 62: the partly filled last page at the time of the fork, which A and B still share
+    table A  own_pages [30, 31] --.         page 30: A's copy of page 17, made because A wrote to it first
+                                  +--> SharedPrefix: 62 full pages, refs = 2 --parent--> SharedPrefix or None
+    table B  own_pages [17] ------'         page 17: the partly filled last page at the time of the fork
 
 A shared prefix is immutable and holds one reference to each of its pages, however many tables stand on it. A table
 holds its own pages itself. Only the last own page can be partly filled, and only full pages move into a prefix.
@@ -29,7 +28,10 @@ PUBLIC_OWNER = 1
 
 
 class SharedPrefix:
-    """Full pages that several tables share. `refs` counts the tables and prefixes that stand on it."""
+    """Full pages that several tables share.
+
+    `refs` counts the tables and prefixes that stand on it.
+    """
 
     __slots__ = ("pages", "parent", "refs", "start")
 
@@ -109,7 +111,7 @@ class PageTable:
         return next(prefix.pages[index - prefix.start] for prefix in self.shared_prefixes() if index >= prefix.start)
 
     def pop_changes(self) -> tuple[int, list[int]]:
-        """Return (first index, pages from there on) of the entries changed since the last call, for the runner."""
+        """Return (first index, pages from there on) of the entries changed since the last call."""
         first = self.changed_from
         self.changed_from = self.num_pages
         if first >= self.num_prefix_pages:
@@ -118,7 +120,7 @@ class PageTable:
 
 
 def freeze_prefix(table: PageTable, num_pages: int) -> None:
-    """Move the first `num_pages` of the table's own pages, all of them full, into a new shared prefix."""
+    """Move the first `num_pages` own pages, all of them full, into a new shared prefix."""
     pages = table.own_pages
     table.own_pages = pages[num_pages:]
     del pages[num_pages:]
@@ -127,7 +129,10 @@ def freeze_prefix(table: PageTable, num_pages: int) -> None:
 
 
 def thaw_prefix(pool: PagePool, table: PageTable) -> None:
-    """Turn the table's last shared prefix back into own pages, so that the table can be truncated within it."""
+    """Turn the table's last shared prefix back into own pages.
+
+    The table can then be truncated within these pages.
+    """
     prefix = table.shared_prefix
     if prefix is None:
         raise InvariantError("the table has no shared prefix to turn back into own pages")
@@ -140,7 +145,10 @@ def thaw_prefix(pool: PagePool, table: PageTable) -> None:
 
 
 def release_prefix(pool: PagePool, prefix: SharedPrefix | None) -> None:
-    """Remove one reference from a shared prefix; release the pages of every prefix that has none left."""
+    """Remove one reference from a shared prefix.
+
+    The pages of every prefix that has no reference left are released.
+    """
     while prefix is not None:
         prefix.refs -= 1
         if prefix.refs:
@@ -169,7 +177,7 @@ def rewind(pool: PagePool, table: PageTable, page_size: int, num_tokens: int, nu
 
 
 def owner_id(namespace: str) -> int:
-    """Return the number that stands for a namespace in `PagePool.owners`, valid within this process."""
+    """Return the number of a namespace in `PagePool.owners`, valid within this process."""
     return hash(namespace)
 
 

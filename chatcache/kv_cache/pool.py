@@ -32,11 +32,14 @@ MAX_EVICTED_KEYS = 65_536
 
 
 class InvariantError(RuntimeError):
-    """The cache contradicts itself or was misused: always a bug in the calling code, never a matter of load."""
+    """The cache is inconsistent or was misused: a bug in the calling code, never overload."""
 
 
 class PagePool:
-    """Reference counts and contents of `num_pages` pages. Page 0, the null page, is never allocated."""
+    """Reference counts and contents of all pages.
+
+    Page 0, the null page, is never allocated.
+    """
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 2:
@@ -80,7 +83,7 @@ class PagePool:
         return not self._index
 
     def allocate(self, num_pages: int) -> list[int] | None:
-        """Allocate `num_pages` pages with one reference each; None, and no change, if too few are free."""
+        """Allocate pages with one reference each; None, and no change, if too few are free."""
         if num_pages > self.num_free:
             return None
         blank, refs = self._blank, self.refs
@@ -94,7 +97,7 @@ class PagePool:
         return pages
 
     def _evict(self) -> int:
-        """Unpublish the least recently released idle page, record its key as evicted, and return the page."""
+        """Unpublish and return the least recently released idle page, recording its eviction."""
         page, _ = self._idle.popitem(last=False)  # before `unpublish`, which would make an idle page blank
         key = self._published_content(page).key
         self.num_evictions += 1
@@ -118,7 +121,10 @@ class PagePool:
             refs[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Remove one reference from each of `pages`, given in table order, starting with the last page."""
+        """Remove one reference from each of `pages`, last page first.
+
+        The pages are given in table order.
+        """
         refs, contents = self.refs, self._content
         for page in reversed(pages):
             left = refs[page] - 1
@@ -140,7 +146,7 @@ class PagePool:
         return content is not None and self._index.get(content.key) == page
 
     def content(self, page: int) -> PageContent | None:
-        """Return the contents of a full or published page; None for a page that is blank or still being filled."""
+        """Return the contents of a page; None if it is blank or still being filled."""
         return self._content[page]
 
     def set_content(self, page: int, content: PageContent) -> None:
@@ -170,7 +176,10 @@ class PagePool:
                 add_child(content.parent, page)
 
     def unpublish(self, page: int) -> None:
-        """Remove the page from the index, if it is published, so that it cannot be matched. Its holders keep it."""
+        """Remove a published page from the index, so that it cannot be matched.
+
+        Its holders keep it.
+        """
         content = self._content[page]
         if content is None or self._index.get(content.key) != page:
             return
@@ -187,7 +196,10 @@ class PagePool:
         return page if page is not None and self._content[page] == content else None
 
     def match_full_pages(self, chain: PageHashChain, num_pages: int, start: int = 0) -> list[int]:
-        """Return the published pages of the chain from page `start` to the first missing one, at most `num_pages`."""
+        """Return the published pages of the chain from page `start` to the first missing one.
+
+        At most up to page `num_pages - 1`.
+        """
         found: list[int] = []
         for index, key in enumerate(chain.keys[start:num_pages], start):
             page = self._index.get(key)
@@ -225,7 +237,10 @@ class PagePool:
     def _longest_contained_page(
         self, parent: bytes, tokens: bytes, min_tokens: int, among: Collection[int] | None
     ) -> tuple[int, int] | None:
-        """Find the longest published page, of more than `min_tokens` tokens, all of which `tokens` begins with."""
+        """Find the longest published page whose tokens are all at the start of `tokens`.
+
+        It must have more than `min_tokens` tokens.
+        """
         for num_tokens in range(len(tokens) // TOKEN_BYTES, min_tokens, -1):
             page = self.find(hash_page(parent, tokens[: num_tokens * TOKEN_BYTES]))
             if page is not None and (among is None or page in among):
@@ -238,11 +253,14 @@ class PagePool:
         return [page for page in children if tokens.startswith(self._published_content(page).tokens)]
 
     def children(self, parent: bytes) -> Iterator[PageContent]:
-        """Yield the contents of the newest MAX_SCANNED_CHILDREN published pages after `parent`, newest first."""
+        """Yield the contents of the newest published pages after `parent`, newest first.
+
+        At most MAX_SCANNED_CHILDREN of them.
+        """
         return map(self._published_content, self._newest_children(parent))
 
     def was_evicted(self, key: bytes) -> bool:
-        """Return whether a page with this key was evicted recently and has not been computed again since.
+        """Return whether a page with this key was evicted and not computed again since.
 
         The pool remembers the last 4 * num_pages evictions, at most MAX_EVICTED_KEYS.
         """
@@ -252,7 +270,10 @@ class PagePool:
         return islice(reversed(self._children.get(parent)), MAX_SCANNED_CHILDREN)
 
     def unpublish_all(self) -> None:
-        """Remove all pages from the index: idle pages become blank, held pages stay with their holders."""
+        """Remove all pages from the index.
+
+        Idle pages become blank; held pages stay with their holders.
+        """
         for page in list(self._index.values()):
             self.unpublish(page)
 
@@ -290,7 +311,10 @@ class PagePool:
         yield from self._index_violations()
 
     def idle_violations(self, first: int, num_pages: int) -> Iterator[str]:
-        """Yield the violations among pages `first` to `first + num_pages - 1` of an idle engine, where none is held."""
+        """Yield the violated invariants of some pages of an idle engine, where no page is held.
+
+        Checks pages `first` to `first + num_pages - 1`.
+        """
         for page in range(max(first, 1), min(first + num_pages, self.num_pages)):
             content = self._content[page]
             if self.refs[page]:
@@ -325,10 +349,11 @@ def num_common_tokens(a: bytes, b: bytes) -> int:
 
 
 class ChildIndex:
-    """Published pages by parent key, oldest first: the candidates for a prompt's last, partly matching page.
+    """Published pages by parent key, oldest first.
 
-    Almost every page has at most one successor, which is added in the middle of a step; so a single child is stored as
-    a plain int, and a dict is created only for siblings.
+    They are the candidates for a prompt's last, partly matching page. Almost every page has at most one successor,
+    which is added in the middle of a step; so a single child is stored as a plain int, and a dict is created only for
+    siblings.
     """
 
     __slots__ = ("_pages",)

@@ -1,4 +1,4 @@
-"""Prefix matching: the longest prefix of a prompt that is already computed, and the reason why it is not longer.
+"""Prefix matching: the longest computed prefix of a prompt, and why it is not longer.
 
 A match consists of full pages, found by their keys, and at most one page of which only the first tokens are the same:
 
@@ -28,11 +28,12 @@ MAX_DIVERGED_TOKENS = 64
 
 
 class PrefixMatch(NamedTuple):
-    """The pages that hold the first `num_tokens` tokens of a prompt; of the last page perhaps only a part matches.
+    """The pages that hold the first `num_tokens` tokens of a prompt.
 
-    `key` is the key of the last page that matches in full, and `tail_tokens` are the matching tokens after it.
-    `num_idle` of the pages are idle: opening the match takes that many pages from the free ones. `loads` lists
-    (table entry, host page) for pages that exist only on the host; their entry in `pages` is the null page.
+    Of the last page, perhaps only the first tokens match. `key` is the key of the last page that matches in full, and
+    `tail_tokens` are the matching tokens after it. `num_idle` of the pages are idle: opening the match takes that many
+    pages from the free ones. `loads` lists (table entry, host page) for pages that exist only on the host; their entry
+    in `pages` is the null page.
     """
 
     pages: list[int]
@@ -76,7 +77,7 @@ def match_device_and_host(
     max_tokens: int | None = None,
     allowed_host_pages: Collection[int] | None = None,
 ) -> PrefixMatch:
-    """Find the longest computed prefix on the device and the host, taking each page from the device if it is there.
+    """Find the longest computed prefix on the device and the host, preferring device pages.
 
     With `pool=None` no device page may be matched; with `allowed_host_pages` no other host pages.
     """
@@ -109,7 +110,10 @@ def match_device_and_host(
 
 
 def _max_matched_bytes(chain: PageHashChain, max_tokens: int | None) -> int:
-    """Return how many bytes of the chain's data may match: all but the last token, at most `max_tokens`."""
+    """Return how many bytes of the chain's data may match.
+
+    All but the last token, at most `max_tokens`.
+    """
     num_bytes = max(len(chain.data) - TOKEN_BYTES, 0)
     return num_bytes if max_tokens is None else min(num_bytes, max_tokens * TOKEN_BYTES)
 
@@ -117,7 +121,7 @@ def _max_matched_bytes(chain: PageHashChain, max_tokens: int | None) -> int:
 def explain(
     pool: PagePool, chain: PageHashChain, match: PrefixMatch, other_matches: Iterable[PrefixMatch] = ()
 ) -> Explanation:
-    """Explain a match: the state of each page of the prompt, and why the first token that misses was not found.
+    """Explain a match: the state of each page, and why the first missing token was not found.
 
     `other_matches`: the matches of the same tokens in other namespaces, if the caller is permitted to see them.
     """
@@ -155,7 +159,7 @@ def _page_hits(pool: PagePool, chain: PageHashChain, match: PrefixMatch) -> Iter
 def _miss_reason(
     pool: PagePool, chain: PageHashChain, match: PrefixMatch, other_matches: Iterable[PrefixMatch]
 ) -> tuple[str, str, bytes]:
-    """Return (reason, detail, tokens that the nearest cached continuation holds instead) for the first miss."""
+    """Return (reason, detail, tokens that are cached instead) for the first missing token."""
     at = match.num_tokens
     index = at * TOKEN_BYTES // chain.page_bytes
     if _was_evicted(pool, chain, match, index):
@@ -171,14 +175,17 @@ def _miss_reason(
 
 
 def _was_evicted(pool: PagePool, chain: PageHashChain, match: PrefixMatch, index: int) -> bool:
-    """Return whether the missing page, or any part of it longer than the match, was evicted recently."""
+    """Return whether the missing page was evicted recently.
+
+    Also true if any part of it that is longer than the match was.
+    """
     missing = chain.page_tokens(index)
     lengths = range(len(match.tail_tokens) + TOKEN_BYTES, len(missing) + 1, TOKEN_BYTES)
     return any(pool.was_evicted(hash_page(match.key, missing[:length]).key) for length in lengths)
 
 
 def _nearest_continuation(pool: PagePool, parent: bytes, missing: bytes, num_common_bytes: int) -> bytes:
-    """Return the tokens that the cache holds, instead of those of the prompt, after their common prefix.
+    """Return the tokens that are cached, instead of the prompt's, after their common prefix.
 
     They come from the newest page after `parent` that shares `num_common_bytes` with `missing`, and its successors.
     """

@@ -1,4 +1,4 @@
-"""What the pages are used for: counts, shares, the page map, and the check of all reference counts.
+"""Statistics of the pages: counts, shares, the page map, and checks of all invariants.
 
 All functions are queries for /metrics, tests and the idle self-check: O(pages held), never part of a step.
 
@@ -86,9 +86,9 @@ def num_tables_by_page(num_pages: int, tables: Collection[PageTable]) -> NDArray
 
 
 def fractional_pages(groups: Sequence[Collection[PageTable]]) -> list[float]:
-    """Divide the pages in use among groups of tables (requests, tenants): a page of k groups counts 1/k for each.
+    """Divide the pages in use among groups of tables (requests, tenants).
 
-    The shares add up to the number of pages in use.
+    A page that k groups hold counts 1/k for each. The shares add up to the number of pages in use.
     """
     held = [{page for table in group for page in table.pages()} for group in groups]
     sharers = Counter(page for pages in held for page in pages)
@@ -104,7 +104,10 @@ class PageStates:
 
 
 def page_states(kv: KVCache, tables: Collection[PageTable]) -> PageStates:
-    """Return the state and owner of all pages, given the tables of all live branches. About 20 ns per page."""
+    """Return the state and owner of all pages. About 20 ns per page.
+
+    `tables` are those of all live branches.
+    """
     pool = kv.pool
     states = np.zeros(pool.num_pages, np.uint8)
     states[pool.idle_pages()] = IDLE
@@ -115,7 +118,7 @@ def page_states(kv: KVCache, tables: Collection[PageTable]) -> PageStates:
 
 
 def page_cells(pages: PageStates, namespace: str | None, max_cells: int = MAX_CELLS) -> tuple[int, str]:
-    """Draw the page map: (pages per cell, one letter per cell), with several pages to a cell in a large pool.
+    """Draw the page map: (pages per cell, one letter per cell).
 
     Pages of other namespaces show as "o", unless `namespace` is None (operators). A cell shows its most used page.
     """
@@ -133,7 +136,7 @@ def page_cells(pages: PageStates, namespace: str | None, max_cells: int = MAX_CE
 
 
 def check_invariants(kv: KVCache, tables: Collection[PageTable], host_pages: Iterable[Sequence[int]] = ()) -> None:
-    """Verify the pool, all tables, and that the reference counts are exactly what the tables hold.
+    """Verify the pool, all tables, and that the tables hold exactly the counted references.
 
     `tables` are all open tables, `host_pages` the host pages of each preempted request. Call between steps.
 

@@ -1,4 +1,4 @@
-"""One step: the rows granted to branches, collected by a builder and frozen into a step plan.
+"""One step: the rows granted to branches, collected and frozen into a step plan.
 
 rows of the plan    [ branches granted tokens one by one | branches of the decode batch, one token each ]
 draws of the plan   [ draws of those of them that sample | one draw each                                ]
@@ -33,7 +33,10 @@ _EMPTY = {columns: np.zeros((0, columns), np.int32) for columns in (2, 3)}
 
 
 class ScoredRow(NamedTuple):
-    """Row `row` of the plan scores `num_tokens` prompt tokens of `request` from position `start` on."""
+    """A row of the plan that scores prompt tokens.
+
+    Row `row` scores `num_tokens` prompt tokens of `request` from position `start` on.
+    """
 
     request: LiveRequest
     row: int
@@ -169,9 +172,10 @@ class BatchBuilder:
             self._updates += [(slot, first + i, page) for i, page in enumerate(pages)]
 
     def build(self, step: int, forks: list[tuple[int, int, int]], decode_updates: I32, swaps: Swaps = ((), ())) -> Step:
-        """Freeze the step, asking the strategy of each sampled branch outside the decode batch what to draw.
+        """Freeze the step.
 
-        `decode_updates` are the page table updates of the decode batch, `swaps` the page copies to and from the host.
+        Asks the strategy of each sampled branch outside the decode batch what to draw. `decode_updates` are the page
+        table updates of the decode batch, `swaps` the page copies to and from the host.
         """
         decode_rows, faults = self._decode_batch.plan_rows(), list[tuple[LiveRequest, Exception]]()
         drawn, draws = self._draws(faults)
@@ -228,7 +232,7 @@ class BatchBuilder:
 
 
 def _scores(scored: Sequence[ScoredRow]) -> Scores | None:
-    """Return the request for the scores of all prompt tokens that these rows predict and that have none yet."""
+    """Return the scores to compute: all prompt tokens that these rows predict, if not scored."""
     if not scored:
         return None
     return Scores(
@@ -239,7 +243,7 @@ def _scores(scored: Sequence[ScoredRow]) -> Scores | None:
 
 
 def _targets(scored: ScoredRow) -> Iterator[int]:
-    """Yield, for each token of the row, the next prompt token if it has no score yet, else NO_TARGET."""
+    """Yield the next prompt token for each token of the row, NO_TARGET if it has a score."""
     request = scored.request
     first, last = len(request.prompt_scores), request.num_prompt_tokens - 1
     for position in range(scored.start, scored.start + scored.num_tokens):

@@ -1,4 +1,4 @@
-"""Operations on the branches of a request: each changes the branches, their page tables and their runner rows.
+"""Operations on branches, which change their page tables and runner rows as well.
 
     the strategy forks a branch   fork the page table (no page is copied), and copy the runner's row
     the request is preempted      detach: each branch releases its pages and chooses the branch to fork from later
@@ -23,7 +23,7 @@ from chatcache.types.actions import BranchAction, Extend, Fork, Release
 
 
 class RowAllocator:
-    """The runner's `num_slots` page-table rows: which are free, and which to copy before the next step.
+    """The runner's page-table rows: which are free, and which to copy before the next step.
 
     `num_reserved` counts the rows that all running requests may need at once.
     """
@@ -61,7 +61,7 @@ class RowAllocator:
         return slot
 
     def pop_forks(self) -> list[tuple[int, int, int]]:
-        """Return the row copies (src slot, dst slot, num_pages) recorded since the last call, in order."""
+        """Return the recorded row copies (src slot, dst slot, num_pages), in order, and forget them."""
         forks, self._forks = self._forks, []
         return forks
 
@@ -96,7 +96,10 @@ class BranchManager:
         branch.slot = self._rows.fork(source.slot, branch.table.changed_from)
 
     def close(self, branch: Branch, *, discard: bool = False) -> None:
-        """Release a branch's pages and row, if it has any. `discard`: its pages must not be matched afterwards."""
+        """Release a branch's pages and row, if it has any.
+
+        `discard`: its pages must not be matched afterwards.
+        """
         self._decode_batch.remove(branch, discard=discard)
         if branch.table is not None:
             self._kv.close(branch.table, discard=discard)
@@ -118,13 +121,13 @@ class BranchManager:
         request.hash_chain = None
 
     def detach(self, request: LiveRequest) -> None:
-        """Release all pages and rows of a request, and choose the fork source of each branch for the next start."""
+        """Release all pages and rows of a request, and choose fork sources for the next start."""
         for branch in request.branches.values():
             self.close(branch)
         request.choose_fork_sources()
 
     def reattach(self, request: LiveRequest) -> None:
-        """Start the waiting branches of a running request whose fork source has computed the shared tokens."""
+        """Start waiting branches whose fork source has computed the tokens they share."""
         for branch in request.branches.values():
             if branch.table is not None:
                 continue
@@ -139,7 +142,7 @@ class BranchManager:
             request.num_waiting_branches -= 1
 
     def _reattach(self, branch: Branch, source: Branch) -> None:
-        """Fork a waiting branch from its source, then extend it by pages of its own that are still cached."""
+        """Fork a waiting branch from its source, and extend it by its own pages if still cached."""
         if branch.num_tokens - branch.num_shared_tokens > self._kv.page_size or branch.request.host_pages:
             match = self._match(branch)
             num_shared = branch.num_shared_tokens // self._kv.page_size * self._kv.page_size
@@ -177,7 +180,7 @@ class BranchManager:
                 self.close(branch)
 
     def extend_in_batch(self, request: LiveRequest, actions: Sequence[BranchAction]) -> bool:
-        """Apply a single Extend to the only branch of a request, if that branch is in the decode batch.
+        """Apply a single Extend to a request whose only branch is in the decode batch.
 
         The fast path of `apply` for plain decoding. Returns False, and changes nothing, if this is another case.
         """
@@ -213,7 +216,10 @@ class BranchManager:
         return parent, child
 
     def _release(self, request: LiveRequest, action: Release) -> Branch:
-        """Remove the branch and release its pages; `_assign_rows` releases its row, or gives it to a child."""
+        """Remove the branch and release its pages.
+
+        `_assign_rows` releases its row, or gives it to a child.
+        """
         branch = request.branches.pop(action.branch, None)
         if branch is None:
             raise EngineError(f"branch {action.branch} was released but does not exist")
@@ -228,9 +234,10 @@ class BranchManager:
         return branch
 
     def _assign_rows(self, forks: list[tuple[Branch, Branch]], released: list[Branch]) -> None:
-        """Give every child a row: the row of a released parent goes to its first child, other children get a copy.
+        """Give every child a row.
 
-        So no row is written that another child still has to be copied from.
+        The row of a released parent goes to its first child; other children get a copy of the parent's row. So no row
+        is written that another child still has to be copied from.
         """
         rows = {id(parent): parent.slot for parent, _ in forks}
         inherited: set[int] = set()
@@ -251,7 +258,10 @@ class BranchManager:
         return branch
 
     def _awaits_token(self, branch: Branch) -> bool:
-        """Return whether all tokens of the branch are computed: it was sampled, and not extended since."""
+        """Return whether the branch was sampled and not extended since.
+
+        All its tokens are then computed.
+        """
         if branch.in_decode_batch:
             return self._decode_batch.awaits_token(branch)
         return branch.table is not None and branch.table.num_tokens == branch.num_tokens

@@ -60,9 +60,10 @@ class DecodeRows:
 
 
 class DecodeBatch:
-    """The branches in the decode batch, as arrays with one entry per branch, or per runner row where it says so.
+    """The branches in the decode batch, as arrays.
 
-    `unbatched_requests`: running requests with a branch outside the batch, which the scheduler serves one by one.
+    An array has one entry per branch, or one per runner row where a comment says so. `unbatched_requests`: running
+    requests with a branch outside the batch, which the scheduler serves one by one.
     """
 
     def __init__(self, kv: KVCache, num_slots: int) -> None:
@@ -102,7 +103,10 @@ class DecodeBatch:
     # -- adding and removing branches -----------------------------------------------------------------------------
 
     def add_if_eligible(self, branch: Branch) -> None:
-        """Add a branch, if its next step needs no decision. Asks its strategy once, for all steps, what to draw."""
+        """Add a branch, if its next step needs no decision.
+
+        Asks its strategy once, for all steps, what to draw.
+        """
         request, table = branch.request, branch.table
         if table is None or branch.num_tokens != table.num_tokens + 1 or not request.strategy.has_fixed_draws:
             return
@@ -135,7 +139,10 @@ class DecodeBatch:
         request.num_batched += 1
 
     def remove(self, branch: Branch, *, discard: bool = False) -> None:
-        """Remove a branch, if it is in the batch, and update its table unless that is to be discarded."""
+        """Remove a branch, if it is in the batch.
+
+        Its page table is updated, unless the table is to be discarded.
+        """
         if not branch.in_decode_batch:
             return
         entry = self._entry_view[branch.slot]
@@ -203,7 +210,7 @@ class DecodeBatch:
                 self.remove(branch)
 
     def advance_pages(self) -> I32:
-        """Append a page to each branch whose last page is full; return the page table updates [U, 3].
+        """Append a page to each branch whose last page is full; return table updates [U, 3].
 
         If too few pages are free, all these branches are removed from the batch instead.
         """
@@ -243,11 +250,17 @@ class DecodeBatch:
         )
 
     def active_rows(self, rows: DecodeRows) -> I32 | None:
-        """Return the indices of the last planned rows whose branches are still in the batch; None for all. A query."""
+        """Return the indices of the last planned rows that are still valid; None for all. A query.
+
+        A row is valid as long as its branch stays in the batch.
+        """
         return None if self._is_unchanged_since(rows) else self._row[self._planned_entries()]
 
     def advance(self, rows: DecodeRows) -> None:
-        """Record that the active rows of the last planned step were computed, with the tokens that are known now."""
+        """Record that the active rows of the last planned step were computed.
+
+        Their tokens are known now.
+        """
         entries = slice(len(rows.branches)) if self._is_unchanged_since(rows) else self._planned_entries()
         self._cells[self._cell[entries]] = self._next_token[entries]
         self._cell[entries] += 1
@@ -255,7 +268,7 @@ class DecodeBatch:
         self._next_token[entries] = AWAITING_TOKEN
 
     def can_schedule_ahead(self) -> bool:
-        """Return whether the whole batch can be planned again before the last planned step returns its tokens.
+        """Return whether the batch can be planned again before the last step returns its tokens.
 
         That is so if the step samples one token of each branch, and pages are free for the branches whose last page it
         fills. A query.
@@ -284,7 +297,7 @@ class DecodeBatch:
             self.remove(branch)
 
     def _is_unchanged_since(self, rows: DecodeRows) -> bool:
-        """Return whether no branch was added or removed since `rows`, the last planned rows, were planned."""
+        """Return whether the batch is unchanged since `rows`, the last planned rows, were planned."""
         return self._cached_rows is not None and self._cached_rows.branches is rows.branches
 
     def _planned_entries(self) -> NDArray[np.intp]:
@@ -313,7 +326,7 @@ class DecodeBatch:
 
 
 def pack_draws(specs: Sequence[DrawSpec], rows: Sequence[int], positions: Sequence[int]) -> Draws:
-    """Pack draw specs as arrays: one draw of each spec from its row at its position. All have length D."""
+    """Pack draw specs as arrays: one draw of each spec from its row at its position."""
     return Draws(
         row=np.array(rows, np.int32),
         width=np.array([spec.width for spec in specs], np.int32),
@@ -337,7 +350,10 @@ def concat_draws(first: Draws, second: Draws) -> Draws:
 
 
 def relocate_draws(draws: Draws, row: I32, position: I32) -> Draws:
-    """Return the same draws from other rows and positions, sharing all other arrays. Without edits and masks."""
+    """Return the same draws from other rows and positions, sharing all other arrays.
+
+    For draws without edits and masks.
+    """
     _, width, seed, lane, _, *rest = draw_arrays(draws)
     return _draws((row, width, seed, lane, position, *rest))
 

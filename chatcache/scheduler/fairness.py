@@ -32,7 +32,10 @@ MAX_REMEMBERED = 4096
 
 
 class VirtualTokenCounter:
-    """The counter of each namespace. `waiting` in the methods: the namespaces with a request in the queue."""
+    """The counter of each namespace.
+
+    `waiting` in the methods: the namespaces with a request in the queue.
+    """
 
     def __init__(self) -> None:
         self._counters: dict[str, int] = {}
@@ -43,7 +46,10 @@ class VirtualTokenCounter:
         return self._counters.get(namespace, 0)
 
     def on_namespace_queued(self, namespace: str, waiting: Collection[str]) -> None:
-        """Raise the counter of a namespace that had no waiting request until now to the smallest waiting one."""
+        """Raise the counter of a returning namespace to the smallest of the waiting ones.
+
+        Call when a namespace without waiting requests queues one.
+        """
         floor = self._floor(waiting)
         if len(self._counters) >= self._max_counters:
             self._forget_below(floor, {*waiting, self._last_left})
@@ -54,12 +60,15 @@ class VirtualTokenCounter:
         self._last_left = namespace
 
     def _forget_below(self, floor: int, retained: Collection[str]) -> None:
-        """Delete the counters of absent namespaces that would be raised to `floor` on their return anyway."""
+        """Delete counters of absent namespaces that their return would raise to `floor` anyway."""
         self._counters = {name: count for name, count in self._counters.items() if count > floor or name in retained}
         self._max_counters = max(MAX_REMEMBERED, 2 * len(self._counters))
 
     def _floor(self, waiting: Collection[str]) -> int:
-        """Return the smallest counter of the waiting namespaces; of the last to leave the queue if none waits."""
+        """Return the smallest counter of the waiting namespaces.
+
+        If none waits: the counter of the last one that left the queue.
+        """
         return min(map(self.__getitem__, waiting)) if waiting else self[self._last_left]
 
     def charge_input(self, namespace: str, num_tokens: int) -> None:
@@ -70,7 +79,7 @@ class VirtualTokenCounter:
 
 
 class FairnessAccounting:
-    """Charges namespaces for the prompts that their requests compute and the tokens that are sampled for them."""
+    """Charges namespaces for the prompt tokens and sampled tokens of their requests."""
 
     def __init__(self, counters: VirtualTokenCounter) -> None:
         self._counters = counters
@@ -78,7 +87,7 @@ class FairnessAccounting:
         self._num_decode_branches: Counter[str] = Counter()
 
     def charge_start(self, request: LiveRequest) -> None:
-        """Charge for the prompt tokens that were not cached, when a request starts for the first time."""
+        """Charge for the uncached prompt tokens, when a request starts for the first time."""
         self._counters.charge_input(request.namespace, request.num_prompt_tokens - (request.num_cached_tokens or 0))
 
     def charge_step(self, step: Step) -> None:

@@ -1,4 +1,4 @@
-"""Preemption by swapping or by recomputation: which is cheaper, and the host pages of swapped requests.
+"""Preemption: the choice between swapping and recomputation, and swapped requests.
 
 The two costs are estimated from measurements on this machine:
 
@@ -58,7 +58,10 @@ class CostModel:
         self.prefill = PrefillSpeed()
 
     def prefers_swap(self, num_tokens: int, num_pages_out: int, num_pages_in: int) -> bool:
-        """Return whether copying these pages to the host and back costs less than computing `num_tokens` again."""
+        """Return whether swapping costs less than computing `num_tokens` again.
+
+        Swapping copies `num_pages_out` pages to the host now, and `num_pages_in` pages back later.
+        """
         if self._preemption != AUTO:
             return self._preemption == SWAP
         seconds_per_token = self.prefill.seconds_per_token()
@@ -68,7 +71,7 @@ class CostModel:
 
 
 class SwapTracker:
-    """Tracks the host pages of preempted requests, which hold them until all their branches run again."""
+    """Tracks the host pages of preempted requests, until all their branches run again."""
 
     def __init__(self, kv: KVCache, cost: CostModel) -> None:
         self.cost = cost
@@ -77,7 +80,7 @@ class SwapTracker:
         self._returning: set[LiveRequest] = set()
 
     def swap_out_if_cheaper(self, request: LiveRequest) -> bool:
-        """Swap a request's pages to the host, if that is cheaper than recomputing them and the host has space.
+        """Swap a request's pages to the host, if that is cheaper and the host has space.
 
         Returns whether it did. Call before the request's branches are detached; the step then copies the pages before
         it writes any of them.
@@ -106,7 +109,10 @@ class SwapTracker:
         self._returning.discard(request)
 
     def release_returned(self) -> None:
-        """Release the host pages of requests whose branches all run again: the step that loaded them was executed."""
+        """Release the host pages of requests whose branches all run again.
+
+        Call when the step that loaded the pages was executed.
+        """
         for request in [request for request in self._returning if not request.num_waiting_branches]:
             self._returning.remove(request)
             self.release(request)

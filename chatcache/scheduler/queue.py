@@ -1,4 +1,4 @@
-"""The waiting queue: which request starts next, and on which tokens that are already computed.
+"""The waiting queue: which request starts next, and on which computed tokens.
 
 Requests start in service order: by priority, then first come, first served; with fair scheduling, the namespace that
 was served least goes first. A request starts as a whole, with rows for all its branches, on the longest computed prefix
@@ -34,9 +34,10 @@ _service_order = attrgetter("service_order")
 
 
 class LiveFork(NamedTuple):
-    """A running branch whose first `num_tokens` computed tokens are also the first tokens of a waiting prompt.
+    """A running branch that a waiting request can fork.
 
-    `is_whole`: the prompt cannot share more tokens with any branch.
+    Its first `num_tokens` tokens are computed, and are the first tokens of the prompt. `is_whole`: the prompt cannot
+    share more tokens with any branch.
     """
 
     branch: Branch
@@ -45,7 +46,7 @@ class LiveFork(NamedTuple):
 
 
 class Start(NamedTuple):
-    """A request that can start now, and the computed tokens it starts on: a fork of a running branch, or a match."""
+    """A request that can start now, on a fork of a running branch or on a cache match."""
 
     request: LiveRequest
     match: PrefixMatch
@@ -53,9 +54,10 @@ class Start(NamedTuple):
 
 
 class WaitingQueue:
-    """All requests without pages, new and preempted: one queue, or one per namespace with fair scheduling (`counters`).
+    """All requests without pages, new and preempted.
 
-    `num_prompt_tokens` counts the tokens of all waiting prompts, `num_forks` the requests that hint at a running one.
+    One queue, or with fair scheduling (`counters`) one per namespace. `num_prompt_tokens` counts the tokens of all
+    waiting prompts, `num_forks` the requests that hint at a running one.
     """
 
     def __init__(self, kv: KVCache, decode_batch: DecodeBatch, counters: VirtualTokenCounter | None = None) -> None:
@@ -81,7 +83,10 @@ class WaitingQueue:
         return self._sizes.get(namespace, (0, 0))
 
     def push(self, request: LiveRequest, *, is_new: bool = True) -> None:
-        """Queue a request. `is_new=False` for a preempted one, whose namespace was never without requests."""
+        """Queue a request.
+
+        `is_new=False` for a preempted request, whose namespace was never without requests.
+        """
         name = self._queue_name(request)
         if self._counters is not None and name not in self._queues and is_new:
             self._counters.on_namespace_queued(name, self._queues.keys())
@@ -118,7 +123,7 @@ class WaitingQueue:
         return "" if self._counters is None else request.namespace
 
     def find_start(self, running: Sequence[LiveRequest], num_slots: int, *, forks: bool = False) -> Start | None:
-        """Find the next request in service order, if it can start now, and the tokens it starts on. A query.
+        """Find the next request in service order, if it can start now. A query.
 
         A request for which too few pages or rows are free blocks all requests after it. A request whose next page is
         being computed by a running request is skipped, without blocking others: it will soon find that page.
@@ -138,7 +143,7 @@ class WaitingQueue:
         return None
 
     def _in_service_order(self) -> Iterator[LiveRequest]:
-        """Yield the requests to examine: the first of each namespace, then the second of each, and so on.
+        """Yield the requests to examine: the first of each namespace, the second of each, etc.
 
         So the requests of a namespace that all wait for a running prefill do not hide those of other namespaces. At
         most about MAX_EXAMINED requests.
@@ -160,7 +165,7 @@ class WaitingQueue:
             queues = [queue for queue in queues if len(queue) > index]
 
     def _resolve_start(self, request: LiveRequest, running: Sequence[LiveRequest]) -> Start:
-        """Find the computed tokens that a request can start on: the longer of a running fork and a cache match."""
+        """Find the computed tokens to start on: the longer of a running fork and a cache match."""
         fork = find_fork(request, running, self._decode_batch) if self._kv.enable_matching else None
         if fork is not None and fork.is_whole:
             return Start(request, self._kv.empty_match(request.scope), fork)
@@ -200,7 +205,7 @@ class WaitingQueue:
         return missing + batch.num_missing_pages() - num_here + match.num_idle + growth
 
     def _protects_preempted(self, request: LiveRequest, running: Sequence[LiveRequest]) -> bool:
-        """Return whether all protected requests (preempted often) are safe from preemption if `request` starts.
+        """Return whether all protected requests are safe from preemption if `request` starts.
 
         A request is only ever preempted for one that precedes it in service order. So a protected request is safe if it
         and all requests before it fit into the pool together, each in its worst case. A protected request starts only
@@ -217,11 +222,12 @@ class WaitingQueue:
 
 
 def find_fork(request: LiveRequest, running: Sequence[LiveRequest], decode_batch: DecodeBatch) -> LiveFork | None:
-    """Find the branch of the running request `request.fork_of` that shares the most first tokens with the prompt.
+    """Find the branch of the hinted request that shares the most tokens with a prompt.
 
-    The hint only names where to look: the tokens are compared, so a wrong hint costs time and changes no result. The
-    branch with the longest common prefix is chosen, as the scheduler does not know which branch carries the hinted
-    candidate. Returns None if there is none, or if the request was started before.
+    The hint is `request.fork_of`, which names a running request. The hint only names where to look: the tokens are
+    compared, so a wrong hint costs time and changes no result. The branch with the longest common prefix is chosen, as
+    the scheduler does not know which branch carries the hinted candidate. Returns None if there is none, or if the
+    request was started before.
     """
     point = request.fork_of
     if point is None or request.num_cached_tokens is not None or request.num_prompt_top is not None:
@@ -250,9 +256,10 @@ def _num_common(head: bytes, tokens: bytes) -> int:
 
 
 def num_missing_pages(kv: KVCache, request: LiveRequest) -> int:
-    """Count the pages that the request's present tokens still need, beyond those it has and those its branches share.
+    """Count the pages that the request's present tokens still need.
 
-    Branches in the decode batch are left out: see `DecodeBatch.num_missing_pages`.
+    Pages that it has, and those that its branches share, are not counted. Branches in the decode batch are left out:
+    see `DecodeBatch.num_missing_pages`.
     """
     total = 0
     for branch in request.branches.values():

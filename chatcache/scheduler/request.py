@@ -1,4 +1,4 @@
-"""Live requests and their branches, as plain state that only the scheduler changes, and their worst case in pages."""
+"""Live requests and their branches, plain state that only the scheduler changes."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class LiveRequest:
         return [branch.table for branch in self.branches.values() if branch.table is not None]
 
     def choose_fork_sources(self) -> None:
-        """Choose a fork source for every branch without pages: the one with which it shares the most tokens.
+        """Choose for every branch without pages the branch with which it shares most tokens.
 
         When the request starts again, its branches so share as many pages as before. A fork source has pages or is an
         earlier branch, so there are no cycles. The last token is never shared: a branch has to compute at least one
@@ -198,7 +198,7 @@ def worst_case_pages(num_prompt_tokens: int, max_tokens: int, num_branches: int,
 
 
 def max_tokens_that_fit(num_prompt_tokens: int, num_branches: int, page_size: int, num_pages: int) -> int:
-    """Return the largest `max_tokens` whose worst case fits into `num_pages`; less than 1 if none does."""
+    """Return the largest `max_tokens` whose worst case fits; less than 1 if none does."""
     num_shared = num_prompt_tokens // page_size
     num_private = (num_pages - num_shared) // num_branches
     max_tokens = (num_shared + num_private) * page_size - num_prompt_tokens + 1

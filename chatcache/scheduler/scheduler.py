@@ -55,7 +55,7 @@ _service_order = attrgetter("service_order")
 
 
 class Scheduler:
-    """Schedules requests over one KV cache and the runner's `num_slots` page-table rows. Single-threaded."""
+    """Schedules requests over one KV cache and the runner's page-table rows. Single-threaded."""
 
     def __init__(
         self,
@@ -111,24 +111,33 @@ class Scheduler:
         return batch.build(self.num_steps, self._rows.pop_forks(), decode_updates, swaps)
 
     def can_schedule_ahead(self, step: Step) -> bool:
-        """Return whether `plan_ahead` is possible after `step`, the last planned one, before its results. A query."""
+        """Return whether `plan_ahead` is possible before the results of `step`. A query.
+
+        `step` is the last planned one.
+        """
         return not self._is_budget_tight and self._async_scheduling.can_schedule_ahead(
             step, self.running, self.max_num_batched_tokens
         )
 
     def plan_ahead(self) -> Step:
-        """Plan the step after a committed one for which `can_schedule_ahead` holds; its tokens are PENDING_TOKEN."""
+        """Plan the next step before the results of the last one; its tokens are PENDING_TOKEN.
+
+        Requires that `can_schedule_ahead` holds for the last step, and that it is committed.
+        """
         self.num_steps += 1
         decode_updates = self._decode_batch.advance_pages()
         return BatchBuilder(self.max_num_batched_tokens, self._decode_batch).build(self.num_steps, [], decode_updates)
 
     @property
     def _is_budget_tight(self) -> bool:
-        """Whether a step has fewer tokens than there are branches, so that the decode batch cannot be used."""
+        """Whether there are more branches than tokens in a step.
+
+        The decode batch, which computes a token of each of its branches, cannot be used then.
+        """
         return self._num_branches > self.max_num_batched_tokens
 
     def _grant_running(self, requests: list[LiveRequest], batch: BatchBuilder) -> bool:
-        """Grant tokens to these running requests, in service order; return whether a request was preempted."""
+        """Grant tokens to these requests in service order; return whether one was preempted."""
         num_preemptions = self.num_preemptions
         num_later = sum(request.num_unbatched for request in requests)
         for request in requests:
@@ -146,7 +155,7 @@ class Scheduler:
         return self.num_preemptions > num_preemptions
 
     def _grant(self, request: LiveRequest, batch: BatchBuilder, num_later: int = 0) -> bool:
-        """Grant tokens to all branches of a request; return False, and grant none, if too few pages are free."""
+        """Grant tokens to all branches of a request; False, and none, if too few pages are free."""
         wants = split_token_budget(request, batch.budget, num_later)
         goals = [(t, t.num_tokens + n) for b, n in wants if (t := b.table) and t.num_tokens + n > t.num_reserved]
         if goals:
@@ -174,7 +183,7 @@ class Scheduler:
                 return
 
     def _start_forks(self) -> None:
-        """Start the requests that are forks of a running branch, before any token of this step is granted."""
+        """Start requests that fork a running branch, before any token of this step is granted."""
         while (start := self.waiting.find_start(self.running, self._rows.num_unreserved, forks=True)) is not None:
             self._start(start)
 
@@ -241,14 +250,15 @@ class Scheduler:
     # -- after the step -------------------------------------------------------------------------------------------
 
     def drop_finished_rows(self, step: Step) -> Step:
-        """Return the last planned step without the rows of branches that ended or left since. A query."""
+        """Return the last planned step without rows of branches that ended or left. A query."""
         rows = self._decode_batch.active_rows(step.decode_rows)
         return step if rows is None else step.select_decode_rows(rows)
 
     def commit(self, step: Step, faulty: Collection[LiveRequest] = ()) -> None:
-        """Record a step, after `drop_finished_rows`, as executed, or as launched if the next one is planned ahead.
+        """Record a step as executed, or as launched if the next one is planned ahead.
 
-        Publishes the pages that became full, except those of `faulty` requests.
+        `step` must have passed `drop_finished_rows`. Publishes the pages that became full, except those of `faulty`
+        requests.
         """
         for branch, tokens in step.granted:
             request, table = branch.request, branch.table
@@ -282,14 +292,17 @@ class Scheduler:
             self._decode_batch.unbatched_requests.discard(request)
 
     def reconcile(self, step: Step, drawn: I32) -> None:
-        """Compare the tokens sampled by a decode step with the applied ones, when the next step is already launched.
+        """Compare sampled with applied tokens, when the next step is already launched.
 
         Branches that continue with another token leave the decode batch, and lose their row in that next step.
         """
         self._decode_batch.reconcile(step.plan.rows.slot, drawn)
 
     def finish(self, request: LiveRequest, *, discard: bool = False) -> int:
-        """End a running or waiting request; return how many pages became free. `discard`: unpublish its pages."""
+        """End a running or waiting request; return how many pages became free.
+
+        With `discard` its pages are unpublished.
+        """
         num_in_use = self.kv.pool.num_in_use
         for branch in request.branches.values():
             self._branches.close(branch, discard=discard)
@@ -318,7 +331,7 @@ class Scheduler:
         return num_in_use - self.kv.pool.num_in_use
 
     def abort_steps(self, *steps: Step) -> list[LiveRequest]:
-        """Abort a step whose execution failed, and the step launched after it; return the requests that fail.
+        """Abort a failed step and the step launched after it; return the requests that fail.
 
         How much of the steps was executed is unknown. So the requests with rows in them end, and their pages are
         unpublished. All other requests are preempted and start again: their pages are intact, but their rows in the
@@ -332,7 +345,7 @@ class Scheduler:
         return failed
 
     def restart_all(self) -> None:
-        """Preempt every running request, after a planned step that was not executed, or not completely."""
+        """Preempt every running request, after a step that was not, or only partly, executed."""
         for request in list(self.running):
             self._requeue(request)
         self.kv.abort_step()
@@ -364,7 +377,7 @@ class Scheduler:
 
 
 class AsyncScheduling:
-    """Decides whether the next step can be planned before the results of the last planned one are known."""
+    """Decides whether the next step can be planned before the results of the last one."""
 
     def __init__(self, decode_batch: DecodeBatch, waiting: WaitingQueue, rows: RowAllocator) -> None:
         self._decode_batch = decode_batch
@@ -372,9 +385,9 @@ class AsyncScheduling:
         self._rows = rows
 
     def can_schedule_ahead(self, step: Step, running: Sequence[LiveRequest], budget: int) -> bool:
-        """Return whether the step after `step`, the last planned one, is the same whatever tokens it samples.
+        """Return whether the next step is the same whatever tokens `step` samples. A query.
 
-        `budget`: the maximum number of tokens in a step. A query.
+        `step` is the last planned one. `budget`: the maximum number of tokens in a step. A query.
         """
         if step.granted or step.has_swaps or self._decode_batch.unbatched_requests or self._rows.has_forks:
             return False
@@ -390,11 +403,11 @@ class AsyncScheduling:
 
 
 def split_token_budget(request: LiveRequest, budget: int, num_later: int) -> list[tuple[Branch, int]]:
-    """Split the rest of a step's token budget among the request's branches outside the decode batch.
+    """Split a step's remaining token budget among a request's branches.
 
-    A chunk of a long prompt leaves one token for each of the `num_later` branches served after this request. The last
-    tokens of a lockstep request (beam search) are all computed in the same step, so that its branches are sampled
-    together.
+    Branches in the decode batch are left out: their tokens are not part of this budget. A chunk of a long prompt leaves
+    one token for each of the `num_later` branches served after this request. The last tokens of a lockstep request
+    (beam search) are all computed in the same step, so that its branches are sampled together.
     """
     branches = request.branches.values()
     gaps = [(b, b.num_tokens - b.table.num_tokens) for b in branches if b.table is not None and not b.in_decode_batch]
@@ -415,7 +428,7 @@ def split_token_budget(request: LiveRequest, budget: int, num_later: int) -> lis
 
 
 def cache_miss_reason(kv: KVCache, start: Start) -> CacheMiss | None:
-    """Explain why the cache holds no more of a prompt than the request starts on. A query; O(prompt)."""
+    """Explain why a request cannot start on more cached tokens. A query; O(prompt)."""
     request, fork = start.request, start.fork
     if fork is not None:  # the tokens of a running branch, whose last page has no key yet
         at = fork.num_tokens

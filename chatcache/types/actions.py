@@ -44,7 +44,7 @@ class DrawSpec:
 
 
 class Candidates(msgspec.Struct, frozen=True, gc=False):
-    """The result of one draw: `width` tokens, best first, and the `top` raw alternatives if requested.
+    """The result of one draw: `width` tokens, best first, and the requested top alternatives.
 
     `perturbed`: log-probability + noise of each token, if they were drawn without replacement. `raw_logprobs`: the
     log-probabilities under the model's own softmax, if `logprobs` are those of another distribution.
@@ -69,7 +69,7 @@ class Extend(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fork(msgspec.Struct, frozen=True, gc=False):
-    """Create `child` from the tokens and pages that `parent` had before this step's actions, followed by `token`.
+    """Create `child` from `parent`'s tokens and pages before this step's actions, plus `token`.
 
     In the list of actions every Fork of a parent precedes that parent's own Extend or Release.
     """
@@ -80,7 +80,10 @@ class Fork(msgspec.Struct, frozen=True, gc=False):
 
 
 class Release(msgspec.Struct, frozen=True, gc=False):
-    """End `branch` and release its pages. Later requests can match them, the partly filled one only if `keep_tail`."""
+    """End `branch` and release its pages.
+
+    Later requests can match them, the partly filled one only if `keep_tail`.
+    """
 
     branch: int
     keep_tail: bool = True
@@ -90,7 +93,7 @@ BranchAction = Extend | Fork | Release
 
 
 class Emit(msgspec.Struct, frozen=True, gc=False):
-    """Send tokens of candidate `index`, which are now final, to the client; `score` as in `events.Tokens`."""
+    """Send final tokens of candidate `index` to the client; `score` as in `events.Tokens`."""
 
     index: int
     token_ids: tuple[int, ...]
@@ -110,7 +113,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class BeamUpdate:
-    """Report the live beams after this step, best first, if the request asked for them (`stream_beams`)."""
+    """Report the live beams after this step, best first, if `stream_beams` was requested."""
 
     beams: tuple[LiveBeam, ...]
 
@@ -131,7 +134,7 @@ class DroppedCandidate(msgspec.Struct, frozen=True, gc=False):
 
 
 class Advance(msgspec.Struct, frozen=True, gc=False):
-    """A strategy's response to the candidates of one step: actions, applied in order, and outputs.
+    """A strategy's response to the candidates of a step: ordered actions, and outputs.
 
     `finished`: the request is complete; its actions have released every branch.
     """
@@ -146,7 +149,10 @@ class Strategy(Protocol):
 
     @property
     def max_branches(self) -> int:
-        """The most branches that can exist at once; the request starts only when it can get a row for each."""
+        """The most branches that can exist at once.
+
+        A request starts only when each of them can get a row.
+        """
         ...
 
     @property
@@ -156,11 +162,17 @@ class Strategy(Protocol):
 
     @property
     def has_fixed_draws(self) -> bool:
-        """Whether `draws` returns the same specs for a branch in every later step, so that it is not called again."""
+        """Whether `draws` returns the same specs for a branch in every later step.
+
+        The scheduler then calls it only once.
+        """
         ...
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
-        """Return what to draw from the next-token logits of `branch`. A query, repeated after a preemption."""
+        """Return what to draw from the next-token logits of `branch`.
+
+        A query, which is repeated after a preemption.
+        """
         ...
 
     def drop(self, index: int) -> DroppedCandidate | None:
@@ -171,10 +183,10 @@ class Strategy(Protocol):
         ...
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
-        """Process the sampled candidates, one for each spec of `draws(branch)` for every sampled branch."""
+        """Process the sampled candidates: for each branch, one per spec of `draws(branch)`."""
         ...
 
 
 def cannot_drop_error(kind: str) -> UnsupportedParameterError:
-    """Return the error of `Strategy.drop` for strategies that decide about all candidates together."""
+    """Return the error of `Strategy.drop` for candidates that cannot be dropped one by one."""
     return UnsupportedParameterError(f"{kind} cannot be dropped one by one: cancel the response", param="candidate")

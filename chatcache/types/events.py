@@ -1,4 +1,4 @@
-"""Events of a request, numbered 1, 2, 3, ... in `seq`; exactly one terminal event ends every request.
+"""Events of a request, numbered 1, 2, 3, ... in `seq`, with one terminal event at the end.
 
 Started --> Tokens, Beams, CandidateDone (any number) --> Finished or Failed
 """
@@ -13,14 +13,14 @@ FINISH_CANCELLED = "cancelled"
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
-    """Natural log-probability of the chosen token under the model's raw logits, and the `top` alternatives."""
+    """Natural raw log-probability of the chosen token, and the `top` alternatives."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
 class CacheMiss(msgspec.Struct, frozen=True):
-    """Why the first prompt token that is not cached was not found; the fields are those of `stats.Explanation`."""
+    """Why a prompt's first uncached token was not found; fields as in `stats.Explanation`."""
 
     reason: str
     at_token: int
@@ -29,17 +29,18 @@ class CacheMiss(msgspec.Struct, frozen=True):
 
 
 class StartReport(msgspec.Struct, frozen=True):
-    """Cache details of a request's start: the pages copied on write, and the first cache miss of its prompt."""
+    """Cache details of a request's start: pages copied on write, and its first cache miss."""
 
     num_copied_pages: int
     miss: CacheMiss | None
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
-    """The last token of the prompt was computed; `num_cached_tokens` of its tokens came from existing pages.
+    """The last token of the prompt was computed.
 
-    `prompt_logprobs`, if requested, has one entry per prompt token; the first is None, as no token predicts it.
-    `report` is present if the request asked for it (`explain`).
+    `num_cached_tokens` of its tokens came from existing pages. `prompt_logprobs`, if requested, has one entry per
+    prompt token; the first is None, as no token predicts it. `report` is present if the request asked for it
+    (`explain`).
     """
 
     request_id: str
@@ -51,9 +52,10 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens", gc=False):
-    """New tokens of candidate `index`, in order. `logprobs` has one entry per token if requested, else none.
+    """New tokens of candidate `index`, in order.
 
-    `score`: the cumulative log-probability of a sampled candidate, from which another engine process can continue.
+    `logprobs` has one entry per token if requested, else none. `score`: the cumulative log-probability of a sampled
+    candidate, from which another engine process can continue.
     """
 
     request_id: str
@@ -65,7 +67,10 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens", gc=False):
 
 
 class LiveBeam(msgspec.Struct, frozen=True):
-    """The newest token of a live beam, as a tree node with its `parent` (0 is the prompt) and log-probability sum."""
+    """The newest token of a live beam, as a node of the token tree.
+
+    `parent` 0 is the prompt; `score` is the sum of log-probabilities.
+    """
 
     node: int
     parent: int
@@ -74,7 +79,10 @@ class LiveBeam(msgspec.Struct, frozen=True):
 
 
 class Beams(msgspec.Struct, frozen=True, tag="beams"):
-    """The live beams after one step, best first, from which a client builds the token tree (`stream_beams`)."""
+    """The live beams after one step, best first (`stream_beams`).
+
+    A client builds the token tree from them.
+    """
 
     request_id: str
     seq: int
@@ -82,12 +90,12 @@ class Beams(msgspec.Struct, frozen=True, tag="beams"):
 
 
 class CandidateDone(msgspec.Struct, frozen=True, tag="done"):
-    """Candidate `index` ended. `stop_reason` is the stop string or stop token id that matched, else None.
+    """Candidate `index` ended.
 
-    A stop token or EOS token that ended the candidate is included in its `Tokens`, so that the history is token-exact,
-    and left out of its text. `score` is the cumulative log-probability (sampling) or the length-penalised beam score.
-    `num_pages_freed`: pages freed by a dropped candidate (`finish_reason` "cancelled"), whose event may come before
-    `Started`.
+    `stop_reason` is the stop string or stop token id that matched, else None. A stop token or EOS token that ended the
+    candidate is included in its `Tokens`, so that the history is token-exact, and left out of its text. `score` is the
+    cumulative log-probability (sampling) or the length-penalised beam score. `num_pages_freed`: pages freed by a
+    dropped candidate (`finish_reason` "cancelled"), whose event may come before `Started`.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""The step plan, everything that the model runner needs for one step, and the result of the step.
+"""The step plan, all that the model runner needs for one step, and the step's result.
 
 Both are immutable data, and the only data exchanged with the model runner (or other ranks). A plan carries changes
 only: the runner keeps one page-table row per slot (a branch), so a decode step costs O(rows), not O(context length).
@@ -43,7 +43,7 @@ def _no_pairs() -> I32:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The branches that compute tokens in this step: prefill chunks and decode tokens in the same form.
+    """The branches that compute tokens in this step: prefill chunks and decode tokens alike.
 
     Shapes: slot, start, num_tokens [R]; tokens [T], the new tokens of all rows one after another, T = sum(num_tokens).
     Row r computes positions start[r] to start[r] + num_tokens[r] - 1; earlier positions are already in its pages. A
@@ -72,9 +72,10 @@ class LogitEdit:
 
 @dataclass(frozen=True, slots=True)
 class LogitMask:
-    """The tokens that one draw may choose (grammar constraint): bit id % 32 of word id // 32. Shape [ceil(V / 32)].
+    """The tokens that one draw may choose (grammar constraint), as a bit mask.
 
-    Applied together with the edits: the logit of every other token becomes -inf. Ids after the last word are forbidden.
+    Token id is bit id % 32 of word id // 32. Shape [ceil(V / 32)]. Applied together with the edits: the logit of every
+    other token becomes -inf. Ids after the last word are forbidden.
     """
 
     draw: int
@@ -112,7 +113,9 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Rows whose prompt tokens are scored: the raw log-probability of the token after each new token of the row.
+    """Rows whose prompt tokens are scored (prompt log-probabilities).
+
+    A score is the raw log-probability of the token after each new token of the row.
 
     Shapes: row, num_top [S]; targets [sum(num_tokens[row])]: for each token of these rows, in row order, the token that
     follows it in the prompt, or -1 for none (the cell of the result is then nan).

@@ -1,4 +1,4 @@
-"""Limits of the waiting queue: for all tenants together, and half of that for each single tenant.
+"""Limits of the waiting queue, for all tenants together and half of that for each one.
 
 Both count waiting requests and the tokens of their prompts. The token limit never rejects the first waiting request of
 the queue or of a tenant, however long its prompt is.
@@ -22,7 +22,9 @@ class QueueSize(NamedTuple):
 
 
 def check_tenant_share(present: QueueSize, num_tokens: int, limit: QueueSize) -> None:
-    """Verify that a tenant with `present` waiting requests can queue another prompt, given the limit of the queue.
+    """Verify that a tenant can queue another prompt.
+
+    `present` is what the tenant has queued, and `limit` the limit of the whole queue.
 
     Raises: RateLimitError.
     """

@@ -15,7 +15,7 @@ MAX_PROMPT_LOGPROBS = 700_000  # prompt tokens x (alternatives + 1): the most th
 
 
 def _as_tuples(params: msgspec.Struct, *fields: str) -> None:
-    """Convert fields to tuples, so that callers can write `stop="x"`, `stop=["x"]` or `stop=None`."""
+    """Convert fields to tuples, so that `stop="x"`, `stop=["x"]` and `stop=None` are accepted."""
     for field in fields:
         value = getattr(params, field)
         if not isinstance(value, tuple):
@@ -83,10 +83,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, tag="sampling"):
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, tag="beam"):
-    """Beam search as `transformers.generate(num_beams=...)` defines it; returns the best `n` hypotheses.
+    """Beam search as defined by `transformers.generate(num_beams=...)`.
 
-    `early_stopping`: True stops at `beam_width` finished hypotheses, False when no live beam can win at its present
-    length, "never" when none can win at any length. `n=None` returns all `beam_width` hypotheses.
+    Returns the best `n` hypotheses. `early_stopping`: True stops at `beam_width` finished hypotheses, False when no
+    live beam can win at its present length, "never" when none can win at any length. `n=None` returns all `beam_width`
+    hypotheses.
 
     The beams are divided into `num_beam_groups` groups, which are searched one after another in each step. A token's
     score is reduced by `diversity_penalty` for every time that an earlier group chose it in the same step
@@ -137,7 +138,7 @@ class ForkPoint(msgspec.Struct, frozen=True):
 
 
 class SentCandidate(msgspec.Struct, frozen=True):
-    """The part of candidate `index` that was sent to the client: its tokens (little-endian int32) and last score."""
+    """The tokens (little-endian int32) and last score of a candidate sent to the client."""
 
     index: int
     tokens: bytes = b""
@@ -146,7 +147,7 @@ class SentCandidate(msgspec.Struct, frozen=True):
 
 
 class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything sent for a request by a failed engine process, from which the next process continues.
+    """What a failed engine process sent for a request, so that the next process continues it.
 
     `last_seq`: number of the last event. `num_cached_tokens`: as in `Started`, None if that event was not sent.
     `candidates`: all candidates, or none if no token was sent.

@@ -1,4 +1,4 @@
-"""Statistics of the engine, the KV cache and the model, for /metrics, the cache API and the bench commands."""
+"""Statistics of the engine, the KV cache and the model, for /metrics and the cache API."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ DURATION_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10
 
 
 class Durations(msgspec.Struct, frozen=True, array_like=True):
-    """A histogram of durations: one count per bucket up to each of `DURATION_BOUNDS_S`, and one for longer ones."""
+    """A histogram of durations.
+
+    One count per bucket up to each of `DURATION_BOUNDS_S`, and one for longer durations.
+    """
 
     counts: tuple[int, ...] = (0,) * (len(DURATION_BOUNDS_S) + 1)
     total_s: float = 0.0
 
 
 class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """Engine statistics shown by `/readyz`, `/metrics`, `chatcache bench` and the web page. Counters since startup."""
+    """Engine statistics for `/readyz`, `/metrics`, `chatcache bench` and the web page.
+
+    Counters count since startup.
+    """
 
     ready: bool
     detail: str = ""
@@ -61,7 +67,10 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageHit(msgspec.Struct, frozen=True):
-    """The state of one page of a prompt: held (by a running branch) | idle | host | partial | missing."""
+    """The state of one page of a prompt.
+
+    `state`: held (by a running branch) | idle | host | partial | missing.
+    """
 
     index: int
     num_tokens: int
@@ -88,7 +97,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PackedPrompt(msgspec.Struct, frozen=True):
-    """A prompt's token ids as little-endian int32, for cache look-ups of many prompts in one message."""
+    """A prompt's token ids as little-endian int32, for cache look-ups of many prompts."""
 
     tokens: bytes
     num_public_tokens: int = 0
@@ -109,7 +118,10 @@ class PageAccounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageMap(msgspec.Struct, frozen=True, kw_only=True):
-    """The page map: one letter (see `kv_cache.stats`) per cell, for the most used of its `num_pages_per_cell` pages."""
+    """The page map, one letter per cell (see `kv_cache.stats`).
+
+    A cell of `num_pages_per_cell` pages shows its most used page.
+    """
 
     page_size: int
     num_pages: int

@@ -5,7 +5,7 @@ logits are a hash of *all* cells read back through the page table. So one page f
 have been copied, or matched before it was written, and the tokens come out different. The engine's property tests rest
 on that: any workload on any pool must equal each request alone with endless memory.
 
-It obeys `sched.plan` to the letter, and is strict where a real runner may be lenient: all rows read their history
+It obeys `types.plan` to the letter, and is strict where a real runner may be lenient: all rows read their history
 before any row writes, and cells never written hold a poison of their own.
 """
 

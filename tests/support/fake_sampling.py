@@ -1,4 +1,4 @@
-"""The draws of `sched.plan.Draws` in numpy, as the fake runner makes them. Shapes: V vocabulary."""
+"""The draws of `types.plan.Draws` in numpy, as the fake runner makes them. Shapes: V vocabulary."""
 
 from __future__ import annotations
 
