@@ -37,7 +37,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, *, need
     if tokenizer is None:
         return Engine(runner, runner.facts, config)
     engine = Engine(runner, runner.facts, config, tokenizer.token_bytes, special_ids=tokenizer.special_ids)
-    engine.prepare_constraints()
+    engine.start_grammar_compiler()
     return engine
 
 

@@ -332,15 +332,15 @@ class LLM:
         Raises: InvalidRequestError or ContextLengthError for a prompt that can never run.
         """
         ((_, token_ids),) = self._prompts([prompt])
-        return self._engine.pages.explain(token_ids, operator=True)
+        return self._engine.cache.explain(token_ids, operator=True)
 
     def accounts(self) -> PageAccounts:
         """Charge the pages held to the requests that run now: between calls of `generate` there are none."""
-        return self._engine.pages.accounts()
+        return self._engine.cache.page_accounts()
 
     def stats(self) -> Any:
         """Count what the pages are used for now: in use, idle, shared, waste."""
-        return self._engine.pages.stats()
+        return self._engine.cache.stats()
 
     def health(self) -> EngineHealth:
         """Size of the KV memory, and counters since the start: tokens, hits, preemptions, swaps, copies."""
@@ -348,7 +348,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached pages; False while some are in use."""
-        return self._engine.pages.reset_prefix_cache()
+        return self._engine.cache.reset_prefix_cache()
 
     def close(self) -> None:
         """Release the model and its pages; the object is of no use afterwards."""

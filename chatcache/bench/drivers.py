@@ -78,7 +78,7 @@ class EngineDriver:
 
     def __init__(self, engine: Engine, seed: int = 0) -> None:
         self.engine = engine
-        self.facts: ModelInfo = engine.facts
+        self.facts: ModelInfo = engine.model_info
         self._random = np.random.default_rng(seed)
         self._numbers = itertools.count()
 

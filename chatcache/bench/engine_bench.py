@@ -243,7 +243,7 @@ def run_engine_bench(
             write_model(SHAPES[shape], Path(scratch))
             config = msgspec.structs.replace(config, model=scratch, served_model_name=shape)
         engine = factory.build_engine(config, lambda _, detail: on_progress(detail), need_tokenizer=False)
-        facts, health = engine.facts, engine.health()
+        facts, health = engine.model_info, engine.health()
         on_progress("measuring the machine")
         limits = measure_limits(min(facts.step_bytes, MAX_BUFFER_BYTES), facts.dtype, facts.device)
         roofline = Roofline(

@@ -1,8 +1,8 @@
-"""What is refused at the door, with the numbers in the message.
+"""Validation of requests, and their conversion into live requests.
 
-Requests that are accepted but whose grammar is still being compiled, beside the loop.
-
-From a caller's request to a live one: everything about it that is decided once, when it is accepted.
+Everything that is decided once per request, when the engine accepts it: its limits, its seed, its decoding strategy and
+its grammar. Error messages name the limit and the value that exceeds it. Accepted requests whose grammar is still being
+compiled wait in a `GrammarWaitQueue`.
 """
 
 from __future__ import annotations
@@ -33,15 +33,23 @@ from chatcache.types.stats import ModelInfo
 
 MAX_REQUEST_ID_CHARS = 256
 
+StrategyFactory = Callable[..., Strategy]
+
 
 def check_request_id(request_id: str) -> None:
-    """Raises: InvalidRequestError."""
+    """Verify the length of a request id.
+
+    Raises: InvalidRequestError.
+    """
     if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
         raise InvalidRequestError(f"request_id must have 1 to {MAX_REQUEST_ID_CHARS} characters", param="request_id")
 
 
 def check_priority(priority: int) -> None:
-    """Raises: InvalidRequestError."""
+    """Verify the type and the range of a priority.
+
+    Raises: InvalidRequestError.
+    """
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise InvalidRequestError(f"priority must be an integer, got {priority!r:.100}", param="priority")
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
@@ -51,9 +59,9 @@ def check_priority(priority: int) -> None:
 
 
 def check_policies(config: EngineConfig, capacity: KVCapacity) -> None:
-    """Verify the words that choose a policy.
+    """Verify the scheduling policy and the preemption mode of a configuration.
 
-    Raises: InvalidRequestError.
+    Raises: InvalidRequestError for an unknown name, or for `swap` without host memory.
     """
     choices = (
         ("scheduling_policy", config.scheduling_policy, SCHEDULING_POLICIES),
@@ -70,7 +78,7 @@ def check_policies(config: EngineConfig, capacity: KVCapacity) -> None:
 
 
 def check_prompt(prompt: Sequence[int], num_public_tokens: int, vocab_size: int, max_model_len: int) -> None:
-    """Verify a prompt and how much of it is public.
+    """Verify the length and token ids of a prompt, and the size of its public prefix.
 
     Raises: InvalidRequestError, ContextLengthError.
     """
@@ -95,9 +103,9 @@ def check_prompt(prompt: Sequence[int], num_public_tokens: int, vocab_size: int,
 
 
 def check_prompt_logprobs(request: GenerateRequest) -> None:
-    """Verify that what is asked of the prompt fits one answer; the parameters are valid.
+    """Verify that the requested prompt log-probabilities do not exceed MAX_PROMPT_LOGPROBS.
 
-    Raises: InvalidRequestError.
+    Expects valid sampling parameters. Raises: InvalidRequestError.
     """
     num_top = request.params.prompt_logprobs
     if num_top is not None and len(request.prompt) * (num_top + 1) > MAX_PROMPT_LOGPROBS:
@@ -108,25 +116,25 @@ def check_prompt_logprobs(request: GenerateRequest) -> None:
         )
 
 
-def check_branches(params: Params, most: int) -> None:
-    """Verify that all branches can run side by side.
+def check_branches(params: Params, max_branches: int) -> None:
+    """Verify that all branches of a request fit one step.
 
     Raises: InvalidRequestError.
     """
-    if num_branches(params) > most:
+    if num_branches(params) > max_branches:
         if isinstance(params, BeamSearchParams):
             name = "beam_width"
         else:
             name = "n" if params.best_of is None else "best_of"
         raise InvalidRequestError(
-            f"{name} must be at most {most} on this server, got {num_branches(params)}", param=name
+            f"{name} must be at most {max_branches} on this server, got {num_branches(params)}", param=name
         )
 
 
 def resolve_max_tokens(request: GenerateRequest, capacity: KVCapacity, max_model_len: int) -> int:
-    """Return how many tokens each branch may generate: what was asked for, or all that context and pool allow.
+    """Return the token limit of each branch: `max_tokens`, or as many as context and pool allow.
 
-    Raises: ContextLengthError if that can never fit, even with the whole pool to itself.
+    Raises: ContextLengthError if the request could not finish even if it had the whole pool.
     """
     num_prompt, branches, params = len(request.prompt), num_branches(request.params), request.params
     num_pages = capacity.num_pages - 1
@@ -151,125 +159,130 @@ def resolve_max_tokens(request: GenerateRequest, capacity: KVCapacity, max_model
 
 
 class GrammarWaitQueue:
-    """In the order of their arrival; one that is slow holds up no other."""
+    """Accepted requests that wait for their grammar to be compiled, in order of arrival.
+
+    A grammar that compiles slowly does not delay the requests after it.
+    """
 
     def __init__(self) -> None:
-        self._tickets: dict[LiveRequest, GrammarFuture] = {}
+        self._grammars: dict[LiveRequest, GrammarFuture] = {}
 
     def __len__(self) -> int:
-        return len(self._tickets)
+        return len(self._grammars)
 
     def __contains__(self, request: LiveRequest) -> bool:
-        return request in self._tickets
+        return request in self._grammars
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(len(request.prompt) for request in self._tickets)
+        return sum(len(request.prompt) for request in self._grammars)
 
-    def of(self, namespace: str) -> tuple[int, int]:
-        """Count a namespace's requests, and the tokens of their prompts."""
-        sizes = [len(request.prompt) for request in self._tickets if request.namespace == namespace]
+    def namespace_size(self, namespace: str) -> tuple[int, int]:
+        """Return the number of a namespace's requests and the number of their prompt tokens."""
+        sizes = [len(request.prompt) for request in self._grammars if request.namespace == namespace]
         return len(sizes), sum(sizes)
 
-    def add(self, request: LiveRequest, ticket: GrammarFuture) -> None:
-        self._tickets[request] = ticket
+    def add(self, request: LiveRequest, grammar: GrammarFuture) -> None:
+        self._grammars[request] = grammar
 
     def remove(self, request: LiveRequest) -> None:
-        """Forget a request; a compile that was to begin for it alone does not, so that nobody waits behind it."""
-        ticket = self._tickets.pop(request)
-        if all(other.future is not ticket.future for other in self._tickets.values()):
-            ticket.cancel()
+        """Remove a request.
 
-    def take(self, timeout_s: float) -> Iterator[tuple[LiveRequest, BaseException | None]]:
-        """Yield those that are ready, each with what went wrong, if anything did; wait so long for the first."""
-        if timeout_s and not any(ticket.is_ready for ticket in self._tickets.values()):
-            next(iter(self._tickets.values())).compiler.wait(timeout_s)
-        for request, ticket in list(self._tickets.items()):
-            if ticket.is_ready:
-                del self._tickets[request]
-                yield request, ticket.failure()
+        Its compilation is cancelled if it has not begun and no other request needs it.
+        """
+        grammar = self._grammars.pop(request)
+        if all(other.future is not grammar.future for other in self._grammars.values()):
+            grammar.cancel()
 
+    def pop_ready(self, timeout_s: float) -> Iterator[tuple[LiveRequest, BaseException | None]]:
+        """Remove and yield the requests whose compilation is done, with its error or None.
 
-StrategyFactory = Callable[..., Strategy]
+        Waits up to `timeout_s` if no compilation is done.
+        """
+        if timeout_s and not any(grammar.is_ready for grammar in self._grammars.values()):
+            next(iter(self._grammars.values())).compiler.wait(timeout_s)
+        for request, grammar in list(self._grammars.items()):
+            if grammar.is_ready:
+                del self._grammars[request]
+                yield request, grammar.failure()
 
 
 class RequestValidator:
-    """Checks requests against one engine's limits and makes live ones of them, numbered as they come.
+    """Checks requests against one engine's limits and converts them into numbered live requests.
 
-    `most_branches` may run side by side.
+    `max_branches` is the number of branches that one step can hold.
     """
 
     def __init__(
         self,
-        facts: ModelInfo,
+        model_info: ModelInfo,
         config: EngineConfig,
         capacity: KVCapacity,
         *,
         max_model_len: int,
-        most_branches: int,
+        max_branches: int,
         token_bytes: Sequence[bytes] | None,
         special_ids: Collection[int],
         make_strategy: StrategyFactory,
     ) -> None:
-        self._facts = facts
+        self._model_info = model_info
         self._config = config
         self._capacity = capacity
         self._max_model_len = max_model_len
-        self._most_branches = most_branches
+        self._max_branches = max_branches
         self._token_bytes = token_bytes
-        self._grammars = GrammarCompiler(token_bytes, facts, special_ids)
+        self._grammars = GrammarCompiler(token_bytes, model_info, special_ids)
         self._make_strategy = make_strategy
         self._num_accepted = 0
 
     def check(self, request: GenerateRequest) -> int:
-        """Verify a request; return how many tokens each of its branches may generate.
+        """Verify a request and return the token limit of each of its branches.
 
-        Raises: InvalidRequestError or ContextLengthError for what can never run.
+        Raises: InvalidRequestError or ContextLengthError for a request that this engine can never run.
         """
         check_request_id(request.request_id)
         check_priority(request.priority)
-        check_prompt(request.prompt, request.num_public_tokens, self._facts.vocab_size, self._max_model_len)
-        validate_params(request.params, self._facts.vocab_size)
+        check_prompt(request.prompt, request.num_public_tokens, self._model_info.vocab_size, self._max_model_len)
+        validate_params(request.params, self._model_info.vocab_size)
         check_prompt_logprobs(request)
-        check_branches(request.params, self._most_branches)
+        check_branches(request.params, self._max_branches)
         return resolve_max_tokens(request, self._capacity, self._max_model_len)
 
-    def check_room(self, request: GenerateRequest, waiting: WaitingQueue, preparing: GrammarWaitQueue) -> None:
-        """Verify that a request may wait with these.
+    def check_queue_limits(self, request: GenerateRequest, waiting: WaitingQueue, compiling: GrammarWaitQueue) -> None:
+        """Verify that one more request fits the queue limits, which count both queues.
 
-        Raises: RateLimitError, OverloadedError when as many requests or prompt tokens wait as may.
+        Raises: RateLimitError when the namespace has used its share, OverloadedError when the queue is full.
         """
-        num_tokens, most = (
-            len(request.prompt),
-            QueueSize(self._config.max_queued_requests, self._config.max_queued_tokens),
-        )
+        num_tokens = len(request.prompt)
+        limit = QueueSize(self._config.max_queued_requests, self._config.max_queued_tokens)
         if request.namespace:
             num, size = waiting.namespace_size(request.namespace)
-            num_more, size_more = preparing.of(request.namespace)
-            check_tenant_share(QueueSize(num + num_more, size + size_more), num_tokens, most)
-        everybody = QueueSize(len(waiting) + len(preparing), waiting.num_prompt_tokens + preparing.num_prompt_tokens)
-        check_queue(everybody, num_tokens, most)
+            num_more, size_more = compiling.namespace_size(request.namespace)
+            check_tenant_share(QueueSize(num + num_more, size + size_more), num_tokens, limit)
+        total = QueueSize(len(waiting) + len(compiling), waiting.num_prompt_tokens + compiling.num_prompt_tokens)
+        check_queue(total, num_tokens, limit)
 
-    def prepare_constraints(self) -> None:
+    def start_grammar_compiler(self) -> None:
+        """Start the grammar compiler before the first request needs it."""
         self._grammars.load_vocabulary()
 
-    def grammar(self, request: GenerateRequest) -> GrammarFuture | None:
-        """Begin to compile what the output must match, if it must match anything.
+    def start_grammar(self, request: GenerateRequest) -> GrammarFuture | None:
+        """Begin to compile the request's grammar; None for a request without structured outputs.
 
-        Raises: InvalidRequestError for what can be told at once.
+        Raises: InvalidRequestError for a grammar that is rejected without compiling it.
         """
         outputs = request.params.structured_outputs
         return None if outputs is None else self._grammars.start(outputs, request.namespace)
 
-    def accept(self, request: GenerateRequest, max_tokens: int, ticket: GrammarFuture | None) -> LiveRequest:
-        """Make a checked request live.
+    def create_request(self, request: GenerateRequest, max_tokens: int, grammar: GrammarFuture | None) -> LiveRequest:
+        """Create the live request of a checked request.
 
-        Raises: InvalidRequestError for what its strategy cannot do here.
+        Raises: InvalidRequestError for parameters that its decoding strategy does not support.
         """
-        constrained = {} if ticket is None else {"grammar_future": ticket}
+        constrained = {} if grammar is None else {"grammar_future": grammar}
         strategy = self._make_strategy(
             request,
-            self._facts,
+            self._model_info,
             seed=self._seed(request),
             max_tokens=max_tokens,
             token_bytes=self._token_bytes,
@@ -295,7 +308,7 @@ class RequestValidator:
         return live
 
     def _seed(self, request: GenerateRequest) -> int:
-        """Return the request's seed; one that follows from engine seed and request id if it names none."""
+        """Return the request's seed; without one, a hash of the engine's seed and the request id."""
         seed: int | None = getattr(request.params, "seed", None)
         if seed is not None:
             return seed

@@ -1,4 +1,4 @@
-"""Events of live requests, numbered 1, 2, 3, ... per request, until the caller takes them."""
+"""Queue of the events that the engine emits, numbered 1, 2, 3, ... per request."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ from chatcache.types.events import (
 
 log = logging.getLogger(__name__)
 
-MAX_TOKENS_PER_EVENT = 4096  # what a search holds back may be long, and has to travel
+MAX_TOKENS_PER_EVENT = 4096  # a search may emit a long text at once, and an event must fit a frame
 
 
 class EventQueue:
-    """Numbers and keeps events. `open` and a terminal event frame every accepted request."""
+    """Numbers events and keeps them until the caller removes them.
+
+    The events of a request begin with `open` and end with a terminal event.
+    """
 
     def __init__(self) -> None:
         self._events: list[EngineEvent] = []
@@ -35,20 +38,21 @@ class EventQueue:
         return len(self._events)
 
     def open(self, request_id: str, last_seq: int = 0) -> None:
-        """Number a request's events from behind `last_seq` on."""
+        """Start the numbering of a request's events at `last_seq` + 1."""
         self._last_seq[request_id] = last_seq
 
-    def take(self) -> list[EngineEvent]:
+    def pop_all(self) -> list[EngineEvent]:
+        """Remove and return all events."""
         events, self._events = self._events, []
         return events
 
-    def started(self, request: LiveRequest) -> None:
+    def emit_started(self, request: LiveRequest) -> None:
         seq, cached = self._next(request), request.num_cached_tokens or 0
         scores = () if request.num_prompt_top is None else (None, *request.prompt_scores)
         report = StartReport(request.num_copied_pages, request.miss) if request.explain else None
         self._events.append(Started(request.request_id, seq, request.num_prompt_tokens, cached, scores, report))
 
-    def output(self, request: LiveRequest, output: Output) -> None:
+    def emit_output(self, request: LiveRequest, output: Output) -> None:
         match output:
             case Emit():
                 self._tokens(request, output)
@@ -62,8 +66,8 @@ class EventQueue:
             case BeamUpdate(beams):
                 self._events.append(Beams(request.request_id, self._next(request), beams))
 
-    def dropped(self, request: LiveRequest, index: int, score: float, num_pages_freed: int) -> None:
-        """A candidate was ended on request, perhaps before anything was computed."""
+    def emit_cancelled_candidate(self, request: LiveRequest, index: int, score: float, num_pages_freed: int) -> None:
+        """Emit the end of a cancelled candidate; perhaps nothing was computed for it yet."""
         seq, reason = self._next(request), FINISH_CANCELLED
         done = CandidateDone(request.request_id, seq, index, reason, None, float(score), num_pages_freed)
         self._events.append(done)
@@ -76,7 +80,7 @@ class EventQueue:
             seq = self._next(request)
             self._events.append(Tokens(request.request_id, seq, index, token_ids[part], logprobs[part], score))
 
-    def finished(self, request: LiveRequest, *, cancelled: bool = False, num_pages_freed: int = 0) -> None:
+    def emit_finished(self, request: LiveRequest, *, cancelled: bool = False, num_pages_freed: int = 0) -> None:
         if not cancelled:
             log.info(
                 "request %s finished: %d prompt tokens (%d cached), %d output tokens, %d computed, %d preemptions",
@@ -100,8 +104,11 @@ class EventQueue:
             )
         )
 
-    def failed(self, request: LiveRequest, error: BaseException) -> None:
-        """Report an error. Only catalogued ones are quoted; anything else is a bug and keeps its text to itself."""
+    def emit_failed(self, request: LiveRequest, error: BaseException) -> None:
+        """Emit `Failed`.
+
+        Only a `ChatcacheError` shows its text; any other error is a bug and stays in the log.
+        """
         known = error if isinstance(error, ChatcacheError) else EngineError("The request failed while it was computed.")
         self._events.append(
             Failed(request.request_id, self._close(request), known.message, known.code, known.param, known.status)

@@ -1,10 +1,10 @@
-"""The books are checked whenever the engine falls idle: then every page must be free, and look it.
+"""Consistency checks of an idle engine: no page is held, and the page pools are intact.
 
-Between two requests nobody should wait for that. So a check looks at MAX_PAGES pages of each tier, well under a
-millisecond, and the next one at those that follow: a large pool is gone through over many idle moments. `strict` looks
-at everything every time, and raises.
+No request should wait for a check. Therefore one check covers MAX_PAGES_PER_CHECK pages of each pool, which takes well
+under a millisecond, and the next check continues after them: a large pool is covered over many idle moments. With
+`strict`, every check covers everything and raises on the first violation.
 
-The proof that branches and page tables agree on what is in the pages. For tests and self-checks: O(tokens).
+`check_page_tokens` also compares pages with the tokens of running requests. It costs O(tokens) and serves tests.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from chatcache.kv_cache.stats import check_invariants
 from chatcache.scheduler.request import LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
 
-MAX_PAGES = 512
+MAX_PAGES_PER_CHECK = 512
 
 log = logging.getLogger(__name__)
 
 
 class InvariantChecker:
-    """Counts its checks and the claims that did not hold."""
+    """Checks the idle engine and counts its checks and the violations that it found."""
 
     def __init__(self, kv: KVCache, scheduler: Scheduler, *, strict: bool = False) -> None:
         self.num_checks = 0
@@ -37,7 +37,7 @@ class InvariantChecker:
         self._next_page = 1
 
     def run_if_due(self) -> None:
-        """Check the idle engine, unless it has not run since the last time.
+        """Check the idle engine if it has run a step since the last check.
 
         Raises: InvariantError if `strict`.
         """
@@ -47,35 +47,37 @@ class InvariantChecker:
         self.num_checks += 1
         if self._strict:
             check_invariants(self._kv, self._scheduler.tables(), [])
-        for claim in self._broken():
+        for violation in self._violations():
             self.num_broken += 1
-            log.error("a broken invariant: %s", claim)
+            log.error("broken invariant: %s", violation)
             if self._strict:
-                raise InvariantError(claim)
+                raise InvariantError(violation)
 
-    def _broken(self) -> Iterator[str]:
+    def _violations(self) -> Iterator[str]:
         yield from self._scheduler.idle_violations()
         pools = {"page": self._kv.pool} | ({"host page": self._kv.host.pool} if self._kv.host is not None else {})
         for name, pool in pools.items():
             if pool.num_in_use:
-                yield f"{pool.num_in_use} {name}s are held though nobody runs"
-            yield from (f"{name}: {claim}" for claim in pool.idle_violations(self._next_page, MAX_PAGES))
-        self._next_page = (self._next_page + MAX_PAGES) % max(pool.num_pages for pool in pools.values())
+                yield f"{pool.num_in_use} {name}s are held although no request is running"
+            yield from (
+                f"{name}: {violation}" for violation in pool.idle_violations(self._next_page, MAX_PAGES_PER_CHECK)
+            )
+        self._next_page = (self._next_page + MAX_PAGES_PER_CHECK) % max(pool.num_pages for pool in pools.values())
 
 
-def check_tokens(kv: KVCache, running: Iterable[LiveRequest]) -> None:
-    """Verify that every table of these requests, all of them up to date, knows its branch's tokens, in order.
+def check_page_tokens(kv: KVCache, running: Iterable[LiveRequest]) -> None:
+    """Verify that the pages of these requests hold the tokens of their branches, in order.
 
-    Raises: InvariantError naming the first branch of which that is not so.
+    All branches must be up to date. Raises: InvariantError naming the first branch whose pages differ.
     """
     for request in running:
         for branch in request.branches.values():
-            if branch.table is not None and _known_tokens(kv, branch.table) != branch.span(0, branch.table.num_tokens):
-                raise InvariantError(f"branch {branch.id} of {request.request_id}: its pages know other tokens")
+            if branch.table is not None and _page_tokens(kv, branch.table) != branch.span(0, branch.table.num_tokens):
+                raise InvariantError(f"branch {branch.id} of {request.request_id}: its pages hold other tokens")
 
 
-def _known_tokens(kv: KVCache, table: PageTable) -> bytes | None:
-    """Return the tokens that the names of the full pages stand for, and the tail's."""
+def _page_tokens(kv: KVCache, table: PageTable) -> bytes | None:
+    """Return the tokens of the table's full pages and tail; None if a page has no hash."""
     contents = [kv.pool.content(page) for page in table.pages()[: table.num_tokens // kv.page_size]]
     if any(content is None for content in contents):
         return None

@@ -1,4 +1,4 @@
-"""The two protocols at the engine's edges: what it needs of a runner, and what the outside may do with it."""
+"""Interfaces of the engine: the model runner below it and the client above it."""
 
 from __future__ import annotations
 
@@ -11,70 +11,80 @@ from chatcache.types.request import GenerateRequest
 from chatcache.types.stats import EngineHealth, Explanation, PackedPrompt, PageAccounts, PageMap
 
 
-class Launched(Protocol):
-    """A step that has begun."""
+class StepHandle(Protocol):
+    """A launched step whose result can be awaited."""
 
     def result(self) -> StepResult:
-        """Wait for the step and return what was drawn. Raises: as `ModelRunner.execute`."""
+        """Wait for the step and return the sampled tokens. Raises: as `ModelRunner.execute`."""
         ...
 
 
 class ModelRunner(Protocol):
-    """Executes plans. Satisfied structurally by `model.runner.Runner` and `engine.fake.FakeRunner`."""
+    """Executes step plans.
+
+    `model.runner.Runner` is the implementation; tests use a runner without a model.
+    """
 
     def capacity(self) -> KVCapacity: ...
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step: `launch` it and wait.
+        """Run one step: `launch` it and wait for its result.
 
-        Raises: DeviceLostError if nothing will ever work again in this process; any other exception means that the
-        whole
-        step failed; the engine ends its requests, not itself.
+        Raises: DeviceLostError if the device cannot be used by this process any more. Any other exception means that
+        this step failed: the engine fails its requests and continues.
         """
         ...
 
-    def launch(self, plan: StepPlan) -> Launched:
-        """Begin a step, behind those launched before; their results are asked for in the same order.
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Enqueue a step after the steps launched before; results are awaited in the same order.
 
-        Where `capacity().has_async_launch`, this may return before the step is done, and one more step may be launched
-        before the first one's result is asked for. Raises: as `execute`.
+        With `capacity().has_async_launch`, this may return before the step is done, and one more step may be launched
+        before the result of the first is awaited. Raises: as `execute`.
         """
         ...
 
 
 class EngineClient(Protocol):
-    """The only thing `chat` and `gateway` hold of an engine, wherever it runs."""
+    """Asynchronous interface of an engine in this process or another one.
+
+    `conversations` and `gateway` depend on it only.
+    """
 
     async def submit(self, request: GenerateRequest) -> None:
-        """Accept a request; from here exactly one terminal event will come.
+        """Accept a request, which then ends in exactly one terminal event.
 
-        Raises: InvalidRequestError or ContextLengthError for what can never run, OverloadedError when the queue is
-        full, RateLimitError
-        when the namespace's share of it is.
+        Raises: InvalidRequestError or ContextLengthError for a request that can never run, OverloadedError when the
+        queue is full, RateLimitError when the namespace has used its share of the queue.
         """
         ...
 
     def events(self, request_id: str, after: int = 0) -> AsyncIterator[EngineEvent]:
-        """Yield the request's events with seq > `after`, in order, ending after the terminal one.
+        """Yield the request's events with seq > `after`, in order, up to the terminal one.
 
-        What all readers have dealt with may be gone: read on from there, or read all of it at once.
+        Events that every present reader has processed may be discarded: a reader that reconnects passes as `after` the
+        last event that it has processed.
         """
         ...
 
-    def num_told(self, request_id: str) -> int:
-        """Tokens said of a request so far, read or not; 0 once its end was read, and of one that nobody knows."""
+    def num_tokens_sent(self, request_id: str) -> int:
+        """Return how many tokens a request has emitted, read or not.
+
+        0 for an unknown id, and after the terminal event was read.
+        """
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End the request within one step; its stream ends with `Finished(cancelled=True)`. Unknown ids are ignored."""
+        """End the request within one step with `Finished(cancelled=True)`.
+
+        Unknown ids are ignored.
+        """
         ...
 
-    async def drop(self, request_id: str, index: int) -> None:
-        """End one candidate within one step: its `CandidateDone` says "cancelled". The others go on; the last: `abort`.
+    async def cancel_candidate(self, request_id: str, index: int) -> None:
+        """End one candidate within one step with a `CandidateDone` of reason "cancelled".
 
-        Unknown requests and candidates that have ended are ignored. Raises: UnsupportedParameterError for searches,
-        whose
-        candidates are settled together.
+        The other candidates continue; cancelling the last one aborts the request. Unknown requests and candidates that
+        have ended are ignored. Raises: UnsupportedParameterError for searches, whose candidates end together.
         """
         ...
 
@@ -83,7 +93,7 @@ class EngineClient(Protocol):
     async def explain(
         self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
     ) -> Explanation:
-        """Tell what of a prompt is computed already, and why not more. Changes nothing.
+        """Report which pages of a prompt are cached, and why the first missing page is not.
 
         An `operator` may also learn what other namespaces have computed; a tenant must not.
 
@@ -91,14 +101,20 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def num_cached(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
-        """Count what of each prompt is computed already, of many between several steps. Changes nothing."""
+    async def count_cached_tokens(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
+        """Return the number of cached tokens of each prompt. Changes nothing.
+
+        A long list is split into batches, so that the engine can run steps in between.
+        """
         ...
 
     async def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap:
-        """Show every page in one letter: a tenant sees what others have as theirs and no more, an `operator` all."""
+        """Return the state of every page as one letter.
+
+        A tenant sees pages of other tenants only as such; an `operator` sees the state of all pages.
+        """
         ...
 
-    async def accounts(self) -> PageAccounts:
+    async def page_accounts(self) -> PageAccounts:
         """Charge the pages held now to requests, conversations and namespaces."""
         ...

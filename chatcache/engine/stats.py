@@ -1,14 +1,7 @@
-"""What the engine tells of itself, put together from those who know.
+"""Counters, duration histograms, page usage and prefix cache queries of the engine.
 
-How long requests waited, were prefilled and decoded: histograms that travel with the engine's health.
-
-Who holds the pages, and how well they are filled: figures for people, worked out when asked.
-
-The page map for whoever polls it, at a cost that steps do not feel.
-
-The namespaces of the latest requests: where an operator's question is asked as well.
-
-What an engine's pages hold, for those who ask.
+`EngineHealth` is assembled from them. Values that cost O(pages) are computed on request and cached, so that frequent
+readers (the gateway's health checks, the web interface) do not slow the steps down.
 """
 
 from __future__ import annotations
@@ -22,7 +15,7 @@ from msgspec.structs import replace
 
 from chatcache.config import EngineConfig
 from chatcache.engine.admission import check_prompt
-from chatcache.engine.invariants import check_tokens
+from chatcache.engine.invariants import check_page_tokens
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import CacheScope
 from chatcache.kv_cache.stats import (
@@ -48,9 +41,13 @@ from chatcache.types.stats import (
     PageMap,
 )
 
+USAGE_INTERVAL_S = 1.0
+MAX_TIME_SHARE = 0.01  # of the engine's time
+MAX_REMEMBERED_NAMESPACES = 1024
+
 
 class Histogram:
-    """Counts of seconds, one more than there are bounds: the last is of what lies beyond."""
+    """Counts of durations per bucket of DURATION_BOUNDS_S; the last bucket counts longer ones."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(DURATION_BOUNDS_S) + 1)
@@ -65,7 +62,11 @@ class Histogram:
 
 
 class RequestTimes:
-    """Accepted to admitted (`queue`), to the first token (`prefill`), to the last (`decode`), of whoever got there."""
+    """Histograms of how long requests spend in each phase.
+
+    Phases: `queue` (until admitted), `prefill` (until the first token), `decode` (until the last one).
+    A request counts in a phase when it completes the phase.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -73,19 +74,23 @@ class RequestTimes:
         self.prefill = Histogram()
         self.decode = Histogram()
 
-    def first_token(self, request: LiveRequest) -> None:
-        """The first of its tokens, or of its candidates', is there."""
+    def record_first_token(self, request: LiveRequest) -> None:
+        """Record the time of a request's first token, of any of its candidates."""
         request.first_token_s = self._clock()
         self.queue.observe(request.admitted_s - request.accepted_s)
         self.prefill.observe(request.first_token_s - request.admitted_s)
 
-    def last_token(self, request: LiveRequest) -> None:
+    def record_last_token(self, request: LiveRequest) -> None:
+        """Record the decode time of a request that generated its last token."""
         self.decode.observe(self._clock() - request.first_token_s)
 
 
 @dataclass(slots=True)
 class Totals:
-    """What has been done since the engine started; forks and times are of requests that came to that point."""
+    """Counters since the engine started.
+
+    Forks count when a request finishes, times when a phase ends.
+    """
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -94,15 +99,15 @@ class Totals:
     num_beam_forks: int = 0
     times: RequestTimes = field(default_factory=RequestTimes)
 
-    def begin(self, request: LiveRequest) -> None:
-        """Its first token is there."""
+    def record_start(self, request: LiveRequest) -> None:
+        """Count the prompt of a request that generated its first token."""
         self.num_prompt_tokens += request.num_prompt_tokens
         self.num_cached_tokens += request.num_cached_tokens or 0
-        self.times.first_token(request)
+        self.times.record_first_token(request)
 
-    def end(self, request: LiveRequest) -> None:
-        """It has said all it has to say."""
-        self.times.last_token(request)
+    def record_finish(self, request: LiveRequest) -> None:
+        """Count the forks of a request that generated its last token."""
+        self.times.record_last_token(request)
         num_forks = request.num_branches_created - 1
         if request.lockstep:
             self.num_beam_forks += num_forks
@@ -110,11 +115,13 @@ class Totals:
             self.num_candidate_forks += num_forks
 
 
-def lasting(facts: ModelInfo, config: EngineConfig, capacity: KVCapacity, max_model_len: int) -> EngineHealth:
-    """State what stays the same."""
+def static_health(
+    model_info: ModelInfo, config: EngineConfig, capacity: KVCapacity, max_model_len: int
+) -> EngineHealth:
+    """Return the fields of the health report that do not change."""
     return EngineHealth(
         ready=True,
-        model=config.served_model_name or facts.name,
+        model=config.served_model_name or model_info.name,
         max_model_len=max_model_len,
         scheduling_policy=config.scheduling_policy,
         page_size=capacity.page_size,
@@ -125,8 +132,8 @@ def lasting(facts: ModelInfo, config: EngineConfig, capacity: KVCapacity, max_mo
     )
 
 
-def with_traffic(health: EngineHealth, scheduler: Scheduler, totals: Totals) -> EngineHealth:
-    """Add who runs and waits, and what has been done since the start."""
+def with_request_counts(health: EngineHealth, scheduler: Scheduler, totals: Totals) -> EngineHealth:
+    """Add the numbers of running and waiting requests, and the counters since the start."""
     return replace(
         health,
         num_running=len(scheduler.running),
@@ -148,8 +155,8 @@ def with_traffic(health: EngineHealth, scheduler: Scheduler, totals: Totals) -> 
     )
 
 
-def with_pages(health: EngineHealth, kv: KVCache, usage: PageUsage) -> EngineHealth:
-    """Add what the pages are used for, on the device and on the host."""
+def with_page_usage(health: EngineHealth, kv: KVCache, usage: PageUsage) -> EngineHealth:
+    """Add the usage of the page pools on the device and on the host."""
     health = replace(
         health,
         num_pages=kv.pool.num_usable,
@@ -170,13 +177,10 @@ def with_pages(health: EngineHealth, kv: KVCache, usage: PageUsage) -> EngineHea
     )
 
 
-USAGE_INTERVAL_S = 1.0
-
-
 def page_accounts(kv: KVCache, requests: Sequence[LiveRequest], page_bytes: int) -> PageAccounts:
-    """Charge every page in use to the requests that hold it, and sum up by conversation and namespace.
+    """Divide the pages in use among the requests, conversations and namespaces that hold them.
 
-    O(pages held).
+    A page shared by n requests counts 1/n for each. O(pages held).
     """
     charges = fractional_pages([request.tables() for request in requests])
     conversations: dict[str, float] = {}
@@ -193,8 +197,8 @@ def page_accounts(kv: KVCache, requests: Sequence[LiveRequest], page_bytes: int)
     )
 
 
-class UsageGauge:
-    """Page usage for who asks often: counted anew at most once in USAGE_INTERVAL_S, since counting is O(pages held)."""
+class PageUsageCache:
+    """Page usage, computed at most once in USAGE_INTERVAL_S, because it costs O(pages held)."""
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic) -> None:
         self._scheduler = scheduler
@@ -203,6 +207,7 @@ class UsageGauge:
         self._counted_at = 0.0
 
     def read(self) -> PageUsage:
+        """Return the usage, at most USAGE_INTERVAL_S old."""
         now = self._clock()
         if self._usage is None or now - self._counted_at >= USAGE_INTERVAL_S:
             self._usage = page_usage(self._scheduler.kv, self._scheduler.tables())
@@ -210,12 +215,14 @@ class UsageGauge:
         return self._usage
 
 
-MAX_SHARE = 0.01  # of the engine's time
+MAX_TIME_SHARE = 0.01  # of the engine's time
 
 
-class PageGauge:
-    """All see the same look at the pages. A new one is taken once MAX_SHARE of the time since the last one covers it:
-    where it takes 3 ms (100,000 pages), three times a second; of a small pool, whenever somebody asks."""
+class PageMapCache:
+    """Page map shared by all readers, refreshed in at most MAX_TIME_SHARE of the engine's time.
+
+    A map of 100,000 pages takes 3 ms and is refreshed three times a second; one of a small pool at every read.
+    """
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic) -> None:
         self._scheduler = scheduler
@@ -224,23 +231,20 @@ class PageGauge:
         self._stale_at_s = 0.0
 
     def read(self, namespace: str | None) -> PageMap:
-        """Draw the pages as a namespace may see them, or (None) as they are."""
+        """Return the page map as the namespace may see it, or for None the states of all pages."""
         now_s, kv = self._clock(), self._scheduler.kv
         pages = self._pages
         if pages is None or now_s >= self._stale_at_s:
             tables = [table for request in self._scheduler.running for table in request.tables()]
             pages = self._pages = page_states(kv, tables)
             then_s = self._clock()
-            self._stale_at_s = then_s + (then_s - now_s) / MAX_SHARE
+            self._stale_at_s = then_s + (then_s - now_s) / MAX_TIME_SHARE
         per_cell, cells = page_cells(pages, namespace)
         return PageMap(page_size=kv.page_size, num_pages=len(pages.states), num_pages_per_cell=per_cell, cells=cells)
 
 
-MAX_REMEMBERED_NAMESPACES = 1024
-
-
-class Namespaces:
-    """The latest MAX_REMEMBERED_NAMESPACES, oldest first."""
+class RecentNamespaces:
+    """Namespaces of the latest requests, oldest first: an operator's `explain` searches them."""
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}
@@ -251,59 +255,68 @@ class Namespaces:
     def __len__(self) -> int:
         return len(self._names)
 
-    def remember(self, namespace: str) -> None:
+    def add(self, namespace: str) -> None:
         self._names.pop(namespace, None)
         self._names[namespace] = None
         if len(self._names) > MAX_REMEMBERED_NAMESPACES:
             del self._names[next(iter(self._names))]
 
 
-class EnginePages:
-    """Answers out of the books of one engine: all are queries, but for `reset_prefix_cache`."""
+class CacheInspector:
+    """Queries about one engine's page cache. Only `reset_prefix_cache` changes it."""
 
     def __init__(
-        self, scheduler: Scheduler, capacity: KVCapacity, namespaces: Namespaces, *, vocab_size: int, max_model_len: int
+        self,
+        scheduler: Scheduler,
+        capacity: KVCapacity,
+        recent_namespaces: RecentNamespaces,
+        *,
+        vocab_size: int,
+        max_model_len: int,
     ) -> None:
         self._scheduler = scheduler
         self._kv = scheduler.kv
-        self._gauge = PageGauge(scheduler)
+        self._page_map = PageMapCache(scheduler)
         self._page_bytes = capacity.kv_bytes // capacity.num_pages
-        self._namespaces = namespaces
+        self._recent_namespaces = recent_namespaces
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
 
     def stats(self) -> PageUsage:
-        """Count what the pages are used for. O(pages held): for metrics and tests."""
+        """Return the page usage. O(pages held): for metrics and tests."""
         return page_usage(self._kv, self._scheduler.tables())
 
-    def accounts(self) -> PageAccounts:
-        """Charge the pages in use to requests, conversations and namespaces. O(pages held)."""
+    def page_accounts(self) -> PageAccounts:
+        """Divide the pages in use among requests, conversations and namespaces. O(pages held)."""
         return page_accounts(self._kv, self._scheduler.running, self._page_bytes)
 
-    def num_cached(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
-        """Count what of each prompt is already computed, as `explain` would."""
+    def count_cached_tokens(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
+        """Return the number of cached tokens of each prompt, as `explain` does."""
         return [
             self._kv.count_cached_tokens(each.tokens, CacheScope(namespace, each.num_public_tokens)) for each in prompts
         ]
 
     def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap:
-        """Show every page as the namespace may see it, or an `operator` all as they are. A moment old at most."""
-        return self._gauge.read(None if operator else namespace)
+        """Return the page map as the namespace, or an `operator`, may see it.
+
+        It may be a moment old.
+        """
+        return self._page_map.read(None if operator else namespace)
 
     def explain(
         self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
     ) -> Explanation:
-        """Say what of a prompt is already computed, and why not more.
+        """Report which pages of a prompt are cached, and why the first missing page is not.
 
-        An `operator` may also learn what (recently seen) other namespaces have computed; a tenant must not.
+        An `operator` also sees pages cached by other recent namespaces; a tenant must not.
         Raises: InvalidRequestError, ContextLengthError.
         """
         check_prompt(prompt, num_public_tokens, self._vocab_size, self._max_model_len)
         chain = self._kv.hash_pages(prompt, CacheScope(namespace, num_public_tokens))
-        return self._kv.explain(chain, self._namespaces if operator else ())
+        return self._kv.explain(chain, self._recent_namespaces if operator else ())
 
-    def num_held(self, request_id: str) -> int:
-        """Count the distinct pages a request holds; 0 if it is unknown or waiting."""
+    def num_pages_held(self, request_id: str) -> int:
+        """Return the number of distinct pages that a request holds; 0 if it is unknown or waiting."""
         requests = (request for request in self._scheduler.requests() if request.request_id == request_id)
         return len({page for request in requests for table in request.tables() for page in table.pages()})
 
@@ -311,10 +324,10 @@ class EnginePages:
         """Verify pages, tables and reference counts against each other. Raises: InvariantError."""
         tables = self._scheduler.tables()
         check_invariants(self._kv, tables, [request.host_pages for request in self._scheduler.requests()])
-        check_tokens(self._kv, self._scheduler.running)
+        check_page_tokens(self._kv, self._scheduler.running)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all that finished requests left behind; refused (False) while requests run."""
+        """Remove all cached pages; return False, without a change, while requests run."""
         if self._scheduler.running:
             return False
         self._kv.reset_prefix_cache()

@@ -1,10 +1,9 @@
-"""The client's half of the bus: calls awaiting their answers, logs of running requests, the last health heard.
+"""Client side of the protocol: pending calls, event logs of requests, last health report.
 
-The event log: what a running request says, kept so that readers may fall behind, leave and go on where they were.
-
-What every present reader has done with is forgotten, many events at a time: a request may say a great deal. A reader
-has done with an event when it asks for the one behind it. So an only reader may leave, and read on from the last event
-that it has dealt with; whoever else wants an event must be there before the others are far beyond it.
+An event log keeps the events of a request, so that readers may be slow, disconnect and continue where they stopped.
+Events that every present reader has processed are discarded, PRUNE_EVENTS at a time. A reader has processed an event
+when it requests the next one. A reader that was alone can therefore return to the last event that it processed; an
+additional reader must begin before the others are far ahead.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from msgspec.structs import replace
 from chatcache.engine_process.protocol import (
     Abort,
     Answer,
-    Ask,
+    CancelCandidate,
     Command,
     CountCached,
-    Drop,
     Events,
     Explain,
+    Invoke,
     MapPages,
+    PromptScores,
     Reply,
-    Scored,
     Submit,
     decode_error,
     decode_scores,
@@ -39,32 +38,33 @@ from chatcache.types.request import GenerateRequest
 from chatcache.types.stats import EngineHealth, Explanation, PackedPrompt, PageAccounts, PageMap
 
 RETENTION_S = 60.0
-FORGET_EVENTS = 256
+PRUNE_EVENTS = 256
+MAX_COUNT_BYTES = 4 * 8_192  # of prompt tokens in one CountCached command
 
 
 class EventLog:
     """Events of one request, `seq` 1, 2, 3, ... without a gap; closed by its terminal event.
 
-    Appending never waits: a slow reader costs memory bounded by the request's own length, never time.
+    Appending never waits: a slow reader costs memory, bounded by the request's length.
     All methods belong to one event loop.
     """
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
-        self.scores: list[bytes] = []  # the prompt's log-probabilities, as they came (`messages.Scored`)
+        self.scores: list[bytes] = []  # encoded prompt log-probabilities (`PromptScores`)
         self.closed = False
         self.num_tokens = 0
         self._events: list[EngineEvent] = []
-        self._num_forgotten = 0
-        self._readers: dict[object, int] = {}  # the last event that each has done with
+        self._num_discarded = 0
+        self._readers: dict[object, int] = {}  # the last event that each has processed
         self._waiting: list[asyncio.Future[None]] = []
 
     @property
     def last_seq(self) -> int:
-        return self._num_forgotten + len(self._events)
+        return self._num_discarded + len(self._events)
 
     @property
-    def num_kept(self) -> int:
+    def num_retained(self) -> int:
         return len(self._events)
 
     def append(self, event: EngineEvent) -> None:
@@ -88,18 +88,18 @@ class EventLog:
     async def read(self, after: int = 0) -> AsyncGenerator[EngineEvent, None]:
         """Yield events with seq > `after`, waiting for more until the terminal one.
 
-        Raises: NotFoundError where some of them are forgotten.
+        Raises: NotFoundError when some of them were discarded.
         """
         position, loop, reader = max(after, 0), asyncio.get_running_loop(), object()
-        if position < self._num_forgotten:
-            raise NotFoundError(f"{self.request_id}: events up to {self._num_forgotten} were read and are gone")
+        if position < self._num_discarded:
+            raise NotFoundError(f"{self.request_id}: events up to {self._num_discarded} were read and discarded")
         self._readers[reader] = position
         try:
             while True:
                 while position < self.last_seq:
                     position += 1
-                    yield self._events[position - 1 - self._num_forgotten]
-                    self._done(reader, position)
+                    yield self._events[position - 1 - self._num_discarded]
+                    self._advance_reader(reader, position)
                 if self.closed:
                     return
                 waiter = loop.create_future()
@@ -108,19 +108,22 @@ class EventLog:
         finally:
             del self._readers[reader]
 
-    def _done(self, reader: object, position: int) -> None:
+    def _advance_reader(self, reader: object, position: int) -> None:
         self._readers[reader] = position
-        if position - self._num_forgotten < FORGET_EVENTS:
+        if position - self._num_discarded < PRUNE_EVENTS:
             return
-        num_done = min(self._readers.values()) - self._num_forgotten
-        if num_done >= FORGET_EVENTS:
+        num_done = min(self._readers.values()) - self._num_discarded
+        if num_done >= PRUNE_EVENTS:
             del self._events[:num_done]
-            self._num_forgotten += num_done
+            self._num_discarded += num_done
             self.scores.clear()
 
 
 class EventLogs:
-    """The logs of all requests. A finished one goes when its terminal event was read, or after `retention_s`."""
+    """The event logs of all requests.
+
+    The log of a finished request is removed when its terminal event was read, or after `retention_s`.
+    """
 
     def __init__(self, retention_s: float = RETENTION_S) -> None:
         self._retention_s = retention_s
@@ -132,18 +135,18 @@ class EventLogs:
 
     @property
     def num_open(self) -> int:
-        """Requests without a terminal event yet."""
+        """Number of requests without a terminal event."""
         return len(self._logs) - len(self._expiry)
 
     def num_tokens(self, request_id: str) -> int:
-        """Tokens in a request's log so far, forgotten ones too; 0 without a log."""
+        """Return the number of tokens in a request's log, discarded ones included; 0 without a log."""
         log = self._logs.get(request_id)
         return log.num_tokens if log is not None else 0
 
     def open(self, request_id: str) -> EventLog:
-        """Begin a log.
+        """Create the log of a request.
 
-        Raises: InvalidRequestError while another request holds the same id.
+        Raises: InvalidRequestError while another request has the same id.
         """
         if request_id in self._logs:
             raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
@@ -151,7 +154,7 @@ class EventLogs:
         return log
 
     def append(self, event: EngineEvent) -> None:
-        """File an event; one for a request nobody holds any more is dropped."""
+        """Append an event to its request's log; an event without a log is dropped."""
         log = self._logs.get(event.request_id)
         if log is None:
             return
@@ -161,32 +164,31 @@ class EventLogs:
             self._expiry[log.request_id] = loop.call_later(self._retention_s, self.drop, log.request_id)
 
     def add_scores(self, request_id: str, part: bytes) -> None:
-        """File prompt log-probabilities, ahead of the `Started` that tells of them."""
+        """Append prompt log-probabilities, which arrive before the `Started` event they belong to."""
         log = self._logs.get(request_id)
         if log is not None:
             log.scores.append(part)
 
     def drop(self, request_id: str) -> None:
-        """Forget a log; readers already on it read to its end. Unknown ids are ignored."""
+        """Remove a log; its present readers can finish. Unknown ids are ignored."""
         self._logs.pop(request_id, None)
         timer = self._expiry.pop(request_id, None)
         if timer is not None:
             timer.cancel()
 
     def fail_open(self, message: str, code: str) -> None:
-        """End every open log with one `Failed`."""
+        """Append a `Failed` event to every open log."""
         for log in [log for log in self._logs.values() if not log.closed]:
             self.append(Failed(log.request_id, log.last_seq + 1, message, code))
 
     async def read(self, request_id: str, after: int = 0) -> AsyncIterator[EngineEvent]:
         """Yield a request's events with seq > `after`, to the terminal one.
 
-        Raises: NotFoundError for an id that was never submitted, or whose end was read already, and for events that
-        were.
+        Raises: NotFoundError for an unknown id, after the terminal event was read, and for discarded events.
         """
         log = self._logs.get(request_id)
         if log is None:
-            raise NotFoundError(f"request {request_id!r} is not known")
+            raise NotFoundError(f"request {request_id!r} is unknown")
         async for event in log.read(after):
             if isinstance(event, Started) and log.scores:
                 event = replace(event, prompt_logprobs=await asyncio.to_thread(decode_scores, log.scores))
@@ -196,13 +198,12 @@ class EventLogs:
         self.drop(request_id)
 
 
-COUNTED_BYTES = 4 * 8_192
-
-
 class EngineClientBase:
-    """Turns calls into commands and notices into results. Belongs to one event loop.
+    """Converts calls into commands, and notices into results and events.
 
-    `send` hands a command to the engine and never waits.
+    Belongs to one event loop.
+
+    `send` sends a command to the engine without waiting.
     """
 
     def __init__(self, send: Callable[[Command], None], retention_s: float = RETENTION_S) -> None:
@@ -214,11 +215,11 @@ class EngineClientBase:
 
     @property
     def num_open(self) -> int:
-        """Requests submitted that have not ended."""
+        """Number of submitted requests that have not ended."""
         return self._logs.num_open
 
     async def submit(self, request: GenerateRequest) -> None:
-        """Hand a request over and wait for the engine's verdict; a cancelled wait withdraws the request."""
+        """Send a request and wait until it is accepted; a cancelled wait aborts the request."""
         self._logs.open(request.request_id)
         try:
             await self._call(lambda call: Submit(call, request))
@@ -231,14 +232,14 @@ class EngineClientBase:
     def events(self, request_id: str, after: int = 0) -> AsyncIterator[EngineEvent]:
         return self._logs.read(request_id, after)
 
-    def num_told(self, request_id: str) -> int:
+    def num_tokens_sent(self, request_id: str) -> int:
         return self._logs.num_tokens(request_id)
 
     def abort(self, request_id: str) -> None:
         self._send(Abort(request_id))
 
-    async def drop(self, request_id: str, index: int) -> None:
-        await self._call(partial(Drop, request_id=request_id, index=index))
+    async def cancel_candidate(self, request_id: str, index: int) -> None:
+        await self._call(partial(CancelCandidate, request_id=request_id, index=index))
 
     async def explain(
         self, prompt: Sequence[int], namespace: str, num_public_tokens: int, operator: bool
@@ -246,20 +247,20 @@ class EngineClientBase:
         value = await self._call(lambda call: Explain(call, tuple(prompt), namespace, num_public_tokens, operator))
         return cast(Explanation, value)
 
-    async def num_cached(self, prompts: Sequence[PackedPrompt], namespace: str) -> list[int]:
+    async def count_cached_tokens(self, prompts: Sequence[PackedPrompt], namespace: str) -> list[int]:
         counts: list[int] = []
-        for some in _shares(prompts):
-            counts += await self._call(partial(CountCached, prompts=some, namespace=namespace))
+        for batch in _batches(prompts):
+            counts += await self._call(partial(CountCached, prompts=batch, namespace=namespace))
         return counts
 
     async def page_map(self, namespace: str, operator: bool) -> PageMap:
         return cast(PageMap, await self._call(lambda call: MapPages(call, namespace, operator)))
 
-    async def accounts(self) -> PageAccounts:
-        return cast(PageAccounts, await self._call(lambda call: Ask(call, "accounts")))
+    async def page_accounts(self) -> PageAccounts:
+        return cast(PageAccounts, await self._call(lambda call: Invoke(call, "accounts")))
 
-    async def ask(self, what: Literal["stats", "reset_prefix_cache"]) -> Any:
-        return await self._call(lambda call: Ask(call, what))
+    async def invoke(self, method: Literal["stats", "reset_prefix_cache"]) -> Any:
+        return await self._call(lambda call: Invoke(call, method))
 
     async def _call(self, command: Callable[[int], Command]) -> Any:
         call = next(self._numbers)
@@ -270,16 +271,16 @@ class EngineClientBase:
         finally:
             del self._calls[call]
 
-    def receive(self, notice: Reply | Scored | Events) -> None:
-        """File what the engine said."""
-        if isinstance(notice, Scored):
+    def receive(self, notice: Reply | PromptScores | Events) -> None:
+        """Process a notice: resolve its call, or append its events to their logs."""
+        if isinstance(notice, PromptScores):
             self._logs.add_scores(notice.request_id, notice.part)
             return
         if isinstance(notice, Reply):
             future = self._calls.get(notice.call)
             if future is not None and not future.done():
-                if isinstance(notice, Answer) and notice.fault is not None:
-                    future.set_exception(decode_error(notice.fault))
+                if isinstance(notice, Answer) and notice.error is not None:
+                    future.set_exception(decode_error(notice.error))
                 else:
                     future.set_result(notice.value)
             return
@@ -290,28 +291,28 @@ class EngineClientBase:
 
     @property
     def num_calls(self) -> int:
-        """Calls without an answer yet."""
+        """Number of calls without a reply."""
         return len(self._calls)
 
     def fail_calls(self, error: ChatcacheError, keep: Container[int] = ()) -> None:
-        """Every pending call raises `error`, but for those to `keep`."""
+        """Make every pending call raise `error`, except the calls in `keep`."""
         for call, future in self._calls.items():
             if call not in keep and not future.done():
                 future.set_exception(error)
 
-    def hang_up(self, error: ChatcacheError) -> None:
-        """The engine is gone: every open request ends with one `Failed`, every pending call raises `error`."""
+    def fail_all(self, error: ChatcacheError) -> None:
+        """End every open request with `Failed` and make every pending call raise `error`."""
         self.fail_calls(error)
         self._logs.fail_open(error.message, error.code)
 
 
-def _shares(prompts: Sequence[PackedPrompt]) -> Iterator[tuple[PackedPrompt, ...]]:
-    """Split prompts so that the engine, which answers between two steps, is held up for a millisecond at a time."""
-    some: list[PackedPrompt] = []
+def _batches(prompts: Sequence[PackedPrompt]) -> Iterator[tuple[PackedPrompt, ...]]:
+    """Split prompts into batches that delay the engine's next step by about a millisecond."""
+    batch: list[PackedPrompt] = []
     for prompt in prompts:
-        some.append(prompt)
-        if sum(len(each.tokens) for each in some) >= COUNTED_BYTES:
-            yield tuple(some)
-            some = []
-    if some:
-        yield tuple(some)
+        batch.append(prompt)
+        if sum(len(each.tokens) for each in batch) >= MAX_COUNT_BYTES:
+            yield tuple(batch)
+            batch = []
+    if batch:
+        yield tuple(batch)

@@ -1,8 +1,8 @@
-"""An engine in a supervised child process: what `chatcache serve` holds as its EngineClient.
+"""An engine in a supervised child process.
 
-One engine child: its process, and the parent's end of the socket it speaks on.
-
-When a child is given up, and when another one is started.
+`EngineProcess` is the EngineClient of `chatcache serve`: it starts a child, detects that it ended or hangs, and starts
+another one. `ChildProcess` is one child and the parent's end of its socket. `RestartPolicy` decides when a child counts
+as hung and whether another one is started.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from chatcache.engine_process.client import EngineClientBase
 from chatcache.engine_process.protocol import (
     Boot,
     Command,
-    Ending,
+    EngineFailed,
     Events,
     FrameBuffer,
     FrameTooLargeError,
@@ -38,8 +38,8 @@ from chatcache.engine_process.protocol import (
     LoadFailed,
     Loading,
     Notice,
+    PromptScores,
     Reply,
-    Scored,
     Stop,
     decode_error,
     decode_notice,
@@ -52,16 +52,22 @@ from chatcache.types.events import EngineEvent
 from chatcache.types.request import GenerateRequest
 from chatcache.types.stats import EngineHealth, Explanation, ModelInfo, PackedPrompt, PageAccounts, PageMap
 
-KILL_GRACE_S = 5.0
-
 log = logging.getLogger(__name__)
+
+KILL_GRACE_S = 5.0
+EXIT_GRACE_S = 5.0
+MAX_SILENCE_S = 60.0
+
+_TICKS = 10
+_BUSY_CPU_FRACTION = 0.05
+_TRANSIENT_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
 
 
 class ChildProcess(asyncio.Protocol):
-    """Spawned once, reaped once. `receive` gets each notice; `ended` is set when the socket closes.
+    """One engine process: spawned once, reaped once.
 
-    A frame that is no notice closes the socket: a child that garbles is a dead child. So is one that was `cut_off`:
-    should it ever wake, nobody hears it.
+    `receive` is called with each notice; `ended` is set when the socket closes. A frame that is not a notice closes the
+    socket, which ends the child. After `disconnect`, notices of the child are ignored.
     """
 
     def __init__(self, receive: Callable[[Notice], None]) -> None:
@@ -69,23 +75,23 @@ class ChildProcess(asyncio.Protocol):
         self._frames = FrameBuffer()
         self._transport: asyncio.WriteTransport | None = None
         self.process: subprocess.Popen[bytes] | None = None
-        self._is_cut_off = False
+        self._is_disconnected = False
         self.ended = asyncio.Event()
-        self.born_at = time.monotonic()
+        self.started_at = time.monotonic()
 
     async def spawn(self, boot: Boot) -> None:
         """Start the process and send it its boot command.
 
-        Raises: OSError when the system has no room for a process.
+        Raises: OSError when the system cannot create a process or a socket.
         """
-        ours, theirs = socket.socketpair()
+        parent_sock, child_sock = socket.socketpair()
         try:
-            with theirs:
-                self.process = _start(theirs)
+            with child_sock:
+                self.process = _start(child_sock)
         except OSError:
-            ours.close()
+            parent_sock.close()
             raise
-        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=parent_sock)
         self.send(boot)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -93,31 +99,31 @@ class ChildProcess(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         for body in self._frames.feed(data):
-            if not self._is_cut_off:
+            if not self._is_disconnected:
                 self._receive(decode_notice(body))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.ended.set()
 
     def send(self, command: Command) -> None:
-        """Queue a command; one for a child that is gone is dropped."""
+        """Write a command to the socket; it is dropped if the child has ended."""
         frame = encode(command)
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame)
 
-    def cut_off(self) -> None:
-        """Hear nothing from it any more, and end it."""
-        self._is_cut_off = True
+    def disconnect(self) -> None:
+        """Ignore further notices of the child, and kill it."""
+        self._is_disconnected = True
         if self._transport is not None:
             self._transport.abort()
         self.kill()
 
     async def reap(self, grace_s: float) -> int | None:
-        """Close the socket, wait for the process, kill it after `grace_s`. Returns its exit status, -N for signal N.
+        """Close the socket, wait for the process and kill it after `grace_s`.
 
-        None: not even that ended it; it is left to itself.
+        Returns the exit status, -N for signal N, or None if the process did not even end when it was killed.
         """
-        self._is_cut_off = True
+        self._is_disconnected = True
         if self._transport is not None:
             self._transport.close()
         if self.process is None:
@@ -127,7 +133,7 @@ class ChildProcess(asyncio.Protocol):
         self.kill()
         with suppress(subprocess.TimeoutExpired):
             return await asyncio.to_thread(self.process.wait, KILL_GRACE_S)
-        log.error("engine process %d does not die; it is left to itself", self.process.pid)
+        log.error("engine process %d did not end when it was killed; it is left running", self.process.pid)
         return None
 
     def kill(self) -> None:
@@ -136,7 +142,7 @@ class ChildProcess(asyncio.Protocol):
 
 
 def _start(sock: socket.socket) -> subprocess.Popen[bytes]:
-    """Start a worker that inherits `sock` and stderr and nothing else, and sees the modules this process sees."""
+    """Start a worker with this process's import path; it inherits only `sock` and stderr."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "chatcache.engine_process.worker", str(sock.fileno()), str(os.getpid())],
         pass_fds=[sock.fileno()],
@@ -147,18 +153,16 @@ def _start(sock: socket.socket) -> subprocess.Popen[bytes]:
     )
 
 
-_TICKS = 10
-_BUSY_SHARE = 0.05
-_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
-
-
 class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How to answer a child's death: wait `first_delay_s`, doubling to `max_delay_s`; give up at `max_deaths` in a row.
+    """When a child process counts as hung, and when another one is started after it ended.
 
-    Any token told ends the row, and so does a life of `healthy_after_s`, loading and more. A child that has work and
-    neither says nor computes anything for `hung_after_s` is as good as dead, and so is one that computes for
-    `lost_after_s` and says nothing. One that loads may wait for a slow disk: it is given up when it neither says nor
-    computes anything for `lost_after_s`.
+    A restart waits `first_delay_s`, doubled with each death in a row up to `max_delay_s`. After `max_deaths` in a row
+    no child is started any more. The row is interrupted by a child that emitted a token, and by one that was ready and
+    lived for `healthy_after_s`.
+
+    A child with work is hung when it sends no notice and uses no CPU time for `hung_after_s`, or when it uses CPU time
+    but sends no notice for `lost_after_s`. A child that loads may wait for a slow disk: it is hung when it sends no
+    notice and uses no CPU time for `lost_after_s`.
     """
 
     max_deaths: int = 5
@@ -169,16 +173,17 @@ class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
     lost_after_s: float = 900.0
 
     def delay_s(self, num_deaths: int) -> float:
+        """Return the delay before the restart after `num_deaths` deaths in a row."""
         return min(self.first_delay_s * 2.0 ** min(num_deaths - 1, 100), self.max_delay_s)
 
 
-def is_passing(error: OSError) -> bool:
-    """Whether the system only has no room for a process, or its socket, just now."""
-    return error.errno in _NO_ROOM
+def is_transient(error: OSError) -> bool:
+    """Whether an error of starting a process is due to a temporary lack of system resources."""
+    return error.errno in _TRANSIENT_ERRNOS
 
 
-def cpu_s(pid: int) -> float | None:
-    """Return what the threads of a process have computed so far; None where the system does not tell."""
+def process_cpu_s(pid: int) -> float | None:
+    """Return the CPU time of all threads of a process; None if the system does not report it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -186,18 +191,18 @@ def cpu_s(pid: int) -> float | None:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def wait_hung(
-    is_owed: Callable[[], bool],
-    num_heard: Callable[[], int],
+async def wait_until_hung(
+    expects_notice: Callable[[], bool],
+    num_notices: Callable[[], int],
     cpu_s: Callable[[], float | None],
     policy: RestartPolicy,
     is_loading: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Wait until nothing was heard for too long, though something was owed all the time.
+    """Wait until the child counts as hung under `policy`.
 
-    A step may take minutes: a long prompt on a few cores, kernels that are compiled first. So a child that computes has
-    more time. Counted in ticks of this process, not by a clock: while it was stopped itself, nobody was late.
-    A child that is loading always owes something.
+    A step may take minutes (a long prompt on few cores, kernels that are compiled first), so a child that uses CPU time
+    has more time. Time is counted in ticks of this process instead of by a clock, so that a pause of this process does
+    not count against the child. A child that loads is always expected to send notices.
     """
     tick_s = policy.hung_after_s / _TICKS
     num_silent = num_still = 0
@@ -208,25 +213,21 @@ async def wait_hung(
         return num_still >= _TICKS or num_silent * tick_s >= policy.lost_after_s
 
     while not is_hung():
-        before, before_s = num_heard(), cpu_s()
+        before, before_s = num_notices(), cpu_s()
         await asyncio.sleep(tick_s)
         after_s = cpu_s()
-        is_busy = before_s is not None and after_s is not None and after_s - before_s > _BUSY_SHARE * tick_s
-        is_silent = (is_loading() or is_owed()) and num_heard() == before
+        is_busy = before_s is not None and after_s is not None and after_s - before_s > _BUSY_CPU_FRACTION * tick_s
+        is_silent = (is_loading() or expects_notice()) and num_notices() == before
         num_silent = num_silent + 1 if is_silent else 0
         num_still = num_still + 1 if is_silent and not is_busy else 0
 
 
-EXIT_GRACE_S = 5.0
-STALL_S = 60.0
-
-
 class EngineProcess:
-    """EngineClient over a child process that loads the model and steps the engine.
+    """EngineClient of an engine in a supervised child process.
 
-    When the child dies, or hangs, health tells why, a new child is started as `policy` allows, and running requests go
-    on with it (see `survivors`). A fault while the first child loads is final: `wait_loaded` raises it. Belongs to one
-    event loop. `factory` is "module:function", see `bus.worker`.
+    The child loads the model and runs the steps. When it ends or hangs, `health` reports why, `policy` decides whether
+    a new child is started, and running requests are resumed by it (see `recovery`). An error while the first child
+    loads is final: `wait_loaded` raises it. Belongs to one event loop. `factory` is "module:function", see `worker`.
     """
 
     def __init__(
@@ -240,20 +241,20 @@ class EngineProcess:
     ) -> None:
         self._boot = Boot(factory, config, log_level, log_format)
         self._policy = policy or RestartPolicy()
-        self._survivors = RequestRecovery(self._send, lambda notice: self._board.receive(notice))
-        self._board = EngineClientBase(self._survivors.send)
+        self._recovery = RequestRecovery(self._send, lambda notice: self._client.receive(notice))
+        self._client = EngineClientBase(self._recovery.send)
         self._child: ChildProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._detail = "starting"
         self._load_fraction = 0.0
         self._ready = False
-        self._heard_at = time.monotonic()
-        self._num_heard = 0
-        self._last_words: ChatcacheError | None = None
+        self._last_notice_at = time.monotonic()
+        self._num_notices = 0
+        self._child_error: ChatcacheError | None = None
         self._error: ChatcacheError | None = None
         self._loaded = asyncio.Event()
         self._failed = asyncio.Event()
-        self.facts: ModelInfo | None = None
+        self.model_info: ModelInfo | None = None
         self.num_restarts = 0
 
     async def __aenter__(self) -> EngineProcess:
@@ -265,7 +266,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the present child."""
+        """Process id of the current child; None without one."""
         return self._child.process.pid if self._child and self._child.process else None
 
     async def start(self) -> None:
@@ -276,48 +277,48 @@ class EngineProcess:
     async def wait_loaded(self) -> ModelInfo:
         """Wait until the model is loaded for the first time.
 
-        Raises: what the load failed of, a ModelFolderError for instance.
+        Raises: the error of the load, for instance ModelFolderError.
         """
         await self._loaded.wait()
-        if self.facts is None:
+        if self.model_info is None:
             raise self._error or EngineError("the engine was closed")
-        return self.facts
+        return self.model_info
 
     async def wait_failed(self) -> ChatcacheError:
-        """Wait until there is no hope left: the load failed, or too many children died in a row."""
+        """Wait until no child will be started any more: the load failed, or too many died in a row."""
         await self._failed.wait()
         return self._error or EngineError("the engine was closed")
 
     async def submit(self, request: GenerateRequest) -> None:
         self._check(request.prompt)
-        if not self._is_owed():
-            self._heard_at = time.monotonic()  # an idle engine owes no sign of life until now
-        await self._board.submit(request)
+        if not self._expects_notice():
+            self._last_notice_at = time.monotonic()  # an idle engine sends no notices
+        await self._client.submit(request)
 
     def events(self, request_id: str, after: int = 0) -> AsyncIterator[EngineEvent]:
-        return self._board.events(request_id, after)
+        return self._client.events(request_id, after)
 
-    def num_told(self, request_id: str) -> int:
-        return self._board.num_told(request_id)
+    def num_tokens_sent(self, request_id: str) -> int:
+        return self._client.num_tokens_sent(request_id)
 
     async def abort(self, request_id: str) -> None:
-        self._board.abort(request_id)
+        self._client.abort(request_id)
 
-    async def drop(self, request_id: str, index: int) -> None:
+    async def cancel_candidate(self, request_id: str, index: int) -> None:
         self._check()
-        await self._board.drop(request_id, index)
+        await self._client.cancel_candidate(request_id, index)
 
     async def health(self) -> EngineHealth:
-        """What the engine last said (at most a moment ago), or why it cannot say anything."""
+        """Return the last health report of the engine, or why there is none."""
         return msgspec.structs.replace(self._health(), num_restarts=self.num_restarts)
 
     def _health(self) -> EngineHealth:
-        if not self._ready or self._board.health is None:
+        if not self._ready or self._client.health is None:
             return EngineHealth(
                 ready=False, detail=self._detail, model=self._boot.config.model, load_fraction=self._load_fraction
             )
-        health, silent_s = self._survivors.with_held(self._board.health), time.monotonic() - self._heard_at
-        if self._is_owed() and silent_s > STALL_S:
+        health, silent_s = self._recovery.with_held(self._client.health), time.monotonic() - self._last_notice_at
+        if self._expects_notice() and silent_s > MAX_SILENCE_S:
             return msgspec.structs.replace(health, ready=False, detail=f"no step for {silent_s:.0f} s")
         return health
 
@@ -325,28 +326,28 @@ class EngineProcess:
         self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
     ) -> Explanation:
         self._check(prompt)
-        return await self._board.explain(prompt, namespace, num_public_tokens, operator)
+        return await self._client.explain(prompt, namespace, num_public_tokens, operator)
 
-    async def num_cached(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
+    async def count_cached_tokens(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
         self._check()
-        return await self._board.num_cached(prompts, namespace)
+        return await self._client.count_cached_tokens(prompts, namespace)
 
     async def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap:
         self._check()
-        return await self._board.page_map(namespace, operator)
+        return await self._client.page_map(namespace, operator)
 
-    async def accounts(self) -> PageAccounts:
+    async def page_accounts(self) -> PageAccounts:
         self._check()
-        return await self._board.accounts()
+        return await self._client.page_accounts()
 
     async def stats(self) -> Any:
-        return await self._ask("stats")
+        return await self._invoke("stats")
 
     async def reset_prefix_cache(self) -> bool:
-        return bool(await self._ask("reset_prefix_cache"))
+        return bool(await self._invoke("reset_prefix_cache"))
 
     async def close(self, grace_s: float = EXIT_GRACE_S) -> None:
-        """Stop the child, kill it if it lingers; requests still open end with `Failed`."""
+        """Stop the child, and kill it after `grace_s`; open requests end with `Failed`."""
         if self._supervisor is not None:
             self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -354,146 +355,162 @@ class EngineProcess:
         if self._child is not None:
             self._child.send(Stop())
             await self._child.reap(grace_s if self._ready else 0.0)
-        self._down(EngineError("the engine was closed"))
+        self._fail_all(EngineError("the engine was closed"))
         self._loaded.set()
 
     def kill(self) -> None:
-        """End the child at once, without waiting: for a second Ctrl-C."""
+        """Kill the child without waiting for it, for instance after a second Ctrl-C."""
         if self._child is not None:
             self._child.kill()
 
-    async def _ask(self, what: Any) -> Any:
+    async def _invoke(self, method: Any) -> Any:
         self._check()
-        return await self._board.ask(what)
+        return await self._client.invoke(method)
 
     def _check(self, prompt: Sequence[int] = ()) -> None:
-        """Refuse what the child need not see. Raises: OverloadedError without one, ContextLengthError."""
+        """Reject calls that need not be sent.
+
+        Raises: OverloadedError without a child, ContextLengthError.
+        """
         if not self._ready:
             raise OverloadedError(
-                self._detail, code="engine_unavailable" if self.facts or self._error else "model_loading"
+                self._detail, code="engine_unavailable" if self.model_info or self._error else "model_loading"
             )
-        if self.facts and len(prompt) > self.facts.max_model_len:  # it may not even fit a frame
+        if self.model_info and len(prompt) > self.model_info.max_model_len:  # it might exceed a frame
             raise ContextLengthError(
                 f"the prompt has {len(prompt)} tokens; "
-                f"this model's maximum context length is {self.facts.max_model_len} tokens",
+                f"this model's maximum context length is {self.model_info.max_model_len} tokens",
                 param="prompt",
             )
 
     def _send(self, command: Command) -> None:
-        """Raises: InvalidRequestError for what no frame can carry; nothing was sent then."""
+        """Send a command to the child.
+
+        Raises: InvalidRequestError for a command that cannot be encoded; nothing was sent then.
+        """
         if self._child is None:
             return
         try:
             self._child.send(command)
         except (FrameTooLargeError, msgspec.MsgspecError, TypeError, OverflowError, UnicodeError) as error:
-            raise InvalidRequestError(f"the engine cannot be sent this: {error}") from error
+            raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
 
     async def _supervise(self) -> None:
         num_deaths = 0
         while True:
-            told_before = self._survivors.num_told
+            num_sent_before = self._recovery.num_tokens_sent
             child = await self._spawn()
             if child is None:
                 return
-            is_hung = await self._outlived(child)
+            is_hung = await self._wait_exit(child)
             was_ready, self._ready = self._ready, False
             status = await child.reap(0.0 if is_hung else EXIT_GRACE_S)
-            served = self._survivors.num_told > told_before
-            was_healthy = was_ready and time.monotonic() - child.born_at >= self._policy.healthy_after_s
+            served = self._recovery.num_tokens_sent > num_sent_before
+            was_healthy = was_ready and time.monotonic() - child.started_at >= self._policy.healthy_after_s
             num_deaths = 1 if served or was_healthy else num_deaths + 1
             how = (
-                f"{'has work' if was_ready else 'is loading'} and says nothing"
+                f"{'has work' if was_ready else 'is loading'} but does not respond"
                 if is_hung
                 else f"died ({_describe(status)})"
             )
-            error = self._last_words or EngineError(f"the engine process {how}")
-            if num_deaths >= self._policy.max_deaths or (self._last_words and self.facts is None):
+            error = self._child_error or EngineError(f"the engine process {how}")
+            if num_deaths >= self._policy.max_deaths or (self._child_error and self.model_info is None):
                 self._give_up(error)
                 return
-            num_poisoned = self._survivors.died(error, is_sure=is_hung or status != -signal.SIGKILL)
-            num_deaths = 0 if num_poisoned else num_deaths  # it will not happen again
+            num_poisoned = self._recovery.on_exit(error, is_sure=is_hung or status != -signal.SIGKILL)
+            num_deaths = 0 if num_poisoned else num_deaths  # the requests that caused it were ended
             delay_s = self._policy.delay_s(num_deaths) if num_deaths else 0.0
             await self._wait_to_start(error, delay_s)
             self.num_restarts += 1
 
     async def _spawn(self) -> ChildProcess | None:
-        """Return a new child; None, with all given up, when no waiting would help."""
+        """Start a child, retrying while system resources are short.
+
+        On other errors, and if the first child cannot be started, gives up and returns None.
+        """
         num_refused = 0
         while True:
-            self._child, self._last_words = ChildProcess(self._receive), None
+            self._child, self._child_error = ChildProcess(self._receive), None
             try:
                 await self._child.spawn(self._boot)
                 return self._child
             except OSError as reason:
                 refused = EngineError(f"the engine process could not be started: {reason}")
-                if self.facts is None or not is_passing(reason):
+                if self.model_info is None or not is_transient(reason):
                     self._give_up(refused)
                     return None
-                num_refused += 1  # not among the deaths: none of the engine's doing
+                num_refused += 1  # not counted as deaths: the engine did not cause them
                 await self._wait_to_start(refused, self._policy.delay_s(num_refused))
 
     async def _wait_to_start(self, error: ChatcacheError, delay_s: float) -> None:
-        self._pause(error, f"{error.message}; starting a new one in {delay_s:g} s")
+        self._suspend(error, f"{error.message}; starting a new one in {delay_s:g} s")
         log.error("%s; starting a new one in %g s", error.message, delay_s)
         await asyncio.sleep(delay_s)
 
-    async def _outlived(self, child: ChildProcess) -> bool:
-        """Wait for the end of a child; say whether it came to that because it hung."""
+    async def _wait_exit(self, child: ChildProcess) -> bool:
+        """Wait until the child ends or hangs; return whether it hung."""
         pid = child.process.pid if child.process is not None else 0
-        heard, is_loading = lambda: self._num_heard, lambda: not self._ready
-        hanging = asyncio.create_task(wait_hung(self._is_owed, heard, partial(cpu_s, pid), self._policy, is_loading))
+        num_notices, is_loading = lambda: self._num_notices, lambda: not self._ready
+        hanging = asyncio.create_task(
+            wait_until_hung(self._expects_notice, num_notices, partial(process_cpu_s, pid), self._policy, is_loading)
+        )
         ended = asyncio.create_task(child.ended.wait())
         try:
             await asyncio.wait((hanging, ended), return_when=asyncio.FIRST_COMPLETED)
             is_hung = not ended.done()
             if is_hung:
-                child.cut_off()
+                child.disconnect()
             return is_hung
         finally:
             hanging.cancel()
             ended.cancel()
 
-    def _is_owed(self) -> bool:
-        """Whether the child has anything to say something about."""
-        return self._ready and bool(self._survivors.num_in_engine or self._board.num_calls)
+    def _expects_notice(self) -> bool:
+        """Whether the child has requests or calls, so that it must send notices."""
+        return self._ready and bool(self._recovery.num_in_engine or self._client.num_calls)
 
     def _receive(self, notice: Notice) -> None:
-        self._heard_at = time.monotonic()
-        self._num_heard += 1
-        if isinstance(notice, Reply | Scored | Events):
-            self._survivors.receive(notice)
+        self._last_notice_at = time.monotonic()
+        self._num_notices += 1
+        if isinstance(notice, Reply | PromptScores | Events):
+            self._recovery.receive(notice)
         elif isinstance(notice, Loading):
             self._load_fraction, self._detail = notice.fraction, notice.detail
         elif isinstance(notice, Loaded):
-            self.facts, self._board.health, self._last_words = notice.facts, notice.health, None
+            self.model_info, self._client.health, self._child_error = notice.model_info, notice.health, None
             self._ready, self._detail, self._load_fraction = True, "", 1.0
             self._loaded.set()
             if self.num_restarts:
-                log.warning("the engine is back")
-            self._survivors.up()
-        elif isinstance(notice, LoadFailed | Ending):
-            self._last_words = decode_error(notice.fault)
+                log.warning("the engine process was restarted")
+            self._recovery.on_started()
+        elif isinstance(notice, LoadFailed | EngineFailed):
+            self._child_error = decode_error(notice.error)
 
-    def _pause(self, error: ChatcacheError, detail: str) -> None:
-        """Not ready for a while. Running requests wait; who asked something is told to ask again."""
+    def _suspend(self, error: ChatcacheError, detail: str) -> None:
+        """Become not ready until the next child.
+
+        Requests are held; pending calls raise OverloadedError.
+        """
         self._ready, self._load_fraction, self._detail = False, 0.0, detail
-        self._board.fail_calls(OverloadedError(error.message, code="engine_unavailable"), keep=self._survivors.calls)
+        self._client.fail_calls(
+            OverloadedError(error.message, code="engine_unavailable"), keep=self._recovery.pending_calls
+        )
 
-    def _down(self, error: ChatcacheError) -> None:
-        """Not ready from here on; everybody waiting is told."""
+    def _fail_all(self, error: ChatcacheError) -> None:
+        """Become not ready for good; fail all requests and calls."""
         self._ready, self._load_fraction, self._detail = False, 0.0, error.message
-        self._survivors.forget_all()
-        self._board.hang_up(error)
+        self._recovery.clear()
+        self._client.fail_all(error)
 
     def _give_up(self, error: ChatcacheError) -> None:
-        log.debug("%s; giving up", error.message)  # `wait_failed` tells whoever runs this
+        log.debug("%s; giving up", error.message)  # `wait_failed` returns the error to the caller
         self._error = error
-        self._down(error)
+        self._fail_all(error)
         self._loaded.set()
         self._failed.set()
 
 
 def _describe(status: int | None) -> str:
     if status is None:
-        return "it does not end"
+        return "it did not end"
     return f"signal {-status}" if status < 0 else f"exit status {status}"

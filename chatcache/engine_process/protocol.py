@@ -1,11 +1,7 @@
-"""What crosses the bus: commands go to the engine, notices come back.
+"""Messages between client and engine: commands to the engine, notices from it, and frames.
 
-Catalogued errors as data, and back.
-
-How messages are framed: 4 bytes of big-endian length, then one msgpack message.
-
-All are tagged msgspec structs, decoded against the union of their kind, so a frame that is not one of them is refused
-before anything acts on it.
+A frame is a 4-byte big-endian length and one msgpack message. Messages are tagged msgspec structs; a frame is decoded
+as a command or as a notice, and anything else is rejected before it has an effect.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ from chatcache.types.events import EngineEvent, Started, TokenLogprob
 from chatcache.types.request import GenerateRequest
 from chatcache.types.stats import EngineHealth, Explanation, ModelInfo, PackedPrompt, PageAccounts, PageMap
 
-_KINDS: dict[str, type[ChatcacheError]] = {
+_ERROR_TYPES: dict[str, type[ChatcacheError]] = {
     kind.__name__: kind
     for kind in (
         InvalidRequestError,
@@ -54,7 +50,7 @@ _KINDS: dict[str, type[ChatcacheError]] = {
 
 
 class ErrorData(msgspec.Struct, frozen=True):
-    """A `ChatcacheError` as data. `kind` is the name of its class, one of `_KINDS`."""
+    """A `ChatcacheError` as data. `kind` is the name of its class, one of `_ERROR_TYPES`."""
 
     kind: str
     message: str
@@ -63,21 +59,24 @@ class ErrorData(msgspec.Struct, frozen=True):
 
 
 def encode_error(error: BaseException) -> ErrorData:
-    """Describe an error as data; what is not in the catalogue becomes an `EngineError` naming its type."""
+    """Encode an error; one of an unknown class becomes an `EngineError` that names the class."""
     if isinstance(error, ChatcacheError):
-        kinds = (kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS)
+        kinds = (kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERROR_TYPES)
         return ErrorData(next(kinds, EngineError.__name__), error.message, error.code, error.param)
     return ErrorData(EngineError.__name__, f"{type(error).__name__}: {error}", EngineError.code)
 
 
-def decode_error(fault: ErrorData) -> ChatcacheError:
-    """Rebuild the catalogued error a fault describes."""
-    kind = _KINDS.get(fault.kind, EngineError)
-    return kind(fault.message, param=fault.param, code=fault.code)
+def decode_error(error: ErrorData) -> ChatcacheError:
+    """Create the exception that the data describes."""
+    kind = _ERROR_TYPES.get(error.kind, EngineError)
+    return kind(error.message, param=error.param, code=error.code)
 
 
 class Boot(msgspec.Struct, frozen=True, tag="boot"):
-    """First command to a child: build the engine `factory` ("module:function") makes of `config`."""
+    """First command to a child: build an engine by calling `factory` with `config`.
+
+    `factory` is "module:function".
+    """
 
     factory: str
     config: EngineConfig
@@ -86,29 +85,35 @@ class Boot(msgspec.Struct, frozen=True, tag="boot"):
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """Add a request; the answer follows when it is accepted or rejected."""
+
     call: int
     request: GenerateRequest
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """End a request. Has no answer."""
+
     request_id: str
 
 
-class Drop(msgspec.Struct, frozen=True, tag="drop"):
-    """Arguments as of `EngineClient.drop`."""
+class CancelCandidate(msgspec.Struct, frozen=True, tag="cancel_candidate"):
+    """End one candidate of a request, see `EngineClient.cancel_candidate`."""
 
     call: int
     request_id: str
     index: int
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
+class Invoke(msgspec.Struct, frozen=True, tag="invoke"):
+    """Call a method without arguments of the engine's page cache."""
+
     call: int
-    what: Literal["accounts", "stats", "reset_prefix_cache"]
+    method: Literal["accounts", "stats", "reset_prefix_cache"]
 
 
 class Explain(msgspec.Struct, frozen=True, tag="explain"):
-    """Arguments as of `EngineClient.explain`."""
+    """Explain which pages of a prompt are cached, see `EngineClient.explain`."""
 
     call: int
     prompt: tuple[int, ...]
@@ -118,7 +123,7 @@ class Explain(msgspec.Struct, frozen=True, tag="explain"):
 
 
 class CountCached(msgspec.Struct, frozen=True, tag="count_cached"):
-    """Arguments as of `EngineClient.num_cached`."""
+    """Count the cached tokens of prompts, see `EngineClient.count_cached_tokens`."""
 
     call: int
     prompts: tuple[PackedPrompt, ...]
@@ -126,7 +131,7 @@ class CountCached(msgspec.Struct, frozen=True, tag="count_cached"):
 
 
 class MapPages(msgspec.Struct, frozen=True, tag="map_pages"):
-    """Arguments as of `EngineClient.page_map`."""
+    """Return the page map, see `EngineClient.page_map`."""
 
     call: int
     namespace: str = ""
@@ -134,62 +139,68 @@ class MapPages(msgspec.Struct, frozen=True, tag="map_pages"):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Leave the loop; what still runs is dropped."""
+    """Leave the loop; running requests are dropped."""
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
+    """Progress of loading the model."""
+
     fraction: float
     detail: str
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
-    facts: ModelInfo
+    """The engine is ready for requests."""
+
+    model_info: ModelInfo
     health: EngineHealth
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
-    fault: ErrorData
+    """The engine could not be built; the child process ends."""
+
+    error: ErrorData
 
 
-class Ending(msgspec.Struct, frozen=True, tag="ending"):
-    """The engine ends, of this; no event follows."""
+class EngineFailed(msgspec.Struct, frozen=True, tag="engine_failed"):
+    """The engine cannot continue because of this error; no event follows."""
 
-    fault: ErrorData
+    error: ErrorData
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """Reply to `call`: `fault`, or `value` (None for an accepted submit)."""
+    """Reply to `call`: `error`, or `value` (None for an accepted submit)."""
 
     call: int
-    fault: ErrorData | None = None
+    error: ErrorData | None = None
     value: Any = None
 
 
-class Explained(msgspec.Struct, frozen=True, tag="explained"):
+class ExplainReply(msgspec.Struct, frozen=True, tag="explanation"):
     """Reply to an `Explain`."""
 
     call: int
     value: Explanation
 
 
-class Accounted(msgspec.Struct, frozen=True, tag="accounted"):
-    """Reply to an `Ask` for the accounts."""
+class PageAccountsReply(msgspec.Struct, frozen=True, tag="page_accounts"):
+    """Reply to an `Invoke` of `accounts`."""
 
     call: int
     value: PageAccounts
 
 
-class Mapped(msgspec.Struct, frozen=True, tag="mapped"):
+class PageMapReply(msgspec.Struct, frozen=True, tag="page_map"):
     """Reply to a `MapPages`."""
 
     call: int
     value: PageMap
 
 
-class Scored(msgspec.Struct, frozen=True, tag="scored"):
-    """Prompt log-probabilities of a request whose `Started` comes behind without them.
+class PromptScores(msgspec.Struct, frozen=True, tag="prompt_scores"):
+    """Part of a request's prompt log-probabilities, sent before its `Started` event.
 
-    There may be hundreds of thousands: they travel in parts, and stay encoded until somebody reads them.
+    There may be hundreds of thousands: they are sent in parts and stay encoded until a reader needs them.
     """
 
     request_id: str
@@ -197,24 +208,24 @@ class Scored(msgspec.Struct, frozen=True, tag="scored"):
 
 
 class Events(msgspec.Struct, frozen=True, tag="events"):
-    """One step's events; `health` is there when the last one told is older than a moment."""
+    """The events of a step; with `health` if the last report is older than HEALTH_INTERVAL_S."""
 
     events: tuple[EngineEvent, ...] = ()
     health: EngineHealth | None = None
 
 
-Command = Boot | Submit | Abort | Drop | Ask | Explain | CountCached | MapPages | Stop
-Reply = Answer | Explained | Accounted | Mapped
-Notice = Loading | Loaded | LoadFailed | Ending | Reply | Scored | Events
+Command = Boot | Submit | Abort | CancelCandidate | Invoke | Explain | CountCached | MapPages | Stop
+Reply = Answer | ExplainReply | PageAccountsReply | PageMapReply
+Notice = Loading | Loaded | LoadFailed | EngineFailed | Reply | PromptScores | Events
 
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
-PART_LOGPROBS = 4096
+MAX_LOGPROBS_PER_PART = 4096
 _HEADER = struct.Struct(">I")
 
 
 class FrameTooLargeError(ValueError):
-    """A message does not fit a frame."""
+    """A message exceeds MAX_FRAME_BYTES."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -224,7 +235,7 @@ _notices: msgspec.msgpack.Decoder[Notice] = msgspec.msgpack.Decoder(Notice)
 
 
 def encode(message: Command | Notice) -> bytes:
-    """Frame one message.
+    """Encode one message as a frame.
 
     Raises: FrameTooLargeError for a message over `MAX_FRAME_BYTES`.
     """
@@ -238,9 +249,11 @@ def encode(message: Command | Notice) -> bytes:
 
 
 def encode_notice(notice: Notice) -> Iterator[bytes]:
-    """Frame one notice; events that do not fit one frame go in several, in order, the health with the last.
+    """Encode a notice as frames.
 
-    An answer that does not fit becomes a fault. Raises: FrameTooLargeError for a single event that does not.
+    Events that exceed one frame are split in order, the health is in the last.
+
+    A reply that exceeds one frame is replaced by an error. Raises: FrameTooLargeError for a single event that does.
     """
     if isinstance(notice, Events):
         for event in notice.events:
@@ -261,7 +274,10 @@ def encode_notice(notice: Notice) -> Iterator[bytes]:
 
 
 def decode_command(body: bytes) -> Command:
-    """Raises: msgspec.DecodeError or ValidationError for anything that is not a command."""
+    """Decode the body of a command frame.
+
+    Raises: msgspec.DecodeError or ValidationError for anything else.
+    """
     return _commands.decode(body)
 
 
@@ -270,16 +286,16 @@ def _without_scores(event: EngineEvent) -> EngineEvent:
 
 
 def _encode_scores(event: Started) -> Iterator[bytes]:
-    """Frame a prompt's log-probabilities in parts of about `PART_LOGPROBS`."""
+    """Encode prompt log-probabilities in frames of about MAX_LOGPROBS_PER_PART."""
     entries = event.prompt_logprobs
     last = entries[-1]
-    step = max(1, PART_LOGPROBS // (1 + (len(last.top) if last is not None else 0)))
+    step = max(1, MAX_LOGPROBS_PER_PART // (1 + (len(last.top) if last is not None else 0)))
     for start in range(0, len(entries), step):
-        yield encode(Scored(event.request_id, _encoder.encode(entries[start : start + step])))
+        yield encode(PromptScores(event.request_id, _encoder.encode(entries[start : start + step])))
 
 
 def decode_scores(parts: Iterable[bytes]) -> tuple[TokenLogprob | None, ...]:
-    """Put the parts of a prompt's log-probabilities together. Takes a while: for a thread beside the event loop."""
+    """Decode and join the parts of a prompt's log-probabilities. Slow: call it in a thread."""
     return tuple(entry for part in parts for entry in _scores.decode(part))
 
 
@@ -287,8 +303,11 @@ class _Call(msgspec.Struct):
     call: int | None = None
 
 
-def call_of(body: bytes) -> int | None:
-    """The call number in a frame that is no command, for whoever waits for its answer; None if it has none."""
+def call_id_of(body: bytes) -> int | None:
+    """Return the call number of an invalid command frame, or None.
+
+    The call is answered with an error.
+    """
     try:
         return msgspec.msgpack.decode(body, type=_Call).call
     except msgspec.MsgspecError:
@@ -296,12 +315,15 @@ def call_of(body: bytes) -> int | None:
 
 
 def decode_notice(body: bytes) -> Notice:
-    """Raises: msgspec.DecodeError or ValidationError for anything that is not a notice."""
+    """Decode the body of a notice frame.
+
+    Raises: msgspec.DecodeError or ValidationError for anything else.
+    """
     return _notices.decode(body)
 
 
 class FrameBuffer:
-    """Cuts a byte stream into frame bodies, however it arrives."""
+    """Splits a byte stream, received in arbitrary pieces, into frame bodies."""
 
     def __init__(self) -> None:
         self._data = bytearray()

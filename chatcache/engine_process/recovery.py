@@ -1,18 +1,17 @@
-"""Requests that outlive the engine which runs them: between the switchboard and one engine child after another.
+"""Recovery of requests when the engine process ends: they are resumed by the next one.
 
-Every command and every notice passes here. When a child dies, its requests are held until there is a new one, which
-gets them with what was told of them; whoever reads their events notices a pause.
+All commands and notices pass through `RequestRecovery`, between the client and the current child. It records the
+emitted tokens of each request. When a child ends, its requests are held until the next child is ready, which resumes
+each from its recorded tokens; the client only notices a pause.
 
-Any of them may be what killed it. So they come back as suspects, each alone with the new child until it is past the
-place where the old one died; then it makes room for the next (`Abort`, whose end is not told; its pages stay cached).
-When none is left, all go on together, with those that came meanwhile. A suspect that dies alone is the culprit.
+Any of the requests may have caused the crash. Therefore each is a suspect and runs alone in the new child, on trial,
+until it is past the point where the old child ended. Then it is suspended (`Abort`, whose end is not emitted; its pages
+stay cached), and the next suspect runs. When no suspect is left, all requests run together. A suspect whose trial ends
+in another crash is the cause, and fails with `request_poisoned`.
 
-    in the engine --- dies ---> held, suspect ---> on trial, alone ---> aside ---> held, cleared ---> in the engine
-                                                       dies: `request_poisoned`
-
-What a running request was told, as much of it as it takes for another engine to go on.
-
-One request that outlives its engines.
+    RUNNING -- crash --> HELD, suspect --> TRIAL (alone) --> SUSPENDING --> HELD, not suspect --> RUNNING
+                                             | crash
+                                             +--> Failed (`request_poisoned`)
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from msgspec.structs import replace
 from chatcache.engine_process.protocol import (
     Abort,
     Answer,
+    CancelCandidate,
     Command,
-    Drop,
     ErrorData,
     Events,
+    PromptScores,
     Reply,
-    Scored,
     Submit,
     decode_error,
     encode_error,
@@ -58,18 +57,25 @@ from chatcache.types.events import (
 from chatcache.types.request import GenerateRequest, ResumePoint, SamplingParams, SentCandidate
 from chatcache.types.stats import EngineHealth
 
-_TOKEN_BYTES = 4
+TRIAL_TOKENS = 3  # per candidate: the steps that may have been computed or launched when the child ended
+
+Notice = Reply | PromptScores | Events
 
 
 @dataclass(slots=True)
 class _Candidate:
+    """Emitted tokens of one candidate, as little-endian int32."""
+
     tokens: bytearray = field(default_factory=bytearray)
     score: float = 0.0
     is_done: bool = False
 
 
 class RequestJournal:
-    """One request and what was told of it. Only candidates that go their own ways from the prompt can be resumed."""
+    """A request and the tokens it has emitted, from which another engine can resume it.
+
+    Only candidates that are sampled independently can be resumed after the first event.
+    """
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
@@ -82,22 +88,22 @@ class RequestJournal:
         self._candidates = [_Candidate() for _ in range(params.n or 1)] if is_plain else []
 
     @property
-    def is_plain(self) -> bool:
-        """Whether its candidates are sampled side by side, each token told as it is drawn."""
+    def has_independent_candidates(self) -> bool:
+        """Whether candidates are sampled independently, each token emitted when it is sampled."""
         return bool(self._candidates)
 
     @property
     def is_resumable(self) -> bool:
-        """Whether another engine can go on with it: what a search has in mind is not told."""
-        return self.is_plain or not self.last_seq
+        """Whether another engine can resume the request: the state of a search is not emitted."""
+        return self.has_independent_candidates or not self.last_seq
 
     @property
-    def num_alive(self) -> int:
-        """Candidates that have not ended; 1 of a search."""
-        return sum(not each.is_done for each in self._candidates) if self.is_plain else 1
+    def num_unfinished(self) -> int:
+        """Number of candidates that have not ended; 1 for a search."""
+        return sum(not each.is_done for each in self._candidates) if self.has_independent_candidates else 1
 
-    def note(self, event: EngineEvent) -> None:
-        """Take the next event. Raises: ValueError for a gap or a repeat."""
+    def record(self, event: EngineEvent) -> None:
+        """Record the next event. Raises: ValueError for a gap or a repetition."""
         if event.seq != self.last_seq + 1:
             raise ValueError(f"{event.request_id}: event {event.seq} follows {self.last_seq}")
         self.last_seq = event.seq
@@ -113,8 +119,11 @@ class RequestJournal:
         elif isinstance(event, Started):
             self.has_started, self._num_cached = True, event.num_cached_tokens
 
-    def resumed(self) -> GenerateRequest:
-        """The request for an engine that goes on with it. The engine it might have forked a page of is gone."""
+    def resumed_request(self) -> GenerateRequest:
+        """Return the request with a resume point, and without its fork source.
+
+        The pages of the fork source ended with its engine.
+        """
         candidates = (
             SentCandidate(index, bytes(each.tokens), each.score, each.is_done)
             for index, each in enumerate(self._candidates)
@@ -126,10 +135,10 @@ class RequestJournal:
         )
         return replace(self.request, fork_of=None, resume_point=resumed)
 
-    # -- ends that no engine tells: there is none just now ----------------------------------------------------------
+    # -- terminal events of held requests -----------------------------------------------------------------------------
 
-    def cancelled(self) -> Finished:
-        """The end of a request that was aborted while no engine had it."""
+    def cancelled_event(self) -> Finished:
+        """Return the terminal event of a request that was aborted while no engine ran it."""
         return Finished(
             request_id=self.request.request_id,
             seq=self.last_seq + 1,
@@ -139,92 +148,98 @@ class RequestJournal:
             cancelled=True,
         )
 
-    def failed(self, error: ChatcacheError) -> Failed:
+    def failed_event(self, error: ChatcacheError) -> Failed:
+        """Return the terminal event of a request that failed while no engine ran it."""
         return Failed(self.request.request_id, self.last_seq + 1, error.message, error.code, error.param, error.status)
 
-    def dropped(self, index: int) -> CandidateDone | None:
-        """The end of a candidate that was dropped meanwhile; None if it has ended, or never was."""
+    def cancelled_candidate_event(self, index: int) -> CandidateDone | None:
+        """Return the last event of a cancelled candidate; None if it has ended or does not exist."""
         if not 0 <= index < len(self._candidates) or self._candidates[index].is_done:
             return None
         score = self._candidates[index].score
         return CandidateDone(self.request.request_id, self.last_seq + 1, index, FINISH_CANCELLED, None, score)
 
 
-PAST_TOKENS = 3  # of each candidate: the step that was being computed, and one that may have been launched behind it
-
-
 class RequestState(enum.Enum):
-    ENGINE = enum.auto()
+    """Where a request is.
+
+    In the engine with others, held, alone in the engine, or leaving it after its trial.
+    """
+
+    RUNNING = enum.auto()
     HELD = enum.auto()
     TRIAL = enum.auto()
-    ASIDE = enum.auto()
+    SUSPENDING = enum.auto()
 
 
 @dataclass(slots=True, eq=False)
 class RecoverableRequest:
-    """A request from its submit to its end. `call` waits for the engine's verdict until it `is_accepted`.
+    """A request from its submit to its terminal event.
 
-    `scores`: of its prompt, kept back until `Started` comes.
+    `call` waits for the engine's answer until the request `is_accepted`. `scores`: prompt log-probabilities, kept until
+    the `Started` event arrives.
     """
 
     call: int
-    told: RequestJournal
-    place: RequestState = RequestState.HELD
+    journal: RequestJournal
+    state: RequestState = RequestState.HELD
     is_accepted: bool = False
     is_aborted: bool = False
     is_suspect: bool = False
-    num_lone_deaths: int = 0
-    num_tokens_past: int = 0
-    scores: list[Scored] = field(default_factory=list)
+    num_trial_deaths: int = 0
+    trial_goal_tokens: int = 0
+    scores: list[PromptScores] = field(default_factory=list)
 
     @property
     def id(self) -> str:
-        return self.told.request.request_id
+        return self.journal.request.request_id
 
-    def set_place(self) -> None:
-        """Note how far it has to come, alone, to be innocent."""
-        self.num_tokens_past = self.told.num_tokens + PAST_TOKENS * self.told.num_alive
+    def set_trial_goal(self) -> None:
+        """Set the number of tokens after which the trial of this request ends."""
+        self.trial_goal_tokens = self.journal.num_tokens + TRIAL_TOKENS * self.journal.num_unfinished
 
     @property
-    def is_past(self) -> bool:
-        """Whether it has outlived, on trial, what it had come to when the engine died."""
-        told = self.told
-        return told.num_tokens >= self.num_tokens_past if told.is_plain else told.has_started
-
-
-Notice = Reply | Scored | Events
+    def has_reached_trial_goal(self) -> bool:
+        """Whether the request has passed the point where the previous engine process ended."""
+        journal = self.journal
+        if journal.has_independent_candidates:
+            return journal.num_tokens >= self.trial_goal_tokens
+        return journal.has_started
 
 
 class RequestRecovery:
-    """`to_engine` hands a command to the present child, `to_board` a notice to the switchboard."""
+    """Tracks all requests across engine processes, and finds those that crash them.
 
-    def __init__(self, to_engine: Callable[[Command], None], to_board: Callable[[Notice], None]) -> None:
+    `to_engine` sends a command to the current child, `to_client` passes a notice to the client.
+    """
+
+    def __init__(self, to_engine: Callable[[Command], None], to_client: Callable[[Notice], None]) -> None:
         self._to_engine = to_engine
-        self._to_board = to_board
+        self._to_client = to_client
         self._by_id: dict[str, RecoverableRequest] = {}
         self._by_call: dict[int, RecoverableRequest] = {}
-        self._drops: dict[int, Drop] = {}
-        self._alone: RecoverableRequest | None = None
-        self._is_up = False
-        self.num_told = 0  # tokens
+        self._drops: dict[int, CancelCandidate] = {}
+        self._trial: RecoverableRequest | None = None
+        self._is_running = False
+        self.num_tokens_sent = 0
         self.num_resumed = 0
         self.num_poisoned = 0
 
     @property
-    def calls(self) -> set[int]:
-        """Calls that will be answered, though the engine that was asked has died."""
+    def pending_calls(self) -> set[int]:
+        """Calls of submits that will be answered even if the current child ends."""
         return {each.call for each in self._by_id.values() if not each.is_accepted}
 
     @property
     def num_in_engine(self) -> int:
-        return sum(each.place is not RequestState.HELD for each in self._by_id.values())
+        return sum(each.state is not RequestState.HELD for each in self._by_id.values())
 
     def with_held(self, health: EngineHealth) -> EngineHealth:
-        """Count those that are held among those that wait."""
-        held = [each for each in self._by_id.values() if each.place is RequestState.HELD]
+        """Add the held requests to the waiting ones of a health report."""
+        held = [each for each in self._by_id.values() if each.state is RequestState.HELD]
         if not held:
             return health
-        num_tokens = sum(len(each.told.request.prompt) for each in held)
+        num_tokens = sum(len(each.journal.request.prompt) for each in held)
         return replace(
             health,
             num_waiting=health.num_waiting + len(held),
@@ -234,17 +249,20 @@ class RequestRecovery:
     # -- commands -------------------------------------------------------------------------------------------------
 
     def send(self, command: Command) -> None:
-        """Pass a command on, or do as it says here if the engine has not got that request. Raises: as `to_engine`."""
+        """Forward a command, or apply it here if the engine does not run its request.
+
+        Raises: as `to_engine`.
+        """
         if isinstance(command, Submit):
             self._submit_new(command)
-        elif isinstance(command, Abort | Drop):
+        elif isinstance(command, Abort | CancelCandidate):
             found = self._by_id.get(command.request_id)
-            if found is not None and found.place in (RequestState.HELD, RequestState.ASIDE):
+            if found is not None and found.state in (RequestState.HELD, RequestState.SUSPENDING):
                 self._end_held(found, command)
                 return
             if found is not None and isinstance(command, Abort):
                 found.is_aborted = True
-            elif found is not None and isinstance(command, Drop):
+            elif found is not None and isinstance(command, CancelCandidate):
                 self._drops[command.call] = command
             self._to_engine(command)
         else:
@@ -252,204 +270,205 @@ class RequestRecovery:
 
     def _submit_new(self, command: Submit) -> None:
         new = RecoverableRequest(command.call, RequestJournal(command.request))
-        if new.id in self._by_id:  # it was withdrawn, and has not ended yet
+        if new.id in self._by_id:  # it was aborted and has not ended yet
             error = InvalidRequestError(f"request_id {new.id!r} is already active", param="request_id")
-            self._to_board(Answer(command.call, fault=encode_error(error)))
+            self._to_client(Answer(command.call, error=encode_error(error)))
             return
-        if self._is_up and self._alone is None:
+        if self._is_running and self._trial is None:
             self._to_engine(command)
-            new.place = RequestState.ENGINE
+            new.state = RequestState.RUNNING
         self._by_id[new.id] = self._by_call[new.call] = new
 
-    def _end_held(self, held: RecoverableRequest, command: Abort | Drop) -> None:
+    def _end_held(self, held: RecoverableRequest, command: Abort | CancelCandidate) -> None:
         if isinstance(command, Abort):
             self._abort_held(held)
             return
         reply = Answer(command.call)
-        if not held.told.is_plain:
+        if not held.journal.has_independent_candidates:
             error = UnsupportedParameterError(
                 "this candidate cannot be dropped alone: cancel the response", param="candidate"
             )
-            reply = Answer(command.call, fault=encode_error(error))
-        elif (done := held.told.dropped(command.index)) is not None:
-            if held.told.num_alive == 1:
+            reply = Answer(command.call, error=encode_error(error))
+        elif (done := held.journal.cancelled_candidate_event(command.index)) is not None:
+            if held.journal.num_unfinished == 1:
                 self._abort_held(held)
-            elif held.place is RequestState.HELD:
-                self._tell(held, done)
+            elif held.state is RequestState.HELD:
+                self._emit(held, done)
             else:
-                self._drops[command.call] = command  # when it is aside
+                self._drops[command.call] = command  # applied when the request is held again
                 return
-        self._to_board(reply)
+        self._to_client(reply)
 
     def _abort_held(self, held: RecoverableRequest) -> None:
-        if held.place is RequestState.ASIDE:
+        if held.state is RequestState.SUSPENDING:
             held.is_aborted = True
         elif held.is_accepted:
-            self._tell(held, held.told.cancelled())
+            self._emit(held, held.journal.cancelled_event())
         else:
             self._forget(held)
 
     # -- notices --------------------------------------------------------------------------------------------------
 
     def receive(self, notice: Notice) -> None:
-        """File what the engine said, and pass it on. Raises: ValueError for events out of order."""
+        """Record a notice and forward it to the client. Raises: ValueError for events out of order."""
         if isinstance(notice, Events):
-            self._hear(notice)
-        elif isinstance(notice, Scored):
+            self._receive_events(notice)
+        elif isinstance(notice, PromptScores):
             found = self._by_id.get(notice.request_id)
             if found is not None:
                 found.scores.append(notice)
         else:
             self._drops.pop(notice.call, None)
-            self._judge(notice)
-        self._look()
+            self._receive_reply(notice)
+        self._dispatch_held()
 
-    def _judge(self, reply: Reply) -> None:
+    def _receive_reply(self, reply: Reply) -> None:
         found = self._by_call.get(reply.call)
-        fault = reply.fault if isinstance(reply, Answer) else None
+        error = reply.error if isinstance(reply, Answer) else None
         if found is None:
-            self._to_board(reply)
-        elif fault is None:
+            self._to_client(reply)
+        elif error is None:
             if not found.is_accepted:
                 found.is_accepted = True
-                self._to_board(reply)
+                self._to_client(reply)
         else:
-            self._end(found, fault)
+            self._end(found, error)
 
-    def _hear(self, notice: Events) -> None:
-        heard: list[EngineEvent] = []
+    def _receive_events(self, notice: Events) -> None:
+        events: list[EngineEvent] = []
         for event in notice.events:
             found = self._by_id.get(event.request_id)
             if found is None or (isinstance(event, Failed) and event.code == DeviceLostError.code):
-                continue  # nobody's; or of an engine that is about to end
+                continue  # of an unknown request, or of an engine that is about to end
             if (
-                found.place is RequestState.ASIDE
+                found.state is RequestState.SUSPENDING
                 and isinstance(event, Finished)
                 and event.cancelled
                 and not found.is_aborted
             ):
-                found.place = RequestState.HELD
+                found.state = RequestState.HELD
                 continue
             if isinstance(event, Started):
                 for part in found.scores:
-                    self._to_board(part)
+                    self._to_client(part)
                 found.scores.clear()
-            num_before = found.told.num_tokens
-            found.told.note(event)
-            self.num_told += found.told.num_tokens - num_before
-            heard.append(event)
+            num_before = found.journal.num_tokens
+            found.journal.record(event)
+            self.num_tokens_sent += found.journal.num_tokens - num_before
+            events.append(event)
             if isinstance(event, TERMINAL):
                 self._forget(found)
-        if heard or notice.health is not None:
-            self._to_board(Events(tuple(heard), notice.health))
+        if events or notice.health is not None:
+            self._to_client(Events(tuple(events), notice.health))
 
-    # -- deaths ---------------------------------------------------------------------------------------------------
+    # -- exits and restarts ---------------------------------------------------------------------------------------
 
-    def up(self) -> None:
-        """A child is ready for the requests."""
-        self._is_up = True
-        self._look()
+    def on_started(self) -> None:
+        """Mark the new child as ready and dispatch held requests."""
+        self._is_running = True
+        self._dispatch_held()
 
-    def died(self, error: ChatcacheError, *, is_sure: bool) -> int:
-        """Hold all requests; end those that nobody can go on with. Return how many were found to be poison.
+    def on_exit(self, error: ChatcacheError, *, is_sure: bool) -> int:
+        """Hold the requests of a child that ended; return how many failed as the cause.
 
-        `is_sure`: it died of itself, and nobody may have killed it from outside; of the other kind it takes two deaths.
+        Requests that cannot be resumed fail, too. `is_sure`: the child was not killed from outside. Otherwise a request
+        fails as the cause only after two deaths on trial.
         """
-        self._is_up, self._alone = False, None
+        self._is_running, self._trial = False, None
         num_before = self.num_poisoned
-        for each in [each for each in self._by_id.values() if each.place is not RequestState.HELD]:
-            was, each.place = each.place, RequestState.HELD
+        for each in [each for each in self._by_id.values() if each.state is not RequestState.HELD]:
+            was, each.state = each.state, RequestState.HELD
             each.scores.clear()
             each.is_suspect = True
-            each.num_lone_deaths += was is RequestState.TRIAL
+            each.num_trial_deaths += was is RequestState.TRIAL
             if each.is_aborted:
                 self._abort_held(each)
-            elif each.num_lone_deaths >= (1 if is_sure else 2):
+            elif each.num_trial_deaths >= (1 if is_sure else 2):
                 self.num_poisoned += 1
                 self._end(
                     each, encode_error(RequestPoisonedError(f"this request ended the engine twice: {error.message}"))
                 )
-            elif not each.told.is_resumable:
-                lost = f"{error.message}; what this search had in mind is lost: send it again"
+            elif not each.journal.is_resumable:
+                lost = f"{error.message}; the state of this search is lost: send the request again"
                 self._end(each, encode_error(OverloadedError(lost, code="engine_unavailable")))
         self._drop_pending()
         return self.num_poisoned - num_before
 
-    def forget_all(self) -> None:
-        """Nobody will go on with any of them."""
+    def clear(self) -> None:
+        """Remove all requests, because no child will be started any more."""
         self._by_id.clear()
         self._by_call.clear()
         self._drops.clear()
-        self._is_up, self._alone = False, None
+        self._is_running, self._trial = False, None
 
-    def _look(self) -> None:
-        """Have the next suspect run alone once the last one is done, or all run when there is none."""
-        while self._is_up and (self._alone is None or self._is_over(self._alone)):
-            self._alone = None
+    def _dispatch_held(self) -> None:
+        """Start the trial of the next suspect, or dispatch all held requests if there is none."""
+        while self._is_running and (self._trial is None or self._is_trial_over(self._trial)):
+            self._trial = None
             self._drop_pending()
             suspect = next(self._suspects(), None)
             if suspect is None:
-                for each in [each for each in self._by_id.values() if each.place is RequestState.HELD]:
-                    self._give(each, RequestState.ENGINE)
+                for each in [each for each in self._by_id.values() if each.state is RequestState.HELD]:
+                    self._dispatch(each, RequestState.RUNNING)
                 return
-            suspect.set_place()
-            self._alone = suspect
-            self._give(suspect, RequestState.TRIAL)
+            suspect.set_trial_goal()
+            self._trial = suspect
+            self._dispatch(suspect, RequestState.TRIAL)
 
-    def _is_over(self, trial: RecoverableRequest) -> bool:
-        """Say whether the suspect has left the engine, and ask it to once it is past its place."""
-        if self._by_id.get(trial.id) is not trial or trial.place is RequestState.HELD:
+    def _is_trial_over(self, trial: RecoverableRequest) -> bool:
+        """Return whether the trial is over; suspend the request once it has reached its goal."""
+        if self._by_id.get(trial.id) is not trial or trial.state is RequestState.HELD:
             return True
-        if trial.place is RequestState.TRIAL and trial.is_past:
-            trial.is_suspect, trial.num_lone_deaths = False, 0
+        if trial.state is RequestState.TRIAL and trial.has_reached_trial_goal:
+            trial.is_suspect, trial.num_trial_deaths = False, 0
             if next(self._suspects(), None) is None:
-                trial.place = RequestState.ENGINE
+                trial.state = RequestState.RUNNING
                 return True
-            trial.place = RequestState.ASIDE
+            trial.state = RequestState.SUSPENDING
             self._to_engine(Abort(trial.id))
         return False
 
     def _suspects(self) -> Iterator[RecoverableRequest]:
-        return (each for each in self._by_id.values() if each.is_suspect and each.place is RequestState.HELD)
+        return (each for each in self._by_id.values() if each.is_suspect and each.state is RequestState.HELD)
 
-    def _give(self, held: RecoverableRequest, place: RequestState) -> None:
-        """Give a request to the engine, with what was told of it."""
-        held.place = place
+    def _dispatch(self, held: RecoverableRequest, place: RequestState) -> None:
+        """Submit a request to the engine, with its resume point."""
+        held.state = place
         self.num_resumed += held.is_accepted
-        fresh = not held.is_accepted and not held.is_suspect
+        is_new = not held.is_accepted and not held.is_suspect
         try:
-            self._to_engine(Submit(held.call, held.told.request if fresh else held.told.resumed()))
-        except ChatcacheError as error:  # it fits no frame
+            self._to_engine(Submit(held.call, held.journal.request if is_new else held.journal.resumed_request()))
+        except ChatcacheError as error:  # it exceeds a frame
             self._end(held, encode_error(error))
 
     def _drop_pending(self) -> None:
-        """Carry out drops that the engine did not get round to."""
+        """Apply cancelled candidates that the engine did not confirm."""
         for call, drop in list(self._drops.items()):
             found = self._by_id.get(drop.request_id)
-            if found is not None and found.place is not RequestState.HELD:
+            if found is not None and found.state is not RequestState.HELD:
                 continue
             del self._drops[call]
             if found is None:
-                self._to_board(Answer(call))
+                self._to_client(Answer(call))
             else:
                 self._end_held(found, drop)
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
-    def _end(self, found: RecoverableRequest, fault: ErrorData) -> None:
-        """End a request in an error: by its verdict if that is still waited for."""
+    def _end(self, found: RecoverableRequest, error: ErrorData) -> None:
+        """Fail a request: by the answer to its submit, or by a `Failed` event if it was accepted."""
         if found.is_accepted:
-            self._tell(found, found.told.failed(decode_error(fault)))
+            self._emit(found, found.journal.failed_event(decode_error(error)))
         else:
             self._forget(found)
-            self._to_board(Answer(found.call, fault=fault))
+            self._to_client(Answer(found.call, error=error))
 
-    def _tell(self, found: RecoverableRequest, event: EngineEvent) -> None:
-        """Tell an event that comes from no engine."""
-        found.told.note(event)
+    def _emit(self, found: RecoverableRequest, event: EngineEvent) -> None:
+        """Record and emit an event that no engine sent."""
+        found.journal.record(event)
         if isinstance(event, TERMINAL):
             self._forget(found)
-        self._to_board(Events((event,)))
+        self._to_client(Events((event,)))
 
     def _forget(self, found: RecoverableRequest) -> None:
         self._by_id.pop(found.id, None)

@@ -1,4 +1,4 @@
-"""An engine in a thread of this process: what tests, notebooks and `chatcache chat` hold as their EngineClient."""
+"""An engine in a thread of this process, for tests, notebooks and `chatcache chat`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from chatcache.engine_process.protocol import (
     Loaded,
     LoadFailed,
     Notice,
+    PromptScores,
     Reply,
-    Scored,
     Stop,
     decode_error,
     encode_error,
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 
 class _ThreadCommandQueue:
+    """Commands from another thread of this process."""
+
     def __init__(self) -> None:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
@@ -45,21 +47,21 @@ class _ThreadCommandQueue:
 
 
 class ThreadedEngine:
-    """EngineClient over `factory()`, which is called and then driven in a thread of its own.
+    """EngineClient of an engine that `factory` builds and that runs in a thread of this process.
 
     The thread starts with the first call (or `start`); a submit waits for the factory. Use it from one event loop at a
-    time, and `close` it there. A fault that escapes the engine ends all requests and the thread; there is no restart.
+    time, and `close` it there. An exception that the engine raises ends all requests and the thread, without restart.
     """
 
     def __init__(self, factory: Callable[[], StepEngine]) -> None:
         self._factory = factory
-        self._inbox = _ThreadCommandQueue()
-        self._board = EngineClientBase(self._inbox.commands.put)
+        self._command_queue = _ThreadCommandQueue()
+        self._client = EngineClientBase(self._command_queue.commands.put)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._loaded = asyncio.Event()
         self._error: ChatcacheError | None = None
-        self.facts: ModelInfo | None = None
+        self.model_info: ModelInfo | None = None
 
     async def __aenter__(self) -> ThreadedEngine:
         await self.start()
@@ -73,76 +75,76 @@ class ThreadedEngine:
         self._attach()
 
     async def wait_loaded(self) -> ModelInfo:
-        """Wait for the factory.
+        """Wait until the engine is built.
 
-        Raises: ChatcacheError if it failed.
+        Raises: ChatcacheError if the factory failed.
         """
         self._attach()
         await self._loaded.wait()
-        if self.facts is None:
+        if self.model_info is None:
             raise self._error or EngineError("the engine did not start")
-        return self.facts
+        return self.model_info
 
     async def submit(self, request: GenerateRequest) -> None:
         self._attach()
         if self._error is not None:
             raise self._error
-        await self._board.submit(request)
+        await self._client.submit(request)
 
     def events(self, request_id: str, after: int = 0) -> AsyncIterator[EngineEvent]:
-        return self._board.events(request_id, after)
+        return self._client.events(request_id, after)
 
-    def num_told(self, request_id: str) -> int:
-        return self._board.num_told(request_id)
+    def num_tokens_sent(self, request_id: str) -> int:
+        return self._client.num_tokens_sent(request_id)
 
     async def abort(self, request_id: str) -> None:
-        self._board.abort(request_id)
+        self._client.abort(request_id)
 
-    async def drop(self, request_id: str, index: int) -> None:
+    async def cancel_candidate(self, request_id: str, index: int) -> None:
         await self.wait_loaded()
-        await self._board.drop(request_id, index)
+        await self._client.cancel_candidate(request_id, index)
 
     async def health(self) -> EngineHealth:
         self._attach()
         if self._error is not None:
             return EngineHealth(ready=False, detail=self._error.message)
-        return self._board.health or EngineHealth(ready=False, detail="loading")
+        return self._client.health or EngineHealth(ready=False, detail="loading")
 
     async def explain(
         self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
     ) -> Explanation:
         await self.wait_loaded()
-        return await self._board.explain(prompt, namespace, num_public_tokens, operator)
+        return await self._client.explain(prompt, namespace, num_public_tokens, operator)
 
-    async def num_cached(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
+    async def count_cached_tokens(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
         await self.wait_loaded()
-        return await self._board.num_cached(prompts, namespace)
+        return await self._client.count_cached_tokens(prompts, namespace)
 
     async def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap:
         await self.wait_loaded()
-        return await self._board.page_map(namespace, operator)
+        return await self._client.page_map(namespace, operator)
 
-    async def accounts(self) -> PageAccounts:
+    async def page_accounts(self) -> PageAccounts:
         await self.wait_loaded()
-        return await self._board.accounts()
+        return await self._client.page_accounts()
 
     async def stats(self) -> Any:
         await self.wait_loaded()
-        return await self._board.ask("stats")
+        return await self._client.invoke("stats")
 
     async def reset_prefix_cache(self) -> bool:
         await self.wait_loaded()
-        return bool(await self._board.ask("reset_prefix_cache"))
+        return bool(await self._client.invoke("reset_prefix_cache"))
 
     async def close(self) -> None:
         """Stop the thread; requests still open end with `Failed`."""
-        self._inbox.commands.put(Stop())
+        self._command_queue.commands.put(Stop())
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
-        self._hang_up(EngineError("the engine was closed"))
+        self._fail_all(EngineError("the engine was closed"))
 
     def _attach(self) -> None:
-        """Deliver notices to the running loop from here on."""
+        """Deliver notices to the running event loop, and start the thread if it is not running."""
         self._loop = asyncio.get_running_loop()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="chatcache-engine", daemon=True)
@@ -151,10 +153,10 @@ class ThreadedEngine:
     def _run(self) -> None:
         try:
             engine = self._factory()
-            self._post(Loaded(engine.facts, engine.health()))
-            run_engine(engine, self._inbox, self._post)
-        except BaseException as error:  # a thread has no caller to raise to: the clients are told instead
-            # What is wrong with a folder or a setting needs no traceback: whoever waits is told.
+            self._post(Loaded(engine.model_info, engine.health()))
+            run_engine(engine, self._command_queue, self._post)
+        except BaseException as error:  # reported to the waiting calls, since a thread has no caller
+            # An invalid model folder or setting needs no traceback in the log: `wait_loaded` raises the error.
             is_known = isinstance(error, ModelFolderError | InvalidRequestError)
             log.log(logging.DEBUG if is_known else logging.ERROR, "the engine thread ended", exc_info=True)
             self._post(LoadFailed(encode_error(error)))
@@ -165,15 +167,15 @@ class ThreadedEngine:
             loop.call_soon_threadsafe(self._receive, notice)
 
     def _receive(self, notice: Notice) -> None:
-        if isinstance(notice, Reply | Scored | Events):
-            self._board.receive(notice)
+        if isinstance(notice, Reply | PromptScores | Events):
+            self._client.receive(notice)
         elif isinstance(notice, Loaded):
-            self.facts, self._board.health = notice.facts, notice.health
+            self.model_info, self._client.health = notice.model_info, notice.health
             self._loaded.set()
         elif isinstance(notice, LoadFailed):
-            self._hang_up(decode_error(notice.fault))
+            self._fail_all(decode_error(notice.error))
 
-    def _hang_up(self, error: ChatcacheError) -> None:
+    def _fail_all(self, error: ChatcacheError) -> None:
         self._error = self._error or error
         self._loaded.set()
-        self._board.hang_up(error)
+        self._client.fail_all(error)

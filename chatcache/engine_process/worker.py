@@ -1,7 +1,9 @@
-"""The engine child: `python -m chatcache.engine_process.worker FD`, FD being its end of a socket pair.
+"""Entry point of the engine process.
 
-The first command (`Boot`) names the factory, "module:function", called as factory(config, progress) -> engine. The bus
-itself knows no model: `chatcache.factory:build_engine` is what the CLI passes.
+`python -m chatcache.engine_process.worker FD PARENT_PID`.
+
+FD is the child's end of a socket pair. The first command (`Boot`) names a factory, "module:function", which is called
+as factory(config, progress) -> engine, for instance `chatcache.factory:build_engine`.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from chatcache.engine_process.protocol import (
     Answer,
     Boot,
     Command,
-    Ending,
+    EngineFailed,
     FrameBuffer,
     Loaded,
     LoadFailed,
     Loading,
     Notice,
-    call_of,
+    call_id_of,
     decode_command,
     encode_error,
     encode_notice,
@@ -49,7 +51,10 @@ Factory = Callable[[EngineConfig, Progress], StepEngine]
 
 
 class SocketCommandQueue:
-    """Commands from a blocking stream socket. A frame that is none is refused to its caller and otherwise ignored."""
+    """Commands from a blocking stream socket.
+
+    An invalid frame is answered with an error and ignored.
+    """
 
     def __init__(self, sock: socket.socket, send: Callable[[Notice], None]) -> None:
         self._sock = sock
@@ -72,30 +77,34 @@ class SocketCommandQueue:
                 try:
                     commands.append(decode_command(body))
                 except msgspec.MsgspecError as error:
-                    self._refuse(body, error)
+                    self._reject(body, error)
 
-    def _refuse(self, body: bytes, error: Exception) -> None:
-        log.error("a frame of %d bytes is no command: %s", len(body), error)
-        call = call_of(body)
+    def _reject(self, body: bytes, error: Exception) -> None:
+        log.error("a frame of %d bytes is not a command: %s", len(body), error)
+        call = call_id_of(body)
         if call is not None:
-            self._send(Answer(call, encode_error(InvalidRequestError(f"the engine does not understand this: {error}"))))
+            reply = InvalidRequestError(f"the engine cannot decode this command: {error}")
+            self._send(Answer(call, encode_error(reply)))
 
 
 def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent dies; elsewhere the closed socket ends it at its next read."""
+    """Make Linux kill this process when its parent ends.
+
+    On other systems it ends at its next read of the closed socket.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def serve(sock: socket.socket) -> int:
-    """Load the engine, then run it until the parent says stop or is gone. Returns the exit status."""
+    """Build the engine and run it until `Stop` or the end of the parent; return the exit status."""
 
     def send(notice: Notice) -> None:
         for frame in encode_notice(notice):
             sock.sendall(frame)
 
-    inbox = SocketCommandQueue(sock, send)
-    boot, *early = inbox.read(block=True)
+    command_queue = SocketCommandQueue(sock, send)
+    boot, *early = command_queue.read(block=True)
     if not isinstance(boot, Boot) or early:
         raise ValueError("the first frame must be the boot command, alone")
     logs.configure_logging(boot.log_level, boot.log_format, "engine")
@@ -108,29 +117,30 @@ def serve(sock: socket.socket) -> int:
         send(LoadFailed(encode_error(error)))
         return EXIT_LOAD_FAILED
     try:
-        send(Loaded(engine.facts, engine.health()))
-        run_engine(engine, inbox, send)
+        send(Loaded(engine.model_info, engine.health()))
+        run_engine(engine, command_queue, send)
     except ConnectionError:
-        log.info("the parent is gone")
+        log.info("the parent process has ended")
     except DeviceLostError as error:
         log.critical("the engine process ends: %s", error.message)
-        send(Ending(encode_error(error)))
+        send(EngineFailed(encode_error(error)))
         return EXIT_DEVICE_LOST
     return 0
 
 
 def find_factory(path: str) -> Factory:
-    """Import "module:function"."""
+    """Import and return the function "module:function"."""
     module, _, name = path.partition(":")
     return cast(Factory, getattr(importlib.import_module(module), name))
 
 
 def main() -> int:
+    """Run the worker with the arguments of the command line; return the exit status."""
     parent = int(sys.argv[2])
     die_with_parent()
-    if os.getppid() != parent:  # it died before the line above could matter
+    if os.getppid() != parent:  # it ended before the call above
         return 0
-    # Both are the parent's to handle: it drains first. Service managers send SIGTERM to all processes of a service.
+    # The parent handles both signals and drains first. Service managers send SIGTERM to all processes of a service.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     sock = socket.socket(fileno=int(sys.argv[1]))

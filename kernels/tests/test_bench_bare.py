@@ -57,7 +57,7 @@ def answers(folder: Path) -> list[list[int]]:
         for event in engine.step():
             if isinstance(event, Tokens):
                 tokens.setdefault((event.request_id, event.index), []).extend(event.token_ids)
-    engine.pages.check()
+    engine.cache.check()
     return [tokens[key] for key in sorted(tokens)]
 
 

@@ -57,7 +57,7 @@ class ClockEngine:
     """Satisfies `bus.loop.StepEngine`, and is its own `pages`."""
 
     def __init__(self, clock: TickClock, times: TickTimes) -> None:
-        self.facts = ModelInfo(
+        self.model_info = ModelInfo(
             name="clock",
             digest="00" * 32,
             vocab_size=NUM_BYTE_TOKENS + NUM_TICKS,
@@ -79,13 +79,13 @@ class ClockEngine:
         if phase is not None:
             self._ended.append(self._finished(self._phases[phase].pop(request_id), cancelled=True))
 
-    def is_preparing(self, request_id: str) -> bool:
+    def is_compiling_grammar(self, request_id: str) -> bool:
         return False
 
     def has_work(self) -> bool:
         return bool(self._phase_of or self._ended)
 
-    def take_events(self) -> list[EngineEvent]:
+    def pop_events(self) -> list[EngineEvent]:
         events, self._ended = self._ended, []
         return events
 
@@ -93,7 +93,7 @@ class ClockEngine:
         """Wait for the next tick, then return the events of the streams of its phase."""
         time.sleep(max(0.0, self._clock.delay_s()))
         tick = self._clock.advance()
-        events = self.take_events()
+        events = self.pop_events()
         streams = self._phases[tick % len(self._phases)]
         finished: list[_Stream] = []
         token = (NUM_BYTE_TOKENS + tick % NUM_TICKS,)
@@ -120,7 +120,7 @@ class ClockEngine:
         )
 
     @property
-    def pages(self) -> Self:
+    def cache(self) -> Self:
         return self
 
     def explain(
@@ -128,16 +128,16 @@ class ClockEngine:
     ) -> Explanation:
         return Explanation(num_tokens=len(prompt), num_cached_tokens=0, page_size=16, pages=())
 
-    def num_cached(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
+    def count_cached_tokens(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
         return [0] * len(prompts)
 
-    def drop(self, request_id: str, index: int) -> None:
+    def cancel_candidate(self, request_id: str, index: int) -> None:
         return None
 
     def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap:
         return PageMap(page_size=16, num_pages=0, num_pages_per_cell=1, cells="")
 
-    def accounts(self) -> PageAccounts:
+    def page_accounts(self) -> PageAccounts:
         return PageAccounts(num_pages_in_use=0, page_bytes=0, requests={}, conversations={}, namespaces={})
 
     def stats(self) -> Any:

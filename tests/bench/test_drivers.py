@@ -73,7 +73,7 @@ def test_engine_driver_times_beam_search() -> None:
 def test_transformers_driver_counts_as_the_engine_driver_does(folder: Path, lengths: list[int], params: Params) -> None:
     config = EngineConfig(model=str(folder), dtype="float32", kv_memory_bytes=2**24)
     engine = build_engine(config, need_tokenizer=False)
-    ours, theirs = EngineDriver(engine), TransformersDriver(folder, engine.facts)
+    ours, theirs = EngineDriver(engine), TransformersDriver(folder, engine.model_info)
     mine, other = (each.run([each.prompt(length) for length in lengths], params) for each in (ours, theirs))
     assert other.num_output_tokens == mine.num_output_tokens
     if isinstance(params, SamplingParams):  # our beam search emits most of its tokens at the end

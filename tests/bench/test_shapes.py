@@ -45,7 +45,7 @@ def test_write_model_loads_completely_in_transformers(tmp_path: Path, tied: bool
     assert weight.std().item() == pytest.approx(0.02, rel=0.05)
     engine = factory.build_engine(msgspec.structs.replace(QUICK, model=str(tmp_path)), need_tokenizer=False)
     body = sum(p.numel() for name, p in model.named_parameters() if "embed" not in name and "lm_head" not in name)
-    assert count_matmul_params(tmp_path, engine.facts) == body
+    assert count_matmul_params(tmp_path, engine.model_info) == body
 
 
 def test_random_weights_depend_on_seed_only(tmp_path: Path) -> None:

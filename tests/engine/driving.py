@@ -34,7 +34,7 @@ def drain(engine: Engine) -> list[EngineEvent]:
         if not engine.has_work():
             return events
         events += engine.step()
-        engine.pages.check()
+        engine.cache.check()
     raise AssertionError("the engine stalls")
 
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.engine.stats import USAGE_INTERVAL_S, UsageGauge
+from chatcache.engine.stats import USAGE_INTERVAL_S, PageUsageCache
 from chatcache.errors import ContextLengthError
 from chatcache.types.events import Tokens
 from chatcache.types.request import GenerateRequest, SamplingParams
@@ -34,7 +34,7 @@ def charges(engine: Engine) -> dict[str, float]:
 
 
 def check_accounts(engine: Engine) -> PageAccounts:
-    accounts, num_in_use = engine.pages.accounts(), engine.health().num_pages_in_use
+    accounts, num_in_use = engine.cache.page_accounts(), engine.health().num_pages_in_use
     assert accounts.requests == pytest.approx(charges(engine))
     for ledger in (accounts.requests, accounts.conversations, accounts.namespaces):
         assert sum(ledger.values()) == pytest.approx(num_in_use)
@@ -100,14 +100,14 @@ def test_health_tells_what_stats_tells_at_most_once_a_second() -> None:
     engine.add(request("a", tuple(range(1, 65)), n=4))
     engine.step(), engine.step()
     now = 100.0
-    gauge = UsageGauge(engine.scheduler, lambda: now)
+    gauge = PageUsageCache(engine.scheduler, lambda: now)
     first = gauge.read()
-    assert first == engine.pages.stats() and first.num_shared == 4
+    assert first == engine.cache.stats() and first.num_shared == 4
     engine.abort("a")
     now += USAGE_INTERVAL_S / 2
     assert gauge.read() is first
     now += USAGE_INTERVAL_S / 2
-    assert gauge.read() == engine.pages.stats() != first
+    assert gauge.read() == engine.cache.stats() != first
 
 
 def test_waste_on_a_chat_load_is_under_four_percent() -> None:
@@ -134,7 +134,7 @@ def test_waste_on_a_chat_load_is_under_four_percent() -> None:
         for event in engine.step():
             if isinstance(event, Tokens) and event.index == 0:
                 texts[event.request_id] += event.token_ids
-        usage = engine.pages.stats()
+        usage = engine.cache.stats()
         if usage.num_in_use:
             wastes.append(usage.waste_fraction)
         for name in turns:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from chatcache.engine.engine import Engine
-from chatcache.engine.protocols import Launched
+from chatcache.engine.protocols import StepHandle
 from chatcache.scheduler.scheduler import Scheduler
 from chatcache.types.events import EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.plan import StepPlan, StepResult
@@ -34,7 +34,7 @@ class Watched(FakeRunner):
         self.log: list[str] = []
         self.fails: dict[int, Exception] = {}
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> StepHandle:
         self.log.append(f"launch {plan.step}")
         launched, log = super().launch(plan), self.log
 
@@ -138,11 +138,11 @@ def test_a_failing_step_fails_the_one_behind_it_too_and_nothing_of_them_is_found
     assert runner.log[-4:] == ["result 12", "launch 14", "result 13", "result 14"]
     failed = [event for event in begun if isinstance(event, Failed)]
     assert [event.request_id for event in failed] == ["a", "b"] and "secret" not in failed[0].message
-    eng.pages.check()
+    eng.cache.check()
     history = (*range(1, 5), *output(begun, "a"))
     assert len(history) == 16, "a page, all but its last cell seen"
     for length in range(2, 17):
-        assert eng.pages.explain((*history[:length], 60)).num_cached_tokens == 0
+        assert eng.cache.explain((*history[:length], 60)).num_cached_tokens == 0
     rest = drain(eng)
     eng.add(request("again", prompt=(*history, 60), params=LONG))
     again = drain(eng)
@@ -165,14 +165,14 @@ def until_failed(eng: Engine) -> list[EngineEvent]:
     events: list[EngineEvent] = []
     while not any(isinstance(event, Failed) for event in events):
         events += eng.step()
-        eng.pages.check()
+        eng.cache.check()
     return events
 
 
 @LAZY
 def test_a_step_that_cannot_be_launched_fails_and_the_one_ahead_of_it_counts(lazy: bool) -> None:
     class Refusing(Watched):
-        def launch(self, plan: StepPlan) -> Launched:
+        def launch(self, plan: StepPlan) -> StepHandle:
             if plan.step == 6:
                 raise MemoryError("no room")
             return super().launch(plan)
@@ -215,7 +215,7 @@ def test_a_fault_ends_its_request_only_though_its_next_row_runs(lazy: bool) -> N
     assert [e for e in events if isinstance(e, Failed)] == [Failed("a", events[-1].seq, "the logits are not finite")]
     assert runner.log[-2:] == ["launch 14", "result 13"], "its page was full and named"
     history = (*range(1, 5), *output(events, "a"))
-    assert eng.pages.explain((*history, 60)).num_cached_tokens == 0
+    assert eng.cache.explain((*history, 60)).num_cached_tokens == 0
     events += drain(eng)
     clean = engine()
     clean.add(request("b", prompt=tuple(range(30, 34)), params=LONG))
@@ -229,14 +229,14 @@ def test_whoever_is_aborted_while_his_row_runs_gives_all_back_at_once(lazy: bool
     eng.add(request("a", params=LONG))
     eng.add(request("b", prompt=tuple(range(30, 50)), params=LONG))
     events = [event for _ in range(8) for event in eng.step()]
-    assert eng._flights and eng.health().num_pages_in_use == 4
+    assert eng._pipeline and eng.health().num_pages_in_use == 4
     seen = len(output(events, "b"))
     eng.abort("b")
-    assert eng.health().num_pages_in_use == 2 and eng.pages.num_held("b") == 0
+    assert eng.health().num_pages_in_use == 2 and eng.cache.num_pages_held("b") == 0
     free = [page for page in range(1, 12) if not eng._kv.pool.refs[page] and not eng._kv.pool.is_published(page)]
     runner.cells[free] = POISON
-    eng.pages.check()
-    told = eng.pages.explain((*range(30, 50), *output(events, "b"), 60)).num_cached_tokens
+    eng.cache.check()
+    told = eng.cache.explain((*range(30, 50), *output(events, "b"), 60)).num_cached_tokens
     assert told == 20 + seen - 1, "the last token's cell is being computed; nobody has seen it"
     eng.add(request("c", prompt=(*range(30, 50), *output(events, "b"), 60), params=LONG))
     events += drain(eng)
@@ -258,16 +258,16 @@ def test_questions_between_two_steps_disturb_nothing(lazy: bool) -> None:
     num_on_the_way = 0
     while eng.has_work():
         events += eng.step()
-        num_on_the_way += len(eng._flights)
-        eng.pages.check()
-        eng.pages.stats()
-        assert eng.pages.reset_prefix_cache() == (not eng._requests)
-        assert eng.pages.accounts().num_pages_in_use == eng.health().num_pages_in_use
+        num_on_the_way += len(eng._pipeline)
+        eng.cache.check()
+        eng.cache.stats()
+        assert eng.cache.reset_prefix_cache() == (not eng._requests)
+        assert eng.cache.page_accounts().num_pages_in_use == eng.health().num_pages_in_use
         if eng._requests:
-            assert eng.pages.accounts().requests["a"] == pytest.approx(eng.health().num_pages_in_use)
-        told = eng.pages.explain((*request().prompt, *output(events, index=1), 1)).num_cached_tokens
+            assert eng.cache.page_accounts().requests["a"] == pytest.approx(eng.health().num_pages_in_use)
+        told = eng.cache.explain((*request().prompt, *output(events, index=1), 1)).num_cached_tokens
         assert told <= 20 + len(output(events, index=1))
-    assert num_on_the_way > 40 and not eng._flights
+    assert num_on_the_way > 40 and not eng._pipeline
     clean = engine()
     clean.add(request("a", params=SamplingParams(n=3, max_tokens=50, seed=3, ignore_eos=True)))
     expected = drain(clean)
@@ -282,8 +282,8 @@ def test_the_last_step_is_collected_before_the_engine_is_idle() -> None:
     events: list[EngineEvent] = []
     while not events or not isinstance(events[-1], Finished):
         events += eng.step()
-    assert eng.has_work() and eng._flights and eng._self_check.num_checks == 0
-    assert eng.step() == [] and not eng.has_work() and eng._self_check.num_checks == 1
+    assert eng.has_work() and eng._pipeline and eng._invariant_checker.num_checks == 0
+    assert eng.step() == [] and not eng.has_work() and eng._invariant_checker.num_checks == 1
     assert runner.log.count("result 6") == 1
 
 
@@ -293,9 +293,9 @@ def test_an_engine_may_be_closed_with_a_step_on_the_device() -> None:
     eng.add(request(params=LONG))
     for _ in range(5):
         eng.step()
-    assert eng._flights
+    assert eng._pipeline
     eng.close()
-    assert not eng._flights and runner.log[-1] == "result 6"
+    assert not eng._pipeline and runner.log[-1] == "result 6"
     eng.close()
 
 
@@ -353,7 +353,7 @@ def test_a_plan_that_fails_while_a_step_is_on_the_device_ends_all_that_run(monke
     with monkeypatch.context() as patch:
         patch.setattr(Scheduler, "plan_ahead", plan_ahead)
         (failed,) = eng.step()
-    assert isinstance(failed, Failed) and "plan" in failed.message and not eng._flights
+    assert isinstance(failed, Failed) and "plan" in failed.message and not eng._pipeline
     assert not eng.has_work() and eng.health().num_pages_in_use == 0
     eng.add(request("a", params=LONG))
     assert isinstance(drain(eng)[-1], Finished) and not runner.device.num_refused
@@ -397,7 +397,7 @@ class Interrupted(Watched):
 
     when = 7
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> StepHandle:
         launched, runner = super().launch(plan), self
 
         class Interruptible:

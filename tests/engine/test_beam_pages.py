@@ -63,7 +63,7 @@ def run(searches: list[Params], num_prompt_tokens: int, num_pages: int = 2048) -
         engine.add(GenerateRequest(request_id=str(number), prompt=prompt, params=params))
     while engine.has_work():
         engine.step()
-        engine.pages.check()
+        engine.cache.check()
         runner.ledger.enter(engine, computing=False)
     assert engine.health().num_pages_in_use == 0
     return runner.ledger, engine

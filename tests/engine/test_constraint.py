@@ -42,7 +42,7 @@ def drain(engine: Engine, most: int = 5000) -> list[EngineEvent]:
         if not engine.has_work():
             return events
         events += engine.step()
-        engine.pages.check()
+        engine.cache.check()
     raise AssertionError("the engine stalls")
 
 
@@ -129,13 +129,13 @@ def test_others_decode_while_a_grammar_compiles(monkeypatch: pytest.MonkeyPatch)
     eng = engine(max_queued_requests=3)
     eng.add(request("slow", MIXED["n8"]))
     eng.add(request("plain", MIXED["plain"]))
-    assert eng.is_preparing("slow") and not eng.is_preparing("plain")
+    assert eng.is_compiling_grammar("slow") and not eng.is_compiling_grammar("plain")
     events: list[EngineEvent] = []
     for _ in range(60):
         events += eng.step()
-        eng.pages.check()
+        eng.cache.check()
     assert isinstance(terminal(events, "plain"), Finished)
-    assert eng.is_preparing("slow") and eng.health().num_waiting == 1 and eng.has_work()
+    assert eng.is_compiling_grammar("slow") and eng.health().num_waiting == 1 and eng.has_work()
     for name in ("b", "c"):
         eng.add(request(name, MIXED["json"]))
     with pytest.raises(OverloadedError):
@@ -146,7 +146,7 @@ def test_others_decode_while_a_grammar_compiles(monkeypatch: pytest.MonkeyPatch)
     cancelled = terminal(events, "b")
     assert isinstance(cancelled, Finished) and cancelled.cancelled
     assert isinstance(terminal(events, "slow"), Finished) and isinstance(terminal(events, "c"), Finished)
-    assert not eng.is_preparing("slow")
+    assert not eng.is_compiling_grammar("slow")
 
 
 def test_a_grammar_that_is_no_good_fails_its_request_as_invalid() -> None:
@@ -177,7 +177,7 @@ def test_a_known_grammar_needs_no_wait() -> None:
     eng.add(request("first", MIXED["greedy"]))
     drain(eng)
     eng.add(request("second", MIXED["greedy"]))
-    assert not eng.is_preparing("second")
+    assert not eng.is_compiling_grammar("second")
     assert isinstance(terminal(drain(eng), "second"), Finished)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chatcache.engine.engine import Engine
-from chatcache.engine.protocols import Launched
+from chatcache.engine.protocols import StepHandle
 from chatcache.errors import DeviceLostError, OverloadedError
 from chatcache.types.events import EngineEvent, Failed, Finished
 from chatcache.types.plan import StepPlan, StepResult
@@ -26,7 +26,7 @@ class Losing(FakeRunner):
         self.at_launch = at_launch
         self.num_asked_in_vain = 0
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> StepHandle:
         if self.at_launch and plan.step >= self.last:
             self._fail()
         return super().launch(plan)
@@ -101,9 +101,9 @@ def test_afterwards_requests_are_refused_and_health_says_why() -> None:
     health = eng.health()
     assert (health.ready, health.detail) == (False, REASON)
     assert (health.num_running, health.num_pages_in_use) == (0, 0)
-    eng.pages.check()
+    eng.cache.check()
     eng.abort("a")
-    assert eng.pages.accounts().num_pages_in_use == 0
+    assert eng.cache.page_accounts().num_pages_in_use == 0
     with pytest.raises(DeviceLostError):
         eng.step()
     eng.close()
@@ -114,6 +114,6 @@ def test_an_engine_whose_device_is_gone_can_be_closed() -> None:
     eng.add(request("a", params=LONG))
     for _ in range(3):
         eng.step()
-    assert eng._flights
-    eng._flights._runner.last = 1  # type: ignore[attr-defined]
+    assert eng._pipeline
+    eng._pipeline._runner.last = 1  # type: ignore[attr-defined]
     eng.close()

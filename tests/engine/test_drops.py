@@ -74,11 +74,11 @@ def test_seven_of_eight_are_dropped(kept: int, ahead: bool) -> None:
     events = steps(eng, 9)
     pool = eng.scheduler.kv.pool
     for index in set(range(8)) - {kept}:
-        before, held = pool.num_in_use, eng.pages.num_held("a")
-        eng.drop("a", index)
+        before, held = pool.num_in_use, eng.cache.num_pages_held("a")
+        eng.cancel_candidate("a", index)
         freed = before - pool.num_in_use
-        assert freed >= 2 and eng.pages.num_held("a") == held - freed
-        eng.pages.check()
+        assert freed >= 2 and eng.cache.num_pages_held("a") == held - freed
+        eng.cache.check()
         last = eng.step()
         events += last
         assert done(last, index).num_pages_freed == freed
@@ -96,8 +96,8 @@ def test_before_anything_is_computed(lane: int) -> None:
         eng = engine(runner(), max_num_batched_tokens=12)
         eng.add(one)
         events = steps(eng, count)
-        eng.drop("a", lane)
-        eng.pages.check()
+        eng.cancel_candidate("a", lane)
+        eng.cache.check()
         events += drain(eng)
         assert done(events, lane).num_pages_freed == 0
         assert [isinstance(event, Started) for event in events[:2]] == [False, True]
@@ -115,15 +115,15 @@ def test_twice_finished_and_unknown_are_nothing() -> None:
     (ended,) = [event.index for event in events if isinstance(event, CandidateDone)]
     before, num_in_use = len(events), eng.scheduler.kv.pool.num_in_use
     for name, index in (("a", ended), ("a", 3), ("a", 99), ("a", -1), ("nobody", 0)):
-        eng.drop(name, index)
-    assert eng.scheduler.kv.pool.num_in_use == num_in_use and not eng._outbox
+        eng.cancel_candidate(name, index)
+    assert eng.scheduler.kv.pool.num_in_use == num_in_use and not eng._event_queue
     alive = min({0, 1, 2} - {ended})
-    eng.drop("a", alive)
-    eng.drop("a", alive)
-    assert len(eng._outbox) == 1
+    eng.cancel_candidate("a", alive)
+    eng.cancel_candidate("a", alive)
+    assert len(eng._event_queue) == 1
     events += drain(eng)
     assert len(events) > before and done(events, alive).finish_reason == FINISH_CANCELLED
-    eng.drop("a", 0)
+    eng.cancel_candidate("a", 0)
     assert not eng.has_work()
 
 
@@ -133,7 +133,7 @@ def test_the_last_one_is_a_cancel(count: int) -> None:
     eng.add(request(params=EIGHT))
     events = steps(eng, count)
     for index in (3, 1, 0, 2, 7, 6, 5, 4):
-        eng.drop("a", index)
+        eng.cancel_candidate("a", index)
     events += drain(eng)
     last = events[-1]
     assert isinstance(last, Finished) and last.cancelled and (last.num_pages_freed > 0) == (count > 0)
@@ -158,7 +158,7 @@ def test_what_is_settled_together_is_not_dropped(params: Params) -> None:
         each.add(request(params=params))
     for _ in range(4):
         with pytest.raises(UnsupportedParameterError, match="one by one") as caught:
-            eng.drop("a", 1)
+            eng.cancel_candidate("a", 1)
         assert caught.value.param == "candidate"
         events += eng.step()
         expected += other.step()
@@ -186,8 +186,8 @@ def test_while_preempted(num_host_pages: int, dropped: set[int]) -> None:
     events = crowd(eng) + eng.step()  # it has been looked at while it waits
     num_in_use = eng.scheduler.kv.pool.num_in_use
     for index in dropped:
-        eng.drop("a", index)
-        eng.pages.check()
+        eng.cancel_candidate("a", index)
+        eng.cache.check()
     assert eng.scheduler.kv.pool.num_in_use == num_in_use
     events = [event for event in events + drain(eng) if event.request_id == "a"]
     assert all(done(events, index).num_pages_freed == 0 for index in dropped)
@@ -206,9 +206,9 @@ def test_on_the_way_back(num_host_pages: int, dropped: int) -> None:
         events += eng.step()
     (live,) = back
     assert live.num_waiting_branches == (0 if num_host_pages else 3)
-    eng.drop("a", dropped)
+    eng.cancel_candidate("a", dropped)
     assert live.num_waiting_branches == sum(branch.table is None for branch in live.branches.values())
-    eng.pages.check()
+    eng.cache.check()
     events = [event for event in events + drain(eng) if event.request_id == "a"]
     check_others(events, request(params=SamplingParams(n=4, max_tokens=24, seed=9, ignore_eos=True)), {dropped})
 
@@ -219,8 +219,8 @@ def test_steps_run_ahead_again_behind_a_drop() -> None:
     eng.add(one)
     events = steps(eng, 9)
     num_ahead = eng.health().num_steps_ahead
-    assert num_ahead > 2 and len(eng._flights) == 1, "a step is on the device"
-    eng.drop("a", 0)
+    assert num_ahead > 2 and len(eng._pipeline) == 1, "a step is on the device"
+    eng.cancel_candidate("a", 0)
     events += steps(eng, 20)
     assert eng.health().num_steps_ahead >= num_ahead + 15
     assert not eng.scheduler._decode_batch.unbatched_requests
@@ -232,9 +232,9 @@ def test_what_a_dropped_one_has_computed_is_found_again() -> None:
     eng = engine(runner())
     eng.add(request(num_tokens=18, params=SamplingParams(n=2, max_tokens=60, seed=2, ignore_eos=True)))
     events = steps(eng, 25)
-    eng.drop("a", 1)
+    eng.cancel_candidate("a", 1)
     line = (*request(num_tokens=18).prompt, *output(events, index=1))
-    assert eng.pages.explain((*line, 1)).num_cached_tokens == len(line) - 1
+    assert eng.cache.explain((*line, 1)).num_cached_tokens == len(line) - 1
     drain(eng)
 
 
@@ -246,7 +246,7 @@ def test_slots_are_free_for_others() -> None:
     events = steps(eng, 5)
     assert not any(event.request_id == "b" for event in events)
     for index in range(7):
-        eng.drop("a", index)
+        eng.cancel_candidate("a", index)
     assert any(event.request_id == "b" for event in steps(eng, 3))
     drain(eng)
 

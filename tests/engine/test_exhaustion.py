@@ -63,7 +63,7 @@ class Trace:
             assert idle < MAX_IDLE_STEPS, "the engine stalls"
         assert not open_ids
         self.num_preemptions = self.engine.health().num_preemptions
-        self.engine.pages.check()
+        self.engine.cache.check()
 
     def _ask(self, name: str, open_ids: set[str]) -> None:
         draw = self._draw

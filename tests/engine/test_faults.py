@@ -182,7 +182,7 @@ def test_one_spoilt_row_in_thirty_two() -> None:
             eng.add(requests[name])
         owners = {branch.slot: r.request_id for r in eng.scheduler.running for branch in r.branches.values()}
         if trial % 50 == 0:
-            eng.pages.check()
+            eng.cache.check()
     for name, events in life.items():
         assert outputs(events) == expected[name][: len(outputs(events))]
 
@@ -278,4 +278,4 @@ def test_fuzzed_requests_kill_nobody_and_disturb_no_canary() -> None:
     assert len(ends) + num_refused == 10_000 and num_rounds > 50
     assert all(isinstance(end, Finished | Failed) for end in ends)
     assert not [end for end in ends if isinstance(end, Failed) and "computed" in end.message]
-    eng.pages.check()
+    eng.cache.check()

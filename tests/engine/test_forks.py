@@ -34,7 +34,7 @@ def steps(eng: Engine, count: int = 1000) -> list[EngineEvent]:
         if not eng.has_work():
             break
         events += eng.step()
-        eng.pages.check()
+        eng.cache.check()
     return events
 
 
@@ -192,7 +192,7 @@ def test_source_and_fork_may_end_in_any_order() -> None:
         eng.add(fork := ask("fork", (*PROMPT, *output(events, "source")[:6], 50), fork_of=ForkPoint("source")))
         events += steps(eng, 2)
         eng.abort(ended)
-        eng.pages.check()
+        eng.cache.check()
         events += steps(eng)
         rest = fork if ended == "source" else source
         assert output(events, rest.request_id) == alone(rest)

@@ -52,20 +52,20 @@ def test_prefix_caching_can_be_switched_off_and_reset() -> None:
     assert eng.health().num_pages_idle > 0
     eng.add(request("c"))
     eng.step()
-    assert not eng.pages.reset_prefix_cache(), "not while somebody runs"
+    assert not eng.cache.reset_prefix_cache(), "not while somebody runs"
     drain(eng)
-    assert eng.pages.reset_prefix_cache() and eng.health().num_pages_idle == 0
+    assert eng.cache.reset_prefix_cache() and eng.health().num_pages_idle == 0
 
 
 def test_eight_candidates_hold_the_prompt_once() -> None:
     eng = engine()
     eng.add(request(num_tokens=1000, params=SamplingParams(n=8, max_tokens=12, seed=1, ignore_eos=True)))
     eng.step()
-    assert eng.pages.num_held("a") == 63
+    assert eng.cache.num_pages_held("a") == 63
     eng.step()
-    usage = eng.pages.stats()
+    usage = eng.cache.stats()
     assert usage.num_shared == 62, "1,000 = 62 * 16 + 8"
-    assert usage.num_in_use == eng.pages.num_held("a") == 62 + 8
+    assert usage.num_in_use == eng.cache.num_pages_held("a") == 62 + 8
     assert eng.health().num_page_copies == 7
     events = drain(eng)
     assert len({tuple(output(events, index=index)) for index in range(8)}) == 8
@@ -102,7 +102,7 @@ def test_cancel_gives_the_pages_back_at_once() -> None:
     eng.add(request(num_tokens=100, params=SamplingParams(n=4, max_tokens=50, ignore_eos=True)))
     for _ in range(3):
         eng.step()
-    held = eng.pages.num_held("a")
+    held = eng.cache.num_pages_held("a")
     eng.abort("a")
     assert eng.health().num_pages_in_use == 0
     (last,) = eng.step()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from chatcache.engine.engine import Engine
-from chatcache.engine.stats import MAX_SHARE, PageGauge
+from chatcache.engine.stats import MAX_TIME_SHARE, PageMapCache
 from chatcache.errors import ContextLengthError
 from chatcache.kv_cache.page_table import PageTable
 from chatcache.types.request import SamplingParams
@@ -37,26 +37,26 @@ def test_the_map_is_what_the_pool_says_at_every_step(workload: Workload) -> None
     while engine.has_work():
         engine.step()
         check_map(kv, key_owners, tables_of(engine), namespaces)
-        letters = Counter(PageGauge(engine.scheduler).read(None).cells)
+        letters = Counter(PageMapCache(engine.scheduler).read(None).cells)
         assert letters["a"] + letters["s"] == kv.pool.num_in_use, "every held page is some branch's"
         assert letters["i"] == kv.pool.num_idle and letters.total() == kv.pool.num_usable
 
 
 def test_candidates_share_the_prompt_and_leave_it_idle() -> None:
     one = engine(page_size=4)
-    one.pages._gauge = PageGauge(one.scheduler, lambda: 0.0)  # never old
+    one.cache._page_map = PageMapCache(one.scheduler, lambda: 0.0)  # never old
     one.add(request(num_tokens=20, params=SamplingParams(n=3, max_tokens=9, ignore_eos=True), namespace="t"))
     for _ in range(4):
         one.step()
-    mine, theirs = one.pages.page_map("t"), one.pages.page_map("u")
+    mine, theirs = one.cache.page_map("t"), one.cache.page_map("u")
     size, num_shared = mine.page_size, 20 // mine.page_size
-    assert mine == one.pages.page_map(operator=True) and mine.num_pages == one.health().num_pages
+    assert mine == one.cache.page_map(operator=True) and mine.num_pages == one.health().num_pages
     letters = Counter(mine.cells)
     assert letters["s"] >= num_shared and letters["a"] >= 3 and size > 1
     assert set(theirs.cells) == {"o", "f"} and theirs.cells.count("o") == letters["a"] + letters["s"] + letters["i"]
     drain(one)
-    assert set(one.pages.page_map("t").cells) == {"i", "f"}
-    assert set(one.pages.page_map("u").cells) == {"o", "f"}
+    assert set(one.cache.page_map("t").cells) == {"i", "f"}
+    assert set(one.cache.page_map("u").cells) == {"o", "f"}
 
 
 def test_who_polls_shares_looks_and_pays_for_them_in_time() -> None:
@@ -67,12 +67,12 @@ def test_who_polls_shares_looks_and_pays_for_them_in_time() -> None:
         now_s[0] += 0.5  # a look takes half a second
         return now_s[0]
 
-    gauge = PageGauge(one.scheduler, clock)
+    gauge = PageMapCache(one.scheduler, clock)
     empty = gauge.read(None)
     one.add(request(params=SamplingParams(max_tokens=50, ignore_eos=True)))
     one.step()
     assert [gauge.read(name) for name in (None, "", "x")] == [empty] * 3
-    now_s[0] += 0.5 / MAX_SHARE - 5
+    now_s[0] += 0.5 / MAX_TIME_SHARE - 5
     assert gauge.read(None) == empty
     now_s[0] += 5
     assert gauge.read(None) != empty
@@ -89,9 +89,9 @@ def test_a_look_changes_nothing(namespace: str) -> None:
     while one.has_work():
         events += one.step()
         looked += other.step()
-        other.pages._gauge = PageGauge(other.scheduler)
-        other.pages.page_map(namespace)
+        other.cache._page_map = PageMapCache(other.scheduler)
+        other.cache.page_map(namespace)
     assert looked == events
-    other.pages.check()
+    other.cache.check()
     assert other.scheduler.kv.pool._blank == one.scheduler.kv.pool._blank
     assert list(other.scheduler.kv.pool._idle) == list(one.scheduler.kv.pool._idle)

@@ -40,7 +40,7 @@ def tokens_of_the_step_behind(patch: Patch) -> None:
     original = StepPipeline.collect
 
     def collect(self: StepPipeline) -> CompletedStep:
-        self._flights.rotate(1)
+        self._steps.rotate(1)
         return original(self)
 
     patch.setattr(StepPipeline, "collect", collect)
@@ -70,11 +70,11 @@ def departures_overlooked(patch: Patch) -> None:
 
 def nobody_waits_for_the_step_behind_a_failed_one(patch: Patch) -> None:
     def drop(self: StepPipeline) -> list[Step]:
-        steps = [flight.step for flight in self._flights]
-        self._flights.clear()
+        steps = [flight.step for flight in self._steps]
+        self._steps.clear()
         return steps
 
-    patch.setattr(StepPipeline, "drop", drop)
+    patch.setattr(StepPipeline, "drain", drop)
 
 
 def others_go_on_behind_a_failed_step(patch: Patch) -> None:

@@ -36,7 +36,7 @@ def run(eng: Engine) -> list[EngineEvent]:
     events: list[EngineEvent] = []
     while eng.has_work():
         events += eng.step()
-        eng.pages.check()
+        eng.cache.check()
     return events
 
 
@@ -142,4 +142,4 @@ def test_scores_that_are_no_numbers_end_their_request_only() -> None:
     failed = [event for event in events if isinstance(event, Failed)]
     assert [event.request_id for event in failed] == ["bad"] and "not numbers" in failed[0].message
     assert started(events, "good").prompt_logprobs == expected(PROMPT[::-1], 2)
-    assert eng.pages.explain(PROMPT).num_cached_tokens == 0
+    assert eng.cache.explain(PROMPT).num_cached_tokens == 0

@@ -22,7 +22,7 @@ def started(eng: Engine, name: str) -> list[EngineEvent]:
     events: list[EngineEvent] = []
     while not any(isinstance(event, Started) and event.request_id == name for event in events):
         events += eng.step()
-        eng.pages.check()
+        eng.cache.check()
     return events
 
 
@@ -34,7 +34,7 @@ def test_the_report_is_what_was_explained_and_what_was_copied(num_pages: int) ->
     reasons, num_copied = set(), 0
     for number in range(60):
         prompt = draws.choice(prompts)[: draws.randrange(2, 50)] + (draws.randrange(1, 4),) * draws.randrange(3)
-        told: Explanation = eng.pages.explain(prompt)
+        told: Explanation = eng.cache.explain(prompt)
         before = eng.health().num_page_copies
         name = f"r{number}"
         eng.add(request(name, prompt=prompt, params=SamplingParams(n=3, seed=1, max_tokens=4), explain=True))

@@ -61,8 +61,8 @@ def run(engine: Engine, *requests: GenerateRequest, most: int = 10_000) -> list[
 def resumed(request: GenerateRequest, events: list[EngineEvent]) -> GenerateRequest:
     told = RequestJournal(request)
     for event in events:
-        told.note(event)
-    return told.resumed()
+        told.record(event)
+    return told.resumed_request()
 
 
 def said(events: list[EngineEvent]) -> list[object]:
@@ -108,7 +108,7 @@ class Cuts:
         assert [event.seq for event in (*first, *rest)] == list(range(1, cut + len(rest) + 1))
         assert said(first + rest) == said(self.whole), f"cut at {cut}"
         assert sum(isinstance(event, Started) for event in (*first, *rest)) == 1
-        self._engine.pages.check()
+        self._engine.cache.check()
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
@@ -141,7 +141,7 @@ def test_many_at_once_on_few_pages() -> None:
     assert small.health().num_preemptions > 0
     for name, expected in alone.items():
         assert said([*told[name], *(e for e in rest if e.request_id == name)]) == expected
-    small.pages.check()
+    small.cache.check()
 
 
 def test_a_dropped_candidate_stays_dropped() -> None:
@@ -150,8 +150,8 @@ def test_a_dropped_candidate_stays_dropped() -> None:
         engine = an_engine()
         engine.add(request)
         events = [event for _ in range(num_steps) for event in engine.step()]
-        engine.drop("a", 1)
-        events += engine.take_events()
+        engine.cancel_candidate("a", 1)
+        events += engine.pop_events()
         rest = run(an_engine(), resumed(request, events))
         ends = [event for event in (*events, *rest) if isinstance(event, CandidateDone)]
         assert sorted((end.index, end.finish_reason) for end in ends) == [

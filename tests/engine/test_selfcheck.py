@@ -8,7 +8,7 @@ import pytest
 
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.engine.invariants import MAX_PAGES
+from chatcache.engine.invariants import MAX_PAGES_PER_CHECK
 from chatcache.kv_cache.pool import ChildIndex, InvariantError, PagePool
 from chatcache.types.events import Finished
 from chatcache.types.request import GenerateRequest, SamplingParams
@@ -18,7 +18,7 @@ from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
 def engine(*, strict: bool = False, num_pages: int = 64) -> Engine:
     runner = FakeRunner(fake_capacity(num_pages, num_host_pages=32), 64)
     eng = Engine(runner, fake_facts(64), EngineConfig(strict=strict))
-    eng._self_check._strict = strict  # in tests all are, unless they say otherwise
+    eng._invariant_checker._strict = strict  # in tests all are, unless they say otherwise
     return eng
 
 
@@ -122,7 +122,7 @@ def test_a_strict_engine_raises(breakage: Callable[[Engine], None]) -> None:
 
 
 def test_a_large_pool_is_gone_through_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_pages = 5 * MAX_PAGES
+    num_pages = 5 * MAX_PAGES_PER_CHECK
     eng = engine(num_pages=num_pages)
     looked_at: list[int] = []
     original = PagePool.idle_violations
@@ -134,7 +134,7 @@ def test_a_large_pool_is_gone_through_a_part_at_a_time(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(PagePool, "idle_violations", broken_when_idle)
     serve(eng)
-    assert len(looked_at) <= MAX_PAGES
+    assert len(looked_at) <= MAX_PAGES_PER_CHECK
     for _ in range(7):
         serve(eng)
     assert set(looked_at) == set(range(1, num_pages))

@@ -53,7 +53,7 @@ def step_until(eng: Engine, done: Any) -> list[EngineEvent]:
         if done():
             return events
         events += eng.step()
-        eng.pages.check()
+        eng.cache.check()
     raise AssertionError("it never came to that")
 
 
@@ -160,7 +160,7 @@ def test_cancelled_while_away_it_gives_host_pages_back() -> None:
     step_until(eng, lambda: swapped(eng))
     assert eng.health().num_host_pages_in_use > 0
     eng.abort("new")
-    eng.pages.check()
+    eng.cache.check()
     assert eng.health().num_host_pages_in_use == 0
     (end,) = (event for event in eng.step() if isinstance(event, Finished))
     assert end.cancelled and end.request_id == "new" and end.num_pages_freed == 0
@@ -175,7 +175,7 @@ def test_cancelled_just_after_its_pages_were_loaded() -> None:
     eng.add(long_one("new", 30, KINDS["three"]))
     step_until(eng, lambda: bool(runner.plans) and len(runner.plans[-1].swaps_in) > 0)
     eng.abort("new")
-    eng.pages.check()
+    eng.cache.check()
     assert eng.health().num_host_pages_in_use == 0
     step_until(eng, lambda: not eng.has_work())
 
@@ -220,7 +220,7 @@ def test_a_faulty_request_leaves_nothing_on_the_host_either() -> None:
     assert [e.request_id for e in events if isinstance(e, Failed)] == ["new"]
     runner.plans.clear()
     prompt = (*long_one("new", 30).prompt, *outputs(events, "new")[0])
-    assert eng.pages.explain(prompt).num_cached_tokens == 0
+    assert eng.cache.explain(prompt).num_cached_tokens == 0
 
 
 def test_reset_forgets_the_host_too() -> None:
@@ -228,5 +228,5 @@ def test_reset_forgets_the_host_too() -> None:
     eng.add(long_one("old", 1))
     eng.add(long_one("new", 30))
     step_until(eng, lambda: not eng.has_work())
-    assert eng.pages.reset_prefix_cache()
-    assert eng.pages.explain(long_one("new", 30).prompt).num_cached_tokens == 0
+    assert eng.cache.reset_prefix_cache()
+    assert eng.cache.explain(long_one("new", 30).prompt).num_cached_tokens == 0

@@ -34,7 +34,7 @@ def drain(engine: Engine) -> list[EngineEvent]:
     events: list[EngineEvent] = []
     while engine.has_work():
         events += engine.step()
-        engine.pages.check()
+        engine.cache.check()
     return events
 
 
@@ -75,7 +75,7 @@ def test_a_live_fork_does_not_go_on_in_public() -> None:
     )
     eng.add(fork)
     drain(eng)
-    told = eng.pages.explain((*secret, 1), "tenant:b", num_public_tokens=40)
+    told = eng.cache.explain((*secret, 1), "tenant:b", num_public_tokens=40)
     assert told.num_cached_tokens == 20, "the beginning of the system prompt, and not a word after it"
 
 
@@ -90,16 +90,16 @@ def test_a_prompt_is_explained_without_being_run() -> None:
     eng.add(request("a", "tenant:a", (7,) * 30))
     drain(eng)
     before = eng.health()
-    told = eng.pages.explain((*PUBLIC, *(7,) * 20, 8, 8), "tenant:a", 40)
+    told = eng.cache.explain((*PUBLIC, *(7,) * 20, 8, 8), "tenant:a", 40)
     assert (told.reason, told.at_token, told.num_cached_tokens) == ("diverged", 60, 60)
     assert told.diverged_tokens[:10] == (7,) * 10 and [page.public for page in told.pages] == [True, True, False, False]
-    assert eng.pages.explain((*PUBLIC, 7, 7), "tenant:b", 40).reason == "never_computed", "no word of another tenant"
-    assert eng.pages.explain((*PUBLIC, 7, 7), "tenant:b", 40, operator=True).reason == "other_namespace"
+    assert eng.cache.explain((*PUBLIC, 7, 7), "tenant:b", 40).reason == "never_computed", "no word of another tenant"
+    assert eng.cache.explain((*PUBLIC, 7, 7), "tenant:b", 40, operator=True).reason == "other_namespace"
     assert eng.health() == before
     with pytest.raises(InvalidRequestError, match="prompt"):
-        eng.pages.explain(())
+        eng.cache.explain(())
     with pytest.raises(InvalidRequestError, match="num_public_tokens"):
-        eng.pages.explain((1, 2), num_public_tokens=3)
+        eng.cache.explain((1, 2), num_public_tokens=3)
 
 
 def test_only_so_many_namespaces_are_remembered() -> None:
@@ -110,4 +110,4 @@ def test_only_so_many_namespaces_are_remembered() -> None:
         eng.add(request("b", f"tenant:{number}", ()))
         eng.abort("b")
         eng.step()
-    assert eng.pages.explain((*PUBLIC, 7, 7), "tenant:b", 40, operator=True).reason == "never_computed"
+    assert eng.cache.explain((*PUBLIC, 7, 7), "tenant:b", 40, operator=True).reason == "never_computed"

@@ -24,9 +24,9 @@ from tests.engine.workloads import Workload
 def check_counts(engine: Engine, prompts: Sequence[tuple[Sequence[int], int]], namespace: str) -> None:
     packed = [PackedPrompt(encode_tokens(tokens), num_public) for tokens, num_public in prompts]
     explained = [
-        engine.pages.explain(tokens, namespace, num_public).num_cached_tokens for tokens, num_public in prompts
+        engine.cache.explain(tokens, namespace, num_public).num_cached_tokens for tokens, num_public in prompts
     ]
-    assert engine.pages.num_cached(packed, namespace) == explained
+    assert engine.cache.count_cached_tokens(packed, namespace) == explained
 
 
 @pytest.mark.parametrize("few", [1, 3, PROBE_PAGES])
@@ -64,6 +64,6 @@ def test_long_prompts_that_miss_anywhere() -> None:
     for at in (0, 1, size, few - 1, few, few + 1, few + size, len(prompt) - 1):
         changed = (*prompt[:at], 61, *prompt[at + 1 :])
         check_counts(one, [(changed, 0), (prompt[:at] or prompt, 0), (prompt[: at + 1], 0), (prompt[: at + 2], 0)], "")
-    assert one.pages.num_cached([PackedPrompt(encode_tokens(prompt))]) == [len(prompt) - 1]
-    assert one.pages.num_cached([PackedPrompt(encode_tokens(prompt))], "somebody else") == [0]
-    assert one.pages.num_cached([PackedPrompt(b""), PackedPrompt(encode_tokens(prompt[:1]))]) == [0, 0]
+    assert one.cache.count_cached_tokens([PackedPrompt(encode_tokens(prompt))]) == [len(prompt) - 1]
+    assert one.cache.count_cached_tokens([PackedPrompt(encode_tokens(prompt))], "somebody else") == [0]
+    assert one.cache.count_cached_tokens([PackedPrompt(b""), PackedPrompt(encode_tokens(prompt[:1]))]) == [0, 0]

@@ -138,7 +138,7 @@ def run(workload: Workload, *, audit: bool = True, max_steps: int = 1000) -> dic
             elif isinstance(event, Started):
                 answers[event.request_id].prompt = event.prompt_logprobs
         if audit and step % AUDIT_EVERY == 0:
-            engine.pages.check()
+            engine.cache.check()
         poison_free_pages(engine, runner)
         step += 1
         assert step < max_steps, "the engine stalls"
@@ -183,13 +183,13 @@ def drop_one(engine: Engine, request_id: str, index: int) -> None:
     ]
     own = set(branch.table.pages()) if branch is not None and branch.table is not None else set()
     own -= {page for table in kept for page in table.pages()}
-    num_in_use, num_ended = pool.num_in_use, len(engine._outbox)
+    num_in_use, num_ended = pool.num_in_use, len(engine._event_queue)
     try:
-        engine.drop(request_id, index)
+        engine.cancel_candidate(request_id, index)
     except UnsupportedParameterError:
-        assert (pool.num_in_use, len(engine._outbox)) == (num_in_use, num_ended)
+        assert (pool.num_in_use, len(engine._event_queue)) == (num_in_use, num_ended)
         return
-    news = engine._outbox._events[num_ended:]
+    news = engine._event_queue._events[num_ended:]
     if not news:
         assert pool.num_in_use == num_in_use
         return
@@ -202,8 +202,8 @@ def drop_one(engine: Engine, request_id: str, index: int) -> None:
     if request is not None and request.started:
         assert done.num_pages_freed == len(own) and index not in request.branches
     assert pool.num_in_use == num_in_use - done.num_pages_freed
-    engine.drop(request_id, index)
-    assert len(engine._outbox) == num_ended + 1, "dropped twice"
+    engine.cancel_candidate(request_id, index)
+    assert len(engine._event_queue) == num_ended + 1, "dropped twice"
 
 
 def assert_equals_alone(workload: Workload, *, audit: bool = True) -> None:

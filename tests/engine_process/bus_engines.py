@@ -39,7 +39,7 @@ class CountingEngine:
     """Answers one predictable token per request and step; `step_s` makes a step take time."""
 
     def __init__(self, step_s: float = 0.0) -> None:
-        self.facts = ModelInfo(name="counting", digest="00", vocab_size=1000, max_model_len=100_000)
+        self.model_info = ModelInfo(name="counting", digest="00", vocab_size=1000, max_model_len=100_000)
         self._step_s = step_s
         self._running: dict[str, tuple[GenerateRequest, int, int]] = {}
         self._ended: list[EngineEvent] = []
@@ -57,26 +57,26 @@ class CountingEngine:
             request, produced, seq = self._running.pop(request_id)
             self._ended.append(Finished(request_id, seq + 1, len(request.prompt), 0, produced, cancelled=True))
 
-    def drop(self, request_id: str, index: int) -> None:
+    def cancel_candidate(self, request_id: str, index: int) -> None:
         """Of its one candidate."""
         if index:
             raise UnsupportedParameterError(f"no {index}", param="candidate")
         self.abort(request_id)
 
-    def is_preparing(self, request_id: str) -> bool:
+    def is_compiling_grammar(self, request_id: str) -> bool:
         return False
 
     def has_work(self) -> bool:
         return bool(self._running or self._ended)
 
-    def take_events(self) -> list[EngineEvent]:
+    def pop_events(self) -> list[EngineEvent]:
         events, self._ended = self._ended, []
         return events
 
     def step(self) -> list[EngineEvent]:
         time.sleep(self._step_s)
         self._num_steps += 1
-        events = self.take_events()
+        events = self.pop_events()
         for name, (request, produced, seq) in list(self._running.items()):
             if not produced:
                 events.append(Started(name, seq := seq + 1, len(request.prompt), 0))
@@ -100,7 +100,7 @@ class CountingEngine:
         )
 
     @property
-    def pages(self) -> Self:
+    def cache(self) -> Self:
         return self
 
     def explain(
@@ -113,14 +113,14 @@ class CountingEngine:
         pages = (PageHit(0, 16, "idle", public=True), PageHit(1, 3, "missing"))
         return Explanation(num_tokens=len(prompt), num_cached_tokens=16, page_size=16, pages=pages, detail=detail)
 
-    def num_cached(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
+    def count_cached_tokens(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
         return [len(each.tokens) + each.num_public_tokens + len(namespace) for each in prompts]
 
     def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap:
         cells = "s" if operator else namespace
         return PageMap(page_size=16, num_pages=1, num_pages_per_cell=1, cells=cells)
 
-    def accounts(self) -> PageAccounts:
+    def page_accounts(self) -> PageAccounts:
         held = dict.fromkeys(self._running, 0.5)
         return PageAccounts(num_pages_in_use=1, page_bytes=4096, requests=held, conversations={}, namespaces={})
 
@@ -166,7 +166,7 @@ class _Patient(Engine):
             return super().step()
         self._num_waits += 1
         time.sleep(0.001)
-        return self.take_events()
+        return self.pop_events()
 
 
 def build_patient(config: EngineConfig, progress: object) -> Engine:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import itertools
 
-from chatcache.engine_process.protocol import Abort, Answer, Command, Drop, Events, Reply, Scored, Submit
+from chatcache.engine_process.protocol import (
+    Abort,
+    Answer,
+    CancelCandidate,
+    Command,
+    Events,
+    PromptScores,
+    Reply,
+    Submit,
+)
 from chatcache.engine_process.recovery import RequestRecovery
 from chatcache.errors import EngineError
 from chatcache.types.events import EngineEvent, Finished, Started, Tokens
@@ -22,7 +31,7 @@ class Bench:
         self._calls = itertools.count(1)
         self._seqs: dict[str, int] = {}
         self.survivors = RequestRecovery(self._to_engine, self._to_board)
-        self.survivors.up()
+        self.survivors.on_started()
 
     def _to_engine(self, command: Command) -> None:
         self.sent.append(command)
@@ -31,11 +40,11 @@ class Bench:
             resumed = command.request.resume_point
             self._seqs[command.request.request_id] = resumed.last_seq if resumed is not None else 0
 
-    def _to_board(self, notice: Reply | Scored | Events) -> None:
+    def _to_board(self, notice: Reply | PromptScores | Events) -> None:
         if isinstance(notice, Events):
             for event in notice.events:
                 self.told.setdefault(event.request_id, []).append(event)
-        elif not isinstance(notice, Scored):
+        elif not isinstance(notice, PromptScores):
             self.answers.append(notice)
 
     def submit(self, name: str, *, n: int = 1) -> int:
@@ -63,12 +72,12 @@ class Bench:
 
     def drop(self, name: str, index: int) -> int:
         call = next(self._calls)
-        self.survivors.send(Drop(call, name, index))
+        self.survivors.send(CancelCandidate(call, name, index))
         return call
 
     def die(self, *, is_sure: bool = True) -> int:
         self.in_engine.clear()
-        return self.survivors.died(EngineError("it died"), is_sure=is_sure)
+        return self.survivors.on_exit(EngineError("it died"), is_sure=is_sure)
 
     def _seq(self, name: str) -> int:
         self._seqs[name] += 1

@@ -112,10 +112,12 @@ async def test_explain_and_accounts_cross_as_what_they_are(client: Client) -> No
         pages = await client.page_map(arguments[0], operator=arguments[1])
         assert pages == CountingEngine().page_map(arguments[0], operator=arguments[1])
     prompts = [PackedPrompt(bytes(4 * number), number) for number in (3, 20_000, 0, 1, 17_000, 9_000, 9_000)]
-    assert await client.num_cached(prompts, "tenant") == CountingEngine().num_cached(prompts, "tenant")
-    assert await client.num_cached([]) == []
+    assert await client.count_cached_tokens(prompts, "tenant") == CountingEngine().count_cached_tokens(
+        prompts, "tenant"
+    )
+    assert await client.count_cached_tokens([]) == []
     await client.submit(request("r", 1_000_000))
-    accounts = await client.accounts()
+    accounts = await client.page_accounts()
     assert isinstance(accounts, PageAccounts) and accounts.requests == {"r": 0.5}
     await client.abort("r")
 

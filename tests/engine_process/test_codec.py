@@ -32,7 +32,7 @@ COMMANDS: list[messages.Command] = [
     messages.Boot("a:b", EngineConfig(model="x", kv_memory_bytes=1 << 30)),
     messages.Submit(7, GenerateRequest(request_id="r", prompt=(1, 2), params=BeamSearchParams(early_stopping="never"))),
     messages.Abort("r"),
-    messages.Ask(3, "stats"),
+    messages.Invoke(3, "stats"),
     messages.Explain(4, (1, 2, 3), "tenant", 2),
     messages.Stop(),
 ]
@@ -40,10 +40,10 @@ NOTICES: list[messages.Notice] = [
     messages.Loading(0.5, "weights"),
     messages.LoadFailed(faults.ErrorData("ModelFolderError", "config.json: missing", "model_folder_error")),
     messages.Answer(3, value={"a": [1, 2]}),
-    messages.Explained(
+    messages.ExplainReply(
         4, Explanation(num_tokens=3, num_cached_tokens=2, page_size=16, pages=(PageHit(0, 2, "partial"),))
     ),
-    messages.Accounted(
+    messages.PageAccountsReply(
         5, PageAccounts(num_pages_in_use=2, page_bytes=64, requests={"r": 2.0}, conversations={"": 2.0}, namespaces={})
     ),
     messages.Events(
@@ -102,8 +102,8 @@ def test_the_most_prompt_logprobs_that_are_admitted_go_in_small_parts(num_top: i
     assert max(map(len, frames)) < 200_000, "none takes long to read"
     *parts, events = [codec.decode_notice(body) for body in codec.FrameBuffer().feed(b"".join(frames))]
     assert events == messages.Events((other, Started("r", 1, 1, 0)), EngineHealth(ready=True))
-    assert all(isinstance(part, messages.Scored) and part.request_id == "r" for part in parts)
-    assert codec.decode_scores(part.part for part in parts if isinstance(part, messages.Scored)) == entries
+    assert all(isinstance(part, messages.PromptScores) and part.request_id == "r" for part in parts)
+    assert codec.decode_scores(part.part for part in parts if isinstance(part, messages.PromptScores)) == entries
 
 
 def test_events_over_one_frame_go_in_several_in_order_the_health_last() -> None:
@@ -118,14 +118,14 @@ def test_events_over_one_frame_go_in_several_in_order_the_health_last() -> None:
 def test_an_answer_over_one_frame_becomes_a_fault() -> None:
     (answer,) = notices_of(messages.Answer(9, value="x" * codec.MAX_FRAME_BYTES))
     assert isinstance(answer, messages.Answer) and answer.call == 9
-    assert answer.fault is not None and "too large" in answer.fault.message
+    assert answer.error is not None and "too large" in answer.error.message
 
 
 @pytest.mark.parametrize(
     ("body", "call"), [(b"\xc1", None), (msgspec.msgpack.encode({"type": "?", "call": 4}), 4), (b"\x90", None)]
 )
 def test_whoever_sent_no_command_is_found_if_it_can_be(body: bytes, call: int | None) -> None:
-    assert codec.call_of(body) == call
+    assert codec.call_id_of(body) == call
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", msgspec.msgpack.encode({"type": "exec"}), codec.encode(NOTICES[0])[4:]])

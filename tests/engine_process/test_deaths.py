@@ -64,7 +64,7 @@ def _without_tokens(told: RequestJournal) -> GenerateRequest:
 
 async def test_a_bus_that_forgets_what_was_told_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: everything is said twice."""
-    monkeypatch.setattr(RequestJournal, "resumed", _without_tokens)
+    monkeypatch.setattr(RequestJournal, "resumed_request", _without_tokens)
     with pytest.raises(AssertionError, match="not what an undisturbed run says"):
         await killed_under_streams(1, num_streams=3)
 
@@ -229,7 +229,7 @@ async def test_a_bus_that_leaves_the_zombie_its_socket_is_caught(
     async def left(self: ChildProcess, grace_s: float) -> int | None:
         return None if grace_s == 0.0 else await reap(self, grace_s)
 
-    monkeypatch.setattr(ChildProcess, "cut_off", lambda self: None)
+    monkeypatch.setattr(ChildProcess, "disconnect", lambda self: None)
     monkeypatch.setattr(ChildProcess, "reap", left)
     with pytest.raises(AssertionError, match="a zombie was heard"):
         await woken_zombies(1, next(strangers))

@@ -169,7 +169,7 @@ async def test_a_dropped_candidate_ends_and_the_others_say_what_they_would_have(
         events.append(event)
         num_heard += isinstance(event, Tokens) and event.index == 7
         if num_heard >= 2 and len(held) < 7:  # with its second token each has a page of its own
-            await patient.drop("r", len(held))
+            await patient.cancel_candidate("r", len(held))
             held.append(len(held))
     assert held == list(range(7))
     ends = {event.index: event for event in events if isinstance(event, CandidateDone)}
@@ -182,13 +182,13 @@ async def test_a_dropped_candidate_ends_and_the_others_say_what_they_would_have(
 
 
 async def test_drops_that_come_to_nothing(client: Client) -> None:
-    await client.drop("nobody", 3)
+    await client.cancel_candidate("nobody", 3)
     beams = GenerateRequest(request_id="b", prompt=(1, 2), params=BeamSearchParams(beam_width=3, max_tokens=2000))
     await client.submit(beams)
     with pytest.raises(UnsupportedParameterError, match="beams cannot be dropped"):
-        await client.drop("b", 0)
+        await client.cancel_candidate("b", 0)
     await client.abort("b")
     await client.submit(long(0, max_tokens=3000))
-    await client.drop("r0", 0)
+    await client.cancel_candidate("r0", 0)
     last = [event async for event in client.events("r0")][-1]
     assert isinstance(last, Finished) and last.cancelled, "the only one: as a cancel"

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from chatcache.engine_process.client import FORGET_EVENTS, EventLog, EventLogs
+from chatcache.engine_process.client import PRUNE_EVENTS, EventLog, EventLogs
 from chatcache.errors import InvalidRequestError, NotFoundError
 from chatcache.types.events import EngineEvent, Failed, Finished, Tokens
 
@@ -130,13 +130,13 @@ async def test_what_was_read_is_forgotten_and_reading_on_misses_nothing() -> Non
                 await reading[number].aclose()
                 reading[number] = log.read(len(heard))
                 heard.append((await anext(reading[number])).seq)
-        assert log.last_seq == seq and log.num_kept <= seq - min(map(len, seen.values())) + 2 * FORGET_EVENTS
+        assert log.last_seq == seq and log.num_retained <= seq - min(map(len, seen.values())) + 2 * PRUNE_EVENTS
     for number, heard in seen.items():
         heard += [event.seq async for event in reading[number]]
         assert heard == list(range(1, 4001))
-    assert log.num_kept < 2 * FORGET_EVENTS and not log.scores
+    assert log.num_retained < 2 * PRUNE_EVENTS and not log.scores
     assert [event.seq async for event in log.read(3990)] == list(range(3991, 4001))
-    with pytest.raises(NotFoundError, match="gone"):
+    with pytest.raises(NotFoundError, match="discarded"):
         await anext(log.read(5))
 
 
@@ -145,8 +145,8 @@ async def test_nothing_is_forgotten_that_nobody_has_read() -> None:
     reader = log.read()
     for seq in range(1, 2001):
         log.append(tokens(seq))
-    assert (await anext(reader)).seq == 1 and log.num_kept == 2000
+    assert (await anext(reader)).seq == 1 and log.num_retained == 2000
     await reader.aclose()
     for seq in range(2001, 3001):
         log.append(tokens(seq))
-    assert log.num_kept == 3000
+    assert log.num_retained == 3000

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from chatcache.engine_process.process import RestartPolicy, cpu_s, wait_hung
+from chatcache.engine_process.process import RestartPolicy, process_cpu_s, wait_until_hung
 
 SOON = RestartPolicy(hung_after_s=0.01, lost_after_s=1e9)
 TIMEOUT_S = 60.0
@@ -38,26 +38,26 @@ class Busy:
 @pytest.mark.parametrize("cpu", [still, unknown])
 async def test_a_child_that_stands_still_is_hung(cpu: Callable[[], float | None]) -> None:
     async with asyncio.timeout(TIMEOUT_S):
-        await wait_hung(lambda: True, lambda: 0, cpu, SOON)
+        await wait_until_hung(lambda: True, lambda: 0, cpu, SOON)
 
 
 async def test_a_child_that_computes_has_time_but_not_for_ever() -> None:
     busy = Busy()
-    watch = asyncio.create_task(wait_hung(lambda: True, lambda: 0, busy, SOON))
+    watch = asyncio.create_task(wait_until_hung(lambda: True, lambda: 0, busy, SOON))
     async with asyncio.timeout(TIMEOUT_S):
         while busy.num_looks < 100:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     assert not watch.done()
     watch.cancel()
     async with asyncio.timeout(TIMEOUT_S):
-        await wait_hung(lambda: True, lambda: 0, busy, RestartPolicy(hung_after_s=0.01, lost_after_s=0.05))
+        await wait_until_hung(lambda: True, lambda: 0, busy, RestartPolicy(hung_after_s=0.01, lost_after_s=0.05))
 
 
 async def test_a_child_that_loads_may_stand_still_for_longer() -> None:
-    watch = asyncio.create_task(wait_hung(lambda: False, lambda: 0, still, SOON, lambda: True))
+    watch = asyncio.create_task(wait_until_hung(lambda: False, lambda: 0, still, SOON, lambda: True))
     lost = RestartPolicy(hung_after_s=0.01, lost_after_s=0.05)
     async with asyncio.timeout(TIMEOUT_S):
-        await wait_hung(lambda: False, lambda: 0, still, lost, lambda: True)
+        await wait_until_hung(lambda: False, lambda: 0, still, lost, lambda: True)
     assert not watch.done()
     watch.cancel()
 
@@ -65,8 +65,8 @@ async def test_a_child_that_loads_may_stand_still_for_longer() -> None:
 async def test_who_speaks_or_owes_nothing_is_not_hung() -> None:
     heard, looks = itertools.count(), Busy()
     watches = [
-        asyncio.create_task(wait_hung(lambda: True, lambda: next(heard), still, SOON)),
-        asyncio.create_task(wait_hung(lambda: looks() == 0, lambda: 0, still, SOON)),
+        asyncio.create_task(wait_until_hung(lambda: True, lambda: next(heard), still, SOON)),
+        asyncio.create_task(wait_until_hung(lambda: looks() == 0, lambda: 0, still, SOON)),
     ]
     async with asyncio.timeout(TIMEOUT_S):
         while looks.num_looks < 50:  # noqa: ASYNC110
@@ -78,13 +78,13 @@ async def test_who_speaks_or_owes_nothing_is_not_hung() -> None:
 
 @pytest.mark.linux  # /proc is Linux's
 def test_what_a_process_computed_is_read() -> None:
-    before = cpu_s(os.getpid())
+    before = process_cpu_s(os.getpid())
     until_s = time.process_time() + 0.05
     while time.process_time() < until_s:
         pass
-    after = cpu_s(os.getpid())
+    after = process_cpu_s(os.getpid())
     assert before is not None and after is not None and after >= before + 0.03
-    assert cpu_s(2**22 + 1) is None
+    assert process_cpu_s(2**22 + 1) is None
 
 
 def test_delays_double_to_a_limit_however_many_there_were() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chatcache.engine_process.protocol import Abort, Answer, Drop, Events, Submit
+from chatcache.engine_process.protocol import Abort, Answer, CancelCandidate, Events, Submit
 from chatcache.types.events import CandidateDone, Failed, Finished, Tokens
 from chatcache.types.stats import EngineHealth
 from tests.engine_process.survivals import Bench
@@ -13,7 +13,7 @@ def test_suspects_run_alone_one_after_the_other_then_all() -> None:
     for name in "abc":
         bench.start(name)
     bench.die()
-    bench.survivors.up()
+    bench.survivors.on_started()
     assert bench.in_engine == ["a"]
     late = bench.submit("late")
     bench.say("a", (0, 1), (0, 1))
@@ -41,7 +41,7 @@ def test_a_kill_from_outside_says_less_than_a_crash() -> None:
         bench.start("a")
         bench.die(is_sure=is_sure)
         for number in range(num_trials):
-            bench.survivors.up()
+            bench.survivors.on_started()
             assert bench.in_engine == ["a"]
             assert bench.die(is_sure=is_sure) == (number == num_trials - 1)
         end = bench.told["a"][-1]
@@ -53,9 +53,9 @@ def test_who_outlived_a_trial_is_innocent_again() -> None:
     bench.start("a")
     for _ in range(3):
         bench.die(is_sure=False)
-        bench.survivors.up()
+        bench.survivors.on_started()
         assert bench.die(is_sure=False) == 0
-        bench.survivors.up()
+        bench.survivors.on_started()
         bench.say("a", *[(0, 1)] * 3)
     assert not [event for event in bench.told["a"] if isinstance(event, Failed)]
 
@@ -64,13 +64,13 @@ def test_poison_that_was_never_accepted_is_refused() -> None:
     bench = Bench()
     call = bench.submit("a")
     bench.die()
-    bench.survivors.up()
-    assert bench.in_engine == ["a"] and bench.survivors.calls == {call}
+    bench.survivors.on_started()
+    assert bench.in_engine == ["a"] and bench.survivors.pending_calls == {call}
     assert bench.die() == 1
     (answer,) = bench.answers
     assert isinstance(answer, Answer) and answer.call == call
-    assert answer.fault is not None and answer.fault.code == "request_poisoned"
-    assert not bench.survivors.calls and not bench.told
+    assert answer.error is not None and answer.error.code == "request_poisoned"
+    assert not bench.survivors.pending_calls and not bench.told
 
 
 def test_what_is_held_can_be_aborted_and_dropped() -> None:
@@ -89,7 +89,7 @@ def test_what_is_held_can_be_aborted_and_dropped() -> None:
         bench.drop("c", index)
     assert isinstance(bench.told["c"][-1], Finished)
     assert [reply.call for reply in bench.answers if isinstance(reply, Answer)][3:] == [4, 5, 6, 7, 8]
-    bench.survivors.up()
+    bench.survivors.on_started()
     (resumed,) = [c.request.resume_point for c in bench.sent[-1:] if isinstance(c, Submit)]
     assert resumed is not None and [each.is_done for each in resumed.candidates] == [False, True, False]
 
@@ -100,7 +100,7 @@ def test_what_steps_aside_can_be_aborted_and_dropped() -> None:
         for name in "ab":
             bench.start(name, n=2)
         bench.die()
-        bench.survivors.up()
+        bench.survivors.on_started()
         bench.say("a", *[(0, 1), (1, 1)] * 3)
         assert bench.sent[-1] == Abort("a")
         if is_abort:
@@ -122,7 +122,7 @@ def test_aborts_and_drops_that_a_dead_engine_had_before_it_are_carried_out() -> 
     bench.start("b", n=2)
     bench.abort("a")
     call = bench.drop("b", 1)
-    assert bench.sent[-2:] == [Abort("a"), Drop(call, "b", 1)]
+    assert bench.sent[-2:] == [Abort("a"), CancelCandidate(call, "b", 1)]
     bench.die()
     assert isinstance(bench.told["a"][-1], Finished) and isinstance(bench.told["b"][-1], CandidateDone)
     assert bench.answers[-1] == Answer(call)

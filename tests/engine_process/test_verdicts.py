@@ -71,13 +71,13 @@ def test_only_failures_before_anything_else_are_verdicts() -> None:
     sent: list[Answer] = []
     verdicts = PendingSubmits(sent.append)
     for call, name in enumerate(("slow", "bad", "late", "good")):
-        verdicts.await_for(name, call)
+        verdicts.add(name, call)
     later = Failed("late", 3, "too much", "constraint_too_complex", "structured_outputs", 400)
     bad = Failed("bad", 1, "no", "invalid_constraint", "structured_outputs", 400)
     started = Started("other", 1, 2, 0)
-    assert verdicts.settle([started, bad, later], lambda name: name == "slow") == (started, later)
+    assert verdicts.resolve([started, bad, later], lambda name: name == "slow") == (started, later)
     assert [answer.call for answer in sent] == [1, 2, 3]
-    assert sent[0].fault is not None and sent[0].fault.code == "invalid_constraint"
-    assert sent[1].fault is None and sent[2].fault is None
-    assert verdicts.settle([started], lambda _: False) == (started,)
+    assert sent[0].error is not None and sent[0].error.code == "invalid_constraint"
+    assert sent[1].error is None and sent[2].error is None
+    assert verdicts.resolve([started], lambda _: False) == (started,)
     assert [answer.call for answer in sent] == [1, 2, 3, 0]

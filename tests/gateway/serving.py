@@ -19,7 +19,7 @@ import uvicorn
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.conversations.store import ConversationStore
 from chatcache.engine.engine import Engine
-from chatcache.engine.stats import EnginePages
+from chatcache.engine.stats import CacheInspector
 from chatcache.engine_process.threaded import ThreadedEngine
 from chatcache.gateway.app import create_app
 from chatcache.gateway.context import Gateway
@@ -65,8 +65,8 @@ class CheckedEngine(Engine):
     """
 
     @property
-    def pages(self) -> EnginePages:
-        pages = super().pages
+    def cache(self) -> CacheInspector:
+        pages = super().cache
         if self._kv.pool.num_pages <= MAX_STRICT_PAGES and pages.stats().num_in_use == 0:
             pages.check()
         return pages

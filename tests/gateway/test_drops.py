@@ -197,9 +197,9 @@ def test_before_the_first_token(server: Server, page: ClientConnection) -> None:
     with held(server) as let_go:
         send(page, **SEEDED, n=3)
         name = until(page, "response.created")["response"]["id"]
-        wait_until(lambda: server.engine._inbox.commands.empty(), "the engine to have it")
+        wait_until(lambda: server.engine._command_queue.commands.empty(), "the engine to have it")
         send(page, "response.drop", response_id=name, candidate=0)
-        wait_until(lambda: not server.engine._inbox.commands.empty(), "the engine to be told")
+        wait_until(lambda: not server.engine._command_queue.commands.empty(), "the engine to be told")
         let_go()
         note = until(page, "response.dropped")
         assert note["candidate"] == 0

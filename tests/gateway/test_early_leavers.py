@@ -34,7 +34,7 @@ class OneReply:
 
     async def submit(self, request: GenerateRequest) -> None: ...
 
-    def num_told(self, request_id: str) -> int:
+    def num_tokens_sent(self, request_id: str) -> int:
         return 0
 
     async def abort(self, request_id: str) -> None: ...

@@ -80,7 +80,7 @@ def left(server: LimitedServer, key: str, kind: str = "tokens") -> int:
 def num_told(server: LimitedServer) -> int:
     """Tokens that the engine has said of the request under way."""
     assert server.gateway.model is not None
-    return sum(server.engine.num_told(name) for name in list(server.gateway.model.service._live))
+    return sum(server.engine.num_tokens_sent(name) for name in list(server.gateway.model.service._live))
 
 
 def settled(server: LimitedServer, key: str) -> None:

@@ -96,7 +96,7 @@ def stepped(server: Server) -> Iterator[Gate]:
 
 def until_phase(server: Server, gate: Gate, phase: str) -> None:
     """Go on until the request is in the middle of its prompt, or all its candidates are being drawn."""
-    wait_until(lambda: server.engine._inbox.commands.qsize() > 0, "the request")
+    wait_until(lambda: server.engine._command_queue.commands.qsize() > 0, "the request")
     for _ in range(60):
         if (gate.num_rows == 2 and gate.num_tokens > 4) if phase == "prefill" else gate.num_rows == 1 + N:
             return
@@ -106,7 +106,7 @@ def until_phase(server: Server, gate: Gate, phase: str) -> None:
 
 def stopped(server: Server, gate: Gate) -> None:
     """The stop has reached the engine; the step that it came too late for is done."""
-    wait_until(lambda: server.engine._inbox.commands.qsize() > 0, "the engine to be told")
+    wait_until(lambda: server.engine._command_queue.commands.qsize() > 0, "the engine to be told")
     gate.step()
     assert gate.num_rows == 1, "only the neighbour goes on"
 
@@ -211,7 +211,7 @@ def test_a_cancelled_request_that_waits_never_begins(tmp_path: Path) -> None:
                 target=lambda: answers.append(server.post(RESPONSES, **LONG, background=True)),
             )
             ask.start()
-            wait_until(lambda: server.engine._inbox.commands.qsize() > 0, "the request")
+            wait_until(lambda: server.engine._command_queue.commands.qsize() > 0, "the request")
             gate.step()
             ask.join(60)
             response_id = answers.pop()[2]["id"]

@@ -114,7 +114,7 @@ def drain(engine: Engine) -> list[EngineEvent]:
         if not engine.has_work():
             return events
         events += engine.step()
-        engine.pages.check()
+        engine.cache.check()
     raise AssertionError("the engine stalls")
 
 
@@ -238,9 +238,9 @@ def cancelled(engine: Engine) -> Answers:
     """A request that is given up frees its pages at once; the one beside it is not disturbed."""
     submit(engine, (prompt_of(40, 20), sampled(3, 200)), (prompt_of(21, 21), greedy(7)))
     events = [event for _ in range(3) for event in engine.step()]
-    held, before = engine.pages.num_held("r0-40"), engine.health().num_pages_in_use
+    held, before = engine.cache.num_pages_held("r0-40"), engine.health().num_pages_in_use
     engine.abort("r0-40")
-    engine.pages.check()
+    engine.cache.check()
     assert held >= 6 and engine.health().num_pages_in_use == before - held
     events += drain(engine)
     ended = [event for event in events if isinstance(event, Finished) and event.cancelled]

@@ -82,6 +82,6 @@ def test_the_same_answers(sizes: list[int], num_pages: int, tmp_path: Path, monk
     replays = Replays()
     engine = build(tmp_path, "reference", graphs=Ahead(sizes, replays), **settings)
     assert told(engine) == expected
-    assert engine._flights.num_ahead > 20, "hardly any step was launched behind another"
+    assert engine._pipeline.num_ahead > 20, "hardly any step was launched behind another"
     assert (replays.count > 10) == bool(sizes)
     assert engine.scheduler.num_preemptions > 0 or num_pages > 100

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from chatcache.engine.invariants import check_tokens
+from chatcache.engine.invariants import check_page_tokens
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.stats import check_invariants
 from chatcache.scheduler.batch import Step
@@ -58,7 +58,7 @@ class SchedulerDriver:
 
     def check(self) -> None:
         check_invariants(self.kv, self.scheduler.tables())
-        check_tokens(self.kv, self.scheduler.running)
+        check_page_tokens(self.kv, self.scheduler.running)
 
     def decode(self, token: int = 5, *, audit: bool = True) -> Step:
         """Run a step and extend every sampled branch by `token`."""

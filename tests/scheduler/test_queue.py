@@ -35,7 +35,7 @@ def times_preempted(num_host_pages: int) -> int:
         if step % 8 == 0 and step < 400:
             engine.add(ask(f"urgent{step}", 8, 30, priority=0))
         finished |= {event.request_id for event in engine.step() if isinstance(event, Finished)}
-        engine.pages.check()
+        engine.cache.check()
     assert len(finished) == 51 and not engine.has_work()
     return patient.num_preemptions
 

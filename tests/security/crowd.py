@@ -88,7 +88,7 @@ class Run:
                 self._take(event)
         assert not self._open and not self._lives, "a request never ended"
         assert self._engine.health().num_pages_in_use == 0
-        self._engine.pages.check()
+        self._engine.cache.check()
         assert self.crowd.num_canaries >= NUM_CANARIES
         return self.crowd
 

@@ -32,7 +32,7 @@ def fake_engine(runner_class: type[FakeRunner] = FakeRunner, *, ahead: bool = Fa
 
 def crowd(engine: Engine, num_requests: int, seed: int = SEED, *, structures: bool = True) -> Crowd:
     adversary = Adversary(
-        seed, engine.facts.vocab_size, max_model_len=engine.facts.max_model_len, structures=structures
+        seed, engine.model_info.vocab_size, max_model_len=engine.model_info.max_model_len, structures=structures
     )
     return Run(engine, adversary, num_requests).play()
 

@@ -134,7 +134,7 @@ def check(runner: Runner, num_trials: int) -> None:
             life[name] = []
             engine.add(requests()[name])
             if trial % 10 == 0:
-                engine.pages.check()
+                engine.cache.check()
         for name in list(life):
             engine.abort(name)
         while engine.has_work():

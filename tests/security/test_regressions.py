@@ -55,7 +55,7 @@ def test_a_reply_of_no_words_is_a_reply(params: Params) -> None:
     while engine.has_work():
         events += engine.step()
     assert isinstance(events[-1], Finished), events
-    engine.pages.check()
+    engine.cache.check()
 
 
 OPTIONAL: dict[str, list[Any]] = {

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from chatcache.engine.protocols import Launched
+from chatcache.engine.protocols import StepHandle
 from chatcache.types.plan import F32, I32, U64, Draws, KVCapacity, Scores, StepPlan, StepResult
 from chatcache.types.stats import ModelInfo
 from tests.support.fake_device import FakeDevice
@@ -59,7 +59,7 @@ def fake_facts(vocab_size: int = 64, eos: tuple[int, ...] = (0,), max_model_len:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A step that was over when it began. Satisfies `Launched`."""
+    """A step that was over when it began. Satisfies `StepHandle`."""
 
     outcome: StepResult
 
@@ -102,7 +102,7 @@ class FakeRunner:
     def capacity(self) -> KVCapacity:
         return self._capacity
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> StepHandle:
         return self.device.launch(plan) if self._capacity.has_async_launch else Done(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:

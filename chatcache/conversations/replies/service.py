@@ -278,7 +278,7 @@ class Reply:
 
         Raises: the errors of `EngineClient.drop`.
         """
-        await self._service.engine.drop(self.request.request_id, index)
+        await self._service.engine.cancel_candidate(self.request.request_id, index)
 
     async def close(self) -> None:
         """Abort the request unless it has ended. Safe to call twice, and during cancellation."""
@@ -287,7 +287,7 @@ class Reply:
         if not self._has_started:  # the engine may be about to emit the first token
             self.num_computed_prompt_tokens = len(self.request.prompt)
         # A slow reader has not received all tokens that were computed.
-        self.num_tokens = max(self.num_tokens, self._service.engine.num_told(self.request.request_id))
+        self.num_tokens = max(self.num_tokens, self._service.engine.num_tokens_sent(self.request.request_id))
         self._end()
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + _ABORT_TIMEOUT_S):
             await self._service.engine.abort(self.request.request_id)

@@ -83,7 +83,7 @@ async def page_accounts(request: Request) -> Response:
     """
     gateway, principal = gateway_of(request), principal_of(request)
     model = await gateway.require_model(None)
-    held = await gateway.engine.accounts()
+    held = await gateway.engine.page_accounts()
     if gateway.is_open:
         result = _accounts(held, None)
         result.pool = _pool(await gateway.health())
@@ -245,7 +245,7 @@ async def warmth(request: Request) -> Response:
             prompts[stored_id] = await model.prompts.get(store, principal.owner, stored_id)
     max_bytes = gateway.max_model_len * TOKEN_BYTES  # tokens beyond the context length are never computed
     cut = [PackedPrompt(prompt.tokens[:max_bytes], prompt.num_public_tokens) for prompt in prompts.values()]
-    counts = await gateway.engine.num_cached(cut, principal.tenant)
+    counts = await gateway.engine.count_cached_tokens(cut, principal.tenant)
     entries = [
         Warmth(stored_id, len(prompt.tokens) // TOKEN_BYTES, count)
         for (stored_id, prompt), count in zip(prompts.items(), counts, strict=True)

@@ -18,7 +18,7 @@ from chatcache.bench.report import Figure, compare, compare_to_floor
 from chatcache.bench.shapes import SHAPES, RandomWeights, Shape, write_config
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.engine.protocols import Launched
+from chatcache.engine.protocols import StepHandle
 from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import Runner
 from chatcache.types.plan import KVCapacity, StepPlan, StepResult
@@ -38,7 +38,7 @@ class SynchronousRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         return self._runner.execute(plan)
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> StepHandle:
         return self._runner.launch(plan)
 
 
