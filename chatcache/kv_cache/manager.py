@@ -55,7 +55,7 @@ PROBE_PAGES = 64
 class KVCache:
     """Page tables over one page pool and, optionally, a host cache.
 
-    With `enable_matching=False` (no prefix caching) a prompt never reuses pages that another request computed.
+    With `enable_prefix_caching=False` (no prefix caching) a prompt never reuses pages that another request computed.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class KVCache:
         num_pages: int,
         page_size: int,
         model_digest: str = "",
-        enable_matching: bool = True,
+        enable_prefix_caching: bool = True,
         num_host_pages: int = 0,
     ) -> None:
         self.pool = PagePool(num_pages)
@@ -71,7 +71,7 @@ class KVCache:
         self.page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._root = root_hash(model_digest, page_size)
-        self._enable_matching = enable_matching
+        self._enable_prefix_caching = enable_prefix_caching
         self._copy_on_write = CopyOnWrite(self.pool, self.host, page_size)
 
     def reset_prefix_cache(self) -> None:
@@ -92,13 +92,13 @@ class KVCache:
         Without prefix caching no page is hashed, except for a request that has host pages to find again (`swapped`).
         """
         data = tokens if isinstance(tokens, bytes) else encode_tokens(tokens)
-        if self._enable_matching or swapped:
+        if self._enable_prefix_caching or swapped:
             return hash_pages(self._root, data, self._page_bytes, scope)
         return replace(hash_pages(self._root, b"", self._page_bytes, scope), data=data)
 
     @property
-    def enable_matching(self) -> bool:
-        return self._enable_matching
+    def enable_prefix_caching(self) -> bool:
+        return self._enable_prefix_caching
 
     def match(
         self, chain: PageHashChain, *, max_tokens: int | None = None, host_pages: Collection[int] = ()
@@ -108,7 +108,7 @@ class KVCache:
         At most `max_tokens` tokens match. Without prefix caching only `host_pages`, which the request itself holds, can
         be matched.
         """
-        if not self._enable_matching:
+        if not self._enable_prefix_caching:
             if self.host is None or not host_pages:
                 return empty_match(chain)
             return match_device_and_host(None, self.host.pool, chain, max_tokens, host_pages)
@@ -293,7 +293,7 @@ class KVCache:
         table.tail_tokens = tail[len(tail) // size * size :]
 
     def _publish(self, page: int, content: PageContent) -> None:
-        if self._enable_matching:
+        if self._enable_prefix_caching:
             self.pool.publish(page, content)
         else:
             self.pool.set_content(page, content)
@@ -311,7 +311,7 @@ class KVCache:
             return None
         contents = hash_next_pages([table.key for table in tables], tokens, self._page_bytes)
         filled = [table.own_pages[-1] for table in tables]
-        if self._enable_matching:
+        if self._enable_prefix_caching:
             self.pool.publish_all(filled, contents)
         else:
             self.pool.set_contents(filled, contents)
@@ -386,7 +386,7 @@ class KVCache:
         """
         if discard:
             self._unpublish_contents(table)
-        elif table.tail_tokens and keep_tail and self._enable_matching:
+        elif table.tail_tokens and keep_tail and self._enable_prefix_caching:
             self._copy_on_write.publish_tail(table)
         self.pool.release(table.own_pages)
         if table.shared_prefix is not None:

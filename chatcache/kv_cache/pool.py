@@ -292,6 +292,7 @@ class PagePool:
             raise InvariantError(violation)
 
     def _violations(self) -> Iterator[str]:
+        """Yield a description of each violated invariant of page states and the index."""
         blank, idle = set(self._blank), set(self._idle)
         if len(blank) != len(self._blank):
             yield "a page is blank twice"

@@ -120,7 +120,8 @@ def page_states(kv: KVCache, tables: Collection[PageTable]) -> PageStates:
 def page_cells(pages: PageStates, namespace: str | None, max_cells: int = MAX_CELLS) -> tuple[int, str]:
     """Draw the page map: (pages per cell, one letter per cell).
 
-    Pages of other namespaces show as "o", unless `namespace` is None (operators). A cell shows its most used page.
+    A large pool has several pages per cell, and a cell shows its most used page. Pages of other namespaces show as "o",
+    unless `namespace` is None (operators).
     """
     states = pages.states
     if namespace is not None:
@@ -167,6 +168,7 @@ def check_invariants(kv: KVCache, tables: Collection[PageTable], host_pages: Ite
 
 
 def _check_host(host: HostKVCache, host_pages: Iterable[Sequence[int]]) -> None:
+    """Verify that the host pool's reference counts are exactly those of the given host pages."""
     host.pool.check_invariants()
     if any(host.pending_copies()):
         raise InvariantError("copies from or to the host are pending after their step")
@@ -177,6 +179,7 @@ def _check_host(host: HostKVCache, host_pages: Iterable[Sequence[int]]) -> None:
 
 
 def _check_table(kv: KVCache, table: PageTable) -> None:
+    """Verify that a table's pages, reserved cells, tail tokens and key are consistent."""
     pages = table.pages()
     if len(set(pages)) != len(pages) or len(pages) < kv.num_pages_for(max(table.num_tokens, table.num_reserved)):
         raise InvariantError(

@@ -172,7 +172,7 @@ class BatchBuilder:
             self._updates += [(slot, first + i, page) for i, page in enumerate(pages)]
 
     def build(self, step: int, forks: list[tuple[int, int, int]], decode_updates: I32, swaps: Swaps = ((), ())) -> Step:
-        """Freeze the step.
+        """Build the step from the granted rows and the rows of the decode batch.
 
         Asks the strategy of each sampled branch outside the decode batch what to draw. `decode_updates` are the page
         table updates of the decode batch, `swaps` the page copies to and from the host.

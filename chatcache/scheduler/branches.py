@@ -206,6 +206,7 @@ class BranchManager:
             branch.append(action.token)
 
     def _fork(self, request: LiveRequest, action: Fork) -> tuple[Branch, Branch]:
+        """Create the child branch with a fork of its parent's table; `_assign_rows` gives it a row."""
         parent = self._drawn_branch(request, action.parent)
         if action.child in request.branches or parent.table is None:
             raise EngineError(f"branch {action.child} already exists")
@@ -267,6 +268,7 @@ class BranchManager:
         return branch.table is not None and branch.table.num_tokens == branch.num_tokens
 
     def _check_all_advanced(self, request: LiveRequest) -> None:
+        """Verify that the actions gave every branch a next token, within the branch limit."""
         if len(request.branches) > request.max_branches:
             raise EngineError(
                 f"{len(request.branches)} branches exist, but the strategy announced at most {request.max_branches}"

@@ -128,7 +128,7 @@ class WaitingQueue:
         A request for which too few pages or rows are free blocks all requests after it. A request whose next page is
         being computed by a running request is skipped, without blocking others: it will soon find that page.
 
-        A running branch can be forked only before any token of the step is granted, so the scheduler first asks for
+        A running branch can be forked only before any token of the step is granted, so the scheduler first looks for
         requests that start as forks (`forks=True`), and for all others after it has granted tokens to running ones.
         """
         for request in self._in_service_order():
@@ -166,7 +166,7 @@ class WaitingQueue:
 
     def _resolve_start(self, request: LiveRequest, running: Sequence[LiveRequest]) -> Start:
         """Find the computed tokens to start on: the longer of a running fork and a cache match."""
-        fork = find_fork(request, running, self._decode_batch) if self._kv.enable_matching else None
+        fork = find_fork(request, running, self._decode_batch) if self._kv.enable_prefix_caching else None
         if fork is not None and fork.is_whole:
             return Start(request, self._kv.empty_match(request.scope), fork)
         match = self._match(request)
@@ -224,8 +224,8 @@ class WaitingQueue:
 def find_fork(request: LiveRequest, running: Sequence[LiveRequest], decode_batch: DecodeBatch) -> LiveFork | None:
     """Find the branch of the hinted request that shares the most tokens with a prompt.
 
-    The hint is `request.fork_of`, which names a running request. The hint only names where to look: the tokens are
-    compared, so a wrong hint costs time and changes no result. The branch with the longest common prefix is chosen, as
+    The hint `request.fork_of` names a running request. It only says where to look: the tokens are compared, so a wrong
+    hint costs time and changes no result. The branch with the longest common prefix is chosen, as
     the scheduler does not know which branch carries the hinted candidate. Returns None if there is none, or if the
     request was started before.
     """

@@ -188,6 +188,7 @@ class Scheduler:
             self._start(start)
 
     def _start(self, start: Start) -> None:
+        """Move a request from the queue to the running ones, on its fork or match."""
         request, match, fork = start
         if request.explain and request.num_cached_tokens is None:
             request.miss = cache_miss_reason(self.kv, start)
@@ -387,7 +388,7 @@ class AsyncScheduling:
     def can_schedule_ahead(self, step: Step, running: Sequence[LiveRequest], budget: int) -> bool:
         """Return whether the next step is the same whatever tokens `step` samples. A query.
 
-        `step` is the last planned one. `budget`: the maximum number of tokens in a step. A query.
+        `step` is the last planned one, and `budget` the maximum number of tokens in a step.
         """
         if step.granted or step.has_swaps or self._decode_batch.unbatched_requests or self._rows.has_forks:
             return False

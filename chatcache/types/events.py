@@ -13,7 +13,7 @@ FINISH_CANCELLED = "cancelled"
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
-    """Natural raw log-probability of the chosen token, and the `top` alternatives."""
+    """The natural log-probability of a token under the raw logits, and the `top` alternatives."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()

@@ -74,8 +74,8 @@ class LogitEdit:
 class LogitMask:
     """The tokens that one draw may choose (grammar constraint), as a bit mask.
 
-    Token id is bit id % 32 of word id // 32. Shape [ceil(V / 32)]. Applied together with the edits: the logit of every
-    other token becomes -inf. Ids after the last word are forbidden.
+    Token i is bit i % 32 of word i // 32; the shape is [ceil(V / 32)] for a vocabulary of V tokens. Applied together
+    with the edits: the logit of every other token becomes -inf. Ids after the last word are forbidden.
     """
 
     draw: int

@@ -52,7 +52,7 @@ def test_match_before_commit_finds_nothing() -> None:
 
 
 def test_match_without_prefix_caching_finds_nothing() -> None:
-    kv = KVCache(32, P, "digest", enable_matching=False)
+    kv = KVCache(32, P, "digest", enable_prefix_caching=False)
     kv.close(open_and_fill(kv, token_range(11)))
     assert find_match(kv, token_range(12)).num_tokens == 0 and kv.pool.num_idle == 0
     check_invariants(kv, [])

@@ -136,7 +136,7 @@ def test_explain_reports_host_pages_as_cached() -> None:
 
 
 def test_explain_without_prefix_caching_misses_everything() -> None:
-    kv = KVCache(64, P, enable_matching=False)
+    kv = KVCache(64, P, enable_prefix_caching=False)
     kv.close(open_and_fill(kv, token_range(11)))
     found = explain(kv, token_range(12))
     assert (found.reason, found.num_cached_tokens) == ("never_computed", 0)
