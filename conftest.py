@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from chatcache.engine.invariants import InvariantChecker
 from chatcache.kv_cache.manager import KVCache
 from chatcache.scheduler.scheduler import Scheduler
-from tests.strictness import MAX_STRICT_PAGES
+from tests.support.invariant_checks import MAX_STRICT_PAGES
 from tests.support.machine import describe_unmet, has_gpu, unmet_requirements
 
 NOT_RUN = pytest.StashKey[Counter[str]]()  # by marker, how many tests this machine cannot run
@@ -113,7 +113,7 @@ def quick_interpreter() -> Iterator[None]:
     """Cache the builtins of Triton's interpreter if Triton is imported, which makes it faster."""
     with pytest.MonkeyPatch.context() as patch:
         if "triton.runtime.interpreter" in sys.modules:
-            importlib.import_module("tests.interpreting").remember_builtins(patch)
+            importlib.import_module("tests.support.triton_interpreter").cache_builtin_lookup(patch)
         yield
 
 

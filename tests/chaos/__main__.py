@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from tests.chaos.plan import NUM_CLIENTS, make_plan
-from tests.chaos.run import report, run_plan
+from tests.chaos.runner import report, run_plan
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tests.chaos.history import Entry
-from tests.chaos.speech import fault_in, length_of, said, tag_of
+from tests.chaos.tagged_text import fault_in, length_of, said, tag_of
 
 TERMINAL = ("response.completed", "response.incomplete", "response.failed")
 

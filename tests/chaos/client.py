@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.chaos.event_sources import SOURCES, Lost, RefusedError, Source
 from tests.chaos.history import History
-from tests.chaos.sources import SOURCES, Lost, RefusedError, Source
-from tests.chaos.speech import length_of, said
-from tests.chaos.watching import Leave, Watch, watch
-from tests.chaos.wire import Answer, ask
+from tests.chaos.http_client import Answer, ask
+from tests.chaos.stream_reader import Leave, Watch, watch
+from tests.chaos.tagged_text import length_of, said
 
 MAX_PATH = 5
 MAX_KEPT = 6

@@ -22,10 +22,12 @@ from chatcache.conversations.tree import Conversation
 from chatcache.storage import redis_client
 from chatcache.storage.redis import RedisStore
 from chatcache.storage.redis_client import RedisConnection
-from tests.chaos import cancelling
+from tests.chaos import cancelled_reads
+from tests.chaos.processes import with_port
 from tests.chaos.proxy import proxied
-from tests.chaos.rig import with_port
 from tests.support.redis_servers import RedisServer, redis_server
+
+pytestmark = pytest.mark.slow
 
 DELAY_S = 0.004
 LEAKY = "4.5.3"  # the version that CVE-2023-28858 is about
@@ -118,7 +120,7 @@ async def cancelled_through(server: RedisServer, python: Path | str, num_to_canc
     async with proxied(server.port) as proxy:
         proxy.delay_s = DELAY_S
         url = with_port(server.url, proxy.port)
-        command = [str(python), cancelling.__file__, url, str(num_to_cancel), str(SEED)]
+        command = [str(python), cancelled_reads.__file__, url, str(num_to_cancel), str(SEED)]
         done = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
         said, _ = await done.communicate()
     assert done.returncode == 0

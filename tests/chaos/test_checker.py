@@ -10,7 +10,7 @@ import pytest
 
 from tests.chaos.checker import Checker
 from tests.chaos.history import Entry, History, entries_of
-from tests.chaos.speech import DRAWN, choices_at, fault_in, length_of, said
+from tests.chaos.tagged_text import DRAWN, choices_at, fault_in, length_of, said
 
 TAGS, WORDS = ["c1t1", "c1t2"], 3
 

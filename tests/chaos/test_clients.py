@@ -16,14 +16,16 @@ from chatcache.conversations.replies.events import ReplyDelta
 from chatcache.conversations.turns import TurnService
 from chatcache.gateway.api.idempotency import IdempotencyKey
 from chatcache.gateway.responses.events import ResponseEventWriter
-from tests.chaos import speaker
+from tests.chaos import tagged_model
 from tests.chaos.checker import Checker
 from tests.chaos.client import Client, Turn
-from tests.chaos.epilogue import note_stored
+from tests.chaos.final_checks import note_stored
 from tests.chaos.history import History, entries_of
 from tests.chaos.plan import make_plan
-from tests.chaos.run import report
+from tests.chaos.runner import report
 from tests.gateway.serving import Server
+
+pytestmark = pytest.mark.slow
 
 SEED = os.environ.get("CHATCACHE_TEST_SEED", "7")
 NUM_CLIENTS, NUM_TURNS = 3, 5
@@ -32,12 +34,12 @@ NUM_CLIENTS, NUM_TURNS = 3, 5
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     """A gateway whose engine says whose text it is."""
-    engine = EngineConfig(strict=True, max_model_len=speaker.MAX_MODEL_LEN)
+    engine = EngineConfig(strict=True, max_model_len=tagged_model.MAX_MODEL_LEN)
     with Server(
         ServerConfig(db=str(tmp_path / "chat.db"), sse_keep_alive_interval_s=0),
-        load_tokenizer=speaker.tokenizer,
-        tokenizer=speaker.tokenizer(),
-        build_engine=lambda: speaker.build_engine(engine, lambda *_: None),
+        load_tokenizer=tagged_model.tokenizer,
+        tokenizer=tagged_model.tokenizer(),
+        build_engine=lambda: tagged_model.build_engine(engine, lambda *_: None),
     ) as server:
         yield server.wait_ready()
 

@@ -15,6 +15,8 @@ from tests.gateway.responding import Events
 from tests.gateway.serving import Server, slowed
 from tests.support.redis_servers import RedisServer
 
+pytestmark = pytest.mark.slow
+
 HOUR_S = 3600.0
 PATH = "/v1/responses"
 Jump = Callable[[float], None]

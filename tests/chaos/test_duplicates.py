@@ -14,6 +14,8 @@ from tests.gateway.kept import server_on
 from tests.gateway.serving import Server
 from tests.support.redis_servers import RedisServer
 
+pytestmark = pytest.mark.slow
+
 NUM_TIMES = 10
 
 

@@ -12,6 +12,8 @@ from tests.gateway.kept import server_on
 from tests.gateway.test_killed import Gateway
 from tests.support.redis_servers import RedisServer
 
+pytestmark = pytest.mark.slow
+
 KEY = "once-and-only"
 
 

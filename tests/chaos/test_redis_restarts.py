@@ -20,6 +20,8 @@ from tests.gateway.serving import wait_until
 from tests.gateway.test_killed import Clients, Gateway, check_ledger
 from tests.support.redis_servers import RedisServer, redis_server
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 60.0
 REFUSED_S = 1.0
 RETURNED_S = 5.0

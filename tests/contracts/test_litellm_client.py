@@ -13,6 +13,8 @@ import pytest
 
 from tests.gateway.serving import MODEL, PAGE_SIZE, Server
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).resolve().parent / "litellm" / "ask.py"
 PYTHON = Path(sys.prefix) / "litellm" / "bin" / "python"
 

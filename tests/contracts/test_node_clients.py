@@ -10,6 +10,8 @@ import pytest
 from tests.contracts.node_clients import run
 from tests.gateway.serving import PAGE_SIZE, Server, failing_after, slowed
 
+pytestmark = pytest.mark.slow
+
 SCENARIOS = ("plain", "streamed", "helper", "responses", "responsesHelper", "socket", "refused")
 
 

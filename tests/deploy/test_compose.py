@@ -11,7 +11,7 @@ import pytest
 
 from chatcache.config import ServerConfig
 from chatcache.engine_process.process import EXIT_GRACE_S
-from tests.deploy.composed import ROOT, compose_binary, dockerfile, resolved
+from tests.deploy.compose_processes import ROOT, compose_binary, dockerfile, resolved
 
 SERVED = ("chatcache", "chatcache-cpu")
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.needs import need
-from tests.e2e.serving import serving
-from tests.e2e.watched import PICTURES, Watched, pass_endless
+from tests.e2e.recorded_page import PICTURES, Watched, pass_endless
+from tests.e2e.requirements import need
+from tests.e2e.server_process import serving
 
 ROOT = Path(__file__).parents[2]
 BUILT_PAGE = ROOT / "chatcache" / "gateway" / "static" / "index.html"
@@ -41,7 +41,7 @@ def server_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[s
     need(BUILT_PAGE.is_file(), "the built page", "make web")
     folder = tmp_path_factory.mktemp("server")
     # some 1,600 pages: the page map has a cell for each
-    command = [sys.executable, "-m", "tests.e2e.paced", "serve", "--kv-memory", "64MiB"]
+    command = [sys.executable, "-m", "tests.e2e.throttled_server", "serve", "--kv-memory", "64MiB"]
     path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH")]))
     with serving(command, folder, cwd=ROOT, environment={"PYTHONPATH": path}) as process:
         yield process

@@ -16,7 +16,7 @@ from typing import Any
 from playwright.sync_api import sync_playwright
 
 from chatcache.bench.report import Figure, compare, figure_table
-from tests.e2e.scripted import Script, scripted
+from tests.e2e.scripted_server import Script, scripted
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
 GOAL_MS_PER_S = 50

@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.needs import need
-from tests.e2e.views import VIEWS, watch
-from tests.e2e.watched import Watched
+import pytest
+
+from tests.e2e.page_views import VIEWS, watch
+from tests.e2e.recorded_page import Watched
+from tests.e2e.requirements import need
+
+pytestmark = pytest.mark.slow
 
 AXE = Path(__file__).parents[2] / "web" / "node_modules" / "axe-core" / "axe.min.js"
 RUN = """axe.run(document, {resultTypes: ['violations']}).then(found => found.violations.map(({id, impact, nodes}) =>

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.watched import ANSWER_TOKENS, PICTURES, Watched, pass_endless
+from tests.e2e.recorded_page import ANSWER_TOKENS, PICTURES, Watched, pass_endless
+
+pytestmark = pytest.mark.slow
 
 WIDTH = 4
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.e2e.watched import Watched, tells_leaf
+import pytest
+
+from tests.e2e.recorded_page import Watched, tells_leaf
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_dropped_candidate_ends_at_once_and_tells_what_came_back(chat: Watched, endless: None) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.watched import Watched
+from tests.e2e.recorded_page import Watched
+
+pytestmark = pytest.mark.slow
 
 PAGE_TOKENS = 16
 STORY = "Tell me a story about a fox"

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.e2e.rest import talk
-from tests.e2e.watched import Watched
+import pytest
+
+from tests.e2e.recorded_page import Watched
+from tests.e2e.rest_client import talk
+
+pytestmark = pytest.mark.slow
 
 FOCUSED = "document.activeElement.getAttribute('aria-label') ?? document.activeElement.textContent"
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.e2e.watched import PICTURES, Watched
+import pytest
+
+from tests.e2e.recorded_page import PICTURES, Watched
+
+pytestmark = pytest.mark.slow
 
 ENOUGH = 180 if PICTURES else 60  # characters in every card
 

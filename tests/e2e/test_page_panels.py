@@ -7,7 +7,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tests.e2e.watched import Watched
+import pytest
+
+from tests.e2e.recorded_page import Watched
+
+pytestmark = pytest.mark.slow
 
 SIDE = ".side-panel"
 MAP = re.compile("/v1/cache/map")

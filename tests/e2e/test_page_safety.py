@@ -8,7 +8,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.watched import Watched
+import pytest
+
+from tests.e2e.recorded_page import Watched
+
+pytestmark = pytest.mark.slow
 
 WEB = Path(__file__).parents[2] / "web"
 STATIC = WEB.parent / "chatcache" / "gateway" / "static"

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import BUILT_PAGE
-from tests.e2e.needs import need
-from tests.e2e.watched import Watched
+from tests.e2e.recorded_page import Watched
+from tests.e2e.requirements import need
 from tests.gateway.keyed import Keyed, keyed
+
+pytestmark = pytest.mark.slow
 
 KEY = "input[name=key]"
 NO_LONGER = "Your API key is no longer valid: it was revoked."

@@ -6,7 +6,11 @@ import re
 import secrets
 from typing import Any
 
-from tests.e2e.watched import Watched
+import pytest
+
+from tests.e2e.recorded_page import Watched
+
+pytestmark = pytest.mark.slow
 
 KEPT = re.compile("/v1/conversations/conv_")
 LONG = "Always answer with a rhyme. 🎵" * 40  # over the 512 characters of one metadata value, and over 1,000

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-from tests.e2e.watched import Watched, tells_leaf
+import pytest
+
+from tests.e2e.recorded_page import Watched, tells_leaf
 
 PAGE_TOKENS = 16
 
@@ -29,6 +31,7 @@ def test_second_turn_reads_the_first_from_the_cache_and_a_reload_keeps_both(chat
     assert chat.figure("cached") == second["input_tokens_details"]["cached_tokens"]
 
 
+@pytest.mark.slow
 def test_text_arrives_in_pieces_and_the_page_shows_exactly_them(chat: Watched, endless: None) -> None:
     chat.reload()
     chat.say("Tell me a story about a fox")
@@ -42,6 +45,7 @@ def test_text_arrives_in_pieces_and_the_page_shows_exactly_them(chat: Watched, e
     assert _squeeze(chat.answers()[0]) == _squeeze(done)
 
 
+@pytest.mark.slow
 def test_escape_stops_and_the_text_so_far_stays(chat: Watched, endless: None) -> None:
     chat.reload()
     chat.say("Tell me a story about a wizard")
@@ -57,6 +61,7 @@ def test_escape_stops_and_the_text_so_far_stays(chat: Watched, endless: None) ->
     assert chat.answers()[0] == text
 
 
+@pytest.mark.slow
 def test_regenerate_makes_a_sibling_and_the_shown_one_survives_a_reload(chat: Watched) -> None:
     chat.ask("Tell me a story about a cat")
     first = chat.answers()[0]
@@ -74,6 +79,7 @@ def test_regenerate_makes_a_sibling_and_the_shown_one_survives_a_reload(chat: Wa
     assert chat.answers() == [first]
 
 
+@pytest.mark.slow
 def test_an_edit_is_a_branch_and_both_branches_stay(chat: Watched) -> None:
     chat.ask("What is 2 + 3?")
     before = chat.answers()

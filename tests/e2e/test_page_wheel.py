@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.needs import need
-from tests.e2e.serving import serving
-from tests.e2e.watched import Watched
+from tests.e2e.recorded_page import Watched
+from tests.e2e.requirements import need
+from tests.e2e.server_process import serving
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 MODULES = ROOT / "web" / "node_modules"

@@ -28,8 +28,8 @@ from chatcache.kv_cache.stats import PageUsage
 from chatcache.tokenizer.chat_template import ChatTemplate
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.plan import StepPlan, StepResult
-from tests.strictness import MAX_STRICT_PAGES
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.invariant_checks import MAX_STRICT_PAGES
 from tests.tokenizer.tokenizers import backend_of
 
 Result = TypeVar("Result")

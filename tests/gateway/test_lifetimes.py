@@ -19,7 +19,7 @@ from chatcache.gateway.responses.run import DetachTimer, LiveResponse
 from chatcache.storage.sqlite import SqliteStore
 from tests.gateway.frames import LONG, Frame, ask, receive, send, until_end
 from tests.gateway.serving import Server, hurry, slowed, wait_until
-from tests.virtual_time import run_virtually
+from tests.support.virtual_time import run_in_virtual_time
 
 
 class FaultyStore(SqliteStore):
@@ -244,7 +244,7 @@ def test_readers_that_come_and_go_before_the_time_is_up_keep_it_alive() -> None:
         await asyncio.sleep(0.2)
         assert not ended.is_set(), "what is over needs no end"
 
-    run_virtually(work())
+    run_in_virtual_time(work())
 
 
 def test_no_time_limit_means_none() -> None:
@@ -261,7 +261,7 @@ def test_no_time_limit_means_none() -> None:
         await asyncio.sleep(0.05)
         lifetime.stop()
 
-    run_virtually(work())
+    run_in_virtual_time(work())
 
 
 def test_a_message_deleted_while_it_is_asked_again(

@@ -16,7 +16,7 @@ from chatcache.config import ServerConfig
 from chatcache.gateway.middleware import BodyLimitMiddleware
 from tests.gateway.described import Described
 from tests.gateway.serving import Server, post_bytes, read_all, split_response
-from tests.virtual_time import run_virtually
+from tests.support.virtual_time import run_in_virtual_time
 
 CHAT = "/v1/chat/completions"
 BODY = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}).encode()
@@ -101,7 +101,7 @@ def test_what_the_server_does_between_two_chunks_is_its_own_time() -> None:
         raise AssertionError(message)
 
     limited = BodyLimitMiddleware(app, 100, timeout_s=0.05)
-    run_virtually(limited({"type": "http", "path": "/", "headers": []}, receive, send))
+    run_in_virtual_time(limited({"type": "http", "path": "/", "headers": []}, receive, send))
     assert next(chunks, None) is None
 
 

@@ -34,7 +34,7 @@ CLASSES = (
         ("CVE-2025-25183", "GHSA-rm76-4mrf-v9r8", "vllm#29163", "vllm#54727"),
         (
             "kv_cache/test_pool.py::test_match_with_equal_keys_and_different_tokens_misses",
-            "security/test_lint.py::test_nothing_forbidden_is_said",
+            "security/test_forbidden_code.py::test_nothing_forbidden_is_said",
         ),
     ),
     Class(
@@ -61,8 +61,8 @@ CLASSES = (
             *("CVE-2026-105757", "PYSEC-2026-4353"),
         ),
         (
-            "security/test_crowd.py::test_no_request_ends_the_engine_or_reaches_a_canary",
-            "security/test_crowd.py::test_nor_with_a_model_that_computes",
+            "security/test_adversarial_load.py::test_no_request_ends_the_engine_or_reaches_a_canary",
+            "security/test_adversarial_load.py::test_nor_with_a_model_that_computes",
             "engine/test_faults.py::test_a_result_of_the_wrong_shape_ends_the_requests_of_its_step",
         ),
     ),
@@ -76,7 +76,7 @@ CLASSES = (
         ("sglang#33187", "sglang#33206", "sglang#33263", "vllm#50283", "tokenspeed#434"),
         (
             "engine/test_faults.py::test_one_spoilt_row_in_thirty_two",
-            "security/test_not_finite.py::test_one_of_thirty_two_rows_goes_and_the_others_stay",
+            "security/test_non_finite_logits.py::test_one_of_thirty_two_rows_goes_and_the_others_stay",
         ),
     ),
     Class(
@@ -99,7 +99,7 @@ CLASSES = (
             "2024-9053 -11041 2025-29783 -32444 -30165 -47277 -59953 -66455 2026-3059 -14890 -86793 -93034 -93088 -7304"
         ),
         (
-            "security/test_lint.py::test_nothing_forbidden_is_said",
+            "security/test_forbidden_code.py::test_nothing_forbidden_is_said",
             "security/test_runtime.py::test_a_server_reads_no_pickle_calls_nobody_and_listens_once",
             "engine_process/test_codec.py::test_what_is_no_command_is_refused",
         ),
@@ -129,7 +129,7 @@ CLASSES = (
         "a guard that is an assert, gone under -O",
         ("CVE-2026-41523",),
         (
-            "security/test_lint.py::test_a_planted_line_is_found",
+            "security/test_forbidden_code.py::test_a_planted_line_is_found",
             "security/test_runtime.py::test_a_server_reads_no_pickle_calls_nobody_and_listens_once",
         ),
     ),
@@ -258,7 +258,7 @@ CLASSES = (
         (*_cves("2026-48710 -48746 2025-62727 2023-30798"), "PYSEC-2026-248"),
         (
             "gateway/test_guard.py::test_foreign_hosts_are_refused",
-            "security/test_lint.py::test_nothing_forbidden_is_said",
+            "security/test_forbidden_code.py::test_nothing_forbidden_is_said",
             "security/test_regressions.py::test_ranges_without_number_cost_nothing",
             "security/test_regressions.py::test_libraries_may_not_be_as_old_as_their_known_holes",
         ),
@@ -285,8 +285,8 @@ CLASSES = (
         "what the model says becomes a page's code",
         _cves("2026-70492 -109288 -45314 -109286"),
         (
-            "e2e/test_page_hostile.py::test_stored_words_stay_words",
-            "e2e/test_page_hostile.py::test_streamed_words_stay_words",
+            "e2e/test_page_injection.py::test_stored_words_stay_words",
+            "e2e/test_page_injection.py::test_streamed_words_stay_words",
             "e2e/test_page_safety.py::test_the_policy_is_sent_and_the_page_keeps_it",
         ),
     ),

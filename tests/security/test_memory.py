@@ -22,7 +22,7 @@ from tests.gateway.test_ws_fuzz import _fuzz as fuzz_socket
 SEED = int(os.environ.get("CHATCACHE_TEST_SEED", 20))
 MAX_GROWTH_BYTES = 32 << 20
 
-pytestmark = pytest.mark.linux  # needs /proc
+pytestmark = [pytest.mark.slow, pytest.mark.linux]  # needs /proc
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Served:
 
 @contextmanager
 def served(folder: Path, *more: str) -> Iterator[Served]:
-    command = [sys.executable, "-m", "tests.security.served", str(folder / "chat.db"), *more]
+    command = [sys.executable, "-m", "tests.security.gateway_process", str(folder / "chat.db"), *more]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield Served(int(process.stdout.readline()), process.pid)

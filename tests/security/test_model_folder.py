@@ -18,7 +18,7 @@ from chatcache.tokenizer import tokenizer as tokenizers
 from chatcache.tokenizer.chat_template import ChatTemplate
 from tests.cli.servers import serving
 from tests.llm.tiny_llama import make_model, write_folder
-from tests.security.spoilt_folders import CANARY, MUTATIONS, Mutation, remote_code
+from tests.security.corrupted_folders import CANARY, MUTATIONS, Mutation, remote_code
 
 Patch = pytest.MonkeyPatch
 

@@ -27,8 +27,8 @@ from chatcache.types.events import Finished
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams, StructuredOutputs
 from tests.gateway.serving import Server, read_all
 from tests.llm.tiny_llama import write_tokenizer
-from tests.security.spoilt_folders import pattern
-from tests.security.test_crowd import fake_engine
+from tests.security.corrupted_folders import pattern
+from tests.security.test_adversarial_load import fake_engine
 
 SEED = int(os.environ.get("CHATCACHE_TEST_SEED", 18))
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -18,6 +18,8 @@ from websockets.typing import Subprotocol
 
 from tests.cli.servers import Server, environment
 
+pytestmark = pytest.mark.slow
+
 KEY = "sk-quiet-canary-456"
 CANARY = "xylocopa violacea"
 HOOKS = Path(__file__).parent / "hooks"

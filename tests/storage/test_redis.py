@@ -25,8 +25,8 @@ from chatcache.conversations.tree import (
 )
 from chatcache.storage import redis_layout
 from chatcache.storage.redis import RedisStore
+from tests.chaos.processes import with_port
 from tests.chaos.proxy import proxied
-from tests.chaos.rig import with_port
 from tests.gateway.documents import DOCS
 from tests.support.redis_servers import RedisServer, answers, until
 

@@ -15,7 +15,7 @@ from chatcache.conversations.store import StoreUnavailableError
 from chatcache.conversations.tree import INCOMPLETE, Conversation, Item, Turn
 from chatcache.storage import redis_client, redis_layout
 from chatcache.storage.redis import RedisStore
-from tests.lateness import measured
+from tests.support.event_loop_delay import measure_loop_delay
 from tests.support.redis_servers import RedisServer, answers, redis_server, until
 
 HEAD = Conversation("conv", "me", 1.0, 1.0)
@@ -56,7 +56,7 @@ async def test_what_was_acknowledged_survives_kills_of_the_server(mortal_redis: 
 
         await until(are_there, "writes")
 
-    async with measured() as lateness:
+    async with measure_loop_delay() as delay:
         writers = [asyncio.create_task(write(writer)) for writer in range(4)]
         for _ in range(3):
             await go_on(len(acknowledged) + 20)
@@ -69,7 +69,7 @@ async def test_what_was_acknowledged_survives_kills_of_the_server(mortal_redis: 
     await store.close()
     assert set(acknowledged) <= set(tree.items)
     assert tree.conversation.rev == len(tree.items)  # each came whole, and once
-    assert lateness.spared(slowest_s) < 1.0
+    assert delay.subtract_from(slowest_s) < 1.0
 
 
 async def test_a_server_that_hangs_refuses_within_a_second_and_goes_on(mortal_redis: RedisServer) -> None:
@@ -77,19 +77,19 @@ async def test_a_server_that_hangs_refuses_within_a_second_and_goes_on(mortal_re
     await store.create(HEAD)
     mortal_redis.signal(signal.SIGSTOP)
     turn = Turn("resp_1", "", "m", 1.0)
-    async with measured() as lateness:
+    async with measure_loop_delay() as delay:
         began_s = time.monotonic()
         given = await asyncio.gather(
             store.append("me", "conv", [], turn),
             *(store.get("me", "conv") for _ in range(100)),  # more than there are connections
             return_exceptions=True,
         )
-        assert lateness.spared(time.monotonic() - began_s) < 1.0
+        assert delay.subtract_from(time.monotonic() - began_s) < 1.0
         assert all(isinstance(each, StoreUnavailableError) for each in given)
         began_s = time.monotonic()
         with pytest.raises(StoreUnavailableError):
             await store.get("me", "conv")
-        assert lateness.spared(time.monotonic() - began_s) < 0.1  # by then everybody knows
+        assert delay.subtract_from(time.monotonic() - began_s) < 0.1  # by then everybody knows
     mortal_redis.signal(signal.SIGCONT)
     await until(lambda: answers(store), "an answer")
 

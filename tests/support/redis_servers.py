@@ -18,7 +18,7 @@ import redis
 from chatcache.cli.redis_acl import acl
 from chatcache.conversations.store import StoreUnavailableError
 from chatcache.storage.redis import RedisStore
-from tests.ports import free_port
+from tests.support.ports import free_port
 
 
 def redis_binary() -> str:

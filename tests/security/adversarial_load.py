@@ -12,7 +12,7 @@ from chatcache.engine.engine import Engine
 from chatcache.errors import InvalidRequestError
 from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams, StructuredOutputs
-from tests.security.hostile import Adversary
+from tests.security.adversarial_requests import Adversary
 
 NUM_CANARIES = 8
 MAX_WAITING = 30

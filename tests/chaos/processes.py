@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
+from tests.chaos.gateway_process import CLOCK
+from tests.chaos.http_client import Lost, ask
 from tests.chaos.proxy import Proxy
-from tests.chaos.served import CLOCK
-from tests.chaos.speaker import STEP_S
-from tests.chaos.wire import Lost, ask
+from tests.chaos.tagged_model import STEP_S
 from tests.support.redis_servers import RedisServer
 
 START_TIMEOUT_S = 120.0
@@ -52,7 +52,7 @@ class Gateway:
         self.clock.write_text(f"{off_s:+d}")
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "tests.chaos.served", self._store, str(self.port)]
+        command = [sys.executable, "-m", "tests.chaos.gateway_process", self._store, str(self.port)]
         with self._said.open("ab") as log:
             self.process = subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
         self.is_meant_to_run = True

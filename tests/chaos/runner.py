@@ -11,11 +11,11 @@ from pathlib import Path
 
 from tests.chaos.checker import Checker, Violation
 from tests.chaos.client import Client
-from tests.chaos.epilogue import epilogue
+from tests.chaos.fault_injector import Nemesis
+from tests.chaos.final_checks import epilogue
 from tests.chaos.history import History, entries_of
-from tests.chaos.nemesis import Nemesis
 from tests.chaos.plan import Plan
-from tests.chaos.rig import Rig
+from tests.chaos.processes import Rig
 
 STALLERS = 99  # the number of the client whose requests nobody reads
 END_TIMEOUT_S = 240.0

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.e2e.rest import talk
-from tests.e2e.watched import Watched
+from tests.e2e.recorded_page import Watched
+from tests.e2e.rest_client import talk
 
 EVERYTHING = """# A heading
 

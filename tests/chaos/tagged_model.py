@@ -19,7 +19,7 @@ from chatcache.engine.engine import Engine
 from chatcache.tokenizer.chat_template import ChatTemplate
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.plan import F32, I32, U64, KVCapacity, StepPlan, StepResult
-from tests.chaos.speech import TAG, choices_at
+from tests.chaos.tagged_text import TAG, choices_at
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
 
 STEP_S = "CHAOS_STEP_S"

@@ -17,7 +17,9 @@ import msgspec
 import pytest
 
 from tests.cli.servers import Server, serving
-from tests.security.hostile import Adversary
+from tests.security.adversarial_requests import Adversary
+
+pytestmark = pytest.mark.slow
 
 SEED = int(os.environ.get("CHATCACHE_TEST_SEED", 26))
 NUM_CLIENTS = 6

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from tests.chaos.event_sources import RefusedError, Source
 from tests.chaos.history import History
-from tests.chaos.sources import RefusedError, Source
-from tests.chaos.wire import Frame
+from tests.chaos.http_client import Frame
 
 
 @dataclass(frozen=True, slots=True)

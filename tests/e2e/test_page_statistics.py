@@ -7,7 +7,11 @@ import re
 import secrets
 from typing import Any
 
-from tests.e2e.watched import Watched
+import pytest
+
+from tests.e2e.recorded_page import Watched
+
+pytestmark = pytest.mark.slow
 
 
 def test_what_is_typed_is_read_ahead_and_a_switch_turns_it_off(chat: Watched) -> None:

@@ -1,7 +1,8 @@
-"""A gateway with its engine child as `chatcache serve` runs them: `python -m tests.chaos.served STORE PORT [more]`.
+"""A gateway with its engine process, as `chatcache serve` runs them, with an adjustable wall clock.
 
-With CHAOS_CLOCK naming a file, its wall clock is off by as many seconds as the file says. (libfaketime 0.9.10 would do
-that from outside, but under it every `time.sleep` of Python 3.11 fails with EINVAL.)
+Run as `python -m tests.chaos.gateway_process STORE PORT [more]`. If CHAOS_CLOCK names a file, the wall clock is shifted
+by the number of seconds in that file. (libfaketime 0.9.10 could do that from outside, but with it every `time.sleep` of
+Python 3.11 fails with EINVAL.)
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from pathlib import Path
 
 from chatcache.cli.server import run_server
 from chatcache.config import EngineConfig, ServerConfig
-from tests.chaos.speaker import MAX_MODEL_LEN, load_tokenizer
+from tests.chaos.tagged_model import MAX_MODEL_LEN, load_tokenizer
 
 CLOCK = "CHAOS_CLOCK"
-ENGINE = "tests.chaos.speaker:build_engine"
+ENGINE = "tests.chaos.tagged_model:build_engine"
 
 
 def bend_clock(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next thing that is due: waits cost nothing, and nothing is ever late."""
+"""An event loop with a virtual clock that jumps to the next timer: sleeping takes no time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 
-class _Jumping(selectors.DefaultSelector):
-    """Skips what would be slept."""
+class _SkippingSelector(selectors.DefaultSelector):
+    """Selector that adds a timeout to `skipped_s` instead of waiting for it."""
 
     skipped_s = 0.0
 
@@ -24,14 +24,14 @@ class _Jumping(selectors.DefaultSelector):
 
 class _VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
-        self._jumping = _Jumping()
-        super().__init__(self._jumping)
+        self._skipping = _SkippingSelector()
+        super().__init__(self._skipping)
 
     def time(self) -> float:
-        return self._jumping.skipped_s
+        return self._skipping.skipped_s
 
 
-def run_virtually(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine that waits for nothing but other tasks and the clock."""
+def run_in_virtual_time(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine that waits only for other tasks and for timers."""
     with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
         return runner.run(work)

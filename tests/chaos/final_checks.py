@@ -8,11 +8,11 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.event_sources import Lost
+from tests.chaos.fault_injector import DRAIN_GRACE_S
 from tests.chaos.history import History
-from tests.chaos.nemesis import DRAIN_GRACE_S
-from tests.chaos.rig import Gateway, Rig
-from tests.chaos.sources import Lost
-from tests.chaos.wire import Exchange, ask
+from tests.chaos.http_client import Exchange, ask
+from tests.chaos.processes import Gateway, Rig
 
 REST_TIMEOUT_S = 60.0
 POLL_S = 0.1

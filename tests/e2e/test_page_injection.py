@@ -7,8 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.rest import call, talk
-from tests.e2e.watched import Watched
+import pytest
+
+from tests.e2e.recorded_page import Watched
+from tests.e2e.rest_client import call, talk
+
+pytestmark = pytest.mark.slow
 
 CORPUS: list[str] = json.loads((Path(__file__).parents[2] / "web" / "test" / "corpus.json").read_text())
 REL = "noopener noreferrer nofollow"

@@ -9,7 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.watched import Watched
+import pytest
+
+from tests.e2e.recorded_page import Watched
+
+pytestmark = pytest.mark.slow
 
 DAY_S = 24 * 60 * 60
 PATCHED = re.compile("/v1/conversations/conv_")

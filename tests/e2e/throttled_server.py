@@ -1,7 +1,7 @@
-"""The server, where answers that were asked never to end take their time: `python -m tests.e2e.paced serve ...`.
+"""A server that generates endless replies slowly: `python -m tests.e2e.throttled_server serve ...`.
 
-The demo model fills its context in seconds; a browser on a busy machine may need as long to reload. What a test
-does in the middle of an answer must find it in the middle.
+The demo model fills its context in seconds, and a browser on a busy machine may need as long to reload. A test that
+acts in the middle of a reply must find the reply still incomplete.
 """
 
 from __future__ import annotations
@@ -53,5 +53,5 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Pace
 
 
 if __name__ == "__main__":
-    server.run_server = functools.partial(server.run_server, build_engine="tests.e2e.paced:build_engine")
+    server.run_server = functools.partial(server.run_server, build_engine="tests.e2e.throttled_server:build_engine")
     chatcache()

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from tests.chaos.client import Client
 from tests.chaos.history import History
 from tests.chaos.plan import Fault
-from tests.chaos.rig import Gateway, Rig
+from tests.chaos.processes import Gateway, Rig
 
 DRAIN_GRACE_S = 30.0  # the server's own is 20 s
 TINY_BUFFER_BYTES = 4096

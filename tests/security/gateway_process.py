@@ -1,4 +1,4 @@
-"""A gateway in a process of its own, whose memory is its own: `python -m tests.security.served DB [leaky]`."""
+"""A gateway in a process of its own, whose memory is its own: `python -m tests.security.gateway_process DB [leaky]`."""
 
 from __future__ import annotations
 

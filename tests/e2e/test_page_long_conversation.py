@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.rest import call, talk
-from tests.e2e.watched import Watched
+from tests.e2e.recorded_page import Watched
+from tests.e2e.rest_client import call, talk
+
+pytestmark = pytest.mark.slow
 
 COUNT = 1000
 MOST_ROWS = 60

@@ -14,8 +14,8 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from websockets.typing import Subprotocol
 
-from tests.chaos.wire import ANSWER_TIMEOUT_S, Answer, Exchange, Frame
-from tests.chaos.wire import Lost as LostOverHttp
+from tests.chaos.http_client import ANSWER_TIMEOUT_S, Answer, Exchange, Frame
+from tests.chaos.http_client import Lost as LostOverHttp
 
 Lost = (*LostOverHttp, ConnectionClosed, InvalidHandshake)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ports import free_port
+from tests.support.ports import free_port
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0

@@ -12,8 +12,10 @@ import pytest
 import redis
 
 from chatcache.transfer.archive import check_archive
-from tests.deploy.composed import ByHand, resolved
+from tests.deploy.compose_processes import ByHand, resolved
 from tests.support.redis_servers import redis_binary
+
+pytestmark = pytest.mark.slow
 
 # No kernel is compiled, few pages are made, one thread computes; a numba cache of the machine's own is used.
 GENTLE = {

@@ -14,8 +14,8 @@ from chatcache.engine.engine import Engine
 from chatcache.errors import ChatcacheError
 from chatcache.scheduler.request import LiveRequest
 from chatcache.types.plan import StepPlan, StepResult
-from tests.security.crowd import NUM_CANARIES, Crowd, Run
-from tests.security.hostile import Adversary
+from tests.security.adversarial_load import NUM_CANARIES, Crowd, Run
+from tests.security.adversarial_requests import Adversary
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
 
 SEED = int(os.environ.get("CHATCACHE_TEST_SEED", 16))

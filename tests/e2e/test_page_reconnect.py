@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.watched import Watched, endless_create, pass_endless, tells_leaf
+from tests.e2e.recorded_page import Watched, endless_create, pass_endless, tells_leaf
+
+pytestmark = pytest.mark.slow
 
 WRITTEN = "(document.querySelector('.answer .prose')?.textContent.length ?? 0)"
 
