@@ -1,4 +1,4 @@
-"""The OpenAPI document as an oracle of real answers: strict, so that a field that is not described is found too."""
+"""The OpenAPI document as an oracle of real responses; undescribed fields are errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def strict(schema: Any) -> Any:
 
 
 class Described:
-    """What the document says of answers."""
+    """Checks responses and events against the document."""
 
     def __init__(self, document: Schema) -> None:
         self.document = document
@@ -38,7 +38,7 @@ class Described:
         return operation
 
     def check(self, method: str, path: str, status: int, answer: object, media_type: str = "application/json") -> None:
-        """Raises: AssertionError unless the document allows exactly this answer."""
+        """Check that the document allows this response. Raises: AssertionError."""
         responses = self.operation(method, path)["responses"]
         assert str(status) in responses, (
             f"{method} {path}: status {status} is not described in chatcache/gateway/routes.py"
@@ -62,10 +62,10 @@ class Described:
         )
 
 
-def _matches(wanted: list[str], given: list[str]) -> bool:
-    """The longest template that matches is meant; where it ends with an id, that may hold slashes."""
-    if len(given) > len(wanted) and wanted[-1].startswith("{"):
-        given = given[: len(wanted)]
-    return len(wanted) == len(given) and all(
-        want == have or want.startswith("{") for want, have in zip(wanted, given, strict=True)
+def _matches(wanted: list[str], segments: list[str]) -> bool:
+    """Whether a path matches a template; an id at the end may contain slashes."""
+    if len(segments) > len(wanted) and wanted[-1].startswith("{"):
+        segments = segments[: len(wanted)]
+    return len(wanted) == len(segments) and all(
+        want == have or want.startswith("{") for want, have in zip(wanted, segments, strict=True)
     )

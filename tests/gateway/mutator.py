@@ -1,4 +1,4 @@
-"""Valid messages, changed a little: other types, extreme values, missing and odd fields, text that is no JSON."""
+"""Mutations of valid messages: types, extreme values, missing and odd fields, invalid JSON."""
 
 from __future__ import annotations
 

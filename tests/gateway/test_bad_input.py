@@ -1,4 +1,4 @@
-"""Every parameter, on both sides of its bounds; every refusal names its field."""
+"""Request parameters on both sides of their bounds; every error names its field."""
 
 from __future__ import annotations
 
@@ -140,8 +140,8 @@ def test_field_of_another_server_is_refused_with_its_equivalent(
     assert (error["code"], error["param"]) == ("unsupported_parameter", field)
     assert hint in error["message"].partition("; send ")[2]
     if field.startswith("guided_"):
-        mine = {"structured_outputs": {hint: value}}
-        assert server.post(path, **prompt, max_tokens=1, **mine)[0] == 200
+        own = {"structured_outputs": {hint: value}}
+        assert server.post(path, **prompt, max_tokens=1, **own)[0] == 200
 
 
 def test_neutral_value_of_an_unsupported_field_is_accepted(server: Server) -> None:

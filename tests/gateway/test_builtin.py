@@ -1,4 +1,4 @@
-"""What is told of tokens, over the demo model: a direct forward of the same weights is the oracle."""
+"""Token alternatives of the demo model, against a direct forward of the same weights."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_token_alternatives_equal_a_direct_forward_of_the_demo_model(builtin: Se
         at = len(reply) // 2
         look = get(builtin, f"{tokens_path(response)}/{at}")
         other = next(each for each in look["alternatives"][1:] if not each["ends"])
-        place = {"previous_item_id": response["output"][0]["id"], "fork_at": at, "fork_with": other["id"]}
-        fork = ask(socket, **place, **PLAIN, ignore_eos=False)
+        location = {"previous_item_id": response["output"][0]["id"], "fork_at": at, "fork_with": other["id"]}
+        fork = ask(socket, **location, **PLAIN, ignore_eos=False)
     begun = text[: spans[at]["start"]] + other["text"]
     assert text_of(fork).startswith(begun) and text_of(fork) != text
     ids = stored_ids(builtin, fork)[1]

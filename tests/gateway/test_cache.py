@@ -1,4 +1,4 @@
-"""Asking about the cache: what is told beforehand is what then happens, and nobody is told of others."""
+"""Cache routes: explanations come true, and no tenant learns about another one."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ def test_explanation_predicts_the_cached_tokens(server: Server) -> None:
     cold = explain(server, messages=messages)
     assert cold["miss"]["reason"] == "never_computed" and cold["miss"]["at_token"] == cold["cached_tokens"]
     for _ in range(2):
-        told = explain(server, messages=messages)
-        assert explain(server, messages=messages) == told, "asking changes nothing"
+        reported = explain(server, messages=messages)
+        assert explain(server, messages=messages) == reported, "asking changes nothing"
         usage = server.post(CHAT, messages=messages, max_tokens=1, ignore_eos=True)[2]["usage"]
-        assert told["prompt_tokens"] == usage["prompt_tokens"]
-        assert told["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
-    assert told["miss"] is None and {page["state"] for page in told["pages"]} <= {"idle", "partial"}
-    assert sum(page["tokens"] for page in told["pages"]) >= told["cached_tokens"]
-    assert told["page_size"] == PAGE_SIZE
+        assert reported["prompt_tokens"] == usage["prompt_tokens"]
+        assert reported["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
+    assert reported["miss"] is None and {page["state"] for page in reported["pages"]} <= {"idle", "partial"}
+    assert sum(page["tokens"] for page in reported["pages"]) >= reported["cached_tokens"]
+    assert reported["page_size"] == PAGE_SIZE
 
 
 def test_explanation_splits_cached_tokens_by_message(server: Server) -> None:
     messages = [{"role": "system", "content": "Shares. " * 5}, {"role": "user", "content": "One?"}]
     server.post(CHAT, messages=messages, max_tokens=1)
     changed = [messages[0], {"role": "user", "content": "Another question altogether"}]
-    told = explain(server, messages=changed)
-    first, second = told["messages"]
+    reported = explain(server, messages=changed)
+    first, second = reported["messages"]
     assert first["tokens"] == first["cached_tokens"] and second["cached_tokens"] < second["tokens"]
-    assert first["role"] == "system" and first["tokens"] + second["tokens"] <= told["prompt_tokens"]
-    assert first["cached_tokens"] + second["cached_tokens"] == told["cached_tokens"]
-    assert told["miss"]["reason"] == "diverged" and told["miss"]["cached_text"].startswith("One")
-    assert told["miss"]["text"].startswith("An")
+    assert first["role"] == "system" and first["tokens"] + second["tokens"] <= reported["prompt_tokens"]
+    assert first["cached_tokens"] + second["cached_tokens"] == reported["cached_tokens"]
+    assert reported["miss"]["reason"] == "diverged" and reported["miss"]["cached_text"].startswith("One")
+    assert reported["miss"]["text"].startswith("An")
 
 
 def test_explanation_of_text_equals_that_of_its_token_ids(server: Server) -> None:
@@ -68,11 +68,11 @@ def test_explanation_of_text_equals_that_of_its_token_ids(server: Server) -> Non
 
 def test_explanation_of_a_stored_conversation_predicts_its_next_turn(server: Server, socket: ClientConnection) -> None:
     first = ask(socket, input="Remember the red door", instructions="Be exact.")
-    told = explain(server, previous_response_id=first["id"], input="Which door?", instructions="Be exact.")
-    assert [message["role"] for message in told["messages"]] == ["system", "user", "assistant", "user"]
+    reported = explain(server, previous_response_id=first["id"], input="Which door?", instructions="Be exact.")
+    assert [message["role"] for message in reported["messages"]] == ["system", "user", "assistant", "user"]
     then = ask(socket, previous_response_id=first["id"], input="Which door?", instructions="Be exact.")
-    assert told["prompt_tokens"] == then["usage"]["input_tokens"]
-    assert told["cached_tokens"] == then["usage"]["input_tokens_details"]["cached_tokens"]
+    assert reported["prompt_tokens"] == then["usage"]["input_tokens"]
+    assert reported["cached_tokens"] == then["usage"]["input_tokens_details"]["cached_tokens"]
     items = server.request("GET", f"/v1/conversations/{first['conversation']['id']}/items")[2]["data"]
     assert len(items) == 4, "asking stored nothing"
 
@@ -102,19 +102,19 @@ def test_explanation_hides_pages_of_other_tenants(shared: Server) -> None:
     system = {"role": "system", "content": OWN}
     body = {"messages": [system, {"role": "user", "content": "The merger is on friday"}]}
     assert shared.request("POST", CHAT, {**body, "max_tokens": 1}, ONE)[0] == 200
-    mine, theirs = explain(shared, ONE, **body), explain(shared, TWO, **body)
-    assert mine["miss"] is None
+    own, theirs = explain(shared, ONE, **body), explain(shared, TWO, **body)
+    assert own["miss"] is None
     assert theirs["miss"]["reason"] in ("never_computed", "diverged")
     assert "one" not in theirs["miss"]["detail"] and "merger" not in str(theirs["miss"]["cached_text"])
     assert theirs["cached_tokens"] <= 8 and not any(page["public"] for page in theirs["pages"])
     declared = {"messages": [{"role": "system", "content": DECLARED}, {"role": "user", "content": "x"}]}
     assert shared.request("POST", CHAT, {**declared, "max_tokens": 1}, ONE)[0] == 200
-    told = explain(shared, TWO, **declared)
-    num_public = told["public_tokens"] // PAGE_SIZE
-    assert [page["public"] for page in told["pages"]] == [True] * num_public + [False] * (
-        len(told["pages"]) - num_public
+    reported = explain(shared, TWO, **declared)
+    num_public = reported["public_tokens"] // PAGE_SIZE
+    assert [page["public"] for page in reported["pages"]] == [True] * num_public + [False] * (
+        len(reported["pages"]) - num_public
     )
-    assert told["cached_tokens"] >= num_public * PAGE_SIZE
+    assert reported["cached_tokens"] >= num_public * PAGE_SIZE
 
 
 def test_page_accounts_of_an_open_server_add_up(server: Server, socket: ClientConnection) -> None:
@@ -141,24 +141,24 @@ def test_page_accounts_of_a_tenant_show_its_own_pages(shared: Server) -> None:
         data = json.dumps(body).encode()
         connection.sendall(post_bytes(shared.port, CHAT, data, f"authorization: {ONE['authorization']}\r\n"))
         connection.recv(4096)
-        mine = shared.request("GET", ACCOUNTS, None, ONE)[2]
+        own = shared.request("GET", ACCOUNTS, None, ONE)[2]
         theirs = shared.request("GET", ACCOUNTS, None, TWO)[2]
-    assert mine["scope"] == theirs["scope"] == "tenant"
-    assert "pool" not in mine and "pool" not in theirs
-    assert len(mine["requests"]) == 1 and mine["requests"][0]["pages"] == mine["pages_in_use"] > 0
+    assert own["scope"] == theirs["scope"] == "tenant"
+    assert "pool" not in own and "pool" not in theirs
+    assert len(own["requests"]) == 1 and own["requests"][0]["pages"] == own["pages_in_use"] > 0
     assert (theirs["requests"], theirs["pages_in_use"]) == ([], 0)
     status, _, answer = shared.request("GET", ACCOUNTS)
     assert status == 401 and answer["error"]["code"] == "invalid_api_key"
 
 
 def progress(page: ClientConnection, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A response, and what its page was told at the first token."""
+    """Run a response; return it and the progress frame of its first token."""
     send(page, **{"max_output_tokens": 8, "ignore_eos": True, **fields})
     frames = until_end(page)
-    told = next(f for f in frames if f["type"] == "response.progress" and f["phase"] == "decode")
+    reported = next(f for f in frames if f["type"] == "response.progress" and f["phase"] == "decode")
     queued = next(f for f in frames if f["type"] == "response.progress")
     assert queued["phase"] == "queued" and "miss" not in queued
-    return frames[-1]["response"], told
+    return frames[-1]["response"], reported
 
 
 def test_progress_frame_reports_cached_tokens_and_copied_pages(server: Server, page: ClientConnection) -> None:
@@ -168,20 +168,22 @@ def test_progress_frame_reports_cached_tokens_and_copied_pages(server: Server, p
     assert set(cold["miss"]) == {"reason", "at_token", "detail"}
     first, silent = progress(page, input="An entirely new question", instructions="Take your time.", n=2)
     assert "miss" not in silent and "copied_pages" not in silent
-    place = {"previous_response_id": first["id"], "instructions": "Take your time."}
-    expected = explain(server, input="And then?", **place)["miss"]
-    _, told = progress(page, input="And then?", **place, explain=True)
-    assert told["miss"] == {name: expected[name] for name in ("reason", "at_token", "detail")}
-    assert told["miss"]["at_token"] == told["cached_tokens"] < told["input_tokens"] - 1
+    location = {"previous_response_id": first["id"], "instructions": "Take your time."}
+    expected = explain(server, input="And then?", **location)["miss"]
+    _, reported = progress(page, input="And then?", **location, explain=True)
+    assert reported["miss"] == {name: expected[name] for name in ("reason", "at_token", "detail")}
+    assert reported["miss"]["at_token"] == reported["cached_tokens"] < reported["input_tokens"] - 1
 
 
 def test_fork_at_a_token_copies_one_page_and_computes_nothing(server: Server, page: ClientConnection) -> None:
     origin, _ = progress(page, input="Fork me", max_output_tokens=20)
     for fork_at in range(3, 9):
-        place = {"previous_item_id": origin["output"][0]["id"], "fork_at": fork_at, "fork_with": 80}
-        _, told = progress(page, **place, n=3, explain=True)
-        assert told["miss"] is None and told["cached_tokens"] == told["input_tokens"] - 1, "but for the token itself"
-        assert told["copied_pages"] == (told["cached_tokens"] % PAGE_SIZE > 0)
+        location = {"previous_item_id": origin["output"][0]["id"], "fork_at": fork_at, "fork_with": 80}
+        _, reported = progress(page, **location, n=3, explain=True)
+        assert reported["miss"] is None and reported["cached_tokens"] == reported["input_tokens"] - 1, (
+            "but for the token itself"
+        )
+        assert reported["copied_pages"] == (reported["cached_tokens"] % PAGE_SIZE > 0)
 
 
 def test_explain_field_without_the_extended_protocol_is_refused(server: Server, socket: ClientConnection) -> None:
@@ -208,7 +210,7 @@ def test_page_map_shows_the_pages_of_a_running_response(server: Server, socket: 
         return Counter(pages["cells"])
 
     def is_forked() -> bool:
-        """Whether each candidate has a page of its own: the last page of the prompt is shared until they write."""
+        """Whether each candidate has its own page: the last prompt page is shared until a write."""
         shown = letters()
         assert shown["o"] == shown["p"] == 0
         return shown["s"] > 0 and shown["a"] >= 3
@@ -235,9 +237,9 @@ def test_page_map_hides_the_use_of_other_tenants_pages(shared: Server) -> None:
         data = json.dumps(more).encode()
         connection.sendall(post_bytes(shared.port, CHAT, data, f"authorization: {ONE['authorization']}\r\n"))
         wait_until(lambda: look(ONE)["a"] > 0, "pages in use")
-        mine, theirs = look(ONE), look(TWO)
+        own, theirs = look(ONE), look(TWO)
         assert theirs["a"] == theirs["s"] == 0
-        assert theirs["o"] >= mine["a"] and theirs["i"] == idle > 0
+        assert theirs["o"] >= own["a"] and theirs["i"] == idle > 0
     status, _, answer = shared.request("GET", MAP)
     assert status == 401 and answer["error"]["code"] == "invalid_api_key"
 
@@ -252,20 +254,20 @@ def test_warmth_equals_the_cached_tokens_of_the_next_turn(server: Server) -> Non
     first = converse(server, "The red door is shut", instructions="Be exact.", max_output_tokens=9, ignore_eos=True)
     other = converse(server, "Nothing to do with doors", max_output_tokens=3, ignore_eos=True)
     ids = first["conversation"]["id"], "conv_nobody", other["conversation"]["id"]
-    told = warmth(server, *ids)
-    assert list(told) == [ids[0], ids[2]], "those that are there, in the order of the question"
+    reported = warmth(server, *ids)
+    assert list(reported) == [ids[0], ids[2]], "those that are there, in the order of the question"
     for response in (first, other):
-        tokens, cached = told[response["conversation"]["id"]]
+        tokens, cached = reported[response["conversation"]["id"]]
         usage = response["usage"]
         # The last token of a reply is never computed.
         assert (tokens, cached) == (usage["total_tokens"], usage["total_tokens"] - 1)
-    assert warmth(server, *ids) == told == warmth(server, *ids, ids[0])
+    assert warmth(server, *ids) == reported == warmth(server, *ids, ids[0])
     body = {"previous_response_id": first["id"], "instructions": "Be exact.", "input": "Is it?"}
     explained = server.request("POST", "/v1/cache/explain", body)[2]
-    assert explained["cached_tokens"] >= told[ids[0]][1]
+    assert explained["cached_tokens"] >= reported[ids[0]][1]
     assert server.call(server.engine.reset_prefix_cache())
     cold = warmth(server, *ids)
-    assert cold == {name: (tokens, 0) for name, (tokens, _) in told.items()}
+    assert cold == {name: (tokens, 0) for name, (tokens, _) in reported.items()}
     usage = converse(server, "Is it?", previous_response_id=first["id"], instructions="Be exact.")["usage"]
     assert usage["input_tokens_details"]["cached_tokens"] == 0
     assert warmth(server, ids[0])[ids[0]][1] >= usage["input_tokens"]
@@ -316,9 +318,9 @@ def test_invalid_warmth_requests_are_refused(server: Server, body: dict[str, obj
 
 
 def test_warmth_omits_conversations_of_other_tenants(shared: Server) -> None:
-    status, _, mine = shared.request("POST", "/v1/responses", {"input": "Mine", "max_output_tokens": 3}, ONE)
-    assert status == 200, mine
-    name = mine["conversation"]["id"]
+    status, _, own = shared.request("POST", "/v1/responses", {"input": "Mine", "max_output_tokens": 3}, ONE)
+    assert status == 200, own
+    name = own["conversation"]["id"]
     assert warmth(shared, name, key=TWO) == {}
     assert warmth(shared, name, key=ONE)[name][1] > 0
     same = {"input": "Mine", "max_output_tokens": 3, "generate": False}

@@ -1,4 +1,4 @@
-"""What the engine can decode, asked for over the wire: the same answers as from the engine itself."""
+"""Decoding modes over HTTP and WebSocket give the same results as the engine itself."""
 
 from __future__ import annotations
 
@@ -137,12 +137,12 @@ def test_beam_search_streams_the_common_prefix(server: Server) -> None:
     whole = server.post(CHAT, **body, ignore_eos=True)[2]
     frames = server.stream(CHAT, **body, ignore_eos=True)[1].decode().split("\n\n")
     chunks = [json.loads(frame[6:]) for frame in frames if frame.startswith("data: {")]
-    told: dict[int, list[str]] = {0: [], 1: []}
+    received: dict[int, list[str]] = {0: [], 1: []}
     for chunk in chunks:
         for choice in chunk["choices"]:
-            told[choice["index"]].append(choice["delta"].get("content") or "")
-    assert ["".join(told[index]) for index in (0, 1)] == [c["message"]["content"] for c in whole["choices"]]
-    assert sum(bool(text) for text in told[0]) > 1
+            received[choice["index"]].append(choice["delta"].get("content") or "")
+    assert ["".join(received[index]) for index in (0, 1)] == [c["message"]["content"] for c in whole["choices"]]
+    assert sum(bool(text) for text in received[0]) > 1
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_priority_without_the_priority_policy_is_refused(server: Server, page: C
 
 
 def test_request_with_higher_priority_finishes_first(tmp_path: Path) -> None:
-    """One slot, taken; then requests of falling priority value wait: the last to come is the first to go."""
+    """With one busy slot, waiting requests run by priority value, not in order of arrival."""
     config = ServerConfig(db=str(tmp_path / "chat.db"))
     engine = EngineConfig(max_num_seqs=1, scheduling_policy="priority")
     begun: list[int] = []  # the last token of each prompt

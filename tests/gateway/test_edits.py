@@ -16,13 +16,13 @@ PATH = "/v1/responses"
 
 @dataclass
 class Modelled:
-    """What a conversation should be: each message's parent and text, each response's place and messages."""
+    """The expected conversation: parent and text of each message, messages of each response."""
 
     parents: dict[str, str | None] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
-    places: dict[str, str | None] = field(default_factory=dict)  # of responses: what their outputs hang under
+    locations: dict[str, str | None] = field(default_factory=dict)  # of responses: what their outputs hang under
     made: dict[str, list[str]] = field(default_factory=dict)
-    given: dict[str, list[str]] = field(default_factory=dict)
+    inputs: dict[str, list[str]] = field(default_factory=dict)
     deleted: set[str] = field(default_factory=set)
 
     def put(self, item: str, parent: str | None, text: str) -> None:
@@ -39,19 +39,19 @@ class Modelled:
         """A message goes; what stood on it stands on what it stood on."""
         above = self.parents.pop(item)
         self.parents = {each: above if parent == item else parent for each, parent in self.parents.items()}
-        self.places = {each: above if place == item else place for each, place in self.places.items()}
+        self.locations = {each: above if location == item else location for each, location in self.locations.items()}
 
     def drop(self, response: str) -> None:
         """A response goes, and those of its messages that nothing stands on."""
         self.deleted.add(response)
-        for item in [*self.made[response], *reversed(self.given[response])]:
+        for item in [*self.made[response], *reversed(self.inputs[response])]:
             if item not in self.parents or item in self.parents.values():
                 continue
-            others = (place for each, place in self.places.items() if each != response)
+            others = (location for each, location in self.locations.items() if each != response)
             if item not in others:
                 del self.parents[item]
         if not any(item in self.parents for item in self.made[response]):
-            del self.places[response]
+            del self.locations[response]
 
 
 def answer(server: Server, model: Modelled, draws: random.Random, conversation: str) -> None:
@@ -65,8 +65,8 @@ def answer(server: Server, model: Modelled, draws: random.Random, conversation: 
     model.put(question, parent, text)
     for item in response["output"]:
         model.put(item["id"], question, item["content"][0]["text"])
-    model.places[response["id"]] = question
-    model.given[response["id"]] = [question]
+    model.locations[response["id"]] = question
+    model.inputs[response["id"]] = [question]
     model.made[response["id"]] = [item["id"] for item in response["output"]]
 
 

@@ -1,4 +1,4 @@
-"""Conversations as files over HTTP: exported from one server, imported into another, continued token by token."""
+"""Export and import over HTTP: a copy on another server continues with the same tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def send(server: Server, data: bytes | str, query: str = "", **headers: str) -> 
 
 
 def grown(server: Server) -> str:
-    """Two turns, the second with two candidates, and a fork beside the first."""
+    """A conversation of two turns, the second with two candidates, and a fork of the first."""
     first = converse(server, "Hello there", **GREEDY)
     converse(server, "And then?", previous_response_id=first["id"], n=2, **GREEDY)
     converse(server, "Or else?", previous_item_id=first["output"][0]["id"], **GREEDY)
@@ -67,7 +67,7 @@ def as_bob(server: Server, text: str, **fields: object) -> dict[str, Any]:
 
 
 def test_imported_copy_continues_with_the_same_tokens(server: Server, other_server: Server) -> None:
-    """The same question after the same history: the copy answers with the same tokens, and prefills them exactly."""
+    """The copy replies to the same question with the same tokens, on the same prompt."""
     conversation = grown(server)
     exported = export(server, conversation)
     status, _, report = send(other_server, json.dumps(exported), **key("bob"))
@@ -81,10 +81,10 @@ def test_imported_copy_continues_with_the_same_tokens(server: Server, other_serv
     assert len(exported["items"]) == 7
     assert copied["conversation"]["updated_at"] == exported["conversation"]["updated_at"]
 
-    here = converse(server, "Go on", conversation=conversation, **GREEDY)
+    origin_server = converse(server, "Go on", conversation=conversation, **GREEDY)
     there = as_bob(other_server, "Go on", conversation=entry["id"])
-    assert there["output"][0]["content"][0]["text"] == here["output"][0]["content"][0]["text"]
-    assert there["usage"]["input_tokens"] == here["usage"]["input_tokens"]
+    assert there["output"][0]["content"][0]["text"] == origin_server["output"][0]["content"][0]["text"]
+    assert there["usage"]["input_tokens"] == origin_server["usage"]["input_tokens"]
     one, two = export(server, conversation), export(other_server, entry["id"], **key("bob"))
     newest = [max(each["turns"], key=lambda turn: turn["created_at"]) for each in (one, two)]
     assert (
@@ -112,10 +112,10 @@ def test_export_of_all_contains_only_the_tenants_conversations(other_server: Ser
     }
     assert all(line["version"] == 2 and not {"owner", "rev"} & set(line) for line in lines[:-1])
     assert ours in {line["conversation"]["id"] for line in lines[:-1]}
-    nobody = other_server.request("GET", "/v1/conversations/export", headers=key("alice"))
-    assert [json.loads(line)["num_conversations"] for line in nobody[2].splitlines()] == [0]
+    no_one = other_server.request("GET", "/v1/conversations/export", headers=key("alice"))
+    assert [json.loads(line)["num_conversations"] for line in no_one[2].splitlines()] == [0]
     assert other_server.request("GET", f"/v1/conversations/{ours}/export", headers=key("alice"))[0] == 404
-    # What was exported comes back to where it was, twice, as nothing new; to somebody else as their own copy.
+    # Importing into the same tenant, twice, changes nothing; another tenant gets a copy of its own.
     for name, query, status_name in (
         ("bob", "", "unchanged"),
         ("alice", "?dry_run=true", "created"),
@@ -133,8 +133,8 @@ def test_import_with_one_invalid_conversation_imports_the_others(server: Server,
     good["conversation"]["id"] = "conv_good"
     bad = json.loads(json.dumps(good))
     bad["items"][1]["parent_id"] = "msg_nowhere"
-    for form in (json.dumps([good, bad, {}]), "\n".join(map(json.dumps, (good, bad, {})))):
-        status, _, report = send(server, form)
+    for file_format in (json.dumps([good, bad, {}]), "\n".join(map(json.dumps, (good, bad, {})))):
+        status, _, report = send(server, file_format)
         assert status == 200 and report["failed"] == 2
         document.check("POST", IMPORT, status, report)
         errors = [entry["error"]["message"] for entry in report["data"] if entry["status"] == "failed"]
@@ -205,7 +205,7 @@ def test_export_selects_branches(server: Server) -> None:
 
 
 def test_import_has_its_own_size_limit(other_server: Server) -> None:
-    """Above the limit of other bodies, and counted while reading; refused at once where the size is announced."""
+    """It is larger than that of other bodies; bytes count while reading, or as announced."""
     filler = {"object": "conversation.export.end", "filler": "x" * 500_000}
     assert send(other_server, json.dumps(filler), **key("bob"))[0] == 200
     for data in (json.dumps(filler) * 3, "x" * 1_000_001):
@@ -230,7 +230,7 @@ def test_import_with_another_tokenizer_keeps_the_text_only(server: Server, tmp_p
 
 
 def test_large_import_does_not_block_the_event_loop(server: Server) -> None:
-    """While 4 MiB of conversations come in, others are answered, and a list never shows half a conversation."""
+    """During an import of 4 MiB, other requests are served and lists show whole conversations."""
     text = "word " * 400
     items = [
         {"id": f"m{at}", "parent_id": f"m{at - 1}" if at else None, "role": "user", "text": text} for at in range(40)
@@ -268,7 +268,7 @@ def test_large_import_does_not_block_the_event_loop(server: Server) -> None:
 
 
 def test_export_of_all_skips_conversations_deleted_meanwhile(tmp_path: Path) -> None:
-    """Export of 250 conversations while every second one goes: whole lines, an honest count, no failure."""
+    """Export 250 conversations while half are deleted: complete lines and the right count."""
     with Server(ServerConfig(db=str(tmp_path / "c.db"))) as server:
         server.wait_ready()
         store = server.gateway.store

@@ -1,4 +1,4 @@
-"""What was made cheap because it happens at every token must say what the plain way says."""
+"""Optimised code that runs for every token gives the same output as the plain code."""
 
 from __future__ import annotations
 
@@ -82,15 +82,15 @@ def test_tally_renders_like_a_prometheus_histogram() -> None:
     for value in (0.0, 0.001, 0.0010001, 0.4, 0.5, 1.0, 2.5, 2.6, 1e9):
         library.observe(value)
         ours.observe(value)
-    said = [
+    rendered = [
         [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
         for registry in registries
     ]
-    assert said[0] == said[1]
+    assert rendered[0] == rendered[1]
 
 
 def test_encoded_logprobs_equal_the_encoded_list() -> None:
-    """Whatever is taken and given back on the way, and held in little more than their JSON."""
+    """Entries may move between two buffers; memory stays close to the size of the JSON."""
     tokenizer, draws = tiny_tokenizer(), random.Random(3)
     ids = [draws.randrange(tokenizer.vocab_size) for _ in range(200)]
     top = tuple((draws.randrange(tokenizer.vocab_size), -draws.random()) for _ in range(10))

@@ -1,4 +1,4 @@
-"""Idempotency keys over the wire: whatever is sent again is answered again and done once, in either store."""
+"""Idempotency keys over HTTP and WebSocket, with both stores."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ def test_concurrent_repeats_through_two_gateways_run_once(real_redis: RedisServe
             server.wait_ready()
         with slowed(one, 0.01), slowed(two, 0.01):
             for key in ("a", "b", "c"):
-                given = list(pool.map(lambda server, key=key: send(server, key), [one, two] * 10))
-                assert {status for status, _, _ in given} == {200}
-                assert len({body["id"] for _, _, body in given}) == 1
-                assert sum("idempotent-replayed" not in headers for _, headers, _ in given) == 1
+                keys_sent = list(pool.map(lambda server, key=key: send(server, key), [one, two] * 10))
+                assert {status for status, _, _ in keys_sent} == {200}
+                assert len({body["id"] for _, _, body in keys_sent}) == 1
+                assert sum("idempotent-replayed" not in headers for _, headers, _ in keys_sent) == 1
         assert num_conversations(one) == 3
         for server in (one, two):
             server.wait_idle()
@@ -149,5 +149,5 @@ def test_refused_request_does_not_use_its_key(tmp_path: Path) -> None:
 def test_idempotency_keys_belong_to_their_owner(kept: RedisServer | str) -> None:
     with server_on(kept, api_keys=("key-of-me", "key-of-you")) as server:
         server.wait_ready()
-        mine, yours = (send(server, "key", authorization=f"Bearer key-of-{who}")[2] for who in ("me", "you"))
-        assert mine["id"] != yours["id"]
+        own, yours = (send(server, "key", authorization=f"Bearer key-of-{user}")[2] for user in ("me", "you"))
+        assert own["id"] != yours["id"]

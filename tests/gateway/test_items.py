@@ -1,4 +1,4 @@
-"""Items of conversations over HTTP: pages of a path, branches, appending, deleting from the middle."""
+"""Items of conversations over HTTP: pages, branches, appending and deleting."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def test_messages_after_a_deleted_message_follow_its_parent(server: Server, sock
     assert texts(get(server, f"{path}/items?order=asc")) == [text_of(first), "What did I say?", text_of(second)]
     assert server.request("GET", f"{path}/items/{secret}")[0] == 404
     assert server.request("DELETE", f"{path}/items/{secret}")[0] == 404
-    # What is asked of the model next is what a client that never said it would ask.
-    told = server.post("/v1/cache/explain", previous_response_id=second["id"], input="So?")[2]
+    # The next prompt equals that of a client that never sent the deleted message.
+    reported = server.post("/v1/cache/explain", previous_response_id=second["id"], input="So?")[2]
     alone = server.post(
         "/v1/cache/explain",
         messages=[
@@ -128,9 +128,9 @@ def test_messages_after_a_deleted_message_follow_its_parent(server: Server, sock
             user("So?"),
         ],
     )[2]
-    assert told["prompt_tokens"] == alone["prompt_tokens"]
+    assert reported["prompt_tokens"] == alone["prompt_tokens"]
     third = ask(socket, previous_response_id=second["id"], input="So?")
-    assert third["usage"]["input_tokens"] == told["prompt_tokens"]
+    assert third["usage"]["input_tokens"] == reported["prompt_tokens"]
     send(socket, previous_item_id=second["output"][0]["id"], fork_at=2, input="x")
     refused = receive(socket)
     assert refused["status"] == 400 and refused["error"]["param"] == "fork_at"
@@ -175,8 +175,8 @@ def locked(tmp_path: Path) -> Iterator[Server]:
 
 
 def test_items_of_another_tenant_are_a_404(locked: Server) -> None:
-    mine, theirs = {"authorization": "Bearer one"}, {"authorization": "Bearer two"}
-    head = locked.request("POST", "/v1/conversations", {"items": [user("Hi")]}, mine)[2]
+    own, theirs = {"authorization": "Bearer one"}, {"authorization": "Bearer two"}
+    head = locked.request("POST", "/v1/conversations", {"items": [user("Hi")]}, own)[2]
     path = f"/v1/conversations/{head['id']}/items"
     item = f"{path}/{head['active_leaf']}"
     for method, url, body in (
@@ -188,7 +188,7 @@ def test_items_of_another_tenant_are_a_404(locked: Server) -> None:
         status, _, answer = locked.request(method, url, body, theirs)
         assert status == 404 and answer["error"]["code"] == "not_found"
         assert locked.request(method, url, body)[0] == 401
-    assert locked.request("GET", item, headers=mine)[2]["content"] == [{"type": "input_text", "text": "Hi"}]
+    assert locked.request("GET", item, headers=own)[2]["content"] == [{"type": "input_text", "text": "Hi"}]
     for method, url in (("PUT", path), ("DELETE", path), ("POST", item), ("DELETE", "/v1/conversations")):
-        status, headers, answer = locked.request(method, url, {}, mine)
+        status, headers, answer = locked.request(method, url, {}, own)
         assert status == 405 and answer["error"]["code"] == "method_not_allowed" and headers["allow"]

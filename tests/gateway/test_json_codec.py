@@ -1,4 +1,4 @@
-"""Strict JSON at the door: what two parsers could read differently is refused."""
+"""Strict JSON decoding, ASCII encoding, and splitting of a byte stream into objects."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_brackets_inside_strings_do_not_count() -> None:
 
 
 def test_maximal_number_of_nodes_is_accepted_and_one_more_refused() -> None:
-    """Refused at the first too many, by the oracle of what Python's own parser would build."""
+    """The oracle is the number of values that Python's parser builds."""
     members: dict[str, object] = {str(number): [] for number in range((MAX_NODES - 1) // 2)}
     assert decode_object(json.dumps(members)) == members
     with pytest.raises(InvalidRequestError, match=str(MAX_NODES)):
@@ -130,7 +130,7 @@ def test_invalid_json_over_http_and_websocket_is_refused(server: Server, name: s
 
 
 async def test_large_body_is_parsed_outside_the_event_loop() -> None:
-    """However long the checks take, everybody else's tokens keep coming."""
+    """The event loop stays responsive while a large body is checked."""
     turns = 0
 
     async def turn() -> None:

@@ -1,4 +1,4 @@
-"""The auth matrix, of the app's own routes and the socket's own messages: one without a line here fails."""
+"""Every served route and every WebSocket message is called with every kind of credentials."""
 
 from __future__ import annotations
 
@@ -23,13 +23,23 @@ from chatcache.gateway.websocket.connection import Connection
 from chatcache.storage import sqlite
 from tests.gateway.frames import receive, send, until_end
 from tests.gateway.keyed import Headers, Keyed, keyed
-from tests.gateway.matrix import LINES, REFUSED, SECRET, STRANGERS, Place, everybody, places, scene, violations
+from tests.gateway.matrix import (
+    CALLS,
+    REFUSED,
+    SECRET,
+    STRANGERS,
+    RouteKey,
+    credentials,
+    scene,
+    served_routes,
+    violations,
+)
 from tests.gateway.serving import slowed
 
 PATIENCE_S = 60.0
 Frame = dict[str, Any]
 
-# What one sends of ann's running response, and what comes back to somebody else: an error, or nothing at all.
+# The fields of each message about ann's running response, and the type that another client gets ("": none).
 MESSAGES: dict[str, tuple[Frame, str]] = {
     "response.create": ({"input": "x", "previous_response_id": "<response>", "max_output_tokens": 1}, "error"),
     "response.cancel": ({"response_id": "<response>"}, "error"),
@@ -61,9 +71,9 @@ def socket_of(keys: Keyed, headers: Headers) -> ClientConnection:
 
 
 def test_every_served_route_is_in_the_matrix(keys: Keyed) -> None:
-    served = places(keys.server.app.routes)
-    assert not served - set(LINES), "add a Line to tests/gateway/matrix.py: who may do it?"
-    assert not set(LINES) - served
+    served = served_routes(keys.server.app.routes)
+    assert not served - set(CALLS), "add a Call to tests/gateway/matrix.py: which clients may make it?"
+    assert not set(CALLS) - served
 
 
 def test_route_missing_from_the_matrix_is_detected(keys: Keyed) -> None:
@@ -71,11 +81,11 @@ def test_route_missing_from_the_matrix_is_detected(keys: Keyed) -> None:
         return Response("x")
 
     grown = [*keys.server.app.routes, ProtectedRoute(Route("/v1/new", anything, methods=["POST"]), "key")]
-    assert places(grown) - set(LINES) == {("POST", "/v1/new")}
+    assert served_routes(grown) - set(CALLS) == {("POST", "/v1/new")}
 
 
 def test_every_websocket_message_is_in_the_matrix(keys: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that a real connection takes."""
+    """The messages are those of a real connection."""
     seen: list[Connection] = []
     original = Connection._is_let_in
 
@@ -88,7 +98,7 @@ def test_every_websocket_message_is_in_the_matrix(keys: Keyed, monkeypatch: pyte
         send(socket, "no.such.type")
         while receive(socket)["type"] != "error":
             pass
-    assert set(seen[0]._handlers) == set(MESSAGES), "add a line: what may somebody else do with it?"
+    assert set(seen[0]._handlers) == set(MESSAGES), "add a message: what does another client get for it?"
     assert set(MESSAGES) == {kind for each in SOCKETS for kind in each.messages}
 
 
@@ -96,12 +106,12 @@ def test_no_client_exceeds_its_permissions(keys: Keyed) -> None:
     assert violations(keys) == []
 
 
-def some(*wanted: Place) -> dict[Place, Any]:
-    return {place: LINES[place] for place in wanted}
+def some(*wanted: RouteKey) -> dict[RouteKey, Any]:
+    return {key: CALLS[key] for key in wanted}
 
 
 def test_store_without_owner_check_is_detected(keys: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: the query without `AND owner = ?`."""
+    """Injected bug: the query without `AND owner = ?`."""
 
     def head(db: Any, owner: str, conversation_id: str, expect: int | None = None) -> Any:
         row = db.execute("SELECT owner FROM conversations WHERE id = ?", (conversation_id,)).fetchone()
@@ -110,15 +120,15 @@ def test_store_without_owner_check_is_detected(keys: Keyed, monkeypatch: pytest.
     original = sqlite.read_head
     monkeypatch.setattr(sqlite, "read_head", head)
     found = violations(keys, some(("GET", "/v1/conversations/{id}"), ("POST", "/v1/conversations/{id}")))
-    assert any("bob" in each for each in found) and any("somebody has changed it" in each for each in found)
+    assert any("bob" in each for each in found) and any("another client has changed it" in each for each in found)
 
 
 def test_registry_without_owner_check_is_detected(keys: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: possession of an id is enough."""
+    """Injected bug: an id without its owner is enough."""
     monkeypatch.setattr(ResponseRegistry, "find", any_response)
     found = violations(keys, some(("GET", "/v1/responses/{id}"), ("DELETE", "/v1/responses/{id}")))
     assert any("other: " in each for each in found) and any("bob: " in each for each in found)
-    assert strangers_of(keys, "response.cancel") + strangers_of(keys, "response.resume")
+    assert foreign_access(keys, "response.cancel") + foreign_access(keys, "response.resume")
 
 
 def any_response(registry: ResponseRegistry, owner: str, response_id: str) -> LoggedResponse | None:
@@ -126,7 +136,7 @@ def any_response(registry: ResponseRegistry, owner: str, response_id: str) -> Lo
 
 
 def test_route_with_too_weak_permission_is_detected(keys: Keyed) -> None:
-    """Planted: two routes that need less than they should."""
+    """Injected bug: two routes require too little."""
     wrong = ("/v1/models", "/metrics")
     gates = [each for each in keys.server.app.routes if isinstance(each, ProtectedRoute) and each.path in wrong]
     permissions = [gate.permission for gate in gates]
@@ -135,20 +145,20 @@ def test_route_with_too_weak_permission_is_detected(keys: Keyed) -> None:
     found = violations(keys, some(("GET", "/v1/models"), ("GET", "/metrics")))
     for gate, permission in zip(gates, permissions, strict=True):
         gate.permission = permission
-    assert {each.split()[1] for each in found} == set(wrong) and any("nobody: got 200" in each for each in found)
+    assert {each.split()[1] for each in found} == set(wrong) and any("no key: got 200" in each for each in found)
 
 
 # The socket
 
 
 def test_websocket_without_a_valid_key_is_refused(keys: Keyed) -> None:
-    people = everybody(keys)
-    for who in REFUSED:
-        with pytest.raises(InvalidStatus) as caught, socket_of(keys, people[who]):
+    headers_of = credentials(keys)
+    for client in REFUSED:
+        with pytest.raises(InvalidStatus) as caught, socket_of(keys, headers_of[client]):
             pass
-        assert caught.value.response.status_code == 401, who
-    for who in ("ann", "ann's session", *STRANGERS):
-        with socket_of(keys, people[who]) as socket:
+        assert caught.value.response.status_code == 401, client
+    for client in ("ann", "ann's session", *STRANGERS):
+        with socket_of(keys, headers_of[client]) as socket:
             assert receive(socket)["type"] == "session.created"
 
 
@@ -157,55 +167,55 @@ def filled(frame: Frame, response_id: str) -> Frame:
     return filled
 
 
-def strangers_of(keys: Keyed, kind: str) -> list[str]:
-    """What is wrong with what strangers get who send this message about a response of ann's that is running."""
+def foreign_access(keys: Keyed, kind: str) -> list[str]:
+    """List the wrong frames that other clients get for a message about ann's running response."""
     fields, expected = MESSAGES[kind]
-    found, people = [], everybody(keys)
+    found, headers_of = [], credentials(keys)
     with slowed(keys.server, 0.05), socket_of(keys, keys.ann.bearer) as ann:
         assert receive(ann)["type"] == "session.created"
         send(ann, **RUNNING)
         first = receive(ann)
         response = first["response"]
-        for who in STRANGERS:
-            with socket_of(keys, people[who]) as socket:
+        for client in STRANGERS:
+            with socket_of(keys, headers_of[client]) as socket:
                 assert receive(socket)["type"] == "session.created"
                 send(socket, kind, **filled(fields, response["id"]))
-                send(socket, "no.such.type")  # answered after what came before it, where that is answered at once
-                told: list[Frame] = []
+                send(socket, "no.such.type")  # its error comes after the frames of the message before
+                received: list[Frame] = []
                 is_over = False
-                while not is_over or len(told) < bool(expected):
+                while not is_over or len(received) < bool(expected):
                     frame = receive(socket)
                     if frame.get("error", {}).get("param") == "type":
                         is_over = True
                     else:
-                        told.append(frame)
-                if [each["type"] for each in told] != ([expected] if expected else []):
-                    found.append(f"{who} got {told}")
-                if SECRET in json.dumps(told) or response["conversation"]["id"] in json.dumps(told):
-                    found.append(f"{who} was told {told}")
+                        received.append(frame)
+                if [each["type"] for each in received] != ([expected] if expected else []):
+                    found.append(f"{client} got {received}")
+                if SECRET in json.dumps(received) or response["conversation"]["id"] in json.dumps(received):
+                    found.append(f"{client} received {received}")
         send(ann, "response.cancel", response_id=response["id"])
         frames = until_end(ann)
         if frames[-1].get("receipt") is None:
-            found.append(f"somebody else ended it: {frames[-1]}")
+            found.append(f"another client ended it: {frames[-1]}")
     return found
 
 
 @pytest.mark.parametrize("kind", MESSAGES)
 def test_message_about_a_foreign_response_has_no_effect(keys: Keyed, kind: str) -> None:
-    assert strangers_of(keys, kind) == []
+    assert foreign_access(keys, kind) == []
 
 
 @pytest.mark.parametrize("kind", MESSAGES)
 def test_message_of_the_owner_is_accepted(keys: Keyed, kind: str) -> None:
     fields, _ = MESSAGES[kind]
-    here = scene(keys)
+    current = scene(keys)
     with socket_of(keys, keys.ann.bearer) as ann, slowed(keys.server, 0.01):
         assert receive(ann)["type"] == "session.created"
         if kind in ("response.cancel", "response.steer", "response.drop"):
             send(ann, **RUNNING)
             response_id = receive(ann)["response"]["id"]
         else:
-            response_id = here.response
+            response_id = current.response
         send(ann, kind, **filled(fields, response_id))
         send(ann, "no.such.type")
         frames = [receive(ann)]
@@ -214,16 +224,16 @@ def test_message_of_the_owner_is_accepted(keys: Keyed, kind: str) -> None:
     assert [each for each in frames if "error" in each][:-1] == []
 
 
-def mid_socket(keys: Keyed, kind: str) -> list[Frame]:
-    """What comes back to a message sent right after the key was revoked, up to the close with 4401."""
+def frames_after_revocation(keys: Keyed, kind: str) -> list[Frame]:
+    """Send a message right after the key was revoked; return the frames up to close code 4401."""
     held = keys.give("acme", "ann")
-    here = scene(keys)
+    current = scene(keys)
     with socket_of(keys, held.bearer) as socket:
         assert receive(socket)["type"] == "session.created"
         keys.take_away(held)
         frames: list[Frame] = []
         with pytest.raises(ConnectionClosed):  # noqa: PT012
-            send(socket, kind, **filled(MESSAGES[kind][0], here.response))
+            send(socket, kind, **filled(MESSAGES[kind][0], current.response))
             while True:
                 frames.append(json.loads(socket.recv(timeout=PATIENCE_S)))
         assert socket.close_code == 4401
@@ -232,8 +242,8 @@ def mid_socket(keys: Keyed, kind: str) -> list[Frame]:
 
 @pytest.mark.parametrize("kind", MESSAGES)
 def test_revoked_key_is_refused_at_the_next_message(keys: Keyed, kind: str) -> None:
-    """Unless the server was faster and has closed the socket already."""
-    frames = mid_socket(keys, kind)
+    """There is no frame if the server has closed the socket already."""
+    frames = frames_after_revocation(keys, kind)
     assert [(each["type"], each["status"], each["error"]["code"]) for each in frames] in (
         [],
         [("error", 401, "api_key_revoked")],
@@ -241,7 +251,7 @@ def test_revoked_key_is_refused_at_the_next_message(keys: Keyed, kind: str) -> N
 
 
 def test_check_at_the_handshake_only_is_detected(keys: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: asked at the handshake, and never again."""
+    """Injected bug: the key is checked at the handshake only."""
 
     async def never(ring: ApiKeyCache, principal: Principal) -> None:
         pass
@@ -255,4 +265,4 @@ def test_check_at_the_handshake_only_is_detected(keys: Keyed, monkeypatch: pytes
             send(socket, "conversation.subscribe")
             if receive(socket)["type"] == "conversation.subscribed":
                 return
-    pytest.fail("it was refused all the same")
+    pytest.fail("the injected bug had no effect")

@@ -1,4 +1,4 @@
-"""openapi.json against what is served: routes, request fields, real answers."""
+"""The OpenAPI document against the application: routes, request fields, real responses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from chatcache.gateway.openapi import document
 from chatcache.gateway.routes import OPERATIONS, ROUTES, SOCKETS
 from chatcache.gateway.routing import Body, PageFiles, build_routes
 from tests.gateway.described import Described
-from tests.gateway.matrix import places_of
+from tests.gateway.matrix import route_keys
 from tests.gateway.serving import MODEL, Server
 from tests.gateway.test_rest import converse
 
@@ -34,7 +34,7 @@ def described(module_server: Server) -> Described:
 
 def test_document_describes_exactly_the_served_routes(module_server: Server, described: Described) -> None:
     page = {entry.path for entry in ROUTES if isinstance(entry, PageFiles)}
-    served = {place for route in module_server.app.routes for place in places_of(route) if place[1] not in page}
+    served = {key for route in module_server.app.routes for key in route_keys(route) if key[1] not in page}
     paths = described.document["paths"]
     found = [(method.upper(), path) for path, methods in paths.items() for method in methods]
     found += [("WS", path) for path in described.document["x-websockets"]]

@@ -1,4 +1,4 @@
-"""openapi.json against answers with reasoning and function calls, from a model that says them."""
+"""The OpenAPI document against responses with reasoning and function calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARAMETERS = {"type": "object", "properties": {"in": {"type": "string"}}}
 FLAT = [{"type": "function", "name": "weather", "parameters": PARAMETERS}]
 NESTED = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"in": "Oslo"}}\n</tool_call>'
-SAID = f"<think>hm</think>Look.\n{CALL}"
+REPLY = f"<think>hm</think>Look.\n{CALL}"
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Weather?"}], "tools": NESTED, "max_tokens": 200}
 ASKED: dict[str, Any] = {"input": "Weather?", "tools": FLAT, "max_output_tokens": 200}
 
@@ -35,11 +35,11 @@ def described(hermes: ScriptedServer) -> Described:
 def test_chat_completions_with_reasoning_and_calls_are_as_described(
     hermes: ScriptedServer, described: Described
 ) -> None:
-    hermes.say(SAID)
+    hermes.say(REPLY)
     status, _, answer = hermes.post("/v1/chat/completions", **CHAT)
     described.check("POST", "/v1/chat/completions", status, answer)
     assert answer["choices"][0]["message"]["tool_calls"] and answer["choices"][0]["finish_reason"] == "tool_calls"
-    hermes.say(SAID)
+    hermes.say(REPLY)
     deltas = []
     for event in re.findall(rb"data: (\{.*)\n\n", hermes.stream("/v1/chat/completions", **CHAT)[1]):
         described.check_event("POST", "/v1/chat/completions", json.loads(event))
@@ -50,7 +50,7 @@ def test_chat_completions_with_reasoning_and_calls_are_as_described(
 def test_responses_and_items_with_reasoning_and_calls_are_as_described(
     hermes: ScriptedServer, described: Described
 ) -> None:
-    hermes.say(SAID)
+    hermes.say(REPLY)
     status, _, answer = hermes.post("/v1/responses", **ASKED)
     described.check("POST", "/v1/responses", status, answer)
     assert [item["type"] for item in answer["output"]] == ["reasoning", "message", "function_call"]
@@ -71,7 +71,7 @@ def test_responses_and_items_with_reasoning_and_calls_are_as_described(
 
 
 def test_events_with_reasoning_and_calls_are_as_described(hermes: ScriptedServer, described: Described) -> None:
-    hermes.say(SAID)
+    hermes.say(REPLY)
     kinds = set()
     for event in re.findall(rb"data: (\{.*)\n\n", hermes.stream("/v1/responses", **ASKED)[1]):
         described.check_event("POST", "/v1/responses", json.loads(event))

@@ -1,4 +1,4 @@
-"""Models, tokenize, conversations, health, metrics: the routes around the generation."""
+"""Routes that generate nothing: models, tokenize, conversations, health, metrics."""
 
 from __future__ import annotations
 

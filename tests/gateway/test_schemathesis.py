@@ -1,4 +1,4 @@
-"""Schemathesis over openapi.json, against a real server: whatever it thinks of, the answer is a described one."""
+"""Schemathesis: requests generated from the OpenAPI document get described responses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAX_URL_BYTES = 32_000
 
 
 def _document() -> dict[str, Any]:
-    """As served, but for the model's name: nobody guesses that, and all else would be a 404."""
+    """The document as served, with the model's name as the only value: others would be a 404."""
     described = document(ROUTES, "0")
     for schema in described["components"]["schemas"].values():
         if "model" in schema.get("properties", {}) and schema["title"].endswith("Request"):

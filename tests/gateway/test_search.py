@@ -1,4 +1,4 @@
-"""Search over HTTP: every branch, pages that hold their place, marks that fit, tenants apart, any query safe."""
+"""Search over HTTP: all branches, stable pages, correct marks, tenants, arbitrary queries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a stream comments and when it gives up, on a clock of the test's own."""
+"""Keep-alive comments and send timeouts of event streams, on a fake clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chatcache.gateway.api.sse import KEEP_ALIVE, EventStream
 
 
 class Clock:
-    """Time that passes when everybody waits."""
+    """A clock that advances when all tasks wait."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -53,7 +53,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 async def streamed(
     clock: Clock, gaps_s: list[float], keep_alive_s: float, send_s: float = 0.0
 ) -> list[tuple[float, bytes]]:
-    """Run a stream whose frames come behind these gaps; what was sent when, from the start."""
+    """Run a stream with these gaps before its frames; return what was sent, with times."""
     sent: list[tuple[float, bytes]] = []
     begun_s = clock.now_s
 

@@ -1,4 +1,4 @@
-"""The page's files: built or not, under the same policy; nothing else of the disk."""
+"""Files of the chat page: built or not, with security headers, and no other file of the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constraints over the wire: the hash model draws at random, so whatever keeps the form was kept to it."""
+"""Structured outputs over HTTP: the hash model draws at random, so only constraints give form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Titles as forks of the live conversation: cheap, kept out of it, and never over a name that somebody gave."""
+"""Generated titles: computed from the cache, not part of the conversation, never overwriting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG = {"ignore_eos": True, "max_output_tokens": 40, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
-    """A server whose model says what it is told to."""
+    """A server whose model replies with a given text."""
     with scripted(tmp_path_factory.mktemp("speaking"), "hermes") as server:
         yield server
         server.wait_idle()
@@ -46,7 +46,7 @@ def name(server: Server, conversation: str, **body: object) -> tuple[int, dict[s
 
 
 def test_title_prompt_takes_the_history_from_the_cache(server: Server, useful: None) -> None:
-    """Two turns under instructions: all of their tokens are cached but those of a last page; nothing is stored."""
+    """All tokens of two turns are cached except those of the last page; nothing is stored."""
     first = converse(server, "Tell me something long", instructions="Be kind", **LONG)
     second = converse(server, "And on", previous_response_id=first["id"], instructions="Be kind", **LONG)
     conversation = second["conversation"]["id"]
@@ -91,7 +91,7 @@ def test_title_does_not_replace_one_that_was_set_meanwhile(server: Server, usefu
 
 
 def test_title_is_stored_after_other_changes_meanwhile(server: Server, useful: None) -> None:
-    """The conversation goes on and gets metadata while the title is made: the title is stored all the same."""
+    """The title is stored although the conversation grows and gets metadata meanwhile."""
     first = converse(server, "Hello", **LONG)
     conversation = first["conversation"]["id"]
     answers: list[Any] = []
@@ -164,7 +164,7 @@ TOOLS = [{"type": "function", "name": "find", "parameters": {"type": "object", "
 
 
 @pytest.mark.parametrize(
-    ("said", "title"),
+    ("reply_text", "title"),
     [
         ('**Title:** "A trip to Rome."\nBecause they ask about it.', "A trip to Rome"),
         ("<think>\nA title, hm.\n</think>\n\nA trip to Rome", "A trip to Rome"),
@@ -174,12 +174,12 @@ TOOLS = [{"type": "function", "name": "find", "parameters": {"type": "object", "
         ("", None),
     ],
 )
-def test_reply_of_the_model_becomes_the_title(said: str, title: str | None, speaking: ScriptedServer) -> None:
-    """Said by the model token by token, thoughts and calls included; a conversation with tools keeps its cache."""
+def test_reply_of_the_model_becomes_the_title(reply_text: str, title: str | None, speaking: ScriptedServer) -> None:
+    """The model replies token by token, with reasoning and calls; tools keep the cache valid."""
     speaking.say("Which city?")
     response = converse(speaking, "Plan a trip", tools=TOOLS, instructions="Be brief", max_output_tokens=40)
     conversation, history = response["conversation"]["id"], response["usage"]["total_tokens"]
-    speaking.say(said)
+    speaking.say(reply_text)
     status, _, answer = name(speaking, conversation)
     assert status == 200 and answer["generated"] == (title is not None)
     assert answer["title"] == head(speaking, conversation)["title"] == (title or "Plan a trip")

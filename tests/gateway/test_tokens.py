@@ -1,5 +1,7 @@
-"""The tokens of a message, what else could have been said there, and going on with it. The model's hash is the oracle:
-what it says of a history is computed here without any engine."""
+"""Token spans and alternatives of messages, and forks at a token.
+
+The model is a hash of its history: its distribution is computed here without an engine, as the oracle.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +74,8 @@ def test_token_spans_cover_the_text(server: Server, socket: ClientConnection, fi
 @pytest.mark.parametrize("top_k", [-1, 6])
 def test_alternatives_equal_the_models_distribution(server: Server, socket: ClientConnection, top_k: int) -> None:
     first = ask(socket, input="Hello", instructions=SYSTEM)
-    place = {"instructions": SYSTEM, "previous_response_id": first["id"]}
-    response = ask(socket, input="And?", **place, top_k=top_k, seed=2, max_output_tokens=12)
+    location = {"instructions": SYSTEM, "previous_response_id": first["id"]}
+    response = ask(socket, input="And?", **location, top_k=top_k, seed=2, max_output_tokens=12)
     prompt, reply = stored_ids(server, response)
     assert len(prompt) == response["usage"]["input_tokens"]
     before = get(server, f"/v1/conversations/{response['conversation']['id']}/items?branches=all")
@@ -102,7 +104,7 @@ def test_alternatives_equal_the_models_distribution(server: Server, socket: Clie
 def test_alternatives_copy_only_the_page_they_end_in(server: Server, socket: ClientConnection) -> None:
     response = ask(socket, input="Where are the pages?", max_output_tokens=20)
     num_input = response["usage"]["input_tokens"]
-    for index in (2, 6, 11, 17):  # none behind another in one page
+    for index in (2, 6, 11, 17):  # no two in one page
         copied = get(server, f"{tokens_path(response)}/{index}")["usage"]["copied_pages"]
         assert copied == ((num_input + index - 1) % PAGE_SIZE > 0), index
 
@@ -132,8 +134,8 @@ def test_fork_with_another_token_continues_the_reply(server: Server, socket: Cli
     prompt, reply = stored_ids(server, response)
     look = get(server, f"{tokens_path(response)}/{min(fork_at, 15)}")
     chosen = next(each["id"] for each in look["alternatives"][1:] if not each["ends"])
-    place = {"previous_item_id": response["output"][0]["id"], "fork_at": fork_at, "fork_with": chosen}
-    fork = ask(socket, **place, **{**GREEDY, "temperature": 1}, n=2, seed=5, max_output_tokens=9)
+    location = {"previous_item_id": response["output"][0]["id"], "fork_at": fork_at, "fork_with": chosen}
+    fork = ask(socket, **location, **{**GREEDY, "temperature": 1}, n=2, seed=5, max_output_tokens=9)
     begun = [*reply[:fork_at], chosen]
     assert fork["usage"]["input_tokens"] == len(prompt) + len(begun)
     assert cached(fork) == len(prompt) + min(fork_at, 15), "the last token of a reply is never computed"
@@ -148,13 +150,13 @@ def test_fork_with_another_token_continues_the_reply(server: Server, socket: Cli
         )
     stored = items_of(server, fork)
     assert len({stored[each["output"][0]["id"]]["parent_id"] for each in (response, fork)}) == 1
-    # What follows is the model's own: the same as that of anybody who says all this.
-    greedy = ask(socket, **place, **GREEDY, max_output_tokens=5)
+    # The continuation equals that of a client that sends this text as history.
+    greedy = ask(socket, **location, **GREEDY, max_output_tokens=5)
     _, ids = stored_ids(server, greedy)
-    said: list[int] = []
+    shown_text: list[int] = []
     for _ in range(5):
-        said.append(int(server.runner.logits(history_of([*prompt, *begun, *said])).argmax()))
-    assert ids[len(begun) :] == said
+        shown_text.append(int(server.runner.logits(history_of([*prompt, *begun, *shown_text])).argmax()))
+    assert ids[len(begun) :] == shown_text
     # And it is a reply like any other: forked again, and looked at.
     again = ask(socket, previous_item_id=greedy["output"][0]["id"], fork_at=len(begun) + 2, **GREEDY)
     assert text_of(again).startswith(text_of(greedy).rstrip("\ufffd")[: fork_at + 1])
@@ -169,8 +171,12 @@ def test_fork_inside_a_character_completes_it(tmp_path: Path) -> None:
         assert text_of(response) == "a𐐷b"
         for fork_at in range(1, len(script) - 1):
             server.runner.say([[*script[fork_at + 1 :], server.tokenizer.eos_token_ids[0]]])  # type: ignore[attr-defined]
-            place = {"previous_item_id": response["output"][0]["id"], "fork_at": fork_at, "fork_with": script[fork_at]}
-            fork = server.post("/v1/responses", **place, stop=["never"] if fork_at % 2 else None)[2]
+            location = {
+                "previous_item_id": response["output"][0]["id"],
+                "fork_at": fork_at,
+                "fork_with": script[fork_at],
+            }
+            fork = server.post("/v1/responses", **location, stop=["never"] if fork_at % 2 else None)[2]
             assert text_of(fork) == "a𐐷b"
             assert stored_ids(server, fork)[1] == script
         data = get(server, tokens_path(response))["data"]
@@ -199,8 +205,8 @@ def test_fork_inside_reasoning_continues_the_reasoning(tmp_path: Path) -> None:
 def test_fork_of_a_running_reply_continues_with_another_token(server: Server, url: str) -> None:
     with slowed(server, 0.05), connect(url) as growing, connect(url) as forking:
         origin, items = begin(growing, 12, max_output_tokens=200)
-        for fork_at, place in ((3, {"previous_response_id": origin["id"]}), (0, {"previous_item_id": items[0]})):
-            fork = ask(forking, **place, fork_at=fork_at, fork_with=70, **GREEDY, max_output_tokens=4)
+        for fork_at, location in ((3, {"previous_response_id": origin["id"]}), (0, {"previous_item_id": items[0]})):
+            fork = ask(forking, **location, fork_at=fork_at, fork_with=70, **GREEDY, max_output_tokens=4)
             _, ids = stored_ids(server, fork)
             assert ids[fork_at] == 70 and len(ids) == fork_at + 5
         send(growing, "response.cancel", response_id=origin["id"])
@@ -262,7 +268,7 @@ def test_invalid_token_requests_are_refused(server: Server, socket: ClientConnec
 
 
 def test_tokens_of_a_reply_with_deleted_history_are_refused(server: Server, socket: ClientConnection) -> None:
-    """Their history was deleted: they stand behind another one now."""
+    """The reply's history was deleted, so its tokens now follow another one."""
     first = ask(socket, input="Hello")
     response = ask(socket, input="And?", previous_response_id=first["id"])
     conversation = f"/v1/conversations/{response['conversation']['id']}"

@@ -1,4 +1,4 @@
-"""Calls and reasoning on the wire: many candidates, cut-offs, forks inside, templates that rewrite, other formats."""
+"""Tool calls and reasoning: candidates, truncation, forks, templates, model families."""
 
 from __future__ import annotations
 
@@ -195,23 +195,23 @@ def test_explanation_names_a_template_that_drops_reasoning(start: Start) -> None
     server.say("<think>\nLong thoughts about it.\n</think>\n\nHello")
     first = ask(server, input="Hi", max_output_tokens=100)
     assert [item["type"] for item in first["output"]] == ["reasoning", "message"]
-    told = ask(server, "/v1/cache/explain", previous_response_id=first["id"], input="And?")
-    assert told["divergence"]["reason"] == "template_changed" and told["divergence"]["message"] == 1
-    at = told["divergence"]["at_token"]
-    assert at == first["usage"]["input_tokens"] and told["divergence"]["text"].startswith("Hello")
-    assert told["miss"]["reason"] == "template_changed" and at - PAGE_SIZE < told["miss"]["at_token"] <= at
-    assert "<think>" in told["miss"]["cached_text"]
+    received = ask(server, "/v1/cache/explain", previous_response_id=first["id"], input="And?")
+    assert received["divergence"]["reason"] == "template_changed" and received["divergence"]["message"] == 1
+    at = received["divergence"]["at_token"]
+    assert at == first["usage"]["input_tokens"] and received["divergence"]["text"].startswith("Hello")
+    assert received["miss"]["reason"] == "template_changed" and at - PAGE_SIZE < received["miss"]["at_token"] <= at
+    assert "<think>" in received["miss"]["cached_text"]
     url, v1 = f"ws://127.0.0.1:{server.port}/v1/responses", Subprotocol("chatcache.v1")
-    with connect(url, subprotocols=[v1]) as page:  # and a page is told the same when it happens
+    with connect(url, subprotocols=[v1]) as page:  # an extended client gets the same reason in a frame
         send(page, input="And?", previous_response_id=first["id"], explain=True)
         decode = next(frame for frame in until_end(page) if frame.get("phase") == "decode")
-    assert decode["miss"] == {name: told["miss"][name] for name in ("reason", "at_token", "detail")}
+    assert decode["miss"] == {name: received["miss"][name] for name in ("reason", "at_token", "detail")}
     hermes = start("hermes")
     hermes.say("<think>\nThoughts.\n</think>\n\nHello")
     first = ask(hermes, input="Hi", max_output_tokens=100)
-    told = ask(hermes, "/v1/cache/explain", previous_response_id=first["id"], input="And?")
-    assert told["divergence"] is None and told["miss"]["reason"] != "template_changed"
-    assert told["cached_tokens"] >= first["usage"]["total_tokens"] - PAGE_SIZE
+    received = ask(hermes, "/v1/cache/explain", previous_response_id=first["id"], input="And?")
+    assert received["divergence"] is None and received["miss"]["reason"] != "template_changed"
+    assert received["cached_tokens"] >= first["usage"]["total_tokens"] - PAGE_SIZE
 
 
 def test_template_that_opens_reasoning_starts_the_reply_in_it(start: Start) -> None:
@@ -232,8 +232,8 @@ def test_template_that_opens_reasoning_starts_the_reply_in_it(start: Start) -> N
         "additionalProperties": False,
     }
     server.say('I see.</think>{"ok": true}')
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    answer = ask(server, CHAT, messages=USER, response_format=form, max_tokens=100)["choices"][0]["message"]
+    reply_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    answer = ask(server, CHAT, messages=USER, response_format=reply_format, max_tokens=100)["choices"][0]["message"]
     assert (answer["reasoning_content"], answer["content"]) == ("I see.", '{"ok": true}')
     server.say("abc")
     message = ask(server, CHAT, messages=USER, structured_outputs={"regex": "abc"})["choices"][0]["message"]
@@ -241,7 +241,7 @@ def test_template_that_opens_reasoning_starts_the_reply_in_it(start: Start) -> N
 
 
 @pytest.mark.parametrize(
-    ("family", "said", "arguments"),
+    ("family", "replied", "arguments"),
     [
         ("llama3", '{"name": "weather", "parameters": {"in":  "x"}}', '{"in":  "x"}'),
         ("llama3", '<|python_tag|>{"name": "weather", "parameters": {"in": "x"}}', '{"in": "x"}'),
@@ -249,9 +249,9 @@ def test_template_that_opens_reasoning_starts_the_reply_in_it(start: Start) -> N
         ("mistral named", '[TOOL_CALLS]weather[ARGS]{"in": "x"}', '{"in": "x"}'),
     ],
 )
-def test_calls_of_other_model_families_are_parsed(start: Start, family: str, said: str, arguments: str) -> None:
+def test_calls_of_other_model_families_are_parsed(start: Start, family: str, replied: str, arguments: str) -> None:
     server = start(family)
-    server.say(said)
+    server.say(replied)
     choice = ask(server, CHAT, messages=USER, tools=TOOLS, max_tokens=100)["choices"][0]
     (call,) = choice["message"]["tool_calls"]
     assert (call["function"]["name"], call["function"]["arguments"]) == ("weather", arguments)
@@ -262,7 +262,7 @@ def test_calls_of_other_model_families_are_parsed(start: Start, family: str, sai
     result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
     answer = ask(server, CHAT, messages=[*USER, choice["message"], result], tools=TOOLS, max_tokens=30)
     assert answer["choices"][0]["message"]["content"] == "Sunny."
-    server.say(said)  # it may not
+    server.say(replied)  # it may not
     none = ask(server, CHAT, messages=USER, tools=TOOLS, tool_choice="none", max_tokens=100)["choices"][0]["message"]
     assert "tool_calls" not in none and "weather" in none["content"]
     server.say("Let me see.")  # it must
@@ -340,8 +340,8 @@ def test_responses_with_calls_are_as_described(start: Start) -> None:
     for path in (items, f"{items}?branches=all"):
         status, _, answer = server.request("GET", path)
         described.check("GET", path, status, answer)
-    told = ask(server, "/v1/cache/explain", previous_response_id=response["id"], input=[output], tools=FLAT)
-    described.check("POST", "/v1/cache/explain", 200, told)
+    received = ask(server, "/v1/cache/explain", previous_response_id=response["id"], input=[output], tools=FLAT)
+    described.check("POST", "/v1/cache/explain", 200, received)
     assert (
         ask(server, "/tokenize", messages=USER, tools=TOOLS)["count"] > ask(server, "/tokenize", messages=USER)["count"]
     )
@@ -353,7 +353,7 @@ def test_responses_with_calls_are_as_described(start: Start) -> None:
 )
 def test_required_call_works_with_every_decoding_mode(start: Start, family: str, mode: dict[str, Any]) -> None:
     server = start(family)
-    server.say("Well")  # and then whatever the hash model draws among what is allowed
+    server.say("Well")  # then the hash model draws from the allowed tokens
     schema: dict[str, Any] = {"type": "object", "properties": {"n": {"enum": [1, 2, 3]}}, "required": ["n"]}
     schema["additionalProperties"] = False
     tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]

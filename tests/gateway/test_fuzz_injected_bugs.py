@@ -1,4 +1,4 @@
-"""G20's planted bugs: what the fuzzers look for in answers, frames and the log is found where it is."""
+"""Injected bugs for G20: the fuzzers find bad responses, bad frames and log entries."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from chatcache.errors import InvalidRequestError
-from chatcache.gateway import json_codec as jsonio
-from chatcache.gateway import middleware as body
+from chatcache.gateway import json_codec, middleware
 from chatcache.gateway.websocket.connection import Connection
 from tests.gateway.serving import Server
 from tests.gateway.test_http_fuzz import _check as check_http
@@ -19,50 +18,50 @@ Decode = Callable[[bytes | str], dict[str, Any]]
 
 
 def crashes(decode: Decode) -> Decode:
-    """What is no object is nobody's to catch."""
+    """Injected bug: an uncaught exception for a value that is no object."""
 
-    def planted(data: bytes | str) -> dict[str, Any]:
+    def injected(data: bytes | str) -> dict[str, Any]:
         try:
             return decode(data)
         except InvalidRequestError as error:
-            raise KeyError("planted") from error
+            raise KeyError("injected") from error
 
-    return planted
+    return injected
 
 
-def tells(decode: Decode) -> Decode:
-    """A refusal says where in the code it was made."""
+def leaks_position(decode: Decode) -> Decode:
+    """Injected bug: an error message with a position in the source code."""
 
-    def planted(data: bytes | str) -> dict[str, Any]:
+    def injected(data: bytes | str) -> dict[str, Any]:
         try:
             return decode(data)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"Traceback (most recent call last): {error}") from None
 
-    return planted
+    return injected
 
 
 @pytest.mark.parametrize(
     ("bug", "words"),
-    [(crashes, "server_error"), (tells, "Traceback")],
+    [(crashes, "server_error"), (leaks_position, "Traceback")],
     ids=["an answer of 500", "a stack trace in an answer"],
 )
-def test_the_bodies_that_show_it_are_sent(
+def test_http_fuzzer_finds_an_injected_bug(
     bug: Callable[[Decode], Decode],
     words: str,
     server: Server,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(body, "decode_object", bug(jsonio.decode_object))
+    monkeypatch.setattr(middleware, "decode_object", bug(json_codec.decode_object))
     with pytest.raises(AssertionError, match=words):
         check_http(server, caplog, seed=6, num_bodies=400)
 
 
-def test_the_messages_that_show_it_are_sent(
+def test_websocket_fuzzer_finds_an_injected_bug(
     server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A handler that trusts a field: the socket just ends."""
+    """Injected bug: a handler that does not check a field, so that the socket ends."""
 
     async def trusting(connection: Connection, message: dict[str, Any]) -> None:
         await original(connection, message)
