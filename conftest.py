@@ -12,6 +12,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,13 +68,28 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.line(f"The same cases again: CHATCACHE_TEST_SEED={os.environ['CHATCACHE_TEST_SEED']}")
 
 
+def _tier(config: pytest.Config) -> str:
+    """Return the tier to run: all if the command line names tests or selects by marker."""
+    is_explicit = config.option.markexpr or any("::" in arg for arg in config.args)
+    return "all" if is_explicit else str(config.option.tier)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip modules without a test of the tier: importing and rewriting them takes most of the collection time."""
+    if collection_path.suffix != ".py" or (tier := _tier(config)) == "all":
+        return None
+    source = collection_path.read_text(encoding="utf-8")
+    is_slow_only = "\npytestmark = pytest.mark.slow\n" in source
+    return True if (is_slow_only if tier == "default" else "mark.slow" not in source) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests that this machine cannot run and tests of other tiers."""
     unwanted, config.stash[NOT_RUN] = unmet_requirements(items)
     if "long" not in config.option.markexpr:
         unwanted |= {id(item) for item in items if item.get_closest_marker("long")}
-        if config.option.tier != "all" and not any("::" in arg for arg in config.args):
-            is_wanted = config.option.tier == "slow"
+        if (tier := _tier(config)) != "all":
+            is_wanted = tier == "slow"
             unwanted |= {id(item) for item in items if (item.get_closest_marker("slow") is not None) != is_wanted}
     dropped = [item for item in items if id(item) in unwanted]
     if dropped:

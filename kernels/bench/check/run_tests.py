@@ -43,7 +43,19 @@ def _pytest(context: StageContext, paths: Sequence[str], options: Sequence[str])
     """
     report, log = context.out / "tests.xml", context.out / "tests.log"
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-v", "-c", str(INI), "--rootdir", str(ROOT), f"--confcutdir={ROOT}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "-c",
+        str(INI),
+        "--rootdir",
+        str(ROOT),
+        f"--confcutdir={ROOT}",
+        "--tier",
+        "all",
+    ]
     command += [
         "-p",
         "no:cacheprovider",
