@@ -1,4 +1,4 @@
-"""What every handler holds: configuration, the engine, and the model once it is there."""
+"""State of the application that every handler uses: configuration, engine, store and model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FINISH_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The served model, complete."""
+    """The served model: its tokenizer and the services that need one."""
 
     tokenizer: Tokenizer
     service: ChatService
@@ -48,7 +48,10 @@ class Model:
 
 @dataclass(slots=True)
 class Gateway:
-    """One application's state. `model` appears when the tokenizer is loaded, an empty `model_name` is then filled."""
+    """State of one application.
+
+    `model` is None until the tokenizer is loaded; an empty `model_name` is then replaced by the engine's name.
+    """
 
     config: ServerConfig
     engine: EngineClient
@@ -76,43 +79,49 @@ class Gateway:
 
     @property
     def is_open(self) -> bool:
-        """Whether everybody is let in, and so nobody is a tenant."""
+        """Whether no API key exists, so that every request is accepted without one."""
         return self.key_cache.is_open
 
     @property
     def fingerprint(self) -> str:
-        """OpenAI's `system_fingerprint`: changes when results may."""
+        """OpenAI's `system_fingerprint`: changes with the server version."""
         return f"chatcache-{self.version}"
 
     async def load(self, load_tokenizer: Callable[[], Tokenizer], store: ConversationStore) -> None:
-        """Load the tokenizer on a thread; a failure is kept for `/readyz` to tell."""
+        """Load the tokenizer in a thread. Store a failure in `load_error`, which `/readyz` reports."""
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer)
             await asyncio.to_thread(lambda: tokenizer.vocab_size)  # computes the token bytes once, off the loop
         except ChatcacheError as error:
-            log.debug("the tokenizer did not load: %s", error.message)  # the engine tells the same of the folder
+            log.debug("the tokenizer did not load: %s", error.message)  # the engine reports the same error
             self.load_error = error.message
         except Exception as error:
             log.exception("the tokenizer did not load")
             self.load_error = f"the tokenizer did not load ({type(error).__name__})"
         else:
-            public = SharedSystemPrompts(self.config.shared_system_prompts)
-            form = detect_format(tokenizer, self.config.tool_call_parser, self.config.reasoning_parser)
+            shared_prompts = SharedSystemPrompts(self.config.shared_system_prompts)
+            reply_format = detect_format(tokenizer, self.config.tool_call_parser, self.config.reasoning_parser)
             self.prompt_limits.max_token_chars = max(map(len, tokenizer.token_bytes), default=0)
             service = ChatService(
-                self.engine, tokenizer, shared_prompts=public, reply_format=form, limits=self.prompt_limits
+                self.engine,
+                tokenizer,
+                shared_prompts=shared_prompts,
+                reply_format=reply_format,
+                limits=self.prompt_limits,
             )
-            conversations = TurnService(store, tokenizer, public, form, service.token_memo, self.prompt_limits)
+            conversations = TurnService(
+                store, tokenizer, shared_prompts, reply_format, service.token_memo, self.prompt_limits
+            )
             self.model = Model(tokenizer, service, conversations, ConversationPrompts(conversations))
 
     def opened_store(self) -> ConversationStore:
-        """Raises: OverloadedError before it is open."""
+        """Return the store. Raises: OverloadedError before it is open."""
         if self.store is None:
             raise OverloadedError("the server is still starting")
         return self.store
 
     async def health(self) -> EngineHealth:
-        """The engine's health; remembers what does not change once it is ready."""
+        """Return the engine's health, and cache the limits and names that it contains."""
         health = await self.engine.health()
         if health.ready:
             self.engine_seen_ready = True
@@ -122,9 +131,9 @@ class Gateway:
         return health
 
     async def require_model(self, name: str | None) -> Model:
-        """The model a request names (None: whatever is served).
+        """Return the model that a request names; None means the served one.
 
-        Raises: ModelLoadingError while it, or the engine, is not there; NotFoundError for a name that is not served.
+        Raises: ModelLoadingError until model and engine are ready; NotFoundError for another model name.
         """
         if self.model is None:
             raise ModelLoadingError(self.load_error or "the model is still loading")
@@ -135,11 +144,14 @@ class Gateway:
 
     @property
     def lowest_priority(self) -> int:
-        """Of work that nobody waits for; where the server heeds priorities."""
+        """Priority of background work; 0 if the scheduler ignores priorities."""
         return MAX_PRIORITY if self.scheduling_policy == "priority" else 0
 
     def priority(self, wanted: int | None) -> int:
-        """A request's priority. Raises: UnsupportedParameterError on a server that heeds none."""
+        """Validate the priority of a request.
+
+        Raises: UnsupportedParameterError if the scheduler ignores priorities.
+        """
         if wanted and self.scheduling_policy != "priority":
             raise UnsupportedParameterError(
                 "priority needs a server with --scheduling-policy priority", param="priority"
@@ -147,39 +159,42 @@ class Gateway:
         return wanted or 0
 
     async def finish_runs(self) -> None:
-        """End the responses under way and wait until what they said is stored."""
+        """Interrupt all running responses and wait until their text is stored."""
         await self.interrupt(FINISH_TIMEOUT_S)
         await self.pending_saves.close()
 
     def drain(self) -> None:
-        """Take no new work; what runs goes on."""
+        """Reject new requests; running ones continue."""
         self.admission.close()
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is being answered."""
+        """Whether no request is running."""
         num_live = self.model.service.num_live if self.model is not None else 0
         return not num_live and self.admission.is_idle and not self.responses.running()
 
     async def interrupt(self, timeout_s: float) -> None:
-        """End what is being answered, and wait until what was said is stored; not again for what did not end so."""
+        """End all running responses and wait until their text is stored.
+
+        A response that did not end within `timeout_s` is not interrupted again.
+        """
         runs = [run for run in self.responses.running() if run.id not in self._interrupted]
         self._interrupted.update(run.id for run in runs)
         ends = [asyncio.create_task(run.interrupt()) for run in runs]
         if self.model is not None:
             await self.model.service.abort_live()
         if ends:
-            _, late = await asyncio.wait(ends, timeout=timeout_s)
-            for end in late:
+            _, unfinished = await asyncio.wait(ends, timeout=timeout_s)
+            for end in unfinished:
                 end.cancel()
 
     def check_model(self, name: str | None) -> None:
-        """Raises: NotFoundError unless `name` is absent or the served one."""
+        """Check a model name, if any. Raises: NotFoundError for another name than the served one."""
         if name and name != self.model_name:
             message = f"no model {name!r}; this server has {self.model_name!r}"
             raise NotFoundError(message, param="model", code="model_not_found")
 
 
 def gateway_of(connection: HTTPConnection) -> Gateway:
-    """The application's state, from any request or socket."""
+    """Return the application state of a request or socket."""
     return cast(Gateway, connection.app.state.gateway)

@@ -1,4 +1,4 @@
-"""Errors of the gateway and their HTTP responses: one JSON envelope for every route and every cause."""
+"""Errors of the gateway and their responses: every error has the same JSON envelope."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class UnsupportedMediaTypeError(ChatcacheError):
 
 
 class ShuttingDownError(OverloadedError):
-    """The server drains: what runs may finish."""
+    """The server is shutting down: it finishes running requests and accepts no new ones."""
 
     code = "shutting_down"
 
 
 class ModelLoadingError(OverloadedError):
-    """The model is not there yet."""
+    """The model is not loaded yet."""
 
     code = "model_loading"
 
@@ -72,29 +72,32 @@ INTERNAL_ERROR = ChatcacheError("something went wrong on the server; the log has
 
 
 def error_body(error: ChatcacheError) -> ErrorDetail:
-    """The value of `"error"`. A writer with a stale revision also gets the conversation as it is now."""
+    """Return the value of `"error"`.
+
+    A conflict over a stale revision also contains the current conversation.
+    """
     if isinstance(error, StaleRevisionError):
         return ConflictDetail(error.message, error.type, error.param, error.code, Conversation.from_head(error.current))
     return ErrorDetail(error.message, error.type, error.param, error.code)
 
 
 def retry_after_s(error: ChatcacheError) -> int | None:
-    """When to try again; None where that does not help."""
+    """Seconds after which a retry may succeed; None if a retry does not help."""
     if isinstance(error, RateLimitError):
         return error.retry_after_s
     return _RETRY_AFTER_S if error.status in (429, 503) else None
 
 
 def error_headers(error: ChatcacheError) -> dict[str, str]:
-    """Headers that tell a client what to do about it."""
+    """Return headers that say whether and when to retry, and how to authenticate."""
     if error.status in (429, 503):
-        stop = {"x-should-retry": "false"} if isinstance(error, QuotaExceededError) else {}
-        return {"retry-after": str(retry_after_s(error)), **stop}
+        no_retry = {"x-should-retry": "false"} if isinstance(error, QuotaExceededError) else {}
+        return {"retry-after": str(retry_after_s(error)), **no_retry}
     if error.status == 409 or error.code == RequestPoisonedError.code:
         return {"x-should-retry": "false"}
     if error.status == 401:
         return {"www-authenticate": "Bearer"}
-    # What is left of a refused body is not read.
+    # The rest of a rejected body is not read, so the connection cannot be reused.
     return {"connection": "close"} if error.status in (408, 413) else {}
 
 
@@ -107,29 +110,31 @@ def error_response(error: ChatcacheError) -> Response:
 
 
 async def on_chatcache_error(request: Request, error: Exception) -> Response:
-    return _refusal(request, error if isinstance(error, ChatcacheError) else INTERNAL_ERROR)
+    return _error_response(request, error if isinstance(error, ChatcacheError) else INTERNAL_ERROR)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """404 and 405 of the router in the envelope."""
+    """Convert the router's 404 and 405 into the JSON envelope."""
     if not isinstance(error, HTTPException):
-        return _refusal(request, INTERNAL_ERROR)
+        return _error_response(request, INTERNAL_ERROR)
     status, path = error.status_code, request.scope["path"]
-    wire = ChatcacheError(error.detail or HTTPStatus(status).phrase)
+    public_error = ChatcacheError(error.detail or HTTPStatus(status).phrase)
     if status == 404:
-        wire = ChatcacheError(f"no route {request.method} {path}", code="not_found")
+        public_error = ChatcacheError(f"no route {request.method} {path}", code="not_found")
     elif status == 405:
         allowed = (error.headers or {}).get("Allow", "")
-        wire = ChatcacheError(f"{path} does not take {request.method}; it takes {allowed}", code="method_not_allowed")
+        public_error = ChatcacheError(
+            f"{path} does not take {request.method}; it takes {allowed}", code="method_not_allowed"
+        )
     elif status < 500:
-        wire.code = HTTPStatus(status).phrase.lower().replace(" ", "_")
-    wire.status = status
-    wire.type = "invalid_request_error" if status < 500 else "server_error"
-    response = _refusal(request, wire)
+        public_error.code = HTTPStatus(status).phrase.lower().replace(" ", "_")
+    public_error.status = status
+    public_error.type = "invalid_request_error" if status < 500 else "server_error"
+    response = _error_response(request, public_error)
     response.headers.update(error.headers or {})
     return response
 
 
-def _refusal(request: Request, error: ChatcacheError) -> Response:
+def _error_response(request: Request, error: ChatcacheError) -> Response:
     request.app.state.gateway.metrics.record_refusal(error)
     return error_response(error)

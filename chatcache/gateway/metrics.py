@@ -1,8 +1,7 @@
-"""Prometheus metrics: the gateway's own, and the engine's as of its last health.
+"""Prometheus metrics of the gateway and the engine.
 
-A reply's events, timed and counted on their way through.
-
-A store whose calls are timed, and which is known to be up or down: every call passes through unchanged.
+`Metrics` holds the gateway's own counters and translates `EngineHealth` at scrape time. `record_reply_metrics` counts
+and times the events of a reply; `instrument_store` times the calls of a conversation store.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.2
 
 
 class Metrics:
-    """One registry per application, so that several may live in one process."""
+    """The metrics of one application, in a registry of its own (a process may have several)."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -41,38 +40,43 @@ class Metrics:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.", ("source",))
         self.generation_tokens = self._counter("generation_tokens", "Tokens returned to clients.")
         self.disconnects = self._counter("client_disconnects", "Requests aborted because their client left.")
-        self.tokens_after_stop = self._counter("tokens_after_stop", "Tokens that came after a cancel.")
-        self.snapshots = self._counter("ws_snapshots", "Snapshots in place of what a reader missed.")
-        self.resumed = self._counter("streams_resumed", "Responses read on from where they were.", ("transport",))
-        self.duration = self._histogram("request_duration_seconds", "Request to last byte.", _LATENCY_S, ("route",))
+        self.tokens_after_stop = self._counter("tokens_after_stop", "Tokens generated after a cancel.")
+        self.snapshots = self._counter("ws_snapshots", "Snapshots sent in place of missed events.")
+        self.resumed = self._counter("streams_resumed", "Resumed response streams.", ("transport",))
+        self.duration = self._histogram(
+            "request_duration_seconds", "Time from request to last byte.", _LATENCY_S, ("route",)
+        )
         self.first_token = self._histogram(
-            "time_to_first_token_seconds", "Accepted to first token, by prefix cache outcome.", _LATENCY_S, ("cache",)
+            "time_to_first_token_seconds",
+            "Time from acceptance to first token, by prefix cache outcome.",
+            _LATENCY_S,
+            ("cache",),
         )
         self.inter_token = UnlockedHistogram(
-            "inter_token_latency_seconds", "Between deltas of one request.", _INTER_TOKEN_S
+            "inter_token_latency_seconds", "Time between deltas of one request.", _INTER_TOKEN_S
         )
         self.registry.register(self.inter_token)
-        self.stop_latency = self._histogram("stop_latency_seconds", "Cancel to its receipt.", _LATENCY_S)
+        self.stop_latency = self._histogram("stop_latency_seconds", "Time from cancel to receipt.", _LATENCY_S)
         self.sockets = self._gauge("ws_connections", "Open WebSockets.")
         self.streams = self._gauge("sse_streams", "Open SSE streams.")
-        self.store_up = self._gauge("store_up", "1 while the last call of the conversation store was answered.")
-        self.store_failures = self._counter("store_failures", "Calls that the conversation store did not answer.")
-        self.store_outages = self._counter("store_outages", "Times that the conversation store stopped answering.")
+        self.store_up = self._gauge("store_up", "1 if the last call of the conversation store succeeded.")
+        self.store_failures = self._counter("store_failures", "Failed calls of the conversation store.")
+        self.store_outages = self._counter("store_outages", "Outages of the conversation store.")
         self.store_seconds = self._histogram(
-            "store_seconds", "Calls of the conversation store, until acknowledged.", _STORE_S, ("operation",)
+            "store_seconds", "Duration of conversation store calls.", _STORE_S, ("operation",)
         )
-        self._refusals = self._counter("refusals", "Requests and frames refused, by error code.", ("reason",))
+        self._refusals = self._counter("refusals", "Refused requests and frames, by error code.", ("reason",))
         self._reasons: set[str] = set()
         self._engine = _EngineCollector()
         self.registry.register(self._engine)
 
     def render(self, health: EngineHealth) -> bytes:
-        """The exposition text."""
+        """Return all metrics in the Prometheus text format."""
         self._engine.health = health
         return generate_latest(self.registry)
 
     def record_refusal(self, error: ChatcacheError) -> None:
-        """Count an answer that is an error. Codes come from our own code alone, and there are few."""
+        """Count an error response by its code; codes beyond `MAX_REASONS` are counted as "other"."""
         if error.code not in self._reasons and len(self._reasons) < MAX_REASONS:
             self._reasons.add(error.code)
         self._refusals.labels(reason=error.code if error.code in self._reasons else "other").inc()
@@ -88,7 +92,10 @@ class Metrics:
 
 
 class UnlockedHistogram(Collector):
-    """A histogram for what happens at every token, of one thread: the library's locks cost more than all the rest."""
+    """Histogram without locks, for events of every token, recorded by one thread.
+
+    The locks of `prometheus_client` would cost more than all other work per token.
+    """
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
         self._name, self._text, self._bounds = f"chatcache_{name}", text, bounds
@@ -104,7 +111,7 @@ class UnlockedHistogram(Collector):
 
 
 class _EngineCollector(Collector):
-    """Translates `EngineHealth`, the engine's own counters, at scrape time."""
+    """Translates `EngineHealth` into metrics when they are scraped."""
 
     def __init__(self) -> None:
         self.health = EngineHealth(ready=False)
@@ -116,32 +123,49 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("chatcache_requests_waiting", "Requests queued.", health.num_waiting)
         yield from _pages(health)
         yield CounterMetricFamily("chatcache_engine_steps", "Steps executed.", health.num_steps)
-        yield CounterMetricFamily("chatcache_engine_steps_ahead", "Launched behind another.", health.num_steps_ahead)
+        yield CounterMetricFamily(
+            "chatcache_engine_steps_ahead", "Steps launched before the previous one ended.", health.num_steps_ahead
+        )
         swaps = health.num_swap_preemptions
         by_kind = {"recompute": health.num_preemptions - swaps, "swap": swaps}
         yield _labelled(CounterMetricFamily, "chatcache_preemptions", "Requests preempted.", "kind", by_kind)
         moved = {"out": health.num_pages_swapped_out, "in": health.num_pages_swapped_in}
         yield _labelled(
-            CounterMetricFamily, "chatcache_kv_pages_swapped", "Pages to and from host.", "direction", moved
+            CounterMetricFamily,
+            "chatcache_kv_pages_swapped",
+            "Pages swapped to and from host memory.",
+            "direction",
+            moved,
         )
         yield CounterMetricFamily("chatcache_self_checks", "Idle checks of all pages.", health.num_self_checks)
-        yield CounterMetricFamily("chatcache_broken_invariants", "What they found.", health.num_broken_invariants)
+        yield CounterMetricFamily(
+            "chatcache_broken_invariants", "Broken invariants found by them.", health.num_broken_invariants
+        )
         yield CounterMetricFamily("chatcache_cow_copies", "Pages copied on write.", health.num_page_copies)
-        yield CounterMetricFamily("chatcache_prefix_lookup_tokens", "Prompt tokens sought.", health.num_prompt_tokens)
-        yield CounterMetricFamily("chatcache_prefix_hit_tokens", "Prompt tokens found.", health.num_cached_tokens)
+        yield CounterMetricFamily(
+            "chatcache_prefix_lookup_tokens", "Prompt tokens looked up in the cache.", health.num_prompt_tokens
+        )
+        yield CounterMetricFamily(
+            "chatcache_prefix_hit_tokens", "Prompt tokens found in the cache.", health.num_cached_tokens
+        )
         yield CounterMetricFamily("chatcache_output_tokens", "Tokens generated.", health.num_output_tokens)
-        yield CounterMetricFamily("chatcache_kv_evictions", "Cached pages that made room.", health.num_evictions)
+        yield CounterMetricFamily("chatcache_kv_evictions", "Cached pages evicted.", health.num_evictions)
         forks = {"n": health.num_candidate_forks, "beam": health.num_beam_forks, "branch": health.num_live_forks}
-        yield _labelled(CounterMetricFamily, "chatcache_forks", "Branches forked off others.", "kind", forks)
-        yield CounterMetricFamily("chatcache_engine_restarts", "Engine processes started anew.", health.num_restarts)
-        yield _durations("queue", "Accepted to admitted, of requests that got a token.", health.queue)
-        yield _durations("prefill", "Admitted to first token.", health.prefill)
-        yield _durations("decode", "First token to last.", health.decode)
+        yield _labelled(CounterMetricFamily, "chatcache_forks", "Forked branches.", "kind", forks)
+        yield CounterMetricFamily("chatcache_engine_restarts", "Restarts of the engine process.", health.num_restarts)
+        yield _durations("queue", "Time from acceptance to scheduling.", health.queue)
+        yield _durations("prefill", "Time from scheduling to first token.", health.prefill)
+        yield _durations("decode", "Time from first to last token.", health.decode)
 
 
 def page_states(health: EngineHealth) -> dict[str, int]:
-    """Count pages by state; they add up to the pool. `shared` pages are held by several branches, `active` by one."""
-    num_shared = min(health.num_pages_shared, health.num_pages_in_use)  # as of slightly different moments
+    """Count pages by state; the counts add up to the size of the pool.
+
+    Several branches hold a `shared` page, one holds an `active` page.
+    """
+    num_shared = min(
+        health.num_pages_shared, health.num_pages_in_use
+    )  # the two counts are not read at the same instant
     return {
         "active": health.num_pages_in_use - num_shared,
         "shared": num_shared,
@@ -153,7 +177,9 @@ def page_states(health: EngineHealth) -> dict[str, int]:
 def _pages(health: EngineHealth) -> Iterator[Metric]:
     yield _labelled(GaugeMetricFamily, "chatcache_kv_pages", "KV pages by state.", "state", page_states(health))
     yield GaugeMetricFamily("chatcache_kv_bytes", "Bytes of the page pool.", health.kv_bytes)
-    yield GaugeMetricFamily("chatcache_kv_waste_ratio", "Cells of held pages without a token.", health.waste_fraction)
+    yield GaugeMetricFamily(
+        "chatcache_kv_waste_ratio", "Share of token slots in held pages that hold no token.", health.waste_fraction
+    )
     num_held = health.num_host_pages_in_use
     host = {"active": num_held, "free": health.num_host_pages - num_held}
     yield _labelled(GaugeMetricFamily, "chatcache_kv_host_pages", "Host pages for swapping.", "state", host)
@@ -182,7 +208,7 @@ def _labelled(
 
 
 async def record_reply_metrics(reply: Reply, metrics: Metrics) -> AsyncIterator[ReplyEvent]:
-    """Pass a reply's events on."""
+    """Record metrics of a reply's events while passing them through."""
     accepted_s = time.perf_counter()
     last_s: float | None = None
     outcome = "miss"
@@ -204,7 +230,7 @@ async def record_reply_metrics(reply: Reply, metrics: Metrics) -> AsyncIterator[
 
 
 def _cache_outcome(started: ReplyStarted) -> str:
-    """miss: nothing of the prompt came from the cache; hit: half of it or more."""
+    """Classify the cached share of the prompt: "miss" for none, "hit" for at least half."""
     if started.num_cached_tokens == 0:
         return "miss"
     return "hit" if 2 * started.num_cached_tokens >= started.num_prompt_tokens else "partial"
@@ -217,12 +243,15 @@ def _count_tokens(metrics: Metrics, finished: ReplyFinished) -> None:
 
 
 def instrument_store(store: ConversationStore, metrics: Metrics) -> ConversationStore:
-    """The same store, with its calls in the metrics."""
-    return cast(ConversationStore, _Metered(store, metrics))
+    """Wrap a store so that its calls are timed and its outages counted."""
+    return cast(ConversationStore, _InstrumentedStore(store, metrics))
 
 
-class _Metered:
-    """Stands in for the store; what is no call of the contract is the store's own."""
+class _InstrumentedStore:
+    """Proxy of a conversation store that times the methods of the `ConversationStore` contract.
+
+    Other attributes are those of the store itself.
+    """
 
     def __init__(self, store: ConversationStore, metrics: Metrics) -> None:
         self._store = store
@@ -245,19 +274,19 @@ class _Metered:
             try:
                 result = await call(*args, **kwargs)
             except StoreUnavailableError:
-                self._note(is_up=False)
+                self._record_call(is_up=False)
                 raise
             except Exception:
-                self._note(is_up=True)
+                self._record_call(is_up=True)
                 raise
             finally:
                 duration.observe(time.perf_counter() - started_s)
-            self._note(is_up=True)
+            self._record_call(is_up=True)
             return result
 
         return timed
 
-    def _note(self, *, is_up: bool) -> None:
+    def _record_call(self, *, is_up: bool) -> None:
         if not is_up:
             self._metrics.store_failures.inc()
         if is_up != self._is_up:

@@ -1,6 +1,7 @@
-"""Pure ASGI around every request: an id, the error envelope, one log line, body limits.
+"""ASGI middleware around every request, and helpers that read JSON bodies.
 
-Reading request bodies, and noticing that the client is gone while a reply is computed.
+`RequestContextMiddleware` assigns a request id, turns exceptions into error responses and logs one line per request.
+`BodyLimitMiddleware` limits the size and the duration of request bodies.
 """
 
 from __future__ import annotations
@@ -35,15 +36,19 @@ from chatcache.logs import REQUEST_ID as LOGGED_ID
 
 log = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
+# Decoding this many bytes takes milliseconds at worst; larger bodies are decoded in a thread.
+_INLINE_BYTES = 16_384
 REQUEST_ID = "chatcache.request_id"
 CLIENT_CLOSED_REQUEST = 499
 _ACCEPTED_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _MIN_BYTES_PER_S = 1024
-_STARTS = ("http.response.start", "websocket.http.response.start", "websocket.accept")
+_START_MESSAGES = ("http.response.start", "websocket.http.response.start", "websocket.accept")
 
 
 class RequestContextMiddleware:
-    """Outermost: names the request, answers what escapes the rooms inside, logs one line when it is over."""
+    """Outermost middleware: request id, error responses, metrics and one log line per request."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, limiter: RateLimiter) -> None:
         self._app = app
@@ -61,30 +66,30 @@ class RequestContextMiddleware:
         LOGGED_ID.set(request_id)
         started_s, status, is_stream = time.perf_counter(), 0, False
 
-        async def send_named(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status, is_stream
-            if message["type"] in _STARTS:
+            if message["type"] in _START_MESSAGES:
                 status = message.get("status", 101)
-                named = MutableHeaders(scope=message)
-                named["x-request-id"] = request_id
+                headers_out = MutableHeaders(scope=message)
+                headers_out["x-request-id"] = request_id
                 if (principal := find_principal(scope)) is not None:
-                    named.update(self._limiter.headers(principal))
-                if named.get("content-type", "").startswith("text/event-stream"):
+                    headers_out.update(self._limiter.headers(principal))
+                if headers_out.get("content-type", "").startswith("text/event-stream"):
                     is_stream = True
                     self._metrics.streams.inc()
             await send(message)
 
         try:
-            await self._app(scope, receive, send_named)
+            await self._app(scope, receive, send_with_id)
         except (SendTimeoutError, ClientDisconnect):
-            log.info("%s the client left or stopped reading", request_id)
+            log.info("%s the client disconnected or stopped reading", request_id)
         except Exception as error:
             if not isinstance(error, ChatcacheError):
                 log.exception("%s failed", request_id)
             if not status:
-                wire = error if isinstance(error, ChatcacheError) else INTERNAL_ERROR
-                self._metrics.record_refusal(wire)
-                await _answer(wire, scope, receive, send_named)
+                public_error = error if isinstance(error, ChatcacheError) else INTERNAL_ERROR
+                self._metrics.record_refusal(public_error)
+                await _send_error(public_error, scope, receive, send_with_id)
         finally:
             if is_stream:
                 self._metrics.streams.dec()
@@ -95,52 +100,53 @@ class RequestContextMiddleware:
         self._metrics.requests.labels(route=route, status=str(status)).inc()
         self._metrics.duration.labels(route=route).observe(duration_s)
         method = scope.get("method", "WS")
-        quiet = method in ("GET", "HEAD") and not route.startswith("/v1/")  # probes and the page's files
-        level = logging.DEBUG if quiet else logging.INFO
+        is_probe = method in ("GET", "HEAD") and not route.startswith("/v1/")  # health probes and static files
+        level = logging.DEBUG if is_probe else logging.INFO
         fields = {"method": method, "route": route, "status": status, "duration_ms": round(duration_s * 1000, 1)}
         line = (scope[REQUEST_ID], *fields.values())
         log.log(level, "%s %s %s %d %.1f ms", *line, extra={"fields": fields})
 
 
 class BodyLimitMiddleware:
-    """Counts request bytes as they are read, and the time they take.
+    """Limits the size and the transfer time of request bodies.
 
-    Raises, from `receive` or at once if a size is announced: BodyTooLargeError; BodyTimeoutError when nothing comes for
-    `timeout_s`, or so little that a body would hold its connection for ever. `exceptions`: limits of single paths.
+    `max_bytes_by_path` overrides `max_bytes` for single paths. Raises, from `receive`, or at once for a Content-Length
+    over the limit: BodyTooLargeError; BodyTimeoutError if no data arrives for `timeout_s`, or less than
+    `_MIN_BYTES_PER_S` on average.
     """
 
     def __init__(
-        self, app: ASGIApp, max_bytes: int, timeout_s: float, exceptions: Mapping[str, int] | None = None
+        self, app: ASGIApp, max_bytes: int, timeout_s: float, max_bytes_by_path: Mapping[str, int] | None = None
     ) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
-        self._exceptions = exceptions or {}
+        self._max_bytes_by_path = max_bytes_by_path or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        max_bytes = self._exceptions.get(path, self._max_bytes)
-        announced = Headers(scope=scope).get("content-length", "")
-        if announced.isdigit() and int(announced[:20]) > max_bytes:
+        max_bytes = self._max_bytes_by_path.get(path, self._max_bytes)
+        content_length = Headers(scope=scope).get("content-length", "")
+        if content_length.isdigit() and int(content_length[:20]) > max_bytes:
             raise _too_large(max_bytes)
         clock = asyncio.get_running_loop().time
-        num_bytes, is_whole, waited_s = 0, False, 0.0
+        num_bytes, is_complete, waited_s = 0, False, 0.0
 
         async def receive_counted() -> Message:
-            nonlocal num_bytes, is_whole, waited_s
-            if is_whole:  # what comes next is the client leaving, whenever that is
+            nonlocal num_bytes, is_complete, waited_s
+            if is_complete:  # the next message is the disconnect, which has no deadline
                 return await receive()
             asked_s, head_start_s = clock(), num_bytes / _MIN_BYTES_PER_S - waited_s
             try:
                 async with asyncio.timeout(self._timeout_s + min(0.0, head_start_s)):
                     message = await receive()
             except TimeoutError:
-                raise BodyTimeoutError(f"the body stopped coming after {num_bytes} bytes") from None
-            waited_s += clock() - asked_s  # what the server does between is not the client's
-            is_whole = not message.get("more_body", False)
+                raise BodyTimeoutError(f"the body stopped arriving after {num_bytes} bytes") from None
+            waited_s += clock() - asked_s  # time that the server spends between reads does not count
+            is_complete = not message.get("more_body", False)
             num_bytes += len(message.get("body", b""))
             if num_bytes > max_bytes:
                 raise _too_large(max_bytes)
@@ -153,27 +159,21 @@ def _too_large(max_bytes: int) -> BodyTooLargeError:
     return BodyTooLargeError(f"the body is larger than {max_bytes} bytes")
 
 
-async def _answer(error: ChatcacheError, scope: Scope, receive: Receive, send: Send) -> None:
+async def _send_error(error: ChatcacheError, scope: Scope, receive: Receive, send: Send) -> None:
     response: Response = error_response(error)
-    # On a WebSocket scope Starlette sends this as a denial: a plain HTTP answer to the handshake.
+    # On a WebSocket scope Starlette sends this as a denial: an HTTP response to the handshake.
     await response(scope, receive, send)
 
 
 def _route_of(scope: Scope) -> str:
-    """The route's pattern, so that ids in paths make no new label."""
+    """Return the route pattern, so that ids in paths do not create new metric labels."""
     route = scope.get("route")
     path = getattr(route, "path", None)
     return path if isinstance(path, str) else "unmatched"
 
 
-Result = TypeVar("Result")
-
-# Checking this much JSON, however it is made, takes milliseconds; longer bodies leave the event loop alone.
-_INLINE_BYTES = 16_384
-
-
 async def read_json(request: Request) -> dict[str, Any]:
-    """The body as a strict JSON object.
+    """Read the body as a strict JSON object.
 
     Raises: UnsupportedMediaTypeError, BodyTooLargeError, InvalidRequestError, ClientDisconnect.
     """
@@ -185,30 +185,33 @@ async def read_json(request: Request) -> dict[str, Any]:
 
 
 def reject_encoding(request: Request) -> None:
-    """Raises: UnsupportedMediaTypeError for a compressed body, which could expand without limit."""
+    """Reject a compressed body, which could expand without limit.
+
+    Raises: UnsupportedMediaTypeError.
+    """
     if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-        raise UnsupportedMediaTypeError("send the body as it is, without content-encoding")
+        raise UnsupportedMediaTypeError("send the body uncompressed, without content-encoding")
 
 
 async def read_optional_json(request: Request) -> dict[str, Any]:
-    """The body as a strict JSON object, {} where there is none. Raises: as `read_json`."""
+    """Read the body as a strict JSON object; {} for an empty body. Raises: as `read_json`."""
     return await read_json(request) if await request.body() else {}
 
 
 async def parse_json(data: bytes | str) -> dict[str, Any]:
-    """`decode_object` without holding up everybody else. Raises: InvalidRequestError."""
+    """Decode a JSON object, in a thread if it is large. Raises: InvalidRequestError."""
     if len(data) <= _INLINE_BYTES:
         return decode_object(data)
     return await asyncio.to_thread(decode_object, data)
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await `work`, cancelling it when the client leaves: the server itself never would.
+    """Await `work` and cancel it if the client disconnects, which ASGI servers do not do.
 
     Raises: ClientDisconnect.
     """
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_gone(request))
+    watcher = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -220,6 +223,6 @@ async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Resul
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-async def _gone(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,15 +1,11 @@
-"""uvicorn's protocols with an end to what clients may draw out: connections, request heads, answers that nobody reads,
-and messages in pieces without number.
+"""uvicorn protocols with limits on connections, request heads, stalled readers and frames.
 
-uvicorn gathers a head for ever, ever more slowly, and keeps what a stalled reader does not take for as long as its
-connection lasts; even closing waits for it. A WebSocket may send pings and empty pieces of a message as fast as it
-likes: nobody else would be heard. What comes behind a body in pieces it gathers too, and takes for more of the head;
-requests that wait for the answer to another, however many; and what is left of a body that was answered, it awaits
-for ever.
+uvicorn by itself has no such limits: it buffers an unfinished request head without end, keeps the output of a reader
+that has stalled for as long as the connection lasts, and accepts any number of pipelined requests, WebSocket pings and
+message fragments. It also treats trailers of a chunked body as part of the request head.
 
-The WebSocket protocol as RFC 6455 has it where the library has it otherwise, and its refusals in our envelope.
-
-How many descriptors this process may have open, and how many of them connections.
+`StrictWebSocketProtocol` corrects two deviations of the `websockets` library from RFC 6455 and sends its refusals in
+the JSON error envelope. `max_connections` derives the connection limit from the limit on file descriptors.
 """
 
 from __future__ import annotations
@@ -37,12 +33,31 @@ from chatcache.gateway.limits.rate_limits import SECOND_NS, TokenBucket
 from chatcache.gateway.schemas.errors import Error
 from chatcache.gateway.websocket.connection import RATE_LIMITED
 
+log = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 64 * 1024
+HEAD_TIMEOUT_S = 30.0
+STALL_TIMEOUT_S = 30.0
+MAX_PIPELINED = 100  # requests that wait for the response to an earlier one
+# Limits on WebSocket frames of all kinds; `websocket.connection` also limits messages.
+MAX_FRAMES_PER_S = 1000
+MAX_FRAME_BURST = 5000
+MAX_FRAGMENTS = 10_000  # of one message
+_CHUNK_BYTES = 4096  # parsing this many bytes of minimal frames takes ten milliseconds
+RESERVED_DESCRIPTORS = 128  # for files and the engine process
+
+if sys.platform != "win32":
+    import resource
+
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class StrictWebSocketProtocol(ServerProtocol):
-    """Text is looked at as it comes (8.1), not when it is whole and by uvicorn, which logs a traceback; whoever says
-    goodbye between the pieces of a message (5.4) is answered so."""
+    """WebSocket protocol that follows RFC 6455 where the `websockets` library does not.
+
+    Checks UTF-8 of each text fragment when it arrives (8.1), instead of leaving it to uvicorn, which logs a traceback.
+    If the client sends a close frame between the fragments of a message (5.4), it gets its close code back.
+    """
 
     _decoder: codecs.IncrementalDecoder | None = None
 
@@ -54,7 +69,10 @@ class StrictWebSocketProtocol(ServerProtocol):
         return response
 
     def recv_frame(self, frame: Frame) -> None:
-        """Raises: ProtocolError, UnicodeDecodeError."""
+        """Process a frame and check its UTF-8.
+
+        Raises: ProtocolError, UnicodeDecodeError.
+        """
         super().recv_frame(frame)
         if frame.opcode in (Opcode.TEXT, Opcode.BINARY):
             self._decoder = _Utf8Decoder() if frame.opcode is Opcode.TEXT else None
@@ -62,54 +80,41 @@ class StrictWebSocketProtocol(ServerProtocol):
             self._decoder.decode(frame.data, final=frame.fin)
 
     def fail(self, code: int, reason: str = "") -> None:
-        if self.close_rcvd is not None:  # the library takes what was left unfinished for a fault
-            given = self.close_rcvd.code
-            code, reason = CloseCode.NORMAL_CLOSURE if given == CloseCode.NO_STATUS_RCVD else given, ""
+        if self.close_rcvd is not None:  # the library reports the unfinished message as a protocol error
+            code_received = self.close_rcvd.code
+            code, reason = CloseCode.NORMAL_CLOSURE if code_received == CloseCode.NO_STATUS_RCVD else code_received, ""
         super().fail(code, reason)
 
 
-if sys.platform != "win32":
-    import resource
-
-RESERVED_DESCRIPTORS = 128
-
-
-def _most() -> int:
+def _max_descriptors() -> int:
     if sys.platform == "win32":
         return sys.maxsize
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return most if most != resource.RLIM_INFINITY else sys.maxsize
+    num_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return num_descriptors if num_descriptors != resource.RLIM_INFINITY else sys.maxsize
 
 
 def raise_fd_limit() -> None:
-    """Take all the system allows; shells and service managers give 1,024 where it would allow thousands."""
+    """Raise the limit on file descriptors to the maximum that the system allows.
+
+    Shells and service managers start processes with 1,024, where the system would allow thousands.
+    """
     if sys.platform != "win32":
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with contextlib.suppress(ValueError, OSError):  # macOS: "unlimited" is more than it takes
+        with contextlib.suppress(ValueError, OSError):  # macOS rejects "unlimited"
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def max_connections() -> int:
-    """How many may be open at once, so that files, and a new engine, always find a descriptor of this process free."""
-    most = _most()
-    return max(most // 2, most - RESERVED_DESCRIPTORS)
+    """Maximum number of open connections.
+
+    Reserves file descriptors for files and for restarting the engine process.
+    """
+    num_descriptors = _max_descriptors()
+    return max(num_descriptors // 2, num_descriptors - RESERVED_DESCRIPTORS)
 
 
-log = logging.getLogger(__name__)
-
-MAX_HEAD_BYTES = 64 * 1024
-HEAD_TIMEOUT_S = 30.0
-STALL_TIMEOUT_S = 30.0
-MAX_PIPELINED = 100  # requests that wait while one before them is answered
-# Of a WebSocket, whatever they are; messages have a limit of their own (`gateway.ws`).
-MAX_FRAMES_PER_S = 1000
-MAX_FRAME_BURST = 5000
-MAX_FRAGMENTS = 10_000  # of one message
-_FED_BYTES = 4096  # the smallest frames in so much take ten milliseconds
-
-
-class _Reader:
-    """Cuts off a reader that takes nothing at all for `STALL_TIMEOUT_S`; any other may be as slow as it likes."""
+class _StallTimer:
+    """Disconnects a client that reads nothing for `STALL_TIMEOUT_S`; slow reading is fine."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
         self._loop = loop
@@ -117,54 +122,54 @@ class _Reader:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self) -> None:
-        """Look again in a while: more is waiting than the transport likes to hold."""
+        """Check the write buffer again after `STALL_TIMEOUT_S`."""
         self.release()
         num_waiting_bytes = self._transport.get_write_buffer_size()
-        self._timer = self._loop.call_later(STALL_TIMEOUT_S, self._look, num_waiting_bytes)
+        self._timer = self._loop.call_later(STALL_TIMEOUT_S, self._check, num_waiting_bytes)
 
     def release(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self, num_waiting_bytes: int) -> None:
+    def _check(self, num_waiting_bytes: int) -> None:
         if self._transport.get_write_buffer_size() < num_waiting_bytes:
             self.watch()
             return
-        log.info("a client took nothing for %g s: disconnected", STALL_TIMEOUT_S)
+        log.info("a client read nothing for %g s: disconnected", STALL_TIMEOUT_S)
         self._transport.abort()
 
 
-class _Watched(asyncio.Protocol):
-    """Watches the reader while the transport asks the writer to wait."""
+class _StallGuard(asyncio.Protocol):
+    """Runs the stall timer while the transport has paused writing."""
 
-    _reader: _Reader | None = None
+    _stall_timer: _StallTimer | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._reader = _Reader(asyncio.get_running_loop(), cast(asyncio.Transport, transport))
+        self._stall_timer = _StallTimer(asyncio.get_running_loop(), cast(asyncio.Transport, transport))
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._reader is not None:
-            self._reader.watch()
+        if self._stall_timer is not None:
+            self._stall_timer.watch()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._reader is not None:
-            self._reader.release()
+        if self._stall_timer is not None:
+            self._stall_timer.release()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._reader is not None:
-            self._reader.release()
+        if self._stall_timer is not None:
+            self._stall_timer.release()
         super().connection_lost(exc)
 
 
-class BoundedWebSocket(_Watched, WebSocketsSansIOProtocol):
-    """A WebSocket that ends when its reader stalls, or when it sends more frames than anybody needs.
+class BoundedWebSocket(_StallGuard, WebSocketsSansIOProtocol):
+    """WebSocket protocol that disconnects stalled readers and clients that send too many frames.
 
-    A handshake that is refused, by us or by the library, is an answer and an end: uvicorn logs the one as an error and
-    waits for ever behind the other.
+    It also ends the connection after a refused handshake. uvicorn logs such a handshake as an error, or waits forever
+    if the library refused it.
     """
 
     _frame_bucket: TokenBucket | None = None
@@ -176,13 +181,13 @@ class BoundedWebSocket(_Watched, WebSocketsSansIOProtocol):
         )
 
     def data_received(self, data: bytes) -> None:
-        for at in range(0, len(data), _FED_BYTES):
+        for at in range(0, len(data), _CHUNK_BYTES):
             if self.transport.is_closing():
                 return
-            super().data_received(data[at : at + _FED_BYTES])
+            super().data_received(data[at : at + _CHUNK_BYTES])
             if self.conn.handshake_exc is not None and not self.handshake_initiated:
                 answer = (
-                    b"".join(self.conn.data_to_send()) or self.conn.reject(400, "no WebSocket handshake").serialize()
+                    b"".join(self.conn.data_to_send()) or self.conn.reject(400, "not a WebSocket handshake").serialize()
                 )
                 self.transport.write(answer)
                 self.transport.close()
@@ -213,94 +218,101 @@ class BoundedWebSocket(_Watched, WebSocketsSansIOProtocol):
         self.transport.close()
 
 
-class BoundedHttp(_Watched, HttpToolsProtocol):
-    """Turns away who comes when there are `max_connections`, answers 431 to a head that is still open after
-    `MAX_HEAD_BYTES`, and to as much between the pieces of a body or behind it; hangs up on what never ends, on a reader
-    that stalls, and on whoever sends requests without waiting for answers."""
+class BoundedHttp(_StallGuard, HttpToolsProtocol):
+    """HTTP protocol with limits on connections, heads, pipelined requests and stalled readers.
+
+    Closes connections over `max_connections`. Answers 431 to a request head, or to trailers of a body, that are larger
+    than `MAX_HEAD_BYTES`, and closes a connection whose head or rejected body does not end within `HEAD_TIMEOUT_S`.
+    """
 
     _in_head = True
-    _num_idle_bytes = 0  # since the last head or piece of a body was whole
+    _num_head_bytes = 0  # received since the last complete head or body chunk
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         if len(self.connections) > max_connections():
-            log.debug("all connections are taken: one is turned away")
+            log.debug("connection limit reached: closing a new connection")
             self.transport.abort()
             return
-        self._await_end()
+        self._start_deadline()
 
     def data_received(self, data: bytes) -> None:
         if self._in_head and self._deadline is None:
-            self._await_end()
-        self._num_idle_bytes += len(data)
+            self._start_deadline()
+        self._num_head_bytes += len(data)
         super().data_received(data)
-        if self._num_idle_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # what comes behind a body, uvicorn would take for more of its head
+        if self._in_head:  # uvicorn would add trailers of a body to the request head
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Raises: ConnectionError, which the parser takes for a request that is none."""
+        """Start a request, unless too many are pipelined.
+
+        Raises: ConnectionError, which the parser reports as an invalid request.
+        """
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise ConnectionError("too many requests wait for others")
-        self._in_head, self._num_idle_bytes = False, 0
-        self._stop_waiting()
+            raise ConnectionError("too many pipelined requests")
+        self._in_head, self._num_head_bytes = False, 0
+        self._cancel_deadline()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._num_idle_bytes = 0
+        self._num_head_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._in_head, self._num_idle_bytes = True, 0
+        self._in_head, self._num_head_bytes = True, 0
         super().on_message_complete()
-        if self._deadline is not None:  # it was answered before it was whole
-            self._stop_waiting()
-            self._await_end()
+        if self._deadline is not None:  # the response ended before the request body
+            self._cancel_deadline()
+            self._start_deadline()
 
     def handle_websocket_upgrade(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            log.info("a WebSocket was asked for amid an answer: disconnected")
-            self.transport.close()  # else that answer would be written into the socket, and hear of no end
+            log.info("a WebSocket handshake arrived during a response: disconnected")
+            self.transport.close()  # otherwise the response would be written into the WebSocket
             return
         super().handle_websocket_upgrade()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self._in_head and self.cycle.response_complete and not self.transport.is_closing():
-            self._await_end()  # nobody reads what is left of this body
+            self._start_deadline()  # the rest of the request body is not read
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
+        self._cancel_deadline()
         super().connection_lost(exc)
 
-    def _await_end(self) -> None:
-        """Of a head, or of what is left of a body behind its answer."""
-        self._deadline = self.loop.call_later(HEAD_TIMEOUT_S, self._hang_up)
+    def _start_deadline(self) -> None:
+        """Limit the time for the end of a request head, or of a body after its response."""
+        self._deadline = self.loop.call_later(HEAD_TIMEOUT_S, self._on_deadline)
 
-    def _stop_waiting(self) -> None:
+    def _cancel_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _hang_up(self) -> None:
+    def _on_deadline(self) -> None:
         self._deadline = None
-        if self.cycle is None or self.cycle.response_complete:  # stray bytes during an answer do not end it
+        if self.cycle is None or self.cycle.response_complete:  # do not interrupt a running response
             self.transport.close()
 
     def _refuse(self) -> None:
-        log.info("the fields of a request are larger than %d bytes", MAX_HEAD_BYTES)
-        told = f"the request head, or what is beside its body, is larger than {MAX_HEAD_BYTES} bytes"
-        self._end(b"431 Request Header Fields Too Large", InvalidRequestError(told, code="request_head_too_large"))
+        log.info("the head of a request is larger than %d bytes", MAX_HEAD_BYTES)
+        message = f"the request head or the trailers of the body are larger than {MAX_HEAD_BYTES} bytes"
+        self._send_error(
+            b"431 Request Header Fields Too Large", InvalidRequestError(message, code="request_head_too_large")
+        )
 
     def send_400_response(self, msg: str) -> None:
-        self._end(b"400 Bad Request", InvalidRequestError("this is not HTTP/1.1", code="invalid_http"))
+        self._send_error(b"400 Bad Request", InvalidRequestError("this is not HTTP/1.1", code="invalid_http"))
 
-    def _end(self, status: bytes, error: InvalidRequestError) -> None:
-        if not self._is_answering:
+    def _send_error(self, status: bytes, error: InvalidRequestError) -> None:
+        if not self._is_responding:
             body = encode(Error(error_body(error)))
             self.transport.write(
                 b"HTTP/1.1 %b\r\ncontent-type: application/json\r\n"
@@ -309,8 +321,8 @@ class BoundedHttp(_Watched, HttpToolsProtocol):
         self.transport.close()
 
     @property
-    def _is_answering(self) -> bool:
-        """Whether an answer is under way, or due before one to what is being read."""
+    def _is_responding(self) -> bool:
+        """Whether a response has started, or an earlier pipelined request is still unanswered."""
         if self.cycle is None or self.cycle.response_complete:
             return False
         return self._in_head or bool(self.pipeline) or self.cycle.response_started

@@ -125,7 +125,7 @@ def caught_up(log: ResponseLog, reader: LogReader, page: Page) -> str:
     """Read what there is; the kind of the last frame."""
     kind = ""
     while reader._needs_beams or reader._position < log._frames.num_frames:
-        for frame in reader._take():
+        for frame in reader._pop_frames():
             page.take(json.loads(frame.data))
             kind = frame.kind
     return kind

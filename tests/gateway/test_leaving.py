@@ -92,7 +92,7 @@ def test_who_leaves_ends_what_is_theirs(narrow: Server, kind: str, phase: str, h
 
 def test_who_comes_back_in_time_keeps_it_going(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second reader is there before the first one leaves; then it takes longer than anybody is waited for."""
-    monkeypatch.setattr("chatcache.gateway.responses.run._FIRST_READER_S", TTL_S)
+    monkeypatch.setattr("chatcache.gateway.responses.run._MIN_FIRST_READER_S", TTL_S)
     with slowed(narrow, 0.01):
         first = begin(narrow, {**LONG, "stream": True, "max_output_tokens": 120})
         response_id = running_id(narrow)

@@ -199,7 +199,7 @@ def test_an_engine_that_stops_without_a_word(
 ) -> None:
     async def silent(self: LiveResponse) -> None: ...
 
-    monkeypatch.setattr(LiveResponse, "_listen", silent)
+    monkeypatch.setattr(LiveResponse, "_consume_events", silent)
     send(socket, **LONG)
     frames = until_end(socket)
     monkeypatch.undo()

@@ -87,13 +87,13 @@ def test_route_missing_from_the_matrix_is_detected(keys: Keyed) -> None:
 def test_every_websocket_message_is_in_the_matrix(keys: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
     """The messages are those of a real connection."""
     seen: list[Connection] = []
-    original = Connection._is_let_in
+    original = Connection._check_key
 
     async def noted(connection: Connection, body: dict[str, Any]) -> bool:
         seen.append(connection)
         return await original(connection, body)
 
-    monkeypatch.setattr(Connection, "_is_let_in", noted)
+    monkeypatch.setattr(Connection, "_check_key", noted)
     with socket_of(keys, keys.ann.bearer) as socket:
         send(socket, "no.such.type")
         while receive(socket)["type"] != "error":

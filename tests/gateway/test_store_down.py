@@ -176,7 +176,7 @@ def test_what_is_acknowledged_before_it_is_unsaved_can_be_deleted(mortal_redis: 
         wait_until(lambda: server.request("GET", "/readyz")[0] == 200, "the store to be back")
         assert server.request("DELETE", path)[0] == 200
         server.call(server.gateway.pending_saves.flush())
-        assert not server.gateway.pending_saves._kept
+        assert not server.gateway.pending_saves._pending
 
 
 async def _hold(unsaved: PendingSaves) -> None:

@@ -1,1 +1,4 @@
-"""Authentication: API keys, session cookies and the principal of each request."""
+"""Authentication of requests: API keys, session cookies and principals.
+
+Reading order: `principal`, `keys`, `middleware`.
+"""

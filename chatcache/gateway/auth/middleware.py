@@ -1,8 +1,7 @@
-"""Who speaks: Host and Origin allow-lists, then keys and sessions. One answer for HTTP and WebSocket.
+"""Host and Origin checks, authentication and revocation, for HTTP and WebSocket.
 
-The permission that each route requires is in the route table (`gateway.routes`).
-
-Requests of a key that is revoked while they are answered end: those that wait with a 401, streams where they are.
+The route table (`gateway.routes`) lists the permission that each route requires. When a key is revoked while its
+requests run, a request without a response yet gets a 401, and a stream ends with an error event.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ _LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 class AuthenticationMiddleware:
-    """Refuses foreign hosts and origins before routing. Raises: PermissionDeniedError (the request context makes it an
-    answer).
+    """Reject foreign hosts and origins, then authenticate the request and set its principal.
 
-    Sets who asks (`principal.who`): derived from the key, so that the key itself goes no further.
+    Only the principal reaches the application, never the key. An authentication error is stored instead of raised,
+    because public routes accept requests without a key. Raises: PermissionDeniedError.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, key_cache: ApiKeyCache) -> None:
@@ -49,7 +48,7 @@ class AuthenticationMiddleware:
         self._key_cache = key_cache
         self._hosts = frozenset(host.lower() for host in (*_LOOPBACK_HOSTS, *config.allowed_hosts))
         self._any_host = "*" in self._hosts
-        # A page that rebinds DNS sends its own name, never an address: on a public bind, addresses are safe.
+        # DNS rebinding sends a host name, never an address: a public bind can accept any address.
         self._any_address = _is_wildcard(config.host)
         if not self._any_address:
             self._hosts |= {config.host.lower()}
@@ -62,7 +61,7 @@ class AuthenticationMiddleware:
             self._check_origin(headers)
             try:
                 set_principal(scope, self._principal(scope, headers))
-            except ChatcacheError as error:  # of no account where everybody may go
+            except ChatcacheError as error:  # raised later, by routes that require a principal
                 set_principal(scope, error)
         await self._app(scope, receive, send)
 
@@ -86,7 +85,10 @@ class AuthenticationMiddleware:
         )
 
     def _principal(self, scope: Scope, headers: Headers) -> Principal:
-        """Raises: AuthenticationError, PermissionDeniedError, StoreUnavailableError."""
+        """Authenticate by API key or session cookie.
+
+        Raises: AuthenticationError, PermissionDeniedError, StoreUnavailableError.
+        """
         if self._key_cache.is_open:
             return OPEN_SERVER_PRINCIPAL
         offered = read_api_key(scope, headers)
@@ -96,19 +98,19 @@ class AuthenticationMiddleware:
         if session is None:
             return self._key_cache.authenticate_without_key()
         principal = self._key_cache.authenticate_session(session)
-        # The browser adds the cookie to whatever a page asks for: what changes something must be this server's page.
+        # Browsers attach the cookie to requests of any page: unsafe methods need this server's own Origin.
         if (scope["type"] == "websocket" or scope["method"] not in _SAFE) and not _is_same_origin(headers):
             raise PermissionDeniedError("a session needs the Origin of this server's page", code="origin_not_allowed")
         return principal
 
 
 def read_session_cookie(headers: Headers) -> Session | None:
-    """The cookie, if it looks like one of ours."""
+    """Parse the session cookie; None if it is absent or malformed."""
     return parse_session(cookie_parser(headers.get("cookie", "")).get(COOKIE_NAME, ""))
 
 
 def read_api_key(scope: Scope, headers: Headers) -> str | None:
-    """The key that came along, whatever it is worth."""
+    """Read the API key from the Authorization header or the WebSocket subprotocols, unchecked."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()
@@ -124,19 +126,22 @@ def _is_same_origin(headers: Headers) -> bool:
     origin = headers.get("origin")
     if origin is not None:
         return _netloc(origin) == headers.get("host", "").lower()
-    return headers.get("sec-fetch-site") == "same-origin"  # which no page can set
+    return headers.get("sec-fetch-site") == "same-origin"  # browsers do not let pages set this header
 
 
 def _netloc(origin: str) -> str | None:
-    """Host and port of an Origin header, lower case; None for one that names no host."""
+    """Host and port of an Origin header in lower case; None if it names no host."""
     try:
         return urlsplit(origin).netloc.lower() or None
-    except ValueError:  # brackets that do not close
+    except ValueError:  # unbalanced IPv6 brackets
         return None
 
 
 def _host_name(host: str) -> str:
-    """The name of a Host header without its port, lower case, IPv6 without brackets; "" for what is no host."""
+    """Host name of a Host header in lower case, without port and IPv6 brackets.
+
+    "" for an invalid header.
+    """
     found = _HOST.fullmatch(host.strip().lower())
     return (found["ip"] or found["name"] or "") if found is not None else ""
 
@@ -154,7 +159,10 @@ def _is_wildcard(host: str) -> bool:
 
 
 class RevocationMiddleware:
-    """To what is inside, a key that was revoked looks like a client that has left. Sockets see to it themselves."""
+    """End HTTP requests whose key is revoked while they run.
+
+    The application sees a disconnected client. WebSocket connections watch for revocation themselves.
+    """
 
     def __init__(self, app: ASGIApp, key_cache: ApiKeyCache) -> None:
         self._app = app
@@ -166,28 +174,28 @@ class RevocationMiddleware:
             return
         try:
             principal = current_principal(scope)
-        except ChatcacheError:  # nobody's: there is nothing to revoke
+        except ChatcacheError:  # no key, so nothing to revoke
             await self._app(scope, receive, send)
             return
-        await self._answer(principal, scope, receive, send)
+        await self._run(principal, scope, receive, send)
 
-    async def _answer(self, principal: Principal, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _run(self, principal: Principal, scope: Scope, receive: Receive, send: Send) -> None:
         ended: asyncio.Event = asyncio.Event()
-        answer = _Answer(send)
-        with self._key_cache.notify_revoked(principal, ended.set):
+        tracked = _TrackedSend(send)
+        with self._key_cache.watch_revocation(principal, ended.set):
             try:
-                await self._app(scope, _Ears(receive, ended), answer)
+                await self._app(scope, _RevocableReceive(receive, ended), tracked)
             except ClientDisconnect:
                 if not ended.is_set():
                     raise
-                if not answer.has_begun:
+                if not tracked.has_begun:
                     raise key_revoked_error() from None
             if ended.is_set():
-                await answer.end(stream_of(scope))
+                await tracked.end(stream_of(scope))
 
 
-class _Ears:
-    """`receive` that hears of a revocation, once the body is whole, as of a client that leaves."""
+class _RevocableReceive:
+    """`receive` that reports a disconnect when the key is revoked, once the body is complete."""
 
     def __init__(self, receive: Receive, revoked: asyncio.Event) -> None:
         self._receive = receive
@@ -202,15 +210,15 @@ class _Ears:
         tasks = [asyncio.ensure_future(self._receive()), asyncio.ensure_future(self._revoked.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            heard = tasks[0]
-            return heard.result() if heard.done() else {"type": "http.disconnect"}  # type: ignore[return-value]
+            received = tasks[0]
+            return received.result() if received.done() else {"type": "http.disconnect"}  # type: ignore[return-value]
         finally:
             for task in tasks:
                 task.cancel()
 
 
-class _Answer:
-    """`send` that knows how far the answer is."""
+class _TrackedSend:
+    """`send` that records whether the response has started and ended."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -225,7 +233,7 @@ class _Answer:
         await self._send(message)
 
     async def end(self, stream: EventStream | None) -> None:
-        """Finish what has begun: a stream says why."""
+        """End a response that has started; a stream gets a final error event."""
         if self.has_begun and not self._has_ended:
             last = stream.last_words(key_revoked_error()) if stream is not None else b""
             await self({"type": "http.response.body", "body": last, "more_body": False})

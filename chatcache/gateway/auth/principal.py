@@ -1,6 +1,7 @@
-"""Who asks: what the guard found out about a request or a socket, and no more than that.
+"""The authenticated caller of a request, and session cookies.
 
-The browser's session: a cookie signed with the digest of a key. Nothing is stored; it dies with the key.
+A session cookie is signed with the digest of an API key. The server stores no sessions; one ends when its key is
+revoked or it expires.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from starlette.types import Scope
 from chatcache.errors import ChatcacheError
 from chatcache.gateway.errors import AuthenticationError
 
-_IN_SCOPE = "chatcache.principal"
+COOKIE_NAME = "chatcache_session"
+SESSION_LIFETIME_S = 7 * 86_400
+_COOKIE_VALUE = re.compile(r"([A-Za-z0-9_]{1,64})\.([0-9]{1,12})\.([0-9a-f]{64})")
+_SCOPE_KEY = "chatcache.principal"
 
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """What one key may take; None is no limit."""
+    """Limits of one API key; None means unlimited."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -31,10 +35,10 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who a key stands for.
+    """The identity of an API key or session.
 
-    `owner` is whose conversations, `tenant` the namespace of pages: those of a tenant's users are shared. `expires_at`:
-    until when (since 1970) a session is good; None for a key itself.
+    `owner` owns the conversations. `tenant` is the cache namespace, which all users of a tenant share. `expires_at` is
+    when a session ends (seconds since 1970); None for an API key.
     """
 
     key_id: str
@@ -45,55 +49,53 @@ class Principal:
     expires_at: int | None = None
 
 
-OPEN_SERVER_PRINCIPAL = Principal("", "", "", is_admin=True)  # on an open server
+OPEN_SERVER_PRINCIPAL = Principal("", "", "", is_admin=True)  # principal of all requests to a server without API keys
 
 
 def set_principal(scope: Scope, found: Principal | ChatcacheError) -> None:
-    """Note who a connection is of, or why nobody: doors that are open to all let those in too."""
-    scope[_IN_SCOPE] = found
+    """Store the principal in the ASGI scope, or the error that explains why there is none."""
+    scope[_SCOPE_KEY] = found
 
 
 def current_principal(scope: Scope) -> Principal:
-    """Who asks. Raises: why nobody is known to (AuthenticationError, PermissionDeniedError, StoreUnavailableError)."""
-    found = scope.get(_IN_SCOPE)
+    """Return the principal of the request.
+
+    Raises: the stored error (AuthenticationError, PermissionDeniedError, StoreUnavailableError).
+    """
+    found = scope.get(_SCOPE_KEY)
     if isinstance(found, Principal):
         return found
-    raise found if isinstance(found, ChatcacheError) else AuthenticationError("nobody looked at who asks")
+    raise found if isinstance(found, ChatcacheError) else AuthenticationError("the request was not authenticated")
 
 
 def find_principal(scope: Scope) -> Principal | None:
-    """Who a connection is of, or None for somebody without a key, or whom nobody has let in."""
-    found = scope.get(_IN_SCOPE)
+    """Return the principal of the request, or None if it is not authenticated."""
+    found = scope.get(_SCOPE_KEY)
     return found if isinstance(found, Principal) else None
 
 
 def optional_principal(connection: HTTPConnection) -> Principal | None:
-    """Who asks, or None for somebody without a key."""
+    """Return the principal of the connection, or None if it is not authenticated."""
     return find_principal(connection.scope)
 
 
 def principal_of(connection: HTTPConnection) -> Principal:
-    """Who asks. Raises: as `current_principal`."""
+    """Return the principal of the connection. Raises: as `current_principal`."""
     return current_principal(connection.scope)
 
 
 def owner_of(connection: HTTPConnection) -> str:
-    """Whose conversations are meant; "" on an open server. Raises: as `current_principal`."""
+    """Return the owner of the conversations, "" on an open server. Raises: as `principal_of`."""
     return principal_of(connection).owner
 
 
 def tenant_of(connection: HTTPConnection) -> str:
-    """The namespace of pages; "" on an open server. Raises: as `current_principal`."""
+    """Return the cache namespace, "" on an open server. Raises: as `principal_of`."""
     return principal_of(connection).tenant
 
 
-COOKIE_NAME = "chatcache_session"
-SESSION_LIFETIME_S = 7 * 86_400
-_VALUE = re.compile(r"([A-Za-z0-9_]{1,64})\.([0-9]{1,12})\.([0-9a-f]{64})")
-
-
 class Session(NamedTuple):
-    """What a cookie says; true only with its key's `signature`."""
+    """Contents of a session cookie. Not authentic until `signature` was compared."""
 
     key_id: str
     expires_at: int
@@ -101,8 +103,8 @@ class Session(NamedTuple):
 
 
 def parse_session(value: str) -> Session | None:
-    """What the cookie says, or None for what no server has made."""
-    found = _VALUE.fullmatch(value)
+    """Parse a cookie value; None if it is malformed."""
+    found = _COOKIE_VALUE.fullmatch(value)
     return Session(found[1], int(found[2]), found[3]) if found is not None else None
 
 
@@ -111,12 +113,15 @@ def session_signature(key_id: str, expires_at: int, digest: bytes) -> str:
 
 
 def session_cookie_value(key_id: str, expires_at: int, digest: bytes) -> str:
-    """The value of a cookie."""
+    """Return the signed cookie value."""
     return f"{key_id}.{expires_at}.{session_signature(key_id, expires_at, digest)}"
 
 
 def set_cookie_header(value: str, max_age_s: int, path: str, *, secure: bool) -> str:
-    """The header. No script sees the cookie, and no other site's page sends it."""
+    """Return the Set-Cookie header value.
+
+    HttpOnly hides the cookie from scripts; SameSite=Strict keeps other sites from sending it.
+    """
     return f"{COOKIE_NAME}={value}; Max-Age={max_age_s}; Path={path or '/'}; HttpOnly; SameSite=Strict" + (
         "; Secure" if secure else ""
     )

@@ -1,1 +1,4 @@
-"""Admission control, rate limits and daily usage."""
+"""Limits of the gateway: admission control, rate limits of API keys and daily token usage.
+
+Reading order: `rate_limits`, `usage`, `admission`.
+"""

@@ -1,14 +1,13 @@
-"""Who is let in: requests are counted before anything is made of their text, so that a flood costs its refusals only.
+"""Admission control: reject requests over a limit before their text is tokenised.
 
-    request --- door: its key's limits; counted by characters --- tokenised --- engine: counted by tokens, queued
+    acquire: limits of the key and the queue (tokens estimated from characters) -> tokenise -> engine: exact limits
 
-The queue's limits are the engine's own (`max_queued_requests`, `max_queued_tokens`); the door adds what is on its way
-there. A tenant may hold half of the queue. Everything that makes the engine work comes through here, however it came.
+The limits of the queue are those of the engine (`max_queued_requests`, `max_queued_tokens`). The controller adds the
+requests that have been admitted but have not reached the engine yet. One tenant may hold half of the queue. All work
+for the engine passes through `AdmissionController.acquire`, whatever its route.
 
-Texts that are only counted, or explained: nobody pays for that, so long ones wait for one another.
-
-The engine has no part in it, and no limit of a key counts it. Minutes of it, sent within a second, would hold up every
-thread, and so whatever of everybody's needs one: bodies to be read, prompts to be made, conversations to be shown.
+`TokenizeThrottle` limits requests that only tokenise text and never reach the engine, such as token counts. No key
+limit covers them, and without the throttle a burst of long texts would occupy all worker threads.
 """
 
 from __future__ import annotations
@@ -29,53 +28,64 @@ from chatcache.types.queue_limits import QueueSize, check_queue, check_tenant_sh
 from chatcache.types.request import Params, num_branches
 from chatcache.types.stats import EngineHealth
 
-CHARS_PER_TOKEN = 4  # of text that nobody has tokenised yet; the engine counts again, exactly
+CHARS_PER_TOKEN = 4  # estimate before tokenising; the engine counts exactly
+UNTHROTTLED_BYTES = 16_384  # texts up to this size are tokenised without waiting
+MAX_CONCURRENT_TEXTS = 2
+MAX_QUEUED_BYTES = 32 << 20  # per owner, including the text being tokenised
 EMPTY_QUEUE = QueueSize(0, 0)
 
 
 def request_cost(params: Params, num_chars: int, num_prompts: int = 1) -> RequestCost:
-    """What these parameters ask for, of so much text."""
+    """Estimate the cost of a request from its parameters and the length of its text."""
     width = num_prompts * num_branches(params)
     return RequestCost(num_chars // CHARS_PER_TOKEN, num_prompts, width, params.max_tokens)
 
 
 class AdmissionTicket:
-    """Leave to submit: good for the block that it was got in, or until the replies that it covers are over."""
+    """An admitted request: it holds its place in the queue size and its rate limit reservation.
 
-    def __init__(self, door: AdmissionController, tenant: str, work: RequestCost, hold: Reservation) -> None:
-        self._door = door
+    Ends with the `acquire` block, or, if replies were attached, with the last of them.
+    """
+
+    def __init__(
+        self, controller: AdmissionController, tenant: str, cost: RequestCost, reservation: Reservation
+    ) -> None:
+        self._controller = controller
         self._tenant = tenant
-        self._hold = hold
-        self._waiting = EMPTY_QUEUE if work.is_opportunistic else QueueSize(work.num_prompts, work.num_prompt_tokens)
+        self._reservation = reservation
+        self._waiting = EMPTY_QUEUE if cost.is_opportunistic else QueueSize(cost.num_prompts, cost.num_prompt_tokens)
         self._replies: set[Reply] = set()
         self._unstarted: set[Reply] = set()
         self._num_tokens: int | None = 0
-        door.adjust_queue_size(tenant, self._waiting)
+        controller.adjust_queue_size(tenant, self._waiting)
 
     @property
     def has_replies(self) -> bool:
         return bool(self._replies)
 
     def attach(self, *replies: Reply) -> None:
-        """Tie it to replies under way: what they come to is what it costs."""
+        """Charge what these replies compute, and keep the reservation until they end."""
         self._replies |= set(replies)
         self._unstarted |= set(replies)
         for reply in replies:
             reply.observer = self
 
     def add_tokens(self, num_tokens: int) -> None:
-        """Tokens that were computed without a reply."""
+        """Add computed tokens that belong to no reply."""
         if self._num_tokens is not None:
             self._num_tokens += num_tokens
 
     def on_started(self, reply: Reply) -> None:
-        """The reply waits no more."""
+        """Remove a reply from the queue size: the engine has started it."""
         if reply in self._unstarted:
             self._unstarted.remove(reply)
-            self._leave(QueueSize(1, 0) if self._unstarted else self._waiting)
+            self._release(QueueSize(1, 0) if self._unstarted else self._waiting)
 
     def on_ended(self, reply: Reply, *, is_whole: bool) -> None:
-        """The reply is over. A search that is cut short has not told what it took: it costs what was reserved."""
+        """Add the tokens of a finished reply, and commit the reservation after the last reply.
+
+        A cancelled beam search has not reported its tokens: it is charged what was reserved.
+        """
         self.on_started(reply)
         params = reply.request.params
         if is_ranked(params) and not is_whole:
@@ -85,130 +95,128 @@ class AdmissionTicket:
             self.add_tokens(reply.num_computed_prompt_tokens + num_drawn)
         self._replies.discard(reply)
         if not self._replies:
-            self._hold.commit(self._num_tokens)
+            self._reservation.commit(self._num_tokens)
 
     def close(self) -> None:
-        """Nothing came of it, or all that was counted."""
-        self._leave(self._waiting)
-        self._hold.commit(self._num_tokens)
+        """End a ticket without replies; charge the tokens added so far."""
+        self._release(self._waiting)
+        self._reservation.commit(self._num_tokens)
 
     def refund(self) -> None:
-        """It was not the request's fault: that costs nothing."""
-        self._leave(self._waiting)
-        self._hold.refund()
+        """End the ticket without any charge: the server could not do the work."""
+        self._release(self._waiting)
+        self._reservation.refund()
 
-    def _leave(self, some: QueueSize) -> None:
+    def _release(self, some: QueueSize) -> None:
         self._waiting = QueueSize(
             self._waiting.num_requests - some.num_requests, self._waiting.num_tokens - some.num_tokens
         )
-        self._door.adjust_queue_size(self._tenant, QueueSize(-some.num_requests, -some.num_tokens))
+        self._controller.adjust_queue_size(self._tenant, QueueSize(-some.num_requests, -some.num_tokens))
 
 
 class AdmissionController:
-    """Counts what has come in: until it is the engine's, and for each tenant until it has started."""
+    """Tracks admitted requests: until the engine has them and, per tenant, until they start."""
 
     def __init__(self, engine: EngineClient, limiter: RateLimiter) -> None:
         self._engine = engine
         self._limiter = limiter
-        self._entering = EMPTY_QUEUE
+        self._arriving_size = EMPTY_QUEUE
         self.is_closed = False
         self._tenants: dict[str, QueueSize] = {}
 
     @asynccontextmanager
-    async def acquire(self, principal: Principal, work: RequestCost) -> AsyncIterator[AdmissionTicket]:
-        """Make a prompt of so much text and submit it, inside the block; the permit must `cover` what comes of it.
+    async def acquire(self, principal: Principal, cost: RequestCost) -> AsyncIterator[AdmissionTicket]:
+        """Admit a request; the block tokenises and submits it and attaches its replies.
 
-        Raises, before it is entered: RateLimitError for the key's or the tenant's share, InvalidRequestError for more
-        at once
-        than the key may ever have, OverloadedError when the queue is full, ShuttingDownError.
+        Raises on entry: RateLimitError (limits of the key, or the tenant's share of the queue), InvalidRequestError
+        (more candidates than the key may ever run), OverloadedError (queue full), ShuttingDownError.
         """
         if self.is_closed:
             raise ShuttingDownError("the server is shutting down; try again in a moment")
         await self._limiter.load_usage(principal)
         health = await self._engine.health()
-        if not work.is_opportunistic:
-            self._check_room(principal.tenant, work, health)
-        permit = AdmissionTicket(self, principal.tenant, work, self._limiter.admit(principal, work))
-        arriving = EMPTY_QUEUE if work.is_opportunistic else QueueSize(work.num_prompts, work.num_prompt_tokens)
-        self._entering = _sum(self._entering, arriving)
+        if not cost.is_opportunistic:
+            self._check_capacity(principal.tenant, cost, health)
+        ticket = AdmissionTicket(self, principal.tenant, cost, self._limiter.admit(principal, cost))
+        size = EMPTY_QUEUE if cost.is_opportunistic else QueueSize(cost.num_prompts, cost.num_prompt_tokens)
+        self._arriving_size = _add(self._arriving_size, size)
         try:
-            yield permit
+            yield ticket
         except (OverloadedError, RateLimitError):
-            permit.refund()
+            ticket.refund()
             raise
         finally:
-            self._entering = _sum(self._entering, QueueSize(*(-number for number in arriving)))
-            if not permit.has_replies:
-                permit.close()
+            self._arriving_size = _add(self._arriving_size, QueueSize(*(-number for number in size)))
+            if not ticket.has_replies:
+                ticket.close()
 
     def close(self) -> None:
-        """Let nobody in from now on."""
+        """Reject all further requests."""
         self.is_closed = True
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody is between the door and the engine."""
-        return self._entering == EMPTY_QUEUE
+        """Whether no admitted request is still on its way to the engine."""
+        return self._arriving_size == EMPTY_QUEUE
 
     def queue_size(self, tenant: str) -> QueueSize:
-        """What of a tenant has come in and not started."""
+        """Return the size of the requests of a tenant that were admitted and have not started."""
         return self._tenants.get(tenant, EMPTY_QUEUE)
 
     def adjust_queue_size(self, tenant: str, some: QueueSize) -> None:
-        """Add to what waits of a tenant, or take from it."""
-        waiting = _sum(self.queue_size(tenant), some)
+        """Add to a tenant's queue size; negative numbers subtract."""
+        waiting = _add(self.queue_size(tenant), some)
         if waiting == EMPTY_QUEUE:
             self._tenants.pop(tenant, None)
         else:
             self._tenants[tenant] = waiting
 
-    def _check_room(self, tenant: str, work: RequestCost, health: EngineHealth) -> None:
-        """Raises: RateLimitError, OverloadedError."""
-        most = QueueSize(health.max_queued_requests, health.max_queued_tokens)
-        if not health.num_waiting or not most.num_requests:  # an idle engine takes what comes, and counts itself
-            most = QueueSize(2**63, most.num_tokens)
-        if not most.num_tokens:
-            most = QueueSize(most.num_requests, 2**63)
+    def _check_capacity(self, tenant: str, cost: RequestCost, health: EngineHealth) -> None:
+        """Check the queue limits. Raises: RateLimitError, OverloadedError."""
+        limits = QueueSize(health.max_queued_requests, health.max_queued_tokens)
+        # An engine with an empty queue accepts any number and checks its own limit.
+        if not health.num_waiting or not limits.num_requests:
+            limits = QueueSize(2**63, limits.num_tokens)
+        if not limits.num_tokens:
+            limits = QueueSize(limits.num_requests, 2**63)
         if tenant:
-            check_tenant_share(self.queue_size(tenant), work.num_prompt_tokens, most)
-        here = QueueSize(health.num_waiting, health.num_waiting_tokens)
-        check_queue(_sum(here, self._entering), work.num_prompt_tokens, most)
+            check_tenant_share(self.queue_size(tenant), cost.num_prompt_tokens, limits)
+        waiting = QueueSize(health.num_waiting, health.num_waiting_tokens)
+        check_queue(_add(waiting, self._arriving_size), cost.num_prompt_tokens, limits)
 
 
-def _sum(a: QueueSize, b: QueueSize) -> QueueSize:
+def _add(a: QueueSize, b: QueueSize) -> QueueSize:
     return QueueSize(a.num_requests + b.num_requests, a.num_tokens + b.num_tokens)
 
 
-UNTHROTTLED_BYTES = 16_384
-MAX_CONCURRENT_TEXTS = 2
-MAX_QUEUED_BYTES = 32 << 20  # of an owner, the one whose turn it is included
-
-
 class TokenizeThrottle:
-    """One at a time for each owner, `MAX_CONCURRENT_TEXTS` for all."""
+    """Limits concurrent tokenisation of long texts.
+
+    One text per owner is tokenised at a time, and `MAX_CONCURRENT_TEXTS` in total.
+    """
 
     def __init__(self) -> None:
-        self._lines: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._places = asyncio.Semaphore(MAX_CONCURRENT_TEXTS)
+        self._owner_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT_TEXTS)
         self._num_bytes: Counter[str] = Counter()
 
     @asynccontextmanager
     async def acquire(self, owner: str, num_bytes: int) -> AsyncIterator[None]:
-        """Wait for it, with a text of so many bytes; a short one need not.
+        """Wait until a text of this size may be tokenised; short texts do not wait.
 
-        Raises: RateLimitError when too much of the owner waits already.
+        Raises: RateLimitError if texts of more than `MAX_QUEUED_BYTES` of the owner are waiting.
         """
         if num_bytes <= UNTHROTTLED_BYTES:
             yield
             return
         if self._num_bytes[owner] + num_bytes > MAX_QUEUED_BYTES and self._num_bytes[owner]:
             raise RateLimitError(f"{self._num_bytes[owner]} bytes of text are being counted already; try again later")
-        line = self._lines.get(owner)
-        if line is None:
-            line = self._lines[owner] = asyncio.Lock()
+        lock = self._owner_locks.get(owner)
+        if lock is None:
+            lock = self._owner_locks[owner] = asyncio.Lock()
         self._num_bytes[owner] += num_bytes
         try:
-            async with line, self._places:
+            async with lock, self._slots:
                 yield
         finally:
             self._num_bytes[owner] -= num_bytes

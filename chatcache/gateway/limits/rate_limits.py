@@ -1,19 +1,10 @@
-"""What a key may take: requests and tokens a minute, so much at once, tokens a day.
+"""Limits of API keys: requests and tokens per minute, concurrent candidates, tokens per day.
 
-    admit: reserves what the work may come to --- the reply runs --- settle: what it came to instead
+    admit: reserve the largest cost -> reply runs -> commit: charge the actual cost and return the rest
 
-Tokens are those that are computed: prompt tokens that were not found in the cache, and every token drawn, of each
-candidate or beam. A request counts once for each of its candidates. A refusal tells how long to wait, and whoever waits
-so long is let in, unless the same key took more meanwhile.
-
-A bucket that fills steadily: what a key may take in a minute, with a minute's worth at once after a pause.
-
-    level <= limit --- take(cost) ---> level - cost, refilled by `limit` a minute
-
-Whole numbers throughout (a token is MINUTE_NS units, a nanosecond brings `limit` of them), so that whoever waited as
-long as they were told is let in, to the nanosecond.
-
-How often somebody may do something.
+Only computed tokens count: prompt tokens that were not cached, and every token sampled for each candidate or beam. A
+request counts once per candidate. A rejection states how long to wait; a request that is sent again after that time is
+accepted, unless the same key used more in the meantime.
 """
 
 from __future__ import annotations
@@ -28,11 +19,17 @@ from chatcache.errors import InvalidRequestError, QuotaExceededError, RateLimitE
 from chatcache.gateway.auth.principal import KeyLimits, Principal
 from chatcache.gateway.limits.usage import DailyUsage
 
+RESERVED_TOKENS = 256  # reserved for a candidate without a limit; most are shorter
+SECOND_NS = 1_000_000_000
+CLEANUP_INTERVAL_S = 5.0
+RATE_HEADERS = tuple(
+    f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+)
 MINUTE_NS = 60_000_000_000
 
 
 class TokenBucket:
-    """Token bucket: `limit` tokens are refilled in each period, and at most `burst` tokens are available at once.
+    """Token bucket: `limit` tokens per period are refilled, and it holds at most `burst` tokens.
 
     Full at first. Times are nanoseconds of a monotonic clock. The arithmetic is exact (a token is `period_ns` units and
     each nanosecond adds `limit` units), so a caller that waits for `wait_ns` is admitted to the nanosecond.
@@ -76,20 +73,12 @@ class TokenBucket:
         return min(self._capacity, self._level + (now_ns - self._updated_ns) * self.limit)
 
 
-RESERVED_TOKENS = 256  # of a candidate that may get as long as the context allows: few do
-SECOND_NS = 1_000_000_000
-CLEANUP_INTERVAL_S = 5.0
-RATE_HEADERS = tuple(
-    f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset")
-)
-
-
 @dataclass(frozen=True, slots=True)
 class RequestCost:
-    """What is asked for, as far as can be told before the text is tokenised.
+    """Estimated cost of a request, before its text is tokenised.
 
-    `width`: candidates or beams, of all prompts; `max_tokens` of each, None for as many as go. `is_side`: computed
-    while nobody else needs the engine; it costs its tokens only.
+    `width`: candidates or beams of all prompts. `max_tokens`: of each candidate, None for no limit. `is_opportunistic`:
+    runs only while the engine is idle and is charged for its tokens, but not as a request.
     """
 
     num_prompt_tokens: int
@@ -100,7 +89,7 @@ class RequestCost:
 
     @property
     def num_tokens(self) -> int:
-        """What to reserve for it."""
+        """Number of tokens to reserve."""
         each = RESERVED_TOKENS if self.max_tokens is None else self.max_tokens
         return self.num_prompt_tokens + self.width * each
 
@@ -110,27 +99,30 @@ class RequestCost:
 
 
 class Reservation:
-    """Work that was admitted, until it is settled. Every method may be called again, and then does nothing."""
+    """The reserved cost of an admitted request.
 
-    def __init__(self, account: KeyAccount | None, work: RequestCost) -> None:
+    Only the first call of `commit` or `refund` has an effect.
+    """
+
+    def __init__(self, account: KeyAccount | None, cost: RequestCost) -> None:
         self._account = account
-        self._work = work
+        self._cost = cost
 
     def commit(self, num_tokens: int | None) -> None:
-        """The work is over and came to so many tokens; None: as many as were reserved."""
+        """Charge the tokens that were computed; None charges what was reserved."""
         account, self._account = self._account, None
         if account is not None:
-            account.commit(self._work, self._work.num_tokens if num_tokens is None else num_tokens)
+            account.commit(self._cost, self._cost.num_tokens if num_tokens is None else num_tokens)
 
     def refund(self) -> None:
-        """The server could not take the work: it costs nothing."""
+        """Return the reservation without any charge: the server could not do the work."""
         account, self._account = self._account, None
         if account is not None:
-            account.refund(self._work)
+            account.refund(self._cost)
 
 
 class KeyAccount:
-    """What one key has taken lately. Nothing here waits: deciding and taking are one step."""
+    """Recent usage of one API key. `admit` never awaits, so checking and reserving are atomic."""
 
     def __init__(self, key_id: str, limits: KeyLimits, usage: DailyUsage, clock_ns: Callable[[], int]) -> None:
         self.limits = limits
@@ -138,96 +130,102 @@ class KeyAccount:
         self._usage = usage
         self._clock_ns = clock_ns
         now_ns = clock_ns()
-        self._requests = _bucket(limits.requests_per_minute, now_ns)
-        self._tokens = _bucket(limits.tokens_per_minute, now_ns)
+        self._requests = _new_bucket(limits.requests_per_minute, now_ns)
+        self._tokens = _new_bucket(limits.tokens_per_minute, now_ns)
         self._num_running = 0  # candidates
-        self._num_reserved = 0  # tokens, of work that is not settled
+        self._num_reserved = 0  # tokens of reservations that are not committed
 
     @property
     def is_idle(self) -> bool:
-        """Whether a new account would be the same."""
+        """Whether a new account would have the same state."""
         buckets, now_ns = (self._requests, self._tokens), self._clock_ns()
         is_full = all(bucket is None or not bucket.full_in_ns(now_ns) for bucket in buckets)
         return is_full and not self._num_running and not self._num_reserved
 
-    def admit(self, work: RequestCost) -> None:
-        """Reserve what the work may come to, or nothing.
+    def admit(self, cost: RequestCost) -> None:
+        """Reserve the cost of a request, or nothing.
 
         Raises: InvalidRequestError for more candidates than may ever run at once, QuotaExceededError, RateLimitError.
         """
         now_ns = self._clock_ns()
-        self._check_running(work)
-        waits_s = self._waits_s(work, now_ns)
-        self._check_day(max((wait_s for wait_s, *_ in waits_s), default=0))
-        self._check_minute(waits_s)
+        self._check_running(cost)
+        waits = self._waits(cost, now_ns)
+        self._check_day(max((wait_s for wait_s, *_ in waits), default=0))
+        self._check_minute(waits)
         if self._requests is not None:
-            self._requests.consume(work.num_requests, now_ns)
+            self._requests.consume(cost.num_requests, now_ns)
         if self._tokens is not None:
-            self._tokens.consume(work.num_tokens, now_ns)
-        self._num_running += work.num_requests
-        self._num_reserved += work.num_tokens
+            self._tokens.consume(cost.num_tokens, now_ns)
+        self._num_running += cost.num_requests
+        self._num_reserved += cost.num_tokens
 
-    def commit(self, work: RequestCost, num_tokens: int) -> None:
-        self._release(work, num_tokens)
+    def commit(self, cost: RequestCost, num_tokens: int) -> None:
+        self._release(cost, num_tokens)
         if self.limits.tokens_per_day is not None:
             self._usage.add(self._key_id, num_tokens)
 
-    def refund(self, work: RequestCost) -> None:
-        self._release(work, 0)
+    def refund(self, cost: RequestCost) -> None:
+        self._release(cost, 0)
         if self._requests is not None:
-            self._requests.refund(work.num_requests, self._clock_ns())
+            self._requests.refund(cost.num_requests, self._clock_ns())
 
     def headers(self) -> dict[str, str]:
-        """The state now, as OpenAI's clients know it. Tokens are the minute's; the day's where only that is limited."""
-        now_ns, told = self._clock_ns(), dict[str, str]()
+        """Return `x-ratelimit-*` headers as defined by OpenAI.
+
+        Token headers describe the limit per minute, or the daily limit if that is the only one.
+        """
+        now_ns, headers = self._clock_ns(), dict[str, str]()
         for kind, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket is not None:
-                told |= _told(kind, bucket.limit, bucket.remaining(now_ns), bucket.full_in_ns(now_ns))
-        most = self.limits.tokens_per_day
-        if self._tokens is None and most is not None:
-            left = max(0, most - self._usage.used(self._key_id) - self._num_reserved)
-            told |= _told("tokens", most, left, self._usage.day_ends_in_s() * SECOND_NS)
-        return told
+                headers |= _rate_headers(kind, bucket.limit, bucket.remaining(now_ns), bucket.full_in_ns(now_ns))
+        limit = self.limits.tokens_per_day
+        if self._tokens is None and limit is not None:
+            left = max(0, limit - self._usage.used(self._key_id) - self._num_reserved)
+            headers |= _rate_headers("tokens", limit, left, self._usage.day_ends_in_s() * SECOND_NS)
+        return headers
 
-    def _release(self, work: RequestCost, num_tokens: int) -> None:
-        self._num_running -= work.num_requests
-        self._num_reserved -= work.num_tokens
+    def _release(self, cost: RequestCost, num_tokens: int) -> None:
+        self._num_running -= cost.num_requests
+        self._num_reserved -= cost.num_tokens
         if self._tokens is not None:
-            self._tokens.refund(work.num_tokens - num_tokens, self._clock_ns())
+            self._tokens.refund(cost.num_tokens - num_tokens, self._clock_ns())
 
-    def _check_running(self, work: RequestCost) -> None:
-        most = self.limits.max_concurrent
-        if most is None or not work.num_requests:
+    def _check_running(self, cost: RequestCost) -> None:
+        limit = self.limits.max_concurrent
+        if limit is None or not cost.num_requests:
             return
-        if work.width > most:
+        if cost.width > limit:
             raise InvalidRequestError(
-                f"this key may have {most} candidates at once, and this asks for {work.width}", param="n"
+                f"this key may have {limit} candidates at once, and this asks for {cost.width}", param="n"
             )
-        if self._num_running + work.width > most:
+        if self._num_running + cost.width > limit:
             raise RateLimitError(
-                f"{self._num_running} candidates of this key are running, of at most {most} at once; "
+                f"{self._num_running} candidates of this key are running, of at most {limit} at once; "
                 "try again when one has ended"
             )
 
     def _check_day(self, wait_s: int) -> None:
-        """`wait_s`: how long the minute's limits ask to wait anyway."""
-        most = self.limits.tokens_per_day
-        if most is None:
+        """Check the daily limit. `wait_s`: how long the limits per minute require to wait.
+
+        Raises: QuotaExceededError, RateLimitError.
+        """
+        limit = self.limits.tokens_per_day
+        if limit is None:
             return
         used = self._usage.used(self._key_id)
-        if used >= most:
+        if used >= limit:
             raise QuotaExceededError(
-                f"this key's {most} tokens of the day are used up; the next day begins at 00:00 UTC",
+                f"this key's {limit} tokens of the day are used up; the next day begins at 00:00 UTC",
                 retry_after_s=max(self._usage.day_ends_in_s(), wait_s),
             )
-        if used + self._num_reserved >= most:
+        if used + self._num_reserved >= limit:
             raise RateLimitError(
-                f"what is running may use up this key's {most} tokens of the day; try again when it has ended"
+                f"what is running may use up this key's {limit} tokens of the day; try again when it has ended"
             )
 
-    def _check_minute(self, waits_s: Sequence[tuple[int, str, TokenBucket, int]]) -> None:
-        """Raises: RateLimitError for the limit that takes longest."""
-        wait_s, kind, bucket, cost = max(waits_s, key=itemgetter(0), default=(0, "", None, 0))
+    def _check_minute(self, waits: Sequence[tuple[int, str, TokenBucket, int]]) -> None:
+        """Check the limits per minute. Raises: RateLimitError for the longest wait."""
+        wait_s, kind, bucket, cost = max(waits, key=itemgetter(0), default=(0, "", None, 0))
         if bucket is not None and wait_s:
             raise RateLimitError(
                 f"this key may take {bucket.limit} {kind} a minute, and this needs {cost}; "
@@ -235,9 +233,9 @@ class KeyAccount:
                 retry_after_s=wait_s,
             )
 
-    def _waits_s(self, work: RequestCost, now_ns: int) -> list[tuple[int, str, TokenBucket, int]]:
-        """Of each limit of the minute: how long to wait, whole seconds, and for what."""
-        wanted = (("requests", self._requests, work.num_requests), ("tokens", self._tokens, work.num_tokens))
+    def _waits(self, cost: RequestCost, now_ns: int) -> list[tuple[int, str, TokenBucket, int]]:
+        """Compute for each limit per minute: seconds to wait (rounded up), name, bucket, cost."""
+        wanted = (("requests", self._requests, cost.num_requests), ("tokens", self._tokens, cost.num_tokens))
         return [
             (-(-bucket.wait_ns(cost, now_ns) // SECOND_NS), kind, bucket, cost)
             for kind, bucket, cost in wanted
@@ -246,7 +244,7 @@ class KeyAccount:
 
 
 class RateLimiter:
-    """The accounts of all keys that have limits."""
+    """The accounts of all API keys that have limits."""
 
     def __init__(self, usage: DailyUsage | None = None, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self.usage = usage if usage is not None else DailyUsage()
@@ -255,34 +253,34 @@ class RateLimiter:
 
     @property
     def num_accounts(self) -> int:
-        """Keys that took something lately."""
+        """Number of keys with recent usage."""
         return len(self._accounts)
 
     async def load_usage(self, principal: Principal) -> None:
-        """Have the store tell, once a day, what the key has used of it."""
+        """Load today's usage of the key from the store, if it has a daily limit."""
         if principal.limits.tokens_per_day is not None:
             await self.usage.load()
 
-    def admit(self, principal: Principal, work: RequestCost) -> Reservation:
-        """Raises: as `KeyAccount.admit`."""
+    def admit(self, principal: Principal, cost: RequestCost) -> Reservation:
+        """Reserve the cost for the key. Raises: as `KeyAccount.admit`."""
         if principal.limits == KeyLimits():
-            return Reservation(None, work)
+            return Reservation(None, cost)
         account = self._account(principal)
-        account.admit(work)
-        return Reservation(account, work)
+        account.admit(cost)
+        return Reservation(account, cost)
 
     def headers(self, principal: Principal) -> dict[str, str]:
-        """`x-ratelimit-*` of an answer; none for a key without limits."""
+        """Return `x-ratelimit-*` headers of a response; none for a key without limits."""
         return {} if principal.limits == KeyLimits() else self._account(principal).headers()
 
     async def cleanup_loop(self) -> None:
-        """Tidy every few seconds, for ever."""
+        """Call `cleanup` every `CLEANUP_INTERVAL_S`, until cancelled."""
         while True:
             await asyncio.sleep(CLEANUP_INTERVAL_S)
             await self.cleanup()
 
     async def cleanup(self) -> None:
-        """Store what was used; forget who is as good as new."""
+        """Store token usage and drop idle accounts."""
         for key_id in [key_id for key_id, account in self._accounts.items() if account.is_idle]:
             del self._accounts[key_id]
         await self.usage.flush()
@@ -295,11 +293,11 @@ class RateLimiter:
         return account
 
 
-def _bucket(limit: int | None, now_ns: int) -> TokenBucket | None:
+def _new_bucket(limit: int | None, now_ns: int) -> TokenBucket | None:
     return TokenBucket(limit, now_ns) if limit is not None else None
 
 
-def _told(kind: str, limit: int, remaining: int, reset_ns: int) -> dict[str, str]:
+def _rate_headers(kind: str, limit: int, remaining: int, reset_ns: int) -> dict[str, str]:
     return {
         f"x-ratelimit-limit-{kind}": str(limit),
         f"x-ratelimit-remaining-{kind}": str(remaining),
@@ -308,7 +306,7 @@ def _told(kind: str, limit: int, remaining: int, reset_ns: int) -> dict[str, str
 
 
 def _duration(ns: int) -> str:
-    """As OpenAI writes it: 20ms, 7s, 1m30s, 2h5m0s. Rounded up."""
+    """Format a duration as OpenAI does: 20ms, 7s, 1m30s, 2h5m0s. Rounds up."""
     if ns < SECOND_NS:
         return f"{-(-ns // 1_000_000)}ms"
     minutes, seconds = divmod(-(-ns // SECOND_NS), 60)

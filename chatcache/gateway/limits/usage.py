@@ -1,7 +1,7 @@
-"""How many tokens each key has used today (UTC): as the store knows it, and what it has yet to be told.
+"""Tokens that each API key has used today (UTC): stored counts plus counts not yet stored.
 
-A store that does not answer keeps nobody out: what is used meanwhile is kept here and stored later. Several gateways
-over one store hear of each other's usage at every flush. A gateway that dies takes what it had not stored.
+Usage is kept in memory and stored later while the store does not answer, so that an outage does not reject requests.
+Several gateways on one store see each other's usage after each flush. A gateway that is killed loses unstored counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class UsageStore(Protocol):
-    """The part of a key store that is needed here."""
+    """The methods of a key store that daily usage needs."""
 
     async def add_usage(self, day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None: ...
 
@@ -29,7 +29,10 @@ class UsageStore(Protocol):
 
 
 class DailyUsage:
-    """One gateway's books. Without a `store`, kept until the process ends."""
+    """Daily token counts of one gateway. Without a `store` they last until the process ends.
+
+    Counts are sent with a writer id and a number, so that the store can ignore a batch that it already has.
+    """
 
     def __init__(self, *, wall_s: Callable[[], float] = time.time) -> None:
         self.store: UsageStore | None = None
@@ -38,21 +41,21 @@ class DailyUsage:
         self._stored_day = -1
         self._unstored: dict[int, Counter[str]] = {}
         self._writer = secrets.token_hex(8)
-        self._number = 0
-        self._doubtful: dict[int, tuple[int, Counter[str]]] = {}  # sent under a number, and not known to be stored
-        self._turn = asyncio.Lock()
+        self._last_number = 0
+        self._unconfirmed: dict[int, tuple[int, Counter[str]]] = {}  # sent, with no reply yet: day -> number, counts
+        self._lock = asyncio.Lock()
 
     @property
     def today(self) -> int:
         return utc_day(self.wall_s())
 
     def used(self, key_id: str) -> int:
-        """Tokens used today, as far as known."""
+        """Tokens used today, by all gateways as of the last read plus unstored ones."""
         stored = self._stored.get(key_id, 0) if self._stored_day == self.today else 0
         return stored + self._unstored.get(self.today, Counter())[key_id]
 
     def day_ends_in_s(self) -> int:
-        """Seconds to the next day, rounded up."""
+        """Seconds until the next day (UTC), rounded up."""
         return DAY_S - int(self.wall_s()) % DAY_S
 
     def add(self, key_id: str, num_tokens: int) -> None:
@@ -60,44 +63,47 @@ class DailyUsage:
             self._unstored.setdefault(self.today, Counter())[key_id] += num_tokens
 
     async def load(self) -> None:
-        """Learn what was used before this gateway's first request of the day."""
+        """Read today's stored usage, unless it was read already."""
         if self.store is None or self._stored_day == self.today:
             return
-        async with self._turn:
+        async with self._lock:
             if self._stored_day == self.today:
                 return
             try:
                 await self._read(self.store)
             except StoreUnavailableError:
-                log.warning("the store does not tell what keys have used today")
+                log.warning("could not read today's token usage from the store")
 
     async def flush(self) -> None:
-        """Store what it has not been told, and read what others added. What cannot be stored now stays."""
+        """Store the unstored counts and read those of other gateways. Keep what cannot be stored."""
         if self.store is None:
             self._unstored = {day: tokens for day, tokens in self._unstored.items() if day == self.today}
             return
         if not self._unstored and self._stored_day < 0:
-            return  # nobody's days are counted here
-        async with self._turn:
+            return  # no key has a daily limit
+        async with self._lock:
             try:
                 for day in list(self._unstored):
-                    if day in self._doubtful:
+                    if day in self._unconfirmed:
                         await self._send(self.store, day)
                     if day in self._unstored:
                         await self._send(self.store, day)
                 await self._read(self.store)
             except StoreUnavailableError:
-                log.warning("the store takes no usage of keys just now; it is kept")
+                log.warning("could not store token usage; keeping it in memory")
 
     async def _send(self, store: UsageStore, day: int) -> None:
-        """Have a day's tokens stored: those that it may have stored already as they were sent then, or else all."""
-        if day not in self._doubtful:
-            self._number += 1
-            self._doubtful[day] = self._number, Counter(self._unstored[day])
-        number, tokens = self._doubtful[day]
+        """Store the counts of a day.
+
+        A batch that may have been stored already is sent again unchanged, under its old number.
+        """
+        if day not in self._unconfirmed:
+            self._last_number += 1
+            self._unconfirmed[day] = self._last_number, Counter(self._unstored[day])
+        number, tokens = self._unconfirmed[day]
         await store.add_usage(day, tokens, writer=self._writer, number=number)
-        del self._doubtful[day]
-        self._unstored[day] -= tokens  # more may have come meanwhile
+        del self._unconfirmed[day]
+        self._unstored[day] -= tokens  # more may have been added since
         if not self._unstored[day]:
             del self._unstored[day]
         if day == self._stored_day:

@@ -1,4 +1,7 @@
-"""From a request's body to a response under way, whatever the transport."""
+"""Create a response from a request body: validate, plan, submit and store its input.
+
+HTTP and WebSocket share this path.
+"""
 
 from __future__ import annotations
 
@@ -44,72 +47,90 @@ async def start_response(
     principal: Principal,
     body: Mapping[str, Any],
     *,
-    watched: bool = False,
-    once: IdempotencyKey | None = None,
+    extended: bool = False,
+    idempotency_key: IdempotencyKey | None = None,
 ) -> LiveResponse:
-    """Validate, plan, submit, store the input; from here on the run goes by itself.
+    """Validate, plan and submit a response and store its input; then it runs by itself.
 
-    `watched`: whoever asked reads `chatcache.v1` frames too. Once the engine has the request, it begins even if whoever
-    asked stops waiting for it. Steering input that waits for the same previous response comes in front of the body's.
-    Raises: any ChatcacheError; then nothing was stored (StoreUnavailableError: perhaps) and nothing runs.
+    `extended`: the client reads `chatcache.v1` frames. If the caller is cancelled after the submit, the response still
+    starts. Steering input that waits for the same previous response is put before the input of the body.
+
+    Raises: any ChatcacheError. Then nothing runs and nothing was stored (after StoreUnavailableError: perhaps).
     """
-    steered = _steered_before(gateway, principal.owner, body)
-    if steered is None:
-        return await _start(gateway, principal, body, watched, once)
-    steers, steered.steers = steered.steers, ()
+    previous = _response_with_steers(gateway, principal.owner, body)
+    if previous is None:
+        return await _start(gateway, principal, body, extended, idempotency_key)
+    steers, previous.steers = previous.steers, ()
     try:
         return await _start(
-            gateway, principal, {**body, "input": queued_input(steers, body.get("input"))}, watched, once
+            gateway, principal, {**body, "input": queued_input(steers, body.get("input"))}, extended, idempotency_key
         )
     except BaseException:
-        steered.steers = steers
+        previous.steers = steers
         raise
 
 
 async def start_idempotent_response(
-    gateway: Gateway, principal: Principal, body: Mapping[str, Any], once: IdempotencyKey, *, watched: bool = False
+    gateway: Gateway,
+    principal: Principal,
+    body: Mapping[str, Any],
+    idempotency_key: IdempotencyKey,
+    *,
+    extended: bool = False,
 ) -> LiveResponse | str:
-    """`start_response`, or the id of the response that the same request started before.
+    """Start a response, or return the id of the response that an equal request has started.
 
-    Raises: IdempotencyConflictError for a key that came with another request.
+    Raises: IdempotencyConflictError if a different request has used the key.
     """
     if body.get("store") is False:
-        raise InvalidRequestError("an Idempotency-Key needs store: nothing else can be answered again", param="store")
-    async with gateway.idempotency_locks.get(principal.owner, once):
-        found = await once.find_target(gateway.opened_store(), principal.owner)
-        if found is not None:
-            return found
+        raise InvalidRequestError(
+            "an Idempotency-Key needs store: only a stored response can be returned again", param="store"
+        )
+    async with gateway.idempotency_locks.get(principal.owner, idempotency_key):
+        target = await idempotency_key.find_target(gateway.opened_store(), principal.owner)
+        if target is not None:
+            return target
         try:
-            return await start_response(gateway, principal, body, watched=watched, once=once)
-        except IdempotencyConflictError as taken:  # through another gateway
-            return once.resolve(taken.claim)
+            return await start_response(gateway, principal, body, extended=extended, idempotency_key=idempotency_key)
+        except IdempotencyConflictError as error:  # another gateway has used the key
+            return idempotency_key.resolve(error.claim)
 
 
 async def _start(
-    gateway: Gateway, principal: Principal, body: Mapping[str, Any], watched: bool, once: IdempotencyKey | None = None
+    gateway: Gateway,
+    principal: Principal,
+    body: Mapping[str, Any],
+    extended: bool,
+    idempotency_key: IdempotencyKey | None = None,
 ) -> LiveResponse:
     fields, sampling = parse_fields(body, ResponseFields), parse_fields(body, SamplingFields)
     ignored = unknown_fields(body, ResponseFields, SamplingFields)
     if fields.background and fields.store is False:
-        raise InvalidRequestError("background needs store: nobody could read the response", param="background")
+        raise InvalidRequestError("background needs store: the response could not be retrieved", param="background")
     model = await gateway.require_model(fields.model)
     await gateway.pending_saves.flush(
         fields.previous_response_id, fields.previous_item_id, conversation_id(fields.conversation)
     )
-    running = await find_running_reply(gateway, principal.owner, fields)
-    use = parse_response_tools(model, fields)
-    request = build_turn_request(fields, principal.owner, gateway.model_name, use.functions, running)
-    asked = to_params(sampling, _asked(fields, sampling, watched), model.tokenizer.vocab_size)
+    reply_prefix = await find_running_reply(gateway, principal.owner, fields)
+    tools = parse_response_tools(model, fields)
+    request = build_turn_request(fields, principal.owner, gateway.model_name, tools.functions, reply_prefix)
+    sampling_params = to_params(sampling, _route_params(fields, sampling, extended), model.tokenizer.vocab_size)
     if fields.generate is False:
-        asked = SamplingParams(temperature=0.0, max_tokens=1)  # its one token is thrown away
-    work = request_cost(asked, sum(len(message["content"]) for message in request.input))
-    async with gateway.admission.acquire(principal, work) as permit:
+        sampling_params = SamplingParams(temperature=0.0, max_tokens=1)  # the one token is discarded
+    cost = request_cost(sampling_params, sum(len(message["content"]) for message in request.input))
+    async with gateway.admission.acquire(principal, cost) as ticket:
         planned = await model.conversations.plan(request)
-        if planned.prefix is not None:  # a reply goes on as it began
-            use = replace(use, names=frozenset(each.name for each in planned.request.functions) or None, limits=None)
-        params = constrain_to_tools(asked, use, model.service.reply_format, model.tokenizer, planned.prompt.token_ids)
-        thinks = asked.structured_outputs is None or params is not asked
-        planned = replace(planned, turn=replace(planned.turn, echo=_echo(fields, params, planned, use, ignored)))
+        if planned.prefix is not None:  # a continued reply keeps its tools
+            tools = replace(
+                tools, names=frozenset(each.name for each in planned.request.functions) or None, limits=None
+            )
+        params = constrain_to_tools(
+            sampling_params, tools, model.service.reply_format, model.tokenizer, planned.prompt.token_ids
+        )
+        has_reasoning = sampling_params.structured_outputs is None or params is not sampling_params
+        planned = replace(
+            planned, turn=replace(planned.turn, echo=_echo_fields(fields, params, planned, tools, ignored))
+        )
         engine_request = GenerateRequest(
             request_id=planned.turn.id,
             prompt=planned.prompt.token_ids,
@@ -118,48 +139,50 @@ async def _start(
             num_public_tokens=planned.prompt.num_public_tokens,
             conversation_id=planned.conversation_id if request.store else "",
             priority=gateway.priority(fields.priority),
-            fork_of=ForkPoint(running.turn.id, running.index) if running is not None else None,
+            fork_of=ForkPoint(reply_prefix.turn.id, reply_prefix.index) if reply_prefix is not None else None,
             explain=bool(fields.explain),
         )
         start = model.service.start
-        named = rename_constraint_param(sampling.structured_outputs, "text", "tools" if use.limits else None)
-        with rename_error_params(max_tokens="max_output_tokens"), named:
-            reply = await start(engine_request, planned.prompt.text, planned.prefix, use.names, thinks, principal.owner)
-        permit.attach(reply)
+        renamed = rename_constraint_param(sampling.structured_outputs, "text", "tools" if tools.limits else None)
+        with rename_error_params(max_tokens="max_output_tokens"), renamed:
+            reply = await start(
+                engine_request, planned.prompt.text, planned.prefix, tools.names, has_reasoning, principal.owner
+            )
+        ticket.attach(reply)
 
-    async def succeed(successor: Mapping[str, Any]) -> str:
-        return (await _start(gateway, principal, successor, watched)).id
+    async def start_successor(successor: Mapping[str, Any]) -> str:
+        return (await _start(gateway, principal, successor, extended)).id
 
-    order = RunOptions(principal, body, fields.generate is not False, _ttl_s(gateway, fields), succeed)
-    claim = once.claim(planned.turn.id) if once is not None else None
-    opening = asyncio.create_task(_open(gateway, model, planned, reply, order, claim))
+    options = RunOptions(principal, body, fields.generate is not False, _ttl_s(gateway, fields), start_successor)
+    claim = idempotency_key.claim(planned.turn.id) if idempotency_key is not None else None
+    opening = asyncio.create_task(_open_conversation(gateway, model, planned, reply, options, claim))
     opening.add_done_callback(lambda task: task.cancelled() or task.exception())
     return await asyncio.shield(opening)
 
 
-async def _open(
-    gateway: Gateway, model: Model, planned: PlannedTurn, reply: Reply, order: RunOptions, claim: Claim | None
+async def _open_conversation(
+    gateway: Gateway, model: Model, planned: PlannedTurn, reply: Reply, options: RunOptions, claim: Claim | None
 ) -> LiveResponse:
     try:
         conversation = await model.conversations.open(planned, claim)
     except BaseException:
         await reply.close()
         raise
-    run = LiveResponse(gateway, model, planned, conversation, reply, order)
+    run = LiveResponse(gateway, model, planned, conversation, reply, options)
     run.start()
     return run
 
 
 def _ttl_s(gateway: Gateway, fields: ResponseFields) -> float | None:
-    """How long the response outlives its last reader; None: until it is done."""
+    """How long the response continues without a reader; None means until it is complete."""
     if fields.store is False:
         return 0.0
     return None if fields.background else gateway.config.disconnect_grace_period_s
 
 
-def _asked(fields: ResponseFields, sampling: SamplingFields, watched: bool) -> RouteParams:
+def _route_params(fields: ResponseFields, sampling: SamplingFields, extended: bool) -> RouteParams:
     for name in ("stream_beams", "explain"):
-        if getattr(fields, name) and not watched:
+        if getattr(fields, name) and not extended:
             raise UnsupportedParameterError(f"{name} needs the subprotocol chatcache.v1", param=name)
     return RouteParams(
         max_tokens=fields.max_output_tokens,
@@ -172,50 +195,50 @@ def _asked(fields: ResponseFields, sampling: SamplingFields, watched: bool) -> R
 
 
 async def find_running_reply(gateway: Gateway, owner: str, fields: ResponseFields) -> ReplyPrefix | None:
-    """The reply to continue, where it is still being generated: as far as it goes, or up to `fork_at`.
+    """Return the prefix of a running reply that the request continues, up to `fork_at` if given.
 
     Raises: InvalidRequestError.
     """
     _check_fork(fields)
-    found: tuple[Run, int] | None = None
+    target: tuple[Run, int] | None = None
     if fields.previous_item_id is not None:
         for run in gateway.responses.running(owner):
             index = run.candidate_index(fields.previous_item_id)
             if index is not None and run.log.terminal is None:
-                found = run, index
+                target = run, index
     elif fields.previous_response_id is not None:
         logged = gateway.responses.find(owner, fields.previous_response_id)
         if logged is not None and logged.run is not None and logged.log.terminal is None:
-            found = logged.run, logged.run.first_active_candidate
-    if found is None:
+            target = logged.run, logged.run.first_active_candidate
+    if target is None:
         return None
-    start = await found[0].reply_prefix(found[1], fields.fork_at, fields.fork_with)
+    start = await target[0].reply_prefix(target[1], fields.fork_at, fields.fork_with)
     if not start.ids:
         name = "previous_item_id" if fields.previous_item_id is not None else "previous_response_id"
-        raise InvalidRequestError(f"{name}: nothing has been said there yet", param=name, code="nothing_to_fork")
+        raise InvalidRequestError(f"{name}: the response has no text yet", param=name, code="nothing_to_fork")
     return start
 
 
 def _check_fork(fields: ResponseFields) -> None:
-    """Raises: InvalidRequestError for fields of a fork that do not go together."""
+    """Check the combination of fork fields. Raises: InvalidRequestError."""
     if fields.fork_with is None:
         if fields.fork_at == 0:
             raise InvalidRequestError("fork_at must be at least 1, or 0 with fork_with", param="fork_at")
     elif fields.fork_at is None:
-        raise InvalidRequestError("fork_with needs fork_at: behind how many tokens", param="fork_with")
+        raise InvalidRequestError("fork_with needs fork_at: the number of tokens before it", param="fork_with")
     elif fields.input is not None and fields.input != []:
-        raise InvalidRequestError("fork_with goes on with a reply: leave input out", param="fork_with")
+        raise InvalidRequestError("fork_with continues a reply and cannot be combined with input", param="fork_with")
 
 
-def _steered_before(gateway: Gateway, owner: str, body: Mapping[str, Any]) -> LoggedResponse | None:
-    """The response to continue, if steering input waits there for function outputs."""
+def _response_with_steers(gateway: Gateway, owner: str, body: Mapping[str, Any]) -> LoggedResponse | None:
+    """Return the previous response if steering input waits there for function outputs."""
     previous = body.get("previous_response_id")
     logged = gateway.responses.find(owner, previous) if isinstance(previous, str) else None
     return logged if logged is not None and logged.steers else None
 
 
 def parse_response_tools(model: Model, fields: ResponseFields) -> ToolUse:
-    """What the request says of tools. Raises: InvalidRequestError, UnsupportedParameterError."""
+    """Parse the tool fields. Raises: InvalidRequestError, UnsupportedParameterError."""
     return parse_tool_choice(model.service.reply_format, fields.tools, fields.tool_choice, fields.parallel_tool_calls)
 
 
@@ -224,9 +247,12 @@ def build_turn_request(
     owner: str,
     model_name: str,
     functions: tuple[Function, ...] = (),
-    running: ReplyPrefix | None = None,
+    reply_prefix: ReplyPrefix | None = None,
 ) -> TurnRequest:
-    """Where and what. Raises: InvalidRequestError, UnsupportedParameterError."""
+    """Convert the fields of a request into a turn request.
+
+    Raises: InvalidRequestError, UnsupportedParameterError.
+    """
     _check_fork(fields)
     return TurnRequest(
         owner=owner,
@@ -240,7 +266,7 @@ def build_turn_request(
         fork_at=fields.fork_at,
         fork_with=fields.fork_with,
         rev=fields.rev,
-        running_prefix=running,
+        running_prefix=reply_prefix,
         functions=functions,
     )
 
@@ -253,10 +279,10 @@ def _logprobs(fields: ResponseFields) -> int | None:
     return None
 
 
-def _echo(
-    fields: ResponseFields, params: Params, planned: PlannedTurn, use: ToolUse, ignored: tuple[str, ...]
+def _echo_fields(
+    fields: ResponseFields, params: Params, planned: PlannedTurn, tools: ToolUse, ignored: tuple[str, ...]
 ) -> dict[str, object]:
-    """Fields of the request, as understood, that the response object repeats."""
+    """Return the request fields, as validated, that the response object repeats."""
     stored = planned.request.store
     echo: dict[str, object] = {
         "conversation": {"id": planned.conversation_id} if stored else None,
@@ -270,8 +296,8 @@ def _echo(
         "n": num_candidates(params),
         "text": {"format": fields.text.format if fields.text and fields.text.format else {"type": "text"}},
         "tools": [function.to_echo() for function in planned.request.functions],
-        "tool_choice": use.choice,
-        "parallel_tool_calls": use.parallel,
+        "tool_choice": tools.choice,
+        "parallel_tool_calls": tools.parallel,
         "temperature": None,
         "top_p": None,
     }

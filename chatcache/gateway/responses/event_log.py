@@ -1,19 +1,15 @@
-r"""One response's events, append-only, for as many readers as like, on whatever transport.
+r"""The event log of one response: append-only, with any number of independent readers.
 
-Events are encoded when they happen and never again. A reader is a position in the log and nothing else: it may stall
-for as long as it likes at no cost to anybody, and the engine never waits for one.
+Each event is encoded once, when it happens. A reader is only a position in the log, so a stalled reader costs nothing
+and never delays the engine.
 
-Frames encoded once, kept in order: the newest as they are, older ones deflated.
+`FrameStore` keeps the encoded frames. Frames of one response differ in a few words, so old segments are compressed to
+about a tenth. `OutputTexts` collects the text of each output item for `response.snapshot`. `BeamTree` keeps the live
+beams as one tree, for readers that missed its growth:
 
-Frames of one response repeat each other but for a word, so what nobody reads at the moment shrinks to a tenth.
-
-What the outputs of a response say so far, gathered from its events: what one `response.snapshot` tells.
-
-The live beams of a response as one tree, for readers that have not heard how it grew.
-
-0 -- 1 -- 3 -- 6 (live)        told to them: 1 3 6 7, and that 6 and 7 are live
-      \    `--- 7 (live)
-       `- 4                    nothing live is below it any more: forgotten
+    0 -- 1 -- 3 -- 6 (live)        sent: 1 3 6 7, live: 6 7
+          \    `--- 7 (live)
+           `- 4                    no live beam below it: pruned
 """
 
 from __future__ import annotations
@@ -33,18 +29,21 @@ from chatcache.errors import InvalidRequestError
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.schemas.responses import OutputItem
 
-SEGMENT = 64  # frames
-NUM_RAW_SEGMENTS = 4  # readers that keep up never inflate
-MAX_DEFLATED_BYTES = 256 * 1024  # a larger segment (whole answers with log-probabilities) would hold up the event loop
-_FRAME_OVERHEAD_BYTES = 200  # the objects around a frame
+SEGMENT_FRAMES = 64
+NUM_RAW_SEGMENTS = 4  # readers that keep up never decompress
+MAX_DEFLATED_BYTES = 256 * 1024  # compressing a larger segment would block the event loop
+_FRAME_OVERHEAD_BYTES = 200  # Python objects of a frame
 _SEPARATOR = b"\n"  # never in ASCII JSON
 _KIND_AT = len(b'{"type":"')
 _NUMBERED = b'","sequence_number":'
-_HEAD_BYTES = 128  # as far as a kind reaches
+_HEAD_BYTES = 128  # the kind and the number are within this prefix
 
 
 class LogFrame(NamedTuple):
-    """An encoded event. `number`: its `sequence_number`; None for a frame that only `chatcache.v1` readers get."""
+    """An encoded event.
+
+    `number` is its `sequence_number`; None for a frame that only `chatcache.v1` readers receive.
+    """
 
     kind: str
     number: int | None
@@ -52,7 +51,7 @@ class LogFrame(NamedTuple):
 
 
 class FrameStore:
-    """An append-only sequence of frames. Positions count all of them, numbers only the numbered."""
+    """Append-only frames. Positions count all frames, numbers only the numbered ones."""
 
     def __init__(self) -> None:
         self.num_numbered = 0
@@ -61,11 +60,11 @@ class FrameStore:
         self.num_bytes = 0
         self._segments: list[list[LogFrame] | bytes] = []
         self._newest: list[LogFrame] = []
-        self._first_numbers: list[int] = []  # of the first numbered frame in the segment or behind it
+        self._first_numbers: list[int] = []  # of the first numbered frame in or after the segment
         self._bytes_before: list[int] = []
 
     def append(self, frame: LogFrame) -> None:
-        if self.num_frames % SEGMENT == 0:
+        if self.num_frames % SEGMENT_FRAMES == 0:
             self._begin_segment()
         self._newest.append(frame)
         self.num_frames += 1
@@ -74,30 +73,30 @@ class FrameStore:
         self.num_bytes += len(frame.data) + _FRAME_OVERHEAD_BYTES
 
     def from_position(self, position: int) -> Sequence[LogFrame]:
-        """Frames from `position` on, as far as they are kept together; none only at the end."""
+        """Return frames from `position` to the end of its segment; none only at the end."""
         if position >= self.num_frames:
             return ()
-        return self._segment(position // SEGMENT)[position % SEGMENT :]
+        return self._segment(position // SEGMENT_FRAMES)[position % SEGMENT_FRAMES :]
 
     def position_after(self, number: int) -> int:
-        """The position right behind the frame with that number; -1 is before all frames."""
+        """Return the position after the frame with this number; -1 is before all frames."""
         if number < 0:
             return 0
         at = bisect_right(self._first_numbers, number) - 1
         for offset, frame in enumerate(self._segment(at)):
             if frame.number == number:
-                return at * SEGMENT + offset + 1
+                return at * SEGMENT_FRAMES + offset + 1
         raise IndexError(f"no frame {number}")
 
     def num_bytes_before(self, position: int) -> int:
-        """Bytes of all frames before `position`."""
+        """Total size of all frames before `position`."""
         if position >= self.num_frames:
             return self.total_bytes
-        at, offset = divmod(position, SEGMENT)
+        at, offset = divmod(position, SEGMENT_FRAMES)
         return self._bytes_before[at] + sum(len(frame.data) for frame in self._segment(at)[:offset])
 
     def seal(self) -> None:
-        """Deflate everything: nothing will be added, and there will be few readers, if any."""
+        """Compress all segments: no frame will be added, and few readers will come."""
         for at in range(max(0, len(self._segments) - NUM_RAW_SEGMENTS), len(self._segments)):
             self._deflate(at)
 
@@ -116,9 +115,9 @@ class FrameStore:
         size_bytes = sum(len(frame.data) for frame in segment)
         if size_bytes > MAX_DEFLATED_BYTES:
             return
-        small = zlib.compress(_SEPARATOR.join(frame.data for frame in segment), 1)
-        self._segments[at] = small
-        self.num_bytes += len(small) - size_bytes - len(segment) * _FRAME_OVERHEAD_BYTES
+        compressed = zlib.compress(_SEPARATOR.join(frame.data for frame in segment), 1)
+        self._segments[at] = compressed
+        self.num_bytes += len(compressed) - size_bytes - len(segment) * _FRAME_OVERHEAD_BYTES
 
     def _segment(self, at: int) -> Sequence[LogFrame]:
         segment = self._segments[at]
@@ -140,7 +139,7 @@ def _kind(data: bytes) -> str:
 _ADDED = "response.output_item.added"
 _DONE = "response.output_item.done"
 _DELTA = ".delta"
-_TEXT_NAMES = {"function_call": "arguments"}  # of item types whose text goes by another name
+_TEXT_NAMES = {"function_call": "arguments"}  # item types whose text field is not "text"
 
 
 @dataclass(slots=True)
@@ -151,14 +150,14 @@ class _Output:
 
 
 class OutputTexts:
-    """The text of every output item, by item id, joined from deltas whatever they are of."""
+    """The text of every output item by item id, joined from its deltas."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self._outputs: dict[object, _Output] = {}
 
     def update(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Heed an event that adds an item, or adds to one."""
+        """Apply an event that adds an item, extends it or ends it."""
         if kind == _ADDED:
             item: OutputItem = fields["item"]
             item_type = str(item.__struct_config__.tag)
@@ -172,7 +171,7 @@ class OutputTexts:
             self.num_bytes += len(fields["delta"])
 
     def outputs(self) -> list[dict[str, object]]:
-        """All items in the order they came."""
+        """Return all items in the order in which they were added."""
         found: list[dict[str, object]] = []
         for output in self._outputs.values():
             output.parts = ["".join(output.parts)]
@@ -181,13 +180,13 @@ class OutputTexts:
 
 
 def _present(item: OutputItem, *names: str) -> dict[str, object]:
-    """The fields of these names that the item has and that are set."""
+    """Return the named fields that the item has and that are set."""
     values = {name: getattr(item, name, UNSET) for name in names}
     return {name: value for name, value in values.items() if value is not UNSET}
 
 
 BEAM = "response.beam"
-_NODE_OVERHEAD_BYTES = 250  # the objects around a node
+_NODE_OVERHEAD_BYTES = 250  # Python objects of a node
 
 
 class _Node(NamedTuple):
@@ -196,7 +195,10 @@ class _Node(NamedTuple):
 
 
 class BeamTree:
-    """Nodes that lead to live beams. What a node costs is paid once, when it comes or goes."""
+    """The nodes on the paths to live beams.
+
+    Each node is added and pruned once, so the cost per event does not depend on the size of the tree.
+    """
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -205,39 +207,39 @@ class BeamTree:
         self._live: tuple[int, ...] = ()
 
     def update(self, nodes: Sequence[Mapping[str, Any]], live: Sequence[int]) -> None:
-        """New nodes, parents first, and where live beams end now: the fields of a `response.beam`."""
-        perhaps_gone = [*self._live, *(node["id"] for node in nodes)]
+        """Add nodes, parents first, and set the ends of the live beams (a `response.beam`)."""
+        candidates = [*self._live, *(node["id"] for node in nodes)]
         for node in nodes:
             self._nodes[node["id"]] = added = _Node(node["parent"], encode(node))
             self._num_children[added.parent] += 1
             self.num_bytes += len(added.data) + _NODE_OVERHEAD_BYTES
         self._live = tuple(live)
         ends = frozenset(live)
-        for node_id in perhaps_gone:
-            self._drop(node_id, ends)
+        for node_id in candidates:
+            self._prune(node_id, ends)
 
     def frame(self, response_id: str) -> bytes | None:
-        """The whole tree as one frame; None while there is none."""
+        """Encode the whole tree as one frame; None if it is empty."""
         if not self._nodes:
             return None
         nodes = Raw(b"[%s]" % b",".join(node.data for node in self._nodes.values()))
         return encode({"type": BEAM, "response_id": response_id, "whole": True, "nodes": nodes, "live": self._live})
 
-    def _drop(self, node_id: int, ends: frozenset[int]) -> None:
-        """Forget a node that leads nowhere, and its ancestors that led nowhere else."""
+    def _prune(self, node_id: int, ends: frozenset[int]) -> None:
+        """Remove a node without live beams below it, and such ancestors."""
         while node_id in self._nodes and node_id not in ends and not self._num_children[node_id]:
-            gone = self._nodes.pop(node_id)
+            removed = self._nodes.pop(node_id)
             del self._num_children[node_id]
-            self._num_children[gone.parent] -= 1
-            self.num_bytes -= len(gone.data) + _NODE_OVERHEAD_BYTES
-            node_id = gone.parent
+            self._num_children[removed.parent] -= 1
+            self.num_bytes -= len(removed.data) + _NODE_OVERHEAD_BYTES
+            node_id = removed.parent
 
 
 TERMINAL = frozenset({"response.completed", "response.incomplete", "response.failed"})
 MAX_LAG_FRAMES = 256
 MAX_LAG_BYTES = 256 * 1024
 _MILESTONES = frozenset({"response.created", "response.output_item.done", *TERMINAL})
-_KEPT_NOTES = ("response.progress", "conversation.updated")  # the newest of each survives a snapshot
+_SNAPSHOT_KINDS = ("response.progress", "conversation.updated")  # a snapshot includes the newest of each
 
 
 class _Terminal(NamedTuple):
@@ -247,16 +249,16 @@ class _Terminal(NamedTuple):
 
 
 class ResponseLog:
-    """Frames of one response in order. Belongs to one event loop.
+    """The frames of one response in order. Belongs to one event loop.
 
-    Numbered frames carry `sequence_number` 0, 1, 2, ... without gaps; unnumbered ones are for `chatcache.v1` only.
-    `on_readers` is told how many readers there are whenever that changes.
+    Numbered frames have `sequence_number` 0, 1, 2, ... without gaps; unnumbered ones are for `chatcache.v1` only.
+    `on_reader_count` is called with the number of readers whenever it changes.
     """
 
     def __init__(self, response_id: str) -> None:
         self.response_id = response_id
         self.is_closed = False
-        self.is_unsaved = False  # it ended, and the store has not taken that yet
+        self.is_unsaved = False  # the response ended, but the store does not have it yet
         self.num_readers = 0
         self.on_reader_count: Callable[[int], None] | None = None
         self._frames = FrameStore()
@@ -264,23 +266,23 @@ class ResponseLog:
         self._beams = BeamTree()
         self._terminal: _Terminal | None = None
         self._milestones: list[int] = []
-        self._notes: dict[str, tuple[int, LogFrame]] = {}
+        self._latest_unnumbered: dict[str, tuple[int, LogFrame]] = {}
         self._waiting: list[asyncio.Future[None]] = []
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the readers; looking it up costs a system call
+        self._loop: asyncio.AbstractEventLoop | None = None  # cached: looking it up costs a system call
 
     @property
     def last_number(self) -> int:
-        """The number of the newest numbered frame, -1 before the first."""
+        """Number of the newest numbered frame, -1 before the first."""
         return self._frames.num_numbered - 1
 
     @property
     def terminal(self) -> str | None:
-        """The type of the frame that ended the response, once there is one."""
+        """Type of the terminal frame; None until the response has ended."""
         return self._terminal.kind if self._terminal is not None else None
 
     @property
     def num_bytes(self) -> int:
-        """Memory held, about."""
+        """Approximate memory use."""
         return self._frames.num_bytes + self._texts.num_bytes + self._beams.num_bytes
 
     def append(self, kind: str, **fields: object) -> None:
@@ -296,24 +298,26 @@ class ResponseLog:
         self._add(LogFrame(kind, number, encode({"type": kind, "sequence_number": number, **fields})))
 
     def append_unnumbered(self, kind: str, **fields: Any) -> None:
-        """Add a frame outside the numbering."""
+        """Add a frame without a sequence number."""
         if kind == BEAM:
             self._beams.update(fields["nodes"], fields["live"])
         frame = LogFrame(kind, None, encode({"type": kind, **fields}))
-        if kind in _KEPT_NOTES:
-            self._notes[kind] = self._frames.num_frames, frame
+        if kind in _SNAPSHOT_KINDS:
+            self._latest_unnumbered[kind] = self._frames.num_frames, frame
         self._add(frame)
 
     def close(self) -> None:
-        """Nothing will be added any more."""
+        """End the log: no frame will be added."""
         self.is_closed = True
         self._frames.seal()
         self._wake()
 
     def reader(self, after: int = -1, *, extended: bool = False) -> LogReader:
-        """Read from the frame numbered `after` + 1 on. `extended`: as `chatcache.v1`, with notes and snapshots.
+        """Return a reader of all frames after number `after`.
 
-        Raises: InvalidRequestError for a number that has not been given yet.
+        `extended`: for `chatcache.v1`, with unnumbered frames and snapshots.
+
+        Raises: InvalidRequestError for a number that does not exist yet.
         """
         if after > self.last_number:
             raise InvalidRequestError(
@@ -322,15 +326,15 @@ class ResponseLog:
         return LogReader(self, self._frames, after, extended)
 
     def milestones(self) -> list[LogFrame]:
-        """The frames that tell how the response stands: created, each finished output item, the terminal one."""
+        """Return `response.created`, all finished output items and the terminal frame."""
         return [self._frames.from_position(position)[0] for position in self._milestones]
 
     def texts(self) -> list[dict[str, object]]:
-        """What every output item says so far, as in `response.snapshot`."""
+        """Return the current text of every output item, as in `response.snapshot`."""
         return self._texts.outputs()
 
     async def wait_for_frame(self, position: int) -> bool:
-        """Wait for a frame at `position`; False when there will be none."""
+        """Wait for a frame at `position`; False if the log ends before it."""
         while position >= self._frames.num_frames:
             if self.is_closed:
                 return False
@@ -346,29 +350,29 @@ class ResponseLog:
         return True
 
     def snapshot(self, position: int) -> tuple[int, int, list[LogFrame]]:
-        """Where to go on, the newest number stood for, and what stands for all frames before that from `position` on.
+        """Return the frames that replace all frames from `position` to the present.
 
-        The terminal frame is never among them: behind it there is nothing to stand for.
+        Returns the position and number to continue from, and the frames. The terminal frame is never replaced.
         """
         end, number = self._frames.num_frames, self.last_number
         if self._terminal is not None:
             end, number = self._terminal.position, self._terminal.number - 1
             if position >= end:
                 return position, number, []
-        first = list(self._frames.from_position(0)[:1]) if position == 0 else []  # tells what the response is
+        first = list(self._frames.from_position(0)[:1]) if position == 0 else []  # `response.created`
         fields = {"response_id": self.response_id, "sequence_number": number, "outputs": self._texts.outputs()}
         beams = self.beams()[1]
         merged = LogFrame("response.snapshot", None, encode({"type": "response.snapshot", **fields}))
-        notes = sorted(found for found in self._notes.values() if position <= found[0] < end)
+        notes = sorted(found for found in self._latest_unnumbered.values() if position <= found[0] < end)
         return end, number, [*first, *(frame for _, frame in notes), *beams, merged]
 
     def beams(self) -> tuple[int, list[LogFrame]]:
-        """The live beams as they stand now, in place of all that was told of them before the position."""
+        """Return the live beams as one frame, and the position up to which it is valid."""
         data = self._beams.frame(self.response_id)
         return self._frames.num_frames, [LogFrame(BEAM, None, data)] if data is not None else []
 
-    def add_readers(self, more: int) -> None:
-        self.num_readers += more
+    def add_readers(self, change: int) -> None:
+        self.num_readers += change
         if self.on_reader_count is not None:
             self.on_reader_count(self.num_readers)
 
@@ -385,11 +389,11 @@ class ResponseLog:
 
 
 class LogReader:
-    """A position in a log. Entered as a context manager, it counts as somebody who listens.
+    """A position in a log. As a context manager it counts as a reader of the response.
 
-    A plain reader gets every numbered frame. An extended one also gets the notes, and where it has fallen behind, one
-    `response.snapshot` in place of what it missed; once it has said what its client has seen (`ack`), it goes no
-    further than the window beyond that. Where it missed something, or may have, live beams are told as a whole.
+    A plain reader gets every numbered frame. An extended reader also gets unnumbered frames and, after falling behind,
+    one `response.snapshot` in place of the frames it missed. Once its client has sent an acknowledgement (`ack`), it is
+    at most one window ahead of it. After a gap, it gets the live beams as a whole tree.
     """
 
     def __init__(self, log: ResponseLog, frames: FrameStore, after: int, extended: bool) -> None:
@@ -401,7 +405,7 @@ class LogReader:
         self.sent_number = after
         self.num_snapshots = 0
         self._needs_beams = extended and after >= 0
-        self._beams_told = 0  # what was noted of beams before this position is told
+        self._beams_sent_until = 0  # beam frames before this position were sent as part of a tree
         self._acked: int | None = None
         self._opened = asyncio.Event()
 
@@ -420,18 +424,18 @@ class LogReader:
                 yield frame
 
     async def next(self) -> Sequence[LogFrame]:
-        """Wait for frames and take those that are there, a segment at most; none when the log has ended."""
+        """Wait for frames and return at most a segment of them; none at the end of the log."""
         while True:
             await self.wait_open()
             if not self._needs_beams and not await self._log.wait_for_frame(self._position):
                 return ()
-            frames = self._take()
+            frames = self._pop_frames()
             if frames:
                 return frames
 
     @property
     def is_open(self) -> bool:
-        """Whether the window has room."""
+        """Whether the acknowledgement window has room."""
         return self._acked is None or self.sent_number - self._acked < MAX_LAG_FRAMES
 
     async def wait_open(self) -> None:
@@ -440,9 +444,9 @@ class LogReader:
             await self._opened.wait()
 
     def ack(self, number: int) -> None:
-        """The client has seen everything up to that number.
+        """Record that the client has received everything up to that number.
 
-        Raises: InvalidRequestError for what it cannot have seen.
+        Raises: InvalidRequestError for a number that was not sent.
         """
         if number > self.sent_number:
             raise InvalidRequestError(
@@ -451,8 +455,8 @@ class LogReader:
         self._acked = max(number, self._acked if self._acked is not None else -1)
         self._opened.set()
 
-    def _take(self) -> Sequence[LogFrame]:
-        if self._extended and self._is_behind():
+    def _pop_frames(self) -> Sequence[LogFrame]:
+        if self._extended and self._is_lagging():
             end, number, frames = self._log.snapshot(self._position)
             if frames:
                 self.num_snapshots += 1
@@ -461,22 +465,24 @@ class LogReader:
                 return frames
         if self._needs_beams:
             self._needs_beams = False
-            self._beams_told, whole = self._log.beams()
-            return whole
+            self._beams_sent_until, beam_frames = self._log.beams()
+            return beam_frames
         start = self._position
-        taken = self._frames.from_position(start)
-        self._position += len(taken)
-        for frame in taken:
+        available = self._frames.from_position(start)
+        self._position += len(available)
+        for frame in available:
             self._bytes_read += len(frame.data)
             if frame.number is not None:
                 self.sent_number = frame.number
         if not self._extended:
-            return [frame for frame in taken if frame.number is not None]
-        if start >= self._beams_told:
-            return taken
-        return [frame for at, frame in enumerate(taken, start) if frame.kind != BEAM or at >= self._beams_told]
+            return [frame for frame in available if frame.number is not None]
+        if start >= self._beams_sent_until:
+            return available
+        return [
+            frame for at, frame in enumerate(available, start) if frame.kind != BEAM or at >= self._beams_sent_until
+        ]
 
-    def _is_behind(self) -> bool:
+    def _is_lagging(self) -> bool:
         num_frames = self._frames.num_frames - self._position
         num_bytes = self._frames.total_bytes - self._bytes_read
         return num_frames > MAX_LAG_FRAMES or (num_frames > 1 and num_bytes > MAX_LAG_BYTES)

@@ -1,11 +1,9 @@
-"""`POST /v1/responses`, streamed or whole, and reading a response again while its log is kept.
+"""HTTP routes of the Responses API.
 
-The response runs by itself (`response_run`); a connection only reads its log. What becomes of a response whose readers
-leave is settled there: without `store` it ends, with it it goes on for a while, in the background until it is done.
+A response runs by itself (`responses.run`) and a connection only reads its log. When the last reader leaves, a
+response with `store: false` ends, a stored one continues for a grace period, and a background one until it is complete.
 
-`/v1/responses/{id}`: retrieving, following, cancelling and deleting a response that somebody began.
-
-While a response runs, and for a while after, it is what its log says; later it is what the tree says.
+Retrieval answers from the log while the response runs and for some time after, and then from the store.
 """
 
 from __future__ import annotations
@@ -49,23 +47,23 @@ from chatcache.gateway.responses.state import (
 from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unknown_fields
 from chatcache.gateway.schemas.requests import DeliveryFields, ResponseFields, SamplingFields
 
-# openai-python takes a blank line for the end of an event wherever ids may be: a ping has none.
+# openai-python treats any blank line as the end of an event, so a ping contains none.
 PING = b": keep-alive\n"
-JSON = "application/json"
+JSON_TYPE = "application/json"
 
 
 async def create_response(request: Request) -> Response:
-    """POST /v1/responses."""
+    """POST /v1/responses: create a response and return it, or stream its events."""
     gateway = gateway_of(request)
     body = await read_json(request)
     delivery = parse_fields(body, DeliveryFields)
     headers = ignored_header(unknown_fields(body, DeliveryFields, ResponseFields, SamplingFields))
-    principal, once = principal_of(request), IdempotencyKey.from_request(request, "response", body)
-    # One that is stored is started even if the client is gone by then: resending it could only double it.
-    if once is not None:
-        run = await start_idempotent_response(gateway, principal, body, once)
+    principal, idempotency_key = principal_of(request), IdempotencyKey.from_request(request, "response", body)
+    # A stored response starts even if the client has disconnected: resending the request would duplicate it.
+    if idempotency_key is not None:
+        run = await start_idempotent_response(gateway, principal, body, idempotency_key)
         if isinstance(run, str):
-            return await _again(request, run, delivery, headers | REPLAYED_HEADER)
+            return await _replay_response(request, run, delivery, headers | REPLAYED_HEADER)
     elif delivery.store is not False:
         run = await start_response(gateway, principal, body)
     else:
@@ -73,17 +71,22 @@ async def create_response(request: Request) -> Response:
     if delivery.stream:
         return LogStream(gateway, run.log.reader(), headers)
     if delivery.background:
-        return Response(encode_created_response(run.log), headers=headers, media_type=JSON)
+        return Response(encode_created_response(run.log), headers=headers, media_type=JSON_TYPE)
     with run.log.reader():
-        await cancel_on_disconnect(request, _over(gateway, run))
-    return Response(encode_logged_response(run.log), headers=headers, media_type=JSON)
+        await cancel_on_disconnect(request, _wait_until_finished(gateway, run))
+    return Response(encode_logged_response(run.log), headers=headers, media_type=JSON_TYPE)
 
 
-async def _again(request: Request, response_id: str, delivery: DeliveryFields, headers: dict[str, str]) -> Response:
-    """Answer a request that comes again with what the first one made. Raises: NotFoundError where that was deleted."""
+async def _replay_response(
+    request: Request, response_id: str, delivery: DeliveryFields, headers: dict[str, str]
+) -> Response:
+    """Answer a repeated request with the response that the first one created.
+
+    Raises: NotFoundError if it was deleted.
+    """
     gateway, owner = gateway_of(request), owner_of(request)
     logged = gateway.responses.find(owner, response_id)
-    if logged is None:  # of long ago, or another gateway's
+    if logged is None:  # its log has expired, or another gateway has it
         tree = await load_response_tree(gateway.opened_store(), owner, response_id)
         if delivery.stream:
             raise stream_expired_error(response_id)
@@ -92,12 +95,12 @@ async def _again(request: Request, response_id: str, delivery: DeliveryFields, h
         return LogStream(gateway, logged.log.reader(), headers)
     if not delivery.background and logged.run is not None:
         with logged.log.reader():
-            await cancel_on_disconnect(request, _over(gateway, logged.run))
-    return Response(encode_logged_response(logged.log), headers=headers, media_type=JSON)
+            await cancel_on_disconnect(request, _wait_until_finished(gateway, logged.run))
+    return Response(encode_logged_response(logged.log), headers=headers, media_type=JSON_TYPE)
 
 
-async def _over(gateway: Gateway, run: Run) -> None:
-    """Wait for the end; whoever stops waiting before has left."""
+async def _wait_until_finished(gateway: Gateway, run: Run) -> None:
+    """Wait for the end of the response; a cancelled wait is a client disconnect."""
     try:
         await asyncio.wait([run.task])
     except asyncio.CancelledError:
@@ -106,48 +109,51 @@ async def _over(gateway: Gateway, run: Run) -> None:
 
 
 class LogStream(EventStream):
-    """The numbered frames of a log as SSE. Counts as a reader for as long as it is connected."""
+    """The numbered frames of a log as SSE. Counts as a reader while it is connected."""
 
     def __init__(self, gateway: Gateway, reader: LogReader, headers: dict[str, str]) -> None:
         self._gateway = gateway
         self._reader = reader
-        self._whole = False
-        self._num_sent = reader.sent_number + 1  # of the response's numbered frames
+        self._is_complete = False
+        self._num_sent = reader.sent_number + 1  # numbered frames
         self._has_ended = False
         super().__init__(
             self._frames(),
             keep_alive_s=gateway.config.sse_keep_alive_interval_s,
             keep_alive=PING,
-            on_end=self._ended,
+            on_end=self._count_disconnect,
             headers=headers,
         )
 
     def closing_frame(self, error: ChatcacheError) -> bytes:
-        """OpenAI's `error` event under the next number, unless the response's own end was told."""
+        """Return OpenAI's `error` event with the next number.
+
+        Returns b"" after the terminal event.
+        """
         if self._has_ended:
             return b""
         body = {"code": error.code, "message": error.message, "param": error.param}
-        return _framed("error", encode({"type": "error", "sequence_number": self._num_sent, **body}))
+        return _sse_event("error", encode({"type": "error", "sequence_number": self._num_sent, **body}))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._reader:
             await super().__call__(scope, receive, send)
 
     async def _frames(self) -> AsyncGenerator[bytes, None]:
-        """What is there goes in one piece, each event with OpenAI's name for it."""
+        """Yield all available frames in one chunk, each with its OpenAI event name."""
         while frames := await self._reader.next():
-            yield b"".join(_framed(frame.kind, frame.data) for frame in frames)
-            # Whoever asks for more has sent them.
+            yield b"".join(_sse_event(frame.kind, frame.data) for frame in frames)
+            # The consumer asks for more only after it has sent these.
             self._num_sent += len(frames)
             self._has_ended |= any(frame.kind in TERMINAL for frame in frames)
-        self._whole = True
+        self._is_complete = True
 
-    async def _ended(self) -> None:
-        if not self._whole:
+    async def _count_disconnect(self) -> None:
+        if not self._is_complete:
             self._gateway.metrics.disconnects.inc()
 
 
-def _framed(kind: str, data: bytes) -> bytes:
+def _sse_event(kind: str, data: bytes) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
 
 
@@ -155,15 +161,18 @@ _MAX_DIGITS = 15
 
 
 async def get_response(request: Request) -> Response:
-    """As it is now; with `stream=true`, its events from `starting_after` on."""
+    """GET /v1/responses/{id}: the response now, or with `stream=true` its events."""
     query = request.query_params
-    if _flag(query.get("stream", "false")):
-        return await _follow(request, _number(query.get("starting_after")))
-    return await _now(request)
+    if _parse_bool(query.get("stream", "false")):
+        return await _resume_stream(request, _parse_starting_after(query.get("starting_after")))
+    return await _current_response(request)
 
 
 async def delete_response(request: Request) -> Response:
-    """End it if it runs. What others were continued from stays in the conversation as messages."""
+    """DELETE /v1/responses/{id}: cancel the response if it runs, and delete it.
+
+    Messages that other responses continue stay in the conversation.
+    """
     gateway, owner, store = gateway_of(request), owner_of(request), store_of(request)
     response_id = request.path_params["id"]
     logged = gateway.responses.find(owner, response_id)
@@ -176,22 +185,25 @@ async def delete_response(request: Request) -> Response:
         if logged is None:
             raise
     else:
-        await _remove(gateway, store, tree, response_id)
+        await _delete_response(gateway, store, tree, response_id)
     gateway.responses.remove(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 async def cancel_response(request: Request) -> Response:
-    """POST /v1/responses/{id}/cancel: what it had said, and the receipt. One that has ended is answered as it is."""
+    """POST /v1/responses/{id}/cancel: end the response and return it with its receipt.
+
+    A response that has ended is returned unchanged.
+    """
     logged = gateway_of(request).responses.find(owner_of(request), request.path_params["id"])
     if logged is not None and logged.run is not None:
         await logged.run.cancel()
-        return Response(encode_logged_response(logged.log), media_type=JSON)
-    return await _now(request)
+        return Response(encode_logged_response(logged.log), media_type=JSON_TYPE)
+    return await _current_response(request)
 
 
 async def list_input_items(request: Request) -> Response:
-    """GET /v1/responses/{id}/input_items: the messages that came with the request."""
+    """GET /v1/responses/{id}/input_items: the messages of the request."""
     response_id = request.path_params["id"]
     query = PageQuery.parse(request.query_params)
     tree = await load_response_tree(store_of(request), owner_of(request), response_id)
@@ -199,32 +211,32 @@ async def list_input_items(request: Request) -> Response:
 
 
 async def count_input_tokens(request: Request) -> Response:
-    """How long the prompt would be. Nothing is computed or stored."""
+    """POST /v1/responses/input_tokens: length of the prompt. Nothing is computed or stored."""
     gateway, owner = gateway_of(request), owner_of(request)
     body = await read_json(request)
     fields = parse_fields(body, ResponseFields)
-    parse_fields(body, SamplingFields)  # what a response would refuse is refused here
+    parse_fields(body, SamplingFields)  # validates the same fields as POST /v1/responses
     ignored = unknown_fields(body, ResponseFields, SamplingFields)
     model = await gateway.require_model(fields.model)
     functions = parse_response_tools(model, fields).functions
     running = await find_running_reply(gateway, owner, fields)
-    asked = build_turn_request(fields, owner, gateway.model_name, functions, running)
+    turn = build_turn_request(fields, owner, gateway.model_name, functions, running)
     async with gateway.tokenize_throttle.acquire(owner, len(await request.body())):
-        planned = await model.conversations.plan(asked)
+        planned = await model.conversations.plan(turn)
     answer = {"object": "response.input_tokens", "input_tokens": len(planned.prompt.token_ids)}
     return json_response(answer, headers=ignored_header(ignored))
 
 
-async def _now(request: Request) -> Response:
+async def _current_response(request: Request) -> Response:
     gateway, owner, response_id = gateway_of(request), owner_of(request), request.path_params["id"]
     logged = gateway.responses.find(owner, response_id)
     if logged is not None:
-        return Response(encode_logged_response(logged.log), media_type=JSON)
+        return Response(encode_logged_response(logged.log), media_type=JSON_TYPE)
     tree = await load_response_tree(store_of(request), owner, response_id)
     return json_response(stored_response(tree, response_id))
 
 
-async def _follow(request: Request, after: int) -> Response:
+async def _resume_stream(request: Request, after: int) -> Response:
     gateway, owner, response_id = gateway_of(request), owner_of(request), request.path_params["id"]
     logged = gateway.responses.find(owner, response_id)
     if logged is None:
@@ -235,30 +247,32 @@ async def _follow(request: Request, after: int) -> Response:
     return LogStream(gateway, reader, {})
 
 
-async def _remove(gateway: Gateway, store: ConversationStore, tree: ConversationTree, response_id: str) -> None:
-    """Take it out; a conversation that came into being with it and holds nothing else is not left behind empty."""
+async def _delete_response(
+    gateway: Gateway, store: ConversationStore, tree: ConversationTree, response_id: str
+) -> None:
+    """Delete the response, and its conversation if it was created with it and is empty now."""
     owner, conversation_id = tree.conversation.owner, tree.conversation.id
     conversation = await edit_conversation(
         store, owner, conversation_id, lambda now: plan_response_deletion(now, response_id)
     )
     if tree.turns[response_id].created_at == tree.conversation.created_at:
-        left = await store.load(owner, conversation_id)
-        with contextlib.suppress(StaleRevisionError):  # somebody goes on in it
-            if not left.items:
-                await store.delete(owner, conversation_id, expected_rev=left.conversation.rev)
+        remaining = await store.load(owner, conversation_id)
+        with contextlib.suppress(StaleRevisionError):  # the conversation was continued meanwhile
+            if not remaining.items:
+                await store.delete(owner, conversation_id, expected_rev=remaining.conversation.rev)
                 gateway.hub.publish_deletion(owner, conversation_id)
                 return
     gateway.hub.publish_update(conversation)
 
 
-def _flag(text: str) -> bool:
+def _parse_bool(text: str) -> bool:
     if text not in ("true", "false"):
         raise InvalidRequestError("stream must be true or false", param="stream")
     return text == "true"
 
 
-def _number(text: str | None) -> int:
-    """`starting_after`; -1, which is before all events, where there is none. Raises: InvalidRequestError."""
+def _parse_starting_after(text: str | None) -> int:
+    """Parse `starting_after`; -1, before all events, if absent. Raises: InvalidRequestError."""
     if text is None:
         return -1
     if not text.isascii() or not text.isdigit() or len(text) > _MAX_DIGITS:

@@ -1,4 +1,4 @@
-"""OpenAI's response object and its output items, for running responses and for stored ones."""
+"""OpenAI's response object and its output items, for running and for stored responses."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ _ECHO_DEFAULTS: dict[str, Any] = {
 
 
 def response_object(turn: Turn, output: Sequence[OutputItem], incomplete: str | None = None) -> Response:
-    """The response as the turn describes it. `incomplete`: why it ended early; `turn.echo` repeats the request."""
+    """Build the response object of a turn.
+
+    `incomplete`: why it ended early. `turn.echo` contains the fields that repeat the request.
+    """
     details = {"incomplete_details": {"reason": incomplete}} if incomplete is not None else {}
     echo = {name: value for name, value in turn.echo.items() if name in Response.__struct_fields__}
     fields: dict[str, Any] = {
@@ -69,9 +72,9 @@ def response_object(turn: Turn, output: Sequence[OutputItem], incomplete: str | 
 def output_items(
     item: Item, logprobs: list[TokenLogprob] | None = None, score: float | None = None
 ) -> tuple[OutputItem, ...]:
-    """A finished candidate as output items: its reasoning, its text, its calls.
+    """Convert a finished candidate into output items: its reasoning, its text, its calls.
 
-    A candidate without a call has a message, even an empty one.
+    A candidate without calls has a message, even if it is empty.
     """
     parts = item.parts
     items: list[OutputItem] = []
@@ -96,7 +99,7 @@ def output_items(
 
 
 def reasoning_item(item_id: str, candidate: int, text: str | None, status: str = COMPLETED) -> Reasoning:
-    """`text`: None while there is none."""
+    """Build a reasoning item; `text` is None before the first token."""
     content = [ReasoningText(text)] if text is not None else []
     return Reasoning(item_id, cast(ItemStatus, status), summary=[], content=content, candidate=candidate)
 
@@ -106,22 +109,22 @@ def call_item(item_id: str, candidate: int, call: ToolCall, status: str) -> Func
 
 
 def reasoning_id(item_id: str) -> str:
-    """The id of what a message's candidate thought."""
+    """Return the id of a candidate's reasoning item."""
     return f"rs_{item_id.removeprefix('msg_')}"
 
 
 def call_item_id(item_id: str, number: int) -> str:
-    """The id of the item of a candidate's call."""
+    """Return the id of the item of a candidate's call."""
     return f"fc_{item_id.removeprefix('msg_')}_{number}"
 
 
 def output_text(text: str, logprobs: list[TokenLogprob] | None = None) -> ResponseText:
-    """The content part of a message."""
+    """Build the content part of a message."""
     return ResponseText(text, [], logprobs if logprobs is not None else [])
 
 
 def incomplete_reason(turn: Turn, outputs: Sequence[Item]) -> str | None:
-    """OpenAI's reason, where a response ended without being complete."""
+    """Return OpenAI's reason for an incomplete response."""
     if turn.status == CANCELLED:
         return "cancelled"
     if turn.status != INCOMPLETE:
@@ -133,11 +136,11 @@ TEMPLATE_CHANGED: Literal["template_changed"] = "template_changed"
 
 
 def miss_cause(reason: Any, at_token: int, detail: str, divergence: Divergence | None, page_size: int) -> MissCause:
-    """Why a prompt is not cached from `at_token` on.
+    """Explain why a prompt is not cached from `at_token` on.
 
-    At the page where the chat template begins to write a stored reply differently, the template is the reason.
+    If the chat template renders a stored reply differently within that page, the template is the reason.
     """
     if divergence is not None and divergence.token_index - page_size < at_token <= divergence.token_index:
-        written = f"message {divergence.message_index} otherwise than it was when a reply was generated"
-        return MissCause(TEMPLATE_CHANGED, at_token, f"the chat template writes {written}")
+        detail = f"the chat template renders message {divergence.message_index} differently than when it was generated"
+        return MissCause(TEMPLATE_CHANGED, at_token, detail)
     return MissCause(reason, at_token, detail)

@@ -1,4 +1,7 @@
-"""Responses that can be read, resumed, steered or cancelled: those under way, and the logs of those lately ended."""
+"""Registry of responses that can be read, resumed, steered or cancelled.
+
+Holds running responses, and the logs of those that ended recently.
+"""
 
 from __future__ import annotations
 
@@ -19,51 +22,57 @@ MAX_ENDED_BYTES = 64 * 1024 * 1024
 
 
 class Run(Protocol):
-    """A response under way (`live_response.LiveResponse`)."""
+    """A running response (implemented by `responses.run.LiveResponse`)."""
 
     id: str
     owner: str
-    conversation_id: str | None  # None: it is not stored
+    conversation_id: str | None  # None for a response that is not stored
     log: ResponseLog
     task: asyncio.Task[None]
 
     def candidate_index(self, item_id: str) -> int | None:
-        """Which candidate will be stored as that message."""
+        """Return the index of the candidate that will be stored under this message id."""
         ...
 
     async def reply_prefix(self, index: int, num_tokens: int | None, fork_with: int | None) -> ReplyPrefix:
-        """Candidate `index` as far as it goes now, or its first tokens, and another token.
+        """Return the current text of a candidate, or its first tokens, plus an optional token.
 
         Raises: InvalidRequestError.
         """
         ...
 
     async def steer(self, given: object) -> None:
-        """Queue input for a successor, which follows at once. Raises: SteerRefusedError."""
+        """Queue input for a successor and end this response. Raises: SteerRefusedError."""
         ...
 
     @property
     def first_active_candidate(self) -> int:
-        """The first candidate that was not dropped."""
+        """Index of the first candidate that was not dropped."""
         ...
 
     def check_drop(self, candidate: int) -> bool:
-        """Whether dropping this candidate is a cancel. Raises: ChatcacheError where it cannot be dropped."""
+        """Whether dropping this candidate cancels the response.
+
+        Raises: ChatcacheError if it cannot be dropped.
+        """
         ...
 
     async def drop(self, candidate: int) -> Receipt | None:
-        """End one of several candidates within one engine step, and wait for that.
+        """End one of several candidates within one engine step, and wait until it has ended.
 
-        Raises: NotFoundError if it had ended.
+        Raises: NotFoundError if it had already ended.
         """
         ...
 
     async def cancel(self) -> Receipt | None:
-        """End it within one engine step, and wait for that. The receipt; None if it had ended by itself."""
+        """End the response within one engine step and wait for the end.
+
+        Returns the receipt; None if the response had already ended.
+        """
         ...
 
     async def interrupt(self) -> None:
-        """End it because the server does, with what it has said, and wait for that."""
+        """End the response because the server shuts down; keep its text."""
         ...
 
 
@@ -71,7 +80,7 @@ class Run(Protocol):
 class LoggedResponse:
     """A response and its log. `run` is None once it has ended.
 
-    `successor` is the response that goes on with it, `steers` the input that waits for whoever does.
+    `successor` is the id of the response that continues it; `steers` is input that waits for a successor.
     """
 
     id: str
@@ -88,7 +97,10 @@ class LoggedResponse:
 
 
 class ResponseRegistry:
-    """Responses by id, each known to its owner only. Ended ones are dropped by age and by bytes, the oldest first."""
+    """Responses by id, visible to their owner only.
+
+    Ended responses are evicted by age and by total size, oldest first.
+    """
 
     def __init__(self, max_ended_bytes: int = MAX_ENDED_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_ended_bytes = max_ended_bytes
@@ -103,12 +115,12 @@ class ResponseRegistry:
         return self._ended_bytes
 
     def add(self, run: Run) -> LoggedResponse:
-        """A response is under way."""
+        """Register a running response."""
         logged = self._live[run.id] = LoggedResponse(run.id, run.owner, run.log, run)
         return logged
 
     def end(self, response_id: str, *, keep: bool) -> None:
-        """A response is over and its log is closed. `keep`: it can still be read for a while."""
+        """Record that a response ended and its log is closed. `keep`: it stays readable for a while."""
         found = self._live.pop(response_id, None)
         if found is None:
             return
@@ -117,32 +129,32 @@ class ResponseRegistry:
             self._ended[response_id] = found
             self._sizes[response_id] = found.num_bytes
             self._ended_bytes += found.num_bytes
-        self._drop_old()
+        self._evict()
 
     def find(self, owner: str, response_id: str) -> LoggedResponse | None:
-        """A response under way or lately ended, if it is the owner's."""
-        self._drop_old()
+        """Return a running or recently ended response of this owner."""
+        self._evict()
         found = self._live.get(response_id) or self._ended.get(response_id)
         return found if found is not None and found.owner == owner else None
 
     def get(self, owner: str, response_id: str, param: str = "response_id") -> LoggedResponse:
-        """Raises: NotFoundError for what `find` does not find."""
+        """Return what `find` finds. Raises: NotFoundError."""
         found = self.find(owner, response_id)
         if found is None:
-            raise NotFoundError(f"no response {response_id[:128]!r} is running or has lately ended", param=param)
+            raise NotFoundError(f"no response {response_id[:128]!r} is running or has recently ended", param=param)
         return found
 
     def running(self, owner: str | None = None) -> tuple[Run, ...]:
-        """The responses under way, of one owner or (None) of all."""
+        """Return the running responses of one owner, or of all (None)."""
         runs = (each.run for each in self._live.values() if owner is None or each.owner == owner)
         return tuple(run for run in runs if run is not None)
 
     def remove(self, response_id: str) -> None:
-        """Drop the log of an ended response: it was deleted."""
+        """Remove the log of an ended response that was deleted."""
         if self._ended.pop(response_id, None) is not None:
             self._ended_bytes -= self._sizes.pop(response_id)
 
-    def _drop_old(self) -> None:
+    def _evict(self) -> None:
         oldest_s = self._clock() - KEEP_ENDED_S
         while self._ended:
             first = next(iter(self._ended.values()))

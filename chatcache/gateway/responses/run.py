@@ -1,8 +1,7 @@
-"""A response under way, on the server's own time: connections only read its log.
+"""A running response: consumes the reply, writes the event log and stores the result.
 
-Candidates of a running response that are given up one by one: who may be, and what each receipt says.
-
-How long a response goes on that nobody reads.
+Connections only read the log, so a response does not depend on any of them. `CandidateCancellations` drops single
+candidates; `DetachTimer` ends a response that has no reader.
 """
 
 from __future__ import annotations
@@ -48,10 +47,15 @@ from chatcache.gateway.schemas import responses as schemas
 from chatcache.gateway.schemas.responses import Receipt
 from chatcache.types.events import FINISH_CANCELLED
 
+log = logging.getLogger(__name__)
+
+_BATCH_INTERVAL_S = 0.033
+_MIN_FIRST_READER_S = 2.0  # time for the client to start reading
+
 
 @dataclass(slots=True)
-class _Drop:
-    """One that was asked for. `receipt`: None for a candidate that came to its end by itself."""
+class _PendingDrop:
+    """A drop that was requested. `receipt` is None for a candidate that ended by itself."""
 
     since_s: float
     num_tokens: int
@@ -59,64 +63,67 @@ class _Drop:
 
 
 class CandidateCancellations:
-    """Of one response. Belongs to one event loop."""
+    """Drops candidates of one response. Belongs to one event loop."""
 
     def __init__(self, reply: Reply, log: ResponseLog, metrics: Metrics) -> None:
         self._reply = reply
         self._log = log
         self._metrics = metrics
-        self._waiting: dict[int, _Drop] = {}
+        self._waiting: dict[int, _PendingDrop] = {}
 
     @property
     def since_s(self) -> float | None:
-        """When the first that is not settled was asked for."""
+        """Time of the earliest drop that is still pending."""
         return min((drop.since_s for drop in self._waiting.values()), default=None)
 
     @property
     def first_active(self) -> int:
-        """The first candidate that was not dropped."""
+        """Index of the first candidate that was not dropped."""
         kept = [each.index for each in self._reply.candidates if not each.dropped]
         return kept[0] if kept else 0
 
     def check(self, index: int) -> None:
-        """Raises: InvalidRequestError, UnsupportedParameterError or NotFoundError if a candidate cannot be dropped."""
+        """Check whether a candidate can be dropped.
+
+        Raises: InvalidRequestError, UnsupportedParameterError, NotFoundError.
+        """
         candidates = self._reply.candidates
         if is_ranked(self._reply.request.params):
-            message = "beams, best_of and distinct candidates are settled together: cancel the response"
+            message = "beams, best_of and distinct candidates end together: cancel the response"
             raise UnsupportedParameterError(message, param="candidate")
         if index >= len(candidates):
             raise InvalidRequestError(f"candidate must be between 0 and {len(candidates) - 1}", param="candidate")
         if candidates[index].done:
-            raise _ended(index)
+            raise _candidate_ended_error(index)
 
     def is_last(self, index: int) -> bool:
-        """Whether all others have ended."""
+        """Whether all other candidates have ended."""
         return [each.index for each in self._reply.candidates if not each.done] == [index]
 
     async def drop(self, index: int, response: asyncio.Task[None]) -> Receipt | None:
-        """End a candidate that may be dropped, and wait for that; None where the whole `response` ended under it.
+        """End a candidate that passed `check` and wait for its end.
 
-        Raises: NotFoundError if it came to its end by itself.
+        Returns None if the whole response ended meanwhile. Raises: NotFoundError if the candidate ended by itself.
         """
         drop = self._waiting.get(index)
         if drop is None:
             receipt: asyncio.Future[Receipt | None] = asyncio.get_running_loop().create_future()
-            drop = _Drop(time.perf_counter(), self._reply.candidates[index].num_tokens, receipt)
+            drop = _PendingDrop(time.perf_counter(), self._reply.candidates[index].num_tokens, receipt)
             self._waiting[index] = drop
         await self._reply.drop(index)
         ends: tuple[asyncio.Future[Any], ...] = (drop.receipt, response)
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not drop.receipt.done():
             return None
-        told = drop.receipt.result()
-        if told is None:
-            raise _ended(index)
-        return told
+        dropped_receipt = drop.receipt.result()
+        if dropped_receipt is None:
+            raise _candidate_ended_error(index)
+        return dropped_receipt
 
     def done(self, event: ReplyDone) -> None:
-        """A candidate has ended, and its frames are written: tell all readers if it was dropped."""
+        """Record that a candidate ended, and send its receipt to all readers if it was dropped."""
         if event.finish_reason == FINISH_CANCELLED and event.num_pages_freed is None:
-            return  # it ends with the whole response, whose last frame tells
+            return  # the whole response ends; its terminal frame reports it
         drop = self._waiting.pop(event.index, None)
         receipt: Receipt | None = None
         if event.num_pages_freed is not None:
@@ -134,19 +141,19 @@ class CandidateCancellations:
 
 
 def dropped_fields(response_id: str, candidate: int, receipt: Receipt) -> dict[str, object]:
-    """The fields of `response.dropped`."""
+    """Return the fields of `response.dropped`."""
     return {"response_id": response_id, "candidate": candidate, "receipt": receipt}
 
 
-def _ended(index: int) -> NotFoundError:
+def _candidate_ended_error(index: int) -> NotFoundError:
     return NotFoundError(f"candidate {index} has ended", param="candidate")
 
 
-_FIRST_READER_S = 2.0  # whoever asked for a response needs a moment to begin reading it
-
-
 class DetachTimer:
-    """Ends a response `ttl_s` after the last reader of its log left; None lets it run. Belongs to one event loop."""
+    """Ends a response `ttl_s` after the last reader of its log has left; never if None.
+
+    Belongs to one event loop.
+    """
 
     def __init__(self, log: ResponseLog, ttl_s: float | None, end: Callable[[], Awaitable[object]]) -> None:
         self._log = log
@@ -156,31 +163,31 @@ class DetachTimer:
         self._ending: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Watch the readers from now on; there need not be one yet."""
-        self._log.on_reader_count = self._readers
+        """Start to watch the readers; there may be none yet."""
+        self._log.on_reader_count = self._on_reader_count
         if self._ttl_s is not None:
-            self._arm(max(self._ttl_s, _FIRST_READER_S))
+            self._start_timer(max(self._ttl_s, _MIN_FIRST_READER_S))
 
     def end_with_last_reader(self) -> None:
-        """End it with its last reader: now, if there is none."""
+        """Set the grace period to zero: end now if there is no reader."""
         self._ttl_s = 0.0
         if self._log.on_reader_count is not None:
-            self._readers(self._log.num_readers)
+            self._on_reader_count(self._log.num_readers)
 
     def stop(self) -> None:
-        """The response is over."""
+        """Stop watching: the response has ended."""
         self._log.on_reader_count = None
-        self._disarm()
+        self._cancel_timer()
 
-    def _readers(self, num_readers: int) -> None:
-        self._disarm()
+    def _on_reader_count(self, num_readers: int) -> None:
+        self._cancel_timer()
         if num_readers == 0 and self._ttl_s is not None:
-            self._arm(self._ttl_s)
+            self._start_timer(self._ttl_s)
 
-    def _arm(self, delay_s: float) -> None:
+    def _start_timer(self, delay_s: float) -> None:
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._expire)
 
-    def _disarm(self) -> None:
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -192,17 +199,12 @@ class DetachTimer:
         self._ending = asyncio.create_task(end())
 
 
-log = logging.getLogger(__name__)
-
-_COALESCE_S = 0.033
-
-
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How a response was asked for.
+    """Settings of a response that come from its request.
 
-    `ttl_s`: how long it outlives its last reader while the `principal` is let in; None: until it is done. `succeed`
-    starts a response that goes on with it, and returns its id.
+    `ttl_s`: grace period after the last reader, None to run until complete; it becomes zero when the key is revoked.
+    `start_successor` starts a response that continues this one, and returns its id.
     """
 
     principal: Principal
@@ -213,7 +215,7 @@ class RunOptions:
 
 
 class LiveResponse:
-    """A response under way. `log` is its whole story; `cancel` ends it early, from any connection."""
+    """A running response. `log` contains all its events; any connection may `cancel` it."""
 
     def __init__(
         self,
@@ -222,7 +224,7 @@ class LiveResponse:
         planned: PlannedTurn,
         conversation: Conversation | None,
         reply: Reply,
-        order: RunOptions,
+        options: RunOptions,
     ) -> None:
         self.id = planned.turn.id
         self.owner = planned.request.owner
@@ -233,10 +235,10 @@ class LiveResponse:
         self._planned = planned
         self._conversation = conversation
         self._reply = reply
-        self._frames = ResponseEventWriter(self.log, planned, model.tokenizer, reply)
-        self._order = order
+        self._writer = ResponseEventWriter(self.log, planned, model.tokenizer, reply)
+        self._options = options
         self._drops = CandidateCancellations(reply, self.log, gateway.metrics)
-        self._lifetime = DetachTimer(self.log, order.ttl_s, self.cancel)
+        self._detach_timer = DetachTimer(self.log, options.ttl_s, self.cancel)
         self._steers = SteerQueue()
         self._cancelled_s: float | None = None
         self._interrupted = False
@@ -244,29 +246,32 @@ class LiveResponse:
         self._receipt: Receipt | None = None
 
     def start(self) -> None:
-        """Start the task that does the work; the gateway keeps it until it is over."""
+        """Register the response and start its task."""
         self.logged = self._gateway.responses.add(self)
-        self._frames.created()
+        self._writer.created()
         if self._conversation is not None:
-            self._tell(self._conversation)
-        self._lifetime.start()
-        self.task = asyncio.create_task(self._work(), name=self.id)
+            self._publish_conversation(self._conversation)
+        self._detach_timer.start()
+        self.task = asyncio.create_task(self._run_while_authorized(), name=self.id)
 
     def candidate_index(self, item_id: str) -> int | None:
-        """Which candidate will be stored as that message."""
-        return self._frames.item_ids.index(item_id) if item_id in self._frames.item_ids else None
+        """Return the index of the candidate that will be stored under this message id."""
+        return self._writer.item_ids.index(item_id) if item_id in self._writer.item_ids else None
 
     async def reply_prefix(self, index: int, num_tokens: int | None, fork_with: int | None) -> ReplyPrefix:
-        """Candidate `index` as far as it goes now, or its first tokens, and another token.
+        """Return the current text of a candidate, or its first tokens, plus an optional token.
 
         Raises: InvalidRequestError.
         """
         candidate = self._reply.candidates[index]
-        ids = candidate.fork_ids(num_tokens, fork_with)  # now; it grows meanwhile
+        ids = candidate.fork_ids(num_tokens, fork_with)  # copied now, because the candidate keeps growing
         return await asyncio.to_thread(candidate.make_prefix, self._planned.turn, ids, is_exact=fork_with is not None)
 
     async def cancel(self) -> Receipt | None:
-        """End it within one engine step, and wait for that. The receipt; None if it had ended by itself."""
+        """End the response within one engine step and wait for the end.
+
+        Returns the receipt; None if the response had already ended.
+        """
         if self._cancelled_s is None:
             self._cancelled_s = time.perf_counter()
             self._num_tokens_at_cancel = self._reply.num_tokens
@@ -275,99 +280,102 @@ class LiveResponse:
         return self._receipt
 
     async def interrupt(self) -> None:
-        """End it because the server does, with what it has said, and wait for that."""
+        """End the response because the server shuts down; keep its text."""
         self._interrupted = True
         await self._reply.cancel()
         await asyncio.wait([self.task])
 
     @property
     def first_active_candidate(self) -> int:
-        """The first candidate that was not dropped."""
+        """Index of the first candidate that was not dropped."""
         return self._drops.first_active
 
     def check_drop(self, candidate: int) -> bool:
-        """Whether all other candidates have ended: dropping this one is a cancel.
+        """Whether all other candidates have ended, so that dropping this one is a cancel.
 
-        Raises: InvalidRequestError, UnsupportedParameterError, NotFoundError where it cannot be dropped.
+        Raises: InvalidRequestError, UnsupportedParameterError, NotFoundError if it cannot be dropped.
         """
         self._drops.check(candidate)
         return self._drops.is_last(candidate)
 
     async def drop(self, candidate: int) -> Receipt | None:
-        """End one of several candidates within one engine step, and wait for that; all readers are told.
+        """End one of several candidates within one engine step, and notify all readers.
 
-        The receipt; None if the whole response ended under it. Raises: NotFoundError if the candidate had ended by
+        Returns the receipt; None if the whole response ended meanwhile. Raises: NotFoundError if the candidate ended by
         itself.
         """
         return await self._drops.drop(candidate, self.task)
 
-    async def steer(self, given: object) -> None:
-        """Queue input, and end the response so that a successor can answer it. Raises: SteerRefusedError."""
-        if self._conversation is None or not self._order.generate:
+    async def steer(self, input_value: object) -> None:
+        """Queue input and end the response, so that a successor can answer the input.
+
+        Raises: SteerRefusedError.
+        """
+        if self._conversation is None or not self._options.generate:
             raise SteerRefusedError("only stored responses that generate can be steered", code="steering_not_supported")
         if self.log.terminal is not None or self._cancelled_s is not None:
             raise not_steerable_error(self.log.terminal)
-        steer = self._steers.add(given)
+        steer = self._steers.add(input_value)
         self.log.append("response.steer.accepted", steer=steer_json(steer, self.id))
         await self._reply.cancel()
 
-    async def _work(self) -> None:
-        key_cache, principal = self._gateway.key_cache, self._order.principal
-        with key_cache.notify_revoked(principal, self._lifetime.end_with_last_reader):
-            if not key_cache.is_valid(principal):  # since a moment ago
-                self._lifetime.end_with_last_reader()
+    async def _run_while_authorized(self) -> None:
+        key_cache, principal = self._gateway.key_cache, self._options.principal
+        with key_cache.watch_revocation(principal, self._detach_timer.end_with_last_reader):
+            if not key_cache.is_valid(principal):  # revoked before the watch began
+                self._detach_timer.end_with_last_reader()
             await self._run()
 
     async def _run(self) -> None:
         try:
-            await self._listen()
+            await self._consume_events()
             if self.log.terminal is None:
-                raise EngineError("the engine stopped without saying why")
+                raise EngineError("the engine ended the reply without a final event")
         except Exception as error:
             await self._fail(error)
         finally:
             if self.log.terminal is None:  # this task was cancelled
-                self._frames.failed(INTERNAL_ERROR)
+                self._writer.failed(INTERNAL_ERROR)
             try:
-                await self._hand_over()
+                await self._start_successor()
             finally:
-                self._lifetime.stop()
+                self._detach_timer.stop()
                 self.log.close()
                 self._gateway.responses.end(self.id, keep=self._conversation is not None)
                 await self._reply.close()
 
-    async def _listen(self) -> None:
-        """Take the reply's events to the last, those that many readers draw a few at a time."""
-        drawn = DeltaBatcher(self._draw, _COALESCE_S)
+    async def _consume_events(self) -> None:
+        """Handle all events of the reply; deltas are batched while there are many."""
+        batcher = DeltaBatcher(self._write_delta, _BATCH_INTERVAL_S)
         try:
             async for event in record_reply_metrics(self._reply, self._gateway.metrics):
                 if isinstance(event, (ReplyDelta, ReplyBeams)):
-                    drawn.push(event)
+                    batcher.push(event)
                 else:
-                    drawn.flush()
-                    await self._take(event)
+                    batcher.flush()
+                    await self._handle_event(event)
         except Exception:
-            drawn.flush()  # what was said comes before that it failed
+            batcher.flush()  # write the remaining text before the failure
             raise
         finally:
-            drawn.close()
+            batcher.close()
 
-    def _draw(self, event: ReplyDelta | ReplyBeams) -> None:
-        if not self._order.generate:
+    def _write_delta(self, event: ReplyDelta | ReplyBeams) -> None:
+        if not self._options.generate:
             return
         if isinstance(event, ReplyDelta):
-            self._frames.delta(event)
+            self._writer.delta(event)
         else:
-            self._frames.beams(event)
+            self._writer.beams(event)
 
-    async def _take(self, event: ReplyStarted | ReplyDone | ReplyFinished) -> None:
-        if not self._order.generate:
+    async def _handle_event(self, event: ReplyStarted | ReplyDone | ReplyFinished) -> None:
+        if not self._options.generate:
             if isinstance(event, ReplyFinished):
                 await self._finish(replace(event, num_output_tokens=0))
         elif isinstance(event, ReplyStarted):
-            self._frames.started(event)
+            self._writer.started(event)
         elif isinstance(event, ReplyDone):
-            self._frames.done(event)
+            self._writer.done(event)
             self._drops.done(event)
         else:
             await self._finish(event)
@@ -376,23 +384,23 @@ class LiveResponse:
         """Store, then announce: who has read the terminal frame can rely on the tree."""
         usage = to_usage(event)
         if event.cancelled and self._cancelled_s is None and (self._steers or self._interrupted):
-            turn = self._frames.mark_incomplete("steered" if self._steers else "interrupted")
+            turn = self._writer.mark_incomplete("steered" if self._steers else "interrupted")
             self._planned = replace(self._planned, turn=turn)
         elif event.cancelled:
-            self._receipt = self._stopped(event)
-        is_saved = await self._store(self._frames.status(event), usage)
-        self._frames.finished(event, self._receipt, is_saved=is_saved)
+            self._receipt = self._stop_receipt(event)
+        is_saved = await self._store(self._writer.status(event), usage)
+        self._writer.finished(event, self._receipt, is_saved=is_saved)
 
-    async def _hand_over(self) -> None:
-        """Let what was steered be answered by a successor, or wait for function outputs, or go back."""
+    async def _start_successor(self) -> None:
+        """Start a successor for the steering input, keep it for function outputs, or reject it."""
         steers = self._steers.pop_all()
         if not steers:
             return
         if self.log.terminal == "response.failed" or self._cancelled_s is not None:
-            self._return(steers, "the response was cancelled or failed")
+            self._reject_steers(steers, "the response was cancelled or failed")
             return
         calls = (
-            required_input(main_output(self._frames.outputs, COMPLETED))
+            required_input(main_output(self._writer.outputs, COMPLETED))
             if self.log.terminal == "response.completed"
             else []
         )
@@ -403,64 +411,69 @@ class LiveResponse:
                 self.log.append("response.steer.pending", steer=steer_json(steer, self.id), **fields)
             return
         try:
-            self.logged.successor = await self._order.start_successor(successor_body(self._order.body, self.id, steers))
+            self.logged.successor = await self._options.start_successor(
+                successor_body(self._options.body, self.id, steers)
+            )
         except Exception as error:
             if not isinstance(error, ChatcacheError):
                 log.exception("%s: its successor could not be created", self.id)
-            self._return(steers, error.message if isinstance(error, ChatcacheError) else INTERNAL_ERROR.message)
+            self._reject_steers(steers, error.message if isinstance(error, ChatcacheError) else INTERNAL_ERROR.message)
 
-    def _return(self, steers: Sequence[Steer], why: str) -> None:
+    def _reject_steers(self, steers: Sequence[Steer], why: str) -> None:
         error = SteerRefusedError(why, code="successor_creation_failed")
         for steer in steers:
-            self.log.append("response.steer.failed", **steer_failed_fields(error, steer.given, self.id, steer.id))
+            self.log.append("response.steer.failed", **steer_failed_fields(error, steer.input_value, self.id, steer.id))
 
     async def _fail(self, error: Exception) -> None:
         if not isinstance(error, ChatcacheError):
             log.error("%s failed", self.id, exc_info=error)
         if self.log.terminal is not None:
             return
-        turn = self._frames.failed(error if isinstance(error, ChatcacheError) else INTERNAL_ERROR)
+        turn = self._writer.failed(error if isinstance(error, ChatcacheError) else INTERNAL_ERROR)
         self._planned = replace(self._planned, turn=turn)
         await self._store_failure()
 
     async def _store_failure(self) -> None:
-        """Store that it failed, if anything can be stored: the store itself may be what failed."""
+        """Store the failure, if the store accepts it: the store may be the cause."""
         try:
             await self._store(FAILED, None)
         except NotFoundError:
-            log.info("%s: its conversation was deleted under it", self.id)
+            log.info("%s: its conversation was deleted while it ran", self.id)
         except Exception:
-            log.exception("%s: that it failed could not be stored", self.id)
+            log.exception("%s: could not store its failure", self.id)
 
     async def _store(self, status: str, usage: Usage | None) -> bool:
-        """Store how it ended, now or (False) as soon as the store takes it."""
+        """Store the result now (True), or as soon as the store is available (False)."""
         if self._conversation is None:
             return True
-        end = (self._conversation, self._planned, self._frames.outputs, status, usage)
+        stored_reply = (self._conversation, self._planned, self._writer.outputs, status, usage)
         conversations = self._model.conversations
 
         async def store_late() -> None:
-            conversation = await conversations.retry_complete(*end)
+            conversation = await conversations.retry_complete(*stored_reply)
             self.log.is_unsaved = False
             self._gateway.hub.publish_update(conversation)
 
         try:
-            conversation = await conversations.complete(*end)
+            conversation = await conversations.complete(*stored_reply)
         except StoreUnavailableError:
-            names = (self._conversation.id, *(item.id for item in self._frames.outputs))
+            names = (self._conversation.id, *(item.id for item in self._writer.outputs))
             self.log.is_unsaved = True
             self._gateway.pending_saves.add(self.id, names, store_late)
             return False
-        self._tell(conversation)
+        self._publish_conversation(conversation)
         return True
 
-    def _tell(self, conversation: Conversation) -> None:
-        """Tell the readers, and whoever subscribed, how the conversation stands now."""
+    def _publish_conversation(self, conversation: Conversation) -> None:
+        """Send the conversation's new state to readers and subscribers."""
         self.log.append_unnumbered("conversation.updated", conversation=schemas.Conversation.from_head(conversation))
         self._gateway.hub.publish_update(conversation)
 
-    def _stopped(self, event: ReplyFinished) -> Receipt:
-        """What stopping cost and gave back. Without a cancel of ours the server was closing: nothing to measure."""
+    def _stop_receipt(self, event: ReplyFinished) -> Receipt:
+        """Build the receipt of a cancelled reply and record its latency.
+
+        Latency is zero if the server, not a client, ended the reply.
+        """
         latency_s, num_late = 0.0, 0
         since_s = self._cancelled_s if self._cancelled_s is not None else self._drops.since_s
         if since_s is not None:

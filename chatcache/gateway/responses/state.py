@@ -1,4 +1,4 @@
-"""How a response stands: from its log while that is kept, from the tree afterwards."""
+"""The response object of a response: from its log while that exists, then from the store."""
 
 from __future__ import annotations
 
@@ -24,53 +24,58 @@ from chatcache.gateway.schemas.responses import OutputItem, OutputMessage, Respo
 
 
 class _Lifecycle(msgspec.Struct):
-    """`response.created` and the terminal frames, as far as they are read again."""
+    """The fields of `response.created` and terminal frames that are read again."""
 
     response: msgspec.Raw
     receipt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-class _Finished(msgspec.Struct):
-    """`response.output_item.done`."""
+class _ItemDone(msgspec.Struct):
+    """The frame `response.output_item.done`."""
 
     output_index: int
     item: dict[str, Any]
 
 
 def encode_logged_response(log: ResponseLog) -> bytes:
-    """The response object: the final one, with its receipt if it was cancelled, or all that is known so far."""
+    """Encode the response object: the final one with its receipt, or the current state."""
     milestones = log.milestones()
-    end = next((frame for frame in milestones if frame.kind in TERMINAL), None)
-    if end is not None:
-        return _with(_final(end.data), b'"saved":false') if log.is_unsaved else _final(end.data)
+    terminal = next((frame for frame in milestones if frame.kind in TERMINAL), None)
+    if terminal is not None:
+        response = _decode_final(terminal.data)
+        return _with_member(response, b'"saved":false') if log.is_unsaved else response
     created = msgspec.json.decode(milestones[0].data, type=_Lifecycle)
-    finished = [msgspec.json.decode(frame.data, type=_Finished) for frame in milestones[1:]]
-    outputs: dict[Any, object] = {text["output_index"]: _unfinished(text) for text in log.texts()}
-    outputs |= {each.output_index: each.item for each in finished}
+    finished = [msgspec.json.decode(frame.data, type=_ItemDone) for frame in milestones[1:]]
+    outputs: dict[Any, object] = {text["output_index"]: _unfinished_item(text) for text in log.texts()}
+    outputs |= {done.output_index: done.item for done in finished}
     response = msgspec.json.decode(created.response)
     return encode({**response, "output": [outputs[index] for index in sorted(outputs)]})
 
 
 def encode_created_response(log: ResponseLog) -> bytes:
-    """The response object as it was when the response began."""
+    """Encode the response object of `response.created`."""
     return bytes(msgspec.json.decode(log.milestones()[0].data, type=_Lifecycle).response)
 
 
 def stored_response(tree: ConversationTree, response_id: str) -> Response:
-    """The response object. Log-probabilities are not stored."""
+    """Build the response object of a stored response. Log-probabilities are not stored."""
     turn = tree.turns[response_id]
     outputs = tree.outputs(response_id)
-    items = [each for output in outputs for each in output_items(output)]
+    items = [item for output in outputs for item in output_items(output)]
     return response_object(turn, items, incomplete_reason(turn, outputs))
 
 
 def stream_expired_error(response_id: str) -> InvalidRequestError:
-    message = f"the events of {response_id[:128]} are not kept here any more: retrieve it without stream"
+    """Return the error for streaming a response whose log no longer exists."""
+    message = f"the events of {response_id[:128]} are no longer available: retrieve it without stream"
     return InvalidRequestError(message, param="stream", code="stream_expired")
 
 
 async def load_response_tree(store: ConversationStore, owner: str, response_id: str) -> ConversationTree:
-    """The tree that holds a stored response. Raises: NotFoundError, also for one that was deleted."""
+    """Load the conversation tree that holds a response.
+
+    Raises: NotFoundError, also for a deleted response.
+    """
     missing = NotFoundError(f"no response {response_id[:128]!r}", param="response_id")
     try:
         tree = await store.load(owner, await store.locate(owner, response_id))
@@ -82,21 +87,21 @@ async def load_response_tree(store: ConversationStore, owner: str, response_id: 
     return tree
 
 
-def _final(frame: bytes) -> bytes:
-    end = msgspec.json.decode(frame, type=_Lifecycle)
-    response = bytes(end.response)
-    if isinstance(end.receipt, msgspec.UnsetType):
+def _decode_final(frame: bytes) -> bytes:
+    terminal = msgspec.json.decode(frame, type=_Lifecycle)
+    response = bytes(terminal.response)
+    if isinstance(terminal.receipt, msgspec.UnsetType):
         return response
-    return _with(response, b'"receipt":%s' % bytes(end.receipt))
+    return _with_member(response, b'"receipt":%s' % bytes(terminal.receipt))
 
 
-def _with(response: bytes, member: bytes) -> bytes:
-    """An encoded object with one more member."""
+def _with_member(response: bytes, member: bytes) -> bytes:
+    """Add a member to an encoded object."""
     return b"%s,%s}" % (response[:-1], member)
 
 
-def _unfinished(text: Mapping[str, Any]) -> OutputItem:
-    """An output item that is still growing."""
+def _unfinished_item(text: Mapping[str, Any]) -> OutputItem:
+    """Build an output item that is still being generated."""
     item_id, candidate = text["item_id"], text["candidate"]
     if text["type"] == "function_call":
         call = ToolCall(text["call_id"], text["name"], text["arguments"])

@@ -1,7 +1,7 @@
-"""Steering: input that interrupts a response and is answered by its successor.
+"""Steering: input that interrupts a running response and is answered by its successor.
 
-response A ... accepted -> A ends, incomplete: steered -> successor B, continuing from A with the input
-                           A had called functions      -> pending, until a response.create brings their outputs
+response A: accepted -> A ends, incomplete ("steered") -> successor B continues from A with the input
+            A has called functions                     -> pending until a response.create brings their outputs
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MAX_PENDING_STEERS = 8
 MAX_PENDING_BYTES = 1024 * 1024
 _FIELDS = frozenset({"type", "previous_response_id", "input"})
 _MESSAGE_FIELDS = frozenset({"type", "role", "content"})
-_PLACE = ("input", "conversation", "previous_item_id", "previous_response_id", "fork_at", "fork_with", "rev")
+_POSITION_FIELDS = ("input", "conversation", "previous_item_id", "previous_response_id", "fork_at", "fork_with", "rev")
 
 
 class SteerRefusedError(ChatcacheError):
-    """Steering input that was not accepted, or could not be committed; `code` is OpenAI's."""
+    """Steering input was rejected or could not be applied; `code` is OpenAI's."""
 
     status = 400
     type = "invalid_request_error"
@@ -31,16 +31,16 @@ class SteerRefusedError(ChatcacheError):
 
 @dataclass(frozen=True, slots=True)
 class Steer:
-    """An accepted submission. `given` is the input as it was sent, `messages` the same as a list."""
+    """An accepted steering input: `input_value` as it was sent, `messages` as a list."""
 
     id: str
-    given: object
+    input_value: object
     messages: tuple[Mapping[str, Any], ...]
     num_bytes: int
 
 
 class SteerQueue:
-    """The submissions of one response, in order."""
+    """The steering input of one response, in order."""
 
     def __init__(self) -> None:
         self._waiting: list[Steer] = []
@@ -48,10 +48,10 @@ class SteerQueue:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def add(self, given: object) -> Steer:
-        """Raises: SteerRefusedError for input that is none, or too much of it."""
-        messages = parse_steer_input(given)
-        steer = Steer(new_id("steer"), given, messages, len(encode(given)))
+    def add(self, input_value: object) -> Steer:
+        """Queue input. Raises: SteerRefusedError for invalid or too much input."""
+        messages = parse_steer_input(input_value)
+        steer = Steer(new_id("steer"), input_value, messages, len(encode(input_value)))
         if (
             len(self._waiting) >= MAX_PENDING_STEERS
             or sum(each.num_bytes for each in self._waiting) + steer.num_bytes > MAX_PENDING_BYTES
@@ -65,32 +65,32 @@ class SteerQueue:
         return steer
 
     def pop_all(self) -> tuple[Steer, ...]:
-        """All of them; none are left."""
+        """Return all queued input and empty the queue."""
         taken, self._waiting = tuple(self._waiting), []
         return taken
 
 
 def check_fields(body: Mapping[str, Any]) -> None:
-    """Raises: SteerRefusedError for a field that `response.steer` does not have."""
+    """Reject fields that `response.steer` does not have. Raises: SteerRefusedError."""
     for name in body:
         if name not in _FIELDS:
             raise SteerRefusedError(f"response.steer does not take {name[:64]!r}", code="invalid_input")
 
 
-def parse_steer_input(given: object) -> tuple[Mapping[str, Any], ...]:
-    """Steering input as messages. Raises: SteerRefusedError."""
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}] if given else []
-    if not isinstance(given, list) or not 1 <= len(given) <= MAX_MESSAGES:
+def parse_steer_input(input_value: object) -> tuple[Mapping[str, Any], ...]:
+    """Convert steering input into messages. Raises: SteerRefusedError."""
+    if isinstance(input_value, str):
+        input_value = [{"role": "user", "content": input_value}] if input_value else []
+    if not isinstance(input_value, list) or not 1 <= len(input_value) <= MAX_MESSAGES:
         raise SteerRefusedError("input must be a text or a list of user messages, and not empty", code="invalid_input")
-    for at, message in enumerate(given):
+    for index, message in enumerate(input_value):
         if not isinstance(message, dict) or not message.keys() <= _MESSAGE_FIELDS:
-            raise SteerRefusedError(f"input[{at}] must be a message of type, role and content", code="invalid_input")
+            raise SteerRefusedError(f"input[{index}] must be a message of type, role and content", code="invalid_input")
         if message.get("type", "message") != "message" or message.get("role") != "user":
-            raise SteerRefusedError(f"input[{at}] must be a message of role user", code="invalid_input")
+            raise SteerRefusedError(f"input[{index}] must be a message of role user", code="invalid_input")
         if not _is_content(message.get("content")):
-            raise SteerRefusedError(f"input[{at}].content must be text or input_text parts", code="invalid_input")
-    return tuple(given)
+            raise SteerRefusedError(f"input[{index}].content must be text or input_text parts", code="invalid_input")
+    return tuple(input_value)
 
 
 def _is_content(content: object) -> bool:
@@ -103,28 +103,28 @@ def _is_content(content: object) -> bool:
 
 
 def successor_body(body: Mapping[str, Any], response_id: str, steers: Sequence[Steer]) -> dict[str, Any]:
-    """The `response.create` that goes on with a response under its settings."""
-    kept = {name: value for name, value in body.items() if name not in _PLACE}
-    return {**kept, "previous_response_id": response_id, "input": queued_input(steers, None)}
+    """Build the `response.create` that continues a response with its settings."""
+    settings = {name: value for name, value in body.items() if name not in _POSITION_FIELDS}
+    return {**settings, "previous_response_id": response_id, "input": queued_input(steers, None)}
 
 
-def queued_input(steers: Sequence[Steer], then: object) -> list[Any]:
-    """Queued steering in front of a request's own input."""
-    if isinstance(then, str):
-        then = [{"role": "user", "content": then}]
-    own = then if isinstance(then, list) else []
-    return [*(message for steer in steers for message in steer.messages), *own]
+def queued_input(steers: Sequence[Steer], own_input: object) -> list[Any]:
+    """Put queued steering input before a request's own input."""
+    if isinstance(own_input, str):
+        own_input = [{"role": "user", "content": own_input}]
+    own_messages = own_input if isinstance(own_input, list) else []
+    return [*(message for steer in steers for message in steer.messages), *own_messages]
 
 
 def required_input(output: Item) -> list[dict[str, str]]:
-    """Stubs of the function outputs that a reply waits for."""
+    """Return stubs of the function outputs that a reply waits for."""
     return [
         {"type": "function_call_output", "call_id": call.call_id, "name": call.name} for call in output.parts.tool_calls
     ]
 
 
 def not_steerable_error(terminal: str | None) -> SteerRefusedError:
-    """Why a response that has ended, or is about to, takes no more."""
+    """Return the error for steering a response that has ended or is about to end."""
     if terminal == "response.completed":
         return SteerRefusedError("the response has completed", code="response_already_completed")
     return SteerRefusedError("the response takes no more input", code="response_not_active")
@@ -135,9 +135,9 @@ def steer_json(steer: Steer, response_id: str) -> dict[str, object]:
 
 
 def steer_failed_fields(
-    error: ChatcacheError, given: object, response_id: str, steer_id: str | None = None
+    error: ChatcacheError, input_value: object, response_id: str, steer_id: str | None = None
 ) -> dict[str, object]:
-    """The fields of `response.steer.failed`: the input goes back to whoever sent it."""
+    """Return the fields of `response.steer.failed`, which contain the input again."""
     refusal = {"code": error.code, "message": error.message, "type": "invalid_request_error"}
-    steer = {"input": given, "previous_response_id": response_id}
+    steer = {"input": input_value, "previous_response_id": response_id}
     return {"error": refusal, "steer": {**steer, "id": steer_id} if steer_id is not None else steer}

@@ -1,1 +1,4 @@
-"""The WebSocket endpoint: connection, frames, multiplexed streams and notifications."""
+"""WebSocket transport of the Responses API (`/v1/responses`).
+
+Reading order: `frames`, `streams`, `notifications`, `prefill`, `connection`.
+"""

@@ -1,4 +1,7 @@
-"""WebSocket /v1/responses: OpenAI's WebSocket mode, and what `chatcache.v1` adds. Frames in, and who takes them."""
+"""WebSocket /v1/responses: OpenAI's WebSocket mode and the `chatcache.v1` extensions.
+
+Reads the client's frames and dispatches each to its handler.
+"""
 
 from __future__ import annotations
 
@@ -39,15 +42,15 @@ UNAUTHENTICATED = 4401
 RATE_LIMITED = 4429
 MAX_FRAMES_PER_S = 200
 MAX_BURST = 1000
-# What comes with every few frames goes by what is known already; the rest asks the store.
-_UNASKED = frozenset({"response.ack"})
+# Frequent messages are checked against the cached keys only; all others also query the store.
+_CACHED_CHECK_TYPES = frozenset({"response.ack"})
 
 Body = dict[str, Any]
 Handler = Callable[[Body], Awaitable[None]]
 
 
 async def responses_socket(socket: WebSocket) -> None:
-    """Accept (the guard has already let it through) and serve until the client goes."""
+    """Accept a WebSocket that was authenticated, and serve it until the client disconnects."""
     extended = PROTOCOL in socket.scope.get("subprotocols", ())
     await socket.accept(subprotocol=PROTOCOL if extended else None)
     gateway = gateway_of(socket)
@@ -63,7 +66,7 @@ async def responses_socket(socket: WebSocket) -> None:
 
 
 class Connection:
-    """One socket."""
+    """One WebSocket connection."""
 
     def __init__(self, socket: WebSocket, gateway: Gateway, extended: bool) -> None:
         self._socket = socket
@@ -71,13 +74,13 @@ class Connection:
         self._extended = extended
         principal = principal_of(socket)
         self._principal, self._owner = principal, principal.owner
-        self._outbox = FrameSender(socket)
-        self._lanes = StreamMultiplexer(gateway, principal, self._outbox, extended)
-        self._prewarmer = Prewarmer(gateway, principal, self._outbox)
+        self._sender = FrameSender(socket)
+        self._streams = StreamMultiplexer(gateway, principal, self._sender, extended)
+        self._prewarmer = Prewarmer(gateway, principal, self._sender)
         self._cancelling: dict[str, asyncio.Task[None]] = {}
         self._dropping: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._telling: asyncio.Task[None] | None = None
-        self._leaving: asyncio.Task[None] | None = None
+        self._notify_task: asyncio.Task[None] | None = None
+        self._close_task: asyncio.Task[None] | None = None
         self._handlers: dict[str, Handler] = {
             "response.create": self._create,
             "response.cancel": self._cancel,
@@ -93,33 +96,40 @@ class Connection:
             }
 
     async def serve(self) -> None:
-        """Read frames until the client leaves, or is let in no more. Raises: one of `CLIENT_GONE`."""
+        """Handle frames until the client disconnects, its key is revoked or its session expires.
+
+        Raises: one of `CLIENT_GONE`.
+        """
         key_cache = self._gateway.key_cache
-        left_s, loop = key_cache.expires_in_s(self._principal), asyncio.get_running_loop()
-        expiry = loop.call_later(left_s, self._leave, "the session has expired") if left_s < math.inf else None
+        remaining_s, loop = key_cache.expires_in_s(self._principal), asyncio.get_running_loop()
+        expiry = (
+            loop.call_later(remaining_s, self._close_unauthorized, "the session has expired")
+            if remaining_s < math.inf
+            else None
+        )
         try:
-            with key_cache.notify_revoked(self._principal, self._leave):
+            with key_cache.watch_revocation(self._principal, self._close_unauthorized):
                 await self._serve()
         finally:
             if expiry is not None:
                 expiry.cancel()
 
-    def _leave(self, why: str = "the API key was revoked") -> None:
-        """What let it in does so no more."""
-        if self._leaving is None:
-            self._leaving = asyncio.create_task(self._outbox.close(UNAUTHENTICATED, why))
+    def _close_unauthorized(self, why: str = "the API key was revoked") -> None:
+        """Close the connection: its key was revoked or its session has expired."""
+        if self._close_task is None:
+            self._close_task = asyncio.create_task(self._sender.close(UNAUTHENTICATED, why))
 
     async def _serve(self) -> None:
         if self._extended:
-            await self._gateway.health()  # so that the limits are known as soon as they can be
-            await self._outbox.send(session_frame(self._gateway))
+            await self._gateway.health()  # fills in the limits of `session.created`
+            await self._sender.send(session_frame(self._gateway))
         bucket = TokenBucket(MAX_FRAMES_PER_S, time.monotonic_ns(), period_ns=SECOND_NS, burst=MAX_BURST)
         while True:
             message = await self._socket.receive()
             if message["type"] == "websocket.disconnect":
                 return
             if not bucket.try_consume(1, time.monotonic_ns()):
-                await self._outbox.close(RATE_LIMITED, "too many messages")
+                await self._sender.close(RATE_LIMITED, "too many messages")
                 return
             try:
                 text = message.get("text")
@@ -127,37 +137,40 @@ class Connection:
                     raise InvalidRequestError("send text frames", code="invalid_json")
                 body = await parse_json(text)
             except InvalidRequestError as error:
-                await self._outbox.send_error(error)
-                await self._outbox.close(BAD_MESSAGE, "bad message")
+                await self._sender.send_error(error)
+                await self._sender.close(BAD_MESSAGE, "bad message")
                 return
-            if not await self._is_let_in(body):
+            if not await self._check_key(body):
                 return
             await self._handle(body)
 
     async def close(self) -> None:
-        """Stop reading logs. Stored responses go on for a while; those that are not end with their last reader."""
+        """Stop all streams and tasks of this connection.
+
+        Stored responses continue for a grace period; others end with their last reader.
+        """
         tasks = [
             *self._cancelling.values(),
             *self._dropping.values(),
-            *(task for task in (self._telling, self._leaving) if task is not None),
+            *(task for task in (self._notify_task, self._close_task) if task is not None),
         ]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(self._lanes.close(), self._prewarmer.close(), *tasks, return_exceptions=True)
+        await asyncio.gather(self._streams.close(), self._prewarmer.close(), *tasks, return_exceptions=True)
 
-    async def _is_let_in(self, body: Body) -> bool:
-        """Whether the key still opens anything: asked at every message."""
+    async def _check_key(self, body: Body) -> bool:
+        """Check the key before each message; if it is no longer valid, close and return False."""
         key_cache = self._gateway.key_cache
         try:
             kind = body.get("type")
-            if isinstance(kind, str) and kind in _UNASKED:
+            if isinstance(kind, str) and kind in _CACHED_CHECK_TYPES:
                 key_cache.check(self._principal)
             else:
                 await key_cache.recheck(self._principal)
         except ChatcacheError as error:
             with suppress(*CLIENT_GONE):
-                await self._outbox.send_error(error, body.get("stream_id"))
-            await self._outbox.close(UNAUTHENTICATED, error.message)
+                await self._sender.send_error(error, body.get("stream_id"))
+            await self._sender.close(UNAUTHENTICATED, error.message)
             return False
         return True
 
@@ -169,24 +182,24 @@ class Connection:
                 raise InvalidRequestError(f"type must be one of {', '.join(self._handlers)}", param="type")
             await handler(body)
         except ChatcacheError as error:
-            await self._outbox.send_error(error, body.get("stream_id"))
+            await self._sender.send_error(error, body.get("stream_id"))
 
     async def _create(self, body: Body) -> None:
-        self._lanes.enqueue(flatten_body(body))
+        self._streams.enqueue(flatten_body(body))
 
     async def _cancel(self, body: Body) -> None:
-        self._end(self._running(parse_fields(body, CancelFields).response_id))
+        self._start_cancel(self._running(parse_fields(body, CancelFields).response_id))
 
     def _running(self, response_id: str) -> Run:
-        """Raises: NotFoundError."""
+        """Return a running response. Raises: NotFoundError."""
         run = self._gateway.responses.get(self._owner, response_id).run
         if run is None:
             raise NotFoundError(f"response {response_id!r} has ended", param="response_id")
         return run
 
-    def _end(self, run: Run) -> None:
+    def _start_cancel(self, run: Run) -> None:
         if run.id not in self._cancelling:
-            self._cancelling[run.id] = asyncio.create_task(self._receipt(run))
+            self._cancelling[run.id] = asyncio.create_task(self._cancel_run(run))
 
     async def _drop(self, body: Body) -> None:
         fields = parse_fields(body, DropFields)
@@ -194,32 +207,32 @@ class Connection:
         if key in self._dropping:
             return
         if run.check_drop(fields.candidate):
-            self._end(run)
+            self._start_cancel(run)
         else:
-            self._dropping[key] = asyncio.create_task(self._drop_one(run, *key))
+            self._dropping[key] = asyncio.create_task(self._drop_candidate(run, *key))
 
-    async def _drop_one(self, run: Run, response_id: str, candidate: int) -> None:
-        """Drop a candidate, and tell what that came to, unless the response's own frames tell it here."""
+    async def _drop_candidate(self, run: Run, response_id: str, candidate: int) -> None:
+        """Drop a candidate and send its receipt, unless the frames of the response contain it."""
         try:
             receipt = await run.drop(candidate)
-            if receipt is not None and self._lanes.reader_of(response_id) is None:
-                await self._outbox.send({"type": "response.dropped", **dropped_fields(response_id, candidate, receipt)})
+            if receipt is not None and self._streams.reader_of(response_id) is None:
+                await self._sender.send({"type": "response.dropped", **dropped_fields(response_id, candidate, receipt)})
         except ChatcacheError as error:
             with suppress(*CLIENT_GONE):
-                await self._outbox.send_error(error)
+                await self._sender.send_error(error)
         except CLIENT_GONE:
             pass
         finally:
             del self._dropping[response_id, candidate]
 
-    async def _receipt(self, run: Run) -> None:
-        """Cancel, and tell what that came to, unless the response's own frames tell it here."""
+    async def _cancel_run(self, run: Run) -> None:
+        """Cancel a response and send its receipt, unless the frames of the response contain it."""
         try:
             receipt = await run.cancel()
-            if self._lanes.reader_of(run.id) is None and not self._lanes.terminal_of(run.id)[0]:
+            if self._streams.reader_of(run.id) is None and not self._streams.terminal_of(run.id)[0]:
                 status = (run.log.terminal or "").rpartition(".")[2]
-                told = {"response_id": run.id, "status": "cancelled" if receipt else status, "receipt": receipt}
-                await self._outbox.send({"type": "response.cancelled", **told})
+                frame = {"response_id": run.id, "status": "cancelled" if receipt else status, "receipt": receipt}
+                await self._sender.send({"type": "response.cancelled", **frame})
         except CLIENT_GONE:
             pass
         finally:
@@ -228,21 +241,21 @@ class Connection:
     async def _steer(self, body: Body) -> None:
         fields = parse_fields(body, SteerFields)
         response_id, given = fields.previous_response_id, fields.input
-        lane = self._lanes.stream_id_of(response_id)
+        stream_id = self._streams.stream_id_of(response_id)
         try:
             check_fields(body)
             await self._steerable(response_id).steer(given)
         except SteerRefusedError as error:
             failed = steer_failed_fields(error, given, response_id)
-            await self._outbox.send({"type": "response.steer.failed", "sequence_number": 0, **failed}, lane)
+            await self._sender.send({"type": "response.steer.failed", "sequence_number": 0, **failed}, stream_id)
 
     def _steerable(self, response_id: str) -> Run:
-        """A response that this connection reads. Raises: SteerRefusedError."""
-        sent, terminal = self._lanes.terminal_of(response_id)
+        """Return a response that this connection reads. Raises: SteerRefusedError."""
+        sent, terminal = self._streams.terminal_of(response_id)
         if sent:
             raise not_steerable_error(terminal)
         logged = self._gateway.responses.find(self._owner, response_id)
-        if logged is None or self._lanes.reader_of(response_id) is None:
+        if logged is None or self._streams.reader_of(response_id) is None:
             raise SteerRefusedError("no such response on this connection", code="response_not_found")
         if logged.run is None:
             raise not_steerable_error(logged.log.terminal)
@@ -252,29 +265,29 @@ class Connection:
         fields = parse_fields(body, ResumeFields)
         logged = self._gateway.responses.get(self._owner, fields.response_id)
         after = fields.starting_after if fields.starting_after is not None else -1
-        self._lanes.resume(logged, after, fields.stream_id)
+        self._streams.resume(logged, after, fields.stream_id)
         self._gateway.metrics.resumed.labels(transport="ws").inc()
 
     async def _ack(self, body: Body) -> None:
         fields = parse_fields(body, AckFields)
-        reader = self._lanes.reader_of(fields.response_id)
+        reader = self._streams.reader_of(fields.response_id)
         if reader is not None:  # it may have ended meanwhile
             reader.ack(fields.sequence_number)
 
     async def _subscribe(self, body: Body) -> None:
-        if self._telling is None:
+        if self._notify_task is None:
             subscription = self._gateway.hub.subscribe(self._owner)
             running = [
                 {"response_id": run.id, "conversation_id": run.conversation_id}
                 for run in self._gateway.responses.running(self._owner)
                 if run.conversation_id is not None
             ]
-            self._telling = asyncio.create_task(self._tell(subscription, running))
+            self._notify_task = asyncio.create_task(self._notify(subscription, running))
 
-    async def _tell(self, subscription: Subscription, running: Sequence[Mapping[str, str]]) -> None:
-        """Send every change of the tenant's conversations; of several of one conversation the last will do."""
+    async def _notify(self, subscription: Subscription, running: Sequence[Mapping[str, str]]) -> None:
+        """Send changes of the owner's conversations, the newest state of each."""
         try:
-            await self._outbox.send({"type": "conversation.subscribed", "running": running})
+            await self._sender.send({"type": "conversation.subscribed", "running": running})
             while True:
                 for conversation_id, conversation in (await subscription.next()).items():
                     if conversation is not None:
@@ -282,23 +295,23 @@ class Connection:
                         frame = {"type": "conversation.updated", "conversation": head, "running": there}
                     else:
                         frame = {"type": "conversation.deleted", "conversation_id": conversation_id}
-                    await self._outbox.send(frame)
+                    await self._sender.send(frame)
                 if subscription.overflowed:
                     subscription.overflowed = False
-                    await self._outbox.send({"type": "conversation.missed"})
+                    await self._sender.send({"type": "conversation.missed"})
         except CLIENT_GONE:
             pass
         finally:
             self._gateway.hub.unsubscribe(self._owner, subscription)
 
     def _running_in(self, conversation_id: str) -> list[str]:
-        """Responses that a page which shows the conversation may want to read."""
+        """Return the ids of running responses in a conversation."""
         running = self._gateway.responses.running(self._owner)
         return [run.id for run in running if run.conversation_id == conversation_id]
 
 
 def session_frame(gateway: Gateway) -> dict[str, object]:
-    """The first frame of a `chatcache.v1` connection."""
+    """Build the first frame of a `chatcache.v1` connection."""
     limits = {
         "max_frame_bytes": gateway.config.max_frame_bytes,
         "max_n": MAX_N,
@@ -311,7 +324,7 @@ def session_frame(gateway: Gateway) -> dict[str, object]:
 
 
 def flatten_body(body: Body) -> Body:
-    """`response.create` with its fields at the top, wherever they came."""
+    """Move the fields of a nested `response` object to the top level of `response.create`."""
     nested = body.get("response")
     if nested is None:
         return body

@@ -1,4 +1,4 @@
-"""Frames out of one WebSocket, one at a time, to a client that may be slow."""
+"""Frames sent on one WebSocket, one at a time, to a client that may read slowly."""
 
 from __future__ import annotations
 
@@ -19,59 +19,59 @@ Frame = Mapping[str, Any]
 
 TRY_LATER = 1013
 MAX_STREAM_ID_CHARS = 128
-# What a send raises when the client is gone.
+# Exceptions that a send raises after the client has disconnected.
 CLIENT_GONE = (WebSocketDisconnect, ConnectionError)
 
 
 class FrameSender:
-    """Sends whole frames in turn, whoever sends.
+    """Sends whole frames of concurrent tasks in turn.
 
-    A send waits for a client that takes nothing; the server's protocol (`cli.http`) cuts such a one off.
+    A send waits for a client that does not read; `gateway.uvicorn_limits` disconnects it after a while.
     """
 
     def __init__(self, socket: WebSocket) -> None:
         self._socket = socket
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
-    async def send(self, frame: Frame, lane: str | None = None) -> None:
-        """Raises: one of `CLIENT_GONE`."""
-        await self._send_all((with_stream_id(encode(frame), stream_id_suffix(lane)),))
+    async def send(self, frame: Frame, stream_id: str | None = None) -> None:
+        """Send one frame. Raises: one of `CLIENT_GONE`."""
+        await self._send_all((with_stream_id(encode(frame), stream_id_suffix(stream_id)),))
 
     async def forward(self, frames: Sequence[LogFrame], suffix: bytes) -> None:
-        """Frames of a log, each with its lane. Raises: one of `CLIENT_GONE`."""
+        """Send frames of a response log with their stream id. Raises: one of `CLIENT_GONE`."""
         await self._send_all([with_stream_id(frame.data, suffix) for frame in frames])
 
-    async def send_error(self, error: ChatcacheError, lane: object = None) -> None:
-        """An error frame; the connection stays usable."""
+    async def send_error(self, error: ChatcacheError, stream_id: object = None) -> None:
+        """Send an error frame; the connection stays open."""
         gateway_of(self._socket).metrics.record_refusal(error)
-        named = lane if isinstance(lane, str) and len(lane) <= MAX_STREAM_ID_CHARS else None
+        valid_id = stream_id if isinstance(stream_id, str) and len(stream_id) <= MAX_STREAM_ID_CHARS else None
         wait_s = retry_after_s(error)
-        wait = {"retry_after": wait_s} if wait_s is not None else {}
-        await self.send({"type": "error", "status": error.status, "error": error_body(error), **wait}, named)
+        retry = {"retry_after": wait_s} if wait_s is not None else {}
+        await self.send({"type": "error", "status": error.status, "error": error_body(error), **retry}, valid_id)
 
     async def close(self, code: int, reason: str) -> None:
-        """Close, unless the client was faster."""
+        """Close the connection, unless the client has closed it."""
         with contextlib.suppress(RuntimeError):
             await self._socket.close(code, reason)
 
     async def close_slow_client(self) -> None:
-        """Close on a client that does not keep up."""
+        """Close the connection of a client that acknowledges too slowly."""
         await self.close(TRY_LATER, "reading too slowly")
 
     async def _send_all(self, frames: Sequence[bytes]) -> None:
-        async with self._turn:
+        async with self._lock:
             try:
                 for data in frames:
                     await self._socket.send_text(data.decode("ascii"))
-            except RuntimeError:  # Starlette: somebody else's send has found the client gone
-                raise ConnectionError("the client has left") from None
+            except RuntimeError:  # Starlette: an earlier send has already found the client disconnected
+                raise ConnectionError("the client has disconnected") from None
 
 
-def stream_id_suffix(lane: str | None) -> bytes:
-    """What ends a frame of that lane, in place of its closing brace."""
-    return b"" if lane is None else b',"stream_id":%s}' % encode(lane)
+def stream_id_suffix(stream_id: str | None) -> bytes:
+    """Return the end of a frame with this stream id, in place of its closing brace."""
+    return b"" if stream_id is None else b',"stream_id":%s}' % encode(stream_id)
 
 
 def with_stream_id(data: bytes, suffix: bytes) -> bytes:
-    """An encoded frame with its lane spliced in."""
+    """Splice the stream id into an encoded frame."""
     return data[:-1] + suffix if suffix else data

@@ -1,4 +1,4 @@
-"""Who wants to know of which conversation: every tab hears of every change, whoever made it."""
+"""Notifies connections about changed conversations of their owner."""
 
 from __future__ import annotations
 
@@ -19,41 +19,42 @@ class Subscription:
 
     def __init__(self) -> None:
         self.overflowed = False
-        self._waiting: dict[str, Conversation | None] = {}
-        self._news = asyncio.Event()
+        self._pending: dict[str, Conversation | None] = {}
+        self._has_changes = asyncio.Event()
 
     def put(self, conversation_id: str, conversation: Conversation | None) -> None:
-        self._waiting.pop(conversation_id, None)
-        self._waiting[conversation_id] = conversation
-        if len(self._waiting) > MAX_PENDING_CHANGES:
-            del self._waiting[next(iter(self._waiting))]
+        """Add a change; replaces an earlier one of the same conversation."""
+        self._pending.pop(conversation_id, None)
+        self._pending[conversation_id] = conversation
+        if len(self._pending) > MAX_PENDING_CHANGES:
+            del self._pending[next(iter(self._pending))]
             self.overflowed = True
-        self._news.set()
+        self._has_changes.set()
 
     async def next(self) -> Mapping[str, Conversation | None]:
-        """Wait for changes and take them all, oldest first."""
-        await self._news.wait()
-        self._news.clear()
-        taken, self._waiting = self._waiting, {}
-        return taken
+        """Wait for changes and return all of them, oldest first."""
+        await self._has_changes.wait()
+        self._has_changes.clear()
+        changes, self._pending = self._pending, {}
+        return changes
 
 
 class ConversationHub:
-    """Subscriptions by owner. Publishing never waits. Belongs to one event loop."""
+    """Subscriptions by owner. Publishing never blocks. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._by_owner: dict[str, set[Subscription]] = {}
 
     def subscribe(self, owner: str) -> Subscription:
-        """Hear of all conversations of a tenant from now on. `unsubscribe` it when the connection ends."""
+        """Receive changes of all conversations of an owner, until `unsubscribe`."""
         subscription = Subscription()
         self._by_owner.setdefault(owner, set()).add(subscription)
         return subscription
 
     def unsubscribe(self, owner: str, subscription: Subscription) -> None:
-        found = self._by_owner.get(owner, set())
-        found.discard(subscription)
-        if not found:
+        subscriptions = self._by_owner.get(owner, set())
+        subscriptions.discard(subscription)
+        if not subscriptions:
             self._by_owner.pop(owner, None)
 
     def publish_update(self, conversation: Conversation) -> None:

@@ -1,4 +1,4 @@
-"""Prefill while somebody types: the prompt that a turn will have is computed in pieces, while nobody else is served."""
+"""Prefill while the user types: compute the prompt of the next turn in an idle engine."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from chatcache.types.request import MAX_PRIORITY, GenerateRequest, SamplingParam
 
 log = logging.getLogger(__name__)
 
-PIECE_TOKENS = 512  # a request that comes meanwhile waits for one piece at most
+PIECE_TOKENS = 512  # other requests wait for at most one piece
 
 
 class Prewarmer:
-    """The prewarming of one connection: one prompt at a time, a newer one replaces it. Nothing is stored."""
+    """Prefills prompts for one connection, one at a time. Nothing is stored."""
 
-    def __init__(self, gateway: Gateway, principal: Principal, outbox: FrameSender) -> None:
+    def __init__(self, gateway: Gateway, principal: Principal, sender: FrameSender) -> None:
         self._gateway = gateway
         self._principal = principal
-        self._outbox = outbox
+        self._sender = sender
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, body: Mapping[str, Any]) -> None:
-        """Drop the one under way and begin with this."""
+        """Cancel the current prefill and start one for this request."""
         await self.close()
         self._task = asyncio.create_task(self._run(body))
 
@@ -49,16 +49,19 @@ class Prewarmer:
     async def _run(self, body: Mapping[str, Any]) -> None:
         with contextlib.suppress(*CLIENT_GONE):
             try:
-                answer = await self._warm(body)
+                result = await self._prefill(body)
             except Exception as error:
                 if not isinstance(error, ChatcacheError):
                     log.exception("prompt.prewarm failed")
-                await self._outbox.send_error(error if isinstance(error, ChatcacheError) else INTERNAL_ERROR)
+                await self._sender.send_error(error if isinstance(error, ChatcacheError) else INTERNAL_ERROR)
                 return
-            await self._outbox.send({"type": "prompt.prewarmed", **answer})
+            await self._sender.send({"type": "prompt.prewarmed", **result})
 
-    async def _warm(self, body: Mapping[str, Any]) -> dict[str, object]:
-        """Raises: as `start_response` for a body that asks for what cannot be."""
+    async def _prefill(self, body: Mapping[str, Any]) -> dict[str, object]:
+        """Compute the prompt in pieces until it is complete or the engine is busy.
+
+        Raises: as `start_response` for an invalid request.
+        """
         fields = parse_fields(body, ResponseFields)
         unknown_fields(body, ResponseFields)
         model = await self._gateway.require_model(fields.model)
@@ -68,38 +71,38 @@ class Prewarmer:
             )
         )
         prompt = planned.prompt
-        num_done, num_cached, idle = 0, 0, True
-        while num_done < len(prompt.token_ids) and (idle := await self._is_idle()):
-            piece = prompt.token_ids[: num_done + PIECE_TOKENS]
+        num_done, num_cached, is_idle = 0, 0, True
+        while num_done < len(prompt.token_ids) and (is_idle := await self._is_idle()):
+            prefix = prompt.token_ids[: num_done + PIECE_TOKENS]
             try:
                 async with self._gateway.admission.acquire(
                     self._principal, RequestCost(0, max_tokens=0, is_opportunistic=True)
-                ) as permit:
-                    permit.add_tokens(len(piece))
-                    num_cached_here = await self._compute(piece, prompt.num_public_tokens)
-                    permit.add_tokens(-num_cached_here)
-            except RateLimitError:  # nobody asked for this: it is left out, and not worth an error
-                idle = False
+                ) as ticket:
+                    ticket.add_tokens(len(prefix))
+                    num_cached_here = await self._compute(prefix, prompt.num_public_tokens)
+                    ticket.add_tokens(-num_cached_here)
+            except RateLimitError:  # prefill is optional, so a rate limit is no error
+                is_idle = False
                 break
             num_cached = num_cached_here if num_done == 0 else num_cached
-            # what was there already costs nothing: go on behind it
+            # cached tokens cost nothing: continue after them
             num_done = max(num_done + PIECE_TOKENS, num_cached_here)
         num_input = len(prompt.token_ids)
         return {
-            "status": "done" if idle else "busy",
+            "status": "done" if is_idle else "busy",
             "input_tokens": num_input,
             "cached_tokens": num_cached,
             "warm_tokens": min(num_done, num_input),
         }
 
     async def _is_idle(self) -> bool:
-        if self._gateway.responses.running():  # the engine's own word is a moment old
+        if self._gateway.responses.running():  # the engine's health is cached and may be stale
             return False
         health = await self._gateway.health()
         return health.ready and health.num_running == 0 and health.num_waiting == 0
 
     async def _compute(self, tokens: tuple[int, ...], num_public_tokens: int) -> int:
-        """Have the engine compute a prompt's pages; how many tokens it had already."""
+        """Prefill a prompt in the engine; return how many of its tokens were already cached."""
         engine = self._gateway.engine
         request = GenerateRequest(
             request_id=new_id("warm"),

@@ -1,4 +1,7 @@
-"""Lanes of one WebSocket: the responses of a lane follow one another, lanes run side by side."""
+"""Concurrent response streams of one WebSocket, named by the `stream_id` of their frames.
+
+Responses of one stream run one after another; streams run concurrently.
+"""
 
 from __future__ import annotations
 
@@ -29,163 +32,177 @@ MAX_RESUMED = 32
 _MAX_ENDED = 256
 _MAX_UNACKED_S = 30.0
 
-Lane = str | None
+StreamId = str | None
 
 
 class StreamMultiplexer:
-    """Responses that one connection asked for or resumed, on their way out of it."""
+    """Runs and forwards the responses that one connection created or resumed."""
 
-    def __init__(self, gateway: Gateway, principal: Principal, outbox: FrameSender, extended: bool) -> None:
+    def __init__(self, gateway: Gateway, principal: Principal, sender: FrameSender, extended: bool) -> None:
         self._gateway = gateway
         self._principal = principal
-        self._outbox = outbox
+        self._sender = sender
         self._extended = extended
-        self._queues: dict[Lane, deque[dict[str, Any]]] = {}
+        self._queues: dict[StreamId, deque[dict[str, Any]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_resumed = 0
-        self._reading: dict[str, tuple[LogReader, Lane]] = {}
-        self._ended: dict[str, str | None] = {}
+        self._open_readers: dict[str, tuple[LogReader, StreamId]] = {}
+        self._terminals: dict[str, str | None] = {}
 
     def enqueue(self, body: dict[str, Any]) -> None:
-        """Have a `response.create` done after those of its lane. Raises: InvalidRequestError, OverloadedError."""
-        lane = parse_fields(body, CreateFields).stream_id
+        """Queue a `response.create` in its stream.
+
+        Raises: InvalidRequestError, OverloadedError.
+        """
+        stream_id = parse_fields(body, CreateFields).stream_id
         if body.get("background"):
             raise UnsupportedParameterError("background is not supported over WebSocket", param="background")
-        queue = self._queues.get(lane)
+        queue = self._queues.get(stream_id)
         if queue is None:
             if len(self._queues) >= MAX_STREAMS:
-                raise OverloadedError(f"at most {MAX_STREAMS} lanes at once", param="stream_id")
-            queue = self._queues[lane] = deque()
-            self._begin(self._run_lane(lane, queue))
+                raise OverloadedError(f"at most {MAX_STREAMS} concurrent streams", param="stream_id")
+            queue = self._queues[stream_id] = deque()
+            self._start_task(self._run_stream(stream_id, queue))
         if len(queue) >= MAX_QUEUED:
-            raise OverloadedError(f"at most {MAX_QUEUED} responses may wait in a lane", param="stream_id")
+            raise OverloadedError(f"at most {MAX_QUEUED} responses may wait in a stream", param="stream_id")
         queue.append(body)
 
-    def resume(self, logged: LoggedResponse, after: int, lane: Lane) -> None:
-        """Send a response from behind that number on, beside what goes on already.
+    def resume(self, logged: LoggedResponse, after: int, stream_id: StreamId) -> None:
+        """Send the events of a response after the given sequence number, next to the other streams.
 
-        Raises: InvalidRequestError for one that is being sent already, or a number it has not reached; OverloadedError.
+        Raises: InvalidRequestError if the connection already sends this response, or the number does not exist yet;
+        OverloadedError.
         """
-        if logged.id in self._reading:
+        if logged.id in self._open_readers:
             raise InvalidRequestError("the response is being sent on this connection already", param="response_id")
         if self._num_resumed >= MAX_RESUMED:
             raise OverloadedError(f"at most {MAX_RESUMED} responses may be resumed at once", param="response_id")
         reader = logged.log.reader(after, extended=self._extended)
         self._num_resumed += 1
-        self._reading[logged.id] = reader, lane
-        self._begin(self._run_resumed(logged, reader, lane))
+        self._open_readers[logged.id] = reader, stream_id
+        self._start_task(self._run_resumed(logged, reader, stream_id))
 
     def reader_of(self, response_id: str) -> LogReader | None:
-        """The reader of a response that is being sent here."""
-        found = self._reading.get(response_id)
+        """Return the log reader of a response that this connection sends."""
+        found = self._open_readers.get(response_id)
         return found[0] if found is not None else None
 
-    def stream_id_of(self, response_id: str) -> Lane:
-        found = self._reading.get(response_id)
+    def stream_id_of(self, response_id: str) -> StreamId:
+        found = self._open_readers.get(response_id)
         return found[1] if found is not None else None
 
     def terminal_of(self, response_id: str) -> tuple[bool, str | None]:
-        """Whether a response was lately sent here to its end, and the frame that ended it."""
-        return response_id in self._ended, self._ended.get(response_id)
+        """Return whether a response was recently sent here to its end, and its terminal frame type."""
+        return response_id in self._terminals, self._terminals.get(response_id)
 
     async def close(self) -> None:
-        """Stop reading. What becomes of the responses is their own affair."""
+        """Stop all streams of this connection. The responses themselves may continue."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task: asyncio.Task[None] = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run_lane(self, lane: Lane, queue: deque[dict[str, Any]]) -> None:
+    async def _run_stream(self, stream_id: StreamId, queue: deque[dict[str, Any]]) -> None:
         try:
             while queue:
-                await self._respond(lane, queue.popleft())
+                await self._respond(stream_id, queue.popleft())
         except CLIENT_GONE:
-            pass  # the socket closed under a send; its own loop notices too
+            pass  # the read loop of the connection notices the disconnect too
         finally:
-            del self._queues[lane]
+            del self._queues[stream_id]
 
-    async def _run_resumed(self, logged: LoggedResponse, reader: LogReader, lane: Lane) -> None:
+    async def _run_resumed(self, logged: LoggedResponse, reader: LogReader, stream_id: StreamId) -> None:
         try:
-            await self._outbox.send(_resumed(logged), lane)
-            await self._forward(logged, lane, reader)
+            await self._sender.send(_resumed_frame(logged), stream_id)
+            await self._forward(logged, stream_id, reader)
         except CLIENT_GONE:
             pass
         finally:
             self._num_resumed -= 1
 
-    async def _respond(self, lane: Lane, body: Mapping[str, Any]) -> None:
+    async def _respond(self, stream_id: StreamId, body: Mapping[str, Any]) -> None:
         try:
-            logged = await self._start(body)
+            logged = await self._start_or_find(body)
             reader = logged.log.reader(extended=self._extended)
         except Exception as error:
             if not isinstance(error, ChatcacheError):
                 log.exception("response.create failed")
-            await self._outbox.send_error(error if isinstance(error, ChatcacheError) else INTERNAL_ERROR, lane)
+            await self._sender.send_error(error if isinstance(error, ChatcacheError) else INTERNAL_ERROR, stream_id)
             return
-        await self._forward(logged, lane, reader)
+        await self._forward(logged, stream_id, reader)
 
-    async def _start(self, body: Mapping[str, Any]) -> LoggedResponse:
-        """Start a response, or find the one that its idempotency key made before. Raises: any ChatcacheError."""
-        key = parse_fields(body, CreateFields).idempotency_key
-        if key is None:
-            return (await start_response(self._gateway, self._principal, body, watched=self._extended)).logged
+    async def _start_or_find(self, body: Mapping[str, Any]) -> LoggedResponse:
+        """Start a response, or find the one that was created with the same idempotency key.
+
+        Raises: any ChatcacheError.
+        """
+        key_text = parse_fields(body, CreateFields).idempotency_key
+        if key_text is None:
+            return (await start_response(self._gateway, self._principal, body, extended=self._extended)).logged
         body = {name: value for name, value in body.items() if name != "idempotency_key"}
-        once = IdempotencyKey.create(key, "response", body)
-        run = await start_idempotent_response(self._gateway, self._principal, body, once, watched=self._extended)
+        idempotency_key = IdempotencyKey.create(key_text, "response", body)
+        run = await start_idempotent_response(
+            self._gateway, self._principal, body, idempotency_key, extended=self._extended
+        )
         if not isinstance(run, str):
             return run.logged
         found = self._gateway.responses.find(self._principal.owner, run)
         if found is None:
             raise stream_expired_error(run)
-        if found.id in self._reading:
+        if found.id in self._open_readers:
             raise InvalidRequestError("the response is being sent on this connection already", param="idempotency_key")
         return found
 
-    async def _forward(self, logged: LoggedResponse, lane: Lane, reader: LogReader) -> None:
-        """Send a response's frames, and then those of whatever goes on with it."""
-        suffix = stream_id_suffix(lane)
+    async def _forward(self, logged: LoggedResponse, stream_id: StreamId, reader: LogReader) -> None:
+        """Send the frames of a response, then those of its successors."""
+        suffix = stream_id_suffix(stream_id)
         while True:
-            await self._send_from(logged, reader, lane, suffix)
+            await self._send_response(logged, reader, stream_id, suffix)
             successor = logged.successor
             found = self._gateway.responses.find(self._principal.owner, successor) if successor is not None else None
-            if found is None or found.id in self._reading:
+            if found is None or found.id in self._open_readers:
                 return
             logged, reader = found, found.log.reader(extended=self._extended)
 
-    async def _send_from(self, logged: LoggedResponse, reader: LogReader, lane: Lane, suffix: bytes) -> None:
+    async def _send_response(
+        self, logged: LoggedResponse, reader: LogReader, stream_id: StreamId, suffix: bytes
+    ) -> None:
         with reader:
-            self._reading[logged.id] = reader, lane
+            self._open_readers[logged.id] = reader, stream_id
             try:
-                while frames := await self._next(reader):
-                    await self._outbox.forward(frames, suffix)
+                while frames := await self._next_frames(reader):
+                    await self._sender.forward(frames, suffix)
             except BaseException:
                 self._gateway.metrics.disconnects.inc()
                 raise
             finally:
-                del self._reading[logged.id]
+                del self._open_readers[logged.id]
                 self._gateway.metrics.snapshots.inc(reader.num_snapshots)
-        self._ended[logged.id] = logged.log.terminal
-        if len(self._ended) > _MAX_ENDED:
-            del self._ended[next(iter(self._ended))]
+        self._terminals[logged.id] = logged.log.terminal
+        if len(self._terminals) > _MAX_ENDED:
+            del self._terminals[next(iter(self._terminals))]
 
-    async def _next(self, reader: LogReader) -> Sequence[LogFrame]:
-        """More frames. A client that acks, and then for long does not, is as good as gone."""
+    async def _next_frames(self, reader: LogReader) -> Sequence[LogFrame]:
+        """Return the next frames.
+
+        Raises: ConnectionError for a client that has sent acks before and stops for `_MAX_UNACKED_S`.
+        """
         if not reader.is_open:
             try:
                 async with asyncio.timeout(_MAX_UNACKED_S):
                     await reader.wait_open()
             except TimeoutError:
-                await self._outbox.close_slow_client()
+                await self._sender.close_slow_client()
                 raise ConnectionError("the client acknowledges nothing") from None
         return await reader.next()
 
 
-def _resumed(logged: LoggedResponse) -> dict[str, object]:
+def _resumed_frame(logged: LoggedResponse) -> dict[str, object]:
     terminal = logged.log.terminal
     status = terminal.rpartition(".")[2] if terminal is not None else "in_progress"
-    number = logged.log.last_number
-    return {"type": "response.resumed", "response_id": logged.id, "status": status, "sequence_number": number}
+    last_number = logged.log.last_number
+    return {"type": "response.resumed", "response_id": logged.id, "status": status, "sequence_number": last_number}
