@@ -262,7 +262,7 @@ async def test_a_stream_that_told_its_end_says_nothing_more() -> None:
                 pass
         await asyncio.sleep(0)
         told = b'event: error\ndata: {"type":"error","sequence_number":1,' if kind == "response.created" else b""
-        assert stream.last_words(error)[: len(told) or None] == told
+        assert stream.closing_frame(error)[: len(told) or None] == told
     never.set()
     await answering
 

@@ -235,5 +235,5 @@ class _TrackedSend:
     async def end(self, stream: EventStream | None) -> None:
         """End a response that has started; a stream gets a final error event."""
         if self.has_begun and not self._has_ended:
-            last = stream.last_words(key_revoked_error()) if stream is not None else b""
+            last = stream.closing_frame(key_revoked_error()) if stream is not None else b""
             await self({"type": "http.response.body", "body": last, "more_body": False})
