@@ -45,9 +45,9 @@ def test_every_promise_has_a_test_and_an_injected_bug() -> None:
     [
         ("**G22**", "**G23**", "the table lacks {'G22'}"),
         (
-            "::test_poison_ends_alone",
-            "::test_poison_ends",
-            "there is no engine_process/test_deaths.py::test_poison_ends",
+            "::test_poisoned_requests_fail_alone",
+            "::test_poisoned_requests_fail",
+            "there is no engine_process/test_restarts.py::test_poisoned_requests_fail",
         ),
         ("`cli/test_drain.py::test_a_server_that_ends_nothing_is_caught`", "none", "G24 has no test"),
         (

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from tests.cli.servers import Server, until_status
-from tests.engine_process.test_process import alive
+from tests.engine_process.test_process import is_alive
 
 TIMEOUT_S = 60.0
 
@@ -100,7 +100,7 @@ def drain(server: Drained, timeout_s: float) -> tuple[Stream, float]:
     assert end["response"]["incomplete_details"] == {"reason": "interrupted"}
     assert stateless.end["error"]["code"] == "shutting_down"
     assert server.wait() == 0
-    assert not alive(child)
+    assert not is_alive(child)
     return long, time.monotonic() - told_s - timeout_s
 
 

@@ -16,7 +16,7 @@ from websockets.asyncio.client import connect
 
 from chatcache.gateway import uvicorn_limits as http
 from chatcache.gateway.uvicorn_limits import MAX_HEAD_BYTES, MAX_PIPELINED, BoundedHttp, BoundedWebSocket
-from tests.engine_process.bus_engines import until
+from tests.engine_process.engines import until
 
 HEAD = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n"
 

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from tests.cli.servers import Server, environment, serving, until_status
-from tests.engine_process.test_process import alive
+from tests.engine_process.test_process import is_alive
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -88,7 +88,7 @@ def test_the_first_signal_drains(folder: Path, tmp_path: Path, number: int) -> N
                 received += chunk
         assert b"data: [DONE]" in received
         assert server.wait() == 0
-        assert not alive(child)
+        assert not is_alive(child)
 
 
 def test_the_second_signal_kills(folder: Path, tmp_path: Path) -> None:
@@ -102,9 +102,9 @@ def test_the_second_signal_kills(folder: Path, tmp_path: Path) -> None:
             server.signal()
             assert server.wait() == 130
         deadline = time.monotonic() + 60
-        while alive(child) and time.monotonic() < deadline:
+        while is_alive(child) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert not alive(child)
+        assert not is_alive(child)
 
 
 def test_it_drains_while_loading(folder: Path, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_it_drains_while_loading(folder: Path, tmp_path: Path) -> None:
         os.kill(child, signal.SIGSTOP)
         server.signal()
         assert server.wait() == 0
-        assert not alive(child)
+        assert not is_alive(child)
 
 
 def test_a_killed_engine_is_replaced_and_goes_on(folder: Path, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ WANDER = "wander"  # a namespace prefix that asks for the wandering strategy
 NARROW = "wander narrow"  # for the one that draws a single token each time, and does not always take it
 
 
-class Wander:
+class RandomForks:
     """Fork and retire all over the place, as the drawn tokens say: up to 7 branches, children of retired parents too.
 
     A branch's id spells its ancestry in base 4, so ids are unique and do not depend on who is drawn first.
@@ -97,7 +97,7 @@ class Wander:
 def strategy_for(request: GenerateRequest, facts: Any, **settings: Any) -> DecodeStrategy:
     """Build the strategy of a request; `wander` namespaces get the wandering one."""
     if request.namespace.startswith(WANDER):
-        return Wander(settings["seed"], settings["max_tokens"], 1 if request.namespace == NARROW else 3)
+        return RandomForks(settings["seed"], settings["max_tokens"], 1 if request.namespace == NARROW else 3)
     return make_strategy(request, facts, **settings)
 
 
@@ -140,7 +140,7 @@ def prompt_scores(request: GenerateRequest, runner: FakeRunner) -> tuple[TokenLo
     return tuple(scores)
 
 
-def alone(request: GenerateRequest, *, seed: int = 0) -> Answer:
+def expected_answer(request: GenerateRequest, *, seed: int = 0) -> Answer:
     """Answer a request from plain lists of tokens: no pages, no scheduler, no steps shared with anybody."""
     runner = FakeRunner(fake_capacity(2), VOCAB)
     max_tokens = request.params.max_tokens or 16

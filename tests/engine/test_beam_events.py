@@ -27,7 +27,7 @@ def tokens_of(events: list[EngineEvent], index: int) -> tuple[int, ...]:
     return tuple(token for part in parts for token in part)
 
 
-def test_live_beams_are_reported_after_every_step() -> None:
+def test_beam_search_reports_live_beams_after_every_step() -> None:
     params = BeamSearchParams(beam_width=4, max_tokens=12, ignore_eos=True, stream_beams=True)
     events = events_of(params)
     grown = [event for event in events if isinstance(event, Beams)]
@@ -40,7 +40,7 @@ def test_live_beams_are_reported_after_every_step() -> None:
     assert all(tokens_of(events, index)[:-1] in paths.values() for index in range(4))
 
 
-def test_the_agreed_prefix_comes_before_the_end() -> None:
+def test_beam_search_emits_the_common_prefix_before_the_end() -> None:
     """The plain answer is the same; it only comes in more pieces, and the last of them last."""
     params = BeamSearchParams(beam_width=3, n=2, max_tokens=60, ignore_eos=True, logprobs=1)
     events = events_of(params)

@@ -17,7 +17,7 @@ PAGE_SIZE = 16
 
 
 @dataclass
-class Ledger:
+class PageCounts:
     """(held, ideal) of every moment looked at."""
 
     entries: list[tuple[int, int]] = field(default_factory=list)
@@ -46,18 +46,18 @@ class WatchedRunner(FakeRunner):
     """Looks when all pages of a step have been handed out, before anything is computed."""
 
     engine: Engine
-    ledger: Ledger
+    ledger: PageCounts
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.ledger.enter(self.engine, computing=True)
         return super().execute(plan)
 
 
-def run(searches: list[Params], num_prompt_tokens: int, num_pages: int = 2048) -> tuple[Ledger, Engine]:
+def run(searches: list[Params], num_prompt_tokens: int, num_pages: int = 2048) -> tuple[PageCounts, Engine]:
     """Run the searches on prompts of their own and look at every step twice."""
     runner = WatchedRunner(fake_capacity(num_pages=num_pages, page_size=PAGE_SIZE), VOCAB, eos_every=40)
     engine = Engine(runner, fake_facts(VOCAB), EngineConfig(page_size=PAGE_SIZE))
-    runner.engine, runner.ledger = engine, Ledger()
+    runner.engine, runner.ledger = engine, PageCounts()
     for number, params in enumerate(searches):
         prompt = tuple((number * 17 + i * i) % (VOCAB - 1) + 1 for i in range(num_prompt_tokens))
         engine.add(GenerateRequest(request_id=str(number), prompt=prompt, params=params))
@@ -80,7 +80,7 @@ SEARCHES: dict[str, Params] = {
 
 @pytest.mark.parametrize("num_prompt_tokens", [5, 16, 512, 519])
 @pytest.mark.parametrize("name", SEARCHES)
-def test_a_search_holds_the_ideal_tree(name: str, num_prompt_tokens: int) -> None:
+def test_beam_search_holds_only_the_pages_of_the_ideal_tree(name: str, num_prompt_tokens: int) -> None:
     """The goal is 1.05; in fact no step of these holds a page too many."""
     ledger, _ = run([SEARCHES[name]], num_prompt_tokens)
     assert len(ledger.entries) > 40
@@ -88,7 +88,7 @@ def test_a_search_holds_the_ideal_tree(name: str, num_prompt_tokens: int) -> Non
     assert ledger.worst() == 1.0
 
 
-def test_searches_that_preempt_each_other_hold_the_ideal_trees() -> None:
+def test_preempted_beam_searches_hold_only_the_pages_of_the_ideal_trees() -> None:
     ledger, engine = run(list(SEARCHES.values()), 40, num_pages=48)
     assert engine.health().num_preemptions > 0
     assert ledger.ratio() <= 1.05

@@ -10,14 +10,14 @@ from chatcache.errors import DeviceLostError, OverloadedError
 from chatcache.types.events import EngineEvent, Failed, Finished
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import GenerateRequest, SamplingParams
-from tests.engine.driving import VOCAB, engine, output, request
+from tests.engine.driver import VOCAB, engine, output, request
 from tests.support.fake_runner import FakeRunner, fake_capacity
 
 REASON = "the device is lost: an illegal memory access"
 LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 
 
-class Losing(FakeRunner):
+class LosingRunner(FakeRunner):
     """Loses its device in step `last`: from then on nothing works. `at_launch`: it shows as soon as it is asked."""
 
     def __init__(self, last: int, *, has_async_launch: bool, lazy: bool = False, at_launch: bool = False) -> None:
@@ -42,11 +42,11 @@ class Losing(FakeRunner):
 
 
 WAYS = {
-    "one step at a time": Losing(6, has_async_launch=False),
-    "two steps on it": Losing(6, has_async_launch=True),
-    "found out late": Losing(6, has_async_launch=True, lazy=True),
-    "while one is launched behind another": Losing(6, has_async_launch=True, lazy=True, at_launch=True),
-    "before anything": Losing(1, has_async_launch=True),
+    "one step at a time": LosingRunner(6, has_async_launch=False),
+    "two steps on it": LosingRunner(6, has_async_launch=True),
+    "found out late": LosingRunner(6, has_async_launch=True, lazy=True),
+    "while one is launched behind another": LosingRunner(6, has_async_launch=True, lazy=True, at_launch=True),
+    "before anything": LosingRunner(1, has_async_launch=True),
 }
 
 
@@ -71,7 +71,7 @@ def lose(eng: Engine) -> list[EngineEvent]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_request_ends_once_with_the_reason_and_then_the_engine(way: str) -> None:
+def test_device_loss_fails_every_request_once_and_then_raises(way: str) -> None:
     runner = WAYS[way]
     eng = engine(runner, max_num_seqs=5)
     for one in requests():
@@ -91,8 +91,8 @@ def test_every_request_ends_once_with_the_reason_and_then_the_engine(way: str) -
     assert runner.num_asked_in_vain <= 2 and not runner.device.num_refused
 
 
-def test_afterwards_requests_are_refused_and_health_says_why() -> None:
-    eng = engine(Losing(3, has_async_launch=True))
+def test_device_loss_makes_add_raise_and_health_report_the_reason() -> None:
+    eng = engine(LosingRunner(3, has_async_launch=True))
     eng.add(request("a", params=LONG))
     lose(eng)
     with pytest.raises(OverloadedError, match="illegal memory access") as caught:
@@ -109,8 +109,8 @@ def test_afterwards_requests_are_refused_and_health_says_why() -> None:
     eng.close()
 
 
-def test_an_engine_whose_device_is_gone_can_be_closed() -> None:
-    eng = engine(Losing(5, has_async_launch=True, lazy=True))
+def test_close_after_device_loss_returns() -> None:
+    eng = engine(LosingRunner(5, has_async_launch=True, lazy=True))
     eng.add(request("a", params=LONG))
     for _ in range(3):
         eng.step()

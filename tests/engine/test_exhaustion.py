@@ -108,18 +108,18 @@ def check(num_traces: int, seed: int = SEED) -> Trace:
     return total
 
 
-def test_a_thousand_traces_come_to_their_end() -> None:
+def test_a_thousand_random_traces_on_64_pages_finish() -> None:
     total = check(1000)
     assert total.num_finished > 2000 and total.num_preemptions > 100 and total.num_refused > 30
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(10))
-def test_ten_thousand_traces_do(part: int) -> None:
+def test_ten_thousand_random_traces_on_64_pages_finish(part: int) -> None:
     check(1000, SEED + part + 1)
 
 
-def first_comes_last(patch: pytest.MonkeyPatch) -> None:
+def oldest_is_preempted_first(patch: pytest.MonkeyPatch) -> None:
     """Who came first makes room for the others."""
     original = Scheduler._preempt
     patch.setattr(Scheduler, "_preempt", lambda self, request: original(self, self.running[0]))
@@ -135,7 +135,7 @@ def preempted_again_and_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_preempt", preempt)
 
 
-def nobody_is_admitted(patch: pytest.MonkeyPatch) -> None:
+def nothing_is_admitted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WaitingQueue, "find_start", lambda self, *args, **kwargs: None)
 
 
@@ -153,15 +153,15 @@ def no_numbers(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("bug", "words"),
     [
-        (first_comes_last, "the first in turn was preempted"),
+        (oldest_is_preempted_first, "the first in turn was preempted"),
         (preempted_again_and_again, r"preempted \d+ times"),
-        (nobody_is_admitted, "the engine stalls"),
+        (nothing_is_admitted, "the engine stalls"),
         (pages_leak, r"page \d+ counts \d+ holders and has 0"),
         (no_numbers, "this does not fit"),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
-def test_the_check_fails_on(bug: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_traces_detect_an_injected_bug(bug: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch)
     with pytest.raises((AssertionError, InvariantError), match=words):
         check(40, seed=17)

@@ -29,7 +29,7 @@ LONGEST = 40
 BOUND = 2 * max(INPUT_WEIGHT * LONGEST, OUTPUT_WEIGHT * PAGES * PAGE)
 
 
-class House:
+class ServiceMeter:
     """An engine, and how much each namespace has been served of it, in weighted tokens."""
 
     def __init__(self, policy: str = "fair", num_pages: int = PAGES) -> None:
@@ -79,7 +79,7 @@ class House:
         return {request.namespace for request in self.engine.scheduler.waiting}
 
 
-def widest_gap(house: House, a: str, b: str, others: Collection[str] = ()) -> int:
+def widest_gap(house: ServiceMeter, a: str, b: str, others: Collection[str] = ()) -> int:
     """Run until `a` or `b` has nothing waiting; return how far their service drifts apart over any stretch of that."""
     gaps = [0]
     start = house.served[a] - house.served[b]
@@ -89,17 +89,17 @@ def widest_gap(house: House, a: str, b: str, others: Collection[str] = ()) -> in
     return max(gaps) - min(gaps)
 
 
-def backlog(house: House, sizes: Sequence[tuple[str, int, int, int]]) -> None:
+def backlog(house: ServiceMeter, sizes: Sequence[tuple[str, int, int, int]]) -> None:
     for namespace, count, num_prompt, max_tokens in sizes:
         for _ in range(count):
             house.ask(namespace, num_prompt, max_tokens)
 
 
-def test_two_backlogged_namespaces_are_served_alike() -> None:
+def test_two_backlogged_namespaces_are_served_equally() -> None:
     """One asks much in long answers, the other in long prompts; the first was there long before."""
     gaps = {}
     for policy in ("fair", "fcfs"):
-        house = House(policy)
+        house = ServiceMeter(policy)
         backlog(house, [("heavy", 60, 8, 40), ("light", 60, LONGEST, 4)])
         gaps[policy] = widest_gap(house, "heavy", "light")
     assert gaps["fair"] <= BOUND < gaps["fcfs"] / 3
@@ -111,8 +111,10 @@ def test_two_backlogged_namespaces_are_served_alike() -> None:
     st.permutations(["a", "b", "c"]),
     st.integers(PAGES // 2, PAGES * 2),
 )
-def test_the_bound_holds_for_any_three(sizes: list[tuple[int, int]], names: list[str], num_pages: int) -> None:
-    house = House(num_pages=num_pages)
+def test_the_fairness_bound_holds_for_three_random_namespaces(
+    sizes: list[tuple[int, int]], names: list[str], num_pages: int
+) -> None:
+    house = ServiceMeter(num_pages=num_pages)
     backlog(house, [(name, 25, *size) for name, size in zip(names, sizes, strict=True)])
     bound = 2 * max(INPUT_WEIGHT * LONGEST, OUTPUT_WEIGHT * num_pages * PAGE)
     assert widest_gap(house, "a", "b") <= bound
@@ -121,7 +123,7 @@ def test_the_bound_holds_for_any_three(sizes: list[tuple[int, int]], names: list
 def test_a_heavy_tenant_does_not_delay_a_light_one() -> None:
     delays = {}
     for policy in ("fair", "fcfs"):
-        house = House(policy)
+        house = ServiceMeter(policy)
         backlog(house, [("heavy", 80, 16, 20)])
         for _ in range(30):
             house.step()
@@ -133,7 +135,7 @@ def test_a_heavy_tenant_does_not_delay_a_light_one() -> None:
     assert delays["fair"] <= 3 and delays["fcfs"] > 50, "requests of the heavy one that went first"
 
 
-def idle_then_return(house: House) -> int:
+def idle_then_return(house: ServiceMeter) -> int:
     """`rested` is away while `busy` is served much; then both have requests waiting."""
     backlog(house, [("rested", 2, 8, 4)])
     house.drain()
@@ -144,55 +146,55 @@ def idle_then_return(house: House) -> int:
     return widest_gap(house, "rested", "busy")
 
 
-def test_who_was_away_has_saved_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert idle_then_return(House()) <= BOUND
+def test_an_idle_namespace_gains_no_credit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert idle_then_return(ServiceMeter()) <= BOUND
     monkeypatch.setattr(VirtualTokenCounter, "on_namespace_queued", lambda self, namespace, waiting: None)
-    assert idle_then_return(House()) > BOUND, "without the lift it would have"
+    assert idle_then_return(ServiceMeter()) > BOUND, "without the lift it would have"
 
 
 def charge_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VirtualTokenCounter, "charge_output", lambda self, namespace, num_tokens: None)
 
 
-def charge_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+def charge_every_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     original = VirtualTokenCounter.charge_output
     monkeypatch.setattr(
         VirtualTokenCounter, "charge_output", lambda self, _, num_tokens: original(self, "", num_tokens)
     )
 
 
-@pytest.mark.parametrize("bug", [charge_nothing, charge_everybody])
-def test_wrong_charges_break_the_bound(
+@pytest.mark.parametrize("bug", [charge_nothing, charge_every_namespace])
+def test_wrong_charges_violate_the_fairness_bound(
     bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bug(monkeypatch)
-    house = House()
+    house = ServiceMeter()
     backlog(house, [("heavy", 60, 8, 40), ("light", 300, 8, 2)])
     assert widest_gap(house, "heavy", "light") > BOUND
 
 
-def test_nobody_waits_while_there_is_room() -> None:
+def test_a_single_namespace_takes_as_many_steps_as_first_come_first_served() -> None:
     """Alone, a namespace has everything: as many steps as first come, first served takes."""
     steps = {}
     for policy in ("fair", "fcfs"):
-        house = House(policy)
+        house = ServiceMeter(policy)
         backlog(house, [("only", 30, 16, 20)])
         house.drain()
         steps[policy] = house.num_steps
     assert steps["fair"] == steps["fcfs"]
 
 
-def test_within_a_namespace_it_is_first_come_first_served() -> None:
-    house = House()
+def test_within_a_namespace_requests_are_first_come_first_served() -> None:
+    house = ServiceMeter()
     names = [house.ask("one", 16, 10) for _ in range(20)]
     backlog(house, [("two", 20, 16, 10)])
     house.drain()
     assert [name for name in house.started if name in names] == names
 
 
-def test_many_twins_in_front_do_not_hide_the_others() -> None:
+def test_many_equal_requests_in_front_do_not_hide_the_others() -> None:
     """A namespace sends more twins than are ever looked at; all wait for one long prompt that is being computed."""
-    house = House(num_pages=400)
+    house = ServiceMeter(num_pages=400)
     house.ask("twins", 300, 2, prompt_seed=7)
     house.step()
     for _ in range(2 * MAX_EXAMINED):
@@ -205,8 +207,8 @@ def test_many_twins_in_front_do_not_hide_the_others() -> None:
     assert len(house.finished) == 2 * MAX_EXAMINED + 2
 
 
-def test_the_urgent_go_first_and_the_least_urgent_gives_way() -> None:
-    house = House("priority", num_pages=12)
+def test_priority_policy_runs_urgent_first_and_preempts_the_least_urgent() -> None:
+    house = ServiceMeter("priority", num_pages=12)
     late = [house.ask("t", 16, 30, priority=3) for _ in range(3)]
     for _ in range(3):
         house.step()
@@ -227,8 +229,8 @@ def test_the_urgent_go_first_and_the_least_urgent_gives_way() -> None:
     assert [name for name in house.finished if name not in late] == [*urgent, usual]
 
 
-def test_priority_is_ignored_where_it_is_not_the_policy() -> None:
-    house = House("fcfs")
+def test_priority_under_another_policy_is_ignored() -> None:
+    house = ServiceMeter("fcfs")
     names = [house.ask("t", 40, 30, priority=-number) for number in range(12)]
     house.drain()
     assert house.started == names
@@ -242,12 +244,12 @@ def test_priority_is_ignored_where_it_is_not_the_policy() -> None:
         ({"preemption": "swap"}, "needs host memory"),
     ],
 )
-def test_unknown_policies_are_refused(settings: dict[str, str], words: str) -> None:
+def test_an_unknown_policy_raises(settings: dict[str, str], words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words) as refusal:
         Engine(FakeRunner(fake_capacity()), fake_facts(), EngineConfig(**settings))  # type: ignore[arg-type]
     assert refusal.value.param == next(iter(settings))
 
 
-def test_a_priority_out_of_range_is_refused() -> None:
+def test_a_priority_out_of_range_raises() -> None:
     with pytest.raises(InvalidRequestError, match="priority must be between -2047 and 2047, got 9999"):
-        House().ask("t", 4, 4, priority=9999)
+        ServiceMeter().ask("t", 4, 4, priority=9999)

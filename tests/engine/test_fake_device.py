@@ -37,7 +37,7 @@ def runner(*, lazy: bool = False) -> FakeRunner:
 
 
 @LAZY
-def test_a_token_not_yet_known_is_the_one_drawn_at_its_slot_in_the_step_before(lazy: bool) -> None:
+def test_a_pending_token_is_the_one_drawn_at_its_slot_in_the_previous_step(lazy: bool) -> None:
     ahead, blocking = runner(lazy=lazy), FakeRunner(fake_capacity(8), eos=None)
     first = ahead.launch(plan(1, [0, 1], 0, [5, 6, 7, 8]))
     second = ahead.launch(plan(2, [1, 0], 2, [PENDING_TOKEN, PENDING_TOKEN]))
@@ -48,7 +48,7 @@ def test_a_token_not_yet_known_is_the_one_drawn_at_its_slot_in_the_step_before(l
     assert second.result() is second.result() and ahead.device.num_refused == 0
 
 
-def test_lazily_nothing_is_done_before_the_result_is_asked_for() -> None:
+def test_a_lazy_device_computes_only_when_the_result_is_read() -> None:
     eager, lazy = runner(), runner(lazy=True)
     before = lazy.cells.copy()
     for one in (eager, lazy):
@@ -66,7 +66,7 @@ def test_lazily_nothing_is_done_before_the_result_is_asked_for() -> None:
     ],
     ids=["not in the step before", "more than a token", "one of them not drawn"],
 )
-def test_a_token_that_was_not_drawn_is_refused(lazy: bool, second: StepPlan) -> None:
+def test_a_pending_token_that_was_not_drawn_raises(lazy: bool, second: StepPlan) -> None:
     one = runner(lazy=lazy)
     one.launch(plan(1, [0, 1], 0, [5, 6, 7, 8], {0: DrawSpec()}))
     with pytest.raises(InvalidPlanError, match="not drawn in the step before"):
@@ -75,7 +75,7 @@ def test_a_token_that_was_not_drawn_is_refused(lazy: bool, second: StepPlan) -> 
 
 
 @pytest.mark.parametrize("specs", [{0: DrawSpec(width=2)}, {}], ids=["wide", "none"])
-def test_only_single_draws_can_be_followed(specs: dict[int, DrawSpec]) -> None:
+def test_a_pending_token_of_a_wide_draw_raises(specs: dict[int, DrawSpec]) -> None:
     one = runner()
     one.launch(plan(1, [0], 0, [5, 6], specs))
     with pytest.raises(InvalidPlanError):
@@ -83,7 +83,7 @@ def test_only_single_draws_can_be_followed(specs: dict[int, DrawSpec]) -> None:
 
 
 @LAZY
-def test_a_third_step_and_results_out_of_order_are_refused(lazy: bool) -> None:
+def test_a_third_step_and_results_out_of_order_raise(lazy: bool) -> None:
     one = runner(lazy=lazy)
     first, second = one.launch(plan(1, [0], 0, [5])), one.launch(plan(2, [0], 1, [PENDING_TOKEN]))
     with pytest.raises(InvalidPlanError, match="behind 2 others"):
@@ -96,7 +96,7 @@ def test_a_third_step_and_results_out_of_order_are_refused(lazy: bool) -> None:
 
 
 @LAZY
-def test_a_failure_shows_with_the_result_and_spoils_the_step_behind(lazy: bool) -> None:
+def test_a_failure_is_raised_by_the_result_and_fails_the_next_step(lazy: bool) -> None:
     class Failing(FakeRunner):
         def execute(self, plan: StepPlan) -> object:  # type: ignore[override]
             if plan.step == 1:

@@ -57,7 +57,7 @@ def alone(request: GenerateRequest) -> tuple[int, ...]:
     return output(steps(eng), request.request_id)
 
 
-def test_mid_page_it_computes_exactly_what_differs() -> None:
+def test_a_fork_within_a_page_computes_only_the_tokens_that_differ() -> None:
     eng = engine()
     eng.add(source := ask("source", PROMPT))
     events = steps(eng, 7)
@@ -74,7 +74,7 @@ def test_mid_page_it_computes_exactly_what_differs() -> None:
     assert output(events, "source") == alone(source) and output(events, "fork") == alone(fork)
 
 
-def test_at_a_page_boundary_there_is_never_a_copy() -> None:
+def test_a_fork_at_a_page_boundary_copies_no_page() -> None:
     eng = engine()
     eng.add(ask("source", PROMPT))
     events = steps(eng, 12)
@@ -85,7 +85,7 @@ def test_at_a_page_boundary_there_is_never_a_copy() -> None:
     assert cached(events, "fork") == 32 and eng.health().num_page_copies == 0
 
 
-def test_no_name_is_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_hashes_no_page_again(monkeypatch: pytest.MonkeyPatch) -> None:
     eng = engine()
     eng.add(ask("source", PROMPT))
     said = output(steps(eng, 7), "source")
@@ -105,7 +105,7 @@ def test_no_name_is_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert named
 
 
-def test_an_edited_message_forks_from_where_it_differs() -> None:
+def test_an_edited_message_shares_pages_up_to_the_edit() -> None:
     eng = engine()
     eng.add(ask("source", PROMPT))
     events = steps(eng, 20)
@@ -116,7 +116,7 @@ def test_an_edited_message_forks_from_where_it_differs() -> None:
     assert cached(events, "fork") == 25 and output(events, "fork") == alone(fork)
 
 
-def test_any_candidate_can_be_forked() -> None:
+def test_a_fork_of_any_candidate_shares_its_pages() -> None:
     eng = engine()
     eng.add(ask("source", PROMPT, SamplingParams(n=3, max_tokens=40, seed=1, ignore_eos=True)))
     events = steps(eng, 8)
@@ -131,7 +131,7 @@ def test_any_candidate_can_be_forked() -> None:
         assert output(events, f"fork{index}") == alone(ask(f"fork{index}", prompt))
 
 
-def test_of_a_beam_search_the_live_beam_that_fits_best_is_forked() -> None:
+def test_a_fork_of_a_beam_search_shares_the_best_matching_live_beam() -> None:
     eng = engine()
     eng.add(ask("source", PROMPT, BeamSearchParams(beam_width=3, max_tokens=30, ignore_eos=True)))
     events = steps(eng, 8)
@@ -153,7 +153,7 @@ def test_of_a_beam_search_the_live_beam_that_fits_best_is_forked() -> None:
         (None, "", {}, 16),
     ],
 )
-def test_the_hint_is_only_a_hint(
+def test_a_wrong_fork_hint_is_ignored(
     point: ForkPoint | None, namespace: str, settings: dict[str, Any], expected: int
 ) -> None:
     eng = engine(**settings)
@@ -166,7 +166,7 @@ def test_the_hint_is_only_a_hint(
     assert output(events, "fork") == alone(fork)
 
 
-def test_a_prompt_that_begins_otherwise_shares_nothing() -> None:
+def test_a_fork_with_another_beginning_shares_nothing() -> None:
     eng = engine()
     eng.add(ask("source", PROMPT))
     events = steps(eng, 5)
@@ -175,7 +175,7 @@ def test_a_prompt_that_begins_otherwise_shares_nothing() -> None:
     assert cached(events, "fork") == 0 and output(events, "fork") == alone(fork)
 
 
-def test_the_whole_prompt_known_leaves_its_last_token_to_compute() -> None:
+def test_a_fork_that_is_fully_cached_computes_the_last_token() -> None:
     eng = engine()
     eng.add(ask("source", PROMPT))
     events = steps(eng, 5)
@@ -184,7 +184,7 @@ def test_the_whole_prompt_known_leaves_its_last_token_to_compute() -> None:
     assert cached(events, "fork") == len(PROMPT) + 1 and output(events, "fork") == alone(fork)
 
 
-def test_source_and_fork_may_end_in_any_order() -> None:
+def test_source_and_fork_ending_in_any_order_free_all_pages() -> None:
     for ended in ("source", "fork"):
         eng = engine()
         eng.add(source := ask("source", PROMPT))
@@ -198,7 +198,7 @@ def test_source_and_fork_may_end_in_any_order() -> None:
         assert output(events, rest.request_id) == alone(rest)
 
 
-def test_a_hundred_forks_copy_nothing_until_they_write() -> None:
+def test_a_hundred_forks_copy_no_page_until_they_write() -> None:
     """Each shares the source's pages; one more copy than there are writers would be one too many."""
     eng = engine(num_pages=400)
     eng.add(ask("source", PROMPT * 40, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)))

@@ -14,7 +14,7 @@ import pytest
 from chatcache.engine import admission as intake
 from chatcache.errors import OverloadedError, RateLimitError
 from chatcache.scheduler.fairness import VirtualTokenCounter
-from tests.engine.crowds import FLOOD, MOST, SLOTS, Crowd
+from tests.engine.adversarial_load import FLOOD, MOST, SLOTS, AdversarialLoad
 
 SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 SLOWER = 2.0  # how much longer the others may wait for their first token
@@ -22,26 +22,26 @@ GOODPUT = 0.9
 
 
 @cache
-def undisturbed(num_steps: int) -> Crowd:
+def without_refusals(num_steps: int) -> AdversarialLoad:
     """Nobody is refused, so what is done about floods does not matter."""
-    return Crowd(num_floods=0, num_steps=num_steps, seed=SEED).run()
+    return AdversarialLoad(num_floods=0, num_steps=num_steps, seed=SEED).run()
 
 
-def check_others(policy: str = "fair", num_steps: int = 400) -> tuple[float, float]:
+def check_other_tenants(policy: str = "fair", num_steps: int = 400) -> tuple[float, float]:
     """Ten tenants, with a flood beside them and without. Raises: AssertionError where they notice too much of it."""
-    alone = undisturbed(num_steps)
-    beside = Crowd(policy, num_steps=num_steps, seed=SEED).run()
+    alone = without_refusals(num_steps)
+    beside = AdversarialLoad(policy, num_steps=num_steps, seed=SEED).run()
     assert not alone.refused
     assert set(beside.refused) == {f"{FLOOD}0"}, "only the flood is refused"
     assert beside.slowest_wait <= SLOWER * alone.slowest_wait, f"{beside.slowest_wait} after {alone.slowest_wait} steps"
     return alone.slowest_wait, beside.slowest_wait
 
 
-def test_ten_tenants_beside_a_flood_wait_at_most_twice_as_long() -> None:
-    check_others()
+def test_ten_tenants_under_a_flood_wait_at_most_twice_as_long() -> None:
+    check_other_tenants()
 
 
-def everything_in_one_line(patch: pytest.MonkeyPatch) -> str:
+def first_come_first_served(patch: pytest.MonkeyPatch) -> str:
     return "fcfs"
 
 
@@ -50,7 +50,7 @@ def no_shares(patch: pytest.MonkeyPatch) -> str:
     return "fair"
 
 
-def nothing_is_counted(patch: pytest.MonkeyPatch) -> str:
+def nothing_is_charged(patch: pytest.MonkeyPatch) -> str:
     patch.setattr(VirtualTokenCounter, "charge_output", lambda *_: None)
     patch.setattr(VirtualTokenCounter, "charge_input", lambda *_: None)
     return "fair"
@@ -59,37 +59,37 @@ def nothing_is_counted(patch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("bug", "words"),
     [
-        (everything_in_one_line, r"after [\d.]+ steps"),
+        (first_come_first_served, r"after [\d.]+ steps"),
         (no_shares, "only the flood is refused"),
-        (nothing_is_counted, r"after [\d.]+ steps"),
+        (nothing_is_charged, r"after [\d.]+ steps"),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
-def test_without_fairness_or_shares_they_would(
+def test_a_flood_check_without_fairness_or_shares_fails(
     bug: Callable[[pytest.MonkeyPatch], str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = bug(monkeypatch)
     with pytest.raises(AssertionError, match=words):
-        check_others(policy)
+        check_other_tenants(policy)
 
 
 @pytest.mark.parametrize("num_floods", [1, 20])
-def test_the_queue_never_overflows_and_the_engine_is_never_less_busy(num_floods: int) -> None:
-    crowd = Crowd(num_polite=0, num_floods=num_floods, seed=SEED).run()
+def test_a_flood_never_overflows_the_queue_and_keeps_the_engine_busy(num_floods: int) -> None:
+    crowd = AdversarialLoad(num_polite=0, num_floods=num_floods, seed=SEED).run()
     assert crowd.widest[0] <= MOST and crowd.widest[1] <= MOST // 2
     assert crowd.widest[1 if num_floods == 1 else 0] == (MOST // 2 if num_floods == 1 else MOST), "it was full"
     assert crowd.refusals[RateLimitError if num_floods == 1 else OverloadedError] > 100
     assert crowd.tokens_per_step >= GOODPUT * SLOTS
 
 
-def test_an_engine_that_stops_to_refuse_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flood_check_detects_an_engine_with_idle_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever lets half of its slots idle under load does not pass."""
-    monkeypatch.setattr("tests.engine.crowds.SLOTS", SLOTS // 2)
-    crowd = Crowd(num_polite=0, seed=SEED).run()
+    monkeypatch.setattr("tests.engine.adversarial_load.SLOTS", SLOTS // 2)
+    crowd = AdversarialLoad(num_polite=0, seed=SEED).run()
     assert crowd.tokens_per_step < GOODPUT * SLOTS
 
 
 @pytest.mark.long
-def test_at_length() -> None:
-    alone, beside = check_others(num_steps=8_000)
+def test_a_long_flood_passes_all_checks() -> None:
+    alone, beside = check_other_tenants(num_steps=8_000)
     print(f"first token, p95: {alone} steps alone, {beside} beside a flood of ten times the capacity")

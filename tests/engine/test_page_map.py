@@ -12,8 +12,8 @@ from chatcache.engine.stats import MAX_TIME_SHARE, PageMapCache
 from chatcache.errors import ContextLengthError
 from chatcache.kv_cache.page_table import PageTable
 from chatcache.types.request import SamplingParams
-from tests.engine.driving import drain, engine, request
-from tests.engine.generated import workloads
+from tests.engine.driver import drain, engine, request
+from tests.engine.generated_workloads import workloads
 from tests.engine.workloads import Workload
 from tests.kv_cache.page_map_oracle import KeyOwners, check_map
 
@@ -24,7 +24,7 @@ def tables_of(engine: Engine) -> list[PageTable]:
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(workloads())
-def test_the_map_is_what_the_pool_says_at_every_step(workload: Workload) -> None:
+def test_page_map_in_every_step_equals_the_pool(workload: Workload) -> None:
     engine, _ = workload.engine()
     kv = engine.scheduler.kv
     namespaces = sorted({arrival.request.namespace for arrival in workload.arrivals})
@@ -42,7 +42,7 @@ def test_the_map_is_what_the_pool_says_at_every_step(workload: Workload) -> None
         assert letters["i"] == kv.pool.num_idle and letters.total() == kv.pool.num_usable
 
 
-def test_candidates_share_the_prompt_and_leave_it_idle() -> None:
+def test_page_map_of_candidates_shows_a_shared_then_idle_prompt() -> None:
     one = engine(page_size=4)
     one.cache._page_map = PageMapCache(one.scheduler, lambda: 0.0)  # never old
     one.add(request(num_tokens=20, params=SamplingParams(n=3, max_tokens=9, ignore_eos=True), namespace="t"))
@@ -59,7 +59,7 @@ def test_candidates_share_the_prompt_and_leave_it_idle() -> None:
     assert set(one.cache.page_map("u").cells) == {"o", "f"}
 
 
-def test_who_polls_shares_looks_and_pays_for_them_in_time() -> None:
+def test_page_map_readers_share_one_map_within_the_time_share() -> None:
     one = engine()
     now_s = [100.0]
 
@@ -81,7 +81,7 @@ def test_who_polls_shares_looks_and_pays_for_them_in_time() -> None:
 
 
 @pytest.mark.parametrize("namespace", ["", "x"])
-def test_a_look_changes_nothing(namespace: str) -> None:
+def test_page_map_read_changes_nothing(namespace: str) -> None:
     one, other = engine(), engine()
     for each in (one, other):
         each.add(request(params=SamplingParams(n=2, seed=4, max_tokens=30, ignore_eos=True)))

@@ -57,7 +57,9 @@ def expected(prompt: tuple[int, ...], num_top: int) -> tuple[TokenLogprob | None
 @pytest.mark.parametrize("num_cached", [0, 15, 30])
 @pytest.mark.parametrize("budget", [4, 7, 512])
 @pytest.mark.parametrize("num_top", [0, 3])
-def test_exact_with_any_part_cached_and_any_chunks(num_cached: int, budget: int, num_top: int) -> None:
+def test_prompt_logprobs_with_any_cached_prefix_and_chunks_are_exact(
+    num_cached: int, budget: int, num_top: int
+) -> None:
     eng = engine(max_num_batched_tokens=budget)
     if num_cached:
         eng.add(ask("before", PROMPT[:num_cached], None))
@@ -80,20 +82,20 @@ def test_exact_with_any_part_cached_and_any_chunks(num_cached: int, budget: int,
     ],
     ids=["n", "best_of", "beams"],
 )
-def test_several_branches_score_the_prompt_once(params: Params) -> None:
+def test_prompt_logprobs_of_several_branches_are_computed_once(params: Params) -> None:
     eng = engine(max_num_batched_tokens=8)
     eng.add(ask(params=params))
     assert started(run(eng)).prompt_logprobs == expected(PROMPT, 2)
 
 
-def test_one_token_has_nothing_to_score() -> None:
+def test_prompt_logprobs_of_one_token_are_empty() -> None:
     eng = engine()
     eng.add(ask(prompt=(5,)))
     assert started(run(eng)).prompt_logprobs == (None,)
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_preempted_amid_its_prompt_it_scores_no_token_twice(preemption: str) -> None:
+def test_prompt_logprobs_after_a_preemption_score_no_token_twice(preemption: str) -> None:
     """An urgent request grows until the other, half through its prompt, has to give way."""
     fake = runner(num_pages=17, num_host_pages=50)
     num_scored: list[int] = []
@@ -117,7 +119,7 @@ def test_preempted_amid_its_prompt_it_scores_no_token_twice(preemption: str) -> 
     assert sum(num_scored) == len(PROMPT) - 1
 
 
-def test_it_neither_waits_for_twins_nor_forks() -> None:
+def test_prompt_logprobs_requests_neither_wait_for_equal_ones_nor_fork() -> None:
     eng = engine(max_num_batched_tokens=32)
     eng.add(ask("twin", num_top=None))
     eng.step()
@@ -126,8 +128,8 @@ def test_it_neither_waits_for_twins_nor_forks() -> None:
     assert seen.num_cached_tokens == 0 and seen.prompt_logprobs == expected(PROMPT, 2)
 
 
-def test_scores_that_are_no_numbers_end_their_request_only() -> None:
-    class Spoilt(FakeRunner):
+def test_prompt_logprobs_with_a_nan_fail_their_request_only() -> None:
+    class CorruptingRunner(FakeRunner):
         def execute(self, plan: StepPlan) -> StepResult:
             result = super().execute(plan)
             if plan.scores is not None and result.scores is not None:
@@ -135,7 +137,7 @@ def test_scores_that_are_no_numbers_end_their_request_only() -> None:
                 result.scores[: int(plan.rows.num_tokens[first])] = np.nan
             return result
 
-    eng = engine(Spoilt(fake_capacity(100, PAGE), VOCAB))
+    eng = engine(CorruptingRunner(fake_capacity(100, PAGE), VOCAB))
     eng.add(ask("bad"))
     eng.add(ask("good", PROMPT[::-1]))
     events = run(eng)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.engine.generated import workloads
+from tests.engine.generated_workloads import workloads
 from tests.engine.workloads import Workload, assert_equals_alone
 
 QUICK = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
@@ -14,19 +14,19 @@ TIGHT = settings(QUICK, max_examples=60)
 
 @QUICK
 @given(workloads())
-def test_any_workload_equals_each_request_alone(workload: Workload) -> None:
+def test_random_workloads_equal_each_request_alone(workload: Workload) -> None:
     assert_equals_alone(workload)
 
 
 @TIGHT
 @given(workloads(tight=True))
-def test_any_workload_on_a_tight_pool_equals_each_request_alone(workload: Workload) -> None:
+def test_random_workloads_on_a_tight_pool_equal_each_request_alone(workload: Workload) -> None:
     assert_equals_alone(workload)
 
 
 @pytest.mark.long
 @settings(QUICK, max_examples=10_000)
 @given(workloads(tight=True))
-def test_ten_thousand_tight_workloads(workload: Workload) -> None:
+def test_ten_thousand_tight_workloads_equal_each_request_alone(workload: Workload) -> None:
     """Also: within 1,000 steps each, nobody preempted more than five times, the first in turn never."""
     assert_equals_alone(workload)

@@ -17,7 +17,7 @@ from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
 VOCAB, PAGE = 64, 4
 
 
-class Recording(FakeRunner):
+class RecordingRunner(FakeRunner):
     """Keeps the plans; raises in step `crash_at`, having spoilt what the plan would have written."""
 
     def __init__(self, num_pages: int, num_host_pages: int, swap_page_s: float = 1e-6) -> None:
@@ -34,11 +34,15 @@ class Recording(FakeRunner):
         return super().execute(plan)
 
 
-def engine(num_pages: int = 20, num_host_pages: int = 100, runner: Recording | None = None, **settings: Any) -> Engine:
+def engine(
+    num_pages: int = 20, num_host_pages: int = 100, runner: RecordingRunner | None = None, **settings: Any
+) -> Engine:
     clock = settings.pop("clock", None)
     extra = {"clock": clock} if clock else {}
     chosen: dict[str, Any] = {"preemption": "swap", "strict": True} | settings
-    return Engine(runner or Recording(num_pages, num_host_pages), fake_facts(VOCAB), EngineConfig(**chosen), **extra)
+    return Engine(
+        runner or RecordingRunner(num_pages, num_host_pages), fake_facts(VOCAB), EngineConfig(**chosen), **extra
+    )
 
 
 def long_one(name: str, first: int, params: Params | None = None) -> GenerateRequest:
@@ -92,7 +96,7 @@ KINDS: dict[str, Params] = {
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_swapped_request_computes_nothing_twice(kind: str, caching: bool) -> None:
+def test_swapped_request_computes_nothing_twice(kind: str, caching: bool) -> None:
     eng = engine(num_pages=18, enable_prefix_caching=caching)
     requests = long_one("old", 1), long_one("new", 30, KINDS[kind]), long_one("newer", 50, KINDS[kind])
     for request in requests:
@@ -108,7 +112,7 @@ def test_a_swapped_request_computes_nothing_twice(kind: str, caching: bool) -> N
         assert num_computed(events, request.request_id) == num_computed(undisturbed, request.request_id)
 
 
-def test_recompute_computes_again_and_moves_nothing() -> None:
+def test_recompute_mode_computes_again_and_copies_nothing() -> None:
     eng = engine(preemption_mode="recompute", enable_prefix_caching=False)
     for request in (long_one("old", 1), long_one("new", 30)):
         eng.add(request)
@@ -119,7 +123,7 @@ def test_recompute_computes_again_and_moves_nothing() -> None:
     assert outputs(events, "new") == alone(long_one("new", 30))
 
 
-def ticking(num_tokens_per_s: float, runner: Recording) -> Iterator[float]:
+def ticking(num_tokens_per_s: float, runner: RecordingRunner) -> Iterator[float]:
     """Yield the times before and after each step of a runner that computes so fast."""
     now = 0.0
     while True:
@@ -131,10 +135,8 @@ def ticking(num_tokens_per_s: float, runner: Recording) -> Iterator[float]:
 @pytest.mark.parametrize(
     ("num_tokens_per_s", "swap_page_s", "swaps"), [(1e3, 1e-4, True), (1e6, 1e-3, False), (1e6, 1e-9, True)]
 )
-def test_left_to_itself_the_engine_does_what_costs_less(
-    num_tokens_per_s: float, swap_page_s: float, swaps: bool
-) -> None:
-    runner = Recording(20, 100, swap_page_s)
+def test_auto_mode_chooses_the_cheaper_preemption(num_tokens_per_s: float, swap_page_s: float, swaps: bool) -> None:
+    runner = RecordingRunner(20, 100, swap_page_s)
     clock = ticking(num_tokens_per_s, runner)
     eng = engine(runner=runner, preemption_mode="auto", clock=lambda: next(clock))
     for request in (long_one("old", 1), long_one("new", 30)):
@@ -144,7 +146,7 @@ def test_left_to_itself_the_engine_does_what_costs_less(
     assert outputs(events, "new") == alone(long_one("new", 30))
 
 
-def test_too_little_host_memory_means_recompute() -> None:
+def test_swap_without_enough_host_memory_recomputes() -> None:
     eng = engine(num_host_pages=2)
     for request in (long_one("old", 1), long_one("new", 30)):
         eng.add(request)
@@ -153,7 +155,7 @@ def test_too_little_host_memory_means_recompute() -> None:
     assert outputs(events, "new") == alone(long_one("new", 30))
 
 
-def test_cancelled_while_away_it_gives_host_pages_back() -> None:
+def test_abort_while_swapped_out_frees_host_pages() -> None:
     eng = engine()
     eng.add(long_one("old", 1))
     eng.add(long_one("new", 30))
@@ -168,8 +170,8 @@ def test_cancelled_while_away_it_gives_host_pages_back() -> None:
     assert isinstance(events[-1], Finished)
 
 
-def test_cancelled_just_after_its_pages_were_loaded() -> None:
-    runner = Recording(20, 100)
+def test_abort_after_swap_in_frees_all_pages() -> None:
+    runner = RecordingRunner(20, 100)
     eng = engine(runner=runner, max_num_batched_tokens=4)
     eng.add(long_one("old", 1))
     eng.add(long_one("new", 30, KINDS["three"]))
@@ -182,11 +184,11 @@ def test_cancelled_just_after_its_pages_were_loaded() -> None:
 
 @pytest.mark.parametrize("direction", ["swaps_out", "swaps_in"])
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_step_with_swaps_that_crashes(direction: str, caching: bool) -> None:
+def test_a_failed_step_with_swaps_fails_its_requests_only(direction: str, caching: bool) -> None:
     """Whoever is in it fails; whoever was being copied survives, and computes again what may not have arrived."""
     crash_at = None
     for _ in range(2):  # once to learn which step it is
-        runner = Recording(20, 100)
+        runner = RecordingRunner(20, 100)
         runner.crash_at = crash_at
         eng = engine(runner=runner, enable_prefix_caching=caching)
         eng.add(long_one("old", 1))
@@ -194,9 +196,9 @@ def test_a_step_with_swaps_that_crashes(direction: str, caching: bool) -> None:
         events = step_until(eng, lambda eng=eng: not eng.has_work())
         crash_at = next(plan.step for plan in runner.plans if len(getattr(plan, direction)))
     ends = {event.request_id: event for event in events if isinstance(event, Finished | Failed)}
-    victim, survivor = ("old", "new") if direction == "swaps_out" else ("new", "old")
-    assert isinstance(ends[victim], Failed) and isinstance(ends[survivor], Finished)
-    assert outputs(events, survivor) == alone(long_one(survivor, {"old": 1, "new": 30}[survivor]))
+    victim, swapped_request = ("old", "new") if direction == "swaps_out" else ("new", "old")
+    assert isinstance(ends[victim], Failed) and isinstance(ends[swapped_request], Finished)
+    assert outputs(events, swapped_request) == alone(long_one(swapped_request, {"old": 1, "new": 30}[swapped_request]))
     health = eng.health()
     assert (health.num_pages_in_use, health.num_host_pages_in_use) == (0, 0)
     eng.add(long_one("again", 30))
@@ -204,15 +206,15 @@ def test_a_step_with_swaps_that_crashes(direction: str, caching: bool) -> None:
     assert outputs(events, "again") == alone(long_one("again", 30))
 
 
-def test_a_faulty_request_leaves_nothing_on_the_host_either() -> None:
-    class Saboteur(Recording):
+def test_a_failed_request_leaves_nothing_on_the_host() -> None:
+    class CorruptingRunner(RecordingRunner):
         def execute(self, plan: StepPlan) -> StepResult:
             result = super().execute(plan)
             if any(len(plan.swaps_in) for plan in self.plans):
                 result.tokens[:] = VOCAB  # after its pages have come back
             return result
 
-    runner = Saboteur(20, 100)
+    runner = CorruptingRunner(20, 100)
     eng = engine(runner=runner)
     eng.add(long_one("old", 1))
     eng.add(long_one("new", 30))
@@ -223,7 +225,7 @@ def test_a_faulty_request_leaves_nothing_on_the_host_either() -> None:
     assert eng.cache.explain(prompt).num_cached_tokens == 0
 
 
-def test_reset_forgets_the_host_too() -> None:
+def test_reset_prefix_cache_clears_the_host_pages() -> None:
     eng = engine()
     eng.add(long_one("old", 1))
     eng.add(long_one("new", 30))

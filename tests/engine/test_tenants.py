@@ -42,7 +42,7 @@ def cached(events: list[EngineEvent]) -> dict[str, int]:
     return {event.request_id: event.num_cached_tokens for event in events if isinstance(event, Started)}
 
 
-def test_a_declared_system_prompt_is_computed_once_for_everybody() -> None:
+def test_a_public_system_prompt_is_computed_once_for_all_tenants() -> None:
     eng = engine()
     eng.add(request("a", "tenant:a", (7,) * 30))
     drain(eng)
@@ -52,14 +52,14 @@ def test_a_declared_system_prompt_is_computed_once_for_everybody() -> None:
     assert cached(drain(eng)) == {"b": 32, "a2": 69, "c": 0}
 
 
-def test_tenants_that_arrive_together_compute_the_system_prompt_once() -> None:
+def test_tenants_arriving_together_compute_the_system_prompt_once() -> None:
     eng = engine()
     for name in "abc":
         eng.add(request(name, f"tenant:{name}", (ord(name) - 90,) * 30))
     assert cached(drain(eng)) == {"a": 0, "b": 32, "c": 32}
 
 
-def test_a_live_fork_does_not_go_on_in_public() -> None:
+def test_a_live_fork_beyond_the_public_prefix_is_private() -> None:
     """It forks from a system prompt that is still being computed, and goes on with words of its own."""
     runner = FakeRunner(fake_capacity(), VOCAB)
     eng = Engine(runner, fake_facts(VOCAB), EngineConfig(max_num_batched_tokens=20))
@@ -75,24 +75,29 @@ def test_a_live_fork_does_not_go_on_in_public() -> None:
     )
     eng.add(fork)
     drain(eng)
-    told = eng.cache.explain((*secret, 1), "tenant:b", num_public_tokens=40)
-    assert told.num_cached_tokens == 20, "the beginning of the system prompt, and not a word after it"
+    explanation = eng.cache.explain((*secret, 1), "tenant:b", num_public_tokens=40)
+    assert explanation.num_cached_tokens == 20, "the beginning of the system prompt, and not a word after it"
 
 
 @pytest.mark.parametrize("num_public_tokens", [-1, 44])
-def test_more_public_tokens_than_there_are_is_refused(num_public_tokens: int) -> None:
+def test_more_public_tokens_than_the_prompt_raise(num_public_tokens: int) -> None:
     with pytest.raises(InvalidRequestError, match=rf"between 0 and the prompt's 43 tokens, got {num_public_tokens}"):
         engine().add(request("a", "tenant:a", (1, 2, 3), num_public_tokens))
 
 
-def test_a_prompt_is_explained_without_being_run() -> None:
+def test_explain_does_not_run_the_prompt() -> None:
     eng = engine()
     eng.add(request("a", "tenant:a", (7,) * 30))
     drain(eng)
     before = eng.health()
-    told = eng.cache.explain((*PUBLIC, *(7,) * 20, 8, 8), "tenant:a", 40)
-    assert (told.reason, told.at_token, told.num_cached_tokens) == ("diverged", 60, 60)
-    assert told.diverged_tokens[:10] == (7,) * 10 and [page.public for page in told.pages] == [True, True, False, False]
+    explanation = eng.cache.explain((*PUBLIC, *(7,) * 20, 8, 8), "tenant:a", 40)
+    assert (explanation.reason, explanation.at_token, explanation.num_cached_tokens) == ("diverged", 60, 60)
+    assert explanation.diverged_tokens[:10] == (7,) * 10 and [page.public for page in explanation.pages] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert eng.cache.explain((*PUBLIC, 7, 7), "tenant:b", 40).reason == "never_computed", "no word of another tenant"
     assert eng.cache.explain((*PUBLIC, 7, 7), "tenant:b", 40, operator=True).reason == "other_namespace"
     assert eng.health() == before
@@ -102,7 +107,7 @@ def test_a_prompt_is_explained_without_being_run() -> None:
         eng.cache.explain((1, 2), num_public_tokens=3)
 
 
-def test_only_so_many_namespaces_are_remembered() -> None:
+def test_recent_namespaces_are_bounded() -> None:
     eng = engine()
     eng.add(request("a", "tenant:a", (7,) * 30))
     drain(eng)

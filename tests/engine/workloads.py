@@ -11,7 +11,7 @@ from chatcache.kv_cache.pool import PagePool
 from chatcache.types.events import FINISH_CANCELLED, CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import GenerateRequest
-from tests.engine.oracle import FACTS, VOCAB, WANDER, Answer, alone, strategy_for
+from tests.engine.oracle import FACTS, VOCAB, WANDER, Answer, expected_answer, strategy_for
 from tests.support.fake_runner import POISON, FakeRunner, fake_capacity
 
 AUDIT_EVERY = 5  # not every step: an audit makes the scheduler tell the tables what it has put off
@@ -213,7 +213,7 @@ def assert_equals_alone(workload: Workload, *, audit: bool = True) -> None:
         request = arrival.request
         if request.request_id not in answers:
             continue
-        expected, got = alone(request), answers[request.request_id]
+        expected, got = expected_answer(request), answers[request.request_id]
         assert expected.begins_with(got)
         if got.cancelled or got.failed:
             assert arrival.cancelled_at is not None or arrival.drops or got.failed

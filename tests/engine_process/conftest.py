@@ -8,7 +8,7 @@ import pytest
 
 from chatcache.engine_process.process import EngineProcess
 from chatcache.engine_process.threaded import ThreadedEngine
-from tests.engine_process.bus_engines import CountingEngine, process
+from tests.engine_process.engines import CountingEngine, process
 
 
 @pytest.fixture(params=["thread", "process"])

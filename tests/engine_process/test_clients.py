@@ -11,7 +11,7 @@ from chatcache.engine_process.threaded import ThreadedEngine
 from chatcache.errors import ContextLengthError, EngineError, InvalidRequestError, NotFoundError
 from chatcache.types.events import EngineEvent, Failed, Finished, Tokens
 from chatcache.types.stats import PackedPrompt, PageAccounts
-from tests.engine_process.bus_engines import CountingEngine, expected_tokens, request
+from tests.engine_process.engines import CountingEngine, expected_tokens, request
 
 Client = ThreadedEngine | EngineProcess
 
@@ -24,7 +24,7 @@ def tokens_of(events: list[EngineEvent]) -> list[int]:
     return [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
 
 
-async def test_a_request_streams_to_its_end(client: Client) -> None:
+async def test_events_stream_to_the_terminal_event(client: Client) -> None:
     await client.submit(request("r", max_tokens=5))
     events = await collect(client, "r")
     assert [event.seq for event in events] == list(range(1, 9))
@@ -32,7 +32,7 @@ async def test_a_request_streams_to_its_end(client: Client) -> None:
     assert isinstance(events[-1], Finished)
 
 
-async def test_200_requests_at_once_each_get_their_own_tokens(client: Client) -> None:
+async def test_200_concurrent_requests_get_their_own_tokens(client: Client) -> None:
     async def one(number: int) -> None:
         prompt, length = (number, 7), 3 + number % 11
         await client.submit(request(f"r{number}", length, prompt))
@@ -43,7 +43,7 @@ async def test_200_requests_at_once_each_get_their_own_tokens(client: Client) ->
     await asyncio.gather(*(one(number) for number in range(200)))
 
 
-async def test_a_slow_reader_blocks_nobody_and_loses_nothing(client: Client) -> None:
+async def test_a_slow_reader_delays_no_other_and_loses_nothing(client: Client) -> None:
     await client.submit(request("slow", 500))
     reader = client.events("slow")
     first = await anext(reader)
@@ -54,7 +54,7 @@ async def test_a_slow_reader_blocks_nobody_and_loses_nothing(client: Client) -> 
     assert [event.seq for event in (first, *rest)] == list(range(1, 504))
 
 
-async def test_abort_ends_the_stream_with_a_receipt(client: Client) -> None:
+async def test_abort_ends_the_stream_with_a_cancelled_event(client: Client) -> None:
     await client.submit(request("r", 1_000_000))
     events = client.events("r")
     await anext(events)
@@ -64,13 +64,13 @@ async def test_abort_ends_the_stream_with_a_receipt(client: Client) -> None:
     assert (await client.health()).num_running == 0
 
 
-async def test_unknown_aborts_are_ignored_and_unknown_events_are_not_found(client: Client) -> None:
+async def test_abort_of_an_unknown_id_is_ignored_and_events_raise(client: Client) -> None:
     await client.abort("nobody")
     with pytest.raises(NotFoundError):
         await collect(client, "nobody")
 
 
-async def test_a_refused_request_raises_and_leaves_no_log(client: Client) -> None:
+async def test_a_rejected_submit_raises_and_leaves_no_log(client: Client) -> None:
     with pytest.raises(ContextLengthError, match="1001 tokens") as caught:
         await client.submit(request("r", prompt=(1,) * 1001))
     assert (caught.value.param, caught.value.status) == ("prompt", 400)
@@ -79,14 +79,14 @@ async def test_a_refused_request_raises_and_leaves_no_log(client: Client) -> Non
     await client.submit(request("r", 1))
 
 
-async def test_an_id_in_use_is_refused(client: Client) -> None:
+async def test_submit_of_an_id_in_use_raises(client: Client) -> None:
     await client.submit(request("r", 1_000_000))
     with pytest.raises(InvalidRequestError, match="in use"):
         await client.submit(request("r"))
     await client.abort("r")
 
 
-async def test_a_cancelled_submit_withdraws_the_request(client: Client) -> None:
+async def test_a_cancelled_submit_aborts_the_request(client: Client) -> None:
     task = asyncio.create_task(client.submit(request("r", 1_000_000)))
     await asyncio.sleep(0)
     task.cancel()
@@ -105,7 +105,7 @@ async def test_calls_reach_the_engine(client: Client) -> None:
     assert (await client.health()).model == "counting"
 
 
-async def test_explain_and_accounts_cross_as_what_they_are(client: Client) -> None:
+async def test_explain_and_page_accounts_return_typed_results(client: Client) -> None:
     explanation = await client.explain([1, 2, 3], "tenant", 2, operator=True)
     assert explanation == CountingEngine().explain((1, 2, 3), "tenant", 2, operator=True)
     for arguments in (("tenant", False), ("", True)):
@@ -122,7 +122,7 @@ async def test_explain_and_accounts_cross_as_what_they_are(client: Client) -> No
     await client.abort("r")
 
 
-async def test_a_question_that_fails_is_answered_and_the_engine_goes_on(client: Client) -> None:
+async def test_a_failed_call_raises_and_the_engine_continues(client: Client) -> None:
     with pytest.raises(EngineError) as caught:
         await client.explain([1], "bug")
     assert "planted" not in caught.value.message
@@ -144,7 +144,7 @@ class FaultyEngine(CountingEngine):
         raise RuntimeError("planted")
 
 
-async def test_a_fault_in_the_thread_ends_requests_and_health_tells() -> None:
+async def test_an_exception_in_the_thread_fails_requests_and_health_reports_it() -> None:
     async with ThreadedEngine(FaultyEngine) as engine:
         await engine.submit(request("r"))
         (event,) = await collect(engine, "r")
@@ -153,7 +153,7 @@ async def test_a_fault_in_the_thread_ends_requests_and_health_tells() -> None:
         assert not health.ready and "planted" in health.detail
 
 
-async def test_a_factory_that_fails_is_told_to_whoever_waits(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_factory_raises_in_waiting_calls(caplog: pytest.LogCaptureFixture) -> None:
     def factory() -> CountingEngine:
         raise InvalidRequestError("no such thing")
 

@@ -13,13 +13,13 @@ from chatcache.gateway.metrics import Metrics
 from chatcache.types.events import Finished
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
 from chatcache.types.stats import EngineHealth
-from tests.engine_process.bus_engines import build_small, until
+from tests.engine_process.engines import build_small, until
 from tests.engine_process.test_engine import Client, driven
 
 NUM_PLAIN = 12
 
 
-def told(health: EngineHealth) -> dict[str, float]:
+def sample(health: EngineHealth) -> dict[str, float]:
     """Samples of the exposition, by name and label value."""
     families = text_string_to_metric_families(Metrics().render(health).decode())
     found: dict[str, float] = {}
@@ -46,16 +46,16 @@ async def work(client: Client) -> None:
 
 
 @pytest.mark.parametrize("how", ["thread", "process"])
-async def test_counters_cross_with_the_health(how: str) -> None:
+async def test_counters_of_the_engine_reach_the_gateway_metrics(how: str) -> None:
     async with driven(how, build_small) as client:
         await work(client)
         num_requests = NUM_PLAIN + 2
 
-        async def is_told() -> bool:
+        async def is_reported() -> bool:
             return sum((await client.health()).decode.counts) == num_requests
 
-        await until(is_told, 60)
-        values = told(await client.health())
+        await until(is_reported, 60)
+        values = sample(await client.health())
         for name in ("queue", "prefill", "decode"):
             assert values[f"chatcache_{name}_seconds_count"] == num_requests
             assert values[f"chatcache_{name}_seconds_sum"] > 0
@@ -64,10 +64,10 @@ async def test_counters_cross_with_the_health(how: str) -> None:
         assert values["chatcache_kv_evictions_total"] > 0
         assert values["chatcache_engine_restarts_total"] == 0
         if isinstance(client, EngineProcess):
-            await died_once(client)
+            await crashed_once(client)
 
 
-async def died_once(client: EngineProcess) -> None:
+async def crashed_once(client: EngineProcess) -> None:
     """Its counters begin anew, and the restart is counted."""
     assert client.pid is not None
     os.kill(client.pid, signal.SIGKILL)
@@ -77,4 +77,4 @@ async def died_once(client: EngineProcess) -> None:
         return health.ready and health.num_restarts == 1
 
     await until(is_back, 60)
-    assert told(await client.health())["chatcache_queue_seconds_count"] == 0
+    assert sample(await client.health())["chatcache_queue_seconds_count"] == 0

@@ -12,7 +12,7 @@ from chatcache.engine_process.threaded import ThreadedEngine
 from chatcache.engine_process.worker import EXIT_DEVICE_LOST
 from chatcache.errors import DeviceLostError, OverloadedError
 from chatcache.types.events import EngineEvent, Failed, Finished, Tokens
-from tests.engine_process.bus_engines import FAST, LOST, build_losing, request, until
+from tests.engine_process.engines import FAST, LOST, build_losing, request, until
 
 AHEAD = pytest.mark.parametrize("model", ["", "ahead"])
 PATIENT = RestartPolicy(max_deaths=3, first_delay_s=600.0)
@@ -23,11 +23,11 @@ def failures(events: list[EngineEvent]) -> list[tuple[str, str]]:
 
 
 @AHEAD
-async def test_the_process_ends_and_health_says_why_while_requests_wait(
+async def test_device_loss_ends_the_child_and_health_reports_it_while_requests_wait(
     model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)
-    factory = "tests.engine_process.bus_engines:build_losing"
+    factory = "tests.engine_process.engines:build_losing"
     async with EngineProcess(EngineConfig(model=model), factory, policy=PATIENT, log_level="critical") as engine:
         await engine.wait_loaded()
         for name in ("a", "b"):
@@ -36,10 +36,10 @@ async def test_the_process_ends_and_health_says_why_while_requests_wait(
         assert child is not None and child.process is not None
         await child.ended.wait()
 
-        async def told() -> bool:
+        async def detail() -> bool:
             return "starting a new one" in (await engine.health()).detail
 
-        await until(told)
+        await until(detail)
         health = await engine.health()
         assert not health.ready and LOST in health.detail
         assert child.process.returncode == EXIT_DEVICE_LOST
@@ -57,8 +57,8 @@ async def test_the_process_ends_and_health_says_why_while_requests_wait(
 
 
 @AHEAD
-async def test_a_request_goes_on_from_device_to_device(model: str) -> None:
-    factory = "tests.engine_process.bus_engines:build_losing"
+async def test_a_request_is_resumed_after_each_device_loss(model: str) -> None:
+    factory = "tests.engine_process.engines:build_losing"
     async with EngineProcess(EngineConfig(model=model), factory, policy=FAST, log_level="critical") as engine:
         await engine.wait_loaded()
         await engine.submit(request("a", 21))
@@ -68,8 +68,8 @@ async def test_a_request_goes_on_from_device_to_device(model: str) -> None:
         assert engine.num_restarts >= 2
 
 
-async def test_a_row_of_lost_devices_is_given_up_and_told() -> None:
-    factory, policy = "tests.engine_process.bus_engines:build_losing", RestartPolicy(max_deaths=1, first_delay_s=0.01)
+async def test_repeated_device_loss_gives_up_and_reports_it() -> None:
+    factory, policy = "tests.engine_process.engines:build_losing", RestartPolicy(max_deaths=1, first_delay_s=0.01)
     async with EngineProcess(EngineConfig(), factory, policy=policy, log_level="critical") as engine:
         await engine.wait_loaded()
         await engine.submit(request("a", 1000))
@@ -79,7 +79,7 @@ async def test_a_row_of_lost_devices_is_given_up_and_told() -> None:
 
 
 @AHEAD
-async def test_an_engine_in_a_thread_raises_to_whoever_asks_next(model: str) -> None:
+async def test_device_loss_in_a_thread_raises_in_the_next_call(model: str) -> None:
     async with ThreadedEngine(lambda: build_losing(EngineConfig(model=model), None)) as engine:
         await engine.submit(request("a", 1000))
         assert failures([event async for event in engine.events("a")]) == [("device_lost", LOST)]

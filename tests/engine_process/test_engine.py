@@ -16,7 +16,7 @@ from chatcache.engine_process.threaded import ThreadedEngine
 from chatcache.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnsupportedParameterError
 from chatcache.types.events import CandidateDone, EngineEvent, Finished, Started, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
-from tests.engine_process.bus_engines import FAST, build_fake, build_patient
+from tests.engine_process.engines import FAST, build_fake, build_waiting
 
 Client = ThreadedEngine | EngineProcess
 CONFIG = EngineConfig(max_queued_requests=200, max_num_seqs=32)
@@ -32,9 +32,7 @@ async def driven(how: str, build: Callable[[EngineConfig, Any], Engine]) -> Asyn
     if how == "thread":
         engine: Client = ThreadedEngine(lambda: build(CONFIG, lambda *_: None))
     else:
-        engine = EngineProcess(
-            CONFIG, f"tests.engine_process.bus_engines:{build.__name__}", policy=FAST, log_level="error"
-        )
+        engine = EngineProcess(CONFIG, f"tests.engine_process.engines:{build.__name__}", policy=FAST, log_level="error")
     async with engine:
         await engine.wait_loaded()
         yield engine
@@ -47,8 +45,8 @@ async def client(request: pytest.FixtureRequest) -> AsyncIterator[Client]:
 
 
 @pytest.fixture(params=["thread", "process"])
-async def patient(request: pytest.FixtureRequest) -> AsyncIterator[Client]:
-    async with driven(request.param, build_patient) as engine:
+async def waiting(request: pytest.FixtureRequest) -> AsyncIterator[Client]:
+    async with driven(request.param, build_waiting) as engine:
         yield engine
 
 
@@ -57,7 +55,7 @@ def make(number: int) -> GenerateRequest:
     return GenerateRequest(request_id=f"r{number}", prompt=prompt, params=PARAMS[number % len(PARAMS)])
 
 
-def alone(request: GenerateRequest) -> list[EngineEvent]:
+def expected_answer(request: GenerateRequest) -> list[EngineEvent]:
     """The oracle: the same request, the only one of a fresh engine in this thread."""
     engine = build_fake(CONFIG, lambda *_: None)
     engine.add(request)
@@ -75,12 +73,12 @@ def tokens_of(events: list[EngineEvent]) -> dict[int, list[int]]:
     return found
 
 
-async def test_200_requests_at_once_equal_each_alone(client: Client) -> None:
+async def test_200_concurrent_requests_equal_each_alone(client: Client) -> None:
     async def one(request: GenerateRequest) -> None:
         await client.submit(request)
         events = [event async for event in client.events(request.request_id)]
         assert [event.seq for event in events] == list(range(1, len(events) + 1))
-        assert tokens_of(events) == tokens_of(alone(request))
+        assert tokens_of(events) == tokens_of(expected_answer(request))
         assert isinstance(events[-1], Finished)
 
     await asyncio.gather(*(one(make(number)) for number in range(200)))
@@ -94,7 +92,7 @@ def long(number: int, max_tokens: int) -> GenerateRequest:
     return GenerateRequest(request_id=f"r{number}", prompt=(number % 64, 1, 2), params=params)
 
 
-async def test_aborting_everything_frees_every_page(client: Client) -> None:
+async def test_aborting_all_requests_frees_every_page(client: Client) -> None:
     requests = [long(number, max_tokens=4000) for number in range(20)]
     for request in requests:
         await client.submit(request)
@@ -119,7 +117,7 @@ async def test_aborting_everything_frees_every_page(client: Client) -> None:
         ((1,), SamplingParams(top_p=float("nan")), InvalidRequestError, "top_p"),
     ],
 )
-async def test_refusals_keep_kind_and_field(
+async def test_a_rejected_submit_keeps_error_class_and_param(
     client: Client, prompt: tuple[int, ...], params: Params, kind: type[InvalidRequestError], param: str
 ) -> None:
     with pytest.raises(kind) as caught:
@@ -128,7 +126,7 @@ async def test_refusals_keep_kind_and_field(
     assert (await client.health()).ready
 
 
-async def test_a_full_queue_refuses_and_what_was_accepted_ends(client: Client) -> None:
+async def test_a_full_queue_rejects_and_accepted_requests_end(client: Client) -> None:
     accepted: list[str] = []
 
     async def submit_all() -> None:
@@ -147,29 +145,29 @@ async def test_a_full_queue_refuses_and_what_was_accepted_ends(client: Client) -
     assert len(tokens_of([event async for event in client.events("r0")])[0]) == 3
 
 
-async def test_prompt_logprobs_cross_as_the_engine_says_them(client: Client) -> None:
+async def test_prompt_logprobs_equal_those_of_the_engine(client: Client) -> None:
     prompt = tuple(number % 64 for number in range(900))
     params = SamplingParams(max_tokens=2, prompt_logprobs=20)
     request = GenerateRequest(request_id="r", prompt=prompt, params=params)
     await client.submit(request)
     events = [event async for event in client.events("r")]
-    assert events == alone(request)
+    assert events == expected_answer(request)
     assert isinstance(events[0], Started) and len(events[0].prompt_logprobs) == 900
 
 
-async def test_a_dropped_candidate_ends_and_the_others_say_what_they_would_have(patient: Client) -> None:
+async def test_a_cancelled_candidate_ends_and_the_others_are_unchanged(waiting: Client) -> None:
     params = SamplingParams(n=8, seed=5, max_tokens=120, ignore_eos=True)
     request = GenerateRequest(request_id="r", prompt=tuple(range(1, 40)), params=params)
-    expected = tokens_of(alone(request))
-    await patient.submit(request)
+    expected = tokens_of(expected_answer(request))
+    await waiting.submit(request)
     events: list[EngineEvent] = []
     held: list[int] = []
-    num_heard = 0
-    async for event in patient.events("r"):
+    num_received = 0
+    async for event in waiting.events("r"):
         events.append(event)
-        num_heard += isinstance(event, Tokens) and event.index == 7
-        if num_heard >= 2 and len(held) < 7:  # with its second token each has a page of its own
-            await patient.cancel_candidate("r", len(held))
+        num_received += isinstance(event, Tokens) and event.index == 7
+        if num_received >= 2 and len(held) < 7:  # with its second token each has a page of its own
+            await waiting.cancel_candidate("r", len(held))
             held.append(len(held))
     assert held == list(range(7))
     ends = {event.index: event for event in events if isinstance(event, CandidateDone)}
@@ -178,10 +176,10 @@ async def test_a_dropped_candidate_ends_and_the_others_say_what_they_would_have(
     assert got[7] == expected[7] and ends[7].finish_reason == "length"
     assert all(got[index] == expected[index][: len(got[index])] != expected[index] for index in held)
     assert isinstance(events[-1], Finished) and not events[-1].cancelled
-    assert (await patient.health()).num_pages_in_use == 0
+    assert (await waiting.health()).num_pages_in_use == 0
 
 
-async def test_drops_that_come_to_nothing(client: Client) -> None:
+async def test_cancel_candidate_of_unknown_or_unsupported_candidates(client: Client) -> None:
     await client.cancel_candidate("nobody", 3)
     beams = GenerateRequest(request_id="b", prompt=(1, 2), params=BeamSearchParams(beam_width=3, max_tokens=2000))
     await client.submit(beams)

@@ -21,18 +21,18 @@ from chatcache.engine_process.process import EngineProcess, RestartPolicy
 from chatcache.engine_process.protocol import MAX_FRAME_BYTES
 from chatcache.errors import ContextLengthError, EngineError, InvalidRequestError, ModelFolderError, OverloadedError
 from chatcache.types.events import Failed, Finished, Started, Tokens
-from tests.engine_process.bus_engines import FAST, expected_tokens, process, request, until
+from tests.engine_process.engines import FAST, expected_tokens, process, request, until
 
 
-def state(pid: int) -> str:
+def process_state(pid: int) -> str:
     """R running or waiting to, S asleep, Z a zombie, X gone."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     return "X"
 
 
-def alive(pid: int) -> bool:
-    return state(pid) not in "ZX"
+def is_alive(pid: int) -> bool:
+    return process_state(pid) not in "ZX"
 
 
 async def ready_again(engine: EngineProcess, restarts: int) -> None:
@@ -42,7 +42,7 @@ async def ready_again(engine: EngineProcess, restarts: int) -> None:
     await until(condition)
 
 
-async def test_kill_9_mid_stream_is_a_pause_and_a_new_child_goes_on() -> None:
+async def test_kill_9_under_a_stream_pauses_it_until_the_next_child() -> None:
     async with process("slow") as engine:
         await engine.wait_loaded()
         names = [f"r{number}" for number in range(5)]
@@ -59,10 +59,10 @@ async def test_kill_9_mid_stream_is_a_pause_and_a_new_child_goes_on() -> None:
             assert isinstance(events[-1], Finished)
             tokens = [event.token_ids[0] for event in events if isinstance(event, Tokens)]
             assert tokens == expected_tokens((number, 7), 200)
-        assert engine.num_restarts == 1 and engine.pid != first and not alive(first or 0)
+        assert engine.num_restarts == 1 and engine.pid != first and not is_alive(first or 0)
 
 
-async def test_a_service_that_is_stopped_keeps_its_engine_while_it_drains() -> None:
+async def test_sigterm_to_the_child_is_ignored_while_the_parent_drains() -> None:
     """Service managers tell all processes of a service at once to end; what runs is the parent's to finish."""
     async with process("slow") as engine:
         await engine.wait_loaded()
@@ -72,10 +72,10 @@ async def test_a_service_that_is_stopped_keeps_its_engine_while_it_drains() -> N
         os.kill(first or 0, signal.SIGTERM)
         events = [event async for event in stream]
         assert isinstance(events[-1], Finished) and engine.pid == first and engine.num_restarts == 0
-    assert not alive(first or 0)
+    assert not is_alive(first or 0)
 
 
-async def test_while_no_engine_runs_new_requests_are_refused_and_held_ones_can_be_ended() -> None:
+async def test_without_a_child_new_requests_are_rejected_and_held_ones_can_be_ended() -> None:
     async with process("slow", RestartPolicy(first_delay_s=600)) as engine:
         await engine.wait_loaded()
         for name in ("held", "aborted"):
@@ -86,10 +86,10 @@ async def test_while_no_engine_runs_new_requests_are_refused_and_held_ones_can_b
         await asyncio.sleep(0)
         os.kill(engine.pid or 0, signal.SIGKILL)
 
-        async def told() -> bool:
+        async def detail() -> bool:
             return "starting a new one" in (await engine.health()).detail
 
-        await until(told)
+        await until(detail)
         health = await engine.health()
         assert not health.ready and "signal 9" in health.detail
         with pytest.raises(OverloadedError, match="signal 9"):
@@ -105,7 +105,7 @@ async def test_while_no_engine_runs_new_requests_are_refused_and_held_ones_can_b
         assert isinstance(end, Failed) and end.message == "the engine was closed"
 
 
-async def test_a_submit_in_flight_when_the_child_dies_is_answered_by_the_next() -> None:
+async def test_a_submit_pending_at_a_crash_is_answered_by_the_next_child() -> None:
     async with process("slow") as engine:
         await engine.wait_loaded()
         os.kill(engine.pid or 0, signal.SIGSTOP)
@@ -117,7 +117,7 @@ async def test_a_submit_in_flight_when_the_child_dies_is_answered_by_the_next() 
         assert tokens == expected_tokens((1, 2, 3), 3) and engine.num_restarts == 1
 
 
-async def test_a_row_of_deaths_is_given_up_and_told() -> None:
+async def test_repeated_crashes_give_up_and_report_it() -> None:
     async with process("dies") as engine:
         error = await asyncio.wait_for(engine.wait_failed(), 60)
         assert "exit status 9" in error.message
@@ -126,21 +126,21 @@ async def test_a_row_of_deaths_is_given_up_and_told() -> None:
             await engine.wait_loaded()
 
 
-async def test_a_load_that_kills_the_child_is_given_up_however_long_it_takes() -> None:
+async def test_repeated_crashes_while_loading_give_up() -> None:
     policy = RestartPolicy(max_deaths=3, first_delay_s=0.01, healthy_after_s=0.0)
     async with process("dies", policy) as engine, asyncio.timeout(60):
         assert "exit status 9" in (await engine.wait_failed()).message
         assert engine.num_restarts == 2
 
 
-async def test_a_load_that_hangs_is_given_up() -> None:
+async def test_a_load_that_hangs_gives_up() -> None:
     policy = RestartPolicy(max_deaths=2, first_delay_s=0.01, hung_after_s=0.2, lost_after_s=0.4, healthy_after_s=0.0)
     async with process("loading", policy) as engine, asyncio.timeout(60):
         assert "is loading but does not respond" in (await engine.wait_failed()).message
         assert engine.num_restarts == 1
 
 
-async def test_finished_requests_end_a_row_of_deaths() -> None:
+async def test_finished_requests_reset_the_count_of_crashes() -> None:
     async with process() as engine:
         await engine.wait_loaded()
         for deaths in range(1, FAST.max_deaths + 2):
@@ -150,7 +150,7 @@ async def test_finished_requests_end_a_row_of_deaths() -> None:
             await ready_again(engine, restarts=deaths)
 
 
-def test_restart_delays_double_up_to_a_bound() -> None:
+def test_restart_delay_doubles_up_to_the_maximum() -> None:
     policy = RestartPolicy(first_delay_s=0.5, max_delay_s=3.0)
     assert [policy.delay_s(deaths) for deaths in range(1, 6)] == [0.5, 1.0, 2.0, 3.0, 3.0]
 
@@ -158,7 +158,7 @@ def test_restart_delays_double_up_to_a_bound() -> None:
 @pytest.mark.parametrize(
     ("model", "kind", "text"), [("broken", ModelFolderError, "config.json"), ("bug", EngineError, "planted")]
 )
-async def test_a_load_failure_is_final_and_told(
+async def test_a_load_failure_is_final_and_raised(
     model: str, kind: type[Exception], text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """To whoever waits, who says it; nobody says it before."""
@@ -171,7 +171,7 @@ async def test_a_load_failure_is_final_and_told(
     assert not [record for record in caplog.records if record.levelno >= logging.INFO]
 
 
-async def test_while_loading_requests_are_refused_and_progress_is_told() -> None:
+async def test_while_loading_requests_are_rejected_and_health_reports_progress() -> None:
     async with process("loading") as engine:
 
         async def half_way() -> bool:
@@ -183,10 +183,10 @@ async def test_while_loading_requests_are_refused_and_progress_is_told() -> None
             await engine.submit(request("r"))
         assert (caught.value.code, caught.value.status) == ("model_loading", 503)
         child = engine.pid or 0
-    assert not alive(child)
+    assert not is_alive(child)
 
 
-async def test_a_prompt_longer_than_the_context_never_reaches_the_pipe() -> None:
+async def test_a_prompt_longer_than_the_context_is_not_sent() -> None:
     async with process() as engine:
         facts = await engine.wait_loaded()
         with pytest.raises(ContextLengthError, match=f"{facts.max_model_len}"):
@@ -194,7 +194,7 @@ async def test_a_prompt_longer_than_the_context_never_reaches_the_pipe() -> None
         await engine.submit(request("r", 1))
 
 
-async def test_what_is_no_command_or_does_not_fit_a_frame_harms_nobody() -> None:
+async def test_invalid_and_too_large_commands_raise_and_the_engine_continues() -> None:
     async with process() as engine:
         await engine.wait_loaded()
         child = engine.pid
@@ -220,7 +220,7 @@ async def test_what_is_no_command_or_does_not_fit_a_frame_harms_nobody() -> None
         assert engine.pid == child and engine.num_restarts == 0
 
 
-async def test_a_silent_engine_with_work_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_health_of_a_silent_child_with_work_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chatcache.engine_process.process.MAX_SILENCE_S", 0.05)
     async with process("slow") as engine:
         await engine.wait_loaded()
@@ -233,23 +233,23 @@ async def test_a_silent_engine_with_work_is_not_ready(monkeypatch: pytest.Monkey
         assert (await engine.health()).ready, "from here it owes one"
         monkeypatch.setattr("chatcache.engine_process.process.MAX_SILENCE_S", 0.05)
 
-        async def told() -> bool:
+        async def detail() -> bool:
             health = await engine.health()
             return not health.ready and "no step for" in health.detail
 
-        await until(told)
+        await until(detail)
         os.kill(engine.pid or 0, signal.SIGCONT)
         await submit
 
 
-async def test_closing_leaves_no_process_and_no_descriptor() -> None:
+async def test_close_leaves_no_process_and_no_descriptor() -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         async with process() as engine:
             await engine.wait_loaded()
             child = engine.pid or 0
-            assert alive(child)
-        assert not alive(child)
+            assert is_alive(child)
+        assert not is_alive(child)
 
     async def closed() -> bool:
         return len(os.listdir("/proc/self/fd")) <= before + 1
@@ -267,7 +267,7 @@ async def test_the_child_inherits_no_listening_socket() -> None:
     assert f"socket:[{inode}]" not in links and any(link.startswith("socket:") for link in links)
 
 
-async def test_an_idle_child_sleeps() -> None:
+async def test_an_idle_child_uses_no_cpu() -> None:
     async with process() as engine:
         await engine.wait_loaded()
         await engine.submit(request("r", 1))
@@ -275,7 +275,7 @@ async def test_an_idle_child_sleeps() -> None:
         states: list[str] = []
 
         async def sleeps() -> bool:
-            states.append(state(engine.pid or 0))
+            states.append(process_state(engine.pid or 0))
             return states[-20:] == ["S"] * 20  # a busy loop would be running, or waiting to run
 
         await until(sleeps)
@@ -283,7 +283,7 @@ async def test_an_idle_child_sleeps() -> None:
 
 PARENT = """
 import asyncio
-from tests.engine_process.bus_engines import process
+from tests.engine_process.engines import process
 async def main():
     async with process({model!r}) as engine:
         while (await engine.health()).load_fraction < {loaded}:
@@ -296,14 +296,14 @@ asyncio.run(main())
 
 @pytest.mark.linux  # parent-death signals are Linux's
 @pytest.mark.parametrize(("model", "loaded"), [("", 1.0), ("loading", 0.5)])
-def test_the_death_of_the_parent_ends_the_child(model: str, loaded: float) -> None:
+def test_the_end_of_the_parent_ends_the_child(model: str, loaded: float) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", PARENT.format(model=model, loaded=loaded)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True) as parent:
         child = int(parent.stdout.readline())  # type: ignore[union-attr]
-        assert alive(child)
+        assert is_alive(child)
         parent.kill()
     deadline = time.monotonic() + 60
-    while alive(child) and time.monotonic() < deadline:
+    while is_alive(child) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not alive(child)
+    assert not is_alive(child)

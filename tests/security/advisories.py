@@ -63,19 +63,19 @@ CLASSES = (
         (
             "security/test_adversarial_load.py::test_no_request_ends_the_engine_or_reaches_a_canary",
             "security/test_adversarial_load.py::test_nor_with_a_model_that_computes",
-            "engine/test_faults.py::test_a_result_of_the_wrong_shape_ends_the_requests_of_its_step",
+            "engine/test_invalid_results.py::test_a_result_of_the_wrong_shape_fails_the_requests_of_its_step",
         ),
     ),
     Class(
         "log-probabilities of cached prompt tokens are whatever was in memory",
         ("CVE-2026-116180",),
-        ("engine/test_prompt_logprobs.py::test_exact_with_any_part_cached_and_any_chunks",),
+        ("engine/test_prompt_logprobs.py::test_prompt_logprobs_with_any_cached_prefix_and_chunks_are_exact",),
     ),
     Class(
         "logits that are no numbers become noise, and poison the cache",
         ("sglang#33187", "sglang#33206", "sglang#33263", "vllm#50283", "tokenspeed#434"),
         (
-            "engine/test_faults.py::test_one_spoilt_row_in_thirty_two",
+            "engine/test_invalid_results.py::test_one_corrupted_row_of_thirty_two_fails_that_request_only",
             "security/test_non_finite_logits.py::test_one_of_thirty_two_rows_goes_and_the_others_stay",
         ),
     ),
@@ -101,7 +101,7 @@ CLASSES = (
         (
             "security/test_forbidden_code.py::test_nothing_forbidden_is_said",
             "security/test_runtime.py::test_a_server_reads_no_pickle_calls_nobody_and_listens_once",
-            "engine_process/test_codec.py::test_what_is_no_command_is_refused",
+            "engine_process/test_protocol.py::test_an_invalid_command_raises",
         ),
     ),
     Class(
@@ -176,7 +176,7 @@ CLASSES = (
         _cves("2026-114051 -116173"),
         (
             "security/test_regressions.py::test_any_fields_together_and_any_of_them_null_are_answered",
-            "engine/test_door.py::test_what_is_refused_at_the_door",
+            "engine/test_admission.py::test_add_of_an_invalid_request_raises",
         ),
     ),
     Class(
@@ -242,8 +242,8 @@ CLASSES = (
             *("CVE-2026-94627", "CVE-2026-112266"),
         ),
         (
-            "engine_process/test_clients.py::test_unknown_aborts_are_ignored_and_unknown_events_are_not_found",
-            "engine_process/test_clients.py::test_an_id_in_use_is_refused",
+            "engine_process/test_clients.py::test_abort_of_an_unknown_id_is_ignored_and_events_raise",
+            "engine_process/test_clients.py::test_submit_of_an_id_in_use_raises",
             "security/test_regressions.py::test_ids_that_clients_choose_meet_nobody_elses",
             "security/test_regressions.py::test_a_beginning_of_an_id_names_nothing",
         ),

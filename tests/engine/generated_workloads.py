@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from chatcache.scheduler.request import worst_case_pages
 from chatcache.types.request import BeamSearchParams, ForkPoint, GenerateRequest, SamplingParams, num_branches
-from tests.engine.oracle import NARROW, VOCAB, WANDER, Wander, alone
+from tests.engine.oracle import NARROW, VOCAB, WANDER, RandomForks, expected_answer
 from tests.engine.workloads import Arrival, Workload
 
 AHEAD = ["", "eager", "lazy", "lazy"]
@@ -43,7 +43,7 @@ def requests(draw: st.DrawFn, number: int, tight: bool = False, calm: bool = Fal
     """Ask for anything; a `calm` request for nothing but one token after another."""
     kinds = ["greedy", "sample", "n", NARROW]
     kind = draw(st.sampled_from(kinds if calm else [*kinds, "sample", "distinct", "beam", "beam", WANDER]))
-    wandering = dict.fromkeys((WANDER, NARROW), Wander.max_branches)
+    wandering = dict.fromkeys((WANDER, NARROW), RandomForks.max_branches)
     max_tokens = draw(st.integers(10, 40) if tight else st.one_of(st.integers(1, 12), st.integers(13, 40)))
     params: SamplingParams | BeamSearchParams
     if kind == "beam":
@@ -100,7 +100,7 @@ def drops(draw: st.DrawFn, request: GenerateRequest, step: int) -> tuple[tuple[i
 def forks(draw: st.DrawFn, number: int, source: Arrival, tight: bool = False, calm: bool = False) -> Arrival:
     """Ask on from somewhere within an answer that may still be streaming, hint included."""
     request = draw(requests(number, tight, calm))
-    lines = alone(source.request).tokens
+    lines = expected_answer(source.request).tokens
     index = draw(st.sampled_from(sorted(lines)))
     line = (*source.request.prompt, *lines[index])
     prompt = (*line[: draw(st.integers(1, len(line)))], *draw(st.lists(st.integers(1, VOCAB - 1), max_size=4)))

@@ -16,8 +16,8 @@ from chatcache.kv_cache.page_hash import encode_tokens
 from chatcache.types.events import Tokens
 from chatcache.types.request import GenerateRequest, SamplingParams
 from chatcache.types.stats import PackedPrompt
-from tests.engine.driving import drain, engine, request
-from tests.engine.generated import workloads
+from tests.engine.driver import drain, engine, request
+from tests.engine.generated_workloads import workloads
 from tests.engine.workloads import Workload
 
 
@@ -32,7 +32,7 @@ def check_counts(engine: Engine, prompts: Sequence[tuple[Sequence[int], int]], n
 @pytest.mark.parametrize("few", [1, 3, PROBE_PAGES])
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(workloads())
-def test_counts_are_what_explain_says(few: int, workload: Workload) -> None:
+def test_counts_in_every_step_equal_explain(few: int, workload: Workload) -> None:
     engine, _ = workload.engine()
     lines: dict[str, list[int]] = {}
     requests: dict[str, GenerateRequest] = {}
@@ -54,7 +54,7 @@ def test_counts_are_what_explain_says(few: int, workload: Workload) -> None:
                 check_counts(engine, [(lines[name], requests[name].num_public_tokens) for name in mine], namespace)
 
 
-def test_long_prompts_that_miss_anywhere() -> None:
+def test_counts_of_long_prompts_with_a_miss_anywhere_equal_explain() -> None:
     one = engine(page_size=4)
     size, rng = one.scheduler.kv.page_size, random.Random(1)
     prompt = tuple(rng.randrange(1, 60) for _ in range((2 * PROBE_PAGES + 1) * size + 3))

@@ -17,24 +17,32 @@ from chatcache.engine_process.protocol import Notice
 from chatcache.engine_process.recovery import RequestJournal, RequestRecovery
 from chatcache.types.events import Failed, Finished
 from chatcache.types.request import BeamSearchParams, GenerateRequest, ResumePoint, SamplingParams
-from tests.engine_process.dying import Crowd, a_request, check_same, poison, process, undisturbed, until
-from tests.engine_process.test_process import alive
+from tests.engine_process.crashing_engine import (
+    RequestGroup,
+    check_same,
+    expected_events,
+    make_request,
+    poison,
+    process,
+    until,
+)
+from tests.engine_process.test_process import is_alive
 
 ZOMBIES = RestartPolicy(max_deaths=4, first_delay_s=0.01, hung_after_s=2.0)
 
 
-async def killed_under_streams(num_kills: int, num_streams: int = 20) -> None:
+async def kill_under_streams(num_kills: int, num_streams: int = 20) -> None:
     num_killed = 0
     async with process(step_ms=5) as engine:
         await engine.wait_loaded()
         while num_killed < num_kills:  # once, but where the machine has more time for the child than for this process
             first, num_tokens = num_killed * num_streams, 30 * (num_kills - num_killed)
-            requests = [a_request(first + number, num_tokens) for number in range(num_streams)]
-            expected = undisturbed(requests)
-            crowd = Crowd(engine, requests)
+            requests = [make_request(first + number, num_tokens) for number in range(num_streams)]
+            expected = expected_events(requests)
+            crowd = RequestGroup(engine, requests)
             await crowd.begin()
             while num_killed < num_kills:
-                await crowd.grown()
+                await crowd.wait_for_progress()
                 if not crowd.open_ones:
                     break
                 os.kill(engine.pid or 0, signal.SIGKILL)
@@ -46,13 +54,13 @@ async def killed_under_streams(num_kills: int, num_streams: int = 20) -> None:
     print(f"killed {num_killed} times, {engine.num_restarts} restarts")
 
 
-async def test_kills_under_streams_disturb_nobody() -> None:
-    await killed_under_streams(6)
+async def test_kills_under_streams_repeat_or_lose_no_token() -> None:
+    await kill_under_streams(6)
 
 
 @pytest.mark.long
-async def test_fifty_kills_under_streams_disturb_nobody() -> None:
-    await killed_under_streams(50)
+async def test_fifty_kills_under_streams_repeat_or_lose_no_token() -> None:
+    await kill_under_streams(50)
 
 
 def _without_tokens(told: RequestJournal) -> GenerateRequest:
@@ -62,15 +70,15 @@ def _without_tokens(told: RequestJournal) -> GenerateRequest:
     )
 
 
-async def test_a_bus_that_forgets_what_was_told_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_kill_check_detects_a_journal_without_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: everything is said twice."""
     monkeypatch.setattr(RequestJournal, "resumed_request", _without_tokens)
     with pytest.raises(AssertionError, match="not what an undisturbed run says"):
-        await killed_under_streams(1, num_streams=3)
+        await kill_under_streams(1, num_streams=3)
 
 
 @pytest.mark.parametrize(("code", "is_waited_for"), [(errno.EMFILE, True), (errno.ENOENT, False)])
-async def test_a_system_without_room_for_an_engine_is_waited_for(
+async def test_a_restart_waits_for_system_resources(
     code: int, is_waited_for: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, refusals = children._start, iter([OSError(code, os.strerror(code))] * 6)
@@ -82,11 +90,11 @@ async def test_a_system_without_room_for_an_engine_is_waited_for(
 
     async with process(step_ms=5) as engine:
         await engine.wait_loaded()
-        requests = [a_request(0, 200)]
-        expected = undisturbed(requests)
-        crowd = Crowd(engine, requests)
+        requests = [make_request(0, 200)]
+        expected = expected_events(requests)
+        crowd = RequestGroup(engine, requests)
         await crowd.begin()
-        await crowd.grown()
+        await crowd.wait_for_progress()
         monkeypatch.setattr(children, "_start", refused_at_first)
         os.kill(engine.pid or 0, signal.SIGKILL)
         await crowd.end()
@@ -100,14 +108,14 @@ async def test_a_system_without_room_for_an_engine_is_waited_for(
 
 
 async def poisoned(num_poison: int, num_good: int) -> EngineProcess:
-    requests = [a_request(number, 30) for number in range(num_good)]
-    expected = undisturbed(requests)
+    requests = [make_request(number, 30) for number in range(num_good)]
+    expected = expected_events(requests)
     every = num_good // num_poison
     for number in range(num_poison):  # some kill at once, some when they have said something
         requests.insert(number * (every + 1) + 2, poison(1000 + number, at=(number % 3) * 5))
     async with process() as engine:
         await engine.wait_loaded()
-        crowd = Crowd(engine, requests)
+        crowd = RequestGroup(engine, requests)
         await crowd.begin()
         await crowd.end()
         assert engine.num_restarts <= 2 * num_poison, f"{num_poison} poison killed {engine.num_restarts} engines"
@@ -121,28 +129,28 @@ async def poisoned(num_poison: int, num_good: int) -> EngineProcess:
     return engine
 
 
-async def test_poison_ends_alone() -> None:
+async def test_poisoned_requests_fail_alone() -> None:
     await poisoned(2, 20)
 
 
 @pytest.mark.long
-async def test_ten_poison_among_two_hundred_end_alone() -> None:
+async def test_ten_poisoned_requests_among_two_hundred_fail_alone() -> None:
     await poisoned(10, 200)
 
 
-async def test_without_quarantine_poison_takes_others_along(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_trials_poisoned_requests_fail_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: whatever was running is thought innocent."""
     monkeypatch.setattr(RequestRecovery, "_suspects", lambda self: iter(()))
     with pytest.raises(AssertionError, match=r"1 poison killed ([3-9]|[1-9][0-9]+) engines"):
         await poisoned(1, 5)
 
 
-async def test_poison_that_hangs_is_ended_too() -> None:
-    requests = [a_request(1, 200), a_request(2, 5, seed=7770)]
-    expected = undisturbed(requests[:1])
+async def test_a_poisoned_request_that_hangs_fails() -> None:
+    requests = [make_request(1, 200), make_request(2, 5, seed=7770)]
+    expected = expected_events(requests[:1])
     async with process(policy=ZOMBIES) as engine:
         await engine.wait_loaded()
-        crowd = Crowd(engine, requests)
+        crowd = RequestGroup(engine, requests)
         await crowd.begin()
         await crowd.end()
         check_same(crowd.events["r1"], expected["r1"])
@@ -151,9 +159,9 @@ async def test_poison_that_hangs_is_ended_too() -> None:
 
 
 @pytest.fixture
-def strangers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Notice]]:
+def notices_of_old_children(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Notice]]:
     """Notices that were heard from a child which is not the present one."""
-    heard: list[Notice] = []
+    received: list[Notice] = []
     children: list[ChildProcess] = []
     spawn, receive = ChildProcess.spawn, EngineProcess._receive
 
@@ -163,7 +171,7 @@ def strangers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Notice]]:
 
         def from_it(notice: Notice) -> None:
             if children[-1] is not self:
-                heard.append(notice)
+                received.append(notice)
             else:
                 through(notice)
 
@@ -174,34 +182,34 @@ def strangers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Notice]]:
     assert receive is EngineProcess._receive
     monkeypatch.setattr("chatcache.engine_process.process.KILL_GRACE_S", 0.01)
     monkeypatch.setattr(ChildProcess, "kill", lambda self: None)  # it is stopped, and nothing reaches it
-    return iter([heard])
+    return iter([received])
 
 
-async def woken_zombies(num_zombies: int, heard: list[Notice]) -> None:
-    requests = [a_request(number, 150 * num_zombies) for number in range(4)]
-    expected = undisturbed(requests)
+async def wake_zombies(num_zombies: int, received: list[Notice]) -> None:
+    requests = [make_request(number, 150 * num_zombies) for number in range(4)]
+    expected = expected_events(requests)
     async with process(step_ms=5, policy=ZOMBIES) as engine:
         await engine.wait_loaded()
-        crowd = Crowd(engine, requests)
+        crowd = RequestGroup(engine, requests)
         await crowd.begin()
         for number in range(num_zombies):
-            await crowd.grown()
+            await crowd.wait_for_progress()
             child = engine._child
             assert child is not None and child.process is not None
             os.kill(child.process.pid, signal.SIGSTOP)
             await until(lambda number=number: engine.num_restarts > number)  # type: ignore[misc]
-            await crowd.grown()
+            await crowd.wait_for_progress()
             os.kill(child.process.pid, signal.SIGCONT)
             try:
-                await until(lambda child=child: bool(heard) or not alive(child.process.pid))  # type: ignore[misc]
-                assert not heard, "a zombie was heard"
+                await until(lambda child=child: bool(received) or not is_alive(child.process.pid))  # type: ignore[misc]
+                assert not received, "a zombie was heard"
             finally:
                 os.kill(child.process.pid, signal.SIGKILL)
                 child.process.wait()
         await crowd.end()
         pid = engine.pid or 0
         await _stop(engine)
-        assert not alive(pid)
+        assert not is_alive(pid)
     for name, events in crowd.events.items():
         check_same(events, expected[name])
 
@@ -211,17 +219,19 @@ async def _stop(engine: EngineProcess) -> None:
     await engine.close()
 
 
-async def test_a_zombie_that_wakes_is_heard_by_nobody(strangers: Iterator[list[Notice]]) -> None:
-    await woken_zombies(1, next(strangers))
+async def test_output_of_a_hung_child_that_wakes_is_ignored(notices_of_old_children: Iterator[list[Notice]]) -> None:
+    await wake_zombies(1, next(notices_of_old_children))
 
 
 @pytest.mark.long
-async def test_twenty_zombies_that_wake_are_heard_by_nobody(strangers: Iterator[list[Notice]]) -> None:
-    await woken_zombies(20, next(strangers))
+async def test_output_of_twenty_hung_children_that_wake_is_ignored(
+    notices_of_old_children: Iterator[list[Notice]],
+) -> None:
+    await wake_zombies(20, next(notices_of_old_children))
 
 
-async def test_a_bus_that_leaves_the_zombie_its_socket_is_caught(
-    strangers: Iterator[list[Notice]], monkeypatch: pytest.MonkeyPatch
+async def test_zombie_check_detects_a_child_that_keeps_its_socket(
+    notices_of_old_children: Iterator[list[Notice]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planted bug: what hung is replaced, and not cut off."""
     reap = ChildProcess.reap
@@ -232,10 +242,10 @@ async def test_a_bus_that_leaves_the_zombie_its_socket_is_caught(
     monkeypatch.setattr(ChildProcess, "disconnect", lambda self: None)
     monkeypatch.setattr(ChildProcess, "reap", left)
     with pytest.raises(AssertionError, match="a zombie was heard"):
-        await woken_zombies(1, next(strangers))
+        await wake_zombies(1, next(notices_of_old_children))
 
 
-async def test_searches_end_in_one_error_and_new_ones_run() -> None:
+async def test_searches_fail_once_at_a_crash_and_new_ones_run() -> None:
     def search(number: int) -> GenerateRequest:
         params = (
             BeamSearchParams(beam_width=3, max_tokens=1000),
@@ -247,7 +257,7 @@ async def test_searches_end_in_one_error_and_new_ones_run() -> None:
     searches = [search(number) for number in range(3)]
     async with process(step_ms=5) as engine:
         await engine.wait_loaded()
-        crowd = Crowd(engine, searches)
+        crowd = RequestGroup(engine, searches)
         await crowd.begin()
         await until(lambda: all(crowd.events.values()))
         os.kill(engine.pid or 0, signal.SIGKILL)
@@ -258,7 +268,7 @@ async def test_searches_end_in_one_error_and_new_ones_run() -> None:
             assert isinstance(end, Failed) and "signal 9" in end.message
             assert (end.code, end.status) == ("engine_unavailable", 503), "to be sent again"
         await until(lambda: engine._ready)
-        after = Crowd(engine, [a_request(1, 5)])
+        after = RequestGroup(engine, [make_request(1, 5)])
         await after.begin()
         await after.end()
         assert isinstance(after.events["r1"][-1], Finished)

@@ -13,7 +13,7 @@ from chatcache.engine import admission as intake
 from chatcache.engine.engine import Engine
 from chatcache.errors import ChatcacheError, OverloadedError, RateLimitError
 from chatcache.types.request import SamplingParams
-from tests.engine.driving import engine, request
+from tests.engine.driver import engine, request
 
 SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 MOST, MOST_TOKENS = 12, 300
@@ -41,7 +41,7 @@ def waiting_tokens(eng: Engine) -> Counter[str]:
     return total
 
 
-def test_a_tenant_is_refused_at_half_and_everybody_at_the_whole() -> None:
+def test_a_tenant_is_rejected_at_half_of_the_queue_and_all_at_the_whole() -> None:
     eng = engine(max_queued_requests=4)
     assert [ask(eng, "one", number) for number in range(2)] == [None, None]
     beyond = ask(eng, "one", 2)
@@ -55,7 +55,7 @@ def test_a_tenant_is_refused_at_half_and_everybody_at_the_whole() -> None:
     assert ask(eng, "one", 2) is None
 
 
-def test_by_tokens_too_and_the_first_is_never_too_long() -> None:
+def test_tenant_share_counts_tokens_and_admits_one_long_request() -> None:
     eng = engine(max_queued_tokens=200)
     assert ask(eng, "one", 0, 150) is None
     beyond = ask(eng, "one", 1, 1)
@@ -64,7 +64,7 @@ def test_by_tokens_too_and_the_first_is_never_too_long() -> None:
     assert isinstance(ask(eng, "three", 0, 1), OverloadedError)
 
 
-def test_an_open_server_has_no_shares() -> None:
+def test_tenant_share_without_namespaces_is_unlimited() -> None:
     eng = engine(max_queued_requests=4)
     assert [ask(eng, "", number) for number in range(4)] == [None] * 4
     assert isinstance(ask(eng, "", 4), OverloadedError)
@@ -86,12 +86,12 @@ def flood(seed: int) -> None:
             eng.abort(alive.pop(int(rng.integers(len(alive)))))
         else:
             tenant, num_tokens = "abc"[rng.integers(3)], int(rng.integers(1, 60))
-            mine, tokens, everybody = waiting(eng)[tenant], waiting_tokens(eng), len(eng.scheduler.waiting)
+            mine, tokens, total = waiting(eng)[tenant], waiting_tokens(eng), len(eng.scheduler.waiting)
             has_share = mine < MOST // 2 and (not mine or tokens[tenant] + num_tokens <= MOST_TOKENS // 2)
-            has_room = everybody < MOST and (not everybody or tokens.total() + num_tokens <= MOST_TOKENS)
+            has_room = total < MOST and (not total or tokens.total() + num_tokens <= MOST_TOKENS)
             error = ask(eng, tenant, number, num_tokens)
             expected = RateLimitError if not has_share else OverloadedError if not has_room else type(None)
-            assert type(error) is expected, f"{error!r} for who had {mine} of {everybody} waiting"
+            assert type(error) is expected, f"{error!r} for who had {mine} of {total} waiting"
             if error is None:
                 alive.append(f"{tenant}-{number}")
         assert len(eng.scheduler.waiting) <= MOST and max(waiting(eng).values(), default=0) <= MOST // 2
@@ -100,12 +100,12 @@ def flood(seed: int) -> None:
         }
 
 
-def test_shares_hold_whatever_comes() -> None:
+def test_tenant_shares_hold_under_random_requests() -> None:
     for turn in range(5):
         flood(SEED + turn)
 
 
-def test_without_shares_the_flood_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tenant_share_check_without_shares_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "check_tenant_share", lambda *_: None)
     with pytest.raises(AssertionError, match=r"(None|OverloadedError\(.*\)) for who had"):
         flood(SEED)

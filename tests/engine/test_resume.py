@@ -37,13 +37,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def an_engine(*, ahead: bool = False, num_pages: int = 256) -> Engine:
+def make_engine(*, ahead: bool = False, num_pages: int = 256) -> Engine:
     capacity = fake_capacity(num_pages, 4, 64, 1024, has_async_launch=ahead)
     runner = FakeRunner(capacity, VOCAB, None, lazy=ahead)
     return Engine(runner, fake_facts(VOCAB, ()), EngineConfig(strict=True), BYTES)
 
 
-def a_request(kind: str, name: str = "a") -> GenerateRequest:
+def make_request(kind: str, name: str = "a") -> GenerateRequest:
     params = SamplingParams(**({"max_tokens": 24} | KINDS[kind]))
     return GenerateRequest(request_id=name, prompt=tuple(range(40, 59)), params=params)
 
@@ -59,13 +59,13 @@ def run(engine: Engine, *requests: GenerateRequest, most: int = 10_000) -> list[
 
 
 def resumed(request: GenerateRequest, events: list[EngineEvent]) -> GenerateRequest:
-    told = RequestJournal(request)
+    sent = RequestJournal(request)
     for event in events:
-        told.record(event)
-    return told.resumed_request()
+        sent.record(event)
+    return sent.resumed_request()
 
 
-def said(events: list[EngineEvent]) -> list[object]:
+def visible_output(events: list[EngineEvent]) -> list[object]:
     """All that a reader sees, whichever steps it came by: figures of the work itself aside."""
     streams: dict[int, list[object]] = {}
     ends: list[object] = []
@@ -86,10 +86,10 @@ class Cuts:
     """An undisturbed run of one request, to be cut off and resumed."""
 
     def __init__(self, kind: str, *, ahead: bool = False) -> None:
-        self.request = a_request(kind)
+        self.request = make_request(kind)
         self.whole: list[EngineEvent] = []
         self.at_steps: list[int] = []  # how many events had come when a step was over
-        self._engine = an_engine(ahead=ahead)
+        self._engine = make_engine(ahead=ahead)
         self._engine.add(self.request)
         while self._engine.has_work():
             self.whole += self._engine.step()
@@ -102,18 +102,18 @@ class Cuts:
 
     def check(self, cut: int) -> None:
         """Resume behind `cut` events, beside another request."""
-        first, other = self.whole[:cut], a_request("three", "other")
+        first, other = self.whole[:cut], make_request("three", "other")
         rest = run(self._engine, replace(other, prompt=(9, 8, 7)), resumed(self.request, first))
         rest = [event for event in rest if event.request_id == "a"]
         assert [event.seq for event in (*first, *rest)] == list(range(1, cut + len(rest) + 1))
-        assert said(first + rest) == said(self.whole), f"cut at {cut}"
+        assert visible_output(first + rest) == visible_output(self.whole), f"cut at {cut}"
         assert sum(isinstance(event, Started) for event in (*first, *rest)) == 1
         self._engine.cache.check()
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_was_told_the_rest_is_the_same(kind: str, ahead: bool) -> None:
+def test_a_request_resumed_after_any_event_continues_identically(kind: str, ahead: bool) -> None:
     cuts = Cuts(kind, ahead=ahead)
     assert len(cuts.at_steps) > 4
     for cut in (*cuts.at_steps[:3], *cuts.at_steps[3::5]):
@@ -121,38 +121,38 @@ def test_whatever_was_told_the_rest_is_the_same(kind: str, ahead: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ends early", "three", "grammar"])
-def test_cut_where_a_frame_ended_and_not_the_step(kind: str) -> None:
+def test_a_request_resumed_within_a_step_continues_identically(kind: str) -> None:
     """Tokens without the end that came with them, one candidate's first token and not the other's, all but the last."""
     cuts = Cuts(kind)
     for cut in sorted({1, 2, 3, 4, 5, *range(6, len(cuts.whole), 4), len(cuts.whole) - 1}):
         cuts.check(cut)
 
 
-def test_many_at_once_on_few_pages() -> None:
+def test_many_resumed_requests_on_few_pages_continue_identically() -> None:
     """Resumed requests are preempted like any other."""
-    requests = [replace(a_request(kind, kind), prompt=tuple(range(1, 30))) for kind in KINDS]
-    alone = {request.request_id: said(run(an_engine(), request)) for request in requests}
-    engine = an_engine()
+    requests = [replace(make_request(kind, kind), prompt=tuple(range(1, 30))) for kind in KINDS]
+    alone = {request.request_id: visible_output(run(make_engine(), request)) for request in requests}
+    engine = make_engine()
     first = run(engine, *requests, most=random.Random(5).randrange(40, 120))
-    told = {request.request_id: [e for e in first if e.request_id == request.request_id] for request in requests}
-    open_ones = [r for r in requests if not told[r.request_id] or not isinstance(told[r.request_id][-1], Finished)]
-    small = an_engine(num_pages=64)
-    rest = run(small, *(resumed(request, told[request.request_id]) for request in open_ones))
+    sent = {request.request_id: [e for e in first if e.request_id == request.request_id] for request in requests}
+    open_ones = [r for r in requests if not sent[r.request_id] or not isinstance(sent[r.request_id][-1], Finished)]
+    small = make_engine(num_pages=64)
+    rest = run(small, *(resumed(request, sent[request.request_id]) for request in open_ones))
     assert small.health().num_preemptions > 0
     for name, expected in alone.items():
-        assert said([*told[name], *(e for e in rest if e.request_id == name)]) == expected
+        assert visible_output([*sent[name], *(e for e in rest if e.request_id == name)]) == expected
     small.cache.check()
 
 
-def test_a_dropped_candidate_stays_dropped() -> None:
-    request = a_request("three")
+def test_a_cancelled_candidate_stays_cancelled_after_resume() -> None:
+    request = make_request("three")
     for num_steps in (0, 3):
-        engine = an_engine()
+        engine = make_engine()
         engine.add(request)
         events = [event for _ in range(num_steps) for event in engine.step()]
         engine.cancel_candidate("a", 1)
         events += engine.pop_events()
-        rest = run(an_engine(), resumed(request, events))
+        rest = run(make_engine(), resumed(request, events))
         ends = [event for event in (*events, *rest) if isinstance(event, CandidateDone)]
         assert sorted((end.index, end.finish_reason) for end in ends) == [
             (0, "length"),
@@ -162,23 +162,23 @@ def test_a_dropped_candidate_stays_dropped() -> None:
         assert not [event for event in rest if isinstance(event, Tokens) and event.index == 1]
 
 
-def test_a_full_queue_turns_no_resumed_request_away() -> None:
+def test_a_full_queue_accepts_resumed_requests() -> None:
     capacity = fake_capacity(256, 4, 64, 1024)
     engine = Engine(
         FakeRunner(capacity, VOCAB, None), fake_facts(VOCAB, ()), EngineConfig(max_queued_requests=1), BYTES
     )
     for number in range(5):
-        engine.add(resumed(a_request("seeded", f"r{number}"), []))
+        engine.add(resumed(make_request("seeded", f"r{number}"), []))
     assert sum(isinstance(event, Finished) for event in run(engine)) == 5
 
 
-def test_what_cannot_be_followed_again_ends_alone() -> None:
-    request = a_request("grammar")
-    told = resumed(request, run(an_engine(), request, most=4))
-    assert told.resume_point is not None
-    other = replace(told.resume_point.candidates[0], tokens=b"\xff\0\0\0")  # a token that the grammar does not have
-    bad = replace(told, resume_point=replace(told.resume_point, candidates=(other, *told.resume_point.candidates[1:])))
-    events = run(an_engine(), bad, a_request("seeded", "b"))
+def test_a_request_that_cannot_be_resumed_fails_alone() -> None:
+    request = make_request("grammar")
+    sent = resumed(request, run(make_engine(), request, most=4))
+    assert sent.resume_point is not None
+    other = replace(sent.resume_point.candidates[0], tokens=b"\xff\0\0\0")  # a token that the grammar does not have
+    bad = replace(sent, resume_point=replace(sent.resume_point, candidates=(other, *sent.resume_point.candidates[1:])))
+    events = run(make_engine(), bad, make_request("seeded", "b"))
     assert [type(event) for event in events if event.request_id == "a"] == [Failed]
     assert [event for event in events if isinstance(event, Finished)][-1].request_id == "b"
 
@@ -225,7 +225,7 @@ def _no_tokens(patch: pytest.MonkeyPatch) -> None:
     ("bug", "kind"),
     [(_no_penalties, "penalties"), (_no_trail, "greedy"), (_no_score, "three"), (_no_tokens, "greedy")],
 )
-def test_planted_bugs_are_caught(bug: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_check_detects_an_injected_bug(bug: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cuts = Cuts(kind)
     bug(monkeypatch)
     with pytest.raises((AssertionError, EngineError)):

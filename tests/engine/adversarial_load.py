@@ -26,7 +26,7 @@ OVERLOAD = 10
 
 
 @dataclass
-class Crowd:
+class AdversarialLoad:
     """A run of `num_steps`. `num_polite` tenants have one request each at any time; the flood's arrive all the time,
     OVERLOAD times what the engine could serve, of `num_floods` tenants in turn.
 
@@ -44,7 +44,7 @@ class Crowd:
     widest: tuple[int, int] = (0, 0)
     num_drawn: int = 0
 
-    def run(self) -> Crowd:
+    def run(self) -> AdversarialLoad:
         config = EngineConfig(
             scheduling_policy=self.policy,
             max_num_seqs=SLOTS,

@@ -13,7 +13,7 @@ from chatcache.scheduler.batch import BatchBuilder, Step
 from chatcache.scheduler.branches import RowAllocator
 from chatcache.scheduler.request import LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
-from tests.engine.generated import until_it_fails, workloads
+from tests.engine.generated_workloads import until_it_fails, workloads
 from tests.engine.workloads import Workload, assert_equals_alone
 from tests.kv_cache.injected_bugs import (
     copied_page_not_sent_to_the_runner,
@@ -70,7 +70,7 @@ BUGS: list[Callable[[Patch], None]] = [
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 @pytest.mark.parametrize("audit", [False, True], ids=["answers", "audit"])
-def test_the_bug_is_caught(bug: Callable[[Patch], None], audit: bool, monkeypatch: Patch) -> None:
+def test_random_workloads_detect_an_injected_bug(bug: Callable[[Patch], None], audit: bool, monkeypatch: Patch) -> None:
     @until_it_fails(max_examples=200)
     @given(workloads())
     def property_holds(workload: Workload) -> None:

@@ -24,7 +24,7 @@ async def collect(logs: EventLogs, after: int = 0) -> list[EngineEvent]:
     return [event async for event in logs.read("r", after)]
 
 
-async def test_every_reader_sees_everything_after_its_cursor() -> None:
+async def test_every_reader_reads_all_events_after_its_cursor() -> None:
     logs = EventLogs()
     logs.open("r")
     readers = [asyncio.create_task(collect(logs, after)) for after in range(6)]
@@ -38,21 +38,21 @@ async def test_every_reader_sees_everything_after_its_cursor() -> None:
 
 
 @pytest.mark.parametrize("seq", [0, 1, 3])
-def test_gaps_and_repeats_are_refused(seq: int) -> None:
+def test_append_of_a_gap_or_repetition_raises(seq: int) -> None:
     log = EventLog("r")
     log.append(tokens(1))
     with pytest.raises(ValueError, match=f"seq {seq} after 1"):
         log.append(tokens(seq))
 
 
-def test_nothing_follows_the_terminal_event() -> None:
+def test_append_after_the_terminal_event_raises() -> None:
     log = EventLog("r")
     log.append(finished(1))
     with pytest.raises(ValueError, match="closed"):
         log.append(tokens(2))
 
 
-async def test_a_log_is_dropped_when_its_end_was_read() -> None:
+async def test_a_log_is_removed_when_its_end_was_read() -> None:
     logs = EventLogs()
     logs.open("r")
     logs.append(finished(1))
@@ -63,7 +63,7 @@ async def test_a_log_is_dropped_when_its_end_was_read() -> None:
         await collect(logs)
 
 
-async def test_a_reader_that_leaves_at_the_end_counts_as_having_read_it() -> None:
+async def test_a_reader_that_stops_at_the_terminal_event_has_read_it() -> None:
     logs = EventLogs()
     logs.open("r")
     logs.append(finished(1))
@@ -72,7 +72,7 @@ async def test_a_reader_that_leaves_at_the_end_counts_as_having_read_it() -> Non
     assert len(logs) == 0
 
 
-async def test_a_log_nobody_reads_is_dropped_after_its_retention() -> None:
+async def test_an_unread_log_is_removed_after_its_retention() -> None:
     logs = EventLogs(retention_s=0.01)
     logs.open("r")
     logs.append(finished(1))
@@ -87,14 +87,14 @@ async def test_a_cursor_past_the_end_ends() -> None:
     assert await collect(logs, after=99) == []
 
 
-async def test_an_id_in_use_is_refused() -> None:
+async def test_open_of_an_id_in_use_raises() -> None:
     logs = EventLogs()
     logs.open("r")
     with pytest.raises(InvalidRequestError, match="in use"):
         logs.open("r")
 
 
-async def test_failing_ends_each_open_log_once() -> None:
+async def test_fail_open_ends_each_open_log_once() -> None:
     logs = EventLogs()
     logs.open("r")
     logs.append(tokens(1))
@@ -103,7 +103,7 @@ async def test_failing_ends_each_open_log_once() -> None:
     assert await collect(logs) == [tokens(1), Failed("r", 2, "gone")]
 
 
-async def test_a_cancelled_reader_leaves_the_others_alone() -> None:
+async def test_a_cancelled_reader_does_not_affect_the_others() -> None:
     logs = EventLogs()
     logs.open("r")
     one, two = (asyncio.create_task(collect(logs)) for _ in range(2))
@@ -114,7 +114,7 @@ async def test_a_cancelled_reader_leaves_the_others_alone() -> None:
     assert await two == [finished(1)]
 
 
-async def test_what_was_read_is_forgotten_and_reading_on_misses_nothing() -> None:
+async def test_read_events_are_discarded_and_readers_miss_nothing() -> None:
     """Readers that come, go, and go on from the last event they dealt with, against the list of all events."""
     log, rng = EventLog("r"), random.Random(3)
     log.scores.append(b"many")
@@ -122,25 +122,25 @@ async def test_what_was_read_is_forgotten_and_reading_on_misses_nothing() -> Non
     reading = {number: log.read() for number in seen}
     for seq in range(1, 4001):
         log.append(tokens(seq) if seq < 4000 else finished(seq))
-        for number, heard in seen.items():
+        for number, received in seen.items():
             if rng.random() < (0.02, 0.6)[number]:  # one that falls behind, one that keeps up
-                for _ in range(rng.randint(1, log.last_seq - len(heard))):
-                    heard.append((await anext(reading[number])).seq)
-            if rng.random() < 0.01 and len(heard) < log.last_seq:
+                for _ in range(rng.randint(1, log.last_seq - len(received))):
+                    received.append((await anext(reading[number])).seq)
+            if rng.random() < 0.01 and len(received) < log.last_seq:
                 await reading[number].aclose()
-                reading[number] = log.read(len(heard))
-                heard.append((await anext(reading[number])).seq)
+                reading[number] = log.read(len(received))
+                received.append((await anext(reading[number])).seq)
         assert log.last_seq == seq and log.num_retained <= seq - min(map(len, seen.values())) + 2 * PRUNE_EVENTS
-    for number, heard in seen.items():
-        heard += [event.seq async for event in reading[number]]
-        assert heard == list(range(1, 4001))
+    for number, received in seen.items():
+        received += [event.seq async for event in reading[number]]
+        assert received == list(range(1, 4001))
     assert log.num_retained < 2 * PRUNE_EVENTS and not log.scores
     assert [event.seq async for event in log.read(3990)] == list(range(3991, 4001))
     with pytest.raises(NotFoundError, match="discarded"):
         await anext(log.read(5))
 
 
-async def test_nothing_is_forgotten_that_nobody_has_read() -> None:
+async def test_unread_events_are_not_discarded() -> None:
     log = EventLog("r")
     reader = log.read()
     for seq in range(1, 2001):

@@ -21,7 +21,7 @@ from chatcache.scheduler.scheduler import Scheduler
 from chatcache.types.actions import DroppedCandidate
 from chatcache.types.events import FINISH_CANCELLED, CandidateDone, EngineEvent, Finished, Started, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
-from tests.engine.driving import VOCAB, drain, engine, output, request
+from tests.engine.driver import VOCAB, drain, engine, output, request
 from tests.support.fake_runner import FakeRunner, fake_capacity
 
 EIGHT = SamplingParams(n=8, max_tokens=30, seed=3, ignore_eos=True)
@@ -68,7 +68,7 @@ def check_others(events: list[EngineEvent], one: GenerateRequest, dropped: set[i
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("kept", [0, 3, 7])
-def test_seven_of_eight_are_dropped(kept: int, ahead: bool) -> None:
+def test_cancelling_seven_of_eight_candidates_frees_their_pages_and_changes_no_other(kept: int, ahead: bool) -> None:
     eng, one = engine(runner(ahead=ahead)), request(num_tokens=22, params=EIGHT)
     eng.add(one)
     events = steps(eng, 9)
@@ -90,7 +90,7 @@ def test_seven_of_eight_are_dropped(kept: int, ahead: bool) -> None:
 
 
 @pytest.mark.parametrize("lane", [0, 1, 2])
-def test_before_anything_is_computed(lane: int) -> None:
+def test_cancelling_before_the_first_step_computes_only_the_others(lane: int) -> None:
     one = request(params=SamplingParams(n=3, max_tokens=6, seed=1, ignore_eos=True))
     for count in (0, 1):  # while it waits; while its prompt is computed
         eng = engine(runner(), max_num_batched_tokens=12)
@@ -105,7 +105,7 @@ def test_before_anything_is_computed(lane: int) -> None:
         check_others(events, one, {lane})
 
 
-def test_twice_finished_and_unknown_are_nothing() -> None:
+def test_cancelling_an_ended_or_unknown_candidate_does_nothing() -> None:
     params = SamplingParams(n=3, max_tokens=40, seed=5)  # candidates end when they like
     eng, one = engine(FakeRunner(fake_capacity(page_size=4), VOCAB, eos_every=3)), request(params=params)
     eng.add(one)
@@ -128,7 +128,7 @@ def test_twice_finished_and_unknown_are_nothing() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 8])
-def test_the_last_one_is_a_cancel(count: int) -> None:
+def test_cancelling_the_last_candidate_aborts_the_request(count: int) -> None:
     eng = engine(runner())
     eng.add(request(params=EIGHT))
     events = steps(eng, count)
@@ -151,7 +151,7 @@ def test_the_last_one_is_a_cancel(count: int) -> None:
     ],
     ids=["beams", "distinct", "best_of"],
 )
-def test_what_is_settled_together_is_not_dropped(params: Params) -> None:
+def test_cancelling_a_candidate_of_a_search_raises(params: Params) -> None:
     eng, other = engine(runner()), engine(runner())
     events, expected = [], []
     for each in (eng, other):
@@ -165,7 +165,7 @@ def test_what_is_settled_together_is_not_dropped(params: Params) -> None:
     assert events + drain(eng) == expected + drain(other)
 
 
-def crowd(eng: Engine, num_others: int = 4) -> list[EngineEvent]:
+def preempting_requests(eng: Engine, num_others: int = 4) -> list[EngineEvent]:
     """Let older requests push the one that is asked for out of its pages."""
     events: list[EngineEvent] = []
     for number in range(num_others):
@@ -180,10 +180,10 @@ def crowd(eng: Engine, num_others: int = 4) -> list[EngineEvent]:
 
 @pytest.mark.parametrize("num_host_pages", [0, 100], ids=["recompute", "swap"])
 @pytest.mark.parametrize("dropped", [{0}, {1, 2}, {0, 3}, {0, 1, 2}])
-def test_while_preempted(num_host_pages: int, dropped: set[int]) -> None:
+def test_cancelling_while_preempted_changes_no_other_candidate(num_host_pages: int, dropped: set[int]) -> None:
     preemption = "swap" if num_host_pages else "recompute"
     eng = engine(runner(44, num_host_pages=num_host_pages), preemption_mode=preemption)
-    events = crowd(eng) + eng.step()  # it has been looked at while it waits
+    events = preempting_requests(eng) + eng.step()  # it has been looked at while it waits
     num_in_use = eng.scheduler.kv.pool.num_in_use
     for index in dropped:
         eng.cancel_candidate("a", index)
@@ -197,11 +197,11 @@ def test_while_preempted(num_host_pages: int, dropped: set[int]) -> None:
 
 @pytest.mark.parametrize("num_host_pages", [0, 100], ids=["recompute", "swap"])
 @pytest.mark.parametrize("dropped", [0, 1, 3])
-def test_on_the_way_back(num_host_pages: int, dropped: int) -> None:
+def test_cancelling_while_pages_are_restored_changes_no_other_candidate(num_host_pages: int, dropped: int) -> None:
     """Some branches have their pages again, others wait for those that do."""
     preemption = "swap" if num_host_pages else "recompute"
     eng = engine(runner(44, num_host_pages=num_host_pages), preemption_mode=preemption, max_num_batched_tokens=16)
-    events = crowd(eng)
+    events = preempting_requests(eng)
     while not (back := [each for each in eng.scheduler.running if each.request_id == "a"]):
         events += eng.step()
     (live,) = back
@@ -213,7 +213,7 @@ def test_on_the_way_back(num_host_pages: int, dropped: int) -> None:
     check_others(events, request(params=SamplingParams(n=4, max_tokens=24, seed=9, ignore_eos=True)), {dropped})
 
 
-def test_steps_run_ahead_again_behind_a_drop() -> None:
+def test_cancelling_a_row_on_the_device_continues_launching_ahead() -> None:
     """The one that is on the device is read without the row of the dropped; the next ones are planned ahead."""
     eng, one = engine(runner(ahead=True)), request(params=SamplingParams(n=2, max_tokens=60, seed=2, ignore_eos=True))
     eng.add(one)
@@ -228,7 +228,7 @@ def test_steps_run_ahead_again_behind_a_drop() -> None:
     check_others(events, one, {0})
 
 
-def test_what_a_dropped_one_has_computed_is_found_again() -> None:
+def test_pages_of_a_cancelled_candidate_are_cached() -> None:
     eng = engine(runner())
     eng.add(request(num_tokens=18, params=SamplingParams(n=2, max_tokens=60, seed=2, ignore_eos=True)))
     events = steps(eng, 25)
@@ -238,7 +238,7 @@ def test_what_a_dropped_one_has_computed_is_found_again() -> None:
     drain(eng)
 
 
-def test_slots_are_free_for_others() -> None:
+def test_slots_of_a_cancelled_candidate_are_free_for_others() -> None:
     """Gang admission counts the candidates that are left."""
     eng = engine(FakeRunner(fake_capacity(num_slots=8), VOCAB))
     eng.add(request(params=EIGHT))
@@ -266,7 +266,7 @@ def pages_kept(patch: Patch) -> None:
     patch.setattr(BranchManager, "drop", drop)
 
 
-def steady_row_kept(patch: Patch) -> None:
+def decode_row_kept(patch: Patch) -> None:
     original = BranchManager.drop
 
     def drop(self: BranchManager, request: LiveRequest, branch_id: int) -> None:
@@ -322,7 +322,7 @@ def counts_kept(patch: Patch) -> None:
     patch.setattr(Scheduler, "drop_branch", drop)
 
 
-def lane_born_all_the_same(patch: Patch) -> None:
+def lane_created_anyway(patch: Patch) -> None:
     original = SamplingStrategy.drop
 
     def drop(self: SamplingStrategy, index: int) -> DroppedCandidate | None:
@@ -351,18 +351,18 @@ def lanes_move_up(patch: Patch) -> None:
 
 BUGS: list[Callable[[Patch], None]] = [
     pages_kept,
-    steady_row_kept,
+    decode_row_kept,
     partners_not_paired_anew,
     chain_of_the_old_leader,
     waiting_branches_miscounted,
     counts_kept,
-    lane_born_all_the_same,
+    lane_created_anyway,
     lanes_move_up,
 ]
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
-def test_the_bug_is_caught(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_random_cancellations_detect_an_injected_bug(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
     bug(monkeypatch)
     with pytest.raises((AssertionError, AttributeError, InvariantError, IndexError, KeyError)):
         every_moment()
@@ -370,13 +370,13 @@ def test_the_bug_is_caught(bug: Callable[[Patch], None], monkeypatch: Patch) -> 
 
 def every_moment() -> None:
     for lane in range(2):
-        test_before_anything_is_computed(lane)
-        test_seven_of_eight_are_dropped(3 * lane, ahead=bool(lane))
+        test_cancelling_before_the_first_step_computes_only_the_others(lane)
+        test_cancelling_seven_of_eight_candidates_frees_their_pages_and_changes_no_other(3 * lane, ahead=bool(lane))
     for num_host_pages in (0, 100):
         for dropped in (0, 1, 3):
-            test_while_preempted(num_host_pages, {dropped})
-            test_on_the_way_back(num_host_pages, dropped)
+            test_cancelling_while_preempted_changes_no_other_candidate(num_host_pages, {dropped})
+            test_cancelling_while_pages_are_restored_changes_no_other_candidate(num_host_pages, dropped)
 
 
-def test_nothing_is_wrong_without_a_bug() -> None:
+def test_random_cancellations_without_a_bug_pass() -> None:
     every_moment()

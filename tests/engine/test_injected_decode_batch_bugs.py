@@ -16,20 +16,20 @@ from chatcache.kv_cache.pool import InvariantError
 from chatcache.scheduler.decode_batch import DecodeBatch, DecodeRows
 from chatcache.scheduler.request import Branch
 from chatcache.types.plan import I32
-from tests.engine.generated import until_it_fails, workloads
+from tests.engine.generated_workloads import until_it_fails, workloads
 from tests.engine.workloads import Workload, assert_equals_alone
 
 Patch = pytest.MonkeyPatch
 
 
-def table_not_told(patch: Patch) -> None:
+def table_not_updated(patch: Patch) -> None:
     patch.setattr(DecodeBatch, "_commit_to_table", lambda self, branch, place: None)
 
 
-def table_not_told_of_the_last_token(patch: Patch) -> None:
+def table_not_updated_with_the_last_token(patch: Patch) -> None:
     original = DecodeBatch._commit_to_table
 
-    def tell(self: DecodeBatch, branch: Branch, place: int) -> None:
+    def skip_last(self: DecodeBatch, branch: Branch, place: int) -> None:
         table = branch.table
         num_computed = int(self._num_computed[place])
         if table is not None and num_computed > table.num_tokens:
@@ -40,10 +40,10 @@ def table_not_told_of_the_last_token(patch: Patch) -> None:
             self._num_computed[place] += 1
             self._cell[place] += 1
 
-    patch.setattr(DecodeBatch, "_commit_to_table", tell)
+    patch.setattr(DecodeBatch, "_commit_to_table", skip_last)
 
 
-def steady_parent_forked(patch: Patch) -> None:
+def cached_parent_forked(patch: Patch) -> None:
     """The parent stays steady on a tail that it now shares."""
     original = KVCache.fork
 
@@ -69,7 +69,7 @@ def shared_tail_taken_for_its_own(patch: Patch) -> None:
     patch.setattr(DecodeBatch, "add_if_eligible", enter)
 
 
-def comers_overlooked(patch: Patch) -> None:
+def new_rows_overlooked(patch: Patch) -> None:
     original = DecodeBatch.add_if_eligible
 
     def enter(self: DecodeBatch, branch: Branch) -> None:
@@ -104,7 +104,7 @@ def drawn_at_the_position_before(patch: Patch) -> None:
     patch.setattr(DecodeBatch, "plan_rows", rows)
 
 
-def tokens_of_the_neighbour(patch: Patch) -> None:
+def tokens_of_another_row(patch: Patch) -> None:
     original = DecodeBatch.plan_rows
 
     def rows(self: DecodeBatch) -> DecodeRows:
@@ -124,7 +124,7 @@ def slots_not_in_the_order_of_the_branches(patch: Patch) -> None:
     patch.setattr(DecodeBatch, "plan_rows", rows)
 
 
-def places_not_followed(patch: Patch) -> None:
+def row_moves_not_followed(patch: Patch) -> None:
     """Branches move up, and nobody knows where they are now."""
     original = DecodeBatch._compact
 
@@ -144,7 +144,7 @@ def full_page_overlooked(patch: Patch) -> None:
     patch.setattr(DecodeBatch, "advance_pages", turn_pages)
 
 
-def new_page_not_told_to_the_runner(patch: Patch) -> None:
+def new_page_not_sent_to_the_runner(patch: Patch) -> None:
     original = DecodeBatch.advance_pages
 
     def turn_pages(self: DecodeBatch) -> I32:
@@ -153,7 +153,7 @@ def new_page_not_told_to_the_runner(patch: Patch) -> None:
     patch.setattr(DecodeBatch, "advance_pages", turn_pages)
 
 
-def new_page_of_the_neighbour(patch: Patch) -> None:
+def new_page_of_another_row(patch: Patch) -> None:
     original = DecodeBatch.advance_pages
 
     def turn_pages(self: DecodeBatch) -> I32:
@@ -164,7 +164,7 @@ def new_page_of_the_neighbour(patch: Patch) -> None:
     patch.setattr(DecodeBatch, "advance_pages", turn_pages)
 
 
-def lack_of_pages_not_noticed(patch: Patch) -> None:
+def full_pool_not_noticed(patch: Patch) -> None:
     """The page table goes on, on a page that belongs to somebody."""
     original = KVCache.advance_pages
 
@@ -204,29 +204,29 @@ def last_token_of_the_page_unknown(patch: Patch) -> None:
 
 
 BUGS: list[Callable[[Patch], None]] = [
-    table_not_told,
-    table_not_told_of_the_last_token,
-    steady_parent_forked,
+    table_not_updated,
+    table_not_updated_with_the_last_token,
+    cached_parent_forked,
     shared_tail_taken_for_its_own,
-    comers_overlooked,
+    new_rows_overlooked,
     draws_of_before,
     drawn_at_the_position_before,
-    tokens_of_the_neighbour,
+    tokens_of_another_row,
     slots_not_in_the_order_of_the_branches,
-    places_not_followed,
+    row_moves_not_followed,
     full_page_overlooked,
-    new_page_not_told_to_the_runner,
-    new_page_of_the_neighbour,
-    lack_of_pages_not_noticed,
+    new_page_not_sent_to_the_runner,
+    new_page_of_another_row,
+    full_pool_not_noticed,
     first_tokens_of_the_page_unknown,
     last_token_of_the_page_unknown,
 ]
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
-def test_the_bug_is_caught(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_random_workloads_detect_an_injected_decode_batch_bug(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
     where = st.one_of(workloads(), workloads(tight=True))
-    if bug is lack_of_pages_not_noticed:  # one in a few hundred of all, and of these nearly every other one
+    if bug is full_pool_not_noticed:  # one in a few hundred of all, and of these nearly every other one
         where = workloads(tight=True, calm=True)
 
     @until_it_fails(max_examples=300)

@@ -51,14 +51,14 @@ def expected() -> int:
 
 
 @pytest.mark.parametrize("cut", range(1, 9))
-def test_chunks_do_not_matter(cut: int) -> None:
+def test_fake_runner_with_any_chunks_gives_the_same_logits(cut: int) -> None:
     fake = runner()
     fake.execute(plan([(0, 0, TOKENS[:cut])], [], updates=TABLE))
     result = fake.execute(plan([(0, cut, TOKENS[cut:])], GREEDY))
     assert result.tokens[0, 0] == expected()
 
 
-def test_forks_updates_and_copies_come_before_rows() -> None:
+def test_fake_runner_applies_forks_updates_and_copies_before_rows() -> None:
     fake = runner()
     fake.execute(plan([(0, 0, TOKENS[:6])], [], updates=TABLE))
     forked = plan([(0, 6, [8, 8]), (1, 6, TOKENS[6:])], GREEDY, forks=[(0, 1, 2)],
@@ -66,7 +66,7 @@ def test_forks_updates_and_copies_come_before_rows() -> None:
     assert fake.execute(forked).tokens[0, 0] == expected()
 
 
-def test_a_missing_copy_or_an_overwritten_cell_shows() -> None:
+def test_fake_runner_with_a_missing_copy_gives_other_logits() -> None:
     fake = runner()
     fake.execute(plan([(0, 0, TOKENS[:6])], [], updates=TABLE))
     uncopied = plan([(1, 6, TOKENS[6:])], [DrawSpec(width=50)], forks=[(0, 1, 2)], updates=[(1, 1, 9), (1, 2, 10)])
@@ -74,7 +74,7 @@ def test_a_missing_copy_or_an_overwritten_cell_shows() -> None:
     assert fake.execute(uncopied).tokens.tolist() != right.tokens.tolist()
 
 
-def test_draws_follow_the_contract() -> None:
+def test_fake_runner_draws_follow_the_contract() -> None:
     history, fake = history_of(TOKENS), runner()
 
     def draw(*specs: DrawSpec) -> tuple[list[list[int]], list[list[float]]]:
@@ -96,7 +96,7 @@ def test_draws_follow_the_contract() -> None:
     assert draw(DrawSpec(temperature=0.0, edit=banned))[0] == [[best[1]]]
 
 
-def test_edits_scale_by_sign_and_then_add() -> None:
+def test_fake_runner_edits_scale_by_sign_and_then_add() -> None:
     fake = runner()
     history = history_of(TOKENS)
     logits = fake.logits(history)

@@ -23,7 +23,7 @@ def events() -> list[EngineEvent]:
     return found
 
 
-def test_long_emissions_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_event_queue_splits_a_long_emission(monkeypatch: pytest.MonkeyPatch) -> None:
     def joined(found: list[EngineEvent]) -> dict[int, tuple[tuple[int, ...], int]]:
         whole: dict[int, tuple[tuple[int, ...], int]] = {}
         for event in found:

@@ -61,19 +61,19 @@ NOTICES: list[messages.Notice] = [
 
 
 @pytest.mark.parametrize("message", COMMANDS, ids=lambda message: type(message).__name__)
-def test_commands_survive(message: messages.Command) -> None:
+def test_commands_are_decoded_as_encoded(message: messages.Command) -> None:
     (body,) = codec.FrameBuffer().feed(codec.encode(message))
     assert codec.decode_command(body) == message
 
 
 @pytest.mark.parametrize("message", NOTICES, ids=lambda message: type(message).__name__)
-def test_notices_survive(message: messages.Notice) -> None:
+def test_notices_are_decoded_as_encoded(message: messages.Notice) -> None:
     (body,) = codec.FrameBuffer().feed(codec.encode(message))
     assert codec.decode_notice(body) == message
 
 
 @given(cuts=st.lists(st.integers(1, 40), max_size=200))
-def test_any_cut_of_the_stream_gives_the_same_frames(cuts: list[int]) -> None:
+def test_frame_buffer_fed_in_any_pieces_returns_the_same_frames(cuts: list[int]) -> None:
     stream = b"".join(codec.encode(message) for message in COMMANDS)
     frames, bodies, position = codec.FrameBuffer(), [], 0
     for cut in [*cuts, len(stream)]:
@@ -82,7 +82,7 @@ def test_any_cut_of_the_stream_gives_the_same_frames(cuts: list[int]) -> None:
     assert [codec.decode_command(body) for body in bodies] == COMMANDS
 
 
-def test_a_frame_over_the_limit_is_refused_on_both_sides() -> None:
+def test_a_frame_over_the_limit_raises_on_both_sides() -> None:
     with pytest.raises(ValueError, match="exceeds the frame limit"):
         codec.encode(messages.Abort("x" * (codec.MAX_FRAME_BYTES + 1)))
     with pytest.raises(ValueError, match="exceeds the limit"):
@@ -95,7 +95,7 @@ def notices_of(notice: messages.Notice) -> list[messages.Notice]:
 
 
 @pytest.mark.parametrize("num_top", [0, 1, MAX_TOP_LOGPROBS])
-def test_the_most_prompt_logprobs_that_are_admitted_go_in_small_parts(num_top: int) -> None:
+def test_the_maximum_of_prompt_logprobs_is_sent_in_small_parts(num_top: int) -> None:
     entries = (None, *[TokenLogprob(-1.5, ((2**17, -1.5),) * num_top)] * (MAX_PROMPT_LOGPROBS // (num_top + 1) - 1))
     started, other = Started("r", 1, 1, 0, entries), Failed("s", 1, "no")
     frames = list(codec.encode_notice(messages.Events((other, started), EngineHealth(ready=True))))
@@ -106,16 +106,16 @@ def test_the_most_prompt_logprobs_that_are_admitted_go_in_small_parts(num_top: i
     assert codec.decode_scores(part.part for part in parts if isinstance(part, messages.PromptScores)) == entries
 
 
-def test_events_over_one_frame_go_in_several_in_order_the_health_last() -> None:
+def test_events_over_one_frame_are_split_in_order_with_the_health_last() -> None:
     events = tuple(Failed("r", seq, "x" * (codec.MAX_FRAME_BYTES // 4)) for seq in range(1, 8))
     parts = notices_of(messages.Events(events, EngineHealth(ready=True)))
     assert all(isinstance(part, messages.Events) for part in parts)
     assert sum((part.events for part in parts if isinstance(part, messages.Events)), ()) == events
-    told = [part.health is not None for part in parts if isinstance(part, messages.Events)]
-    assert len(told) > 1 and told == [False] * (len(told) - 1) + [True]
+    sent = [part.health is not None for part in parts if isinstance(part, messages.Events)]
+    assert len(sent) > 1 and sent == [False] * (len(sent) - 1) + [True]
 
 
-def test_an_answer_over_one_frame_becomes_a_fault() -> None:
+def test_an_answer_over_one_frame_becomes_an_error() -> None:
     (answer,) = notices_of(messages.Answer(9, value="x" * codec.MAX_FRAME_BYTES))
     assert isinstance(answer, messages.Answer) and answer.call == 9
     assert answer.error is not None and "too large" in answer.error.message
@@ -124,12 +124,12 @@ def test_an_answer_over_one_frame_becomes_a_fault() -> None:
 @pytest.mark.parametrize(
     ("body", "call"), [(b"\xc1", None), (msgspec.msgpack.encode({"type": "?", "call": 4}), 4), (b"\x90", None)]
 )
-def test_whoever_sent_no_command_is_found_if_it_can_be(body: bytes, call: int | None) -> None:
+def test_call_id_of_an_invalid_command_is_found_if_present(body: bytes, call: int | None) -> None:
     assert codec.call_id_of(body) == call
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", msgspec.msgpack.encode({"type": "exec"}), codec.encode(NOTICES[0])[4:]])
-def test_what_is_no_command_is_refused(body: bytes) -> None:
+def test_an_invalid_command_raises(body: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
         codec.decode_command(body)
 
@@ -137,19 +137,19 @@ def test_what_is_no_command_is_refused(body: bytes) -> None:
 @pytest.mark.parametrize(
     "error", [ContextLengthError("9 > 8", param="prompt"), ModelFolderError("x: bad", code="other")]
 )
-def test_catalogued_errors_survive(error: ContextLengthError | ModelFolderError) -> None:
+def test_known_errors_are_decoded_as_encoded(error: ContextLengthError | ModelFolderError) -> None:
     back = faults.decode_error(faults.encode_error(error))
     assert (type(back), back.message, back.param, back.code) == (type(error), error.message, error.param, error.code)
 
 
-def test_other_errors_become_engine_faults() -> None:
+def test_unknown_errors_become_engine_errors() -> None:
     back = faults.decode_error(faults.encode_error(KeyError("k")))
     assert isinstance(back, EngineError) and "KeyError" in back.message
     for kind in ("annotations", "ChatcacheError", "__builtins__"):
         assert isinstance(faults.decode_error(faults.ErrorData(kind, "m", "c")), EngineError)
 
 
-def test_an_error_of_a_room_crosses_as_the_nearest_one_of_the_catalogue() -> None:
+def test_an_error_subclass_is_sent_as_its_nearest_known_class() -> None:
     class NoSuchGrammar(UnsupportedParameterError):
         pass
 

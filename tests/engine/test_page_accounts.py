@@ -17,12 +17,12 @@ from chatcache.errors import ContextLengthError
 from chatcache.types.events import Tokens
 from chatcache.types.request import GenerateRequest, SamplingParams
 from chatcache.types.stats import PageAccounts
-from tests.engine.generated import workloads
+from tests.engine.generated_workloads import workloads
 from tests.engine.workloads import Workload
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
 
 
-def charges(engine: Engine) -> dict[str, float]:
+def expected_charges(engine: Engine) -> dict[str, float]:
     """The plain way: each page's price is split among the requests in whose tables it stands."""
     held = {
         request.request_id: {page for table in request.tables() for page in table.pages()}
@@ -35,7 +35,7 @@ def charges(engine: Engine) -> dict[str, float]:
 
 def check_accounts(engine: Engine) -> PageAccounts:
     accounts, num_in_use = engine.cache.page_accounts(), engine.health().num_pages_in_use
-    assert accounts.requests == pytest.approx(charges(engine))
+    assert accounts.requests == pytest.approx(expected_charges(engine))
     for ledger in (accounts.requests, accounts.conversations, accounts.namespaces):
         assert sum(ledger.values()) == pytest.approx(num_in_use)
     assert accounts.num_pages_in_use == num_in_use
@@ -52,7 +52,7 @@ def with_conversations(workload: Workload) -> Workload:
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(workloads())
-def test_charges_add_up_to_the_pages_in_use_at_every_step(workload: Workload) -> None:
+def test_page_accounts_in_every_step_add_up_to_the_pages_in_use(workload: Workload) -> None:
     engine, _ = with_conversations(workload).engine()
     for arrival in with_conversations(workload).arrivals:
         try:
@@ -80,7 +80,7 @@ def request(name: str, prompt: tuple[int, ...], n: int = 1, max_tokens: int = 40
     return GenerateRequest(request_id=name, prompt=prompt, params=params, **fields)
 
 
-def test_what_two_share_each_pays_half() -> None:
+def test_page_accounts_of_two_sharing_requests_are_half_each() -> None:
     engine = chat_engine()
     prompt = tuple(range(1, 65))
     engine.add(request("a", prompt, conversation_id="one", namespace="t"))
@@ -95,7 +95,7 @@ def test_what_two_share_each_pays_half() -> None:
     assert accounts.namespaces == {"t": 9.0} and accounts.page_bytes == 16 * 8
 
 
-def test_health_tells_what_stats_tells_at_most_once_a_second() -> None:
+def test_health_usage_equals_stats_and_is_refreshed_once_a_second() -> None:
     engine = chat_engine()
     engine.add(request("a", tuple(range(1, 65)), n=4))
     engine.step(), engine.step()
@@ -110,7 +110,7 @@ def test_health_tells_what_stats_tells_at_most_once_a_second() -> None:
     assert gauge.read() == engine.cache.stats() != first
 
 
-def test_waste_on_a_chat_load_is_under_four_percent() -> None:
+def test_page_usage_of_a_chat_load_wastes_under_four_percent() -> None:
     """Twelve people chat side by side, three turns each: 200-1500 new tokens of prompt in the first, replies of 50-300;
     every fifth turn asks for 2-4 candidates and goes on with one of them."""
     rng = np.random.default_rng(4)
@@ -120,7 +120,7 @@ def test_waste_on_a_chat_load_is_under_four_percent() -> None:
     starts = {name: int(rng.integers(0, 200)) for name in turns}
     wastes: list[float] = []
 
-    def say(name: str) -> None:
+    def send(name: str) -> None:
         turns[name] += 1
         num_new = int(rng.integers(200, 1500)) if turns[name] == 1 else int(rng.integers(10, 200))
         texts[name] += tuple(rng.integers(1, 512, num_new).tolist())
@@ -130,7 +130,7 @@ def test_waste_on_a_chat_load_is_under_four_percent() -> None:
     step = 0
     while engine.has_work() or any(turn == 0 for turn in turns.values()):
         for name in [name for name, start in starts.items() if start == step]:
-            say(name)
+            send(name)
         for event in engine.step():
             if isinstance(event, Tokens) and event.index == 0:
                 texts[event.request_id] += event.token_ids
@@ -139,7 +139,7 @@ def test_waste_on_a_chat_load_is_under_four_percent() -> None:
             wastes.append(usage.waste_fraction)
         for name in turns:
             if 0 < turns[name] < 3 and name not in engine._requests:
-                say(name)
+                send(name)
         step += 1
     print(f"waste over {len(wastes)} steps: mean {np.mean(wastes):.2%}, most {max(wastes):.2%}")
     assert len(wastes) > 500 and np.mean(wastes) < 0.04

@@ -15,7 +15,7 @@ from chatcache.engine_process.threaded import ThreadedEngine
 from chatcache.errors import InvalidRequestError
 from chatcache.types.events import Failed, Finished, Started, Tokens
 from chatcache.types.request import GenerateRequest, SamplingParams, StructuredOutputs
-from tests.engine_process.bus_engines import FAST, build_spelling
+from tests.engine_process.engines import FAST, build_spelling
 
 Client = ThreadedEngine | EngineProcess
 
@@ -26,27 +26,27 @@ async def client(request: pytest.FixtureRequest) -> AsyncIterator[Client]:
         engine: Client = ThreadedEngine(lambda: build_spelling(EngineConfig(), lambda *_: None))
     else:
         engine = EngineProcess(
-            EngineConfig(), "tests.engine_process.bus_engines:build_spelling", policy=FAST, log_level="error"
+            EngineConfig(), "tests.engine_process.engines:build_spelling", policy=FAST, log_level="error"
         )
     async with engine:
         await engine.wait_loaded()
         yield engine
 
 
-def asking(name: str, regex: str) -> GenerateRequest:
+def request_with(name: str, regex: str) -> GenerateRequest:
     params = SamplingParams(max_tokens=9, structured_outputs=StructuredOutputs(regex=regex))
     return GenerateRequest(request_id=name, prompt=(65, 66), params=params)
 
 
-async def test_a_grammar_is_judged_by_submit(client: Client) -> None:
-    verdicts = await asyncio.gather(
-        client.submit(asking("good", "[ab]{3}")),
-        client.submit(asking("bad", "a(?=b)")),
-        client.submit(asking("worse", "(a")),
+async def test_submit_of_an_invalid_grammar_raises_after_compilation(client: Client) -> None:
+    pending = await asyncio.gather(
+        client.submit(request_with("good", "[ab]{3}")),
+        client.submit(request_with("bad", "a(?=b)")),
+        client.submit(request_with("worse", "(a")),
         return_exceptions=True,
     )
-    assert verdicts[0] is None
-    for refusal in verdicts[1:]:
+    assert pending[0] is None
+    for refusal in pending[1:]:
         assert isinstance(refusal, InvalidRequestError)
         assert refusal.param == "structured_outputs" and refusal.code == "invalid_constraint"
     events = [event async for event in client.events("good")]
@@ -55,29 +55,29 @@ async def test_a_grammar_is_judged_by_submit(client: Client) -> None:
     assert [event.seq for event in events] == list(range(1, len(events) + 1))
     assert isinstance(events[-1], Finished)
     with pytest.raises(InvalidRequestError):
-        await client.submit(asking("bad", "a(?=b)"))  # its name is free again
+        await client.submit(request_with("bad", "a(?=b)"))  # its name is free again
 
 
-async def test_a_submit_given_up_while_compiling_is_withdrawn(client: Client) -> None:
-    submit = asyncio.create_task(client.submit(asking("late", "[ab]{4}")))
+async def test_a_submit_cancelled_while_compiling_aborts_the_request(client: Client) -> None:
+    submit = asyncio.create_task(client.submit(request_with("late", "[ab]{4}")))
     await asyncio.sleep(0)
     submit.cancel()
     await asyncio.gather(submit, return_exceptions=True)
-    await client.submit(asking("next", "[ab]{2}"))
+    await client.submit(request_with("next", "[ab]{2}"))
     assert isinstance([event async for event in client.events("next")][-1], Finished)
 
 
-def test_only_failures_before_anything_else_are_verdicts() -> None:
+def test_only_a_failure_as_first_event_answers_the_submit() -> None:
     sent: list[Answer] = []
-    verdicts = PendingSubmits(sent.append)
+    pending = PendingSubmits(sent.append)
     for call, name in enumerate(("slow", "bad", "late", "good")):
-        verdicts.add(name, call)
+        pending.add(name, call)
     later = Failed("late", 3, "too much", "constraint_too_complex", "structured_outputs", 400)
     bad = Failed("bad", 1, "no", "invalid_constraint", "structured_outputs", 400)
     started = Started("other", 1, 2, 0)
-    assert verdicts.resolve([started, bad, later], lambda name: name == "slow") == (started, later)
+    assert pending.resolve([started, bad, later], lambda name: name == "slow") == (started, later)
     assert [answer.call for answer in sent] == [1, 2, 3]
     assert sent[0].error is not None and sent[0].error.code == "invalid_constraint"
     assert sent[1].error is None and sent[2].error is None
-    assert verdicts.resolve([started], lambda _: False) == (started,)
+    assert pending.resolve([started], lambda _: False) == (started,)
     assert [answer.call for answer in sent] == [1, 2, 3, 0]

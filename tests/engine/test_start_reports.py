@@ -10,7 +10,7 @@ from chatcache.engine.engine import Engine
 from chatcache.types.events import EngineEvent, Started, StartReport
 from chatcache.types.request import ForkPoint, SamplingParams
 from chatcache.types.stats import Explanation
-from tests.engine.driving import VOCAB, drain, engine, output, request
+from tests.engine.driver import VOCAB, drain, engine, output, request
 from tests.support.fake_runner import FakeRunner, fake_capacity
 
 
@@ -27,33 +27,33 @@ def started(eng: Engine, name: str) -> list[EngineEvent]:
 
 
 @pytest.mark.parametrize("num_pages", [30, 200])
-def test_the_report_is_what_was_explained_and_what_was_copied(num_pages: int) -> None:
+def test_start_report_equals_the_explanation_before(num_pages: int) -> None:
     eng = engine(FakeRunner(fake_capacity(num_pages, 4), VOCAB))
     draws = random.Random(num_pages)
     prompts = [tuple(draws.randrange(1, 4) for _ in range(50)) for _ in range(3)]
     reasons, num_copied = set(), 0
     for number in range(60):
         prompt = draws.choice(prompts)[: draws.randrange(2, 50)] + (draws.randrange(1, 4),) * draws.randrange(3)
-        told: Explanation = eng.cache.explain(prompt)
+        reported: Explanation = eng.cache.explain(prompt)
         before = eng.health().num_page_copies
         name = f"r{number}"
         eng.add(request(name, prompt=prompt, params=SamplingParams(n=3, seed=1, max_tokens=4), explain=True))
         got = report(started(eng, name), name)
         assert got is not None and got.num_copied_pages == eng.health().num_page_copies - before
         if got.miss is None:
-            assert told.reason == ""
+            assert reported.reason == ""
         else:
             assert (got.miss.reason, got.miss.at_token, got.miss.detail, got.miss.page_size) == (
-                told.reason, told.at_token, told.detail, 4
+                reported.reason, reported.at_token, reported.detail, 4
             )  # fmt: skip
-        reasons.add(told.reason)
+        reasons.add(reported.reason)
         num_copied += got.num_copied_pages
         drain(eng)
     assert reasons >= {"", "never_computed", "diverged"} and num_copied > 5
     assert ("evicted" in reasons) == (num_pages == 30)
 
 
-def test_nobody_is_told_who_does_not_ask() -> None:
+def test_start_report_is_absent_without_explain() -> None:
     eng = engine()
     eng.add(request("a"))
     eng.add(request("b", explain=True))
@@ -62,7 +62,7 @@ def test_nobody_is_told_who_does_not_ask() -> None:
 
 
 @pytest.mark.parametrize("num_more", [0, 1, 5])
-def test_the_fork_of_a_running_branch_is_told_where_it_leaves_it(num_more: int) -> None:
+def test_start_report_of_a_fork_names_where_it_differs(num_more: int) -> None:
     eng = engine(FakeRunner(fake_capacity(200, 4), VOCAB))
     eng.add(request("a", 21, params=SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)))
     events = started(eng, "a")
@@ -81,7 +81,7 @@ def test_the_fork_of_a_running_branch_is_told_where_it_leaves_it(num_more: int) 
     assert got.num_copied_pages == 1, "it shares a page in its middle"
 
 
-def test_a_report_is_of_the_first_start_however_often_it_starts() -> None:
+def test_start_report_after_a_preemption_is_of_the_first_start() -> None:
     eng = engine(FakeRunner(fake_capacity(22, 4), VOCAB), max_num_batched_tokens=16)
     for name in "abc":
         tokens = tuple(ord(name) - 90 + i % 3 for i in range(30))

@@ -32,7 +32,7 @@ def serve(eng: Engine, name: str = "a") -> bool:
     return finished
 
 
-def test_it_runs_whenever_the_engine_falls_idle_and_never_else() -> None:
+def test_check_runs_once_whenever_the_engine_becomes_idle() -> None:
     eng = engine()
     eng.step()
     assert eng.health().num_self_checks == 0, "nothing has run yet"
@@ -53,7 +53,7 @@ def idle_page_that_cannot_be_found(eng: Engine) -> None:
     del pool._index[next(iter(pool._index))]
 
 
-def idle_page_of_nobody(eng: Engine) -> None:
+def idle_page_without_owner(eng: Engine) -> None:
     pool = eng.scheduler.kv.pool
     pool._content[next(iter(pool._idle))] = None
 
@@ -63,7 +63,7 @@ def child_without_a_parent(eng: Engine) -> None:
     pool._children = ChildIndex()
 
 
-def blank_page_that_is_held(eng: Engine) -> None:
+def empty_page_that_is_held(eng: Engine) -> None:
     pool = eng.scheduler.kv.pool
     pool.refs[pool._blank[0]] = 1
 
@@ -78,24 +78,24 @@ def leaked_slot(eng: Engine) -> None:
     eng.scheduler._rows.acquire()
 
 
-def promise_never_taken_back(eng: Engine) -> None:
+def reservation_never_released(eng: Engine) -> None:
     eng.scheduler._rows.num_reserved += 1
 
 
 BREAKAGES: list[Callable[[Engine], None]] = [
     leaked_page,
     idle_page_that_cannot_be_found,
-    idle_page_of_nobody,
+    idle_page_without_owner,
     child_without_a_parent,
-    blank_page_that_is_held,
+    empty_page_that_is_held,
     leaked_host_page,
     leaked_slot,
-    promise_never_taken_back,
+    reservation_never_released,
 ]
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda breakage: breakage.__name__)
-def test_what_is_broken_is_counted_and_told(
+def test_check_of_a_broken_invariant_counts_and_logs_it(
     breakage: Callable[[Engine], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     eng = engine()
@@ -110,7 +110,7 @@ def test_what_is_broken_is_counted_and_told(
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda breakage: breakage.__name__)
-def test_a_strict_engine_raises(breakage: Callable[[Engine], None]) -> None:
+def test_check_of_a_strict_engine_raises(breakage: Callable[[Engine], None]) -> None:
     eng = engine(strict=True)
     serve(eng)
     breakage(eng)
@@ -121,7 +121,7 @@ def test_a_strict_engine_raises(breakage: Callable[[Engine], None]) -> None:
         eng.step()
 
 
-def test_a_large_pool_is_gone_through_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_of_a_large_pool_covers_it_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     num_pages = 5 * MAX_PAGES_PER_CHECK
     eng = engine(num_pages=num_pages)
     looked_at: list[int] = []

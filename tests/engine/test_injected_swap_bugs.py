@@ -94,7 +94,7 @@ def one_page_of_many_not_copied(patch: Patch) -> None:
     patch.setattr(HostKVCache, "pending_copies", lambda self: (original(self)[0][:-1], original(self)[1]))
 
 
-def neighbour_copied_instead(patch: Patch) -> None:
+def adjacent_page_copied_instead(patch: Patch) -> None:
     original = KVCache.page_contents
 
     def contents(self: KVCache, tables: Iterable[PageTable]) -> dict[int, PageContent]:
@@ -186,7 +186,7 @@ BUGS: list[Callable[[Patch], None]] = [
     copies_out_never_made,
     copies_in_never_made,
     one_page_of_many_not_copied,
-    neighbour_copied_instead,
+    adjacent_page_copied_instead,
     tails_mixed_up,
     host_pages_never_released,
     host_pages_released_at_once,
@@ -207,13 +207,13 @@ def all_equal_alone() -> None:
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
-def test_the_bug_is_caught(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_swapping_workloads_detect_an_injected_bug(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
     bug(monkeypatch)
     with pytest.raises((AssertionError, InvariantError, IndexError, KeyError)):
         all_equal_alone()
 
 
-def test_without_a_bug_they_swap_and_are_right() -> None:
+def test_swapping_workloads_without_a_bug_equal_the_oracle() -> None:
     num_loaded = 0
     for seed in range(NUM_WORKLOADS):
         workload = swapping(seed)
@@ -228,7 +228,7 @@ def test_without_a_bug_they_swap_and_are_right() -> None:
 
 
 @pytest.mark.parametrize("ahead", AHEAD)
-def test_what_a_failed_step_copied_out_is_nothing_to_come_back_to(ahead: str) -> None:
+def test_pages_copied_out_by_a_failed_step_are_not_restored(ahead: str) -> None:
     workload = leaving(ahead)
     assert_equals_alone(workload)
     answers = run(workload)

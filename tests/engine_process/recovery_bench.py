@@ -20,18 +20,18 @@ from chatcache.types.events import EngineEvent, Finished, Started, Tokens
 from chatcache.types.request import GenerateRequest, SamplingParams
 
 
-class Bench:
-    """`in_engine` follows what the engine was sent; `told` is what the switchboard heard, `answers` its replies."""
+class RecoveryBench:
+    """`in_engine` follows what the engine was sent; `events` is what the switchboard heard, `answers` its replies."""
 
     def __init__(self) -> None:
         self.sent: list[Command] = []
         self.in_engine: list[str] = []
-        self.told: dict[str, list[EngineEvent]] = {}
+        self.events: dict[str, list[EngineEvent]] = {}
         self.answers: list[Reply] = []
         self._calls = itertools.count(1)
         self._seqs: dict[str, int] = {}
-        self.survivors = RequestRecovery(self._to_engine, self._to_board)
-        self.survivors.on_started()
+        self.recovery = RequestRecovery(self._to_engine, self._to_client)
+        self.recovery.on_started()
 
     def _to_engine(self, command: Command) -> None:
         self.sent.append(command)
@@ -40,44 +40,44 @@ class Bench:
             resumed = command.request.resume_point
             self._seqs[command.request.request_id] = resumed.last_seq if resumed is not None else 0
 
-    def _to_board(self, notice: Reply | PromptScores | Events) -> None:
+    def _to_client(self, notice: Reply | PromptScores | Events) -> None:
         if isinstance(notice, Events):
             for event in notice.events:
-                self.told.setdefault(event.request_id, []).append(event)
+                self.events.setdefault(event.request_id, []).append(event)
         elif not isinstance(notice, PromptScores):
             self.answers.append(notice)
 
     def submit(self, name: str, *, n: int = 1) -> int:
         call = next(self._calls)
         params = SamplingParams(n=n, max_tokens=100)
-        self.survivors.send(Submit(call, GenerateRequest(request_id=name, prompt=(1, 2, 3), params=params)))
+        self.recovery.send(Submit(call, GenerateRequest(request_id=name, prompt=(1, 2, 3), params=params)))
         return call
 
     def start(self, name: str, *, n: int = 1) -> None:
         """Submit, accept, and say the first token of each candidate."""
-        self.survivors.receive(Answer(self.submit(name, n=n)))
-        self.say(name, *[(index, 7) for index in range(n)], started=True)
+        self.recovery.receive(Answer(self.submit(name, n=n)))
+        self.emit(name, *[(index, 7) for index in range(n)], started=True)
 
-    def say(self, name: str, *tokens: tuple[int, int], started: bool = False) -> None:
+    def emit(self, name: str, *tokens: tuple[int, int], started: bool = False) -> None:
         events: list[EngineEvent] = [Started(name, self._seq(name), 3, 0)] if started else []
         events += [Tokens(name, self._seq(name), index, (token,)) for index, token in tokens]
-        self.survivors.receive(Events(tuple(events)))
+        self.recovery.receive(Events(tuple(events)))
 
     def finish(self, name: str, *, cancelled: bool = False) -> None:
         self.in_engine.remove(name)
-        self.survivors.receive(Events((Finished(name, self._seq(name), 3, 0, 9, cancelled=cancelled),)))
+        self.recovery.receive(Events((Finished(name, self._seq(name), 3, 0, 9, cancelled=cancelled),)))
 
     def abort(self, name: str) -> None:
-        self.survivors.send(Abort(name))
+        self.recovery.send(Abort(name))
 
     def drop(self, name: str, index: int) -> int:
         call = next(self._calls)
-        self.survivors.send(CancelCandidate(call, name, index))
+        self.recovery.send(CancelCandidate(call, name, index))
         return call
 
-    def die(self, *, is_sure: bool = True) -> int:
+    def crash(self, *, is_sure: bool = True) -> int:
         self.in_engine.clear()
-        return self.survivors.on_exit(EngineError("it died"), is_sure=is_sure)
+        return self.recovery.on_exit(EngineError("it died"), is_sure=is_sure)
 
     def _seq(self, name: str) -> int:
         self._seqs[name] += 1

@@ -5,103 +5,103 @@ from __future__ import annotations
 from chatcache.engine_process.protocol import Abort, Answer, CancelCandidate, Events, Submit
 from chatcache.types.events import CandidateDone, Failed, Finished, Tokens
 from chatcache.types.stats import EngineHealth
-from tests.engine_process.survivals import Bench
+from tests.engine_process.recovery_bench import RecoveryBench
 
 
-def test_suspects_run_alone_one_after_the_other_then_all() -> None:
-    bench = Bench()
+def test_suspects_run_alone_in_order_and_then_all_together() -> None:
+    bench = RecoveryBench()
     for name in "abc":
         bench.start(name)
-    bench.die()
-    bench.survivors.on_started()
+    bench.crash()
+    bench.recovery.on_started()
     assert bench.in_engine == ["a"]
     late = bench.submit("late")
-    bench.say("a", (0, 1), (0, 1))
+    bench.emit("a", (0, 1), (0, 1))
     assert Abort("a") not in bench.sent
-    bench.say("a", (0, 1))
+    bench.emit("a", (0, 1))
     assert bench.sent[-1] == Abort("a") and bench.in_engine == ["a"]
     bench.finish("a", cancelled=True)
     assert bench.in_engine == ["b"]
     bench.finish("b")
     assert bench.in_engine == ["c"]
-    bench.say("c", *[(0, 1)] * 3)
+    bench.emit("c", *[(0, 1)] * 3)
     assert bench.in_engine == ["c", "a", "late"]
     (resumed,) = [c.request.resume_point for c in bench.sent[-2:-1] if isinstance(c, Submit)]
     assert resumed is not None and resumed.candidates[0].tokens == b"\7\0\0\0" + b"\1\0\0\0" * 3
     last = bench.sent[-1]
     assert isinstance(last, Submit) and last.call == late and last.request.resume_point is None
-    assert not [event for event in bench.told["a"] if isinstance(event, Finished)]
-    assert [event.seq for event in bench.told["a"]] == [1, 2, 3, 4, 5]
+    assert not [event for event in bench.events["a"] if isinstance(event, Finished)]
+    assert [event.seq for event in bench.events["a"]] == [1, 2, 3, 4, 5]
 
 
-def test_a_kill_from_outside_says_less_than_a_crash() -> None:
+def test_a_kill_from_outside_needs_two_deaths_to_blame_a_request() -> None:
     """The kernel and operators send SIGKILL; so it takes two deaths alone."""
     for is_sure, num_trials in ((True, 1), (False, 2)):
-        bench = Bench()
+        bench = RecoveryBench()
         bench.start("a")
-        bench.die(is_sure=is_sure)
+        bench.crash(is_sure=is_sure)
         for number in range(num_trials):
-            bench.survivors.on_started()
+            bench.recovery.on_started()
             assert bench.in_engine == ["a"]
-            assert bench.die(is_sure=is_sure) == (number == num_trials - 1)
-        end = bench.told["a"][-1]
+            assert bench.crash(is_sure=is_sure) == (number == num_trials - 1)
+        end = bench.events["a"][-1]
         assert isinstance(end, Failed) and end.code == "request_poisoned"
 
 
-def test_who_outlived_a_trial_is_innocent_again() -> None:
-    bench = Bench()
+def test_a_request_that_passed_its_trial_is_no_suspect() -> None:
+    bench = RecoveryBench()
     bench.start("a")
     for _ in range(3):
-        bench.die(is_sure=False)
-        bench.survivors.on_started()
-        assert bench.die(is_sure=False) == 0
-        bench.survivors.on_started()
-        bench.say("a", *[(0, 1)] * 3)
-    assert not [event for event in bench.told["a"] if isinstance(event, Failed)]
+        bench.crash(is_sure=False)
+        bench.recovery.on_started()
+        assert bench.crash(is_sure=False) == 0
+        bench.recovery.on_started()
+        bench.emit("a", *[(0, 1)] * 3)
+    assert not [event for event in bench.events["a"] if isinstance(event, Failed)]
 
 
-def test_poison_that_was_never_accepted_is_refused() -> None:
-    bench = Bench()
+def test_a_poisoned_request_that_was_never_accepted_is_rejected() -> None:
+    bench = RecoveryBench()
     call = bench.submit("a")
-    bench.die()
-    bench.survivors.on_started()
-    assert bench.in_engine == ["a"] and bench.survivors.pending_calls == {call}
-    assert bench.die() == 1
+    bench.crash()
+    bench.recovery.on_started()
+    assert bench.in_engine == ["a"] and bench.recovery.pending_calls == {call}
+    assert bench.crash() == 1
     (answer,) = bench.answers
     assert isinstance(answer, Answer) and answer.call == call
     assert answer.error is not None and answer.error.code == "request_poisoned"
-    assert not bench.survivors.pending_calls and not bench.told
+    assert not bench.recovery.pending_calls and not bench.events
 
 
-def test_what_is_held_can_be_aborted_and_dropped() -> None:
-    bench = Bench()
+def test_held_requests_can_be_aborted_and_cancelled() -> None:
+    bench = RecoveryBench()
     for name, n in (("a", 1), ("b", 3), ("c", 2)):
         bench.start(name, n=n)
-    bench.die()
+    bench.crash()
     bench.abort("a")
-    end = bench.told["a"][-1]
+    end = bench.events["a"][-1]
     assert isinstance(end, Finished) and end.cancelled and end.num_output_tokens == 1
     for index in (1, 1, 7):
         bench.drop("b", index)
-    done = bench.told["b"][-1]
+    done = bench.events["b"][-1]
     assert isinstance(done, CandidateDone) and (done.index, done.finish_reason) == (1, "cancelled")
     for index in (1, 0):  # the last one: the whole request
         bench.drop("c", index)
-    assert isinstance(bench.told["c"][-1], Finished)
+    assert isinstance(bench.events["c"][-1], Finished)
     assert [reply.call for reply in bench.answers if isinstance(reply, Answer)][3:] == [4, 5, 6, 7, 8]
-    bench.survivors.on_started()
+    bench.recovery.on_started()
     (resumed,) = [c.request.resume_point for c in bench.sent[-1:] if isinstance(c, Submit)]
     assert resumed is not None and [each.is_done for each in resumed.candidates] == [False, True, False]
 
 
-def test_what_steps_aside_can_be_aborted_and_dropped() -> None:
+def test_suspending_requests_can_be_aborted_and_cancelled() -> None:
     for is_abort in (True, False):
-        bench = Bench()
+        bench = RecoveryBench()
         for name in "ab":
             bench.start(name, n=2)
-        bench.die()
-        bench.survivors.on_started()
-        bench.say("a", *[(0, 1), (1, 1)] * 3)
+        bench.crash()
+        bench.recovery.on_started()
+        bench.emit("a", *[(0, 1), (1, 1)] * 3)
         assert bench.sent[-1] == Abort("a")
         if is_abort:
             bench.abort("a")
@@ -110,42 +110,42 @@ def test_what_steps_aside_can_be_aborted_and_dropped() -> None:
             assert not [reply for reply in bench.answers if reply.call == call]
         bench.finish("a", cancelled=True)
         if is_abort:
-            assert isinstance(bench.told["a"][-1], Finished)
+            assert isinstance(bench.events["a"][-1], Finished)
         else:
-            assert isinstance(bench.told["a"][-1], CandidateDone) and bench.answers[-1].call == call
+            assert isinstance(bench.events["a"][-1], CandidateDone) and bench.answers[-1].call == call
         assert bench.in_engine == ["b"]
 
 
-def test_aborts_and_drops_that_a_dead_engine_had_before_it_are_carried_out() -> None:
-    bench = Bench()
+def test_aborts_and_cancellations_pending_at_a_crash_are_applied() -> None:
+    bench = RecoveryBench()
     bench.start("a")
     bench.start("b", n=2)
     bench.abort("a")
     call = bench.drop("b", 1)
     assert bench.sent[-2:] == [Abort("a"), CancelCandidate(call, "b", 1)]
-    bench.die()
-    assert isinstance(bench.told["a"][-1], Finished) and isinstance(bench.told["b"][-1], CandidateDone)
+    bench.crash()
+    assert isinstance(bench.events["a"][-1], Finished) and isinstance(bench.events["b"][-1], CandidateDone)
     assert bench.answers[-1] == Answer(call)
 
 
-def test_those_held_count_among_the_waiting() -> None:
-    bench = Bench()
+def test_health_counts_held_requests_as_waiting() -> None:
+    bench = RecoveryBench()
     for name in "ab":
         bench.start(name)
     health = EngineHealth(ready=True, num_waiting=1, num_waiting_tokens=5)
-    assert bench.survivors.with_held(health) is health
-    bench.die()
-    held = bench.survivors.with_held(health)
+    assert bench.recovery.with_held(health) is health
+    bench.crash()
+    held = bench.recovery.with_held(health)
     assert (held.num_waiting, held.num_waiting_tokens) == (3, 11)
-    assert bench.survivors.num_in_engine == 0
+    assert bench.recovery.num_in_engine == 0
 
 
-def test_events_out_of_order_are_refused() -> None:
-    bench = Bench()
+def test_events_out_of_order_raise() -> None:
+    bench = RecoveryBench()
     bench.start("a")
     for seq in (2, 4):
         try:
-            bench.survivors.receive(Events((Tokens("a", seq, 0, (1,)),)))
+            bench.recovery.receive(Events((Tokens("a", seq, 0, (1,)),)))
         except ValueError:
             continue
         raise AssertionError("it was taken")

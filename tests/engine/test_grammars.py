@@ -71,7 +71,7 @@ MIXED: dict[str, Params] = {
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_preempted_requests_answer_as_with_endless_memory(preemption: str) -> None:
+def test_preempted_constrained_requests_equal_the_unlimited_pool(preemption: str) -> None:
     """The state is the strategy's: neither swap nor recompute can disturb it."""
     roomy, tight = engine(), engine(num_pages=68, preemption_mode=preemption)
     events: list[list[EngineEvent]] = []
@@ -92,9 +92,7 @@ def test_preempted_requests_answer_as_with_endless_memory(preemption: str) -> No
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, type("Panic", (BaseException,), {})])
-def test_a_fault_in_one_constraint_ends_that_request_only(
-    kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grammar_error_fails_its_request_only(kind: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     healthy = engine()
     names = {f"r{i}": SamplingParams(n=2, seed=i, max_tokens=12, structured_outputs=REGEX) for i in range(3)}
     for name, params in names.items():
@@ -123,7 +121,7 @@ def test_a_fault_in_one_constraint_ends_that_request_only(
             assert outputs(events, name) == outputs(want, name)
 
 
-def test_others_decode_while_a_grammar_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_requests_decode_while_a_grammar_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     monkeypatch.setattr(GrammarChecker, "check", lambda *_: "" if gate.wait(30) else "?")
     eng = engine(max_queued_requests=3)
@@ -149,7 +147,7 @@ def test_others_decode_while_a_grammar_compiles(monkeypatch: pytest.MonkeyPatch)
     assert not eng.is_compiling_grammar("slow")
 
 
-def test_a_grammar_that_is_no_good_fails_its_request_as_invalid() -> None:
+def test_an_invalid_grammar_fails_its_request_as_invalid() -> None:
     eng = engine()
     eng.add(request("bad", SamplingParams(structured_outputs=StructuredOutputs(regex="a(?=b)"))))
     eng.add(request("good", MIXED["greedy"]))
@@ -160,7 +158,7 @@ def test_a_grammar_that_is_no_good_fails_its_request_as_invalid() -> None:
     assert isinstance(terminal(events, "good"), Finished)
 
 
-def test_what_can_be_told_at_once_is_refused_at_the_door() -> None:
+def test_add_of_an_obviously_invalid_grammar_raises() -> None:
     eng = engine()
     with pytest.raises(InvalidRequestError, match="is not JSON"):
         eng.add(request("bad", SamplingParams(structured_outputs=StructuredOutputs(json="{"))))
@@ -172,7 +170,7 @@ def test_what_can_be_told_at_once_is_refused_at_the_door() -> None:
     assert not eng.has_work() and not plain.has_work()
 
 
-def test_a_known_grammar_needs_no_wait() -> None:
+def test_a_cached_grammar_is_not_waited_for() -> None:
     eng = engine()
     eng.add(request("first", MIXED["greedy"]))
     drain(eng)
@@ -181,7 +179,7 @@ def test_a_known_grammar_needs_no_wait() -> None:
     assert isinstance(terminal(drain(eng), "second"), Finished)
 
 
-def test_a_grammar_that_nobody_waits_for_any_more_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unneeded_grammar_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, checked = threading.Event(), list[str]()
 
     def check(_: GrammarChecker, grammar: str) -> str:
@@ -209,7 +207,7 @@ def test_a_grammar_that_nobody_waits_for_any_more_holds_up_nobody(monkeypatch: p
     assert len(checked) <= 3  # the one under way, and the two that are still wanted
 
 
-def test_requests_whose_grammar_is_compiled_are_part_of_their_tenants_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_waiting_for_a_grammar_count_in_their_tenants_share(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     monkeypatch.setattr(GrammarChecker, "check", lambda *_: "" if gate.wait(30) else "?")
 
@@ -228,7 +226,7 @@ def test_requests_whose_grammar_is_compiled_are_part_of_their_tenants_share(monk
     add("mine2", "a")
 
 
-def test_a_tenants_many_grammars_do_not_hold_up_another_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_grammars_of_a_tenant_do_not_delay_another_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, checked = threading.Event(), list[str]()
 
     def check(_: GrammarChecker, grammar: str) -> str:

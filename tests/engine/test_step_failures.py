@@ -12,11 +12,11 @@ from chatcache.types.actions import Advance, Candidates, DrawSpec, DroppedCandid
 from chatcache.types.events import Failed, Finished, Started
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import GenerateRequest, SamplingParams
-from tests.engine.driving import VOCAB, drain, engine, output, request
+from tests.engine.driver import VOCAB, drain, engine, output, request
 from tests.support.fake_runner import FakeRunner, fake_capacity
 
 
-def test_a_fault_ends_its_request_only_and_its_pages_are_not_found() -> None:
+def test_an_invalid_row_fails_its_request_only_and_its_pages_are_not_cached() -> None:
     runner = FakeRunner(fake_capacity(), VOCAB, faulty_token=63)
     eng = engine(runner)
     eng.add(request("bad", prompt=(*range(30, 60), 63)))
@@ -28,7 +28,7 @@ def test_a_fault_ends_its_request_only_and_its_pages_are_not_found() -> None:
     assert [e.num_cached_tokens for e in drain(eng) if isinstance(e, Started)] == [0]
 
 
-class Crashing(FakeRunner):
+class CrashingRunner(FakeRunner):
     """Raises in step `crash_at`, after having spoilt every page of that step."""
 
     crash_at = 3
@@ -41,8 +41,8 @@ class Crashing(FakeRunner):
         return super().execute(plan)
 
 
-def test_a_crashing_step_ends_its_requests_and_the_engine_goes_on() -> None:
-    eng = engine(Crashing(fake_capacity(), VOCAB), max_num_batched_tokens=40)
+def test_a_failed_step_fails_its_requests_and_the_engine_continues() -> None:
+    eng = engine(CrashingRunner(fake_capacity(), VOCAB), max_num_batched_tokens=40)
     eng.add(request("a", params=SamplingParams(n=3, max_tokens=40, seed=1)))
     eng.add(request("b", num_tokens=50))
     eng.add(request("c", num_tokens=200, prompt=tuple(range(40, 60)) * 10))
@@ -59,8 +59,8 @@ def test_a_crashing_step_ends_its_requests_and_the_engine_goes_on() -> None:
     assert output(drain(eng), "d") == output(drain(reference), "d")
 
 
-def test_requests_without_a_row_survive_a_crashing_step() -> None:
-    eng = engine(Crashing(fake_capacity(), VOCAB), max_num_batched_tokens=8)
+def test_requests_without_a_row_continue_after_a_failed_step() -> None:
+    eng = engine(CrashingRunner(fake_capacity(), VOCAB), max_num_batched_tokens=8)
     eng.add(request("a", num_tokens=40))
     eng.add(request("b", prompt=tuple(range(30, 50))))
     events = drain(eng)
@@ -71,7 +71,7 @@ def test_requests_without_a_row_survive_a_crashing_step() -> None:
     assert output(events, "b") == output(drain(reference), "b")
 
 
-class Odd:
+class MisbehavingStrategy:
     """A strategy that misbehaves in the way its name says, after two tokens."""
 
     max_branches = 1
@@ -116,9 +116,9 @@ class Odd:
         "moves an unknown branch",
     ],
 )
-def test_a_misbehaving_strategy_ends_its_request_only(oddity: str) -> None:
+def test_a_misbehaving_strategy_fails_its_request_only(oddity: str) -> None:
     def factory(request: GenerateRequest, *args: Any, **settings: Any) -> Any:
-        return Odd(oddity) if request.request_id == "odd" else make_strategy(request, *args, **settings)
+        return MisbehavingStrategy(oddity) if request.request_id == "odd" else make_strategy(request, *args, **settings)
 
     eng = engine(make_strategy=factory)
     eng.add(request("odd"))

@@ -7,10 +7,10 @@ import pytest
 from chatcache.errors import InvalidRequestError
 from chatcache.types.events import CandidateDone, Finished, Started, Tokens
 from chatcache.types.request import BeamSearchParams, SamplingParams
-from tests.engine.driving import drain, engine, output, request
+from tests.engine.driver import drain, engine, output, request
 
 
-def test_the_events_of_one_request() -> None:
+def test_step_emits_the_events_of_a_request_in_order() -> None:
     eng = engine()
     eng.add(request())
     events = drain(eng)
@@ -23,7 +23,7 @@ def test_the_events_of_one_request() -> None:
     assert not last.cancelled and not eng.has_work() and eng.step() == []
 
 
-def test_the_next_turn_finds_the_whole_history() -> None:
+def test_the_next_turn_finds_the_whole_history_cached() -> None:
     eng = engine()
     eng.add(request(params=SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)))
     first = request().prompt + tuple(output(drain(eng)))
@@ -33,7 +33,7 @@ def test_the_next_turn_finds_the_whole_history() -> None:
     assert started.num_cached_tokens == len(first) - 1, "all but the last token drawn, which was never computed"
 
 
-def test_namespaces_do_not_share() -> None:
+def test_namespaces_do_not_share_pages() -> None:
     eng = engine()
     eng.add(request(namespace="tenant:a"))
     drain(eng)
@@ -43,7 +43,7 @@ def test_namespaces_do_not_share() -> None:
     assert cached == {"b": 0, "c": 19}
 
 
-def test_prefix_caching_can_be_switched_off_and_reset() -> None:
+def test_prefix_caching_disabled_or_reset_finds_nothing() -> None:
     for eng, expected in ((engine(enable_prefix_caching=False), 0), (engine(), 19)):
         for name in ("a", "b"):
             eng.add(request(name))
@@ -57,7 +57,7 @@ def test_prefix_caching_can_be_switched_off_and_reset() -> None:
     assert eng.cache.reset_prefix_cache() and eng.health().num_pages_idle == 0
 
 
-def test_eight_candidates_hold_the_prompt_once() -> None:
+def test_eight_candidates_hold_the_prompt_pages_once() -> None:
     eng = engine()
     eng.add(request(num_tokens=1000, params=SamplingParams(n=8, max_tokens=12, seed=1, ignore_eos=True)))
     eng.step()
@@ -72,7 +72,7 @@ def test_eight_candidates_hold_the_prompt_once() -> None:
     assert isinstance(events[-1], Finished) and events[-1].num_cached_tokens == 0, "own pages are not cached ones"
 
 
-def test_a_candidate_does_not_depend_on_its_siblings_or_neighbours() -> None:
+def test_a_candidate_does_not_depend_on_other_candidates_or_requests() -> None:
     eng = engine()
     eng.add(request(params=SamplingParams(n=1, max_tokens=8, seed=5, ignore_eos=True)))
     single = output(drain(eng))
@@ -83,7 +83,7 @@ def test_a_candidate_does_not_depend_on_its_siblings_or_neighbours() -> None:
     assert output(drain(busy)) == single
 
 
-def test_unseeded_requests_differ_but_repeat_on_an_equal_engine() -> None:
+def test_unseeded_requests_differ_and_repeat_on_an_equal_engine() -> None:
     params = SamplingParams(max_tokens=12, ignore_eos=True)
 
     def outputs(seed: int) -> list[list[int]]:
@@ -97,7 +97,7 @@ def test_unseeded_requests_differ_but_repeat_on_an_equal_engine() -> None:
     assert outputs(0)[0] != outputs(0)[1]
 
 
-def test_cancel_gives_the_pages_back_at_once() -> None:
+def test_abort_frees_the_pages_at_once() -> None:
     eng = engine()
     eng.add(request(num_tokens=100, params=SamplingParams(n=4, max_tokens=50, ignore_eos=True)))
     for _ in range(3):
@@ -113,7 +113,7 @@ def test_cancel_gives_the_pages_back_at_once() -> None:
     assert eng.step() == []
 
 
-def test_a_waiting_request_can_be_cancelled() -> None:
+def test_abort_of_a_waiting_request_ends_it() -> None:
     eng = engine(max_num_seqs=1)
     eng.add(request("a"))
     eng.add(request("b"))
@@ -123,7 +123,7 @@ def test_a_waiting_request_can_be_cancelled() -> None:
     assert events == [Finished("b", 1, 20, 0, 0, cancelled=True)]
 
 
-def test_health_counts() -> None:
+def test_health_counts_requests_pages_and_tokens() -> None:
     eng = engine(served_model_name="tiny")
     for name in ("a", "b"):
         eng.add(request(name))
@@ -136,7 +136,7 @@ def test_health_counts() -> None:
     assert (health.num_prompt_tokens, health.num_cached_tokens, health.num_output_tokens) == (40, 16, 10)
 
 
-def test_best_of_draws_more_branches_than_it_returns() -> None:
+def test_best_of_samples_more_branches_than_it_returns() -> None:
     eng = engine(max_num_seqs=4)
     eng.add(request(params=SamplingParams(n=2, best_of=4, max_tokens=3, ignore_eos=True, seed=5)))
     events = eng.step()

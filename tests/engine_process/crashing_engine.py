@@ -23,7 +23,7 @@ HANG_SEED = 7770
 QUICK = RestartPolicy(max_deaths=4, first_delay_s=0.01, hung_after_s=60.0)
 
 
-class DyingRunner(FakeRunner):
+class CrashingRunner(FakeRunner):
     """The fake runner, but for what it does with poison."""
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -39,13 +39,13 @@ def build(config: EngineConfig, progress: object) -> Engine:
     """`model`: how long a step takes, in milliseconds."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     capacity = fake_capacity(4096, 16, 256, 4096, has_async_launch=True)
-    runner = DyingRunner(capacity, VOCAB, None, delay_s=float(config.model or 0) / 1000)
+    runner = CrashingRunner(capacity, VOCAB, None, delay_s=float(config.model or 0) / 1000)
     return Engine(runner, fake_facts(VOCAB, ()), config, tuple(bytes([byte]) for byte in range(VOCAB)))
 
 
 def process(step_ms: float = 1, policy: RestartPolicy = QUICK) -> EngineProcess:
     config = EngineConfig(model=str(step_ms))
-    return EngineProcess(config, "tests.engine_process.dying:build", policy=policy, log_level="error")
+    return EngineProcess(config, "tests.engine_process.crashing_engine:build", policy=policy, log_level="error")
 
 
 KINDS: Sequence[dict[str, object]] = (
@@ -57,28 +57,28 @@ KINDS: Sequence[dict[str, object]] = (
 )
 
 
-def a_request(number: int, max_tokens: int, **params: object) -> GenerateRequest:
+def make_request(number: int, max_tokens: int, **params: object) -> GenerateRequest:
     prompt = tuple((number * 7 + i) % VOCAB for i in range(NUM_PROMPT))
     more = {"max_tokens": max_tokens, **(params or KINDS[number % len(KINDS)])}
     return GenerateRequest(request_id=f"r{number}", prompt=prompt, params=SamplingParams(**more))  # type: ignore[arg-type]
 
 
 def poison(number: int, at: int = 0, max_tokens: int = 40) -> GenerateRequest:
-    return a_request(number, max_tokens, seed=POISON_SEED + at)
+    return make_request(number, max_tokens, seed=POISON_SEED + at)
 
 
-def undisturbed(requests: Sequence[GenerateRequest]) -> dict[str, list[EngineEvent]]:
+def expected_events(requests: Sequence[GenerateRequest]) -> dict[str, list[EngineEvent]]:
     engine = build(EngineConfig(model="0"), None)
     for request in requests:
         engine.add(request)
-    told: dict[str, list[EngineEvent]] = {request.request_id: [] for request in requests}
+    events: dict[str, list[EngineEvent]] = {request.request_id: [] for request in requests}
     while engine.has_work():
         for event in engine.step():
-            told[event.request_id].append(event)
-    return told
+            events[event.request_id].append(event)
+    return events
 
 
-class Crowd:
+class RequestGroup:
     """Requests and their readers."""
 
     def __init__(self, engine: EngineProcess, requests: Sequence[GenerateRequest]) -> None:
@@ -103,7 +103,7 @@ class Crowd:
     def num_tokens(self, name: str) -> int:
         return sum(isinstance(event, Tokens) for event in self.events[name])
 
-    async def grown(self) -> None:
+    async def wait_for_progress(self) -> None:
         """Wait until everybody who has not ended has said more."""
         before = {name: self.num_tokens(name) for name in self.events}
         await until(lambda: all(self.num_tokens(name) > before[name] for name in self.open_ones))
@@ -129,10 +129,10 @@ def check_same(found: list[EngineEvent], expected: list[EngineEvent]) -> None:
     assert [event.seq for event in found] == list(range(1, len(found) + 1)), "a gap, or something twice"
     assert [is_end(event) for event in found].count(True) == 1, "more than one end, or none"
     assert isinstance(found[-1], Finished), f"ended in {found[-1]}"
-    assert said(found) == said(expected), "not what an undisturbed run says"
+    assert visible_output(found) == visible_output(expected), "not what an undisturbed run says"
 
 
-def said(events: list[EngineEvent]) -> list[object]:
+def visible_output(events: list[EngineEvent]) -> list[object]:
     streams: dict[int, list[object]] = {}
     for event in events:
         if isinstance(event, Tokens):

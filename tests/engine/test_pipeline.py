@@ -15,7 +15,7 @@ from chatcache.scheduler.scheduler import Scheduler
 from chatcache.types.events import EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
-from tests.engine.driving import VOCAB, drain, engine, output, request
+from tests.engine.driver import VOCAB, drain, engine, output, request
 from tests.support.fake_runner import POISON, FakeRunner, fake_capacity
 
 SEED = int(os.environ["CHATCACHE_TEST_SEED"])
@@ -24,7 +24,7 @@ LAZY = pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 
 
-class Watched(FakeRunner):
+class RecordingRunner(FakeRunner):
     """Writes down what it is asked, and fails in the steps of `fails`: some cells are spoilt then."""
 
     def __init__(
@@ -67,8 +67,8 @@ def stream(runner: FakeRunner, requests: list[GenerateRequest], **settings: Any)
     return events
 
 
-def test_one_step_is_on_the_device_while_the_last_one_is_read() -> None:
-    runner = Watched()
+def test_pipeline_with_async_launch_keeps_one_step_on_the_device() -> None:
+    runner = RecordingRunner()
     eng = engine(runner)
     eng.add(request(params=SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)))
     drain(eng)
@@ -81,8 +81,8 @@ def test_one_step_is_on_the_device_while_the_last_one_is_read() -> None:
     assert (health.num_steps, health.num_steps_ahead) == (6, 4) and health.num_pages_in_use == 0
 
 
-def test_a_runner_that_does_not_run_ahead_is_never_asked_to() -> None:
-    runner = Watched(has_async_launch=False)
+def test_pipeline_without_async_launch_launches_one_step_at_a_time() -> None:
+    runner = RecordingRunner(has_async_launch=False)
     eng = engine(runner)
     eng.add(request())
     drain(eng)
@@ -90,7 +90,7 @@ def test_a_runner_that_does_not_run_ahead_is_never_asked_to() -> None:
     assert eng.health().num_steps_ahead == 0
 
 
-def crowd() -> list[GenerateRequest]:
+def mixed_requests() -> list[GenerateRequest]:
     kinds: list[Params] = [
         SamplingParams(max_tokens=30, seed=4, logprobs=2),
         SamplingParams(max_tokens=25, temperature=0.0, ignore_eos=True),
@@ -115,20 +115,22 @@ def crowd() -> list[GenerateRequest]:
 @LAZY
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
 @pytest.mark.parametrize("num_pages", [24, 512], ids=["tight", "roomy"])
-def test_events_are_the_same_as_without(lazy: bool, policy: str, num_pages: int) -> None:
+def test_events_with_async_launch_equal_those_without(lazy: bool, policy: str, num_pages: int) -> None:
     settings = {"scheduling_policy": policy, "max_num_batched_tokens": 24}
     page_size = 4 if num_pages > 24 else 16
-    expected = stream(Watched(num_pages, page_size=page_size, has_async_launch=False), crowd(), **settings)
-    runner = Watched(num_pages, page_size=page_size, lazy=lazy)
-    for name, events in stream(runner, crowd(), **settings).items():
+    expected = stream(
+        RecordingRunner(num_pages, page_size=page_size, has_async_launch=False), mixed_requests(), **settings
+    )
+    runner = RecordingRunner(num_pages, page_size=page_size, lazy=lazy)
+    for name, events in stream(runner, mixed_requests(), **settings).items():
         assert [e for e in events if isinstance(e, Tokens)] == [e for e in expected[name] if isinstance(e, Tokens)]
     assert any(one[:6] == other[:6] == "launch" for one, other in pairwise(runner.log))
 
 
 @LAZY
-def test_a_failing_step_fails_the_one_behind_it_too_and_nothing_of_them_is_found(lazy: bool) -> None:
+def test_a_failed_step_fails_the_next_one_and_neither_is_cached(lazy: bool) -> None:
     """Step 13 fills the prompt's page, which is named when step 14 is planned, before anybody knows that 13 failed."""
-    runner = Watched(lazy=lazy)
+    runner = RecordingRunner(lazy=lazy)
     eng = engine(runner, max_num_seqs=2)
     runner.fails = {13: RuntimeError("secret")}
     for name, first in (("a", 1), ("b", 30)):
@@ -154,11 +156,11 @@ def test_a_failing_step_fails_the_one_behind_it_too_and_nothing_of_them_is_found
     assert output(rest, "late") == output(expected, "late") and not runner.device.num_refused
 
 
-def test_that_test_has_teeth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_check_detects_an_early_publication(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Scheduler.finish
     monkeypatch.setattr(Scheduler, "finish", lambda self, request, discard=False: original(self, request))
     with pytest.raises(AssertionError):
-        test_a_failing_step_fails_the_one_behind_it_too_and_nothing_of_them_is_found(True)
+        test_a_failed_step_fails_the_next_one_and_neither_is_cached(True)
 
 
 def until_failed(eng: Engine) -> list[EngineEvent]:
@@ -170,8 +172,8 @@ def until_failed(eng: Engine) -> list[EngineEvent]:
 
 
 @LAZY
-def test_a_step_that_cannot_be_launched_fails_and_the_one_ahead_of_it_counts(lazy: bool) -> None:
-    class Refusing(Watched):
+def test_a_failed_launch_fails_its_step_and_not_the_one_before(lazy: bool) -> None:
+    class Refusing(RecordingRunner):
         def launch(self, plan: StepPlan) -> StepHandle:
             if plan.step == 6:
                 raise MemoryError("no room")
@@ -188,7 +190,7 @@ def test_a_step_that_cannot_be_launched_fails_and_the_one_ahead_of_it_counts(laz
     assert output(drain(eng)) == output(drain(clean)) and not runner.device.num_refused
 
 
-class NotFinite(Watched):
+class NotFinite(RecordingRunner):
     """The logits of one slot are not finite in step `when`."""
 
     when, slot = 13, 0
@@ -206,7 +208,7 @@ class NotFinite(Watched):
 
 
 @LAZY
-def test_a_fault_ends_its_request_only_though_its_next_row_runs(lazy: bool) -> None:
+def test_an_invalid_row_fails_its_request_only_while_its_next_row_runs(lazy: bool) -> None:
     runner = NotFinite(lazy=lazy)
     eng = engine(runner)
     for name, first in (("a", 1), ("b", 30)):
@@ -223,8 +225,8 @@ def test_a_fault_ends_its_request_only_though_its_next_row_runs(lazy: bool) -> N
 
 
 @LAZY
-def test_whoever_is_aborted_while_his_row_runs_gives_all_back_at_once(lazy: bool) -> None:
-    runner = Watched(num_pages=12, lazy=lazy)
+def test_abort_while_a_row_is_on_the_device_frees_pages_at_once(lazy: bool) -> None:
+    runner = RecordingRunner(num_pages=12, lazy=lazy)
     eng = engine(runner)
     eng.add(request("a", params=LONG))
     eng.add(request("b", prompt=tuple(range(30, 50)), params=LONG))
@@ -250,8 +252,8 @@ def test_whoever_is_aborted_while_his_row_runs_gives_all_back_at_once(lazy: bool
 
 
 @LAZY
-def test_questions_between_two_steps_disturb_nothing(lazy: bool) -> None:
-    runner = Watched(lazy=lazy)
+def test_queries_between_two_steps_change_nothing(lazy: bool) -> None:
+    runner = RecordingRunner(lazy=lazy)
     eng = engine(runner)
     eng.add(request("a", params=SamplingParams(n=3, max_tokens=50, seed=3, ignore_eos=True)))
     events: list[EngineEvent] = []
@@ -275,8 +277,8 @@ def test_questions_between_two_steps_disturb_nothing(lazy: bool) -> None:
         assert output(events, index=index) == output(expected, index=index)
 
 
-def test_the_last_step_is_collected_before_the_engine_is_idle() -> None:
-    runner = Watched()
+def test_engine_is_idle_only_after_the_last_step_is_collected() -> None:
+    runner = RecordingRunner()
     eng = engine(runner)
     eng.add(request())
     events: list[EngineEvent] = []
@@ -287,8 +289,8 @@ def test_the_last_step_is_collected_before_the_engine_is_idle() -> None:
     assert runner.log.count("result 6") == 1
 
 
-def test_an_engine_may_be_closed_with_a_step_on_the_device() -> None:
-    runner = Watched(lazy=True)
+def test_close_with_a_step_on_the_device_waits_for_it() -> None:
+    runner = RecordingRunner(lazy=True)
     eng = engine(runner)
     eng.add(request(params=LONG))
     for _ in range(5):
@@ -299,8 +301,8 @@ def test_an_engine_may_be_closed_with_a_step_on_the_device() -> None:
     eng.close()
 
 
-def test_a_newcomer_starts_as_soon_as_the_step_on_the_device_is_read() -> None:
-    runner = Watched()
+def test_a_new_request_starts_after_the_step_on_the_device() -> None:
+    runner = RecordingRunner()
     eng = engine(runner)
     eng.add(request("a", params=LONG))
     for _ in range(5):
@@ -311,10 +313,10 @@ def test_a_newcomer_starts_as_soon_as_the_step_on_the_device_is_read() -> None:
     assert runner.log[-3:] == ["result 6", "launch 7", "result 7"]
 
 
-def test_rows_stay_within_the_context() -> None:
+def test_rows_launched_ahead_stay_within_the_context() -> None:
     """The row behind a branch's last token stands at the context's last position, and in an entry of its table."""
 
-    class Bounded(Watched):
+    class Bounded(RecordingRunner):
         def execute(self, plan: StepPlan) -> StepResult:
             assert (plan.rows.start + plan.rows.num_tokens).max() <= self._capacity.max_model_len
             return super().execute(plan)
@@ -329,8 +331,8 @@ def test_rows_stay_within_the_context() -> None:
         assert eng.health().num_steps_ahead >= 32 - num_tokens - 4
 
 
-def test_a_full_pool_makes_the_engine_wait_for_results_not_preempt() -> None:
-    runner = Watched(num_pages=5, page_size=4)
+def test_a_full_pool_stops_launching_ahead_and_preempts_nothing() -> None:
+    runner = RecordingRunner(num_pages=5, page_size=4)
     eng = engine(runner)
     eng.add(request(num_tokens=4, params=SamplingParams(max_tokens=13, temperature=0.0, ignore_eos=True)))
     events = drain(eng)
@@ -340,8 +342,8 @@ def test_a_full_pool_makes_the_engine_wait_for_results_not_preempt() -> None:
     assert isinstance(drain(eng)[-1], Finished)
 
 
-def test_a_plan_that_fails_while_a_step_is_on_the_device_ends_all_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = Watched(lazy=True)
+def test_a_failed_plan_with_a_step_on_the_device_fails_all_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = RecordingRunner(lazy=True)
     eng = engine(runner)
     eng.add(request("a", params=LONG))
     for _ in range(4):
@@ -359,10 +361,10 @@ def test_a_plan_that_fails_while_a_step_is_on_the_device_ends_all_that_run(monke
     assert isinstance(drain(eng)[-1], Finished) and not runner.device.num_refused
 
 
-def test_results_are_those_of_the_rows_that_count() -> None:
+def test_results_of_random_arrivals_and_aborts_equal_the_oracle() -> None:
     """Many come and go at random, each with its own answer to the end."""
     rng = np.random.default_rng(SEED)
-    runner = Watched(num_pages=2048, lazy=True)
+    runner = RecordingRunner(num_pages=2048, lazy=True)
     eng = engine(runner)
     requests = {
         f"r{i}": request(
@@ -392,7 +394,7 @@ def test_results_are_those_of_the_rows_that_count() -> None:
     assert eng.health().num_steps_ahead > 20 and not runner.device.num_refused
 
 
-class Interrupted(Watched):
+class Interrupted(RecordingRunner):
     """Ctrl-C comes while the result of step `when` is waited for."""
 
     when = 7
@@ -412,7 +414,7 @@ class Interrupted(Watched):
 
 @pytest.mark.parametrize("when", [1, 7], ids=["a prompt", "two steps"])
 @pytest.mark.parametrize("num_aborted", [0, 1, 2])
-def test_an_interrupted_wait_leaves_an_engine_that_works(when: int, num_aborted: int) -> None:
+def test_an_interrupted_wait_leaves_the_engine_working(when: int, num_aborted: int) -> None:
     runner = Interrupted()
     runner.when = when
     eng = engine(runner)

@@ -55,7 +55,7 @@ SEARCHES: dict[str, Params] = {
 
 @pytest.mark.parametrize("page_size", [8, 16, 64])
 @pytest.mark.parametrize("name", SEARCHES)
-def test_the_next_turn_finds_every_candidate(name: str, page_size: int) -> None:
+def test_next_turn_after_a_beam_search_finds_every_candidate_cached(name: str, page_size: int) -> None:
     num_early = 0
     for seed in range(4):
         eng, rng = engine(page_size), random.Random(seed)
@@ -68,7 +68,7 @@ def test_the_next_turn_finds_every_candidate(name: str, page_size: int) -> None:
     assert num_early, "some ended several steps before the search, and their branches were long gone"
 
 
-def test_losers_do_not_crowd_the_index() -> None:
+def test_beam_search_leaves_no_cached_tails_of_released_branches() -> None:
     """Of all branches that are let go, only those beside a candidate leave a partly filled page behind."""
     eng = engine(16)
     prompt = tuple(range(1, 33))

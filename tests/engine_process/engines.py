@@ -155,7 +155,7 @@ def build_small(config: EngineConfig, progress: Callable[[float, str], None]) ->
     return Engine(FakeRunner(fake_capacity(64, 4)), fake_facts(), config)
 
 
-class _Patient(Engine):
+class WaitingEngine(Engine):
     """Stands still at its fortieth step until one branch is left, or its patience ends."""
 
     _num_waits = 0
@@ -169,12 +169,12 @@ class _Patient(Engine):
         return self.pop_events()
 
 
-def build_patient(config: EngineConfig, progress: object) -> Engine:
+def build_waiting(config: EngineConfig, progress: object) -> Engine:
     """The real engine over the fake runner, waiting for seven of eight candidates to be dropped."""
-    return _Patient(FakeRunner(delay_s=0.001), fake_facts(), config)
+    return WaitingEngine(FakeRunner(delay_s=0.001), fake_facts(), config)
 
 
-class _Losing(FakeRunner):
+class LosingRunner(FakeRunner):
     """Loses its device in its tenth step."""
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -186,7 +186,7 @@ class _Losing(FakeRunner):
 def build_losing(config: EngineConfig, progress: object) -> Engine:
     """The real engine, about to lose its device; `model` "ahead" runs ahead."""
     capacity = fake_capacity(has_async_launch=config.model == "ahead")
-    return Engine(_Losing(capacity, eos=None, delay_s=0.03), fake_facts(eos=()), config)
+    return Engine(LosingRunner(capacity, eos=None, delay_s=0.03), fake_facts(eos=()), config)
 
 
 def request(name: str, max_tokens: int = 16, prompt: tuple[int, ...] = (1, 2, 3)) -> GenerateRequest:
@@ -196,7 +196,7 @@ def request(name: str, max_tokens: int = 16, prompt: tuple[int, ...] = (1, 2, 3)
 def process(model: str = "", policy: RestartPolicy = FAST) -> EngineProcess:
     """A client over a child that runs `build`."""
     return EngineProcess(
-        EngineConfig(model=model), "tests.engine_process.bus_engines:build", policy=policy, log_level="error"
+        EngineConfig(model=model), "tests.engine_process.engines:build", policy=policy, log_level="error"
     )
 
 

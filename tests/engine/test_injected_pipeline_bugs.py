@@ -17,13 +17,13 @@ from chatcache.scheduler.decode_batch import NO_ROW, DecodeBatch, DecodeRows
 from chatcache.scheduler.request import LiveRequest
 from chatcache.scheduler.scheduler import AsyncScheduling, Scheduler
 from chatcache.types.plan import I32
-from tests.engine.generated import until_it_fails, workloads
+from tests.engine.generated_workloads import until_it_fails, workloads
 from tests.engine.workloads import Workload, assert_equals_alone
 
 Patch = pytest.MonkeyPatch
 
 
-def tokens_noted_as_planned(patch: Patch) -> None:
+def tokens_committed_as_planned(patch: Patch) -> None:
     """What the plan said of a token, not what it turned out to be."""
     original = DecodeBatch.advance
 
@@ -36,7 +36,7 @@ def tokens_noted_as_planned(patch: Patch) -> None:
     patch.setattr(DecodeBatch, "advance", advance)
 
 
-def tokens_of_the_step_behind(patch: Patch) -> None:
+def tokens_of_the_next_step(patch: Patch) -> None:
     original = StepPipeline.collect
 
     def collect(self: StepPipeline) -> CompletedStep:
@@ -46,16 +46,16 @@ def tokens_of_the_step_behind(patch: Patch) -> None:
     patch.setattr(StepPipeline, "collect", collect)
 
 
-def rows_of_the_departed_kept(patch: Patch) -> None:
+def rows_of_ended_requests_kept(patch: Patch) -> None:
     patch.setattr(DecodeBatch, "active_rows", lambda self, rows: None)
 
 
-def rows_noted_twice(patch: Patch) -> None:
+def rows_committed_twice(patch: Patch) -> None:
     original = StepPipeline.collect
     patch.setattr(StepPipeline, "collect", lambda self: original(self)._replace(is_committed=False))
 
 
-def rows_not_noted(patch: Patch) -> None:
+def rows_not_committed(patch: Patch) -> None:
     """A step whose rows were all decided behind another is taken for one that was noted then."""
     original = StepPipeline.collect
     patch.setattr(
@@ -63,12 +63,12 @@ def rows_not_noted(patch: Patch) -> None:
     )
 
 
-def departures_overlooked(patch: Patch) -> None:
+def ended_requests_overlooked(patch: Patch) -> None:
     """The rows of a step are noted at the places they had, whoever has left since."""
     patch.setattr(DecodeBatch, "_is_unchanged_since", lambda self, rows: True)
 
 
-def nobody_waits_for_the_step_behind_a_failed_one(patch: Patch) -> None:
+def step_after_a_failed_one_is_not_awaited(patch: Patch) -> None:
     def drop(self: StepPipeline) -> list[Step]:
         steps = [flight.step for flight in self._steps]
         self._steps.clear()
@@ -77,7 +77,7 @@ def nobody_waits_for_the_step_behind_a_failed_one(patch: Patch) -> None:
     patch.setattr(StepPipeline, "drain", drop)
 
 
-def others_go_on_behind_a_failed_step(patch: Patch) -> None:
+def requests_of_later_steps_continue_after_a_failure(patch: Patch) -> None:
     """Only those fail that are still in the failed step."""
 
     def abandon(self: Scheduler, *steps: Step) -> list[LiveRequest]:
@@ -89,11 +89,11 @@ def others_go_on_behind_a_failed_step(patch: Patch) -> None:
     patch.setattr(Scheduler, "abort_steps", abandon)
 
 
-def another_token_than_was_drawn(patch: Patch) -> None:
+def sampled_token_not_reconciled(patch: Patch) -> None:
     patch.setattr(DecodeBatch, "reconcile", lambda self, slots, drawn: None)
 
 
-def ahead_of_a_step_that_is_not_steady(patch: Patch) -> None:
+def ahead_of_a_step_with_prefill(patch: Patch) -> None:
     def is_clear(self: AsyncScheduling, step: Step, running: Sequence[LiveRequest], budget: int) -> bool:
         return self._decode_batch.can_schedule_ahead()
 
@@ -127,23 +127,23 @@ def full_page_one_step_early(patch: Patch) -> None:
 
 
 BUGS: list[Callable[[Patch], None]] = [
-    tokens_noted_as_planned,
-    tokens_of_the_step_behind,
-    rows_of_the_departed_kept,
-    rows_noted_twice,
-    rows_not_noted,
-    departures_overlooked,
-    nobody_waits_for_the_step_behind_a_failed_one,
-    others_go_on_behind_a_failed_step,
-    another_token_than_was_drawn,
-    ahead_of_a_step_that_is_not_steady,
+    tokens_committed_as_planned,
+    tokens_of_the_next_step,
+    rows_of_ended_requests_kept,
+    rows_committed_twice,
+    rows_not_committed,
+    ended_requests_overlooked,
+    step_after_a_failed_one_is_not_awaited,
+    requests_of_later_steps_continue_after_a_failure,
+    sampled_token_not_reconciled,
+    ahead_of_a_step_with_prefill,
     wide_draws_followed,
     full_page_one_step_early,
 ]
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
-def test_the_bug_is_caught(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_random_workloads_detect_an_injected_pipeline_bug(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
     @until_it_fails(max_examples=400)
     @given(st.one_of(workloads(), workloads(tight=True)).filter(lambda workload: bool(workload.ahead)))
     def property_holds(workload: Workload) -> None:

@@ -82,7 +82,7 @@ def simple(name: str, prompt: tuple[int, ...], params: Params | None = None) -> 
     ],
 )
 @pytest.mark.parametrize("params", [None, BeamSearchParams(beam_width=3, max_tokens=6, logprobs=2)], ids=["n", "beam"])
-def test_a_spoilt_row_ends_its_request_only(how: str, words: str, params: Params | None) -> None:
+def test_a_corrupted_row_fails_its_request_only(how: str, words: str, params: Params | None) -> None:
     eng = engine(Saboteur(how))
     eng.add(simple("bad", (*range(20, 40), 63), params))
     eng.add(simple("good", tuple(range(1, 30))))
@@ -111,7 +111,7 @@ SHAPES: dict[str, Spoiler] = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_result_of_the_wrong_shape_ends_the_requests_of_its_step(name: str) -> None:
+def test_a_result_of_the_wrong_shape_fails_the_requests_of_its_step(name: str) -> None:
     class Misshapen(FakeRunner):
         def execute(self, plan: StepPlan) -> StepResult:
             result = super().execute(plan)
@@ -144,7 +144,7 @@ class OneRow(FakeRunner):
         return replace(result, faults=((draw, "the logits are not finite"),))
 
 
-def test_one_spoilt_row_in_thirty_two() -> None:
+def test_one_corrupted_row_of_thirty_two_fails_that_request_only() -> None:
     """1,000 trials: exactly that request errors, the others are the same to the bit, its pages are never hit."""
     bare = {str(i): simple(str(i), (i, *range(20, 40))) for i in range(1, 33)}  # no page in common
     requests = {
@@ -233,7 +233,7 @@ def fuzzed(rng: np.random.Generator, number: int) -> GenerateRequest:
     )
 
 
-def canaries() -> list[GenerateRequest]:
+def reference_requests() -> list[GenerateRequest]:
     kinds: list[Params] = [
         SamplingParams(max_tokens=40, seed=4, logprobs=2, ignore_eos=True),
         SamplingParams(max_tokens=40, temperature=0.0, frequency_penalty=0.5, ignore_eos=True),
@@ -243,13 +243,13 @@ def canaries() -> list[GenerateRequest]:
     return [simple(f"canary{i}", tuple(range(i + 1, i + 30)), kinds[i % 4]) for i in range(8)]
 
 
-def test_fuzzed_requests_kill_nobody_and_disturb_no_canary() -> None:
+def test_fuzzed_requests_do_not_change_the_reference_requests() -> None:
     """10,000 requests that the schema admits; 8 canaries beside them answer as they do alone."""
     solo: dict[str, Any] = {}
-    for canary in canaries():
+    for reference_request in reference_requests():
         alone = engine(FakeRunner(fake_capacity(), VOCAB))
-        alone.add(canary)
-        solo[canary.request_id] = outputs(drain(alone)[canary.request_id])
+        alone.add(reference_request)
+        solo[reference_request.request_id] = outputs(drain(alone)[reference_request.request_id])
     eng, rng = (
         engine(FakeRunner(fake_capacity(num_pages=400), VOCAB), max_num_batched_tokens=512),
         np.random.default_rng(16),
@@ -257,15 +257,15 @@ def test_fuzzed_requests_kill_nobody_and_disturb_no_canary() -> None:
     events: dict[str, list[EngineEvent]] = {}
     num_refused = number = num_rounds = 0
     while number < 10_000 or eng.has_work():
-        for canary in canaries():
-            done = events.get(canary.request_id)
+        for reference_request in reference_requests():
+            done = events.get(reference_request.request_id)
             if number < 10_000 and (done is None or isinstance(done[-1], Finished | Failed)):
                 if done is not None:
                     assert isinstance(done[-1], Finished)
-                    assert outputs(done) == solo[canary.request_id]
+                    assert outputs(done) == solo[reference_request.request_id]
                     num_rounds += 1
-                events[canary.request_id] = []
-                eng.add(canary)
+                events[reference_request.request_id] = []
+                eng.add(reference_request)
         for _ in range(min(40 - len(eng.scheduler.waiting), 10_000 - number)):
             try:
                 eng.add(fuzzed(rng, number))
