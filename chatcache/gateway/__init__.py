@@ -1,16 +1,9 @@
-"""The wire: OpenAI-shaped HTTP and SSE, the Responses WebSocket, health, metrics and the static page.
+"""The HTTP server: OpenAI-compatible routes, SSE, the Responses WebSocket, metrics and the chat page.
 
-`app.create_app(config, engine, load_tokenizer, model_name)` builds the Starlette application:
+`app.create_app(config, engine, load_tokenizer, model_name)` builds a Starlette application over an `EngineClient`. The
+application starts at once and responds with 503 `model_loading` until the tokenizer is loaded and the engine is ready.
+`routes.ROUTES` lists all routes with their permissions and types; `docs/` describes them for clients.
 
-    create_app(
-        config: ServerConfig,                     # limits, keys, hosts; config.db is opened when `store` is None
-        engine: EngineClient,                     # wherever it runs; the gateway never starts or stops it
-        load_tokenizer: Callable[[], Tokenizer],  # called once, in a thread, at the start; may take long or raise
-        model_name: str,                          # the served name; "": the engine's own
-        *,
-        store: ConversationStore | None = None,   # tests and `--redis` pass their own; closed at shutdown
-    ) -> Starlette
-
-The app listens at once and answers 503 `model_loading` until the tokenizer is there and `engine.health().ready`.
-`docs/` describes every route and frame.
+Reading order: app, routes, routing, context, middleware, errors, auth, limits, schemas, api, responses, websocket,
+openapi, health, metrics, static, json_codec, uvicorn_limits.
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
+from chatcache import __version__
 from chatcache.config import ServerConfig
 from chatcache.conversations.store import ConversationStore
 from chatcache.engine.protocols import EngineClient
@@ -50,7 +50,7 @@ def create_app(
         config=config,
         engine=engine,
         model_name=model_name,
-        version=_version(),
+        version=__version__,
         started_at=int(time.time()),
         metrics=metrics,
         limiter=limiter,
@@ -118,10 +118,3 @@ def _middleware(
             BodyLimitMiddleware, config.max_body_bytes, config.body_timeout_s, {IMPORT_PATH: config.max_import_bytes}
         ),
     ]
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("chatcache")
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
-        return "0+source"

@@ -46,6 +46,7 @@ from chatcache.gateway.responses.state import (
 )
 from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unknown_fields
 from chatcache.gateway.schemas.requests import DeliveryFields, ResponseFields, SamplingFields
+from chatcache.gateway.schemas.responses import DeletedResponse, InputTokens
 
 # openai-python treats any blank line as the end of an event, so a ping contains none.
 PING = b": keep-alive\n"
@@ -187,7 +188,7 @@ async def delete_response(request: Request) -> Response:
     else:
         await _delete_response(gateway, store, tree, response_id)
     gateway.responses.remove(response_id)
-    return json_response({"id": response_id, "object": "response", "deleted": True})
+    return json_response(DeletedResponse(response_id, "response", deleted=True))
 
 
 async def cancel_response(request: Request) -> Response:
@@ -223,8 +224,8 @@ async def count_input_tokens(request: Request) -> Response:
     turn = build_turn_request(fields, owner, gateway.model_name, functions, running)
     async with gateway.tokenize_throttle.acquire(owner, len(await request.body())):
         planned = await model.conversations.plan(turn)
-    answer = {"object": "response.input_tokens", "input_tokens": len(planned.prompt.token_ids)}
-    return json_response(answer, headers=ignored_header(ignored))
+    result = InputTokens("response.input_tokens", len(planned.prompt.token_ids))
+    return json_response(result, headers=ignored_header(ignored))
 
 
 async def _current_response(request: Request) -> Response:

@@ -1,1 +1,4 @@
-"""Request and response types of the HTTP API; the OpenAPI document is generated from them."""
+"""Types of request and response bodies. Handlers parse and return them; the OpenAPI document is generated from them.
+
+Reading order: requests, fields, errors, completions, responses, server.
+"""
