@@ -56,12 +56,12 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer:
 
     Raises: ModelFolderError naming the file and the reason.
     """
-    from chatcache.model.loading.files import check_inside, naming
+    from chatcache.model.loading.files import as_model_folder_error, check_links
     from chatcache.tokenizer.tokenizer import read_tokenizer
 
     folder = model_folder(config)
-    check_inside(folder)
-    with naming(folder):
+    check_links(folder)
+    with as_model_folder_error(folder):
         return read_tokenizer(folder)
 
 
@@ -83,12 +83,12 @@ def check_model_folder(config: EngineConfig) -> None:
 
     Raises: ModelFolderError naming the file and the reason.
     """
-    from chatcache.model.loading.files import naming, read_config, weight_files
+    from chatcache.model.loading.files import as_model_folder_error, read_config, weight_files
 
     if config.model.count("/") == 1 and not Path(config.model).exists() and config.model[0] not in "./~":
         return  # a Hugging Face id: the engine fetches it
     folder = model_folder(config)
-    with naming(folder):
+    with as_model_folder_error(folder):
         read_config(folder)
         weight_files(folder)
 
@@ -98,11 +98,11 @@ def check_weight_files(config: EngineConfig) -> None:
 
     Raises: ModelFolderError naming the file and the reason.
     """
-    from chatcache.model.loading.files import naming, weight_files
+    from chatcache.model.loading.files import as_model_folder_error, weight_files
     from chatcache.model.loading.weights import Weights  # which needs torch
 
     folder = model_folder(config)
-    with naming(folder):
+    with as_model_folder_error(folder):
         Weights(weight_files(folder))
 
 

@@ -186,7 +186,7 @@ def _problem(name: str, device: torch.device) -> str:
     return "" if capability >= MIN_CAPABILITY else f"needs compute capability 8.0, and {device} has {capability}"
 
 
-def allocate(kernels: AttentionBackend, geometry: Geometry, num_pages: int, page_size: int) -> KVPages:
+def allocate_kv_pages(kernels: AttentionBackend, geometry: Geometry, num_pages: int, page_size: int) -> KVPages:
     """Allocate the page store on the model's device."""
     with torch.device(geometry.device):
         return kernels.allocate_pages(

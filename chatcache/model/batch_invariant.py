@@ -30,24 +30,24 @@ from torch import Tensor
 from torch.nn import functional
 
 from chatcache.errors import ModelFolderError
-from chatcache.model.attention import AttentionBackend, AttentionStep, Geometry, Network, allocate
-from chatcache.model.linear import Product, packed_product
+from chatcache.model.attention import AttentionBackend, AttentionStep, Geometry, Network, allocate_kv_pages
+from chatcache.model.linear import Linear, packed_linear
 from chatcache.model.page_tables import PageTables
 from chatcache.model.streams import to_device
 from chatcache.types.plan import Rows
 
-SIZES = tuple(2**power for power in range(11))
+TILE_SIZES = tuple(2**power for power in range(11))
 REFERENCE_ROWS = 16
 NUM_PROBES = 8
 MAX_PROBE_PRODUCTS = 2**31  # multiplications in one probe beyond `REFERENCE_ROWS` rows; larger sizes go unused
 
 
-class InvariantLinear:
+class BatchInvariantLinear:
     """A linear layer for inference. Shapes: weight [out, in], bias [out]; call: [T, in] -> [T, out]."""
 
     __slots__ = ("_num_outputs", "_product", "_sizes")
 
-    def __init__(self, product: Product, num_outputs: int, sizes: tuple[int, ...]) -> None:
+    def __init__(self, product: Linear, num_outputs: int, sizes: tuple[int, ...]) -> None:
         self._product = product
         self._num_outputs = num_outputs
         self._sizes = sizes
@@ -55,7 +55,7 @@ class InvariantLinear:
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         parts, first = [], 0
-        for size in cut(len(x), self._sizes):
+        for size in tile_sizes(len(x), self._sizes):
             tile = x[first : first + size]
             first += size
             if len(tile) == size:
@@ -67,7 +67,7 @@ class InvariantLinear:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class InvariantLinears:
+class BatchInvariantLinearFactory:
     """Makes the layers of one model; shapes that occur again are probed once.
 
     Calling it raises ModelFolderError where this machine has no way to multiply such a weight invariantly.
@@ -76,9 +76,9 @@ class InvariantLinears:
     def __init__(self) -> None:
         self._sizes: dict[tuple[int, int, torch.dtype, bool], tuple[int, ...]] = {}
 
-    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> InvariantLinear:
+    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> BatchInvariantLinear:
         num_outputs, num_inputs = weight.shape
-        product = packed_product(weight, bias)
+        product = packed_linear(weight, bias)
         if product is None:
             raise ModelFolderError(
                 f"deterministic: oneDNN has no product for a weight of {num_outputs} x {num_inputs} {weight.dtype} "
@@ -86,11 +86,11 @@ class InvariantLinears:
             )
         key = (num_outputs, num_inputs, weight.dtype, bias is not None)
         if key not in self._sizes:
-            self._sizes[key] = agreeing_sizes(*key)
-        return InvariantLinear(product, num_outputs, self._sizes[key])
+            self._sizes[key] = find_invariant_sizes(*key)
+        return BatchInvariantLinear(product, num_outputs, self._sizes[key])
 
 
-def cut(num_rows: int, sizes: tuple[int, ...]) -> Iterator[int]:
+def tile_sizes(num_rows: int, sizes: tuple[int, ...]) -> Iterator[int]:
     """Yield tile sizes that cover `num_rows`, few and not much too large. `sizes` ascend."""
     while num_rows > 0:
         above = next((size for size in sizes if num_rows <= size), 0)
@@ -100,13 +100,13 @@ def cut(num_rows: int, sizes: tuple[int, ...]) -> Iterator[int]:
         num_rows -= size
 
 
-def agreeing_sizes(num_outputs: int, num_inputs: int, dtype: torch.dtype, has_bias: bool) -> tuple[int, ...]:
+def find_invariant_sizes(num_outputs: int, num_inputs: int, dtype: torch.dtype, has_bias: bool) -> tuple[int, ...]:
     """Return the numbers of rows whose products agree with those of `REFERENCE_ROWS` rows on one thread, ascending.
 
     Raises: ModelFolderError if there is none.
     """
-    weight, rows = probes(num_outputs, num_inputs, dtype)
-    product = packed_product(weight, rows[0, :1].repeat(num_outputs) if has_bias else None)
+    weight, rows = make_probes(num_outputs, num_inputs, dtype)
+    product = packed_linear(weight, rows[0, :1].repeat(num_outputs) if has_bias else None)
     if product is None:
         raise ModelFolderError(
             f"deterministic: oneDNN cannot multiply a weight of {num_outputs} x {num_inputs} {dtype}"
@@ -116,7 +116,7 @@ def agreeing_sizes(num_outputs: int, num_inputs: int, dtype: torch.dtype, has_bi
     try:
         torch.set_num_threads(1)
         reference = _row_by_row(product, rows, REFERENCE_ROWS)
-        for size in SIZES:
+        for size in TILE_SIZES:
             if size > REFERENCE_ROWS and size * weight.numel() > MAX_PROBE_PRODUCTS:
                 continue
             if all(_agrees(product, rows, size, count, reference) for count in {1, threads}):
@@ -131,7 +131,7 @@ def agreeing_sizes(num_outputs: int, num_inputs: int, dtype: torch.dtype, has_bi
     return tuple(found)
 
 
-def probes(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def make_probes(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return a weight and rows whose products show in what order they were added up. Shapes: [out, in], [8, in].
 
     Most products cancel exactly, so that what is left is rounding, even after it is rounded to bfloat16. Two rows are
@@ -152,12 +152,12 @@ def probes(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> tuple[Tenso
     return weight, rows.to(dtype)
 
 
-def _row_by_row(product: Product, rows: Tensor, size: int) -> Tensor:
+def _row_by_row(product: Linear, rows: Tensor, size: int) -> Tensor:
     """Multiply each row in a tile of its own, in first place, zeros below."""
     return torch.cat([product(functional.pad(row[None], (0, 0, 0, size - 1)))[:1].clone() for row in rows])
 
 
-def _agrees(product: Product, rows: Tensor, size: int, num_threads: int, reference: Tensor) -> bool:
+def _agrees(product: Linear, rows: Tensor, size: int, num_threads: int, reference: Tensor) -> bool:
     """Tell whether tiles of `size` rows give each row its reference bits, in every place and beside other rows."""
     torch.set_num_threads(num_threads)
     places = torch.arange(size)
@@ -174,7 +174,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.contiguous().view(kind), other.contiguous().view(kind))
 
 
-Grant = tuple[int, int, int]  # (prompt, first token, end)
+Chunk = tuple[int, int, int]  # (prompt, first token, end)
 
 CHECKED_TOKENS = 21
 ARRANGEMENTS: tuple[tuple[tuple[tuple[int, ...], tuple[int, ...]], int, bool], ...] = (
@@ -241,7 +241,7 @@ def check_determinism(network: Network, kernels: AttentionBackend, page_size: in
     """Compute two prompts alone and together, in one chunk and in several, on a few pages of their own, and compare
     all logits. Raises: ModelFolderError if bits differ, or if the kernels refuse a shape.
     """
-    trial = _Trial(network, kernels, page_size, min(CHECKED_TOKENS, max_model_len))
+    trial = _DeterminismProbe(network, kernels, page_size, min(CHECKED_TOKENS, max_model_len))
     expected: dict[tuple[int, int], Tensor] = {}
     try:
         for sizes, delay, backwards in ARRANGEMENTS:
@@ -255,22 +255,22 @@ def check_determinism(network: Network, kernels: AttentionBackend, page_size: in
         raise ModelFolderError(f"deterministic: the exact kernels do not fit this model: {error}") from error
 
 
-class _Trial:
+class _DeterminismProbe:
     """Two prompts and pages for both."""
 
     def __init__(self, network: Network, kernels: AttentionBackend, page_size: int, num_tokens: int) -> None:
         self._network = network
         self._kernels = kernels
         each = -(-num_tokens // page_size)
-        self._pages = allocate(kernels, network.geometry, 1 + 2 * each, page_size)
+        self._pages = allocate_kv_pages(kernels, network.geometry, 1 + 2 * each, page_size)
         self._tables = PageTables(2, each, page_size)
         self._tables.rows[:] = np.arange(1, 1 + 2 * each, dtype=np.int32).reshape(2, each)
         noise = np.random.default_rng(0)
         self._tokens = noise.integers(0, network.geometry.vocab_size, (2, num_tokens)).astype(np.int32)
 
-    def schedule(self, sizes: Sequence[Sequence[int]], delay: int, *, backwards: bool) -> list[list[Grant]]:
+    def schedule(self, sizes: Sequence[Sequence[int]], delay: int, *, backwards: bool) -> list[list[Chunk]]:
         """Return the steps that grant each prompt its chunks, the second prompt's `delay` steps later."""
-        steps: list[list[Grant]] = [[] for _ in range(delay + max(map(len, sizes)))]
+        steps: list[list[Chunk]] = [[] for _ in range(delay + max(map(len, sizes)))]
         for prompt, chunks in enumerate(sizes):
             first = 0
             for number, size in enumerate(chunks):
@@ -280,13 +280,13 @@ class _Trial:
                 first = end
         return [step[::-1] if backwards else step for step in steps if step]
 
-    def run(self, grants: Sequence[Grant]) -> Mapping[tuple[int, int], Tensor]:
+    def run(self, grants: Sequence[Chunk]) -> Mapping[tuple[int, int], Tensor]:
         """Compute one step; return the bits of each (prompt, position)'s logits."""
         tokens = np.concatenate([self._tokens[prompt, first:end] for prompt, first, end in grants])
         table = np.array(grants, np.int32)
         rows = Rows(table[:, 0], table[:, 1], table[:, 2] - table[:, 1], tokens)
         device = self._network.geometry.device
-        place = self._tables.place(rows)
+        place = self._tables.step_layout(rows)
         batch, positions = place.to(device)
         step = AttentionStep(self._kernels, self._pages, batch)
         ids = to_device(tokens.astype(np.int64), device)

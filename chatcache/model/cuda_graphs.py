@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chatcache.model.page_tables import Changes, PageTables
-from chatcache.model.sampling.graph_sampler import is_plain
+from chatcache.model.page_tables import PageTables, TableChanges
+from chatcache.model.sampling.graph_sampler import is_plain_decode
 from chatcache.model.static_steps import (
     Arrays,
     Replay,
@@ -26,8 +26,8 @@ from chatcache.model.static_steps import (
     WorkListBuffers,
     fill_padding,
     fill_rows,
-    fits_tables,
-    step_parts,
+    fits_changes,
+    input_specs,
 )
 from chatcache.model.streams import Layout
 from chatcache.types.plan import StepPlan, StepResult
@@ -36,18 +36,18 @@ Capture = Callable[[Replay], Replay]
 """Turns a step's work into something that repeats it."""
 Progress = Callable[[float, str], None]
 
-NUM_LANES = 2  # steps in flight
+NUM_HOST_BUFFERS = 2  # steps in flight
 
 log = logging.getLogger(__name__)
 
 
-def batch_sizes(most: int) -> list[int]:
+def capture_sizes(most: int) -> list[int]:
     """Return the sizes to capture for up to `most` rows, ascending: padding costs little where sizes are close."""
     sizes = [1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, most + 32, 32)]
     return sorted({min(size, most) for size in sizes})
 
 
-def as_it_is(work: Replay) -> Replay:
+def no_capture(work: Replay) -> Replay:
     """Repeat the work by calling it: the `Capture` of a machine without graphs."""
     return work
 
@@ -77,33 +77,33 @@ class CudaCapture:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class HostBuffers:
     """Host buffers of one step in flight."""
 
-    given: Tensor
-    drawn: Tensor
+    inputs: Tensor
+    outputs: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class CaptureKey:
     """What is captured: a size (by its place among them), a number of work lists, a kind of draws."""
 
-    place: int
+    size_index: int
     num_lists: int
     kind: int
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class FilledStep:
     """A step whose numbers lie in a lane."""
 
-    form: Form
+    key: CaptureKey
     num_rows: int
-    lane: int
+    buffer_index: int
 
 
-class DecodeSteps:
-    """The static steps of a runner. At most `NUM_LANES` may be between `fill` and their `result`."""
+class DecodeGraphs:
+    """The static steps of a runner. At most `NUM_HOST_BUFFERS` may be between `fill` and their `result`."""
 
     def __init__(
         self, parties: StepContext, tables: PageTables, sizes: Sequence[int], rooms: Sequence[WorkListBuffers | None]
@@ -113,20 +113,22 @@ class DecodeSteps:
         self._slots = parties.slots
         self._sizes = np.array(sizes)
         device, forms = self._slots.tables.device, list(zip(sizes, rooms, strict=True))
-        most = max(Layout(step_parts(size, parties.plain, room)).num_bytes for size, room in forms)
+        most = max(Layout(input_specs(size, parties.sampler, room)).num_bytes for size, room in forms)
         self._given = torch.zeros(most, dtype=torch.uint8, device=device)
-        most = max(Layout(parties.plain.drawn_parts(size)).num_bytes for size in sizes)
+        most = max(Layout(parties.sampler.output_specs(size)).num_bytes for size in sizes)
         self._drawn = torch.zeros(most, dtype=torch.uint8, device=device)
         self._steps = [StaticStep(size, parties, room, self._given, self._drawn) for size, room in forms]
         pinned = device.type == "cuda"
-        self._lanes = [Lane(_host(self._given, pinned), _host(self._drawn, pinned)) for _ in range(NUM_LANES)]
+        self._lanes = [
+            HostBuffers(_host(self._given, pinned), _host(self._drawn, pinned)) for _ in range(NUM_HOST_BUFFERS)
+        ]
         self._given_arrays: list[list[Arrays]] = [
-            [step.layout.arrays(lane.given.numpy()) for step in self._steps] for lane in self._lanes
+            [step.layout.arrays(lane.inputs.numpy()) for step in self._steps] for lane in self._lanes
         ]
         self._drawn_arrays: list[list[Arrays]] = [
-            [step.drawn_layout.arrays(lane.drawn.numpy()) for step in self._steps] for lane in self._lanes
+            [step.drawn_layout.arrays(lane.outputs.numpy()) for step in self._steps] for lane in self._lanes
         ]
-        self._replays: dict[Form, Replay] = {}
+        self._replays: dict[CaptureKey, Replay] = {}
         self._next_lane = 0
 
     @property
@@ -137,19 +139,19 @@ class DecodeSteps:
     def capture(self, capture: Capture, progress: Progress) -> None:
         """Make every step replayable, the largest first. What cannot be captured runs as other steps do."""
         todo = [
-            Form(place, num_lists, kind)
+            CaptureKey(place, num_lists, kind)
             for place, step in enumerate(self._steps)
-            for num_lists in range(1, step.most_lists + 1)
-            for kind in range(self._parties.plain.num_kinds)
+            for num_lists in range(1, step.max_lists + 1)
+            for kind in range(self._parties.sampler.num_kinds)
         ]
         started_s, free_bytes = time.perf_counter(), _free_bytes(self._given.device)
         for done, form in enumerate(reversed(todo)):
-            place, step = form.place, self._steps[form.place]
+            place, step = form.size_index, self._steps[form.size_index]
             progress(done / len(todo), f"decode step of {step.size} rows")
-            fill_padding(self._given_arrays[0][place], self._parties.plain, self._slots, step.room)
-            self._given.copy_(self._lanes[0].given)
+            fill_padding(self._given_arrays[0][place], self._parties.sampler, self._slots, step.work_buffers)
+            self._given.copy_(self._lanes[0].inputs)
 
-            def work(step: StaticStep = step, form: Form = form) -> None:
+            def work(step: StaticStep = step, form: CaptureKey = form) -> None:
                 with torch.inference_mode():
                     step.run(form.num_lists, form.kind)
 
@@ -163,44 +165,46 @@ class DecodeSteps:
         took_s, taken = time.perf_counter() - started_s, (free_bytes - _free_bytes(self._given.device)) / 2**20
         log.info("captured %d decode steps in %.1f s, %.0f MiB", self.num_captured, took_s, taken)
 
-    def fill(self, plan: StepPlan, changes: Changes) -> Ready | None:
+    def fill(self, plan: StepPlan, changes: TableChanges) -> FilledStep | None:
         """Write a step's numbers into the next lane; None if the step is not for here.
 
         Raises: ValueError for a token whose page was never given.
         """
-        kind = self._parties.plain.kind(plan.draws) if is_plain(plan) else None
+        kind = self._parties.sampler.kind(plan.draws) if is_plain_decode(plan) else None
         if kind is None:
             return None
         rows = plan.rows
         count = len(rows.slot)
         place = int(np.searchsorted(self._sizes, count))
-        if place == len(self._sizes) or not fits_tables(changes, int(self._sizes[place])):
+        if place == len(self._sizes) or not fits_changes(changes, int(self._sizes[place])):
             return None
         step, given = self._steps[place], self._given_arrays[self._next_lane][place]
-        cells = self._tables.cells_of(rows.slot, rows.start)
+        cells = self._tables.decode_cells(rows.slot, rows.start)
         num_lists: int | None = 1
-        if step.room is not None:
-            work = self._tables.work_of(rows.slot, rows.start)
-            num_lists = step.room.fill(given, work, count) if work is not None else None
-        form = Form(place, num_lists or 0, kind)
+        if step.work_buffers is not None:
+            work = self._tables.decode_work(rows.slot, rows.start)
+            num_lists = step.work_buffers.fill(given, work, count) if work is not None else None
+        form = CaptureKey(place, num_lists or 0, kind)
         if form not in self._replays:
             return None
         fill_rows(given, rows, cells, changes, self._slots)
-        self._parties.plain.fill(given, plan.draws, given["slot"])
-        lane, self._next_lane = self._next_lane, (self._next_lane + 1) % NUM_LANES
-        return Ready(form, count, lane)
+        self._parties.sampler.fill(given, plan.draws, given["slot"])
+        lane, self._next_lane = self._next_lane, (self._next_lane + 1) % NUM_HOST_BUFFERS
+        return FilledStep(form, count, lane)
 
-    def run(self, ready: Ready) -> None:
+    def run(self, ready: FilledStep) -> None:
         """Enqueue the copy down, the step and the copy up."""
-        lane, step = self._lanes[ready.lane], self._steps[ready.form.place]
+        lane, step = self._lanes[ready.buffer_index], self._steps[ready.key.size_index]
         size, drawn_size = step.layout.num_bytes, step.drawn_layout.num_bytes
-        self._given[:size].copy_(lane.given[:size], non_blocking=True)
-        self._replays[ready.form]()
-        lane.drawn[:drawn_size].copy_(self._drawn[:drawn_size], non_blocking=True)
+        self._given[:size].copy_(lane.inputs[:size], non_blocking=True)
+        self._replays[ready.key]()
+        lane.outputs[:drawn_size].copy_(self._drawn[:drawn_size], non_blocking=True)
 
-    def result(self, ready: Ready) -> StepResult:
+    def result(self, ready: FilledStep) -> StepResult:
         """Return what was drawn, once the device is done."""
-        return self._parties.plain.result(self._drawn_arrays[ready.lane][ready.form.place], ready.num_rows)
+        return self._parties.sampler.result(
+            self._drawn_arrays[ready.buffer_index][ready.key.size_index], ready.num_rows
+        )
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from chatcache.errors import ModelFolderError
 from chatcache.model.attention import AttentionStep, Geometry
-from chatcache.model.linear import Int8Linear, MakeLinear, PanelLinear, Product, fast_linear
+from chatcache.model.linear import Int8Linear, Linear, LinearFactory, PanelLinear, fast_linear
 from chatcache.model.loading.config_reader import Architecture, Rope
 from chatcache.model.loading.weights import WeightSource
 
@@ -73,7 +73,7 @@ def _frequencies(rope: Rope, length: int, max_position: int) -> tuple[Tensor, fl
     return plain, 1.0
 
 
-def _original(rope: Rope) -> float:
+def _original_context(rope: Rope) -> float:
     """Return the context before the stretch; the config reader always sets it."""
     return dict(rope.options)["original_max_position_embeddings"]
 
@@ -81,7 +81,7 @@ def _original(rope: Rope) -> float:
 def _llama3(rope: Rope, plain: Tensor, factor: float) -> Tensor:
     """Leave short wavelengths, divide long ones by `factor`, blend between."""
     low, high = rope.option("low_freq_factor", 1.0) or 1.0, rope.option("high_freq_factor", 4.0) or 4.0
-    turns = _original(rope) * plain / (2 * math.pi)  # full turns within the original context
+    turns = _original_context(rope) * plain / (2 * math.pi)  # full turns within the original context
     blend = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return plain / factor * (1 - blend) + plain * blend
 
@@ -90,7 +90,7 @@ def _yarn(rope: Rope, plain: Tensor, factor: float) -> Tensor:
     """Interpolate slow dimensions, keep fast ones, ramp between those that turn beta_slow and beta_fast times."""
 
     def dimension(turns: float) -> float:
-        return rope.dim * math.log(_original(rope) / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return rope.dim * math.log(_original_context(rope) / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.option("beta_fast") or 32.0), dimension(rope.option("beta_slow") or 1.0)
     if rope.option("truncate", 1.0):
@@ -136,8 +136,8 @@ class FusedDecode:
         return self._few.run(tokens, positions, step.batch, drawn)
 
 
-def fused_decode(
-    layers: Sequence[Layer], head: Product, embedding: Tensor, norm: Tensor, eps: float, scale: float, num_heads: int,
+def make_fused_decode(
+    layers: Sequence[Layer], head: Linear, embedding: Tensor, norm: Tensor, eps: float, scale: float, num_heads: int,
     turns: tuple[Tensor, Tensor],
 ) -> FusedDecode | None:  # fmt: skip
     """Return the steps of a decoder whose layers all keep panels, else None."""
@@ -156,13 +156,13 @@ def fused_decode(
     return FusedDecode(DecoderWeights(embedding, cos, sin, blocks, norm, panels[0], eps, scale, num_heads))
 
 
-def _panels(product: Product) -> PackedLinear | None:
+def _panels(product: Linear) -> PackedLinear | None:
     """Return a layer as the kernels of few tokens take it, None where they do not."""
     from chatcache_kernels.cpu.decoder import PackedLinear
 
     if isinstance(product, PanelLinear):
         return PackedLinear(product.panels, product.bias)
-    if isinstance(product, Int8Linear) and product.whole:
+    if isinstance(product, Int8Linear) and product.is_unpadded:
         return PackedLinear(product.codes, product.bias, product.scales)
     return None
 
@@ -175,12 +175,12 @@ class Layer:
     """One block's weights. `qkv` gives H query, Hkv key and Hkv value heads side by side; `gate_up` gate first."""
 
     attention_norm: Tensor
-    qkv: Product
+    qkv: Linear
     head_norms: HeadNorms | None
-    out: Product
+    out: Linear
     mlp_norm: Tensor
-    gate_up: Product
-    down: Product
+    gate_up: Linear
+    down: Linear
     window: int | None
 
 
@@ -194,7 +194,7 @@ class Decoder:
         embedding: Tensor,
         layers: list[Layer],
         norm: Tensor,
-        head: Product,
+        head: Linear,
     ) -> None:
         self.arch = arch
         self.geometry = geometry
@@ -210,7 +210,7 @@ class Decoder:
         """Make the rotary tables for contexts of up to `length` tokens."""
         cos, sin = rope_tables(self.arch.rope, length, self.arch.max_position)
         self._cos, self._sin = cos.to(self.geometry.device), sin.to(self.geometry.device)
-        self._short = fused_decode(
+        self._short = make_fused_decode(
             self._layers, self._head, self._embedding, self._norm, self.arch.rms_norm_eps, self._scale,
             self.arch.num_heads, (self._cos, self._sin),
         )  # fmt: skip
@@ -259,13 +259,13 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress,
-    make_linear: MakeLinear = fast_linear,
+    make_linear: LinearFactory = fast_linear,
 ) -> Decoder:
     """Build a decoder from a folder's tensors, converted and fused as they are copied.
 
     Raises: ModelFolderError for a tensor that is missing or of the wrong shape.
     """
-    take = _Taker(weights, dtype, device, make_linear)
+    take = _WeightLoader(weights, dtype, device, make_linear)
     a = arch
     embedding = take("model.embed_tokens.weight", a.vocab_size, a.hidden_size)
     layers = []
@@ -278,7 +278,7 @@ def load_decoder(
     return Decoder(a, geometry, embedding, layers, norm, head)
 
 
-def _load_layer(a: Architecture, index: int, take: _Taker) -> Layer:
+def _load_layer(a: Architecture, index: int, take: _WeightLoader) -> Layer:
     base = f"model.layers.{index}"
     widths = {"q_proj": a.num_heads * a.head_dim, "k_proj": a.num_kv_heads * a.head_dim}
     widths["v_proj"] = widths["k_proj"]
@@ -299,18 +299,18 @@ def _load_layer(a: Architecture, index: int, take: _Taker) -> Layer:
     )
 
 
-def _head_norms(a: Architecture, base: str, take: _Taker) -> HeadNorms | None:
+def _head_norms(a: Architecture, base: str, take: _WeightLoader) -> HeadNorms | None:
     if not a.qk_norm:
         return None
     q, k = (take(f"{base}.{name}.weight", a.head_dim) for name in ("q_norm", "k_norm"))
     return HeadNorms(q, k, a.rms_norm_eps)
 
 
-class _Taker:
+class _WeightLoader:
     """Copies tensors out of the mapped files."""
 
     def __init__(
-        self, weights: WeightSource, dtype: torch.dtype, device: torch.device, make_linear: MakeLinear
+        self, weights: WeightSource, dtype: torch.dtype, device: torch.device, make_linear: LinearFactory
     ) -> None:
         self.weights, self.dtype, self.device = weights, dtype, device
         self.make_linear = make_linear
@@ -318,7 +318,7 @@ class _Taker:
     def __call__(self, name: str, *shape: int) -> Tensor:
         return self._into([self.weights.get(name, shape)])
 
-    def linear(self, base: str, widths: dict[str, int], num_inputs: int, bias: bool) -> Product:
+    def linear(self, base: str, widths: dict[str, int], num_inputs: int, bias: bool) -> Linear:
         """Return one layer for several projections, stacked in the order given."""
         get = self.weights.get
         weight = self._into([get(f"{base}.{name}.weight", (width, num_inputs)) for name, width in widths.items()])
@@ -336,7 +336,7 @@ class _Taker:
         return whole
 
 
-def check_unused(weights: WeightSource, arch: Architecture, folder: Path) -> None:
+def check_layer_count(weights: WeightSource, arch: Architecture, folder: Path) -> None:
     """Refuse a folder with more layers than its config says: its text would be silently wrong.
 
     Raises: ModelFolderError.

@@ -8,18 +8,18 @@ import torch
 
 from chatcache.errors import DeviceLostError
 
-NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-DEVICE_WORDS = ("CUDA error", "Triton Error [CUDA]", "cuDNN error")
+OUT_OF_MEMORY_TEXTS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+DEVICE_ERROR_TEXTS = ("CUDA error", "Triton Error [CUDA]", "cuDNN error")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device had too little memory, so that a smaller step may do."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    return _is_of_device(error) and any(words in str(error) for words in NO_MEMORY)
+    return _is_of_device(error) and any(words in str(error) for words in OUT_OF_MEMORY_TEXTS)
 
 
-def device_lost(error: BaseException, name: str, step: int, probe: Callable[[], None]) -> DeviceLostError | None:
+def device_lost_error(error: BaseException, name: str, step: int, probe: Callable[[], None]) -> DeviceLostError | None:
     """Return what to raise if `error` means that the device answers no more; None if it still does.
 
     A sticky CUDA error spoils the context: every later call fails, too, and `probe` is such a call. A launch that was
@@ -38,4 +38,4 @@ def device_lost(error: BaseException, name: str, step: int, probe: Callable[[], 
 def _is_of_device(error: BaseException) -> bool:
     if isinstance(error, torch.AcceleratorError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in DEVICE_WORDS)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in DEVICE_ERROR_TEXTS)

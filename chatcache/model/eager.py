@@ -21,18 +21,18 @@ from torch import Tensor
 
 from chatcache.model.attention import AttentionBackend, AttentionStep, Network
 from chatcache.model.device_errors import is_out_of_memory
-from chatcache.model.page_tables import Changes, DeviceSlots, PageTables, Placement
-from chatcache.model.sampling.sampler import AnySampler, fill_all, part_sizes, scored_tokens
+from chatcache.model.page_tables import DeviceSlots, PageTables, StepLayout, TableChanges
+from chatcache.model.sampling.sampler import TokenSampler, part_sizes, score_parts, scored_token_indices
 from chatcache.model.streams import to_device, upload
 from chatcache.types.plan import I32, Draws, Rows, Scores, StepPlan, StepResult
 
 Index = NDArray[np.intp]
 
-PER_DRAW = ("row", "width", "seed", "lane", "position", "temperature", "top_k", "top_p", "min_p", "num_top")
+DRAW_FIELDS = ("row", "width", "seed", "lane", "position", "temperature", "top_k", "top_p", "min_p", "num_top")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StepPart:
     """Some rows of a step, or some tokens of one row, and what is drawn from them and scored.
 
     `first_token`: where its tokens begin among the step's; `drawn`, `scored`: which of the step's draws and targets
@@ -47,13 +47,13 @@ class Part:
     scored: Index
 
     @classmethod
-    def whole(cls, plan: StepPlan) -> Part:
+    def whole(cls, plan: StepPlan) -> StepPart:
         """Return all of a step's rows."""
         targets = len(plan.scores.targets) if plan.scores is not None else 0
         return cls(plan.rows, plan.draws, plan.scores, 0, np.arange(len(plan.draws.row)), np.arange(targets))
 
 
-def split_step(part: Part) -> tuple[Part, Part] | None:
+def split_step(part: StepPart) -> tuple[StepPart, StepPart] | None:
     """Return two halves to be run in this order; None for a single token."""
     num_rows = len(part.rows.slot)
     if num_rows > 1:
@@ -64,7 +64,7 @@ def split_step(part: Part) -> tuple[Part, Part] | None:
     return None
 
 
-def join_results(whole: Part, parts: Sequence[tuple[Part, StepResult]]) -> StepResult:
+def join_results(whole: StepPart, parts: Sequence[tuple[StepPart, StepResult]]) -> StepResult:
     """Return the results of a step's parts as the step's own."""
     num_draws = len(whole.draws.row)
     results = [result for _, result in parts]
@@ -103,7 +103,7 @@ def join_results(whole: Part, parts: Sequence[tuple[Part, StepResult]]) -> StepR
     )
 
 
-def _rows(part: Part, first: int, last: int) -> Part:
+def _rows(part: StepPart, first: int, last: int) -> StepPart:
     """Return rows first .. last - 1."""
     rows = part.rows
     ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(rows.num_tokens)))
@@ -111,10 +111,10 @@ def _rows(part: Part, first: int, last: int) -> Part:
     cut = Rows(rows.slot[first:last], rows.start[first:last], rows.num_tokens[first:last], rows.tokens[begin:end])
     which = np.flatnonzero((part.draws.row >= first) & (part.draws.row < last))
     scores, scored = _scores_of_rows(part, first, last)
-    return Part(cut, _draws(part.draws, which, first), scores, part.first_token + begin, part.drawn[which], scored)
+    return StepPart(cut, _draws(part.draws, which, first), scores, part.first_token + begin, part.drawn[which], scored)
 
 
-def _scores_of_rows(part: Part, first: int, last: int) -> tuple[Scores | None, Index]:
+def _scores_of_rows(part: StepPart, first: int, last: int) -> tuple[Scores | None, Index]:
     scores = part.scores
     if scores is None:
         return None, part.scored
@@ -126,7 +126,7 @@ def _scores_of_rows(part: Part, first: int, last: int) -> tuple[Scores | None, I
     return cut, part.scored[cells]
 
 
-def _tokens(part: Part, middle: int) -> tuple[Part, Part]:
+def _tokens(part: StepPart, middle: int) -> tuple[StepPart, StepPart]:
     """Cut the only row before its token `middle`."""
     rows, scores = part.rows, part.scores
     before, after = np.array([middle], np.int32), (rows.num_tokens - middle).astype(np.int32)
@@ -137,14 +137,14 @@ def _tokens(part: Part, middle: int) -> tuple[Part, Part]:
         first, second = (replace(scores, targets=cut) for cut in (scores.targets[:middle], scores.targets[middle:]))
     none = part.drawn[:0]
     return (
-        Part(head, _draws(part.draws, none, 0), first, part.first_token, none, part.scored[:middle]),
-        Part(tail, part.draws, second, part.first_token + middle, part.drawn, part.scored[middle:]),
+        StepPart(head, _draws(part.draws, none, 0), first, part.first_token, none, part.scored[:middle]),
+        StepPart(tail, part.draws, second, part.first_token + middle, part.drawn, part.scored[middle:]),
     )
 
 
 def _draws(draws: Draws, which: Index, first_row: int) -> Draws:
     """Return some of the draws, their rows counted from `first_row`."""
-    cut = {name: getattr(draws, name)[which] for name in PER_DRAW}
+    cut = {name: getattr(draws, name)[which] for name in DRAW_FIELDS}
     cut["row"] = cut["row"] - np.int32(first_row)
     place = {int(draw): new for new, draw in enumerate(which)}
     return Draws(
@@ -160,7 +160,7 @@ Finish = Callable[[], StepResult]
 log = logging.getLogger(__name__)
 
 
-class EagerSteps:
+class EagerRunner:
     """Runs steps operation by operation. `slots`: the device's, where it keeps any."""
 
     def __init__(
@@ -170,7 +170,7 @@ class EagerSteps:
         pages: KVPages,
         tables: PageTables,
         slots: DeviceSlots | None,
-        sampler: AnySampler,
+        sampler: TokenSampler,
     ) -> None:
         self._network = network
         self._kernels = kernels
@@ -181,39 +181,39 @@ class EagerSteps:
         self._device = network.geometry.device
         self._was_short = False
 
-    def run(self, plan: StepPlan, changes: Changes, placement: Placement | None) -> Finish:
+    def run(self, plan: StepPlan, changes: TableChanges, placement: StepLayout | None) -> Finish:
         """Enqueue a step whose rows go where `placement` says; None if it has none.
 
         Raises: whatever torch raises, for lack of memory only if a single token does not fit.
         """
-        self.change(changes)
-        self.copy(plan.copies)
+        self.apply_changes(changes)
+        self.copy_pages(plan.copies)
         if placement is None:
-            return nothing
-        whole = Part.whole(plan)
+            return empty_result
+        whole = StepPart.whole(plan)
         done = self._attempt(whole, placement, self._tokens(plan.rows))
         if len(done) == 1:
             return done[0][1]
         return lambda: join_results(whole, [(part, finish()) for part, finish in done])
 
-    def change(self, changes: Changes) -> None:
+    def apply_changes(self, changes: TableChanges) -> None:
         """Bring changes of the page tables to the device, if it keeps any."""
         if self._slots is not None:
             self._slots.apply(changes)
 
-    def copy(self, copies: I32) -> None:
+    def copy_pages(self, copies: I32) -> None:
         """Enqueue a plan's copies. Shapes: copies [C, 2]."""
         if len(copies):
             self._kernels.copy_pages(self._pages, to_device(copies, self._device))
 
     def forward(self, rows: Rows, drawn: Index) -> Tensor:
         """Return logits [U, V] of the last token of each row in `drawn` [U]; pages gain the new tokens' K and V."""
-        return self._forward(self._tables.place(rows), self._tokens(rows), drawn)
+        return self._forward(self._tables.step_layout(rows), self._tokens(rows), drawn)
 
-    def _attempt(self, part: Part, placement: Placement | None, tokens: Tensor) -> list[tuple[Part, Finish]]:
+    def _attempt(self, part: StepPart, placement: StepLayout | None, tokens: Tensor) -> list[tuple[StepPart, Finish]]:
         """Run a part of a step, or its halves one after the other if there is no memory to run it whole."""
         try:
-            return [(part, self._run(part, placement or self._tables.place(part.rows), tokens))]
+            return [(part, self._run(part, placement or self._tables.step_layout(part.rows), tokens))]
         except RuntimeError as error:
             halves = split_step(part) if is_out_of_memory(error) else None
             if halves is None:
@@ -222,7 +222,7 @@ class EagerSteps:
         self._make_room(part)
         return [done for half in halves for done in self._attempt(half, None, tokens)]
 
-    def _make_room(self, part: Part) -> None:
+    def _make_room(self, part: StepPart) -> None:
         if not self._was_short:
             shape = len(part.rows.slot), len(part.rows.tokens)
             log.warning("no memory for a step of %d rows and %d tokens: such steps run in halves, slower", *shape)
@@ -230,7 +230,7 @@ class EagerSteps:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _run(self, part: Part, placement: Placement, tokens: Tensor) -> Finish:
+    def _run(self, part: StepPart, placement: StepLayout, tokens: Tensor) -> Finish:
         rows, draws = part.rows, part.draws
         own = tokens[part.first_token : part.first_token + len(rows.tokens)]
         rows_drawn, index = np.unique(draws.row, return_inverse=True)
@@ -238,7 +238,7 @@ class EagerSteps:
         if part.scores is not None:
             return self._scored(part, part.scores, placement, own, drawn, index)
         logits = self._forward(placement, own, drawn)
-        return self._draw(logits, index, draws, rows) if len(index) else nothing
+        return self._draw(logits, index, draws, rows) if len(index) else empty_result
 
     def _draw(self, logits: Tensor, index: Index, draws: Draws, rows: Rows) -> Finish:
         if self._slots is None:
@@ -248,31 +248,31 @@ class EagerSteps:
         return self._sampler.enqueue(logits, index, draws, slots, self._slots.last_token).result
 
     def _scored(
-        self, part: Part, scores: Scores, placement: Placement, tokens: Tensor, drawn: Index, index: Index
+        self, part: StepPart, scores: Scores, placement: StepLayout, tokens: Tensor, drawn: Index, index: Index
     ) -> Finish:
         """Run the rows, draw, and score the prompts that asked for it, never holding all their logits at once."""
         geometry = self._network.geometry
-        wanted = np.concatenate((placement.last[drawn], scored_tokens(part.rows, scores)))
+        wanted = np.concatenate((placement.last[drawn], scored_token_indices(part.rows, scores)))
         sizes = part_sizes(len(drawn), len(wanted), geometry.vocab_size * geometry.dtype.itemsize)
         step, positions = self._step(placement)
         parts = self._network.forward_parts(
             tokens, positions, step, torch.split(to_device(wanted, self._device), sizes)
         )
-        sheet = self._sampler.sheet(part.rows, scores)
+        sheet = self._sampler.prompt_scorer(part.rows, scores)
         logits = next(parts)
-        drawing: Finish = nothing
+        drawing: Finish = empty_result
         if len(index):
             drawing = self._draw(logits[: len(drawn)], index, part.draws, part.rows)
         sheet.fill(logits[len(drawn) :])
         del logits
-        fill_all(sheet, parts)
+        score_parts(sheet, parts)
         return lambda: sheet.add_to(drawing())
 
-    def _forward(self, placement: Placement, tokens: Tensor, drawn: Index) -> Tensor:
+    def _forward(self, placement: StepLayout, tokens: Tensor, drawn: Index) -> Tensor:
         step, positions = self._step(placement)
         return self._network.forward(tokens, positions, step, to_device(placement.last[drawn], self._device))
 
-    def _step(self, placement: Placement) -> tuple[AttentionStep, Tensor]:
+    def _step(self, placement: StepLayout) -> tuple[AttentionStep, Tensor]:
         """Return the rows' attention and positions [T]."""
         batch, positions = placement.to(self._device, self._slots)
         return AttentionStep(self._kernels, self._pages, batch), positions
@@ -290,7 +290,7 @@ class EagerSteps:
         return tokens.index_copy(0, places, self._slots.last_token.index_select(0, slots).long())
 
 
-def nothing() -> StepResult:
+def empty_result() -> StepResult:
     """Return the result of a step that draws nothing."""
     ids, logprobs = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
     return StepResult(ids, logprobs, ids, logprobs)

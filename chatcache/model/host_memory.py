@@ -58,12 +58,12 @@ class HostArena:
         self._piece = self._piece[-(-num_bytes // ALIGNMENT) * ALIGNMENT :]
         return taken.view(dtype).view(shape)
 
-    def keep(self, tensor: Tensor) -> Tensor:
+    def copy(self, tensor: Tensor) -> Tensor:
         """Return a contiguous copy."""
         return self.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
 
-def keep_freed_memory() -> None:
+def reuse_freed_memory() -> None:
     """Tell the C library to reuse what is freed rather than return it; a setting of the whole process, glibc only."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -74,7 +74,7 @@ def keep_freed_memory() -> None:
             log.info("mallopt(%d, %d) was refused", parameter, value)
 
 
-AHEAD_BYTES = 512 * 2**20
+PREFAULT_AHEAD_BYTES = 512 * 2**20
 _STEP_BYTES = 2 * 2**20  # of one layer's keys or values at a time: a huge page
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: as if written, contents unchanged; safe beside real writes
 
@@ -82,7 +82,7 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: as if written, contents
 class PagePrefaulter:
     """Keeps `ahead_bytes` behind the highest page in use touched. One thread calls; the work is done on another."""
 
-    def __init__(self, pages: KVPages, ahead_bytes: int = AHEAD_BYTES) -> None:
+    def __init__(self, pages: KVPages, ahead_bytes: int = PREFAULT_AHEAD_BYTES) -> None:
         self._layers = [layer for store in (pages.k, pages.v) for layer in store]
         page_bytes = _page_bytes(self._layers[0])
         self._num_pages = len(self._layers[0])
@@ -97,14 +97,14 @@ class PagePrefaulter:
         atexit.register(lambda: (method := close()) is not None and method())
 
     @property
-    def is_off(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether nothing more will be touched: closed, or the system cannot."""
         return self._populate is None
 
-    def reach(self, page: int) -> None:
+    def ensure(self, page: int) -> None:
         """Say that `page` is in use; never waits."""
         end = min(page + 1 + self._ahead, self._num_pages)
-        if self.is_off or end <= self._wanted:
+        if self.is_closed or end <= self._wanted:
             return
         with self._lock:
             self._wanted = min(end + self._ahead // 4, self._num_pages)  # a thread now and then, not at every page
@@ -131,7 +131,7 @@ class PagePrefaulter:
                 self._touched = end
             for layer in self._layers:
                 page_bytes = _page_bytes(layer)
-                if self.is_off or not populate(layer.data_ptr() + first * page_bytes, (end - first) * page_bytes):
+                if self.is_closed or not populate(layer.data_ptr() + first * page_bytes, (end - first) * page_bytes):
                     self.close()
                     break
 

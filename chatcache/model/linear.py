@@ -22,10 +22,10 @@ from chatcache.model.loading.config_reader import Architecture
 
 log = logging.getLogger(__name__)
 
-Product = Callable[[Tensor], Tensor]
+Linear = Callable[[Tensor], Tensor]
 """A linear layer: [T, in] -> [T, out]."""
 
-MakeLinear = Callable[[Tensor, Tensor | None], Product]
+LinearFactory = Callable[[Tensor, Tensor | None], Linear]
 """Makes a layer of a weight [out, in] and perhaps a bias [out]."""
 
 
@@ -34,37 +34,37 @@ class PanelLinear:
 
     __slots__ = ("bias", "panels", "product")
 
-    def __init__(self, product: Product, panels: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, product: Linear, panels: Tensor, bias: Tensor | None) -> None:
         self.product, self.panels, self.bias = product, panels, bias
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.product(x)
 
 
-class TwofoldLinears:
+class DualLayoutLinearFactory:
     """Makes a model's layers, for many tokens by oneDNN and, where the CPU's kernels take the weight, for few."""
 
     def __init__(self) -> None:
         self._arena = HostArena()
 
-    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Product:
+    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         from chatcache_kernels.cpu.matmul import can_pack, pack_weight
 
-        panels = pack_weight(weight, self._arena.keep) if can_pack(weight) else None
+        panels = pack_weight(weight, self._arena.copy) if can_pack(weight) else None
         product = fast_linear(weight, bias)
         return product if panels is None else PanelLinear(product, panels, bias)
 
 
-def fast_linear(weight: Tensor, bias: Tensor | None = None) -> Product:
+def fast_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """Return a linear layer for inference.
 
     On CPUs the weight is reordered by oneDNN once, which streams it 1.5 to 3 times as fast as `F.linear` at small T;
     where that operator is missing or disagrees with `F.linear`, the plain weight is kept.
     """
-    return packed_product(weight, bias) or (lambda x: functional.linear(x, weight, bias))
+    return packed_linear(weight, bias) or (lambda x: functional.linear(x, weight, bias))
 
 
-def packed_product(weight: Tensor, bias: Tensor | None) -> Product | None:
+def packed_linear(weight: Tensor, bias: Tensor | None) -> Linear | None:
     """Return the layer over a reordered weight; the given one is let go. None where oneDNN cannot, or not well."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
         return None
@@ -96,15 +96,15 @@ QUANTIZATIONS = ("none", "int8")
 class Int8Linear:
     """A linear layer for inference. Shapes: codes, scales as `chatcache_kernels.cpu.int8` has them, bias [out]."""
 
-    __slots__ = ("bias", "codes", "scales", "whole")
+    __slots__ = ("bias", "codes", "is_unpadded", "scales")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, arena: HostArena) -> None:
         from chatcache_kernels.cpu.int8 import pack_numbers, quantise
 
         numbers, self.scales = quantise(weight)
-        self.codes = arena.keep(pack_numbers(numbers))
+        self.codes = arena.copy(pack_numbers(numbers))
         self.bias = None if bias is None else bias.float()
-        self.whole = self.codes.numel() == weight.numel()  # nothing was added to fill panels up
+        self.is_unpadded = self.codes.numel() == weight.numel()  # nothing was added to fill panels up
 
     def __call__(self, x: Tensor) -> Tensor:
         from chatcache_kernels.cpu.int8 import multiply
@@ -112,7 +112,7 @@ class Int8Linear:
         return multiply(x, self.codes, self.scales, self.bias)
 
 
-class Int8Linears:
+class Int8LinearFactory:
     """Makes the layers of one model and counts their weights and bytes."""
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ def check_quantization(name: str, device: torch.device) -> None:
 
 
 def weight_sizes(
-    num_parameters: int, dtype: torch.dtype, arch: Architecture | None, int8: Int8Linears | None
+    num_parameters: int, dtype: torch.dtype, arch: Architecture | None, int8: Int8LinearFactory | None
 ) -> tuple[int, int]:
     """Return how many bytes of weights are held, second forms not counted, and how many of them every step reads: all
     but an embedding table that serves look-ups alone. `arch` is None for a model of other people's modules."""

@@ -18,12 +18,12 @@ from torch import Tensor
 from chatcache.model.streams import upload
 from chatcache.types.plan import I32, I64, Rows
 
-Prepare = Callable[[I32, I32, I32, int, int], AttentionWork | None]
+PrepareWork = Callable[[I32, I32, I32, int, int], AttentionWork | None]
 """A backend's `prepare`: (tables, start, num_tokens, page_size, group) -> the step's work list, if it wants one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class TableChanges:
     """The cells of the page tables that a plan changed, with what they hold now; a cell may come twice.
 
     Shapes: at [K] int64 (slot * max_pages + index), pages [K] int32.
@@ -34,7 +34,7 @@ class Changes:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class StepLayout:
     """Where a step's tokens go, on the host. Shapes: slot [R] int64; tables [R, pages of the longest row], start,
     num_tokens [R], offsets [R + 1] int32; slots, positions [T] int64; last [R] is each row's last token among the T."""
 
@@ -58,7 +58,7 @@ class Placement:
         host = (tables, self.start, self.num_tokens, self.offsets, self.slots, self.positions, *work)
         first, start, num_tokens, offsets, slots, positions, *rest = upload(host, device)
         batch = AttentionBatch(
-            tables=first if known is None else known.tables_of(first, self.tables.shape[1]),
+            tables=first if known is None else known.select_tables(first, self.tables.shape[1]),
             start=start,
             num_tokens=num_tokens,
             offsets=offsets,
@@ -74,14 +74,14 @@ class PageTables:
     """Shapes: rows [num_slots, max_pages] int32; entries past a branch's end are leftovers and never read."""
 
     def __init__(
-        self, num_slots: int, max_pages: int, page_size: int, prepare: Prepare = reference.prepare, group: int = 1
+        self, num_slots: int, max_pages: int, page_size: int, prepare: PrepareWork = reference.prepare, group: int = 1
     ) -> None:
         self._prepare = prepare
         self._group = group
         self.rows = np.zeros((num_slots, max_pages), np.int32)
         self.page_size = page_size
 
-    def apply(self, forks: I32, updates: I32) -> Changes:
+    def apply(self, forks: I32, updates: I32) -> TableChanges:
         """Copy rows for forks, in order (a slot may be source after it was target), then write the new entries."""
         width = self.rows.shape[1]
         for source, target, num_pages in forks.tolist():
@@ -93,9 +93,9 @@ class PageTables:
         if len(forks):
             copied = [np.arange(target * width, target * width + num_pages) for _, target, num_pages in forks.tolist()]
             at = np.concatenate((at, *copied))
-        return Changes(at, self.rows.reshape(-1)[at])
+        return TableChanges(at, self.rows.reshape(-1)[at])
 
-    def place(self, rows: Rows) -> Placement:
+    def step_layout(self, rows: Rows) -> StepLayout:
         """Return where the tokens of a step go.
 
         Raises: ValueError for a token whose page was never given; writing it would spoil the null page.
@@ -112,7 +112,7 @@ class PageTables:
         _check_pages(pages, positions, row)
         slots = pages.astype(np.int64) * size + positions % size
         start, num_tokens = rows.start.astype(np.int32), rows.num_tokens.astype(np.int32)
-        return Placement(
+        return StepLayout(
             slot=rows.slot.astype(np.int64),
             tables=tables,
             start=start,
@@ -126,7 +126,7 @@ class PageTables:
             work=self._prepare(tables, start, num_tokens, size, self._group),
         )
 
-    def cells_of(self, slot: I32, start: I32) -> I64:
+    def decode_cells(self, slot: I32, start: I32) -> I64:
         """Return the cells of one new token a row. Shapes: slot, start [R] -> [R].
 
         Raises: ValueError as `place`.
@@ -137,7 +137,7 @@ class PageTables:
             _check_pages(pages, start, np.arange(len(slot)))
         return pages.astype(np.int64) * self.page_size + offset
 
-    def work_of(self, slot: I32, start: I32) -> AttentionWork | None:
+    def decode_work(self, slot: I32, start: I32) -> AttentionWork | None:
         """Return the work list of one new token a row, if the backend wants one."""
         most = int(start.max(initial=0)) // self.page_size + 1
         ones = np.ones(len(slot), np.int32)
@@ -153,13 +153,13 @@ class DeviceSlots:
 
     def __init__(self, tables: PageTables, device: torch.device) -> None:
         num_slots, max_pages = tables.rows.shape
-        self.spare_slot = num_slots
-        self.spare_cell = num_slots * max_pages
+        self.padding_slot = num_slots
+        self.padding_cell = num_slots * max_pages
         self.max_pages = max_pages
         self.tables = torch.zeros(num_slots + 1, max_pages, dtype=torch.int32, device=device)
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
 
-    def apply(self, changes: Changes) -> None:
+    def apply(self, changes: TableChanges) -> None:
         """Take over what changed."""
         if len(changes.at):
             self.write(*upload((changes.at, changes.pages), self.tables.device))
@@ -168,7 +168,7 @@ class DeviceSlots:
         """Write single cells of the tables. Shapes: at [K] int64, pages [K] int32."""
         self.tables.view(-1).index_copy_(0, at, pages)
 
-    def tables_of(self, slots: Tensor, num_pages: int) -> Tensor:
+    def select_tables(self, slots: Tensor, num_pages: int) -> Tensor:
         """Return the first entries of these slots' tables, [R, num_pages]. Shapes: slots [R] int64."""
         return self.tables[:, :num_pages].index_select(0, slots)
 

@@ -12,52 +12,54 @@ import torch
 from chatcache_kernels.types import KVPages
 
 from chatcache.model.attention import AttentionBackend, Network
-from chatcache.model.cuda_graphs import Capture, CudaCapture, DecodeSteps, Ready, as_it_is, batch_sizes
-from chatcache.model.device_errors import device_lost
-from chatcache.model.eager import EagerSteps, Finish
+from chatcache.model.cuda_graphs import Capture, CudaCapture, DecodeGraphs, FilledStep, capture_sizes, no_capture
+from chatcache.model.device_errors import device_lost_error
+from chatcache.model.eager import EagerRunner, Finish
 from chatcache.model.host_memory import PagePrefaulter
-from chatcache.model.page_tables import Changes, DeviceSlots, PageTables, Placement
-from chatcache.model.sampling.graph_sampler import GraphSampler, TorchDraws
-from chatcache.model.sampling.sampler import AnySampler, Sampler
+from chatcache.model.page_tables import DeviceSlots, PageTables, StepLayout, TableChanges
+from chatcache.model.sampling.graph_sampler import GraphSampler, TorchGraphSampler
+from chatcache.model.sampling.sampler import Sampler, TokenSampler
 from chatcache.model.static_steps import StepContext, WorkListBuffers
-from chatcache.model.streams import Mark, Streams, streams_of
+from chatcache.model.streams import StreamEvent, Streams, make_streams
 from chatcache.model.swap import SwapExecutor
 from chatcache.types.plan import I32, I64, KVCapacity, Rows, StepPlan, StepResult
 from chatcache.types.stats import ModelInfo
 
 Progress = Callable[[float, str], None]
 
-WARM_TOKENS = 1040  # of a row at warm-up: enough keys to be read in pieces, and to be worth sharing
-WARM_PROMPTS = tuple(2**i for i in range(9))  # tokens of a row: every tile height that a work list chooses by them
-WARM_LONG = 80  # tokens of a row that is too long to be decoded in place, by a kernel of its own
-MOST_IN_FLIGHT = 2
+WARMUP_CONTEXT_TOKENS = 1040  # of a row at warm-up: enough keys to be read in pieces, and to be worth sharing
+WARMUP_PROMPT_TOKENS = tuple(
+    2**i for i in range(9)
+)  # tokens of a row: every tile height that a work list chooses by them
+WARMUP_LONG_TOKENS = 80  # tokens of a row that is too long to be decoded in place, by a kernel of its own
+MAX_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class AsyncLaunch:
     """How a runner gets ahead of its device: `launch` returns before the step is done.
 
     `sizes`: of the decode steps to capture, none if () (a network that cannot be captured).
     """
 
     sizes: Sequence[int]
-    capture: Capture = as_it_is
-    plain: GraphSampler | None = None
+    capture: Capture = no_capture
+    sampler: GraphSampler | None = None
 
     @property
     def num_graphs(self) -> int:
         """Return how many steps are captured at most: each size and kind, with and without shared pages."""
-        return 2 * len(self.sizes) * (self.plain.num_kinds if self.plain is not None else 1)
+        return 2 * len(self.sizes) * (self.sampler.num_kinds if self.sampler is not None else 1)
 
 
-class Underway:
+class LaunchedStep:
     """A step that has been launched. Satisfies `engine.Launched`."""
 
     def __init__(self, wait: Callable[[], StepResult]) -> None:
         self._wait: Callable[[], StepResult] | None = wait
         self._outcome: StepResult | Exception | None = None
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until the step is over; what came of it is kept for `result`."""
         if self._wait is None:
             return
@@ -69,7 +71,7 @@ class Underway:
 
     def result(self) -> StepResult:
         """Return what was drawn. Raises: as `Runner.execute`."""
-        self.settle()
+        self.wait()
         if isinstance(self._outcome, StepResult):
             return self._outcome
         raise self._outcome or RuntimeError("the step is being waited for already")
@@ -85,15 +87,15 @@ class Runner:
         pages: KVPages,
         capacity: KVCapacity,
         facts: ModelInfo,
-        ahead: Ahead | None = None,
+        ahead: AsyncLaunch | None = None,
         streams: Streams | None = None,
-        sampler: AnySampler | None = None,
+        sampler: TokenSampler | None = None,
         touch: PagePrefaulter | None = None,
     ) -> None:
         self.facts = facts
         self._touch = touch
         if touch is not None:
-            touch.reach(0)
+            touch.ensure(0)
         self._capacity = replace(capacity, has_async_launch=ahead is not None)
         self._network = network
         self._kernels = kernels
@@ -108,16 +110,16 @@ class Runner:
         )
         slots = DeviceSlots(self._tables, device) if ahead is not None else None
         self._sampler = sampler or Sampler(network.geometry.vocab_size, device)
-        self._streams = streams or streams_of(device)
+        self._streams = streams or make_streams(device)
         self._swaps = SwapExecutor(kernels, pages, capacity.num_host_pages, self._streams)
-        self._eager = EagerSteps(network, kernels, pages, self._tables, slots, self._sampler)
-        self._capture: Capture = as_it_is
-        self._static: DecodeSteps | None = None
+        self._eager = EagerRunner(network, kernels, pages, self._tables, slots, self._sampler)
+        self._capture: Capture = no_capture
+        self._static: DecodeGraphs | None = None
         if ahead is not None and slots is not None and ahead.sizes:
-            plain = ahead.plain or TorchDraws(network.geometry.vocab_size, device)
+            plain = ahead.sampler or TorchGraphSampler(network.geometry.vocab_size, device)
             self._static = self._static_steps(StepContext(network, kernels, pages, slots, plain), ahead.sizes)
             self._capture = ahead.capture
-        self._in_flight: deque[Underway] = deque()
+        self._in_flight: deque[LaunchedStep] = deque()
 
     def capacity(self) -> KVCapacity:
         """Return what the scheduler may plan with."""
@@ -131,34 +133,37 @@ class Runner:
         """
         return self.launch(plan).result()
 
-    def launch(self, plan: StepPlan) -> Underway:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """Begin one step; with `has_async_launch` the device may still run it on return. Raises: as `execute`."""
-        while len(self._in_flight) >= MOST_IN_FLIGHT:
-            self._in_flight.popleft().settle()  # its buffers are needed
+        while len(self._in_flight) >= MAX_IN_FLIGHT:
+            self._in_flight.popleft().wait()  # its buffers are needed
         with self._on_device(plan.step):
             changes = self._tables.apply(plan.forks, plan.updates)
             if self._touch is not None and len(changes.pages):
-                self._touch.reach(int(changes.pages.max()))
+                self._touch.ensure(int(changes.pages.max()))
             ready = self._static.fill(plan, changes) if self._static is not None else None
-            placement = self._tables.place(plan.rows) if ready is None and len(plan.rows.slot) else None
+            placement = self._tables.step_layout(plan.rows) if ready is None and len(plan.rows.slot) else None
             self._swaps.apply(plan.swaps_out, plan.swaps_in, self._written(plan))
             finish = self._submit(plan, changes, ready, placement)
-            mark = self._streams.main.mark()
-        underway = Underway(lambda: self._wait(plan.step, mark, finish))
+            mark = self._streams.main.record_event()
+        underway = LaunchedStep(lambda: self._wait(plan.step, mark, finish))
         if self._capacity.has_async_launch:
             self._in_flight.append(underway)
         else:
-            underway.settle()
+            underway.wait()
         return underway
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Run prompts, a decode step and one of rows that share pages, all on page 1, so that kernels compile before
         anyone waits for them, capture the decode steps, and measure how long a swapped page takes."""
         size, length = self._capacity.page_size, self._capacity.max_model_len
-        slots, pages = min(2, self._capacity.num_slots), min(-(-WARM_TOKENS // size), self._tables.rows.shape[1])
+        slots, pages = (
+            min(2, self._capacity.num_slots),
+            min(-(-WARMUP_CONTEXT_TOKENS // size), self._tables.rows.shape[1]),
+        )
         held = self._tables.rows[:slots, :pages].copy()
         end = min(pages * size, length)
-        counts = WARM_PROMPTS if self._plans_work else (min(size, end), WARM_LONG)
+        counts = WARMUP_PROMPT_TOKENS if self._plans_work else (min(size, end), WARMUP_LONG_TOKENS)
         prompts = [count for count in counts if count <= end]
         with self._on_device(0), torch.inference_mode():
             for content, steps in (
@@ -166,12 +171,12 @@ class Runner:
                 (held, ()),
             ):
                 cells = [(*cell, page) for cell, page in np.ndenumerate(content)]
-                self._eager.change(self._tables.apply(np.zeros((0, 3), np.int32), np.array(cells, np.int32)))
+                self._eager.apply_changes(self._tables.apply(np.zeros((0, 3), np.int32), np.array(cells, np.int32)))
                 for count, start, new in steps:
                     first, news = np.full(count, start, np.int32), np.full(count, new, np.int32)
                     rows = Rows(np.arange(count, dtype=np.int32), first, news, np.zeros(count * new, np.int32))
                     self._eager.forward(rows, np.zeros(1, np.intp))
-            self._eager.copy(np.array([[1, 0]], np.int32))  # nobody reads the null page
+            self._eager.copy_pages(np.array([[1, 0]], np.int32))  # nobody reads the null page
             self._sampler.warm_up(self._network.geometry.dtype)
             if self._static is not None:
                 self._static.capture(self._capture, progress or (lambda fraction, what: None))
@@ -185,15 +190,17 @@ class Runner:
         self._in_flight.clear()
         del self._network, self._eager, self._static, self._capture, self._sampler, self._swaps, self._touch
 
-    def _static_steps(self, parties: StepContext, sizes: Sequence[int]) -> DecodeSteps:
+    def _static_steps(self, parties: StepContext, sizes: Sequence[int]) -> DecodeGraphs:
         rooms: list[WorkListBuffers | None] = [None] * len(sizes)
         if self._plans_work:
             capacity = self._capacity
             group, num_tokens = parties.network.geometry.group, capacity.num_pages * self._page_size
-            rooms = [WorkListBuffers.of(size, group, capacity.max_model_len, num_tokens) for size in sizes]
-        return DecodeSteps(parties, self._tables, sizes, rooms)
+            rooms = [WorkListBuffers.sized_for(size, group, capacity.max_model_len, num_tokens) for size in sizes]
+        return DecodeGraphs(parties, self._tables, sizes, rooms)
 
-    def _submit(self, plan: StepPlan, changes: Changes, ready: Ready | None, placement: Placement | None) -> Finish:
+    def _submit(
+        self, plan: StepPlan, changes: TableChanges, ready: FilledStep | None, placement: StepLayout | None
+    ) -> Finish:
         """Enqueue a step; return what to call when it is done."""
         static = self._static
         if ready is not None and static is not None:
@@ -203,16 +210,16 @@ class Runner:
         self._streams.main.submit(lambda: finishes.append(self._run(plan, changes, placement)))
         return lambda: finishes[0]()
 
-    def _replay(self, plan: StepPlan, ready: Ready, static: DecodeSteps) -> None:
+    def _replay(self, plan: StepPlan, ready: FilledStep, static: DecodeGraphs) -> None:
         with torch.inference_mode():
-            self._eager.copy(plan.copies)
+            self._eager.copy_pages(plan.copies)
             static.run(ready)
 
-    def _run(self, plan: StepPlan, changes: Changes, placement: Placement | None) -> Finish:
+    def _run(self, plan: StepPlan, changes: TableChanges, placement: StepLayout | None) -> Finish:
         with torch.inference_mode():
             return self._eager.run(plan, changes, placement)
 
-    def _wait(self, step: int, mark: Mark, finish: Finish) -> StepResult:
+    def _wait(self, step: int, mark: StreamEvent, finish: Finish) -> StepResult:
         with self._on_device(step):
             mark.wait()
             return finish()
@@ -238,7 +245,7 @@ class Runner:
                     stack.enter_context(torch.cuda.device(self._device))
                 yield
             except RuntimeError as error:
-                lost = device_lost(error, self._name, step, self._probe)
+                lost = device_lost_error(error, self._name, step, self._probe)
                 if lost is not None:
                     raise lost from error
                 raise
@@ -253,8 +260,8 @@ def _name_of(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name(device)} ({device})" if device.type == "cuda" else str(device)
 
 
-def ahead_on(device: torch.device, max_num_seqs: int, *, capturable: bool) -> Ahead | None:
+def default_async_launch(device: torch.device, max_num_seqs: int, *, capturable: bool) -> AsyncLaunch | None:
     """Return how a runner on `device` gets ahead of it; None on CPUs, which are the device."""
     if device.type != "cuda":
         return None
-    return Ahead(batch_sizes(max_num_seqs) if capturable else (), CudaCapture(device))
+    return AsyncLaunch(capture_sizes(max_num_seqs) if capturable else (), CudaCapture(device))

@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from chatcache.model.attention import AttentionBackend, AttentionStep, Network
-from chatcache.model.page_tables import Changes, DeviceSlots
-from chatcache.model.sampling.graph_sampler import GraphSampler, Parts
+from chatcache.model.page_tables import DeviceSlots, TableChanges
+from chatcache.model.sampling.graph_sampler import ArraySpecs, GraphSampler
 from chatcache.model.streams import Layout
 from chatcache.types.plan import I64, Draws, Rows
 
@@ -52,7 +52,7 @@ class WorkListBuffers:
     num_states: int
 
     @classmethod
-    def of(cls, size: int, group: int, max_model_len: int, num_tokens: int) -> WorkListBuffers:
+    def sized_for(cls, size: int, group: int, max_model_len: int, num_tokens: int) -> WorkListBuffers:
         """Return room for `size` rows over a store of `num_tokens` tokens; a step that needs more runs uncaptured."""
         heights = tuple(dict.fromkeys(max(1, queries // group) for queries in (SMALL_TILE_QUERIES, LARGE_TILE_QUERIES)))
         pieces = -(-max_model_len // SPLIT_TOKENS)
@@ -69,9 +69,9 @@ class WorkListBuffers:
         """Return how many members all items of a list may have: a state each, or the only piece of a row."""
         return self.num_states + self.size
 
-    def parts(self) -> Parts:
+    def specs(self) -> ArraySpecs:
         """Return the arrays of a work list by name."""
-        parts: Parts = {"num_merges": (np.int32, (1,)), "num_items": (np.int32, (len(self.heights), 4))}
+        parts: ArraySpecs = {"num_merges": (np.int32, (1,)), "num_items": (np.int32, (len(self.heights), 4))}
         parts |= {"merge_tokens": (np.int32, (self.size,)), "merge_offsets": (np.int32, (self.size + 1,))}
         for number in range(len(self.heights)):
             parts[f"items_{number}"] = (np.int32, (self.num_items, 6))
@@ -104,7 +104,7 @@ class WorkListBuffers:
                     num_items, num_members = len(one.items), len(one.members)
                 given[f"items_{number}"][: len(one.items)] = one.items.numpy()
                 given[f"members_{number}"][: len(one.members)] = one.members.numpy()
-        self._add_nobody(given, count, num_items, num_members)
+        self._add_padding(given, count, num_items, num_members)
         num_merges = len(work.merge_tokens)
         given["num_merges"][0] = num_merges
         given["merge_tokens"][:num_merges] = work.merge_tokens.numpy()
@@ -112,7 +112,7 @@ class WorkListBuffers:
         given["merge_states"][: work.num_states] = work.merge_states.numpy()
         return num_lists
 
-    def _add_nobody(self, given: Mapping[str, NDArray[Any]], count: int, num_items: int, num_members: int) -> None:
+    def _add_padding(self, given: Mapping[str, NDArray[Any]], count: int, num_items: int, num_members: int) -> None:
         """Add an item to the first list for each row from `count` on."""
         number = self.size - count
         if not number:
@@ -141,7 +141,7 @@ class WorkListBuffers:
         )
 
 
-def no_work() -> AttentionWork:
+def empty_work() -> AttentionWork:
     """Return the work list of no rows."""
     none = torch.zeros(0, dtype=torch.int32)
     zero = torch.zeros(1, dtype=torch.int32)
@@ -160,15 +160,15 @@ class StepContext:
     kernels: AttentionBackend
     pages: KVPages
     slots: DeviceSlots
-    plain: GraphSampler
+    sampler: GraphSampler
 
 
-def step_parts(size: int, plain: GraphSampler, room: WorkListBuffers | None) -> Parts:
+def input_specs(size: int, plain: GraphSampler, room: WorkListBuffers | None) -> ArraySpecs:
     """Return what is given to a step of `size` rows. `start` is `positions` as attention wants it; `cells` say where
     K and V go, `changed_*` what has to be done to the tables first."""
-    wide: Parts = dict.fromkeys(("tokens", "positions", "slot", "cells", "changed_at"), (np.int64, (size,)))
-    narrow: Parts = dict.fromkeys(("start", "changed_pages"), (np.int32, (size,)))
-    return {**wide, **narrow, **plain.parts(size), **(room.parts() if room is not None else {})}
+    wide: ArraySpecs = dict.fromkeys(("tokens", "positions", "slot", "cells", "changed_at"), (np.int64, (size,)))
+    narrow: ArraySpecs = dict.fromkeys(("start", "changed_pages"), (np.int32, (size,)))
+    return {**wide, **narrow, **plain.input_specs(size), **(room.specs() if room is not None else {})}
 
 
 class StaticStep:
@@ -178,9 +178,9 @@ class StaticStep:
         self, size: int, parties: StepContext, room: WorkListBuffers | None, given: Tensor, drawn: Tensor
     ) -> None:
         self.size = size
-        self.room = room
-        self.layout = Layout(step_parts(size, parties.plain, room))
-        self.drawn_layout = Layout(parties.plain.drawn_parts(size))
+        self.work_buffers = room
+        self.layout = Layout(input_specs(size, parties.sampler, room))
+        self.drawn_layout = Layout(parties.sampler.output_specs(size))
         self._parties = parties
         self._given = self.layout.tensors(given)
         self._drawn = self.drawn_layout.tensors(drawn)
@@ -189,9 +189,9 @@ class StaticStep:
         self._offsets = torch.arange(size + 1, dtype=torch.int32, device=device)
 
     @property
-    def most_lists(self) -> int:
+    def max_lists(self) -> int:
         """Return how many lists a step may have."""
-        return len(self.room.heights) if self.room is not None else 1
+        return len(self.work_buffers.heights) if self.work_buffers is not None else 1
 
     def run(self, num_lists: int, kind: int) -> None:
         """Do the device's part of a step with that many work lists, and draws of this kind."""
@@ -202,7 +202,7 @@ class StaticStep:
         last = slots.last_token.index_select(0, slot).long()
         tokens = torch.where(given["tokens"] < 0, last, given["tokens"])
         batch = AttentionBatch(
-            tables=slots.tables_of(slot, slots.max_pages),
+            tables=slots.select_tables(slot, slots.max_pages),
             start=given["start"],
             num_tokens=self._ones,
             offsets=self._offsets,
@@ -213,31 +213,33 @@ class StaticStep:
         )
         step = AttentionStep(parties.kernels, parties.pages, batch)
         logits = parties.network.forward(tokens, given["positions"], step, None)
-        parties.plain.draw(logits, given, self._drawn, slots.last_token, kind)
+        parties.sampler.draw(logits, given, self._drawn, slots.last_token, kind)
 
     def _work(self, num_lists: int) -> AttentionWork | None:
-        return self.room.work(self._given, num_lists) if self.room is not None else None
+        return self.work_buffers.work(self._given, num_lists) if self.work_buffers is not None else None
 
 
-def fits_tables(changes: Changes, size: int) -> bool:
+def fits_changes(changes: TableChanges, size: int) -> bool:
     """Whether a step of `size` rows has room for these changes."""
     return len(changes.at) <= size
 
 
-def fill_rows(given: Mapping[str, NDArray[Any]], rows: Rows, cells: I64, changes: Changes, slots: DeviceSlots) -> None:
-    """Write a step's rows, and rows of nobody after them, into the arrays of `step_parts`."""
+def fill_rows(
+    given: Mapping[str, NDArray[Any]], rows: Rows, cells: I64, changes: TableChanges, slots: DeviceSlots
+) -> None:
+    """Write a step's rows, and rows of nobody after them, into the arrays of `input_specs`."""
     count, num_changes = len(rows.slot), len(changes.at)
     for name, values, rest in (
         ("tokens", rows.tokens, 0),
         ("positions", rows.start, 0),
         ("start", rows.start, 0),
-        ("slot", rows.slot, slots.spare_slot),
+        ("slot", rows.slot, slots.padding_slot),
         ("cells", cells, 0),
     ):
         given[name][:count] = values
         given[name][count:] = rest
     given["changed_at"][:num_changes] = changes.at
-    given["changed_at"][num_changes:] = slots.spare_cell
+    given["changed_at"][num_changes:] = slots.padding_cell
     given["changed_pages"][:num_changes] = changes.pages
     given["changed_pages"][num_changes:] = 0
 
@@ -247,13 +249,15 @@ def fill_padding(
 ) -> None:
     """Write a step of nobody's rows only: what a step is captured with."""
     none = np.zeros(0, np.int32)
-    fill_rows(given, Rows(none, none, none, none), none.astype(np.int64), Changes(none.astype(np.int64), none), slots)
+    fill_rows(
+        given, Rows(none, none, none, none), none.astype(np.int64), TableChanges(none.astype(np.int64), none), slots
+    )
     if room is not None:
-        room.fill(given, no_work(), 0)
-    plain.fill(given, no_draws(), given["slot"])
+        room.fill(given, empty_work(), 0)
+    plain.fill(given, empty_draws(), given["slot"])
 
 
-def no_draws() -> Draws:
+def empty_draws() -> Draws:
     """Return no draws at all."""
     i, f = np.zeros(0, np.int32), np.zeros(0, np.float32)
     return Draws(i, i, i.astype(np.uint64), i, i, f, i, f, f, i)

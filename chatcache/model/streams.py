@@ -25,7 +25,7 @@ from torch import Tensor
 Work = Callable[[], None]
 
 
-class Mark(Protocol):
+class StreamEvent(Protocol):
     """A point in a stream."""
 
     def wait(self) -> None:
@@ -40,11 +40,11 @@ class Stream(Protocol):
         """Enqueue what `work` does on the device."""
         ...
 
-    def mark(self) -> Mark:
+    def record_event(self) -> StreamEvent:
         """Mark the end of what has been submitted."""
         ...
 
-    def wait_for(self, mark: Mark) -> None:
+    def wait_event(self, mark: StreamEvent) -> None:
         """Let whatever is submitted from now on wait for the mark, without holding the calling thread."""
         ...
 
@@ -57,16 +57,16 @@ class Streams:
     side: Stream
 
 
-class Immediate:
+class ImmediateStream:
     """The stream of a CPU: work is done when `submit` returns. It is its own mark."""
 
     def submit(self, work: Work) -> None:
         work()
 
-    def mark(self) -> Immediate:
+    def record_event(self) -> ImmediateStream:
         return self
 
-    def wait_for(self, mark: Mark) -> None:
+    def wait_event(self, mark: StreamEvent) -> None:
         pass
 
     def wait(self) -> None:
@@ -74,7 +74,7 @@ class Immediate:
 
 
 @dataclass(frozen=True, slots=True)
-class CudaMark:
+class CudaEvent:
     """An event that was recorded."""
 
     event: torch.cuda.Event
@@ -97,21 +97,21 @@ class CudaStream:
             with torch.cuda.stream(self._stream):
                 work()
 
-    def mark(self) -> CudaMark:
+    def record_event(self) -> CudaEvent:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream or torch.cuda.current_stream(self._device))
-        return CudaMark(event)
+        return CudaEvent(event)
 
-    def wait_for(self, mark: Mark) -> None:
-        if not isinstance(mark, CudaMark):
+    def wait_event(self, mark: StreamEvent) -> None:
+        if not isinstance(mark, CudaEvent):
             raise TypeError(f"a CUDA stream cannot wait for a {type(mark).__name__}")
         (self._stream or torch.cuda.current_stream(self._device)).wait_event(mark.event)
 
 
-def streams_of(device: torch.device) -> Streams:
+def make_streams(device: torch.device) -> Streams:
     """Return the streams that a runner on `device` uses."""
     if device.type != "cuda":
-        return Streams(Immediate(), Immediate())
+        return Streams(ImmediateStream(), ImmediateStream())
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return Streams(CudaStream(device), CudaStream(device, side))
 

@@ -20,7 +20,7 @@ from chatcache_kernels.types import HostPages, KVPages
 
 from chatcache.errors import ModelFolderError
 from chatcache.model.attention import AttentionBackend
-from chatcache.model.streams import Mark, Stream, Streams, streams_of
+from chatcache.model.streams import Stream, StreamEvent, Streams, make_streams
 from chatcache.types.plan import I32, I64
 
 NUM_MEASURED_PAGES = 8
@@ -38,12 +38,12 @@ class SwapExecutor:
         self._kernels = kernels
         self._pages = pages
         self._device = pages.k.device
-        self._streams = streams or streams_of(self._device)
+        self._streams = streams or make_streams(self._device)
         self._host = HostPages.allocate(pages, num_host_pages)
         self._unlock: Callable[[], object] = nothing_to_do
         if self._device.type == "cuda":  # memory must not go while it is locked, whoever forgets to close
             self._unlock = weakref.finalize(self, _unlock, _lock(self._host), self._host, self._streams.side)
-        self._leaving: Mark | None = None  # after it, the pages that the last plan sent away may be written
+        self._leaving: StreamEvent | None = None  # after it, the pages that the last plan sent away may be written
 
     def apply(self, swaps_out: I32, swaps_in: I32, written: I32 | I64 | None = None) -> None:
         """Move pages out, then in, before what is submitted to the main stream from now on needs it.
@@ -54,7 +54,7 @@ class SwapExecutor:
         Raises: ValueError for a page that does not exist: copying to it would spoil other memory.
         """
         if self._leaving is not None:
-            self._streams.main.wait_for(self._leaving)
+            self._streams.main.wait_event(self._leaving)
             self._leaving = None
         if not len(swaps_out) and not len(swaps_in):
             return
@@ -63,12 +63,14 @@ class SwapExecutor:
         if len(swaps_in):
             self._check(swaps_in[:, 1], swaps_in[:, 0])
         main, side = self._streams.main, self._streams.side
-        side.wait_for(main.mark())  # pages leave as the steps before left them, and nobody reads those that return fill
+        side.wait_event(
+            main.record_event()
+        )  # pages leave as the steps before left them, and nobody reads those that return fill
         side.submit(lambda: self._move(swaps_out, swaps_in))
         if len(swaps_in) or written is None or np.isin(swaps_out[:, 0], written).any():
-            main.wait_for(side.mark())
+            main.wait_event(side.record_event())
         else:
-            self._leaving = side.mark()
+            self._leaving = side.record_event()
 
     def measure_page_s(self) -> float:
         """Return how long one page takes one way, the best of a few; 0 without host pages. No page changes."""
@@ -79,10 +81,10 @@ class SwapExecutor:
         out, back = np.stack((ours, theirs), 1), np.stack((theirs, ours), 1)
         best, deadline = float("inf"), time.perf_counter() + MEASURE_S
         for attempt in range(20):
-            self._streams.main.mark().wait()
+            self._streams.main.record_event().wait()
             start = time.perf_counter()
             self.apply(out, back)
-            self._streams.side.mark().wait()
+            self._streams.side.record_event().wait()
             end = time.perf_counter()
             if attempt:  # the first compiles, and touches fresh memory
                 best = min(best, end - start)
@@ -92,7 +94,7 @@ class SwapExecutor:
 
     def close(self) -> None:
         """Let go of the host pages."""
-        self._streams.side.mark().wait()
+        self._streams.side.record_event().wait()
         self._unlock()
 
     def _move(self, swaps_out: I32, swaps_in: I32) -> None:
@@ -118,7 +120,7 @@ def nothing_to_do() -> None:
 def _unlock(addresses: list[int], host: HostPages, side: Stream) -> None:
     """Unlock `host`, which has been kept until here, once the stream that touches it is done."""
     with suppress(RuntimeError):  # a lost device touches nothing any more
-        side.mark().wait()
+        side.record_event().wait()
         for address in addresses:
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 

@@ -24,7 +24,7 @@ from chatcache.errors import ModelFolderError
 from chatcache.model.attention import AttentionStep, Geometry
 from chatcache.model.loading.weights import is_finite
 
-NAME = "chatcache_paged"
+ATTENTION_NAME = "chatcache_paged"
 ALIBI_TYPES = ("bloom", "mpt")
 LAYER_KINDS = {"full_attention", "sliding_attention"}
 
@@ -107,7 +107,7 @@ def load_transformers(
 
     where = folder / "config.json"
     _refuse_alibi(where, raw)
-    AttentionInterface.register(NAME, paged_attention)
+    AttentionInterface.register(ATTENTION_NAME, paged_attention)
     safe = {"trust_remote_code": False, "local_files_only": True}
     try:
         config = AutoConfig.from_pretrained(folder, **safe)
@@ -121,7 +121,7 @@ def load_transformers(
             folder,
             config=config,
             dtype=dtype,
-            attn_implementation=NAME,
+            attn_implementation=ATTENTION_NAME,
             use_safetensors=True,
             output_loading_info=True,
             **safe,

@@ -45,7 +45,7 @@ from chatcache.bench import device as device_module
 from chatcache.bench.device import Timing, Work
 from chatcache.bench.report import ROOT, Figure, compare
 from chatcache.model.loading.loader import load_model
-from chatcache.model.runner import Ahead
+from chatcache.model.runner import AsyncLaunch
 
 KERNEL_STAGES: list[Callable[[StageContext], None]] = [
     limits.run,
@@ -123,11 +123,11 @@ def test_read_kernel_reads_the_whole_buffer(triton_device: str) -> None:
 @pytest.mark.parametrize("stage", [model, offline], ids=lambda module: module.__name__)
 @pytest.mark.parametrize(
     "ahead",
-    [None, pytest.param(Ahead((1, 4)), marks=pytest.mark.slow)],
+    [None, pytest.param(AsyncLaunch((1, 4)), marks=pytest.mark.slow)],
     ids=["synchronous", "asynchronous"],
 )
 def test_engine_stage_measures_figures(
-    stage: Any, ahead: Ahead | None, context: StageContext, monkeypatch: pytest.MonkeyPatch
+    stage: Any, ahead: AsyncLaunch | None, context: StageContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run as on a CPU, and as on a GPU: with static buffers and asynchronous scheduling."""
     monkeypatch.setattr(model, "load_model", partial(load_model, ahead=ahead))

@@ -23,9 +23,9 @@ from chatcache_kernels import triton, work_list
 from chatcache.bench.shapes import RandomWeights, Shape, write_config
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.model.cuda_graphs import DecodeSteps, Ready
+from chatcache.model.cuda_graphs import DecodeGraphs, FilledStep
 from chatcache.model.loading.loader import load_model
-from chatcache.model.runner import Ahead
+from chatcache.model.runner import AsyncLaunch
 from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
 
@@ -58,7 +58,7 @@ def build(
     device: str = "cpu",
     *,
     share: work_list.SharingMode = "auto",
-    graphs: Ahead | None = None,
+    graphs: AsyncLaunch | None = None,
     in_order: bool = False,
     **settings: Any,
 ) -> Engine:
@@ -153,13 +153,13 @@ def assert_same(found: Answers, expected: Answers) -> None:
 def count_replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that gets the number of rows of every captured step that is run."""
     replayed: list[int] = []
-    run = DecodeSteps.run
+    run = DecodeGraphs.run
 
-    def counted(steps: DecodeSteps, ready: Ready) -> None:
+    def counted(steps: DecodeGraphs, ready: FilledStep) -> None:
         replayed.append(ready.num_rows)
         run(steps, ready)
 
-    monkeypatch.setattr(DecodeSteps, "run", counted)
+    monkeypatch.setattr(DecodeGraphs, "run", counted)
     return replayed
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from chatcache.model.runner import Ahead
+from chatcache.model.runner import AsyncLaunch
 from chatcache.types.events import Finished
 from tests.gpu.engine_cases import (
     CASES,
@@ -59,7 +59,7 @@ def test_shared_prefixes_read_once_change_nothing(case: str, expected: Expected,
 
 @pytest.mark.parametrize("case", ["mixed", "n_best", "swapped"])
 def test_without_graphs_nothing_changes(case: str, expected: Expected, tmp_path: Path) -> None:
-    assert_same(outcome(case, tmp_path, "triton", "cuda", graphs=Ahead(())), expected(case))
+    assert_same(outcome(case, tmp_path, "triton", "cuda", graphs=AsyncLaunch(())), expected(case))
 
 
 @pytest.mark.parametrize("case", ["mixed", "beams", "recomputed"])

@@ -17,12 +17,12 @@ from chatcache_kernels.types import KVPages
 from torch import Tensor
 
 from chatcache.model import static_steps as room
-from chatcache.model.attention import AttentionStep, allocate
-from chatcache.model.cuda_graphs import DecodeSteps
-from chatcache.model.loading.memory_budget import CudaGauge, measure_budget
-from chatcache.model.runner import Ahead, Runner, Underway, ahead_on
+from chatcache.model.attention import AttentionStep, allocate_kv_pages
+from chatcache.model.cuda_graphs import DecodeGraphs
+from chatcache.model.loading.memory_budget import CudaMemoryGauge, measure_budget
+from chatcache.model.runner import AsyncLaunch, LaunchedStep, Runner, default_async_launch
 from chatcache.model.sampling.sampler import Sampler
-from chatcache.model.streams import CudaMark, Mark, streams_of
+from chatcache.model.streams import CudaEvent, StreamEvent, make_streams
 from chatcache.model.swap import SwapExecutor
 from chatcache.types.plan import KVCapacity, StepPlan
 from tests.model.drive import Driver, make_draws
@@ -51,7 +51,7 @@ def overwrite(store: Tensor) -> None:
     store.fill_(torch.nan)
 
 
-def gpu_runner(ahead: Ahead | None, network: Reader | None = None) -> Runner:
+def gpu_runner(ahead: AsyncLaunch | None, network: Reader | None = None) -> Runner:
     return make_runner(ahead, None, triton, network or Reader(device="cuda:0"))
 
 
@@ -62,12 +62,12 @@ def test_a_life_on_the_gpu_is_the_life_on_the_cpu(
     """Replays, page tables that follow, forks, copies, swaps beside steps, tokens that the host has not seen."""
     monkeypatch.setattr("chatcache_kernels.work_list.SPLIT_TOKENS", 16)
     monkeypatch.setattr(room, "SPLIT_TOKENS", 16)
-    ahead = ahead_on(device, NUM_SLOTS, capturable=captured)
+    ahead = default_async_launch(device, NUM_SLOTS, capturable=captured)
     assert ahead is not None
     runner = gpu_runner(ahead)
     runner.warm_up()
     if captured:
-        assert isinstance(runner._static, DecodeSteps)
+        assert isinstance(runner._static, DecodeGraphs)
         assert runner._static.num_captured >= len(ahead.sizes)
     outcome = live(make_runner(), runner, Life(np.random.default_rng(SEED), plain=0.8), 400)
     assert outcome.differing() is None, f"seed {SEED}"
@@ -85,14 +85,14 @@ class Slow(Reader):
 
 def test_launch_does_not_wait(device: torch.device) -> None:
     """Two steps are in flight before the first is done, and their results are those of steps in turn."""
-    runner, plain = gpu_runner(Ahead([]), Slow(device="cuda:0")), make_runner()
+    runner, plain = gpu_runner(AsyncLaunch([]), Slow(device="cuda:0")), make_runner()
     runner.warm_up()
     torch.cuda.synchronize()
-    launched: list[Underway] = []
+    launched: list[LaunchedStep] = []
     driver, oracle = Driver(runner), Driver(plain)
     driver.runner = _Launching(runner, launched)  # type: ignore[assignment]
     driver.feed({0: [1, 2, 3]}, make_draws([]))
-    mark = CudaMark(torch.cuda.Event())  # type: ignore[no-untyped-call]
+    mark = CudaEvent(torch.cuda.Event())  # type: ignore[no-untyped-call]
     mark.event.record()
     driver.feed({0: [4]}, make_draws([{"width": 3}]))
     assert not is_done(mark), "the first step was waited for"
@@ -102,15 +102,15 @@ def test_launch_does_not_wait(device: torch.device) -> None:
     assert np.array_equal(launched[1].result().tokens, want.tokens)
 
 
-def is_done(mark: Mark) -> bool:
-    assert isinstance(mark, CudaMark)
+def is_done(mark: StreamEvent) -> bool:
+    assert isinstance(mark, CudaEvent)
     return bool(mark.event.query())  # type: ignore[no-untyped-call]
 
 
 class _Launching:
     """Keeps what is launched instead of waiting for it."""
 
-    def __init__(self, runner: Runner, launched: list[Underway]) -> None:
+    def __init__(self, runner: Runner, launched: list[LaunchedStep]) -> None:
         self.runner, self.launched = runner, launched
 
     def capacity(self) -> KVCapacity:
@@ -122,12 +122,12 @@ class _Launching:
 
 def big_pages(device: torch.device) -> KVPages:
     geometry = Reader(device=str(device)).geometry
-    return allocate(triton, geometry, 4096, 16)
+    return allocate_kv_pages(triton, geometry, 4096, 16)
 
 
 def test_pages_leave_as_the_steps_before_left_them(device: torch.device) -> None:
     """The main stream is late in writing what leaves, and at once writes it again; then it all returns elsewhere."""
-    pages, streams = big_pages(device), streams_of(device)
+    pages, streams = big_pages(device), make_streams(device)
     swaps = SwapExecutor(triton, pages, 2000, streams)
     want = torch.randn_like(pages.k[:, 1:2001])
     away = np.stack((np.arange(1, 2001), np.arange(2000)), 1).astype(np.int32)
@@ -149,7 +149,7 @@ def test_pages_leave_as_the_steps_before_left_them(device: torch.device) -> None
 
 def test_steps_do_not_wait_for_pages_that_nobody_writes(device: torch.device) -> None:
     """The copies run beside the steps of their plan: here behind work that the side stream has been given first."""
-    pages, streams = big_pages(device), streams_of(device)
+    pages, streams = big_pages(device), make_streams(device)
     swaps = SwapExecutor(triton, pages, 100, streams)
     away = np.stack((np.arange(1, 101), np.arange(100)), 1).astype(np.int32)
     swaps.apply(away, away[:0])  # compiles
@@ -157,18 +157,18 @@ def test_steps_do_not_wait_for_pages_that_nobody_writes(device: torch.device) ->
     streams.side.submit(keep_busy)
     swaps.apply(away, away[:0], np.arange(200, 300))
     streams.main.submit(lambda: overwrite(pages.k[:, 200:300]))
-    mark = streams.main.mark()
+    mark = streams.main.record_event()
     mark.wait()
-    side = streams.side.mark()
+    side = streams.side.record_event()
     assert not is_done(side), "the main stream waited for the side stream"
     swaps.apply(away[:0], away[:0])  # the next plan waits
-    streams.main.mark().wait()
+    streams.main.record_event().wait()
     assert is_done(side)
     swaps.close()
 
 
 def test_host_pages_are_locked(device: torch.device) -> None:
-    swaps = SwapExecutor(triton, big_pages(device), 10, streams_of(device))
+    swaps = SwapExecutor(triton, big_pages(device), 10, make_streams(device))
     assert swaps._host.k.is_pinned() and swaps._host.v.is_pinned()
     assert swaps.measure_page_s() > 0
     swaps.close()
@@ -178,7 +178,7 @@ def test_swap_room_that_nobody_closes_is_unlocked(device: torch.device) -> None:
     """Else the system gives the same memory again, and it cannot be locked twice."""
     pages = big_pages(device)
     for _ in range(5):
-        swaps = SwapExecutor(triton, pages, 10, streams_of(device))
+        swaps = SwapExecutor(triton, pages, 10, make_streams(device))
         assert swaps.measure_page_s() > 0
         del swaps
 
@@ -226,7 +226,7 @@ class Hungry(Reader):
 
 def test_a_step_that_does_not_fit_runs_in_halves(device: torch.device) -> None:
     network = Hungry(device="cuda:0")
-    runner = gpu_runner(Ahead([]), network)
+    runner = gpu_runner(AsyncLaunch([]), network)
     runner.warm_up()
     torch.cuda.empty_cache()
     network.share = torch.cuda.mem_get_info(device)[0] * 0.3
@@ -240,7 +240,7 @@ def test_the_budget_is_what_a_step_takes(device: torch.device) -> None:
     sizes = {"page_size": 8, "max_model_len": MAX_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     network = Hungry(device="cuda:0")
     network.share = float(64 << 20)
-    budget = measure_budget(CudaGauge(device), network, triton, Sampler(VOCAB, device), num_graphs=0, **sizes)
+    budget = measure_budget(CudaMemoryGauge(device), network, triton, Sampler(VOCAB, device), num_graphs=0, **sizes)
     assert 64 * 64 << 20 <= budget.step_bytes <= 80 * 64 << 20
     assert 0 < budget.kv_bytes < torch.cuda.get_device_properties(device).total_memory
 

@@ -13,7 +13,7 @@ from chatcache import factory as compose
 from chatcache.config import EngineConfig
 from chatcache.errors import DeviceLostError
 from chatcache.model.loading.loader import load_model
-from chatcache.model.runner import Ahead, Runner, Underway
+from chatcache.model.runner import AsyncLaunch, LaunchedStep, Runner
 from chatcache.types.plan import StepPlan
 
 PROMPTS = [[7, 8, 9], [100] * 40, list(range(30, 95)), [7, 8, 9, 10]]
@@ -28,7 +28,7 @@ PARAMS: list[Any] = [
 @pytest.fixture
 def ahead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     def load_runner(config: EngineConfig, progress: Any = None) -> Runner:
-        return load_model(config, progress, ahead=Ahead(()))
+        return load_model(config, progress, ahead=AsyncLaunch(()))
 
     monkeypatch.setattr(compose, "load_runner", load_runner)
     with LLM(str(folder), dtype="float32", attention_backend="reference", kv_memory="4MiB") as llm:
@@ -45,15 +45,15 @@ def test_outputs_are_those_of_one_step_at_a_time(llm: LLM, ahead: LLM) -> None:
 
 def test_it_may_be_left_in_the_middle(ahead: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while a step is waited for, another one behind it."""
-    original, steps = Underway.result, iter(range(100))
+    original, steps = LaunchedStep.result, iter(range(100))
 
-    def result(self: Underway) -> Any:
+    def result(self: LaunchedStep) -> Any:
         if next(steps) == 5:
             raise KeyboardInterrupt
         return original(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Underway, "result", result)
+        patch.setattr(LaunchedStep, "result", result)
         with pytest.raises(KeyboardInterrupt):
             ahead.generate(PROMPTS[0], PARAMS[0])
     assert not ahead._engine.has_work() and ahead.health().num_pages_in_use == 0
@@ -65,7 +65,7 @@ def test_it_may_be_left_in_the_middle(ahead: LLM, monkeypatch: pytest.MonkeyPatc
 def test_a_lost_device_is_raised_to_the_caller_for_good(ahead: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Runner.launch
 
-    def launch(self: Runner, plan: StepPlan) -> Underway:
+    def launch(self: Runner, plan: StepPlan) -> LaunchedStep:
         if plan.step >= 6:
             raise DeviceLostError("the device is lost: an illegal memory access")
         return original(self, plan)

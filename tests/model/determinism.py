@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.model.loading.loader import load_model
-from chatcache.model.runner import Runner, Underway
+from chatcache.model.runner import LaunchedStep, Runner
 from chatcache.types.events import Failed, Started, Tokens
 from chatcache.types.plan import Draws, KVCapacity, StepPlan, StepResult
 from chatcache.types.request import GenerateRequest, SamplingParams
@@ -108,8 +108,8 @@ class Recorder:
         capacity = self.runner.capacity()
         return capacity if self.num_pages is None else replace(capacity, num_pages=self.num_pages)
 
-    def launch(self, plan: StepPlan) -> Underway:
-        return Underway(lambda: self.execute(plan))
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        return LaunchedStep(lambda: self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
         sampler = self.runner._sampler

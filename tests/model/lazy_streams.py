@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from chatcache.model.streams import Mark, Streams, Work
+from chatcache.model.streams import StreamEvent, Streams, Work
 
 
 @dataclass(frozen=True, slots=True)
-class LazyMark:
+class LazyEvent:
     """The first `count` entries of a stream."""
 
     stream: LazyStream
@@ -28,8 +28,8 @@ class LazyStream:
     """A `streams.Stream`. `deaf`: forgets what it was told to wait for, a planted bug."""
 
     eager: bool = False
-    deaf: bool = False
-    entries: list[Work | LazyMark] = field(default_factory=list)
+    ignores_waits: bool = False
+    entries: list[Work | LazyEvent] = field(default_factory=list)
     num_done: int = 0
     peers: list[LazyStream] = field(default_factory=list)
 
@@ -37,12 +37,12 @@ class LazyStream:
         self.entries.append(work)
         self.pump()
 
-    def mark(self) -> LazyMark:
-        return LazyMark(self, len(self.entries))
+    def record_event(self) -> LazyEvent:
+        return LazyEvent(self, len(self.entries))
 
-    def wait_for(self, mark: Mark) -> None:
-        assert isinstance(mark, LazyMark)
-        if not self.deaf:
+    def wait_event(self, mark: StreamEvent) -> None:
+        assert isinstance(mark, LazyEvent)
+        if not self.ignores_waits:
             self.entries.append(mark)
             self.pump()
 
@@ -55,14 +55,14 @@ class LazyStream:
         """Do what may be done already, if this is an eager stream."""
         while self.eager and self.num_done < len(self.entries):
             entry = self.entries[self.num_done]
-            if isinstance(entry, LazyMark) and entry.stream.num_done < entry.count:
+            if isinstance(entry, LazyEvent) and entry.stream.num_done < entry.count:
                 return
             self._next()
 
     def _next(self) -> None:
         place = self.num_done
         entry = self.entries[place]
-        if isinstance(entry, LazyMark):
+        if isinstance(entry, LazyEvent):
             entry.wait()
             self.num_done = max(self.num_done, place + 1)  # what ran meanwhile may have gone on here
             return

@@ -13,9 +13,9 @@ import torch
 from chatcache_kernels import reference
 from torch import Tensor
 
-from chatcache.model.attention import AttentionBackend, AttentionStep, Geometry, allocate
-from chatcache.model.loading.loader import choose_plain, choose_sampler
-from chatcache.model.runner import Ahead, Runner
+from chatcache.model.attention import AttentionBackend, AttentionStep, Geometry, allocate_kv_pages
+from chatcache.model.loading.loader import choose_graph_sampler, choose_sampler
+from chatcache.model.runner import AsyncLaunch, Runner
 from chatcache.model.streams import Streams
 from chatcache.types.plan import I32, PENDING_TOKEN, KVCapacity, LogitEdit, Rows, StepPlan, StepResult
 from chatcache.types.stats import ModelInfo
@@ -62,21 +62,21 @@ class Reader:
 
 
 def make_runner(
-    ahead: Ahead | None = None,
+    ahead: AsyncLaunch | None = None,
     streams: Streams | None = None,
     kernels: AttentionBackend = reference,
     network: Reader | None = None,
 ) -> Runner:
     """Return a runner of `Reader` with few pages of undefined contents."""
     network = network or Reader()
-    pages = allocate(kernels, network.geometry, NUM_PAGES, SIZE)
+    pages = allocate_kv_pages(kernels, network.geometry, NUM_PAGES, SIZE)
     pages.k.fill_(torch.nan)
     pages.v.fill_(torch.nan)
     capacity = KVCapacity(NUM_PAGES, SIZE, NUM_SLOTS, MAX_LEN, num_host_pages=NUM_HOST_PAGES)
     backend = "triton" if "triton" in getattr(kernels, "__name__", "") else "reference"
     sampler = choose_sampler(backend, VOCAB, network.geometry.device)
     if ahead is not None:
-        ahead = replace(ahead, plain=choose_plain(backend, VOCAB, network.geometry.device))
+        ahead = replace(ahead, plain=choose_graph_sampler(backend, VOCAB, network.geometry.device))
     return Runner(network, kernels, pages, capacity, FACTS, ahead, streams, sampler)
 
 

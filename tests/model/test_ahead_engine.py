@@ -9,8 +9,8 @@ import pytest
 
 from chatcache.engine.engine import Engine
 from chatcache.model import runner as runners
-from chatcache.model.cuda_graphs import batch_sizes
-from chatcache.model.runner import Ahead
+from chatcache.model.cuda_graphs import capture_sizes
+from chatcache.model.runner import AsyncLaunch
 from chatcache.model.static_steps import Replay
 from chatcache.types.events import CandidateDone, Failed, Tokens
 from chatcache.types.request import GenerateRequest, Params, SamplingParams
@@ -70,7 +70,7 @@ def told(engine: Engine) -> Told:
 
 
 @pytest.mark.parametrize("num_pages", [256, 34], ids=["roomy", "tight"])
-@pytest.mark.parametrize("sizes", [batch_sizes(16), ()], ids=["static", "uncaptured"])
+@pytest.mark.parametrize("sizes", [capture_sizes(16), ()], ids=["static", "uncaptured"])
 def test_the_same_answers(sizes: list[int], num_pages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {
         "kv_memory_bytes": num_pages * PAGE_BYTES,
@@ -80,7 +80,7 @@ def test_the_same_answers(sizes: list[int], num_pages: int, tmp_path: Path, monk
     expected = told(build(tmp_path, "reference", **settings))
     monkeypatch.setattr(runners, "streams_of", lambda device: lazy_streams(False, False))
     replays = Replays()
-    engine = build(tmp_path, "reference", graphs=Ahead(sizes, replays), **settings)
+    engine = build(tmp_path, "reference", graphs=AsyncLaunch(sizes, replays), **settings)
     assert told(engine) == expected
     assert engine._pipeline.num_ahead > 20, "hardly any step was launched behind another"
     assert (replays.count > 10) == bool(sizes)

@@ -16,7 +16,7 @@ from tests.model.lives import make_runner
 
 
 def test_warm_up_has_a_row_too_long_to_be_decoded_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert runners.WARM_LONG > MAX_DECODE_QUERIES, "of as many key heads as query heads"
+    assert runners.WARMUP_LONG_TOKENS > MAX_DECODE_QUERIES, "of as many key heads as query heads"
     lengths: set[int] = set()
 
     def note(q: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -25,7 +25,7 @@ def test_warm_up_has_a_row_too_long_to_be_decoded_in_place(monkeypatch: pytest.M
 
     monkeypatch.setattr(attention_prefill, "can_use_amx", lambda q, pages: False)
     monkeypatch.setattr(attention, "prefill_attention_torch", note)
-    monkeypatch.setattr(runners, "WARM_LONG", 24)  # the contexts of these runners are short
+    monkeypatch.setattr(runners, "WARMUP_LONG_TOKENS", 24)  # the contexts of these runners are short
     monkeypatch.setattr(attention, "MAX_DECODE_QUERIES", 8)
     make_runner(kernels=cpu).warm_up()
     assert 24 in lengths

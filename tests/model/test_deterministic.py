@@ -19,17 +19,17 @@ from chatcache.errors import ModelFolderError
 from chatcache.model import batch_invariant as invariant
 from chatcache.model.attention import AttentionStep, Geometry, Network, choose_backend
 from chatcache.model.batch_invariant import (
-    SIZES,
-    InvariantLinear,
-    InvariantLinears,
+    TILE_SIZES,
+    BatchInvariantLinear,
+    BatchInvariantLinearFactory,
     TokenByToken,
-    agreeing_sizes,
     check_determinism,
-    cut,
-    probes,
+    find_invariant_sizes,
+    make_probes,
+    tile_sizes,
 )
 from chatcache.model.decoder import Decoder
-from chatcache.model.linear import Product, fast_linear
+from chatcache.model.linear import Linear, fast_linear
 from chatcache.model.loading import loader as loading
 from chatcache.model.loading.loader import load_model
 from chatcache.model.loading.weights import Weights
@@ -58,7 +58,7 @@ def test_products_do_not_see_the_batch(
 ) -> None:
     weight, x = torch.randn(shape).to(dtype), torch.randn(300, shape[1]).to(dtype)
     bias = torch.randn(shape[0]).to(dtype) if has_bias else None
-    layer = InvariantLinears()(weight.clone(), bias)
+    layer = BatchInvariantLinearFactory()(weight.clone(), bias)
     alone = torch.cat([layer(row[None]) for row in x])
     for first, end in ((0, 300), (0, 2), (1, 34), (5, 12), (3, 3), (17, 150)):
         assert torch.equal(layer(x[first:end]), alone[first:end])
@@ -70,15 +70,15 @@ def test_products_do_not_see_the_batch(
     torch.testing.assert_close(alone.float(), want, atol=1e-3 if dtype == torch.float32 else 0.5, rtol=1e-2)
 
 
-@pytest.mark.parametrize("sizes", [SIZES, SIZES[:6], (2, 16, 1024), (16,)])
+@pytest.mark.parametrize("sizes", [TILE_SIZES, TILE_SIZES[:6], (2, 16, 1024), (16,)])
 def test_tiles_cover_all_rows(sizes: tuple[int, ...]) -> None:
     for num_rows in (*range(1, 80), 500, 1023, 1025, 3000):
-        tiles = list(cut(num_rows, sizes))
+        tiles = list(tile_sizes(num_rows, sizes))
         assert set(tiles) <= set(sizes)
         assert sum(tiles[:-1]) < num_rows <= sum(tiles)
-        if sizes in (SIZES, SIZES[:6]):
+        if sizes in (TILE_SIZES, TILE_SIZES[:6]):
             assert sum(tiles) - num_rows < max(tiles[-1] // 2, 1)
-    assert list(cut(0, sizes)) == []
+    assert list(tile_sizes(0, sizes)) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -86,7 +86,7 @@ def test_the_probe_sees_another_order_of_addition(dtype: torch.dtype, monkeypatc
     """Products that add up halves apart from `limit` rows on: sizes from there on are not used."""
     for limit in (2, 8, 64):
 
-        def packed(weight: Tensor, bias: Tensor | None, limit: int = limit) -> Product:
+        def packed(weight: Tensor, bias: Tensor | None, limit: int = limit) -> Linear:
             w, half = weight.float(), weight.shape[1] // 2
 
             def product(x: Tensor) -> Tensor:
@@ -97,24 +97,26 @@ def test_the_probe_sees_another_order_of_addition(dtype: torch.dtype, monkeypatc
             return product
 
         monkeypatch.setattr(invariant, "packed_product", packed)
-        found = agreeing_sizes(64, 64, dtype, has_bias=False)
-        assert found == tuple(size for size in SIZES if (size < limit) == (limit > invariant.REFERENCE_ROWS)), limit
+        found = find_invariant_sizes(64, 64, dtype, has_bias=False)
+        assert found == tuple(size for size in TILE_SIZES if (size < limit) == (limit > invariant.REFERENCE_ROWS)), (
+            limit
+        )
 
 
 def test_products_that_depend_on_neighbours_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def packed(weight: Tensor, bias: Tensor | None) -> Product:
+    def packed(weight: Tensor, bias: Tensor | None) -> Linear:
         return lambda x: functional.linear(x, weight) + x.sum() * 1e-20
 
     monkeypatch.setattr(invariant, "packed_product", packed)
     with pytest.raises(ModelFolderError, match=r"deterministic: .* weight of 64 x 32 .* depend on the batch"):
-        agreeing_sizes(64, 32, torch.float32, has_bias=False)
+        find_invariant_sizes(64, 32, torch.float32, has_bias=False)
     monkeypatch.setattr(invariant, "packed_product", lambda *_: None)
     with pytest.raises(ModelFolderError, match="deterministic: oneDNN has no product for a weight of 4 x 6"):
-        InvariantLinears()(torch.ones(4, 6))
+        BatchInvariantLinearFactory()(torch.ones(4, 6))
 
 
 def test_most_probes_cancel() -> None:
-    weight, rows = probes(600, 128, torch.bfloat16)
+    weight, rows = make_probes(600, 128, torch.bfloat16)
     assert (weight.double() @ rows[:4].double().T).abs().max() == 0
     assert (weight.float() @ rows[:4].float().T).abs().max() > 0
 
@@ -133,7 +135,7 @@ def test_other_families_pass_the_check(name: str, dtype: str, sample_of: Get, mo
         return
     assert isinstance(runner._network, Decoder)
     products = [runner._network._head, *(getattr(layer, name) for layer in runner._network._layers for name in LAYERS)]
-    assert all(isinstance(product, InvariantLinear) for product in products)
+    assert all(isinstance(product, BatchInvariantLinear) for product in products)
 
 
 GEOMETRY = Geometry(1, 2, 2, 16, 40, torch.float32, torch.device("cpu"))

@@ -15,7 +15,7 @@ from chatcache_kernels.triton.sampling_ops import gumbel, random_bits
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chatcache.model.sampling.device_sampler import DeviceSampler, KernelDraws
+from chatcache.model.sampling.device_sampler import DeviceSampler, TritonGraphSampler
 from chatcache.model.sampling.ops import draw_keys, token_base
 from chatcache.model.sampling.ops import gumbel as cpu_gumbel
 from chatcache.model.sampling.sampler import NOT_FINITE, Sampler
@@ -238,9 +238,9 @@ def test_plain_draws_are_the_cpu_s_and_leftover_rows_harmless(filtered: bool) ->
     logits[6] = torch.nan  # nobody's
     top_p = rng.choice([0.5, 0.9], count).astype(np.float32) if filtered else np.ones(count, np.float32)
     _, draws = random_draws(rng, count, 1, top_p=top_p, row=np.arange(count, dtype=np.int32))
-    plain = KernelDraws(vocab_size, CPU)
+    plain = TritonGraphSampler(vocab_size, CPU)
     assert plain.kind(draws) == int(filtered)
-    given, drawn = Layout(plain.parts(size)), Layout(plain.drawn_parts(size))
+    given, drawn = Layout(plain.input_specs(size)), Layout(plain.output_specs(size))
     up = torch.randint(0, 255, (given.num_bytes,), dtype=torch.uint8)
     down = torch.randint(0, 255, (drawn.num_bytes,), dtype=torch.uint8)
     last = torch.full((20,), -7, dtype=torch.int32)

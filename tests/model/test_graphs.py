@@ -16,10 +16,10 @@ from chatcache_kernels.work_list import plan_work
 from chatcache.model import cuda_graphs as graphs
 from chatcache.model import static_steps as room
 from chatcache.model import static_steps as static
-from chatcache.model.cuda_graphs import DecodeSteps, batch_sizes
+from chatcache.model.cuda_graphs import DecodeGraphs, capture_sizes
 from chatcache.model.page_tables import DeviceSlots
-from chatcache.model.runner import Ahead
-from chatcache.model.sampling.graph_sampler import TorchDraws, is_plain
+from chatcache.model.runner import AsyncLaunch
+from chatcache.model.sampling.graph_sampler import TorchGraphSampler, is_plain_decode
 from chatcache.model.static_steps import Replay, WorkListBuffers
 from chatcache.types.plan import PENDING_TOKEN, Rows, StepPlan
 from tests.model import listed
@@ -55,7 +55,7 @@ def run(kernels: Any = listed, sizes: list[int] | None = None, steps: int = 120)
     """Return what came of a life of mostly plain steps, and how many of them were replayed."""
     noise = np.random.default_rng(SEED)
     counting = Counting()
-    ahead = Ahead(batch_sizes(NUM_SLOTS) if sizes is None else sizes, counting)
+    ahead = AsyncLaunch(capture_sizes(NUM_SLOTS) if sizes is None else sizes, counting)
     runner = make_runner(ahead, lazy_streams(False, False), kernels)
     runner.warm_up()
     outcome = live(make_runner(), runner, Life(noise, plain=0.85), steps)
@@ -127,16 +127,16 @@ def test_planted_fillings(bug: Callable[..., None], monkeypatch: pytest.MonkeyPa
 
 def test_planted_single_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step's numbers overwrite those that the device has not read yet."""
-    monkeypatch.setattr(graphs, "NUM_LANES", 1)
+    monkeypatch.setattr(graphs, "NUM_HOST_BUFFERS", 1)
     assert is_broken(), f"seed {SEED}"
 
 
 def test_planted_slot_of_the_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
-    def draw(self: TorchDraws, logits: Any, given: Any, drawn: Any, last_token: Any, kind: int) -> None:
+    def draw(self: TorchGraphSampler, logits: Any, given: Any, drawn: Any, last_token: Any, kind: int) -> None:
         plain(self, logits, {**given, "slot": given["slot"].roll(1)}, drawn, last_token, kind)
 
-    plain = TorchDraws.draw
-    monkeypatch.setattr(TorchDraws, "draw", draw)
+    plain = TorchGraphSampler.draw
+    monkeypatch.setattr(TorchGraphSampler, "draw", draw)
     assert is_broken(), f"seed {SEED}"
 
 
@@ -158,9 +158,9 @@ def test_planted_leftover_items(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sizes() -> None:
-    assert batch_sizes(1) == [1]
-    assert batch_sizes(20) == [1, 2, 4, 8, 16, 20]
-    sizes = batch_sizes(1024)
+    assert capture_sizes(1) == [1]
+    assert capture_sizes(20) == [1, 2, 4, 8, 16, 20]
+    sizes = capture_sizes(1024)
     assert sizes[:6] == [1, 2, 4, 8, 16, 24] and sizes[-1] == 1024
     assert all(b - a <= max(8, a // 8) for a, b in pairwise(sizes))
 
@@ -174,17 +174,17 @@ def plan_of(tokens: list[int], **draw: Any) -> StepPlan:
 
 def test_what_is_plain() -> None:
     plan = plan_of([1, 2, PENDING_TOKEN])
-    assert is_plain(plan)
-    assert is_plain(plan_of([1], temperature=1.0, top_p=0.5))
-    assert not is_plain(plan_of([]))
-    assert not is_plain(plan_of([1], width=2)) and not is_plain(plan_of([1], num_top=1))
-    assert not is_plain(replace(plan, draws=make_draws([{"row": row} for row in (0, 1, 1)])))
-    assert not is_plain(replace(plan, draws=make_draws([{"row": row} for row in (0, 1)])))
+    assert is_plain_decode(plan)
+    assert is_plain_decode(plan_of([1], temperature=1.0, top_p=0.5))
+    assert not is_plain_decode(plan_of([]))
+    assert not is_plain_decode(plan_of([1], width=2)) and not is_plain_decode(plan_of([1], num_top=1))
+    assert not is_plain_decode(replace(plan, draws=make_draws([{"row": row} for row in (0, 1, 1)])))
+    assert not is_plain_decode(replace(plan, draws=make_draws([{"row": row} for row in (0, 1)])))
     rows = plan.rows
     longer = replace(
         rows, num_tokens=rows.num_tokens + np.array([0, 0, 1], np.int32), tokens=np.arange(4, dtype=np.int32)
     )
-    assert not is_plain(replace(plan, rows=longer))
+    assert not is_plain_decode(replace(plan, rows=longer))
 
 
 def test_a_list_that_is_too_long_does_not_fit() -> None:
@@ -192,8 +192,8 @@ def test_a_list_that_is_too_long_does_not_fit() -> None:
     tables = rng.integers(1, 30, (6, MAX_LEN // SIZE)).astype(np.int32)
     start = np.full(6, MAX_LEN - 1, np.int32)
     work = plan_work(tables, start, np.ones(6, np.int32), SIZE, 1, share="never")
-    whole = WorkListBuffers.of(8, 1, MAX_LEN, 10**6)
-    arrays = {name: np.full(shape, -7, kind) for name, (kind, shape) in whole.parts().items()}
+    whole = WorkListBuffers.sized_for(8, 1, MAX_LEN, 10**6)
+    arrays = {name: np.full(shape, -7, kind) for name, (kind, shape) in whole.specs().items()}
     assert whole.fill(arrays, work, 6) == 1
     assert arrays["num_items"][0, 0] == len(work.lists[0].items) + 2
     for short in (replace(whole, num_items=25), replace(whole, num_states=23), replace(whole, heights=(3,))):
@@ -201,9 +201,11 @@ def test_a_list_that_is_too_long_does_not_fit() -> None:
 
 
 def test_a_step_without_room_runs_uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = WorkListBuffers.of
+    original = WorkListBuffers.sized_for
     _, num_plain = run()
-    monkeypatch.setattr(WorkListBuffers, "of", lambda *args: replace(original(*args), num_items=14, num_states=6))
+    monkeypatch.setattr(
+        WorkListBuffers, "sized_for", lambda *args: replace(original(*args), num_items=14, num_states=6)
+    )
     outcome, num_replays = run()
     assert outcome.differing() is None, f"seed {SEED}"
     assert 0 < num_replays < num_plain, f"seed {SEED}"
@@ -217,10 +219,10 @@ def test_what_does_not_fit_memory_is_left_out(caplog: pytest.LogCaptureFixture) 
                 raise torch.OutOfMemoryError("a graph")
             return super().__call__(work)
 
-    runner = make_runner(Ahead([1, 4], Small()))
+    runner = make_runner(AsyncLaunch([1, 4], Small()))
     said: list[tuple[float, str]] = []
     runner.warm_up(lambda fraction, what: said.append((fraction, what)))
-    assert isinstance(runner._static, DecodeSteps) and runner._static.num_captured == 1
+    assert isinstance(runner._static, DecodeGraphs) and runner._static.num_captured == 1
     assert "decode step of 4 rows" in caplog.text
     assert [what for _, what in said] == ["decode step of 4 rows", "decode step of 1 rows"]
     assert said[0][0] == 0 and said[1][0] == 0.5
@@ -230,7 +232,7 @@ def test_what_cannot_be_captured_runs_all_the_same(caplog: pytest.LogCaptureFixt
     def refuse(work: Replay) -> Replay:
         raise RuntimeError("operation not permitted when stream is capturing\nmore of this")
 
-    runner = make_runner(Ahead([1, 4], refuse))
+    runner = make_runner(AsyncLaunch([1, 4], refuse))
     runner.warm_up()
     assert "slower: operation not permitted when stream is capturing" in caplog.text
     assert len(caplog.records) == 1
@@ -246,7 +248,7 @@ def test_nobodys_rows_stay_numbers() -> None:
             seen.append(x)
             return super()._head(x)
 
-    runner = make_runner(Ahead([4]), kernels=listed, network=Watching())
+    runner = make_runner(AsyncLaunch([4]), kernels=listed, network=Watching())
     runner.warm_up()
     del seen[:]
     update = np.array([(0, 0, 3)], np.int32)

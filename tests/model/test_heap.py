@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from chatcache.model.host_memory import ALIGNMENT, HostArena
-from chatcache.model.linear import PanelLinear, TwofoldLinears
+from chatcache.model.linear import DualLayoutLinearFactory, PanelLinear
 
 
 def test_an_arena_keeps_what_it_is_given_apart_and_aligned() -> None:
@@ -17,7 +17,7 @@ def test_an_arena_keeps_what_it_is_given_apart_and_aligned() -> None:
     generator = torch.Generator().manual_seed(torch.seed() % 2**31)
     sizes = torch.randint(1, 2000, (60,), generator=generator).tolist()
     given = [torch.randn(size, 3, generator=generator).to(torch.bfloat16) for size in sizes]
-    kept = [arena.keep(each.t()) for each in given]
+    kept = [arena.copy(each.t()) for each in given]
     assert all(torch.equal(mine, each.t()) and mine.is_contiguous() for mine, each in zip(kept, given, strict=True))
     assert all(each.data_ptr() % ALIGNMENT == 0 for each in kept)
 
@@ -31,7 +31,7 @@ def test_an_arena_takes_what_is_larger_than_its_pieces() -> None:
 
 
 def test_the_layers_of_a_model_share_a_piece() -> None:
-    make = TwofoldLinears()
+    make = DualLayoutLinearFactory()
     layers = [make(torch.randn(64, 32, dtype=torch.bfloat16)) for _ in range(2)]
     first, second = (each.panels for each in layers if isinstance(each, PanelLinear))
     assert second.data_ptr() - first.data_ptr() == first.nbytes

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from chatcache.model.cuda_graphs import batch_sizes
-from chatcache.model.runner import Ahead
+from chatcache.model.cuda_graphs import capture_sizes
+from chatcache.model.runner import AsyncLaunch
 from tests.model.lazy_streams import ORDERS, LazyStream, lazy_streams
 from tests.model.lives import NUM_SLOTS, Life, Outcome, live, make_runner
 
 SEED = int(os.environ["CHATCACHE_TEST_SEED"])
-SIZES = batch_sizes(NUM_SLOTS)
+SIZES = capture_sizes(NUM_SLOTS)
 
 Plant = Callable[[LazyStream, LazyStream], None]
 
@@ -23,7 +23,7 @@ def run(
     order: str = "both late", plant: Plant = lambda main, side: None, sizes: list[int] = SIZES, steps: int = 150
 ) -> Outcome:
     noise = np.random.default_rng(SEED)
-    ahead = make_runner(Ahead(sizes), lazy_streams(*ORDERS[order], plant))
+    ahead = make_runner(AsyncLaunch(sizes), lazy_streams(*ORDERS[order], plant))
     ahead.warm_up()
     return live(make_runner(), ahead, Life(noise), steps)
 
@@ -37,11 +37,11 @@ def test_a_life_ahead_is_the_same_life(order: str, sizes: list[int]) -> None:
 
 
 def deaf_main(main: LazyStream, side: LazyStream) -> None:
-    main.deaf = True
+    main.ignores_waits = True
 
 
 def deaf_side(main: LazyStream, side: LazyStream) -> None:
-    side.deaf = True
+    side.ignores_waits = True
 
 
 @pytest.mark.parametrize(("order", "plant"), [("side late", deaf_main), ("side early", deaf_side)])

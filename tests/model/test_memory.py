@@ -17,8 +17,8 @@ from chatcache.errors import DeviceLostError, ModelFolderError
 from chatcache.model import eager
 from chatcache.model import eager as halving
 from chatcache.model.attention import choose_backend
-from chatcache.model.device_errors import device_lost, is_out_of_memory
-from chatcache.model.eager import Part, split_step
+from chatcache.model.device_errors import device_lost_error, is_out_of_memory
+from chatcache.model.eager import StepPart, split_step
 from chatcache.model.loading.loader import limit_kv_memory, plan_capacity
 from chatcache.model.loading.memory_budget import (
     GRAPH_BYTES,
@@ -28,7 +28,7 @@ from chatcache.model.loading.memory_budget import (
     measure_budget,
     total_memory_bytes,
 )
-from chatcache.model.runner import Ahead, Runner
+from chatcache.model.runner import AsyncLaunch, Runner
 from chatcache.model.sampling.sampler import Sampler
 from chatcache.types.plan import Draws, LogitEdit, LogitMask, Rows, Scores, StepPlan, StepResult
 from tests.model.drive import Driver, make_draws
@@ -87,7 +87,7 @@ def test_a_step_in_halves_gives_the_same(max_tokens: int, caplog: pytest.LogCapt
 
 
 def test_lives_in_halves() -> None:
-    runner = make_runner(Ahead([]), network=Reader(4))
+    runner = make_runner(AsyncLaunch([]), network=Reader(4))
     outcome = live(make_runner(), runner, Life(np.random.default_rng(SEED), plain=0.5), 60)
     assert outcome.differing() is None, f"seed {SEED}"
 
@@ -100,7 +100,7 @@ def test_a_single_token_that_does_not_fit_fails() -> None:
 def test_planted_halves_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second half of a row reads what the first has not written yet."""
 
-    def backwards(part: Part) -> tuple[Part, Part] | None:
+    def backwards(part: StepPart) -> tuple[StepPart, StepPart] | None:
         halves = split_step(part)
         return halves[::-1] if halves is not None else None
 
@@ -222,18 +222,18 @@ def alive() -> None:
     ],
 )
 def test_a_sticky_error_is_the_end(error: Exception) -> None:
-    lost = device_lost(error, "NVIDIA H200 (cuda:0)", 17, dead)
+    lost = device_lost_error(error, "NVIDIA H200 (cuda:0)", 17, dead)
     assert isinstance(lost, DeviceLostError)
     assert lost.message.startswith("NVIDIA H200 (cuda:0) answers no more; step 17 met: ")
     assert lost.message.endswith("an illegal memory access was encountered"), "one line"
-    assert device_lost(error, "NVIDIA H200 (cuda:0)", 17, alive) is None, "a launch that was refused"
+    assert device_lost_error(error, "NVIDIA H200 (cuda:0)", 17, alive) is None, "a launch that was refused"
 
 
 @pytest.mark.parametrize(
     "error", [ValueError("CUDA error"), RuntimeError("shape mismatch"), torch.OutOfMemoryError("CUDA out of memory")]
 )
 def test_other_errors_are_not(error: Exception) -> None:
-    assert device_lost(error, "cuda", 1, dead) is None
+    assert device_lost_error(error, "cuda", 1, dead) is None
 
 
 def test_what_lack_of_memory_looks_like() -> None:
@@ -244,9 +244,9 @@ def test_what_lack_of_memory_looks_like() -> None:
     assert not is_out_of_memory(RuntimeError("out of memory"))
 
 
-@pytest.mark.parametrize("ahead", [None, Ahead([4])])
+@pytest.mark.parametrize("ahead", [None, AsyncLaunch([4])])
 def test_a_step_on_a_lost_device_says_so_and_is_not_retried(
-    ahead: Ahead | None, monkeypatch: pytest.MonkeyPatch
+    ahead: AsyncLaunch | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Breaking(Reader):
         broken = False
@@ -294,7 +294,7 @@ def test_a_plan_of_single_tokens_halves_to_the_last() -> None:
     slot = np.arange(3, dtype=np.int32)
     none = np.zeros((0, 3), np.int32)
     rows = Rows(slot, slot, np.ones(3, np.int32), slot + 7)
-    part = Part.whole(StepPlan(1, none, none, none[:, :2], rows, make_draws([{"row": 2}, {"row": 0}])))
+    part = StepPart.whole(StepPlan(1, none, none, none[:, :2], rows, make_draws([{"row": 2}, {"row": 0}])))
     halves = split_step(part)
     assert halves is not None
     first, second = halves

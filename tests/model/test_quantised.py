@@ -19,10 +19,10 @@ from chatcache.config import EngineConfig
 from chatcache.errors import ModelFolderError
 from chatcache.llm import LLM
 from chatcache.model.decoder import Decoder
-from chatcache.model.linear import Int8Linear, TwofoldLinears, fast_linear, weight_sizes
+from chatcache.model.linear import DualLayoutLinearFactory, Int8Linear, fast_linear, weight_sizes
 from chatcache.model.loading import loader as choose
 from chatcache.model.loading import loader as loading
-from chatcache.model.loading.loader import TWICE_MAX_BYTES, choose_linear, keeps_twice, load_model
+from chatcache.model.loading.loader import DUAL_LAYOUT_MAX_BYTES, can_keep_both_layouts, choose_linear, load_model
 from chatcache.model.runner import Runner
 from chatcache.types.request import SamplingParams
 from tests.model.drive import Driver, greedy, make_draws
@@ -144,11 +144,14 @@ def test_the_built_in_model_makes_sense() -> None:
 
 def test_weights_are_kept_twice_where_there_is_room(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     gib = 2**30
-    assert keeps_twice(gib, 3 * gib)
-    assert not keeps_twice(gib, 3 * gib - 3)
-    assert not keeps_twice(TWICE_MAX_BYTES + 1, 1 << 60)  # an 8B model, whatever there is
+    assert can_keep_both_layouts(gib, 3 * gib)
+    assert not can_keep_both_layouts(gib, 3 * gib - 3)
+    assert not can_keep_both_layouts(DUAL_LAYOUT_MAX_BYTES + 1, 1 << 60)  # an 8B model, whatever there is
     cpu = torch.device("cpu")
-    for free_bytes, expected, words in ((9 * gib, TwofoldLinears, "kept twice"), (gib, type(fast_linear), "kept once")):
+    for free_bytes, expected, words in (
+        (9 * gib, DualLayoutLinearFactory, "kept twice"),
+        (gib, type(fast_linear), "kept once"),
+    ):
         monkeypatch.setattr(choose, "free_host_bytes", lambda free_bytes=free_bytes: free_bytes)
         caplog.clear()
         with caplog.at_level("INFO"):

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chatcache.model.eager import nothing
+from chatcache.model.eager import empty_result
 from chatcache.model.runner import Runner
 from chatcache.model.sampling import sampler as scores_module
 from chatcache.model.sampling.device_sampler import DeviceSampler
-from chatcache.model.sampling.sampler import Sampler, ScoreSheet, part_sizes, scored_tokens
+from chatcache.model.sampling.sampler import HostPromptScorer, Sampler, part_sizes, scored_token_indices
 from chatcache.types.plan import Rows, Scores, StepResult
 from tests.model.drive import CPU, KERNELS, Driver, make_draws
 from tests.model.families import VOCAB, Sample
@@ -79,8 +79,8 @@ def test_a_scored_row_need_not_be_drawn(sample_of: Get, load: Load) -> None:
 
 
 def test_the_scored_tokens_are_found_row_by_row() -> None:
-    assert scored_tokens(rows_of([3, 1, 2]), scores_of([2, 0], [0, 0], [0] * 5)).tolist() == [4, 5, 0, 1, 2]
-    assert scored_tokens(rows_of([3]), scores_of([], [], [])).tolist() == []
+    assert scored_token_indices(rows_of([3, 1, 2]), scores_of([2, 0], [0, 0], [0] * 5)).tolist() == [4, 5, 0, 1, 2]
+    assert scored_token_indices(rows_of([3]), scores_of([], [], [])).tolist() == []
 
 
 @pytest.mark.parametrize(("kind", "device"), [(Sampler, CPU), (DeviceSampler, KERNELS)], ids=["cpu", "triton"])
@@ -91,7 +91,7 @@ def test_not_finite_logits_leave_nan_and_ids_out_of_range_are_never_looked_up(
     logits = torch.tensor([[0.0, 1.0, 2.0], [0.0, torch.nan, 1.0], [0.0, 0.0, 0.0], [-torch.inf, 0.0, 0.0]])
     sheet.fill(logits[:1].to(device))
     sheet.fill(logits[1:].to(device))
-    result = sheet.add_to(nothing())
+    result = sheet.add_to(empty_result())
     assert result.scores is not None and result.score_tokens is not None and result.score_logprobs is not None
     assert np.isnan(result.scores).tolist() == [False, True, True, False]
     assert np.isneginf(result.scores[3])
@@ -134,7 +134,7 @@ def test_a_long_chunk_over_a_large_vocabulary_stays_bounded(spread: float) -> No
     vocab_size, num_tokens = 150_000, 300
     row = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(1)).mul_(spread).to(torch.bfloat16)
     targets = np.random.default_rng(0).integers(0, vocab_size, num_tokens)
-    sheet = ScoreSheet(rows_of([num_tokens]), scores_of([0], [3], targets.tolist()), vocab_size)
+    sheet = HostPromptScorer(rows_of([num_tokens]), scores_of([0], [3], targets.tolist()), vocab_size)
     with Recorder() as seen:
         sheet.fill(row.expand(num_tokens, vocab_size))
     assert 0 < seen.largest <= 2 * scores_module.CHUNK_BYTES

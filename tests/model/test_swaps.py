@@ -15,7 +15,7 @@ from torch import Tensor
 
 from chatcache.config import EngineConfig
 from chatcache.errors import ModelFolderError
-from chatcache.model.attention import AttentionStep, Geometry, allocate, choose_backend
+from chatcache.model.attention import AttentionStep, Geometry, allocate_kv_pages, choose_backend
 from chatcache.model.loading.loader import SWAP_MAX_BYTES, plan_capacity
 from chatcache.model.runner import Runner
 from chatcache.types.plan import KVCapacity, Rows, StepPlan
@@ -63,7 +63,7 @@ def pairs(noise: np.random.Generator, sources: int, targets: int, first: int) ->
 def test_random_plans_move_pages_as_documented(backend: str) -> None:
     noise = np.random.default_rng(SEED)
     name, kernels = choose_backend(backend, torch.device("cpu"))
-    store = allocate(kernels, GEOMETRY, PAGES, SIZE)
+    store = allocate_kv_pages(kernels, GEOMETRY, PAGES, SIZE)
     for memory in (store.k, store.v):
         memory.zero_()
     capacity = KVCapacity(PAGES, SIZE, SLOTS, 4 * SIZE, num_host_pages=HOST_PAGES)
@@ -175,7 +175,7 @@ def test_room_that_is_not_used_takes_no_memory() -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
     _, kernels = choose_backend("cpu", torch.device("cpu"))
-    store = allocate(kernels, GEOMETRY, 4, SIZE)
+    store = allocate_kv_pages(kernels, GEOMETRY, 4, SIZE)
     before = resident_bytes()
     host = HostPages.allocate(store, (1 << 30) // store.page_bytes)
     assert host.num_pages * store.page_bytes == 1 << 30

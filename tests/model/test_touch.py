@@ -45,15 +45,15 @@ def pages() -> KVPages:
 def test_memory_is_there_before_it_is_used(pages: KVPages) -> None:
     touch = PagePrefaulter(pages, ahead_bytes=1000 * PAGE_BYTES)
     assert not resident(pages, 500)
-    touch.reach(0)
+    touch.ensure(0)
     settle(touch)
-    assert not touch.is_off
+    assert not touch.is_closed
     assert all(resident(pages, page) for page in (0, 1, 500, 999, 1000))
     assert not resident(pages, 19_000)
-    touch.reach(18_500)
+    touch.ensure(18_500)
     settle(touch)
     assert resident(pages, 19_000) and resident(pages, 19_499)
-    touch.reach(19_999)
+    touch.ensure(19_999)
     settle(touch)
     assert resident(pages, 19_999)
 
@@ -62,7 +62,7 @@ def test_what_pages_hold_stays(pages: KVPages) -> None:
     pages.k[:, 3] = 1.5
     pages.v[:, 7] = -2.0
     touch = PagePrefaulter(pages, ahead_bytes=100 * PAGE_BYTES)
-    touch.reach(0)
+    touch.ensure(0)
     settle(touch)
     assert (pages.k[:, 3] == 1.5).all() and (pages.v[:, 7] == -2.0).all()
 
@@ -70,19 +70,19 @@ def test_what_pages_hold_stays(pages: KVPages) -> None:
 def test_a_closed_one_touches_nothing_more(pages: KVPages) -> None:
     touch = PagePrefaulter(pages, ahead_bytes=1000 * PAGE_BYTES)
     touch.close()
-    touch.reach(0)
+    touch.ensure(0)
     settle(touch)
     assert not resident(pages, 900)
 
 
 def test_nobody_is_left_behind_when_it_closes(pages: KVPages) -> None:
     touch = PagePrefaulter(pages, ahead_bytes=15_000 * PAGE_BYTES)
-    touch.reach(0)
+    touch.ensure(0)
     thread = touch.thread
     touch.close()
     assert thread is None or not thread.is_alive()
-    assert touch.is_off and touch.thread is None
-    touch.reach(19_000)
+    assert touch.is_closed and touch.thread is None
+    touch.ensure(19_000)
     assert touch.thread is None
 
 

@@ -10,8 +10,8 @@ import pytest
 from chatcache_kernels import triton
 
 from chatcache.model import static_steps as room
-from chatcache.model.cuda_graphs import batch_sizes
-from chatcache.model.runner import Ahead
+from chatcache.model.cuda_graphs import capture_sizes
+from chatcache.model.runner import AsyncLaunch
 from tests.model.lazy_streams import lazy_streams
 from tests.model.lives import NUM_SLOTS, Life, live, make_runner
 
@@ -22,7 +22,7 @@ SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 def test_a_life_on_triton_kernels_is_the_same_life(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chatcache_kernels.work_list.SPLIT_TOKENS", 16)
     monkeypatch.setattr(room, "SPLIT_TOKENS", 16)
-    runner = make_runner(Ahead(batch_sizes(NUM_SLOTS)), lazy_streams(False, False), triton)
+    runner = make_runner(AsyncLaunch(capture_sizes(NUM_SLOTS)), lazy_streams(False, False), triton)
     runner.warm_up()
     plain, life, num_unseen = make_runner(), Life(np.random.default_rng(SEED), plain=0.85), 0
     for _ in range(8):  # as a rule one round is enough

@@ -13,8 +13,8 @@ from chatcache_kernels import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 from chatcache.model import static_steps as room
-from chatcache.model.cuda_graphs import batch_sizes
-from chatcache.model.runner import Ahead
+from chatcache.model.cuda_graphs import capture_sizes
+from chatcache.model.runner import AsyncLaunch
 from tests.model.lazy_streams import lazy_streams
 from tests.model.lives import NUM_SLOTS, Life, live, make_runner
 
@@ -54,7 +54,7 @@ def test_nothing_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None
         return launch(kernel, *args, grid=grid, warmup=warmup, **given)
 
     monkeypatch.setattr(InterpretedFunction, "run", run)
-    runner = make_runner(Ahead(batch_sizes(NUM_SLOTS)), lazy_streams(False, False), triton)
+    runner = make_runner(AsyncLaunch(capture_sizes(NUM_SLOTS)), lazy_streams(False, False), triton)
     runner.warm_up()
     warm = set(launched)
     live(make_runner(), runner, Life(np.random.default_rng(SEED), plain=0.6), 20)

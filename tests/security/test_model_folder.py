@@ -80,7 +80,7 @@ def test_links_within_the_folder_and_those_of_the_hub_cache_are_followed(good: P
 
 TWINS: dict[str, tuple[Callable[[Patch], None], str]] = {
     "links are followed anywhere": (
-        lambda patch: patch.setattr(folders, "check_inside", lambda folder: None),
+        lambda patch: patch.setattr(folders, "check_links", lambda folder: None),
         "shard a link outside",
     ),
     "tensors may lie anywhere": (

@@ -83,7 +83,7 @@ def _why_not_fetched(error: Exception) -> str:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def as_model_folder_error(path: Path) -> Iterator[None]:
     """Say of whatever goes wrong within, if it does not say so itself, that it is this file's or folder's fault."""
     try:
         yield
@@ -116,13 +116,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return `config.json`. Raises: ModelFolderError, also when the folder itself is absent."""
     if not folder.is_dir():
         raise ModelFolderError(f"{folder}: no such folder")
-    check_inside(folder)
+    check_links(folder)
     config = read_json(folder / "config.json")
     _check_sizes(folder / "config.json", config)
     return config
 
 
-def check_inside(folder: Path) -> None:
+def check_links(folder: Path) -> None:
     """Verify that no file of a model is a link to somewhere else; the Hugging Face cache's own layout is fine.
 
     Raises: ModelFolderError naming the file.
@@ -147,14 +147,14 @@ def _check_sizes(where: Path, config: dict[str, Any]) -> None:
     text = config.get("text_config")
     for fields in (config, text if isinstance(text, dict) else {}):
         for name, value in fields.items():
-            most = _most(name)
+            most = _max_value(name)
             if most is None or isinstance(value, bool) or not isinstance(value, int) or -most <= value <= most:
                 continue
             shown = value if value.bit_length() < 128 else "a far larger number"
             raise ModelFolderError(f"{where}: {name} is {shown}; at most {most} is sensible")
 
 
-def _most(name: str) -> int | None:
+def _max_value(name: str) -> int | None:
     """Return the largest number that a field of config.json may be, None if nothing is made that large."""
     if name in _LAYERS:
         return MAX_LAYERS

@@ -28,69 +28,69 @@ import torch
 
 from chatcache.config import EngineConfig, format_size
 from chatcache.errors import ModelFolderError
-from chatcache.model.attention import AttentionBackend, Geometry, Network, allocate, choose_backend
-from chatcache.model.batch_invariant import InvariantLinears, TokenByToken, check_determinism
-from chatcache.model.decoder import Decoder, check_unused, load_decoder
-from chatcache.model.host_memory import PagePrefaulter, keep_freed_memory
+from chatcache.model.attention import AttentionBackend, Geometry, Network, allocate_kv_pages, choose_backend
+from chatcache.model.batch_invariant import BatchInvariantLinearFactory, TokenByToken, check_determinism
+from chatcache.model.decoder import Decoder, check_layer_count, load_decoder
+from chatcache.model.host_memory import PagePrefaulter, reuse_freed_memory
 from chatcache.model.linear import (
-    Int8Linears,
-    MakeLinear,
-    TwofoldLinears,
+    DualLayoutLinearFactory,
+    Int8LinearFactory,
+    LinearFactory,
     check_quantization,
     fast_linear,
     weight_sizes,
 )
 from chatcache.model.loading.config_reader import Architecture, is_native, read_architecture
 from chatcache.model.loading.files import (
+    as_model_folder_error,
     eos_token_ids,
     model_name,
-    naming,
     read_config,
     resolve_model_path,
     weight_files,
 )
 from chatcache.model.loading.memory_budget import (
     Budget,
-    CudaGauge,
+    CudaMemoryGauge,
     free_host_bytes,
     host_kv_bytes,
     measure_budget,
     total_memory_bytes,
 )
 from chatcache.model.loading.weights import Weights, WeightSource
-from chatcache.model.runner import Ahead, Runner, ahead_on
-from chatcache.model.sampling.graph_sampler import GraphSampler, TorchDraws
-from chatcache.model.sampling.sampler import AnySampler, Sampler
+from chatcache.model.runner import AsyncLaunch, Runner, default_async_launch
+from chatcache.model.sampling.graph_sampler import GraphSampler, TorchGraphSampler
+from chatcache.model.sampling.sampler import Sampler, TokenSampler
 from chatcache.types.plan import KVCapacity
 from chatcache.types.stats import ModelInfo
 
 log = logging.getLogger(__name__)
 
-TWICE_MAX_BYTES = 2 * 2**30  # of weights kept twice; beyond, calls cost little beside reading weights
-TWICE_MAX_SHARE = 1 / 3  # of free memory, for weights kept twice: as much again is left for pages and all else
+DUAL_LAYOUT_MAX_BYTES = 2 * 2**30  # of weights kept twice; beyond, calls cost little beside reading weights
+DUAL_LAYOUT_MAX_SHARE = 1 / 3  # of free memory, for weights kept twice: as much again is left for pages and all else
 
 
-def choose_linear(config: EngineConfig, weight_bytes: int, dtype: torch.dtype, device: torch.device) -> MakeLinear:
+def choose_linear(config: EngineConfig, weight_bytes: int, dtype: torch.dtype, device: torch.device) -> LinearFactory:
     """Return how this model multiplies."""
     if config.quantization == "int8":
-        return Int8Linears()
+        return Int8LinearFactory()
     if config.deterministic:
-        return InvariantLinears()
+        return BatchInvariantLinearFactory()
     if device.type != "cpu" or config.attention_backend not in ("auto", "cpu") or dtype != torch.bfloat16:
         return fast_linear
     free_bytes = free_host_bytes()
-    twice = keeps_twice(weight_bytes, free_bytes)
+    twice = can_keep_both_layouts(weight_bytes, free_bytes)
     size = f"{weight_bytes / 2**30:.2f} GiB of weights, {free_bytes / 2**30:.2f} GiB free"
     log.info("%s: kept %s", size, "twice, for few tokens and for many" if twice else "once, as oneDNN has them")
-    return TwofoldLinears() if twice else fast_linear
+    return DualLayoutLinearFactory() if twice else fast_linear
 
 
-def keeps_twice(weight_bytes: int, free_bytes: int) -> bool:
+def can_keep_both_layouts(weight_bytes: int, free_bytes: int) -> bool:
     """Tell whether weights are worth a second form for few tokens: where that is small change, and memory has room."""
-    return weight_bytes <= min(TWICE_MAX_BYTES, free_bytes * TWICE_MAX_SHARE)
+    return weight_bytes <= min(DUAL_LAYOUT_MAX_BYTES, free_bytes * DUAL_LAYOUT_MAX_SHARE)
 
 
-def choose_sampler(backend: str, vocab_size: int, device: torch.device) -> AnySampler:
+def choose_sampler(backend: str, vocab_size: int, device: torch.device) -> TokenSampler:
     """Return what draws for a runner with this attention backend."""
     if backend != "triton":
         return Sampler(vocab_size, device)
@@ -99,13 +99,13 @@ def choose_sampler(backend: str, vocab_size: int, device: torch.device) -> AnySa
     return DeviceSampler(vocab_size, device)
 
 
-def choose_plain(backend: str, vocab_size: int, device: torch.device) -> GraphSampler:
+def choose_graph_sampler(backend: str, vocab_size: int, device: torch.device) -> GraphSampler:
     """Return what draws within captured steps."""
     if backend != "triton":
-        return TorchDraws(vocab_size, device)
-    from chatcache.model.sampling.device_sampler import KernelDraws
+        return TorchGraphSampler(vocab_size, device)
+    from chatcache.model.sampling.device_sampler import TritonGraphSampler
 
-    return KernelDraws(vocab_size, device)
+    return TritonGraphSampler(vocab_size, device)
 
 
 SINGLE_THREAD_BYTES = 32 * 2**20
@@ -138,7 +138,7 @@ def load_model(
     config: EngineConfig,
     progress: Progress | None = None,
     weights: WeightSource | None = None,
-    ahead: Ahead | None = None,
+    ahead: AsyncLaunch | None = None,
 ) -> Runner:
     """Load `config.model`. `progress(fraction, what)` is called from 0 to 1; `weights` replace those of the folder
     (for native models); `ahead` says how to get ahead of the device, if not as the device suggests.
@@ -148,12 +148,12 @@ def load_model(
     say = progress or (lambda fraction, what: None)
     say(0.0, "reading the model folder")
     folder = resolve_model_path(config.model)
-    with naming(folder):
+    with as_model_folder_error(folder):
         return _load(config, folder, say, weights, ahead)
 
 
 def _load(
-    config: EngineConfig, folder: Path, say: Progress, weights: WeightSource | None, ahead: Ahead | None
+    config: EngineConfig, folder: Path, say: Progress, weights: WeightSource | None, ahead: AsyncLaunch | None
 ) -> Runner:
     raw = read_config(folder)
     eos = eos_token_ids(folder, raw)
@@ -165,12 +165,12 @@ def _load(
     check_quantization(config.quantization, device)
     backend, kernels = choose_backend(config.attention_backend, device, deterministic=config.deterministic)
     if device.type == "cpu":
-        keep_freed_memory()
+        reuse_freed_memory()
         limit_threads(weights.num_parameters * (1 if config.quantization == "int8" else dtype.itemsize))
     elif dtype == torch.float32:
         torch.set_float32_matmul_precision("highest")  # float32 means float32, whatever the process did before
-    make_linear: MakeLinear = fast_linear
-    with naming(folder / "config.json"):
+    make_linear: LinearFactory = fast_linear
+    with as_model_folder_error(folder / "config.json"):
         native = is_native(raw, folder / "config.json")
     if native:
         make_linear = choose_linear(config, weights.num_parameters * dtype.itemsize, dtype, device)
@@ -182,18 +182,20 @@ def _load(
     network, max_model_len = _load_network(config, folder, raw, weights, dtype, device, make_linear, say)
     geometry = network.geometry
     if ahead is None:
-        ahead = ahead_on(device, config.max_num_seqs, capturable=backend == "triton" and isinstance(network, Decoder))
+        ahead = default_async_launch(
+            device, config.max_num_seqs, capturable=backend == "triton" and isinstance(network, Decoder)
+        )
     say(0.91, "measuring memory")
     sampler = choose_sampler(backend, geometry.vocab_size, device)
-    if ahead is not None and ahead.plain is None:
-        ahead = replace(ahead, plain=choose_plain(backend, geometry.vocab_size, device))
+    if ahead is not None and ahead.sampler is None:
+        ahead = replace(ahead, plain=choose_graph_sampler(backend, geometry.vocab_size, device))
     num_graphs = ahead.num_graphs if ahead is not None else 0
     config = limit_kv_memory(config, total_memory_bytes(device))
     budget = _budget(config, network, kernels, sampler, max_model_len, num_graphs)
     capacity = plan_capacity(config, geometry, max_model_len, budget)
     say(0.92, f"allocating {capacity.num_pages} KV pages")
-    pages = allocate(kernels, geometry, capacity.num_pages, capacity.page_size)
-    int8 = make_linear if isinstance(make_linear, Int8Linears) else None
+    pages = allocate_kv_pages(kernels, geometry, capacity.num_pages, capacity.page_size)
+    int8 = make_linear if isinstance(make_linear, Int8LinearFactory) else None
     arch = network.arch if isinstance(network, Decoder) else None
     weight_bytes, step_bytes = weight_sizes(weights.num_parameters, dtype, arch, int8)
     facts = ModelInfo(
@@ -228,7 +230,7 @@ def _load_network(
     weights: WeightSource,
     dtype: torch.dtype,
     device: torch.device,
-    make_linear: MakeLinear,
+    make_linear: LinearFactory,
     say: Progress,
 ) -> tuple[Network, int]:
     """Return the model and the longest context it will serve."""
@@ -238,9 +240,9 @@ def _load_network(
 
     where = folder / "config.json"
     if is_native(raw, where):
-        with naming(where):
+        with as_model_folder_error(where):
             arch = read_architecture(raw, where)
-        check_unused(weights, arch, folder)
+        check_layer_count(weights, arch, folder)
         length = context_length(config, arch)
         decoder = load_decoder(arch, weights, dtype, device, part, make_linear)
         decoder.extend_positions(length)
@@ -331,7 +333,7 @@ def _budget(
     config: EngineConfig,
     network: Network,
     kernels: AttentionBackend,
-    sampler: AnySampler,
+    sampler: TokenSampler,
     max_model_len: int,
     num_graphs: int,
 ) -> Budget | None:
@@ -340,7 +342,7 @@ def _budget(
     if device.type != "cuda" or config.kv_memory_bytes is not None:
         return None
     budget = measure_budget(
-        CudaGauge(device),
+        CudaMemoryGauge(device),
         network,
         kernels,
         sampler,

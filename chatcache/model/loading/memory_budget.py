@@ -12,10 +12,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from chatcache.model.attention import AttentionBackend, Network, allocate
-from chatcache.model.eager import EagerSteps
+from chatcache.model.attention import AttentionBackend, Network, allocate_kv_pages
+from chatcache.model.eager import EagerRunner
 from chatcache.model.page_tables import PageTables
-from chatcache.model.sampling.sampler import AnySampler
+from chatcache.model.sampling.sampler import TokenSampler
 from chatcache.model.static_steps import WorkListBuffers
 from chatcache.types.plan import I32, Draws, LogitEdit, Rows, StepPlan
 
@@ -28,7 +28,7 @@ GRAPH_BYTES = 4 << 20  # what the driver keeps of one captured step
 log = logging.getLogger(__name__)
 
 
-class Gauge(Protocol):
+class MemoryGauge(Protocol):
     """Reads a device's memory."""
 
     def free_bytes(self) -> int:
@@ -40,7 +40,7 @@ class Gauge(Protocol):
         ...
 
 
-class CudaGauge:
+class CudaMemoryGauge:
     """Asks the driver and torch's allocator."""
 
     def __init__(self, device: torch.device) -> None:
@@ -82,10 +82,10 @@ class Budget:
 
 
 def measure_budget(
-    gauge: Gauge,
+    gauge: MemoryGauge,
     network: Network,
     kernels: AttentionBackend,
-    sampler: AnySampler,
+    sampler: TokenSampler,
     *,
     page_size: int,
     max_model_len: int,
@@ -105,7 +105,7 @@ def measure_budget(
     if num_graphs:
         geometry = network.geometry
         num_tokens = free_bytes // geometry.page_bytes(page_size) * page_size
-        room = WorkListBuffers.of(max_num_seqs, geometry.group, max_model_len, num_tokens)
+        room = WorkListBuffers.sized_for(max_num_seqs, geometry.group, max_model_len, num_tokens)
         states = 4 * room.num_states * geometry.num_heads * (geometry.head_dim + 1)
         graph_bytes = step_bytes + states + num_graphs * GRAPH_BYTES
     return Budget(free_bytes, step_bytes, graph_bytes)
@@ -121,7 +121,7 @@ class _LargestStep:
         self,
         network: Network,
         kernels: AttentionBackend,
-        sampler: AnySampler,
+        sampler: TokenSampler,
         page_size: int,
         max_model_len: int,
         max_num_seqs: int,
@@ -145,10 +145,10 @@ class _LargestStep:
         tables = PageTables(count, num_pages, self._page_size, self._kernels.prepare, geometry.group)
         tables.rows[:] = np.arange(1, num_pages + 1, dtype=np.int32)
         with torch.inference_mode():
-            pages = allocate(self._kernels, geometry, num_pages + 1, self._page_size)
-            eager = EagerSteps(self._network, self._kernels, pages, tables, None, self._sampler)
+            pages = allocate_kv_pages(self._kernels, geometry, num_pages + 1, self._page_size)
+            eager = EagerRunner(self._network, self._kernels, pages, tables, None, self._sampler)
             plan = self._plan(count)
-            eager.run(plan, tables.apply(plan.forks, plan.updates), tables.place(plan.rows))()
+            eager.run(plan, tables.apply(plan.forks, plan.updates), tables.step_layout(plan.rows))()
 
     def _plan(self, count: int) -> StepPlan:
         slot: I32 = np.arange(count, dtype=np.int32)

@@ -144,7 +144,7 @@ class Weights:
             raise ModelFolderError(f"{path}: not safetensors or truncated: header of {length} bytes in {size}")
         raw = bytes(mapped[8 : 8 + length])
         try:
-            header = json.loads(raw, object_pairs_hook=_without_repeats)
+            header = json.loads(raw, object_pairs_hook=_reject_duplicates)
         except (ValueError, RecursionError) as error:
             raise ModelFolderError(f"{path}: not safetensors, its header is no JSON: {error}") from error
         if not isinstance(header, dict):
@@ -175,7 +175,7 @@ def is_finite(tensor: Tensor) -> bool:
     return True
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a name comes twice")

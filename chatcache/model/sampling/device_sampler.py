@@ -34,22 +34,22 @@ from chatcache_kernels.triton.launch import contiguous_last_dim
 from numpy.typing import NDArray
 from torch import Tensor
 
-from chatcache.model.sampling.graph_sampler import Parts
+from chatcache.model.sampling.graph_sampler import ArraySpecs
 from chatcache.model.sampling.ops import (
     WORD_BITS,
     Index,
     draw_keys,
-    draws_at,
+    select_draws,
     token_base,
 )
-from chatcache.model.sampling.sampler import NOT_FINITE, NOTHING_LEFT, targets_of
+from chatcache.model.sampling.sampler import NOT_FINITE, NOTHING_LEFT, score_targets
 from chatcache.model.streams import Download, Layout, to_device, upload
 from chatcache.types.plan import F32, I32, I64, Draws, LogitEdit, LogitMask, Rows, Scores, StepResult
 
 NUM_FIELDS = fields.NUM_FIELDS
 
 
-def limits(draws: Draws, vocab_size: int) -> tuple[I32, F32, F32]:
+def filter_limits(draws: Draws, vocab_size: int) -> tuple[I32, F32, F32]:
     """Return (top_k, top_p, log of min_p) of each draw, 0, 1 and -inf where they drop nothing."""
     warm = draws.temperature > 0
     top_k = np.where(warm & (draws.top_k > 0) & (draws.top_k < vocab_size), draws.top_k, 0).astype(np.int32)
@@ -72,16 +72,16 @@ def fill_table(table: NDArray[Any], draws: Draws, rows: NDArray[np.integer[Any]]
     used[fields.ROW.value] = used[fields.RAW_ROW.value] = rows
     used[fields.KEY_LOW.value], used[fields.KEY_HIGH.value] = draw_keys(draws.seed, draws.lane, draws.position)
     used[fields.TEMPERATURE.value] = draws.temperature.astype(np.float32).view(np.int32)
-    top_k, top_p, floor = limits(draws, vocab_size)
+    top_k, top_p, floor = filter_limits(draws, vocab_size)
     used[fields.TOP_K.value] = top_k
     used[fields.TOP_P.value] = top_p.view(np.int32)
     used[fields.LOG_MIN_P.value] = floor.view(np.int32)
     used[fields.FILTERED.value] = (top_k > 0) | (top_p < 1) | (floor > -np.inf)
 
 
-def has_cuts(draws: Draws, vocab_size: int) -> bool:
+def has_filters(draws: Draws, vocab_size: int) -> bool:
     """Whether any draw has a filter that can drop something."""
-    top_k, top_p, floor = limits(draws, vocab_size)
+    top_k, top_p, floor = filter_limits(draws, vocab_size)
     return bool(((top_k > 0) | (top_p < 1) | (floor > -np.inf)).any())
 
 
@@ -91,15 +91,15 @@ def set_slots(table: NDArray[Any], slots: NDArray[np.integer[Any]]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SamplingLaunch:
     """Draws of one launch. Shapes: which [N], the step's draws (of tops, rows); table int32 [NUM_FIELDS, N]. `size`:
     tokens of each, 0 for singles. `edited`: whether they draw from edited copies. `cuts`: whether any has a CUT."""
 
-    which: Index
+    indices: Index
     table: I32
     size: int
     edited: bool
-    cuts: bool
+    has_filters: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Edits:
     add: F32
 
 
-def flat_edits(draws: Draws, index: Index, vocab_size: int) -> tuple[Edits, Index]:
+def flatten_edits(draws: Draws, index: Index, vocab_size: int) -> tuple[Edits, Index]:
     """Return a step's edits, and which copy each draw draws from, [D], -1 for the raw row."""
     edited = sorted({edit.draw for edit in draws.edits})
     copy = np.full(len(index), -1, np.intp)
@@ -139,7 +139,9 @@ def mask_words(draws: Draws, vocab_size: int) -> tuple[I32, I32]:
     return words.view(np.int32), mask
 
 
-def draw_jobs(draws: Draws, index: Index, copy: Index, mask: I32, slots: I32, vocab_size: int) -> list[Job]:
+def group_draws(
+    draws: Draws, index: Index, copy: Index, mask: I32, slots: I32, vocab_size: int
+) -> list[SamplingLaunch]:
     """Sort a step's draws. Shapes: index, copy, mask and slots [D]; the last two -1 for none."""
     wide = draws.width > 1
     jobs = []
@@ -147,12 +149,14 @@ def draw_jobs(draws: Draws, index: Index, copy: Index, mask: I32, slots: I32, vo
         for size in (False, True):
             which = np.flatnonzero(((copy >= 0) == edited) & (wide == size))
             if which.size:
-                jobs.append(_job(draws, which, index, copy, mask, slots, vocab_size))
+                jobs.append(_make_launch(draws, which, index, copy, mask, slots, vocab_size))
     return jobs
 
 
-def _job(draws: Draws, which: Index, index: Index, copy: Index, mask: I32, slots: I32, vocab_size: int) -> Job:
-    some = draws_at(draws, which)
+def _make_launch(
+    draws: Draws, which: Index, index: Index, copy: Index, mask: I32, slots: I32, vocab_size: int
+) -> SamplingLaunch:
+    some = select_draws(draws, which)
     table = np.zeros((NUM_FIELDS, len(which)), np.int32)
     edited, size = bool(copy[which[0]] >= 0), min(int(some.width.max()), vocab_size)
     fill_table(table, some, copy[which] if edited else index[which], vocab_size)
@@ -164,17 +168,17 @@ def _job(draws: Draws, which: Index, index: Index, copy: Index, mask: I32, slots
     else:
         table[fields.SLOT.value] = slots[which]
     cuts = bool(table[fields.FILTERED.value].any())
-    return Job(which, table, size if wide else 0, edited, cuts)
+    return SamplingLaunch(which, table, size if wide else 0, edited, cuts)
 
 
-def tops_job(rows: Index, size: int) -> Job:
+def ranking_launch(rows: Index, size: int) -> SamplingLaunch:
     """Return the job of ranking raw rows; `which` are the rows, each once, ascending."""
     which = np.unique(rows)
     table = np.zeros((NUM_FIELDS, len(which)), np.int32)
     table[fields.ROW.value] = table[fields.RAW_ROW.value] = which
     for field in (fields.MASK, fields.SLOT, fields.TARGET):
         table[field.value] = -1
-    return Job(which, table, size, edited=False, cuts=False)
+    return SamplingLaunch(which, table, size, edited=False, cuts=False)
 
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -183,21 +187,21 @@ MESSAGES = {sampling.NO_TOKEN_LEFT: NOTHING_LEFT, sampling.NOT_FINITE: NOT_FINIT
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class StepDraws:
     """What a step's draws were sorted into: `jobs` cover the draws, `tops` the rows whose alternatives are reported."""
 
     draws: Draws
     index: Index
-    jobs: tuple[Job, ...]
-    tops: Job | None
+    launches: tuple[SamplingLaunch, ...]
+    tops: SamplingLaunch | None
     vocab_size: int
 
 
-def download_parts(jobs: Sequence[Job]) -> Parts:
+def output_specs(jobs: Sequence[SamplingLaunch]) -> ArraySpecs:
     """Return the arrays that the jobs write, named by what they are and the job's place."""
-    parts: Parts = {}
+    parts: ArraySpecs = {}
     for place, job in enumerate(jobs):
-        count = len(job.which)
+        count = len(job.indices)
         shape = (count, job.size) if job.size else (count,)
         parts |= {f"tokens {place}": (np.int32, shape), f"logprobs {place}": (np.float32, shape)}
         parts[f"faults {place}"] = (np.int32, (count,))
@@ -206,7 +210,7 @@ def download_parts(jobs: Sequence[Job]) -> Parts:
     return parts
 
 
-def result_of(asked: Asked, arrays: Arrays) -> StepResult:
+def result_of(asked: StepDraws, arrays: Arrays) -> StepResult:
     """Put the jobs' results where their draws are."""
     draws, num_draws = asked.draws, len(asked.index)
     width = np.minimum(draws.width, asked.vocab_size)
@@ -216,8 +220,8 @@ def result_of(asked: Asked, arrays: Arrays) -> StepResult:
     perturbed = np.full((num_draws, tokens.shape[1] if warm.any() else 0), -np.inf, np.float32)
     raw_logprobs = perturbed.copy()
     fault = np.zeros(num_draws, np.int32)
-    for place, job in enumerate(asked.jobs):
-        which, columns = job.which, slice(max(job.size, 1))
+    for place, job in enumerate(asked.launches):
+        which, columns = job.indices, slice(max(job.size, 1))
         used = np.arange(max(job.size, 1)) < width[which, None]
 
         def read(name: str, rest: float, used: NDArray[np.bool_], place: int = place) -> NDArray[Any]:
@@ -236,29 +240,29 @@ def result_of(asked: Asked, arrays: Arrays) -> StepResult:
     return StepResult(tokens, logprobs, *_tops(asked, arrays), faults, perturbed, raw_logprobs)
 
 
-def _tops(asked: Asked, arrays: Arrays) -> tuple[I32, F32]:
+def _tops(asked: StepDraws, arrays: Arrays) -> tuple[I32, F32]:
     """Return the top alternatives of each draw's raw row, [D, L] each."""
     num_top, job = asked.draws.num_top, asked.tops
     size = job.size if job is not None else 0
     tokens = np.full((len(num_top), size), -1, np.int32)
     logprobs = np.full((len(num_top), size), -np.inf, np.float32)
     if job is not None:
-        place = len(asked.jobs)
+        place = len(asked.launches)
         which = np.flatnonzero(num_top > 0)
-        rows = np.searchsorted(job.which, asked.index[which])
+        rows = np.searchsorted(job.indices, asked.index[which])
         used = np.arange(size) < num_top[which, None]
         tokens[which] = np.where(used, arrays[f"tokens {place}"][rows], -1)
         logprobs[which] = np.where(used, arrays[f"logprobs {place}"][rows], -np.inf)
     return tokens, logprobs
 
 
-class DeviceScoreSheet:
+class DevicePromptScorer:
     """The answer to a step's `Scores`, filled part by part. Symbols: T scored tokens, L the most alternatives."""
 
     def __init__(self, rows: Rows, scores: Scores, base: Tensor, no_words: Tensor) -> None:
         self._base = base
         self._no_words = no_words  # so that the kernels are those that draws have compiled
-        self._targets, self._num_top = targets_of(rows, scores, len(base))
+        self._targets, self._num_top = score_targets(rows, scores, len(base))
         count, self._size = len(self._targets), min(int(self._num_top.max(initial=0)), len(base))
         parts = {"logprobs": (np.float32, (count,)), "faults": (np.int32, (count,))}
         tops = {"top_tokens": (np.int32, (count, self._size)), "top_logprobs": (np.float32, (count, self._size))}
@@ -275,7 +279,7 @@ class DeviceScoreSheet:
             return
         cells = slice(self._filled, self._filled + num_rows)
         self._filled = cells.stop
-        table = tops_job(np.arange(num_rows), self._size).table
+        table = ranking_launch(np.arange(num_rows), self._size).table
         table[fields.TARGET.value] = self._targets[cells]
         draws = sampling.DrawBatch(raw, raw, self._base, to_device(table, device), self._no_words, has_filters=False)
         ids, nowhere = torch.empty(2, num_rows, dtype=torch.int32, device=device)
@@ -304,10 +308,10 @@ class DeviceScoreSheet:
 
 
 @dataclass(frozen=True, slots=True)
-class PendingDraws:
+class DeviceDraws:
     """Draws that the device is at."""
 
-    asked: Asked
+    asked: StepDraws
     down: Download
 
     def result(self) -> StepResult:
@@ -343,15 +347,15 @@ class DeviceSampler:
         self._warm_up_plain(logits)
 
     def _warm_up_plain(self, logits: Tensor) -> None:
-        """Draw as `KernelDraws` does: a step that cannot be captured runs the same kernels."""
-        table = to_device(tops_job(np.zeros(1, np.intp), 1).table, self.device)
+        """Draw as `TritonGraphSampler` does: a step that cannot be captured runs the same kernels."""
+        table = to_device(ranking_launch(np.zeros(1, np.intp), 1).table, self.device)
         draws = sampling.DrawBatch(logits, logits, self._base, table, None, True, self._launches)
         ids, faults = torch.empty(2, 1, dtype=torch.int32, device=self.device)
         sampling.draw(draws, self._nowhere, ids, torch.empty(1, device=self.device), faults)
 
-    def sheet(self, rows: Rows, scores: Scores) -> DeviceScoreSheet:
+    def prompt_scorer(self, rows: Rows, scores: Scores) -> DevicePromptScorer:
         """Return where a step's `Scores` are filled in."""
-        return DeviceScoreSheet(rows, scores, self._base, self._no_words)
+        return DevicePromptScorer(rows, scores, self._base, self._no_words)
 
     def sample(self, logits: Tensor, index: Index, draws: Draws) -> StepResult:
         """Return the candidates of every draw.
@@ -362,22 +366,24 @@ class DeviceSampler:
 
     def enqueue(
         self, logits: Tensor, index: Index, draws: Draws, slots: I32 | None = None, last: Tensor | None = None
-    ) -> PendingDraws:
+    ) -> DeviceDraws:
         """Begin to draw, behind what the current stream has been given.
 
         Shapes: as `sample`; slots [D] and last [slots], any integer type: where the token of each draw of width 1 is
         kept for the next step, -1 for nowhere.
         """
         raw = contiguous_last_dim(logits)
-        edits, copy = flat_edits(draws, index, self.vocab_size)
+        edits, copy = flatten_edits(draws, index, self.vocab_size)
         words, mask = mask_words(draws, self.vocab_size)
         nowhere: I32 = np.full(len(index), -1, np.int32)
-        jobs = draw_jobs(draws, index, copy, mask, nowhere if slots is None else slots, self.vocab_size)
+        jobs = group_draws(draws, index, copy, mask, nowhere if slots is None else slots, self.vocab_size)
         reported = index[draws.num_top > 0]
-        tops = tops_job(reported, min(int(draws.num_top.max(initial=0)), self.vocab_size)) if len(reported) else None
+        tops = (
+            ranking_launch(reported, min(int(draws.num_top.max(initial=0)), self.vocab_size)) if len(reported) else None
+        )
         every = [*jobs, tops] if tops is not None else jobs
-        asked = Asked(draws, index, tuple(jobs), tops, self.vocab_size)
-        down = Download(Layout(download_parts(every)), self.device)
+        asked = StepDraws(draws, index, tuple(jobs), tops, self.vocab_size)
+        down = Download(Layout(output_specs(every)), self.device)
         sources, rows, ids, scale, add, bits, *tables = upload(
             (edits.sources, edits.rows, edits.ids, edits.scale, edits.add, words, *(job.table for job in every)),
             self.device,
@@ -388,21 +394,21 @@ class DeviceSampler:
             sampling.apply_edits(changed, rows, ids, scale, add)
         self._launch(raw, changed, bits, every, tables, self._nowhere if last is None else last, down.tensors())
         down.start()
-        return PendingDraws(asked, down)
+        return DeviceDraws(asked, down)
 
     def _launch(
         self,
         raw: Tensor,
         changed: Tensor,
         words: Tensor,
-        jobs: Sequence[Job],
+        jobs: Sequence[SamplingLaunch],
         tables: Sequence[Tensor],
         last: Tensor,
         out: dict[str, Tensor],
     ) -> None:
         for place, (job, table) in enumerate(zip(jobs, tables, strict=True)):
             x = changed if job.edited else raw
-            draws = sampling.DrawBatch(x, raw, self._base, table, words, job.cuts, self._launches)
+            draws = sampling.DrawBatch(x, raw, self._base, table, words, job.has_filters, self._launches)
             tokens, logprobs, faults = (out[f"{name} {place}"] for name in ("tokens", "logprobs", "faults"))
             if job.size:
                 perturbed, raw_logprobs = out[f"perturbed {place}"], out[f"raw_logprobs {place}"]
@@ -411,7 +417,7 @@ class DeviceSampler:
                 sampling.draw(draws, last, tokens, logprobs, faults)
 
 
-class KernelDraws:
+class TritonGraphSampler:
     """Plain draws in Triton. Satisfies `plain.GraphSampler`; the same draws as `Sampler`'s. Kind 1 has filters."""
 
     num_kinds = 2
@@ -420,14 +426,14 @@ class KernelDraws:
         self._vocab_size = vocab_size
         self._base = token_base(vocab_size, device)
 
-    def parts(self, size: int) -> Parts:
+    def input_specs(self, size: int) -> ArraySpecs:
         return {"draws": (np.int32, (NUM_FIELDS, size))}
 
-    def drawn_parts(self, size: int) -> Parts:
+    def output_specs(self, size: int) -> ArraySpecs:
         return {"ids": (np.int32, (size,)), "logprobs": (np.float32, (size,)), "faults": (np.int32, (size,))}
 
     def kind(self, draws: Draws) -> int | None:
-        return int(has_cuts(draws, self._vocab_size))
+        return int(has_filters(draws, self._vocab_size))
 
     def fill(self, given: Mapping[str, NDArray[Any]], draws: Draws, slot: I64) -> None:
         fill_table(given["draws"], draws, np.arange(len(draws.row)), self._vocab_size)

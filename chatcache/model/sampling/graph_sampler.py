@@ -15,11 +15,11 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
-from chatcache.model.sampling.ops import draw_keys, first_largest, log_sum_exp, noisy_largest, scale, token_base
+from chatcache.model.sampling.ops import apply_temperature, argmax, draw_keys, gumbel_argmax, log_sum_exp, token_base
 from chatcache.model.sampling.sampler import NOT_FINITE
 from chatcache.types.plan import I64, Draws, StepPlan, StepResult
 
-Parts = dict[str, tuple[DTypeLike, tuple[int, ...]]]
+ArraySpecs = dict[str, tuple[DTypeLike, tuple[int, ...]]]
 
 
 class GraphSampler(Protocol):
@@ -30,11 +30,11 @@ class GraphSampler(Protocol):
 
     num_kinds: int
 
-    def parts(self, size: int) -> Parts:
+    def input_specs(self, size: int) -> ArraySpecs:
         """Return what `draw` wants to be given for `size` rows: arrays by name."""
         ...
 
-    def drawn_parts(self, size: int) -> Parts:
+    def output_specs(self, size: int) -> ArraySpecs:
         """Return what `draw` leaves for `result`: arrays by name."""
         ...
 
@@ -63,7 +63,7 @@ class GraphSampler(Protocol):
         ...
 
 
-def is_plain(plan: StepPlan) -> bool:
+def is_plain_decode(plan: StepPlan) -> bool:
     """Whether every row of a step is one token, drawn once, in row order, plainly."""
     rows, draws = plan.rows, plan.draws
     count = len(rows.slot)
@@ -74,7 +74,7 @@ def is_plain(plan: StepPlan) -> bool:
     return bool((draws.width == 1).all() and (rows.num_tokens == 1).all() and (draws.row == np.arange(count)).all())
 
 
-class TorchDraws:
+class TorchGraphSampler:
     """Plain draws in torch, without filters. The same draws as `Sampler`'s."""
 
     num_kinds = 1
@@ -83,10 +83,10 @@ class TorchDraws:
         self._vocab_size = vocab_size
         self._base = token_base(vocab_size, device)
 
-    def parts(self, size: int) -> Parts:
+    def input_specs(self, size: int) -> ArraySpecs:
         return {"key_low": (np.int32, (size,)), "key_high": (np.int32, (size,)), "temperature": (np.float32, (size,))}
 
-    def drawn_parts(self, size: int) -> Parts:
+    def output_specs(self, size: int) -> ArraySpecs:
         return {"ids": (np.int64, (size,)), "logprobs": (np.float32, (size,)), "faulty": (np.int32, (size,))}
 
     def kind(self, draws: Draws) -> int | None:
@@ -104,9 +104,9 @@ class TorchDraws:
     ) -> None:
         raw, temperature = logits.float(), given["temperature"]
         lse, warm = log_sum_exp(raw), temperature > 0
-        scaled = scale(raw, torch.where(warm, temperature, 1.0))
-        noisy = noisy_largest(scaled, self._base, given["key_low"], given["key_high"])
-        ids = torch.where(warm, noisy, first_largest(raw))
+        scaled = apply_temperature(raw, torch.where(warm, temperature, 1.0))
+        noisy = gumbel_argmax(scaled, self._base, given["key_low"], given["key_high"])
+        ids = torch.where(warm, noisy, argmax(raw))
         drawn["ids"].copy_(ids)
         drawn["logprobs"].copy_(raw.gather(1, ids[:, None])[:, 0] - lse)
         drawn["faulty"].copy_(~torch.isfinite(lse))

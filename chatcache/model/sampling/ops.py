@@ -149,34 +149,34 @@ def _first_of_equals(values: Tensor, least: Tensor, size: int) -> Tensor:
 
 def row_sum(x: Tensor) -> Tensor:
     """Add up each row."""
-    return _in_company(x).sum(-1)[: len(x)]
+    return _pad_single_row(x).sum(-1)[: len(x)]
 
 
 def log_sum_exp(x: Tensor) -> Tensor:
     """Return the logarithm of each row's summed exponentials."""
-    return cpu_sampling.log_sum_exp(x) if x.device.type == "cpu" else _in_company(x).logsumexp(-1)[: len(x)]
+    return cpu_sampling.log_sum_exp(x) if x.device.type == "cpu" else _pad_single_row(x).logsumexp(-1)[: len(x)]
 
 
-def first_largest(x: Tensor) -> Tensor:
+def argmax(x: Tensor) -> Tensor:
     """Return where each row is largest, int64, the first of equals."""
     return cpu_sampling.argmax(x) if x.device.type == "cpu" else x.argmax(-1)
 
 
-def noisy_largest(x: Tensor, base: Tensor, low: Tensor, high: Tensor) -> Tensor:
+def gumbel_argmax(x: Tensor, base: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Return where x + `noise.gumbel` is largest, int64. Shapes: base [K]; low, high [N] int32."""
     if x.device.type == "cpu":
         return cpu_sampling.gumbel_argmax(x, base, low, high)
     return (x + gumbel(base, low, high)).argmax(-1)
 
 
-def scale(x: Tensor, temperature: Tensor) -> Tensor:
+def apply_temperature(x: Tensor, temperature: Tensor) -> Tensor:
     """Return (x - its row's largest) / temperature. Shapes: temperature [N] float32."""
     if x.device.type == "cpu":
         return cpu_sampling.apply_temperature(x, temperature)
     return (x - x.amax(-1, keepdim=True)) / temperature[:, None]
 
 
-def share_ahead(x: Tensor, chosen: Tensor, floor: Tensor) -> Tensor:
+def mass_before(x: Tensor, chosen: Tensor, floor: Tensor) -> Tensor:
     """Return which share of each row's exponentials comes before that of `chosen`, the largest first, equals by place;
     those of x below `floor` do not count. Shapes: chosen [N] int64, floor [N] float32."""
     if x.device.type == "cpu":
@@ -187,7 +187,7 @@ def share_ahead(x: Tensor, chosen: Tensor, floor: Tensor) -> Tensor:
     return row_sum(weight * ahead) / row_sum(weight)
 
 
-def _in_company(x: Tensor) -> Tensor:
+def _pad_single_row(x: Tensor) -> Tensor:
     return x.expand(2, -1) if len(x) == 1 and torch.get_num_threads() > 1 else x
 
 
@@ -204,35 +204,35 @@ class Filters:
         self.vocab_size = vocab_size
         self.device = device
 
-    def limited(self, draws: Draws) -> Flags:
+    def has_top_k(self, draws: Draws) -> Flags:
         """Tell which draws have a top_k that can drop something."""
         flags: Flags = (draws.top_k > 0) & (draws.top_k < self.vocab_size)
         return flags
 
-    def wanted(self, draws: Draws) -> Flags:
+    def has_filter(self, draws: Draws) -> Flags:
         """Tell which draws have any filter at all."""
-        flags: Flags = self.limited(draws) | (draws.top_p < 1) | (draws.min_p > 0)
+        flags: Flags = self.has_top_k(draws) | (draws.top_p < 1) | (draws.min_p > 0)
         return flags
 
-    def passes(self, scaled: Tensor, chosen: Tensor, draws: Draws) -> Flags:
+    def accepts(self, scaled: Tensor, chosen: Tensor, draws: Draws) -> Flags:
         """Tell whether the best of all tokens survives min_p and top_p: then it is the best of the survivors too, and
         nothing need be sorted. Shapes: scaled [S, V], chosen [S]."""
         floor, top_p = self._floor(draws), self._put(draws.top_p)
-        before = share_ahead(scaled, chosen, floor.squeeze(-1))
+        before = mass_before(scaled, chosen, floor.squeeze(-1))
         kept = (scaled.gather(-1, chosen[:, None]) >= floor).squeeze(-1) & ((before < top_p) | (top_p >= 1))
         passed: Flags = kept.cpu().numpy()
         return passed
 
-    def survivors(self, scaled: Tensor, draws: Draws, which: Index) -> Iterator[tuple[Index, Tensor, Tensor]]:
+    def filtered_candidates(self, scaled: Tensor, draws: Draws, which: Index) -> Iterator[tuple[Index, Tensor, Tensor]]:
         """Yield (draws, values, ids) until each of the draws `which` has had its turn.
 
         Shapes: scaled [S, V]; values, ids [s, K], best first, dropped cells at -inf. K is the smallest that will do.
         """
         left = which
-        size = max(MIN_CANDIDATES, int(draws.top_k[left[self.limited(draws)[left]]].max(initial=0)))
+        size = max(MIN_CANDIDATES, int(draws.top_k[left[self.has_top_k(draws)[left]]].max(initial=0)))
         while left.size:
             size = min(size, self.vocab_size)
-            values, ids, covered = self._cut(scaled[self._put(left)], draws_at(draws, left), size)
+            values, ids, covered = self._cut(scaled[self._put(left)], select_draws(draws, left), size)
             if covered.all():
                 yield left, values, ids
                 return
@@ -247,7 +247,7 @@ class Filters:
         """
         if (draws.min_p > 0).any():
             scaled = scaled.masked_fill(scaled < self._floor(draws), -torch.inf)
-        limited = self.limited(draws)
+        limited = self.has_top_k(draws)
         values, ids = top_tokens(scaled, size)
         rank = torch.arange(size, device=self.device)
         limit = self._put(np.where(limited, draws.top_k, size))[:, None]
@@ -273,7 +273,7 @@ class Filters:
         return to_device(array, self.device)
 
 
-def draws_at(draws: Draws, which: Index) -> Draws:
+def select_draws(draws: Draws, which: Index) -> Draws:
     """Return the filters and keys of some draws; edits and masks stay behind, they are applied already."""
     if len(which) == len(draws.row):
         return draws

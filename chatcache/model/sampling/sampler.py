@@ -31,13 +31,13 @@ from chatcache.model.sampling.ops import (
     Index,
     apply_edits,
     apply_masks,
+    apply_temperature,
+    argmax,
     draw_keys,
-    draws_at,
-    first_largest,
     gumbel,
+    gumbel_argmax,
     log_sum_exp,
-    noisy_largest,
-    scale,
+    select_draws,
     token_base,
     top_tokens,
 )
@@ -48,7 +48,7 @@ PART_BYTES = 256 << 20
 CHUNK_BYTES = 16 << 20
 
 
-def scored_tokens(rows: Rows, scores: Scores) -> I64:
+def scored_token_indices(rows: Rows, scores: Scores) -> I64:
     """Return where among the step's tokens the scored rows' tokens are, row by row. Shape [sum(num_tokens[row])]."""
     ends = np.cumsum(rows.num_tokens, dtype=np.int64)
     spans = [np.arange(ends[row] - rows.num_tokens[row], ends[row]) for row in scores.row]
@@ -63,13 +63,13 @@ def part_sizes(num_first: int, num_tokens: int, row_bytes: int) -> list[int]:
     return [size for size in sizes if size] or [0]
 
 
-def targets_of(rows: Rows, scores: Scores, vocab_size: int) -> tuple[I64, I32]:
+def score_targets(rows: Rows, scores: Scores, vocab_size: int) -> tuple[I64, I32]:
     """Return the successor of each scored token, -1 where the logits know none, and how many alternatives to report."""
     targets = np.where(scores.targets < vocab_size, scores.targets, -1).astype(np.int64)
     return targets, np.repeat(scores.num_top, rows.num_tokens[scores.row])
 
 
-class AnySheet(Protocol):
+class PromptScorer(Protocol):
     """The answer to a step's `Scores`, filled part by part."""
 
     def fill(self, logits: Tensor) -> None:
@@ -81,14 +81,14 @@ class AnySheet(Protocol):
         ...
 
 
-class ScoreSheet:
+class HostPromptScorer:
     """The answer to a step's `Scores`, filled part by part: `values`, `top_tokens`, `top_logprobs` of StepResult.
 
     A cell stays nan where there is no target, and where the logits are not finite.
     """
 
     def __init__(self, rows: Rows, scores: Scores, vocab_size: int) -> None:
-        self._targets, self._num_top = targets_of(rows, scores, vocab_size)
+        self._targets, self._num_top = score_targets(rows, scores, vocab_size)
         size = min(int(self._num_top.max(initial=0)), vocab_size)
         self._filled = 0
         self.values: F32 = np.full(len(self._targets), np.nan, np.float32)
@@ -128,7 +128,7 @@ class ScoreSheet:
         self.top_logprobs[start + which] = np.where(used, (values - lse[rows, None]).cpu().numpy(), -np.inf)
 
 
-def fill_all(sheet: AnySheet, parts: Iterable[Tensor]) -> None:
+def score_parts(sheet: PromptScorer, parts: Iterable[Tensor]) -> None:
     """Score part after part, holding one of them at a time."""
     for logits in parts:
         sheet.fill(logits)
@@ -140,7 +140,7 @@ NOTHING_LEFT = "no token is left to draw: every one is banned"
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _ResultArrays:
     """The result under construction, on the host."""
 
     tokens: I32
@@ -149,7 +149,7 @@ class _Answer:
     raw_logprobs: F32
 
     @classmethod
-    def blank(cls, num_draws: int, width: int, *, noisy: bool) -> _Answer:
+    def empty(cls, num_draws: int, width: int, *, noisy: bool) -> _ResultArrays:
         return cls(
             np.full((num_draws, width), -1, np.int32),
             np.full((num_draws, width), -np.inf, np.float32),
@@ -157,12 +157,12 @@ class _Answer:
             np.full((num_draws, width if noisy else 0), -np.inf, np.float32),
         )
 
-    def forget(self, draw: int) -> None:
+    def clear(self, draw: int) -> None:
         self.tokens[draw] = -1
         self.logprobs[draw] = self.perturbed[draw] = self.raw_logprobs[draw] = -np.inf
 
 
-class Pending(Protocol):
+class PendingDraws(Protocol):
     """Draws that a device may still be at."""
 
     def result(self) -> StepResult:
@@ -170,7 +170,7 @@ class Pending(Protocol):
         ...
 
 
-class AnySampler(Protocol):
+class TokenSampler(Protocol):
     """What draws: `Sampler`, or `DeviceSampler` where Triton's kernels are."""
 
     def warm_up(self, dtype: torch.dtype = torch.float32) -> None:
@@ -181,13 +181,13 @@ class AnySampler(Protocol):
         """Draw and wait; shapes as for `enqueue`."""
         ...
 
-    def sheet(self, rows: Rows, scores: Scores) -> AnySheet:
+    def prompt_scorer(self, rows: Rows, scores: Scores) -> PromptScorer:
         """Return where a step's `Scores` are filled in."""
         ...
 
     def enqueue(
         self, logits: Tensor, index: Index, draws: Draws, slots: I32 | None = None, last: Tensor | None = None
-    ) -> Pending:
+    ) -> PendingDraws:
         """Begin to draw, behind what the current stream has been given.
 
         Shapes: logits [U, V], any float dtype; index [D], the logits row of each draw; slots [D] and last [slots], any
@@ -197,8 +197,8 @@ class AnySampler(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """Draws that are done. Satisfies `Pending`."""
+class CompletedDraws:
+    """Draws that are done. Satisfies `PendingDraws`."""
 
     outcome: StepResult
 
@@ -225,18 +225,18 @@ class Sampler:
 
     def enqueue(
         self, logits: Tensor, index: Index, draws: Draws, slots: I32 | None = None, last: Tensor | None = None
-    ) -> Drawn:
-        """Draw, and keep tokens in `last`; shapes as `AnySampler` says."""
+    ) -> CompletedDraws:
+        """Draw, and keep tokens in `last`; shapes as `TokenSampler` says."""
         result = self.sample(logits, index, draws)
         if slots is not None and last is not None:
             kept = np.flatnonzero(slots >= 0)
             at, tokens = self._put(slots[kept].astype(np.int64)), self._put(np.maximum(result.tokens[kept, 0], 0))
             last.index_copy_(0, at, tokens.to(last.dtype))
-        return Drawn(result)
+        return CompletedDraws(result)
 
-    def sheet(self, rows: Rows, scores: Scores) -> AnySheet:
+    def prompt_scorer(self, rows: Rows, scores: Scores) -> PromptScorer:
         """Return where a step's `Scores` are filled in."""
-        return ScoreSheet(rows, scores, self.vocab_size)
+        return HostPromptScorer(rows, scores, self.vocab_size)
 
     def sample(self, logits: Tensor, index: Index, draws: Draws) -> StepResult:
         """Return the candidates of every draw.
@@ -246,10 +246,10 @@ class Sampler:
         num_draws = len(index)
         width = np.minimum(draws.width, self.vocab_size)
         wide, warm = draws.width > 1, draws.temperature > 0
-        answer = _Answer.blank(num_draws, int(width.max(initial=1)), noisy=bool((wide & warm).any()))
+        answer = _ResultArrays.empty(num_draws, int(width.max(initial=1)), noisy=bool((wide & warm).any()))
         raw = logits.float()
         lse = log_sum_exp(raw)
-        view = _View.of(raw, index, draws)
+        view = _LogitsView.of(raw, index, draws)
         dead = np.zeros(num_draws, bool)
         if not wide.all():
             dead[~wide] = self._draw_one(view, np.flatnonzero(~wide), draws, lse, answer)
@@ -257,25 +257,25 @@ class Sampler:
         if best.size:
             dead[best] = self._draw_best(view, best, width[best], answer)
         if noisy.size:
-            dead[noisy] = self._draw_distinct(view, noisy, width[noisy], draws_at(draws, noisy), lse, answer)
+            dead[noisy] = self._draw_distinct(view, noisy, width[noisy], select_draws(draws, noisy), lse, answer)
         top_tokens, top_logprobs = self._report(view, lse, draws.num_top)
         broken = ~torch.isfinite(lse).cpu().numpy()[index]
         faults = tuple((int(d), NOT_FINITE if broken[d] else NOTHING_LEFT) for d in np.flatnonzero(broken | dead))
         for draw, _ in faults:
-            answer.forget(draw)
+            answer.clear(draw)
         return StepResult(
             answer.tokens, answer.logprobs, top_tokens, top_logprobs, faults, answer.perturbed, answer.raw_logprobs
         )
 
-    def _draw_one(self, view: _View, which: Index, draws: Draws, lse: Tensor, answer: _Answer) -> Flags:
+    def _draw_one(self, view: _LogitsView, which: Index, draws: Draws, lse: Tensor, answer: _ResultArrays) -> Flags:
         """Sample the width-1 draws; return which of them had nothing left."""
         greedy = which[draws.temperature[which] <= 0]
         warm = which[draws.temperature[which] > 0]
         chosen = torch.empty(len(draws.row), dtype=torch.int64, device=self.device)
         if greedy.size:
-            chosen[self._put(greedy)] = first_largest(view.changed_rows(greedy))
+            chosen[self._put(greedy)] = argmax(view.changed_rows(greedy))
         if warm.size:
-            chosen[self._put(warm)] = self._draw_warm(view.changed_rows(warm), draws_at(draws, warm))
+            chosen[self._put(warm)] = self._draw_warm(view.changed_rows(warm), select_draws(draws, warm))
         at = self._put(which)
         ids, rows = chosen[at], view.where[at]
         logprobs = view.raw[rows, ids] - lse[rows]
@@ -289,21 +289,21 @@ class Sampler:
         """Return a sampled id for each row. Shapes: logits [S, V] -> [S]."""
         scaled = self._scaled(logits, draws)
         low, high = self._keys(draws)
-        filtered, free = self._filters.wanted(draws), np.flatnonzero(~self._filters.limited(draws))
+        filtered, free = self._filters.has_filter(draws), np.flatnonzero(~self._filters.has_top_k(draws))
         chosen = torch.empty(len(scaled), dtype=torch.int64, device=self.device)
         if free.size:
             at = self._put(free)
-            best = noisy_largest(scaled if free.size == len(scaled) else scaled[at], self._base, low[at], high[at])
+            best = gumbel_argmax(scaled if free.size == len(scaled) else scaled[at], self._base, low[at], high[at])
             chosen[at] = best
             if filtered[free].any():
-                filtered[free] &= ~self._filters.passes(scaled[at], best, draws_at(draws, free))
-        for some, values, ids in self._filters.survivors(scaled, draws, np.flatnonzero(filtered)):
+                filtered[free] &= ~self._filters.accepts(scaled[at], best, select_draws(draws, free))
+        for some, values, ids in self._filters.filtered_candidates(scaled, draws, np.flatnonzero(filtered)):
             at = self._put(some)
             best = (values + gumbel(self._base[ids], low[at], high[at])).argmax(-1, keepdim=True)
             chosen[at] = ids.gather(-1, best).squeeze(-1)
         return chosen
 
-    def _draw_best(self, view: _View, which: Index, width: NDArray[Any], answer: _Answer) -> Flags:
+    def _draw_best(self, view: _LogitsView, which: Index, width: NDArray[Any], answer: _ResultArrays) -> Flags:
         """Fill wide draws at temperature 0 with their most likely tokens; return which of them had nothing left."""
         rows = view.changed_rows(which)
         size = int(width.max())
@@ -317,7 +317,7 @@ class Sampler:
         return lost
 
     def _draw_distinct(
-        self, view: _View, which: Index, width: NDArray[Any], draws: Draws, lse: Tensor, answer: _Answer
+        self, view: _LogitsView, which: Index, width: NDArray[Any], draws: Draws, lse: Tensor, answer: _ResultArrays
     ) -> Flags:
         """Fill wide draws at a temperature with tokens drawn without replacement; return which had nothing left.
 
@@ -325,8 +325,8 @@ class Sampler:
         Source: the Gumbel top-k trick (Kool et al. 2019).
         """
         scaled = self._scaled(view.changed_rows(which), draws)
-        filtered = np.flatnonzero(self._filters.wanted(draws))
-        for some, values, ids in self._filters.survivors(scaled, draws, filtered):
+        filtered = np.flatnonzero(self._filters.has_filter(draws))
+        for some, values, ids in self._filters.filtered_candidates(scaled, draws, filtered):
             scaled[self._put(some)] = torch.full_like(scaled[: len(some)], -torch.inf).scatter_(-1, ids, values)
         low, high = self._keys(draws)
         size = int(width.max())
@@ -342,7 +342,7 @@ class Sampler:
         lost: Flags = ~used[:, 0]
         return lost
 
-    def _report(self, view: _View, lse: Tensor, num_top: I32) -> tuple[I32, F32]:
+    def _report(self, view: _LogitsView, lse: Tensor, num_top: I32) -> tuple[I32, F32]:
         """Return the top alternatives of the raw log-softmax, [D, L] each."""
         size = min(int(num_top.max(initial=0)), self.vocab_size)
         tokens = np.full((len(num_top), size), -1, np.int32)
@@ -359,7 +359,7 @@ class Sampler:
 
     def _scaled(self, logits: Tensor, draws: Draws) -> Tensor:
         """Divide by the temperature, the best at 0."""
-        return scale(logits, self._put(draws.temperature))
+        return apply_temperature(logits, self._put(draws.temperature))
 
     def _keys(self, draws: Draws) -> tuple[Tensor, Tensor]:
         low, high = draw_keys(draws.seed, draws.lane, draws.position)
@@ -370,7 +370,7 @@ class Sampler:
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class _LogitsView:
     """Logits as the draws see them. Shapes: raw [U, V]; changed [D, V] or None (no edits, no masks); where [D] rows of
     raw; unmasked [D], where masks and wide draws meet: log-sum-exp before the masks. `identity`: where is 0 .. U - 1.
     """
@@ -382,7 +382,7 @@ class _View:
     identity: bool
 
     @classmethod
-    def of(cls, raw: Tensor, index: Index, draws: Draws) -> _View:
+    def of(cls, raw: Tensor, index: Index, draws: Draws) -> _LogitsView:
         identity = len(index) == len(raw) and bool((index == np.arange(len(index))).all())
         where = to_device(index, raw.device)
         changed = unmasked = None

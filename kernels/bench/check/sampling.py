@@ -13,7 +13,7 @@ from bench.check.limits import stage_limits
 from chatcache.bench.device import Limits, time_with_host
 from chatcache.bench.report import compare_to_floor
 from chatcache.model.loading.loader import choose_sampler
-from chatcache.model.sampling.sampler import AnySampler
+from chatcache.model.sampling.sampler import TokenSampler
 from chatcache.types.plan import Draws
 
 VOCAB = {"full": 151_936, "cpu": 49_152, "tiny": 128}
@@ -38,7 +38,7 @@ def run(context: StageContext) -> None:
             context.measure(name, partial(_measure, context, limits, sampler, logits, name, options))
 
 
-def make_sampler(vocab_size: int, device: str) -> AnySampler:
+def make_sampler(vocab_size: int, device: str) -> TokenSampler:
     """Return the sampler of a runner on this device."""
     return choose_sampler("triton" if device.startswith("cuda") else "cpu", vocab_size, torch.device(device))
 
