@@ -115,7 +115,7 @@ def find_invariant_sizes(num_outputs: int, num_inputs: int, dtype: torch.dtype, 
     found = []
     try:
         torch.set_num_threads(1)
-        reference = _row_by_row(product, rows, REFERENCE_ROWS)
+        reference = _multiply_each_row(product, rows, REFERENCE_ROWS)
         for size in TILE_SIZES:
             if size > REFERENCE_ROWS and size * weight.numel() > MAX_PROBE_PRODUCTS:
                 continue
@@ -144,15 +144,15 @@ def make_probes(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> tuple[
     odd = torch.zeros(max(distinct, NUM_PROBES), num_inputs - 2 * half)
     weight = torch.cat((pairs, -pairs, odd[:distinct]), dim=1)[:, shuffled].to(dtype)
     weight = weight.repeat(-(-num_outputs // distinct), 1)[:num_outputs].contiguous()
-    twins = torch.randn(NUM_PROBES, half, generator=noise)
-    rows = torch.cat((twins, twins, odd[:NUM_PROBES]), dim=1)[:, shuffled]
+    mirrored = torch.randn(NUM_PROBES, half, generator=noise)
+    rows = torch.cat((mirrored, mirrored, odd[:NUM_PROBES]), dim=1)[:, shuffled]
     rows[4:6] = torch.randn(2, num_inputs, generator=noise)
     rows[6] *= 2.0**-120
     rows[7] *= 2.0**90
     return weight, rows.to(dtype)
 
 
-def _row_by_row(product: Linear, rows: Tensor, size: int) -> Tensor:
+def _multiply_each_row(product: Linear, rows: Tensor, size: int) -> Tensor:
     """Multiply each row in a tile of its own, in first place, zeros below."""
     return torch.cat([product(functional.pad(row[None], (0, 0, 0, size - 1)))[:1].clone() for row in rows])
 
@@ -160,13 +160,13 @@ def _row_by_row(product: Linear, rows: Tensor, size: int) -> Tensor:
 def _agrees(product: Linear, rows: Tensor, size: int, num_threads: int, reference: Tensor) -> bool:
     """Tell whether tiles of `size` rows give each row its reference bits, in every place and beside other rows."""
     torch.set_num_threads(num_threads)
-    places = torch.arange(size)
+    positions = torch.arange(size)
     for shift in range(NUM_PROBES if size < NUM_PROBES else 2):
-        number = (places + 3 * shift) % NUM_PROBES
+        number = (positions + 3 * shift) % NUM_PROBES
         if not _same_bits(product(rows[number]), reference[number]):
             return False
-    lone = NUM_PROBES if size <= REFERENCE_ROWS else 1
-    return _same_bits(_row_by_row(product, rows[:lone], size), reference[:lone])
+    num_alone = NUM_PROBES if size <= REFERENCE_ROWS else 1
+    return _same_bits(_multiply_each_row(product, rows[:num_alone], size), reference[:num_alone])
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
@@ -211,10 +211,10 @@ class TokenByToken:
         zero, nothing = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
         for token, batch in enumerate(_single_tokens(step.batch)):
             one = slice(token, token + 1)
-            places = wanted.get(token)
+            indices = wanted.get(token)
             single = replace(step, batch=batch)
-            out = self._network.forward(tokens[one], positions[one], single, zero if places else nothing)
-            for place in places or ():
+            out = self._network.forward(tokens[one], positions[one], single, zero if indices else nothing)
+            for place in indices or ():
                 logits[place] = out[0]
         return logits
 

@@ -41,10 +41,10 @@ NUM_HOST_BUFFERS = 2  # steps in flight
 log = logging.getLogger(__name__)
 
 
-def capture_sizes(most: int) -> list[int]:
+def capture_sizes(num_bytes: int) -> list[int]:
     """Return the sizes to capture for up to `most` rows, ascending: padding costs little where sizes are close."""
-    sizes = [1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, most + 32, 32)]
-    return sorted({min(size, most) for size in sizes})
+    sizes = [1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, num_bytes + 32, 32)]
+    return sorted({min(size, num_bytes) for size in sizes})
 
 
 def no_capture(work: Replay) -> Replay:
@@ -106,30 +106,38 @@ class DecodeGraphs:
     """The static steps of a runner. At most `NUM_HOST_BUFFERS` may be between `fill` and their `result`."""
 
     def __init__(
-        self, parties: StepContext, tables: PageTables, sizes: Sequence[int], rooms: Sequence[WorkListBuffers | None]
+        self,
+        context: StepContext,
+        tables: PageTables,
+        sizes: Sequence[int],
+        work_buffers: Sequence[WorkListBuffers | None],
     ) -> None:
-        self._parties = parties
+        self._context = context
         self._tables = tables
-        self._slots = parties.slots
+        self._slots = context.slots
         self._sizes = np.array(sizes)
-        device, forms = self._slots.tables.device, list(zip(sizes, rooms, strict=True))
-        most = max(Layout(input_specs(size, parties.sampler, room)).num_bytes for size, room in forms)
-        self._given = torch.zeros(most, dtype=torch.uint8, device=device)
-        most = max(Layout(parties.sampler.output_specs(size)).num_bytes for size in sizes)
-        self._drawn = torch.zeros(most, dtype=torch.uint8, device=device)
-        self._steps = [StaticStep(size, parties, room, self._given, self._drawn) for size, room in forms]
+        device, variants = self._slots.tables.device, list(zip(sizes, work_buffers, strict=True))
+        num_bytes = max(
+            Layout(input_specs(size, context.sampler, work_buffers)).num_bytes for size, work_buffers in variants
+        )
+        self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        num_bytes = max(Layout(context.sampler.output_specs(size)).num_bytes for size in sizes)
+        self._outputs = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._steps = [
+            StaticStep(size, context, work_buffers, self._inputs, self._outputs) for size, work_buffers in variants
+        ]
         pinned = device.type == "cuda"
-        self._lanes = [
-            HostBuffers(_host(self._given, pinned), _host(self._drawn, pinned)) for _ in range(NUM_HOST_BUFFERS)
+        self._buffers = [
+            HostBuffers(_host(self._inputs, pinned), _host(self._outputs, pinned)) for _ in range(NUM_HOST_BUFFERS)
         ]
-        self._given_arrays: list[list[Arrays]] = [
-            [step.layout.arrays(lane.inputs.numpy()) for step in self._steps] for lane in self._lanes
+        self._input_arrays: list[list[Arrays]] = [
+            [step.layout.arrays(buffers.inputs.numpy()) for step in self._steps] for buffers in self._buffers
         ]
-        self._drawn_arrays: list[list[Arrays]] = [
-            [step.drawn_layout.arrays(lane.outputs.numpy()) for step in self._steps] for lane in self._lanes
+        self._output_arrays: list[list[Arrays]] = [
+            [step.output_layout.arrays(buffers.outputs.numpy()) for step in self._steps] for buffers in self._buffers
         ]
         self._replays: dict[CaptureKey, Replay] = {}
-        self._next_lane = 0
+        self._next_buffer = 0
 
     @property
     def num_captured(self) -> int:
@@ -138,72 +146,72 @@ class DecodeGraphs:
 
     def capture(self, capture: Capture, progress: Progress) -> None:
         """Make every step replayable, the largest first. What cannot be captured runs as other steps do."""
-        todo = [
-            CaptureKey(place, num_lists, kind)
-            for place, step in enumerate(self._steps)
+        keys = [
+            CaptureKey(index, num_lists, kind)
+            for index, step in enumerate(self._steps)
             for num_lists in range(1, step.max_lists + 1)
-            for kind in range(self._parties.sampler.num_kinds)
+            for kind in range(self._context.sampler.num_kinds)
         ]
-        started_s, free_bytes = time.perf_counter(), _free_bytes(self._given.device)
-        for done, form in enumerate(reversed(todo)):
-            place, step = form.size_index, self._steps[form.size_index]
-            progress(done / len(todo), f"decode step of {step.size} rows")
-            fill_padding(self._given_arrays[0][place], self._parties.sampler, self._slots, step.work_buffers)
-            self._given.copy_(self._lanes[0].inputs)
+        started_s, free_bytes = time.perf_counter(), _free_bytes(self._inputs.device)
+        for done, key in enumerate(reversed(keys)):
+            index, step = key.size_index, self._steps[key.size_index]
+            progress(done / len(keys), f"decode step of {step.size} rows")
+            fill_padding(self._input_arrays[0][index], self._context.sampler, self._slots, step.work_buffers)
+            self._inputs.copy_(self._buffers[0].inputs)
 
-            def work(step: StaticStep = step, form: CaptureKey = form) -> None:
+            def work(step: StaticStep = step, key: CaptureKey = key) -> None:
                 with torch.inference_mode():
-                    step.run(form.num_lists, form.kind)
+                    step.run(key.num_lists, key.kind)
 
             try:
-                self._replays[form] = capture(work)
+                self._replays[key] = capture(work)
             except torch.OutOfMemoryError:
                 log.warning("no memory is left to capture a decode step of %d rows; it will be slower", step.size)
             except RuntimeError as error:
                 log.warning("decode steps cannot be captured and will be slower: %s", str(error).partition("\n")[0])
                 break
-        took_s, taken = time.perf_counter() - started_s, (free_bytes - _free_bytes(self._given.device)) / 2**20
-        log.info("captured %d decode steps in %.1f s, %.0f MiB", self.num_captured, took_s, taken)
+        elapsed_s, used_mib = time.perf_counter() - started_s, (free_bytes - _free_bytes(self._inputs.device)) / 2**20
+        log.info("captured %d decode steps in %.1f s, %.0f MiB", self.num_captured, elapsed_s, used_mib)
 
     def fill(self, plan: StepPlan, changes: TableChanges) -> FilledStep | None:
         """Write a step's numbers into the next lane; None if the step is not for here.
 
         Raises: ValueError for a token whose page was never given.
         """
-        kind = self._parties.sampler.kind(plan.draws) if is_plain_decode(plan) else None
+        kind = self._context.sampler.kind(plan.draws) if is_plain_decode(plan) else None
         if kind is None:
             return None
         rows = plan.rows
         count = len(rows.slot)
-        place = int(np.searchsorted(self._sizes, count))
-        if place == len(self._sizes) or not fits_changes(changes, int(self._sizes[place])):
+        index = int(np.searchsorted(self._sizes, count))
+        if index == len(self._sizes) or not fits_changes(changes, int(self._sizes[index])):
             return None
-        step, given = self._steps[place], self._given_arrays[self._next_lane][place]
+        step, inputs = self._steps[index], self._input_arrays[self._next_buffer][index]
         cells = self._tables.decode_cells(rows.slot, rows.start)
         num_lists: int | None = 1
         if step.work_buffers is not None:
             work = self._tables.decode_work(rows.slot, rows.start)
-            num_lists = step.work_buffers.fill(given, work, count) if work is not None else None
-        form = CaptureKey(place, num_lists or 0, kind)
-        if form not in self._replays:
+            num_lists = step.work_buffers.fill(inputs, work, count) if work is not None else None
+        key = CaptureKey(index, num_lists or 0, kind)
+        if key not in self._replays:
             return None
-        fill_rows(given, rows, cells, changes, self._slots)
-        self._parties.sampler.fill(given, plan.draws, given["slot"])
-        lane, self._next_lane = self._next_lane, (self._next_lane + 1) % NUM_HOST_BUFFERS
-        return FilledStep(form, count, lane)
+        fill_rows(inputs, rows, cells, changes, self._slots)
+        self._context.sampler.fill(inputs, plan.draws, inputs["slot"])
+        buffers, self._next_buffer = self._next_buffer, (self._next_buffer + 1) % NUM_HOST_BUFFERS
+        return FilledStep(key, count, buffers)
 
-    def run(self, ready: FilledStep) -> None:
+    def run(self, filled: FilledStep) -> None:
         """Enqueue the copy down, the step and the copy up."""
-        lane, step = self._lanes[ready.buffer_index], self._steps[ready.key.size_index]
-        size, drawn_size = step.layout.num_bytes, step.drawn_layout.num_bytes
-        self._given[:size].copy_(lane.inputs[:size], non_blocking=True)
-        self._replays[ready.key]()
-        lane.outputs[:drawn_size].copy_(self._drawn[:drawn_size], non_blocking=True)
+        buffers, step = self._buffers[filled.buffer_index], self._steps[filled.key.size_index]
+        size, output_bytes = step.layout.num_bytes, step.output_layout.num_bytes
+        self._inputs[:size].copy_(buffers.inputs[:size], non_blocking=True)
+        self._replays[filled.key]()
+        buffers.outputs[:output_bytes].copy_(self._outputs[:output_bytes], non_blocking=True)
 
-    def result(self, ready: FilledStep) -> StepResult:
+    def result(self, filled: FilledStep) -> StepResult:
         """Return what was drawn, once the device is done."""
-        return self._parties.sampler.result(
-            self._drawn_arrays[ready.buffer_index][ready.key.size_index], ready.num_rows
+        return self._context.sampler.result(
+            self._output_arrays[filled.buffer_index][filled.key.size_index], filled.num_rows
         )
 
 

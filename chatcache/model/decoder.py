@@ -119,7 +119,7 @@ class FusedDecode:
     def __init__(self, weights: DecoderWeights) -> None:
         self._weights = weights
         self._pages: KVPages | None = None
-        self._few: MegakernelDecoder | None = None
+        self._megakernel: MegakernelDecoder | None = None
 
     def run(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor | None:
         """Return the logits of the drawn tokens, None for a step that it does not take."""
@@ -130,10 +130,12 @@ class FusedDecode:
             return None
         if step.pages is not self._pages:
             self._pages = step.pages
-            self._few = MegakernelDecoder(self._weights, step.pages) if self._weights.is_supported(step.pages) else None
-        if self._few is None or not self._few.can_run(step.batch, len(tokens)):
+            self._megakernel = (
+                MegakernelDecoder(self._weights, step.pages) if self._weights.is_supported(step.pages) else None
+            )
+        if self._megakernel is None or not self._megakernel.can_run(step.batch, len(tokens)):
             return None
-        return self._few.run(tokens, positions, step.batch, drawn)
+        return self._megakernel.run(tokens, positions, step.batch, drawn)
 
 
 def make_fused_decode(
@@ -204,20 +206,20 @@ class Decoder:
         self._head = head
         self._scale = arch.head_dim**-0.5
         self._cos = self._sin = torch.empty(0, arch.rope.dim // 2)
-        self._short: FusedDecode | None = None
+        self._fused: FusedDecode | None = None
 
     def extend_positions(self, length: int) -> None:
         """Make the rotary tables for contexts of up to `length` tokens."""
         cos, sin = rope_tables(self.arch.rope, length, self.arch.max_position)
         self._cos, self._sin = cos.to(self.geometry.device), sin.to(self.geometry.device)
-        self._short = make_fused_decode(
+        self._fused = make_fused_decode(
             self._layers, self._head, self._embedding, self._norm, self.arch.rms_norm_eps, self._scale,
             self.arch.num_heads, (self._cos, self._sin),
         )  # fmt: skip
 
     def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor:
         """Return logits [U, V] of the tokens at `drawn`, of all if None. Shapes: tokens, positions [T]; drawn [U]."""
-        logits = self._short.run(tokens, positions, step, drawn) if self._short is not None else None
+        logits = self._fused.run(tokens, positions, step, drawn) if self._fused is not None else None
         return self._head(self._states(tokens, positions, step, drawn)) if logits is None else logits
 
     def forward_parts(
@@ -265,20 +267,20 @@ def load_decoder(
 
     Raises: ModelFolderError for a tensor that is missing or of the wrong shape.
     """
-    take = _WeightLoader(weights, dtype, device, make_linear)
+    load = _WeightLoader(weights, dtype, device, make_linear)
     a = arch
-    embedding = take("model.embed_tokens.weight", a.vocab_size, a.hidden_size)
+    embedding = load("model.embed_tokens.weight", a.vocab_size, a.hidden_size)
     layers = []
     for index in range(a.num_layers):
         progress(index / a.num_layers, f"layer {index + 1} of {a.num_layers}")
-        layers.append(_load_layer(a, index, take))
-    norm = take("model.norm.weight", a.hidden_size)
-    head = make_linear(embedding if a.tied else take("lm_head.weight", a.vocab_size, a.hidden_size), None)
+        layers.append(_load_layer(a, index, load))
+    norm = load("model.norm.weight", a.hidden_size)
+    head = make_linear(embedding if a.tied else load("lm_head.weight", a.vocab_size, a.hidden_size), None)
     geometry = Geometry(a.num_layers, a.num_heads, a.num_kv_heads, a.head_dim, a.vocab_size, dtype, device)
     return Decoder(a, geometry, embedding, layers, norm, head)
 
 
-def _load_layer(a: Architecture, index: int, take: _WeightLoader) -> Layer:
+def _load_layer(a: Architecture, index: int, load: _WeightLoader) -> Layer:
     base = f"model.layers.{index}"
     widths = {"q_proj": a.num_heads * a.head_dim, "k_proj": a.num_kv_heads * a.head_dim}
     widths["v_proj"] = widths["k_proj"]
@@ -288,21 +290,21 @@ def _load_layer(a: Architecture, index: int, take: _WeightLoader) -> Layer:
     if a.fused:
         gates = {"gate_up_proj": 2 * a.intermediate_size}
     return Layer(
-        attention_norm=take(f"{base}.input_layernorm.weight", a.hidden_size),
-        qkv=take.linear(f"{base}.self_attn", widths, a.hidden_size, a.qkv_bias),
-        head_norms=_head_norms(a, f"{base}.self_attn", take),
-        out=take.linear(f"{base}.self_attn", {"o_proj": a.hidden_size}, a.num_heads * a.head_dim, a.out_bias),
-        mlp_norm=take(f"{base}.post_attention_layernorm.weight", a.hidden_size),
-        gate_up=take.linear(f"{base}.mlp", gates, a.hidden_size, a.mlp_bias),
-        down=take.linear(f"{base}.mlp", {"down_proj": a.hidden_size}, a.intermediate_size, a.mlp_bias),
+        attention_norm=load(f"{base}.input_layernorm.weight", a.hidden_size),
+        qkv=load.linear(f"{base}.self_attn", widths, a.hidden_size, a.qkv_bias),
+        head_norms=_head_norms(a, f"{base}.self_attn", load),
+        out=load.linear(f"{base}.self_attn", {"o_proj": a.hidden_size}, a.num_heads * a.head_dim, a.out_bias),
+        mlp_norm=load(f"{base}.post_attention_layernorm.weight", a.hidden_size),
+        gate_up=load.linear(f"{base}.mlp", gates, a.hidden_size, a.mlp_bias),
+        down=load.linear(f"{base}.mlp", {"down_proj": a.hidden_size}, a.intermediate_size, a.mlp_bias),
         window=a.windows[index],
     )
 
 
-def _head_norms(a: Architecture, base: str, take: _WeightLoader) -> HeadNorms | None:
+def _head_norms(a: Architecture, base: str, load: _WeightLoader) -> HeadNorms | None:
     if not a.qk_norm:
         return None
-    q, k = (take(f"{base}.{name}.weight", a.head_dim) for name in ("q_norm", "k_norm"))
+    q, k = (load(f"{base}.{name}.weight", a.head_dim) for name in ("q_norm", "k_norm"))
     return HeadNorms(q, k, a.rms_norm_eps)
 
 
@@ -316,18 +318,18 @@ class _WeightLoader:
         self.make_linear = make_linear
 
     def __call__(self, name: str, *shape: int) -> Tensor:
-        return self._into([self.weights.get(name, shape)])
+        return self._stack([self.weights.get(name, shape)])
 
     def linear(self, base: str, widths: dict[str, int], num_inputs: int, bias: bool) -> Linear:
         """Return one layer for several projections, stacked in the order given."""
         get = self.weights.get
-        weight = self._into([get(f"{base}.{name}.weight", (width, num_inputs)) for name, width in widths.items()])
+        weight = self._stack([get(f"{base}.{name}.weight", (width, num_inputs)) for name, width in widths.items()])
         if not bias:
             return self.make_linear(weight, None)
         biases = [get(f"{base}.{name}.bias", (width,)) for name, width in widths.items()]
-        return self.make_linear(weight, self._into(biases))
+        return self.make_linear(weight, self._stack(biases))
 
-    def _into(self, parts: list[Tensor]) -> Tensor:
+    def _stack(self, parts: list[Tensor]) -> Tensor:
         """Stack along the first dimension in one allocation, never aliasing the file."""
         height = sum(len(part) for part in parts)
         whole = torch.empty((height, *parts[0].shape[1:]), dtype=self.dtype, device=self.device)

@@ -179,19 +179,19 @@ class EagerRunner:
         self._slots = slots
         self._sampler = sampler
         self._device = network.geometry.device
-        self._was_short = False
+        self._has_warned = False
 
-    def run(self, plan: StepPlan, changes: TableChanges, placement: StepLayout | None) -> Finish:
+    def run(self, plan: StepPlan, changes: TableChanges, layout: StepLayout | None) -> Finish:
         """Enqueue a step whose rows go where `placement` says; None if it has none.
 
         Raises: whatever torch raises, for lack of memory only if a single token does not fit.
         """
         self.apply_changes(changes)
         self.copy_pages(plan.copies)
-        if placement is None:
+        if layout is None:
             return empty_result
         whole = StepPart.whole(plan)
-        done = self._attempt(whole, placement, self._tokens(plan.rows))
+        done = self._attempt(whole, layout, self._tokens(plan.rows))
         if len(done) == 1:
             return done[0][1]
         return lambda: join_results(whole, [(part, finish()) for part, finish in done])
@@ -210,34 +210,34 @@ class EagerRunner:
         """Return logits [U, V] of the last token of each row in `drawn` [U]; pages gain the new tokens' K and V."""
         return self._forward(self._tables.step_layout(rows), self._tokens(rows), drawn)
 
-    def _attempt(self, part: StepPart, placement: StepLayout | None, tokens: Tensor) -> list[tuple[StepPart, Finish]]:
+    def _attempt(self, part: StepPart, layout: StepLayout | None, tokens: Tensor) -> list[tuple[StepPart, Finish]]:
         """Run a part of a step, or its halves one after the other if there is no memory to run it whole."""
         try:
-            return [(part, self._run(part, placement or self._tables.step_layout(part.rows), tokens))]
+            return [(part, self._run(part, layout or self._tables.step_layout(part.rows), tokens))]
         except RuntimeError as error:
             halves = split_step(part) if is_out_of_memory(error) else None
             if halves is None:
                 raise
         # here the error, and with it the tensors of its frames, is gone
-        self._make_room(part)
+        self._free_cached_memory(part)
         return [done for half in halves for done in self._attempt(half, None, tokens)]
 
-    def _make_room(self, part: StepPart) -> None:
-        if not self._was_short:
+    def _free_cached_memory(self, part: StepPart) -> None:
+        if not self._has_warned:
             shape = len(part.rows.slot), len(part.rows.tokens)
             log.warning("no memory for a step of %d rows and %d tokens: such steps run in halves, slower", *shape)
-            self._was_short = True
+            self._has_warned = True
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _run(self, part: StepPart, placement: StepLayout, tokens: Tensor) -> Finish:
+    def _run(self, part: StepPart, layout: StepLayout, tokens: Tensor) -> Finish:
         rows, draws = part.rows, part.draws
         own = tokens[part.first_token : part.first_token + len(rows.tokens)]
         rows_drawn, index = np.unique(draws.row, return_inverse=True)
         drawn: Index = rows_drawn.astype(np.intp)
         if part.scores is not None:
-            return self._scored(part, part.scores, placement, own, drawn, index)
-        logits = self._forward(placement, own, drawn)
+            return self._scored(part, part.scores, layout, own, drawn, index)
+        logits = self._forward(layout, own, drawn)
         return self._draw(logits, index, draws, rows) if len(index) else empty_result
 
     def _draw(self, logits: Tensor, index: Index, draws: Draws, rows: Rows) -> Finish:
@@ -248,33 +248,33 @@ class EagerRunner:
         return self._sampler.enqueue(logits, index, draws, slots, self._slots.last_token).result
 
     def _scored(
-        self, part: StepPart, scores: Scores, placement: StepLayout, tokens: Tensor, drawn: Index, index: Index
+        self, part: StepPart, scores: Scores, layout: StepLayout, tokens: Tensor, drawn: Index, index: Index
     ) -> Finish:
         """Run the rows, draw, and score the prompts that asked for it, never holding all their logits at once."""
         geometry = self._network.geometry
-        wanted = np.concatenate((placement.last[drawn], scored_token_indices(part.rows, scores)))
+        wanted = np.concatenate((layout.last[drawn], scored_token_indices(part.rows, scores)))
         sizes = part_sizes(len(drawn), len(wanted), geometry.vocab_size * geometry.dtype.itemsize)
-        step, positions = self._step(placement)
+        step, positions = self._step(layout)
         parts = self._network.forward_parts(
             tokens, positions, step, torch.split(to_device(wanted, self._device), sizes)
         )
-        sheet = self._sampler.prompt_scorer(part.rows, scores)
+        scorer = self._sampler.prompt_scorer(part.rows, scores)
         logits = next(parts)
-        drawing: Finish = empty_result
+        read_draws: Finish = empty_result
         if len(index):
-            drawing = self._draw(logits[: len(drawn)], index, part.draws, part.rows)
-        sheet.fill(logits[len(drawn) :])
+            read_draws = self._draw(logits[: len(drawn)], index, part.draws, part.rows)
+        scorer.fill(logits[len(drawn) :])
         del logits
-        score_parts(sheet, parts)
-        return lambda: sheet.add_to(drawing())
+        score_parts(scorer, parts)
+        return lambda: scorer.add_to(read_draws())
 
-    def _forward(self, placement: StepLayout, tokens: Tensor, drawn: Index) -> Tensor:
-        step, positions = self._step(placement)
-        return self._network.forward(tokens, positions, step, to_device(placement.last[drawn], self._device))
+    def _forward(self, layout: StepLayout, tokens: Tensor, drawn: Index) -> Tensor:
+        step, positions = self._step(layout)
+        return self._network.forward(tokens, positions, step, to_device(layout.last[drawn], self._device))
 
-    def _step(self, placement: StepLayout) -> tuple[AttentionStep, Tensor]:
+    def _step(self, layout: StepLayout) -> tuple[AttentionStep, Tensor]:
         """Return the rows' attention and positions [T]."""
-        batch, positions = placement.to(self._device, self._slots)
+        batch, positions = layout.to(self._device, self._slots)
         return AttentionStep(self._kernels, self._pages, batch), positions
 
     def _tokens(self, rows: Rows) -> Tensor:

@@ -86,12 +86,12 @@ class PagePrefaulter:
         self._layers = [layer for store in (pages.k, pages.v) for layer in store]
         page_bytes = _page_bytes(self._layers[0])
         self._num_pages = len(self._layers[0])
-        self._ahead = max(1, ahead_bytes // (page_bytes * len(self._layers)))
+        self._num_ahead = max(1, ahead_bytes // (page_bytes * len(self._layers)))
         self._step = max(1, _STEP_BYTES // page_bytes)
-        self._touched = 0  # pages below are, or are being, touched
-        self._wanted = 0
+        self._num_prefaulted = 0  # pages below are, or are being, touched
+        self._target = 0
         self._lock = threading.Lock()
-        self._populate = _populate_function()
+        self._populate = _madvise_populate()
         self.thread: threading.Thread | None = None
         close = weakref.WeakMethod(self.close)
         atexit.register(lambda: (method := close()) is not None and method())
@@ -103,11 +103,11 @@ class PagePrefaulter:
 
     def ensure(self, page: int) -> None:
         """Say that `page` is in use; never waits."""
-        end = min(page + 1 + self._ahead, self._num_pages)
-        if self.is_closed or end <= self._wanted:
+        end = min(page + 1 + self._num_ahead, self._num_pages)
+        if self.is_closed or end <= self._target:
             return
         with self._lock:
-            self._wanted = min(end + self._ahead // 4, self._num_pages)  # a thread now and then, not at every page
+            self._target = min(end + self._num_ahead // 4, self._num_pages)  # a thread now and then, not at every page
             if self.thread is None:
                 self.thread = threading.Thread(target=self._work, name="touch-pages", daemon=True)
                 self.thread.start()
@@ -123,12 +123,12 @@ class PagePrefaulter:
         _lowest_priority()
         while True:
             with self._lock:
-                first, end = self._touched, min(self._touched + self._step, self._wanted)
+                first, end = self._num_prefaulted, min(self._num_prefaulted + self._step, self._target)
                 populate = self._populate
                 if first >= end or populate is None:
                     self.thread = None
                     return
-                self._touched = end
+                self._num_prefaulted = end
             for layer in self._layers:
                 page_bytes = _page_bytes(layer)
                 if self.is_closed or not populate(layer.data_ptr() + first * page_bytes, (end - first) * page_bytes):
@@ -140,7 +140,7 @@ def _page_bytes(layer: Tensor) -> int:
     return layer.stride(0) * layer.element_size()
 
 
-def _populate_function() -> Callable[[int, int], bool] | None:
+def _madvise_populate() -> Callable[[int, int], bool] | None:
     """Return populate(address, num_bytes), None where the system has no such thing."""
     if sys.platform != "linux":
         return None

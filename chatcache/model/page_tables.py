@@ -50,15 +50,15 @@ class StepLayout:
     max_context_tokens: int
     work: AttentionWork | None
 
-    def to(self, device: torch.device, known: DeviceSlots | None = None) -> tuple[AttentionBatch, Tensor]:
+    def to(self, device: torch.device, device_slots: DeviceSlots | None = None) -> tuple[AttentionBatch, Tensor]:
         """Return the attention batch and the positions, moved there as one piece; page tables that the device knows
         stay where they are."""
         work = _arrays(self.work) if self.work is not None else []
-        tables = self.tables if known is None else self.slot
+        tables = self.tables if device_slots is None else self.slot
         host = (tables, self.start, self.num_tokens, self.offsets, self.slots, self.positions, *work)
         first, start, num_tokens, offsets, slots, positions, *rest = upload(host, device)
         batch = AttentionBatch(
-            tables=first if known is None else known.select_tables(first, self.tables.shape[1]),
+            tables=first if device_slots is None else device_slots.select_tables(first, self.tables.shape[1]),
             start=start,
             num_tokens=num_tokens,
             offsets=offsets,
@@ -106,8 +106,8 @@ class PageTables:
         offsets = np.concatenate((np.zeros(1, np.int64), ends))
         row = np.repeat(np.arange(len(counts)), counts)
         positions = np.arange(len(row)) + np.repeat(rows.start - offsets[:-1], counts)
-        most = int((rows.start + rows.num_tokens).max(initial=0))
-        tables = self.rows[rows.slot, : -(-most // size)]
+        max_context = int((rows.start + rows.num_tokens).max(initial=0))
+        tables = self.rows[rows.slot, : -(-max_context // size)]
         pages = tables[row, positions // size]
         _check_pages(pages, positions, row)
         slots = pages.astype(np.int64) * size + positions % size
@@ -122,7 +122,7 @@ class PageTables:
             positions=positions,
             last=ends - 1,
             max_new_tokens=int(counts.max(initial=0)),
-            max_context_tokens=most,
+            max_context_tokens=max_context,
             work=self._prepare(tables, start, num_tokens, size, self._group),
         )
 
@@ -139,9 +139,9 @@ class PageTables:
 
     def decode_work(self, slot: I32, start: I32) -> AttentionWork | None:
         """Return the work list of one new token a row, if the backend wants one."""
-        most = int(start.max(initial=0)) // self.page_size + 1
+        max_context = int(start.max(initial=0)) // self.page_size + 1
         ones = np.ones(len(slot), np.int32)
-        return self._prepare(self.rows[slot, :most], start, ones, self.page_size, self._group)
+        return self._prepare(self.rows[slot, :max_context], start, ones, self.page_size, self._group)
 
 
 class DeviceSlots:

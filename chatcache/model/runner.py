@@ -87,16 +87,16 @@ class Runner:
         pages: KVPages,
         capacity: KVCapacity,
         facts: ModelInfo,
-        ahead: AsyncLaunch | None = None,
+        async_launch: AsyncLaunch | None = None,
         streams: Streams | None = None,
         sampler: TokenSampler | None = None,
-        touch: PagePrefaulter | None = None,
+        prefaulter: PagePrefaulter | None = None,
     ) -> None:
         self.facts = facts
-        self._touch = touch
-        if touch is not None:
-            touch.ensure(0)
-        self._capacity = replace(capacity, has_async_launch=ahead is not None)
+        self._prefaulter = prefaulter
+        if prefaulter is not None:
+            prefaulter.ensure(0)
+        self._capacity = replace(capacity, has_async_launch=async_launch is not None)
         self._network = network
         self._kernels = kernels
         self._device = device = network.geometry.device
@@ -108,17 +108,19 @@ class Runner:
         self._tables = PageTables(
             capacity.num_slots, max_pages, capacity.page_size, kernels.prepare, network.geometry.group
         )
-        slots = DeviceSlots(self._tables, device) if ahead is not None else None
+        slots = DeviceSlots(self._tables, device) if async_launch is not None else None
         self._sampler = sampler or Sampler(network.geometry.vocab_size, device)
         self._streams = streams or make_streams(device)
         self._swaps = SwapExecutor(kernels, pages, capacity.num_host_pages, self._streams)
         self._eager = EagerRunner(network, kernels, pages, self._tables, slots, self._sampler)
         self._capture: Capture = no_capture
         self._static: DecodeGraphs | None = None
-        if ahead is not None and slots is not None and ahead.sizes:
-            plain = ahead.sampler or TorchGraphSampler(network.geometry.vocab_size, device)
-            self._static = self._static_steps(StepContext(network, kernels, pages, slots, plain), ahead.sizes)
-            self._capture = ahead.capture
+        if async_launch is not None and slots is not None and async_launch.sizes:
+            graph_sampler = async_launch.sampler or TorchGraphSampler(network.geometry.vocab_size, device)
+            self._static = self._static_steps(
+                StepContext(network, kernels, pages, slots, graph_sampler), async_launch.sizes
+            )
+            self._capture = async_launch.capture
         self._in_flight: deque[LaunchedStep] = deque()
 
     def capacity(self) -> KVCapacity:
@@ -139,19 +141,19 @@ class Runner:
             self._in_flight.popleft().wait()  # its buffers are needed
         with self._on_device(plan.step):
             changes = self._tables.apply(plan.forks, plan.updates)
-            if self._touch is not None and len(changes.pages):
-                self._touch.ensure(int(changes.pages.max()))
-            ready = self._static.fill(plan, changes) if self._static is not None else None
-            placement = self._tables.step_layout(plan.rows) if ready is None and len(plan.rows.slot) else None
+            if self._prefaulter is not None and len(changes.pages):
+                self._prefaulter.ensure(int(changes.pages.max()))
+            filled = self._static.fill(plan, changes) if self._static is not None else None
+            layout = self._tables.step_layout(plan.rows) if filled is None and len(plan.rows.slot) else None
             self._swaps.apply(plan.swaps_out, plan.swaps_in, self._written(plan))
-            finish = self._submit(plan, changes, ready, placement)
+            finish = self._submit(plan, changes, filled, layout)
             mark = self._streams.main.record_event()
-        underway = LaunchedStep(lambda: self._wait(plan.step, mark, finish))
+        launched = LaunchedStep(lambda: self._wait(plan.step, mark, finish))
         if self._capacity.has_async_launch:
-            self._in_flight.append(underway)
+            self._in_flight.append(launched)
         else:
-            underway.wait()
-        return underway
+            launched.wait()
+        return launched
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Run prompts, a decode step and one of rows that share pages, all on page 1, so that kernels compile before
@@ -161,14 +163,17 @@ class Runner:
             min(2, self._capacity.num_slots),
             min(-(-WARMUP_CONTEXT_TOKENS // size), self._tables.rows.shape[1]),
         )
-        held = self._tables.rows[:slots, :pages].copy()
+        saved_rows = self._tables.rows[:slots, :pages].copy()
         end = min(pages * size, length)
         counts = WARMUP_PROMPT_TOKENS if self._plans_work else (min(size, end), WARMUP_LONG_TOKENS)
         prompts = [count for count in counts if count <= end]
         with self._on_device(0), torch.inference_mode():
             for content, steps in (
-                (np.ones_like(held), (*((1, 0, count) for count in prompts), (1, end - 1, 1), (slots, end - 1, 1))),
-                (held, ()),
+                (
+                    np.ones_like(saved_rows),
+                    (*((1, 0, count) for count in prompts), (1, end - 1, 1), (slots, end - 1, 1)),
+                ),
+                (saved_rows, ()),
             ):
                 cells = [(*cell, page) for cell, page in np.ndenumerate(content)]
                 self._eager.apply_changes(self._tables.apply(np.zeros((0, 3), np.int32), np.array(cells, np.int32)))
@@ -185,39 +190,41 @@ class Runner:
     def close(self) -> None:
         """Let go of weights and pages."""
         self._swaps.close()
-        if self._touch is not None:
-            self._touch.close()
+        if self._prefaulter is not None:
+            self._prefaulter.close()
         self._in_flight.clear()
-        del self._network, self._eager, self._static, self._capture, self._sampler, self._swaps, self._touch
+        del self._network, self._eager, self._static, self._capture, self._sampler, self._swaps, self._prefaulter
 
-    def _static_steps(self, parties: StepContext, sizes: Sequence[int]) -> DecodeGraphs:
-        rooms: list[WorkListBuffers | None] = [None] * len(sizes)
+    def _static_steps(self, context: StepContext, sizes: Sequence[int]) -> DecodeGraphs:
+        work_buffers: list[WorkListBuffers | None] = [None] * len(sizes)
         if self._plans_work:
             capacity = self._capacity
-            group, num_tokens = parties.network.geometry.group, capacity.num_pages * self._page_size
-            rooms = [WorkListBuffers.sized_for(size, group, capacity.max_model_len, num_tokens) for size in sizes]
-        return DecodeGraphs(parties, self._tables, sizes, rooms)
+            group, num_tokens = context.network.geometry.group, capacity.num_pages * self._page_size
+            work_buffers = [
+                WorkListBuffers.sized_for(size, group, capacity.max_model_len, num_tokens) for size in sizes
+            ]
+        return DecodeGraphs(context, self._tables, sizes, work_buffers)
 
     def _submit(
-        self, plan: StepPlan, changes: TableChanges, ready: FilledStep | None, placement: StepLayout | None
+        self, plan: StepPlan, changes: TableChanges, filled: FilledStep | None, layout: StepLayout | None
     ) -> Finish:
         """Enqueue a step; return what to call when it is done."""
         static = self._static
-        if ready is not None and static is not None:
-            self._streams.main.submit(lambda: self._replay(plan, ready, static))
-            return lambda: static.result(ready)
+        if filled is not None and static is not None:
+            self._streams.main.submit(lambda: self._replay(plan, filled, static))
+            return lambda: static.result(filled)
         finishes: list[Finish] = []
-        self._streams.main.submit(lambda: finishes.append(self._run(plan, changes, placement)))
+        self._streams.main.submit(lambda: finishes.append(self._run(plan, changes, layout)))
         return lambda: finishes[0]()
 
-    def _replay(self, plan: StepPlan, ready: FilledStep, static: DecodeGraphs) -> None:
+    def _replay(self, plan: StepPlan, filled: FilledStep, static: DecodeGraphs) -> None:
         with torch.inference_mode():
             self._eager.copy_pages(plan.copies)
-            static.run(ready)
+            static.run(filled)
 
-    def _run(self, plan: StepPlan, changes: TableChanges, placement: StepLayout | None) -> Finish:
+    def _run(self, plan: StepPlan, changes: TableChanges, layout: StepLayout | None) -> Finish:
         with torch.inference_mode():
-            return self._eager.run(plan, changes, placement)
+            return self._eager.run(plan, changes, layout)
 
     def _wait(self, step: int, mark: StreamEvent, finish: Finish) -> StepResult:
         with self._on_device(step):

@@ -79,7 +79,7 @@ class WorkListBuffers:
         parts["merge_states"] = (np.int32, (self.num_states,))
         return parts
 
-    def fill(self, given: Mapping[str, NDArray[Any]], work: AttentionWork, count: int) -> int | None:
+    def fill(self, inputs: Mapping[str, NDArray[Any]], work: AttentionWork, count: int) -> int | None:
         """Write the work list of `count` rows into the arrays; return how many lists have to be launched, None if it
         does not fit.
 
@@ -89,54 +89,56 @@ class WorkListBuffers:
         lists = {one.max_members: one for one in work.lists}
         if len(lists) < len(work.lists) or not lists.keys() <= set(self.heights) or work.num_states > self.num_states:
             return None
-        nobody = self.size - count
-        if any(len(one.items) + nobody > self.num_items for one in work.lists):
+        num_padding = self.size - count
+        if any(len(one.items) + num_padding > self.num_items for one in work.lists):
             return None
-        if any(len(one.members) + nobody > self.num_members for one in work.lists):
+        if any(len(one.members) + num_padding > self.num_members for one in work.lists):
             return None
         num_lists, num_items, num_members = 1, 0, 0
         for number, height in enumerate(self.heights):
             one = lists.get(height)
-            given["num_items"][number, 0] = 0 if one is None else len(one.items)
+            inputs["num_items"][number, 0] = 0 if one is None else len(one.items)
             if one is not None:
                 num_lists = number + 1
                 if not number:
                     num_items, num_members = len(one.items), len(one.members)
-                given[f"items_{number}"][: len(one.items)] = one.items.numpy()
-                given[f"members_{number}"][: len(one.members)] = one.members.numpy()
-        self._add_padding(given, count, num_items, num_members)
+                inputs[f"items_{number}"][: len(one.items)] = one.items.numpy()
+                inputs[f"members_{number}"][: len(one.members)] = one.members.numpy()
+        self._add_padding(inputs, count, num_items, num_members)
         num_merges = len(work.merge_tokens)
-        given["num_merges"][0] = num_merges
-        given["merge_tokens"][:num_merges] = work.merge_tokens.numpy()
-        given["merge_offsets"][: num_merges + 1] = work.merge_offsets.numpy()
-        given["merge_states"][: work.num_states] = work.merge_states.numpy()
+        inputs["num_merges"][0] = num_merges
+        inputs["merge_tokens"][:num_merges] = work.merge_tokens.numpy()
+        inputs["merge_offsets"][: num_merges + 1] = work.merge_offsets.numpy()
+        inputs["merge_states"][: work.num_states] = work.merge_states.numpy()
         return num_lists
 
-    def _add_padding(self, given: Mapping[str, NDArray[Any]], count: int, num_items: int, num_members: int) -> None:
+    def _add_padding(self, inputs: Mapping[str, NDArray[Any]], count: int, num_items: int, num_members: int) -> None:
         """Add an item to the first list for each row from `count` on."""
         number = self.size - count
         if not number:
             return
         row = np.arange(count, self.size, dtype=np.int32)
-        items = given["items_0"][num_items : num_items + number]
+        items = inputs["items_0"][num_items : num_items + number]
         items[:] = (0, 0, 1, 0, 1, -1)
         items[:, 0] = row
         items[:, 3] = row + np.int32(num_members - count)
-        given["members_0"][num_members : num_members + number] = row
-        given["num_items"][0, 0] = num_items + number
+        inputs["members_0"][num_members : num_members + number] = row
+        inputs["num_items"][0, 0] = num_items + number
 
-    def work(self, given: Mapping[str, Tensor], num_lists: int) -> AttentionWork:
+    def work(self, inputs: Mapping[str, Tensor], num_lists: int) -> AttentionWork:
         """Return the work list that lies in these buffers; `start` among them says where each token is."""
         return AttentionWork(
             lists=tuple(
-                WorkList(given[f"items_{number}"], given[f"members_{number}"], given["num_items"][number, :1], height)
+                WorkList(
+                    inputs[f"items_{number}"], inputs[f"members_{number}"], inputs["num_items"][number, :1], height
+                )
                 for number, height in enumerate(self.heights[:num_lists])
             ),
-            positions=given["start"],
-            merge_tokens=given["merge_tokens"],
-            merge_offsets=given["merge_offsets"],
-            merge_states=given["merge_states"],
-            num_merges=given["num_merges"],
+            positions=inputs["start"],
+            merge_tokens=inputs["merge_tokens"],
+            merge_offsets=inputs["merge_offsets"],
+            merge_states=inputs["merge_states"],
+            num_merges=inputs["num_merges"],
             num_states=self.num_states,
         )
 
@@ -163,28 +165,28 @@ class StepContext:
     sampler: GraphSampler
 
 
-def input_specs(size: int, plain: GraphSampler, room: WorkListBuffers | None) -> ArraySpecs:
+def input_specs(size: int, sampler: GraphSampler, work_buffers: WorkListBuffers | None) -> ArraySpecs:
     """Return what is given to a step of `size` rows. `start` is `positions` as attention wants it; `cells` say where
     K and V go, `changed_*` what has to be done to the tables first."""
     wide: ArraySpecs = dict.fromkeys(("tokens", "positions", "slot", "cells", "changed_at"), (np.int64, (size,)))
     narrow: ArraySpecs = dict.fromkeys(("start", "changed_pages"), (np.int32, (size,)))
-    return {**wide, **narrow, **plain.input_specs(size), **(room.specs() if room is not None else {})}
+    return {**wide, **narrow, **sampler.input_specs(size), **(work_buffers.specs() if work_buffers is not None else {})}
 
 
 class StaticStep:
     """Decodes `size` rows. Works on the first bytes of buffers that all sizes share."""
 
     def __init__(
-        self, size: int, parties: StepContext, room: WorkListBuffers | None, given: Tensor, drawn: Tensor
+        self, size: int, context: StepContext, work_buffers: WorkListBuffers | None, inputs: Tensor, outputs: Tensor
     ) -> None:
         self.size = size
-        self.work_buffers = room
-        self.layout = Layout(input_specs(size, parties.sampler, room))
-        self.drawn_layout = Layout(parties.sampler.output_specs(size))
-        self._parties = parties
-        self._given = self.layout.tensors(given)
-        self._drawn = self.drawn_layout.tensors(drawn)
-        device = given.device
+        self.work_buffers = work_buffers
+        self.layout = Layout(input_specs(size, context.sampler, work_buffers))
+        self.output_layout = Layout(context.sampler.output_specs(size))
+        self._context = context
+        self._inputs = self.layout.tensors(inputs)
+        self._outputs = self.output_layout.tensors(outputs)
+        device = inputs.device
         self._ones = torch.ones(size, dtype=torch.int32, device=device)
         self._offsets = torch.arange(size + 1, dtype=torch.int32, device=device)
 
@@ -195,28 +197,28 @@ class StaticStep:
 
     def run(self, num_lists: int, kind: int) -> None:
         """Do the device's part of a step with that many work lists, and draws of this kind."""
-        parties, given = self._parties, self._given
-        slots = parties.slots
-        slots.write(given["changed_at"], given["changed_pages"])
-        slot = given["slot"]
+        context, inputs = self._context, self._inputs
+        slots = context.slots
+        slots.write(inputs["changed_at"], inputs["changed_pages"])
+        slot = inputs["slot"]
         last = slots.last_token.index_select(0, slot).long()
-        tokens = torch.where(given["tokens"] < 0, last, given["tokens"])
+        tokens = torch.where(inputs["tokens"] < 0, last, inputs["tokens"])
         batch = AttentionBatch(
             tables=slots.select_tables(slot, slots.max_pages),
-            start=given["start"],
+            start=inputs["start"],
             num_tokens=self._ones,
             offsets=self._offsets,
-            slots=given["cells"],
+            slots=inputs["cells"],
             max_new_tokens=1,
-            max_context_tokens=slots.max_pages * parties.pages.page_size,
+            max_context_tokens=slots.max_pages * context.pages.page_size,
             work=self._work(num_lists),
         )
-        step = AttentionStep(parties.kernels, parties.pages, batch)
-        logits = parties.network.forward(tokens, given["positions"], step, None)
-        parties.sampler.draw(logits, given, self._drawn, slots.last_token, kind)
+        step = AttentionStep(context.kernels, context.pages, batch)
+        logits = context.network.forward(tokens, inputs["positions"], step, None)
+        context.sampler.draw(logits, inputs, self._outputs, slots.last_token, kind)
 
     def _work(self, num_lists: int) -> AttentionWork | None:
-        return self.work_buffers.work(self._given, num_lists) if self.work_buffers is not None else None
+        return self.work_buffers.work(self._inputs, num_lists) if self.work_buffers is not None else None
 
 
 def fits_changes(changes: TableChanges, size: int) -> bool:
@@ -225,7 +227,7 @@ def fits_changes(changes: TableChanges, size: int) -> bool:
 
 
 def fill_rows(
-    given: Mapping[str, NDArray[Any]], rows: Rows, cells: I64, changes: TableChanges, slots: DeviceSlots
+    inputs: Mapping[str, NDArray[Any]], rows: Rows, cells: I64, changes: TableChanges, slots: DeviceSlots
 ) -> None:
     """Write a step's rows, and rows of nobody after them, into the arrays of `input_specs`."""
     count, num_changes = len(rows.slot), len(changes.at)
@@ -236,25 +238,25 @@ def fill_rows(
         ("slot", rows.slot, slots.padding_slot),
         ("cells", cells, 0),
     ):
-        given[name][:count] = values
-        given[name][count:] = rest
-    given["changed_at"][:num_changes] = changes.at
-    given["changed_at"][num_changes:] = slots.padding_cell
-    given["changed_pages"][:num_changes] = changes.pages
-    given["changed_pages"][num_changes:] = 0
+        inputs[name][:count] = values
+        inputs[name][count:] = rest
+    inputs["changed_at"][:num_changes] = changes.at
+    inputs["changed_at"][num_changes:] = slots.padding_cell
+    inputs["changed_pages"][:num_changes] = changes.pages
+    inputs["changed_pages"][num_changes:] = 0
 
 
 def fill_padding(
-    given: Mapping[str, NDArray[Any]], plain: GraphSampler, slots: DeviceSlots, room: WorkListBuffers | None
+    inputs: Mapping[str, NDArray[Any]], sampler: GraphSampler, slots: DeviceSlots, work_buffers: WorkListBuffers | None
 ) -> None:
     """Write a step of nobody's rows only: what a step is captured with."""
     none = np.zeros(0, np.int32)
     fill_rows(
-        given, Rows(none, none, none, none), none.astype(np.int64), TableChanges(none.astype(np.int64), none), slots
+        inputs, Rows(none, none, none, none), none.astype(np.int64), TableChanges(none.astype(np.int64), none), slots
     )
-    if room is not None:
-        room.fill(given, empty_work(), 0)
-    plain.fill(given, empty_draws(), given["slot"])
+    if work_buffers is not None:
+        work_buffers.fill(inputs, empty_work(), 0)
+    sampler.fill(inputs, empty_draws(), inputs["slot"])
 
 
 def empty_draws() -> Draws:

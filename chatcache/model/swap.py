@@ -40,10 +40,12 @@ class SwapExecutor:
         self._device = pages.k.device
         self._streams = streams or make_streams(self._device)
         self._host = HostPages.allocate(pages, num_host_pages)
-        self._unlock: Callable[[], object] = nothing_to_do
+        self._unlock: Callable[[], object] = _no_unlock
         if self._device.type == "cuda":  # memory must not go while it is locked, whoever forgets to close
             self._unlock = weakref.finalize(self, _unlock, _lock(self._host), self._host, self._streams.side)
-        self._leaving: StreamEvent | None = None  # after it, the pages that the last plan sent away may be written
+        self._swap_out_event: StreamEvent | None = (
+            None  # after it, the pages that the last plan sent away may be written
+        )
 
     def apply(self, swaps_out: I32, swaps_in: I32, written: I32 | I64 | None = None) -> None:
         """Move pages out, then in, before what is submitted to the main stream from now on needs it.
@@ -53,9 +55,9 @@ class SwapExecutor:
         that leave before the next plan.
         Raises: ValueError for a page that does not exist: copying to it would spoil other memory.
         """
-        if self._leaving is not None:
-            self._streams.main.wait_event(self._leaving)
-            self._leaving = None
+        if self._swap_out_event is not None:
+            self._streams.main.wait_event(self._swap_out_event)
+            self._swap_out_event = None
         if not len(swaps_out) and not len(swaps_in):
             return
         if len(swaps_out):
@@ -70,15 +72,15 @@ class SwapExecutor:
         if len(swaps_in) or written is None or np.isin(swaps_out[:, 0], written).any():
             main.wait_event(side.record_event())
         else:
-            self._leaving = side.record_event()
+            self._swap_out_event = side.record_event()
 
     def measure_page_s(self) -> float:
         """Return how long one page takes one way, the best of a few; 0 without host pages. No page changes."""
         count = min(NUM_MEASURED_PAGES, self._host.num_pages, self._pages.num_pages - 1)
         if not count:
             return 0.0
-        ours, theirs = np.arange(1, count + 1, dtype=np.int32), np.arange(count, dtype=np.int32)
-        out, back = np.stack((ours, theirs), 1), np.stack((theirs, ours), 1)
+        device_pages, host_pages = np.arange(1, count + 1, dtype=np.int32), np.arange(count, dtype=np.int32)
+        out, back = np.stack((device_pages, host_pages), 1), np.stack((host_pages, device_pages), 1)
         best, deadline = float("inf"), time.perf_counter() + MEASURE_S
         for attempt in range(20):
             self._streams.main.record_event().wait()
@@ -113,7 +115,7 @@ class SwapExecutor:
                 raise ValueError(f"a swap names {name} {ids.max() if ids.max() >= count else ids.min()} of {count}")
 
 
-def nothing_to_do() -> None:
+def _no_unlock() -> None:
     """Unlock nothing, where nothing is locked."""
 
 

@@ -79,13 +79,13 @@ class TransformersNetwork:
         self.geometry = geometry
         self.max_position = max_position
         self._model = model
-        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor:
         """Return logits [U, V] of the tokens at `drawn`, of all if None. Shapes: tokens, positions [T]; drawn [U]."""
-        keep = {"logits_to_keep": drawn} if self._keeps and drawn is not None else {}
+        keep = {"logits_to_keep": drawn} if self._has_logits_to_keep and drawn is not None else {}
         logits: Tensor = _run(self._model, tokens, positions, step, keep)[0]
-        return logits if self._keeps or drawn is None else logits[drawn]
+        return logits if self._has_logits_to_keep or drawn is None else logits[drawn]
 
     def forward_parts(
         self, tokens: Tensor, positions: Tensor, step: AttentionStep, parts: Sequence[Tensor]

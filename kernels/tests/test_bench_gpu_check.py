@@ -130,7 +130,7 @@ def test_engine_stage_measures_figures(
     stage: Any, ahead: AsyncLaunch | None, context: StageContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run as on a CPU, and as on a GPU: with static buffers and asynchronous scheduling."""
-    monkeypatch.setattr(model, "load_model", partial(load_model, ahead=ahead))
+    monkeypatch.setattr(model, "load_model", partial(load_model, async_launch=ahead))
     stage.run(context, "tiny")
     assert context.num_failures == 0, entries_of(context)
     names = [entry["figure"]["name"] for entry in entries_of(context) if "figure" in entry]

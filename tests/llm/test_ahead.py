@@ -28,7 +28,7 @@ PARAMS: list[Any] = [
 @pytest.fixture
 def ahead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     def load_runner(config: EngineConfig, progress: Any = None) -> Runner:
-        return load_model(config, progress, ahead=AsyncLaunch(()))
+        return load_model(config, progress, async_launch=AsyncLaunch(()))
 
     monkeypatch.setattr(compose, "load_runner", load_runner)
     with LLM(str(folder), dtype="float32", attention_backend="reference", kv_memory="4MiB") as llm:

@@ -76,7 +76,7 @@ def make_runner(
     backend = "triton" if "triton" in getattr(kernels, "__name__", "") else "reference"
     sampler = choose_sampler(backend, VOCAB, network.geometry.device)
     if ahead is not None:
-        ahead = replace(ahead, plain=choose_graph_sampler(backend, VOCAB, network.geometry.device))
+        ahead = replace(ahead, sampler=choose_graph_sampler(backend, VOCAB, network.geometry.device))
     return Runner(network, kernels, pages, capacity, FACTS, ahead, streams, sampler)
 
 

@@ -120,11 +120,11 @@ def test_few_tokens_go_through_the_whole_decoder(tiny: Path) -> None:
     network = runner._network
     assert isinstance(network, Decoder)
     assert isinstance(network._head, Int8Linear)
-    assert network._short is not None
-    assert network._short._few is not None
+    assert network._fused is not None
+    assert network._fused._megakernel is not None
     assert network._embedding.dtype == torch.bfloat16
     quick = greedy(runner, [[1, 2, 3], [4] * 20], 6)
-    network._short = None
+    network._fused = None
     assert greedy(runner, [[1, 2, 3], [4] * 20], 6) == quick
 
 

@@ -87,7 +87,7 @@ def test_the_scored_tokens_are_found_row_by_row() -> None:
 def test_not_finite_logits_leave_nan_and_ids_out_of_range_are_never_looked_up(
     kind: type[Sampler] | type[DeviceSampler], device: torch.device
 ) -> None:
-    sheet = kind(3, device).sheet(rows_of([4]), scores_of([0], [2], [1, 2, 99, 0]))
+    sheet = kind(3, device).prompt_scorer(rows_of([4]), scores_of([0], [2], [1, 2, 99, 0]))
     logits = torch.tensor([[0.0, 1.0, 2.0], [0.0, torch.nan, 1.0], [0.0, 0.0, 0.0], [-torch.inf, 0.0, 0.0]])
     sheet.fill(logits[:1].to(device))
     sheet.fill(logits[1:].to(device))

@@ -58,10 +58,10 @@ def _fetch(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=list(PATTERNS), etag_timeout=CONNECT_TIMEOUT_S))
     except Exception as error:  # the hub raises many kinds
-        raise ModelFolderError(f"{model}: no such folder, and {_why_not_fetched(error)}") from error
+        raise ModelFolderError(f"{model}: no such folder, and {_fetch_error(error)}") from error
 
 
-def _why_not_fetched(error: Exception) -> str:
+def _fetch_error(error: Exception) -> str:
     """Return why a Hugging Face id could not be fetched, and what to do about it."""
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
@@ -127,10 +127,10 @@ def check_links(folder: Path) -> None:
 
     Raises: ModelFolderError naming the file.
     """
-    home = folder.resolve()
-    homes = [home]
-    if home.parent.name == "snapshots":  # of the cache: files are links into the repository's blobs
-        homes.append(home.parent.parent / "blobs")
+    resolved = folder.resolve()
+    allowed_folders = [resolved]
+    if resolved.parent.name == "snapshots":  # of the cache: files are links into the repository's blobs
+        allowed_folders.append(resolved.parent.parent / "blobs")
     for file in sorted(path for pattern in PATTERNS for path in folder.glob(pattern)):
         if not file.is_symlink():
             continue
@@ -138,7 +138,7 @@ def check_links(folder: Path) -> None:
             target = file.resolve(strict=True)
         except (OSError, RuntimeError) as error:
             raise ModelFolderError(f"{file}: is a link that leads nowhere") from error
-        if not any(target.is_relative_to(each) for each in homes):
+        if not any(target.is_relative_to(each) for each in allowed_folders):
             raise ModelFolderError(f"{file}: is a link to {target}, outside the folder; put the file itself there")
 
 
@@ -147,11 +147,16 @@ def _check_sizes(where: Path, config: dict[str, Any]) -> None:
     text = config.get("text_config")
     for fields in (config, text if isinstance(text, dict) else {}):
         for name, value in fields.items():
-            most = _max_value(name)
-            if most is None or isinstance(value, bool) or not isinstance(value, int) or -most <= value <= most:
+            max_value = _max_value(name)
+            if (
+                max_value is None
+                or isinstance(value, bool)
+                or not isinstance(value, int)
+                or -max_value <= value <= max_value
+            ):
                 continue
             shown = value if value.bit_length() < 128 else "a far larger number"
-            raise ModelFolderError(f"{where}: {name} is {shown}; at most {most} is sensible")
+            raise ModelFolderError(f"{where}: {name} is {shown}; at max_value {max_value} is sensible")
 
 
 def _max_value(name: str) -> int | None:

@@ -79,10 +79,10 @@ def choose_linear(config: EngineConfig, weight_bytes: int, dtype: torch.dtype, d
     if device.type != "cpu" or config.attention_backend not in ("auto", "cpu") or dtype != torch.bfloat16:
         return fast_linear
     free_bytes = free_host_bytes()
-    twice = can_keep_both_layouts(weight_bytes, free_bytes)
+    keep_both = can_keep_both_layouts(weight_bytes, free_bytes)
     size = f"{weight_bytes / 2**30:.2f} GiB of weights, {free_bytes / 2**30:.2f} GiB free"
-    log.info("%s: kept %s", size, "twice, for few tokens and for many" if twice else "once, as oneDNN has them")
-    return DualLayoutLinearFactory() if twice else fast_linear
+    log.info("%s: kept %s", size, "twice, for few tokens and for many" if keep_both else "once, as oneDNN has them")
+    return DualLayoutLinearFactory() if keep_both else fast_linear
 
 
 def can_keep_both_layouts(weight_bytes: int, free_bytes: int) -> bool:
@@ -138,22 +138,22 @@ def load_model(
     config: EngineConfig,
     progress: Progress | None = None,
     weights: WeightSource | None = None,
-    ahead: AsyncLaunch | None = None,
+    async_launch: AsyncLaunch | None = None,
 ) -> Runner:
     """Load `config.model`. `progress(fraction, what)` is called from 0 to 1; `weights` replace those of the folder
     (for native models); `ahead` says how to get ahead of the device, if not as the device suggests.
 
     Raises: ModelFolderError naming the file and the reason, also for what nobody has thought of.
     """
-    say = progress or (lambda fraction, what: None)
-    say(0.0, "reading the model folder")
+    report = progress or (lambda fraction, what: None)
+    report(0.0, "reading the model folder")
     folder = resolve_model_path(config.model)
     with as_model_folder_error(folder):
-        return _load(config, folder, say, weights, ahead)
+        return _load(config, folder, report, weights, async_launch)
 
 
 def _load(
-    config: EngineConfig, folder: Path, say: Progress, weights: WeightSource | None, ahead: AsyncLaunch | None
+    config: EngineConfig, folder: Path, report: Progress, weights: WeightSource | None, async_launch: AsyncLaunch | None
 ) -> Runner:
     raw = read_config(folder)
     eos = eos_token_ids(folder, raw)
@@ -179,26 +179,26 @@ def _load(
             f"{folder / 'config.json'}: quantization {config.quantization} needs a family that the native decoder runs,"
             f" and {raw['model_type']} runs through transformers"
         )
-    network, max_model_len = _load_network(config, folder, raw, weights, dtype, device, make_linear, say)
+    network, max_model_len = _load_network(config, folder, raw, weights, dtype, device, make_linear, report)
     geometry = network.geometry
-    if ahead is None:
-        ahead = default_async_launch(
+    if async_launch is None:
+        async_launch = default_async_launch(
             device, config.max_num_seqs, capturable=backend == "triton" and isinstance(network, Decoder)
         )
-    say(0.91, "measuring memory")
+    report(0.91, "measuring memory")
     sampler = choose_sampler(backend, geometry.vocab_size, device)
-    if ahead is not None and ahead.sampler is None:
-        ahead = replace(ahead, plain=choose_graph_sampler(backend, geometry.vocab_size, device))
-    num_graphs = ahead.num_graphs if ahead is not None else 0
+    if async_launch is not None and async_launch.sampler is None:
+        async_launch = replace(async_launch, sampler=choose_graph_sampler(backend, geometry.vocab_size, device))
+    num_graphs = async_launch.num_graphs if async_launch is not None else 0
     config = limit_kv_memory(config, total_memory_bytes(device))
     budget = _budget(config, network, kernels, sampler, max_model_len, num_graphs)
     capacity = plan_capacity(config, geometry, max_model_len, budget)
-    say(0.92, f"allocating {capacity.num_pages} KV pages")
+    report(0.92, f"allocating {capacity.num_pages} KV pages")
     pages = allocate_kv_pages(kernels, geometry, capacity.num_pages, capacity.page_size)
     int8 = make_linear if isinstance(make_linear, Int8LinearFactory) else None
     arch = network.arch if isinstance(network, Decoder) else None
     weight_bytes, step_bytes = weight_sizes(weights.num_parameters, dtype, arch, int8)
-    facts = ModelInfo(
+    info_json = ModelInfo(
         name=config.served_model_name or model_name(config.model),
         digest=_digest(raw, weights, f"{dtype} {config.quantization}", max_model_len),
         vocab_size=geometry.vocab_size,
@@ -213,13 +213,13 @@ def _load(
         attention=backend,
     )
     if config.deterministic:
-        say(0.93, "checking that results do not depend on the batch")
+        report(0.93, "checking that results do not depend on the batch")
         check_determinism(network, kernels, config.page_size, max_model_len)
-    touch = PagePrefaulter(pages) if device.type == "cpu" else None
-    runner = Runner(network, kernels, pages, capacity, facts, ahead, sampler=sampler, touch=touch)
-    say(0.94, "warming up; the first start compiles kernels")
-    runner.warm_up(lambda fraction, what: say(0.94 + 0.06 * fraction, what))
-    say(1.0, "ready")
+    prefaulter = PagePrefaulter(pages) if device.type == "cpu" else None
+    runner = Runner(network, kernels, pages, capacity, info_json, async_launch, sampler=sampler, prefaulter=prefaulter)
+    report(0.94, "warming up; the first start compiles kernels")
+    runner.warm_up(lambda fraction, what: report(0.94 + 0.06 * fraction, what))
+    report(1.0, "ready")
     return runner
 
 
@@ -231,12 +231,12 @@ def _load_network(
     dtype: torch.dtype,
     device: torch.device,
     make_linear: LinearFactory,
-    say: Progress,
+    report: Progress,
 ) -> tuple[Network, int]:
     """Return the model and the longest context it will serve."""
 
     def part(fraction: float, what: str) -> None:
-        say(0.05 + 0.85 * fraction, what)
+        report(0.05 + 0.85 * fraction, what)
 
     where = folder / "config.json"
     if is_native(raw, where):
@@ -264,22 +264,22 @@ def context_length(config: EngineConfig, arch: Architecture) -> int:
 
     Raises: ModelFolderError if `max_model_len` asks for more.
     """
-    longest = arch.max_position
+    max_context = arch.max_position
     if arch.rope.kind in ("yarn", "dynamic", "linear"):
-        original = arch.rope.option("original_max_position_embeddings") or longest
-        longest = max(longest, int(original * (arch.rope.option("factor") or 1.0)))
+        original = arch.rope.option("original_max_position_embeddings") or max_context
+        max_context = max(max_context, int(original * (arch.rope.option("factor") or 1.0)))
     if config.max_model_len is None:
         return arch.max_position
-    return _bounded(config, longest)
+    return _bounded(config, max_context)
 
 
-def _bounded(config: EngineConfig, longest: int) -> int:
-    asked = config.max_model_len
-    if asked is None:
-        return longest
-    if not 1 <= asked <= longest:
-        raise ModelFolderError(f"max_model_len {asked} is out of bounds: this model allows 1 to {longest}")
-    return asked
+def _bounded(config: EngineConfig, max_context: int) -> int:
+    requested = config.max_model_len
+    if requested is None:
+        return max_context
+    if not 1 <= requested <= max_context:
+        raise ModelFolderError(f"max_model_len {requested} is out of bounds: this model allows 1 to {max_context}")
+    return requested
 
 
 def limit_kv_memory(config: EngineConfig, total_bytes: int) -> EngineConfig:
@@ -313,7 +313,7 @@ def plan_capacity(
         if num_pages < 2:
             raise ModelFolderError(
                 f"no memory is left for KV pages on {geometry.device}: {budget}; "
-                f"lower max_num_batched_tokens or max_num_seqs, or say kv_memory_bytes"
+                f"lower max_num_batched_tokens or max_num_seqs, or report kv_memory_bytes"
             )
     else:
         num_pages = max(1 + context_pages, host_kv_bytes() // page_bytes)
@@ -361,15 +361,15 @@ def _num_host_pages(config: EngineConfig, page_bytes: int, num_pages: int) -> in
 
     Raises: ModelFolderError when `swap_space_bytes` is negative or does not hold one page.
     """
-    asked = config.swap_space_bytes
-    if asked is None:
+    requested = config.swap_space_bytes
+    if requested is None:
         return min(num_pages // 2, SWAP_MAX_BYTES // page_bytes)
-    if asked < 0 or 0 < asked < page_bytes:
+    if requested < 0 or 0 < requested < page_bytes:
         raise ModelFolderError(
-            f"swap_space_bytes {asked} is out of bounds: 0 turns swapping off, and a page of "
+            f"swap_space_bytes {requested} is out of bounds: 0 turns swapping off, and a page of "
             f"{config.page_size} tokens takes {page_bytes} bytes"
         )
-    return asked // page_bytes
+    return requested // page_bytes
 
 
 def choose_device(name: str) -> torch.device:
@@ -401,5 +401,5 @@ def _cpu_has_bf16() -> bool:
 
 def _digest(raw: dict[str, Any], weights: WeightSource, precision: str, max_model_len: int) -> str:
     """Hash all that decides what a page holds: config, weights, their precision, and what dynamic rope depends on."""
-    facts = json.dumps([raw, precision, max_model_len, weights.digest()], sort_keys=True)
-    return hashlib.sha256(facts.encode()).hexdigest()
+    info_json = json.dumps([raw, precision, max_model_len, weights.digest()], sort_keys=True)
+    return hashlib.sha256(info_json.encode()).hexdigest()

@@ -105,8 +105,8 @@ def measure_budget(
     if num_graphs:
         geometry = network.geometry
         num_tokens = free_bytes // geometry.page_bytes(page_size) * page_size
-        room = WorkListBuffers.sized_for(max_num_seqs, geometry.group, max_model_len, num_tokens)
-        states = 4 * room.num_states * geometry.num_heads * (geometry.head_dim + 1)
+        work_buffers = WorkListBuffers.sized_for(max_num_seqs, geometry.group, max_model_len, num_tokens)
+        states = 4 * work_buffers.num_states * geometry.num_heads * (geometry.head_dim + 1)
         graph_bytes = step_bytes + states + num_graphs * GRAPH_BYTES
     return Budget(free_bytes, step_bytes, graph_bytes)
 
@@ -132,11 +132,11 @@ class _LargestStep:
         self._sampler = sampler
         self._page_size = page_size
         self._num_tokens = np.ones(min(max_num_seqs, max_num_batched_tokens), np.int32)
-        left = max_num_batched_tokens - len(self._num_tokens)
+        remaining = max_num_batched_tokens - len(self._num_tokens)
         for row in range(len(self._num_tokens)):
-            more = min(left, max_model_len - 1)
+            more = min(remaining, max_model_len - 1)
             self._num_tokens[row] += more
-            left -= more
+            remaining -= more
 
     def run(self) -> None:
         """Allocate, compute, and let go of everything."""

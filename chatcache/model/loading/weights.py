@@ -167,10 +167,10 @@ def is_finite(tensor: Tensor) -> bool:
         return bool(tensor.to(torch.float32).isfinite().all())
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
     bits = tensor.detach().contiguous().view(-1).view(whole).numpy().view(f"u{tensor.itemsize}")
-    room = np.empty(min(CHUNK, bits.size), bits.dtype)
+    buffer = np.empty(min(CHUNK, bits.size), bits.dtype)
     for start in range(0, bits.size, CHUNK):
         part = bits[start : start + CHUNK]
-        if np.bitwise_and(part, bits.dtype.type(exponent), out=room[: part.size]).max() == exponent:
+        if np.bitwise_and(part, bits.dtype.type(exponent), out=buffer[: part.size]).max() == exponent:
             return False
     return True
 

@@ -144,13 +144,13 @@ def group_draws(
 ) -> list[SamplingLaunch]:
     """Sort a step's draws. Shapes: index, copy, mask and slots [D]; the last two -1 for none."""
     wide = draws.width > 1
-    jobs = []
+    launches = []
     for edited in (False, True):
         for size in (False, True):
             which = np.flatnonzero(((copy >= 0) == edited) & (wide == size))
             if which.size:
-                jobs.append(_make_launch(draws, which, index, copy, mask, slots, vocab_size))
-    return jobs
+                launches.append(_make_launch(draws, which, index, copy, mask, slots, vocab_size))
+    return launches
 
 
 def _make_launch(
@@ -178,7 +178,7 @@ def ranking_launch(rows: Index, size: int) -> SamplingLaunch:
     table[fields.ROW.value] = table[fields.RAW_ROW.value] = which
     for field in (fields.MASK, fields.SLOT, fields.TARGET):
         table[field.value] = -1
-    return SamplingLaunch(which, table, size, edited=False, cuts=False)
+    return SamplingLaunch(which, table, size, edited=False, has_filters=False)
 
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -193,43 +193,43 @@ class StepDraws:
     draws: Draws
     index: Index
     launches: tuple[SamplingLaunch, ...]
-    tops: SamplingLaunch | None
+    ranking: SamplingLaunch | None
     vocab_size: int
 
 
-def output_specs(jobs: Sequence[SamplingLaunch]) -> ArraySpecs:
+def output_specs(launches: Sequence[SamplingLaunch]) -> ArraySpecs:
     """Return the arrays that the jobs write, named by what they are and the job's place."""
     parts: ArraySpecs = {}
-    for place, job in enumerate(jobs):
-        count = len(job.indices)
-        shape = (count, job.size) if job.size else (count,)
+    for place, launch in enumerate(launches):
+        count = len(launch.indices)
+        shape = (count, launch.size) if launch.size else (count,)
         parts |= {f"tokens {place}": (np.int32, shape), f"logprobs {place}": (np.float32, shape)}
         parts[f"faults {place}"] = (np.int32, (count,))
-        if job.size:
+        if launch.size:
             parts |= {f"perturbed {place}": (np.float32, shape), f"raw_logprobs {place}": (np.float32, shape)}
     return parts
 
 
-def result_of(asked: StepDraws, arrays: Arrays) -> StepResult:
+def result_of(step_draws: StepDraws, arrays: Arrays) -> StepResult:
     """Put the jobs' results where their draws are."""
-    draws, num_draws = asked.draws, len(asked.index)
-    width = np.minimum(draws.width, asked.vocab_size)
+    draws, num_draws = step_draws.draws, len(step_draws.index)
+    width = np.minimum(draws.width, step_draws.vocab_size)
     warm = (draws.width > 1) & (draws.temperature > 0)
     tokens = np.full((num_draws, int(width.max(initial=1))), -1, np.int32)
     logprobs = np.full(tokens.shape, -np.inf, np.float32)
     perturbed = np.full((num_draws, tokens.shape[1] if warm.any() else 0), -np.inf, np.float32)
     raw_logprobs = perturbed.copy()
     fault = np.zeros(num_draws, np.int32)
-    for place, job in enumerate(asked.launches):
-        which, columns = job.indices, slice(max(job.size, 1))
-        used = np.arange(max(job.size, 1)) < width[which, None]
+    for place, launch in enumerate(step_draws.launches):
+        which, columns = launch.indices, slice(max(launch.size, 1))
+        used = np.arange(max(launch.size, 1)) < width[which, None]
 
         def read(name: str, rest: float, used: NDArray[np.bool_], place: int = place) -> NDArray[Any]:
             return np.where(used, arrays[f"{name} {place}"].reshape(used.shape), rest)
 
         tokens[which, columns] = read("tokens", -1, used)
         logprobs[which, columns] = read("logprobs", -np.inf, used)
-        if job.size and warm[which].any():
+        if launch.size and warm[which].any():
             used = used & warm[which, None]
             perturbed[which, columns] = read("perturbed", -np.inf, used)
             raw_logprobs[which, columns] = read("raw_logprobs", -np.inf, used)
@@ -237,19 +237,19 @@ def result_of(asked: StepDraws, arrays: Arrays) -> StepResult:
     for values, rest in ((tokens, -1), (logprobs, -np.inf), (perturbed, -np.inf), (raw_logprobs, -np.inf)):
         values[fault > 0] = rest
     faults = tuple((int(draw), MESSAGES[int(fault[draw])]) for draw in np.flatnonzero(fault))
-    return StepResult(tokens, logprobs, *_tops(asked, arrays), faults, perturbed, raw_logprobs)
+    return StepResult(tokens, logprobs, *_top_alternatives(step_draws, arrays), faults, perturbed, raw_logprobs)
 
 
-def _tops(asked: StepDraws, arrays: Arrays) -> tuple[I32, F32]:
+def _top_alternatives(step_draws: StepDraws, arrays: Arrays) -> tuple[I32, F32]:
     """Return the top alternatives of each draw's raw row, [D, L] each."""
-    num_top, job = asked.draws.num_top, asked.tops
-    size = job.size if job is not None else 0
+    num_top, launch = step_draws.draws.num_top, step_draws.ranking
+    size = launch.size if launch is not None else 0
     tokens = np.full((len(num_top), size), -1, np.int32)
     logprobs = np.full((len(num_top), size), -np.inf, np.float32)
-    if job is not None:
-        place = len(asked.launches)
+    if launch is not None:
+        place = len(step_draws.launches)
         which = np.flatnonzero(num_top > 0)
-        rows = np.searchsorted(job.indices, asked.index[which])
+        rows = np.searchsorted(launch.indices, step_draws.index[which])
         used = np.arange(size) < num_top[which, None]
         tokens[which] = np.where(used, arrays[f"tokens {place}"][rows], -1)
         logprobs[which] = np.where(used, arrays[f"logprobs {place}"][rows], -np.inf)
@@ -259,14 +259,14 @@ def _tops(asked: StepDraws, arrays: Arrays) -> tuple[I32, F32]:
 class DevicePromptScorer:
     """The answer to a step's `Scores`, filled part by part. Symbols: T scored tokens, L the most alternatives."""
 
-    def __init__(self, rows: Rows, scores: Scores, base: Tensor, no_words: Tensor) -> None:
+    def __init__(self, rows: Rows, scores: Scores, base: Tensor, no_masks: Tensor) -> None:
         self._base = base
-        self._no_words = no_words  # so that the kernels are those that draws have compiled
+        self._no_masks = no_masks  # so that the kernels are those that draws have compiled
         self._targets, self._num_top = score_targets(rows, scores, len(base))
         count, self._size = len(self._targets), min(int(self._num_top.max(initial=0)), len(base))
         parts = {"logprobs": (np.float32, (count,)), "faults": (np.int32, (count,))}
-        tops = {"top_tokens": (np.int32, (count, self._size)), "top_logprobs": (np.float32, (count, self._size))}
-        self._down = Download(Layout({**parts, **tops}), base.device)
+        ranking = {"top_tokens": (np.int32, (count, self._size)), "top_logprobs": (np.float32, (count, self._size))}
+        self._down = Download(Layout({**parts, **ranking}), base.device)
         self._out = self._down.tensors()
         self._filled = 0
         if not count:
@@ -281,9 +281,9 @@ class DevicePromptScorer:
         self._filled = cells.stop
         table = ranking_launch(np.arange(num_rows), self._size).table
         table[fields.TARGET.value] = self._targets[cells]
-        draws = sampling.DrawBatch(raw, raw, self._base, to_device(table, device), self._no_words, has_filters=False)
-        ids, nowhere = torch.empty(2, num_rows, dtype=torch.int32, device=device)
-        sampling.draw(draws, nowhere, ids, self._out["logprobs"][cells], self._out["faults"][cells])
+        draws = sampling.DrawBatch(raw, raw, self._base, to_device(table, device), self._no_masks, has_filters=False)
+        ids, no_slot = torch.empty(2, num_rows, dtype=torch.int32, device=device)
+        sampling.draw(draws, no_slot, ids, self._out["logprobs"][cells], self._out["faults"][cells])
         if self._num_top[cells].any():
             perturbed, raw_logprobs = torch.empty(2, num_rows, self._size, device=device)
             tokens, logprobs = self._out["top_tokens"][cells], self._out["top_logprobs"][cells]
@@ -311,24 +311,26 @@ class DevicePromptScorer:
 class DeviceDraws:
     """Draws that the device is at."""
 
-    asked: StepDraws
+    step_draws: StepDraws
     down: Download
 
     def result(self) -> StepResult:
         """Wait for the device and return the candidates."""
-        return result_of(self.asked, self.down.wait())
+        return result_of(self.step_draws, self.down.wait())
 
 
 class DeviceSampler:
     """Draws candidates by Triton kernels, the same as `Sampler`. Holds only the hashed vocabulary of `noise.py`."""
 
-    def __init__(self, vocab_size: int, device: torch.device, launches: sampling.LaunchConfig | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, device: torch.device, launch_config: sampling.LaunchConfig | None = None
+    ) -> None:
         self.vocab_size = vocab_size
         self.device = device
         self._base = token_base(vocab_size, device)
-        self._no_words = torch.zeros(1, -(-vocab_size // WORD_BITS), dtype=torch.int32, device=device)
-        self._launches = launches or sampling.LaunchConfig()
-        self._nowhere = torch.zeros(1, dtype=torch.int32, device=device)
+        self._no_masks = torch.zeros(1, -(-vocab_size // WORD_BITS), dtype=torch.int32, device=device)
+        self._launch_config = launch_config or sampling.LaunchConfig()
+        self._no_slot = torch.zeros(1, dtype=torch.int32, device=device)
 
     def warm_up(self, dtype: torch.dtype = torch.float32) -> None:
         """Draw in every way from logits of this type, so that kernels compile before anyone waits for them."""
@@ -344,18 +346,18 @@ class DeviceSampler:
                 seed = i32.astype(np.uint64)
                 draws = Draws(i32, width, seed, i32, i32, temperature, i32, top_p, f32, top, some, masks)
                 self.sample(logits, np.zeros(4, np.intp), draws)
-        self._warm_up_plain(logits)
+        self._warm_up_graph_sampler(logits)
 
-    def _warm_up_plain(self, logits: Tensor) -> None:
+    def _warm_up_graph_sampler(self, logits: Tensor) -> None:
         """Draw as `TritonGraphSampler` does: a step that cannot be captured runs the same kernels."""
         table = to_device(ranking_launch(np.zeros(1, np.intp), 1).table, self.device)
-        draws = sampling.DrawBatch(logits, logits, self._base, table, None, True, self._launches)
+        draws = sampling.DrawBatch(logits, logits, self._base, table, None, True, self._launch_config)
         ids, faults = torch.empty(2, 1, dtype=torch.int32, device=self.device)
-        sampling.draw(draws, self._nowhere, ids, torch.empty(1, device=self.device), faults)
+        sampling.draw(draws, self._no_slot, ids, torch.empty(1, device=self.device), faults)
 
     def prompt_scorer(self, rows: Rows, scores: Scores) -> DevicePromptScorer:
         """Return where a step's `Scores` are filled in."""
-        return DevicePromptScorer(rows, scores, self._base, self._no_words)
+        return DevicePromptScorer(rows, scores, self._base, self._no_masks)
 
     def sample(self, logits: Tensor, index: Index, draws: Draws) -> StepResult:
         """Return the candidates of every draw.
@@ -375,42 +377,50 @@ class DeviceSampler:
         raw = contiguous_last_dim(logits)
         edits, copy = flatten_edits(draws, index, self.vocab_size)
         words, mask = mask_words(draws, self.vocab_size)
-        nowhere: I32 = np.full(len(index), -1, np.int32)
-        jobs = group_draws(draws, index, copy, mask, nowhere if slots is None else slots, self.vocab_size)
+        no_slot: I32 = np.full(len(index), -1, np.int32)
+        launches = group_draws(draws, index, copy, mask, no_slot if slots is None else slots, self.vocab_size)
         reported = index[draws.num_top > 0]
-        tops = (
+        ranking = (
             ranking_launch(reported, min(int(draws.num_top.max(initial=0)), self.vocab_size)) if len(reported) else None
         )
-        every = [*jobs, tops] if tops is not None else jobs
-        asked = StepDraws(draws, index, tuple(jobs), tops, self.vocab_size)
-        down = Download(Layout(output_specs(every)), self.device)
+        all_launches = [*launches, ranking] if ranking is not None else launches
+        step_draws = StepDraws(draws, index, tuple(launches), ranking, self.vocab_size)
+        down = Download(Layout(output_specs(all_launches)), self.device)
         sources, rows, ids, scale, add, bits, *tables = upload(
-            (edits.sources, edits.rows, edits.ids, edits.scale, edits.add, words, *(job.table for job in every)),
+            (
+                edits.sources,
+                edits.rows,
+                edits.ids,
+                edits.scale,
+                edits.add,
+                words,
+                *(launch.table for launch in all_launches),
+            ),
             self.device,
         )
         changed = raw
         if len(edits.sources):
             changed = raw.index_select(0, sources).float()
             sampling.apply_edits(changed, rows, ids, scale, add)
-        self._launch(raw, changed, bits, every, tables, self._nowhere if last is None else last, down.tensors())
+        self._launch(raw, changed, bits, all_launches, tables, self._no_slot if last is None else last, down.tensors())
         down.start()
-        return DeviceDraws(asked, down)
+        return DeviceDraws(step_draws, down)
 
     def _launch(
         self,
         raw: Tensor,
         changed: Tensor,
         words: Tensor,
-        jobs: Sequence[SamplingLaunch],
+        launches: Sequence[SamplingLaunch],
         tables: Sequence[Tensor],
         last: Tensor,
         out: dict[str, Tensor],
     ) -> None:
-        for place, (job, table) in enumerate(zip(jobs, tables, strict=True)):
-            x = changed if job.edited else raw
-            draws = sampling.DrawBatch(x, raw, self._base, table, words, job.has_filters, self._launches)
+        for place, (launch, table) in enumerate(zip(launches, tables, strict=True)):
+            x = changed if launch.edited else raw
+            draws = sampling.DrawBatch(x, raw, self._base, table, words, launch.has_filters, self._launch_config)
             tokens, logprobs, faults = (out[f"{name} {place}"] for name in ("tokens", "logprobs", "faults"))
-            if job.size:
+            if launch.size:
                 perturbed, raw_logprobs = out[f"perturbed {place}"], out[f"raw_logprobs {place}"]
                 sampling.rank_tokens(draws, sampling.RankedTokens(tokens, logprobs, perturbed, raw_logprobs, faults))
             else:
@@ -435,20 +445,20 @@ class TritonGraphSampler:
     def kind(self, draws: Draws) -> int | None:
         return int(has_filters(draws, self._vocab_size))
 
-    def fill(self, given: Mapping[str, NDArray[Any]], draws: Draws, slot: I64) -> None:
-        fill_table(given["draws"], draws, np.arange(len(draws.row)), self._vocab_size)
-        set_slots(given["draws"], slot)
+    def fill(self, inputs: Mapping[str, NDArray[Any]], draws: Draws, slot: I64) -> None:
+        fill_table(inputs["draws"], draws, np.arange(len(draws.row)), self._vocab_size)
+        set_slots(inputs["draws"], slot)
 
     def draw(
-        self, logits: Tensor, given: Mapping[str, Tensor], drawn: Mapping[str, Tensor], last_token: Tensor, kind: int
+        self, logits: Tensor, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], last_token: Tensor, kind: int
     ) -> None:
         raw = contiguous_last_dim(logits)
-        draws = sampling.DrawBatch(raw, raw, self._base, given["draws"], None, has_filters=kind == 1)
-        sampling.draw(draws, last_token, drawn["ids"], drawn["logprobs"], drawn["faults"])
+        draws = sampling.DrawBatch(raw, raw, self._base, inputs["draws"], None, has_filters=kind == 1)
+        sampling.draw(draws, last_token, outputs["ids"], outputs["logprobs"], outputs["faults"])
 
-    def result(self, drawn: Mapping[str, NDArray[Any]], count: int) -> StepResult:
-        tokens, logprobs = drawn["ids"][:count, None].copy(), drawn["logprobs"][:count, None].copy()
-        fault = drawn["faults"][:count]
+    def result(self, outputs: Mapping[str, NDArray[Any]], count: int) -> StepResult:
+        tokens, logprobs = outputs["ids"][:count, None].copy(), outputs["logprobs"][:count, None].copy()
+        fault = outputs["faults"][:count]
         faulty = np.flatnonzero(fault)
         tokens[faulty], logprobs[faulty] = -1, -np.inf
         none_i, none_f = np.zeros((count, 0), np.int32), np.zeros((count, 0), np.float32)

@@ -42,7 +42,7 @@ class GraphSampler(Protocol):
         """Return which kind of step these draws make, 0 .. num_kinds - 1; None if `draw` cannot do all of them."""
         ...
 
-    def fill(self, given: Mapping[str, NDArray[Any]], draws: Draws, slot: I64) -> None:
+    def fill(self, inputs: Mapping[str, NDArray[Any]], draws: Draws, slot: I64) -> None:
         """Write the draws' numbers into the arrays of `parts`. Shapes: slot [size], where each row leaves its token.
 
         The draws of rows past the last of `draws` are leftovers; whatever they hold must be harmless.
@@ -50,7 +50,7 @@ class GraphSampler(Protocol):
         ...
 
     def draw(
-        self, logits: Tensor, given: Mapping[str, Tensor], drawn: Mapping[str, Tensor], last_token: Tensor, kind: int
+        self, logits: Tensor, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], last_token: Tensor, kind: int
     ) -> None:
         """Draw one token from each row, without the host, and leave it in `last_token` at the row's slot.
 
@@ -58,7 +58,7 @@ class GraphSampler(Protocol):
         """
         ...
 
-    def result(self, drawn: Mapping[str, NDArray[Any]], count: int) -> StepResult:
+    def result(self, outputs: Mapping[str, NDArray[Any]], count: int) -> StepResult:
         """Return the first `count` draws as a result of its own memory."""
         ...
 
@@ -94,27 +94,27 @@ class TorchGraphSampler:
         limited = (top_k | (draws.top_p < 1) | (draws.min_p > 0)) & (draws.temperature > 0)
         return None if limited.any() else 0
 
-    def fill(self, given: Mapping[str, NDArray[Any]], draws: Draws, slot: I64) -> None:
+    def fill(self, inputs: Mapping[str, NDArray[Any]], draws: Draws, slot: I64) -> None:
         count = len(draws.row)
-        given["key_low"][:count], given["key_high"][:count] = draw_keys(draws.seed, draws.lane, draws.position)
-        given["temperature"][:count] = draws.temperature
+        inputs["key_low"][:count], inputs["key_high"][:count] = draw_keys(draws.seed, draws.lane, draws.position)
+        inputs["temperature"][:count] = draws.temperature
 
     def draw(
-        self, logits: Tensor, given: Mapping[str, Tensor], drawn: Mapping[str, Tensor], last_token: Tensor, kind: int
+        self, logits: Tensor, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], last_token: Tensor, kind: int
     ) -> None:
-        raw, temperature = logits.float(), given["temperature"]
+        raw, temperature = logits.float(), inputs["temperature"]
         lse, warm = log_sum_exp(raw), temperature > 0
         scaled = apply_temperature(raw, torch.where(warm, temperature, 1.0))
-        noisy = gumbel_argmax(scaled, self._base, given["key_low"], given["key_high"])
+        noisy = gumbel_argmax(scaled, self._base, inputs["key_low"], inputs["key_high"])
         ids = torch.where(warm, noisy, argmax(raw))
-        drawn["ids"].copy_(ids)
-        drawn["logprobs"].copy_(raw.gather(1, ids[:, None])[:, 0] - lse)
-        drawn["faulty"].copy_(~torch.isfinite(lse))
-        last_token.index_copy_(0, given["slot"], ids.int())
+        outputs["ids"].copy_(ids)
+        outputs["logprobs"].copy_(raw.gather(1, ids[:, None])[:, 0] - lse)
+        outputs["faulty"].copy_(~torch.isfinite(lse))
+        last_token.index_copy_(0, inputs["slot"], ids.int())
 
-    def result(self, drawn: Mapping[str, NDArray[Any]], count: int) -> StepResult:
-        tokens, logprobs = drawn["ids"][:count, None].astype(np.int32), drawn["logprobs"][:count, None].copy()
-        faulty = np.flatnonzero(drawn["faulty"][:count])
+    def result(self, outputs: Mapping[str, NDArray[Any]], count: int) -> StepResult:
+        tokens, logprobs = outputs["ids"][:count, None].astype(np.int32), outputs["logprobs"][:count, None].copy()
+        faulty = np.flatnonzero(outputs["faulty"][:count])
         tokens[faulty], logprobs[faulty] = -1, -np.inf
         none_i, none_f = np.zeros((count, 0), np.int32), np.zeros((count, 0), np.float32)
         faults = tuple((int(draw), NOT_FINITE) for draw in faulty)

@@ -131,17 +131,17 @@ def _largest(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
     members = torch.arange(0, num_groups * GROUP, num_groups)[:, None]
     rest = torch.arange(num_groups * GROUP, vocab_size).expand(num_rows, -1)
     candidates = torch.cat(((best[:, None] + members).flatten(1), rest), dim=1)
-    found, places = values.gather(1, candidates).topk(size)
-    return found, candidates.gather(1, places)
+    found, positions = values.gather(1, candidates).topk(size)
+    return found, candidates.gather(1, positions)
 
 
-def _first_of_equals(values: Tensor, least: Tensor, size: int) -> Tensor:
+def _first_of_equals(values: Tensor, smallest: Tensor, size: int) -> Tensor:
     """Return the ids of the `size` largest, of equals the first ones, ascending.
 
     Shapes: values [N, V], least [N, 1], the smallest among them -> [N, size].
     """
-    above = ~(values <= least)  # NaN counts as large, as in `topk`
-    equal = values == least
+    above = ~(values <= smallest)  # NaN counts as large, as in `topk`
+    equal = values == smallest
     wanted = size - above.sum(-1, keepdim=True, dtype=torch.int32)
     chosen = above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= wanted))
     return chosen.nonzero()[:, 1].view(-1, size)
@@ -181,8 +181,8 @@ def mass_before(x: Tensor, chosen: Tensor, floor: Tensor) -> Tensor:
     those of x below `floor` do not count. Shapes: chosen [N] int64, floor [N] float32."""
     if x.device.type == "cpu":
         return cpu_sampling.mass_before(x, chosen, floor)
-    value, places = x.gather(-1, chosen[:, None]), torch.arange(x.shape[1], device=x.device)
-    ahead = (x > value) | ((x == value) & (places < chosen[:, None]))
+    value, positions = x.gather(-1, chosen[:, None]), torch.arange(x.shape[1], device=x.device)
+    ahead = (x > value) | ((x == value) & (positions < chosen[:, None]))
     weight = x.exp().masked_fill_(x < floor[:, None], 0.0)
     return row_sum(weight * ahead) / row_sum(weight)
 
@@ -217,7 +217,7 @@ class Filters:
     def accepts(self, scaled: Tensor, chosen: Tensor, draws: Draws) -> Flags:
         """Tell whether the best of all tokens survives min_p and top_p: then it is the best of the survivors too, and
         nothing need be sorted. Shapes: scaled [S, V], chosen [S]."""
-        floor, top_p = self._floor(draws), self._put(draws.top_p)
+        floor, top_p = self._floor(draws), self._to_device(draws.top_p)
         before = mass_before(scaled, chosen, floor.squeeze(-1))
         kept = (scaled.gather(-1, chosen[:, None]) >= floor).squeeze(-1) & ((before < top_p) | (top_p >= 1))
         passed: Flags = kept.cpu().numpy()
@@ -228,17 +228,17 @@ class Filters:
 
         Shapes: scaled [S, V]; values, ids [s, K], best first, dropped cells at -inf. K is the smallest that will do.
         """
-        left = which
-        size = max(MIN_CANDIDATES, int(draws.top_k[left[self.has_top_k(draws)[left]]].max(initial=0)))
-        while left.size:
+        remaining = which
+        size = max(MIN_CANDIDATES, int(draws.top_k[remaining[self.has_top_k(draws)[remaining]]].max(initial=0)))
+        while remaining.size:
             size = min(size, self.vocab_size)
-            values, ids, covered = self._cut(scaled[self._put(left)], select_draws(draws, left), size)
+            values, ids, covered = self._cut(scaled[self._to_device(remaining)], select_draws(draws, remaining), size)
             if covered.all():
-                yield left, values, ids
+                yield remaining, values, ids
                 return
-            ready = self._put(np.flatnonzero(covered))
-            yield left[covered], values[ready], ids[ready]
-            left, size = left[~covered], self.vocab_size
+            ready = self._to_device(np.flatnonzero(covered))
+            yield remaining[covered], values[ready], ids[ready]
+            remaining, size = remaining[~covered], self.vocab_size
 
     def _cut(self, scaled: Tensor, draws: Draws, size: int) -> tuple[Tensor, Tensor, Flags]:
         """Apply min_p, top_k and top_p among the `size` most likely tokens.
@@ -250,15 +250,15 @@ class Filters:
         limited = self.has_top_k(draws)
         values, ids = top_tokens(scaled, size)
         rank = torch.arange(size, device=self.device)
-        limit = self._put(np.where(limited, draws.top_k, size))[:, None]
+        limit = self._to_device(np.where(limited, draws.top_k, size))[:, None]
         values = values.masked_fill(rank >= limit, -torch.inf)
         covered = limited | (size == self.vocab_size) | torch.isneginf(values[:, -1]).cpu().numpy()
         if (draws.top_p < 1).any():
             weight = values.exp()
-            behind = weight.cumsum(-1)  # one after the other: `size` candidates or more, the sums are the same
-            total = torch.where(self._put(limited), behind[:, -1], row_sum(scaled.exp()))
-            before = (behind - weight) / total[:, None]
-            top_p = self._put(draws.top_p.astype(np.float32))[:, None]
+            cumulative = weight.cumsum(-1)  # one after the other: `size` candidates or more, the sums are the same
+            total = torch.where(self._to_device(limited), cumulative[:, -1], row_sum(scaled.exp()))
+            before = (cumulative - weight) / total[:, None]
+            top_p = self._to_device(draws.top_p.astype(np.float32))[:, None]
             dropped = (before >= top_p) & (top_p < 1) & (rank > 0)
             covered |= dropped[:, -1].cpu().numpy()
             values = values.masked_fill(dropped, -torch.inf)
@@ -267,9 +267,9 @@ class Filters:
     def _floor(self, draws: Draws) -> Tensor:
         """Return the least scaled logit that min_p lets pass, [S, 1]; the best token sits at 0."""
         with np.errstate(divide="ignore"):
-            return self._put(np.log(np.maximum(draws.min_p, 0.0)).astype(np.float32))[:, None]
+            return self._to_device(np.log(np.maximum(draws.min_p, 0.0)).astype(np.float32))[:, None]
 
-    def _put(self, array: NDArray[Any]) -> Tensor:
+    def _to_device(self, array: NDArray[Any]) -> Tensor:
         return to_device(array, self.device)
 
 
@@ -291,16 +291,16 @@ def apply_edits(logits: Tensor, edits: Sequence[LogitEdit]) -> None:
     draw = np.concatenate([np.full(len(edit.ids), edit.draw, np.int64) for edit in edits])
     ids = np.concatenate([edit.ids.astype(np.int64) for edit in edits])
     scale, add = np.concatenate([edit.scale for edit in edits]), np.concatenate([edit.add for edit in edits])
-    known = (ids >= 0) & (ids < logits.shape[-1])  # an EOS id of the tokenizer may lie beyond the model's logits
-    if not known.all():
-        draw, ids, scale, add = draw[known], ids[known], scale[known], add[known]
+    in_vocab = (ids >= 0) & (ids < logits.shape[-1])  # an EOS id of the tokenizer may lie beyond the model's logits
+    if not in_vocab.all():
+        draw, ids, scale, add = draw[in_vocab], ids[in_vocab], scale[in_vocab], add[in_vocab]
 
-    def put(array: NDArray[Any]) -> Tensor:
+    def to_logits_device(array: NDArray[Any]) -> Tensor:
         return to_device(array, logits.device)
 
-    at = put(draw), put(ids)
-    old, by = logits[at], put(scale)
-    logits[at] = torch.where(old > 0, old / by, old * by) + put(add)
+    at = to_logits_device(draw), to_logits_device(ids)
+    old, by = logits[at], to_logits_device(scale)
+    logits[at] = torch.where(old > 0, old / by, old * by) + to_logits_device(add)
 
 
 def apply_masks(logits: Tensor, masks: Sequence[LogitMask]) -> None:
@@ -322,9 +322,9 @@ def apply_masks(logits: Tensor, masks: Sequence[LogitMask]) -> None:
 
 def _forbidden(words: NDArray[np.uint32], vocab_size: int, device: torch.device) -> Tensor:
     """Spread the bits that are not set over a vocabulary. Shapes: [M, W] -> bool [M, V]. Only words go to a device."""
-    eights = (~words).astype("<u4").view(np.uint8)
+    bytes_ = (~words).astype("<u4").view(np.uint8)
     if device.type == "cpu":
-        flags = np.unpackbits(eights, axis=1, count=vocab_size, bitorder="little")
+        flags = np.unpackbits(bytes_, axis=1, count=vocab_size, bitorder="little")
         return torch.from_numpy(flags.view(np.bool_))
-    bits = to_device(eights, device)[:, :, None].bitwise_and(2 ** torch.arange(8, dtype=torch.uint8, device=device))
+    bits = to_device(bytes_, device)[:, :, None].bitwise_and(2 ** torch.arange(8, dtype=torch.uint8, device=device))
     return bits.view(len(words), -1)[:, :vocab_size] != 0

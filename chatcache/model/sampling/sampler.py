@@ -128,10 +128,10 @@ class HostPromptScorer:
         self.top_logprobs[start + which] = np.where(used, (values - lse[rows, None]).cpu().numpy(), -np.inf)
 
 
-def score_parts(sheet: PromptScorer, parts: Iterable[Tensor]) -> None:
+def score_parts(scorer: PromptScorer, parts: Iterable[Tensor]) -> None:
     """Score part after part, holding one of them at a time."""
     for logits in parts:
-        sheet.fill(logits)
+        scorer.fill(logits)
         del logits
 
 
@@ -230,7 +230,10 @@ class Sampler:
         result = self.sample(logits, index, draws)
         if slots is not None and last is not None:
             kept = np.flatnonzero(slots >= 0)
-            at, tokens = self._put(slots[kept].astype(np.int64)), self._put(np.maximum(result.tokens[kept, 0], 0))
+            at, tokens = (
+                self._to_device(slots[kept].astype(np.int64)),
+                self._to_device(np.maximum(result.tokens[kept, 0], 0)),
+            )
             last.index_copy_(0, at, tokens.to(last.dtype))
         return CompletedDraws(result)
 
@@ -246,78 +249,80 @@ class Sampler:
         num_draws = len(index)
         width = np.minimum(draws.width, self.vocab_size)
         wide, warm = draws.width > 1, draws.temperature > 0
-        answer = _ResultArrays.empty(num_draws, int(width.max(initial=1)), noisy=bool((wide & warm).any()))
+        arrays = _ResultArrays.empty(num_draws, int(width.max(initial=1)), noisy=bool((wide & warm).any()))
         raw = logits.float()
         lse = log_sum_exp(raw)
         view = _LogitsView.of(raw, index, draws)
-        dead = np.zeros(num_draws, bool)
+        empty = np.zeros(num_draws, bool)
         if not wide.all():
-            dead[~wide] = self._draw_one(view, np.flatnonzero(~wide), draws, lse, answer)
+            empty[~wide] = self._draw_single(view, np.flatnonzero(~wide), draws, lse, arrays)
         best, noisy = np.flatnonzero(wide & ~warm), np.flatnonzero(wide & warm)
         if best.size:
-            dead[best] = self._draw_best(view, best, width[best], answer)
+            empty[best] = self._draw_greedy_wide(view, best, width[best], arrays)
         if noisy.size:
-            dead[noisy] = self._draw_distinct(view, noisy, width[noisy], select_draws(draws, noisy), lse, answer)
-        top_tokens, top_logprobs = self._report(view, lse, draws.num_top)
+            empty[noisy] = self._draw_without_replacement(
+                view, noisy, width[noisy], select_draws(draws, noisy), lse, arrays
+            )
+        top_tokens, top_logprobs = self._top_alternatives(view, lse, draws.num_top)
         broken = ~torch.isfinite(lse).cpu().numpy()[index]
-        faults = tuple((int(d), NOT_FINITE if broken[d] else NOTHING_LEFT) for d in np.flatnonzero(broken | dead))
+        faults = tuple((int(d), NOT_FINITE if broken[d] else NOTHING_LEFT) for d in np.flatnonzero(broken | empty))
         for draw, _ in faults:
-            answer.clear(draw)
+            arrays.clear(draw)
         return StepResult(
-            answer.tokens, answer.logprobs, top_tokens, top_logprobs, faults, answer.perturbed, answer.raw_logprobs
+            arrays.tokens, arrays.logprobs, top_tokens, top_logprobs, faults, arrays.perturbed, arrays.raw_logprobs
         )
 
-    def _draw_one(self, view: _LogitsView, which: Index, draws: Draws, lse: Tensor, answer: _ResultArrays) -> Flags:
+    def _draw_single(self, view: _LogitsView, which: Index, draws: Draws, lse: Tensor, arrays: _ResultArrays) -> Flags:
         """Sample the width-1 draws; return which of them had nothing left."""
         greedy = which[draws.temperature[which] <= 0]
         warm = which[draws.temperature[which] > 0]
         chosen = torch.empty(len(draws.row), dtype=torch.int64, device=self.device)
         if greedy.size:
-            chosen[self._put(greedy)] = argmax(view.changed_rows(greedy))
+            chosen[self._to_device(greedy)] = argmax(view.changed_rows(greedy))
         if warm.size:
-            chosen[self._put(warm)] = self._draw_warm(view.changed_rows(warm), select_draws(draws, warm))
-        at = self._put(which)
+            chosen[self._to_device(warm)] = self._draw_random(view.changed_rows(warm), select_draws(draws, warm))
+        at = self._to_device(which)
         ids, rows = chosen[at], view.where[at]
         logprobs = view.raw[rows, ids] - lse[rows]
         last = view.raw[rows, ids] if view.changed is None else view.changed[at, ids]
-        answer.tokens[which, 0] = ids.cpu().numpy()
-        answer.logprobs[which, 0] = logprobs.cpu().numpy()
+        arrays.tokens[which, 0] = ids.cpu().numpy()
+        arrays.logprobs[which, 0] = logprobs.cpu().numpy()
         lost: Flags = (~torch.isfinite(last)).cpu().numpy()
         return lost
 
-    def _draw_warm(self, logits: Tensor, draws: Draws) -> Tensor:
+    def _draw_random(self, logits: Tensor, draws: Draws) -> Tensor:
         """Return a sampled id for each row. Shapes: logits [S, V] -> [S]."""
         scaled = self._scaled(logits, draws)
         low, high = self._keys(draws)
         filtered, free = self._filters.has_filter(draws), np.flatnonzero(~self._filters.has_top_k(draws))
         chosen = torch.empty(len(scaled), dtype=torch.int64, device=self.device)
         if free.size:
-            at = self._put(free)
+            at = self._to_device(free)
             best = gumbel_argmax(scaled if free.size == len(scaled) else scaled[at], self._base, low[at], high[at])
             chosen[at] = best
             if filtered[free].any():
                 filtered[free] &= ~self._filters.accepts(scaled[at], best, select_draws(draws, free))
         for some, values, ids in self._filters.filtered_candidates(scaled, draws, np.flatnonzero(filtered)):
-            at = self._put(some)
+            at = self._to_device(some)
             best = (values + gumbel(self._base[ids], low[at], high[at])).argmax(-1, keepdim=True)
             chosen[at] = ids.gather(-1, best).squeeze(-1)
         return chosen
 
-    def _draw_best(self, view: _LogitsView, which: Index, width: NDArray[Any], answer: _ResultArrays) -> Flags:
+    def _draw_greedy_wide(self, view: _LogitsView, which: Index, width: NDArray[Any], arrays: _ResultArrays) -> Flags:
         """Fill wide draws at temperature 0 with their most likely tokens; return which of them had nothing left."""
         rows = view.changed_rows(which)
         size = int(width.max())
         values, ids = top_tokens(rows, size)
-        lse = log_sum_exp(rows) if view.unmasked is None else view.unmasked[self._put(which)]
+        lse = log_sum_exp(rows) if view.unmasked is None else view.unmasked[self._to_device(which)]
         logprobs = (values - lse[:, None]).cpu().numpy()
         used: Flags = (np.arange(size) < width[:, None]) & np.isfinite(logprobs)
-        answer.tokens[which, :size] = np.where(used, ids.cpu().numpy(), -1)
-        answer.logprobs[which, :size] = np.where(used, logprobs, -np.inf)
+        arrays.tokens[which, :size] = np.where(used, ids.cpu().numpy(), -1)
+        arrays.logprobs[which, :size] = np.where(used, logprobs, -np.inf)
         lost: Flags = ~used[:, 0]
         return lost
 
-    def _draw_distinct(
-        self, view: _LogitsView, which: Index, width: NDArray[Any], draws: Draws, lse: Tensor, answer: _ResultArrays
+    def _draw_without_replacement(
+        self, view: _LogitsView, which: Index, width: NDArray[Any], draws: Draws, lse: Tensor, arrays: _ResultArrays
     ) -> Flags:
         """Fill wide draws at a temperature with tokens drawn without replacement; return which had nothing left.
 
@@ -327,22 +332,22 @@ class Sampler:
         scaled = self._scaled(view.changed_rows(which), draws)
         filtered = np.flatnonzero(self._filters.has_filter(draws))
         for some, values, ids in self._filters.filtered_candidates(scaled, draws, filtered):
-            scaled[self._put(some)] = torch.full_like(scaled[: len(some)], -torch.inf).scatter_(-1, ids, values)
+            scaled[self._to_device(some)] = torch.full_like(scaled[: len(some)], -torch.inf).scatter_(-1, ids, values)
         low, high = self._keys(draws)
         size = int(width.max())
         sums, ids = top_tokens(gumbel(self._base, low, high) + scaled, size)
         total = log_sum_exp(scaled)[:, None]
         logprobs = (scaled.gather(-1, ids) - total).cpu().numpy()
         used: Flags = (np.arange(size) < width[:, None]) & np.isfinite(logprobs)
-        answer.tokens[which, :size] = np.where(used, ids.cpu().numpy(), -1)
-        answer.logprobs[which, :size] = np.where(used, logprobs, -np.inf)
-        answer.perturbed[which, :size] = np.where(used, (sums - total).cpu().numpy(), -np.inf)
-        rows = view.where[self._put(which)][:, None]
-        answer.raw_logprobs[which, :size] = np.where(used, (view.raw[rows, ids] - lse[rows]).cpu().numpy(), -np.inf)
+        arrays.tokens[which, :size] = np.where(used, ids.cpu().numpy(), -1)
+        arrays.logprobs[which, :size] = np.where(used, logprobs, -np.inf)
+        arrays.perturbed[which, :size] = np.where(used, (sums - total).cpu().numpy(), -np.inf)
+        rows = view.where[self._to_device(which)][:, None]
+        arrays.raw_logprobs[which, :size] = np.where(used, (view.raw[rows, ids] - lse[rows]).cpu().numpy(), -np.inf)
         lost: Flags = ~used[:, 0]
         return lost
 
-    def _report(self, view: _LogitsView, lse: Tensor, num_top: I32) -> tuple[I32, F32]:
+    def _top_alternatives(self, view: _LogitsView, lse: Tensor, num_top: I32) -> tuple[I32, F32]:
         """Return the top alternatives of the raw log-softmax, [D, L] each."""
         size = min(int(num_top.max(initial=0)), self.vocab_size)
         tokens = np.full((len(num_top), size), -1, np.int32)
@@ -350,8 +355,8 @@ class Sampler:
         which = np.flatnonzero(num_top > 0)
         if which.size:
             rows, place = np.unique(view.where.cpu().numpy()[which], return_inverse=True)
-            values, ids = top_tokens(view.raw[self._put(rows)], size)
-            values = values - lse[self._put(rows), None]
+            values, ids = top_tokens(view.raw[self._to_device(rows)], size)
+            values = values - lse[self._to_device(rows), None]
             used = np.arange(size) < num_top[which, None]
             tokens[which] = np.where(used, ids.cpu().numpy()[place], -1)
             logprobs[which] = np.where(used, values.cpu().numpy()[place], -np.inf)
@@ -359,13 +364,13 @@ class Sampler:
 
     def _scaled(self, logits: Tensor, draws: Draws) -> Tensor:
         """Divide by the temperature, the best at 0."""
-        return apply_temperature(logits, self._put(draws.temperature))
+        return apply_temperature(logits, self._to_device(draws.temperature))
 
     def _keys(self, draws: Draws) -> tuple[Tensor, Tensor]:
         low, high = draw_keys(draws.seed, draws.lane, draws.position)
-        return self._put(low), self._put(high)
+        return self._to_device(low), self._to_device(high)
 
-    def _put(self, array: NDArray[Any]) -> Tensor:
+    def _to_device(self, array: NDArray[Any]) -> Tensor:
         return to_device(array, self.device)
 
 
