@@ -1,7 +1,8 @@
-"""Where an engine is put together: model, tokenizer and scheduler meet here and nowhere else.
+"""Build an engine from a configuration.
 
-The CLI, `LLM`, the bench and the engine child (which imports it by the name `BUILD_ENGINE`) share it. Everything heavy
-is imported inside the functions, so that naming this module costs nothing.
+This is the only place where model, tokenizer and scheduler meet. The CLI, `LLM`, the benchmarks and the engine process
+(which imports it by the name `BUILD_ENGINE`) share it. Heavy modules are imported inside the functions, so that
+importing this module is cheap.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ Progress = Callable[[float, str], None]
 
 
 def build_engine(config: EngineConfig, progress: Progress | None = None, *, need_tokenizer: bool = True) -> Engine:
-    """Load the model into an engine. `progress` hears a fraction 0..1 and what is being done.
+    """Load the model into an engine.
 
-    Without `need_tokenizer` a folder may lack one: token ids go in and come out; there are no stop strings then, and no
-    structured outputs.
+    `progress` receives a fraction 0..1 and the current activity. Without `need_tokenizer` the folder may lack a
+    tokenizer: requests and results are token ids then, without stop strings and structured outputs.
     Raises: ModelFolderError naming the file and the reason.
     """
     from chatcache.engine.engine import Engine
@@ -42,7 +43,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, *, need
 
 
 def load_runner(config: EngineConfig, progress: Progress | None = None) -> Runner:
-    """Load the model alone, for a caller who will close it.
+    """Load the model alone; the caller closes it.
 
     Raises: ModelFolderError naming the file and the reason.
     """
@@ -52,7 +53,7 @@ def load_runner(config: EngineConfig, progress: Progress | None = None) -> Runne
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer:
-    """Load the tokenizer of the model `config` names.
+    """Load the tokenizer of `config.model`.
 
     Raises: ModelFolderError naming the file and the reason.
     """
@@ -66,20 +67,20 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer:
 
 
 def has_tokenizer(config: EngineConfig) -> bool:
-    """Whether the model's folder has a tokenizer at all."""
+    """Return whether the model's folder has a tokenizer."""
     folder = model_folder(config)
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def model_folder(config: EngineConfig) -> Path:
-    """The folder `config.model` stands for; fetches a Hugging Face id that is not on this machine yet."""
+    """Return the folder of `config.model`; downloads a Hugging Face id that is not cached."""
     from chatcache.model.loading.files import resolve_model_path
 
     return resolve_model_path(config.model)
 
 
 def check_model_folder(config: EngineConfig) -> None:
-    """Look at a local model folder without loading it: cheap enough to do before anything else starts.
+    """Check a local model folder without loading it, which is cheap enough to do first.
 
     Raises: ModelFolderError naming the file and the reason.
     """
@@ -94,9 +95,9 @@ def check_model_folder(config: EngineConfig) -> None:
 
 
 def check_weight_files(config: EngineConfig) -> None:
-    """Read the headers of a local model folder's weights: whether they are whole, and lie as they should.
+    """Check that the weight files of a local model folder are complete and well-formed.
 
-    Raises: ModelFolderError naming the file and the reason.
+    Only their headers are read. Raises: ModelFolderError naming the file and the reason.
     """
     from chatcache.model.loading.files import as_model_folder_error, weight_files
     from chatcache.model.loading.weights import Weights  # which needs torch
@@ -107,7 +108,7 @@ def check_weight_files(config: EngineConfig) -> None:
 
 
 def served_name(config: EngineConfig) -> str:
-    """The name clients call the model by: as configured, else the id or the folder's name."""
+    """Return the name of the model for clients: as configured, else its id or folder name."""
     from chatcache.model.loading.files import model_name
 
     return config.served_model_name or model_name(config.model)

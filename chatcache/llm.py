@@ -1,6 +1,6 @@
-"""`LLM`: the engine as a Python object, for scripts and notebooks. Names and defaults are vLLM's.
+"""`LLM`: the engine as a Python object, for scripts and notebooks.
 
-What `LLM` returns, and how events become it. Field names are vLLM's.
+Names and defaults of parameters and outputs are vLLM's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypedDict
 
-from chatcache import factory as compose
+from chatcache import factory
 from chatcache.config import PAGE_SIZES, EngineConfig, parse_size
 from chatcache.engine.engine import Engine
 from chatcache.errors import DeviceLostError, EngineError, InvalidRequestError, OverloadedError
@@ -37,7 +37,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log-probability of one token; `rank` counts from 1, None where it lies beyond the alternatives asked for."""
+    """Log-probability of one token.
+
+    `rank` counts from 1; None for a token that is not among the requested alternatives.
+    """
 
     logprob: float
     rank: int | None = None
@@ -46,10 +49,11 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One candidate. `score` orders candidates: cumulative log-probability, length-penalised for beams.
+    """One candidate.
 
-    `cumulative_logprob` is None for beams unless logprobs were asked for. `logprobs` holds, per token, the chosen
-    token and the alternatives by id. `text` is empty for a model without tokenizer.
+    `score` orders candidates: the cumulative log-probability, length-penalised for beams. `cumulative_logprob` is None
+    for beams unless logprobs were requested. `logprobs` holds, per token, the chosen token and the alternatives by id.
+    `text` is empty for a model without a tokenizer.
     """
 
     index: int
@@ -66,8 +70,8 @@ class CompletionOutput:
 class RequestOutput:
     """One prompt and its candidates, best first for beams, `best_of` and `distinct`.
 
-    `num_cached_tokens` of the prompt were not recomputed. `prompt_logprobs`: per prompt token its own and the top
-    tokens by id, None for the first. `live_beams`: the live beams after each step, best first, if they were streamed.
+    `num_cached_tokens`: prompt tokens that were not recomputed. `prompt_logprobs`: per prompt token its own and the top
+    log-probabilities by id, None for the first. `live_beams`: the live beams after each step, best first, if streamed.
     """
 
     request_id: str
@@ -88,7 +92,7 @@ class _Candidate:
 
 
 class Collector:
-    """Gathers one request's events into its output."""
+    """Collects one request's events into its output."""
 
     def __init__(self, request: GenerateRequest, prompt: str | None) -> None:
         self.request = request
@@ -99,9 +103,9 @@ class Collector:
         self._live_beams: list[tuple[LiveBeam, ...]] = []
 
     def take(self, event: EngineEvent) -> bool:
-        """Note an event; True when it was the last.
+        """Record an event; return whether it was the last.
 
-        Raises: InvalidRequestError for a request that turned out to be one, EngineError for one that failed otherwise.
+        Raises: InvalidRequestError for a request that the engine rejected, EngineError for one that failed otherwise.
         """
         if isinstance(event, Started):
             self._num_cached = event.num_cached_tokens
@@ -208,13 +212,13 @@ Message = dict[str, Any]
 class LLM:
     """A loaded model that answers batches of prompts; use it from one thread.
 
-    `model`: a folder, a Hugging Face id, or "" for the demo model. `kv_memory` is bytes or "2GiB"; None picks a
-    share of free memory. Pages of earlier calls stay cached, so a shared prefix is computed once.
+    `model`: a folder, a Hugging Face id, or "" for the demo model. `kv_memory`: bytes or "2GiB"; None selects a share
+    of free memory. Pages of earlier calls stay cached, so a shared prefix is computed once.
 
-    `scheduling_policy`: fair (between namespaces; here is one, so fcfs) | fcfs | priority. `preemption_mode` when pages
-    run out: auto | swap | recompute; `swap_space` is what the host keeps swapped pages in, 0 for none.
-    `deterministic`: logits do not depend, to the bit, on batch, chunking, cache or preemption; slower. `quantization`:
-    None | "int8", 8-bit weights on CPUs.
+    `scheduling_policy`: fair (between namespaces; an `LLM` has only one, so it is fcfs) | fcfs | priority.
+    `preemption_mode`: what to do when pages run out: auto | swap | recompute; `swap_space`: host memory for swapped
+    pages, 0 for none. `deterministic`: logits do not depend, to the bit, on batch, chunking, cache or preemption;
+    slower. `quantization`: None | "int8" for 8-bit weights on CPUs.
     """
 
     def __init__(
@@ -259,8 +263,8 @@ class LLM:
             deterministic=deterministic,
             seed=seed,
         )
-        self._tokenizer = compose.load_tokenizer(self.config) if compose.has_tokenizer(self.config) else None
-        self._runner = compose.load_runner(self.config)
+        self._tokenizer = factory.load_tokenizer(self.config) if factory.has_tokenizer(self.config) else None
+        self._runner = factory.load_runner(self.config)
         token_bytes, special_ids = (
             (self._tokenizer.token_bytes, self._tokenizer.special_ids) if self._tokenizer else (None, frozenset())
         )
@@ -276,7 +280,7 @@ class LLM:
         self.close()
 
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer.
+        """Return the model's tokenizer.
 
         Raises: InvalidRequestError for a model folder without one.
         """
@@ -292,10 +296,11 @@ class LLM:
         *,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt; outputs in the order of the prompts.
+        """Continue each prompt; return the outputs in the order of the prompts.
 
-        `priority`: one number per prompt, smaller is served sooner (under `scheduling_policy="priority"`).
-        Raises: InvalidRequestError or ContextLengthError for the first request that can never run; then none has run.
+        `priority`: one number per prompt, smaller is served sooner (with `scheduling_policy="priority"`).
+        Raises: InvalidRequestError or ContextLengthError for the first request that can never run; no request has run
+        then.
         """
         return self._run(self._prompts(prompts), sampling_params or SamplingParams(), use_tqdm, priority)
 
@@ -327,7 +332,7 @@ class LLM:
         return self._run(prompts, sampling_params or SamplingParams(), use_tqdm)
 
     def explain(self, prompt: Prompt) -> Explanation:
-        """Tell what of a prompt is computed already, and why not more; nothing is computed or kept.
+        """Report which part of a prompt is cached, and why not more; nothing is computed or stored.
 
         Raises: InvalidRequestError or ContextLengthError for a prompt that can never run.
         """
@@ -335,23 +340,26 @@ class LLM:
         return self._engine.cache.explain(token_ids, operator=True)
 
     def accounts(self) -> PageAccounts:
-        """Charge the pages held to the requests that run now: between calls of `generate` there are none."""
+        """Return the pages held by each running request; none between calls of `generate`."""
         return self._engine.cache.page_accounts()
 
     def stats(self) -> Any:
-        """Count what the pages are used for now: in use, idle, shared, waste."""
+        """Return how many pages are in use, idle, shared and wasted."""
         return self._engine.cache.stats()
 
     def health(self) -> EngineHealth:
-        """Size of the KV memory, and counters since the start: tokens, hits, preemptions, swaps, copies."""
+        """Return the size of the KV memory and counters since the start.
+
+        The counters are tokens, cache hits, preemptions, swaps and page copies.
+        """
         return self._engine.health()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached pages; False while some are in use."""
+        """Drop all cached pages; return False if some are in use."""
         return self._engine.cache.reset_prefix_cache()
 
     def close(self) -> None:
-        """Release the model and its pages; the object is of no use afterwards."""
+        """Release the model and its pages; the object cannot be used afterwards."""
         if self._open is not None:
             self._open.close()
             self._open = None
@@ -364,7 +372,7 @@ class LLM:
         return self._open
 
     def _prompts(self, prompts: Any) -> list[tuple[str | None, tuple[int, ...]]]:
-        """Text (where it was given) and token ids of each prompt."""
+        """Return the text (if given) and the token ids of each prompt."""
         single = isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int))
         several: Any = [prompts] if single else prompts
         return [self._prompt(prompt) for prompt in several]
@@ -407,7 +415,7 @@ class LLM:
         return [collector.output(self._tokenizer) for collector in collectors.values()]
 
     def _drive(self, collectors: dict[str, Collector], use_tqdm: bool) -> None:
-        """Feed the engine and step it until every request has ended."""
+        """Submit the requests and step the engine until all have ended."""
         waiting = deque(collectors.values())
         with _progress_bar(len(collectors), is_shown=use_tqdm) as advance:
             while waiting or self._engine.has_work():
@@ -424,7 +432,7 @@ class LLM:
                         advance(collectors[event.request_id].take(event))
 
     def _abandon(self, collectors: dict[str, Collector]) -> None:
-        """After an error or Ctrl-C: end what still runs, so that the next call finds an idle engine."""
+        """Abort all requests after an error or Ctrl-C, so that the next call finds an idle engine."""
         for request_id in collectors:
             self._engine.abort(request_id)
         with suppress(DeviceLostError):
@@ -434,7 +442,7 @@ class LLM:
 
 @contextmanager
 def _progress_bar(num_prompts: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    """Yield the function that adds finished prompts to a bar on standard error."""
+    """Yield the function that adds finished prompts to a progress bar on standard error."""
     if not is_shown:
         yield lambda num_finished: None
         return

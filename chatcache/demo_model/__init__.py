@@ -1,7 +1,7 @@
-"""The demo model: weights, tokenizer and card (README.md); `training/` made them and is not in the wheel.
+"""The demo model: weights, tokenizer and card (README.md).
 
-A server without a model shows nothing. This one is small enough for git and for any laptop, so that a chat, a fork, an
-n-best list or a benchmark works right after the installation, without a download and without a GPU.
+The model is small enough for git and for any laptop, so that a chat, a fork, an n-best list or a benchmark works right
+after the installation, without a download and without a GPU. `training/` produced it and is not in the wheel.
 """
 
 from __future__ import annotations

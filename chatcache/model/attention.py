@@ -1,7 +1,7 @@
-"""Choose the kernels a runner computes with, and give networks one object per step to attend through.
+"""Attention backends and the interface between networks and KV pages.
 
-All backends (`reference`, `cpu`, `triton`) are modules of `chatcache_kernels` with the same functions; what they
-compute is said there.
+A backend (`reference`, `cpu` or `triton`) is a module of `chatcache_kernels`; all have the same functions, which
+`chatcache_kernels.reference` documents. A network attends through one `AttentionStep` per step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MIN_CAPABILITY = (8, 0)
 
 
 class AttentionBackend(Protocol):
-    """The functions of a kernel module. Shapes as in `chatcache_kernels.reference`."""
+    """Functions that every kernel module has. Shapes as in `chatcache_kernels.reference`."""
 
     def allocate_pages(
         self, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
@@ -78,7 +78,7 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """One step's attention: the batch, the pages it reads and writes, and the kernels that do it."""
+    """One step's attention batch, the KV pages that it reads and writes, and the kernels."""
 
     kernels: AttentionBackend
     pages: KVPages
@@ -102,7 +102,7 @@ class AttentionStep:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What the pages must hold and the logits look like."""
+    """Sizes of a network that determine its KV pages and its logits."""
 
     num_layers: int
     num_heads: int
@@ -114,11 +114,11 @@ class Geometry:
 
     @property
     def group(self) -> int:
-        """Return how many query heads share a key head."""
+        """Return how many query heads share one key/value head."""
         return self.num_heads // self.num_kv_heads
 
     def page_bytes(self, page_size: int) -> int:
-        """Return the bytes of one page, keys and values of all layers."""
+        """Return the bytes of one page: keys and values of all layers."""
         return 2 * self.num_layers * page_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
@@ -129,8 +129,10 @@ class Network(Protocol):
     def geometry(self) -> Geometry: ...
 
     def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor:
-        """Return logits of the tokens at `drawn`, of all if None, which only steps that are captured ask for.
+        """Run one step and return logits.
 
+        `drawn` are the indices of the tokens whose logits are needed; None means all tokens, and only captured steps
+        pass it.
         Shapes: tokens, positions [T] int64, drawn [U] int64 -> [U, V].
         """
         ...
@@ -138,15 +140,20 @@ class Network(Protocol):
     def forward_parts(
         self, tokens: Tensor, positions: Tensor, step: AttentionStep, parts: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Yield the logits of each part of the tokens in turn; those of no two parts are in memory together."""
+        """Run one step and yield the logits of each part of the tokens in turn.
+
+        The logits of two parts are never in memory at the same time.
+        """
         ...
 
 
 def choose_backend(name: str, device: torch.device, *, deterministic: bool = False) -> tuple[str, AttentionBackend]:
-    """Return the name and module of the kernels for `name` (auto | reference | cpu | triton).
+    """Return the name and the kernel module of a backend.
 
-    auto: cpu on CPUs, triton on GPUs that it compiles for, else reference.
-    Raises: ModelFolderError for a backend that this device or installation lacks, or that is not `deterministic`.
+    `name`: auto | reference | cpu | triton;
+    auto selects cpu on CPUs, triton on GPUs that Triton compiles for, and reference otherwise.
+    Raises: ModelFolderError for a backend that this device or installation does not have, or that does not support
+    `deterministic`.
     """
     if name not in BACKENDS:
         raise ModelFolderError(f"attention backend {name!r} does not exist; choose {' or '.join(BACKENDS)}")
@@ -171,7 +178,7 @@ def _best_backend(device: torch.device) -> str:
 
 
 def _problem(name: str, device: torch.device) -> str:
-    """Return why a backend cannot be used here; "" if it can."""
+    """Return the reason why a backend cannot be used on this device, "" if it can."""
     if not _exists(f"chatcache_kernels.{name}"):
         return "is not installed"
     if name == "cpu" and device.type != "cpu":
@@ -187,7 +194,7 @@ def _problem(name: str, device: torch.device) -> str:
 
 
 def allocate_kv_pages(kernels: AttentionBackend, geometry: Geometry, num_pages: int, page_size: int) -> KVPages:
-    """Allocate the page store on the model's device."""
+    """Allocate the KV pages of a network on its device."""
     with torch.device(geometry.device):
         return kernels.allocate_pages(
             geometry.num_layers, num_pages, page_size, geometry.num_kv_heads, geometry.head_dim, geometry.dtype

@@ -1,21 +1,19 @@
-"""Linear layers of which no bit of a row's result depends on the rows beside it.
+"""Deterministic mode: logits that do not depend on how requests are batched.
 
-A matrix multiplication adds up in an order of its own for each number of rows: alone or among 31 others, the same row
-comes out with other last bits. But for one number of rows the order is the same whatever the rows hold and wherever
-they lie, and often it is the same for many numbers. So rows are multiplied in tiles of sizes of which a probe has
-shown, on this machine and for this shape, that they agree with each other to the bit; the last tile is filled up with
-zeros. The probe compares one thread and all threads, so that results do not depend on the number of threads either.
+The bits of a token's logits are the same for any batch, order, chunk size, cache state and preemption.
 
-What a row's bits are is laid down by tiles of `REFERENCE_ROWS` rows on one thread; other sizes are an optimisation.
+A matrix multiplication may add up its products in another order for each number of rows, so that one row's result has
+other last bits alone than among 31 other rows. For one fixed number of rows the order does not depend on what the rows
+hold or on their positions, and many numbers of rows share one order. `BatchInvariantLinear` therefore multiplies rows
+in tiles whose sizes a probe has shown, on this machine and for this weight shape, to give the same bits as tiles of
+`REFERENCE_ROWS` rows on one thread. The last tile is padded with zeros. The probe compares one thread with all threads,
+so results do not depend on the number of threads either.
 
-Determinism, level 2: logits that do not depend, to the bit, on batch, order, chunks, cache or preemption.
+The mode is chosen when a model is loaded. The native decoder gets these layers and the kernels of
+`chatcache_kernels.cpu.batch_invariant`; a transformers model is run by `TokenByToken`. `check_determinism` then
+computes the same tokens in several arrangements and rejects a model whose bits differ.
 
-Chosen when a model is loaded, nowhere else: the native decoder gets `invariant.InvariantLinears` and the kernels of
-`chatcache_kernels.cpu.batch_invariant`, a transformers model is run by `TokenByToken`. Then `check_determinism`
-computes the same tokens in several arrangements, and a model whose bits differ is refused: the promise is never
-silently false.
-
-Bits may still differ between machines, releases of torch, numba or transformers, and dtypes.
+Bits may still differ between machines, dtypes, and releases of torch, numba or transformers.
 """
 
 from __future__ import annotations
@@ -39,11 +37,23 @@ from chatcache.types.plan import Rows
 TILE_SIZES = tuple(2**power for power in range(11))
 REFERENCE_ROWS = 16
 NUM_PROBES = 8
-MAX_PROBE_PRODUCTS = 2**31  # multiplications in one probe beyond `REFERENCE_ROWS` rows; larger sizes go unused
+MAX_PROBE_PRODUCTS = 2**31  # multiplications of one probe; sizes above REFERENCE_ROWS that need more are not used
+
+Chunk = tuple[int, int, int]  # (prompt, first token, end)
+CHECKED_TOKENS = 21
+ARRANGEMENTS: tuple[tuple[tuple[tuple[int, ...], tuple[int, ...]], int, bool], ...] = (
+    (((21,), (21,)), 1, False),  # each alone
+    (((21,), (21,)), 0, True),  # together, the second prompt first
+    (((5, 1, 1, 1, 13), (3, 1, 1, 1, 15)), 1, False),  # chunks and single tokens in the same steps
+)
+"""Chunk sizes of both prompts, delay of the second prompt in steps, and whether it comes first in a batch."""
 
 
 class BatchInvariantLinear:
-    """A linear layer for inference. Shapes: weight [out, in], bias [out]; call: [T, in] -> [T, out]."""
+    """Linear layer that multiplies rows in tiles of probed sizes.
+
+    Shapes: weight [out, in], bias [out]; call: [T, in] -> [T, out].
+    """
 
     __slots__ = ("_num_outputs", "_product", "_sizes")
 
@@ -68,9 +78,9 @@ class BatchInvariantLinear:
 
 
 class BatchInvariantLinearFactory:
-    """Makes the layers of one model; shapes that occur again are probed once.
+    """Make the batch-invariant layers of one model; each weight shape is probed once.
 
-    Calling it raises ModelFolderError where this machine has no way to multiply such a weight invariantly.
+    A call raises ModelFolderError if this machine cannot multiply a weight of that shape invariantly.
     """
 
     def __init__(self) -> None:
@@ -91,7 +101,10 @@ class BatchInvariantLinearFactory:
 
 
 def tile_sizes(num_rows: int, sizes: tuple[int, ...]) -> Iterator[int]:
-    """Yield tile sizes that cover `num_rows`, few and not much too large. `sizes` ascend."""
+    """Yield tile sizes that cover `num_rows` with few tiles and little padding.
+
+    `sizes` are the allowed sizes, ascending.
+    """
     while num_rows > 0:
         above = next((size for size in sizes if num_rows <= size), 0)
         below = max((size for size in sizes if size <= num_rows), default=0)
@@ -101,9 +114,9 @@ def tile_sizes(num_rows: int, sizes: tuple[int, ...]) -> Iterator[int]:
 
 
 def find_invariant_sizes(num_outputs: int, num_inputs: int, dtype: torch.dtype, has_bias: bool) -> tuple[int, ...]:
-    """Return the numbers of rows whose products agree with those of `REFERENCE_ROWS` rows on one thread, ascending.
+    """Return the tile sizes whose products equal those of `REFERENCE_ROWS` rows on one thread.
 
-    Raises: ModelFolderError if there is none.
+    The sizes are in ascending order. Raises: ModelFolderError if there is none.
     """
     weight, rows = make_probes(num_outputs, num_inputs, dtype)
     product = packed_linear(weight, rows[0, :1].repeat(num_outputs) if has_bias else None)
@@ -132,10 +145,10 @@ def find_invariant_sizes(num_outputs: int, num_inputs: int, dtype: torch.dtype, 
 
 
 def make_probes(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return a weight and rows whose products show in what order they were added up. Shapes: [out, in], [8, in].
+    """Return a weight and rows whose products reveal the order of summation.
 
-    Most products cancel exactly, so that what is left is rounding, even after it is rounded to bfloat16. Two rows are
-    of plain numbers, one is tiny and one huge.
+    Most products cancel exactly, so the sums consist of rounding errors, which differ visibly even in bfloat16. Two
+    rows hold ordinary numbers, one very small and one very large numbers. Shapes: [out, in], [8, in].
     """
     noise = torch.Generator().manual_seed(num_outputs * 31 + num_inputs)
     half, distinct = num_inputs // 2, min(num_outputs, 512)
@@ -153,12 +166,15 @@ def make_probes(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> tuple[
 
 
 def _multiply_each_row(product: Linear, rows: Tensor, size: int) -> Tensor:
-    """Multiply each row in a tile of its own, in first place, zeros below."""
+    """Multiply each row as the first row of its own zero-padded tile."""
     return torch.cat([product(functional.pad(row[None], (0, 0, 0, size - 1)))[:1].clone() for row in rows])
 
 
 def _agrees(product: Linear, rows: Tensor, size: int, num_threads: int, reference: Tensor) -> bool:
-    """Tell whether tiles of `size` rows give each row its reference bits, in every place and beside other rows."""
+    """Return whether tiles of `size` rows give every row its reference bits.
+
+    Each row is tried at several positions of the tile, among other rows and alone.
+    """
     torch.set_num_threads(num_threads)
     positions = torch.arange(size)
     for shift in range(NUM_PROBES if size < NUM_PROBES else 2):
@@ -174,22 +190,11 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.contiguous().view(kind), other.contiguous().view(kind))
 
 
-Chunk = tuple[int, int, int]  # (prompt, first token, end)
-
-CHECKED_TOKENS = 21
-ARRANGEMENTS: tuple[tuple[tuple[tuple[int, ...], tuple[int, ...]], int, bool], ...] = (
-    (((21,), (21,)), 1, False),  # each alone
-    (((21,), (21,)), 0, True),  # together, the other way round
-    (((5, 1, 1, 1, 13), (3, 1, 1, 1, 15)), 1, False),  # chunks and single tokens beside each other
-)
-"""Chunk sizes of both prompts, how many steps later the second begins, and whether it comes first in a batch."""
-
-
 class TokenByToken:
-    """Runs a network on one token at a time. Satisfies `attention.Network`.
+    """A `Network` that runs another network on one token at a time.
 
-    The network's own operations always see the very same shapes then, so whatever they do with shapes they do to every
-    token; attention is ours. Slow for prompts: a pass over all weights for each token.
+    The wrapped network's own operations always see the same shapes, so their results cannot depend on the batch;
+    attention uses the batch-invariant kernels. Slow for prompts: every token is a pass over all weights.
     """
 
     def __init__(self, network: Network) -> None:
@@ -197,11 +202,11 @@ class TokenByToken:
 
     @property
     def geometry(self) -> Geometry:
-        """Return the network's."""
+        """Return the geometry of the wrapped network."""
         return self._network.geometry
 
     def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor:
-        """Return logits [U, V] of the tokens at `drawn`, of all if None. Shapes: tokens, positions [T]; drawn [U]."""
+        """Return logits, one forward pass per token; arguments as in `Network.forward`."""
         drawn = torch.arange(len(tokens)) if drawn is None else drawn
         geometry = self.geometry
         logits = torch.empty(len(drawn), geometry.vocab_size, dtype=geometry.dtype, device=geometry.device)
@@ -221,13 +226,13 @@ class TokenByToken:
     def forward_parts(
         self, tokens: Tensor, positions: Tensor, step: AttentionStep, parts: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Yield the logits of each part in turn, a pass over all tokens for each."""
+        """Yield the logits of each part in turn; each part takes a pass over all tokens."""
         for part in parts:
             yield self.forward(tokens, positions, step, part)
 
 
 def _single_tokens(batch: AttentionBatch) -> Iterator[AttentionBatch]:
-    """Yield each new token as a batch of its own, in order."""
+    """Yield each new token as its own batch, in order."""
     token = 0
     for row, (start, count) in enumerate(zip(batch.start.tolist(), batch.num_tokens.tolist(), strict=True)):
         for position in range(start, start + count):
@@ -238,8 +243,10 @@ def _single_tokens(batch: AttentionBatch) -> Iterator[AttentionBatch]:
 
 
 def check_determinism(network: Network, kernels: AttentionBackend, page_size: int, max_model_len: int) -> None:
-    """Compute two prompts alone and together, in one chunk and in several, on a few pages of their own, and compare
-    all logits. Raises: ModelFolderError if bits differ, or if the kernels refuse a shape.
+    """Check that two prompts get the same logits alone and together, whole and in chunks.
+
+    The check allocates a few KV pages of its own.
+    Raises: ModelFolderError if any bits differ, or if the kernels do not support the model's shapes.
     """
     trial = _DeterminismProbe(network, kernels, page_size, min(CHECKED_TOKENS, max_model_len))
     expected: dict[tuple[int, int], Tensor] = {}
@@ -256,7 +263,7 @@ def check_determinism(network: Network, kernels: AttentionBackend, page_size: in
 
 
 class _DeterminismProbe:
-    """Two prompts and pages for both."""
+    """Two random prompts and the KV pages to compute them in."""
 
     def __init__(self, network: Network, kernels: AttentionBackend, page_size: int, num_tokens: int) -> None:
         self._network = network
@@ -269,7 +276,7 @@ class _DeterminismProbe:
         self._tokens = noise.integers(0, network.geometry.vocab_size, (2, num_tokens)).astype(np.int32)
 
     def schedule(self, sizes: Sequence[Sequence[int]], delay: int, *, backwards: bool) -> list[list[Chunk]]:
-        """Return the steps that grant each prompt its chunks, the second prompt's `delay` steps later."""
+        """Return the chunks of each step; the second prompt starts `delay` steps later."""
         steps: list[list[Chunk]] = [[] for _ in range(delay + max(map(len, sizes)))]
         for prompt, chunks in enumerate(sizes):
             first = 0
@@ -281,7 +288,7 @@ class _DeterminismProbe:
         return [step[::-1] if backwards else step for step in steps if step]
 
     def run(self, grants: Sequence[Chunk]) -> Mapping[tuple[int, int], Tensor]:
-        """Compute one step; return the bits of each (prompt, position)'s logits."""
+        """Compute one step; return the bits of the logits of each (prompt, position)."""
         tokens = np.concatenate([self._tokens[prompt, first:end] for prompt, first, end in grants])
         table = np.array(grants, np.int32)
         rows = Rows(table[:, 0], table[:, 1], table[:, 2] - table[:, 1], tokens)

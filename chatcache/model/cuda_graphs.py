@@ -1,8 +1,9 @@
-"""Plain decode steps, captured as CUDA graphs at warm-up and replayed; elsewhere the same steps, called as they are.
+"""Decode steps captured as CUDA graphs at warm-up and replayed.
 
-A step of R rows runs as the smallest captured size that holds them. A step that is not plain, is larger than the
-largest size, changes more of the tables than it has rows, or needs a longer work list than there is room for, is not
-for here: it runs as any other step.
+A step of R rows runs as the smallest captured size that holds them. `fill` returns None for a step that has other than
+plain decode rows, is larger than the largest captured size, changes more page-table cells than it has rows, or needs a
+longer work list than fits; `eager` runs such a step. On a device without graphs `no_capture` makes the same steps
+ordinary calls.
 """
 
 from __future__ import annotations
@@ -33,27 +34,33 @@ from chatcache.model.streams import Layout
 from chatcache.types.plan import StepPlan, StepResult
 
 Capture = Callable[[Replay], Replay]
-"""Turns a step's work into something that repeats it."""
+"""Captures a step's work and returns the function that replays it."""
 Progress = Callable[[float, str], None]
 
-NUM_HOST_BUFFERS = 2  # steps in flight
+NUM_HOST_BUFFERS = 2  # one set for each step in flight
 
 log = logging.getLogger(__name__)
 
 
 def capture_sizes(num_bytes: int) -> list[int]:
-    """Return the sizes to capture for up to `most` rows, ascending: padding costs little where sizes are close."""
+    """Return the batch sizes to capture for up to `most` rows, ascending.
+
+    Sizes are close together, because a step is padded to the next size.
+    """
     sizes = [1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, num_bytes + 32, 32)]
     return sorted({min(size, num_bytes) for size in sizes})
 
 
 def no_capture(work: Replay) -> Replay:
-    """Repeat the work by calling it: the `Capture` of a machine without graphs."""
+    """Return the work itself: the `Capture` of a device without graphs."""
     return work
 
 
 class CudaCapture:
-    """Captures work as CUDA graphs that share one memory pool, so the largest should come first."""
+    """Captures work as CUDA graphs that share one memory pool.
+
+    Capture the largest step first: its memory is then reused by the smaller ones.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -65,12 +72,12 @@ class CudaCapture:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            work()  # kernels compile, libraries take their workspaces; neither may happen in a capture
+            work()  # compiles kernels and allocates library workspaces, which is not allowed during a capture
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads of the process may talk to the device meanwhile
+        # thread_local: other threads of the process may call the device during the capture
         captured = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-        with torch.cuda.stream(current), captured:  # a capture that fails does not put the stream back by itself
+        with torch.cuda.stream(current), captured:  # a failing capture does not restore the current stream
             work()
         self._graphs.append(graph)
         return graph.replay
@@ -78,7 +85,7 @@ class CudaCapture:
 
 @dataclass(frozen=True, slots=True)
 class HostBuffers:
-    """Host buffers of one step in flight."""
+    """Host copies of the input and output buffers of one step in flight."""
 
     inputs: Tensor
     outputs: Tensor
@@ -86,7 +93,11 @@ class HostBuffers:
 
 @dataclass(frozen=True, slots=True)
 class CaptureKey:
-    """What is captured: a size (by its place among them), a number of work lists, a kind of draws."""
+    """What one captured step is made for.
+
+    `size_index`: index of its batch size; `num_lists`: number of work lists; `kind`: kind of sampling, as
+    `GraphSampler` defines it.
+    """
 
     size_index: int
     num_lists: int
@@ -95,7 +106,7 @@ class CaptureKey:
 
 @dataclass(frozen=True, slots=True)
 class FilledStep:
-    """A step whose numbers lie in a lane."""
+    """A step whose inputs have been written to the host buffers `buffer_index`."""
 
     key: CaptureKey
     num_rows: int
@@ -103,7 +114,10 @@ class FilledStep:
 
 
 class DecodeGraphs:
-    """The static steps of a runner. At most `NUM_HOST_BUFFERS` may be between `fill` and their `result`."""
+    """Captured decode steps of a runner, one per `CaptureKey`.
+
+    At most `NUM_HOST_BUFFERS` steps may be between `fill` and `result`.
+    """
 
     def __init__(
         self,
@@ -141,11 +155,14 @@ class DecodeGraphs:
 
     @property
     def num_captured(self) -> int:
-        """Return how many forms of a step there are to replay."""
+        """Return how many steps have been captured."""
         return len(self._replays)
 
     def capture(self, capture: Capture, progress: Progress) -> None:
-        """Make every step replayable, the largest first. What cannot be captured runs as other steps do."""
+        """Capture every step, the largest first.
+
+        A step that cannot be captured is logged, and steps of that kind then run eagerly.
+        """
         keys = [
             CaptureKey(index, num_lists, kind)
             for index, step in enumerate(self._steps)
@@ -174,9 +191,9 @@ class DecodeGraphs:
         log.info("captured %d decode steps in %.1f s, %.0f MiB", self.num_captured, elapsed_s, used_mib)
 
     def fill(self, plan: StepPlan, changes: TableChanges) -> FilledStep | None:
-        """Write a step's numbers into the next lane; None if the step is not for here.
+        """Write a step's inputs into the next host buffers; return None if no captured step fits.
 
-        Raises: ValueError for a token whose page was never given.
+        Raises: ValueError for a token at a position that has no page.
         """
         kind = self._context.sampler.kind(plan.draws) if is_plain_decode(plan) else None
         if kind is None:
@@ -201,7 +218,7 @@ class DecodeGraphs:
         return FilledStep(key, count, buffers)
 
     def run(self, filled: FilledStep) -> None:
-        """Enqueue the copy down, the step and the copy up."""
+        """Enqueue the copy of the inputs to the device, the step, and the copy of the outputs back."""
         buffers, step = self._buffers[filled.buffer_index], self._steps[filled.key.size_index]
         size, output_bytes = step.layout.num_bytes, step.output_layout.num_bytes
         self._inputs[:size].copy_(buffers.inputs[:size], non_blocking=True)
@@ -209,7 +226,7 @@ class DecodeGraphs:
         buffers.outputs[:output_bytes].copy_(self._outputs[:output_bytes], non_blocking=True)
 
     def result(self, filled: FilledStep) -> StepResult:
-        """Return what was drawn, once the device is done."""
+        """Return the sampled tokens, once the device has finished the step."""
         return self._context.sampler.result(
             self._output_arrays[filled.buffer_index][filled.key.size_index], filled.num_rows
         )

@@ -1,24 +1,18 @@
-"""The native decoder family: pre-norm, rotary, grouped-query, gated MLP (Llama, Mistral, Qwen2, Qwen3, Phi-3).
+"""Native decoder family: Llama, Mistral, Qwen2, Qwen3 and Phi-3.
 
-A step runs flattened: all rows' new tokens as one [T, hidden]. Only attention knows where a row begins.
-Symbols: T tokens, U drawn tokens, H heads, Hkv key/value heads, D head size.
+The architecture is pre-norm with rotary positions, grouped-query attention and a gated MLP. A step runs flattened: the
+new tokens of all rows form one [T, hidden] tensor, and only attention distinguishes rows.
+Symbols: T tokens, U tokens whose logits are needed, H query heads, Hkv key/value heads, D head size.
 
-Rotary position tables with the scalings of the supported families.
+On a CPU, steps of up to 64 tokens run as one kernel launch (`FusedDecode`) if all layers are `PanelLinear` or all are
+`Int8Linear`. At decode, a kernel takes microseconds, and calling it through torch takes as long. Measured for the shape
+of SmolLM2-135M in bf16 with AMX: the CPU time of a step on one thread went from 37 to 23 ms at batch size 1, from 43 to
+27 ms at 8 and from 62 to 44 ms at 32; with 8-bit weights from 24 to 16, 26 to 19 and 62 to 44 ms. With weights on huge
+pages, a step of 32 tokens at 96 tokens of context takes 37 ms, of which the layers' products take 19.4, the output head
+5.0 and attention 9.7 ms.
 
-Source: Su et al. 2021 (RoPE); Peng et al. 2023 (YaRN); Llama 3.1's frequency-dependent scaling; "NTK-aware" dynamic.
-
-Steps of few tokens on a CPU: the whole decoder in one launch, where its kernels take the model.
-
-At decode a kernel runs for microseconds, and calling it through torch takes as long. So a model whose layers are all
-`PanelLinear` or all `Int8Linear` goes through `chatcache_kernels.cpu.decoder` for steps of up to 64 tokens, in rows of
-few. SmolLM2-135M shape, bf16, 2 cores with AMX: a step of one token took 22 ms op by op, of which the products took 14
-(8.5 at read bandwidth), attention 1.5, norms, rotation and activation 2.3, the sampler 0.7, and Python between them the
-rest. On one thread the CPU time of a step went from 37 to 23 ms with batch 1, from 43 to 27 with 8, from 62 to 44 with
-32; with 8-bit weights, in another run, from 24 to 16, from 26 to 19 and from 62 to 44.
-
-Later, weights on huge pages and the log-sum-exp in a kernel of its own: a step of 32 tokens of 96-token contexts takes
-37 ms on one thread, of which the layers' products take 19.4, the head's 5.0, attention 9.7 (a row's first 64 keys
-are not prefetched), rotation and page writes 1.6, norms 0.7, the activation 0.6. Two threads wait for memory.
+Source: Su et al. 2021 (RoPE); Peng et al. 2023 (YaRN); Llama 3.1 (frequency-dependent scaling); NTK-aware dynamic
+scaling.
 """
 
 from __future__ import annotations
@@ -43,138 +37,16 @@ if TYPE_CHECKING:
     from chatcache_kernels.cpu.decoder import DecoderWeights, MegakernelDecoder, PackedLinear
     from chatcache_kernels.types import KVPages
 
-    from chatcache.model.attention import AttentionStep
-
-
-def rope_tables(rope: Rope, length: int, max_position: int) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, float32 [length, rope.dim / 2], attention factor included.
-
-    `max_position` is the context the model was made for. Dynamic scaling is a property of the longest context served
-    (`length`), not of each step: keys in pages would otherwise have been turned by another base than later queries.
-    Up to `max_position` it changes nothing, as in transformers.
-    """
-    frequencies, factor = _frequencies(rope, length, max_position)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    return angles.cos() * factor, angles.sin() * factor
-
-
-def _frequencies(rope: Rope, length: int, max_position: int) -> tuple[Tensor, float]:
-    theta, factor = rope.theta, rope.option("factor", 1.0) or 1.0
-    if rope.kind == "dynamic":
-        longest = max(length, max_position)
-        theta *= ((factor * longest / max_position) - (factor - 1)) ** (rope.dim / (rope.dim - 2))
-    plain = 1.0 / (theta ** (torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim))
-    if rope.kind == "linear":
-        return plain / factor, 1.0
-    if rope.kind == "llama3":
-        return _llama3(rope, plain, factor), 1.0
-    if rope.kind == "yarn":
-        return _yarn(rope, plain, factor), _yarn_attention(rope, factor)
-    return plain, 1.0
-
-
-def _original_context(rope: Rope) -> float:
-    """Return the context before the stretch; the config reader always sets it."""
-    return dict(rope.options)["original_max_position_embeddings"]
-
-
-def _llama3(rope: Rope, plain: Tensor, factor: float) -> Tensor:
-    """Leave short wavelengths, divide long ones by `factor`, blend between."""
-    low, high = rope.option("low_freq_factor", 1.0) or 1.0, rope.option("high_freq_factor", 4.0) or 4.0
-    turns = _original_context(rope) * plain / (2 * math.pi)  # full turns within the original context
-    blend = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return plain / factor * (1 - blend) + plain * blend
-
-
-def _yarn(rope: Rope, plain: Tensor, factor: float) -> Tensor:
-    """Interpolate slow dimensions, keep fast ones, ramp between those that turn beta_slow and beta_fast times."""
-
-    def dimension(turns: float) -> float:
-        return rope.dim * math.log(_original_context(rope) / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-    low, high = dimension(rope.option("beta_fast") or 32.0), dimension(rope.option("beta_slow") or 1.0)
-    if rope.option("truncate", 1.0):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rope.dim - 1)
-    ramp = ((torch.arange(rope.dim // 2).float() - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
-    return plain / factor * ramp + plain * (1 - ramp)
-
-
-def _yarn_attention(rope: Rope, factor: float) -> float:
-    """Return the factor that cos and sin carry so that attention sharpens with the stretch."""
-    given = rope.option("attention_factor")
-    if given is not None:
-        return given
-
-    def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
-
-    mscale, all_dim = rope.option("mscale"), rope.option("mscale_all_dim")
-    return scale(mscale) / scale(all_dim) if mscale and all_dim else scale(1.0)
-
-
-class FusedDecode:
-    """Runs what it can of a decoder's steps. Satisfies nothing but `Decoder`."""
-
-    def __init__(self, weights: DecoderWeights) -> None:
-        self._weights = weights
-        self._pages: KVPages | None = None
-        self._megakernel: MegakernelDecoder | None = None
-
-    def run(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor | None:
-        """Return the logits of the drawn tokens, None for a step that it does not take."""
-        from chatcache_kernels import cpu
-        from chatcache_kernels.cpu.decoder import MegakernelDecoder
-
-        if step.kernels is not cpu:
-            return None
-        if step.pages is not self._pages:
-            self._pages = step.pages
-            self._megakernel = (
-                MegakernelDecoder(self._weights, step.pages) if self._weights.is_supported(step.pages) else None
-            )
-        if self._megakernel is None or not self._megakernel.can_run(step.batch, len(tokens)):
-            return None
-        return self._megakernel.run(tokens, positions, step.batch, drawn)
-
-
-def make_fused_decode(
-    layers: Sequence[Layer], head: Linear, embedding: Tensor, norm: Tensor, eps: float, scale: float, num_heads: int,
-    turns: tuple[Tensor, Tensor],
-) -> FusedDecode | None:  # fmt: skip
-    """Return the steps of a decoder whose layers all keep panels, else None."""
-    from chatcache_kernels.cpu.decoder import DecoderWeights, LayerWeights
-
-    products = [head, *(each for layer in layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down))]
-    panels = [each for each in map(_panels, products) if each is not None]
-    if len(panels) < len(products):
-        return None
-    blocks = []
-    for layer, qkv, out, gate_up, down in zip(layers, *(panels[1 + place :: 4] for place in range(4)), strict=True):
-        blocks.append(
-            LayerWeights(layer.attention_norm, qkv, layer.head_norms, out, layer.mlp_norm, gate_up, down, layer.window)
-        )
-    cos, sin = (each.float().contiguous() for each in turns)
-    return FusedDecode(DecoderWeights(embedding, cos, sin, blocks, norm, panels[0], eps, scale, num_heads))
-
-
-def _panels(product: Linear) -> PackedLinear | None:
-    """Return a layer as the kernels of few tokens take it, None where they do not."""
-    from chatcache_kernels.cpu.decoder import PackedLinear
-
-    if isinstance(product, PanelLinear):
-        return PackedLinear(product.panels, product.bias)
-    if isinstance(product, Int8Linear) and product.is_unpadded:
-        return PackedLinear(product.codes, product.bias, product.scales)
-    return None
-
 
 Progress = Callable[[float, str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One block's weights. `qkv` gives H query, Hkv key and Hkv value heads side by side; `gate_up` gate first."""
+    """Weights of one decoder block.
+
+    `qkv` returns H query heads, Hkv key heads and Hkv value heads, concatenated; `gate_up` returns the gate first.
+    """
 
     attention_norm: Tensor
     qkv: Linear
@@ -209,7 +81,7 @@ class Decoder:
         self._fused: FusedDecode | None = None
 
     def extend_positions(self, length: int) -> None:
-        """Make the rotary tables for contexts of up to `length` tokens."""
+        """Compute the rotary tables for contexts of up to `length` tokens."""
         cos, sin = rope_tables(self.arch.rope, length, self.arch.max_position)
         self._cos, self._sin = cos.to(self.geometry.device), sin.to(self.geometry.device)
         self._fused = make_fused_decode(
@@ -218,20 +90,20 @@ class Decoder:
         )  # fmt: skip
 
     def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor:
-        """Return logits [U, V] of the tokens at `drawn`, of all if None. Shapes: tokens, positions [T]; drawn [U]."""
+        """Return logits [U, V]; arguments as in `Network.forward`."""
         logits = self._fused.run(tokens, positions, step, drawn) if self._fused is not None else None
         return self._head(self._states(tokens, positions, step, drawn)) if logits is None else logits
 
     def forward_parts(
         self, tokens: Tensor, positions: Tensor, step: AttentionStep, parts: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Yield the logits of each part of the tokens in turn, from one pass over the layers."""
+        """Yield the logits of each part in turn, from one pass over the layers."""
         states = self._states(tokens, positions, step, torch.cat(list(parts)))
         for part in torch.split(states, [len(part) for part in parts]):
             yield self._head(part)
 
     def _states(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor:
-        """Return what the head reads, [U, hidden]."""
+        """Return the hidden states that the output head reads, [U, hidden]."""
         ops, eps = step.kernels, self.arch.rms_norm_eps
         cos, sin = self._cos[positions], self._sin[positions]
         norms = [layer.attention_norm for layer in self._layers[1:]] + [self._norm]
@@ -239,14 +111,14 @@ class Decoder:
         h = ops.rms_norm(x, self._layers[0].attention_norm, eps)
         for index, (layer, norm) in enumerate(zip(self._layers, norms, strict=True)):
             mixed = self._attend(layer, index, h, cos, sin, step)
-            if index == len(norms) - 1 and drawn is not None:  # nothing later looks at the tokens that are not drawn
+            if index == len(norms) - 1 and drawn is not None:  # the other tokens' hidden states are not needed any more
                 mixed, x = mixed[drawn], x[drawn]
             h, x = ops.add_rms_norm(layer.out(mixed), x, layer.mlp_norm, eps)
             h, x = ops.add_rms_norm(layer.down(ops.silu_mul(layer.gate_up(h))), x, norm, eps)
         return h
 
     def _attend(self, layer: Layer, index: int, h: Tensor, cos: Tensor, sin: Tensor, step: AttentionStep) -> Tensor:
-        """Return the heads' outputs side by side. Shapes: h [T, hidden] -> [T, H * D]."""
+        """Return the concatenated outputs of the heads. Shapes: h [T, hidden] -> [T, H * D]."""
         arch, ops = self.arch, step.kernels
         heads = layer.qkv(h).view(len(h), -1, arch.head_dim)
         q, k, v = torch.split(heads, [arch.num_heads, arch.num_kv_heads, arch.num_kv_heads], dim=1)
@@ -263,9 +135,10 @@ def load_decoder(
     progress: Progress,
     make_linear: LinearFactory = fast_linear,
 ) -> Decoder:
-    """Build a decoder from a folder's tensors, converted and fused as they are copied.
+    """Build a decoder from the tensors of a model folder.
 
-    Raises: ModelFolderError for a tensor that is missing or of the wrong shape.
+    Tensors are converted and fused while they are copied.
+    Raises: ModelFolderError for a tensor that is missing or has the wrong shape.
     """
     load = _WeightLoader(weights, dtype, device, make_linear)
     a = arch
@@ -309,7 +182,7 @@ def _head_norms(a: Architecture, base: str, load: _WeightLoader) -> HeadNorms | 
 
 
 class _WeightLoader:
-    """Copies tensors out of the mapped files."""
+    """Copies tensors out of the memory-mapped weight files."""
 
     def __init__(
         self, weights: WeightSource, dtype: torch.dtype, device: torch.device, make_linear: LinearFactory
@@ -321,7 +194,7 @@ class _WeightLoader:
         return self._stack([self.weights.get(name, shape)])
 
     def linear(self, base: str, widths: dict[str, int], num_inputs: int, bias: bool) -> Linear:
-        """Return one layer for several projections, stacked in the order given."""
+        """Return one layer for several projections, stacked in the given order."""
         get = self.weights.get
         weight = self._stack([get(f"{base}.{name}.weight", (width, num_inputs)) for name, width in widths.items()])
         if not bias:
@@ -330,7 +203,7 @@ class _WeightLoader:
         return self.make_linear(weight, self._stack(biases))
 
     def _stack(self, parts: list[Tensor]) -> Tensor:
-        """Stack along the first dimension in one allocation, never aliasing the file."""
+        """Concatenate along the first dimension into new memory."""
         height = sum(len(part) for part in parts)
         whole = torch.empty((height, *parts[0].shape[1:]), dtype=self.dtype, device=self.device)
         for place, part in zip(torch.split(whole, [len(part) for part in parts]), parts, strict=True):
@@ -339,10 +212,136 @@ class _WeightLoader:
 
 
 def check_layer_count(weights: WeightSource, arch: Architecture, folder: Path) -> None:
-    """Refuse a folder with more layers than its config says: its text would be silently wrong.
+    """Reject a folder that has more layers than its config: the output would be silently wrong.
 
     Raises: ModelFolderError.
     """
     name = f"model.layers.{arch.num_layers}.input_layernorm.weight"
     if name in weights:
         raise ModelFolderError(f"{folder / 'config.json'}: num_hidden_layers is {arch.num_layers}, but {name} exists")
+
+
+def rope_tables(rope: Rope, length: int, max_position: int) -> tuple[Tensor, Tensor]:
+    """Return the rotary tables cos and sin, float32 [length, rope.dim / 2].
+
+    The attention factor of YaRN is included. `max_position` is the context that the model was trained for. Dynamic
+    scaling depends on the longest context served (`length`), not on each step, because cached keys cannot be rotated
+    again. Up to `max_position` it has no effect, as in transformers.
+    """
+    frequencies, factor = _frequencies(rope, length, max_position)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    return angles.cos() * factor, angles.sin() * factor
+
+
+def _frequencies(rope: Rope, length: int, max_position: int) -> tuple[Tensor, float]:
+    theta, factor = rope.theta, rope.option("factor", 1.0) or 1.0
+    if rope.kind == "dynamic":
+        longest = max(length, max_position)
+        theta *= ((factor * longest / max_position) - (factor - 1)) ** (rope.dim / (rope.dim - 2))
+    plain = 1.0 / (theta ** (torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim))
+    if rope.kind == "linear":
+        return plain / factor, 1.0
+    if rope.kind == "llama3":
+        return _llama3(rope, plain, factor), 1.0
+    if rope.kind == "yarn":
+        return _yarn(rope, plain, factor), _yarn_attention(rope, factor)
+    return plain, 1.0
+
+
+def _original_context(rope: Rope) -> float:
+    """Return the context length before scaling; the config reader always sets it."""
+    return dict(rope.options)["original_max_position_embeddings"]
+
+
+def _llama3(rope: Rope, plain: Tensor, factor: float) -> Tensor:
+    """Keep short wavelengths, divide the frequencies of long ones by `factor`, blend between."""
+    low, high = rope.option("low_freq_factor", 1.0) or 1.0, rope.option("high_freq_factor", 4.0) or 4.0
+    turns = _original_context(rope) * plain / (2 * math.pi)  # full turns within the original context
+    blend = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return plain / factor * (1 - blend) + plain * blend
+
+
+def _yarn(rope: Rope, plain: Tensor, factor: float) -> Tensor:
+    """Interpolate slowly rotating dimensions, keep fast ones, and blend between them.
+
+    The blend runs between the dimensions with `beta_slow` and `beta_fast` full turns over the original context.
+    """
+
+    def dimension(turns: float) -> float:
+        return rope.dim * math.log(_original_context(rope) / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.option("beta_fast") or 32.0), dimension(rope.option("beta_slow") or 1.0)
+    if rope.option("truncate", 1.0):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    ramp = ((torch.arange(rope.dim // 2).float() - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+    return plain / factor * ramp + plain * (1 - ramp)
+
+
+def _yarn_attention(rope: Rope, factor: float) -> float:
+    """Return the factor of cos and sin that scales attention logits for longer contexts."""
+    given = rope.option("attention_factor")
+    if given is not None:
+        return given
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+    mscale, all_dim = rope.option("mscale"), rope.option("mscale_all_dim")
+    return scale(mscale) / scale(all_dim) if mscale and all_dim else scale(1.0)
+
+
+class FusedDecode:
+    """Runs small steps of a `Decoder` on a CPU as one kernel launch."""
+
+    def __init__(self, weights: DecoderWeights) -> None:
+        self._weights = weights
+        self._pages: KVPages | None = None
+        self._megakernel: MegakernelDecoder | None = None
+
+    def run(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor | None:
+        """Return the logits at `drawn`, or None if the kernel does not support this step."""
+        from chatcache_kernels import cpu
+        from chatcache_kernels.cpu.decoder import MegakernelDecoder
+
+        if step.kernels is not cpu:
+            return None
+        if step.pages is not self._pages:
+            self._pages = step.pages
+            self._megakernel = (
+                MegakernelDecoder(self._weights, step.pages) if self._weights.is_supported(step.pages) else None
+            )
+        if self._megakernel is None or not self._megakernel.can_run(step.batch, len(tokens)):
+            return None
+        return self._megakernel.run(tokens, positions, step.batch, drawn)
+
+
+def make_fused_decode(
+    layers: Sequence[Layer], head: Linear, embedding: Tensor, norm: Tensor, eps: float, scale: float, num_heads: int,
+    turns: tuple[Tensor, Tensor],
+) -> FusedDecode | None:  # fmt: skip
+    """Return a `FusedDecode` if every layer has packed weights, else None."""
+    from chatcache_kernels.cpu.decoder import DecoderWeights, LayerWeights
+
+    products = [head, *(each for layer in layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down))]
+    panels = [each for each in map(_panels, products) if each is not None]
+    if len(panels) < len(products):
+        return None
+    blocks = []
+    for layer, qkv, out, gate_up, down in zip(layers, *(panels[1 + place :: 4] for place in range(4)), strict=True):
+        blocks.append(
+            LayerWeights(layer.attention_norm, qkv, layer.head_norms, out, layer.mlp_norm, gate_up, down, layer.window)
+        )
+    cos, sin = (each.float().contiguous() for each in turns)
+    return FusedDecode(DecoderWeights(embedding, cos, sin, blocks, norm, panels[0], eps, scale, num_heads))
+
+
+def _panels(product: Linear) -> PackedLinear | None:
+    """Return a layer's packed weights for the fused kernel, None if it has none."""
+    from chatcache_kernels.cpu.decoder import PackedLinear
+
+    if isinstance(product, PanelLinear):
+        return PackedLinear(product.panels, product.bias)
+    if isinstance(product, Int8Linear) and product.is_unpadded:
+        return PackedLinear(product.codes, product.bias, product.scales)
+    return None

@@ -1,4 +1,4 @@
-"""Tell apart what a device's errors mean: too little memory, a failed step, or the end of the process."""
+"""Classification of device errors: out of memory, a failed step, or a lost device."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ DEVICE_ERROR_TEXTS = ("CUDA error", "Triton Error [CUDA]", "cuDNN error")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device had too little memory, so that a smaller step may do."""
+    """Return whether the device had too little memory, so that a smaller step may succeed."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return _is_of_device(error) and any(words in str(error) for words in OUT_OF_MEMORY_TEXTS)
 
 
 def device_lost_error(error: BaseException, name: str, step: int, probe: Callable[[], None]) -> DeviceLostError | None:
-    """Return what to raise if `error` means that the device answers no more; None if it still does.
+    """Return the DeviceLostError to raise if the device no longer works, None if it does.
 
-    A sticky CUDA error spoils the context: every later call fails, too, and `probe` is such a call. A launch that was
-    refused (its arguments were bad) spoils nothing. `name`: the device's; `step`: the one that met the error.
+    A sticky CUDA error corrupts the context, so every later call fails, and so does `probe`. A launch that was rejected
+    for bad arguments leaves the context intact. `name`: the device's name; `step`: the step that got the error.
     """
     if not _is_of_device(error) or is_out_of_memory(error):
         return None

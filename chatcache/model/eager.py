@@ -1,9 +1,8 @@
-"""Run any step: place its rows, compute them, draw. Where memory is short, in halves.
+"""Eager execution of any step, operation by operation.
 
-Cut a step into two smaller ones that give the same results, and put results together again.
-
-Rows are independent of each other within a step, so the first half of them may run before the second. A single row is
-cut between its tokens: the first half only fills pages, the draws belong to the second.
+If the device runs out of memory, the step is split into two smaller ones with the same results. Rows are independent of
+each other within a step, so the first half of the rows may run before the second. A single row is split between its
+tokens: the first half only fills pages, and the draws belong to the second.
 """
 
 from __future__ import annotations
@@ -30,13 +29,164 @@ Index = NDArray[np.intp]
 
 DRAW_FIELDS = ("row", "width", "seed", "lane", "position", "temperature", "top_k", "top_p", "min_p", "num_top")
 
+Finish = Callable[[], StepResult]
+"""Waits for the device and returns the result of a step."""
+log = logging.getLogger(__name__)
+
+
+class EagerRunner:
+    """Runs steps operation by operation.
+
+    `slots`: the device's mirror of the page tables and last tokens, if it keeps one.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        kernels: AttentionBackend,
+        pages: KVPages,
+        tables: PageTables,
+        slots: DeviceSlots | None,
+        sampler: TokenSampler,
+    ) -> None:
+        self._network = network
+        self._kernels = kernels
+        self._pages = pages
+        self._tables = tables
+        self._slots = slots
+        self._sampler = sampler
+        self._device = network.geometry.device
+        self._has_warned = False
+
+    def run(self, plan: StepPlan, changes: TableChanges, layout: StepLayout | None) -> Finish:
+        """Enqueue a step and return the function that reads its result.
+
+        `layout` is None for a step without rows.
+        Raises: any error of torch; out of memory only if a single token does not fit.
+        """
+        self.apply_changes(changes)
+        self.copy_pages(plan.copies)
+        if layout is None:
+            return empty_result
+        whole = StepPart.whole(plan)
+        done = self._attempt(whole, layout, self._tokens(plan.rows))
+        if len(done) == 1:
+            return done[0][1]
+        return lambda: join_results(whole, [(part, finish()) for part, finish in done])
+
+    def apply_changes(self, changes: TableChanges) -> None:
+        """Apply changes of the page tables to the device's mirror, if it has one."""
+        if self._slots is not None:
+            self._slots.apply(changes)
+
+    def copy_pages(self, copies: I32) -> None:
+        """Enqueue a plan's page copies. Shapes: copies [C, 2]."""
+        if len(copies):
+            self._kernels.copy_pages(self._pages, to_device(copies, self._device))
+
+    def forward(self, rows: Rows, drawn: Index) -> Tensor:
+        """Return logits [U, V] of the last token of each row in `drawn` [U].
+
+        The keys and values of the new tokens are written to their pages.
+        """
+        return self._forward(self._tables.step_layout(rows), self._tokens(rows), drawn)
+
+    def _attempt(self, part: StepPart, layout: StepLayout | None, tokens: Tensor) -> list[tuple[StepPart, Finish]]:
+        """Run a part of a step; if it does not fit in memory, run its halves one after the other."""
+        try:
+            return [(part, self._run(part, layout or self._tables.step_layout(part.rows), tokens))]
+        except RuntimeError as error:
+            halves = split_step(part) if is_out_of_memory(error) else None
+            if halves is None:
+                raise
+        # outside of `except` the error is released, and with it the tensors that its frames hold
+        self._free_cached_memory(part)
+        return [done for half in halves for done in self._attempt(half, None, tokens)]
+
+    def _free_cached_memory(self, part: StepPart) -> None:
+        """Release torch's cached memory; log a warning the first time."""
+        if not self._has_warned:
+            shape = len(part.rows.slot), len(part.rows.tokens)
+            log.warning("no memory for a step of %d rows and %d tokens: such steps run in halves, slower", *shape)
+            self._has_warned = True
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _run(self, part: StepPart, layout: StepLayout, tokens: Tensor) -> Finish:
+        rows, draws = part.rows, part.draws
+        own = tokens[part.first_token : part.first_token + len(rows.tokens)]
+        rows_drawn, index = np.unique(draws.row, return_inverse=True)
+        drawn: Index = rows_drawn.astype(np.intp)
+        if part.scores is not None:
+            return self._scored(part, part.scores, layout, own, drawn, index)
+        logits = self._forward(layout, own, drawn)
+        return self._draw(logits, index, draws, rows) if len(index) else empty_result
+
+    def _draw(self, logits: Tensor, index: Index, draws: Draws, rows: Rows) -> Finish:
+        if self._slots is None:
+            return self._sampler.enqueue(logits, index, draws).result
+        once = (draws.width == 1) & (np.bincount(draws.row, minlength=len(rows.slot)) == 1)[draws.row]
+        slots = np.where(once, rows.slot[draws.row], np.int32(-1))
+        return self._sampler.enqueue(logits, index, draws, slots, self._slots.last_token).result
+
+    def _scored(
+        self, part: StepPart, scores: Scores, layout: StepLayout, tokens: Tensor, drawn: Index, index: Index
+    ) -> Finish:
+        """Run the rows, draw, and score prompts without holding the logits of all tokens."""
+        geometry = self._network.geometry
+        wanted = np.concatenate((layout.last[drawn], scored_token_indices(part.rows, scores)))
+        sizes = part_sizes(len(drawn), len(wanted), geometry.vocab_size * geometry.dtype.itemsize)
+        step, positions = self._step(layout)
+        parts = self._network.forward_parts(
+            tokens, positions, step, torch.split(to_device(wanted, self._device), sizes)
+        )
+        scorer = self._sampler.prompt_scorer(part.rows, scores)
+        logits = next(parts)
+        read_draws: Finish = empty_result
+        if len(index):
+            read_draws = self._draw(logits[: len(drawn)], index, part.draws, part.rows)
+        scorer.fill(logits[len(drawn) :])
+        del logits
+        score_parts(scorer, parts)
+        return lambda: scorer.add_to(read_draws())
+
+    def _forward(self, layout: StepLayout, tokens: Tensor, drawn: Index) -> Tensor:
+        step, positions = self._step(layout)
+        return self._network.forward(tokens, positions, step, to_device(layout.last[drawn], self._device))
+
+    def _step(self, layout: StepLayout) -> tuple[AttentionStep, Tensor]:
+        """Return the attention of the rows and their positions [T]."""
+        batch, positions = layout.to(self._device, self._slots)
+        return AttentionStep(self._kernels, self._pages, batch), positions
+
+    def _tokens(self, rows: Rows) -> Tensor:
+        """Return the token ids of the rows, [T].
+
+        A negative id stands for the token drawn last in the row's slot, which the host may not have received yet.
+        """
+        tokens = to_device(rows.tokens.astype(np.int64), self._device)
+        at = np.flatnonzero(rows.tokens < 0)
+        if not len(at):
+            return tokens
+        if self._slots is None:
+            raise ValueError(f"token {at[0]} of the step is a placeholder, and this runner does not keep drawn tokens")
+        row = np.searchsorted(np.cumsum(rows.num_tokens), at, side="right")
+        places, slots = upload((at, rows.slot[row].astype(np.int64)), self._device)
+        return tokens.index_copy(0, places, self._slots.last_token.index_select(0, slots).long())
+
+
+def empty_result() -> StepResult:
+    """Return the result of a step without draws."""
+    ids, logprobs = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
+    return StepResult(ids, logprobs, ids, logprobs)
+
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """Some rows of a step, or some tokens of one row, and what is drawn from them and scored.
+    """Some rows of a step, or some tokens of one row, with their draws and scores.
 
-    `first_token`: where its tokens begin among the step's; `drawn`, `scored`: which of the step's draws and targets
-    these are.
+    `first_token`: index of the part's first token among the step's tokens; `drawn`, `scored`: indices of the part's
+    draws and score targets among those of the step.
     """
 
     rows: Rows
@@ -48,13 +198,13 @@ class StepPart:
 
     @classmethod
     def whole(cls, plan: StepPlan) -> StepPart:
-        """Return all of a step's rows."""
+        """Return the part that holds all rows of a step."""
         targets = len(plan.scores.targets) if plan.scores is not None else 0
         return cls(plan.rows, plan.draws, plan.scores, 0, np.arange(len(plan.draws.row)), np.arange(targets))
 
 
 def split_step(part: StepPart) -> tuple[StepPart, StepPart] | None:
-    """Return two halves to be run in this order; None for a single token."""
+    """Return two halves to be run in this order, None for a single token."""
     num_rows = len(part.rows.slot)
     if num_rows > 1:
         middle = num_rows // 2
@@ -65,7 +215,7 @@ def split_step(part: StepPart) -> tuple[StepPart, StepPart] | None:
 
 
 def join_results(whole: StepPart, parts: Sequence[tuple[StepPart, StepResult]]) -> StepResult:
-    """Return the results of a step's parts as the step's own."""
+    """Return the result of a whole step from the results of its parts."""
     num_draws = len(whole.draws.row)
     results = [result for _, result in parts]
     places = [part.drawn for part, _ in parts]
@@ -104,7 +254,7 @@ def join_results(whole: StepPart, parts: Sequence[tuple[StepPart, StepResult]]) 
 
 
 def _rows(part: StepPart, first: int, last: int) -> StepPart:
-    """Return rows first .. last - 1."""
+    """Return rows first .. last - 1 as a part."""
     rows = part.rows
     ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(rows.num_tokens)))
     begin, end = int(ends[first]), int(ends[last])
@@ -127,7 +277,7 @@ def _scores_of_rows(part: StepPart, first: int, last: int) -> tuple[Scores | Non
 
 
 def _tokens(part: StepPart, middle: int) -> tuple[StepPart, StepPart]:
-    """Cut the only row before its token `middle`."""
+    """Split the only row before its token `middle`."""
     rows, scores = part.rows, part.scores
     before, after = np.array([middle], np.int32), (rows.num_tokens - middle).astype(np.int32)
     head = Rows(rows.slot, rows.start, before, rows.tokens[:middle])
@@ -143,7 +293,7 @@ def _tokens(part: StepPart, middle: int) -> tuple[StepPart, StepPart]:
 
 
 def _draws(draws: Draws, which: Index, first_row: int) -> Draws:
-    """Return some of the draws, their rows counted from `first_row`."""
+    """Return some of the draws, with row numbers counted from `first_row`."""
     cut = {name: getattr(draws, name)[which] for name in DRAW_FIELDS}
     cut["row"] = cut["row"] - np.int32(first_row)
     place = {int(draw): new for new, draw in enumerate(which)}
@@ -152,145 +302,3 @@ def _draws(draws: Draws, which: Index, first_row: int) -> Draws:
         edits=tuple(replace(edit, draw=place[edit.draw]) for edit in draws.edits if edit.draw in place),
         masks=tuple(replace(mask, draw=place[mask.draw]) for mask in draws.masks if mask.draw in place),
     )
-
-
-Finish = Callable[[], StepResult]
-"""Returns what was drawn, once the device is done."""
-
-log = logging.getLogger(__name__)
-
-
-class EagerRunner:
-    """Runs steps operation by operation. `slots`: the device's, where it keeps any."""
-
-    def __init__(
-        self,
-        network: Network,
-        kernels: AttentionBackend,
-        pages: KVPages,
-        tables: PageTables,
-        slots: DeviceSlots | None,
-        sampler: TokenSampler,
-    ) -> None:
-        self._network = network
-        self._kernels = kernels
-        self._pages = pages
-        self._tables = tables
-        self._slots = slots
-        self._sampler = sampler
-        self._device = network.geometry.device
-        self._has_warned = False
-
-    def run(self, plan: StepPlan, changes: TableChanges, layout: StepLayout | None) -> Finish:
-        """Enqueue a step whose rows go where `placement` says; None if it has none.
-
-        Raises: whatever torch raises, for lack of memory only if a single token does not fit.
-        """
-        self.apply_changes(changes)
-        self.copy_pages(plan.copies)
-        if layout is None:
-            return empty_result
-        whole = StepPart.whole(plan)
-        done = self._attempt(whole, layout, self._tokens(plan.rows))
-        if len(done) == 1:
-            return done[0][1]
-        return lambda: join_results(whole, [(part, finish()) for part, finish in done])
-
-    def apply_changes(self, changes: TableChanges) -> None:
-        """Bring changes of the page tables to the device, if it keeps any."""
-        if self._slots is not None:
-            self._slots.apply(changes)
-
-    def copy_pages(self, copies: I32) -> None:
-        """Enqueue a plan's copies. Shapes: copies [C, 2]."""
-        if len(copies):
-            self._kernels.copy_pages(self._pages, to_device(copies, self._device))
-
-    def forward(self, rows: Rows, drawn: Index) -> Tensor:
-        """Return logits [U, V] of the last token of each row in `drawn` [U]; pages gain the new tokens' K and V."""
-        return self._forward(self._tables.step_layout(rows), self._tokens(rows), drawn)
-
-    def _attempt(self, part: StepPart, layout: StepLayout | None, tokens: Tensor) -> list[tuple[StepPart, Finish]]:
-        """Run a part of a step, or its halves one after the other if there is no memory to run it whole."""
-        try:
-            return [(part, self._run(part, layout or self._tables.step_layout(part.rows), tokens))]
-        except RuntimeError as error:
-            halves = split_step(part) if is_out_of_memory(error) else None
-            if halves is None:
-                raise
-        # here the error, and with it the tensors of its frames, is gone
-        self._free_cached_memory(part)
-        return [done for half in halves for done in self._attempt(half, None, tokens)]
-
-    def _free_cached_memory(self, part: StepPart) -> None:
-        if not self._has_warned:
-            shape = len(part.rows.slot), len(part.rows.tokens)
-            log.warning("no memory for a step of %d rows and %d tokens: such steps run in halves, slower", *shape)
-            self._has_warned = True
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def _run(self, part: StepPart, layout: StepLayout, tokens: Tensor) -> Finish:
-        rows, draws = part.rows, part.draws
-        own = tokens[part.first_token : part.first_token + len(rows.tokens)]
-        rows_drawn, index = np.unique(draws.row, return_inverse=True)
-        drawn: Index = rows_drawn.astype(np.intp)
-        if part.scores is not None:
-            return self._scored(part, part.scores, layout, own, drawn, index)
-        logits = self._forward(layout, own, drawn)
-        return self._draw(logits, index, draws, rows) if len(index) else empty_result
-
-    def _draw(self, logits: Tensor, index: Index, draws: Draws, rows: Rows) -> Finish:
-        if self._slots is None:
-            return self._sampler.enqueue(logits, index, draws).result
-        once = (draws.width == 1) & (np.bincount(draws.row, minlength=len(rows.slot)) == 1)[draws.row]
-        slots = np.where(once, rows.slot[draws.row], np.int32(-1))
-        return self._sampler.enqueue(logits, index, draws, slots, self._slots.last_token).result
-
-    def _scored(
-        self, part: StepPart, scores: Scores, layout: StepLayout, tokens: Tensor, drawn: Index, index: Index
-    ) -> Finish:
-        """Run the rows, draw, and score the prompts that asked for it, never holding all their logits at once."""
-        geometry = self._network.geometry
-        wanted = np.concatenate((layout.last[drawn], scored_token_indices(part.rows, scores)))
-        sizes = part_sizes(len(drawn), len(wanted), geometry.vocab_size * geometry.dtype.itemsize)
-        step, positions = self._step(layout)
-        parts = self._network.forward_parts(
-            tokens, positions, step, torch.split(to_device(wanted, self._device), sizes)
-        )
-        scorer = self._sampler.prompt_scorer(part.rows, scores)
-        logits = next(parts)
-        read_draws: Finish = empty_result
-        if len(index):
-            read_draws = self._draw(logits[: len(drawn)], index, part.draws, part.rows)
-        scorer.fill(logits[len(drawn) :])
-        del logits
-        score_parts(scorer, parts)
-        return lambda: scorer.add_to(read_draws())
-
-    def _forward(self, layout: StepLayout, tokens: Tensor, drawn: Index) -> Tensor:
-        step, positions = self._step(layout)
-        return self._network.forward(tokens, positions, step, to_device(layout.last[drawn], self._device))
-
-    def _step(self, layout: StepLayout) -> tuple[AttentionStep, Tensor]:
-        """Return the rows' attention and positions [T]."""
-        batch, positions = layout.to(self._device, self._slots)
-        return AttentionStep(self._kernels, self._pages, batch), positions
-
-    def _tokens(self, rows: Rows) -> Tensor:
-        """Return the rows' tokens [T], those that the host has not seen yet as they were drawn."""
-        tokens = to_device(rows.tokens.astype(np.int64), self._device)
-        at = np.flatnonzero(rows.tokens < 0)
-        if not len(at):
-            return tokens
-        if self._slots is None:
-            raise ValueError(f"token {at[0]} of the step is not known, and this runner keeps none")
-        row = np.searchsorted(np.cumsum(rows.num_tokens), at, side="right")
-        places, slots = upload((at, rows.slot[row].astype(np.int64)), self._device)
-        return tokens.index_copy(0, places, self._slots.last_token.index_select(0, slots).long())
-
-
-def empty_result() -> StepResult:
-    """Return the result of a step that draws nothing."""
-    ids, logprobs = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
-    return StepResult(ids, logprobs, ids, logprobs)

@@ -1,17 +1,15 @@
-"""How a model on a CPU gets memory: weights on huge pages, and freed memory kept for the next step.
+"""Host memory for CPU models: huge pages, reuse of freed memory, prefaulting of KV pages.
 
-Reading weights is what a decode step waits for. On 4 KiB pages every page costs a look-up, and the CPU's prefetcher
-stops at each page's end; so weights lie together in large pieces that ask the system for 2 MiB pages.
+Decode is bound by reading weights. On 4 KiB pages every page costs an address translation, and the hardware prefetcher
+stops at page ends, so `HostArena` packs weights into large blocks for which the system uses 2 MiB pages.
 
 The activations of a long prompt are tens of megabytes that are freed and allocated again in every layer. By default the
-C library gives such pieces back to the system at once, and the next layer waits for 4 KiB pages of zeros: 24,000 of
-them in a prompt of 2,048 tokens (SmolLM2-135M shape), 12 % of its time.
+C library returns such blocks to the system at once, and the next layer waits for zeroed pages: 24,000 of them in a
+prompt of 2,048 tokens (SmolLM2-135M shape), 12 % of its time. `reuse_freed_memory` turns that off.
 
-Touch page memory before it is written for the first time.
-
-The store of a CPU model takes memory from the system only where pages are in use. But the first touch costs time when
-somebody waits for it: the system clears the memory, and a virtual machine may have to get it from its host first (on
-one, 1 GiB took 2.4 s, and a tenth of that when the host had it). So a thread of lowest priority stays ahead.
+The KV pages of a CPU model get physical memory on their first write. That write is slow: the system clears the memory,
+and a virtual machine may have to request it from its host (measured: 1 GiB took 2.4 s). `PagePrefaulter` therefore
+prefaults pages ahead of their use, in a thread of the lowest priority.
 """
 
 from __future__ import annotations
@@ -36,22 +34,26 @@ log = logging.getLogger(__name__)
 ALIGNMENT = 64  # bytes: a cache line, and a row of an AMX tile
 _PIECE_BYTES = 64 * 2**20
 
-# glibc's mallopt(3): parameters, and what they are set to
+# parameters of glibc's mallopt(3) and their values
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-_SETTINGS = {_MMAP_THRESHOLD: 32 * 2**20, _TRIM_THRESHOLD: 2**30, _TOP_PAD: 16 * 2**20}  # 32 MiB: the most it takes
+_SETTINGS = {_MMAP_THRESHOLD: 32 * 2**20, _TRIM_THRESHOLD: 2**30, _TOP_PAD: 16 * 2**20}  # 32 MiB is the maximum
+
+PREFAULT_AHEAD_BYTES = 512 * 2**20
+_STEP_BYTES = 2 * 2**20  # of one layer's keys or values at a time: one huge page
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE (Linux 5.14): prefault without changing contents; safe during writes
 
 
 class HostArena:
-    """Memory that lives as long as anything in it: pieces are handed out and never taken back."""
+    """Allocates tensors from large blocks that are freed when the last tensor in them is freed."""
 
     def __init__(self) -> None:
         self._piece = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a contiguous tensor that holds nothing defined yet."""
+        """Return an uninitialised contiguous tensor."""
         num_bytes = int(np.prod(shape)) * dtype.itemsize
         if num_bytes > len(self._piece):
-            # numpy asks for huge pages and, unlike torch.zeros, touches nothing
+            # numpy requests huge pages and, unlike torch.zeros, does not write to the memory
             self._piece = torch.from_numpy(np.empty(max(num_bytes, _PIECE_BYTES) + ALIGNMENT, np.uint8))
             self._piece = self._piece[-self._piece.data_ptr() % ALIGNMENT :]
         taken = self._piece[:num_bytes]
@@ -59,12 +61,15 @@ class HostArena:
         return taken.view(dtype).view(shape)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a contiguous copy."""
+        """Return a contiguous copy of a tensor in the arena."""
         return self.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
 
 def reuse_freed_memory() -> None:
-    """Tell the C library to reuse what is freed rather than return it; a setting of the whole process, glibc only."""
+    """Configure the C library to keep freed memory instead of returning it to the system.
+
+    A setting of the whole process; glibc only.
+    """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
@@ -74,13 +79,11 @@ def reuse_freed_memory() -> None:
             log.info("mallopt(%d, %d) was refused", parameter, value)
 
 
-PREFAULT_AHEAD_BYTES = 512 * 2**20
-_STEP_BYTES = 2 * 2**20  # of one layer's keys or values at a time: a huge page
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: as if written, contents unchanged; safe beside real writes
-
-
 class PagePrefaulter:
-    """Keeps `ahead_bytes` behind the highest page in use touched. One thread calls; the work is done on another."""
+    """Prefaults `ahead_bytes` of KV memory past the highest page in use.
+
+    Call it from one thread; the prefaulting itself runs in a background thread.
+    """
 
     def __init__(self, pages: KVPages, ahead_bytes: int = PREFAULT_AHEAD_BYTES) -> None:
         self._layers = [layer for store in (pages.k, pages.v) for layer in store]
@@ -88,7 +91,7 @@ class PagePrefaulter:
         self._num_pages = len(self._layers[0])
         self._num_ahead = max(1, ahead_bytes // (page_bytes * len(self._layers)))
         self._step = max(1, _STEP_BYTES // page_bytes)
-        self._num_prefaulted = 0  # pages below are, or are being, touched
+        self._num_prefaulted = 0  # pages below this one are prefaulted, or being prefaulted
         self._target = 0
         self._lock = threading.Lock()
         self._populate = _madvise_populate()
@@ -98,22 +101,25 @@ class PagePrefaulter:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing more will be touched: closed, or the system cannot."""
+        """Return whether prefaulting has ended: closed, or not supported by the system."""
         return self._populate is None
 
     def ensure(self, page: int) -> None:
-        """Say that `page` is in use; never waits."""
+        """Start prefaulting past `page`, which is now in use; never waits."""
         end = min(page + 1 + self._num_ahead, self._num_pages)
         if self.is_closed or end <= self._target:
             return
         with self._lock:
-            self._target = min(end + self._num_ahead // 4, self._num_pages)  # a thread now and then, not at every page
+            self._target = min(end + self._num_ahead // 4, self._num_pages)  # not a new thread for every page
             if self.thread is None:
-                self.thread = threading.Thread(target=self._work, name="touch-pages", daemon=True)
+                self.thread = threading.Thread(target=self._work, name="prefault-pages", daemon=True)
                 self.thread.start()
 
     def close(self) -> None:
-        """Touch nothing more, and wait for the thread: one that outlives the interpreter may abort the process."""
+        """Stop prefaulting and wait for the thread.
+
+        A thread that outlives the interpreter could abort the process.
+        """
         with self._lock:
             self._populate, thread = None, self.thread
         if thread is not None and thread is not threading.current_thread():
@@ -141,7 +147,7 @@ def _page_bytes(layer: Tensor) -> int:
 
 
 def _madvise_populate() -> Callable[[int, int], bool] | None:
-    """Return populate(address, num_bytes), None where the system has no such thing."""
+    """Return populate(address, num_bytes), None if the system does not support it."""
     if sys.platform != "linux":
         return None
     madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -151,14 +157,14 @@ def _madvise_populate() -> Callable[[int, int], bool] | None:
         start = address // mmap.PAGESIZE * mmap.PAGESIZE
         if madvise(start, address + num_bytes - start, _POPULATE_WRITE) == 0:
             return True
-        log.info("page memory is not touched ahead: %s", os.strerror(ctypes.get_errno()))
+        log.info("KV pages are not prefaulted: %s", os.strerror(ctypes.get_errno()))
         return False
 
     return populate
 
 
 def _lowest_priority() -> None:
-    """Let everybody else's threads go first; on Linux a priority is a thread's own."""
+    """Give the calling thread the lowest priority; on Linux each thread has its own."""
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
     except OSError:

@@ -1,10 +1,10 @@
-"""y = x W^T + b, with the weight laid out once for the machine it runs on.
+"""Linear layers, y = x W^T + b, with the weight laid out for the machine that runs them.
 
-Weights in 8 bits with a scale for each output (`--quantization int8`); activations, embeddings and norms stay.
-
-Each linear layer, the output head included, is quantised as soon as it is read, so a model is never in memory as it was
-on disk. A head tied to the embeddings gets 8 bits of its own beside them. There is one form of a weight for any number
-of tokens, and no bit of a token's result depends on the tokens beside it, so `deterministic` needs nothing else.
+In 8 bits (`--quantization int8`) a weight has one scale per output; activations, embeddings and norms keep their type.
+Each linear layer, the output head included, is quantised as soon as it is read, so the whole model is never in memory
+in its stored precision. An output head tied to the embeddings gets 8-bit weights of its own. The same packed weight
+serves any number of tokens, and a token's result does not depend on the other tokens, so `deterministic` needs no other
+layer.
 """
 
 from __future__ import annotations
@@ -26,11 +26,16 @@ Linear = Callable[[Tensor], Tensor]
 """A linear layer: [T, in] -> [T, out]."""
 
 LinearFactory = Callable[[Tensor, Tensor | None], Linear]
-"""Makes a layer of a weight [out, in] and perhaps a bias [out]."""
+"""Makes a layer from a weight [out, in] and an optional bias [out]."""
+
+QUANTIZATIONS = ("none", "int8")
 
 
 class PanelLinear:
-    """A layer that keeps its weight a second time, in the panels of `chatcache_kernels.cpu.matmul`, for few tokens."""
+    """A layer with a second copy of its weight, in panels for small steps.
+
+    `chatcache_kernels.cpu.matmul` defines the panels; `FusedDecode` uses them.
+    """
 
     __slots__ = ("bias", "panels", "product")
 
@@ -42,7 +47,7 @@ class PanelLinear:
 
 
 class DualLayoutLinearFactory:
-    """Makes a model's layers, for many tokens by oneDNN and, where the CPU's kernels take the weight, for few."""
+    """Make layers that keep a oneDNN layout for many tokens and panels for few."""
 
     def __init__(self) -> None:
         self._arena = HostArena()
@@ -58,14 +63,17 @@ class DualLayoutLinearFactory:
 def fast_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """Return a linear layer for inference.
 
-    On CPUs the weight is reordered by oneDNN once, which streams it 1.5 to 3 times as fast as `F.linear` at small T;
-    where that operator is missing or disagrees with `F.linear`, the plain weight is kept.
+    On CPUs, oneDNN reorders the weight once, which makes it 1.5 to 3 times as fast as `F.linear` at small T. The plain
+    weight is kept if that operator is missing or disagrees with `F.linear`.
     """
     return packed_linear(weight, bias) or (lambda x: functional.linear(x, weight, bias))
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> Linear | None:
-    """Return the layer over a reordered weight; the given one is let go. None where oneDNN cannot, or not well."""
+    """Return a layer over a weight reordered by oneDNN, None if that fails or is inaccurate.
+
+    The layer does not reference the original weight.
+    """
     if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
         return None
     if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
@@ -90,11 +98,11 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> Linear | None:
     return product
 
 
-QUANTIZATIONS = ("none", "int8")
-
-
 class Int8Linear:
-    """A linear layer for inference. Shapes: codes, scales as `chatcache_kernels.cpu.int8` has them, bias [out]."""
+    """A linear layer with 8-bit weights.
+
+    Shapes: codes, scales as in `chatcache_kernels.cpu.int8`; bias [out].
+    """
 
     __slots__ = ("bias", "codes", "is_unpadded", "scales")
 
@@ -104,7 +112,7 @@ class Int8Linear:
         numbers, self.scales = quantise(weight)
         self.codes = arena.copy(pack_numbers(numbers))
         self.bias = None if bias is None else bias.float()
-        self.is_unpadded = self.codes.numel() == weight.numel()  # nothing was added to fill panels up
+        self.is_unpadded = self.codes.numel() == weight.numel()  # the panels needed no padding
 
     def __call__(self, x: Tensor) -> Tensor:
         from chatcache_kernels.cpu.int8 import multiply
@@ -113,7 +121,7 @@ class Int8Linear:
 
 
 class Int8LinearFactory:
-    """Makes the layers of one model and counts their weights and bytes."""
+    """Make the 8-bit layers of one model and count their weights and bytes."""
 
     def __init__(self) -> None:
         self.num_weights = self.num_bytes = 0
@@ -127,24 +135,26 @@ class Int8LinearFactory:
 
 
 def check_quantization(name: str, device: torch.device) -> None:
-    """Let `--quantization` pass where it can be had.
+    """Check the value of `--quantization` for a device.
 
-    Raises: ModelFolderError for what is neither none nor int8, or what this device does not have.
+    Raises: ModelFolderError for a value other than none and int8, or int8 on a device that does not support it.
     """
     if name not in QUANTIZATIONS:
         raise ModelFolderError(f"quantization {name!r} is not supported; choose none or int8")
     if name != "none" and device.type != "cpu":
         raise ModelFolderError(
-            f"quantization {name} works on CPUs only so far, and this model would run on {device}; choose none, "
-            f"or device cpu"
+            f"quantization {name} works on CPUs only, and this model would run on {device}; choose none, or device cpu"
         )
 
 
 def weight_sizes(
     num_parameters: int, dtype: torch.dtype, arch: Architecture | None, int8: Int8LinearFactory | None
 ) -> tuple[int, int]:
-    """Return how many bytes of weights are held, second forms not counted, and how many of them every step reads: all
-    but an embedding table that serves look-ups alone. `arch` is None for a model of other people's modules."""
+    """Return the bytes of all weights and the bytes of weights that every step reads.
+
+    Second layouts are not counted. A step reads all weights except an embedding table that is not also the output head.
+    `arch` is None for a model that runs through transformers.
+    """
     held = num_parameters * dtype.itemsize
     if arch is None:
         return held, held

@@ -1,7 +1,7 @@
-"""One page-table row per branch slot, kept between steps so that a plan only carries what changed.
+"""Page tables: one row per branch slot, kept between steps.
 
-The host's rows are the truth. A device that computes from page tables itself keeps a mirror of them, to which each step
-brings the cells that it changed; on CPUs there is none.
+A plan therefore only carries changes. The host's tables are authoritative. A GPU keeps a mirror of them
+(`DeviceSlots`), which receives the changed cells of each step; a CPU needs none.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from chatcache.model.streams import upload
 from chatcache.types.plan import I32, I64, Rows
 
 PrepareWork = Callable[[I32, I32, I32, int, int], AttentionWork | None]
-"""A backend's `prepare`: (tables, start, num_tokens, page_size, group) -> the step's work list, if it wants one."""
+"""A backend's `prepare`: (tables, start, num_tokens, page_size, group) -> the step's work list, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableChanges:
-    """The cells of the page tables that a plan changed, with what they hold now; a cell may come twice.
+    """Page-table cells that a plan changed, and their new values; a cell may occur twice.
 
     Shapes: at [K] int64 (slot * max_pages + index), pages [K] int32.
     """
@@ -35,8 +35,11 @@ class TableChanges:
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Where a step's tokens go, on the host. Shapes: slot [R] int64; tables [R, pages of the longest row], start,
-    num_tokens [R], offsets [R + 1] int32; slots, positions [T] int64; last [R] is each row's last token among the T."""
+    """Where the tokens of a step are stored, on the host.
+
+    Shapes: slot [R] int64; tables [R, pages of the longest row], start, num_tokens [R], offsets [R + 1] int32; slots,
+    positions [T] int64; last [R], the index of each row's last token among the T tokens.
+    """
 
     slot: I64
     tables: I32
@@ -51,8 +54,10 @@ class StepLayout:
     work: AttentionWork | None
 
     def to(self, device: torch.device, device_slots: DeviceSlots | None = None) -> tuple[AttentionBatch, Tensor]:
-        """Return the attention batch and the positions, moved there as one piece; page tables that the device knows
-        stay where they are."""
+        """Return the attention batch and the positions on a device, copied in one transfer.
+
+        With `device_slots`, the page tables come from the device's mirror.
+        """
         work = _arrays(self.work) if self.work is not None else []
         tables = self.tables if device_slots is None else self.slot
         host = (tables, self.start, self.num_tokens, self.offsets, self.slots, self.positions, *work)
@@ -71,7 +76,10 @@ class StepLayout:
 
 
 class PageTables:
-    """Shapes: rows [num_slots, max_pages] int32; entries past a branch's end are leftovers and never read."""
+    """The page tables of all slots.
+
+    Shapes: rows [num_slots, max_pages] int32; entries past the end of a branch are stale and never read.
+    """
 
     def __init__(
         self, num_slots: int, max_pages: int, page_size: int, prepare: PrepareWork = reference.prepare, group: int = 1
@@ -82,7 +90,10 @@ class PageTables:
         self.page_size = page_size
 
     def apply(self, forks: I32, updates: I32) -> TableChanges:
-        """Copy rows for forks, in order (a slot may be source after it was target), then write the new entries."""
+        """Copy rows for forks, then write the new entries; return the changed cells.
+
+        Forks apply in order: a slot may be a source after it was a target.
+        """
         width = self.rows.shape[1]
         for source, target, num_pages in forks.tolist():
             self.rows[target, :num_pages] = self.rows[source, :num_pages]
@@ -96,9 +107,9 @@ class PageTables:
         return TableChanges(at, self.rows.reshape(-1)[at])
 
     def step_layout(self, rows: Rows) -> StepLayout:
-        """Return where the tokens of a step go.
+        """Return where the tokens of a step are stored.
 
-        Raises: ValueError for a token whose page was never given; writing it would spoil the null page.
+        Raises: ValueError for a token at a position that has no page; writing it would corrupt the null page.
         """
         size = self.page_size
         counts = rows.num_tokens.astype(np.int64)
@@ -127,9 +138,9 @@ class PageTables:
         )
 
     def decode_cells(self, slot: I32, start: I32) -> I64:
-        """Return the cells of one new token a row. Shapes: slot, start [R] -> [R].
+        """Return the KV cell of one new token per row. Shapes: slot, start [R] -> [R].
 
-        Raises: ValueError as `place`.
+        Raises: ValueError as `step_layout`.
         """
         index, offset = np.divmod(start, np.int32(self.page_size))
         pages = self.rows[slot, index]
@@ -138,17 +149,17 @@ class PageTables:
         return pages.astype(np.int64) * self.page_size + offset
 
     def decode_work(self, slot: I32, start: I32) -> AttentionWork | None:
-        """Return the work list of one new token a row, if the backend wants one."""
+        """Return the work list for one new token per row, None if the backend needs none."""
         max_context = int(start.max(initial=0)) // self.page_size + 1
         ones = np.ones(len(slot), np.int32)
         return self._prepare(self.rows[slot, :max_context], start, ones, self.page_size, self._group)
 
 
 class DeviceSlots:
-    """What the device keeps of each slot between steps.
+    """State of each slot that a device keeps between steps.
 
-    Shapes: tables [num_slots + 1, max_pages] int32, the mirror; last_token [num_slots + 1] int32, what was drawn last,
-    if that was one token. The slot after the last is nobody's: rows that only fill up a batch use it.
+    Shapes: tables [num_slots + 1, max_pages] int32, the mirror of the page tables; last_token [num_slots + 1] int32,
+    the token drawn last if the draw had width 1. The extra slot at the end belongs to the rows that pad a batch.
     """
 
     def __init__(self, tables: PageTables, device: torch.device) -> None:
@@ -160,7 +171,7 @@ class DeviceSlots:
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
 
     def apply(self, changes: TableChanges) -> None:
-        """Take over what changed."""
+        """Apply the changes of a step to the mirror."""
         if len(changes.at):
             self.write(*upload((changes.at, changes.pages), self.tables.device))
 
@@ -169,7 +180,7 @@ class DeviceSlots:
         self.tables.view(-1).index_copy_(0, at, pages)
 
     def select_tables(self, slots: Tensor, num_pages: int) -> Tensor:
-        """Return the first entries of these slots' tables, [R, num_pages]. Shapes: slots [R] int64."""
+        """Return the first `num_pages` entries of the tables of `slots` [R], [R, num_pages]."""
         return self.tables[:, :num_pages].index_select(0, slots)
 
 
@@ -180,7 +191,7 @@ def _check_pages(pages: I32, positions: I64 | I32, row: I64) -> None:
 
 
 def _arrays(work: AttentionWork) -> list[I32]:
-    """Return the arrays of a work list that lies on the host."""
+    """Return the arrays of a work list in host memory."""
     tensors = [work.positions, work.merge_tokens, work.merge_offsets, work.merge_states, work.num_merges]
     for one in work.lists:
         tensors += [one.items, one.members, one.num_items]

@@ -1,4 +1,7 @@
-"""Apply a plan to the pages and the model, in the order `sched.plan` documents."""
+"""`Runner`: applies a step plan to the page tables, the KV pages and the network.
+
+`chatcache.types.plan` documents the order of operations within a plan.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +30,17 @@ from chatcache.types.stats import ModelInfo
 
 Progress = Callable[[float, str], None]
 
-WARMUP_CONTEXT_TOKENS = 1040  # of a row at warm-up: enough keys to be read in pieces, and to be worth sharing
-WARMUP_PROMPT_TOKENS = tuple(
-    2**i for i in range(9)
-)  # tokens of a row: every tile height that a work list chooses by them
-WARMUP_LONG_TOKENS = 80  # tokens of a row that is too long to be decoded in place, by a kernel of its own
+WARMUP_CONTEXT_TOKENS = 1040  # context of a row: long enough to be split, and to be read as a shared prefix
+WARMUP_PROMPT_TOKENS = tuple(2**i for i in range(9))  # prompt lengths: one for every tile height of a work list
+WARMUP_LONG_TOKENS = 80  # length of a prompt that the CPU's decode kernel does not take
 MAX_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
 class AsyncLaunch:
-    """How a runner gets ahead of its device: `launch` returns before the step is done.
+    """Configuration of a runner whose `launch` returns before the step is done.
 
-    `sizes`: of the decode steps to capture, none if () (a network that cannot be captured).
+    `sizes`: batch sizes of the decode steps to capture, () for a network that cannot be captured.
     """
 
     sizes: Sequence[int]
@@ -48,7 +49,7 @@ class AsyncLaunch:
 
     @property
     def num_graphs(self) -> int:
-        """Return how many steps are captured at most: each size and kind, with and without shared pages."""
+        """Return the maximum number of captured steps: sizes x kinds, with and without shared pages."""
         return 2 * len(self.sizes) * (self.sampler.num_kinds if self.sampler is not None else 1)
 
 
@@ -60,7 +61,7 @@ class LaunchedStep:
         self._outcome: StepResult | Exception | None = None
 
     def wait(self) -> None:
-        """Wait until the step is over; what came of it is kept for `result`."""
+        """Wait until the step has ended, and keep its outcome for `result`."""
         if self._wait is None:
             return
         wait, self._wait = self._wait, None
@@ -70,15 +71,18 @@ class LaunchedStep:
             self._outcome = error
 
     def result(self) -> StepResult:
-        """Return what was drawn. Raises: as `Runner.execute`."""
+        """Wait for the step and return its result. Raises: as `Runner.execute`."""
         self.wait()
         if isinstance(self._outcome, StepResult):
             return self._outcome
-        raise self._outcome or RuntimeError("the step is being waited for already")
+        raise self._outcome or RuntimeError("another call is already waiting for this step")
 
 
 class Runner:
-    """Executes plans on one device. Satisfies `engine.ModelRunner`; not thread-safe, one thread drives it."""
+    """Executes plans on one device. Satisfies `engine.ModelRunner`.
+
+    Not thread-safe: one thread calls all methods.
+    """
 
     def __init__(
         self,
@@ -100,7 +104,7 @@ class Runner:
         self._network = network
         self._kernels = kernels
         self._device = device = network.geometry.device
-        self._name = _name_of(device)  # a lost device may not even tell its name
+        self._name = _name_of(device)  # read now: a lost device may not return it
         self._page_size = capacity.page_size
         one = np.zeros((1, 1), np.int32)
         self._plans_work = kernels.prepare(one, one[0], one[0] + 1, self._page_size, 1) is not None
@@ -124,21 +128,24 @@ class Runner:
         self._in_flight: deque[LaunchedStep] = deque()
 
     def capacity(self) -> KVCapacity:
-        """Return what the scheduler may plan with."""
+        """Return the limits that the scheduler plans with."""
         return self._capacity
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step.
+        """Run one step and wait for it.
 
-        Raises: DeviceLostError if nothing will ever work again in this process; ValueError for a plan that contradicts
-        itself; whatever torch raises. The step has then failed whole, and its rows must be computed again.
+        Raises: DeviceLostError if the device no longer works in this process; ValueError for an inconsistent plan; any
+        error of torch. After an error, none of the step's results count, and its rows must be computed again.
         """
         return self.launch(plan).result()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Begin one step; with `has_async_launch` the device may still run it on return. Raises: as `execute`."""
+        """Begin one step; with `has_async_launch` the device may still run it on return.
+
+        Raises: as `execute`.
+        """
         while len(self._in_flight) >= MAX_IN_FLIGHT:
-            self._in_flight.popleft().wait()  # its buffers are needed
+            self._in_flight.popleft().wait()  # frees its host buffers
         with self._on_device(plan.step):
             changes = self._tables.apply(plan.forks, plan.updates)
             if self._prefaulter is not None and len(changes.pages):
@@ -156,8 +163,10 @@ class Runner:
         return launched
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Run prompts, a decode step and one of rows that share pages, all on page 1, so that kernels compile before
-        anyone waits for them, capture the decode steps, and measure how long a swapped page takes."""
+        """Compile kernels, capture the decode steps, and measure the time to swap a page.
+
+        Prompts, a decode step and a step whose rows share pages are run, all on page 1.
+        """
         size, length = self._capacity.page_size, self._capacity.max_model_len
         slots, pages = (
             min(2, self._capacity.num_slots),
@@ -181,14 +190,14 @@ class Runner:
                     first, news = np.full(count, start, np.int32), np.full(count, new, np.int32)
                     rows = Rows(np.arange(count, dtype=np.int32), first, news, np.zeros(count * new, np.int32))
                     self._eager.forward(rows, np.zeros(1, np.intp))
-            self._eager.copy_pages(np.array([[1, 0]], np.int32))  # nobody reads the null page
+            self._eager.copy_pages(np.array([[1, 0]], np.int32))  # the null page is never read
             self._sampler.warm_up(self._network.geometry.dtype)
             if self._static is not None:
                 self._static.capture(self._capture, progress or (lambda fraction, what: None))
             self._capacity = replace(self._capacity, swap_page_s=self._swaps.measure_page_s())
 
     def close(self) -> None:
-        """Let go of weights and pages."""
+        """Release weights and pages."""
         self._swaps.close()
         if self._prefaulter is not None:
             self._prefaulter.close()
@@ -208,7 +217,7 @@ class Runner:
     def _submit(
         self, plan: StepPlan, changes: TableChanges, filled: FilledStep | None, layout: StepLayout | None
     ) -> Finish:
-        """Enqueue a step; return what to call when it is done."""
+        """Enqueue a step; return the function that reads its result."""
         static = self._static
         if filled is not None and static is not None:
             self._streams.main.submit(lambda: self._replay(plan, filled, static))
@@ -232,7 +241,7 @@ class Runner:
             return finish()
 
     def _written(self, plan: StepPlan) -> I32 | I64 | None:
-        """Return the pages that a plan's copies and rows write; asked for only where pages leave."""
+        """Return the pages that a plan's copies and rows write; None if no page is swapped out."""
         if not len(plan.swaps_out):
             return None
         rows = plan.rows
@@ -245,7 +254,7 @@ class Runner:
 
     @contextmanager
     def _on_device(self, step: int) -> Iterator[None]:
-        """Make the device current, and tell its end from the failure of a step."""
+        """Make the device current; raise DeviceLostError if an error means that it is lost."""
         with ExitStack() as stack:
             try:
                 if self._device.type == "cuda":
@@ -258,7 +267,7 @@ class Runner:
                 raise
 
     def _probe(self) -> None:
-        """Do anything on the device that fails if it is lost."""
+        """Make a device call that fails if the device is lost."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -268,7 +277,7 @@ def _name_of(device: torch.device) -> str:
 
 
 def default_async_launch(device: torch.device, max_num_seqs: int, *, capturable: bool) -> AsyncLaunch | None:
-    """Return how a runner on `device` gets ahead of it; None on CPUs, which are the device."""
+    """Return the launch settings for `device`; None on CPUs, which run synchronously."""
     if device.type != "cuda":
         return None
     return AsyncLaunch(capture_sizes(max_num_seqs) if capturable else (), CudaCapture(device))

@@ -1,19 +1,16 @@
-"""A decode step whose every number lies in buffers that never move, so that it can be captured once and replayed.
+"""Decode steps on buffers with fixed addresses, which CUDA graphs can capture and replay.
 
-One size of batch is one `StaticStep`. A step of fewer rows fills up with rows of nobody: token 0 at position 0 of the
-spare slot, whose table is all null pages. They write K and V to the null page (page 0 is never handed out, and no
-branch's table names it within its tokens), attend to that alone, leave their draw in the spare slot, and nobody looks
-at what was drawn.
+There is one `StaticStep` per batch size. A step of fewer rows is padded: a padding row is token 0 at position 0 of the
+padding slot, whose table holds null pages only. It writes its keys and values to the null page (page 0 is never
+allocated, and no branch reads it), attends to that page alone, and its token goes to the padding slot and is ignored.
 
-    host     | tokens | positions | ... | draws | work list |     pinned, one of two in turn
+    host     | tokens | positions | ... | draws | work list |     pinned, two buffers used in turn
                                 | one copy
     device   | tokens | positions | ... | draws | work list |
                                 | replay
-    device   | tokens drawn | log-probabilities | faults |
-                                | one copy, and a mark
-    host     | tokens drawn | ...                               pinned, one of two in turn
-
-Room for a step's work list in buffers that stay where they are.
+    device   | drawn tokens | log-probabilities | faults |
+                                | one copy, and an event
+    host     | drawn tokens | ...                               pinned, two buffers used in turn
 """
 
 from __future__ import annotations
@@ -35,14 +32,17 @@ from chatcache.model.sampling.graph_sampler import ArraySpecs, GraphSampler
 from chatcache.model.streams import Layout
 from chatcache.types.plan import I64, Draws, Rows
 
-SHARED_PIECES = 16  # pieces of shared keys that every row of a full batch may take part in
+SHARED_PIECES = 16  # splits of shared keys per row of a full batch
+
+Arrays = dict[str, NDArray[Any]]
+Replay = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkListBuffers:
-    """How much of a work list of `size` rows of one token fits.
+    """Capacity of the fixed-size buffers for the attention work list of `size` decode rows.
 
-    `heights`: of the tiles of each list, small ones first. Only rows that share pages need the others, so a step
+    `heights`: tile height of each list, the smallest first. Only rows that share pages need the others, so a step
     launches the first `num_lists` of them.
     """
 
@@ -53,7 +53,10 @@ class WorkListBuffers:
 
     @classmethod
     def sized_for(cls, size: int, group: int, max_model_len: int, num_tokens: int) -> WorkListBuffers:
-        """Return room for `size` rows over a store of `num_tokens` tokens; a step that needs more runs uncaptured."""
+        """Return buffers for `size` rows over `num_tokens` tokens of KV pages.
+
+        A step that needs more runs uncaptured.
+        """
         heights = tuple(dict.fromkeys(max(1, queries // group) for queries in (SMALL_TILE_QUERIES, LARGE_TILE_QUERIES)))
         pieces = -(-max_model_len // SPLIT_TOKENS)
         own = -(-num_tokens // SPLIT_TOKENS)
@@ -66,11 +69,11 @@ class WorkListBuffers:
 
     @property
     def num_members(self) -> int:
-        """Return how many members all items of a list may have: a state each, or the only piece of a row."""
+        """Return the maximum members of a list: one per state, or one per row without states."""
         return self.num_states + self.size
 
     def specs(self) -> ArraySpecs:
-        """Return the arrays of a work list by name."""
+        """Return the dtype and shape of each array of a work list, by name."""
         parts: ArraySpecs = {"num_merges": (np.int32, (1,)), "num_items": (np.int32, (len(self.heights), 4))}
         parts |= {"merge_tokens": (np.int32, (self.size,)), "merge_offsets": (np.int32, (self.size + 1,))}
         for number in range(len(self.heights)):
@@ -80,11 +83,11 @@ class WorkListBuffers:
         return parts
 
     def fill(self, inputs: Mapping[str, NDArray[Any]], work: AttentionWork, count: int) -> int | None:
-        """Write the work list of `count` rows into the arrays; return how many lists have to be launched, None if it
-        does not fit.
+        """Write the work list of `count` rows into the arrays.
 
-        Each row of nobody sees one key, the null page's first: what it computes is a number then, whatever memory held.
-        What the arrays held before stays behind the new end, where nobody looks.
+        Return the number of lists to launch, or None if the work list does not fit. Each padding row attends to the
+        first key of the null page, so its result is a number whatever memory held. Array contents past the new end are
+        stale.
         """
         lists = {one.max_members: one for one in work.lists}
         if len(lists) < len(work.lists) or not lists.keys() <= set(self.heights) or work.num_states > self.num_states:
@@ -113,7 +116,7 @@ class WorkListBuffers:
         return num_lists
 
     def _add_padding(self, inputs: Mapping[str, NDArray[Any]], count: int, num_items: int, num_members: int) -> None:
-        """Add an item to the first list for each row from `count` on."""
+        """Add one item to the first list for each padding row, from row `count` on."""
         number = self.size - count
         if not number:
             return
@@ -126,7 +129,7 @@ class WorkListBuffers:
         inputs["num_items"][0, 0] = num_items + number
 
     def work(self, inputs: Mapping[str, Tensor], num_lists: int) -> AttentionWork:
-        """Return the work list that lies in these buffers; `start` among them says where each token is."""
+        """Return the work list over these buffers; `start` holds the position of each token."""
         return AttentionWork(
             lists=tuple(
                 WorkList(
@@ -144,19 +147,15 @@ class WorkListBuffers:
 
 
 def empty_work() -> AttentionWork:
-    """Return the work list of no rows."""
+    """Return a work list without rows."""
     none = torch.zeros(0, dtype=torch.int32)
     zero = torch.zeros(1, dtype=torch.int32)
     return AttentionWork((), none, none, zero, none, zero, 0)
 
 
-Arrays = dict[str, NDArray[Any]]
-Replay = Callable[[], None]
-
-
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What every static step computes with."""
+    """What every static step of a runner computes with."""
 
     network: Network
     kernels: AttentionBackend
@@ -166,15 +165,18 @@ class StepContext:
 
 
 def input_specs(size: int, sampler: GraphSampler, work_buffers: WorkListBuffers | None) -> ArraySpecs:
-    """Return what is given to a step of `size` rows. `start` is `positions` as attention wants it; `cells` say where
-    K and V go, `changed_*` what has to be done to the tables first."""
+    """Return the dtype and shape of each input array of a step of `size` rows, by name.
+
+    `start` is `positions` in the type that attention needs; `cells` are the KV cells of the new tokens; `changed_at`
+    and `changed_pages` are changes of the page tables that apply before the step.
+    """
     wide: ArraySpecs = dict.fromkeys(("tokens", "positions", "slot", "cells", "changed_at"), (np.int64, (size,)))
     narrow: ArraySpecs = dict.fromkeys(("start", "changed_pages"), (np.int32, (size,)))
     return {**wide, **narrow, **sampler.input_specs(size), **(work_buffers.specs() if work_buffers is not None else {})}
 
 
 class StaticStep:
-    """Decodes `size` rows. Works on the first bytes of buffers that all sizes share."""
+    """Decode step of `size` rows, on the first bytes of buffers that all sizes share."""
 
     def __init__(
         self, size: int, context: StepContext, work_buffers: WorkListBuffers | None, inputs: Tensor, outputs: Tensor
@@ -192,11 +194,11 @@ class StaticStep:
 
     @property
     def max_lists(self) -> int:
-        """Return how many lists a step may have."""
+        """Return the maximum number of work lists of a step."""
         return len(self.work_buffers.heights) if self.work_buffers is not None else 1
 
     def run(self, num_lists: int, kind: int) -> None:
-        """Do the device's part of a step with that many work lists, and draws of this kind."""
+        """Run the device's part of a step with `num_lists` work lists and sampling of this kind."""
         context, inputs = self._context, self._inputs
         slots = context.slots
         slots.write(inputs["changed_at"], inputs["changed_pages"])
@@ -222,14 +224,14 @@ class StaticStep:
 
 
 def fits_changes(changes: TableChanges, size: int) -> bool:
-    """Whether a step of `size` rows has room for these changes."""
+    """Return whether a step of `size` rows can carry these page-table changes."""
     return len(changes.at) <= size
 
 
 def fill_rows(
     inputs: Mapping[str, NDArray[Any]], rows: Rows, cells: I64, changes: TableChanges, slots: DeviceSlots
 ) -> None:
-    """Write a step's rows, and rows of nobody after them, into the arrays of `input_specs`."""
+    """Write a step's rows, followed by padding rows, into the arrays of `input_specs`."""
     count, num_changes = len(rows.slot), len(changes.at)
     for name, values, rest in (
         ("tokens", rows.tokens, 0),
@@ -249,7 +251,7 @@ def fill_rows(
 def fill_padding(
     inputs: Mapping[str, NDArray[Any]], sampler: GraphSampler, slots: DeviceSlots, work_buffers: WorkListBuffers | None
 ) -> None:
-    """Write a step of nobody's rows only: what a step is captured with."""
+    """Write a step of padding rows only, which is what a capture runs."""
     none = np.zeros(0, np.int32)
     fill_rows(
         inputs, Rows(none, none, none, none), none.astype(np.int64), TableChanges(none.astype(np.int64), none), slots
@@ -260,6 +262,6 @@ def fill_padding(
 
 
 def empty_draws() -> Draws:
-    """Return no draws at all."""
+    """Return a `Draws` without draws."""
     i, f = np.zeros(0, np.int32), np.zeros(0, np.float32)
     return Draws(i, i, i.astype(np.uint64), i, i, f, i, f, f, i)

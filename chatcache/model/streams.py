@@ -1,14 +1,15 @@
-"""Queues of device work: what is submitted to one runs in order, beside the others, unless it waits for a mark.
+"""Streams of device work, and transfers between host and device.
 
-    main   the steps: table updates, copies, the network, draws
+Work submitted to one stream runs in order, and concurrently with other streams unless it waits for an event:
+
+    main   the steps: table updates, page copies, the network, sampling
     side   pages on their way to and from host memory
 
-Everything that touches the device goes through `submit`, so that tests can put queues in its place that run as late, or
-as early, as the declared waits allow (`tests/model/lazy_streams.py`) and a wait that is missing shows without a GPU.
+All device work goes through `submit`, so that tests can substitute streams that run work as late or as early as the
+declared waits allow (`tests/model/lazy_streams.py`) and detect a missing wait without a GPU.
 
-Move a step's small arrays from the host to the device: pinned and without waiting, several of them as one.
-
-Results on their way from a device to the host.
+Small arrays move to the device through pinned memory, several in one copy, and the host does not wait; `Download` moves
+results back the same way.
 """
 
 from __future__ import annotations
@@ -24,41 +25,50 @@ from torch import Tensor
 
 Work = Callable[[], None]
 
+Bytes = NDArray[np.uint8]
+ALIGNMENT = 128
+TORCH_DTYPES = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.uint8): torch.uint8,
+}
+
 
 class StreamEvent(Protocol):
     """A point in a stream."""
 
     def wait(self) -> None:
-        """Hold the calling thread until all that was submitted before the mark is done. Raises: what torch raises."""
+        """Block the calling thread until all work before the event is done. Raises: as torch."""
         ...
 
 
 class Stream(Protocol):
-    """A queue of device work, driven by one thread."""
+    """A queue of device work, used from one thread."""
 
     def submit(self, work: Work) -> None:
-        """Enqueue what `work` does on the device."""
+        """Enqueue the device work that `work` launches."""
         ...
 
     def record_event(self) -> StreamEvent:
-        """Mark the end of what has been submitted."""
+        """Return an event at the end of the work submitted so far."""
         ...
 
     def wait_event(self, mark: StreamEvent) -> None:
-        """Let whatever is submitted from now on wait for the mark, without holding the calling thread."""
+        """Make work submitted from now on wait for the event; the calling thread does not wait."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Where steps and swaps run."""
+    """The streams of a runner: `main` for steps, `side` for swaps."""
 
     main: Stream
     side: Stream
 
 
 class ImmediateStream:
-    """The stream of a CPU: work is done when `submit` returns. It is its own mark."""
+    """The stream of a CPU: work is done when `submit` returns. It is its own event."""
 
     def submit(self, work: Work) -> None:
         work()
@@ -75,7 +85,7 @@ class ImmediateStream:
 
 @dataclass(frozen=True, slots=True)
 class CudaEvent:
-    """An event that was recorded."""
+    """A recorded CUDA event."""
 
     event: torch.cuda.Event
 
@@ -84,7 +94,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A CUDA stream; `stream` None is the one that is current where work is submitted."""
+    """A CUDA stream; `stream` None means the stream that is current at submission."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self._device = device
@@ -109,28 +119,18 @@ class CudaStream:
 
 
 def make_streams(device: torch.device) -> Streams:
-    """Return the streams that a runner on `device` uses."""
+    """Return the streams for a runner on `device`."""
     if device.type != "cuda":
         return Streams(ImmediateStream(), ImmediateStream())
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return Streams(CudaStream(device), CudaStream(device, side))
 
 
-Bytes = NDArray[np.uint8]
-
-ALIGNMENT = 128
-TORCH_DTYPES = {
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.int64): torch.int64,
-    np.dtype(np.float32): torch.float32,
-    np.dtype(np.uint8): torch.uint8,
-}
-
-
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return `array` as a tensor of the same type on `device`; on CPUs it may share the array's memory.
+    """Return `array` as a tensor of the same type on `device`.
 
-    The host never waits: a copy out of ordinary memory would first let the device finish all it has been given.
+    On CPUs it may share the array's memory. The host does not wait. A copy from unpinned memory would wait until the
+    device has finished all earlier work.
     """
     host = torch.from_numpy(np.ascontiguousarray(array))
     if device.type != "cuda" or not array.size:
@@ -139,7 +139,10 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Return the arrays as tensors on `device`, moved there together; on CPUs they may share the arrays' memory."""
+    """Return the arrays as tensors on `device`, moved in one copy.
+
+    On CPUs the tensors may share the arrays' memory.
+    """
     if device.type != "cuda":
         return [to_device(array, device) for array in arrays]
     layout = Layout({str(place): (array.dtype, array.shape) for place, array in enumerate(arrays)})
@@ -150,7 +153,7 @@ def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]
 
 
 class Layout:
-    """Where several arrays lie in one buffer, each at a multiple of 128 bytes.
+    """Offsets of several arrays in one buffer, each a multiple of 128 bytes.
 
     | tokens ... | positions ... | slots ... | items ......... |
     0            128             256         384               num_bytes
@@ -167,14 +170,14 @@ class Layout:
         self.num_bytes = max(end, ALIGNMENT)
 
     def arrays(self, buffer: Bytes) -> dict[str, NDArray[Any]]:
-        """Return the parts of a host buffer, [num_bytes] or more."""
+        """Return the arrays in a host buffer of `num_bytes` or more, by name."""
         return {
             name: buffer[first : first + size].view(dtype).reshape(shape)
             for name, (first, size, dtype, shape) in self._parts.items()
         }
 
     def tensors(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Return the parts of a tensor of bytes, [num_bytes] or more."""
+        """Return the tensors in a byte tensor of `num_bytes` or more, by name."""
         return {
             name: buffer[first : first + size].view(TORCH_DTYPES[dtype]).view(shape)
             for name, (first, size, dtype, shape) in self._parts.items()
@@ -182,7 +185,7 @@ class Layout:
 
 
 class Download:
-    """Results that lie in one buffer and move in one copy."""
+    """Results in one device buffer that move to the host in one copy."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._layout = layout
@@ -191,11 +194,11 @@ class Download:
         self._done: torch.cuda.Event | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return where the results are to be written."""
+        """Return the device tensors to write the results to."""
         return self._layout.tensors(self._source)
 
     def start(self) -> None:
-        """Enqueue the copy, behind what writes the results."""
+        """Enqueue the copy after the work that writes the results."""
         if self._source.device.type != "cuda":
             return
         self._host = torch.empty(self._layout.num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -1,9 +1,9 @@
-"""Pages on loan to host memory: what swapping a request out and in again moves, beside the steps.
+"""Swapping of KV pages to host memory and back, concurrently with the steps.
 
-    side   wait for the steps before | read pages that leave | write pages that return |
-    main                             | ... wait for what this plan needs of it | copies, rows of this plan
+    side   wait for the steps before | read pages swapped out | write pages swapped in |
+    main                             | ... wait for what this plan needs | copies and rows of this plan
 
-Host pages are touched by the side stream alone, so its order is all the protection they need.
+Only the side stream accesses host pages, so its order protects them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class SwapExecutor:
-    """The host store and the copies to and from it. Without host pages it refuses every swap."""
+    """The host pages and the copies to and from them. Without host pages every swap is an error."""
 
     def __init__(
         self, kernels: AttentionBackend, pages: KVPages, num_host_pages: int, streams: Streams | None = None
@@ -41,19 +41,17 @@ class SwapExecutor:
         self._streams = streams or make_streams(self._device)
         self._host = HostPages.allocate(pages, num_host_pages)
         self._unlock: Callable[[], object] = _no_unlock
-        if self._device.type == "cuda":  # memory must not go while it is locked, whoever forgets to close
+        if self._device.type == "cuda":  # memory must be unlocked before it is freed, even without close()
             self._unlock = weakref.finalize(self, _unlock, _lock(self._host), self._host, self._streams.side)
-        self._swap_out_event: StreamEvent | None = (
-            None  # after it, the pages that the last plan sent away may be written
-        )
+        self._swap_out_event: StreamEvent | None = None  # the next plan may write the swapped-out pages after it
 
     def apply(self, swaps_out: I32, swaps_in: I32, written: I32 | I64 | None = None) -> None:
-        """Move pages out, then in, before what is submitted to the main stream from now on needs it.
+        """Swap pages out, then in, before work submitted to the main stream from now on needs them.
 
         Shapes: swaps_out [S, 2] (page, host page), swaps_in [S, 2] (host page, page). `written`: the pages that this
-        plan's copies and rows write, any if None. If none of them leaves, the main stream need not wait for the pages
-        that leave before the next plan.
-        Raises: ValueError for a page that does not exist: copying to it would spoil other memory.
+        plan's copies and rows write, None if unknown. If none of them is swapped out, the main stream waits for the
+        swap only before the next plan.
+        Raises: ValueError for a page that does not exist: copying to it would corrupt other memory.
         """
         if self._swap_out_event is not None:
             self._streams.main.wait_event(self._swap_out_event)
@@ -65,9 +63,8 @@ class SwapExecutor:
         if len(swaps_in):
             self._check(swaps_in[:, 1], swaps_in[:, 0])
         main, side = self._streams.main, self._streams.side
-        side.wait_event(
-            main.record_event()
-        )  # pages leave as the steps before left them, and nobody reads those that return fill
+        # earlier steps have written the pages that leave and do not read those that return
+        side.wait_event(main.record_event())
         side.submit(lambda: self._move(swaps_out, swaps_in))
         if len(swaps_in) or written is None or np.isin(swaps_out[:, 0], written).any():
             main.wait_event(side.record_event())
@@ -75,7 +72,10 @@ class SwapExecutor:
             self._swap_out_event = side.record_event()
 
     def measure_page_s(self) -> float:
-        """Return how long one page takes one way, the best of a few; 0 without host pages. No page changes."""
+        """Return the seconds to copy one page one way, the best of a few runs; 0 without host pages.
+
+        No page changes its contents.
+        """
         count = min(NUM_MEASURED_PAGES, self._host.num_pages, self._pages.num_pages - 1)
         if not count:
             return 0.0
@@ -88,19 +88,19 @@ class SwapExecutor:
             self.apply(out, back)
             self._streams.side.record_event().wait()
             end = time.perf_counter()
-            if attempt:  # the first compiles, and touches fresh memory
+            if attempt:  # the first run compiles and writes to fresh memory
                 best = min(best, end - start)
             if attempt and end > deadline:
                 break
         return best / (2 * count)
 
     def close(self) -> None:
-        """Let go of the host pages."""
+        """Release the host pages."""
         self._streams.side.record_event().wait()
         self._unlock()
 
     def _move(self, swaps_out: I32, swaps_in: I32) -> None:
-        with torch.inference_mode():  # which pages go where is told in host memory, for that is where it is needed
+        with torch.inference_mode():  # the page numbers stay in host memory, where the kernels read them
             if len(swaps_out):
                 self._kernels.swap_out(self._pages, self._host, torch.from_numpy(swaps_out))
             if len(swaps_in):
@@ -116,22 +116,22 @@ class SwapExecutor:
 
 
 def _no_unlock() -> None:
-    """Unlock nothing, where nothing is locked."""
+    """Do nothing: host pages of a CPU are not locked."""
 
 
 def _unlock(addresses: list[int], host: HostPages, side: Stream) -> None:
-    """Unlock `host`, which has been kept until here, once the stream that touches it is done."""
-    with suppress(RuntimeError):  # a lost device touches nothing any more
+    """Unlock the memory of `host` after the stream that accesses it has finished."""
+    with suppress(RuntimeError):  # a lost device accesses no memory
         side.record_event().wait()
         for address in addresses:
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def _lock(host: HostPages) -> list[int]:
-    """Lock the host pages in memory, where devices reach them, and return the addresses to unlock.
+    """Page-lock the host pages, so that devices can access them; return the addresses to unlock.
 
-    torch's own pinned memory comes in powers of two; this is exactly what was asked for.
-    Raises: ModelFolderError where the system does not allow so much locked memory.
+    torch's own pinned allocations are rounded up to powers of two; this locks exactly the pages.
+    Raises: ModelFolderError if the system does not allow that much locked memory.
     """
     addresses = []
     for store in (host.k, host.v):
@@ -141,8 +141,8 @@ def _lock(host: HostPages) -> list[int]:
         status = int(torch.cuda.cudart().cudaHostRegister(store.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
         if status:
             raise ModelFolderError(
-                f"swap_space_bytes: the system does not lock {size} bytes of memory (CUDA error {status}); say less"
+                f"swap_space_bytes: the system does not lock {size} bytes of memory (CUDA error {status}); lower it"
             )
         addresses.append(store.data_ptr())
-    log.info("swap room: %d pages, locked in memory", host.num_pages)
+    log.info("swap space: %d pages, locked in memory", host.num_pages)
     return addresses

@@ -1,12 +1,13 @@
-"""Run any other `transformers` causal LM, unchanged, on our pages.
+"""Run any other `transformers` causal LM, unchanged, on KV pages.
 
-transformers lets an attention function be registered by name and hands it q, k and v of every layer. Ours stores k and
-v in pages and attends through the step's kernels. The batch runs flattened as one sequence [1, T] with explicit
-positions; which token belongs to which row is known to the step alone, which travels as a keyword argument through
-`forward`. No attention mask is registered for the name, so transformers makes none.
+transformers calls an attention function that is registered by name with q, k and v of every layer. The function here
+stores k and v in pages and attends through the step's kernels. The batch runs flattened as one sequence [1, T] with
+explicit positions. The `AttentionStep`, which maps tokens to rows, is passed through `forward` as a keyword argument.
+No mask function is registered for the name, so transformers builds no attention mask.
 
-What cannot work is found by one probing token at load, and refused by name: attention that is not the registered one
-(ALiBi, linear attention, state spaces), several sizes of heads, code that the folder would bring along.
+Models that cannot work this way are detected by running one token at load, and rejected with the reason: attention that
+does not go through the registered function (ALiBi, linear attention, state spaces), layers with different head sizes,
+and code from the model folder.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LAYER_KINDS = {"full_attention", "sliding_attention"}
 
 @dataclass(slots=True)
 class _Probe:
-    """Stands in for a step once, to see what each layer would attend with."""
+    """Replaces an `AttentionStep` at load to record what each layer attends with."""
 
     shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     reason: str = ""
@@ -51,7 +52,7 @@ def paged_attention(
     """Attend for one layer of a transformers model.
 
     Shapes: query [1, H, T, D], key, value [1, Hkv, T, D] -> [1, T, H, D].
-    Raises: ModelFolderError for a kind of attention that pages do not provide.
+    Raises: ModelFolderError for a kind of attention that KV pages do not support.
     """
     step: AttentionStep | _Probe = kwargs["paged_step"]
     if kwargs.get("position_bias") is not None or kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
@@ -72,8 +73,7 @@ def paged_attention(
 
 
 class TransformersNetwork:
-    """A transformers model seen as an `attention.Network`. Its steps are never captured: nobody promises that they can
-    be."""
+    """A transformers model as an `attention.Network`. Its steps are not captured as CUDA graphs."""
 
     def __init__(self, model: Any, geometry: Geometry, max_position: int) -> None:
         self.geometry = geometry
@@ -82,7 +82,7 @@ class TransformersNetwork:
         self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor:
-        """Return logits [U, V] of the tokens at `drawn`, of all if None. Shapes: tokens, positions [T]; drawn [U]."""
+        """Return logits [U, V]; arguments as in `Network.forward`."""
         keep = {"logits_to_keep": drawn} if self._has_logits_to_keep and drawn is not None else {}
         logits: Tensor = _run(self._model, tokens, positions, step, keep)[0]
         return logits if self._has_logits_to_keep or drawn is None else logits[drawn]
@@ -90,8 +90,10 @@ class TransformersNetwork:
     def forward_parts(
         self, tokens: Tensor, positions: Tensor, step: AttentionStep, parts: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Yield the logits of each part in turn. transformers gives no way to run the head alone for every model, so
-        each part is a pass of its own; it writes the same keys and values again."""
+        """Yield the logits of each part in turn, from one forward pass per part.
+
+        transformers has no general way to run the output head alone. Each pass writes the same keys and values again.
+        """
         for part in parts:
             yield self.forward(tokens, positions, step, part)
 
@@ -101,7 +103,7 @@ def load_transformers(
 ) -> TransformersNetwork:
     """Load a model through transformers.
 
-    Raises: ModelFolderError for an architecture that is unknown or cannot attend through pages, or bad weights.
+    Raises: ModelFolderError for an architecture that is unknown or cannot attend through pages, and for bad weights.
     """
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
@@ -111,7 +113,7 @@ def load_transformers(
     safe = {"trust_remote_code": False, "local_files_only": True}
     try:
         config = AutoConfig.from_pretrained(folder, **safe)
-    except Exception as error:  # transformers raises many kinds, some of its own making; all mean the same here
+    except Exception as error:  # transformers raises many types for a bad config
         raise ModelFolderError(_explain(where, raw, error)) from error
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if not getattr(kind, "_supports_attention_backend", False):
@@ -132,7 +134,7 @@ def load_transformers(
         raise ModelFolderError(f"{folder}: tensor {sorted(info['missing_keys'])[0]} is missing")
     for name, weight in model.named_parameters():
         if not is_finite(weight):
-            raise ModelFolderError(f"{folder}: tensor {name} holds what is not a number, or infinite")
+            raise ModelFolderError(f"{folder}: tensor {name} contains NaN or infinity")
     return _wrap(model.to(device).eval(), where, dtype, device)
 
 
@@ -167,10 +169,10 @@ def _run(
 
 
 def _max_position(text: Any) -> int:
-    """Return the longest context in which a token's rotation never depends on how long the batch happens to be.
+    """Return the longest context in which a token's rotation does not depend on the batch.
 
-    transformers switches `longrope` and `dynamic` frequencies once a sequence outgrows the original context; keys in
-    pages cannot be turned again, so that context is the limit.
+    transformers switches `longrope` and `dynamic` frequencies once a sequence outgrows the original context; cached
+    keys cannot be rotated again, so that context is the limit.
     """
     longest = int(getattr(text, "max_position_embeddings", None) or 2048)
     rope = getattr(text, "rope_parameters", None) or {}

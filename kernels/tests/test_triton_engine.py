@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from chatcache_kernels import work_list
 
-from chatcache.model.runner import Ahead
+from chatcache.model.runner import AsyncLaunch
 from tests.gpu.engine_cases import CASES, assert_same, count_replays, outcome
 
 INTERPRETED_CASES = [case for case in CASES if case != "long"]
@@ -44,7 +44,7 @@ def test_static_buffers_and_async_scheduling_do_not_change_outputs(
 ) -> None:
     """Cover the runner's GPU path except graph capture: steps of 2 and 8 rows with padding rows."""
     replayed = count_replays(monkeypatch)
-    found = outcome("n_best", tmp_path, "triton", share="always", graphs=Ahead((2, 8)))
+    found = outcome("n_best", tmp_path, "triton", share="always", graphs=AsyncLaunch((2, 8)))
     assert len(replayed) >= 3
     assert_same(found, outcome("n_best", tmp_path, "reference"))
 

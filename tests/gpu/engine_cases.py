@@ -81,7 +81,9 @@ def build(
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(triton, "prepare", partial(work_list.plan_work, share=share)))
         if is_interpreted:  # nothing compiles; tests/model/test_triton_warm.py warms up in full
-            patches.enter_context(mock.patch.multiple("chatcache.model.runner", WARM_PROMPTS=(1, 2), WARM_TOKENS=PAGE))
+            patches.enter_context(
+                mock.patch.multiple("chatcache.model.runner", WARMUP_PROMPT_TOKENS=(1, 2), WARMUP_CONTEXT_TOKENS=PAGE)
+            )
         runner = load_model(config, weights=RandomWeights(TINY, device, seed=SEED, std=0.2), async_launch=graphs)
     return Engine(SynchronousRunner(runner) if in_order else runner, runner.facts, config)
 

@@ -109,8 +109,8 @@ def test_priority_needs_its_policy(llm: LLM, folder: Any) -> None:
     ("options", "text"),
     [
         ({"scheduling_policy": "lifo"}, "scheduling_policy"),
-        ({"preemption": "never"}, "preemption"),
-        ({"preemption": "swap", "swap_space": 0}, "swap"),
+        ({"preemption_mode": "never"}, "preemption"),
+        ({"preemption_mode": "swap", "swap_space": 0}, "swap"),
         ({"swap_space": "lots"}, "not a size"),
     ],
 )

@@ -75,10 +75,10 @@ def test_the_same_answers(sizes: list[int], num_pages: int, tmp_path: Path, monk
     settings: dict[str, Any] = {
         "kv_memory_bytes": num_pages * PAGE_BYTES,
         "swap_space_bytes": 64 * PAGE_BYTES,
-        "preemption": "swap",
+        "preemption_mode": "swap",
     }
     expected = told(build(tmp_path, "reference", **settings))
-    monkeypatch.setattr(runners, "streams_of", lambda device: lazy_streams(False, False))
+    monkeypatch.setattr(runners, "make_streams", lambda device: lazy_streams(False, False))
     replays = Replays()
     engine = build(tmp_path, "reference", graphs=AsyncLaunch(sizes, replays), **settings)
     assert told(engine) == expected

@@ -96,7 +96,7 @@ def test_the_probe_sees_another_order_of_addition(dtype: torch.dtype, monkeypatc
 
             return product
 
-        monkeypatch.setattr(invariant, "packed_product", packed)
+        monkeypatch.setattr(invariant, "packed_linear", packed)
         found = find_invariant_sizes(64, 64, dtype, has_bias=False)
         assert found == tuple(size for size in TILE_SIZES if (size < limit) == (limit > invariant.REFERENCE_ROWS)), (
             limit
@@ -107,10 +107,10 @@ def test_products_that_depend_on_neighbours_are_refused(monkeypatch: pytest.Monk
     def packed(weight: Tensor, bias: Tensor | None) -> Linear:
         return lambda x: functional.linear(x, weight) + x.sum() * 1e-20
 
-    monkeypatch.setattr(invariant, "packed_product", packed)
+    monkeypatch.setattr(invariant, "packed_linear", packed)
     with pytest.raises(ModelFolderError, match=r"deterministic: .* weight of 64 x 32 .* depend on the batch"):
         find_invariant_sizes(64, 32, torch.float32, has_bias=False)
-    monkeypatch.setattr(invariant, "packed_product", lambda *_: None)
+    monkeypatch.setattr(invariant, "packed_linear", lambda *_: None)
     with pytest.raises(ModelFolderError, match="deterministic: oneDNN has no product for a weight of 4 x 6"):
         BatchInvariantLinearFactory()(torch.ones(4, 6))
 
@@ -202,7 +202,7 @@ def test_who_is_refused(sample_of: Get, tmp_path: Path, monkeypatch: pytest.Monk
     assert "rows of 180 torch.float32 numbers: 16 must divide" in refusal(folder, dtype="float32")
     monkeypatch.setattr(loading, "choose_device", lambda name: torch.device("meta"))
     assert refusal(sample.folder, dtype="float32") == (
-        "deterministic works on CPUs only so far, and this model would run on meta"
+        "deterministic works on CPUs only, and this model would run on meta"
     )
 
 

@@ -104,7 +104,7 @@ SPOILERS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "short-header": (lambda f: truncate(f, 100), ["model.safetensors", "truncated"]),
     "short-data": (lambda f: truncate(f, 200_000), ["model.safetensors", "truncated"]),
     "not-safetensors": (lambda f: (f / "model.safetensors").write_bytes(b"PK" * 500), ["not safetensors"]),
-    "header-not-json": (lambda f: header(f, b"{" * 20), ["model.safetensors", "header is no JSON"]),
+    "header-not-json": (lambda f: header(f, b"{" * 20), ["model.safetensors", "header is not JSON"]),
     "header-nonsense": (
         lambda f: header(f, b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": "ab"}}'),
         ["model.safetensors", "tensor x"],

@@ -42,9 +42,9 @@ def test_freed_memory_is_used_again() -> None:
     """In a process of its own: the setting stays for good."""
     program = """
 import resource, sys, torch
-from chatcache.model.host_memory import keep_freed_memory
+from chatcache.model.host_memory import reuse_freed_memory
 if sys.argv[1] == "keep":
-    keep_freed_memory()
+    reuse_freed_memory()
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
 torch.full((8,), 1.0)

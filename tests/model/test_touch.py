@@ -94,7 +94,7 @@ from chatcache_kernels import cpu
 from chatcache.model.host_memory import PagePrefaulter
 pages = cpu.allocate_pages(30, 20_000, {SIZE}, {HEADS}, {DIM}, torch.bfloat16)
 touch = PagePrefaulter(pages)
-touch.reach(0)
+touch.ensure(0)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,1 +1,4 @@
-"""Load a model folder: configuration, weights, memory budget, back ends. Start at `loader`."""
+"""Load a model folder: configuration, weights, memory budget, backends.
+
+Reading order: `loader`, `files`, `config_reader`, `weights`, `memory_budget`.
+"""

@@ -1,7 +1,7 @@
-"""Read `config.json` into a frozen `Architecture`: our own reader, no transformers, no code from the folder.
+"""Read `config.json` of a native family into a frozen `Architecture`.
 
-Field names and defaults are those of transformers, which wrote most folders: both the 4.x spelling (`rope_theta`,
-`rope_scaling`, `torch_dtype`) and the 5.x one (`rope_parameters`, `dtype`).
+The reader uses neither transformers nor code from the folder. Field names and defaults are those of transformers, in
+both the 4.x spelling (`rope_theta`, `rope_scaling`, `torch_dtype`) and the 5.x one (`rope_parameters`, `dtype`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions. `dim` of each head's dimensions turn; `options` are the scaling's own fields, sorted."""
+    """Rotary position settings.
+
+    `dim`: number of rotated dimensions per head; `options`: numeric fields of the rope scaling, sorted by name.
+    """
 
     kind: str
     theta: float
@@ -26,15 +29,16 @@ class Rope:
     options: tuple[tuple[str, float], ...] = ()
 
     def option(self, name: str, default: float | None = None) -> float | None:
-        """Return a field of the scaling."""
+        """Return a field of the rope scaling."""
         return dict(self.options).get(name, default)
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A decoder of the native family. `windows[layer]`: how many keys a token sees, itself included; None = all.
+    """Description of a decoder of the native family.
 
-    `fused`: the folder stores qkv_proj and gate_up_proj already fused (Phi-3).
+    `windows[layer]`: number of tokens that a token attends to, itself included; None means all. `fused`: the folder
+    stores fused qkv_proj and gate_up_proj weights (Phi-3).
     """
 
     family: str
@@ -59,7 +63,7 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What differs between families when the config is silent."""
+    """Defaults of a family for fields that the config omits."""
 
     num_kv_heads: int | None = None
     head_dim: int | None = None
@@ -81,7 +85,7 @@ FAMILIES = {
 
 
 class _Reader:
-    """Typed access to a JSON object; complains with the file and the field."""
+    """Typed access to a JSON object, with errors that name the file and the field."""
 
     def __init__(self, config: dict[str, Any], where: Path) -> None:
         self.config = config
@@ -116,7 +120,7 @@ class _Reader:
 
 
 def model_type(config: dict[str, Any], where: Path) -> str:
-    """Return the model type. Raises: ModelFolderError if the config names none."""
+    """Return the model type. Raises: ModelFolderError if the config has none."""
     value = config.get("model_type")
     if not isinstance(value, str) or not value:
         raise ModelFolderError(f"{where}: model_type is missing")
@@ -124,7 +128,7 @@ def model_type(config: dict[str, Any], where: Path) -> str:
 
 
 def is_native(config: dict[str, Any], where: Path) -> bool:
-    """Tell whether `decoder.py` runs this config; everything else is left to `hf.py`."""
+    """Return whether the native decoder can run this config; transformers runs all others."""
     if model_type(config, where) not in FAMILIES:
         return False
     scaling = _rope_parameters(config)
@@ -135,9 +139,9 @@ def is_native(config: dict[str, Any], where: Path) -> bool:
 
 
 def read_architecture(config: dict[str, Any], where: Path) -> Architecture:
-    """Turn the config of a native family into an `Architecture`. `where` is the file, for messages.
+    """Read the config of a native family. `where` is the file, for error messages.
 
-    Raises: ModelFolderError naming the field that is missing or makes no sense.
+    Raises: ModelFolderError naming a field that is missing or invalid.
     """
     family = model_type(config, where)
     known = FAMILIES[family]

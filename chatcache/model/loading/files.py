@@ -1,4 +1,7 @@
-"""Find the model folder and read its small files; whatever is wrong with them ends as one sentence naming the file."""
+"""Find a model folder and read its small files.
+
+Every problem is raised as one ModelFolderError that names the file.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", 
 
 
 def model_name(model: str) -> str:
-    """Return what to call a model that was given no name: its Hugging Face id, or its folder's name."""
+    """Return the default name of a model: its Hugging Face id, or the name of its folder."""
     if not model:
         return "chatcache-builtin"
     folder = Path(model).expanduser()
@@ -33,10 +36,10 @@ def model_name(model: str) -> str:
 
 
 def resolve_model_path(model: str) -> Path:
-    """Return the folder of `model`: "" is the demo model, else a folder, else a Hugging Face id.
+    """Return the folder of `model`: "" is the demo model, else a folder or a Hugging Face id.
 
     Ids are looked up in the local Hugging Face cache first and downloaded only if `HF_HUB_OFFLINE` allows it.
-    Raises: ModelFolderError when there is no such folder and no such id.
+    Raises: ModelFolderError if there is neither such a folder nor such an id.
     """
     if not model:
         from chatcache.demo_model import model_path
@@ -57,12 +60,12 @@ def _fetch(model: str) -> Path:
 
     try:
         return Path(snapshot_download(model, allow_patterns=list(PATTERNS), etag_timeout=CONNECT_TIMEOUT_S))
-    except Exception as error:  # the hub raises many kinds
+    except Exception as error:  # huggingface_hub raises many types
         raise ModelFolderError(f"{model}: no such folder, and {_fetch_error(error)}") from error
 
 
 def _fetch_error(error: Exception) -> str:
-    """Return why a Hugging Face id could not be fetched, and what to do about it."""
+    """Return why a Hugging Face id could not be fetched, and how to fix it."""
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -84,10 +87,10 @@ def _fetch_error(error: Exception) -> str:
 
 @contextmanager
 def as_model_folder_error(path: Path) -> Iterator[None]:
-    """Say of whatever goes wrong within, if it does not say so itself, that it is this file's or folder's fault."""
+    """Convert unexpected exceptions of the `with` block to a ModelFolderError that names `path`."""
     try:
         yield
-    except (ChatcacheError, ConnectionError):  # a connection: of whoever hears of the progress
+    except (ChatcacheError, ConnectionError):  # ConnectionError: raised by the receiver of the progress
         raise
     except Exception as error:
         lines = str(error).strip().splitlines()
@@ -96,7 +99,10 @@ def as_model_folder_error(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`. Raises: ModelFolderError if it is absent, unreadable or not an object."""
+    """Return the JSON object in `path`.
+
+    Raises: ModelFolderError if the file is missing, unreadable or not a JSON object.
+    """
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ModelFolderError(f"{path}: is larger than {MAX_JSON_BYTES} bytes")
@@ -105,7 +111,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelFolderError(f"{path}: missing") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ModelFolderError(f"{path}: cannot be read: {error}") from error
-    except (ValueError, RecursionError) as error:  # also a number of thousands of digits
+    except (ValueError, RecursionError) as error:  # ValueError: also a number with thousands of digits
         raise ModelFolderError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelFolderError(f"{path}: holds a {type(value).__name__}, not a JSON object")
@@ -113,7 +119,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return `config.json`. Raises: ModelFolderError, also when the folder itself is absent."""
+    """Return `config.json`. Raises: ModelFolderError, also if the folder is missing."""
     if not folder.is_dir():
         raise ModelFolderError(f"{folder}: no such folder")
     check_links(folder)
@@ -123,13 +129,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_links(folder: Path) -> None:
-    """Verify that no file of a model is a link to somewhere else; the Hugging Face cache's own layout is fine.
+    """Verify that no file of a model is a symbolic link out of the folder.
 
-    Raises: ModelFolderError naming the file.
+    Links into the blobs of the Hugging Face cache are allowed. Raises: ModelFolderError naming the file.
     """
     resolved = folder.resolve()
     allowed_folders = [resolved]
-    if resolved.parent.name == "snapshots":  # of the cache: files are links into the repository's blobs
+    if resolved.parent.name == "snapshots":  # Hugging Face cache: files are links to blobs
         allowed_folders.append(resolved.parent.parent / "blobs")
     for file in sorted(path for pattern in PATTERNS for path in folder.glob(pattern)):
         if not file.is_symlink():
@@ -143,7 +149,7 @@ def check_links(folder: Path) -> None:
 
 
 def _check_sizes(where: Path, config: dict[str, Any]) -> None:
-    """Refuse numbers that no model has, before anything is made that large."""
+    """Reject implausibly large numbers before anything is allocated from them."""
     text = config.get("text_config")
     for fields in (config, text if isinstance(text, dict) else {}):
         for name, value in fields.items():
@@ -160,7 +166,7 @@ def _check_sizes(where: Path, config: dict[str, Any]) -> None:
 
 
 def _max_value(name: str) -> int | None:
-    """Return the largest number that a field of config.json may be, None if nothing is made that large."""
+    """Return the largest plausible value of a field of config.json, None if it is not a size."""
     if name in _LAYERS:
         return MAX_LAYERS
     if name in _POSITIONS:
@@ -171,7 +177,7 @@ def _max_value(name: str) -> int | None:
 def weight_files(folder: Path) -> tuple[Path, ...]:
     """Return the safetensors files of the model, sorted by name.
 
-    Raises: ModelFolderError when there are none, a shard is missing, or the index points outside the folder.
+    Raises: ModelFolderError if there are none, a shard is missing, or the index points outside the folder.
     """
     index = folder / INDEX
     if (folder / WEIGHTS).is_file():
@@ -200,7 +206,7 @@ def _no_weights(folder: Path) -> str:
 
 
 def eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """Return the end-of-turn ids: `generation_config.json` decides, else `config.json`."""
+    """Return the end-of-turn ids from `generation_config.json`, else from `config.json`."""
     path = folder / "generation_config.json"
     found = read_json(path).get("eos_token_id") if path.is_file() else None
     if found is None:

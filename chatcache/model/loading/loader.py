@@ -1,14 +1,10 @@
-"""Turn a model folder into a `Runner`, or say which file is wrong and why.
+"""Load a model folder into a `Runner`, or report which file is wrong and why.
 
-Choose how layers multiply, and how tokens are drawn: by Triton's kernels where attention is Triton's, else by torch
-or the CPU's kernels.
-
-How many threads a CPU model should compute with.
-
-A team of threads waits for its slowest member at every operation. That member may not be running at all: a container
-may allow fewer CPUs than it shows, and on a small box the gateway and the browser want a core too. A model that streams
-few bytes per token gains next to nothing from a second thread (demo model, 2 cores: 444 against 484 tokens/s) and
-loses by a factor of ten when the cores are busy, so it gets one.
+The loader also selects the linear layers, the sampler and the number of threads for the device. On a CPU, every
+operation waits for the slowest of its threads, and that thread may not be running: a container may allow fewer CPUs
+than it shows, and on a small machine the gateway and the browser need a core, too. A model that reads few bytes per
+token gains little from a second thread (demo model, 2 cores: 484 against 444 tokens/s) and becomes ten times slower
+when the cores are busy, so it gets one thread.
 """
 
 from __future__ import annotations
@@ -66,70 +62,11 @@ from chatcache.types.stats import ModelInfo
 
 log = logging.getLogger(__name__)
 
-DUAL_LAYOUT_MAX_BYTES = 2 * 2**30  # of weights kept twice; beyond, calls cost little beside reading weights
-DUAL_LAYOUT_MAX_SHARE = 1 / 3  # of free memory, for weights kept twice: as much again is left for pages and all else
-
-
-def choose_linear(config: EngineConfig, weight_bytes: int, dtype: torch.dtype, device: torch.device) -> LinearFactory:
-    """Return how this model multiplies."""
-    if config.quantization == "int8":
-        return Int8LinearFactory()
-    if config.deterministic:
-        return BatchInvariantLinearFactory()
-    if device.type != "cpu" or config.attention_backend not in ("auto", "cpu") or dtype != torch.bfloat16:
-        return fast_linear
-    free_bytes = free_host_bytes()
-    keep_both = can_keep_both_layouts(weight_bytes, free_bytes)
-    size = f"{weight_bytes / 2**30:.2f} GiB of weights, {free_bytes / 2**30:.2f} GiB free"
-    log.info("%s: kept %s", size, "twice, for few tokens and for many" if keep_both else "once, as oneDNN has them")
-    return DualLayoutLinearFactory() if keep_both else fast_linear
-
-
-def can_keep_both_layouts(weight_bytes: int, free_bytes: int) -> bool:
-    """Tell whether weights are worth a second form for few tokens: where that is small change, and memory has room."""
-    return weight_bytes <= min(DUAL_LAYOUT_MAX_BYTES, free_bytes * DUAL_LAYOUT_MAX_SHARE)
-
-
-def choose_sampler(backend: str, vocab_size: int, device: torch.device) -> TokenSampler:
-    """Return what draws for a runner with this attention backend."""
-    if backend != "triton":
-        return Sampler(vocab_size, device)
-    from chatcache.model.sampling.device_sampler import DeviceSampler
-
-    return DeviceSampler(vocab_size, device)
-
-
-def choose_graph_sampler(backend: str, vocab_size: int, device: torch.device) -> GraphSampler:
-    """Return what draws within captured steps."""
-    if backend != "triton":
-        return TorchGraphSampler(vocab_size, device)
-    from chatcache.model.sampling.device_sampler import TritonGraphSampler
-
-    return TritonGraphSampler(vocab_size, device)
-
+DUAL_LAYOUT_MAX_BYTES = 2 * 2**30  # of weights with two layouts; in larger models call overhead is small
+DUAL_LAYOUT_MAX_SHARE = 1 / 3  # of free memory for weights with two layouts; the rest is for KV pages and activations
 
 SINGLE_THREAD_BYTES = 32 * 2**20
-
-
-def limit_threads(weight_bytes: int) -> None:
-    """Lower torch's thread count to what the machine allows and the model is worth; never raises it."""
-    most = 1 if weight_bytes <= SINGLE_THREAD_BYTES else allowed_cpus()
-    if most < torch.get_num_threads():
-        torch.set_num_threads(most)
-
-
-def allowed_cpus(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Count the CPUs this process may use: its affinity, and the control group's quota rounded up."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = quota_file.read_text().split()
-        return max(1, min(affinity, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # no control groups, or "max"
-        return affinity
-
-
 Progress = Callable[[float, str], None]
-
 SWAP_MAX_BYTES = 1024**3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -140,10 +77,11 @@ def load_model(
     weights: WeightSource | None = None,
     async_launch: AsyncLaunch | None = None,
 ) -> Runner:
-    """Load `config.model`. `progress(fraction, what)` is called from 0 to 1; `weights` replace those of the folder
-    (for native models); `ahead` says how to get ahead of the device, if not as the device suggests.
+    """Load `config.model` and return a warmed-up runner.
 
-    Raises: ModelFolderError naming the file and the reason, also for what nobody has thought of.
+    `progress(fraction, what)` is called with fractions from 0 to 1; `weights` replace those of the folder (native
+    models only); `async_launch` replaces the default settings of the device.
+    Raises: ModelFolderError naming the file and the reason, also for unexpected errors.
     """
     report = progress or (lambda fraction, what: None)
     report(0.0, "reading the model folder")
@@ -161,14 +99,14 @@ def _load(
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     if config.deterministic and device.type != "cpu":
-        raise ModelFolderError(f"deterministic works on CPUs only so far, and this model would run on {device}")
+        raise ModelFolderError(f"deterministic works on CPUs only, and this model would run on {device}")
     check_quantization(config.quantization, device)
     backend, kernels = choose_backend(config.attention_backend, device, deterministic=config.deterministic)
     if device.type == "cpu":
         reuse_freed_memory()
         limit_threads(weights.num_parameters * (1 if config.quantization == "int8" else dtype.itemsize))
     elif dtype == torch.float32:
-        torch.set_float32_matmul_precision("highest")  # float32 means float32, whatever the process did before
+        torch.set_float32_matmul_precision("highest")  # the process may have enabled TF32 before
     make_linear: LinearFactory = fast_linear
     with as_model_folder_error(folder / "config.json"):
         native = is_native(raw, folder / "config.json")
@@ -233,7 +171,7 @@ def _load_network(
     make_linear: LinearFactory,
     report: Progress,
 ) -> tuple[Network, int]:
-    """Return the model and the longest context it will serve."""
+    """Return the network and the longest context that it will serve."""
 
     def part(fraction: float, what: str) -> None:
         report(0.05 + 0.85 * fraction, what)
@@ -254,15 +192,16 @@ def _load_network(
     length = _bounded(config, network.max_position)
     if not config.deterministic:
         return network, length
-    torch.set_num_threads(1)  # how torch shares its work among threads is nobody's promise
+    torch.set_num_threads(1)  # how torch divides work among threads is not specified
     log.warning("deterministic: this model runs through transformers, on one thread, one token at a time")
     return TokenByToken(network), length
 
 
 def context_length(config: EngineConfig, arch: Architecture) -> int:
-    """Return the longest context: the model's own, stretched by its rope scaling at most.
+    """Return the longest context to serve: the model's own, or `max_model_len`.
 
-    Raises: ModelFolderError if `max_model_len` asks for more.
+    Rope scaling may extend the model's own context.
+    Raises: ModelFolderError if `max_model_len` exceeds what the model supports.
     """
     max_context = arch.max_position
     if arch.rope.kind in ("yarn", "dynamic", "linear"):
@@ -283,7 +222,7 @@ def _bounded(config: EngineConfig, max_context: int) -> int:
 
 
 def limit_kv_memory(config: EngineConfig, total_bytes: int) -> EngineConfig:
-    """Return a config without `kv_memory_bytes` where that is more than the device has, with a warning."""
+    """Return the config without `kv_memory_bytes` if the device has less memory, with a warning."""
     if config.kv_memory_bytes is None or config.kv_memory_bytes <= total_bytes:
         return config
     given, total = format_size(config.kv_memory_bytes), format_size(total_bytes)
@@ -294,10 +233,11 @@ def limit_kv_memory(config: EngineConfig, total_bytes: int) -> EngineConfig:
 def plan_capacity(
     config: EngineConfig, geometry: Geometry, max_model_len: int, budget: Budget | None = None
 ) -> KVCapacity:
-    """Size the page store: the bytes asked for, else what a `budget` leaves, else a share of the host's free memory and
-    at least one whole context; at most what `max_num_seqs` whole contexts could use.
+    """Compute the number of KV pages and host pages.
 
-    Raises: ModelFolderError when that does not hold two pages.
+    The pages take `kv_memory_bytes` if set, else what `budget` leaves, else a share of the host's free memory but at
+    least one whole context; never more than `max_num_seqs` whole contexts can use.
+    Raises: ModelFolderError if that does not hold two pages.
     """
     page_bytes = geometry.page_bytes(config.page_size)
     context_pages = -(-max_model_len // config.page_size)
@@ -337,7 +277,7 @@ def _budget(
     max_model_len: int,
     num_graphs: int,
 ) -> Budget | None:
-    """Measure what a device's memory has to hold; None where nobody needs to know."""
+    """Measure a GPU's memory for KV pages; None on CPUs or if `kv_memory_bytes` is set."""
     device = network.geometry.device
     if device.type != "cuda" or config.kv_memory_bytes is not None:
         return None
@@ -357,9 +297,9 @@ def _budget(
 
 
 def _num_host_pages(config: EngineConfig, page_bytes: int, num_pages: int) -> int:
-    """Size the room for swapped pages: the bytes asked for, else half as many pages as there are, 1 GiB at most.
+    """Return the number of host pages: as configured, else half the KV pages, at most 1 GiB.
 
-    Raises: ModelFolderError when `swap_space_bytes` is negative or does not hold one page.
+    Raises: ModelFolderError if `swap_space_bytes` is negative or does not hold one page.
     """
     requested = config.swap_space_bytes
     if requested is None:
@@ -373,7 +313,7 @@ def _num_host_pages(config: EngineConfig, page_bytes: int, num_pages: int) -> in
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device for auto | cpu | cuda. Raises: ModelFolderError where it does not exist."""
+    """Return the device for auto | cpu | cuda. Raises: ModelFolderError if it does not exist."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name != "cpu" and not (name.split(":")[0] == "cuda" and torch.cuda.is_available()):
@@ -382,7 +322,10 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the compute dtype; auto is bfloat16 on GPUs and on CPUs with avx512_bf16 or AMX, else float32."""
+    """Return the compute dtype.
+
+    auto is bfloat16 on GPUs and on CPUs with avx512_bf16 or AMX, else float32.
+    """
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" or _cpu_has_bf16() else torch.float32
     if name not in DTYPES:
@@ -399,7 +342,71 @@ def _cpu_has_bf16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
+def choose_linear(config: EngineConfig, weight_bytes: int, dtype: torch.dtype, device: torch.device) -> LinearFactory:
+    """Return the factory of the model's linear layers."""
+    if config.quantization == "int8":
+        return Int8LinearFactory()
+    if config.deterministic:
+        return BatchInvariantLinearFactory()
+    if device.type != "cpu" or config.attention_backend not in ("auto", "cpu") or dtype != torch.bfloat16:
+        return fast_linear
+    free_bytes = free_host_bytes()
+    keep_both = can_keep_both_layouts(weight_bytes, free_bytes)
+    size = f"{weight_bytes / 2**30:.2f} GiB of weights, {free_bytes / 2**30:.2f} GiB free"
+    log.info("%s: kept %s", size, "twice, for few tokens and for many" if keep_both else "once, in the oneDNN layout")
+    return DualLayoutLinearFactory() if keep_both else fast_linear
+
+
+def can_keep_both_layouts(weight_bytes: int, free_bytes: int) -> bool:
+    """Return whether to keep a second layout of the weights for small steps.
+
+    It must be small in absolute terms and fit into a share of the free memory.
+    """
+    return weight_bytes <= min(DUAL_LAYOUT_MAX_BYTES, free_bytes * DUAL_LAYOUT_MAX_SHARE)
+
+
+def choose_sampler(backend: str, vocab_size: int, device: torch.device) -> TokenSampler:
+    """Return the sampler of a runner with this attention backend."""
+    if backend != "triton":
+        return Sampler(vocab_size, device)
+    from chatcache.model.sampling.device_sampler import DeviceSampler
+
+    return DeviceSampler(vocab_size, device)
+
+
+def choose_graph_sampler(backend: str, vocab_size: int, device: torch.device) -> GraphSampler:
+    """Return the sampler of captured steps."""
+    if backend != "triton":
+        return TorchGraphSampler(vocab_size, device)
+    from chatcache.model.sampling.device_sampler import TritonGraphSampler
+
+    return TritonGraphSampler(vocab_size, device)
+
+
+def limit_threads(weight_bytes: int) -> None:
+    """Reduce torch's threads to the CPUs allowed, or to one for a small model; never raise them."""
+    most = 1 if weight_bytes <= SINGLE_THREAD_BYTES else allowed_cpus()
+    if most < torch.get_num_threads():
+        torch.set_num_threads(most)
+
+
+def allowed_cpus(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Count the CPUs that this process may use.
+
+    The count is limited by the CPU affinity and by the control group's quota, rounded up.
+    """
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = quota_file.read_text().split()
+        return max(1, min(affinity, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no control groups, or "max"
+        return affinity
+
+
 def _digest(raw: dict[str, Any], weights: WeightSource, precision: str, max_model_len: int) -> str:
-    """Hash all that decides what a page holds: config, weights, their precision, and what dynamic rope depends on."""
+    """Return a hash of all that determines the contents of a page.
+
+    That is the config, the weights, their precision, and the context length, on which dynamic rope scaling depends.
+    """
     info_json = json.dumps([raw, precision, max_model_len, weights.digest()], sort_keys=True)
     return hashlib.sha256(info_json.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""How much memory KV pages may take, and what else has to fit beside them."""
+"""Memory budget: bytes for KV pages next to weights, steps and captured graphs."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from chatcache.types.plan import I32, Draws, LogitEdit, Rows, StepPlan
 CPU_KV_SHARE = 0.25
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 CPU_KV_MAX_BYTES = 4 * 1024**3
-SLACK_SHARE = 0.04  # of what is free: fragments of torch's pools, kernels, other processes
-GRAPH_BYTES = 4 << 20  # what the driver keeps of one captured step
+SLACK_SHARE = 0.04  # of free memory: fragmentation, kernels, other processes
+GRAPH_BYTES = 4 << 20  # driver memory per captured step
 
 log = logging.getLogger(__name__)
 
 
 class MemoryGauge(Protocol):
-    """Reads a device's memory."""
+    """Measures the memory of a device."""
 
     def free_bytes(self) -> int:
-        """Return what nobody holds."""
+        """Return the free memory of the device."""
         ...
 
     def peak_bytes(self, work: Callable[[], None]) -> int:
-        """Do `work` and return how much more than before was held at its worst."""
+        """Run `work` and return the peak of additionally reserved memory."""
         ...
 
 
 class CudaMemoryGauge:
-    """Asks the driver and torch's allocator."""
+    """Measures with the CUDA driver and torch's allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -63,7 +63,7 @@ class CudaMemoryGauge:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Where a device's free memory goes once the weights are loaded, in bytes."""
+    """Use of a device's free memory after the weights are loaded, in bytes."""
 
     free_bytes: int
     step_bytes: int
@@ -71,7 +71,7 @@ class Budget:
 
     @property
     def kv_bytes(self) -> int:
-        """Return what is left for pages, 0 if nothing is."""
+        """Return the bytes left for KV pages, at least 0."""
         return max(0, int(self.free_bytes * (1 - SLACK_SHARE)) - self.step_bytes - self.graph_bytes)
 
     def __str__(self) -> str:
@@ -93,10 +93,10 @@ def measure_budget(
     max_num_batched_tokens: int,
     num_graphs: int,
 ) -> Budget:
-    """Run the largest step that a scheduler may ask for, and see what it takes.
+    """Run the largest step that a scheduler may plan, and measure its memory.
 
-    Captured steps share one pool, which holds what the largest of them needs: no more than that step, apart from
-    the partial states of attention.
+    Captured steps share one memory pool, which holds what the largest of them needs: no more than the measured step,
+    plus the partial results of attention.
     """
     free_bytes = gauge.free_bytes()
     step = _LargestStep(network, kernels, sampler, page_size, max_model_len, max_num_seqs, max_num_batched_tokens)
@@ -112,9 +112,9 @@ def measure_budget(
 
 
 class _LargestStep:
-    """One long prompt, and a new token for every other branch that may run; everybody draws from a nucleus.
+    """One long prompt, and one new token for every other branch, all drawn with top_p.
 
-    All rows use the same few pages: what they compute means nothing.
+    All rows use the same few pages; the results are meaningless.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class _LargestStep:
             remaining -= more
 
     def run(self) -> None:
-        """Allocate, compute, and let go of everything."""
+        """Allocate pages, run the step, and release everything."""
         geometry, count = self._network.geometry, len(self._num_tokens)
         num_pages = -(-int(self._num_tokens[0]) // self._page_size)
         tables = PageTables(count, num_pages, self._page_size, self._kernels.prepare, geometry.group)
@@ -174,12 +174,12 @@ class _LargestStep:
 
 
 def host_kv_bytes() -> int:
-    """Return how much of a CPU's memory pages may take when nobody says."""
+    """Return the default bytes of KV pages on a CPU."""
     return min(int(free_host_bytes() * CPU_KV_SHARE), CPU_KV_MAX_BYTES)
 
 
 def total_memory_bytes(device: torch.device) -> int:
-    """Return the memory of a GPU, or of the machine, or what this process's control group may use of it."""
+    """Return the memory of a GPU or of the machine, limited by the process's control group."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -190,7 +190,10 @@ def total_memory_bytes(device: torch.device) -> int:
 
 
 def free_host_bytes() -> int:
-    """Return what the machine and this process's control group have left; files that memory caches count as free."""
+    """Return the memory that the machine and this process's control group have left.
+
+    Memory that holds cached files counts as free.
+    """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
@@ -200,7 +203,7 @@ def free_host_bytes() -> int:
 
 
 def _container_free_bytes() -> int:
-    """Return what the control group still allows; without a limit, more than any machine has."""
+    """Return the memory that the control group has left; a huge number without a limit."""
     try:
         limit, used = ((_CONTROL_GROUP / f"memory.{name}").read_text() for name in ("max", "current"))
         return int(limit) - int(used)

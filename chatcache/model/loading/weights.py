@@ -1,4 +1,4 @@
-"""Read safetensors by memory map, with every length checked before a byte is trusted.
+"""Memory-mapped safetensors files, with every length checked before data is read.
 
 File: 8 bytes little-endian header length N | N bytes of JSON {name: {dtype, shape, data_offsets}} | tensor data.
 """
@@ -47,7 +47,7 @@ CHUNK = 1 << 18
 
 
 class WeightSource(Protocol):
-    """A model's tensors by name, wherever they come from."""
+    """A model's tensors by name."""
 
     def __contains__(self, name: str) -> bool: ...
 
@@ -55,20 +55,20 @@ class WeightSource(Protocol):
     def num_parameters(self) -> int: ...
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return one tensor, to be copied before it is kept.
+        """Return one tensor; the caller must copy it to keep it.
 
-        Raises: ModelFolderError if there is none of this shape.
+        Raises: ModelFolderError if there is no such tensor of this shape.
         """
         ...
 
     def digest(self) -> str:
-        """Return a hex digest of all that decides what the tensors hold."""
+        """Return a hex digest that identifies the contents of the tensors."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file: where its bytes lie in `view` and what they mean."""
+    """One tensor of a file: `view` holds its bytes."""
 
     file: Path
     view: memoryview
@@ -77,7 +77,10 @@ class Entry:
 
 
 class Weights:
-    """All tensors of a model folder by name. Tensors share the mapped file: copy before you keep or change them."""
+    """All tensors of a model folder by name.
+
+    Tensors share the memory-mapped file: copy before keeping or changing them.
+    """
 
     def __init__(self, files: tuple[Path, ...]) -> None:
         self.files = files
@@ -100,9 +103,9 @@ class Weights:
         return sum(math.prod(entry.shape) for entry in self._entries.values())
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor, a view of the file.
+        """Return a tensor that is a view of the file.
 
-        Raises: ModelFolderError if it is missing or has another shape.
+        Raises: ModelFolderError if it is missing, has another shape, is not of a float type or not finite.
         """
         entry = self._entries.get(name)
         if entry is None:
@@ -116,11 +119,14 @@ class Weights:
             raise ModelFolderError(f"{entry.file}: tensor {name} is {entry.dtype}; quantised weights are not supported")
         tensor = torch.frombuffer(entry.view, dtype=entry.dtype).view(shape)
         if not is_finite(tensor):
-            raise ModelFolderError(f"{entry.file}: tensor {name} holds what is not a number, or infinite")
+            raise ModelFolderError(f"{entry.file}: tensor {name} contains NaN or infinity")
         return tensor
 
     def digest(self) -> str:
-        """Return a hex digest of headers and contents: whole files up to 64 MiB, else samples of every tensor."""
+        """Return a hex digest of headers and contents.
+
+        Files of up to 64 MiB are hashed whole, larger ones by samples of every tensor.
+        """
         hasher = hashlib.sha256()
         for header, data in zip(self._headers, self._data, strict=True):
             hasher.update(header)
@@ -146,9 +152,9 @@ class Weights:
         try:
             header = json.loads(raw, object_pairs_hook=_reject_duplicates)
         except (ValueError, RecursionError) as error:
-            raise ModelFolderError(f"{path}: not safetensors, its header is no JSON: {error}") from error
+            raise ModelFolderError(f"{path}: not safetensors, its header is not JSON: {error}") from error
         if not isinstance(header, dict):
-            raise ModelFolderError(f"{path}: not safetensors, its header is no JSON object")
+            raise ModelFolderError(f"{path}: not safetensors, its header is not a JSON object")
         data = mapped[8 + length :]
         header.pop("__metadata__", None)
         for name, fields in header.items():
@@ -161,7 +167,10 @@ class Weights:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Tell whether all elements of a tensor in host memory are finite: no exponent has all its bits set."""
+    """Return whether all elements of a tensor in host memory are finite.
+
+    An element is not finite if all bits of its exponent are set.
+    """
     exponent = EXPONENTS.get(tensor.dtype)
     if exponent is None:
         return bool(tensor.to(torch.float32).isfinite().all())
@@ -178,20 +187,20 @@ def is_finite(tensor: Tensor) -> bool:
 def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name comes twice")
+        raise ValueError("a name occurs twice")
     return found
 
 
 def _check_layout(path: Path, header: dict[str, Any], num_bytes: int) -> None:
-    """Verify that the tensors lie side by side from the first byte to the last, as safetensors promises."""
+    """Verify that the tensors cover the data without gaps or overlaps, as safetensors requires."""
     end, before = 0, ""
     for begin, last, name in sorted((*fields["data_offsets"], name) for name, fields in header.items()):
         if begin != end:
-            how = "overlaps" if begin < end else "leaves a gap behind"
+            how = "overlaps" if begin < end else "leaves a gap after"
             raise ModelFolderError(f"{path}: tensor {name} {how} {before or 'the header'}, at byte {begin} of the data")
         end, before = last, name
     if end != num_bytes:
-        raise ModelFolderError(f"{path}: {num_bytes - end} bytes behind the last tensor belong to none")
+        raise ModelFolderError(f"{path}: {num_bytes - end} bytes after the last tensor belong to no tensor")
 
 
 def _entry(path: Path, name: str, fields: Any, data: memoryview) -> Entry:

@@ -1,1 +1,4 @@
-"""Sampling on the host and on the device. Start at `sampler`."""
+"""Sampling: from logits to tokens, on the host or on the device.
+
+Reading order: `sampler`, `ops`, `graph_sampler`, `device_sampler`.
+"""

@@ -1,23 +1,17 @@
-"""Turn logits into candidates on a device, with one copy to it and one from it, and without waiting in between.
+"""Sampling with Triton kernels, without waiting for the device between operations.
 
-The contract, the order of things and the noise are those of `sampler`; the kernels are in
-`chatcache_kernels.triton.sampling`. Log-probabilities may differ from the CPU's by ulps.
+The contract, the order of operations and the noise are those of `sampler`; the kernels are in
+`chatcache_kernels.triton.sampling`. Log-probabilities may differ from the CPU's by ulps. One copy brings a step's draws
+to the device as tables of numbers (`chatcache_kernels.triton.sampling_ops`), and one copy brings the results back.
 
-What draws want, as the table of numbers that sampling kernels read (`chatcache_kernels.triton.sampling_ops`).
+The draws of a step are grouped by what one kernel launch can do:
 
-A step's draws, sorted into what one launch of a sampling kernel does alike.
+    single    one token each              from raw rows | from edited copies
+    wide      several tokens each         from raw rows | from edited copies
+    ranking   top alternatives            from raw rows, each row once
 
-singles   one token each                 from raw rows | from edited copies
-wides     several tokens each            from raw rows | from edited copies
-tops      alternatives to report         from raw rows, each row once
-
-What the sampling kernels leave, and the `StepResult` it makes.
-
-Score prompt tokens on a device without waiting for it: every part leaves its numbers there, and one copy brings all.
-
-The contract is that of `scores`. The kernels read the logits as they are, so no float32 copy of a part is made.
-
-Plain draws by the sampling kernels, filters included: what `graphs` captures where the kernels are Triton's.
+`DevicePromptScorer` scores prompt tokens with the same kernels, which read the logits in their own dtype.
+`TritonGraphSampler` is the sampler of captured steps, filters included.
 """
 
 from __future__ import annotations
@@ -48,9 +42,12 @@ from chatcache.types.plan import F32, I32, I64, Draws, LogitEdit, LogitMask, Row
 
 NUM_FIELDS = fields.NUM_FIELDS
 
+Arrays = Mapping[str, NDArray[Any]]
+MESSAGES = {sampling.NO_TOKEN_LEFT: NOTHING_LEFT, sampling.NOT_FINITE: NOT_FINITE}
+
 
 def filter_limits(draws: Draws, vocab_size: int) -> tuple[I32, F32, F32]:
-    """Return (top_k, top_p, log of min_p) of each draw, 0, 1 and -inf where they drop nothing."""
+    """Return top_k, top_p and log(min_p) of each draw; 0, 1 and -inf where a filter is off."""
     warm = draws.temperature > 0
     top_k = np.where(warm & (draws.top_k > 0) & (draws.top_k < vocab_size), draws.top_k, 0).astype(np.int32)
     top_p = np.where(warm, np.minimum(draws.top_p, 1.0), 1.0).astype(np.float32)
@@ -60,9 +57,10 @@ def filter_limits(draws: Draws, vocab_size: int) -> tuple[I32, F32, F32]:
 
 
 def fill_table(table: NDArray[Any], draws: Draws, rows: NDArray[np.integer[Any]], vocab_size: int) -> None:
-    """Write the draws into the first columns of `table`, int32 [NUM_FIELDS, N]; they draw from `rows` [D].
+    """Write draws into the first columns of `table`, int32 [NUM_FIELDS, N].
 
-    The columns after them become greedy draws from row 0. Masks, slots and targets are the caller's to add.
+    `rows` [D] are the logits rows of the draws. Later columns become greedy draws from row 0. The caller adds masks,
+    slots and targets.
     """
     count = len(rows)
     table[:, count:] = 0
@@ -80,20 +78,24 @@ def fill_table(table: NDArray[Any], draws: Draws, rows: NDArray[np.integer[Any]]
 
 
 def has_filters(draws: Draws, vocab_size: int) -> bool:
-    """Whether any draw has a filter that can drop something."""
+    """Return whether any draw has a filter that can drop tokens."""
     top_k, top_p, floor = filter_limits(draws, vocab_size)
     return bool(((top_k > 0) | (top_p < 1) | (floor > -np.inf)).any())
 
 
 def set_slots(table: NDArray[Any], slots: NDArray[np.integer[Any]]) -> None:
-    """Say where each column's token is kept for the next step. Shape: slots [N]."""
+    """Set the slot that stores each column's token for the next step. Shape: slots [N]."""
     table[fields.SLOT.value] = slots
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingLaunch:
-    """Draws of one launch. Shapes: which [N], the step's draws (of tops, rows); table int32 [NUM_FIELDS, N]. `size`:
-    tokens of each, 0 for singles. `edited`: whether they draw from edited copies. `cuts`: whether any has a CUT."""
+    """Draws of one kernel launch.
+
+    `indices` [N]: the step's draws (for a ranking, logits rows); `table`: int32 [NUM_FIELDS, N]; `size`: tokens per
+    draw, 0 for single draws; `edited`: whether they read edited copies of the logits; `has_filters`: whether any draw
+    has a filter.
+    """
 
     indices: Index
     table: I32
@@ -104,7 +106,10 @@ class SamplingLaunch:
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """Edits as single cells. Shapes: sources [E] int64, the raw row of each edited copy; rows, ids, scale, add [K]."""
+    """Logit edits as single cells.
+
+    Shapes: sources [E] int64, the raw row of each edited copy; rows, ids, scale, add [K].
+    """
 
     sources: I64
     rows: I32
@@ -114,7 +119,7 @@ class Edits:
 
 
 def flatten_edits(draws: Draws, index: Index, vocab_size: int) -> tuple[Edits, Index]:
-    """Return a step's edits, and which copy each draw draws from, [D], -1 for the raw row."""
+    """Return a step's edits, and the index of each draw's edited copy, [D], -1 for the raw row."""
     edited = sorted({edit.draw for edit in draws.edits})
     copy = np.full(len(index), -1, np.intp)
     copy[edited] = np.arange(len(edited))
@@ -123,13 +128,16 @@ def flatten_edits(draws: Draws, index: Index, vocab_size: int) -> tuple[Edits, I
     ids = np.concatenate([none.astype(np.int32), *(edit.ids for edit in draws.edits)])
     scale = np.concatenate([none, *(edit.scale for edit in draws.edits)])
     add = np.concatenate([none, *(edit.add for edit in draws.edits)])
-    known = (ids >= 0) & (ids < vocab_size)  # an EOS id of the tokenizer may lie beyond the model's logits
+    known = (ids >= 0) & (ids < vocab_size)  # the tokenizer's EOS id may be outside the model's vocabulary
     cells = Edits(index[edited].astype(np.int64), rows[known], ids[known].astype(np.int32), scale[known], add[known])
     return cells, copy
 
 
 def mask_words(draws: Draws, vocab_size: int) -> tuple[I32, I32]:
-    """Return the masks' words, int32 [1 or more, ceil(V / 32)], and which each draw has, [D], -1 for none."""
+    """Return the words of all masks and the mask of each draw.
+
+    Shapes: words int32 [1 or more, ceil(V / 32)]; mask [D], -1 for none.
+    """
     words = np.zeros((max(len(draws.masks), 1), -(-vocab_size // WORD_BITS)), np.uint32)
     mask: I32 = np.full(len(draws.row), -1, np.int32)
     for row, each in enumerate(draws.masks):
@@ -142,7 +150,10 @@ def mask_words(draws: Draws, vocab_size: int) -> tuple[I32, I32]:
 def group_draws(
     draws: Draws, index: Index, copy: Index, mask: I32, slots: I32, vocab_size: int
 ) -> list[SamplingLaunch]:
-    """Sort a step's draws. Shapes: index, copy, mask and slots [D]; the last two -1 for none."""
+    """Group a step's draws by launch.
+
+    Shapes: index, copy, mask, slots [D]; mask and slots are -1 for none.
+    """
     wide = draws.width > 1
     launches = []
     for edited in (False, True):
@@ -172,7 +183,7 @@ def _make_launch(
 
 
 def ranking_launch(rows: Index, size: int) -> SamplingLaunch:
-    """Return the job of ranking raw rows; `which` are the rows, each once, ascending."""
+    """Return the launch that ranks raw rows; its `indices` are the distinct rows, ascending."""
     which = np.unique(rows)
     table = np.zeros((NUM_FIELDS, len(which)), np.int32)
     table[fields.ROW.value] = table[fields.RAW_ROW.value] = which
@@ -181,14 +192,12 @@ def ranking_launch(rows: Index, size: int) -> SamplingLaunch:
     return SamplingLaunch(which, table, size, edited=False, has_filters=False)
 
 
-Arrays = Mapping[str, NDArray[Any]]
-
-MESSAGES = {sampling.NO_TOKEN_LEFT: NOTHING_LEFT, sampling.NOT_FINITE: NOT_FINITE}
-
-
 @dataclass(frozen=True, slots=True)
 class StepDraws:
-    """What a step's draws were sorted into: `jobs` cover the draws, `tops` the rows whose alternatives are reported."""
+    """A step's draws and their launches.
+
+    `launches` cover the draws; `ranking` covers the rows whose top alternatives are reported.
+    """
 
     draws: Draws
     index: Index
@@ -198,7 +207,7 @@ class StepDraws:
 
 
 def output_specs(launches: Sequence[SamplingLaunch]) -> ArraySpecs:
-    """Return the arrays that the jobs write, named by what they are and the job's place."""
+    """Return the dtype and shape of each output array, by name and launch number."""
     parts: ArraySpecs = {}
     for place, launch in enumerate(launches):
         count = len(launch.indices)
@@ -211,7 +220,7 @@ def output_specs(launches: Sequence[SamplingLaunch]) -> ArraySpecs:
 
 
 def result_of(step_draws: StepDraws, arrays: Arrays) -> StepResult:
-    """Put the jobs' results where their draws are."""
+    """Build the result of a step from the arrays of its launches."""
     draws, num_draws = step_draws.draws, len(step_draws.index)
     width = np.minimum(draws.width, step_draws.vocab_size)
     warm = (draws.width > 1) & (draws.temperature > 0)
@@ -257,11 +266,14 @@ def _top_alternatives(step_draws: StepDraws, arrays: Arrays) -> tuple[I32, F32]:
 
 
 class DevicePromptScorer:
-    """The answer to a step's `Scores`, filled part by part. Symbols: T scored tokens, L the most alternatives."""
+    """Scores the prompt tokens of a step, part by part. Satisfies `sampler.PromptScorer`.
+
+    Symbols: T scored tokens, L the largest number of alternatives.
+    """
 
     def __init__(self, rows: Rows, scores: Scores, base: Tensor, no_masks: Tensor) -> None:
         self._base = base
-        self._no_masks = no_masks  # so that the kernels are those that draws have compiled
+        self._no_masks = no_masks  # an argument for masks keeps the kernel variant that draws have compiled
         self._targets, self._num_top = score_targets(rows, scores, len(base))
         count, self._size = len(self._targets), min(int(self._num_top.max(initial=0)), len(base))
         parts = {"logprobs": (np.float32, (count,)), "faults": (np.int32, (count,))}
@@ -294,7 +306,7 @@ class DevicePromptScorer:
             self._down.start()
 
     def add_to(self, result: StepResult) -> StepResult:
-        """Wait for the device and return the result with the scores."""
+        """Wait for the device and return the result with the scores added."""
         found = self._down.wait()
         healthy = found["faults"] != sampling.NOT_FINITE
         scored = (self._targets >= 0) & healthy
@@ -309,18 +321,21 @@ class DevicePromptScorer:
 
 @dataclass(frozen=True, slots=True)
 class DeviceDraws:
-    """Draws that the device is at."""
+    """Draws that the device may still be computing. Satisfies `sampler.PendingDraws`."""
 
     step_draws: StepDraws
     down: Download
 
     def result(self) -> StepResult:
-        """Wait for the device and return the candidates."""
+        """Wait for the device and return the sampled tokens."""
         return result_of(self.step_draws, self.down.wait())
 
 
 class DeviceSampler:
-    """Draws candidates by Triton kernels, the same as `Sampler`. Holds only the hashed vocabulary of `noise.py`."""
+    """Draws tokens with Triton kernels, with the same results as `Sampler`.
+
+    Its only state is the table of hashed token ids.
+    """
 
     def __init__(
         self, vocab_size: int, device: torch.device, launch_config: sampling.LaunchConfig | None = None
@@ -333,7 +348,7 @@ class DeviceSampler:
         self._no_slot = torch.zeros(1, dtype=torch.int32, device=device)
 
     def warm_up(self, dtype: torch.dtype = torch.float32) -> None:
-        """Draw in every way from logits of this type, so that kernels compile before anyone waits for them."""
+        """Run every kind of draw on logits of this dtype, so that all kernels are compiled."""
         i32, f32 = np.zeros(4, np.int32), np.zeros(4, np.float32)
         top = np.array([1, 0, 0, 0], np.int32)
         temperature, top_p = np.array([0.0, 1.0, 0.0, 1.0], np.float32), np.array([1.0, 0.9, 1.0, 1.0], np.float32)
@@ -349,18 +364,18 @@ class DeviceSampler:
         self._warm_up_graph_sampler(logits)
 
     def _warm_up_graph_sampler(self, logits: Tensor) -> None:
-        """Draw as `TritonGraphSampler` does: a step that cannot be captured runs the same kernels."""
+        """Compile the kernels that `TritonGraphSampler` launches."""
         table = to_device(ranking_launch(np.zeros(1, np.intp), 1).table, self.device)
         draws = sampling.DrawBatch(logits, logits, self._base, table, None, True, self._launch_config)
         ids, faults = torch.empty(2, 1, dtype=torch.int32, device=self.device)
         sampling.draw(draws, self._no_slot, ids, torch.empty(1, device=self.device), faults)
 
     def prompt_scorer(self, rows: Rows, scores: Scores) -> DevicePromptScorer:
-        """Return where a step's `Scores` are filled in."""
+        """Return the scorer for a step's `Scores`."""
         return DevicePromptScorer(rows, scores, self._base, self._no_masks)
 
     def sample(self, logits: Tensor, index: Index, draws: Draws) -> StepResult:
-        """Return the candidates of every draw.
+        """Return the sampled tokens of every draw.
 
         Shapes: logits [U, V], any float dtype; index [D], the logits row of each draw.
         """
@@ -369,10 +384,10 @@ class DeviceSampler:
     def enqueue(
         self, logits: Tensor, index: Index, draws: Draws, slots: I32 | None = None, last: Tensor | None = None
     ) -> DeviceDraws:
-        """Begin to draw, behind what the current stream has been given.
+        """Enqueue the draws on the current stream.
 
-        Shapes: as `sample`; slots [D] and last [slots], any integer type: where the token of each draw of width 1 is
-        kept for the next step, -1 for nowhere.
+        Shapes: as `sample`; slots [D] and last [slots], any integer type: the slot that stores the token of each draw
+        of width 1 for the next step, -1 for none.
         """
         raw = contiguous_last_dim(logits)
         edits, copy = flatten_edits(draws, index, self.vocab_size)
@@ -428,7 +443,10 @@ class DeviceSampler:
 
 
 class TritonGraphSampler:
-    """Plain draws in Triton. Satisfies `plain.GraphSampler`; the same draws as `Sampler`'s. Kind 1 has filters."""
+    """Sampler of captured steps in Triton. Satisfies `graph_sampler.GraphSampler`.
+
+    The results are those of `Sampler`. Kind 1 has filters, kind 0 has none.
+    """
 
     num_kinds = 2
 

@@ -1,8 +1,7 @@
-"""Draws that a CUDA graph can hold: one token from each row, no edits, no masks, no alternatives.
+"""Samplers for captured steps: one token from each row, no edits, masks or alternatives.
 
-Everything is decided by numbers in the buffers of the step, nothing by the host, and no memory is allocated that
-outlives the step. These are the torch draws; `device_sampler` has those of the Triton kernels, which only machines with
-Triton can import.
+All parameters are read from the step's buffers; the host takes no decisions, and no memory outlives the step.
+`TorchGraphSampler` uses torch; `device_sampler` has one for machines with Triton.
 """
 
 from __future__ import annotations
@@ -23,48 +22,49 @@ ArraySpecs = dict[str, tuple[DTypeLike, tuple[int, ...]]]
 
 
 class GraphSampler(Protocol):
-    """How plain draws are made.
+    """Sampler of captured steps.
 
-    `num_kinds`: kinds of steps that are captured apart, because they do not launch the same work.
+    `num_kinds`: number of kinds of steps that are captured separately, because they launch different kernels.
     """
 
     num_kinds: int
 
     def input_specs(self, size: int) -> ArraySpecs:
-        """Return what `draw` wants to be given for `size` rows: arrays by name."""
+        """Return the dtype and shape of the inputs of `draw` for `size` rows, by name."""
         ...
 
     def output_specs(self, size: int) -> ArraySpecs:
-        """Return what `draw` leaves for `result`: arrays by name."""
+        """Return the dtype and shape of the outputs of `draw` for `size` rows, by name."""
         ...
 
     def kind(self, draws: Draws) -> int | None:
-        """Return which kind of step these draws make, 0 .. num_kinds - 1; None if `draw` cannot do all of them."""
+        """Return the kind of step for these draws, None if `draw` does not support all of them."""
         ...
 
     def fill(self, inputs: Mapping[str, NDArray[Any]], draws: Draws, slot: I64) -> None:
-        """Write the draws' numbers into the arrays of `parts`. Shapes: slot [size], where each row leaves its token.
+        """Write the draws into the input arrays; the columns of padding rows keep stale values.
 
-        The draws of rows past the last of `draws` are leftovers; whatever they hold must be harmless.
+        Stale values must be harmless. Shapes: slot [size], where each row's token is stored.
         """
         ...
 
     def draw(
         self, logits: Tensor, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], last_token: Tensor, kind: int
     ) -> None:
-        """Draw one token from each row, without the host, and leave it in `last_token` at the row's slot.
+        """Draw one token from each row without the host, and store it at the row's slot.
 
-        Shapes: logits [size, V]; last_token [num_slots + 1] int32. `given` holds the step's other arrays, too.
+        Shapes: logits [size, V]; last_token [num_slots + 1] int32, which receives the tokens. `inputs` also holds the
+        step's other arrays.
         """
         ...
 
     def result(self, outputs: Mapping[str, NDArray[Any]], count: int) -> StepResult:
-        """Return the first `count` draws as a result of its own memory."""
+        """Return the first `count` draws as a result with its own memory."""
         ...
 
 
 def is_plain_decode(plan: StepPlan) -> bool:
-    """Whether every row of a step is one token, drawn once, in row order, plainly."""
+    """Return whether every row of a step is one token with one plain draw, in row order."""
     rows, draws = plan.rows, plan.draws
     count = len(rows.slot)
     if not count or len(rows.tokens) != count or len(draws.row) != count or plan.scores is not None:
@@ -75,7 +75,7 @@ def is_plain_decode(plan: StepPlan) -> bool:
 
 
 class TorchGraphSampler:
-    """Plain draws in torch, without filters. The same draws as `Sampler`'s."""
+    """Sampler of captured steps in torch, without filters. The results are those of `Sampler`."""
 
     num_kinds = 1
 

@@ -1,6 +1,7 @@
-"""Noise that depends on (seed, lane, position, token id) and on nothing else: not on batch, worker, order or restart.
+"""Operations of sampling: Gumbel noise, ranking, row reductions, filters, edits and masks.
 
-Definition (all integers unsigned, wrapping; exact on every device, in numpy, torch and Triton alike):
+The noise depends only on (seed, lane, position, token id), not on batch, worker, order or restart. Its definition (all
+integers unsigned, wrapping; exact on every device, in numpy, torch and Triton alike):
 
     mix64(x): x ^= x >> 30; x *= 0xBF58476D1CE4E5B9; x ^= x >> 27; x *= 0x94D049BB133111EB; x ^= x >> 31
     mix32(x): x ^= x >> 16; x *= 0x21F0AAAD;         x ^= x >> 15; x *= 0x735A2D97;         x ^= x >> 15
@@ -11,27 +12,19 @@ Definition (all integers unsigned, wrapping; exact on every device, in numpy, to
     v     = min((bits + 0.5) * 2^-31, 1 - 2^-24)                                       float32, uniform in (0, 1)
     noise = -log(-log1p(-v))                                                           standard Gumbel
 
-argmax(logit + noise) draws from softmax(logit). v near 0 is what wins, and there float32 is finest: tokens down to a
-probability of about 1e-9 are drawn as often as they should be. The logarithms may differ by an ulp between devices.
+argmax(logit + noise) draws from softmax(logit). Small v gives large noise, and float32 is finest near 0, so tokens down
+to a probability of about 1e-9 are drawn with the right frequency. The logarithms may differ by an ulp between devices.
 
+Row reductions use the CPU's own kernels on CPUs and torch elsewhere. No bit of a row's result depends on the other
+rows, their number or the number of threads. torch divides rows among threads, but a single row is summed in one part
+per thread, so its last bits would depend on the threads; `_pad_single_row` avoids that.
+
+Equal logits are ranked by ascending token id on every device. Filters read scaled logits: divided by the temperature
+and shifted so that the largest is 0.
+
+Shapes: x [N, K] float32; values per row [N]. Symbols: S draws, V vocabulary.
 Source: the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014); mix64 is the finaliser of SplitMix64 (Steele et al.
-2014), mix32 the two-round multiply-xorshift hash of least measured bias (Wellons, hash-prospector).
-
-The largest of each row, equal values by ascending id: one order for every draw, whatever the device.
-
-What sampling asks of rows of logits: by the CPU's own kernels on CPUs, in torch elsewhere.
-
-No bit of a row's answer depends on the other rows, on how many there are, or on the threads. torch shares rows out
-among its threads, except where there is only one: then each thread adds up a part of it, and the last bits depend on
-the parts. So a lone row is summed as two.
-
-Shapes: x [N, K] float32; what has one number for each row is [N].
-
-min_p, top_k and top_p over scaled logits, exact, without sorting a vocabulary where that can be avoided.
-
-Scaled logits are divided by the temperature and shifted so that the best sits at 0. Symbols: S draws, V vocabulary.
-
-Change single draws' logits before anything is drawn: penalties, biases, bans, and the masks of constraints.
+2014), mix32 the two-round multiply-xorshift hash with the least measured bias (Wellons, hash-prospector).
 """
 
 from __future__ import annotations
@@ -52,9 +45,15 @@ _GOLDEN64 = np.uint64(0x9E3779B97F4A7C15)
 _GOLDEN32 = 0x9E3779B9
 _LARGEST = 1.0 - 2.0**-24
 
+GROUP = 16  # values per group maximum in `_largest`
+Index = NDArray[np.intp]
+Flags = NDArray[np.bool_]
+MIN_CANDIDATES = 256
+WORD_BITS = 32
+
 
 def draw_keys(seed: U64, lane: I32, position: I32) -> tuple[I32, I32]:
-    """Return the two key words of each draw, low and (odd) high. Shapes: all [D]."""
+    """Return the low and the (odd) high key word of each draw. Shapes: all [D]."""
     place = lane.astype(np.uint32).astype(np.uint64) << np.uint64(32) | position.astype(np.uint32).astype(np.uint64)
     with np.errstate(over="ignore"):
         key = _mix64(_mix64(seed.astype(np.uint64) + _GOLDEN64) ^ place)
@@ -64,7 +63,7 @@ def draw_keys(seed: U64, lane: I32, position: I32) -> tuple[I32, I32]:
 
 
 def token_base(vocab_size: int, device: torch.device) -> Tensor:
-    """Return the hashed token ids, int32 [V]; made once, shared by all draws."""
+    """Return the hashed token ids, int32 [V], which all draws share."""
     ids = torch.arange(vocab_size, dtype=torch.int64, device=device) + _GOLDEN32
     return _mix32_(ids.to(torch.int32))
 
@@ -72,7 +71,7 @@ def token_base(vocab_size: int, device: torch.device) -> Tensor:
 def gumbel(base: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Return standard Gumbel noise, float32 [D, K].
 
-    Shapes: base [V], or [D, K] where only some tokens matter; low, high [D] int32 from `draw_keys`.
+    Shapes: base [V], or [D, K] for selected tokens; low, high [D] int32 from `draw_keys`.
     """
     if base.device.type == "cpu":
         return cpu_sampling.gumbel(base, low, high)
@@ -88,20 +87,21 @@ def _mix64(x: U64) -> U64:
 
 
 def _mix32_(x: Tensor) -> Tensor:
-    """Hash int32 in place; int32 multiplication wraps, and a mask makes its arithmetic shift a logical one."""
+    """Hash int32 in place.
+
+    int32 multiplication wraps, and a mask turns the arithmetic shift into a logical one.
+    """
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x21F0AAAD)
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(0x735A2D97)
     return x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF))
 
 
-GROUP = 16  # values that share one maximum in the search for large ones
-
-
 def top_tokens(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the `size` largest of each row and their ids, best first, equal values by ascending id.
+    """Return the `size` largest values of each row and their ids, best first.
 
-    Shapes: values [N, V] float32 -> [N, size] each. One more is fetched than asked: if it equals the last, `topk`
-    chose among equals as it liked, and those rows are looked at again. With bfloat16 logits that is most rows.
+    Equal values are ranked by ascending id. One more value than needed is fetched: if it equals the last one, `topk`
+    chose among equals arbitrarily, and the row is ranked again. With bfloat16 logits most rows are.
+    Shapes: values [N, V] float32 -> [N, size] each.
     """
     vocab_size = values.shape[-1]
     found, ids = _largest(values, min(size + 1, vocab_size))
@@ -117,9 +117,10 @@ def top_tokens(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _largest(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return `topk`: of a large row, among the members of the `size` groups with the largest maxima, which hold them.
+    """Return `topk` of each row, found through group maxima in large rows on a CPU.
 
-    Group c is c, c + C, c + 2 C, ...; what is left over at the end is looked at as well.
+    The largest values are all in the `size` groups with the largest maxima. Group c is c, c + C, c + 2 C, ...; values
+    after the last whole group are candidates, too.
     """
     num_rows, vocab_size = values.shape
     num_groups = vocab_size // GROUP
@@ -136,9 +137,9 @@ def _largest(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _first_of_equals(values: Tensor, smallest: Tensor, size: int) -> Tensor:
-    """Return the ids of the `size` largest, of equals the first ones, ascending.
+    """Return the ids of the `size` largest values, ascending; of equal values the first ones.
 
-    Shapes: values [N, V], least [N, 1], the smallest among them -> [N, size].
+    Shapes: values [N, V], smallest [N, 1], the smallest value to include -> [N, size].
     """
     above = ~(values <= smallest)  # NaN counts as large, as in `topk`
     equal = values == smallest
@@ -148,37 +149,42 @@ def _first_of_equals(values: Tensor, smallest: Tensor, size: int) -> Tensor:
 
 
 def row_sum(x: Tensor) -> Tensor:
-    """Add up each row."""
+    """Return the sum of each row."""
     return _pad_single_row(x).sum(-1)[: len(x)]
 
 
 def log_sum_exp(x: Tensor) -> Tensor:
-    """Return the logarithm of each row's summed exponentials."""
+    """Return the logarithm of each row's sum of exponentials."""
     return cpu_sampling.log_sum_exp(x) if x.device.type == "cpu" else _pad_single_row(x).logsumexp(-1)[: len(x)]
 
 
 def argmax(x: Tensor) -> Tensor:
-    """Return where each row is largest, int64, the first of equals."""
+    """Return the index of each row's largest value, int64; the first of equals."""
     return cpu_sampling.argmax(x) if x.device.type == "cpu" else x.argmax(-1)
 
 
 def gumbel_argmax(x: Tensor, base: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Return where x + `noise.gumbel` is largest, int64. Shapes: base [K]; low, high [N] int32."""
+    """Return the index of the largest x + `gumbel` of each row, int64.
+
+    Shapes: base [K]; low, high [N] int32.
+    """
     if x.device.type == "cpu":
         return cpu_sampling.gumbel_argmax(x, base, low, high)
     return (x + gumbel(base, low, high)).argmax(-1)
 
 
 def apply_temperature(x: Tensor, temperature: Tensor) -> Tensor:
-    """Return (x - its row's largest) / temperature. Shapes: temperature [N] float32."""
+    """Return (x - largest of its row) / temperature. Shapes: temperature [N] float32."""
     if x.device.type == "cpu":
         return cpu_sampling.apply_temperature(x, temperature)
     return (x - x.amax(-1, keepdim=True)) / temperature[:, None]
 
 
 def mass_before(x: Tensor, chosen: Tensor, floor: Tensor) -> Tensor:
-    """Return which share of each row's exponentials comes before that of `chosen`, the largest first, equals by place;
-    those of x below `floor` do not count. Shapes: chosen [N] int64, floor [N] float32."""
+    """Return the share of each row's probability mass that ranks before `chosen`.
+
+    Equal values rank by index; values of x below `floor` do not count. Shapes: chosen [N] int64, floor [N] float32.
+    """
     if x.device.type == "cpu":
         return cpu_sampling.mass_before(x, chosen, floor)
     value, positions = x.gather(-1, chosen[:, None]), torch.arange(x.shape[1], device=x.device)
@@ -188,35 +194,36 @@ def mass_before(x: Tensor, chosen: Tensor, floor: Tensor) -> Tensor:
 
 
 def _pad_single_row(x: Tensor) -> Tensor:
+    """Repeat a single row, so that torch does not split its sum among threads."""
     return x.expand(2, -1) if len(x) == 1 and torch.get_num_threads() > 1 else x
 
 
-Index = NDArray[np.intp]
-Flags = NDArray[np.bool_]
-
-MIN_CANDIDATES = 256
-
-
 class Filters:
-    """The filters for one vocabulary on one device."""
+    """min_p, top_k and top_p for one vocabulary on one device.
+
+    The filters are exact, and most draws need no sorting of the vocabulary.
+    """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.device = device
 
     def has_top_k(self, draws: Draws) -> Flags:
-        """Tell which draws have a top_k that can drop something."""
+        """Return which draws have a top_k that can drop tokens."""
         flags: Flags = (draws.top_k > 0) & (draws.top_k < self.vocab_size)
         return flags
 
     def has_filter(self, draws: Draws) -> Flags:
-        """Tell which draws have any filter at all."""
+        """Return which draws have any filter."""
         flags: Flags = self.has_top_k(draws) | (draws.top_p < 1) | (draws.min_p > 0)
         return flags
 
     def accepts(self, scaled: Tensor, chosen: Tensor, draws: Draws) -> Flags:
-        """Tell whether the best of all tokens survives min_p and top_p: then it is the best of the survivors too, and
-        nothing need be sorted. Shapes: scaled [S, V], chosen [S]."""
+        """Return whether `chosen`, the best of all tokens, passes min_p and top_p.
+
+        It is then also the best of the tokens that pass, and nothing needs to be sorted. Shapes: scaled [S, V], chosen
+        [S].
+        """
         floor, top_p = self._floor(draws), self._to_device(draws.top_p)
         before = mass_before(scaled, chosen, floor.squeeze(-1))
         kept = (scaled.gather(-1, chosen[:, None]) >= floor).squeeze(-1) & ((before < top_p) | (top_p >= 1))
@@ -224,9 +231,10 @@ class Filters:
         return passed
 
     def filtered_candidates(self, scaled: Tensor, draws: Draws, which: Index) -> Iterator[tuple[Index, Tensor, Tensor]]:
-        """Yield (draws, values, ids) until each of the draws `which` has had its turn.
+        """Yield (draws, values, ids) of the tokens that pass the filters.
 
-        Shapes: scaled [S, V]; values, ids [s, K], best first, dropped cells at -inf. K is the smallest that will do.
+        Each of the draws `which` is in one of the yielded groups. Shapes: scaled [S, V]; values, ids [s, K], best
+        first, dropped tokens at -inf. K is as small as exactness allows.
         """
         remaining = which
         size = max(MIN_CANDIDATES, int(draws.top_k[remaining[self.has_top_k(draws)[remaining]]].max(initial=0)))
@@ -241,9 +249,9 @@ class Filters:
             remaining, size = remaining[~covered], self.vocab_size
 
     def _cut(self, scaled: Tensor, draws: Draws, size: int) -> tuple[Tensor, Tensor, Flags]:
-        """Apply min_p, top_k and top_p among the `size` most likely tokens.
+        """Apply min_p, top_k and top_p to the `size` most likely tokens.
 
-        Return (values, ids) [S, size], dropped cells at -inf, and covered [S]: whether `size` was enough to be exact.
+        Return (values, ids) [S, size], dropped tokens at -inf, and covered [S]: whether `size` was enough to be exact.
         """
         if (draws.min_p > 0).any():
             scaled = scaled.masked_fill(scaled < self._floor(draws), -torch.inf)
@@ -255,7 +263,7 @@ class Filters:
         covered = limited | (size == self.vocab_size) | torch.isneginf(values[:, -1]).cpu().numpy()
         if (draws.top_p < 1).any():
             weight = values.exp()
-            cumulative = weight.cumsum(-1)  # one after the other: `size` candidates or more, the sums are the same
+            cumulative = weight.cumsum(-1)  # sequential, so the sums do not depend on `size`
             total = torch.where(self._to_device(limited), cumulative[:, -1], row_sum(scaled.exp()))
             before = (cumulative - weight) / total[:, None]
             top_p = self._to_device(draws.top_p.astype(np.float32))[:, None]
@@ -265,7 +273,7 @@ class Filters:
         return values, ids, covered
 
     def _floor(self, draws: Draws) -> Tensor:
-        """Return the least scaled logit that min_p lets pass, [S, 1]; the best token sits at 0."""
+        """Return the smallest scaled logit that passes min_p, [S, 1]; the largest logit is 0."""
         with np.errstate(divide="ignore"):
             return self._to_device(np.log(np.maximum(draws.min_p, 0.0)).astype(np.float32))[:, None]
 
@@ -274,24 +282,21 @@ class Filters:
 
 
 def select_draws(draws: Draws, which: Index) -> Draws:
-    """Return the filters and keys of some draws; edits and masks stay behind, they are applied already."""
+    """Return some of the draws, without edits and masks."""
     if len(which) == len(draws.row):
         return draws
     fields = ("row", "width", "seed", "lane", "position", "temperature", "top_k", "top_p", "min_p", "num_top")
     return Draws(**{name: getattr(draws, name)[which] for name in fields})
 
 
-WORD_BITS = 32
-
-
 def apply_edits(logits: Tensor, edits: Sequence[LogitEdit]) -> None:
-    """Apply every edit, in place. Shapes: logits [D, V] float32, one row per draw."""
+    """Apply all logit edits in place. Shapes: logits [D, V] float32, one row per draw."""
     if not edits:
         return
     draw = np.concatenate([np.full(len(edit.ids), edit.draw, np.int64) for edit in edits])
     ids = np.concatenate([edit.ids.astype(np.int64) for edit in edits])
     scale, add = np.concatenate([edit.scale for edit in edits]), np.concatenate([edit.add for edit in edits])
-    in_vocab = (ids >= 0) & (ids < logits.shape[-1])  # an EOS id of the tokenizer may lie beyond the model's logits
+    in_vocab = (ids >= 0) & (ids < logits.shape[-1])  # the tokenizer's EOS id may be outside the model's vocabulary
     if not in_vocab.all():
         draw, ids, scale, add = draw[in_vocab], ids[in_vocab], scale[in_vocab], add[in_vocab]
 
@@ -304,7 +309,10 @@ def apply_edits(logits: Tensor, edits: Sequence[LogitEdit]) -> None:
 
 
 def apply_masks(logits: Tensor, masks: Sequence[LogitMask]) -> None:
-    """Set all that the masks do not allow to -inf, in place. Shapes: logits [D, V] float32, one row per draw."""
+    """Set tokens that the masks forbid to -inf, in place.
+
+    Shapes: logits [D, V] float32, one row per draw.
+    """
     if not masks:
         return
     words = np.zeros((len(masks), -(-logits.shape[-1] // WORD_BITS)), np.uint32)
@@ -321,7 +329,10 @@ def apply_masks(logits: Tensor, masks: Sequence[LogitMask]) -> None:
 
 
 def _forbidden(words: NDArray[np.uint32], vocab_size: int, device: torch.device) -> Tensor:
-    """Spread the bits that are not set over a vocabulary. Shapes: [M, W] -> bool [M, V]. Only words go to a device."""
+    """Return the tokens whose bits are not set. Shapes: words [M, W] -> bool [M, V].
+
+    Only the words are copied to the device.
+    """
     bytes_ = (~words).astype("<u4").view(np.uint8)
     if device.type == "cpu":
         flags = np.unpackbits(bytes_, axis=1, count=vocab_size, bitorder="little")

@@ -1,17 +1,16 @@
-"""Turn logits into candidates, for all draws of a step at once.
+"""Sample tokens from logits, and score prompt tokens, for all draws of a step at once.
 
-Order, as in vLLM: edits (penalties, bias, bans) and masks -> temperature -> min_p -> top_k -> top_p -> draw. Reported
-log-probabilities of sampled tokens are of the raw log-softmax, before any of it. Among equal logits the lower id comes
-first everywhere; exactly `top_k` tokens stay.
+Order of operations, as in vLLM: edits (penalties, bias, bans) and masks -> temperature -> min_p -> top_k -> top_p ->
+draw. Reported log-probabilities are those of the raw log-softmax, before any of these. Equal logits are ranked by
+ascending token id everywhere; exactly `top_k` tokens remain.
 
-Symbols: D draws, U distinct drawn rows, V vocabulary, W the widest draw.
+Prompt scores are the log-probabilities of given next tokens under the raw log-softmax. A chunk of 2,048 tokens with a
+vocabulary of 150,000 would be 1.2 GB of float32 logits. The network therefore returns logits in parts of at most
+`PART_BYTES` (in its own dtype), and each part is scored `CHUNK_BYTES` of float32 at a time. With the temporaries of
+log-softmax and ranking a chunk takes about 2 x CHUNK_BYTES, 5 x if equal logits must be ranked: at most 256 + 80 MiB
+for any prompt and vocabulary, as long as one row fits a chunk.
 
-How likely each prompt token was: log-probabilities of given successors under the raw log-softmax, bit by bit.
-
-A prompt chunk of 2,048 tokens over 150,000 words would be 1.2 GB of float32 logits. So the network hands out logits in
-parts of at most `PART_BYTES` (in its own dtype), and each part is scored `CHUNK_BYTES` of float32 at a time. With the
-temporaries of log-softmax and ranking a chunk takes about 2 x CHUNK_BYTES, 5 x where equal logits must be ranked:
-at most 256 + 80 MiB whatever the prompt, the budget and the vocabulary (as long as one row fits a chunk).
+Symbols: D draws, U distinct logits rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -47,151 +46,40 @@ from chatcache.types.plan import F32, I32, I64, Draws, Rows, Scores, StepResult
 PART_BYTES = 256 << 20
 CHUNK_BYTES = 16 << 20
 
-
-def scored_token_indices(rows: Rows, scores: Scores) -> I64:
-    """Return where among the step's tokens the scored rows' tokens are, row by row. Shape [sum(num_tokens[row])]."""
-    ends = np.cumsum(rows.num_tokens, dtype=np.int64)
-    spans = [np.arange(ends[row] - rows.num_tokens[row], ends[row]) for row in scores.row]
-    return np.concatenate(spans) if spans else np.zeros(0, np.int64)
-
-
-def part_sizes(num_first: int, num_tokens: int, row_bytes: int) -> list[int]:
-    """Cut `num_tokens` rows of logits into parts of at most `PART_BYTES`; the first holds `num_first` at least."""
-    most = max(PART_BYTES // row_bytes, 1)
-    first = min(max(num_first, most), num_tokens)
-    sizes = [first, *[most] * ((num_tokens - first) // most), (num_tokens - first) % most]
-    return [size for size in sizes if size] or [0]
-
-
-def score_targets(rows: Rows, scores: Scores, vocab_size: int) -> tuple[I64, I32]:
-    """Return the successor of each scored token, -1 where the logits know none, and how many alternatives to report."""
-    targets = np.where(scores.targets < vocab_size, scores.targets, -1).astype(np.int64)
-    return targets, np.repeat(scores.num_top, rows.num_tokens[scores.row])
-
-
-class PromptScorer(Protocol):
-    """The answer to a step's `Scores`, filled part by part."""
-
-    def fill(self, logits: Tensor) -> None:
-        """Take the logits of the next tokens. Shape [N, V], any float dtype."""
-        ...
-
-    def add_to(self, result: StepResult) -> StepResult:
-        """Return a step's result with the scores, once all are filled in."""
-        ...
-
-
-class HostPromptScorer:
-    """The answer to a step's `Scores`, filled part by part: `values`, `top_tokens`, `top_logprobs` of StepResult.
-
-    A cell stays nan where there is no target, and where the logits are not finite.
-    """
-
-    def __init__(self, rows: Rows, scores: Scores, vocab_size: int) -> None:
-        self._targets, self._num_top = score_targets(rows, scores, vocab_size)
-        size = min(int(self._num_top.max(initial=0)), vocab_size)
-        self._filled = 0
-        self.values: F32 = np.full(len(self._targets), np.nan, np.float32)
-        self.top_tokens: I32 = np.full((len(self._targets), size), -1, np.int32)
-        self.top_logprobs: F32 = np.full((len(self._targets), size), -np.inf, np.float32)
-
-    def add_to(self, result: StepResult) -> StepResult:
-        """Return a step's result with the scores."""
-        return replace(result, scores=self.values, score_tokens=self.top_tokens, score_logprobs=self.top_logprobs)
-
-    def fill(self, logits: Tensor) -> None:
-        """Take the logits of the next tokens. Shape [N, V], any float dtype."""
-        rows = max(CHUNK_BYTES // (4 * logits.shape[-1]), 1)
-        for chunk in torch.split(logits, rows):
-            self._fill(chunk.float())
-
-    def _fill(self, raw: Tensor) -> None:
-        cells = slice(self._filled, self._filled + len(raw))
-        self._filled = cells.stop
-        lse = log_sum_exp(raw)
-        targets = self._targets[cells]
-        at = to_device(np.maximum(targets, 0), raw.device)[:, None]
-        values = (raw.gather(-1, at).squeeze(-1) - lse).cpu().numpy()
-        scored = (targets >= 0) & torch.isfinite(lse).cpu().numpy()
-        self.values[cells] = np.where(scored, values, np.nan)
-        num_top = self._num_top[cells]
-        which = np.flatnonzero(scored & (num_top > 0))
-        if which.size:
-            self._rank(raw, lse, cells.start, which, num_top)
-
-    def _rank(self, raw: Tensor, lse: Tensor, start: int, which: NDArray[np.intp], num_top: NDArray[Any]) -> None:
-        rows = to_device(which, raw.device)
-        size = self.top_tokens.shape[1]
-        values, ids = top_tokens(raw[rows] if len(which) < len(raw) else raw, size)
-        used = np.arange(size) < num_top[which, None]
-        self.top_tokens[start + which] = np.where(used, ids.cpu().numpy(), -1)
-        self.top_logprobs[start + which] = np.where(used, (values - lse[rows, None]).cpu().numpy(), -np.inf)
-
-
-def score_parts(scorer: PromptScorer, parts: Iterable[Tensor]) -> None:
-    """Score part after part, holding one of them at a time."""
-    for logits in parts:
-        scorer.fill(logits)
-        del logits
-
-
 NOT_FINITE = "the model produced logits that are not finite"
 NOTHING_LEFT = "no token is left to draw: every one is banned"
 
 
-@dataclass(frozen=True, slots=True)
-class _ResultArrays:
-    """The result under construction, on the host."""
-
-    tokens: I32
-    logprobs: F32
-    perturbed: F32
-    raw_logprobs: F32
-
-    @classmethod
-    def empty(cls, num_draws: int, width: int, *, noisy: bool) -> _ResultArrays:
-        return cls(
-            np.full((num_draws, width), -1, np.int32),
-            np.full((num_draws, width), -np.inf, np.float32),
-            np.full((num_draws, width if noisy else 0), -np.inf, np.float32),
-            np.full((num_draws, width if noisy else 0), -np.inf, np.float32),
-        )
-
-    def clear(self, draw: int) -> None:
-        self.tokens[draw] = -1
-        self.logprobs[draw] = self.perturbed[draw] = self.raw_logprobs[draw] = -np.inf
-
-
 class PendingDraws(Protocol):
-    """Draws that a device may still be at."""
+    """Draws that a device may still be computing."""
 
     def result(self) -> StepResult:
-        """Wait for the device and return the candidates."""
+        """Wait for the device and return the sampled tokens."""
         ...
 
 
 class TokenSampler(Protocol):
-    """What draws: `Sampler`, or `DeviceSampler` where Triton's kernels are."""
+    """Samples tokens: `Sampler`, or `DeviceSampler` with Triton."""
 
     def warm_up(self, dtype: torch.dtype = torch.float32) -> None:
-        """Draw in every way from logits of this type, so that kernels compile before anyone waits for them."""
+        """Run every kind of draw on logits of this dtype, so that all kernels are compiled."""
         ...
 
     def sample(self, logits: Tensor, index: Index, draws: Draws) -> StepResult:
-        """Draw and wait; shapes as for `enqueue`."""
+        """Draw and wait for the result; shapes as `enqueue`."""
         ...
 
     def prompt_scorer(self, rows: Rows, scores: Scores) -> PromptScorer:
-        """Return where a step's `Scores` are filled in."""
+        """Return the scorer for a step's `Scores`."""
         ...
 
     def enqueue(
         self, logits: Tensor, index: Index, draws: Draws, slots: I32 | None = None, last: Tensor | None = None
     ) -> PendingDraws:
-        """Begin to draw, behind what the current stream has been given.
+        """Enqueue the draws on the current stream.
 
         Shapes: logits [U, V], any float dtype; index [D], the logits row of each draw; slots [D] and last [slots], any
-        integer type: where the token of each draw of width 1 is kept for the next step, -1 for nowhere.
+        integer type: the slot that stores the token of each draw of width 1 for the next step, -1 for none.
         """
         ...
 
@@ -207,7 +95,10 @@ class CompletedDraws:
 
 
 class Sampler:
-    """Draws candidates. Holds only the hashed vocabulary of `noise.py`."""
+    """Samples tokens with torch, or with the CPU's kernels.
+
+    Its only state is the table of hashed token ids.
+    """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
@@ -216,7 +107,7 @@ class Sampler:
         self._filters = Filters(vocab_size, device)
 
     def warm_up(self, dtype: torch.dtype = torch.float32) -> None:
-        """Draw greedily, from a nucleus and from a few, so that kernels compile before anyone waits for them."""
+        """Draw greedily, with top_p and with top_k, so that all kernels are compiled."""
         zero, none = np.zeros(3, np.int32), np.zeros(3, np.float32)
         temperature, top_p = np.array([0.0, 1.0, 1.0], np.float32), np.array([1.0, 0.9, 1.0], np.float32)
         top_k = np.array([0, 0, 2], np.int32)
@@ -226,7 +117,7 @@ class Sampler:
     def enqueue(
         self, logits: Tensor, index: Index, draws: Draws, slots: I32 | None = None, last: Tensor | None = None
     ) -> CompletedDraws:
-        """Draw, and keep tokens in `last`; shapes as `TokenSampler` says."""
+        """Draw, and store tokens in `last`; shapes as `TokenSampler.enqueue`."""
         result = self.sample(logits, index, draws)
         if slots is not None and last is not None:
             kept = np.flatnonzero(slots >= 0)
@@ -238,11 +129,11 @@ class Sampler:
         return CompletedDraws(result)
 
     def prompt_scorer(self, rows: Rows, scores: Scores) -> PromptScorer:
-        """Return where a step's `Scores` are filled in."""
+        """Return the scorer for a step's `Scores`."""
         return HostPromptScorer(rows, scores, self.vocab_size)
 
     def sample(self, logits: Tensor, index: Index, draws: Draws) -> StepResult:
-        """Return the candidates of every draw.
+        """Return the sampled tokens of every draw.
 
         Shapes: logits [U, V], any float dtype; index [D], the logits row of each draw.
         """
@@ -273,7 +164,7 @@ class Sampler:
         )
 
     def _draw_single(self, view: _LogitsView, which: Index, draws: Draws, lse: Tensor, arrays: _ResultArrays) -> Flags:
-        """Sample the width-1 draws; return which of them had nothing left."""
+        """Sample the draws of width 1; return which of them had no allowed token."""
         greedy = which[draws.temperature[which] <= 0]
         warm = which[draws.temperature[which] > 0]
         chosen = torch.empty(len(draws.row), dtype=torch.int64, device=self.device)
@@ -309,7 +200,10 @@ class Sampler:
         return chosen
 
     def _draw_greedy_wide(self, view: _LogitsView, which: Index, width: NDArray[Any], arrays: _ResultArrays) -> Flags:
-        """Fill wide draws at temperature 0 with their most likely tokens; return which of them had nothing left."""
+        """Fill wide draws at temperature 0 with their most likely tokens.
+
+        Return which of them had no allowed token.
+        """
         rows = view.changed_rows(which)
         size = int(width.max())
         values, ids = top_tokens(rows, size)
@@ -324,9 +218,10 @@ class Sampler:
     def _draw_without_replacement(
         self, view: _LogitsView, which: Index, width: NDArray[Any], draws: Draws, lse: Tensor, arrays: _ResultArrays
     ) -> Flags:
-        """Fill wide draws at a temperature with tokens drawn without replacement; return which had nothing left.
+        """Fill wide draws at a positive temperature with tokens drawn without replacement.
 
-        The noise is that of width-1 draws, and so is the sum compared: the first token is the one they would choose.
+        The noise and the compared sums are those of draws of width 1, so the first token is the one that such a draw
+        returns. Return which draws had no allowed token.
         Source: the Gumbel top-k trick (Kool et al. 2019).
         """
         scaled = self._scaled(view.changed_rows(which), draws)
@@ -363,7 +258,7 @@ class Sampler:
         return tokens, logprobs
 
     def _scaled(self, logits: Tensor, draws: Draws) -> Tensor:
-        """Divide by the temperature, the best at 0."""
+        """Return the logits divided by the temperature, with the largest at 0."""
         return apply_temperature(logits, self._to_device(draws.temperature))
 
     def _keys(self, draws: Draws) -> tuple[Tensor, Tensor]:
@@ -375,9 +270,34 @@ class Sampler:
 
 
 @dataclass(frozen=True, slots=True)
+class _ResultArrays:
+    """The arrays of a step's result, on the host."""
+
+    tokens: I32
+    logprobs: F32
+    perturbed: F32
+    raw_logprobs: F32
+
+    @classmethod
+    def empty(cls, num_draws: int, width: int, *, noisy: bool) -> _ResultArrays:
+        return cls(
+            np.full((num_draws, width), -1, np.int32),
+            np.full((num_draws, width), -np.inf, np.float32),
+            np.full((num_draws, width if noisy else 0), -np.inf, np.float32),
+            np.full((num_draws, width if noisy else 0), -np.inf, np.float32),
+        )
+
+    def clear(self, draw: int) -> None:
+        self.tokens[draw] = -1
+        self.logprobs[draw] = self.perturbed[draw] = self.raw_logprobs[draw] = -np.inf
+
+
+@dataclass(frozen=True, slots=True)
 class _LogitsView:
-    """Logits as the draws see them. Shapes: raw [U, V]; changed [D, V] or None (no edits, no masks); where [D] rows of
-    raw; unmasked [D], where masks and wide draws meet: log-sum-exp before the masks. `identity`: where is 0 .. U - 1.
+    """Logits as each draw reads them.
+
+    Shapes: raw [U, V]; changed [D, V], None without edits and masks; where [D], rows of raw; unmasked [D], log-sum-exp
+    before the masks, None without masks or wide draws. `identity`: whether `where` is 0 .. U - 1.
     """
 
     raw: Tensor
@@ -400,8 +320,107 @@ class _LogitsView:
         return cls(raw, changed, where, unmasked, identity)
 
     def changed_rows(self, which: Index) -> Tensor:
-        """Return the logits of some draws (ascending) as they are drawn from, without a copy where all are meant."""
+        """Return the logits that some draws (ascending) read, edits and masks applied.
+
+        Nothing is copied if all rows are selected.
+        """
         if self.changed is None and not self.identity:
             return self.raw[self.where[to_device(which, self.raw.device)]]
         rows = self.raw if self.changed is None else self.changed
         return rows if len(which) == len(rows) else rows[to_device(which, rows.device)]
+
+
+class PromptScorer(Protocol):
+    """Scores the prompt tokens of a step, part by part."""
+
+    def fill(self, logits: Tensor) -> None:
+        """Score the next tokens from their logits. Shape [N, V], any float dtype."""
+        ...
+
+    def add_to(self, result: StepResult) -> StepResult:
+        """Return a step's result with the scores added, after all parts have been filled."""
+        ...
+
+
+class HostPromptScorer:
+    """Scores prompt tokens into arrays on the host. Satisfies `PromptScorer`.
+
+    A score is nan where there is no next token or the logits are not finite.
+    """
+
+    def __init__(self, rows: Rows, scores: Scores, vocab_size: int) -> None:
+        self._targets, self._num_top = score_targets(rows, scores, vocab_size)
+        size = min(int(self._num_top.max(initial=0)), vocab_size)
+        self._filled = 0
+        self.values: F32 = np.full(len(self._targets), np.nan, np.float32)
+        self.top_tokens: I32 = np.full((len(self._targets), size), -1, np.int32)
+        self.top_logprobs: F32 = np.full((len(self._targets), size), -np.inf, np.float32)
+
+    def add_to(self, result: StepResult) -> StepResult:
+        """Return a step's result with the scores added."""
+        return replace(result, scores=self.values, score_tokens=self.top_tokens, score_logprobs=self.top_logprobs)
+
+    def fill(self, logits: Tensor) -> None:
+        """Score the next tokens from their logits. Shape [N, V], any float dtype."""
+        rows = max(CHUNK_BYTES // (4 * logits.shape[-1]), 1)
+        for chunk in torch.split(logits, rows):
+            self._fill(chunk.float())
+
+    def _fill(self, raw: Tensor) -> None:
+        cells = slice(self._filled, self._filled + len(raw))
+        self._filled = cells.stop
+        lse = log_sum_exp(raw)
+        targets = self._targets[cells]
+        at = to_device(np.maximum(targets, 0), raw.device)[:, None]
+        values = (raw.gather(-1, at).squeeze(-1) - lse).cpu().numpy()
+        scored = (targets >= 0) & torch.isfinite(lse).cpu().numpy()
+        self.values[cells] = np.where(scored, values, np.nan)
+        num_top = self._num_top[cells]
+        which = np.flatnonzero(scored & (num_top > 0))
+        if which.size:
+            self._rank(raw, lse, cells.start, which, num_top)
+
+    def _rank(self, raw: Tensor, lse: Tensor, start: int, which: NDArray[np.intp], num_top: NDArray[Any]) -> None:
+        rows = to_device(which, raw.device)
+        size = self.top_tokens.shape[1]
+        values, ids = top_tokens(raw[rows] if len(which) < len(raw) else raw, size)
+        used = np.arange(size) < num_top[which, None]
+        self.top_tokens[start + which] = np.where(used, ids.cpu().numpy(), -1)
+        self.top_logprobs[start + which] = np.where(used, (values - lse[rows, None]).cpu().numpy(), -np.inf)
+
+
+def score_parts(scorer: PromptScorer, parts: Iterable[Tensor]) -> None:
+    """Score all parts, holding one at a time."""
+    for logits in parts:
+        scorer.fill(logits)
+        del logits
+
+
+def scored_token_indices(rows: Rows, scores: Scores) -> I64:
+    """Return the indices, among the step's tokens, of the tokens of the scored rows.
+
+    Shape [sum(num_tokens[row])], row by row.
+    """
+    ends = np.cumsum(rows.num_tokens, dtype=np.int64)
+    spans = [np.arange(ends[row] - rows.num_tokens[row], ends[row]) for row in scores.row]
+    return np.concatenate(spans) if spans else np.zeros(0, np.int64)
+
+
+def part_sizes(num_first: int, num_tokens: int, row_bytes: int) -> list[int]:
+    """Split `num_tokens` rows of logits into parts of at most `PART_BYTES`.
+
+    The first part holds at least `num_first` rows.
+    """
+    most = max(PART_BYTES // row_bytes, 1)
+    first = min(max(num_first, most), num_tokens)
+    sizes = [first, *[most] * ((num_tokens - first) // most), (num_tokens - first) % most]
+    return [size for size in sizes if size] or [0]
+
+
+def score_targets(rows: Rows, scores: Scores, vocab_size: int) -> tuple[I64, I32]:
+    """Return the next token of each scored token and its number of alternatives.
+
+    A next token outside the vocabulary is -1.
+    """
+    targets = np.where(scores.targets < vocab_size, scores.targets, -1).astype(np.int64)
+    return targets, np.repeat(scores.num_top, rows.num_tokens[scores.row])
