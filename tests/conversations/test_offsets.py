@@ -1,6 +1,7 @@
-"""Where messages end in tokens, against rendering and tokenising every beginning of the chat.
+"""Message offsets against tokenising every prefix of the chat; token offsets against counting bytes.
 
-Which characters each token shows, against counting bytes: a token ends where its prefix has so many characters."""
+A token ends where its prefix has the same number of complete characters.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from tests.tokenizer.tokenizers import KINDS, backend_of
 
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(["chatml", "trims"]), st.lists(texts, min_size=1, max_size=5), st.none() | texts)
-def test_ends_are_those_of_every_beginning(name: str, said: list[str], system: str | None) -> None:
-    tokenizer, messages = tokenizer_with(APPEND_ONLY[name]), chat(*said, system=system)
+def test_message_offsets_equal_tokenised_prefixes_of_the_chat(name: str, texts: list[str], system: str | None) -> None:
+    tokenizer, messages = tokenizer_with(APPEND_ONLY[name]), chat(*texts, system=system)
     ends = spans.message_token_offsets(tokenizer, messages, assemble(tokenizer, messages))
     # Turns begin with a control token, so every beginning is tokenised as in the whole.
     assert ends == tuple(
@@ -34,8 +35,8 @@ def test_ends_are_those_of_every_beginning(name: str, said: list[str], system: s
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(texts, min_size=1, max_size=5))
-def test_a_token_across_two_messages_belongs_to_the_later(said: list[str]) -> None:
-    tokenizer, messages = tokenizer_with(APPEND_ONLY["words"]), chat(*said)
+def test_message_offsets_token_across_two_messages_belongs_to_the_later_one(texts: list[str]) -> None:
+    tokenizer, messages = tokenizer_with(APPEND_ONLY["words"]), chat(*texts)
     prompt = assemble(tokenizer, messages)
     ends = spans.message_token_offsets(tokenizer, messages, prompt)
     assert ends is not None and list(ends) == sorted(ends)
@@ -44,7 +45,7 @@ def test_a_token_across_two_messages_belongs_to_the_later(said: list[str]) -> No
         assert head.startswith(tokenizer.decode(prompt.token_ids[:end], skip_special_tokens=False).rstrip("\ufffd"))
 
 
-def test_a_reused_reply_keeps_its_own_tokens() -> None:
+def test_message_offsets_reused_reply_keeps_its_own_tokens() -> None:
     tokenizer, memory = tokenizer_with(APPEND_ONLY["trims"]), Memory()
     first = assemble(tokenizer, chat("Hi"))
     ids = tuple(tokenizer.encode("  Hello  "))  # its white space is in the pages, not in the template's rendering
@@ -57,7 +58,7 @@ def test_a_reused_reply_keeps_its_own_tokens() -> None:
     assert ends[1:] == (prompt.num_reused + tail[0], prompt.num_reused + sum(tail))
 
 
-def test_nothing_is_said_of_rewritten_history_or_of_what_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_offsets_of_rewritten_history_or_long_prompts_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, messages = tokenizer_with(REWRITES["counts the turns first"]), chat("a", "b", "c")
     assert spans.message_token_offsets(tokenizer, messages, assemble(tokenizer, messages)) is None
     tokenizer = tokenizer_with(CHATML)
@@ -71,7 +72,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"in": "the north"}}\n</to
 
 
 def counted(tokenizer: Tokenizer, ids: list[int], hidden: frozenset[int], at_start: bool = False) -> list[Span]:
-    """The oracle, for ids whose bytes are whole text."""
+    """Count characters independently (oracle), for ids whose bytes are whole text."""
     spans: list[Span] = []
     data = b""
     for token in ids:
@@ -88,7 +89,7 @@ def counted(tokenizer: Tokenizer, ids: list[int], hidden: frozenset[int], at_sta
 @pytest.mark.parametrize("shows_special", [False, True])
 @settings(max_examples=60, deadline=None)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4), continues=st.booleans())
-def test_spans_count_characters(kind: str, shows_special: bool, texts: list[str], continues: bool) -> None:
+def test_token_offsets_count_characters(kind: str, shows_special: bool, texts: list[str], continues: bool) -> None:
     tokenizer = Tokenizer(backend_of(kind))
     (special,) = tokenizer.special_ids_of(["<|im_start|>"]).values()
     ids = [token for text in texts for token in (*tokenizer.encode(text), special)][:-1]
@@ -107,7 +108,7 @@ def test_spans_count_characters(kind: str, shows_special: bool, texts: list[str]
     assert token_char_offsets(ReplyContext(tokenizer), prompt, item) == expected
 
 
-def test_a_reply_cut_inside_a_character_shows_that() -> None:
+def test_token_offsets_of_a_reply_cut_inside_a_character_show_the_replacement() -> None:
     tokenizer = Tokenizer(backend_of("bytelevel"))
     ids = tokenizer.encode("a𐐷")[:-1]
     item = Item("msg_x", None, "assistant", tokenizer.decode(ids), tuple(ids))
@@ -120,7 +121,7 @@ SAID: dict[str, tuple[str, list[str], str]] = {
     # family: the end of the prompt, what is written in shown and hidden pieces alternately, shown first
     "a thought": ("hermes", ["", "<think>\nhm, 2 < 3 <b>\n</think>\n\n", "It is 3 << 4 <then> stop <"], "a"),
     "a thought that was open": ("opened", ["", "well: <ok>\n</think>\n", "Done."], "<think>\n"),
-    "calls behind text": ("hermes", ["Look at \n\n it.", f"\n{CALL}\n{CALL}"], "a"),
+    "calls after text": ("hermes", ["Look at \n\n it.", f"\n{CALL}\n{CALL}"], "a"),
     "text between calls": ("hermes", ["weather", f" {CALL} ", "weather in the north", f"\n{CALL}"], "a"),
     "all of it": ("qwen3", ["", "<think>Look.</think>", "Look.", f"\n\n{CALL}"], "a"),
     "marks that are none": ("hermes", ["", "<think>a</think>\n", "<<b <<tool_call", f"\n{CALL}", "<<c"], "a"),
@@ -131,7 +132,7 @@ SAID: dict[str, tuple[str, list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", SAID)
-def test_thoughts_and_calls_show_nothing(case: str) -> None:
+def test_token_offsets_of_reasoning_and_calls_are_none(case: str) -> None:
     family, pieces, prompt_end = SAID[case]
     tokenizer = tokenizer_of(family)
     form = detect_format(tokenizer)
@@ -157,7 +158,7 @@ def test_thoughts_and_calls_show_nothing(case: str) -> None:
     assert token_char_offsets(speech, prompt, item) == expected
 
 
-def test_a_hidden_token_in_the_middle_of_a_character_shows_nothing() -> None:
+def test_token_offsets_hidden_token_inside_a_character_is_none() -> None:
     tokenizer = Tokenizer(backend_of("bytelevel"))
     (special,) = tokenizer.special_ids_of(["<|im_start|>"]).values()
     first, *rest = tokenizer.encode("𐐷")
@@ -168,7 +169,7 @@ def test_a_hidden_token_in_the_middle_of_a_character_shows_nothing() -> None:
     assert counted(tokenizer, ids, tokenizer.special_ids) == expected
 
 
-def test_the_oracle_counts() -> None:
+def test_oracle_counts_characters() -> None:
     tokenizer = Tokenizer(backend_of("bytelevel"))
     ids = [tokenizer.encode(char)[0] for char in "ab"]
     assert counted(tokenizer, ids, frozenset()) == [(0, 1), (1, 2)]

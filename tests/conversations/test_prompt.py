@@ -1,6 +1,7 @@
-"""Prompt assembly against the full rendering, on append-only templates and on ones that rewrite history.
+"""Prompt assembly against the full rendering, and the tokens of shared system prompts.
 
-Which tokens of a prompt are a declared system prompt: all of it, and never a token more."""
+Templates are append-only ones and ones that rewrite history.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +35,13 @@ texts = st.text(alphabet="ab \n,é你🎉<|>", max_size=12)
 
 
 def chat(*texts: str, system: str | None = None) -> list[Message]:
-    """Alternate user and assistant."""
+    """Return messages that alternate between user and assistant."""
     turns = [Message(role=("user", "assistant")[at % 2], content=text) for at, text in enumerate(texts)]
     return [*([Message(role="system", content=system)] if system is not None else []), *turns]
 
 
 class Memory:
-    """Knows replies as a store would: the prompt that was sent, then the ids that came."""
+    """Recalls replies as a store would: the ids of the prompt and of the reply."""
 
     def __init__(self) -> None:
         self.replies: dict[tuple[str, str], tuple[int, ...]] = {}
@@ -55,29 +56,31 @@ class Memory:
 
 @settings(deadline=None)
 @given(st.sampled_from(sorted(APPEND_ONLY)), st.lists(texts, min_size=1, max_size=5), st.none() | texts)
-def test_canonical_replies_give_the_full_rendering(name: str, said: list[str], system: str | None) -> None:
-    """Where each reply's ids are what the tokenizer would choose, assembling is rendering."""
+def test_assemble_canonical_replies_equals_the_tokenised_rendering(
+    name: str, texts: list[str], system: str | None
+) -> None:
+    """Where each reply's ids are the tokenizer's choice, assembling equals rendering and tokenising."""
     tokenizer, memory = tokenizer_with(APPEND_ONLY[name]), Memory()
     if name == "trims":  # a reply's own white space stays in its ids: that is what the model saw
-        said = [text.strip() for text in said]
-    for turn in range(0, len(said), 2):
-        messages = chat(*said[: turn + 1], system=system)
+        texts = [text.strip() for text in texts]
+    for turn in range(0, len(texts), 2):
+        messages = chat(*texts[: turn + 1], system=system)
         prompt = assemble(tokenizer, messages, memory.known)
         assert prompt.text == tokenizer.render(messages)
         assert tokenizer.decode(prompt.token_ids, skip_special_tokens=False) == prompt.text
         # A token may span a reply and its surroundings: in "words" anywhere, elsewhere where it begins with a line end.
-        if name != "words" and not any(reply.startswith("\n") for reply in said[1:turn:2]):
+        if name != "words" and not any(reply.startswith("\n") for reply in texts[1:turn:2]):
             assert list(prompt.token_ids) == tokenizer.render_ids(messages)
         if turn:
             assert prompt.is_append_only and prompt.base_message == len(messages) - 2
-        if turn + 1 < len(said):
-            memory.say(prompt, said[turn + 1], tuple(tokenizer.encode(said[turn + 1])))
+        if turn + 1 < len(texts):
+            memory.say(prompt, texts[turn + 1], tuple(tokenizer.encode(texts[turn + 1])))
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(4, tiny_tokenizer().vocab_size - 1), min_size=1, max_size=20))
-def test_history_is_never_tokenised_again(ids: list[int]) -> None:
-    """Any ids a model may come up with stay as they are."""
+def test_assemble_keeps_arbitrary_reply_tokens(ids: list[int]) -> None:
+    """Any ids that a model may generate stay as they are."""
     tokenizer, memory = tiny_tokenizer(), Memory()
     first = assemble(tokenizer, chat("Hi"))
     reply = tokenizer.decode(ids)
@@ -90,7 +93,7 @@ def test_history_is_never_tokenised_again(ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", REWRITES)
-def test_templates_that_rewrite_history_fall_back_and_say_so(name: str) -> None:
+def test_assemble_template_that_rewrites_history_is_not_append_only(name: str) -> None:
     tokenizer, memory = tokenizer_with(REWRITES[name]), Memory()
     first = assemble(tokenizer, chat("Hi", system="Be brief"))
     assert first.is_append_only
@@ -101,29 +104,29 @@ def test_templates_that_rewrite_history_fall_back_and_say_so(name: str) -> None:
     assert list(second.token_ids) == tokenizer.render_ids(messages)
 
 
-def test_the_latest_known_reply_wins_and_unknown_ones_are_passed_over() -> None:
+def test_assemble_uses_the_latest_known_reply() -> None:
     tokenizer, memory = tiny_tokenizer(), Memory()
     first = assemble(tokenizer, chat("a"))
     memory.say(first, "b", (9, 9, 9))
-    edited = assemble(tokenizer, chat("a", "b", "c", "never said by us", "d"), memory.known)
+    edited = assemble(tokenizer, chat("a", "b", "c", "written by the client", "d"), memory.known)
     assert edited.base_message == 1 and edited.token_ids[: edited.num_reused] == (*first.token_ids, 9, 9, 9)
-    memory.say(assemble(tokenizer, chat("a", "b", "c"), memory.known), "never said by us", (8, 8))
-    assert assemble(tokenizer, chat("a", "b", "c", "never said by us", "d"), memory.known).base_message == 3
+    memory.say(assemble(tokenizer, chat("a", "b", "c"), memory.known), "written by the client", (8, 8))
+    assert assemble(tokenizer, chat("a", "b", "c", "written by the client", "d"), memory.known).base_message == 3
 
 
-def test_looking_back_is_bounded() -> None:
+def test_assemble_looks_back_a_bounded_number_of_replies() -> None:
     tokenizer, asked = tiny_tokenizer(), []
 
     def known(index: int, head: str, message: Message) -> None:
         asked.append(index)
 
-    said = [str(number) for number in range(101)]
-    assert list(assemble(tokenizer, chat(*said), known).token_ids) == tokenizer.render_ids(chat(*said))
+    texts = [str(number) for number in range(101)]
+    assert list(assemble(tokenizer, chat(*texts), known).token_ids) == tokenizer.render_ids(chat(*texts))
     assert asked == list(range(99, 99 - 2 * MAX_LOOKBACK, -2))
 
 
-def test_an_opening_reply_is_just_text() -> None:
-    """Nothing of ours can precede a conversation's first message."""
+def test_assemble_first_assistant_message_is_tokenised_as_text() -> None:
+    """No reply of this server can precede a conversation's first message."""
     messages = [Message(role="assistant", content="Welcome"), Message(role="user", content="Hi")]
 
     def known(index: int, head: str, message: Message) -> Known:
@@ -150,7 +153,7 @@ short_texts = st.text(alphabet="ab \n,é🎉<|>", max_size=8)
 
 
 def shared_chat(*texts: str, system: str = SYSTEM) -> list[Message]:
-    """A chat that begins with the declared system prompt."""
+    """Return a chat that begins with the declared system prompt."""
     return chat(*texts, system=system)
 
 
@@ -160,11 +163,11 @@ def num_public(tokenizer: Tokenizer, messages: list[Message]) -> int:
 
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(sorted(APPEND_ONLY)), short_texts, short_texts)
-def test_public_tokens_hold_the_system_message_and_nothing_of_anybody(name: str, one: str, other: str) -> None:
+def test_shared_tokens_are_independent_of_the_messages_after_the_system_prompt(name: str, one: str, other: str) -> None:
     tokenizer = tokenizer_with(APPEND_ONLY[name])
     alone = tokenizer.render([Message(role="system", content=SYSTEM)], add_generation_prompt=False)
-    prompts = [assemble(tokenizer, shared_chat(said)) for said in (one, other)]
-    counts = [num_public(tokenizer, shared_chat(said)) for said in (one, other)]
+    prompts = [assemble(tokenizer, shared_chat(texts)) for texts in (one, other)]
+    counts = [num_public(tokenizer, shared_chat(texts)) for texts in (one, other)]
     for prompt, count in zip(prompts, counts, strict=True):
         assert tokenizer.encode_rendered(alone)[:count] == list(prompt.token_ids[:count])
         # Only a token that the system text shares with what follows may be missing.
@@ -173,35 +176,35 @@ def test_public_tokens_hold_the_system_message_and_nothing_of_anybody(name: str,
     assert prompts[0].token_ids[:shared] == prompts[1].token_ids[:shared]
 
 
-def test_chatml_counts_to_the_end_of_the_system_turn() -> None:
+def test_shared_tokens_of_chatml_end_with_the_system_turn() -> None:
     tokenizer = tiny_tokenizer()
     expected = len(tokenizer.encode_rendered(tokenizer.render(shared_chat(), add_generation_prompt=False)))
-    for said in (["Hi"], ["", "x", "y"], ["\n"]):
-        assert num_public(tokenizer, shared_chat(*said)) == expected > 10
+    for texts in (["Hi"], ["", "x", "y"], ["\n"]):
+        assert num_public(tokenizer, shared_chat(*texts)) == expected > 10
     longer = [*shared_chat(), Message(role="system", content="private"), *shared_chat("Hi")[1:]]
     assert num_public(tokenizer, longer) == expected
 
 
-def test_a_token_that_the_system_text_shares_with_a_user_is_not_public() -> None:
+def test_shared_tokens_exclude_a_token_that_spans_into_the_user_turn() -> None:
     tokenizer = tokenizer_with("{% for m in messages %}{{ m.content }}\n{% endfor %}")
     public, alone = SharedSystemPrompts(["Be kind."]), tokenizer.encode("Be kind.\n")
     assert tokenizer.encode("\n\n") != tokenizer.encode("\n") * 2, "another text, please: these must be one token"
-    for said, count in (("Hi", len(alone)), ("\n", len(alone) - 1)):
-        messages = shared_chat(said, system="Be kind.")
+    for texts, count in (("Hi", len(alone)), ("\n", len(alone) - 1)):
+        messages = shared_chat(texts, system="Be kind.")
         assert public.count_shared_tokens(tokenizer, messages, assemble(tokenizer, messages)) == count
 
 
-@pytest.mark.parametrize("said", [SYSTEM, SYSTEM + "\n"])
-def test_a_line_end_of_the_file_does_not_matter(said: str) -> None:
-    assert num_public(tiny_tokenizer(), shared_chat("Hi", system=said)) > 10
+@pytest.mark.parametrize("texts", [SYSTEM, SYSTEM + "\n"])
+def test_shared_tokens_ignore_a_final_newline_of_the_declared_file(texts: str) -> None:
+    assert num_public(tiny_tokenizer(), shared_chat("Hi", system=texts)) > 10
 
 
 @pytest.mark.parametrize("system", [SYSTEM + " ", SYSTEM[:-1], SYSTEM.upper(), "", "Othe"])
-def test_only_the_exact_text_is_public(system: str) -> None:
+def test_shared_tokens_of_other_text_are_zero(system: str) -> None:
     assert num_public(tiny_tokenizer(), shared_chat("Hi", system=system)) == 0
 
 
-def test_only_a_system_message_in_the_first_place_is_public() -> None:
+def test_shared_tokens_need_the_system_message_first() -> None:
     tokenizer = tiny_tokenizer()
     assert num_public(tokenizer, [Message(role="user", content=SYSTEM)]) == 0
     assert num_public(tokenizer, [*shared_chat("Hi")[1:], *shared_chat()]) == 0
@@ -209,19 +212,19 @@ def test_only_a_system_message_in_the_first_place_is_public() -> None:
 
 
 @pytest.mark.parametrize("template", [*FOLDED.values(), REWRITES["system moves to the last turn"]])
-def test_where_the_system_text_is_not_at_the_start_nothing_is_public(template: str) -> None:
+def test_shared_tokens_of_templates_that_move_the_system_text_are_zero(template: str) -> None:
     assert num_public(tokenizer_with(template), shared_chat("Hi")) == 0
 
 
-def test_a_template_that_writes_the_time_counts_anew() -> None:
-    """A stale rendering must not be taken for the present one."""
+def test_shared_tokens_of_a_template_with_the_time_are_counted_again() -> None:
+    """A cached count of an older rendering must not be used."""
     first, then = (tokenizer_with(f"{day} {CHATML}") for day in ("monday", "friday"))
     for tokenizer in (first, then, first, then):
         expected = len(tokenizer.encode_rendered(tokenizer.render(shared_chat(), add_generation_prompt=False)))
         assert num_public(tokenizer, shared_chat("Hi")) == expected
 
 
-def test_a_later_turn_on_stored_tokens_counts_the_same() -> None:
+def test_shared_tokens_of_a_later_turn_are_the_same() -> None:
     tokenizer, memory = tiny_tokenizer(), Memory()
     first = assemble(tokenizer, shared_chat("Hi"))
     memory.say(first, "Hello", (5, 6, 7))

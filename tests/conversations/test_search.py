@@ -1,4 +1,4 @@
-"""Search: what a query means, against a plain reading of every text; the index, against no index."""
+"""Search queries: folding, phrases, prefixes and snippets, against a plain reading of the text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chatcache.errors import InvalidRequestError
 
 
 def found(query: str, text: str) -> list[str] | None:
-    """The marked pieces."""
+    """Return the marked pieces."""
     result = SearchQuery.parse(query).find(text)
     return [text[start:end] for start, end in result.marks] if result is not None else None
 
@@ -26,8 +26,8 @@ def found(query: str, text: str) -> list[str] | None:
     [
         ("hello", "Oh, HELLO there", ["HELLO"]),
         ("there hello", "hello out there", ["hello", "there"]),
-        ("hello nobody", "hello there", None),
-        ("hel", "hello shell help", ["hello", "help"]),  # the last word may go on
+        ("hello stranger", "hello there", None),
+        ("hel", "hello shell help", ["hello", "help"]),  # the last word may be a prefix
         ("hel there", "hello there", None),  # the others may not
         ("cafe", "un Café crème", ["Café"]),
         ("café", "CAFE", ["CAFE"]),
@@ -52,24 +52,24 @@ def found(query: str, text: str) -> list[str] | None:
         (" .,!\"'*^:-() ", "anything . , !", None),
     ],
 )
-def test_what_a_query_finds(query: str, text: str, marked: list[str] | None) -> None:
+def test_query_finds_the_expected_words(query: str, text: str, marked: list[str] | None) -> None:
     assert found(query, text) == marked
 
 
-def test_the_fast_way_to_fold_is_the_same() -> None:
+def test_fold_words_of_ascii_equals_the_general_path() -> None:
     generator = random.Random(2)
     for _ in range(500):
         text = "".join(generator.choices("aB1_-' \n\x00\x1f\x7f.", k=200)) + "x" * generator.choice([0, 99])
         assert fold_words(text) == " ".join(word.text for word in iter_words(text)) == fold_words(text + " é")[:-2]
 
 
-def test_a_query_has_a_limit() -> None:
+def test_query_over_the_length_limit_is_refused() -> None:
     assert len(SearchQuery.parse("word " * 800).phrases) == 2
     with pytest.raises(InvalidRequestError, match="4096"):
         SearchQuery.parse("x" * 4097)
 
 
-def test_snippets_are_cut_between_words_and_their_marks_fit() -> None:
+def test_snippet_is_cut_between_words_and_has_valid_marks() -> None:
     generator = random.Random(5)
     for _ in range(300):
         text = " ".join("".join(generator.choices("abcß你é🎉\n", k=generator.randint(1, 60))) for _ in range(40))

@@ -1,4 +1,4 @@
-"""Titles out of whatever a model says."""
+"""Titles extracted from model output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chatcache.conversations.titles import MAX_TITLE_CHARS, clean_title
 
 
 @pytest.mark.parametrize(
-    ("said", "title"),
+    ("answer", "title"),
     [
         ("A trip to Rome", "A trip to Rome"),
         ('"A trip to Rome."', "A trip to Rome"),
@@ -39,12 +39,12 @@ from chatcache.conversations.titles import MAX_TITLE_CHARS, clean_title
         ("C++ & <b>bold</b>", "C++ & <b>bold</b>"),
     ],
 )
-def test_titles_are_cleaned(said: str, title: str) -> None:
-    assert clean_title(said) == title
+def test_clean_title_removes_markup_and_quotes(answer: str, title: str) -> None:
+    assert clean_title(answer) == title
 
 
 @given(st.text())
-def test_any_answer_is_one_short_line_or_nothing(said: str) -> None:
-    title = clean_title(said)
+def test_clean_title_of_any_answer_is_one_short_line_or_empty(answer: str) -> None:
+    title = clean_title(answer)
     assert len(title) <= MAX_TITLE_CHARS and title == title.strip() and len(title.splitlines()) <= 1
     assert not title or any(char.isalnum() for char in title)

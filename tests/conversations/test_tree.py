@@ -1,6 +1,4 @@
-"""The tree against plain recursion over the same items.
-
-Removing messages and responses, against what every remaining path must then say."""
+"""The conversation tree against plain recursion, and deletions against what the remaining paths must then contain."""
 
 from __future__ import annotations
 
@@ -27,32 +25,32 @@ from chatcache.conversations.tree import (
     plan_response_deletion,
 )
 from chatcache.errors import NotFoundError
-from tests.support.conversation_trees import Grown, trees
+from tests.support.conversation_trees import GeneratedTree, trees
 
 HEAD = Conversation("conv", "me", 0.0, 0.0, active_leaf="a1")
 
 
 @settings(deadline=None)
 @given(trees())
-def test_paths_and_sequences(grown: Grown) -> None:
-    for item_id, path in grown.paths.items():
-        assert [item.id for item in grown.tree.path(item_id)] == path
-    for item_id, sequence in grown.sequences.items():
-        assert grown.tree.token_sequence(grown.tree.items[item_id]) == sequence
+def test_tree_paths_and_token_sequences_equal_recursion(generated: GeneratedTree) -> None:
+    for item_id, path in generated.paths.items():
+        assert [item.id for item in generated.tree.path(item_id)] == path
+    for item_id, sequence in generated.sequences.items():
+        assert generated.tree.token_sequence(generated.tree.items[item_id]) == sequence
 
 
 @settings(deadline=None)
 @given(trees())
-def test_children_partition_the_tree(grown: Grown) -> None:
-    seen = [child.id for parent in [None, *grown.tree.items] for child in grown.tree.children(parent)]
-    assert sorted(seen) == sorted(grown.tree.items)
-    for turn in grown.tree.turns.values():
-        outputs = grown.tree.outputs(turn.id)
+def test_tree_children_partition_the_items(generated: GeneratedTree) -> None:
+    seen = [child.id for parent in [None, *generated.tree.items] for child in generated.tree.children(parent)]
+    assert sorted(seen) == sorted(generated.tree.items)
+    for turn in generated.tree.turns.values():
+        outputs = generated.tree.outputs(turn.id)
         assert [item.index for item in outputs] == list(range(len(outputs)))
         assert {item.parent_id for item in outputs} == {turn.parent_id}
 
 
-def test_messages_nobody_generated_have_no_exact_tokens() -> None:
+def test_token_sequence_of_client_messages_is_empty() -> None:
     given = [Item("u", None, "user", "?"), Item("a", "u", "assistant", "!", response_id="r")]
     tree = ConversationTree(Conversation("conv", "", 0.0, 0.0), given, [Turn("r", "a2", "m", 0.0)])
     assert tree.token_sequence(tree.items["a"]) == ()
@@ -60,7 +58,7 @@ def test_messages_nobody_generated_have_no_exact_tokens() -> None:
 
 
 def small() -> ConversationTree:
-    """u0 -> (a1, b1) -> u2 -> a3; a1 is continued, b1 is not; f1 was cut from b1 and nothing came of it yet."""
+    """Return u0 -> (a1, b1) -> u2 -> a3; a1 is continued, b1 is not; f1 is a prefix of b1 without descendants."""
     turns = (
         Turn("r1", "u0", "m", 0.0, None, (1, 2), status=COMPLETED, echo={"metadata": {"k": "v"}}),
         Turn("r2", "u2", "m", 0.0, "a1", (4, 5), status=COMPLETED),
@@ -76,7 +74,7 @@ def small() -> ConversationTree:
 
 
 def applied(tree: ConversationTree, edit: MessageDeletion) -> ConversationTree:
-    """What a store must hold afterwards."""
+    """Return what a store must contain after the deletion."""
     items = {**tree.items, **{item.id: item for item in edit.items}}
     turns = {**tree.turns, **{turn.id: turn for turn in edit.turns}}
     return ConversationTree(
@@ -93,8 +91,8 @@ def leaves(tree: ConversationTree) -> Iterator[Item]:
 
 @given(trees(), st.data())
 @settings(max_examples=150, deadline=None)
-def test_every_path_goes_on_without_the_message(grown: Grown, data: st.DataObject) -> None:
-    tree = grown.tree
+def test_message_deletion_keeps_every_other_message_on_its_path(generated: GeneratedTree, data: st.DataObject) -> None:
+    tree = generated.tree
     for _ in range(data.draw(st.integers(1, 3))):
         if not tree.items:
             return
@@ -113,7 +111,7 @@ def test_every_path_goes_on_without_the_message(grown: Grown, data: st.DataObjec
         tree = after
 
 
-def test_nothing_is_removed_under_a_response_that_is_being_generated() -> None:
+def test_deletion_under_a_running_response_is_refused() -> None:
     tree = small()
     live = ConversationTree(
         HEAD,
@@ -131,8 +129,8 @@ def test_nothing_is_removed_under_a_response_that_is_being_generated() -> None:
         plan_message_deletion(live, "r1")
 
 
-def test_a_turn_that_was_begun_before_its_prompt_was_edited_is_rendered_afresh() -> None:
-    """It stands on a reply whose own prompt is not known any more, or is not there any more."""
+def test_turn_on_an_edited_prompt_has_no_token_sequence() -> None:
+    """Its base is a reply whose prompt is unknown or which was deleted."""
     tree = small()
     late = Turn("r2", "u2", "m", 0.0, "a1", (4, 5), status=COMPLETED)
     for gone in ("u0", "a1"):
@@ -141,7 +139,7 @@ def test_a_turn_that_was_begun_before_its_prompt_was_edited_is_rendered_afresh()
         assert mixed.items["a3"].token_ids and mixed.token_sequence(mixed.items["a3"]) == ()
 
 
-def test_a_response_goes_with_what_nobody_stands_on() -> None:
+def test_response_deletion_removes_messages_without_dependents() -> None:
     tree = small()
     edit = plan_response_deletion(tree, "r1")
     after = applied(tree, edit)
@@ -156,19 +154,19 @@ def test_a_response_goes_with_what_nobody_stands_on() -> None:
     assert set(applied(last, plan_response_deletion(last, "r1")).items) == set()
 
 
-def test_the_beginning_that_a_fork_left_goes_with_the_fork() -> None:
+def test_response_deletion_removes_the_prefix_stored_by_its_fork() -> None:
     tree = small()
     cut = Item("f1", "u0", "assistant", "b", (9,), "r1", 1, finish_reason=FORKED)
     fork = Turn("r3", "u4", "m", 0.0, "f1", (7,), status=COMPLETED, echo={"forked_item_id": "f1"})
     items = (*tree.items.values(), cut, Item("u4", "f1", "user", "?", response_id="r3"))
-    grown = ConversationTree(replace(HEAD, active_leaf="u4"), items, (*tree.turns.values(), fork))
-    edit = plan_response_deletion(grown, "r3")
+    generated = ConversationTree(replace(HEAD, active_leaf="u4"), items, (*tree.turns.values(), fork))
+    edit = plan_response_deletion(generated, "r3")
     assert set(edit.removed_items) == {"u4", "f1"} and edit.removed_turns == ("r3",)
     assert edit.active_leaf == "u0"
-    assert "f1" not in plan_response_deletion(grown, "r1").removed_items
+    assert "f1" not in plan_response_deletion(generated, "r1").removed_items
 
 
-def test_an_assistants_message_among_the_input_is_no_output() -> None:
+def test_assistant_message_in_the_input_is_not_an_output() -> None:
     turn = Turn("r1", "a1", "m", 0.0, None, (1,))
     items = (
         Item("u0", None, "user", "?", response_id="r1"),
@@ -180,7 +178,7 @@ def test_an_assistants_message_among_the_input_is_no_output() -> None:
     assert [item.id for item in tree.inputs("r1")] == ["u0", "a1"]
 
 
-async def test_a_store_applies_an_edit_whole_or_not_at_all(store: ConversationStore) -> None:
+async def test_store_applies_a_deletion_completely_or_not_at_all(store: ConversationStore) -> None:
     tree = small()
     await store.create(HEAD, tuple(tree.items.values()), tree.turns["r1"])
     await store.append("me", "conv", (), tree.turns["r2"])

@@ -82,7 +82,7 @@ CLASSES = (
     Class(
         "a cancelled command leaves its reply to the next user of the connection",
         _cves("2023-28858 -28859"),
-        ("storage/test_redis.py::test_cancelled_callers_leave_nothing_for_others",),
+        ("storage/test_redis.py::test_cancelled_callers_leave_no_replies_on_connections",),
     ),
     Class(
         "rights looked at once, or an id taken for a right",
@@ -144,7 +144,7 @@ CLASSES = (
     Class(
         "scripts in Redis",
         _cves("2025-49844 -46817 -46818 -46819"),
-        ("storage/test_redis.py::test_the_user_of_these_tests_may_run_no_scripts_and_administer_nothing",),
+        ("storage/test_redis.py::test_redis_user_can_run_no_scripts_and_no_admin_commands",),
     ),
     Class(
         "state read back from a file or from another machine, unchecked",

@@ -1,4 +1,4 @@
-"""A conversation in a store, and one turn for it: what tests of stores begin with."""
+"""A stored conversation and one turn for it, for tests of stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and their usage: one contract on every store, and nothing that lets anybody in ever stored."""
+"""API keys and their usage: one contract on every store; no secret is ever stored."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def made(tenant: str = "acme", user: str = "", **more: object) -> KeyRecord:
     return new_key(tenant, user, **more)[1]  # type: ignore[arg-type]
 
 
-async def test_what_goes_in_comes_out_and_the_key_does_not(keys: KeyStore) -> None:
+async def test_key_store_returns_records_and_never_the_key(keys: KeyStore) -> None:
     key, record = new_key("acme", "ann", "laptop", is_admin=True, requests_per_minute=1, tokens_per_day=2**53)
     await keys.create(record)
     assert await keys.list() == [record]
@@ -48,7 +48,7 @@ async def test_what_goes_in_comes_out_and_the_key_does_not(keys: KeyStore) -> No
     assert key.rpartition("_")[2] not in repr(record) and key not in repr(await keys.list())
 
 
-async def test_the_version_tells_of_every_change_and_of_nothing_else(keys: KeyStore) -> None:
+async def test_key_store_version_changes_with_every_change_only(keys: KeyStore) -> None:
     seen = [await keys.version()]
     one, two = made(), made(user="bob")
     for record in (one, two):
@@ -63,7 +63,7 @@ async def test_the_version_tells_of_every_change_and_of_nothing_else(keys: KeySt
     assert await keys.version() == seen[-1]
 
 
-async def test_revoked_is_revoked_for_ever(keys: KeyStore) -> None:
+async def test_key_store_revocation_is_permanent(keys: KeyStore) -> None:
     one, two = replace(made(), created_at=1.0), replace(made(), created_at=2.0)
     await keys.create(two)
     await keys.create(one)
@@ -74,8 +74,8 @@ async def test_revoked_is_revoked_for_ever(keys: KeyStore) -> None:
         await keys.revoke("key_none", 5.0)
 
 
-async def test_usage_is_a_sum_of_many_writers(place: ServerConfig, keys: KeyStore) -> None:
-    """Oracle: a dictionary."""
+async def test_key_store_usage_sums_many_writers(place: ServerConfig, keys: KeyStore) -> None:
+    """The oracle is a dictionary."""
     draw = random.Random(7)
     adds = [(draw.randrange(3), {f"key_{draw.randrange(4)}": draw.randrange(1000), "key_x": 1}) for _ in range(40)]
     expected: dict[int, dict[str, int]] = {}
@@ -89,7 +89,7 @@ async def test_usage_is_a_sum_of_many_writers(place: ServerConfig, keys: KeyStor
             *(
                 ways[at % 2][0].add_usage(*add, writer=ways[at % 2][1], number=number)
                 for at, add in enumerate(adds)
-                for number in (at + 1, at + 1)  # whoever does not know what became of it calls again
+                for number in (at + 1, at + 1)  # a writer that does not know the outcome repeats the call
             )
         )
         await keys.add_usage(3, {}, writer="one", number=len(adds) + 1)
@@ -97,7 +97,7 @@ async def test_usage_is_a_sum_of_many_writers(place: ServerConfig, keys: KeyStor
             assert await others.usage(day) == expected.get(day, {})
 
 
-async def test_days_long_past_are_forgotten(tmp_path: Path) -> None:
+async def test_key_store_deletes_old_days_of_usage(tmp_path: Path) -> None:
     async with open_keys(ServerConfig(db=str(tmp_path / "keys.db"))) as keys:
         await keys.add_usage(100, {"key_x": 1}, writer="w", number=1)
         await keys.add_usage(100 + USAGE_RETENTION_DAYS, {"key_x": 2}, writer="w", number=2)
@@ -107,7 +107,7 @@ async def test_days_long_past_are_forgotten(tmp_path: Path) -> None:
     assert utc_day(0.0) == 0 and utc_day(DAY_S - 0.001) == 0 and utc_day(DAY_S) == 1
 
 
-async def test_a_store_and_the_command_line_share_them(place: ServerConfig) -> None:
+async def test_open_keys_shares_keys_with_an_open_store(place: ServerConfig) -> None:
     patient = {"timeout_s": SLOW_TIMEOUT_S}
     store: ConversationStore = RedisStore(place.redis, **patient) if place.redis else SqliteStore(place.db)
     try:
@@ -122,7 +122,7 @@ async def test_a_store_and_the_command_line_share_them(place: ServerConfig) -> N
         await store.close()
 
 
-async def test_the_command_line_touches_nothing_that_is_under_way(tmp_path: Path) -> None:
+async def test_open_keys_does_not_end_running_responses(tmp_path: Path) -> None:
     config = ServerConfig(db=str(tmp_path / "chat.db"))
     store = open_store(config)
     try:
@@ -136,7 +136,7 @@ async def test_the_command_line_touches_nothing_that_is_under_way(tmp_path: Path
         await store.close()
 
 
-async def test_an_older_file_is_brought_up_to_date_with_a_backup(tmp_path: Path) -> None:
+async def test_open_keys_migrates_an_older_file_with_a_backup(tmp_path: Path) -> None:
     path = tmp_path / "chat.db"
     with sqlite3.connect(path) as db:
         for step in MIGRATIONS[:-1]:
@@ -148,7 +148,7 @@ async def test_an_older_file_is_brought_up_to_date_with_a_backup(tmp_path: Path)
     assert path.with_name(f"chat.db.before-schema-{len(MIGRATIONS)}").exists()
 
 
-async def test_two_that_open_a_new_file_at_once_both_can(tmp_path: Path) -> None:
+async def test_open_keys_twice_at_once_on_a_new_file_succeeds(tmp_path: Path) -> None:
     config = ServerConfig(db=str(tmp_path / "new.db"))
 
     async def add() -> None:
@@ -172,11 +172,11 @@ async def test_two_that_open_a_new_file_at_once_both_can(tmp_path: Path) -> None
         ({"max_concurrent": -1}, "max_concurrent"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(fields: dict[str, object], param: str) -> None:
+def test_new_key_with_an_invalid_field_names_it(fields: dict[str, object], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         new_key(**{"tenant": "acme", **fields})  # type: ignore[arg-type]
     assert caught.value.param == param
 
 
-def test_keys_of_another_make_have_no_id() -> None:
+def test_key_id_of_another_format_is_none() -> None:
     assert key_id_of("sk-something") is None and key_id_of("cck_") == "key_" and key_id_of("cck_ab_c_d") == "key_ab"

@@ -1,7 +1,7 @@
-"""If the power goes: what was acknowledged had been told to reach the disk first. Read from the order of system calls.
+"""Durability at power loss: acknowledged data was synced first, as read from the order of system calls.
 
-Killing a process does not show this, because what it has written is the kernel's by then. Copies of the files are cut
-to what had been synced at each acknowledgement: a store finds in them what it would have found after the power went.
+Killing a process does not show this, because written data is then in the kernel. Copies of the files are cut to the
+length that was synced at each acknowledgement: a store must find every acknowledged turn in them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def strace() -> list[str]:
 
 
 def check_order(trace: str, kept: str, answer: str) -> None:
-    """Between a write to a file whose name has `kept` and an answer there is a sync. `answer`: a pattern."""
+    """Check for a sync between each write to a file named like `kept` and the next answer (a pattern)."""
     is_dirty, num_writes, num_answers = False, 0, 0
     for call, _, name, rest in _CALL.findall(trace):
         if kept in name:
@@ -77,7 +77,7 @@ def check_order(trace: str, kept: str, answer: str) -> None:
 
 
 def synced_at_answers(trace: str, kept: str, answer: str, num_bytes: int = 0) -> list[int]:
-    """How much of a file, `num_bytes` long at first, had been synced when each answer was given."""
+    """Return the synced length of a file, `num_bytes` long at first, at each answer."""
     num_synced, sizes = num_bytes, []
     for call, _, name, rest in _CALL.findall(trace):
         if kept in name and "sync" in call:
@@ -91,7 +91,7 @@ def synced_at_answers(trace: str, kept: str, answer: str, num_bytes: int = 0) ->
 
 
 def check_copies(folder: Path, trace: str) -> None:
-    """The file, cut to what had been synced at each acknowledgement: all turns are there that were acknowledged."""
+    """Check that the file cut to its synced length has all turns acknowledged until then."""
     for number, num_bytes in enumerate(synced_at_answers(trace, "chat.db-wal", '.*, "ack", 3')):
         cut = folder / f"cut-{number}.db"
         shutil.copy(folder / "chat.db.copy", cut)
@@ -112,20 +112,20 @@ def trace_sqlite(strace: list[str], folder: Path, *more: str, num_turns: int = N
     return trace.read_text(errors="replace")
 
 
-def test_the_file_is_synced_before_anything_is_acknowledged(strace: list[str], tmp_path: Path) -> None:
+def test_sqlite_syncs_before_it_acknowledges(strace: list[str], tmp_path: Path) -> None:
     trace = trace_sqlite(strace, tmp_path)
     check_order(trace, "chat.db-wal", '.*, "ack", 3')
     check_copies(tmp_path, trace)
 
 
 @pytest.mark.long
-def test_the_same_of_a_thousand_turns(strace: list[str], tmp_path: Path) -> None:
-    """Only the order: from some size on the log is written into the file, and begun anew."""
+def test_sqlite_syncs_a_thousand_turns(strace: list[str], tmp_path: Path) -> None:
+    """The order only: a long log is checkpointed into the file and started again."""
     check_order(trace_sqlite(strace, tmp_path, num_turns=MANY_TURNS), "chat.db-wal", '.*, "ack", 3')
 
 
-def test_a_file_that_is_not_synced_would_be_seen(strace: list[str], tmp_path: Path) -> None:
-    """The planted bug: SQLite's NORMAL, which a kill does not tell from FULL."""
+def test_injected_bug_missing_sync_is_detected(strace: list[str], tmp_path: Path) -> None:
+    """SQLite's synchronous=NORMAL, which a kill does not distinguish from FULL."""
     trace = trace_sqlite(strace, tmp_path, "NORMAL")
     with pytest.raises(AssertionError, match="before the sync"):
         check_order(trace, "chat.db-wal", '.*, "ack", 3')
@@ -146,7 +146,7 @@ def attached(strace: list[str], pid: int, trace: Path) -> Iterator[None]:
 
 
 async def trace_redis(strace: list[str], folder: Path, policy: str, num_turns: int) -> tuple[str, int]:
-    """What the server does while turns are stored, and how many of them it finds in its file cut to what was synced."""
+    """Return a trace of storing turns, and the number of turns in the file cut to its synced length."""
     trace = folder / "trace"
     with redis_server(folder / "redis", appendfsync=policy) as server:
         store = RedisStore(server.url)
@@ -168,10 +168,10 @@ async def trace_redis(strace: list[str], folder: Path, policy: str, num_turns: i
 
 
 @pytest.mark.parametrize(("policy", "is_durable"), [("always", True), ("everysec", False)])
-async def test_redis_syncs_before_it_answers_if_it_is_told_to(
+async def test_redis_with_appendfsync_always_syncs_before_it_answers(
     strace: list[str], policy: str, is_durable: bool, tmp_path: Path
 ) -> None:
-    """Also what the docs say of `everysec`: acknowledged is not yet on the disk."""
+    """Also the documented limit of `everysec`: acknowledged data may not be on the disk yet."""
     trace, num_kept = await trace_redis(strace, tmp_path, policy, NUM_TURNS)
     assert (num_kept == NUM_TURNS) is is_durable
     with contextlib.nullcontext() if is_durable else pytest.raises(AssertionError, match="before the sync"):

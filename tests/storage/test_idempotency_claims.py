@@ -1,4 +1,4 @@
-"""Idempotency keys in every store: written with what they are for, both or none, and told to their owner alone."""
+"""Idempotency claims in every store: written together with their object, visible to their owner only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def conversation(name: str = "conv_1", owner: str = "me") -> Conversation:
     return Conversation(name, owner, 1.0, 1.0)
 
 
-async def test_a_key_is_known_with_what_it_made(store: ConversationStore) -> None:
+async def test_claim_is_found_by_its_owner_with_its_target(store: ConversationStore) -> None:
     assert await store.find_claim("me", "key") is None
     await store.create(conversation(), [USER], TURN, claim=CLAIM)
     assert await store.find_claim("me", "key") == CLAIM
@@ -40,7 +40,7 @@ async def test_a_key_is_known_with_what_it_made(store: ConversationStore) -> Non
     assert await store.find_claim("me", "key2") == Claim("key2", "d", "resp_2")
 
 
-async def test_a_key_is_taken_once_and_whoever_is_late_changes_nothing(store: ConversationStore) -> None:
+async def test_claim_used_twice_is_refused_and_changes_nothing(store: ConversationStore) -> None:
     await store.create(conversation(), [USER], TURN, claim=CLAIM)
     before = await store.load("me", "conv_1")
     other = Claim("key", "other", "resp_9")
@@ -57,7 +57,7 @@ async def test_a_key_is_taken_once_and_whoever_is_late_changes_nothing(store: Co
     assert await store.find_claim("you", "key") == other
 
 
-async def test_what_is_refused_takes_no_key(store: ConversationStore) -> None:
+async def test_refused_write_stores_no_claim(store: ConversationStore) -> None:
     await store.create(conversation(), [USER])
     orphan = Item("msg_o", "nowhere", "user", "x")
     with pytest.raises(StaleRevisionError):
@@ -67,7 +67,7 @@ async def test_what_is_refused_takes_no_key(store: ConversationStore) -> None:
     assert await store.find_claim("me", "key") is None
 
 
-async def test_of_many_at_once_one_has_the_key(store: ConversationStore) -> None:
+async def test_claim_used_concurrently_succeeds_once(store: ConversationStore) -> None:
     async def try_one(number: int) -> bool:
         claim = Claim("key", "digest", f"conv_{number}")
         try:
@@ -82,7 +82,7 @@ async def test_of_many_at_once_one_has_the_key(store: ConversationStore) -> None
     assert claim is not None and list(kept) == [claim.target]
 
 
-async def test_keys_of_yesterday_are_forgotten_by_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sqlite_deletes_expired_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = SqliteStore(tmp_path / "chat.db")
     await store.create(conversation(), claim=CLAIM)
     now = time.time()
@@ -95,7 +95,7 @@ async def test_keys_of_yesterday_are_forgotten_by_the_file(tmp_path: Path, monke
     db.close()
 
 
-async def test_only_keys_and_leases_expire_in_redis(empty_redis: RedisServer) -> None:
+async def test_redis_only_claims_and_leases_expire(empty_redis: RedisServer) -> None:
     store = RedisStore(empty_redis.url)
     await store.create(conversation(), [USER], TURN, claim=CLAIM)
     await store.update("me", "conv_1", title="Words")

@@ -1,4 +1,4 @@
-"""Many writers at once, against plain lists: whatever was acknowledged happened once, in the order of `rev`."""
+"""Concurrent writers against plain lists: acknowledged changes happened once, in the order of `rev`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Plain:
 
 
 async def tab(store: ConversationStore, name: str, generator: random.Random, log: dict[int, Change]) -> int:
-    """One tab: reads, decides, writes what it read; told that it is stale, it reads again. Returns its conflicts."""
+    """Run one client that writes with the rev it read, and reads again when stale; return its conflicts."""
     num_conflicts = 0
     for step in range(12):
         tree = await store.load("me", "conv")
@@ -79,7 +79,7 @@ async def tab(store: ConversationStore, name: str, generator: random.Random, log
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_tabs_that_edit_together_agree_on_one_history(store: ConversationStore, seed: int) -> None:
+async def test_concurrent_edits_give_one_history_by_rev(store: ConversationStore, seed: int) -> None:
     await store.create(Conversation("conv", "me", 1.0, 1.0))
     log: dict[int, Change] = {}
     tabs = [tab(store, f"t{number}", random.Random(f"{seed}.{number}"), log) for number in range(8)]
@@ -96,15 +96,15 @@ async def test_tabs_that_edit_together_agree_on_one_history(store: ConversationS
     assert bool(hits) == bool(plain.parents)
 
 
-async def test_a_reply_does_not_move_the_leaf_that_somebody_moves_at_that_moment(store: ConversationStore) -> None:
-    """The leaf is moved between reading it and storing the reply: the reply is kept, the leaf as well."""
+async def test_complete_keeps_a_leaf_that_is_moved_concurrently(store: ConversationStore) -> None:
+    """The leaf is moved between reading it and storing the reply: the reply is stored, and the leaf stays."""
     asked, other = Item("u", None, "user", "?"), Item("v", None, "user", "other")
     turn = Turn("resp", "u", "m", 1.0, None, (1,))
     conversation = Conversation("conv", "me", 1.0, 1.0, active_leaf="u")
     await store.create(conversation, [asked, other], turn)
 
     class Interrupted:
-        """The store, but somebody else is always a little faster."""
+        """A store in which another client is always slightly faster."""
 
         def __getattr__(self, name: str) -> object:
             return getattr(store, name)
@@ -125,8 +125,8 @@ async def test_a_reply_does_not_move_the_leaf_that_somebody_moves_at_that_moment
     assert "a" in tree.items and tree.turns["resp"].status == COMPLETED
 
 
-async def test_deleted_means_gone_for_every_writer(store: ConversationStore) -> None:
-    """Half the writers come before the deletion and half behind it: none fails otherwise, nothing of it is left."""
+async def test_delete_during_writes_leaves_nothing(store: ConversationStore) -> None:
+    """Half the writers come before the deletion and half after it: none fails otherwise, and nothing remains."""
     for number in range(10):
         name = f"conv_{number}"
         await store.create(Conversation(name, "me", 1.0, 1.0))
@@ -139,8 +139,8 @@ async def test_deleted_means_gone_for_every_writer(store: ConversationStore) -> 
     assert await store.search("me", SearchQuery.parse("ghost"), 5) == ()
 
 
-async def test_lists_do_not_repeat_while_imports_and_edits_go_on(store: ConversationStore) -> None:
-    """Pages read by cursor while others write: no conversation twice, none of the untouched ones missing."""
+async def test_list_by_cursor_during_writes_repeats_and_misses_nothing(store: ConversationStore) -> None:
+    """Pages are read by cursor while conversations change: none repeats, and no unchanged one is missing."""
     for number in range(60):
         await store.merge(Conversation(f"conv_{number:02}", "me", 1.0, float(number)), [], [])
     touched: set[str] = set()
@@ -176,7 +176,7 @@ async def test_lists_do_not_repeat_while_imports_and_edits_go_on(store: Conversa
     await writing
 
 
-async def test_the_same_import_many_times_at_once(store: ConversationStore) -> None:
+async def test_same_import_concurrently_creates_one_conversation(store: ConversationStore) -> None:
     conversation = Conversation("conv", "me", 1.0, 1.0, active_leaf="b")
     items = [Item("a", None, "user", "x"), Item("b", "a", "assistant", "y")]
     longer = [*items, Item("c", "b", "user", "z")]

@@ -1,4 +1,4 @@
-"""What Redis adds to the storage contract: several writers, answers that are lost, rights, layout."""
+"""Redis beyond the storage contract: several writers, lost answers, permissions, layout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.redis_servers import RedisServer, answers, until
 HEAD = Conversation("conv", "me", 1.0, 1.0)
 
 
-async def test_a_gateway_that_dies_leaves_incomplete_responses_and_others_theirs(empty_redis: RedisServer) -> None:
+async def test_dead_gateway_leaves_its_responses_incomplete_and_others_running(empty_redis: RedisServer) -> None:
     alive, dying = (RedisStore(empty_redis.url, lease_s=1.5) for _ in range(2))
     await alive.create(HEAD, turn=Turn("resp_a", "", "m", 1.0))
     await dying.append("me", "conv", [], Turn("resp_b", "", "m", 1.0))
@@ -59,7 +59,7 @@ async def test_a_gateway_that_dies_leaves_incomplete_responses_and_others_theirs
         await store.close()
 
 
-async def test_two_gateways_write_one_conversation(empty_redis: RedisServer) -> None:
+async def test_two_gateways_write_one_conversation_without_losses(empty_redis: RedisServer) -> None:
     stores = [RedisStore(empty_redis.url) for _ in range(2)]
     try:
         await stores[0].create(HEAD)
@@ -78,8 +78,10 @@ async def test_two_gateways_write_one_conversation(empty_redis: RedisServer) -> 
             await store.close()
 
 
-async def test_without_watching_writers_would_lose(empty_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted bug: the test above sees changes that are not watched."""
+async def test_injected_bug_missing_watch_is_detected(
+    empty_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without WATCH, the test above finds lost changes."""
 
     async def watch_nothing(self: Any, *names: str) -> bool:
         return bool(await original(self, "chatcache:nothing"))
@@ -92,11 +94,11 @@ async def test_without_watching_writers_would_lose(empty_redis: RedisServer, mon
     monkeypatch.setattr(redis.asyncio.client.Pipeline, "execute", execute_later)
     monkeypatch.setattr(redis.asyncio.client.Pipeline, "watch", watch_nothing)
     with pytest.raises(AssertionError):
-        await test_two_gateways_write_one_conversation(empty_redis)
+        await test_two_gateways_write_one_conversation_without_losses(empty_redis)
 
 
-async def test_a_change_whose_answer_is_lost_is_not_done_again(empty_redis: RedisServer) -> None:
-    """It may have come through, and here it did: nobody knows, so nobody tries again by himself."""
+async def test_change_with_a_lost_answer_is_not_repeated(empty_redis: RedisServer) -> None:
+    """The outcome is unknown to the client (here it was stored), so the client must not repeat it by itself."""
     async with proxied(empty_redis.port) as proxy:
         store = RedisStore(with_port(empty_redis.url, proxy.port))
         await store.create(HEAD)
@@ -119,8 +121,8 @@ async def test_a_change_whose_answer_is_lost_is_not_done_again(empty_redis: Redi
     assert empty_redis.admin.llen("chatcache:done") == 1
 
 
-async def test_tokens_whose_answer_is_lost_are_counted_once(empty_redis: RedisServer) -> None:
-    """They came through, and nobody knows: sent again under their number they change nothing."""
+async def test_usage_with_a_lost_answer_is_counted_once(empty_redis: RedisServer) -> None:
+    """The write was stored, unknown to the client: repeated under the same number it changes nothing."""
     async with proxied(empty_redis.port) as proxy:
         store = RedisStore(with_port(empty_redis.url, proxy.port))
         await store.keys.add_usage(3, {"key_x": 5}, writer="w", number=1)
@@ -151,8 +153,8 @@ async def test_tokens_whose_answer_is_lost_are_counted_once(empty_redis: RedisSe
         await store.close()
 
 
-async def test_cancelled_callers_leave_nothing_for_others(empty_redis: RedisServer) -> None:
-    """Callers that go away at any moment: whoever comes next reads their own answer."""
+async def test_cancelled_callers_leave_no_replies_on_connections(empty_redis: RedisServer) -> None:
+    """Callers are cancelled at any moment: the next caller reads its own answer."""
     store = RedisStore(empty_redis.url)
     names = [f"conv_{number}" for number in range(20)]
     for name in names:
@@ -175,8 +177,8 @@ async def test_cancelled_callers_leave_nothing_for_others(empty_redis: RedisServ
     await store.close()
 
 
-def test_a_connection_that_is_reset_while_it_is_written_to_is_one_that_was_lost(empty_redis: RedisServer) -> None:
-    """uvloop, which the server runs on, says so by a RuntimeError that redis-py lets through."""
+def test_connection_reset_during_a_write_counts_as_lost(empty_redis: RedisServer) -> None:
+    """uvloop, which the server uses, reports it as a RuntimeError that redis-py does not convert."""
 
     async def write_behind_a_reset(client: Any) -> None:
         connection = await client.connection_pool.get_connection()
@@ -201,8 +203,8 @@ def test_a_connection_that_is_reset_while_it_is_written_to_is_one_that_was_lost(
         runner.run(main())
 
 
-def test_the_user_of_these_tests_may_run_no_scripts_and_administer_nothing(empty_redis: RedisServer) -> None:
-    """Every test here and of the contract goes through it; this shows that it is what the docs say."""
+def test_redis_user_can_run_no_scripts_and_no_admin_commands(empty_redis: RedisServer) -> None:
+    """All tests of the contract use this user; it has the documented permissions."""
     client = redis.Redis.from_url(empty_redis.url, protocol=2)
     for command in ("EVAL return 0", "CONFIG GET dir", "FLUSHALL", "KEYS *", "INFO", "SCRIPT FLUSH", "SHUTDOWN"):
         with pytest.raises(redis.exceptions.NoPermissionError):
@@ -212,7 +214,7 @@ def test_the_user_of_these_tests_may_run_no_scripts_and_administer_nothing(empty
     client.close()
 
 
-async def test_whoever_is_not_let_in_is_told_so(empty_redis: RedisServer) -> None:
+async def test_open_with_a_wrong_login_is_refused_with_the_reason(empty_redis: RedisServer) -> None:
     where = f"127.0.0.1:{empty_redis.port}"
     for url, reason in (
         (f"redis://chatcache:wrong@{where}/0", "rejects the login"),
@@ -227,14 +229,14 @@ async def test_whoever_is_not_let_in_is_told_so(empty_redis: RedisServer) -> Non
         RedisStore(f"redis://guest:guest@{where}/0")
 
 
-async def test_what_a_newer_version_wrote_is_refused_untouched(empty_redis: RedisServer) -> None:
+async def test_open_of_a_newer_layout_is_refused_without_changes(empty_redis: RedisServer) -> None:
     empty_redis.admin.set(redis_layout.SCHEMA_KEY, redis_layout.VERSION + 1)
     with pytest.raises(StoreUnusableError, match="newer"):
         RedisStore(empty_redis.url)
     assert empty_redis.admin.keys("*") == [redis_layout.SCHEMA_KEY.encode()]
 
 
-async def test_a_conversation_lies_in_one_slot_and_leaves_nothing_behind(empty_redis: RedisServer) -> None:
+async def test_conversation_uses_one_slot_and_delete_removes_all_its_keys(empty_redis: RedisServer) -> None:
     store = RedisStore(empty_redis.url)
     await store.create(Conversation("conv", "me}{", 1.0, 1.0, "Title"), [Item("a", None, "user", "Some words")])
     await store.append(
@@ -251,10 +253,8 @@ async def test_a_conversation_lies_in_one_slot_and_leaves_nothing_behind(empty_r
     assert left == {"chatcache:schema", "chatcache:claim:{o=me%7D%7B}:k"}
 
 
-async def test_much_at_once_leaves_the_event_loop_alone(
-    empty_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is long is folded and read on other threads, so that streams go on meanwhile."""
+async def test_large_merge_is_encoded_on_a_thread(empty_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long texts are folded and decoded on threads, so that streams are not delayed."""
     threads: set[str] = set()
     original = redis_layout.index_words
 
@@ -271,17 +271,17 @@ async def test_much_at_once_leaves_the_event_loop_alone(
     await store.close()
 
 
-def test_these_tests_have_the_rights_that_are_shipped(empty_redis: RedisServer) -> None:
+def test_redis_tests_use_the_shipped_acl(empty_redis: RedisServer) -> None:
     admin = empty_redis.admin
-    admin.execute_command("ACL", "SETUSER", "twin", "on", *RIGHTS.split())
-    ours, twin = (admin.acl_getuser(name) for name in ("chatcache", "twin"))
-    admin.acl_deluser("twin")
+    admin.execute_command("ACL", "SETUSER", "copy", "on", *RIGHTS.split())
+    ours, copy = (admin.acl_getuser(name) for name in ("chatcache", "copy"))
+    admin.acl_deluser("copy")
     assert [ours[what] for what in ("commands", "keys", "channels")] == [
-        twin[what] for what in ("commands", "keys", "channels")
+        copy[what] for what in ("commands", "keys", "channels")
     ]
     assert "off" in admin.acl_getuser("default")["flags"]
 
 
-def test_docs_show_the_rights_of_the_redis_user() -> None:
+def test_docs_show_the_shipped_acl() -> None:
     readme = (DOCS / "deployment.md").read_text(encoding="utf-8")
     assert f"`ACL SETUSER chatcache on >PASSWORD {RIGHTS}`" in readme

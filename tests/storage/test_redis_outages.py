@@ -1,4 +1,4 @@
-"""Redis servers that die, hang, fill up or come late: what was acknowledged stays, the rest is refused in time."""
+"""Redis servers that die, hang, fill up or start late: acknowledged data stays, the rest is refused in time."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ HEAD = Conversation("conv", "me", 1.0, 1.0)
 
 @pytest.fixture
 def mortal_redis(tmp_path: Path) -> Iterator[RedisServer]:
-    """A server of one's own, whose every acknowledged write is on the disk."""
+    """Start a server for one test, with every acknowledged write on the disk."""
     with redis_server(tmp_path / "redis", appendfsync="always") as server:
         yield server
 
 
-async def test_what_was_acknowledged_survives_kills_of_the_server(mortal_redis: RedisServer) -> None:
-    """Writers go on through three SIGKILLs: refused while it is down, never by more than a second, nothing lost."""
+async def test_acknowledged_writes_survive_kills_of_the_server(mortal_redis: RedisServer) -> None:
+    """Writers continue through three SIGKILLs: refused within a second while it is down, and nothing is lost."""
     store = RedisStore(mortal_redis.url)
     await store.create(HEAD)
     acknowledged: list[str] = []
@@ -72,7 +72,7 @@ async def test_what_was_acknowledged_survives_kills_of_the_server(mortal_redis: 
     assert delay.subtract_from(slowest_s) < 1.0
 
 
-async def test_a_server_that_hangs_refuses_within_a_second_and_goes_on(mortal_redis: RedisServer) -> None:
+async def test_hanging_server_is_refused_within_a_second_and_recovers(mortal_redis: RedisServer) -> None:
     store = RedisStore(mortal_redis.url, lease_s=1.5)
     await store.create(HEAD)
     mortal_redis.signal(signal.SIGSTOP)
@@ -89,21 +89,21 @@ async def test_a_server_that_hangs_refuses_within_a_second_and_goes_on(mortal_re
         began_s = time.monotonic()
         with pytest.raises(StoreUnavailableError):
             await store.get("me", "conv")
-        assert delay.subtract_from(time.monotonic() - began_s) < 0.1  # by then everybody knows
+        assert delay.subtract_from(time.monotonic() - began_s) < 0.1  # by then the outage is known to all callers
     mortal_redis.signal(signal.SIGCONT)
     await until(lambda: answers(store), "an answer")
 
     async def is_settled() -> bool:
-        """The refused turn may have reached the server all the same; nobody runs it."""
+        """Check the refused turn: it may have been stored, but no gateway runs it."""
         present = (await store.load("me", "conv")).turns.get("resp_1")
         return present is None or present.status == INCOMPLETE
 
-    await until(is_settled, "the refused turn to be nobody's")
+    await until(is_settled, "the refused turn to be incomplete")
     await store.close()
 
 
 async def refused_before(redis: RedisServer, patient: str, impatient: str) -> bool:
-    """Redis hangs under a deletion, which is given long; who stands behind it in line is refused before it is."""
+    """Hang Redis during a deletion with a long timeout; check that work waiting for it is refused earlier."""
     store = RedisStore(redis.url, lease_s=600.0)
     for name in {patient, impatient}:
         await store.create(replace(HEAD, id=name))
@@ -132,17 +132,17 @@ async def refused_before(redis: RedisServer, patient: str, impatient: str) -> bo
 
 
 @pytest.mark.parametrize("other", ["conv", "conv_2"], ids=["of one conversation", "of connections"])
-async def test_nobody_waits_for_a_silent_server_behind_patient_work(
+async def test_waiting_work_is_refused_while_slow_work_hangs(
     mortal_redis: RedisServer, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_client, "_NUM_CONNECTIONS", 1)
     assert await refused_before(mortal_redis, "conv", other)
 
 
-async def test_in_a_line_where_nobody_asks_they_would(
+async def test_injected_bug_waiting_without_pings_is_detected(
     mortal_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted bug: who waits in line waits for those before."""
+    """Waiting work then waits as long as the work before it."""
 
     async def wait(self: redis_client.RedisConnection, gate: asyncio.Lock | asyncio.Semaphore) -> None:
         await gate.acquire()
@@ -152,7 +152,7 @@ async def test_in_a_line_where_nobody_asks_they_would(
     assert not await refused_before(mortal_redis, "conv", "conv")
 
 
-async def test_a_full_server_refuses_writes_and_goes_on_reading(empty_redis: RedisServer) -> None:
+async def test_full_server_refuses_writes_and_serves_reads(empty_redis: RedisServer) -> None:
     store = RedisStore(empty_redis.url)
     await store.create(HEAD, [Item("msg_1", None, "user", "Hello")])
     empty_redis.admin.config_set("maxmemory", 1024)
@@ -167,7 +167,7 @@ async def test_a_full_server_refuses_writes_and_goes_on_reading(empty_redis: Red
     await store.close()
 
 
-async def test_a_server_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
+async def test_server_that_starts_later_is_found(tmp_path: Path) -> None:
     with redis_server(tmp_path / "redis") as server:
         server.kill()
         store = RedisStore(server.url)
@@ -179,7 +179,7 @@ async def test_a_server_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> N
         await store.close()
 
 
-async def test_a_server_that_comes_back_with_a_newer_layout_stays_refused(tmp_path: Path) -> None:
+async def test_server_that_returns_with_a_newer_layout_is_refused(tmp_path: Path) -> None:
     with redis_server(tmp_path / "redis", appendfsync="always") as server:
         store = RedisStore(server.url)
         await store.create(HEAD)

@@ -43,7 +43,7 @@ ALPHABET = [
 
 
 def plain_words(text: str) -> list[str]:
-    """An independent reading, for the alphabet above."""
+    """Split into words independently (oracle), for the alphabet above."""
     out: list[str] = []
     current = ""
     for char in text.replace("ö", "o").lower():
@@ -59,7 +59,7 @@ def plain_words(text: str) -> list[str]:
 
 
 def matches(query: str, text: str) -> bool:
-    """Every space-separated part stands in the text as words in a row; the last word may go on."""
+    """Check that every space-separated part is in the text as adjacent words; the last word may be a prefix."""
     have = plain_words(text)
     parts = [part for part in map(plain_words, query.split(" ")) if part]
     if not parts:
@@ -75,8 +75,8 @@ def matches(query: str, text: str) -> bool:
     return True
 
 
-async def test_search_equals_reading_everything(store: ConversationStore) -> None:
-    """Random trees that grow, are renamed, lose messages and go: every query finds what brute force finds, in order."""
+async def test_search_of_random_stores_equals_brute_force(store: ConversationStore) -> None:
+    """Random trees grow, are renamed, lose messages and are deleted: every query equals brute force, in order."""
     generator = random.Random(7)
 
     def text() -> str:
@@ -131,7 +131,7 @@ async def test_search_equals_reading_everything(store: ConversationStore) -> Non
     assert num_found > 200
 
 
-async def test_the_best_message_is_named(store: ConversationStore) -> None:
+async def test_search_names_the_best_message(store: ConversationStore) -> None:
     await store.create(Conversation("conv", "me", 1.0, 1.0))
     texts = ["category category category", "one cat", "a cat and a cat", "cat, cat", "catalogue", "nothing"]
     items = [Item(f"m{at}", None, "user" if at % 2 else "assistant", text) for at, text in enumerate(texts)]
@@ -169,7 +169,7 @@ async def test_the_best_message_is_named(store: ConversationStore) -> None:
         "½ № ﷺ ㍿ 𝕮𝖆𝖙 İ ß",
     ],
 )
-async def test_any_input_is_safe(store: ConversationStore, query: str) -> None:
+async def test_search_with_hostile_queries_is_safe(store: ConversationStore, query: str) -> None:
     await store.create(Conversation("conv", "me", 1.0, 1.0, "½ 𝕮𝖆𝖙"))
     await store.append("me", "conv", [Item("m", None, "user", query), Item("n", None, "user", "other")])
     hits = await store.search("me", SearchQuery.parse(query), 5)
@@ -177,8 +177,8 @@ async def test_any_input_is_safe(store: ConversationStore, query: str) -> None:
     assert [hit.item_id for hit in hits] == (["m"] if has_words else [])
 
 
-async def test_an_older_file_is_indexed_after_a_backup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of the schema before this one, with text in it: backed up, then found."""
+async def test_older_file_is_indexed_after_a_backup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of the schema before this one is backed up, then its text is found."""
     path = tmp_path / "chat.db"
     store = SqliteStore(path)
     await store.merge(Conversation("conv", "me", 1.0, 1.0, "Old title"), [Item("m", None, "user", "old words")], [])
@@ -206,7 +206,7 @@ async def test_an_older_file_is_indexed_after_a_backup(tmp_path: Path, monkeypat
     backup.close()
 
 
-async def test_a_file_written_without_fts5_is_indexed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_file_written_without_fts5_is_indexed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "chat.db"
     with monkeypatch.context() as patch:
         patch.setattr(sqlite_schema, "has_fts5", lambda db: False)
@@ -223,7 +223,7 @@ async def test_a_file_written_without_fts5_is_indexed_later(tmp_path: Path, monk
         SqliteStore(path)
 
 
-async def test_an_undone_write_leaves_no_words(store: ConversationStore) -> None:
+async def test_rolled_back_write_leaves_no_words(store: ConversationStore) -> None:
     await store.create(Conversation("conv", "me", 1.0, 1.0))
     good = Item("m", None, "user", "ghost")
     with pytest.raises(Exception, match="nowhere"):

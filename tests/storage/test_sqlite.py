@@ -1,4 +1,4 @@
-"""What SQLite adds to the storage contract: durability, migration, files that are refused."""
+"""SQLite beyond the storage contract: durability, migration, refused files."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ asyncio.run(main())
 """
 
 
-async def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
-    """SIGKILL between turns: everything acknowledged is there, whole, and running responses are marked incomplete."""
+async def test_acknowledged_turns_survive_a_kill(tmp_path: Path) -> None:
+    """SIGKILL between turns: all acknowledged turns are complete, and running responses are marked incomplete."""
     path = tmp_path / "chat.db"
     command = [sys.executable, "-c", _WRITER, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:  # noqa: ASYNC220 - nothing else runs
@@ -57,7 +57,7 @@ async def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
     assert {turn.status for turn in tree.turns.values()} == {INCOMPLETE}
 
 
-def test_durability_settings(tmp_path: Path) -> None:
+def test_connection_has_durable_pragmas(tmp_path: Path) -> None:
     path = tmp_path / "chat.db"
     db = sqlite3.connect(path)
     sqlite_schema.prepare(db, path)
@@ -68,7 +68,7 @@ def test_durability_settings(tmp_path: Path) -> None:
     assert pragmas == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
 
 
-async def test_a_newer_file_is_refused_untouched(tmp_path: Path) -> None:
+async def test_open_of_a_newer_file_is_refused_without_changes(tmp_path: Path) -> None:
     path = tmp_path / "chat.db"
     await SqliteStore(path).close()
     with sqlite3.connect(path) as db:
@@ -81,7 +81,7 @@ async def test_a_newer_file_is_refused_untouched(tmp_path: Path) -> None:
     db.close()
 
 
-async def test_migration_backs_up_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_migration_makes_a_backup_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "chat.db"
     store = SqliteStore(path)
     await create(store)
@@ -96,7 +96,7 @@ async def test_migration_backs_up_first(tmp_path: Path, monkeypatch: pytest.Monk
     backup.close()
 
 
-def test_a_backup_before_a_migration_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_migration_backup_is_readable_by_its_owner_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, elsewhere = tmp_path / "chat.db", tmp_path / "elsewhere"
     asyncio.run(SqliteStore(path).close())
     monkeypatch.setattr(sqlite_schema, "MIGRATIONS", (*sqlite_schema.MIGRATIONS, "CREATE TABLE extra (x)"))
@@ -113,7 +113,7 @@ def test_a_backup_before_a_migration_is_for_its_owner_alone(tmp_path: Path, monk
     assert sorted(each.name for each in tmp_path.iterdir()) == ["chat.db", backup.name, "elsewhere"]
 
 
-def test_a_backup_before_a_migration_is_none_of_what_another_process_migrated(tmp_path: Path) -> None:
+def test_migration_backup_is_dropped_if_another_process_migrated(tmp_path: Path) -> None:
     path, newest = tmp_path / "chat.db", len(sqlite_schema.MIGRATIONS)
     asyncio.run(SqliteStore(path).close())
     with contextlib.closing(sqlite3.connect(path)) as db:
@@ -121,7 +121,7 @@ def test_a_backup_before_a_migration_is_none_of_what_another_process_migrated(tm
     assert not path.with_name(f"chat.db.before-schema-{newest}").exists()
 
 
-async def test_a_failing_migration_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failing_migration_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "chat.db"
     await SqliteStore(path).close()
     broken = (*sqlite_schema.MIGRATIONS, "CREATE TABLE extra (x); CREATE TABLE conversations (x)")
@@ -134,9 +134,7 @@ async def test_a_failing_migration_changes_nothing(tmp_path: Path, monkeypatch: 
     db.close()
 
 
-async def test_a_file_that_cannot_be_opened_is_refused_with_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_open_of_an_unusable_path_is_refused_with_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StoreUnusableError, match="unable to open database file; it is a folder"):
         SqliteStore(tmp_path)
     with pytest.raises(StoreUnusableError, match=f"; there is no folder {tmp_path / 'nowhere'}"):
@@ -154,7 +152,7 @@ async def test_a_file_that_cannot_be_opened_is_refused_with_what_to_do(
         SqliteStore(path)
 
 
-async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+async def test_open_of_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "chat.db"
     path.write_bytes(os.urandom(4096))
     with pytest.raises(StoreUnusableError, match=r"chat\.db"):

@@ -1,4 +1,4 @@
-"""The SQLite store on disks that are full or failing, and files that are damaged: nothing acknowledged is lost."""
+"""The SQLite store on full or failing disks and with damaged files: no acknowledged data is lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEAD = Conversation("conv", "me", 1.0, 1.0)
 
 @contextlib.contextmanager
 def limited(num_bytes: int) -> Iterator[None]:
-    """No file can be written beyond that."""
+    """Limit the size of every written file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -40,7 +40,7 @@ def _largest(folder: Path) -> int:
 
 
 async def fill(store: ConversationStore) -> list[str]:
-    """Write until nothing goes in any more. What was acknowledged."""
+    """Write until the store refuses; return the acknowledged ids."""
     acknowledged: list[str] = []
     for number in range(200):
         item = Item(f"msg_{number}", None, "user", f"word{number} " * 200)
@@ -52,7 +52,7 @@ async def fill(store: ConversationStore) -> list[str]:
     raise AssertionError("more is acknowledged than there is room for")
 
 
-async def test_a_full_disk_is_refused_read_and_survived(tmp_path: Path) -> None:
+async def test_full_disk_refuses_writes_and_keeps_acknowledged_data(tmp_path: Path) -> None:
     path = tmp_path / "chat.db"
     store = SqliteStore(path)
     await store.create(HEAD)
@@ -82,10 +82,8 @@ async def test_a_full_disk_is_refused_read_and_survived(tmp_path: Path) -> None:
     db.close()
 
 
-async def test_what_is_acknowledged_before_it_is_stored_would_be_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The planted bug: a writer that answers when a job is done and not when it is committed."""
+async def test_injected_bug_early_acknowledgement_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that answers when a job is done instead of when it is committed."""
     original = sqlite_writer._commit
 
     def hasty(connection: sqlite3.Connection, group: list[sqlite_writer.Entry], begin: str) -> bool:
@@ -96,11 +94,11 @@ async def test_what_is_acknowledged_before_it_is_stored_would_be_lost(
 
     monkeypatch.setattr(sqlite_writer, "_commit", hasty)
     with pytest.raises(AssertionError, match="acknowledged"):
-        await test_a_full_disk_is_refused_read_and_survived(tmp_path)
+        await test_full_disk_refuses_writes_and_keeps_acknowledged_data(tmp_path)
 
 
 def _with_damage(path: Path) -> None:
-    """A file whose header is fine and whose pages are not."""
+    """Return a file with an intact header and damaged pages."""
     db = sqlite3.connect(path)
     sqlite_schema.prepare(db, path)
     db.executemany(
@@ -125,7 +123,7 @@ def _no_database(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "reason"), [(_with_damage, "damaged"), (_newer, "newer"), (_no_database, "not a database")]
 )
-def test_a_file_that_cannot_be_trusted_is_refused_untouched(
+def test_damaged_file_is_refused_without_changes(
     spoil: Callable[[Path], None],
     reason: str,
     tmp_path: Path,
@@ -139,12 +137,12 @@ def test_a_file_that_cannot_be_trusted_is_refused_untouched(
         SqliteStore(path)
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
     assert run_server(EngineConfig(), ServerConfig(port=0, db=str(path))) == exits.CONFIG
-    told = capsys.readouterr().err
-    assert str(path) in told and reason in told and told.count("\n") == 1
+    output = capsys.readouterr().err
+    assert str(path) in output and reason in output and output.count("\n") == 1
     assert path.read_bytes() == before
 
 
-def test_nobody_else_may_read_a_new_file(tmp_path: Path) -> None:
+def test_new_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "c.db")
     modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
     asyncio.run(store.close())

@@ -1,6 +1,4 @@
-"""The storage contract, kept by every kind of store.
-
-The storage contract of edits: messages that are taken out of a tree, conversations that are merged."""
+"""The storage contract, for every implementation."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ from chatcache.errors import NotFoundError
 from tests.storage.stored_conversation import REPLY, TURN, USER, create
 
 
-async def test_what_goes_in_comes_out(store: ConversationStore) -> None:
+async def test_store_returns_what_was_stored(store: ConversationStore) -> None:
     conversation = await create(store)
     assert await store.get("me", "conv_1") == conversation
     first = await store.append("me", "conv_1", [USER], TURN, active_leaf="msg_u", title="Hello")
@@ -47,7 +45,7 @@ async def test_what_goes_in_comes_out(store: ConversationStore) -> None:
         assert await store.locate("me", member) == "conv_1"
 
 
-async def test_owners_see_only_their_own(store: ConversationStore) -> None:
+async def test_store_hides_conversations_of_other_owners(store: ConversationStore) -> None:
     await create(store)
     await store.append("me", "conv_1", [USER], TURN)
     for work in (
@@ -67,8 +65,8 @@ async def test_owners_see_only_their_own(store: ConversationStore) -> None:
     assert await store.list("you", 10) == ()
 
 
-async def test_what_is_handed_over_is_the_new_owners_as_it_was(store: ConversationStore) -> None:
-    """But for what is being answered; once more does the rest, and then nothing."""
+async def test_assign_owner_moves_conversations_unchanged(store: ConversationStore) -> None:
+    """Except those with a running response; repeating the call moves the rest, and then nothing."""
     settled = replace(TURN, status=COMPLETED)
     heads = []
     for number in range(3):
@@ -93,13 +91,15 @@ async def test_what_is_handed_over_is_the_new_owners_as_it_was(store: Conversati
     assert await store.assign_owner("", "acme/ann") == OwnerAssignment(0, 1)
     await store.append("", "conv_busy", [REPLY], replace(TURN, status=COMPLETED))
     assert await store.assign_owner("", "acme/ann") == OwnerAssignment(1, 0)
-    assert await store.assign_owner("", "acme/ann") == OwnerAssignment(0, 0) == await store.assign_owner("nobody", "me")
+    assert (
+        await store.assign_owner("", "acme/ann") == OwnerAssignment(0, 0) == await store.assign_owner("unknown", "me")
+    )
     assert "conv_mine" in await store.list_ids("me", 10) and not await store.list("", 10)
     assert (await store.append("acme/ann", "conv_1", [], title="x")).rev == heads[1].rev + 1
 
 
-async def test_nothing_is_lost_between_a_change_and_a_hand_over(store: ConversationStore) -> None:
-    """Whoever is first: the change is in what was handed over, or refused."""
+async def test_assign_owner_during_changes_loses_nothing(store: ConversationStore) -> None:
+    """A concurrent change is either part of the moved conversation or refused."""
     for number in range(5):
         await create(store, f"conv_{number}", owner="")
 
@@ -117,7 +117,7 @@ async def test_nothing_is_lost_between_a_change_and_a_hand_over(store: Conversat
     assert [next(iter(tree.items), None) for tree in trees] == written
 
 
-async def test_stale_writers_are_told_and_change_nothing(store: ConversationStore) -> None:
+async def test_stale_revision_is_refused_and_changes_nothing(store: ConversationStore) -> None:
     await create(store)
     await store.append("me", "conv_1", [USER], expected_rev=0)
     for work in (
@@ -132,7 +132,7 @@ async def test_stale_writers_are_told_and_change_nothing(store: ConversationStor
     assert (await store.update("me", "conv_1", title="x", expected_rev=1)).rev == 2
 
 
-async def test_an_append_is_all_or_nothing(store: ConversationStore) -> None:
+async def test_append_is_all_or_nothing(store: ConversationStore) -> None:
     await create(store)
     orphan = replace(REPLY, id="msg_o", parent_id="msg_nowhere")
     with pytest.raises(NotFoundError):
@@ -143,8 +143,8 @@ async def test_an_append_is_all_or_nothing(store: ConversationStore) -> None:
         await store.update("me", "conv_1", active_leaf="msg_u")
 
 
-async def test_an_append_needs_the_leaf_that_it_goes_to(store: ConversationStore) -> None:
-    """Without messages too: nobody could walk from there to the root."""
+async def test_append_with_an_unknown_leaf_is_refused(store: ConversationStore) -> None:
+    """Also without messages: there would be no path from the leaf to the root."""
     await create(store)
     await store.append("me", "conv_1", [USER])
     for items in ((), (REPLY,)):
@@ -156,7 +156,7 @@ async def test_an_append_needs_the_leaf_that_it_goes_to(store: ConversationStore
     assert (await store.append("me", "conv_1", (), TURN, active_leaf="msg_u")).active_leaf == "msg_u"
 
 
-async def test_a_parent_in_another_conversation_is_no_parent(store: ConversationStore) -> None:
+async def test_append_under_another_conversations_item_is_refused(store: ConversationStore) -> None:
     await create(store)
     await create(store, "conv_2")
     await store.append("me", "conv_1", [USER])
@@ -168,7 +168,7 @@ async def say(store: ConversationStore, name: str, item_id: str) -> Conversation
     return await store.append("me", name, [replace(USER, id=item_id)])
 
 
-async def test_listing_pages_by_last_message(store: ConversationStore) -> None:
+async def test_list_pages_by_last_message(store: ConversationStore) -> None:
     for number in range(5):
         await create(store, f"conv_{number}")
     await create(store, "conv_theirs", owner="you")
@@ -180,8 +180,8 @@ async def test_listing_pages_by_last_message(store: ConversationStore) -> None:
     assert [c.id for c in await store.list("me", 2, after=newest[1])] == newest[2:4]
 
 
-async def test_only_a_turn_makes_a_conversation_the_newest(store: ConversationStore) -> None:
-    """Renamed, marked, pointed elsewhere or pruned, it stays where it is; each is a revision all the same."""
+async def test_only_added_messages_move_a_conversation_to_the_top(store: ConversationStore) -> None:
+    """Renaming, metadata, another leaf or a deletion raise `rev` only."""
     for name in ("conv_1", "conv_2"):
         await create(store, name)
         await say(store, name, f"{name}_u")
@@ -201,7 +201,7 @@ async def test_only_a_turn_makes_a_conversation_the_newest(store: ConversationSt
     assert settled.updated_at > then and [c.id for c in await store.list("me", 10)] == order[::-1]
 
 
-async def test_deleting_takes_the_whole_tree(store: ConversationStore) -> None:
+async def test_delete_removes_the_whole_tree(store: ConversationStore) -> None:
     await create(store)
     await create(store, "conv_2")
     await store.append("me", "conv_1", [USER, REPLY], TURN)
@@ -213,8 +213,8 @@ async def test_deleting_takes_the_whole_tree(store: ConversationStore) -> None:
     assert list((await store.load("me", "conv_2")).items) == ["msg_2"]
 
 
-async def test_a_cursor_holds_its_place(store: ConversationStore) -> None:
-    """Between two pages conversations change and go: the rest neither repeats nor goes missing."""
+async def test_cursor_keeps_its_position_during_changes(store: ConversationStore) -> None:
+    """Conversations change or are deleted between two pages: the others neither repeat nor are missing."""
     for number in range(8):
         await create(store, f"conv_{number}")
         await say(store, f"conv_{number}", f"msg_{number}")
@@ -230,7 +230,7 @@ async def test_a_cursor_holds_its_place(store: ConversationStore) -> None:
             await store.list("me", 3, after=bad)
 
 
-async def test_ids_come_in_their_own_order(store: ConversationStore) -> None:
+async def test_list_ids_is_sorted_by_id(store: ConversationStore) -> None:
     for name in ("conv_b", "conv_c", "conv_a"):
         await create(store, name)
     await create(store, "conv_theirs", owner="you")
@@ -239,7 +239,7 @@ async def test_ids_come_in_their_own_order(store: ConversationStore) -> None:
     assert list(await store.list_ids("me", 2, after="conv_bb")) == ["conv_c"]
 
 
-async def test_deleting_expects_what_was_read(store: ConversationStore) -> None:
+async def test_delete_with_a_stale_rev_is_refused(store: ConversationStore) -> None:
     await create(store)
     head = await store.append("me", "conv_1", [USER])
     with pytest.raises(StaleRevisionError) as stale:
@@ -250,7 +250,7 @@ async def test_deleting_expects_what_was_read(store: ConversationStore) -> None:
         await store.get("me", "conv_1")
 
 
-async def test_many_writers_lose_nothing(store: ConversationStore) -> None:
+async def test_concurrent_appends_lose_nothing(store: ConversationStore) -> None:
     await create(store)
     await store.append("me", "conv_1", [USER])
     items = [replace(REPLY, id=f"msg_{number}") for number in range(200)]
@@ -259,7 +259,7 @@ async def test_many_writers_lose_nothing(store: ConversationStore) -> None:
     assert len((await store.load("me", "conv_1")).items) == 201
 
 
-async def test_a_caller_that_leaves_does_not_undo_its_write(store: ConversationStore) -> None:
+async def test_write_of_a_cancelled_caller_is_stored(store: ConversationStore) -> None:
     await create(store)
     task = asyncio.create_task(store.append("me", "conv_1", [USER]))
     await asyncio.sleep(0)
@@ -268,7 +268,7 @@ async def test_a_caller_that_leaves_does_not_undo_its_write(store: ConversationS
     assert list((await store.load("me", "conv_1")).items) == ["msg_u"]
 
 
-async def test_a_failure_whose_caller_has_left_is_no_news(
+async def test_failure_of_a_cancelled_caller_is_not_logged(
     store: ConversationStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     task = asyncio.create_task(store.load("me", "conv_none"))
@@ -283,7 +283,7 @@ async def test_a_failure_whose_caller_has_left_is_no_news(
 
 
 async def grow(store: ConversationStore) -> ConversationTree:
-    """a - b (resp_1) - c - d (resp_2, on b), and e beside c."""
+    """Store a - b (resp_1) - c - d (resp_2, on b), and e as a sibling of c."""
     await create(store)
     items = [
         Item("a", None, "user", "one"),
@@ -305,7 +305,7 @@ async def take_out(store: ConversationStore, item_id: str) -> Conversation:
     )
 
 
-async def test_what_stood_on_a_deleted_message_moves_up_and_forgets_its_tokens(store: ConversationStore) -> None:
+async def test_delete_messages_moves_children_up_and_drops_their_tokens(store: ConversationStore) -> None:
     tree = await grow(store)
     assert tree.token_sequence(tree.items["d"]) == (8, 9, 1, 2, 7, 3)
     head = await take_out(store, "b")
@@ -317,14 +317,14 @@ async def test_what_stood_on_a_deleted_message_moves_up_and_forgets_its_tokens(s
         await store.locate("me", "b")
 
 
-async def test_the_active_leaf_falls_back_when_it_is_deleted(store: ConversationStore) -> None:
+async def test_delete_messages_moves_the_active_leaf_to_the_parent(store: ConversationStore) -> None:
     await grow(store)
     for item, leaf in (("d", "c"), ("c", "b"), ("e", "b"), ("b", "a"), ("a", None)):
         assert (await take_out(store, item)).active_leaf == leaf
     assert not (await store.load("me", "conv_1")).items
 
 
-async def test_a_stale_edit_changes_nothing(store: ConversationStore) -> None:
+async def test_delete_messages_with_a_stale_rev_changes_nothing(store: ConversationStore) -> None:
     tree = await grow(store)
     edit = plan_message_deletion(tree, "d")
     before = await store.update("me", "conv_1", title="meanwhile")
@@ -335,7 +335,7 @@ async def test_a_stale_edit_changes_nothing(store: ConversationStore) -> None:
     assert (after.conversation, after.items, after.turns) == (before, tree.items, tree.turns)
 
 
-async def test_merging_adds_what_is_missing_and_nothing_twice(store: ConversationStore) -> None:
+async def test_merge_adds_missing_members_once(store: ConversationStore) -> None:
     conversation = Conversation("conv_1", "me", 1.0, 5.0, "Title", "msg_u", 4, {"a": "b"})
     assert await store.merge(conversation, [USER], []) == MergeResult(conversation, True, 1, 0)
     assert await store.merge(conversation, [USER], []) == MergeResult(conversation, False, 0, 0)
@@ -349,7 +349,7 @@ async def test_merging_adds_what_is_missing_and_nothing_twice(store: Conversatio
     assert await store.merge(longer, [USER, REPLY], [TURN]) == MergeResult(merged.conversation, False, 0, 0)
 
 
-async def test_a_merge_touches_nothing_of_others(store: ConversationStore) -> None:
+async def test_merge_with_ids_of_others_is_refused(store: ConversationStore) -> None:
     await store.merge(Conversation("conv_1", "me", 1.0, 1.0), [USER, REPLY], [TURN])
     mine = await store.load("me", "conv_1")
     for conversation, items, turns in (

@@ -12,8 +12,8 @@ HEAD = Conversation("conv", "", 0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Grown:
-    """A tree and, for every reply, the exact tokens it must stand for."""
+class GeneratedTree:
+    """A tree and the exact paths and token sequences that it must have."""
 
     tree: ConversationTree
     paths: dict[str, list[str]]
@@ -21,8 +21,8 @@ class Grown:
 
 
 @st.composite
-def trees(draw: st.DrawFn) -> Grown:
-    """Grow a conversation turn by turn: continue anywhere, sometimes rendered afresh, sometimes with two candidates."""
+def trees(draw: st.DrawFn) -> GeneratedTree:
+    """Draw a conversation turn by turn: continue anywhere, sometimes rendered again, sometimes with two candidates."""
     items: list[Item] = []
     turns: list[Turn] = []
     paths: dict[str, list[str]] = {}
@@ -46,4 +46,4 @@ def trees(draw: st.DrawFn) -> Grown:
             items.append(reply)
             paths[reply.id] = [*paths[user.id], reply.id]
             sequences[reply.id] = (*(sequences[base] if base else ()), *turn.prompt_ids, *reply.token_ids)
-    return Grown(ConversationTree(HEAD, items, turns), paths, sequences)
+    return GeneratedTree(ConversationTree(HEAD, items, turns), paths, sequences)

@@ -1,4 +1,4 @@
-"""Stores full of conversations: trees, unusual texts, numbers and owners, from a seed."""
+"""Stores filled from a seed with trees, unusual texts, numbers and owners."""
 
 from __future__ import annotations
 
@@ -26,34 +26,46 @@ ECHO = {"temperature": 0.1, "big": 2**63 - 1, "tools": [{"name": "f", "parameter
 
 
 def trees(num_items: int, seed: int = 8, items_each: int = 40) -> Iterator[tuple[Conversation, list[Item], list[Turn]]]:
-    """Conversations that together have so many messages; every reply is a response's."""
-    dice = random.Random(seed)
+    """Yield conversations with that many messages together; every reply belongs to a response."""
+    generator = random.Random(seed)
     for number in range(-(-num_items // items_each)):
-        name = f"{number:05d}{dice.randrange(16**8):08x}"
+        name = f"{number:05d}{generator.randrange(16**8):08x}"
         items: list[Item] = []
         turns: list[Turn] = []
         for at in range(items_each):
-            parent = dice.choice(items[-6:]).id if items else None
+            parent = generator.choice(items[-6:]).id if items else None
             time_s = 1_700_000_000 + number + at / 7
             if at % 2 == 0:
-                items.append(Item(f"msg_{name}_{at}", parent, "user", dice.choice(TEXTS), created_at=time_s))
+                items.append(Item(f"msg_{name}_{at}", parent, "user", generator.choice(TEXTS), created_at=time_s))
                 continue
-            ids = tuple(dice.randrange(2**31) for _ in range(dice.randrange(60)))
+            ids = tuple(generator.randrange(2**31) for _ in range(generator.randrange(60)))
             turn = Turn(
-                *(f"resp_{name}_{at}", items[-1].id, "model", time_s, None, ids[:9], dice.choice((None, "Be kind"))),
-                previous_response_id=dice.choice((None, "resp_gone")),
+                *(
+                    f"resp_{name}_{at}",
+                    items[-1].id,
+                    "model",
+                    time_s,
+                    None,
+                    ids[:9],
+                    generator.choice((None, "Be kind")),
+                ),
+                previous_response_id=generator.choice((None, "resp_gone")),
                 status=COMPLETED,
-                usage=dice.choice((None, Usage(9, 1, 50, 2))),
-                echo=dice.choice(({}, ECHO)),
+                usage=generator.choice((None, Usage(9, 1, 50, 2))),
+                echo=generator.choice(({}, ECHO)),
             )
-            parts = ReplyParts("thought", (ToolCall("c", "f", "{}"),), "raw") if dice.random() < 0.2 else ReplyParts()
-            reply = (turn.parent_id, "assistant", dice.choice(TEXTS), ids, turn.id, dice.randrange(3))
+            parts = (
+                ReplyParts("thought", (ToolCall("c", "f", "{}"),), "raw") if generator.random() < 0.2 else ReplyParts()
+            )
+            reply = (turn.parent_id, "assistant", generator.choice(TEXTS), ids, turn.id, generator.randrange(3))
             items.append(Item(f"msg_{name}_{at}", *reply, COMPLETED, "stop", time_s, parts))
             turns.append(turn)
-        owner, times = dice.choice(OWNERS), (1_700_000_000.25, 1_700_000_000 + dice.random())
-        leaf = dice.choice(items).id
+        owner, times = generator.choice(OWNERS), (1_700_000_000.25, 1_700_000_000 + generator.random())
+        leaf = generator.choice(items).id
         yield (
-            Conversation(f"conv_{name}", owner, *times, dice.choice(TEXTS)[:200], leaf, dice.randrange(99), {"k": "ü"}),
+            Conversation(
+                f"conv_{name}", owner, *times, generator.choice(TEXTS)[:200], leaf, generator.randrange(99), {"k": "ü"}
+            ),
             items,
             turns,
         )
@@ -65,7 +77,7 @@ async def fill(store: ConversationStore, num_items: int, seed: int = 8) -> None:
 
 
 async def everything(store: ConversationStore, owners: tuple[str, ...] = OWNERS) -> AsyncIterator[str]:
-    """All that can be read of a store through its contract."""
+    """Yield everything that can be read of a store through its contract."""
     for owner in owners:
         for name in await store.list_ids(owner, 10_000):
             tree = await store.load(owner, name)

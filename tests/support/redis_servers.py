@@ -1,4 +1,4 @@
-"""Real redis-servers: started, killed, hung and started again over the same files."""
+"""Real redis-server processes that tests start, kill, suspend and restart over the same files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def redis_binary() -> str:
 
 
 class RedisServer:
-    """One server over one folder. `url` is of a user that may run no scripts and administer nothing."""
+    """One server over one folder. `url` is of a user without scripts and administrative commands."""
 
     def __init__(self, folder: Path, *settings: str, appendfsync: str = "everysec") -> None:
         self._folder = folder
@@ -40,7 +40,7 @@ class RedisServer:
             *("--appendonly", "yes", "--appendfsync", appendfsync, "--loglevel", "warning"),
             *("--aclfile", str(folder / "users.acl"), *settings),
         ]
-        # Its users as shipped, and one for us, who looks behind them.
+        # The shipped user, and an administrator for the tests.
         (folder / "users.acl").write_text(f"{acl('secret')}user admin on nopass ~* &* +@all\n")
         self._process: subprocess.Popen[bytes] | None = None
         self.url = f"redis://chatcache:secret@127.0.0.1:{self.port}/0"
@@ -62,7 +62,7 @@ class RedisServer:
             time.sleep(0.01)
 
     def kill(self) -> None:
-        """As if the power had gone."""
+        """Kill the server without a shutdown."""
         self.signal(signal.SIGKILL)
         assert self._process is not None
         self._process.wait()

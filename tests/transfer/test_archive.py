@@ -1,4 +1,4 @@
-"""All of a store as a file, and back: equal stores, equal bytes; what is damaged is named and changes nothing."""
+"""Export and restore of a whole store: equal stores give equal bytes; damage is named and changes nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.generated_stores import OWNERS, everything, fill, full_tree, 
 from tests.support.redis_servers import RedisServer
 
 V1 = Path(__file__).parent / "data" / "archive_v1.jsonl"
-MOST_GROWTH_BYTES = 2**20  # of 100,000 messages it was two thirds of that, and 190 MiB where all are kept
+MAX_PEAK_BYTES = 2**20  # of 100,000 messages it was two thirds of that, and 190 MiB where all are kept
 
 
 async def export(source: ConversationSource, path: Path) -> None:
@@ -54,7 +54,7 @@ async def export_file(db: Path, path: Path) -> bytes:
         await snapshot.close()
 
 
-async def bring_in(store: ConversationStore, path: Path) -> tuple[int, int, int, int]:
+async def check_and_restore(store: ConversationStore, path: Path) -> tuple[int, int, int, int]:
     check_archive(path)
     refused: list[str] = []
     done = await restore(store, path, refused.append)
@@ -63,7 +63,7 @@ async def bring_in(store: ConversationStore, path: Path) -> tuple[int, int, int,
 
 
 def rows_of(db: Path) -> list[tuple[object, ...]]:
-    """Every row, in the order that a conversation has them."""
+    """Return every row, in the order of the conversations."""
     connection = sqlite3.connect(db)
     found: list[tuple[object, ...]] = list(connection.execute("SELECT * FROM conversations ORDER BY id"))
     names = [name for _, name, *_ in connection.execute("PRAGMA table_info(items)") if name != "position"]
@@ -73,30 +73,32 @@ def rows_of(db: Path) -> list[tuple[object, ...]]:
     return found
 
 
-async def test_sqlite_to_redis_to_sqlite_is_the_same_to_the_byte(tmp_path: Path, empty_redis: RedisServer) -> None:
+async def test_archive_from_sqlite_to_redis_to_sqlite_is_byte_identical(
+    tmp_path: Path, empty_redis: RedisServer
+) -> None:
     first = SqliteStore(tmp_path / "first.db")
     await fill(first, 1_000)
-    told = [line async for line in everything(first)]
+    before = [line async for line in everything(first)]
     await first.close()
     data = await export_file(tmp_path / "first.db", tmp_path / "a.jsonl")
 
     redis = RedisStore(empty_redis.url)
-    assert await bring_in(redis, tmp_path / "a.jsonl") == (25, 0, 0, 0)
-    assert [line async for line in everything(redis)] == told
+    assert await check_and_restore(redis, tmp_path / "a.jsonl") == (25, 0, 0, 0)
+    assert [line async for line in everything(redis)] == before
     assert await export_of(redis, tmp_path / "b.jsonl") == data
-    assert await bring_in(redis, tmp_path / "b.jsonl") == (0, 0, 25, 0)  # once more: nothing
+    assert await check_and_restore(redis, tmp_path / "b.jsonl") == (0, 0, 25, 0)  # once more: nothing
     assert await export_of(redis, tmp_path / "b.jsonl") == data
     await redis.close()
 
     last = SqliteStore(tmp_path / "last.db")
-    assert await bring_in(last, tmp_path / "b.jsonl") == (25, 0, 0, 0)
-    assert await bring_in(last, tmp_path / "b.jsonl") == (0, 0, 25, 0)
+    assert await check_and_restore(last, tmp_path / "b.jsonl") == (25, 0, 0, 0)
+    assert await check_and_restore(last, tmp_path / "b.jsonl") == (0, 0, 25, 0)
     await last.close()
     assert await export_file(tmp_path / "last.db", tmp_path / "c.jsonl") == data
     assert rows_of(tmp_path / "last.db") == rows_of(tmp_path / "first.db")
 
 
-async def test_keys_are_named_and_open_nothing(store: ConversationStore, tmp_path: Path) -> None:
+async def test_archive_lists_keys_without_secrets(store: ConversationStore, tmp_path: Path) -> None:
     keyed = SqliteStore(tmp_path / "a.db")
     key, record = new_key("acme", "ada", "laptop", requests_per_minute=9)
     await keyed.keys.create(record)
@@ -108,12 +110,12 @@ async def test_keys_are_named_and_open_nothing(store: ConversationStore, tmp_pat
     digest = record.digest
     for secret in (key, key.rpartition("_")[2], digest.hex(), base64.b64encode(digest).decode()[:20]):
         assert secret.encode() not in data
-    assert await bring_in(store, tmp_path / "a") == (1, 0, 0, 0)
+    assert await check_and_restore(store, tmp_path / "a") == (1, 0, 0, 0)
     assert check_archive(tmp_path / "a").num_keys == 1
 
 
-async def test_the_comparison_has_teeth(tmp_path: Path) -> None:
-    """Planted: a store that loses one token of one message."""
+async def test_injected_bug_lost_token_is_detected_by_the_comparison(tmp_path: Path) -> None:
+    """A store that loses one token of one message."""
     first, second = SqliteStore(tmp_path / "first.db"), SqliteStore(tmp_path / "second.db")
     for number, (conversation, items, turns) in enumerate(trees(200)):
         await first.merge(conversation, items, turns)
@@ -129,7 +131,7 @@ async def test_the_comparison_has_teeth(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "first.db") != rows_of(tmp_path / "second.db")
 
 
-async def test_what_is_there_stays_and_what_is_missing_comes_back(store: ConversationStore, tmp_path: Path) -> None:
+async def test_restore_keeps_stored_data_and_adds_missing_data(store: ConversationStore, tmp_path: Path) -> None:
     source = SqliteStore(tmp_path / "source.db")
     await fill(source, 120)
     await source.close()
@@ -140,15 +142,15 @@ async def test_what_is_there_stays_and_what_is_missing_comes_back(store: Convers
     # An id of the file that is another owner's here: that conversation is refused, whole, and the others come.
     other, (taken, *_), _ = list(trees(120))[1]
     await store.create(Conversation("conv_else", "else", 1.0, 1.0), [Item(taken.id, None, "user", "mine")])
-    assert await bring_in(store, tmp_path / "a") == (1, 1, 0, 1)
+    assert await check_and_restore(store, tmp_path / "a") == (1, 1, 0, 1)
     tree = await store.load(first.owner, first.id)
     assert tree.conversation.title == "kept"
     assert set(tree.items) == {each.id for each in items} and set(tree.turns) == {each.id for each in turns}
     assert other.id not in await store.list_ids(other.owner, 100)
-    assert await bring_in(store, tmp_path / "a") == (0, 0, 2, 1)
+    assert await check_and_restore(store, tmp_path / "a") == (0, 0, 2, 1)
 
 
-async def test_a_response_under_way_is_exported_as_that_and_comes_back_incomplete(
+async def test_running_response_is_exported_and_restored_as_incomplete(
     store: ConversationStore, tmp_path: Path
 ) -> None:
     server = SqliteStore(tmp_path / "a.db")
@@ -157,12 +159,12 @@ async def test_a_response_under_way_is_exported_as_that_and_comes_back_incomplet
     data = await export_file(tmp_path / "a.db", tmp_path / "a")
     assert (await server.load("me", "conv_1")).turns["resp_1"].status == IN_PROGRESS  # nothing was changed
     assert b'"status":"in_progress"' in data
-    assert await bring_in(store, tmp_path / "a") == (1, 0, 0, 0)
+    assert await check_and_restore(store, tmp_path / "a") == (1, 0, 0, 0)
     assert (await store.load("me", "conv_1")).turns["resp_1"].status == INCOMPLETE
-    beside = SqliteStore(tmp_path / "a.db", server_may_run=True)
-    assert await bring_in(beside, tmp_path / "a") == (0, 0, 1, 0)
+    second = SqliteStore(tmp_path / "a.db", server_may_run=True)
+    assert await check_and_restore(second, tmp_path / "a") == (0, 0, 1, 0)
     assert (await server.load("me", "conv_1")).turns["resp_1"].status == IN_PROGRESS
-    await beside.close()
+    await second.close()
     await server.close()
 
 
@@ -251,7 +253,7 @@ async def test_restore_of_a_damaged_file_names_line_and_field(
     edit(lines)
     path.write_bytes(b"".join(lines))
     with pytest.raises(DamagedArchiveError) as refused:
-        await bring_in(store, path)
+        await check_and_restore(store, path)
     assert message in refused.value.message and str(path) in refused.value.message
     assert not [line async for line in everything(store)]
     await store.close()
@@ -280,14 +282,14 @@ async def test_restore_reads_a_version_1_archive(store: ConversationStore, tmp_p
     await fill(original, 80)
     tree = full_tree()
     await original.merge(tree.conversation, tuple(tree.items.values()), tuple(tree.turns.values()))
-    assert await bring_in(store, V1) == (3, 0, 0, 0)
+    assert await check_and_restore(store, V1) == (3, 0, 0, 0)
     end = check_archive(V1)
     assert (end.num_conversations, end.num_items, end.num_turns, end.num_keys) == (3, 86, 42, 1)
     owners = (*OWNERS, "me")
     restored = [line async for line in everything(store, owners)]
     running = repr(IN_PROGRESS)
     assert restored == [line.replace(running, repr(INCOMPLETE)) async for line in everything(original, owners)]
-    assert await bring_in(store, V1) == (0, 0, 3, 0)
+    assert await check_and_restore(store, V1) == (0, 0, 3, 0)
     await original.close()
 
 
@@ -298,8 +300,8 @@ async def test_db_import_refuses_the_export_of_one_owner(tmp_path: Path) -> None
         check_archive(tmp_path / "a")
 
 
-class Hoarder:
-    """Planted: it keeps every conversation that it has read."""
+class KeepingSource:
+    """An injected bug: a source that keeps every conversation that it has read."""
 
     def __init__(self, source: SqliteSnapshot) -> None:
         self.list_owners, self.list_ids, self.key_records, self._source = (
@@ -316,25 +318,25 @@ class Hoarder:
 
 
 @pytest.mark.parametrize("num_items", [1_200, pytest.param(100_000, marks=pytest.mark.long)])
-async def test_memory_does_not_grow_with_the_store(num_items: int, tmp_path: Path) -> None:
+async def test_archive_memory_does_not_grow_with_the_store(num_items: int, tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "a.db")
     await fill(store, num_items)
     await store.close()
 
-    async def most_bytes(hoards: bool) -> int:
+    async def most_bytes(keeps_all: bool) -> int:
         snapshot = SqliteSnapshot(tmp_path / "a.db")
         gc.collect()
         tracemalloc.start()
         try:
-            await export(Hoarder(snapshot) if hoards else snapshot, tmp_path / "a")
+            await export(KeepingSource(snapshot) if keeps_all else snapshot, tmp_path / "a")
             check_archive(tmp_path / "a")
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
             await snapshot.close()
 
-    found, planted = await most_bytes(hoards=False), await most_bytes(hoards=True)
-    assert found < MOST_GROWTH_BYTES < planted
+    correct, injected = await most_bytes(keeps_all=False), await most_bytes(keeps_all=True)
+    assert correct < MAX_PEAK_BYTES < injected
 
 
 async def _archive_of(path: Path, num_items: int) -> bytes:

@@ -1,4 +1,4 @@
-"""ChatGPT's export: what people saw comes, what they did not is named, odd files are refused or survived."""
+"""Import of ChatGPT's export: visible messages are imported, hidden ones counted, malformed files refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Node = dict[str, Any]
 
 
 def node(name: str, parent: str | None, role: str = "user", text: object = "", **fields: Any) -> Node:
-    """A node with a text message; `content` and others may be given whole."""
+    """Return a node with a text message; `content` and other fields may be given whole."""
     content = fields.pop("content", {"content_type": "text", "parts": [text]})
     author: Node = {"role": role, "name": None, "metadata": {}}
     message = {"id": name, "author": author, "create_time": None, "content": content, "metadata": {}, "weight": 1.0}
@@ -48,7 +48,7 @@ ROOT: Node = {"id": "root", "parent": None, "children": [], "message": None}
 EMPTY_SYSTEM = node("sys", "root", "system", "", metadata={"is_visually_hidden_from_conversation": True})
 
 
-def test_an_ordinary_conversation() -> None:
+def test_read_chatgpt_of_an_ordinary_conversation() -> None:
     draft = read(
         ROOT,
         EMPTY_SYSTEM,
@@ -73,7 +73,7 @@ def test_an_ordinary_conversation() -> None:
     assert draft.skipped == {"hidden": 1} and not draft.is_exact
 
 
-def test_branches_keep_their_order_and_the_one_shown_last() -> None:
+def test_read_chatgpt_keeps_branch_order_and_current_node() -> None:
     draft = read(
         ROOT,
         node("u", "root", text="Hi"),
@@ -85,13 +85,13 @@ def test_branches_keep_their_order_and_the_one_shown_last() -> None:
     )
     assert [item.id for item in draft.items] == ["u", "b", "u2", "u1", "a"]
     assert draft.conversation.active_leaf == "u1"
-    told = json.loads(file_of(ROOT, node("u", "root", text="Hi"), node("b", "u", text="2"), node("a", "u", text="1")))
-    told["mapping"]["u"]["children"] = ["a", "b"]
-    assert [item.id for item in read_chatgpt(json.dumps(told).encode(), "me").items] == ["u", "a", "b"]
+    file = json.loads(file_of(ROOT, node("u", "root", text="Hi"), node("b", "u", text="2"), node("a", "u", text="1")))
+    file["mapping"]["u"]["children"] = ["a", "b"]
+    assert [item.id for item in read_chatgpt(json.dumps(file).encode(), "me").items] == ["u", "a", "b"]
 
 
-def test_steps_of_one_answer_become_one_message() -> None:
-    """A search, code, its output and the answer: one message; a regenerated last step is a branch."""
+def test_read_chatgpt_merges_steps_of_one_answer() -> None:
+    """A search, code, its output and the answer become one message; a regenerated last step is a branch."""
     code = {"content_type": "code", "language": "python", "text": "print('```')"}
     steps = (
         ROOT,
@@ -116,14 +116,18 @@ def test_steps_of_one_answer_become_one_message() -> None:
     ]
 
 
-def test_odd_contents_become_text_or_are_named() -> None:
+def test_read_chatgpt_converts_or_counts_unusual_contents() -> None:
     image = {"content_type": "image_asset_pointer", "asset_pointer": "file-service://x"}
-    heard = {"content_type": "audio_transcription", "text": "spoken"}
+    transcript = {"content_type": "audio_transcription", "text": "spoken"}
     draft = read(
         ROOT,
         node("about", "root", content={"content_type": "user_editable_context", "user_profile": "I am"}),
         node("sys", "about", "system", "Be brief"),
-        node("a", "sys", content={"content_type": "multimodal_text", "parts": [image, "what is it?", heard, None, 5]}),
+        node(
+            "a",
+            "sys",
+            content={"content_type": "multimodal_text", "parts": [image, "what is it?", transcript, None, 5]},
+        ),
         node("b", "a", "assistant", content={"content_type": "tether_quote", "url": "http://x", "text": "quoted"}),
         node("c", "b", content={"content_type": "hologram", "shape": 3}),
         node("d", "c", "assistant", content=None),
@@ -153,7 +157,7 @@ def test_odd_contents_become_text_or_are_named() -> None:
         {"title": "x\ny" * 300, "create_time": True, "conversation_id": None, "id": None},
     ],
 )
-def test_heads_with_holes_are_survived(fields: dict[str, Any]) -> None:
+def test_read_chatgpt_ignores_missing_head_fields(fields: dict[str, Any]) -> None:
     data = file_of(ROOT, node("u", "root", text="Hi"), node("a", "u", "assistant", "Ho"), **fields)
     draft = read_chatgpt(data.replace(b"Infinity", b"1e300"), "me")
     head = draft.conversation
@@ -162,8 +166,8 @@ def test_heads_with_holes_are_survived(fields: dict[str, Any]) -> None:
     assert head.id == read_chatgpt(data.replace(b"Infinity", b"1e300"), "me").conversation.id
 
 
-def test_hostile_trees() -> None:
-    """Circles are refused; orphans are roots; 100,000 in a row are read; too many are refused."""
+def test_read_chatgpt_of_hostile_trees() -> None:
+    """Cycles are refused; orphans are roots; a chain of 100,000 is read; more are refused."""
     for parents in ({"a": "b", "b": "a"}, {"a": "a"}):
         circle = [node(name, parent, text="x") for name, parent in parents.items()]
         with pytest.raises(InvalidRequestError, match="ancestors"):
@@ -195,13 +199,13 @@ def test_hostile_trees() -> None:
         (None, "mapping"),
     ],
 )
-def test_what_is_wrong_is_named_by_its_node(mapping: object, named: str) -> None:
+def test_read_chatgpt_error_names_the_node(mapping: object, named: str) -> None:
     with pytest.raises(InvalidRequestError, match=named):
         read_chatgpt(json.dumps({"mapping": mapping}).encode(), "me")
 
 
-def test_random_trees_against_plain_recursion() -> None:
-    """Whatever is hidden, every shown message comes once and stands on the nearest shown one above it."""
+def test_read_chatgpt_of_random_trees_equals_recursion() -> None:
+    """Every visible message is imported once, under its nearest visible ancestor."""
     generator = random.Random(11)
     for _ in range(200):
         nodes: list[Node] = [dict(ROOT, children=[])]
@@ -215,9 +219,9 @@ def test_random_trees_against_plain_recursion() -> None:
             each for each in nodes[1:] if each["message"]["author"]["role"] in ("user", "assistant") and _text_of(each)
         ]
         texts = "\n\n".join(item.text for item in draft.items)
-        said = sorted(part for part in texts.split("\n\n") if part)
+        shown_texts = sorted(part for part in texts.split("\n\n") if part)
         first_system = [item.text for item in draft.items if item.role == "system"]
-        assert said == sorted([_text_of(each) for each in shown] + first_system)
+        assert shown_texts == sorted([_text_of(each) for each in shown] + first_system)
         above = {item.id: item.parent_id for item in draft.items}
         for each in shown:
             if each["id"] in above:
@@ -233,7 +237,7 @@ def _text_of(each: Node) -> str:
     return text
 
 
-async def test_importing_a_newer_export_adds_what_was_said_since(store: ConversationStore) -> None:
+async def test_import_of_a_newer_chatgpt_export_adds_new_messages(store: ConversationStore) -> None:
     old = (ROOT, node("u", "root", text="Hi"), node("a", "u", "assistant", "Ho"))
     first = await import_draft(store, read(*(dict(each, children=[]) for each in old), current_node="a"))
     again = await import_draft(store, read(*(dict(each, children=[]) for each in old), current_node="a"))

@@ -1,4 +1,4 @@
-"""Exported and imported: nothing is lost but the ids, nothing comes twice, and hostile files are refused by name."""
+"""Export and import of one owner's conversations: only ids change, hostile files are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.transfer.draft import Draft
 from chatcache.transfer.format import ExportWriter
 from chatcache.transfer.importer import import_draft, read_draft
-from tests.support.conversation_trees import Grown, trees
+from tests.support.conversation_trees import GeneratedTree, trees
 from tests.support.generated_stores import full_tree
 from tests.tokenizer.tokenizers import backend_of
 
@@ -52,7 +52,7 @@ def draft_of(data: bytes, owner: str = "me") -> Draft:
 
 
 def renamed(data: bytes) -> Any:
-    """An export with its ids replaced by the order in which they appear."""
+    """Return an export with its ids replaced by their order of appearance."""
     file = json.loads(data)
     assert len(file.pop("sha256")) == 64  # of the ids, among others
     names: dict[str, str] = {file["conversation"]["id"]: "conversation"}
@@ -77,16 +77,16 @@ def renamed(data: bytes) -> Any:
 
 
 async def round_trip(store: ConversationStore, tree: ConversationTree, owner: str) -> ConversationTree:
-    adopted = await import_draft(store, draft_of(export(tree), owner))
-    return await store.load(owner, adopted.conversation.id)
+    imported = await import_draft(store, draft_of(export(tree), owner))
+    return await store.load(owner, imported.conversation.id)
 
 
-async def test_nothing_is_lost_but_the_ids(store: ConversationStore) -> None:
+async def test_import_of_an_export_keeps_everything_but_the_ids(store: ConversationStore) -> None:
     source = full_tree()
     copy = await round_trip(store, source, "you")
     before = renamed(export(source))
     assert before["turns"][1]["status"] == IN_PROGRESS
-    before["turns"][1]["status"] = INCOMPLETE  # nobody makes it any more
+    before["turns"][1]["status"] = INCOMPLETE  # an import ends running responses
     assert renamed(export(copy)) == before
     assert not {*source.items, *source.turns, "conv_src"} & {*copy.items, *copy.turns, copy.conversation.id}
     assert [copy.token_sequence(item) for item in copy.items.values()] == [
@@ -96,11 +96,11 @@ async def test_nothing_is_lost_but_the_ids(store: ConversationStore) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(trees())
-def test_any_tree_comes_back(grown: Grown) -> None:
+def test_import_of_any_exported_tree_restores_it(generated: GeneratedTree) -> None:
     async def there_and_back() -> None:
         stores = {"a": SqliteStore(":memory:"), "b": SqliteStore(":memory:")}
-        settled = [replace(turn, status=COMPLETED) for turn in grown.tree.turns.values()]
-        tree = ConversationTree(grown.tree.conversation, grown.tree.items.values(), settled)
+        settled = [replace(turn, status=COMPLETED) for turn in generated.tree.turns.values()]
+        tree = ConversationTree(generated.tree.conversation, generated.tree.items.values(), settled)
         first = await round_trip(stores["a"], tree, "a")
         second = await round_trip(stores["b"], first, "b")
         assert renamed(export(first)) == renamed(export(tree)) == renamed(export(second))
@@ -115,34 +115,34 @@ def test_any_tree_comes_back(grown: Grown) -> None:
     asyncio.run(there_and_back())
 
 
-async def test_importing_again_adds_only_what_is_new(store: ConversationStore) -> None:
+async def test_import_again_adds_only_new_messages(store: ConversationStore) -> None:
     source = full_tree()
     for dry_run, status in ((True, "created"), (False, "created"), (True, "unchanged"), (False, "unchanged")):
-        adopted = await import_draft(store, draft_of(export(source)), dry_run=dry_run)
-        assert (adopted.status, adopted.num_items) == (status, 6 if status == "created" else 0)
+        imported = await import_draft(store, draft_of(export(source)), dry_run=dry_run)
+        assert (imported.status, imported.num_items) == (status, 6 if status == "created" else 0)
         assert len(await store.list_ids("me", 9)) == (0 if dry_run and status == "created" else 1)
     more = Item("msg_d", "msg_c", "user", "More", created_at=9.0)
     longer = ConversationTree(
         replace(source.conversation, active_leaf="msg_d"), (*source.items.values(), more), source.turns.values()
     )
     for dry_run, status in ((True, "extended"), (False, "extended"), (False, "unchanged")):
-        adopted = await import_draft(store, draft_of(export(longer)), dry_run=dry_run)
-        assert (adopted.status, adopted.num_items) == (status, 1 if status == "extended" else 0)
-    tree = await store.load("me", adopted.conversation.id)
+        imported = await import_draft(store, draft_of(export(longer)), dry_run=dry_run)
+        assert (imported.status, imported.num_items) == (status, 1 if status == "extended" else 0)
+    tree = await store.load("me", imported.conversation.id)
     assert [item.text for item in tree.path(tree.conversation.active_leaf)][-1] == "More"
     assert (await import_draft(store, draft_of(export(source), "you"))).status == "created"  # another owner's own copy
     assert len(await store.list_ids("me", 9)) == len(await store.list_ids("you", 9)) == 1
 
 
-async def test_importing_where_it_came_from_changes_nothing(store: ConversationStore) -> None:
+async def test_import_into_the_original_store_changes_nothing(store: ConversationStore) -> None:
     source = full_tree()
     await store.merge(source.conversation, tuple(source.items.values()), tuple(source.turns.values()))
     assert (await import_draft(store, draft_of(export(source)))).status == "unchanged"
     assert list(await store.list_ids("me", 9)) == ["conv_src"]
 
 
-async def test_tokens_of_another_tokenizer_stay_behind(store: ConversationStore) -> None:
-    """The words come, the tokens do not: they would be other words here."""
+async def test_import_drops_tokens_of_another_tokenizer(store: ConversationStore) -> None:
+    """The text is imported without tokens, which would be another text here."""
     data = ExportWriter("another").conversation(full_tree())
     draft = draft_of(data)
     assert not draft.is_exact and draft_of(export(full_tree())).is_exact
@@ -151,7 +151,7 @@ async def test_tokens_of_another_tokenizer_stay_behind(store: ConversationStore)
     assert all(copy.token_sequence(item) == () == item.token_ids for item in copy.items.values())
 
 
-def test_one_branch_is_a_file_of_its_own() -> None:
+def test_export_of_one_branch_is_a_complete_file() -> None:
     tree = full_tree()
     file = json.loads(ExportWriter(tokenizer().digest).conversation(tree, tree.path("msg_f")))
     assert [item["id"] for item in file["items"]] == ["msg_a", "msg_f"]
@@ -167,7 +167,7 @@ def test_one_branch_is_a_file_of_its_own() -> None:
 
 
 def changed(place: str, value: object) -> bytes:
-    """The full export with one value replaced ("items.2.parent_id")."""
+    """Return the full export with one value replaced ("items.2.parent_id")."""
     file = json.loads(export(full_tree()))
     node: Any = file
     *above, last = place.split(".")
@@ -201,7 +201,7 @@ def changed(place: str, value: object) -> bytes:
         ("items.1.token_ids", [10**6], "token_ids must be between 0 and"),
         ("items.1.status", "odd", r"items\[1\]\.status"),
         ("items.1.parts", {"tool_calls": [{}]}, r"items\[1\]\.parts\.tool_calls"),
-        ("turns.1.base_item_id", "msg_c", r"turns\[1\]\.base_item_id"),  # its own output: it would go round for ever
+        ("turns.1.base_item_id", "msg_c", r"turns\[1\]\.base_item_id"),  # its own output, which would be a cycle
         ("turns.1.base_item_id", "msg_f", r"turns\[1\]\.base_item_id"),
         ("turns.1.base_item_id", "msg_x", r"turns\[1\]\.base_item_id"),
         ("turns.1.parent_id", "msg_x", r"turns\[1\]\.parent_id"),
@@ -215,7 +215,7 @@ def changed(place: str, value: object) -> bytes:
         ("turns.1.echo", json.loads('{"a":' * 40 + "1" + "}" * 40), r"turns\[1\]\.echo.*32 deep"),
     ],
 )
-def test_what_is_wrong_is_named_by_its_place(place: str, value: object, named: str) -> None:
+def test_read_draft_error_names_the_field(place: str, value: object, named: str) -> None:
     with pytest.raises(InvalidRequestError, match=named):
         read_draft(changed(place, value), "me", tokenizer())
 
@@ -229,12 +229,12 @@ def test_what_is_wrong_is_named_by_its_place(place: str, value: object, named: s
         b'{"mapping":' + b"[" * 100_000,
     ],
 )
-def test_what_is_no_conversation_is_refused(data: bytes) -> None:
+def test_read_draft_of_other_data_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidRequestError):
         read_draft(data, "me", tokenizer())
 
 
-def test_items_may_come_in_any_order() -> None:
+def test_read_draft_accepts_items_in_any_order() -> None:
     file = json.loads(export(full_tree()))
     file["items"].reverse()
     items = draft_of(json.dumps(file).encode()).items
@@ -245,12 +245,12 @@ def test_items_may_come_in_any_order() -> None:
     assert len(items) == 6
 
 
-def test_a_repeated_request_field_cannot_pass_for_the_response() -> None:
+def test_read_draft_drops_echo_fields_of_the_response_object() -> None:
     turns = draft_of(changed("turns.1.echo", {"id": "x", "output": 5, "status": "odd", "tools": []})).turns
     assert turns[1].echo == {"tools": []}
 
 
-async def test_ids_in_a_repeated_request_are_ids_here(store: ConversationStore) -> None:
+async def test_import_renames_ids_in_echoed_requests(store: ConversationStore) -> None:
     copy = await round_trip(store, full_tree(), "you")
     (turn,) = (turn for turn in copy.turns.values() if turn.echo)
     roles = {item.role: item.id for item in copy.items.values()}
@@ -258,21 +258,21 @@ async def test_ids_in_a_repeated_request_are_ids_here(store: ConversationStore) 
     assert turn.echo["input_item_ids"] == [roles["tool"]]
     assert copy.items[str(turn.echo["forked_item_id"])].finish_reason == FORKED
     odd = changed("turns.1.echo", {"conversation": 5, "input_item_ids": {"a": 1}, "forked_item_id": [1]})
-    adopted = await import_draft(store, draft_of(odd, "them"))
-    (turn,) = (t for t in (await store.load("them", adopted.conversation.id)).turns.values() if t.echo)
+    imported = await import_draft(store, draft_of(odd, "them"))
+    (turn,) = (t for t in (await store.load("them", imported.conversation.id)).turns.values() if t.echo)
     assert turn.echo == {
-        "conversation": {"id": adopted.conversation.id},
+        "conversation": {"id": imported.conversation.id},
         "input_item_ids": [],
         "forked_item_id": None,
     }
 
 
-def test_the_line_that_ends_an_export_is_no_conversation() -> None:
+def test_read_draft_of_the_end_line_is_none() -> None:
     assert read_draft(ExportWriter("").end()[1], "me", tokenizer()) is None
 
 
-async def test_very_deep_and_very_wide_trees_survive(tmp_path: Path) -> None:
-    """20,000 messages in a row, or beside each other, are imported, walked and exported."""
+async def test_import_of_very_deep_and_very_wide_trees(tmp_path: Path) -> None:
+    """Chains and siblings of 20,000 messages are imported, walked and exported."""
     store = SqliteStore(tmp_path / "c.db")
     for parent in (lambda at: at - 1, lambda at: 0):
         items: list[Mapping[str, object]] = [
@@ -287,8 +287,8 @@ async def test_very_deep_and_very_wide_trees_survive(tmp_path: Path) -> None:
         head = {"id": f"c{parent(5)}", "created_at": 1.0, "updated_at": 1.0, "active_leaf": "m19999"}
         file = {"object": "conversation.export", "version": 1, "tokenizer": "", "conversation": head, "turns": []}
         draft = draft_of(json.dumps({**file, "items": items[::-1]}).encode())
-        adopted = await import_draft(store, draft)
-        tree = await store.load("me", adopted.conversation.id)
+        imported = await import_draft(store, draft)
+        tree = await store.load("me", imported.conversation.id)
         assert len(tree.path(tree.conversation.active_leaf)) == (20_000 if parent(5) == 4 else 2)
         assert len(json.loads(export(tree))["items"]) == 20_000
     with pytest.raises(InvalidRequestError, match="100000"):
@@ -321,5 +321,5 @@ async def test_import_of_a_whole_store_export_drops_owners_keys_and_tokens(store
     assert len((await store.load("me", copy.conversation.id)).items) == len(tree.items)
 
 
-def test_an_edited_export_is_imported_despite_its_checksum() -> None:
+def test_read_draft_ignores_the_checksum_of_an_edited_export() -> None:
     assert draft_of(changed("items.0.text", "edited")).items[0].text == "edited"

@@ -1,4 +1,4 @@
-"""Conversations as Markdown, read back by a plain reading of headings and fences."""
+"""Conversations as Markdown, parsed back by a plain reading of headings and fences."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hypothesis import given, settings
 
 from chatcache.conversations.tree import Conversation, ConversationTree, Item, ReplyParts, ToolCall
 from chatcache.transfer.markdown import branch_markdown, tree_markdown
-from tests.support.conversation_trees import Grown, trees
+from tests.support.conversation_trees import GeneratedTree, trees
 
 
 def headings(text: str) -> list[str]:
-    """Headings outside code blocks."""
+    """Return the headings outside of code blocks."""
     found, fence = [], ""
     for line in text.split("\n"):
         mark = re.match(r" {0,3}(`{3,}|~{3,})", line)
@@ -28,7 +28,7 @@ def headings(text: str) -> list[str]:
     return found
 
 
-def test_a_branch_reads_as_it_was_said() -> None:
+def test_branch_markdown_contains_every_part() -> None:
     calls = (ToolCall("c", "find", '{"q": "`x`"}'),)
     path = [
         Item("s", None, "system", "Be kind"),
@@ -60,7 +60,7 @@ def test_a_branch_reads_as_it_was_said() -> None:
         "``` \n```x\n",
     ],
 )
-def test_a_code_block_never_swallows_what_follows(text: str) -> None:
+def test_markdown_code_block_never_includes_the_next_heading(text: str) -> None:
     written = branch_markdown("T", [Item("a", None, "assistant", text), Item("u", "a", "user", "next")])
     assert headings(written) == ["# T", "## Assistant", "## User"]
     assert text.strip("\n") in written
@@ -68,22 +68,22 @@ def test_a_code_block_never_swallows_what_follows(text: str) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(trees())
-def test_every_message_of_a_tree_once_and_where_it_stands(grown: Grown) -> None:
-    named = [Item(item.id, item.parent_id, item.role, item.id) for item in grown.tree.items.values()]
+def test_tree_markdown_has_every_message_once_with_its_parent(generated: GeneratedTree) -> None:
+    named = [Item(item.id, item.parent_id, item.role, item.id) for item in generated.tree.items.values()]
     tree = ConversationTree(Conversation("c", "", 0.0, 0.0, "T"), named, ())
     parts = re.split(r"\n\n## ", tree_markdown(tree))[1:]
     by_number: dict[int, str] = {}
     before: int | None = None
     for number, part in enumerate(parts, 1):
         heading, item_id = part.strip().split("\n\n")
-        told = re.fullmatch(r"(\d+) · \w+(?: · (\d+) of (\d+))?(?: · (?:after (\d+)|(from the start)))?", heading)
-        assert told is not None and int(told[1]) == number, heading
+        match = re.fullmatch(r"(\d+) · \w+(?: · (\d+) of (\d+))?(?: · (?:after (\d+)|(from the start)))?", heading)
+        assert match is not None and int(match[1]) == number, heading
         item = tree.items[item_id]
         siblings = [each.id for each in tree.children(item.parent_id)]
-        assert (told[2] is None) == (len(siblings) == 1)
-        if told[2] is not None:
-            assert siblings[int(told[2]) - 1] == item_id and int(told[3]) == len(siblings)
-        above = int(told[4]) if told[4] else None if told[5] or before is None else before
+        assert (match[2] is None) == (len(siblings) == 1)
+        if match[2] is not None:
+            assert siblings[int(match[2]) - 1] == item_id and int(match[3]) == len(siblings)
+        above = int(match[4]) if match[4] else None if match[5] or before is None else before
         assert item.parent_id == (by_number[above] if above is not None else None)
         by_number[number], before = item_id, number
     assert sorted(by_number.values()) == sorted(tree.items)

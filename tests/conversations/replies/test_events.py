@@ -1,6 +1,4 @@
-"""Coalescing keeps the text and the order, sends the first delta at once and never more than one per window.
-
-Live beams as text, against decoding every path from the root."""
+"""Reply events: delta batching keeps text and order; live beams as text against decoding every path from the root."""
 
 from __future__ import annotations
 
@@ -30,22 +28,22 @@ def delta(index: int, text: str) -> ReplyDelta:
 
 
 async def collect(*events: ReplyDelta | ReplyBeams | float | None, window_s: float = 5.0) -> list[BatchedEvent | None]:
-    """What is told of these events; a number is a pause, None something else that is told behind all the rest."""
-    told: list[BatchedEvent | None] = []
-    coalescer = DeltaBatcher(told.append, window_s)
+    """Return what is emitted for the events; a number is a pause, None is another message, sent after a flush."""
+    emitted: list[BatchedEvent | None] = []
+    batcher = DeltaBatcher(emitted.append, window_s)
     for event in events:
         if isinstance(event, float):
             await asyncio.sleep(event)
         elif event is None:
-            coalescer.flush()
-            told.append(None)
+            batcher.flush()
+            emitted.append(None)
         else:
-            coalescer.push(event)
-    coalescer.close()
-    return told
+            batcher.push(event)
+    batcher.close()
+    return emitted
 
 
-async def test_a_burst_becomes_the_first_delta_and_the_rest() -> None:
+async def test_delta_batcher_burst_becomes_the_first_delta_and_one_merged_delta() -> None:
     events = delta(0, "a"), delta(0, "b"), delta(1, "x"), delta(0, "c"), None, delta(1, "y"), None
     got = await collect(*events)
     assert got[:2] == [delta(0, "a"), delta(1, "x")]
@@ -55,33 +53,33 @@ async def test_a_burst_becomes_the_first_delta_and_the_rest() -> None:
     assert got[3:] == [None, delta(1, "y"), None]
 
 
-async def test_what_waits_is_told_when_its_window_is_over() -> None:
-    """Even if nothing else ever comes."""
+async def test_delta_batcher_emits_pending_deltas_at_the_end_of_the_window() -> None:
+    """Also if no further event arrives."""
     got: asyncio.Queue[BatchedEvent] = asyncio.Queue()
-    coalescer = DeltaBatcher(got.put_nowait, 0.02)
+    batcher = DeltaBatcher(got.put_nowait, 0.02)
     for text in "abc":
-        coalescer.push(delta(0, text))
+        batcher.push(delta(0, text))
     async with asyncio.timeout(60):
         assert await got.get() == delta(0, "a")
         assert await got.get() == ReplyDelta(0, "bc", (98, 99), (TokenLogprob(-1.0),) * 2)
 
 
-async def test_nothing_is_told_behind_the_end() -> None:
+async def test_delta_batcher_close_discards_pending_deltas() -> None:
     got: list[BatchedEvent] = []
-    coalescer = DeltaBatcher(got.append, 0.01)
-    coalescer.push(delta(0, "a"))
-    coalescer.push(delta(0, "b"))
-    coalescer.close()
+    batcher = DeltaBatcher(got.append, 0.01)
+    batcher.push(delta(0, "a"))
+    batcher.push(delta(0, "b"))
+    batcher.close()
     await asyncio.sleep(0.05)
     assert got == [delta(0, "a")]
 
 
-async def test_slow_deltas_pass_unchanged() -> None:
+async def test_delta_batcher_slow_deltas_pass_unchanged() -> None:
     events = [delta(0, text) for text in "abc"]
     assert await collect(events[0], 0.02, events[1], 0.02, events[2], window_s=0.001) == events
 
 
-async def test_a_failure_to_tell_comes_out_of_the_next_call() -> None:
+async def test_delta_batcher_failing_emit_is_raised_by_the_next_call() -> None:
     failed = asyncio.Event()
 
     def tell(event: BatchedEvent) -> None:
@@ -89,18 +87,18 @@ async def test_a_failure_to_tell_comes_out_of_the_next_call() -> None:
             failed.set()
             raise EngineError("x")
 
-    coalescer = DeltaBatcher(tell, 0.01)
-    coalescer.push(delta(0, "a"))
-    coalescer.push(delta(0, "b"))
+    batcher = DeltaBatcher(tell, 0.01)
+    batcher.push(delta(0, "a"))
+    batcher.push(delta(0, "b"))
     async with asyncio.timeout(60):
         await failed.wait()
-    for call in (coalescer.flush, lambda: coalescer.push(delta(0, "c"))):
+    for call in (batcher.flush, lambda: batcher.push(delta(0, "c"))):
         with pytest.raises(EngineError):
             call()
 
 
 @pytest.mark.parametrize("window_s", [0.0, 0.001, 1.0])
-async def test_text_is_never_lost_or_reordered(window_s: float) -> None:
+async def test_delta_batcher_never_loses_or_reorders_text(window_s: float) -> None:
     events = [delta(number % 3, chr(97 + number % 26)) for number in range(300)]
     got = await collect(*events[:150], 0.005, *events[150:], None, window_s=window_s)
     for index in range(3):
@@ -108,7 +106,7 @@ async def test_text_is_never_lost_or_reordered(window_s: float) -> None:
         assert "".join(e.text for e in got if isinstance(e, ReplyDelta) and e.index == index) == expected
 
 
-async def test_live_beams_are_joined_beside_the_text() -> None:
+async def test_delta_batcher_merges_beam_updates_separately_from_text() -> None:
     def beams(number: int) -> ReplyBeams:
         return ReplyBeams((BeamNode(number, number - 1, "x", -1.0),), (number,))
 
@@ -122,16 +120,16 @@ async def test_live_beams_are_joined_beside_the_text() -> None:
     ]
 
 
-async def test_text_reasoning_and_calls_are_told_apart_and_in_order() -> None:
+async def test_delta_batcher_keeps_text_reasoning_and_calls_separate_and_in_order() -> None:
     held = ReplyDelta(0, "", (1,), (TokenLogprob(-2.0),))
     thoughts = [ReplyDelta(0, "", (), reasoning=text) for text in "ab"]
     calls = [ReplyDelta(0, "", (), calls=(CallDelta(0, text),)) for text in "cd"]
     got = await collect(delta(0, "-"), *thoughts, held, delta(0, "x"), delta(0, "y"), *calls, delta(0, "z"), None)
-    told = [event for event in got if isinstance(event, ReplyDelta)]
-    assert [(event.reasoning, event.text, "".join(call.arguments for call in event.calls)) for event in told] == [
+    emitted = [event for event in got if isinstance(event, ReplyDelta)]
+    assert [(event.reasoning, event.text, "".join(call.arguments for call in event.calls)) for event in emitted] == [
         *[("", "-", ""), ("ab", "", ""), ("", "xy", ""), ("", "", "cd"), ("", "z", "")]
     ]
-    assert told[2].logprobs == (*held.logprobs, TokenLogprob(-1.0), TokenLogprob(-1.0))
+    assert emitted[2].logprobs == (*held.logprobs, TokenLogprob(-1.0), TokenLogprob(-1.0))
 
 
 BYTES = {piece[0]: token for token, piece in enumerate(tiny_tokenizer().token_bytes) if len(piece) == 1}
@@ -139,8 +137,8 @@ BYTES = {piece[0]: token for token, piece in enumerate(tiny_tokenizer().token_by
 
 @settings(deadline=None, max_examples=60)
 @given(st.text(alphabet="aé你🎉", min_size=1, max_size=6), st.data())
-def test_a_character_cut_into_tokens_comes_whole(text: str, data: st.DataObject) -> None:
-    """Every byte a token of its own, beside beams that go other ways: the path still spells the text."""
+def test_beam_reader_character_split_into_tokens_is_emitted_whole(text: str, data: st.DataObject) -> None:
+    """Every byte is a token, next to other beams: the path still spells the text."""
     reader = BeamReader(tiny_tokenizer().token_bytes)
     spelled, node, number = "", 0, 0
     for step, byte in enumerate(text.encode()):
@@ -155,7 +153,7 @@ def test_a_character_cut_into_tokens_comes_whole(text: str, data: st.DataObject)
     assert spelled == text
 
 
-def test_joined_reports_keep_every_node_and_the_last_word() -> None:
+def test_merge_beams_keeps_every_node_and_the_latest_live_beams() -> None:
     first, then = (BeamNode(number, number - 1, "x", -1.0) for number in (1, 2))
     one = merge_beams(ReplyBeams((first,), (1,)), ReplyBeams((then,), (2,)))
     assert one == ReplyBeams((first, then), (2,))

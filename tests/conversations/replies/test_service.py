@@ -1,4 +1,4 @@
-"""Replies over the hash model: text equals the decoder's, ids stand for their text, leaving frees pages."""
+"""Replies over the hash model: text equals the decoder's, ids stand for their text, leaving early frees pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ USER = [Message(role="user", content="Hello")]
 
 
 class Rig:
-    """A service over an engine in a thread."""
+    """A reply service over an engine in a thread."""
 
     def __init__(self) -> None:
         tokenizer = tiny_tokenizer()
@@ -75,7 +75,7 @@ PARAMS: dict[str, Params] = {
 
 
 @pytest.mark.parametrize("name", PARAMS)
-async def test_events_agree_with_the_decoder(rig: Rig, name: str) -> None:
+async def test_reply_events_equal_the_decoded_tokens(rig: Rig, name: str) -> None:
     params = PARAMS[name]
     events = await rig.ask(params)
     assert isinstance(events[0], ReplyStarted) and isinstance(events[-1], ReplyFinished)
@@ -101,8 +101,10 @@ async def test_events_agree_with_the_decoder(rig: Rig, name: str) -> None:
     st.integers(1, 4),
     st.booleans(),
 )
-def test_settled_ids_stand_for_exactly_the_shown_text(ids: list[int], at: int, length: int, include: bool) -> None:
-    """Cut the text at any stop string: the ids kept decode to what was shown."""
+def test_candidate_stored_ids_decode_to_exactly_the_visible_text(
+    ids: list[int], at: int, length: int, include: bool
+) -> None:
+    """Cut the text at any stop string: the stored ids decode to the visible text."""
     tokenizer = tiny_tokenizer()
     stop = tokenizer.decode(ids)[at : at + length]
     if not stop or "\ufffd" in stop:
@@ -120,7 +122,7 @@ def test_settled_ids_stand_for_exactly_the_shown_text(ids: list[int], at: int, l
         assert done.text.endswith(stop) or stop not in done.text
 
 
-async def test_a_stateless_chat_is_recalled_token_by_token(rig: Rig) -> None:
+async def test_service_resent_history_reuses_the_stored_tokens(rig: Rig) -> None:
     params = SamplingParams(seed=9, max_tokens=25)
     first = await rig.ask(params)
     done = next(event for event in first if isinstance(event, ReplyDone))
@@ -131,7 +133,7 @@ async def test_a_stateless_chat_is_recalled_token_by_token(rig: Rig) -> None:
     assert other_tenant.base_message is None
 
 
-async def test_cancelling_tells_what_was_said(rig: Rig) -> None:
+async def test_reply_cancel_emits_the_text_so_far(rig: Rig) -> None:
     rig.runner.delay_s = 0.01
     async with await rig.start(SamplingParams(n=2, max_tokens=200, ignore_eos=True)) as reply:
         events: list[ReplyEvent] = []
@@ -148,7 +150,7 @@ async def test_cancelling_tells_what_was_said(rig: Rig) -> None:
         assert "".join(texts) == done.text == tiny_tokenizer().decode(done.token_ids)
 
 
-async def test_leaving_early_aborts_and_closing_twice_is_harmless(rig: Rig) -> None:
+async def test_reply_left_early_is_aborted_and_may_be_closed_twice(rig: Rig) -> None:
     rig.runner.delay_s = 0.01
     async with await rig.start(SamplingParams(max_tokens=900, ignore_eos=True)) as reply:
         async for _ in reply.events():
@@ -156,7 +158,7 @@ async def test_leaving_early_aborts_and_closing_twice_is_harmless(rig: Rig) -> N
     await reply.close()
 
 
-async def test_a_task_cancelled_under_a_reply_aborts_it(rig: Rig) -> None:
+async def test_reply_of_a_cancelled_task_is_aborted(rig: Rig) -> None:
     rig.runner.delay_s = 0.01
     task = asyncio.create_task(rig.ask(SamplingParams(max_tokens=900, ignore_eos=True)))
     while not await rig.pages_in_use():  # noqa: ASYNC110 - the engine has no event for it
@@ -165,7 +167,7 @@ async def test_a_task_cancelled_under_a_reply_aborts_it(rig: Rig) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_refusals_and_failures_are_raised(rig: Rig) -> None:
+async def test_service_engine_errors_are_raised(rig: Rig) -> None:
     with pytest.raises(InvalidRequestError):
         await rig.ask(SamplingParams(n=0))
     rig.runner.execute = lambda plan: 1 / 0  # type: ignore[method-assign, assignment, return-value]
@@ -174,8 +176,8 @@ async def test_refusals_and_failures_are_raised(rig: Rig) -> None:
     assert caught.value.status == 500 and "zero" not in caught.value.message
 
 
-async def test_many_short_messages_are_assembled_beside_the_event_loop(rig: Rig) -> None:
-    """A template takes time for each message, whatever is in it."""
+async def test_service_many_short_messages_are_assembled_on_a_thread(rig: Rig) -> None:
+    """A template takes time for each message, however short."""
     turns = 0
 
     async def turn() -> None:
