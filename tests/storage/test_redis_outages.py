@@ -158,7 +158,7 @@ async def test_full_server_refuses_writes_and_serves_reads(empty_redis: RedisSer
     empty_redis.admin.config_set("maxmemory", 1024)
     try:
         for work in (store.append("me", "conv", [Item("msg_2", None, "user", "x")]), store.check()):
-            with pytest.raises(StoreUnavailableError, match="takes nothing"):
+            with pytest.raises(StoreUnavailableError, match="rejects writes"):
                 await work
         assert list((await store.load("me", "conv")).items) == ["msg_1"]
     finally:

@@ -75,7 +75,12 @@ def matches(query: str, text: str) -> bool:
     return True
 
 
-async def test_search_of_random_stores_equals_brute_force(store: ConversationStore) -> None:
+@pytest.mark.parametrize(
+    ("num_steps", "num_queries"), [(120, 60), pytest.param(250, 150, marks=pytest.mark.slow)], ids=["small", "full"]
+)
+async def test_search_of_random_stores_equals_brute_force(
+    num_steps: int, num_queries: int, store: ConversationStore
+) -> None:
     """Random trees grow, are renamed, lose messages and are deleted: every query equals brute force, in order."""
     generator = random.Random(7)
 
@@ -84,7 +89,7 @@ async def test_search_of_random_stores_equals_brute_force(store: ConversationSto
 
     model: dict[str, dict[str, str]] = {}
     titles: dict[str, str] = {}
-    for step in range(250):
+    for step in range(num_steps):
         kind = generator.random()
         if kind < 0.2 or not model:
             name = f"conv_{step}"
@@ -112,7 +117,7 @@ async def test_search_of_random_stores_equals_brute_force(store: ConversationSto
             await store.delete("me", name)
     order = [conversation.id for conversation in await store.list("me", 1000)]
     num_found = 0
-    for _ in range(150):
+    for _ in range(num_queries):
         query = " ".join(generator.choices([*ALPHABET, "ca", "c", "d"], k=generator.randint(1, 3)))
         expected = [c for c in order if any(matches(query, each) for each in (titles[c], *model[c].values()))]
         hits: list[SearchHit] = []
@@ -128,7 +133,7 @@ async def test_search_of_random_stores_equals_brute_force(store: ConversationSto
             assert (hit.item_id is not None) == any(matches(query, each) for each in texts.values())
             if hit.item_id is not None:
                 assert matches(query, texts[hit.item_id]) and hit.snippet is not None and hit.snippet.marks
-    assert num_found > 200
+    assert num_found > num_queries
 
 
 async def test_search_names_the_best_message(store: ConversationStore) -> None:

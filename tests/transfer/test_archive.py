@@ -73,26 +73,27 @@ def rows_of(db: Path) -> list[tuple[object, ...]]:
     return found
 
 
+@pytest.mark.parametrize("num_conversations", [5, pytest.param(25, marks=pytest.mark.slow)])
 async def test_archive_from_sqlite_to_redis_to_sqlite_is_byte_identical(
-    tmp_path: Path, empty_redis: RedisServer
+    num_conversations: int, tmp_path: Path, empty_redis: RedisServer
 ) -> None:
     first = SqliteStore(tmp_path / "first.db")
-    await fill(first, 1_000)
+    await fill(first, 40 * num_conversations)
     before = [line async for line in everything(first)]
     await first.close()
     data = await export_file(tmp_path / "first.db", tmp_path / "a.jsonl")
 
     redis = RedisStore(empty_redis.url)
-    assert await check_and_restore(redis, tmp_path / "a.jsonl") == (25, 0, 0, 0)
+    assert await check_and_restore(redis, tmp_path / "a.jsonl") == (num_conversations, 0, 0, 0)
     assert [line async for line in everything(redis)] == before
     assert await export_of(redis, tmp_path / "b.jsonl") == data
-    assert await check_and_restore(redis, tmp_path / "b.jsonl") == (0, 0, 25, 0)  # once more: nothing
+    assert await check_and_restore(redis, tmp_path / "b.jsonl") == (0, 0, num_conversations, 0)  # once more: nothing
     assert await export_of(redis, tmp_path / "b.jsonl") == data
     await redis.close()
 
     last = SqliteStore(tmp_path / "last.db")
-    assert await check_and_restore(last, tmp_path / "b.jsonl") == (25, 0, 0, 0)
-    assert await check_and_restore(last, tmp_path / "b.jsonl") == (0, 0, 25, 0)
+    assert await check_and_restore(last, tmp_path / "b.jsonl") == (num_conversations, 0, 0, 0)
+    assert await check_and_restore(last, tmp_path / "b.jsonl") == (0, 0, num_conversations, 0)
     await last.close()
     assert await export_file(tmp_path / "last.db", tmp_path / "c.jsonl") == data
     assert rows_of(tmp_path / "last.db") == rows_of(tmp_path / "first.db")

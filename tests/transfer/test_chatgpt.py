@@ -167,7 +167,7 @@ def test_read_chatgpt_ignores_missing_head_fields(fields: dict[str, Any]) -> Non
 
 
 def test_read_chatgpt_of_hostile_trees() -> None:
-    """Cycles are refused; orphans are roots; a chain of 100,000 is read; more are refused."""
+    """Cycles are refused; orphans are roots; more than 100,000 nodes are refused."""
     for parents in ({"a": "b", "b": "a"}, {"a": "a"}):
         circle = [node(name, parent, text="x") for name, parent in parents.items()]
         with pytest.raises(InvalidRequestError, match="ancestors"):
@@ -177,12 +177,17 @@ def test_read_chatgpt_of_hostile_trees() -> None:
     lying = json.loads(file_of(ROOT, node("u", "root", text="Hi")))
     lying["mapping"]["root"]["children"] = ["u", "u", "ghost", "root"]
     assert len(read_chatgpt(json.dumps(lying).encode(), "me").items) == 1
-    deep = [node(f"n{at}", f"n{at - 1}" if at else None, text="x") for at in range(20_000)]
-    draft = read(*deep, current_node="n19999")
-    assert len(draft.items) == 20_000 and draft.conversation.active_leaf == "n19999"
     many = json.dumps({"mapping": {f"n{at}": {} for at in range(100_001)}}).encode()
     with pytest.raises(InvalidRequestError, match="100000"):
         read_chatgpt(many, "me")
+
+
+@pytest.mark.parametrize("num_nodes", [2_000, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_read_chatgpt_of_a_deep_chain(num_nodes: int) -> None:
+    """The chain is longer than Python's recursion limit."""
+    deep = [node(f"n{at}", f"n{at - 1}" if at else None, text="x") for at in range(num_nodes)]
+    draft = read(*deep, current_node=f"n{num_nodes - 1}")
+    assert len(draft.items) == num_nodes and draft.conversation.active_leaf == f"n{num_nodes - 1}"
 
 
 @pytest.mark.parametrize(

@@ -271,8 +271,9 @@ def test_read_draft_of_the_end_line_is_none() -> None:
     assert read_draft(ExportWriter("").end()[1], "me", tokenizer()) is None
 
 
-async def test_import_of_very_deep_and_very_wide_trees(tmp_path: Path) -> None:
-    """Chains and siblings of 20,000 messages are imported, walked and exported."""
+@pytest.mark.parametrize("num_items", [2_000, pytest.param(20_000, marks=pytest.mark.slow)])
+async def test_import_of_very_deep_and_very_wide_trees(num_items: int, tmp_path: Path) -> None:
+    """Chains longer than Python's recursion limit, and as many siblings, are imported, walked and exported."""
     store = SqliteStore(tmp_path / "c.db")
     for parent in (lambda at: at - 1, lambda at: 0):
         items: list[Mapping[str, object]] = [
@@ -282,15 +283,15 @@ async def test_import_of_very_deep_and_very_wide_trees(tmp_path: Path) -> None:
                 "role": "user",
                 "text": "x",
             }
-            for at in range(20_000)
+            for at in range(num_items)
         ]
-        head = {"id": f"c{parent(5)}", "created_at": 1.0, "updated_at": 1.0, "active_leaf": "m19999"}
+        head = {"id": f"c{parent(5)}", "created_at": 1.0, "updated_at": 1.0, "active_leaf": f"m{num_items - 1}"}
         file = {"object": "conversation.export", "version": 1, "tokenizer": "", "conversation": head, "turns": []}
         draft = draft_of(json.dumps({**file, "items": items[::-1]}).encode())
         imported = await import_draft(store, draft)
         tree = await store.load("me", imported.conversation.id)
-        assert len(tree.path(tree.conversation.active_leaf)) == (20_000 if parent(5) == 4 else 2)
-        assert len(json.loads(export(tree))["items"]) == 20_000
+        assert len(tree.path(tree.conversation.active_leaf)) == (num_items if parent(5) == 4 else 2)
+        assert len(json.loads(export(tree))["items"]) == num_items
     with pytest.raises(InvalidRequestError, match="100000"):
         draft_of(json.dumps({**file, "items": [0] * 100_001}).encode())
     await store.close()
