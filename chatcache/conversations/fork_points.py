@@ -213,9 +213,9 @@ def build_prefix(
     parser = context.new_parser(prompt, call_ids)
     parser.push(text)
     parser.finish()
-    num_open = len(ids) - len(whole) if is_exact else 0
+    num_partial = len(ids) - len(whole) if is_exact else 0
     kept = ids if is_exact else whole
-    return ReplyPrefix(turn, index, prompt, kept, text, parser.text, parser.parts(text), num_open)
+    return ReplyPrefix(turn, index, prompt, kept, text, parser.text, parser.parts(text), num_partial)
 
 
 def fork_token_ids(context: ReplyContext, ids: tuple[int, ...], fork_with: int | None) -> tuple[int, ...]:

@@ -67,7 +67,7 @@ def token_char_offsets(context: ReplyContext, prompt: Sequence[int], item: Item)
     """Return one range per token of a reply to `prompt`. Slow for long replies: run it on a thread."""
     raw = item.parts.raw or item.text
     pieces, incomplete = _pieces(context, prompt, item.token_ids, skip_special_tokens=True)
-    if "".join(pieces) != raw:  # it was generated with its special tokens shown
+    if "".join(pieces) != raw:  # it was generated with special tokens visible
         others, others_incomplete = _pieces(context, prompt, item.token_ids, skip_special_tokens=False)
         if "".join(others) == raw:
             pieces, incomplete = others, others_incomplete

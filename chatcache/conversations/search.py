@@ -16,7 +16,7 @@ from chatcache.conversations.tree import Conversation
 from chatcache.errors import InvalidRequestError
 
 MAX_COMPARED_MESSAGES = 8  # newest matching messages of a conversation, of which a search shows the best
-MAX_QUERY_CHARS = 4096  # fits a URL, however they are encoded
+MAX_QUERY_CHARS = 4096  # fits a URL in any percent encoding
 _MAX_WORD_CHARS = 64  # longer words are truncated
 _SNIPPET_CHARS = 200
 _BEFORE_MARK_CHARS = 40
@@ -33,7 +33,7 @@ _MARKS = "".join(
     chr(code) for start, end in _MARK_PLANES for code in range(start, end) if unicodedata.category(chr(code))[0] == "M"
 )
 _WORD = re.compile(f"[{_SINGLE_CHAR_WORDS}]|(?:[^\\W_{_SINGLE_CHAR_WORDS}]|[{_MARKS}])+")
-_ASCII_WORD = re.compile("[a-z0-9]+")  # the same for plain ASCII, much faster
+_ASCII_WORD = re.compile("[a-z0-9]+")  # equal to _WORD for ASCII text, and much faster
 _ACCENTS = re.compile("[\u0300-\u036f]+")
 
 

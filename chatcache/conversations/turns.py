@@ -426,12 +426,11 @@ class ConversationPrompts:
     changes; the least recently used ones are evicted beyond `MAX_CACHED_BYTES`.
     """
 
-    def __init__(self, conversations: TurnService, max_kept_bytes: int = MAX_CACHED_BYTES) -> None:
+    def __init__(self, conversations: TurnService, max_cached_bytes: int = MAX_CACHED_BYTES) -> None:
         self._turns = conversations
-        self._max_cached_bytes = max_kept_bytes
-        self._cached: OrderedDict[str, tuple[int, PackedPrompt]] = (
-            OrderedDict()
-        )  # (rev, prompt), most recently used last
+        self._max_cached_bytes = max_cached_bytes
+        # By conversation id: (rev, prompt), most recently used last.
+        self._cached: OrderedDict[str, tuple[int, PackedPrompt]] = OrderedDict()
         self._cached_bytes = 0
 
     async def get(self, store: ConversationStore, owner: str, conversation_id: str) -> PackedPrompt:

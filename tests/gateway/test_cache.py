@@ -332,7 +332,7 @@ def test_warmth_omits_conversations_of_other_tenants(shared: Server) -> None:
 def test_conversation_prompts_are_cached_until_a_change_and_up_to_a_size(server: Server) -> None:
     model = server.gateway.model
     assert model is not None and server.gateway.store is not None
-    store, histories = server.gateway.store, ConversationPrompts(model.conversations, max_kept_bytes=700)
+    store, histories = server.gateway.store, ConversationPrompts(model.conversations, max_cached_bytes=700)
     names = [
         converse(server, f"History {n}", max_output_tokens=9, ignore_eos=True)["conversation"]["id"] for n in range(9)
     ]

@@ -32,8 +32,8 @@ class Candidate:
         self._context = context
         self._tokenizer = tokenizer = context.tokenizer
         self._prefix_ids, self._prefix_text = (prefix.ids, prefix.text) if prefix is not None else ((), "")
-        num_open = prefix.num_partial_tokens if prefix is not None else 0
-        self._partial_ids = request.prompt[len(request.prompt) - num_open :]
+        num_partial = prefix.num_partial_tokens if prefix is not None else 0
+        self._partial_ids = request.prompt[len(request.prompt) - num_partial :]
         self.prompt = request.prompt[: len(request.prompt) - len(self._prefix_ids)]
         self._parser = context.new_parser(self.prompt)
         self._reasoning_finished = False
@@ -42,8 +42,8 @@ class Candidate:
         eos = () if params.ignore_eos else tokenizer.eos_token_ids
         self._terminal = frozenset((*eos, *params.stop_token_ids))
         self._skip_special_tokens = params.skip_special_tokens
-        self._tail = request.prompt[: len(request.prompt) - num_open][-TAIL_TOKENS:]
-        self._stream = self._text_stream(params.stop, params.min_tokens + num_open)
+        self._tail = request.prompt[: len(request.prompt) - num_partial][-TAIL_TOKENS:]
+        self._stream = self._text_stream(params.stop, params.min_tokens + num_partial)
         self._pending = self._parser.push(self._prefix_text + self._stream.push(self._partial_ids))
 
     @property

@@ -82,12 +82,12 @@ async def test_delta_batcher_slow_deltas_pass_unchanged() -> None:
 async def test_delta_batcher_failing_emit_is_raised_by_the_next_call() -> None:
     failed = asyncio.Event()
 
-    def tell(event: BatchedEvent) -> None:
+    def emit(event: BatchedEvent) -> None:
         if isinstance(event, ReplyDelta) and event.text == "b":
             failed.set()
             raise EngineError("x")
 
-    batcher = DeltaBatcher(tell, 0.01)
+    batcher = DeltaBatcher(emit, 0.01)
     batcher.push(delta(0, "a"))
     batcher.push(delta(0, "b"))
     async with asyncio.timeout(60):
