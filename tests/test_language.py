@@ -10,7 +10,18 @@ import pytest
 from tests.gateway.documents import ALL_PAGES
 from tests.support.language import ROOT, check, findings, in_prose
 
-CHECKED = ["kernels/bench", "loadtest", "tests/bench", "tests/loadtest"]
+CHECKED = [
+    "chatcache/conversations",
+    "chatcache/storage",
+    "chatcache/transfer",
+    "kernels/bench",
+    "loadtest",
+    "tests/bench",
+    "tests/conversations",
+    "tests/loadtest",
+    "tests/storage",
+    "tests/transfer",
+]
 FOLDERS = ("kernels", "loadtest", "loadtest/peers", "tests", "tests/chaos", "web", "chatcache/demo_model")
 GUIDES = [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
 DOCUMENTS = [
