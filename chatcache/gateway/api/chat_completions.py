@@ -34,7 +34,7 @@ from chatcache.gateway.api.params import (
     to_params,
 )
 from chatcache.gateway.auth.principal import principal_of
-from chatcache.gateway.context import gateway_of
+from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.json_codec import preencoded
 from chatcache.gateway.limits.admission import request_cost
 from chatcache.gateway.middleware import cancel_on_disconnect, read_json
@@ -64,11 +64,8 @@ async def chat_completions(request: Request) -> Response:
     """POST /v1/chat/completions: stateless, streamed or not."""
     gateway = gateway_of(request)
     body = await read_json(request)
-    base, chat, sampling = (
-        parse_fields(body, CompletionBase),
-        parse_fields(body, ChatFields),
-        parse_fields(body, SamplingFields),
-    )
+    base, chat = parse_fields(body, CompletionBase), parse_fields(body, ChatFields)
+    sampling = parse_fields(body, SamplingFields)
     ignored = unknown_fields(body, CompletionBase, ChatFields, SamplingFields)
     messages = to_messages(chat.messages, "messages")
     model = await gateway.require_model(base.model)
@@ -88,25 +85,14 @@ async def chat_completions(request: Request) -> Response:
             num_public_tokens=prompt.num_public_tokens,
             priority=gateway.priority(base.priority),
         )
-        writer = ChatCompletionWriter(
-            CompletionHead.of(gateway, engine_request.request_id),
-            model.tokenizer,
-            prompt.token_ids,
-            num_candidates(params),
-            with_scores=is_ranked(params),
-            with_logprobs=bool(chat.logprobs),
-            with_usage=bool(base.stream_options and base.stream_options.include_usage),
-            with_token_ids=bool(base.return_token_ids),
-        )
-        names = rename_error_params(
-            max_tokens="max_completion_tokens" if chat.max_completion_tokens is not None else None
-        )
+        writer = _writer(base, chat, engine_request, gateway, model.tokenizer)
+        limit_name = "max_completion_tokens" if chat.max_completion_tokens is not None else None
         can_reason = sampling_params.structured_outputs is None or params is not sampling_params
         starting = model.service.start(
             engine_request, prompt.text, functions=tools.names, thinks=can_reason, owner=principal.owner
         )
         with (
-            names,
+            rename_error_params(max_tokens=limit_name),
             rename_constraint_param(sampling.structured_outputs, "response_format", "tools" if tools.limits else None),
         ):
             reply = await cancel_on_disconnect(request, starting)
@@ -118,6 +104,21 @@ async def chat_completions(request: Request) -> Response:
         writer,
         stream=bool(base.stream),
         headers=ignored_header(ignored),
+    )
+
+
+def _writer(
+    base: CompletionBase, chat: ChatFields, request: GenerateRequest, gateway: Gateway, tokenizer: Tokenizer
+) -> ChatCompletionWriter:
+    return ChatCompletionWriter(
+        CompletionHead.of(gateway, request.request_id),
+        tokenizer,
+        request.prompt,
+        num_candidates(request.params),
+        with_scores=is_ranked(request.params),
+        with_logprobs=bool(chat.logprobs),
+        with_usage=bool(base.stream_options and base.stream_options.include_usage),
+        with_token_ids=bool(base.return_token_ids),
     )
 
 

@@ -42,7 +42,7 @@ from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unkno
 from chatcache.gateway.schemas.requests import MAX_PROMPTS, CompletionBase, CompletionFields, SamplingFields
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import TokenLogprob
-from chatcache.types.request import MAX_N, MAX_PROMPT_LOGPROBS, GenerateRequest
+from chatcache.types.request import MAX_N, MAX_PROMPT_LOGPROBS, GenerateRequest, Params
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -51,36 +51,24 @@ async def completions(request: Request) -> Response:
     """POST /v1/completions: text or token ids, one prompt or several; stateless."""
     gateway, principal = gateway_of(request), principal_of(request)
     body = await read_json(request)
-    base, fields, sampling = (
-        parse_fields(body, CompletionBase),
-        parse_fields(body, CompletionFields),
-        parse_fields(body, SamplingFields),
-    )
+    base, fields = parse_fields(body, CompletionBase), parse_fields(body, CompletionFields)
+    sampling = parse_fields(body, SamplingFields)
     ignored = unknown_fields(body, CompletionBase, CompletionFields, SamplingFields)
     route_params = _route_params(base, fields, sampling)
     model = await gateway.require_model(base.model)
     params = to_params(sampling, route_params, model.tokenizer.vocab_size)
     work = request_cost(params, _num_chars(fields.prompt), _num_prompts(fields.prompt))
     async with gateway.admission.acquire(principal, work) as permit:
-        prompts = await _prompts(fields, model.service)
+        prompts = await _tokenize_prompts(fields, model.service)
         width = num_candidates(params)
         _check_width(len(prompts), width, sampling)
-        with rename_error_params(prompt_logprobs="logprobs" if base.prompt_logprobs is None else None):
+        # `echo` with `logprobs` is the engine's `prompt_logprobs`.
+        prompt_logprobs_name = "logprobs" if base.prompt_logprobs is None else None
+        with rename_error_params(prompt_logprobs=prompt_logprobs_name):
             _check_prompt_logprobs(prompts, width, route_params.prompt_logprobs)
         priority = gateway.priority(base.priority)
         completion_id = new_id("cmpl", "-")
-        shown = [model.tokenizer.decode(prompt) if fields.echo else "" for prompt in prompts]
-        writer = CompletionWriter(
-            CompletionHead.of(gateway, completion_id),
-            model.tokenizer,
-            prompts,
-            [text for text in shown for _ in range(width)],
-            num_logprobs=fields.logprobs,
-            num_prompt_logprobs=base.prompt_logprobs,
-            with_scores=is_ranked(params),
-            with_usage=bool(base.stream_options and base.stream_options.include_usage),
-            with_token_ids=bool(base.return_token_ids),
-        )
+        writer = _writer(base, fields, params, prompts, CompletionHead.of(gateway, completion_id), model.tokenizer)
         requests = [
             GenerateRequest(
                 request_id=f"{completion_id}-{at}",
@@ -91,15 +79,39 @@ async def completions(request: Request) -> Response:
             )
             for at, prompt in enumerate(prompts)
         ]
-        echoed = rename_error_params(prompt_logprobs="logprobs" if base.prompt_logprobs is None else None)
-        with echoed, rename_constraint_param(sampling.structured_outputs, "response_format"):
-            replies = await cancel_on_disconnect(request, _start(model.service, requests, principal.owner))
+        with (
+            rename_error_params(prompt_logprobs=prompt_logprobs_name),
+            rename_constraint_param(sampling.structured_outputs, "response_format"),
+        ):
+            replies = await cancel_on_disconnect(request, _submit_all(model.service, requests, principal.owner))
         permit.attach(*replies)
 
     def events() -> AsyncIterator[ReplyEvent]:
         return merge_replies([reply_events(reply, gateway.metrics) for reply in replies], width)
 
     return await respond(request, events, replies, writer, stream=bool(base.stream), headers=ignored_header(ignored))
+
+
+def _writer(
+    base: CompletionBase,
+    fields: CompletionFields,
+    params: Params,
+    prompts: Sequence[tuple[int, ...]],
+    head: CompletionHead,
+    tokenizer: Tokenizer,
+) -> CompletionWriter:
+    echo = [tokenizer.decode(prompt) if fields.echo else "" for prompt in prompts]
+    return CompletionWriter(
+        head,
+        tokenizer,
+        prompts,
+        [text for text in echo for _ in range(num_candidates(params))],
+        num_logprobs=fields.logprobs,
+        num_prompt_logprobs=base.prompt_logprobs,
+        with_scores=is_ranked(params),
+        with_usage=bool(base.stream_options and base.stream_options.include_usage),
+        with_token_ids=bool(base.return_token_ids),
+    )
 
 
 def _route_params(base: CompletionBase, fields: CompletionFields, sampling: SamplingFields) -> RouteParams:
@@ -152,7 +164,7 @@ def _num_prompts(prompt: Sequence[object]) -> int:
     return len(prompt) if not isinstance(prompt, str) and prompt and isinstance(prompt[0], (str, list)) else 1
 
 
-async def _prompts(fields: CompletionFields, service: ChatService) -> list[tuple[int, ...]]:
+async def _tokenize_prompts(fields: CompletionFields, service: ChatService) -> list[tuple[int, ...]]:
     """Tokenize the prompts. Raises: InvalidRequestError."""
     given = fields.prompt
     kinds = set(map(type, given))
@@ -183,7 +195,7 @@ def _max_or_none(*numbers: int | None) -> int | None:
     return max((number for number in numbers if number is not None), default=None)
 
 
-async def _start(service: ChatService, requests: Sequence[GenerateRequest], owner: str) -> list[Reply]:
+async def _submit_all(service: ChatService, requests: Sequence[GenerateRequest], owner: str) -> list[Reply]:
     """Submit all prompts, or none. Raises: what `EngineClient.submit` raises."""
     starts = [asyncio.ensure_future(service.start(request, owner=owner)) for request in requests]
     try:
