@@ -1,10 +1,10 @@
-"""A clock that only the test turns."""
+"""A clock that the test advances."""
 
 from __future__ import annotations
 
 
 class Clock:
-    """Monotonic and wall time, in step."""
+    """Monotonic and wall time that advance together."""
 
     def __init__(self, wall_s: float = 1_000_000.0) -> None:
         self.elapsed_ns = 0

@@ -1,4 +1,4 @@
-"""Speaking the Responses WebSocket in tests."""
+"""Helpers for the Responses WebSocket."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def receive(socket: ClientConnection) -> Frame:
 
 
 def until_end(socket: ClientConnection, first: Frame | None = None) -> list[Frame]:
-    """Frames up to the terminal one."""
+    """Read frames to the terminal one."""
     frames = [first] if first else []
     while not frames or frames[-1]["type"] not in TERMINAL:
         frames.append(receive(socket))
@@ -34,7 +34,7 @@ def until_end(socket: ClientConnection, first: Frame | None = None) -> list[Fram
 
 
 def ask(socket: ClientConnection, **fields: Any) -> Frame:
-    """One whole response object."""
+    """Run one response and return its object."""
     send(socket, **{"max_output_tokens": 8, "ignore_eos": True, **fields})
     frames = until_end(socket)
     assert frames[-1]["type"] in ("response.completed", "response.incomplete"), frames[-1]

@@ -1,4 +1,4 @@
-"""Servers over each kind of store, for tests of what people rely on whatever keeps their conversations."""
+"""Servers on each kind of conversation store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = ("sqlite", "redis")
 
 @contextlib.contextmanager
 def keeping(kind: str, folder: Path) -> Iterator[RedisServer | str]:
-    """A store of that kind, which outlives gateways: a running Redis server, or the name of a file."""
+    """Yield a store that outlives gateways: a Redis server, or the name of a SQLite file."""
     if kind == "sqlite":
         yield str(folder / "chat.db")
         return
@@ -24,6 +24,6 @@ def keeping(kind: str, folder: Path) -> Iterator[RedisServer | str]:
 
 
 def server_on(store: RedisServer | str, *, api_keys: tuple[str, ...] = ()) -> Server:
-    """A gateway over a Redis server, or the file of that name."""
+    """Start a gateway on this store."""
     place = {"redis": store.url} if isinstance(store, RedisServer) else {"db": store}
     return Server(ServerConfig(sse_keep_alive_interval_s=0, api_keys=api_keys, **place))  # type: ignore[arg-type]

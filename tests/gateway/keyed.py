@@ -1,4 +1,4 @@
-"""A server whose store has keys: of two users of one tenant, of another tenant, an administrator's, a revoked one."""
+"""A server with API keys: two users of a tenant, another tenant, an administrator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Held:
-    """A key in somebody's hand."""
+    """An API key and its record."""
 
     key: str
     record: KeyRecord
@@ -33,7 +33,7 @@ class Held:
 
 
 def give(config: ServerConfig, tenant: str, user: str = "", **fields: Any) -> Held:
-    """As `chatcache keys create`, in a process of its own or not."""
+    """Create a key as `chatcache keys create` does."""
 
     async def create() -> Held:
         key, record = new_key(tenant, user, **fields)
@@ -45,7 +45,7 @@ def give(config: ServerConfig, tenant: str, user: str = "", **fields: Any) -> He
 
 
 def take_away(config: ServerConfig, held: Held) -> None:
-    """As `chatcache keys revoke`."""
+    """Revoke a key as `chatcache keys revoke` does."""
 
     async def revoke() -> None:
         async with open_keys(config) as keys:
@@ -55,14 +55,14 @@ def take_away(config: ServerConfig, held: Held) -> None:
 
 
 def _run(work: Coroutine[Any, Any, Result]) -> Result:
-    """On a thread of its own: the caller's may have a loop already (Playwright's)."""
+    """Run in a thread: the caller's may have an event loop already (Playwright's)."""
     with ThreadPoolExecutor(1) as threads:
         return threads.submit(asyncio.run, work).result()
 
 
 @dataclass
 class Keyed:
-    """Who there is. `gone` was `ann`'s other key."""
+    """The server and its keys. `gone` is a revoked key of `ann`."""
 
     server: Server
     ann: Held
@@ -72,17 +72,17 @@ class Keyed:
     gone: Held
 
     def give(self, tenant: str, user: str = "", **fields: Any) -> Held:
-        """One more key, known to the server at once."""
+        """Create a key that the server knows at once."""
         held = give(self.server.config, tenant, user, **fields)
         self.server.call(self.server.gateway.key_cache.refresh())
         return held
 
     def take_away(self, held: Held) -> None:
-        """Revoke a key; the server will find out."""
+        """Revoke a key; the server learns of it by polling."""
         take_away(self.server.config, held)
 
     def session_of(self, held: Held) -> Headers:
-        """What a browser on this server's page sends."""
+        """Return the headers that a browser on the server's page sends."""
         status, headers, _ = self.server.request("POST", "/v1/session", headers=held.bearer)
         assert status == 200
         return {"cookie": headers["set-cookie"].partition(";")[0], "origin": self.server.url}

@@ -18,9 +18,10 @@ async def _know_nothing(*_: object) -> None:
 
 
 def main(store: str, port: int, *, is_forgetful: bool, is_mute: bool) -> None:
-    """Serve until killed. `is_forgetful`: the planted bug, a gateway that does not look whether it did this before.
+    """Serve until killed.
 
-    `is_mute`: it dies when it has stored its first turn, before anybody is told.
+    `is_forgetful`: injected bug, the gateway ignores idempotency keys. `is_mute`: it dies after it has stored its first
+    turn, before any client receives an answer.
     """
     if is_mute:
         LiveResponse.start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""A server whose keys have limits, on a clock that the test turns."""
+"""A server whose keys have limits, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.gateway.serving import Server
 
 @dataclass
 class LimitedServer(Server):
-    """`held`: a key by its tenant's name."""
+    """`held` maps tenant names to keys."""
 
     held: Mapping[str, Held] = field(default_factory=dict)
 
@@ -25,7 +25,7 @@ class LimitedServer(Server):
 
 
 def keys_with(db: str, limits: Mapping[str, KeyLimits]) -> dict[str, Held]:
-    """Make a key for each tenant, stored in `db`."""
+    """Store a key with these limits for each tenant."""
     config = ServerConfig(db=db)
     return {tenant: give(config, tenant, **asdict(most)) for tenant, most in limits.items()}
 

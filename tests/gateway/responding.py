@@ -1,4 +1,4 @@
-"""Responses over HTTP in tests: real sockets, and a look at what the server holds meanwhile."""
+"""Helpers for the Responses API over HTTP, on real sockets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def running_id(server: Server) -> str:
 
 
 def counted(server: Server, name: str, key: dict[str, str] | None = None) -> int:
-    """A counter's value; with labels as they are written, 0 where it was never touched."""
+    """Return a counter's value, 0 if it does not exist."""
     text = server.request("GET", "/metrics", headers=key)[2]
     found = re.findall(rf"^{re.escape(name)} (.*)$", text, re.M)
     return int(float(found[0])) if found else 0
@@ -69,7 +69,7 @@ def leave(connection: socket.socket, how: str) -> None:
 
 @contextlib.contextmanager
 def occupied(server: Server) -> Iterator[None]:
-    """Somebody else is being answered, so that others wait."""
+    """Keep the engine busy with another request, so that new requests wait."""
     with server.connect() as connection:
         body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 900, "ignore_eos": True, "stream": True}
         connection.sendall(post_bytes(server.port, "/v1/chat/completions", json.dumps(body).encode()))
@@ -83,7 +83,7 @@ def so_far(server: Server, response_id: str) -> str:
 
 
 class Events:
-    """An SSE stream over a socket of its own; leaving the block cuts it."""
+    """An SSE stream on its own socket; leaving the block resets the connection."""
 
     def __init__(self, server: Server, path: str, body: Json | None = None) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
@@ -103,7 +103,7 @@ class Events:
         self._connection.close()
 
     def next(self) -> Json | None:
-        """One event, or None at the end of the stream."""
+        """Return the next event, or None at the end of the stream."""
         name = b""
         while line := self._answer.readline():
             if line.startswith(b"event: "):

@@ -1,4 +1,4 @@
-"""A server whose model says what a test tells it to, token by token: the rest is as real as ever."""
+"""A server whose model generates scripted tokens; everything else is real."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SURE = 60.0  # far above any logit of the hash
 
 
 class ScriptedRunner(FakeRunner):
-    """Candidate k of the next request says `scripts[k]`, then ends. What a mask forbids it cannot say."""
+    """Candidate k of the next request generates `scripts[k]`, subject to masks, then ends."""
 
     scripts: Sequence[Sequence[int]] = ()
     _begin: int | None = None
@@ -45,10 +45,10 @@ class ScriptedRunner(FakeRunner):
 
 
 class ScriptedServer(Server):
-    """`say` before each request."""
+    """Call `say` before each request."""
 
     def say(self, *texts: str) -> list[list[int]]:
-        """The marks in the texts are said as the tokens they are. Returns the ids, without the end."""
+        """Set the replies of the next request; return their token ids without the end token."""
         scripts = [self.tokenizer.encode_after("", text) for text in texts]
         assert isinstance(self.runner, ScriptedRunner)
         self.runner.say([[*script, self.tokenizer.eos_token_ids[0]] for script in scripts])
@@ -57,7 +57,7 @@ class ScriptedServer(Server):
 
 @contextlib.contextmanager
 def scripted(path: Path, family: str, **config: str) -> Iterator[ScriptedServer]:
-    """A server of that family of models."""
+    """Start a server with a tokenizer of that model family."""
     tokenizer = tokenizer_of(family)
     server = ScriptedServer(
         ServerConfig(db=str(path / "chat.db"), sse_keep_alive_interval_s=0, **config),  # type: ignore[arg-type]

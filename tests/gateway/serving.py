@@ -59,9 +59,9 @@ def tiny_tokenizer() -> Tokenizer:
 
 
 class CheckedEngine(Engine):
-    """Whoever asks of its pages while none is held has its books checked, in its own thread, where nothing moves.
+    """An engine that checks its page invariants, in its own thread, when asked while it is idle.
 
-    Those of huge pools are checked in parts, as the engine does it by itself.
+    Huge pools are checked in parts, as the engine itself does.
     """
 
     @property
@@ -75,7 +75,7 @@ class CheckedEngine(Engine):
 def plain_settings(app: object, config: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
-        log_config=None,  # its own keeps what goes wrong from whoever looks for it
+        log_config=None,  # the default configuration hides errors from caplog
         log_level="error",
         ws_max_size=config.max_frame_bytes,
         timeout_graceful_shutdown=2,
@@ -308,7 +308,10 @@ def slowed(server: Server, delay_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def failing_after(server: Server, num_steps: int) -> Iterator[None]:
-    """Let every step behind the next `num_steps` fail, with words that are nobody's business outside."""
+    """Make every step after the next `num_steps` fail.
+
+    Its message must not leave the server.
+    """
     original, calls = server.runner.execute, 0
 
     def execute(plan: StepPlan) -> StepResult:

@@ -1,4 +1,4 @@
-"""What a key may take, on a clock that the test turns: whoever waits as told is let in, and no more than allowed is."""
+"""Rate limits of API keys on a simulated clock: waits suffice, limits are not exceeded."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def limiter_on(clock: Clock) -> RateLimiter:
 
 
 def drive(seed: int) -> int:
-    """Ask at random; whoever is told to wait does, alone, and asks again; count the refusals.
+    """Send random requests and retry each rejected one after its wait; return the rejections.
 
-    Raises: AssertionError where waiting was not enough, or more got in than the limits allow.
+    Raises: AssertionError if a retry is rejected or more than the limit was admitted.
     """
     rng = random.Random(seed)
     clock = Clock()
@@ -60,7 +60,7 @@ def drive(seed: int) -> int:
         except RateLimitError as error:
             num_refused += 1
             clock.pass_s(error.retry_after_s)
-            hold = limiter.admit(principal, work)  # what it said suffices
+            hold = limiter.admit(principal, work)  # the stated wait is sufficient
         holds.append((hold, work))
         num_requests += work.width
         num_tokens += work.num_tokens
@@ -74,16 +74,18 @@ def drive(seed: int) -> int:
     for hold, _ in holds:
         hold.commit(0)
     clock.pass_s(3600)
-    told = limiter.headers(principal)
-    assert all(told[name] == told[name.replace("remaining", "limit")] for name in told if "remaining" in name)
+    reported = limiter.headers(principal)
+    assert all(
+        reported[name] == reported[name.replace("remaining", "limit")] for name in reported if "remaining" in name
+    )
     return num_refused
 
 
-def test_who_waits_as_long_as_told_is_let_in_and_no_more_than_allowed() -> None:
+def test_rate_limiter_admits_after_the_stated_wait_and_never_more_than_the_limit() -> None:
     assert sum(drive(SEED + turn) for turn in range(40)) > 500
 
 
-def tells_a_second_less(patch: pytest.MonkeyPatch) -> None:
+def states_a_wait_one_second_short(patch: pytest.MonkeyPatch) -> None:
     def sooner(message: str, retry_after_s: int) -> RateLimitError:
         return RateLimitError(message, retry_after_s=retry_after_s - 1)
 
@@ -99,14 +101,14 @@ def forgets_the_debt(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TokenBucket, "consume", consume)
 
 
-@pytest.mark.parametrize("bug", [tells_a_second_less, forgets_the_debt])
-def test_the_check_sees_a_wrong_bucket(bug: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bug", [states_a_wait_one_second_short, forgets_the_debt])
+def test_rate_limit_check_finds_an_injected_bug(bug: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch)
     with pytest.raises((AssertionError, RateLimitError)):
         sum(drive(SEED + turn) for turn in range(40))
 
 
-def test_a_request_counts_once_for_each_candidate() -> None:
+def test_account_counts_each_candidate_as_a_request() -> None:
     clock = Clock()
     limiter, principal = limiter_on(clock), keyed(requests_per_minute=10)
     limiter.admit(principal, RequestCost(1, width=8))
@@ -115,7 +117,7 @@ def test_a_request_counts_once_for_each_candidate() -> None:
     limiter.admit(principal, RequestCost(1, width=2))
 
 
-def test_a_request_for_more_than_a_minute_holds_waits_for_a_full_minute_and_leaves_a_debt() -> None:
+def test_account_request_above_the_capacity_waits_for_a_full_bucket_and_leaves_a_debt() -> None:
     clock = Clock()
     limiter, principal = limiter_on(clock), keyed(tokens_per_minute=600)
     limiter.admit(principal, RequestCost(0, max_tokens=1800)).commit(1800)
@@ -129,7 +131,7 @@ def test_a_request_for_more_than_a_minute_holds_waits_for_a_full_minute_and_leav
     limiter.admit(principal, RequestCost(10, max_tokens=0))
 
 
-def test_what_was_reserved_and_not_used_comes_back() -> None:
+def test_commit_returns_unused_reserved_tokens() -> None:
     clock = Clock()
     limiter, principal = limiter_on(clock), keyed(tokens_per_minute=1000)
     hold = limiter.admit(principal, RequestCost(100, max_tokens=800))
@@ -138,12 +140,12 @@ def test_what_was_reserved_and_not_used_comes_back() -> None:
     hold.commit(150)
     hold.refund()
     assert limiter.headers(principal)["x-ratelimit-remaining-tokens"] == "850", "once"
-    limiter.admit(principal, RequestCost(0)).commit(700)  # longer than anybody thought
+    limiter.admit(principal, RequestCost(0)).commit(700)  # longer than estimated
     assert limiter.headers(principal)["x-ratelimit-remaining-tokens"] == "150"
     assert RESERVED_TOKENS < 700
 
 
-def test_what_the_server_could_not_take_costs_nothing() -> None:
+def test_refund_returns_the_whole_reservation() -> None:
     clock = Clock()
     limiter, principal = limiter_on(clock), keyed(requests_per_minute=3, tokens_per_minute=900, max_concurrent=2)
     before = limiter.headers(principal)
@@ -152,7 +154,7 @@ def test_what_the_server_could_not_take_costs_nothing() -> None:
     limiter.admit(principal, RequestCost(0, width=2, max_tokens=1))
 
 
-def test_so_many_at_once() -> None:
+def test_account_limits_concurrent_candidates() -> None:
     clock = Clock()
     limiter, principal = limiter_on(clock), keyed(max_concurrent=3)
     with pytest.raises(InvalidRequestError, match="3 candidates at once, and this asks for 4") as refusal:
@@ -170,7 +172,7 @@ def test_so_many_at_once() -> None:
     limiter.admit(principal, RequestCost(1, width=2))
 
 
-def test_a_day_ends_at_midnight() -> None:
+def test_daily_limit_resets_at_midnight_utc() -> None:
     clock = Clock(wall_s=5 * DAY_S - 100)
     limiter, principal = limiter_on(clock), keyed(tokens_per_day=1000)
     first = limiter.admit(principal, RequestCost(500, max_tokens=500))
@@ -179,8 +181,8 @@ def test_a_day_ends_at_midnight() -> None:
     assert not isinstance(refusal.value, QuotaExceededError)
     first.commit(999)
     limiter.admit(principal, RequestCost(1, max_tokens=500)).commit(400)  # the last one may go beyond
-    told = limiter.headers(principal)
-    assert told == {
+    reported = limiter.headers(principal)
+    assert reported == {
         "x-ratelimit-limit-tokens": "1000",
         "x-ratelimit-remaining-tokens": "0",
         "x-ratelimit-reset-tokens": "1m40s",
@@ -195,19 +197,19 @@ def test_a_day_ends_at_midnight() -> None:
     limiter.admit(principal, RequestCost(1))
 
 
-def test_side_work_costs_its_tokens_only() -> None:
+def test_opportunistic_request_costs_tokens_but_no_request() -> None:
     clock = Clock()
     limiter, principal = limiter_on(clock), keyed(requests_per_minute=1, tokens_per_minute=100, max_concurrent=1)
     limiter.admit(principal, RequestCost(0, max_tokens=0, is_opportunistic=True)).commit(150)
-    told = limiter.headers(principal)
-    assert (told["x-ratelimit-remaining-requests"], told["x-ratelimit-remaining-tokens"]) == ("1", "0")
+    reported = limiter.headers(principal)
+    assert (reported["x-ratelimit-remaining-requests"], reported["x-ratelimit-remaining-tokens"]) == ("1", "0")
     with pytest.raises(RateLimitError):
         limiter.admit(principal, RequestCost(0, max_tokens=0, is_opportunistic=True))  # in debt
     clock.pass_s(30)
     limiter.admit(principal, RequestCost(0, max_tokens=0, is_opportunistic=True))
 
 
-def test_headers_tell_what_can_be_had_and_when_all_of_it_is_back() -> None:
+def test_rate_limit_headers_report_remaining_and_reset() -> None:
     clock = Clock()
     limiter, principal = limiter_on(clock), keyed(requests_per_minute=60, tokens_per_minute=30)
     limiter.admit(principal, RequestCost(0, width=7, max_tokens=0))
@@ -227,7 +229,7 @@ def test_headers_tell_what_can_be_had_and_when_all_of_it_is_back() -> None:
     assert limiter.headers(keyed("other")) == {}
 
 
-async def test_an_idle_key_is_forgotten_and_as_good_as_new() -> None:
+async def test_cleanup_drops_idle_accounts() -> None:
     clock = Clock()
     limiter, principal = limiter_on(clock), keyed(requests_per_minute=2, tokens_per_day=10)
     hold = limiter.admit(principal, RequestCost(0, max_tokens=5))

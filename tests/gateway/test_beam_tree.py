@@ -1,4 +1,4 @@
-"""Live beams told anew: whoever missed something ends with the tree of whoever missed nothing."""
+"""The beam tree: a reader that missed events ends with the same tree as any other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Node = dict[str, Any]
 
 
 class Growth:
-    """Beams that grow and die at random; `lines` is the truth: what each live beam says."""
+    """Beams that grow and end at random; `lines` is the expected text of each live beam."""
 
     def __init__(self, seed: int, width: int) -> None:
         self._draws = random.Random(seed)
@@ -45,7 +45,7 @@ class Growth:
 
 
 class Page:
-    """What a client keeps."""
+    """The state of a client that shows the beams."""
 
     def __init__(self) -> None:
         self.texts: dict[int, str] = {0: ""}
@@ -67,7 +67,7 @@ class Page:
 
 
 @given(seed=st.integers(0, 10**6), width=st.integers(1, 5), joins=st.lists(st.integers(1, 4), max_size=40))
-def test_the_tree_holds_what_leads_to_live_beams_and_no_more(seed: int, width: int, joins: list[int]) -> None:
+def test_beam_tree_holds_exactly_the_paths_to_live_beams(seed: int, width: int, joins: list[int]) -> None:
     growth, tree = Growth(seed, width), BeamTree()
     assert tree.frame("r") is None and tree.num_bytes == 0
     parents: dict[int, int] = {}
@@ -93,7 +93,7 @@ def test_the_tree_holds_what_leads_to_live_beams_and_no_more(seed: int, width: i
 
 @settings(deadline=None, max_examples=10)
 @given(seed=st.integers(0, 10**6), data=st.data())
-def test_readers_that_come_late_or_fall_behind_see_the_live_beams(seed: int, data: st.DataObject) -> None:
+def test_log_reader_late_or_lagging_receives_the_live_beams(seed: int, data: st.DataObject) -> None:
     async def work() -> None:
         log, growth, draws = ResponseLog("resp_1"), Growth(seed, 3), random.Random(seed)
         log.append("response.created", response={})
@@ -122,7 +122,7 @@ def test_readers_that_come_late_or_fall_behind_see_the_live_beams(seed: int, dat
 
 
 def caught_up(log: ResponseLog, reader: LogReader, page: Page) -> str:
-    """Read what there is; the kind of the last frame."""
+    """Read all available frames; return the kind of the last one."""
     kind = ""
     while reader._needs_beams or reader._position < log._frames.num_frames:
         for frame in reader._pop_frames():
@@ -131,7 +131,7 @@ def caught_up(log: ResponseLog, reader: LogReader, page: Page) -> str:
     return kind
 
 
-def test_a_snapshot_tells_what_has_ended() -> None:
+def test_snapshot_reports_finished_candidates() -> None:
     async def work() -> None:
         log = ResponseLog("resp_1")
         log.append("response.created", response={})
@@ -156,8 +156,11 @@ BEAMS: Frame = {
 }  # fmt: skip
 
 
-def test_a_page_that_is_reloaded_sees_the_beams_again(server: Server, url: str) -> None:
-    """It finds what runs, reads it from the beginning, or from where it was: the tree is that of who never left."""
+def test_websocket_resume_sends_the_beam_tree_again(server: Server, url: str) -> None:
+    """Resume a running response from the start or from a number.
+
+    The tree equals that of an uninterrupted reader.
+    """
     with slowed(server, 0.02), tab(url) as staying:
         with tab(url) as page:
             send(page, **BEAMS)
@@ -185,7 +188,7 @@ def test_a_page_that_is_reloaded_sees_the_beams_again(server: Server, url: str) 
     assert frames[-1] == whole[-1] and len(whole[-1]["response"]["output"]) == 2
 
 
-def test_a_page_that_is_far_behind_gets_the_beams_with_the_snapshot(
+def test_websocket_lagging_reader_gets_beams_with_the_snapshot(
     server: Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tab(url) as page:
@@ -209,8 +212,8 @@ def tree_of(frames: list[Frame]) -> Page:
     return page
 
 
-def test_a_page_that_is_reloaded_sees_every_candidate_again(server: Server, url: str) -> None:
-    """Candidates that have ended too, and which is which; nothing twice and nothing missing."""
+def test_websocket_resume_sends_every_candidate_again(server: Server, url: str) -> None:
+    """Every candidate, finished ones included, is sent exactly once with its index."""
     with slowed(server, 0.1), lasting(server):
         with tab(url) as page:
             send(page, input="Hello", n=4, max_output_tokens=50, seed=5)  # one of them ends after four tokens

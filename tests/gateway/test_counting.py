@@ -1,5 +1,4 @@
-"""Texts that cost their sender nothing and the server a thread, seconds and gigabytes: they wait for one another, and
-what no model could take is not tokenised at all."""
+"""Requests that only tokenise text are throttled, and text above any limit is not tokenised."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ LONG = UNTHROTTLED_BYTES + 1
 
 
 class Turns:
-    """Who has a turn now, each until `release_pages`."""
+    """Records the owners that hold a slot, each until `release_pages`."""
 
     def __init__(self) -> None:
         self.counting = TokenizeThrottle()
@@ -46,7 +45,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_one_at_a_time_of_an_owner_and_few_of_all() -> None:
+async def test_tokenize_throttle_runs_one_per_owner_and_few_in_total() -> None:
     turns = Turns()
     jobs = [asyncio.create_task(turns.take(owner)) for owner in "aaabbbcc"]
     await settled()
@@ -60,17 +59,17 @@ async def test_one_at_a_time_of_an_owner_and_few_of_all() -> None:
     await asyncio.gather(*jobs)
 
 
-async def test_short_texts_do_not_wait() -> None:
+async def test_tokenize_throttle_does_not_delay_short_texts() -> None:
     counting = TokenizeThrottle()
-    async with asyncio.timeout(60), AsyncExitStack() as stack:  # whoever waited here, would wait for ever
+    async with asyncio.timeout(60), AsyncExitStack() as stack:  # a short text that waited would wait forever
         for owner in ("a", "b"):
             await stack.enter_async_context(counting.acquire(owner, LONG))
         for _ in range(3):
             await stack.enter_async_context(counting.acquire("a", UNTHROTTLED_BYTES))
 
 
-async def test_an_owner_may_have_so_much_waiting() -> None:
-    """The largest alone always; what is over, or was given up, is not counted."""
+async def test_tokenize_throttle_limits_queued_bytes_per_owner() -> None:
+    """The largest text alone always passes; finished or cancelled texts do not count."""
     counting = TokenizeThrottle()
     async with counting.acquire("a", 2 * MAX_QUEUED_BYTES):
         with pytest.raises(RateLimitError):
@@ -99,7 +98,7 @@ ROUTES: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_who_counts_takes_a_turn(server: Server, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_token_counting_routes_use_the_throttle(server: Server, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     taken: list[int] = []
 
     @asynccontextmanager
@@ -122,15 +121,17 @@ def test_who_counts_takes_a_turn(server: Server, monkeypatch: pytest.MonkeyPatch
         (1 << 20, 128, MAX_PROMPT_CHARS),
     ],
 )
-def test_how_long_a_prompt_may_be(max_model_len: int, max_token_chars: int, most: int) -> None:
+def test_prompt_limit_follows_model_length_and_longest_token(
+    max_model_len: int, max_token_chars: int, most: int
+) -> None:
     bound = PromptLimits(max_model_len, max_token_chars)
     bound.check(most)
     with pytest.raises(ContextLengthError):
         bound.check(most + 1)
 
 
-def test_what_no_model_could_take_is_not_tokenised(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a stored conversation too, which may be longer than any request."""
+def test_prompt_above_the_limit_is_rejected_before_tokenising(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a stored conversation, which may be longer than any request."""
     encoded: list[int] = []
     encode = Tokenizer.encode
 

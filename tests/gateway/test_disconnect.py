@@ -1,4 +1,4 @@
-"""Clients that leave, stall or half-close: the engine's pages return, and nobody else notices."""
+"""Clients that disconnect, stall or half-close: pages are freed, others are unaffected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONG = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 900, "ign
 
 
 def close_hard(connection: socket.socket) -> None:
-    """RST, not FIN."""
+    """Close with RST instead of FIN."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
@@ -25,7 +25,7 @@ def close_hard(connection: socket.socket) -> None:
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("leave", ["fin", "rst", "half"])
-def test_leaving_aborts(server: Server, path: str, stream: bool, leave: str) -> None:
+def test_client_disconnect_aborts_the_request(server: Server, path: str, stream: bool, leave: str) -> None:
     body = {**LONG, "stream": stream} if path == CHAT else {"prompt": ["x", "y"], "max_tokens": 900, "ignore_eos": True}
     with slowed(server, 0.01):
         connection = server.connect()
@@ -41,7 +41,7 @@ def test_leaving_aborts(server: Server, path: str, stream: bool, leave: str) -> 
         connection.close()
 
 
-def test_leaving_while_the_body_is_sent_is_quiet(server: Server) -> None:
+def test_client_disconnect_during_the_body_logs_no_error(server: Server) -> None:
     connection = server.connect()
     connection.sendall(post_bytes(server.port, CHAT, json.dumps(LONG).encode())[:-10])
     connection.close()
@@ -49,7 +49,7 @@ def test_leaving_while_the_body_is_sent_is_quiet(server: Server) -> None:
     assert server.request("GET", "/livez")[0] == 200
 
 
-def test_a_client_that_does_not_read_stops_nobody(server: Server) -> None:
+def test_client_that_does_not_read_blocks_no_other_request(server: Server) -> None:
     with server.connect() as stalled:
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stalled.sendall(post_bytes(server.port, CHAT, json.dumps({**LONG, "stream": True}).encode()))
@@ -59,7 +59,7 @@ def test_a_client_that_does_not_read_stops_nobody(server: Server) -> None:
         wait_until(lambda: server.num_pages_in_use() == 0, "the stalled client's generation to end")
 
 
-def test_a_body_that_trickles_in_is_still_answered(server: Server) -> None:
+def test_slowly_sent_body_is_answered(server: Server) -> None:
     data = post_bytes(server.port, CHAT, json.dumps({**LONG, "max_tokens": 2}).encode())
     with server.connect() as connection:
         for at in range(0, len(data), 40):
@@ -67,8 +67,8 @@ def test_a_body_that_trickles_in_is_still_answered(server: Server) -> None:
         assert split_response(read_all(connection))[0] == 200
 
 
-def test_fifty_clients_of_which_half_leave(server: Server) -> None:
-    """The ones that stay get the same text as alone."""
+def test_client_disconnects_do_not_change_other_replies(server: Server) -> None:
+    """Of fifty clients half disconnect; the others receive the same text as alone."""
     alone = server.post(CHAT, **{**LONG, "max_tokens": 40, "seed": 3})[2]["choices"][0]["message"]["content"]
     answers: list[str] = []
 
@@ -90,7 +90,7 @@ def test_fifty_clients_of_which_half_leave(server: Server) -> None:
     assert answers == [alone] * 25
 
 
-def test_disconnects_are_counted(server: Server) -> None:
+def test_client_disconnects_are_counted_in_metrics(server: Server) -> None:
     def count() -> float:
         text = server.request("GET", "/metrics")[2]
         line = next(line for line in text.splitlines() if line.startswith("chatcache_client_disconnects_total"))
@@ -109,7 +109,7 @@ def test_disconnects_are_counted(server: Server) -> None:
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_leaving_while_a_grammar_compiles_withdraws_the_request(
+def test_client_disconnect_during_grammar_compilation_withdraws_the_request(
     server: Server, path: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()

@@ -1,4 +1,4 @@
-"""Dropping candidates over the socket: one goes, with a receipt, and the others say what they would have said."""
+"""Dropping candidates over WebSocket: one ends with a receipt, the others are unchanged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def second(url: str) -> Iterator[ClientConnection]:
 
 
 def until(page: ClientConnection, kind: str, frames: list[Frame] | None = None, **fields: Any) -> Frame:
-    """Read on to a frame of this type with these fields; what comes before is added to `frames`."""
+    """Read to a frame of this type with these fields; earlier frames are added to `frames`."""
     while True:
         frame = receive(page)
         if frames is not None:
@@ -37,7 +37,7 @@ def until(page: ClientConnection, kind: str, frames: list[Frame] | None = None, 
 
 
 def started(page: ClientConnection, **fields: Any) -> str:
-    """Ask, and wait until something has been said."""
+    """Start a response and wait for its first text; return its id."""
     send(page, **fields)
     response_id: str = until(page, "response.created")["response"]["id"]
     until(page, "response.output_text.delta")
@@ -48,24 +48,24 @@ def texts(response: Frame) -> dict[int, str]:
     return {item["candidate"]: item["content"][0]["text"] for item in response["output"]}
 
 
-def test_seven_of_eight_go_and_the_eighth_never_notices(server: Server, page: ClientConnection) -> None:
+def test_drop_seven_of_eight_candidates_leaves_the_eighth_unchanged(server: Server, page: ClientConnection) -> None:
     expected = texts(ask(page, **SEEDED, n=8))
     with slowed(server, 0.1):
         name = started(page, **SEEDED, n=8)
         before = server.num_pages_in_use()
-        told: list[Frame] = []
+        reported: list[Frame] = []
         for candidate in range(7):
             send(page, "response.drop", response_id=name, candidate=candidate)
         for candidate in range(7):
-            note = until(page, "response.dropped", told)
+            note = until(page, "response.dropped", reported)
             assert (note["response_id"], note["candidate"]) == (name, candidate) and "sequence_number" not in note
             receipt = note["receipt"]
             assert receipt["pages_freed"] > 0 and receipt["stop_latency_ms"] > 0
             assert receipt["tokens_after_stop"] >= 0
         assert server.num_pages_in_use() < before + 7, "all but one have ceased to grow"
         hurry(server)
-        told += until_end(page)
-    response = told[-1]["response"]
+        reported += until_end(page)
+    response = reported[-1]["response"]
     got = texts(response)
     assert response["status"] == "incomplete" and response["incomplete_details"]["reason"] == "max_output_tokens"
     assert got[7] == expected[7]
@@ -73,9 +73,9 @@ def test_seven_of_eight_go_and_the_eighth_never_notices(server: Server, page: Cl
         index = item["candidate"]
         assert (item["status"], item["finish_reason"]) == ("incomplete", "length" if index == 7 else "cancelled")
         assert expected[index].startswith(got[index]) and (index == 7 or got[index] != expected[index])
-        ends = [f for f in told if f["type"] == "response.output_item.done" and f["item"]["candidate"] == index]
+        ends = [f for f in reported if f["type"] == "response.output_item.done" and f["item"]["candidate"] == index]
         assert len(ends) == 1 and ends[0]["item"] == item
-        late = [f for f in told[told.index(ends[0]) :] if f.get("item_id") == item["id"]]
+        late = [f for f in reported[reported.index(ends[0]) :] if f.get("item_id") == item["id"]]
         assert late == [], "nothing is said behind its end"
     stored = items_of(server, response)
     assert all(stored[item["id"]]["finish_reason"] == item["finish_reason"] for item in response["output"])
@@ -86,8 +86,8 @@ def reasons(response: Frame) -> list[str]:
     return [item["finish_reason"] for item in response["output"]]
 
 
-def test_what_is_left_is_what_goes_on(server: Server, page: ClientConnection) -> None:
-    """The others end by themselves: the response is completed, whatever has become of the first."""
+def test_dropped_candidate_leaves_a_completed_response(server: Server, page: ClientConnection) -> None:
+    """The other candidates end by themselves, so the response is completed."""
     body = {"input": "Which one stays?", "n": 3, "max_output_tokens": 120}
     wanted = ["length", "stop", "stop"]
     seed = next(seed for seed in range(33, 500) if reasons(ask(page, **body, ignore_eos=False, seed=seed)) == wanted)
@@ -106,7 +106,7 @@ def test_what_is_left_is_what_goes_on(server: Server, page: ClientConnection) ->
     assert items[items[after["output"][0]["id"]]["parent_id"]]["parent_id"] == kept["id"]
 
 
-def test_a_running_response_goes_on_with_what_is_left(server: Server, page: ClientConnection) -> None:
+def test_fork_of_a_running_response_uses_a_remaining_candidate(server: Server, page: ClientConnection) -> None:
     with slowed(server, 0.01):
         name = started(page, **LONG, n=2, stream_id="first")
         send(page, "response.drop", response_id=name, candidate=0)
@@ -121,7 +121,9 @@ def test_a_running_response_goes_on_with_what_is_left(server: Server, page: Clie
     assert fork is not None and items[fork]["index"] == 1
 
 
-def test_the_last_one_is_a_cancel(server: Server, page: ClientConnection, second: ClientConnection) -> None:
+def test_drop_of_the_last_candidate_cancels_the_response(
+    server: Server, page: ClientConnection, second: ClientConnection
+) -> None:
     with slowed(server, 0.02):
         name = started(page, **LONG, n=2)
         send(second, "response.drop", response_id=name, candidate=1)
@@ -135,7 +137,7 @@ def test_the_last_one_is_a_cancel(server: Server, page: ClientConnection, second
     assert {item["finish_reason"] for item in end["response"]["output"]} == {"cancelled"}
 
 
-def test_all_at_once(server: Server, page: ClientConnection) -> None:
+def test_drop_of_all_candidates_ends_the_response(server: Server, page: ClientConnection) -> None:
     with slowed(server, 0.02):
         name = started(page, **LONG, n=4)
         for candidate in (2, 0, 3, 1, 2):
@@ -153,7 +155,7 @@ def refused(page: ClientConnection, **fields: Any) -> tuple[int, str, str | None
     return error["status"], error["error"]["param"], error["error"]["code"]
 
 
-def test_what_cannot_be_dropped(server: Server, page: ClientConnection) -> None:
+def test_drop_with_invalid_fields_is_rejected(server: Server, page: ClientConnection) -> None:
     with slowed(server, 0.01):
         name = started(page, **LONG, n=3)
         send(page, "response.drop", response_id=name, candidate=1)
@@ -172,7 +174,7 @@ def test_what_cannot_be_dropped(server: Server, page: ClientConnection) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"beam_width": 3}, {"n": 2, "best_of": 3}, {"n": 2, "distinct": True}])
-def test_what_is_settled_together_is_not_dropped(server: Server, page: ClientConnection, fields: Frame) -> None:
+def test_drop_of_beams_and_ranked_candidates_is_rejected(server: Server, page: ClientConnection, fields: Frame) -> None:
     with slowed(server, 0.01):
         send(page, **LONG, **fields)
         name = until(page, "response.created")["response"]["id"]
@@ -181,8 +183,8 @@ def test_what_is_settled_together_is_not_dropped(server: Server, page: ClientCon
         assert until_end(page)[-1]["response"]["status"] == "cancelled"
 
 
-def test_a_finished_candidate_has_ended(server: Server, page: ClientConnection) -> None:
-    """Candidates that end by themselves while others go on."""
+def test_drop_of_a_finished_candidate_is_rejected(server: Server, page: ClientConnection) -> None:
+    """Some candidates end by themselves while others continue."""
     with slowed(server, 0.1):
         send(page, input="End when you like", n=6, max_output_tokens=900)
         frames: list[Frame] = []
@@ -193,7 +195,7 @@ def test_a_finished_candidate_has_ended(server: Server, page: ClientConnection) 
         until_end(page)
 
 
-def test_before_the_first_token(server: Server, page: ClientConnection) -> None:
+def test_drop_before_the_first_token_ends_the_candidate(server: Server, page: ClientConnection) -> None:
     with held(server) as let_go:
         send(page, **SEEDED, n=3)
         name = until(page, "response.created")["response"]["id"]
@@ -209,7 +211,7 @@ def test_before_the_first_token(server: Server, page: ClientConnection) -> None:
     assert {index: text for index, text in texts(response).items() if index} == {1: expected[1], 2: expected[2]}
 
 
-def test_plain_connections_have_no_drops_and_see_the_ends(server: Server, page: ClientConnection, url: str) -> None:
+def test_plain_websocket_rejects_drop_and_receives_item_ends(server: Server, page: ClientConnection, url: str) -> None:
     with connect(url) as plain, slowed(server, 0.01):
         send(plain, **LONG, n=2)
         name = until(plain, "response.created")["response"]["id"]
@@ -227,7 +229,7 @@ def test_plain_connections_have_no_drops_and_see_the_ends(server: Server, page: 
     assert not any(frame["type"] == "response.dropped" for frame in frames)
 
 
-def test_nobody_drops_what_is_not_theirs(shared: Server) -> None:
+def test_drop_of_a_foreign_response_is_not_found(shared: Server) -> None:
     url = f"ws://127.0.0.1:{shared.port}/v1/responses"
     with (
         connect(url, additional_headers=ONE, subprotocols=[PROTOCOL]) as mine,

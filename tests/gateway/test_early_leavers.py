@@ -1,4 +1,4 @@
-"""Who leaves before the first token has had the prompt computed, and its pages cached: that is not free."""
+"""A client that disconnects before the first token is charged for the computed prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WHO = Principal("key", "acme", "acme", limits=KeyLimits(tokens_per_minute=PER_MI
 
 
 class OneReply:
-    """An engine that accepts everything and says this."""
+    """An engine that accepts every request and emits fixed events."""
 
     def __init__(self, *events: EngineEvent) -> None:
         self._events = events
@@ -45,7 +45,7 @@ class OneReply:
 
 
 async def num_left(*events: EngineEvent) -> int:
-    """What is left of the minute after a request of 100 tokens that was told `events` and then left."""
+    """Return the tokens left after 100 were requested, `events` received, and the client left."""
     engine: Any = OneReply(*events)
     limiter = RateLimiter(clock_ns=lambda: 0)
     service = ChatService(engine, tokenizer_with(CHATML))
@@ -64,7 +64,7 @@ async def num_left(*events: EngineEvent) -> int:
 
 
 @pytest.mark.parametrize(
-    ("told", "cost"),
+    ("reported", "cost"),
     [
         pytest.param((), 100, id="the client has gone"),
         pytest.param((Finished("r", 1, 100, 0, 0, cancelled=True),), 100, id="cancelled"),
@@ -72,15 +72,17 @@ async def num_left(*events: EngineEvent) -> int:
         pytest.param((Failed("r", 1, "the engine is gone", "engine_unavailable"),), 0, id="not its fault"),
     ],
 )
-async def test_leaving_before_the_first_token_costs_the_prompt(told: tuple[EngineEvent, ...], cost: int) -> None:
-    assert await num_left(*told) == PER_MINUTE - cost
+async def test_disconnect_before_the_first_token_charges_the_prompt(
+    reported: tuple[EngineEvent, ...], cost: int
+) -> None:
+    assert await num_left(*reported) == PER_MINUTE - cost
 
 
-async def test_whom_the_server_ends_is_told_to_come_back() -> None:
+async def test_request_ended_by_the_server_is_refunded_and_retryable() -> None:
     engine: Any = OneReply(Finished("r", 1, 100, 0, 0, cancelled=True))
     asked = GenerateRequest(request_id="r", prompt=(1,) * 100, params=SamplingParams(max_tokens=10))
     reply = await ChatService(engine, tokenizer_with(CHATML)).start(asked)
-    with pytest.raises(ShuttingDownError) as told:
+    with pytest.raises(ShuttingDownError) as reported:
         async for _ in reply_events(reply, Metrics()):
             pass
-    assert told.value.status == 503 and "retry-after" in error_headers(told.value)
+    assert reported.value.status == 503 and "retry-after" in error_headers(reported.value)

@@ -1,7 +1,7 @@
-"""More requests at once than fit, by the hundred: queued or refused in order, and the users of a tenant are one tenant.
+"""Floods of requests are queued or rejected in order, and users of a tenant share one share.
 
-What the engine sees is noted in its own thread, step by step; nothing here depends on how fast anything is. The same
-load for minutes, with its times: `python -m tests.gateway.overload`.
+The engine's events are recorded in its own thread, step by step, so that nothing depends on timing. The same load for
+minutes, with times: `python -m tests.gateway.overload`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from chatcache.config import EngineConfig
-from chatcache.engine import admission as intake
+from chatcache.engine import admission as engine_admission
 from chatcache.engine.engine import Engine
 from chatcache.gateway import errors
 from chatcache.gateway.auth.principal import KeyLimits
-from chatcache.gateway.limits import admission as door
+from chatcache.gateway.limits import admission as gateway_admission
 from chatcache.types.events import EngineEvent, Started
 from chatcache.types.request import GenerateRequest
 from tests.gateway.clocks import Clock
@@ -42,7 +42,7 @@ LONGEST = 8192
 
 
 class Watch:
-    """What the engine saw: who started in which order, and the most that waited, of all and of one tenant."""
+    """What the engine saw: start order, and the largest queue in total and per tenant."""
 
     def __init__(self) -> None:
         self.tenants: dict[str, str] = {}
@@ -81,7 +81,7 @@ def flooded(folder: Path, held: Mapping[str, Held] | None = None, **engine: Any)
 
 @contextmanager
 def stream(server: LimitedServer, held: Held, watch: Watch, num_tokens: int = 4) -> Iterator[None]:
-    """A stream that the engine has."""
+    """Open a stream that the engine has accepted."""
     body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": num_tokens}
     data = json.dumps({**body, "ignore_eos": True}).encode()
     before = len(watch.tenants)
@@ -97,9 +97,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def rush(server: LimitedServer, watch: Watch, num_floods: int = 100) -> None:
-    """A flood while every slot is taken, ten tenants beside it who ask until they are served.
+    """Flood a server with all slots taken, while ten other tenants retry until they are served.
 
-    Raises: AssertionError where the queue overflows, a refusal is not as it should be, or somebody is not served.
+    Raises: AssertionError if a request is rejected without a wait, a limit is exceeded or a tenant starves.
     """
     load = Load(server.port, [], random.Random(SEED))
     refused: Counter[str] = Counter()
@@ -109,19 +109,19 @@ def rush(server: LimitedServer, watch: Watch, num_floods: int = 100) -> None:
         refused[name] += status != 200
         return status
 
-    async def politely(name: str) -> None:
+    async def retry_until_served(name: str) -> None:
         for _ in range(2):
             while True:
                 if await ask(name) == 200:
                     break
                 await asyncio.sleep(0.02)
 
-    async def everybody(slots: ExitStack) -> None:
+    async def all_clients(slots: ExitStack) -> None:
         async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
             for _ in range(num_floods):
                 tasks.create_task(ask(FLOOD))
             for name in POLITE:
-                tasks.create_task(politely(name))
+                tasks.create_task(retry_until_served(name))
             await until(lambda: refused[FLOOD] + list(watch.tenants.values()).count(FLOOD) == num_floods)
             server.runner.delay_s = 0
             slots.close()
@@ -131,7 +131,7 @@ def rush(server: LimitedServer, watch: Watch, num_floods: int = 100) -> None:
         for _ in range(SLOTS):
             slots.enter_context(stream(server, server.held[BUSY], watch, num_tokens=LONGEST - 100))
         wait_until(lambda: len(watch.started) == SLOTS, "every slot is taken", 60)
-        asyncio.run(everybody(slots))
+        asyncio.run(all_clients(slots))
     report = load.report
     assert watch.widest[0] <= MOST, f"{watch.widest[0]} were waiting"
     assert watch.widest[1] == MOST // 2, f"{watch.widest[1]} of one tenant were waiting"
@@ -142,12 +142,12 @@ def rush(server: LimitedServer, watch: Watch, num_floods: int = 100) -> None:
 
 
 def no_shares(patch: pytest.MonkeyPatch) -> None:
-    for module in (door, intake):
+    for module in (gateway_admission, engine_admission):
         patch.setattr(module, "check_tenant_share", lambda *_: None)
 
 
 def no_queue_limit(patch: pytest.MonkeyPatch) -> None:
-    for module in (door, intake):
+    for module in (gateway_admission, engine_admission):
         patch.setattr(module, "check_tenant_share", lambda *_: None)
         patch.setattr(module, "check_queue", lambda *_: None)
 
@@ -165,7 +165,7 @@ def no_word_of_when(patch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
-def test_the_check_sees_what_is_missing(
+def test_flood_check_finds_an_injected_bug(
     bug: Callable[[pytest.MonkeyPatch], None],
     words: str,
     tmp_path: Path,
@@ -178,9 +178,9 @@ def test_the_check_sees_what_is_missing(
 
 
 def order_of(folder: Path, watch: Watch, policy: str) -> list[str]:
-    """While somebody is served, four users of one tenant ask three times each, then another tenant once.
+    """Return the order in which requests start.
 
-    Return in which order they are served.
+    Four users of one tenant send three requests each, then another tenant sends one.
     """
     held: dict[str, Held] = {}
     with (
@@ -201,9 +201,9 @@ def order_of(folder: Path, watch: Watch, policy: str) -> list[str]:
     return watch.started[1:]
 
 
-def test_the_users_of_a_tenant_are_one_tenant(tmp_path: Path, watch: Watch) -> None:
+def test_fair_scheduling_treats_users_of_a_tenant_as_one(tmp_path: Path, watch: Watch) -> None:
     assert order_of(tmp_path, watch, "fair").index("other") <= 2
 
 
-def test_first_come_first_served_is_not_fair(tmp_path: Path, watch: Watch) -> None:
+def test_fcfs_scheduling_is_not_fair_between_tenants(tmp_path: Path, watch: Watch) -> None:
     assert order_of(tmp_path, watch, "fcfs").index("other") == 12

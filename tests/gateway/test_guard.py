@@ -1,4 +1,4 @@
-"""Who may speak: Host, Origin, keys, body size; and the envelope on every refusal."""
+"""Host and Origin checks, API keys, body size, and the error envelope."""
 
 from __future__ import annotations
 
@@ -59,20 +59,20 @@ def is_envelope(answer: Any) -> bool:
         ("GET", "/theme.py", None, 404),
     ],
 )
-def test_errors_have_one_envelope(server: Server, method: str, path: str, body: object, status: int) -> None:
+def test_error_responses_share_one_envelope(server: Server, method: str, path: str, body: object, status: int) -> None:
     got, headers, answer = server.request(method, path, body)
     assert got == status and is_envelope(answer)
     assert headers["x-request-id"].startswith("req_")
     assert status != 405 or "allow" in headers
 
 
-def test_request_ids_are_accepted_if_printable(server: Server) -> None:
+def test_request_id_is_accepted_if_printable(server: Server) -> None:
     assert server.request("GET", "/livez", headers={"x-request-id": "mine-1"})[1]["x-request-id"] == "mine-1"
     for bad in ("a b", "x" * 129, "é"):
         assert server.request("GET", "/livez", headers={"x-request-id": bad})[1]["x-request-id"].startswith("req_")
 
 
-def test_media_type(server: Server) -> None:
+def test_body_of_another_media_type_is_rejected(server: Server) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
         status, _, answer = server.request("POST", CHAT, BODY, {"content-type": kind})
         assert status == 415 and is_envelope(answer)
@@ -82,17 +82,17 @@ def test_media_type(server: Server) -> None:
 @pytest.mark.parametrize(
     "host", ["evil.example", "127.0.0.1.evil.example", "", "localhost.evil.example:80", "10.0.0.9"]
 )
-def test_foreign_hosts_are_refused(server: Server, host: str) -> None:
+def test_foreign_host_is_rejected(server: Server, host: str) -> None:
     status, _, answer = server.request("GET", "/v1/models", headers={"host": host})
     assert status == 403 and answer["error"]["code"] == "host_not_allowed"
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:9", "127.0.0.1", "[::1]:8000", "LOCALHOST"])
-def test_loopback_hosts_pass(server: Server, host: str) -> None:
+def test_loopback_host_is_accepted(server: Server, host: str) -> None:
     assert server.request("GET", "/v1/models", headers={"host": host})[0] == 200
 
 
-def test_foreign_origins_are_refused(server: Server) -> None:
+def test_foreign_origin_is_rejected(server: Server) -> None:
     own = f"http://127.0.0.1:{server.port}"
     assert server.request("POST", CHAT, BODY, {"origin": own})[0] == 200
     others = (f"http://127.0.0.1:{server.port + 1}", "http://localhost", "http://[", f"http://[::1:{server.port}")
@@ -101,13 +101,13 @@ def test_foreign_origins_are_refused(server: Server) -> None:
         assert status == 403 and answer["error"]["code"] == "origin_not_allowed", origin
 
 
-def test_a_public_bind_accepts_addresses_but_no_names(tmp_path: Path) -> None:
+def test_public_bind_accepts_addresses_but_no_host_names(tmp_path: Path) -> None:
     with Server(ServerConfig(db=str(tmp_path / "c.db"), host="0.0.0.0")) as server:
         assert server.request("GET", "/livez", headers={"host": "192.168.1.7:8000"})[0] == 200
         assert server.request("GET", "/livez", headers={"host": "rebound.example"})[0] == 403
 
 
-def test_keys(locked: Server) -> None:
+def test_api_key_is_required(locked: Server) -> None:
     for path in ("/v1/models", "/metrics", "/v1/conversations", "/tokenize", "/nope"):
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": KEYS[0]}, {"authorization": "Bearer"}):
             status, got, answer = locked.request("GET", path, headers=headers)
@@ -123,7 +123,7 @@ def test_keys(locked: Server) -> None:
     )
 
 
-def test_tenants_do_not_see_each_other(locked: Server) -> None:
+def test_tenant_cannot_read_another_tenants_data(locked: Server) -> None:
     url = f"ws://127.0.0.1:{locked.port}/v1/responses"
     with connect(url, additional_headers={"authorization": f"Bearer {KEYS[0]}"}) as socket:
         socket.send(json.dumps({"type": "response.create", "input": "secret " * 10, "max_output_tokens": 4}))
@@ -145,7 +145,7 @@ def test_tenants_do_not_see_each_other(locked: Server) -> None:
     assert cached[0] == 0 and cached[1] > 0
 
 
-def test_tenants_cannot_stop_each_other(locked: Server) -> None:
+def test_tenant_cannot_stop_another_tenants_response(locked: Server) -> None:
     url = f"ws://127.0.0.1:{locked.port}/v1/responses"
     mine, theirs = ({"authorization": f"Bearer {key}"} for key in KEYS)
     with (
@@ -168,7 +168,7 @@ def test_tenants_cannot_stop_each_other(locked: Server) -> None:
         ({"Authorization": f"Bearer {KEYS[0]}", "Origin": "https://evil.example"}, 403),
     ],
 )
-def test_refused_handshakes_tell_why(locked: Server, headers: dict[str, str], status: int) -> None:
+def test_refused_websocket_handshake_states_the_reason(locked: Server, headers: dict[str, str], status: int) -> None:
     with (
         pytest.raises(InvalidStatus) as caught,
         connect(f"ws://127.0.0.1:{locked.port}/v1/responses", additional_headers=headers),
@@ -180,13 +180,13 @@ def test_refused_handshakes_tell_why(locked: Server, headers: dict[str, str], st
     assert response.headers["x-request-id"]
 
 
-def test_a_browser_may_send_its_key_as_a_subprotocol(locked: Server) -> None:
+def test_api_key_is_accepted_as_a_websocket_subprotocol(locked: Server) -> None:
     offered = ["chatcache.v1", f"openai-insecure-api-key.{KEYS[1]}"]
     with connect(f"ws://127.0.0.1:{locked.port}/v1/responses", subprotocols=offered) as socket:  # type: ignore[arg-type]
         assert socket.subprotocol == "chatcache.v1"
 
 
-def test_cors_is_an_exact_list(locked: Server) -> None:
+def test_cors_allows_listed_origins_only(locked: Server) -> None:
     preflight = {"origin": "https://app.example", "access-control-request-method": "POST"}
     status, headers, _ = locked.request("OPTIONS", CHAT, headers=preflight)
     assert status == 200 and headers["access-control-allow-origin"] == "https://app.example"
@@ -194,7 +194,7 @@ def test_cors_is_an_exact_list(locked: Server) -> None:
     assert "access-control-allow-origin" not in headers
 
 
-def test_bodies_are_counted_while_read(locked: Server) -> None:
+def test_body_limit_counts_bytes_while_reading(locked: Server) -> None:
     key = {"authorization": f"Bearer {KEYS[0]}"}
     status, _, answer = locked.request("POST", CHAT, raw=b" " * 2001, headers=key)
     assert status == 413 and is_envelope(answer)

@@ -1,4 +1,4 @@
-"""Heads that nothing comes of: each is answered in the known form, its connection ends, nobody's fault is logged."""
+"""Invalid request heads get an error in the envelope, end the connection and log no error."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def check(server: Server, head: bytes, status: int, timeout_s: float = 60.0) -> 
         connection.settimeout(timeout_s)
         connection.sendall(head)
         answered, _, body = read_all(connection).partition(b"\r\n\r\n")
-    told, headers = parse_head(answered)
-    assert told == status
+    reported, headers = parse_head(answered)
+    assert reported == status
     assert headers["content-type"] == "application/json"
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
 
@@ -55,12 +55,14 @@ def check_log(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_it_is_answered_and_over(server: Server, caplog: pytest.LogCaptureFixture, name: str) -> None:
+def test_invalid_request_head_gets_an_error_and_ends_the_connection(
+    server: Server, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
     check(server, *HEADS[name])
     check_log(caplog)
 
 
-def test_the_checks_fail_on_uvicorn_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_handshake_checks_fail_on_unmodified_uvicorn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def stock(app: object, config: ServerConfig) -> uvicorn.Config:
         settings = plain_settings(app, config)
         settings.http, settings.ws = HttpToolsProtocol, WebSocketsSansIOProtocol

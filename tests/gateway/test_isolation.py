@@ -1,4 +1,4 @@
-"""Nobody's cache figures say anything of another tenant: many probes, counted against what each tenant has computed."""
+"""Cache figures do not depend on other tenants: random probes against a model of the cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_TENANTS, NUM_USERS = 4, 2
 
 @dataclass
 class Trie:
-    """What one tenant has computed, as tokens."""
+    """The tokens that one tenant has computed."""
 
     children: dict[int, Trie] = field(default_factory=dict)
 
@@ -46,7 +46,7 @@ class Trie:
 
 @dataclass
 class Counted:
-    """`foreign`: tokens that were found cached and are not the asker's own or public. `own`: all others."""
+    """`foreign`: cached tokens that are neither own nor public. `own`: all other cached tokens."""
 
     foreign: int = 0
     own: int = 0
@@ -55,7 +55,7 @@ class Counted:
 
 
 class Prober:
-    """The users of one tenant, one after another: what they say is much what those of the other tenants say."""
+    """The users of one tenant, with prompts much like those of other tenants."""
 
     def __init__(self, server: Server, keys: Sequence[str], draw: random.Random) -> None:
         self._server = server
@@ -110,7 +110,7 @@ class Prober:
         return int(answer["cached_tokens"])
 
     def _post(self, key: str, path: str, body: object) -> Any:
-        # A connection each: one that is kept is closed on whoever does not get the processor for a while.
+        # One connection per request: the server would close an idle one while this process waits for the CPU.
         status, _, answer = self._server.request("POST", path, body, {"authorization": f"Bearer {key}"})
         assert status == 200, answer
         return answer
@@ -122,7 +122,7 @@ def num_tokens_of(messages: Any) -> int:
 
 @contextmanager
 def probers(folder: Path, num_pages: int) -> Iterator[list[Prober]]:
-    """One for each tenant."""
+    """Yield one prober per tenant."""
     config = ServerConfig(db=str(folder / "c.db"), shared_system_prompts=(DECLARED,))
     keys = [
         [give(config, f"tenant-{at}", f"user-{user}").key for user in range(NUM_USERS)] for at in range(NUM_TENANTS)
@@ -134,7 +134,7 @@ def probers(folder: Path, num_pages: int) -> Iterator[list[Prober]]:
 
 
 def counted(folder: Path, num_probes: int) -> Counted:
-    """Probe from all tenants at a time: what one of them has computed is known exactly all the same."""
+    """Probe from all tenants concurrently and count the cached tokens."""
     # Many probes: more pages than are checked after every step.
     with probers(folder, 2048 if num_probes < 1000 else 40_000) as asking, ThreadPoolExecutor(len(asking)) as pool:
 
@@ -148,15 +148,15 @@ def counted(folder: Path, num_probes: int) -> Counted:
 
 
 @pytest.mark.parametrize("num_probes", [400, pytest.param(100_000, marks=pytest.mark.long)])
-def test_no_figure_counts_what_another_tenant_computed(tmp_path: Path, num_probes: int) -> None:
-    """G19. The control: users of one tenant do find each other's."""
+def test_cache_counts_exclude_pages_of_other_tenants(tmp_path: Path, num_probes: int) -> None:
+    """Goal G19. Positive control: users of one tenant do share pages."""
     found = counted(tmp_path, num_probes)
     print(f"G19: {found}")
     assert found.foreign == 0 and found.num_probes == num_probes
     assert found.own > 2 * num_probes and found.by_other_users > 0
 
 
-def test_without_namespaces_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: the tenant is not in the names of pages."""
+def test_isolation_check_finds_missing_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Injected bug: page hashes do not include the tenant."""
     monkeypatch.setattr(chain, "namespace_hash", lambda key, namespace: namespace_hash(key, ""))
     assert counted(tmp_path, 100).foreign > 0

@@ -1,4 +1,4 @@
-"""Stored keys at a running server: who gets in, since when, until when; and the browser's session."""
+"""Stored API keys and browser sessions: authentication, revocation and expiry."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def socket_of(server: Server, headers: dict[str, str]) -> ClientConnection:
 
 
 def closed_with(socket: ClientConnection) -> tuple[int, list[dict[str, Any]]]:
-    """The close code, and the frames before it."""
+    """Return the close code and the frames before it."""
     frames = []
     with contextlib.suppress(ConnectionClosed):
         while True:
@@ -68,7 +68,7 @@ def closed_with(socket: ClientConnection) -> tuple[int, list[dict[str, Any]]]:
 
 
 def lines_of(answer: bytes) -> list[bytes]:
-    """The lines of a stream that was ended as a whole: nothing but the connection went on."""
+    """Return the lines of a stream that ended completely."""
     assert answer.endswith(b"0\r\n\r\n")
     return unchunk(answer.partition(b"\r\n\r\n")[2]).split(b"\n")
 
@@ -81,14 +81,14 @@ def chat_events(answer: bytes) -> list[dict[str, Any]]:
 
 
 def response_events(answer: bytes) -> list[dict[str, Any]]:
-    """As OpenAI's client reads them: each is named as its `type` says."""
+    """Parse events as the OpenAI client does: each event name equals its `type`."""
     names = [line.removeprefix(b"event: ").decode() for line in lines_of(answer) if line.startswith(b"event: ")]
     events = [json.loads(line.removeprefix(b"data: ")) for line in lines_of(answer) if line.startswith(b"data: ")]
     assert [event["type"] for event in events] == names
     return events
 
 
-def test_keys_open_and_nothing_like_them_does(keys: Keyed) -> None:
+def test_only_valid_api_keys_are_accepted(keys: Keyed) -> None:
     server = keys.server
     for held in (keys.ann, keys.bob, keys.other, keys.admin):
         assert status_of(server, held.bearer) == 200
@@ -105,8 +105,8 @@ def test_keys_open_and_nothing_like_them_does(keys: Keyed) -> None:
             assert status == 401 and answer["error"]["code"] == "invalid_api_key", wrong
 
 
-def test_the_digests_are_compared_in_constant_time(keys: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every offered key meets `compare_digest` exactly once per key it could be, whatever it is."""
+def test_api_key_digests_are_compared_in_constant_time(keys: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every offered key is compared exactly once with each key it could be."""
     seen: list[tuple[bytes, bytes]] = []
     original = hmac.compare_digest
 
@@ -124,7 +124,7 @@ def test_the_digests_are_compared_in_constant_time(keys: Keyed, monkeypatch: pyt
         assert [one for one, _ in seen] == [hashlib.sha256(wrong.encode()).digest()], "digests, never the keys"
 
 
-def test_metrics_are_for_administrators(keys: Keyed) -> None:
+def test_metrics_require_an_administrator_key(keys: Keyed) -> None:
     assert status_of(keys.server, keys.admin.bearer, "/metrics") == 200
     status, _, answer = keys.server.request("GET", "/metrics", headers=keys.ann.bearer)
     assert status == 403 and answer["error"]["code"] == "admin_only"
@@ -139,7 +139,7 @@ def test_users_of_a_tenant_share_pages(keys: Keyed) -> None:
     assert figures[0] == figures[2] == 0 < figures[1]
 
 
-def test_what_another_user_said_is_not_told_by_explain(keys: Keyed) -> None:
+def test_explain_does_not_reveal_text_of_another_user(keys: Keyed) -> None:
     known = "A beginning that both of them know, long enough for pages: "
     said = {"messages": [{"role": "user", "content": known + "my secret is 42"}], "max_tokens": 2}
     assert keys.server.request("POST", CHAT, said, keys.ann.bearer)[0] == 200
@@ -149,21 +149,21 @@ def test_what_another_user_said_is_not_told_by_explain(keys: Keyed) -> None:
     assert answer["miss"]["cached_text"] is None and "secret" not in json.dumps(answer)
 
 
-def test_an_account_names_ones_own_requests_only(keys: Keyed) -> None:
+def test_page_accounts_name_own_requests_only(keys: Keyed) -> None:
     server = keys.server
     with slowed(server, 0.02), socket_of(server, keys.ann.bearer) as socket:
         send(socket, **LONG)
         response_id = receive(socket)["response"]["id"]
-        told = {
+        reported = {
             name: json.dumps(server.request("GET", "/v1/cache/accounts", headers=held.bearer)[2])
             for name, held in (("ann", keys.ann), ("bob", keys.bob))
         }
         send(socket, "response.cancel", response_id=response_id)
         until_end(socket)
-    assert response_id in told["ann"] and response_id not in told["bob"]
+    assert response_id in reported["ann"] and response_id not in reported["bob"]
 
 
-def test_a_server_is_closed_by_its_first_key_and_its_strangers_leave(tmp_path: Path) -> None:
+def test_first_api_key_closes_an_open_server_and_its_connections(tmp_path: Path) -> None:
     config = ServerConfig(db=str(tmp_path / "c.db"))
     with Server(config) as server:
         server.wait_ready()
@@ -180,8 +180,8 @@ def test_a_server_is_closed_by_its_first_key_and_its_strangers_leave(tmp_path: P
         assert status_of(server, {}) == 401
 
 
-def test_a_revoked_key_ends_sockets_streams_and_requests_that_wait(keys: Keyed) -> None:
-    """By the poll alone: nobody tells the server."""
+def test_revoked_key_ends_sockets_streams_and_waiting_requests(keys: Keyed) -> None:
+    """The server learns of the revocation by polling alone."""
     server, held, bob = keys.server, keys.give("acme", "cleo"), keys.bob
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 900, "ignore_eos": True}
     authorization = f"authorization: Bearer {held.key}\r\n"
@@ -207,10 +207,10 @@ def test_a_revoked_key_ends_sockets_streams_and_requests_that_wait(keys: Keyed) 
         assert closed_with(idle)[0] == 4401
         assert closed_with(busy)[0] == 4401
         assert chat_events(b"".join((begun[0], read_all(chat))))[-1]["error"]["code"] == "api_key_revoked"
-        told = response_events(b"".join((begun[1], read_all(stored))))
-        assert [event["sequence_number"] for event in told] == list(range(len(told)))
-        assert [event["type"] for event in told if event["type"] in TERMINAL] == ["error"]
-        assert told[-1]["code"] == "api_key_revoked" and told[-1]["message"] == "this API key was revoked"
+        reported = response_events(b"".join((begun[1], read_all(stored))))
+        assert [event["sequence_number"] for event in reported] == list(range(len(reported)))
+        assert [event["type"] for event in reported if event["type"] in TERMINAL] == ["error"]
+        assert reported[-1]["code"] == "api_key_revoked" and reported[-1]["message"] == "this API key was revoked"
         waiting.settimeout(PATIENCE_S)
         answered = b"".join(iter(lambda: waiting.recv(65536), b""))
         assert answered.startswith(b"HTTP/1.1 401") and b"this API key was revoked" in answered
@@ -218,8 +218,8 @@ def test_a_revoked_key_ends_sockets_streams_and_requests_that_wait(keys: Keyed) 
         assert until_end(bystander)[-1]["type"] in ("response.completed", "response.incomplete")
 
 
-def test_what_a_revoked_key_left_in_the_background_ends(keys: Keyed) -> None:
-    """Unless somebody who is let in reads it. What it had said stays its user's."""
+def test_revoked_key_ends_its_background_responses(keys: Keyed) -> None:
+    """Unless another authenticated client reads it. Its text stays with its user."""
     server, held, other = keys.server, keys.give("acme", "dora"), keys.give("acme", "dora")
     with slowed(server, 0.2), server.connect() as reading:
         unread, read = (
@@ -238,8 +238,8 @@ def test_what_a_revoked_key_left_in_the_background_ends(keys: Keyed) -> None:
     wait_until(lambda: server.call(server.engine.health()).num_running == 0, "the other to end", PATIENCE_S)
 
 
-async def test_a_stream_that_told_its_end_says_nothing_more() -> None:
-    """However long it stays open: what steered a response is told after its terminal event."""
+async def test_event_stream_sends_no_error_after_its_terminal_event() -> None:
+    """The stream may stay open longer: steering results follow the terminal event."""
     log, metrics = ResponseLog("resp_a"), SimpleNamespace(disconnects=SimpleNamespace(inc=lambda: None))
     gateway: Any = SimpleNamespace(config=ServerConfig(sse_keep_alive_interval_s=0), metrics=metrics)
     stream, sent, never = LogStream(gateway, log.reader(), {}), asyncio.Queue[bytes](), asyncio.Event()
@@ -261,13 +261,13 @@ async def test_a_stream_that_told_its_end_says_nothing_more() -> None:
             while kind.encode() not in await sent.get():
                 pass
         await asyncio.sleep(0)
-        told = b'event: error\ndata: {"type":"error","sequence_number":1,' if kind == "response.created" else b""
-        assert stream.closing_frame(error)[: len(told) or None] == told
+        reported = b'event: error\ndata: {"type":"error","sequence_number":1,' if kind == "response.created" else b""
+        assert stream.closing_frame(error)[: len(reported) or None] == reported
     never.set()
     await answering
 
 
-def test_what_is_unread_of_a_redis_store_lets_nobody_in(tmp_path: Path) -> None:
+def test_key_cache_with_unreadable_redis_authenticates_no_request(tmp_path: Path) -> None:
     config = ServerConfig(redis="redis://127.0.0.1:1/0")
     with Server(config) as server:
         status, headers, answer = server.request("GET", MODELS)
@@ -276,13 +276,13 @@ def test_what_is_unread_of_a_redis_store_lets_nobody_in(tmp_path: Path) -> None:
         assert status_of(server, {}, "/livez") == 200
 
 
-def test_a_key_of_the_command_line_needs_no_store() -> None:
+def test_command_line_key_is_valid_without_a_store() -> None:
     config = ServerConfig(redis="redis://127.0.0.1:1/0", api_keys=("sk-given-key",))
     with Server(config) as server:
         assert status_of(server, {"authorization": "Bearer sk-given-key"}, "/v1/session") == 200
 
 
-async def test_a_store_that_forgets_does_not_open_the_server() -> None:
+async def test_store_that_loses_keys_does_not_open_the_server() -> None:
     class Forgetful:
         records: list[Any] = []  # noqa: RUF012
         number = 1
@@ -309,7 +309,7 @@ async def test_a_store_that_forgets_does_not_open_the_server() -> None:
     await ring.close()
 
 
-async def test_a_revocation_that_the_store_forgot_stays() -> None:
+async def test_revocation_that_the_store_lost_stays_effective() -> None:
     key, record = new_key("acme")
 
     class Failover:
@@ -339,21 +339,21 @@ async def test_a_revocation_that_the_store_forgot_stays() -> None:
 # The browser's session
 
 
-def test_a_cookie_opens_what_its_key_does(keys: Keyed) -> None:
+def test_session_cookie_has_the_permissions_of_its_key(keys: Keyed) -> None:
     status, headers, answer = keys.server.request("POST", "/v1/session", headers=keys.ann.bearer)
     assert status == 200 and (answer["tenant"], answer["user"]) == ("acme", "ann")
     pair, *attributes = headers["set-cookie"].split("; ")
     assert set(attributes) == {f"Max-Age={SESSION_LIFETIME_S}", "Path=/", "HttpOnly", "SameSite=Strict"}
     assert keys.ann.key not in headers["set-cookie"] and keys.ann.record.digest.hex() not in headers["set-cookie"]
     cookie = {"cookie": f"theme=dark; {pair}"}
-    status, _, told = keys.server.request("GET", "/v1/session", headers=cookie)
-    assert status == 200 and told == answer
+    status, _, reported = keys.server.request("GET", "/v1/session", headers=cookie)
+    assert status == 200 and reported == answer
     assert status_of(keys.server, cookie, "/metrics") == 403
     status, headers, _ = keys.server.request("DELETE", "/v1/session", headers={**cookie, "origin": keys.server.url})
     assert status == 200 and headers["set-cookie"].startswith("chatcache_session=; Max-Age=0")
 
 
-def test_behind_https_and_a_prefix_it_says_so(tmp_path: Path) -> None:
+def test_session_cookie_is_secure_and_scoped_behind_a_proxy(tmp_path: Path) -> None:
     config = ServerConfig(db=str(tmp_path / "c.db"), api_keys=("sk-given-key",), root_path="/chat")
     with Server(config) as server:
         known = {"authorization": "Bearer sk-given-key", "x-forwarded-proto": "https"}
@@ -361,14 +361,14 @@ def test_behind_https_and_a_prefix_it_says_so(tmp_path: Path) -> None:
     assert "; Path=/chat;" in cookie and cookie.endswith("; Secure")
 
 
-def test_a_session_does_not_prolong_itself(keys: Keyed) -> None:
+def test_session_does_not_extend_itself(keys: Keyed) -> None:
     session = keys.session_of(keys.ann)
     assert status_of(keys.server, session, "/v1/session", "POST") == 401
     assert status_of(keys.server, {}, "/v1/session", "POST") == 401
 
 
-def test_no_other_page_can_use_it(keys: Keyed) -> None:
-    """What changes something, and sockets, want this server's own origin; no other site's page has it."""
+def test_session_requires_the_origin_of_the_server(keys: Keyed) -> None:
+    """Unsafe methods and WebSockets require the own origin."""
     server, session = keys.server, keys.session_of(keys.ann)
     cookie, body = {"cookie": session["cookie"]}, {"prompt": "Hi"}
     for more, status in (
@@ -390,7 +390,7 @@ def test_no_other_page_can_use_it(keys: Keyed) -> None:
         assert until_end(socket)[-1]["type"] in ("response.completed", "response.incomplete")
 
 
-def test_a_listed_origin_may_not_use_it_either(tmp_path: Path) -> None:
+def test_session_rejects_a_listed_cors_origin(tmp_path: Path) -> None:
     with keyed(tmp_path, cors_origins=("https://app.example",)) as keys:
         session = keys.session_of(keys.ann) | {"origin": "https://app.example"}
         assert keys.server.request("POST", "/tokenize", {"prompt": "Hi"}, session)[0] == 403
@@ -398,7 +398,7 @@ def test_a_listed_origin_may_not_use_it_either(tmp_path: Path) -> None:
         assert keys.server.request("POST", "/tokenize", {"prompt": "Hi"}, bearer)[0] == 200
 
 
-def test_a_cookie_that_was_not_signed_here_opens_nothing(keys: Keyed) -> None:
+def test_forged_session_cookie_is_rejected(keys: Keyed) -> None:
     value = keys.session_of(keys.ann)["cookie"].partition("=")[2]
     name, until, mac = value.split(".")
     record, now = keys.ann.record, int(time.time())
@@ -427,7 +427,7 @@ def test_a_cookie_that_was_not_signed_here_opens_nothing(keys: Keyed) -> None:
     assert status_of(keys.server, session) == 401, "a wrong key is wrong, whatever else comes along"
 
 
-def test_a_session_dies_with_its_key(keys: Keyed) -> None:
+def test_session_ends_with_its_revoked_key(keys: Keyed) -> None:
     held = keys.give("acme", "dora")
     session = keys.session_of(held)
     assert status_of(keys.server, session) == 200
@@ -437,8 +437,8 @@ def test_a_session_dies_with_its_key(keys: Keyed) -> None:
     assert status_of(keys.server, session) == 401
 
 
-def test_a_socket_ends_with_the_session_it_was_opened_with(keys: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that was opened with the key itself does not."""
+def test_websocket_closes_when_its_session_expires(keys: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A WebSocket that was opened with the key itself stays open."""
     ring = keys.server.gateway.key_cache
     with socket_of(keys.server, keys.ann.bearer) as by_key:
         monkeypatch.setattr(ring, "expires_in_s", lambda who: 0.1 if who.expires_at is not None else math.inf)
@@ -450,8 +450,8 @@ def test_a_socket_ends_with_the_session_it_was_opened_with(keys: Keyed, monkeypa
         assert until_end(by_key)[-1]["type"] in ("response.completed", "response.incomplete")
 
 
-def test_an_expired_session_says_so_and_is_let_in_nowhere(keys: Keyed) -> None:
-    """Not at the door, and not at the next message of a socket whose clock went otherwise."""
+def test_expired_session_is_rejected_with_its_own_code(keys: Keyed) -> None:
+    """At the handshake and at the next message of an open WebSocket."""
     ring, record, past = keys.server.gateway.key_cache, keys.ann.record, int(time.time()) - 1
     cookie = {"cookie": f"chatcache_session={session_cookie_value(record.id, past, record.digest)}"}
     status, _, answer = keys.server.request("GET", MODELS, headers=cookie)
@@ -462,14 +462,14 @@ def test_an_expired_session_says_so_and_is_let_in_nowhere(keys: Keyed) -> None:
             ring.check(principal)
 
 
-def test_an_open_server_needs_no_session(tmp_path: Path) -> None:
+def test_open_server_needs_no_session(tmp_path: Path) -> None:
     with Server(ServerConfig(db=str(tmp_path / "c.db"))) as server:
         for method in ("GET", "POST"):
             status, headers, answer = server.request(method, "/v1/session")
             assert status == 200 and answer["key_id"] is None and "set-cookie" not in headers
 
 
-def test_a_cookie_is_read_strictly() -> None:
+def test_session_cookie_is_parsed_strictly() -> None:
     assert parse_session(f"key_a.12.{'0' * 64}") is not None
     for wrong in (f"key_a.12.{'0' * 63}", f"key a.12.{'0' * 64}", f"key_a.-1.{'0' * 64}", f"key_a.12.{'0' * 64}\n"):
         assert parse_session(wrong) is None
@@ -491,7 +491,7 @@ def test_route_missing_from_the_table_is_not_served(keys: Keyed) -> None:
     assert MODELS in {route.path for route in build_routes(ROUTES)}
 
 
-def test_strangers_do_not_learn_what_is_here(keys: Keyed) -> None:
+def test_unauthenticated_requests_do_not_learn_which_routes_exist(keys: Keyed) -> None:
     for method, path in (("GET", "/nope"), ("PUT", "/v1/models"), ("POST", "/nope"), ("DELETE", CHAT)):
         assert status_of(keys.server, {}, path, method) == 401
         assert status_of(keys.server, keys.ann.bearer, path, method) in (404, 405)

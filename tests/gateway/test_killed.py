@@ -1,4 +1,4 @@
-"""Gateways die by SIGKILL under load, anywhere between store and answer: clients retry, each turn is there once."""
+"""Gateways killed by SIGKILL under load: clients retry, every turn is stored exactly once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_CLIENTS = 6
 
 
 class Gateway:
-    """A gateway that is killed and started again; where it is now."""
+    """A gateway process that is killed and restarted, and its current address."""
 
     def __init__(self, store: str, *more: str) -> None:
         self._command = [sys.executable, "-m", "tests.gateway.killable", store, "0", *more]
@@ -44,7 +44,7 @@ class Gateway:
 
 
 class Clients:
-    """Each says one thing after another, and again with the same key until it is acknowledged, to whoever is there."""
+    """Clients that send numbered turns and retry each until it is acknowledged."""
 
     def __init__(self, gateways: list[Gateway]) -> None:
         self.acknowledged: dict[str, str] = {}
@@ -88,13 +88,13 @@ class Clients:
                 "POST", "/v1/responses", body, {"content-type": "application/json", "idempotency-key": key}
             )
             answer = connection.getresponse()
-            told: dict[str, Any] = json.loads(answer.read())
+            reported: dict[str, Any] = json.loads(answer.read())
         except (OSError, http.client.HTTPException):
             return None
         finally:
             connection.close()
-        assert answer.status in (200, 503), told
-        return str(told["id"]) if answer.status == 200 else None
+        assert answer.status in (200, 503), reported
+        return str(reported["id"]) if answer.status == 200 else None
 
 
 @pytest.fixture(params=KINDS)
@@ -104,7 +104,7 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServer
 
 
 def live_and_die(kept: RedisServer | str, num_kills: int, *more: str) -> Clients:
-    """Kill gateways under clients: of a file there is one, of a Redis two."""
+    """Kill gateways under load: one gateway on a SQLite file, two on Redis."""
     store, count = (kept.url, 2) if isinstance(kept, RedisServer) else (kept, 1)
     gateways = [Gateway(store, *more) for _ in range(count)]
     try:
@@ -122,7 +122,7 @@ def live_and_die(kept: RedisServer | str, num_kills: int, *more: str) -> Clients
 
 
 def check_ledger(kept: RedisServer | str, clients: Clients) -> None:
-    """Everything acknowledged is there, and all that is there came once."""
+    """Check that every acknowledged turn is stored, and every turn once."""
     with server_on(kept) as server:
         server.wait_ready()
         said: collections.Counter[str] = collections.Counter()
@@ -140,19 +140,19 @@ def check_ledger(kept: RedisServer | str, clients: Clients) -> None:
             assert [item["content"][0]["text"] for item in items] == [key]
 
 
-def test_nothing_acknowledged_is_lost_and_nothing_is_said_twice(kept: RedisServer | str) -> None:
+def test_killed_gateways_lose_no_acknowledged_turn_and_repeat_none(kept: RedisServer | str) -> None:
     clients = live_and_die(kept, num_kills=2)
     assert clients.num_sent_again
     check_ledger(kept, clients)
 
 
 @pytest.mark.long
-def test_the_same_of_fifty_kills(kept: RedisServer | str) -> None:
+def test_fifty_killed_gateways_lose_no_acknowledged_turn(kept: RedisServer | str) -> None:
     check_ledger(kept, live_and_die(kept, num_kills=50))
 
 
-def test_a_gateway_that_forgets_its_keys_would_say_things_twice(tmp_path: Path) -> None:
-    """The planted bug: the ledger sees it, as soon as a kill comes between store and answer, which most do."""
+def test_gateway_without_idempotency_keys_is_detected(tmp_path: Path) -> None:
+    """Injected bug: duplicates appear after kills between store and response."""
 
     def live_and_die_forgetfully() -> None:
         for number in range(5):

@@ -1,4 +1,4 @@
-"""Responses over HTTP and who leaves them: which one ends when, streams that are cut and read on."""
+"""HTTP clients that disconnect from responses: when each response ends, and resumption."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RESUMED = 'chatcache_streams_resumed_total{transport="sse"}'
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One request at a time, and a long prompt takes many steps."""
+    """A server with one slot whose long prompts take many steps."""
     config = ServerConfig(db=str(tmp_path_factory.mktemp("db") / "c.db"), disconnect_grace_period_s=TTL_S)
     engine_config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=16)
     with Server(config, engine_config=engine_config) as server:
@@ -47,7 +47,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 PHASES = ["queued", "prefill", "decode"]
-# Nobody waits for an answer in the background who could leave.
+# A background response without streaming has no waiting client that could disconnect.
 KINDS = [(kind, stream) for kind in ("unstored", "stored", "background") for stream in (True, False)][:-1]
 
 
@@ -55,7 +55,7 @@ KINDS = [(kind, stream) for kind in ("unstored", "stored", "background") for str
 @pytest.mark.parametrize(
     ("phase", "how"), [*((phase, "fin") for phase in PHASES), ("decode", "rst"), ("decode", "half")]
 )
-def test_who_leaves_ends_what_is_theirs(narrow: Server, kind: str, phase: str, how: str, stream: bool) -> None:
+def test_client_disconnect_ends_its_own_response(narrow: Server, kind: str, phase: str, how: str, stream: bool) -> None:
     idle = num_tasks(narrow)
     body = {**LONG, "stream": stream, "store": kind != "unstored", "background": kind == "background"}
     if phase == "prefill":
@@ -90,8 +90,10 @@ def test_who_leaves_ends_what_is_theirs(narrow: Server, kind: str, phase: str, h
     wait_until(lambda: num_tasks(narrow) <= idle, "every task to end")
 
 
-def test_who_comes_back_in_time_keeps_it_going(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second reader is there before the first one leaves; then it takes longer than anybody is waited for."""
+def test_reader_that_returns_within_the_grace_period_keeps_the_response(
+    narrow: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second reader connects before the first leaves and stays longer than the grace period."""
     monkeypatch.setattr("chatcache.gateway.responses.run._MIN_FIRST_READER_S", TTL_S)
     with slowed(narrow, 0.01):
         first = begin(narrow, {**LONG, "stream": True, "max_output_tokens": 120})
@@ -105,8 +107,8 @@ def test_who_comes_back_in_time_keeps_it_going(narrow: Server, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 60))])
-def test_a_stream_cut_anywhere_is_read_on(server: Server, seed: int) -> None:
-    """Random cuts, and now and then a pause while it goes on: no gap, no repeat, the whole text."""
+def test_stream_cut_anywhere_can_be_resumed(server: Server, seed: int) -> None:
+    """Random cuts and pauses: no gap, no repeated event, the whole text."""
     draws = random.Random(seed)
     n = draws.choice([1, 2, 5])
     body = {**LONG, "n": n, "max_output_tokens": 60, "stream": True, "background": True}
@@ -139,7 +141,7 @@ def test_a_stream_cut_anywhere_is_read_on(server: Server, seed: int) -> None:
     assert server.request("GET", f"{PATH}/{response_id}")[2] == final
 
 
-def test_pings_fill_silence_with_half_a_line_break(tmp_path: Path) -> None:
+def test_sse_pings_contain_no_blank_line(tmp_path: Path) -> None:
     asked = {"input": "Hi", "max_output_tokens": 200, "ignore_eos": True, "stream": True}
     with Server(ServerConfig(db=str(tmp_path / "c.db"), sse_keep_alive_interval_s=0.05)) as server:
         server.wait_ready()
@@ -161,7 +163,7 @@ def test_pings_fill_silence_with_half_a_line_break(tmp_path: Path) -> None:
     assert b"[DONE]" not in data and re.search(rb"^(id|retry):", data, re.M) is None
 
 
-def test_a_client_that_does_not_read_costs_its_response_nothing(server: Server) -> None:
+def test_client_that_does_not_read_does_not_delay_its_response(server: Server) -> None:
     with server.connect() as stalled:
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         body = {**LONG, "n": 4, "max_output_tokens": 200, "stream": True}
@@ -176,7 +178,7 @@ def test_a_client_that_does_not_read_costs_its_response_nothing(server: Server) 
     assert b"event: response.incomplete" in data and data.count(b"sequence_number") > 8
 
 
-def test_cancelling_ends_a_request_that_waits_or_prefills(narrow: Server) -> None:
+def test_cancel_ends_a_waiting_or_prefilling_request(narrow: Server) -> None:
     for body, around in (
         ({**LONG}, occupied(narrow)),
         ({**LONG, "input": "word " * 150, "max_output_tokens": 300}, contextlib.nullcontext()),
@@ -188,7 +190,7 @@ def test_cancelling_ends_a_request_that_waits_or_prefills(narrow: Server) -> Non
         narrow.wait_idle()
 
 
-def test_a_waiting_client_is_answered_when_somebody_else_cancels(narrow: Server) -> None:
+def test_cancel_by_another_client_answers_the_waiting_client(narrow: Server) -> None:
     with slowed(narrow, 0.01):
         connection = begin(narrow, LONG)
         response_id = running_id(narrow)

@@ -1,4 +1,4 @@
-"""Whatever fails, and whenever: a response ends once, everybody hears of it, and its pages return."""
+"""Failures at any moment: a response ends exactly once and its pages are freed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.virtual_time import run_in_virtual_time
 
 
 class FaultyStore(SqliteStore):
-    """Fails so many of the next writes of answers, after waiting so long; opens none while that is held."""
+    """A store whose next writes of replies fail, after a delay if set."""
 
     num_faults = 0
     delay_s = 0.0
@@ -73,7 +73,7 @@ def begin(socket: ClientConnection, **fields: Any) -> str:
 
 
 def logged_kinds(server: Server, response_id: str) -> list[str]:
-    """The whole log, once it is closed."""
+    """Return the kinds of the whole log once it is closed."""
 
     async def read() -> list[str]:
         with server.gateway.responses.get("", response_id).log.reader() as reader:
@@ -94,7 +94,7 @@ def assert_one_end(server: Server, frames: list[Frame], response_id: str, kind: 
 
 
 @pytest.mark.parametrize("num_faults", [1, 2])
-def test_the_store_fails_at_the_end(
+def test_store_failure_at_the_end_fails_the_response_once(
     server: Server, store: FaultyStore, socket: ClientConnection, num_faults: int
 ) -> None:
     with slowed(server, 0.01):
@@ -108,7 +108,9 @@ def test_the_store_fails_at_the_end(
     assert ask(socket, input="still here")["output"]
 
 
-def test_the_store_fails_while_it_is_cancelled(server: Server, store: FaultyStore, socket: ClientConnection) -> None:
+def test_store_failure_during_cancel_ends_the_response_once(
+    server: Server, store: FaultyStore, socket: ClientConnection
+) -> None:
     with slowed(server, 0.01):
         response_id = begin(socket)
         store.num_faults = 1
@@ -117,8 +119,10 @@ def test_the_store_fails_while_it_is_cancelled(server: Server, store: FaultyStor
     assert_one_end(server, frames, response_id, "response.failed")
 
 
-def test_the_store_fails_for_what_is_steered(server: Server, store: FaultyStore, socket: ClientConnection) -> None:
-    """The input comes back: there is nothing stored that a successor could go on with."""
+def test_store_failure_during_steering_returns_the_input(
+    server: Server, store: FaultyStore, socket: ClientConnection
+) -> None:
+    """Nothing was stored that a successor could continue."""
     with slowed(server, 0.01):
         response_id = begin(socket)
         store.num_faults = 1
@@ -130,8 +134,10 @@ def test_the_store_fails_for_what_is_steered(server: Server, store: FaultyStore,
     assert ends(logged_kinds(server, response_id)) == ["response.failed"]
 
 
-def test_no_steering_while_the_successor_is_made(server: Server, store: FaultyStore, socket: ClientConnection) -> None:
-    """What has ended takes no more; its successor is not there yet."""
+def test_steer_while_the_successor_is_created_is_rejected(
+    server: Server, store: FaultyStore, socket: ClientConnection
+) -> None:
+    """The old response has ended; the successor does not exist yet."""
     with slowed(server, 0.01):
         first = begin(socket)
         store.holds_opening = True
@@ -148,8 +154,10 @@ def test_no_steering_while_the_successor_is_made(server: Server, store: FaultySt
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.05])
-def test_cancel_races_the_end(server: Server, store: FaultyStore, url: str, delay_s: float) -> None:
-    """Whoever wins, one end; the receipt comes with a cancelled one only."""
+def test_cancel_concurrent_with_the_end_gives_one_terminal_event(
+    server: Server, store: FaultyStore, url: str, delay_s: float
+) -> None:
+    """Either may win; only a cancelled response has a receipt."""
     store.delay_s = delay_s
     seen: set[str] = set()
     for number in range(10):
@@ -169,7 +177,9 @@ def test_cancel_races_the_end(server: Server, store: FaultyStore, url: str, dela
     assert "cancelled" in seen
 
 
-def test_the_engine_fails_under_it(server: Server, socket: ClientConnection, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_failure_ends_the_response_once(
+    server: Server, socket: ClientConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with slowed(server, 0.01):
         response_id = begin(socket)
         with monkeypatch.context() as patch:
@@ -184,7 +194,7 @@ def _broken(*_: object) -> Any:
     raise RuntimeError("a kernel fell over at /secret/path")
 
 
-def test_a_task_that_is_cancelled_ends_its_response_too(server: Server, socket: ClientConnection) -> None:
+def test_cancelled_task_ends_its_response(server: Server, socket: ClientConnection) -> None:
     with slowed(server, 0.01):
         response_id = begin(socket)
         run = server.gateway.responses.get("", response_id).run
@@ -194,7 +204,7 @@ def test_a_task_that_is_cancelled_ends_its_response_too(server: Server, socket: 
     assert_one_end(server, frames, response_id, "response.failed")
 
 
-def test_an_engine_that_stops_without_a_word(
+def test_engine_stream_without_final_event_fails_the_response(
     server: Server, socket: ClientConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def silent(self: LiveResponse) -> None: ...
@@ -218,7 +228,7 @@ def test_shutdown_ends_every_response_once(tmp_path: Path) -> None:
     assert [log.terminal for log in logs] == ["response.incomplete"] * 3 and all(log.is_closed for log in logs)
 
 
-def test_readers_that_come_and_go_before_the_time_is_up_keep_it_alive() -> None:
+def test_detach_timer_restarts_with_every_reader() -> None:
     async def work() -> None:
         log = ResponseLog("resp_1")
         ended = asyncio.Event()
@@ -247,7 +257,7 @@ def test_readers_that_come_and_go_before_the_time_is_up_keep_it_alive() -> None:
     run_in_virtual_time(work())
 
 
-def test_no_time_limit_means_none() -> None:
+def test_detach_timer_without_limit_never_expires() -> None:
     async def work() -> None:
         log = ResponseLog("resp_1")
 
@@ -264,10 +274,10 @@ def test_no_time_limit_means_none() -> None:
     run_in_virtual_time(work())
 
 
-def test_a_message_deleted_while_it_is_asked_again(
+def test_message_deleted_during_regeneration_is_rejected(
     server: Server, store: FaultyStore, socket: ClientConnection
 ) -> None:
-    """Planned before, stored after: it is refused, and the conversation stays whole."""
+    """Planned before and stored after the deletion: rejected, and the tree stays valid."""
     origin = ask(socket, input="Hello")
     item, path = origin["input_item_ids"][0], f"/v1/conversations/{origin['conversation']['id']}"
     store.holds_opening = True

@@ -1,4 +1,4 @@
-"""Limits of keys over the wire: every way in is counted, every answer tells what is left, refusals say how long."""
+"""Limits of API keys over HTTP and WebSocket: every route counts, rejections state a wait."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, clock: Clock) -> Iterator[L
 
 @pytest.fixture(autouse=True)
 def later(clock: Clock) -> None:
-    """What earlier tests took is there again."""
+    """Refill the limits that earlier tests used."""
     clock.pass_s(7200)
 
 
@@ -71,14 +71,14 @@ def socket_of(server: LimitedServer, key: str) -> ClientConnection:
 
 
 def left(server: LimitedServer, key: str, kind: str = "tokens") -> int:
-    """What a GET says is left; it costs nothing."""
+    """Return the remaining tokens or requests from the headers of a GET, which is free."""
     status, headers, _ = server.request("GET", "/v1/models", headers=server.bearer(key))
     assert status == 200
     return int(headers[f"x-ratelimit-remaining-{kind}"])
 
 
-def num_told(server: LimitedServer) -> int:
-    """Tokens that the engine has said of the request under way."""
+def num_generated(server: LimitedServer) -> int:
+    """Return the tokens that the engine has emitted for the running request."""
     assert server.gateway.model is not None
     return sum(server.engine.num_tokens_sent(name) for name in list(server.gateway.model.service._live))
 
@@ -91,7 +91,7 @@ def settled(server: LimitedServer, key: str) -> None:
 
 
 def conversation_of(server: LimitedServer, key: str) -> tuple[str, str]:
-    """A stored conversation and its reply."""
+    """Return a stored conversation and its reply."""
     body = {"input": "Hi", "max_output_tokens": 3, "ignore_eos": True}
     status, _, answer = server.request("POST", RESPONSES, body, server.bearer(key))
     assert status == 200, answer
@@ -99,7 +99,7 @@ def conversation_of(server: LimitedServer, key: str) -> tuple[str, str]:
 
 
 def ways_in(server: LimitedServer, conversation_id: str, item_id: str) -> dict[str, Callable[[], Answer]]:
-    """Every way to make the engine work, once."""
+    """List every route that makes the engine work, as a callable."""
     key = server.bearer(PER_MINUTE)
 
     def stored(**fields: Any) -> Answer:
@@ -128,7 +128,9 @@ def ways_in(server: LimitedServer, conversation_id: str, item_id: str) -> dict[s
     }
 
 
-def test_every_way_in_counts_and_is_refused_with_a_wait_that_suffices(server: LimitedServer, clock: Clock) -> None:
+def test_every_generating_route_is_limited_and_accepts_after_the_stated_wait(
+    server: LimitedServer, clock: Clock
+) -> None:
     ways = ways_in(server, *conversation_of(server, PER_MINUTE))
     server.wait_idle()
     for name, ask in ways.items():
@@ -164,7 +166,7 @@ def test_every_way_in_counts_and_is_refused_with_a_wait_that_suffices(server: Li
         (RESPONSES, {"generate": False}, 1),
     ],
 )
-def test_candidates_count(server: LimitedServer, path: str, fields: dict[str, Any], cost: int) -> None:
+def test_request_limit_counts_candidates(server: LimitedServer, path: str, fields: dict[str, Any], cost: int) -> None:
     common = {CHAT: {"messages": [{"role": "user", "content": "Hi"}], **SHORT}, COMPLETIONS: {"prompt": "Hi", **SHORT}}
     body = {**common.get(path, {"input": "Hi", "max_output_tokens": 3}), **fields}
     status, headers, answer = server.request("POST", path, body, server.bearer(PER_MINUTE))
@@ -172,7 +174,7 @@ def test_candidates_count(server: LimitedServer, path: str, fields: dict[str, An
     assert int(headers["x-ratelimit-remaining-requests"]) == 5 - cost
 
 
-def test_what_is_wrong_counts_once_it_was_looked_at_and_its_tokens_do_not(server: LimitedServer) -> None:
+def test_invalid_request_counts_as_a_request_without_tokens(server: LimitedServer) -> None:
     assert chat(server, TOKENS, "word " * 3000)[0] == 400
     assert left(server, TOKENS) == 100_000
     assert chat(server, PER_MINUTE, n=0)[0] == 400
@@ -186,7 +188,7 @@ def usage_of(answer: Answer) -> int:
     return int(usage["total_tokens"]) - int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_tokens_cost_what_was_computed(server: LimitedServer) -> None:
+def test_token_limit_charges_computed_tokens(server: LimitedServer) -> None:
     before = left(server, TOKENS)
     costs = [usage_of(chat(server, TOKENS, "What is charged here?", n=count)) for count in (1, 1, 3)]
     settled(server, TOKENS)
@@ -194,7 +196,7 @@ def test_tokens_cost_what_was_computed(server: LimitedServer) -> None:
     assert costs[1] < costs[0] and costs[2] == costs[1] + 6, "what the cache has is free"
 
 
-def test_a_search_costs_all_its_beams(server: LimitedServer) -> None:
+def test_beam_search_charges_all_beams(server: LimitedServer) -> None:
     before = left(server, TOKENS)
     answer = chat(server, TOKENS, "Search for this", beam_width=4, n=1)
     settled(server, TOKENS)
@@ -202,7 +204,7 @@ def test_a_search_costs_all_its_beams(server: LimitedServer) -> None:
     assert left(server, TOKENS) == before - usage_of(answer) - 3 * num_drawn
 
 
-def test_who_leaves_pays_for_what_was_said(server: LimitedServer) -> None:
+def test_disconnected_client_is_charged_for_generated_tokens(server: LimitedServer) -> None:
     before = left(server, TOKENS)
     body = {"messages": [{"role": "user", "content": "Tell me much"}], "stream": True, "ignore_eos": True}
     with slowed(server, 0.05), server.connect() as connection:
@@ -216,8 +218,8 @@ def test_who_leaves_pays_for_what_was_said(server: LimitedServer) -> None:
     assert before - 900 < left(server, TOKENS) < before
 
 
-def test_who_reads_slowly_pays_for_what_was_computed(server: LimitedServer) -> None:
-    """All of it is, and lies there, when the stream is cut off: here because the key is revoked."""
+def test_slow_reader_is_charged_for_computed_tokens(server: LimitedServer) -> None:
+    """All tokens are computed although the stream is cut off, here by revoking the key."""
     slow = give(server.config, "slow", tokens_per_day=10_000)
     server.call(server.gateway.key_cache.refresh())
     body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "ignore_eos": True, "max_tokens": 300}
@@ -227,13 +229,13 @@ def test_who_reads_slowly_pays_for_what_was_computed(server: LimitedServer) -> N
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         raw.connect(("127.0.0.1", server.port))
         raw.sendall(post_bytes(server.port, CHAT, data, f"authorization: Bearer {slow.key}\r\n"))
-        wait_until(lambda: num_told(server) == 600, "all to be computed")
+        wait_until(lambda: num_generated(server) == 600, "all to be computed")
         take_away(server.config, slow)
         server.call(server.gateway.key_cache.refresh())
         wait_until(lambda: server.gateway.limiter.usage.used(slow.record.id) >= 600, "all to be paid for")
 
 
-def test_who_leaves_a_search_pays_what_was_reserved(server: LimitedServer) -> None:
+def test_disconnected_beam_search_is_charged_its_reservation(server: LimitedServer) -> None:
     before = left(server, TOKENS)
     body = {"messages": [{"role": "user", "content": "Search long"}], "beam_width": 2, "max_tokens": 400}
     with slowed(server, 0.05), server.connect() as connection:
@@ -245,7 +247,7 @@ def test_who_leaves_a_search_pays_what_was_reserved(server: LimitedServer) -> No
     assert left(server, TOKENS) <= before - 800
 
 
-def test_so_many_at_once_however_they_came(server: LimitedServer) -> None:
+def test_concurrency_limit_covers_every_route(server: LimitedServer) -> None:
     with slowed(server, 0.05), socket_of(server, AT_ONCE) as socket:
         receive(socket)
         for lane in ("one", "two"):
@@ -271,7 +273,7 @@ def test_so_many_at_once_however_they_came(server: LimitedServer) -> None:
     server.wait_idle()
 
 
-def test_a_day_is_used_up_and_survives_a_restart(server: LimitedServer, clock: Clock, tmp_path: Path) -> None:
+def test_daily_limit_is_enforced_and_survives_a_restart(server: LimitedServer, clock: Clock, tmp_path: Path) -> None:
     db = str(tmp_path / "chat.db")
     held = keys_with(db, {DAILY: KEYS[DAILY]})
     with limited_server(db, clock, held) as first:
@@ -293,7 +295,7 @@ def test_a_day_is_used_up_and_survives_a_restart(server: LimitedServer, clock: C
         assert chat(second, DAILY, "Morning")[0] == 200
 
 
-def test_every_answer_of_a_limited_key_tells_what_is_left(server: LimitedServer) -> None:
+def test_responses_of_a_limited_key_have_rate_limit_headers(server: LimitedServer) -> None:
     key = server.bearer(SIDE)
     big = {"content-length": str(2**30)}
     answers = {
@@ -316,7 +318,7 @@ def test_every_answer_of_a_limited_key_tells_what_is_left(server: LimitedServer)
         assert not any(name.startswith("x-ratelimit") for name in headers)
 
 
-def test_the_real_client_hears_of_it(server: LimitedServer) -> None:
+def test_openai_client_raises_rate_limit_error(server: LimitedServer) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.held[PER_MINUTE].key, max_retries=0)
     with client:
         asked = {"model": "org/tiny-hash", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "n": 5}
@@ -327,7 +329,7 @@ def test_the_real_client_hears_of_it(server: LimitedServer) -> None:
     assert refusal.value.code == "rate_limit_exceeded" and refusal.value.response.headers["retry-after"] == "60"
 
 
-def test_prewarming_costs_no_request_and_its_turn_finds_it_paid(server: LimitedServer, clock: Clock) -> None:
+def test_prewarm_costs_no_request_and_its_turn_is_cached(server: LimitedServer, clock: Clock) -> None:
     with socket_of(server, SIDE) as socket:
         receive(socket)
         text = "Something that takes its time to type, and is computed while it is typed. " * 4
@@ -353,7 +355,7 @@ def test_prewarming_costs_no_request_and_its_turn_finds_it_paid(server: LimitedS
         assert (none["type"], none["status"], none["warm_tokens"]) == ("prompt.prewarmed", "busy", 0)
 
 
-def test_whoever_goes_on_beyond_what_was_reserved_pays_for_it(server: LimitedServer) -> None:
+def test_tokens_beyond_the_reservation_are_charged(server: LimitedServer) -> None:
     before = left(server, TOKENS)
     answer = chat(server, TOKENS, "On and on", max_tokens=None)
     settled(server, TOKENS)
@@ -362,8 +364,8 @@ def test_whoever_goes_on_beyond_what_was_reserved_pays_for_it(server: LimitedSer
     assert left(server, TOKENS) == before - usage_of(answer)
 
 
-def test_a_check_left_out_would_be_seen(server: LimitedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One door for all: without it nothing counts, and the test of the ways in fails."""
+def test_limit_check_finds_missing_admission(server: LimitedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without admission control no request counts, and the route test fails."""
     monkeypatch.setattr(type(server.gateway.limiter), "admit", lambda self, principal, work: Reservation(None, work))
     with pytest.raises(AssertionError):
-        test_every_way_in_counts_and_is_refused_with_a_wait_that_suffices(server, Clock())
+        test_every_generating_route_is_limited_and_accepts_after_the_stated_wait(server, Clock())

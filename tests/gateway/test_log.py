@@ -1,4 +1,4 @@
-"""The log of a response: whatever was appended, every reader can rebuild it from wherever it starts."""
+"""The event log: every reader can rebuild the response from any position."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Frame = dict[str, Any]
 
 
 def fill(log: ResponseLog, num_deltas: int, num_items: int = 2, seed: int = 0) -> None:
-    """A response with notes strewn in, up to its terminal frame."""
+    """Fill a log with deltas and random unnumbered frames, up to the terminal frame."""
     draws = random.Random(seed)
     log.append("response.created", response={"id": log.response_id})
     for index in range(num_items):
@@ -54,7 +54,7 @@ async def read(log: ResponseLog, after: int = -1, *, extended: bool = False, mos
 
 
 def texts(frames: list[Frame]) -> dict[str, str]:
-    """What a client shows after these frames."""
+    """Return the texts that a client shows after these frames."""
     shown: dict[str, str] = {}
     for frame in frames:
         if frame["type"] == "response.snapshot":
@@ -71,7 +71,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 @given(num_deltas=st.integers(0, 700), seed=st.integers(0, 3), data=st.data())
-def test_a_plain_reader_gets_every_number_from_anywhere(num_deltas: int, seed: int, data: st.DataObject) -> None:
+def test_plain_reader_receives_every_number_from_any_position(num_deltas: int, seed: int, data: st.DataObject) -> None:
     async def work() -> None:
         log = ResponseLog("resp_1")
         fill(log, num_deltas, seed=seed)
@@ -87,9 +87,7 @@ def test_a_plain_reader_gets_every_number_from_anywhere(num_deltas: int, seed: i
 
 
 @given(num_deltas=st.integers(0, 900), seed=st.integers(0, 3), cuts=st.lists(st.integers(0, 900), max_size=4))
-def test_an_extended_reader_that_is_cut_off_again_and_again_ends_with_the_same_text(
-    num_deltas: int, seed: int, cuts: list[int]
-) -> None:
+def test_extended_reader_resumed_repeatedly_receives_the_same_text(num_deltas: int, seed: int, cuts: list[int]) -> None:
     async def work() -> None:
         log = ResponseLog("resp_1")
         fill(log, num_deltas, seed=seed)
@@ -113,7 +111,7 @@ def test_an_extended_reader_that_is_cut_off_again_and_again_ends_with_the_same_t
     run(work())
 
 
-def test_a_reader_that_keeps_up_gets_no_snapshot_and_one_that_does_not_gets_one() -> None:
+def test_log_sends_a_snapshot_to_lagging_readers_only() -> None:
     async def work() -> None:
         log = ResponseLog("resp_1")
         quick, slow, plain = log.reader(extended=True), log.reader(extended=True), log.reader()
@@ -139,7 +137,7 @@ def test_a_reader_that_keeps_up_gets_no_snapshot_and_one_that_does_not_gets_one(
     run(work())
 
 
-def test_bytes_count_too_but_one_large_frame_is_just_a_large_frame() -> None:
+def test_log_lag_counts_bytes_except_of_a_single_large_frame() -> None:
     async def work() -> None:
         log = ResponseLog("resp_1")
         reader = log.reader(extended=True)
@@ -154,7 +152,7 @@ def test_bytes_count_too_but_one_large_frame_is_just_a_large_frame() -> None:
     run(work())
 
 
-def test_acks_hold_a_reader_back_only_once_there_are_any() -> None:
+def test_ack_window_applies_after_the_first_ack() -> None:
     async def work() -> None:
         log = ResponseLog("resp_1")
         free, acking = log.reader(), log.reader(extended=True)
@@ -181,7 +179,7 @@ def test_acks_hold_a_reader_back_only_once_there_are_any() -> None:
     run(work())
 
 
-def test_a_log_ends_once() -> None:
+def test_log_rejects_a_second_terminal_frame() -> None:
     async def work() -> None:
         log = ResponseLog("resp_1")
         fill(log, 3)
@@ -192,7 +190,7 @@ def test_a_log_ends_once() -> None:
     run(work())
 
 
-def test_nobody_reads_what_has_not_been_said() -> None:
+def test_reader_after_a_future_number_is_rejected() -> None:
     async def work() -> None:
         log = ResponseLog("resp_1")
         fill(log, 3)
@@ -204,8 +202,8 @@ def test_nobody_reads_what_has_not_been_said() -> None:
     run(work())
 
 
-def test_what_is_read_by_nobody_is_small() -> None:
-    """A tenth of its JSON, at about 200 bytes an event."""
+def test_log_without_readers_is_compressed() -> None:
+    """To a tenth of its JSON, at about 200 bytes an event."""
 
     async def work() -> None:
         log = ResponseLog("resp_1")
@@ -240,7 +238,7 @@ def begun(registry: ResponseRegistry, name: str, owner: str = "a", num_deltas: i
     return fake
 
 
-def test_the_registry_knows_owners_ages_and_bytes() -> None:
+def test_registry_checks_owner_and_evicts_by_age_and_bytes() -> None:
     async def work() -> None:
         now_s = [0.0]
         registry = ResponseRegistry(clock=lambda: now_s[0])
@@ -265,7 +263,7 @@ def test_the_registry_knows_owners_ages_and_bytes() -> None:
     run(work())
 
 
-def test_ended_logs_share_a_budget_and_the_oldest_go_first() -> None:
+def test_registry_evicts_the_oldest_ended_logs_first() -> None:
     async def work() -> None:
         registry = ResponseRegistry(max_ended_bytes=300_000)
         for number in range(60):

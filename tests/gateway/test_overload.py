@@ -1,4 +1,4 @@
-"""More than can be queued: refused in order, at once, and before anything is made of the text."""
+"""Requests beyond the queue limit are rejected at once, before tokenising."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def crowded(tmp_path: Path) -> Iterator[Server]:
 
 
 def _asks(server: Server, count: int, content: str = "Hi", max_tokens: int = 800) -> list[Any]:
-    """Open so many streams and leave them open; what has come of each so far is nobody's concern."""
+    """Open streams and leave them open, without reading their responses."""
     connections = []
     for _ in range(count):
         connection = server.connect()
@@ -56,9 +56,7 @@ def _waiting(server: Server) -> tuple[int, int]:
     return health.num_waiting, health.num_waiting_tokens
 
 
-def test_who_finds_the_queue_full_is_refused_before_tokenising(
-    crowded: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_queue_rejects_requests_before_tokenising(crowded: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     connections = _asks(crowded, 1)
     wait_until(lambda: crowded.num_pages_in_use() > 0, "one runs")
     connections += _asks(crowded, MAX_WAITING)
@@ -90,7 +88,7 @@ def test_who_finds_the_queue_full_is_refused_before_tokenising(
         connection.close()
 
 
-def test_long_prompts_fill_the_queue_sooner(crowded: Server) -> None:
+def test_long_prompts_fill_the_token_queue_first(crowded: Server) -> None:
     connections = _asks(crowded, 1)
     wait_until(lambda: crowded.num_pages_in_use() > 0, "one runs")
     connections += _asks(crowded, 1, LONG, 200)
@@ -106,10 +104,10 @@ def test_long_prompts_fill_the_queue_sooner(crowded: Server) -> None:
     status, _, _ = crowded.request(
         "POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}], "max_tokens": 1}
     )
-    assert status == 200  # a long one alone is let in
+    assert status == 200  # a single long prompt is admitted
 
 
-def test_a_flood_is_served_or_refused_and_the_queue_never_overflows(crowded: Server) -> None:
+def test_flood_is_served_or_rejected_and_the_queue_never_overflows(crowded: Server) -> None:
     crowded.runner.delay_s = 0.001
     outcomes: list[tuple[int, str | None]] = []
     most = [0, 0]

@@ -1,4 +1,4 @@
-"""`chatcache.v1`: responses outlive their sockets, and any socket can read on, stop them, or hear of what changed."""
+"""`chatcache.v1`: responses outlive their WebSockets and can be resumed from any other."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.gateway.frames import LONG, TERMINAL, Frame, ask, receive, send, unti
 from tests.gateway.responding import counted
 from tests.gateway.serving import PAGE_SIZE, Server, held, hurry, slowed, tiny_tokenizer, wait_until
 
-MAX_BEHIND = 30  # frames, for these tests: even what is told of sixteen answers at once is more
+MAX_LAG = 30  # frames; fewer than the frames of sixteen finished candidates
 
 
 @contextlib.contextmanager
 def tab(url: str) -> Iterator[ClientConnection]:
-    """One more page of the same user."""
+    """One more browser tab of the same user."""
     # max_queue: a client that leaves with frames unread would wait for its own closing handshake
     with connect(url, subprotocols=["chatcache.v1"], max_size=None, max_queue=None) as connection:  # type: ignore[list-item]
         assert receive(connection)["type"] == "session.created"
@@ -49,7 +49,7 @@ def numbered(frames: list[Frame]) -> list[Frame]:
 
 
 def shown(frames: list[Frame]) -> dict[int, str]:
-    """The text that a page shows after these frames; no gap and no repeat on the way."""
+    """Return the text that a page shows after these frames; check for gaps and repeats."""
     texts: dict[int, str] = {}
     expected = 0
     for frame in numbered(frames):
@@ -65,7 +65,7 @@ def shown(frames: list[Frame]) -> dict[int, str]:
 
 
 def reload_until_the_end(url: str, response_id: str, seed: int) -> tuple[list[Frame], int]:
-    """A tab that is reloaded again and again: everything it saw, and how often it came back."""
+    """Reload a tab at random until the response ends; return frames and reload count."""
     draws = random.Random(seed)
     seen: list[Frame] = []
     num_reloads = 0
@@ -87,7 +87,7 @@ def reload_until_the_end(url: str, response_id: str, seed: int) -> tuple[list[Fr
 
 @contextlib.contextmanager
 def lasting(server: Server) -> Iterator[None]:
-    """What begins in the block goes on for a minute when nobody reads it."""
+    """Set a grace period of one minute for responses that start in the block."""
     config = server.gateway.config
     server.gateway.config = replace(config, disconnect_grace_period_s=60.0)
     try:
@@ -97,7 +97,7 @@ def lasting(server: Server) -> Iterator[None]:
 
 
 def reload_in_three_tabs(server: Server, url: str, n: int, first_seed: int = 0) -> int:
-    """Every tab ends with the whole text and the same last word; how often they were reloaded."""
+    """Check that each of three tabs ends with the whole text; return the number of reloads."""
     found: dict[int, tuple[list[Frame], int]] = {}
     with slowed(server, 0.004), lasting(server):
         with connect(url) as socket:
@@ -121,20 +121,20 @@ def reload_in_three_tabs(server: Server, url: str, n: int, first_seed: int = 0) 
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_reloads_of_three_tabs_see_the_same_to_the_byte(server: Server, url: str, n: int) -> None:
-    """G14, at the size of a test."""
+def test_reloads_of_three_tabs_receive_identical_events(server: Server, url: str, n: int) -> None:
+    """Goal G14, at the size of a test."""
     assert reload_in_three_tabs(server, url, n) > 9
 
 
 @pytest.mark.long
-def test_a_thousand_reloads(server: Server, url: str) -> None:
+def test_thousand_reloads_receive_identical_events(server: Server, url: str) -> None:
     num_reloads = seed = 0
     while num_reloads < 1000:
         num_reloads += reload_in_three_tabs(server, url, 1 + seed % 3, seed)
         seed += 3
 
 
-def test_an_ended_response_is_read_again_from_anywhere(server: Server, url: str, socket: ClientConnection) -> None:
+def test_ended_response_can_be_resumed_from_any_number(server: Server, url: str, socket: ClientConnection) -> None:
     send(socket, input="Hello", n=2, max_output_tokens=40, ignore_eos=True)
     frames = until_end(socket)
     response_id, last = frames[0]["response"]["id"], frames[-1]["sequence_number"]
@@ -150,13 +150,13 @@ def test_an_ended_response_is_read_again_from_anywhere(server: Server, url: str,
         assert ask(page, input="nothing more came of it")["output"]
 
 
-def test_a_long_answer_is_resumed_as_one_snapshot(
+def test_long_response_is_resumed_with_one_snapshot(
     server: Server, url: str, socket: ClientConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(response_log, "MAX_LAG_FRAMES", MAX_BEHIND)
+    monkeypatch.setattr(response_log, "MAX_LAG_FRAMES", MAX_LAG)
     send(socket, **{**LONG, "max_output_tokens": 40}, n=16)
     frames = until_end(socket)
-    assert len(frames) > 2 * MAX_BEHIND
+    assert len(frames) > 2 * MAX_LAG
     with tab(url) as page:
         send(page, "response.resume", response_id=frames[0]["response"]["id"])
         again = until_end(page)
@@ -164,7 +164,7 @@ def test_a_long_answer_is_resumed_as_one_snapshot(
     assert again[-1] == frames[-1] and shown(again) == shown(frames)
 
 
-def test_running_without_a_token_yet_is_a_state(server: Server, url: str, socket: ClientConnection) -> None:
+def test_resume_before_the_first_token_reports_in_progress(server: Server, url: str, socket: ClientConnection) -> None:
     with held(server) as let_go, tab(url) as page:
         send(socket, **{**LONG, "max_output_tokens": 2})
         response_id = until(socket, "response.in_progress")[0]["response"]["id"]
@@ -176,7 +176,7 @@ def test_running_without_a_token_yet_is_a_state(server: Server, url: str, socket
     assert numbered(rest)[0]["sequence_number"] == 2
 
 
-def test_resuming_what_cannot_be(server: Server, url: str) -> None:
+def test_resume_of_unknown_or_future_events_is_rejected(server: Server, url: str) -> None:
     with tab(url) as page:
         done = ask(page, input="Hi")
         cases: list[tuple[Frame, int, str]] = [
@@ -200,8 +200,8 @@ def test_resuming_what_cannot_be(server: Server, url: str) -> None:
             until_end(page)
 
 
-def test_a_response_goes_on_while_nobody_reads_it(server: Server, url: str) -> None:
-    """For as long as `disconnect_grace_period_s`, which is longer than this."""
+def test_response_without_reader_continues_for_the_grace_period(server: Server, url: str) -> None:
+    """`disconnect_grace_period_s` is longer than this test."""
     with slowed(server, 0.003), lasting(server):
         with tab(url) as page:
             response_id = begin(page, max_output_tokens=150)
@@ -212,7 +212,7 @@ def test_a_response_goes_on_while_nobody_reads_it(server: Server, url: str) -> N
     assert end["incomplete_details"] == {"reason": "max_output_tokens"} and end["usage"]["output_tokens"] == 150
 
 
-def test_what_is_not_stored_ends_with_its_last_reader(server: Server, url: str) -> None:
+def test_unstored_response_ends_with_its_last_reader(server: Server, url: str) -> None:
     with slowed(server, 0.05), tab(url) as second:
         with tab(url) as first:
             response_id = begin(first, store=False)
@@ -225,13 +225,13 @@ def test_what_is_not_stored_ends_with_its_last_reader(server: Server, url: str) 
         wait_until(lambda: server.num_pages_in_use() == 0, "it to end with its last reader", timeout_s=20.0)
 
 
-def test_whoever_cancels_gets_the_receipt(server: Server, url: str) -> None:
+def test_cancelling_connection_receives_the_receipt(server: Server, url: str) -> None:
     with slowed(server, 0.01), tab(url) as reading, tab(url) as other:
         response_id = begin(reading, n=2)
         send(other, "response.cancel", response_id=response_id)
-        told = receive(other)
+        reported = receive(other)
         end = until_end(reading)[-1]
-        assert told == {
+        assert reported == {
             "type": "response.cancelled", "response_id": response_id, "status": "cancelled", "receipt": end["receipt"],
         }  # fmt: skip
         assert end["receipt"]["tokens_after_stop"] >= 0 and end["receipt"]["pages_freed"] > 0
@@ -239,7 +239,7 @@ def test_whoever_cancels_gets_the_receipt(server: Server, url: str) -> None:
         assert receive(other)["status"] == 404
 
 
-def test_subscribers_hear_of_every_change_whoever_makes_it(server: Server, url: str) -> None:
+def test_subscribers_receive_every_conversation_change(server: Server, url: str) -> None:
     with tab(url) as page, connect(url) as other:
         for _ in range(2):  # twice is once
             send(page, "conversation.subscribe")
@@ -261,8 +261,8 @@ def test_subscribers_hear_of_every_change_whoever_makes_it(server: Server, url: 
             page.recv(timeout=0.1)
 
 
-def test_a_page_that_is_opened_finds_what_runs(server: Server, url: str) -> None:
-    """After a reload, and in a tab that was there before."""
+def test_subscription_lists_running_responses(server: Server, url: str) -> None:
+    """After a reload, and in a tab that was open before."""
     with slowed(server, 0.02), tab(url) as before, connect(url) as other:
         send(before, "conversation.subscribe")
         assert receive(before)["running"] == []
@@ -279,23 +279,23 @@ def test_a_page_that_is_opened_finds_what_runs(server: Server, url: str) -> None
         until_end(other)
 
 
-def test_a_client_that_acks_is_sent_no_more_than_its_window(
+def test_acknowledging_client_receives_at_most_one_window(
     server: Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(response_log, "MAX_LAG_FRAMES", MAX_BEHIND)
+    monkeypatch.setattr(response_log, "MAX_LAG_FRAMES", MAX_LAG)
     with slowed(server, 0.02), tab(url) as page:
         send(page, **{**LONG, "max_output_tokens": 200}, n=16)
         response_id = until(page, "response.created")[0]["response"]["id"]
         send(page, "response.ack", response_id=response_id, sequence_number=0)
         last = 0
-        while last < MAX_BEHIND:
+        while last < MAX_LAG:
             last = receive(page).get("sequence_number", last)
         hurry(server)
         wait_until(lambda: server.num_pages_in_use() == 0, "the engine to be done, whatever the client reads")
         with contextlib.suppress(TimeoutError):
             while True:
                 last = json.loads(page.recv(timeout=1.0)).get("sequence_number", last)
-        assert last < MAX_BEHIND + 100
+        assert last < MAX_LAG + 100
         send(page, "response.ack", response_id=response_id, sequence_number=10**9)
         assert until(page, "error")[-1]["error"]["param"] == "sequence_number"
         send(page, "response.ack", response_id=response_id, sequence_number=last)
@@ -312,7 +312,7 @@ DRAFT = "It was a dark and stormy night, and the pages were all in use; except a
 PIECE_TOKENS = 8
 
 
-def test_typing_warms_the_prompt(server: Server, url: str) -> None:
+def test_prewarm_computes_the_prompt_of_the_next_turn(server: Server, url: str) -> None:
     with tab(url) as page:
         first = ask(page, input="Hello", instructions="Tell stories.")
         place = {"previous_response_id": first["id"], "instructions": "Tell stories."}
@@ -332,7 +332,7 @@ def test_typing_warms_the_prompt(server: Server, url: str) -> None:
         assert cached >= warmed[-1]["input_tokens"] - PAGE_SIZE
 
 
-def test_nobody_is_warmed_while_somebody_is_served(server: Server, url: str) -> None:
+def test_prewarm_waits_while_a_request_runs(server: Server, url: str) -> None:
     with slowed(server, 0.01), tab(url) as page, connect(url) as other:
         response_id = begin(other)
         send(page, "prompt.prewarm", input=DRAFT)
@@ -345,7 +345,7 @@ def test_nobody_is_warmed_while_somebody_is_served(server: Server, url: str) -> 
         assert receive(page)["error"]["param"] == "previous_item_id"
 
 
-def test_leaving_drops_the_prewarming(server: Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disconnect_cancels_the_prewarm(server: Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prewarm, "PIECE_TOKENS", PIECE_TOKENS)
 
     def num_steps() -> int:

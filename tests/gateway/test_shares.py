@@ -1,4 +1,4 @@
-"""A tenant that asks for more than half of the queue is refused for itself, before anything is made of its text."""
+"""A tenant above its half of the queue is rejected before tokenising."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from chatcache.config import EngineConfig
 from chatcache.gateway.auth.principal import KeyLimits
-from chatcache.gateway.limits import admission as door
+from chatcache.gateway.limits import admission
 from chatcache.tokenizer.tokenizer import Tokenizer
 from tests.gateway.clocks import Clock
 from tests.gateway.limited import LimitedServer, keys_with, limited_server
@@ -91,13 +91,13 @@ def refusal(server: LimitedServer, tenant: str, content: str = "Hi") -> tuple[in
     return status, answer["error"]["code"]
 
 
-def check_shares(crowd: Crowd, made: list[str]) -> None:
+def check_shares(crowd: Crowd, tokenised: list[str]) -> None:
     """Fill the queue from two sides. Raises: AssertionError where a share does not hold."""
     server = crowd.server
     crowd.queue("one", MOST // 2)
-    made.clear()
+    tokenised.clear()
     assert refusal(server, "one") == (429, "rate_limit_exceeded")
-    assert made == [], "before tokenising"
+    assert tokenised == [], "before tokenising"
     crowd.queue("two", MOST // 2)
     assert refusal(server, "two") == (429, "rate_limit_exceeded")
     assert refusal(server, "three") == (503, "overloaded")
@@ -106,7 +106,7 @@ def check_shares(crowd: Crowd, made: list[str]) -> None:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the tokenizer was asked to do."""
     calls: list[str] = []
     for name in ("encode", "render"):
@@ -120,30 +120,28 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def test_half_of_the_queue_for_one_tenant(crowd: Crowd, made: list[str]) -> None:
-    check_shares(crowd, made)
+def test_tenant_share_is_half_of_the_queue(crowd: Crowd, tokenised: list[str]) -> None:
+    check_shares(crowd, tokenised)
 
 
-def test_without_the_doors_share_the_text_would_be_tokenised_first(
-    crowd: Crowd, made: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(door, "check_tenant_share", lambda *_: None)
+def test_missing_tenant_share_is_detected(crowd: Crowd, tokenised: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "check_tenant_share", lambda *_: None)
     with pytest.raises(AssertionError, match="before tokenising"):
-        check_shares(crowd, made)
+        check_shares(crowd, tokenised)
 
 
-def test_long_prompts_fill_a_share_sooner(crowd: Crowd) -> None:
+def test_long_prompts_fill_the_tenant_share_first(crowd: Crowd) -> None:
     crowd.queue("one", 1, LONG)
     assert refusal(crowd.server, "one", LONG) == (429, "rate_limit_exceeded")
     crowd.queue("two", 1, LONG)
     assert refusal(crowd.server, "three", LONG) == (503, "overloaded")
 
 
-def test_what_has_started_or_left_is_no_part_of_it(crowd: Crowd) -> None:
-    door = crowd.server.gateway.admission
-    assert door.queue_size("three") == (0, 0), "it runs"
+def test_tenant_share_excludes_started_and_disconnected_requests(crowd: Crowd) -> None:
+    controller = crowd.server.gateway.admission
+    assert controller.queue_size("three") == (0, 0), "it runs"
     crowd.queue("one", 2)
-    assert door.queue_size("one").num_requests == 2
+    assert controller.queue_size("one").num_requests == 2
     crowd.leave()
-    wait_until(lambda: door.queue_size("one") == (0, 0), "they left", 60)
+    wait_until(lambda: controller.queue_size("one") == (0, 0), "they left", 60)
     crowd.queue("one", 2)

@@ -1,4 +1,4 @@
-"""Bodies that stop coming, over a real socket: refused in the envelope, the connection closed, nothing else waits."""
+"""Stalled request bodies over a real socket: 408 in the envelope, the connection closed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, len(BODY) - 1])
-def test_a_body_that_stops_is_a_408(hasty: Server, num_bytes: int) -> None:
+def test_stalled_body_gets_408(hasty: Server, num_bytes: int) -> None:
     with hasty.connect() as connection:
         connection.sendall(post_bytes(hasty.port, CHAT, BODY)[: num_bytes - len(BODY)])
         status, headers, answer = split_response(read_all(connection))
@@ -40,8 +40,8 @@ def test_a_body_that_stops_is_a_408(hasty: Server, num_bytes: int) -> None:
     Described(hasty.request("GET", "/openapi.json")[2]).check("POST", CHAT, status, answer)
 
 
-def test_a_body_that_trickles_is_one_too(hasty: Server) -> None:
-    """Never a long pause, and never an end."""
+def test_trickling_body_gets_408(hasty: Server) -> None:
+    """Without a long pause, but also without an end."""
     with hasty.connect() as connection:
         connection.sendall(post_bytes(hasty.port, CHAT, b"x" * 100_000)[:-100_000])
         connection.settimeout(TIMEOUT_S / 8)
@@ -56,7 +56,7 @@ def test_a_body_that_trickles_is_one_too(hasty: Server) -> None:
         assert split_response(data + read_all(connection))[0] == 408
 
 
-def test_a_slow_body_that_comes_is_answered(hasty: Server) -> None:
+def test_slow_body_within_the_limit_is_answered(hasty: Server) -> None:
     whole = post_bytes(hasty.port, CHAT, BODY)
     for _ in range(20):
         began_s = time.monotonic()
@@ -72,8 +72,8 @@ def test_a_slow_body_that_comes_is_answered(hasty: Server) -> None:
     pytest.fail("the machine is too busy to send a body in time")
 
 
-def test_an_answer_may_take_longer_than_a_body(hasty: Server) -> None:
-    """Waiting for the client to leave is not waiting for its body."""
+def test_body_timeout_does_not_limit_the_response(hasty: Server) -> None:
+    """Waiting for a disconnect is not waiting for the body."""
     hasty.runner.delay_s = TIMEOUT_S / 8
     try:
         for stream in (False, True):
@@ -84,8 +84,8 @@ def test_an_answer_may_take_longer_than_a_body(hasty: Server) -> None:
         hasty.runner.delay_s = 0.0
 
 
-def test_what_the_server_does_between_two_chunks_is_its_own_time() -> None:
-    """An import stores while the body comes."""
+def test_body_timeout_excludes_server_time_between_reads() -> None:
+    """An import writes to the store while it reads the body."""
     chunks = iter([{"type": "http.request", "body": b"x", "more_body": more} for more in (True, True, True, False)])
 
     async def receive() -> Message:
@@ -105,9 +105,9 @@ def test_what_the_server_does_between_two_chunks_is_its_own_time() -> None:
     assert next(chunks, None) is None
 
 
-def test_the_server_still_answers(hasty: Server) -> None:
+def test_server_answers_after_stalled_bodies(hasty: Server) -> None:
     assert hasty.request("POST", CHAT, raw=BODY)[0] == 200
 
 
-def test_the_default_is_half_a_minute(tmp_path: Path) -> None:
+def test_body_timeout_default_is_30_seconds(tmp_path: Path) -> None:
     assert ServerConfig().body_timeout_s == 30

@@ -1,4 +1,4 @@
-"""Steering: a response ends where it is, and its successor answers what came in between, in the same lane."""
+"""Steering: a response ends early and its successor in the same stream answers the input."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def until(socket: ClientConnection, kind: str) -> list[Frame]:
 
 
 def begin(socket: ClientConnection, **fields: Any) -> str:
-    """A response under way, some of it said; its id."""
+    """Start a response, wait for its first text and return its id."""
     send(socket, **{**LONG_LANE, **fields})
     frames = until(socket, "response.output_text.delta")
     response_id: str = frames[0]["response"]["id"]
@@ -42,7 +42,7 @@ def cached(response: Frame) -> int:
     return tokens
 
 
-def test_a_steered_response_ends_at_once_and_its_successor_goes_on(server: Server, socket: ClientConnection) -> None:
+def test_steer_ends_the_response_and_its_successor_continues(server: Server, socket: ClientConnection) -> None:
     with slowed(server, 0.02):
         first = begin(socket, instructions="Be brief.", temperature=0.5, metadata={"a": "b"})
         send(socket, "response.steer", previous_response_id=first, input="No: in French!")
@@ -73,8 +73,8 @@ def test_a_steered_response_ends_at_once_and_its_successor_goes_on(server: Serve
     assert items[said["parent_id"]]["content"][0]["text"] == text_of(end)
 
 
-def test_a_revision_is_of_the_first_response_not_of_its_successor(server: Server, socket: ClientConnection) -> None:
-    """The response itself changed the conversation: what goes on with it cannot be stale for that."""
+def test_steer_successor_ignores_the_revision_of_the_first_request(server: Server, socket: ClientConnection) -> None:
+    """The first response changed the conversation itself, so its successor is not stale."""
     made = server.post("/v1/conversations")[2]
     with slowed(server, 0.02):
         first = begin(socket, conversation=made["id"], rev=made["rev"])
@@ -90,8 +90,8 @@ def test_a_revision_is_of_the_first_response_not_of_its_successor(server: Server
     assert refused["error"]["conversation"]["id"] == made["id"]
 
 
-def test_queued_input_is_answered_together_and_in_order(server: Server, socket: ClientConnection) -> None:
-    """The first steer stops the engine; those that come before its last step are still accepted."""
+def test_steer_inputs_are_answered_together_in_order(server: Server, socket: ClientConnection) -> None:
+    """The first steer stops the engine; those before its last step are still accepted."""
     with held(server) as let_go:
         send(socket, **LONG_LANE)
         first = until(socket, "response.in_progress")[0]["response"]["id"]
@@ -108,7 +108,7 @@ def test_queued_input_is_answered_together_and_in_order(server: Server, socket: 
     assert [items[each]["content"][0]["text"] for each in second["input_item_ids"]] == ["one", "two", "three"]
 
 
-def test_the_successor_comes_before_what_waits_in_the_lane(server: Server, socket: ClientConnection) -> None:
+def test_steer_successor_precedes_queued_responses_of_the_stream(server: Server, socket: ClientConnection) -> None:
     with slowed(server, 0.02):
         first = begin(socket)
         send(socket, input="next in lane", max_output_tokens=3, ignore_eos=True, stream_id="lane")
@@ -137,7 +137,7 @@ def failed(socket: ClientConnection) -> Frame:
         [{"type": "function_call_output", "call_id": "c", "output": ""}],
     ],
 )  # fmt: skip
-def test_bad_input_comes_back(server: Server, socket: ClientConnection, given: object) -> None:
+def test_steer_with_invalid_input_returns_the_input(server: Server, socket: ClientConnection, given: object) -> None:
     with slowed(server, 0.02):
         first = begin(socket, max_output_tokens=300)
         send(socket, "response.steer", previous_response_id=first, input=given)
@@ -148,7 +148,7 @@ def test_bad_input_comes_back(server: Server, socket: ClientConnection, given: o
         assert until_end(socket)[-1]["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
-def test_fields_that_steering_does_not_have(server: Server, socket: ClientConnection) -> None:
+def test_steer_with_unknown_fields_is_rejected(server: Server, socket: ClientConnection) -> None:
     with slowed(server, 0.02):
         first = begin(socket, max_output_tokens=300)
         send(socket, "response.steer", previous_response_id=first, input="x", stream_id="lane")
@@ -157,7 +157,7 @@ def test_fields_that_steering_does_not_have(server: Server, socket: ClientConnec
         until_end(socket)
 
 
-def test_responses_that_cannot_be_steered(server: Server, socket: ClientConnection, url: str) -> None:
+def test_steer_of_unsuitable_responses_is_rejected(server: Server, socket: ClientConnection, url: str) -> None:
     done = ask(socket, input="Hi", ignore_eos=False, max_output_tokens=900)
     short = ask(socket, input="Hi", max_output_tokens=2)
     assert (done["status"], short["status"]) == ("completed", "incomplete")
@@ -180,7 +180,7 @@ def test_responses_that_cannot_be_steered(server: Server, socket: ClientConnecti
         until_end(other)
 
 
-def test_pending_input_is_bounded(server: Server, socket: ClientConnection) -> None:
+def test_steer_pending_input_is_bounded(server: Server, socket: ClientConnection) -> None:
     with held(server) as let_go:
         send(socket, **LONG_LANE)
         first = until(socket, "response.in_progress")[0]["response"]["id"]
@@ -197,7 +197,7 @@ def test_pending_input_is_bounded(server: Server, socket: ClientConnection) -> N
     until_end(socket)
 
 
-def test_cancel_wins_over_steering_and_the_input_comes_back(server: Server, socket: ClientConnection) -> None:
+def test_cancel_after_steer_returns_the_input(server: Server, socket: ClientConnection) -> None:
     with held(server) as let_go:
         send(socket, **LONG_LANE)
         first = until(socket, "response.in_progress")[0]["response"]["id"]
@@ -217,10 +217,10 @@ def test_cancel_wins_over_steering_and_the_input_comes_back(server: Server, sock
     assert ask(socket, input="still here", stream_id="lane")["output"]
 
 
-def test_input_waits_for_the_outputs_of_called_functions(
+def test_steer_input_waits_for_function_outputs(
     server: Server, socket: ClientConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not lost, and comes in front of what the client brings; a request that fails leaves it waiting."""
+    """The input is kept and put before the client's next input; a failed request leaves it."""
     stub = {"type": "function_call_output", "call_id": "call_1", "name": "f"}
     monkeypatch.setattr(live_response, "required_input", lambda _: [stub])
     monkeypatch.setattr(ResponseEventWriter, "status", lambda *_: COMPLETED)
@@ -249,8 +249,8 @@ def test_input_waits_for_the_outputs_of_called_functions(
     assert len(third["input_item_ids"]) == 1, "it was committed once"
 
 
-def test_a_steer_that_races_the_end_is_answered_or_comes_back(server: Server, socket: ClientConnection) -> None:
-    """Whatever the moment: accepted and a successor, or refused; never both, never neither."""
+def test_steer_concurrent_with_the_end_is_answered_or_returned(server: Server, socket: ClientConnection) -> None:
+    """Either accepted with a successor, or rejected; never both, never neither."""
     for num_tokens in range(1, 13):
         send(socket, **{**LONG_LANE, "max_output_tokens": num_tokens})
         first = until(socket, "response.created")[-1]["response"]["id"]
@@ -265,7 +265,7 @@ def test_a_steer_that_races_the_end_is_answered_or_comes_back(server: Server, so
             until_end(socket)
 
 
-def test_whoever_resumed_it_follows_the_successor(
+def test_resumed_reader_receives_the_steer_successor(
     server: Server, socket: ClientConnection, page: ClientConnection
 ) -> None:
     with slowed(server, 0.02):

@@ -1,4 +1,4 @@
-"""Two tenants on one server: what they share is declared by the operator, the rest nobody else can find."""
+"""Two tenants on one server share declared system prompts and nothing else."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def num_system_tokens(system: str) -> int:
     return len(tiny_tokenizer().render_ids([{"role": "system", "content": system}], add_generation_prompt=False))
 
 
-def test_a_declared_system_prompt_is_shared_and_what_follows_it_is_not(shared: Server) -> None:
+def test_shared_system_prompt_is_cached_across_tenants_but_not_its_continuation(shared: Server) -> None:
     num_shared = num_system_tokens(DECLARED) // PAGE_SIZE * PAGE_SIZE
     assert num_shared > 4 * PAGE_SIZE
     assert cached(shared, ONE, DECLARED, "my secret is 42") == 0
@@ -51,13 +51,13 @@ def test_a_declared_system_prompt_is_shared_and_what_follows_it_is_not(shared: S
     assert cached(shared, TWO, DECLARED, "my secret is 42") > num_shared, "one's own are found to the last token"
 
 
-def test_an_undeclared_one_is_not(shared: Server) -> None:
+def test_undeclared_system_prompt_is_not_shared(shared: Server) -> None:
     assert cached(shared, ONE, OWN, "Hi") == 0
     assert cached(shared, TWO, OWN, "Hi") == 0
     assert cached(shared, ONE, OWN, "Hi") > 0
 
 
-def test_no_field_of_a_client_makes_tokens_public(shared: Server) -> None:
+def test_request_fields_cannot_make_tokens_public(shared: Server) -> None:
     private = "Another private prompt, which its owner calls public without being asked."
     claims = {"num_public_tokens": 30, "namespace": "", "public": True}
     before = len("<|im_start|>system\n") // 2  # what any chat of one's own begins with
@@ -66,7 +66,7 @@ def test_no_field_of_a_client_makes_tokens_public(shared: Server) -> None:
     assert cached(shared, ONE, private, "Hi", **claims) > 4 * before
 
 
-def test_stored_conversations_share_it_too(shared: Server) -> None:
+def test_stored_conversations_use_the_shared_system_prompt(shared: Server) -> None:
     url = f"ws://127.0.0.1:{shared.port}/v1/responses"
     figures = []
     for key in (ONE, TWO, TWO):
@@ -77,7 +77,7 @@ def test_stored_conversations_share_it_too(shared: Server) -> None:
     assert num_shared <= figures[1] < figures[2]
 
 
-def test_nobody_reads_stops_steers_or_hears_of_what_is_not_theirs(shared: Server) -> None:
+def test_tenant_cannot_read_stop_or_steer_foreign_responses(shared: Server) -> None:
     url = f"ws://127.0.0.1:{shared.port}/v1/responses"
     with (
         connect(url, additional_headers=ONE, subprotocols=[PROTOCOL], max_queue=None) as one,

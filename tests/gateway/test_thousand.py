@@ -1,7 +1,7 @@
-"""G4: a thousand clients cut in the middle, and nobody pays for it.
+"""Goal G4: a thousand clients disconnect at every moment and leave no trace.
 
-How they leave x what they speak x where their request is just then: no page, task or socket is left, and whoever sings
-beside them is not disturbed.
+All ways to disconnect x all transports x all request phases: no page, task or socket remains, and the text of a
+reference client is unchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SONG: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Of thirty requests a few run at a time, long prompts in pieces."""
+    """A server with a few slots for thirty requests and chunked prefill."""
     config = ServerConfig(db=str(tmp_path_factory.mktemp("db") / "c.db"), disconnect_grace_period_s=0.2)
     engine_config = EngineConfig(max_num_seqs=12, max_num_batched_tokens=64)
     with Server(config, engine_config=engine_config) as server:
@@ -51,7 +51,7 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 class Cut:
-    """One client by hand, whose kernel takes 4 KiB."""
+    """A raw client with a 4 KiB receive buffer."""
 
     def __init__(self, server: Server, way: str, wire: str, phase: str, origin: str, draws: random.Random) -> None:
         self._server, self._way, self._wire, self._phase = server, way, wire, phase
@@ -164,10 +164,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "STALL_TIMEOUT_S", 1.0)
 
 
-def test_clients_cut_in_every_way(busy: Server) -> None:
+def test_clients_disconnected_in_every_way_leave_no_trace(busy: Server) -> None:
     _cut(busy, 2 * len(EVERY), seed=4)
 
 
 @pytest.mark.long
-def test_a_thousand_clients(busy: Server) -> None:
+def test_thousand_disconnected_clients_leave_no_trace(busy: Server) -> None:
     _cut(busy, 17 * len(EVERY), seed=5)

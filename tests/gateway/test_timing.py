@@ -1,8 +1,7 @@
-"""How long an answer takes says nothing of what another tenant has computed; within a tenant it says it plainly.
+"""Response times do not depend on what other tenants have computed, only on the own tenant.
 
-The counter (`test_gateway_isolation`) is the gate; this is the same seen from outside. Two samples of times are told
-apart by the test of Kolmogorov and Smirnov; its p-value is the limit distribution with Stephens' correction (JRSS B 32,
-1970).
+`test_isolation` counts pages and is the gate; this test observes from outside. Two samples of times are compared with
+the Kolmogorov-Smirnov test; its p-value is the limit distribution with Stephens' correction (JRSS B 32, 1970).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Slow(FakeRunner):
 
 
 def same_p(one: list[float], other: list[float]) -> float:
-    """How likely samples as different as these would be, were both of one distribution."""
+    """Return the p-value of the hypothesis that both samples have one distribution."""
     a, b = np.sort(one), np.sort(other)
     at = np.concatenate([a, b])
     gap = np.abs(np.searchsorted(a, at, "right") / len(a) - np.searchsorted(b, at, "right") / len(b)).max()
@@ -44,7 +43,7 @@ def same_p(one: list[float], other: list[float]) -> float:
 
 
 def sampled(server: Server, victim: Held, prober: Held, draw: random.Random, num_pairs: int) -> float:
-    """Time prompts that the victim has sent beside such that nobody has, by turns; return the p-value."""
+    """Time cached and new prompts of a victim in turns; return the p-value of the difference."""
 
     def ask(who: Held, text: str) -> float:
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
@@ -67,8 +66,8 @@ def sampled(server: Server, victim: Held, prober: Held, draw: random.Random, num
 
 
 @pytest.mark.long
-def test_times_tell_no_other_tenant_s_words(tmp_path: Path) -> None:
-    """G19, the second part: 250 + 250, three runs, and the control that shows what the probe can see."""
+def test_response_times_do_not_reveal_cached_text_of_other_tenants(tmp_path: Path) -> None:
+    """Goal G19, second part: 250 + 250 probes, three runs, and a positive control."""
     config = ServerConfig(db=str(tmp_path / "c.db"))
     ann, bob, other = give(config, "a", "ann"), give(config, "a", "bob"), give(config, "b")
     draw = random.Random(SEED)

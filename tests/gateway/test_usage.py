@@ -1,4 +1,4 @@
-"""Tokens of a day, kept in a store that several gateways share, and that sometimes does not answer."""
+"""Daily token usage in a store that several gateways share, with outages."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ DAY_S = 86_400
 
 
 class Store:
-    """Counts in memory. `is_down`: it takes and tells nothing. `before`: what happens while it is asked.
+    """Usage in memory. `is_down`: it rejects every call. `before`: called before each operation.
 
-    `is_mute`: it takes what it is given, and does not tell.
+    `is_mute`: it stores the usage but the reply is lost.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,10 @@ def gateway_over(store: Store, clock: Clock) -> DailyUsage:
 
 
 async def two_gateways() -> None:
-    """Each stores what it saw, neither twice, and both know the sum. Raises: AssertionError."""
+    """Check that two gateways store their usage once and both read the sum.
+
+    Raises: AssertionError.
+    """
     store, clock = Store(), Clock()
     one, two = gateway_over(store, clock), gateway_over(store, clock)
     await one.load()
@@ -68,11 +71,11 @@ async def two_gateways() -> None:
     assert store.days == {one.today: {"k": 120}}
 
 
-async def test_gateways_over_one_store_hear_of_each_other() -> None:
+async def test_daily_usage_is_shared_between_gateways() -> None:
     await two_gateways()
 
 
-async def test_counting_twice_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_daily_usage_check_finds_double_counting(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Store.add_usage
 
     async def twice(self: Store, day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
@@ -84,7 +87,7 @@ async def test_counting_twice_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> 
         await two_gateways()
 
 
-async def test_what_comes_while_it_is_stored_is_not_lost() -> None:
+async def test_usage_added_during_a_flush_is_kept() -> None:
     store, clock = Store(), Clock()
     usage = gateway_over(store, clock)
     usage.add("k", 10)
@@ -96,8 +99,8 @@ async def test_what_comes_while_it_is_stored_is_not_lost() -> None:
     assert usage.used("k") == store.days[usage.today]["k"] == 12
 
 
-async def test_what_may_have_been_stored_is_sent_again_as_it_was() -> None:
-    """And what came since after it, at once: a server that ends has one last look."""
+async def test_unconfirmed_usage_is_sent_again_unchanged() -> None:
+    """New usage is stored in the same flush, because a server that shuts down has only one."""
     store, clock = Store(), Clock()
     usage = gateway_over(store, clock)
     store.is_mute = True
@@ -110,8 +113,8 @@ async def test_what_may_have_been_stored_is_sent_again_as_it_was() -> None:
     assert usage.used("k") == store.days[usage.today]["k"] == 13
 
 
-async def test_a_flush_that_is_left_is_not_counted_twice() -> None:
-    """As when the server ends under it: what was given to the store is stored, whoever waits."""
+async def test_cancelled_flush_is_not_counted_twice() -> None:
+    """As when the server ends during a flush: the store has the batch although no one waits."""
     store, clock = Store(), Clock()
     usage = gateway_over(store, clock)
     usage.add("k", 10)
@@ -135,7 +138,7 @@ async def test_a_flush_that_is_left_is_not_counted_twice() -> None:
     assert store.days[usage.today]["k"] == 10
 
 
-async def test_a_store_that_does_not_answer_is_told_later() -> None:
+async def test_usage_is_stored_after_a_store_outage() -> None:
     store, clock = Store(), Clock()
     usage = gateway_over(store, clock)
     store.days[usage.today] = Counter(k=50)
@@ -149,7 +152,7 @@ async def test_a_store_that_does_not_answer_is_told_later() -> None:
     assert usage.used("k") == store.days[usage.today]["k"] == 60
 
 
-async def test_a_day_is_stored_as_that_day_though_it_is_over() -> None:
+async def test_usage_of_a_past_day_is_stored_under_that_day() -> None:
     store, clock = Store(), Clock(wall_s=7 * DAY_S - 1)
     usage = gateway_over(store, clock)
     usage.add("k", 10)
@@ -161,7 +164,7 @@ async def test_a_day_is_stored_as_that_day_though_it_is_over() -> None:
     assert usage.used("k") == 3
 
 
-async def test_without_a_store_only_today_is_kept() -> None:
+async def test_usage_without_a_store_keeps_only_today() -> None:
     clock = Clock()
     usage = DailyUsage(wall_s=clock.wall_s)
     usage.add("k", 10)

@@ -1,4 +1,4 @@
-"""The Responses WebSocket: order, numbering, lanes, cancel, and trees."""
+"""The Responses WebSocket: event order, numbering, concurrent streams, cancel and trees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.gateway.serving import MODEL, PAGE_SIZE, Server, hurry, slowed, wait_
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("nested", [False, True])
-def test_event_order_and_numbers(socket: ClientConnection, n: int, nested: bool) -> None:
+def test_websocket_events_are_ordered_and_numbered(socket: ClientConnection, n: int, nested: bool) -> None:
     fields = {"model": MODEL, "input": "Hello", "n": n, "max_output_tokens": 30, "seed": 1}
     send(socket, **({"response": fields} if nested else dict[str, Any](fields)))
     frames = until_end(socket)
@@ -36,14 +36,14 @@ def test_event_order_and_numbers(socket: ClientConnection, n: int, nested: bool)
     assert frames[0]["response"]["id"] == final["id"] and frames[0]["response"]["output"] == []
 
 
-def test_same_answer_as_the_stateless_route(server: Server, socket: ClientConnection) -> None:
+def test_websocket_reply_equals_chat_completions(server: Server, socket: ClientConnection) -> None:
     response = ask(socket, input="Hello", seed=5, instructions="Be brief.", max_output_tokens=20)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     chat = server.post("/v1/chat/completions", messages=messages, seed=5, max_tokens=20, ignore_eos=True)[2]
     assert text_of(response) == chat["choices"][0]["message"]["content"]
 
 
-def test_turns_forks_and_regenerations_hit_their_history(server: Server, socket: ClientConnection) -> None:
+def test_turns_forks_and_regenerations_reuse_cached_history(server: Server, socket: ClientConnection) -> None:
     system = {"instructions": "Be brief and kind. " * 4}
     first = ask(socket, input="Hello", n=2, **system)
     used = first["usage"]["input_tokens"]
@@ -75,7 +75,7 @@ def test_turns_forks_and_regenerations_hit_their_history(server: Server, socket:
     assert items[first["output"][1]["id"]]["index"] == 1
 
 
-def test_input_items_and_roles(server: Server, socket: ClientConnection) -> None:
+def test_input_items_accept_every_role(server: Server, socket: ClientConnection) -> None:
     response = ask(
         socket,
         input=[
@@ -90,7 +90,7 @@ def test_input_items_and_roles(server: Server, socket: ClientConnection) -> None
     assert ask(socket, input="More", previous_response_id=response["id"])["usage"]["input_tokens"] > 0
 
 
-def test_not_stored_means_not_there(server: Server, socket: ClientConnection) -> None:
+def test_unstored_response_is_not_found(server: Server, socket: ClientConnection) -> None:
     before = server.request("GET", "/v1/conversations")[2]["data"]
     response = ask(socket, input="Hello", store=False)
     assert response["conversation"] is None and response["store"] is False
@@ -99,12 +99,12 @@ def test_not_stored_means_not_there(server: Server, socket: ClientConnection) ->
     assert receive(socket)["error"]["code"] == "previous_response_not_found"
 
 
-def test_beams_return_the_best_first(socket: ClientConnection) -> None:
+def test_beam_search_returns_the_best_first(socket: ClientConnection) -> None:
     response = ask(socket, input="Hello", beam_width=4, n=2)
     assert len(response["output"]) == 2 and response["beam_width"] == 4
 
 
-def test_logprobs_on_request(socket: ClientConnection) -> None:
+def test_logprobs_are_returned_on_request(socket: ClientConnection) -> None:
     response = ask(socket, input="Hello", include=["message.output_text.logprobs"], top_logprobs=2)
     logprobs = response["output"][0]["content"][0]["logprobs"]
     assert len(logprobs) == 8 and all(len(entry["top_logprobs"]) == 2 for entry in logprobs)
@@ -133,7 +133,7 @@ def test_cancel_ends_with_a_receipt(server: Server, socket: ClientConnection, ur
     assert receive(socket)["error"]["code"] == "not_found"
 
 
-def test_lanes_run_side_by_side_and_each_in_order(server: Server, socket: ClientConnection) -> None:
+def test_streams_run_concurrently_and_each_in_order(server: Server, socket: ClientConnection) -> None:
     with slowed(server, 0.02):
         send(socket, **{**LONG, "max_output_tokens": 600}, stream_id="slow")
         send(socket, **{**LONG, "max_output_tokens": 5}, stream_id="quick")
@@ -149,7 +149,7 @@ def test_lanes_run_side_by_side_and_each_in_order(server: Server, socket: Client
     assert ends == ["quick", "slow", "slow"]
 
 
-def test_default_lane_answers_in_order_without_a_stream_id(socket: ClientConnection) -> None:
+def test_default_stream_answers_in_order_without_a_stream_id(socket: ClientConnection) -> None:
     for text in ("one", "two"):
         send(socket, input=text, max_output_tokens=3, ignore_eos=True)
     first, second = until_end(socket), until_end(socket)
@@ -157,7 +157,7 @@ def test_default_lane_answers_in_order_without_a_stream_id(socket: ClientConnect
     assert first[-1]["response"]["id"] != second[0]["response"]["id"] == second[-1]["response"]["id"]
 
 
-def test_the_page_gets_progress_and_conversations(page: ClientConnection) -> None:
+def test_extended_websocket_receives_progress_and_conversations(page: ClientConnection) -> None:
     send(page, input="Hello", max_output_tokens=3, ignore_eos=True)
     frames = until_end(page)
     notes = [frame for frame in frames if "sequence_number" not in frame]
@@ -170,7 +170,7 @@ def test_the_page_gets_progress_and_conversations(page: ClientConnection) -> Non
     assert notes[3]["conversation"]["active_leaf"] == frames[-1]["response"]["output"][0]["id"]
 
 
-def test_leaving_ends_and_keeps_what_was_said(server: Server, url: str) -> None:
+def test_disconnect_ends_the_response_and_stores_its_text(server: Server, url: str) -> None:
     with slowed(server, 0.02):
         with connect(url) as connection:
             send(connection, **LONG)

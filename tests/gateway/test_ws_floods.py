@@ -1,4 +1,4 @@
-"""Floods of the smallest frames there are: whoever sends them is closed, and nobody else waits for them to be read."""
+"""Floods of minimal WebSocket frames: the sender is disconnected, others are not delayed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def raw(server: Server) -> Iterator[socket.socket]:
 
 
 def close_code(connection: socket.socket) -> int:
-    """Of the close frame that ends what is left to read; what comes before are pongs."""
+    """Return the code of the close frame; pongs before it are skipped."""
     data = b""
     while part := connection.recv(65536):
         data += part
@@ -47,7 +47,7 @@ def close_code(connection: socket.socket) -> int:
 
 
 @pytest.mark.parametrize("kind", [PING, PONG, PIECE])
-def test_a_flood_is_closed(server: Server, url: str, raw: socket.socket, kind: int) -> None:
+def test_websocket_frame_flood_is_closed(server: Server, url: str, raw: socket.socket, kind: int) -> None:
     idle = num_tasks(server)
     raw.sendall(frame(FIRST_PIECE) if kind == PIECE else b"")
     with connect(url) as calm:
@@ -58,17 +58,17 @@ def test_a_flood_is_closed(server: Server, url: str, raw: socket.socket, kind: i
     wait_until(lambda: num_tasks(server) < idle, "what served it to end")
 
 
-def test_a_message_in_pieces_without_number(
+def test_message_with_too_many_fragments_is_closed(
     server: Server, raw: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However slowly they come."""
+    """However slowly they arrive."""
     monkeypatch.setattr(http, "MAX_FRAGMENTS", 100)
     raw.sendall(frame(FIRST_PIECE, b"{") + frame(PIECE, b" ") * 99)
     raw.sendall(frame(PIECE) * 2)
     assert close_code(raw) == RATE_LIMITED
 
 
-def test_a_message_in_many_pieces_is_a_message(server: Server, url: str) -> None:
+def test_message_with_many_fragments_is_accepted(server: Server, url: str) -> None:
     with connect(url) as connection:
         text = '{"type":"response.create","input":"Hello","max_output_tokens":2,"ignore_eos":true}'
         connection.send(iter(text))

@@ -91,11 +91,13 @@ def _check(server: Server, caplog: pytest.LogCaptureFixture, seed: int, num_mess
     assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-def test_changed_messages_are_answered(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_mutated_messages_get_an_error_or_a_close(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     _check(server, caplog, seed=6, num_messages=250)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
-def test_changed_messages_are_answered_for_long(server: Server, caplog: pytest.LogCaptureFixture, seed: int) -> None:
+def test_mutated_messages_get_an_error_or_a_close_for_long(
+    server: Server, caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
     _check(server, caplog, seed=seed, num_messages=5_000)

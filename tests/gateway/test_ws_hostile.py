@@ -62,7 +62,7 @@ from tests.gateway.serving import MAX_MODEL_LEN, Server, slowed, wait_until
         ({"response": 5}, "response", 400),
     ],
 )
-def test_bad_requests_are_one_error_and_the_socket_lives(
+def test_invalid_request_gets_one_error_and_keeps_the_socket(
     server: Server, socket: ClientConnection, fields: Frame, param: str | None, status: int
 ) -> None:
     stored = len(server.request("GET", "/v1/conversations?limit=100")[2]["data"])
@@ -81,7 +81,7 @@ def test_bad_requests_are_one_error_and_the_socket_lives(
 @pytest.mark.parametrize(
     "data", ["", "{", "[]", '{"type":"a","type":"b"}', '{"a":NaN}', '{"a":"\\ud800"}', b"\x00\x01", b"{}"]
 )
-def test_frames_that_are_not_strict_json_close_4400(url: str, data: str | bytes) -> None:
+def test_frame_that_is_not_strict_json_closes_4400(url: str, data: str | bytes) -> None:
     with connect(url) as connection:
         connection.send(data)
         assert receive(connection)["error"]["code"] == "invalid_json"
@@ -90,7 +90,7 @@ def test_frames_that_are_not_strict_json_close_4400(url: str, data: str | bytes)
     assert caught.value.rcvd is not None and caught.value.rcvd.code == 4400
 
 
-def test_too_big_frames_close_1009(url: str) -> None:
+def test_oversized_frame_closes_1009(url: str) -> None:
     with connect(url) as connection:
         connection.send("x" * (ServerConfig().max_frame_bytes + 1))
         with pytest.raises(ConnectionClosed) as caught:
@@ -98,7 +98,7 @@ def test_too_big_frames_close_1009(url: str) -> None:
     assert caught.value.rcvd is not None and caught.value.rcvd.code == 1009
 
 
-def test_lanes_and_queues_are_bounded(server: Server, socket: ClientConnection) -> None:
+def test_streams_and_their_queues_are_bounded(server: Server, socket: ClientConnection) -> None:
     with slowed(server, 0.02):
         for number in range(40):
             send(socket, **LONG, stream_id=f"lane{number}")
@@ -109,7 +109,7 @@ def test_lanes_and_queues_are_bounded(server: Server, socket: ClientConnection) 
         assert errors[0]["status"] == 503 and errors[0]["error"]["param"] == "stream_id"
 
 
-def test_a_flood_of_frames_ends_its_own_socket_only(server: Server, url: str) -> None:
+def test_frame_flood_closes_only_its_own_socket(server: Server, url: str) -> None:
     def flood() -> None:
         with connect(url, max_queue=None) as connection:
             for number in range(5_000):
@@ -125,14 +125,14 @@ def test_a_flood_of_frames_ends_its_own_socket_only(server: Server, url: str) ->
 
 
 @pytest.mark.parametrize("lane", ["x" * 129, "é" * 100_000, 5, ["a"], {"a": "b"}, ""])
-def test_names_that_no_lane_may_have(socket: ClientConnection, lane: object) -> None:
+def test_invalid_stream_id_is_rejected(socket: ClientConnection, lane: object) -> None:
     send(socket, input="x", stream_id=lane)
     error = receive(socket)
     assert error["error"]["param"] == "stream_id" and len(str(error)) < 1000
     assert ask(socket, input="still here", stream_id="é" * 128)["output"]
 
 
-def test_so_many_responses_may_be_resumed_at_once(
+def test_concurrent_resumes_are_bounded(
     server: Server, page: ClientConnection, socket: ClientConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lanes, "MAX_RESUMED", 2)
@@ -156,9 +156,7 @@ def until(socket: ClientConnection, kind: str) -> Frame:
     return frame
 
 
-def test_a_prompt_that_is_typed_a_thousand_times_is_warmed_once_at_a_time(
-    server: Server, page: ClientConnection
-) -> None:
+def test_repeated_prewarm_runs_one_at_a_time(server: Server, page: ClientConnection) -> None:
     for number in range(300):
         send(page, "prompt.prewarm", input="All that I ever wanted to say. " * 5 + "x" * number)
     send(page, "conversation.subscribe")
@@ -166,13 +164,13 @@ def test_a_prompt_that_is_typed_a_thousand_times_is_warmed_once_at_a_time(
     assert ask(page, input="still here")["output"]
 
 
-def test_plain_http_on_the_socket_path_is_told_so(server: Server) -> None:
+def test_plain_http_on_the_websocket_path_gets_an_error(server: Server) -> None:
     status, _, answer = server.request("GET", "/v1/responses")
     assert status in (404, 405, 426) and answer["error"]["code"]
 
 
-def test_a_reader_that_stalls_stops_nobody(server: Server, url: str) -> None:
-    """Frames wait in the log; the engine and the other connections go on."""
+def test_stalled_reader_blocks_no_other_connection(server: Server, url: str) -> None:
+    """Frames stay in the log; the engine and other connections continue."""
     with connect(url, max_queue=1) as stalled, connect(url) as other:
         send(stalled, **{**LONG, "max_output_tokens": 300}, n=3)
         assert len(ask(other, input="Hello")["output"]) == 1
@@ -181,10 +179,10 @@ def test_a_reader_that_stalls_stops_nobody(server: Server, url: str) -> None:
     assert [frame["sequence_number"] for frame in frames] == list(range(len(frames)))
 
 
-def test_a_conversation_deleted_under_its_response(
+def test_deleted_conversation_fails_its_running_response_once(
     server: Server, socket: ClientConnection, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One end, told once; nothing is left behind for the log to complain about."""
+    """One terminal event, and no error in the log."""
     with slowed(server, 0.01):
         send(socket, **LONG)
         frames = [receive(socket)]
@@ -201,13 +199,13 @@ def test_a_conversation_deleted_under_its_response(
 
 
 class FullDisk(SqliteStore):
-    """Refuses every write."""
+    """A store that rejects every write."""
 
     async def create(self, *_: object, **__: object) -> None:
         raise OSError("disk full: /secret/path")
 
 
-def test_a_store_that_fails_ends_the_generation_too(tmp_path: Path) -> None:
+def test_store_failure_at_the_start_stops_the_generation(tmp_path: Path) -> None:
     with Server(ServerConfig(), store=FullDisk(tmp_path / "c.db")) as server:
         server.wait_ready()
         with connect(f"ws://127.0.0.1:{server.port}/v1/responses") as socket:
@@ -219,8 +217,8 @@ def test_a_store_that_fails_ends_the_generation_too(tmp_path: Path) -> None:
         server.wait_idle()
 
 
-def test_a_client_that_is_gone_is_no_error_of_ours(server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    """One send finds it gone; frames that it sent before are still read, and their answers go nowhere."""
+def test_disconnected_client_logs_no_error(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    """One send finds the client gone; its earlier frames are still handled."""
     arrived = [{"type": "conversation.subscribe"}, {"type": "no.such.thing"}, {"type": "response.cancel"}, "{"]
     sent: list[Any] = []
 

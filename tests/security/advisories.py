@@ -42,7 +42,7 @@ CLASSES = (
         ("CVE-2025-46570", "GHSA-4qjh-9fv9-r85r"),
         (
             "kv_cache/test_page_hash.py::test_match_10_000_probes_find_no_foreign_page",
-            "gateway/test_tenants.py::test_an_undeclared_one_is_not",
+            "gateway/test_tenants.py::test_undeclared_system_prompt_is_not_shared",
         ),
     ),
     Class(
@@ -51,7 +51,7 @@ CLASSES = (
         (
             "security/test_regressions.py::test_no_field_of_the_wire_names_a_page_a_hash_or_a_namespace",
             "security/test_regressions.py::test_fields_that_ended_others_are_refused_by_name",
-            "gateway/test_tenants.py::test_no_field_of_a_client_makes_tokens_public",
+            "gateway/test_tenants.py::test_request_fields_cannot_make_tokens_public",
         ),
     ),
     Class(
@@ -88,9 +88,9 @@ CLASSES = (
         "rights looked at once, or an id taken for a right",
         _cves("2026-44553 -44564 -59216 -111630 2024-41703"),
         (
-            "gateway/test_tenants.py::test_nobody_reads_stops_steers_or_hears_of_what_is_not_theirs",
-            "gateway/test_guard.py::test_tenants_do_not_see_each_other",
-            "gateway/test_guard.py::test_tenants_cannot_stop_each_other",
+            "gateway/test_tenants.py::test_tenant_cannot_read_stop_or_steer_foreign_responses",
+            "gateway/test_guard.py::test_tenant_cannot_read_another_tenants_data",
+            "gateway/test_guard.py::test_tenant_cannot_stop_another_tenants_response",
         ),
     ),
     Class(
@@ -207,7 +207,7 @@ CLASSES = (
         (
             "security/test_regressions.py::test_compressed_bodies_are_refused_unread",
             "security/test_regressions.py::test_no_websocket_inflates",
-            "gateway/test_guard.py::test_bodies_are_counted_while_read",
+            "gateway/test_guard.py::test_body_limit_counts_bytes_while_reading",
         ),
     ),
     Class(
@@ -257,7 +257,7 @@ CLASSES = (
         "a Host header that changes the path, a range or a form without number",
         (*_cves("2026-48710 -48746 2025-62727 2023-30798"), "PYSEC-2026-248"),
         (
-            "gateway/test_guard.py::test_foreign_hosts_are_refused",
+            "gateway/test_guard.py::test_foreign_host_is_rejected",
             "security/test_forbidden_code.py::test_nothing_forbidden_is_said",
             "security/test_regressions.py::test_ranges_without_number_cost_nothing",
             "security/test_regressions.py::test_libraries_may_not_be_as_old_as_their_known_holes",
@@ -266,14 +266,14 @@ CLASSES = (
     Class(
         "keys that are compared, or asked for on some routes only",
         ("CVE-2025-59425",),
-        ("gateway/test_guard.py::test_keys",),
+        ("gateway/test_guard.py::test_api_key_is_required",),
     ),
     Class(
         "any web page talks to a server on this machine",
         (*_cves("2026-44211 2024-28224"), "GHSA-5jx5-hqx5-2vrj"),
         (
-            "gateway/test_guard.py::test_foreign_origins_are_refused",
-            "gateway/test_guard.py::test_foreign_hosts_are_refused",
+            "gateway/test_guard.py::test_foreign_origin_is_rejected",
+            "gateway/test_guard.py::test_foreign_host_is_rejected",
         ),
     ),
     Class(
