@@ -1,6 +1,6 @@
-"""Many tenants at one engine, in its own time: one flood that does not care, and some that ask one thing after another.
+"""Adversarial load in simulated time: a flood of requests, and tenants that wait.
 
-Time is engine steps, arrivals are drawn from a seed: a run is the same wherever it runs, however loaded the machine.
+Time is counted in engine steps and arrivals are drawn from a seed, so a run does not depend on the machine.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ OVERLOAD = 10
 
 @dataclass
 class AdversarialLoad:
-    """A run of `num_steps`. `num_polite` tenants have one request each at any time; the flood's arrive all the time,
-    OVERLOAD times what the engine could serve, of `num_floods` tenants in turn.
+    """A run of `num_steps` steps with polite tenants and a flood.
 
-    `waits`: steps from a polite request to its first token. `widest`: the most that ever waited, of all and of one.
+    Each of `num_polite` tenants has one request at any time. The flood sends OVERLOAD times what the engine can serve,
+    for `num_floods` tenants in turn. `waits`: steps from a polite request to its first token. `widest`: the largest
+    queue, of all tenants and of one.
     """
 
     policy: str = "fair"
@@ -83,7 +84,7 @@ class AdversarialLoad:
 
     @property
     def slowest_wait(self) -> float:
-        """The 95th percentile, in steps."""
+        """Return the 95th percentile of the waits, in steps."""
         return float(np.percentile(self.waits, 95))
 
     def _ask(self, tenant: str, step: int) -> bool:

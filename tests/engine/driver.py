@@ -1,4 +1,4 @@
-"""Short ways to drive an engine over the fake runner."""
+"""Helpers that drive an engine over the fake runner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hypothesis makes up workloads: any at all, and tight ones."""
+"""Hypothesis strategies for workloads, with normal and with tight page pools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FAMILIES = [tuple(int(t) for t in np.random.default_rng(i).integers(1, VOCAB, 4
 
 
 def until_it_fails(max_examples: int) -> settings:
-    """For a property that a bug was planted under: nobody wants to know its smallest example."""
+    """Return settings for a property with an injected bug: stop at the first failure."""
     return settings(
         max_examples=max_examples,
         deadline=None,
@@ -31,7 +31,7 @@ def until_it_fails(max_examples: int) -> settings:
 
 @st.composite
 def prompts(draw: st.DrawFn) -> tuple[int, ...]:
-    """Prompts of a few families, so that prefixes are often shared."""
+    """Generate prompts of a few families, so that prefixes are often shared."""
     family = draw(st.sampled_from(_FAMILIES))
     shared = draw(st.integers(1, 40))
     own = draw(st.lists(st.integers(1, VOCAB - 1), max_size=8))
@@ -40,7 +40,7 @@ def prompts(draw: st.DrawFn) -> tuple[int, ...]:
 
 @st.composite
 def requests(draw: st.DrawFn, number: int, tight: bool = False, calm: bool = False) -> GenerateRequest:
-    """Ask for anything; a `calm` request for nothing but one token after another."""
+    """Generate a request with any parameters; a `calm` one only samples one token per step."""
     kinds = ["greedy", "sample", "n", NARROW]
     kind = draw(st.sampled_from(kinds if calm else [*kinds, "sample", "distinct", "beam", "beam", WANDER]))
     wandering = dict.fromkeys((WANDER, NARROW), RandomForks.max_branches)
@@ -89,7 +89,7 @@ def requests(draw: st.DrawFn, number: int, tight: bool = False, calm: bool = Fal
 
 @st.composite
 def drops(draw: st.DrawFn, request: GenerateRequest, step: int) -> tuple[tuple[int, int], ...]:
-    """Give up some of several candidates, now or later, perhaps all of them."""
+    """Generate cancellations of candidates, at any step, perhaps of all of them."""
     if num_branches(request.params) == 1 or draw(st.sampled_from([True, False])):
         return ()
     places = st.tuples(st.integers(step, step + 25), st.integers(0, num_branches(request.params)))
@@ -98,7 +98,7 @@ def drops(draw: st.DrawFn, request: GenerateRequest, step: int) -> tuple[tuple[i
 
 @st.composite
 def forks(draw: st.DrawFn, number: int, source: Arrival, tight: bool = False, calm: bool = False) -> Arrival:
-    """Ask on from somewhere within an answer that may still be streaming, hint included."""
+    """Generate a request that continues from within another, perhaps streaming, answer."""
     request = draw(requests(number, tight, calm))
     lines = expected_answer(source.request).tokens
     index = draw(st.sampled_from(sorted(lines)))
@@ -115,8 +115,10 @@ def forks(draw: st.DrawFn, number: int, source: Arrival, tight: bool = False, ca
 
 @st.composite
 def workloads(draw: st.DrawFn, tight: bool = False, calm: bool = False) -> Workload:
-    """Any workload; or a `tight` one: long requests, many for their pool, that preempt each other. Some are calm, as
-    requests are, or all."""
+    """Generate a workload; a `tight` one has long requests that preempt each other.
+
+    Some workloads have calm requests only, or calm requests among others.
+    """
     arrivals: list[Arrival] = []
     calm = calm or draw(st.sampled_from([False, False, True]))
     for number in range(draw(st.integers(3, 8) if tight else st.integers(1, 7))):

@@ -1,4 +1,4 @@
-"""What a request must answer, computed alone from plain lists: no pages, no scheduler, no neighbours."""
+"""The expected answer of a request, computed from plain lists without a scheduler."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ NARROW = "wander narrow"  # for the one that draws a single token each time, and
 
 
 class RandomForks:
-    """Fork and retire all over the place, as the drawn tokens say: up to 7 branches, children of retired parents too.
+    """Strategy that forks and releases up to 7 branches as the sampled tokens decide.
 
-    A branch's id spells its ancestry in base 4, so ids are unique and do not depend on who is drawn first.
+    Children of released parents occur, too. A branch's id encodes its ancestors in base 4, so ids are unique and do not
+    depend on the order of the draws.
     """
 
     max_branches = 7
@@ -78,7 +79,7 @@ class RandomForks:
         before = self._outputs[branch]
         whim = (sum(tokens) + len(before) + self._seed) % 8
         last = len(before) + 1 >= self._max_tokens
-        grown = not last and branch < 4 and branch not in self._parents  # two generations, everybody once
+        grown = not last and branch < 4 and branch not in self._parents  # two generations, each branch forks once
         if grown and whim <= 2:
             self._parents.add(branch)
             for number in range(1, 3):
@@ -95,7 +96,7 @@ class RandomForks:
 
 
 def strategy_for(request: GenerateRequest, facts: Any, **settings: Any) -> DecodeStrategy:
-    """Build the strategy of a request; `wander` namespaces get the wandering one."""
+    """Create the strategy of a request; `wander` namespaces use RandomForks."""
     if request.namespace.startswith(WANDER):
         return RandomForks(settings["seed"], settings["max_tokens"], 1 if request.namespace == NARROW else 3)
     return make_strategy(request, facts, **settings)
@@ -103,7 +104,7 @@ def strategy_for(request: GenerateRequest, facts: Any, **settings: Any) -> Decod
 
 @dataclass
 class Answer:
-    """What one request produced."""
+    """The output of one request."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[Any]] = field(default_factory=dict)
@@ -123,12 +124,12 @@ class Answer:
         return self.tokens.get(index), self.logprobs.get(index), self.done[index]
 
     def begins_with(self, other: Answer) -> bool:
-        """Say whether `other` is a beginning of this answer."""
+        """Whether `other` is a prefix of this answer."""
         return all(self.tokens.get(i, [])[: len(tokens)] == tokens for i, tokens in other.tokens.items())
 
 
 def prompt_scores(request: GenerateRequest, runner: FakeRunner) -> tuple[TokenLogprob | None, ...]:
-    """Score every prompt token after those before it, without any pages."""
+    """Compute the log-probability of every prompt token without pages."""
     num_top = request.params.prompt_logprobs
     if num_top is None:
         return ()
@@ -141,7 +142,7 @@ def prompt_scores(request: GenerateRequest, runner: FakeRunner) -> tuple[TokenLo
 
 
 def expected_answer(request: GenerateRequest, *, seed: int = 0) -> Answer:
-    """Answer a request from plain lists of tokens: no pages, no scheduler, no steps shared with anybody."""
+    """Compute the answer from plain lists of tokens: no pages, no scheduler, no other requests."""
     runner = FakeRunner(fake_capacity(2), VOCAB)
     max_tokens = request.params.max_tokens or 16
     seed = getattr(request.params, "seed", None) or seed
@@ -170,7 +171,7 @@ def expected_answer(request: GenerateRequest, *, seed: int = 0) -> Answer:
 
 
 def _candidates(result: StepResult, draw: int, spec: DrawSpec) -> Candidates:
-    """Read one draw's cells out of a result."""
+    """Return the cells of one draw of a result."""
     ids = [token for token in result.tokens[draw].tolist()[: spec.width] if token >= 0]
     top = zip(result.top_tokens[draw].tolist(), result.top_logprobs[draw].tolist(), strict=True)
     distinct = spec.width > 1 and spec.temperature > 0

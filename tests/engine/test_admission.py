@@ -1,4 +1,4 @@
-"""What is refused, with which words, and what the queue and the limits let in."""
+"""Validation of requests: errors with their texts, and the queue limits."""
 
 from __future__ import annotations
 

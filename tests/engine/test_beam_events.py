@@ -1,4 +1,4 @@
-"""What a search tells its caller on the way: events of the engine, not of the strategy alone."""
+"""Events that a beam search emits through the engine before it ends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_beam_search_reports_live_beams_after_every_step() -> None:
 
 
 def test_beam_search_emits_the_common_prefix_before_the_end() -> None:
-    """The plain answer is the same; it only comes in more pieces, and the last of them last."""
+    """The answer equals the plain one, but it is emitted in several events."""
     params = BeamSearchParams(beam_width=3, n=2, max_tokens=60, ignore_eos=True, logprobs=1)
     events = events_of(params)
     pieces = [event for event in events if isinstance(event, Tokens)]

@@ -1,4 +1,4 @@
-"""Pages that a search holds, beside the fewest that any scheme of pages could hold for the same branches."""
+"""Pages that a beam search holds, compared with the minimum for the same branches."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ PAGE_SIZE = 16
 
 @dataclass
 class PageCounts:
-    """(held, ideal) of every moment looked at."""
+    """Pages held and ideal number of pages, at each recorded moment."""
 
     entries: list[tuple[int, int]] = field(default_factory=list)
 
     def enter(self, engine: Engine, *, computing: bool) -> None:
-        """Count now. The ideal tree: a page for every different beginning of a live branch that ends at a page's end,
-        or with the branch. While a step is computed the tokens it was granted count."""
+        """Record the current page counts.
+
+        The ideal tree has a page for every distinct prefix of a live branch that ends at a page boundary or with the
+        branch. While a step runs, the tokens granted in it count.
+        """
         ideal: set[tuple[int, ...]] = set()
         for request in engine.scheduler.running:
             for branch in request.branches.values():
@@ -43,7 +46,7 @@ class PageCounts:
 
 
 class WatchedRunner(FakeRunner):
-    """Looks when all pages of a step have been handed out, before anything is computed."""
+    """Records the page counts of a step after its pages were allocated and before it runs."""
 
     engine: Engine
     ledger: PageCounts
@@ -54,7 +57,7 @@ class WatchedRunner(FakeRunner):
 
 
 def run(searches: list[Params], num_prompt_tokens: int, num_pages: int = 2048) -> tuple[PageCounts, Engine]:
-    """Run the searches on prompts of their own and look at every step twice."""
+    """Run the searches on different prompts and record every step twice."""
     runner = WatchedRunner(fake_capacity(num_pages=num_pages, page_size=PAGE_SIZE), VOCAB, eos_every=40)
     engine = Engine(runner, fake_facts(VOCAB), EngineConfig(page_size=PAGE_SIZE))
     runner.engine, runner.ledger = engine, PageCounts()
@@ -81,7 +84,7 @@ SEARCHES: dict[str, Params] = {
 @pytest.mark.parametrize("num_prompt_tokens", [5, 16, 512, 519])
 @pytest.mark.parametrize("name", SEARCHES)
 def test_beam_search_holds_only_the_pages_of_the_ideal_tree(name: str, num_prompt_tokens: int) -> None:
-    """The goal is 1.05; in fact no step of these holds a page too many."""
+    """The goal is a ratio of 1.05; the ratio here is 1.0."""
     ledger, _ = run([SEARCHES[name]], num_prompt_tokens)
     assert len(ledger.entries) > 40
     assert ledger.ratio() <= 1.05

@@ -1,4 +1,4 @@
-"""After a search the next turn finds everything of a candidate but its last token, which was never computed."""
+"""After a search, the next turn finds all tokens of a candidate except the last cached."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def outputs(eng: Engine, prompt: tuple[int, ...], params: Params) -> tuple[list[
 
 
 def num_cached(eng: Engine, history: tuple[int, ...]) -> int:
-    """Continue a history by a new turn; return how much of it was found."""
+    """Continue a history by a new turn; return how many of its tokens were cached."""
     eng.add(GenerateRequest(request_id="turn", prompt=(*history, 1, 2, 3), params=SamplingParams(max_tokens=1)))
     started = [event for event in eng.step() if isinstance(event, Started)]
     while eng.has_work():
@@ -69,7 +69,7 @@ def test_next_turn_after_a_beam_search_finds_every_candidate_cached(name: str, p
 
 
 def test_beam_search_leaves_no_cached_tails_of_released_branches() -> None:
-    """Of all branches that are let go, only those beside a candidate leave a partly filled page behind."""
+    """Of the released branches, only candidates leave a partly filled page in the cache."""
     eng = engine(16)
     prompt = tuple(range(1, 33))
     candidates, _ = outputs(eng, prompt, BeamSearchParams(beam_width=8, max_tokens=15, ignore_eos=True))

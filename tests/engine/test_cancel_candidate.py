@@ -1,6 +1,6 @@
-"""Dropping one candidate of several: its pages are free at once, and the others never notice.
+"""Cancelling one of several candidates frees its pages and does not change the others.
 
-Random workloads drop candidates too, at any moment (`generated.drops`); here are the moments one by one, and bugs.
+Random workloads cancel candidates, too (`generated_workloads.drops`); here are single situations and injected bugs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def done(events: list[EngineEvent], index: int, name: str = "a") -> CandidateDon
 
 
 def check_others(events: list[EngineEvent], one: GenerateRequest, dropped: set[int]) -> None:
-    """Those that were not dropped say and end as they would have; the dropped ones have said a beginning."""
+    """Compare with a run without cancellations: others are equal, cancelled ones a prefix."""
     expected = undisturbed(one)
     assert isinstance(one.params, SamplingParams)
     for index in range(one.params.n):
@@ -114,7 +114,7 @@ def test_cancelling_an_ended_or_unknown_candidate_does_nothing() -> None:
         events += eng.step()
     (ended,) = [event.index for event in events if isinstance(event, CandidateDone)]
     before, num_in_use = len(events), eng.scheduler.kv.pool.num_in_use
-    for name, index in (("a", ended), ("a", 3), ("a", 99), ("a", -1), ("nobody", 0)):
+    for name, index in (("a", ended), ("a", 3), ("a", 99), ("a", -1), ("unknown", 0)):
         eng.cancel_candidate(name, index)
     assert eng.scheduler.kv.pool.num_in_use == num_in_use and not eng._event_queue
     alive = min({0, 1, 2} - {ended})
@@ -166,7 +166,7 @@ def test_cancelling_a_candidate_of_a_search_raises(params: Params) -> None:
 
 
 def preempting_requests(eng: Engine, num_others: int = 4) -> list[EngineEvent]:
-    """Let older requests push the one that is asked for out of its pages."""
+    """Make older requests preempt the given one."""
     events: list[EngineEvent] = []
     for number in range(num_others):
         params = SamplingParams(max_tokens=40, seed=number, ignore_eos=True)
@@ -198,7 +198,7 @@ def test_cancelling_while_preempted_changes_no_other_candidate(num_host_pages: i
 @pytest.mark.parametrize("num_host_pages", [0, 100], ids=["recompute", "swap"])
 @pytest.mark.parametrize("dropped", [0, 1, 3])
 def test_cancelling_while_pages_are_restored_changes_no_other_candidate(num_host_pages: int, dropped: int) -> None:
-    """Some branches have their pages again, others wait for those that do."""
+    """Some branches have their pages again, others wait for theirs."""
     preemption = "swap" if num_host_pages else "recompute"
     eng = engine(runner(44, num_host_pages=num_host_pages), preemption_mode=preemption, max_num_batched_tokens=16)
     events = preempting_requests(eng)
@@ -214,7 +214,7 @@ def test_cancelling_while_pages_are_restored_changes_no_other_candidate(num_host
 
 
 def test_cancelling_a_row_on_the_device_continues_launching_ahead() -> None:
-    """The one that is on the device is read without the row of the dropped; the next ones are planned ahead."""
+    """The launched step is read without the cancelled row; later steps are planned ahead."""
     eng, one = engine(runner(ahead=True)), request(params=SamplingParams(n=2, max_tokens=60, seed=2, ignore_eos=True))
     eng.add(one)
     events = steps(eng, 9)
@@ -239,7 +239,7 @@ def test_pages_of_a_cancelled_candidate_are_cached() -> None:
 
 
 def test_slots_of_a_cancelled_candidate_are_free_for_others() -> None:
-    """Gang admission counts the candidates that are left."""
+    """Gang admission counts only the remaining candidates."""
     eng = engine(FakeRunner(fake_capacity(num_slots=8), VOCAB))
     eng.add(request(params=EIGHT))
     eng.add(request("b", params=SamplingParams(n=7, max_tokens=5, ignore_eos=True)))
@@ -336,7 +336,7 @@ def lane_created_anyway(patch: Patch) -> None:
 
 
 def lanes_move_up(patch: Patch) -> None:
-    """Who follows a lane that was dropped early draws with its noise."""
+    """A lane after one that was cancelled early samples with the noise of that lane."""
     original = SamplingStrategy._start
 
     def split(self: SamplingStrategy, candidates: Any, actions: Any, outputs: Any) -> None:
@@ -378,5 +378,6 @@ def every_moment() -> None:
             test_cancelling_while_pages_are_restored_changes_no_other_candidate(num_host_pages, dropped)
 
 
+@pytest.mark.slow
 def test_random_cancellations_without_a_bug_pass() -> None:
     every_moment()

@@ -1,4 +1,4 @@
-"""How much of many prompts is computed: as `explain` says of each, at every moment of any workload."""
+"""Cached tokens of many prompts equal `explain` of each, at every step of any workload."""
 
 from __future__ import annotations
 
@@ -65,5 +65,5 @@ def test_counts_of_long_prompts_with_a_miss_anywhere_equal_explain() -> None:
         changed = (*prompt[:at], 61, *prompt[at + 1 :])
         check_counts(one, [(changed, 0), (prompt[:at] or prompt, 0), (prompt[: at + 1], 0), (prompt[: at + 2], 0)], "")
     assert one.cache.count_cached_tokens([PackedPrompt(encode_tokens(prompt))]) == [len(prompt) - 1]
-    assert one.cache.count_cached_tokens([PackedPrompt(encode_tokens(prompt))], "somebody else") == [0]
+    assert one.cache.count_cached_tokens([PackedPrompt(encode_tokens(prompt))], "other") == [0]
     assert one.cache.count_cached_tokens([PackedPrompt(b""), PackedPrompt(encode_tokens(prompt[:1]))]) == [0, 0]

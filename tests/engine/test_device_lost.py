@@ -1,4 +1,4 @@
-"""A lost device ends every request once, with the reason, and the engine for good."""
+"""A lost device fails every request once, with the reason, and ends the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 
 
 class LosingRunner(FakeRunner):
-    """Loses its device in step `last`: from then on nothing works. `at_launch`: it shows as soon as it is asked."""
+    """Loses its device in step `last`; with `at_launch`, the launch raises."""
 
     def __init__(self, last: int, *, has_async_launch: bool, lazy: bool = False, at_launch: bool = False) -> None:
         super().__init__(fake_capacity(has_async_launch=has_async_launch), VOCAB, lazy=lazy)
@@ -45,13 +45,13 @@ WAYS = {
     "one step at a time": LosingRunner(6, has_async_launch=False),
     "two steps on it": LosingRunner(6, has_async_launch=True),
     "found out late": LosingRunner(6, has_async_launch=True, lazy=True),
-    "while one is launched behind another": LosingRunner(6, has_async_launch=True, lazy=True, at_launch=True),
+    "while one is launched after another": LosingRunner(6, has_async_launch=True, lazy=True, at_launch=True),
     "before anything": LosingRunner(1, has_async_launch=True),
 }
 
 
 def requests() -> list[GenerateRequest]:
-    """Two that run, side by side, and one that waits."""
+    """Return two requests that run together, and one that waits."""
     return [
         request("a", params=LONG),
         request("b", prompt=tuple(range(30, 50)), params=SamplingParams(n=3, max_tokens=40, seed=3, ignore_eos=True)),

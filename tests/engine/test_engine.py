@@ -1,4 +1,4 @@
-"""The loop's promises: events, cancels, and what is found again."""
+"""The engine's contract: events, aborts, and cached prefixes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_prefix_caching_disabled_or_reset_finds_nothing() -> None:
     assert eng.health().num_pages_idle > 0
     eng.add(request("c"))
     eng.step()
-    assert not eng.cache.reset_prefix_cache(), "not while somebody runs"
+    assert not eng.cache.reset_prefix_cache(), "not while a request runs"
     drain(eng)
     assert eng.cache.reset_prefix_cache() and eng.health().num_pages_idle == 0
 

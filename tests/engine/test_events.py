@@ -1,4 +1,4 @@
-"""Events of any length: what is long is told in parts, and adds up."""
+"""The event queue splits long outputs into several events."""
 
 from __future__ import annotations
 

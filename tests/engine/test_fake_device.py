@@ -1,4 +1,4 @@
-"""The fake device: as blind as a real one, and strict about what it is asked."""
+"""The fake device: resolves pending tokens on the device and rejects invalid launches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAZY = pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 def plan(
     step: int, slots: list[int], start: int, tokens: list[int], specs: dict[int, DrawSpec] | None = None
 ) -> StepPlan:
-    """Rows of equally many tokens at the same start, on pages of their own, each drawn greedily once."""
+    """Plan rows of equally many tokens at the same start, each drawn greedily once."""
     none: I32 = np.zeros((0, 3), np.int32)
     count = len(tokens) // len(slots)
     rows = Rows(
@@ -86,7 +86,7 @@ def test_a_pending_token_of_a_wide_draw_raises(specs: dict[int, DrawSpec]) -> No
 def test_a_third_step_and_results_out_of_order_raise(lazy: bool) -> None:
     one = runner(lazy=lazy)
     first, second = one.launch(plan(1, [0], 0, [5])), one.launch(plan(2, [0], 1, [PENDING_TOKEN]))
-    with pytest.raises(InvalidPlanError, match="behind 2 others"):
+    with pytest.raises(InvalidPlanError, match="after 2 others"):
         one.launch(plan(3, [0], 2, [PENDING_TOKEN]))
     with pytest.raises(InvalidPlanError, match="ahead of it"):
         second.result()

@@ -1,4 +1,4 @@
-"""The fake runner: pages matter, chunking does not, draws follow the contract."""
+"""The fake runner: pages matter, chunk sizes do not, and draws follow the contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fake runner's swaps, scores, masks and draws without replacement, against plain enumeration."""
+"""The fake runner's swaps, scores, masks and draws, compared with plain enumeration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pairs(*rows: tuple[int, ...]) -> np.ndarray[tuple[int, ...], np.dtype[np.int
 
 
 def plan(start: int, tokens: list[int], **fields: object) -> StepPlan:
-    """One row in slot 0; its last token is drawn greedily."""
+    """Plan one row in slot 0; its last token is drawn greedily."""
     rows = Rows(pairs((0,))[0], pairs((start,))[0], pairs((len(tokens),))[0], np.array(tokens, np.int32))
     draws = pack_draws([DrawSpec(temperature=0.0)], [0], [start + len(tokens)])
     deltas = {"forks": NONE, "updates": NONE, "copies": pairs()} | fields

@@ -1,4 +1,4 @@
-"""Forking a reply that is still streaming: its pages are shared as they are, names and copies come later."""
+"""Forks of a reply that is still streaming: its pages are shared and copied only on write."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_fork_of_a_beam_search_shares_the_best_matching_live_beam() -> None:
     ("point", "namespace", "settings", "expected"),
     [
         (ForkPoint("source"), "", {}, 27),
-        (ForkPoint("nobody"), "", {}, 16),
+        (ForkPoint("unknown"), "", {}, 16),
         (ForkPoint("source", 9), "", {}, 27),
         (ForkPoint("source"), "other", {}, 0),
         (ForkPoint("source"), "", {"enable_prefix_caching": False}, 0),
@@ -199,7 +199,7 @@ def test_source_and_fork_ending_in_any_order_free_all_pages() -> None:
 
 
 def test_a_hundred_forks_copy_no_page_until_they_write() -> None:
-    """Each shares the source's pages; one more copy than there are writers would be one too many."""
+    """Each fork shares the source's pages; there is at most one copy per writer."""
     eng = engine(num_pages=400)
     eng.add(ask("source", PROMPT * 40, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)))
     events = steps(eng, 7)

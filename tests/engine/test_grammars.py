@@ -1,4 +1,4 @@
-"""Constrained requests in the engine: beside others, preempted, failing alone, and compiled while others decode."""
+"""Constrained requests: with others, preempted, failing, and while their grammar compiles."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ MIXED: dict[str, Params] = {
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_preempted_constrained_requests_equal_the_unlimited_pool(preemption: str) -> None:
-    """The state is the strategy's: neither swap nor recompute can disturb it."""
+    """The grammar state belongs to the strategy: neither swap nor recompute changes it."""
     roomy, tight = engine(), engine(num_pages=68, preemption_mode=preemption)
     events: list[list[EngineEvent]] = []
     for each in (roomy, tight):
@@ -104,7 +104,7 @@ def test_a_grammar_error_fails_its_request_only(kind: type[BaseException], monke
 
     def faulty(self: GrammarState, tokens: list[int]) -> None:
         calls.append(1)
-        if len(calls) == 12:  # in the third step or so, of somebody
+        if len(calls) == 12:  # in about the third step of one request
             raise kind("injected")
         step(self, tokens)
 

@@ -1,4 +1,4 @@
-"""The property has teeth: each of these plausible bugs makes it fail, most of them by wrong tokens alone."""
+"""The workload property detects these injected bugs, most of them by wrong tokens alone."""
 
 from __future__ import annotations
 

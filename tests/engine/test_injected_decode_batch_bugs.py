@@ -1,4 +1,4 @@
-"""Nothing is lost that steady branches put off or keep: each of these plausible bugs makes the property fail."""
+"""The decode batch loses nothing that it defers: the property detects these injected bugs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def table_not_updated_with_the_last_token(patch: Patch) -> None:
 
 
 def cached_parent_forked(patch: Patch) -> None:
-    """The parent stays steady on a tail that it now shares."""
+    """The forked parent stays in the decode batch with a tail that it now shares."""
     original = KVCache.fork
 
     def fork(self: KVCache, table: PageTable) -> PageTable:
@@ -81,7 +81,7 @@ def new_rows_overlooked(patch: Patch) -> None:
 
 
 def draws_of_before(patch: Patch) -> None:
-    """The draws of an earlier step, while others are steady by now."""
+    """Uses the draws of an earlier step after the batch changed."""
     original = DecodeBatch.plan_rows
     kept: dict[tuple[DecodeBatch, int], DecodeRows] = {}
 
@@ -125,7 +125,7 @@ def slots_not_in_the_order_of_the_branches(patch: Patch) -> None:
 
 
 def row_moves_not_followed(patch: Patch) -> None:
-    """Branches move up, and nobody knows where they are now."""
+    """Branches move to other rows without an update of their positions."""
     original = DecodeBatch._compact
 
     def move_up(self: DecodeBatch) -> None:
@@ -165,7 +165,7 @@ def new_page_of_another_row(patch: Patch) -> None:
 
 
 def full_pool_not_noticed(patch: Patch) -> None:
-    """The page table goes on, on a page that belongs to somebody."""
+    """The page table advances to a page that belongs to another branch."""
     original = KVCache.advance_pages
 
     def turn_pages(self: KVCache, tables: list[PageTable], tokens: bytes) -> list[int] | None:
@@ -180,7 +180,7 @@ def full_pool_not_noticed(patch: Patch) -> None:
 
 
 def first_tokens_of_the_page_unknown(patch: Patch) -> None:
-    """A branch becomes steady in the middle of a page, and the page is named without its first tokens."""
+    """A branch joins in the middle of a page, which is hashed without its first tokens."""
     original = DecodeBatch.add_if_eligible
 
     def enter(self: DecodeBatch, branch: Branch) -> None:
@@ -223,6 +223,7 @@ BUGS: list[Callable[[Patch], None]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_random_workloads_detect_an_injected_decode_batch_bug(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
     where = st.one_of(workloads(), workloads(tight=True))

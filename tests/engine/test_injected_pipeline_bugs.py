@@ -1,4 +1,4 @@
-"""Running ahead changes nothing: each of these plausible bugs makes the property fail."""
+"""Asynchronous launch changes nothing: each of these injected bugs makes the property fail."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Patch = pytest.MonkeyPatch
 
 
 def tokens_committed_as_planned(patch: Patch) -> None:
-    """What the plan said of a token, not what it turned out to be."""
+    """Commits the planned token instead of the sampled one."""
     original = DecodeBatch.advance
 
     def advance(self: DecodeBatch, rows: DecodeRows) -> None:
@@ -56,7 +56,7 @@ def rows_committed_twice(patch: Patch) -> None:
 
 
 def rows_not_committed(patch: Patch) -> None:
-    """A step whose rows were all decided behind another is taken for one that was noted then."""
+    """A step launched ahead is taken for one that was committed already."""
     original = StepPipeline.collect
     patch.setattr(
         StepPipeline, "collect", lambda self: (landed := original(self))._replace(is_committed=not landed.step.granted)
@@ -64,7 +64,7 @@ def rows_not_committed(patch: Patch) -> None:
 
 
 def ended_requests_overlooked(patch: Patch) -> None:
-    """The rows of a step are noted at the places they had, whoever has left since."""
+    """The rows of a step are committed at their old positions, although requests ended."""
     patch.setattr(DecodeBatch, "_is_unchanged_since", lambda self, rows: True)
 
 
@@ -78,7 +78,7 @@ def step_after_a_failed_one_is_not_awaited(patch: Patch) -> None:
 
 
 def requests_of_later_steps_continue_after_a_failure(patch: Patch) -> None:
-    """Only those fail that are still in the failed step."""
+    """Only the requests of the failed step fail."""
 
     def abandon(self: Scheduler, *steps: Step) -> list[LiveRequest]:
         failed = [request for request in steps[0].requests() if self._is_running(request)]
@@ -115,7 +115,7 @@ def wide_draws_followed(patch: Patch) -> None:
 
 
 def full_page_one_step_early(patch: Patch) -> None:
-    """The step behind is planned before the one ahead is noted."""
+    """The next step is planned before the step ahead is committed."""
     original = Scheduler.plan_ahead
 
     def plan_ahead(self: Scheduler) -> Step:
@@ -142,6 +142,7 @@ BUGS: list[Callable[[Patch], None]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_random_workloads_detect_an_injected_pipeline_bug(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
     @until_it_fails(max_examples=400)

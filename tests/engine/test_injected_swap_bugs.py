@@ -1,4 +1,4 @@
-"""Bugs in the way to host memory and back: each makes the property fail on tight pools, with swaps forced."""
+"""Bugs of swapping: each makes the property fail on tight pools with forced swaps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AHEAD = ("", "eager", "lazy")
 
 
 def swapping(seed: int) -> Workload:
-    """A few long answers to prompts that begin alike, on a pool for hardly more than one of them."""
+    """Generate long answers to similar prompts, on a pool for hardly more than one of them."""
     rng = np.random.default_rng(seed)
     page_size = int(rng.choice([2, 4]))
     requests = []
@@ -57,8 +57,10 @@ def swapping(seed: int) -> Workload:
 
 
 def leaving(ahead: str) -> Workload:
-    """Page by page six candidates take what is free, beside one answer that goes on steadily; then they have to leave,
-    and the step that copies their pages out fails."""
+    """Six candidates fill the pool while one answer decodes; then they are swapped out.
+
+    The step that copies their pages out fails.
+    """
     small = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.0)
     wide = SamplingParams(n=6, max_tokens=30, ignore_eos=True, seed=94)
     requests = [
@@ -106,7 +108,7 @@ def adjacent_page_copied_instead(patch: Patch) -> None:
 
 
 def tails_mixed_up(patch: Patch) -> None:
-    """Partly filled pages are copied under each other's names."""
+    """Partly filled pages are stored under each other's hashes."""
     original = KVCache.page_contents
 
     def contents(self: KVCache, tables: Iterable[PageTable]) -> dict[int, PageContent]:
@@ -123,7 +125,7 @@ def host_pages_never_released(patch: Patch) -> None:
 
 
 def host_pages_released_at_once(patch: Patch) -> None:
-    """Nobody holds what was copied out: the next one that is preempted overwrites it in the same plan."""
+    """Swapped pages are not held: the next preemption overwrites them in the same plan."""
     original = HostKVCache.store
 
     def hold(self: HostKVCache, contents: dict[int, PageContent]) -> list[int] | None:
@@ -166,7 +168,7 @@ def loaded_page_is_another(patch: Patch) -> None:
 
 
 def siblings_forget_their_own_pages(patch: Patch) -> None:
-    """A branch that comes back keeps what it shares, and takes its partner's pages for the rest."""
+    """A restored branch keeps its shared pages and takes the rest from another branch."""
     original = KVCache.extend
 
     def extend(self: KVCache, table: PageTable, match: PrefixMatch) -> bool:
@@ -178,7 +180,7 @@ def siblings_forget_their_own_pages(patch: Patch) -> None:
 
 
 def copies_count_before_they_are_seen(patch: Patch) -> None:
-    """The step behind one that copies pages is planned before that one's result is known."""
+    """The step after one that copies pages is planned before its result is known."""
     patch.setattr(Step, "has_swaps", False)
 
 
@@ -206,6 +208,7 @@ def all_equal_alone() -> None:
         assert_equals_alone(leaving(ahead))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_swapping_workloads_detect_an_injected_bug(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
     bug(monkeypatch)
@@ -213,6 +216,7 @@ def test_swapping_workloads_detect_an_injected_bug(bug: Callable[[Patch], None],
         all_equal_alone()
 
 
+@pytest.mark.slow
 def test_swapping_workloads_without_a_bug_equal_the_oracle() -> None:
     num_loaded = 0
     for seed in range(NUM_WORKLOADS):

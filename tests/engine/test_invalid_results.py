@@ -1,4 +1,4 @@
-"""One request's fault ends that request only: NaN rows, impossible ids, results of the wrong shape, mad parameters."""
+"""Invalid results fail one request only: NaN rows, invalid ids, wrong shapes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VOCAB = 64
 
 
 class Saboteur(FakeRunner):
-    """Spoils draws of rows whose last token is `trigger`, in the way `how` says."""
+    """Corrupts draws of rows whose last token is `trigger`, in the way `how` names."""
 
     def __init__(self, how: str, trigger: int = 63) -> None:
         super().__init__(fake_capacity(), VOCAB)
@@ -106,7 +106,7 @@ SHAPES: dict[str, Spoiler] = {
     "no alternatives": lambda r: replace(r, top_tokens=r.top_tokens[:, :0], top_logprobs=r.top_logprobs[:, :0]),
     "floats": lambda r: replace(r, tokens=r.tokens.astype(np.float32)),
     "nothing": lambda r: replace(r, tokens=None),  # type: ignore[arg-type]
-    "fault of nobody": lambda r: replace(r, faults=((99, "?"),)),
+    "fault of an unknown draw": lambda r: replace(r, faults=((99, "?"),)),
 }
 
 
@@ -144,8 +144,9 @@ class OneRow(FakeRunner):
         return replace(result, faults=((draw, "the logits are not finite"),))
 
 
+@pytest.mark.slow
 def test_one_corrupted_row_of_thirty_two_fails_that_request_only() -> None:
-    """1,000 trials: exactly that request errors, the others are the same to the bit, its pages are never hit."""
+    """1,000 trials: only that request fails, the others are bit-equal, its pages are not cached."""
     bare = {str(i): simple(str(i), (i, *range(20, 40))) for i in range(1, 33)}  # no page in common
     requests = {
         name: GenerateRequest(
@@ -188,7 +189,7 @@ def test_one_corrupted_row_of_thirty_two_fails_that_request_only() -> None:
 
 
 def fuzzed(rng: np.random.Generator, number: int) -> GenerateRequest:
-    """Draw a request that the schema admits: edges, extremes and nonsense combinations included."""
+    """Draw a request that the schema admits, with edge cases and odd combinations."""
 
     def pick(*values: Any) -> Any:
         return values[int(rng.integers(len(values)))]
@@ -243,8 +244,9 @@ def reference_requests() -> list[GenerateRequest]:
     return [simple(f"canary{i}", tuple(range(i + 1, i + 30)), kinds[i % 4]) for i in range(8)]
 
 
+@pytest.mark.slow
 def test_fuzzed_requests_do_not_change_the_reference_requests() -> None:
-    """10,000 requests that the schema admits; 8 canaries beside them answer as they do alone."""
+    """10,000 random valid requests run with 8 reference requests, which answer as they do alone."""
     solo: dict[str, Any] = {}
     for reference_request in reference_requests():
         alone = engine(FakeRunner(fake_capacity(), VOCAB))

@@ -1,4 +1,4 @@
-"""The idle self-check: it runs by itself, costs little, counts or raises, and sees what is broken."""
+"""The idle check: runs when due, costs little, and counts or raises violations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def engine(*, strict: bool = False, num_pages: int = 64) -> Engine:
 
 
 def serve(eng: Engine, name: str = "a") -> bool:
-    """Run a request; say whether it finished."""
+    """Run a request; return whether it finished."""
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     eng.add(GenerateRequest(request_id=name, prompt=tuple(range(1, 40)), params=params))
     finished = False

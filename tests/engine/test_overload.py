@@ -1,4 +1,4 @@
-"""Ten times what the engine can do, from one tenant or from many: the queue holds, and the others hardly notice.
+"""Ten times the engine's capacity: the queue holds, and other tenants hardly wait.
 
 Everything is counted in engine steps and tokens, so it is the same on any machine.
 """
@@ -23,18 +23,23 @@ GOODPUT = 0.9
 
 @cache
 def without_refusals(num_steps: int) -> AdversarialLoad:
-    """Nobody is refused, so what is done about floods does not matter."""
+    """Return a run without a flood, in which no request is rejected."""
     return AdversarialLoad(num_floods=0, num_steps=num_steps, seed=SEED).run()
 
 
 def check_other_tenants(policy: str = "fair", num_steps: int = 400) -> tuple[float, float]:
-    """Ten tenants, with a flood beside them and without. Raises: AssertionError where they notice too much of it."""
+    """Compare ten tenants with and without a flood.
+
+    Raises: AssertionError if they wait too long.
+    """
     alone = without_refusals(num_steps)
-    beside = AdversarialLoad(policy, num_steps=num_steps, seed=SEED).run()
+    flooded = AdversarialLoad(policy, num_steps=num_steps, seed=SEED).run()
     assert not alone.refused
-    assert set(beside.refused) == {f"{FLOOD}0"}, "only the flood is refused"
-    assert beside.slowest_wait <= SLOWER * alone.slowest_wait, f"{beside.slowest_wait} after {alone.slowest_wait} steps"
-    return alone.slowest_wait, beside.slowest_wait
+    assert set(flooded.refused) == {f"{FLOOD}0"}, "only the flood is refused"
+    assert flooded.slowest_wait <= SLOWER * alone.slowest_wait, (
+        f"{flooded.slowest_wait} after {alone.slowest_wait} steps"
+    )
+    return alone.slowest_wait, flooded.slowest_wait
 
 
 def test_ten_tenants_under_a_flood_wait_at_most_twice_as_long() -> None:
@@ -83,7 +88,7 @@ def test_a_flood_never_overflows_the_queue_and_keeps_the_engine_busy(num_floods:
 
 
 def test_a_flood_check_detects_an_engine_with_idle_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever lets half of its slots idle under load does not pass."""
+    """An engine that leaves half of its slots idle under load fails the check."""
     monkeypatch.setattr("tests.engine.adversarial_load.SLOTS", SLOTS // 2)
     crowd = AdversarialLoad(num_polite=0, seed=SEED).run()
     assert crowd.tokens_per_step < GOODPUT * SLOTS
@@ -91,5 +96,5 @@ def test_a_flood_check_detects_an_engine_with_idle_slots(monkeypatch: pytest.Mon
 
 @pytest.mark.long
 def test_a_long_flood_passes_all_checks() -> None:
-    alone, beside = check_other_tenants(num_steps=8_000)
-    print(f"first token, p95: {alone} steps alone, {beside} beside a flood of ten times the capacity")
+    alone, flooded = check_other_tenants(num_steps=8_000)
+    print(f"first token, p95: {alone} steps alone, {flooded} under a flood of ten times the capacity")

@@ -1,4 +1,4 @@
-"""What every request is charged, and how full the pages are."""
+"""Division of the pages among requests, and the share of unused page space."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
 
 
 def expected_charges(engine: Engine) -> dict[str, float]:
-    """The plain way: each page's price is split among the requests in whose tables it stands."""
+    """Oracle: split each page equally among the requests whose tables contain it."""
     held = {
         request.request_id: {page for table in request.tables() for page in table.pages()}
         for request in engine.scheduler.running
@@ -110,9 +110,13 @@ def test_health_usage_equals_stats_and_is_refreshed_once_a_second() -> None:
     assert gauge.read() == engine.cache.stats() != first
 
 
+@pytest.mark.slow
 def test_page_usage_of_a_chat_load_wastes_under_four_percent() -> None:
-    """Twelve people chat side by side, three turns each: 200-1500 new tokens of prompt in the first, replies of 50-300;
-    every fifth turn asks for 2-4 candidates and goes on with one of them."""
+    """Twelve conversations of three turns run concurrently.
+
+    Prompts have 200-1500 new tokens in the first turn, replies 50-300. Every fifth turn samples 2-4 candidates and
+    continues with one of them.
+    """
     rng = np.random.default_rng(4)
     engine = chat_engine()
     turns = {f"chat {number}": 0 for number in range(12)}

@@ -1,4 +1,4 @@
-"""The page map of a working engine: against plain counting over the pool and the branches, whoever looks."""
+"""The page map of a running engine, compared with counting over the pool and the branches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The next step is on the device before the last one's result is asked for, and nobody can tell from the outside."""
+"""Asynchronous launch: the next step is launched before the last result is read.
+
+Events are the same as without it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 
 
 class RecordingRunner(FakeRunner):
-    """Writes down what it is asked, and fails in the steps of `fails`: some cells are spoilt then."""
+    """Records its calls; fails in the steps of `fails`, after some cells were corrupted."""
 
     def __init__(
         self, num_pages: int = 512, *, has_async_launch: bool = True, lazy: bool = False, **settings: Any
@@ -54,7 +57,7 @@ class RecordingRunner(FakeRunner):
 
 
 def stream(runner: FakeRunner, requests: list[GenerateRequest], **settings: Any) -> dict[str, list[EngineEvent]]:
-    """Run requests together; their events but for how many pages the receipts say went free."""
+    """Run requests concurrently; return their events without the numbers of freed pages."""
     eng = engine(runner, **settings)
     for one in requests:
         eng.add(one)
@@ -75,7 +78,7 @@ def test_pipeline_with_async_launch_keeps_one_step_on_the_device() -> None:
     assert runner.log == [
         *("launch 1", "result 1"),  # the prompt
         *("launch 2", "launch 3", "result 2", "launch 4", "result 3", "launch 5", "result 4"),
-        *("launch 6", "result 5", "result 6"),  # the fifth token ended it: of step 6 nobody wants to know
+        *("launch 6", "result 5", "result 6"),  # the fifth token ended it: the result of step 6 is discarded
     ]
     health = eng.health()
     assert (health.num_steps, health.num_steps_ahead) == (6, 4) and health.num_pages_in_use == 0
@@ -129,7 +132,7 @@ def test_events_with_async_launch_equal_those_without(lazy: bool, policy: str, n
 
 @LAZY
 def test_a_failed_step_fails_the_next_one_and_neither_is_cached(lazy: bool) -> None:
-    """Step 13 fills the prompt's page, which is named when step 14 is planned, before anybody knows that 13 failed."""
+    """Step 13 fills the prompt's page, which is hashed when 14 is planned, before 13 fails."""
     runner = RecordingRunner(lazy=lazy)
     eng = engine(runner, max_num_seqs=2)
     runner.fails = {13: RuntimeError("secret")}
@@ -191,7 +194,7 @@ def test_a_failed_launch_fails_its_step_and_not_the_one_before(lazy: bool) -> No
 
 
 class NotFinite(RecordingRunner):
-    """The logits of one slot are not finite in step `when`."""
+    """Returns logits that are not finite for one slot in step `when`."""
 
     when, slot = 13, 0
 
@@ -238,12 +241,12 @@ def test_abort_while_a_row_is_on_the_device_frees_pages_at_once(lazy: bool) -> N
     free = [page for page in range(1, 12) if not eng._kv.pool.refs[page] and not eng._kv.pool.is_published(page)]
     runner.cells[free] = POISON
     eng.cache.check()
-    told = eng.cache.explain((*range(30, 50), *output(events, "b"), 60)).num_cached_tokens
-    assert told == 20 + seen - 1, "the last token's cell is being computed; nobody has seen it"
+    num_cached = eng.cache.explain((*range(30, 50), *output(events, "b"), 60)).num_cached_tokens
+    assert num_cached == 20 + seen - 1, "the last token's cell is being computed; its result was not read"
     eng.add(request("c", prompt=(*range(30, 50), *output(events, "b"), 60), params=LONG))
     events += drain(eng)
     (end,) = [event for event in events if event.request_id == "b" and isinstance(event, Finished)]
-    assert end.cancelled and end.num_computed_tokens == told and events.index(end) < len(events) - 1
+    assert end.cancelled and end.num_computed_tokens == num_cached and events.index(end) < len(events) - 1
     clean = engine()
     clean.add(request("a", params=LONG))
     clean.add(request("c", prompt=(*range(30, 50), *output(events, "b"), 60), params=LONG))
@@ -267,8 +270,8 @@ def test_queries_between_two_steps_change_nothing(lazy: bool) -> None:
         assert eng.cache.page_accounts().num_pages_in_use == eng.health().num_pages_in_use
         if eng._requests:
             assert eng.cache.page_accounts().requests["a"] == pytest.approx(eng.health().num_pages_in_use)
-        told = eng.cache.explain((*request().prompt, *output(events, index=1), 1)).num_cached_tokens
-        assert told <= 20 + len(output(events, index=1))
+        num_cached = eng.cache.explain((*request().prompt, *output(events, index=1), 1)).num_cached_tokens
+        assert num_cached <= 20 + len(output(events, index=1))
     assert num_on_the_way > 40 and not eng._pipeline
     clean = engine()
     clean.add(request("a", params=SamplingParams(n=3, max_tokens=50, seed=3, ignore_eos=True)))
@@ -314,7 +317,7 @@ def test_a_new_request_starts_after_the_step_on_the_device() -> None:
 
 
 def test_rows_launched_ahead_stay_within_the_context() -> None:
-    """The row behind a branch's last token stands at the context's last position, and in an entry of its table."""
+    """The row after a branch's last token is at the context's last position."""
 
     class Bounded(RecordingRunner):
         def execute(self, plan: StepPlan) -> StepResult:
@@ -362,7 +365,7 @@ def test_a_failed_plan_with_a_step_on_the_device_fails_all_running(monkeypatch: 
 
 
 def test_results_of_random_arrivals_and_aborts_equal_the_oracle() -> None:
-    """Many come and go at random, each with its own answer to the end."""
+    """Requests arrive and are aborted at random; the others equal the oracle."""
     rng = np.random.default_rng(SEED)
     runner = RecordingRunner(num_pages=2048, lazy=True)
     eng = engine(runner)
@@ -395,7 +398,7 @@ def test_results_of_random_arrivals_and_aborts_equal_the_oracle() -> None:
 
 
 class Interrupted(RecordingRunner):
-    """Ctrl-C comes while the result of step `when` is waited for."""
+    """Raises KeyboardInterrupt while the result of step `when` is awaited."""
 
     when = 7
 

@@ -1,4 +1,4 @@
-"""Prompt log-probabilities, exact whatever was cached, however it was cut up, and whoever got in between."""
+"""Prompt log-probabilities are exact with any cached prefix, chunking and preemption."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_prompt_logprobs_of_one_token_are_empty() -> None:
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_prompt_logprobs_after_a_preemption_score_no_token_twice(preemption: str) -> None:
-    """An urgent request grows until the other, half through its prompt, has to give way."""
+    """An urgent request grows until the other one is preempted within its prompt."""
     fake = runner(num_pages=17, num_host_pages=50)
     num_scored: list[int] = []
     execute = fake.execute

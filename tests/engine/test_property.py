@@ -1,4 +1,4 @@
-"""Any workload on any pool equals each request alone with endless memory."""
+"""Random workloads on any pool equal each request alone with unlimited memory."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def test_random_workloads_equal_each_request_alone(workload: Workload) -> None:
     assert_equals_alone(workload)
 
 
+@pytest.mark.slow
 @TIGHT
 @given(workloads(tight=True))
 def test_random_workloads_on_a_tight_pool_equal_each_request_alone(workload: Workload) -> None:
@@ -28,5 +29,5 @@ def test_random_workloads_on_a_tight_pool_equal_each_request_alone(workload: Wor
 @settings(QUICK, max_examples=10_000)
 @given(workloads(tight=True))
 def test_ten_thousand_tight_workloads_equal_each_request_alone(workload: Workload) -> None:
-    """Also: within 1,000 steps each, nobody preempted more than five times, the first in turn never."""
+    """At most 1,000 steps and five preemptions each; the oldest is never preempted."""
     assert_equals_alone(workload)

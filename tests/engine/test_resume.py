@@ -1,4 +1,4 @@
-"""A request that another engine had begun: cut off anywhere, the rest is what an undisturbed run says, to the bit."""
+"""A request resumed on another engine after any event continues bit-identically."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_request(kind: str, name: str = "a") -> GenerateRequest:
 
 
 def run(engine: Engine, *requests: GenerateRequest, most: int = 10_000) -> list[EngineEvent]:
-    """Run to the end, or so many events; a step's come all or not at all."""
+    """Run to the end, or until that many events; the events of a step stay together."""
     events: list[EngineEvent] = []
     for request in requests:
         engine.add(request)
@@ -66,7 +66,7 @@ def resumed(request: GenerateRequest, events: list[EngineEvent]) -> GenerateRequ
 
 
 def visible_output(events: list[EngineEvent]) -> list[object]:
-    """All that a reader sees, whichever steps it came by: figures of the work itself aside."""
+    """Return all that a reader sees, without the counters of the work itself."""
     streams: dict[int, list[object]] = {}
     ends: list[object] = []
     for event in events:
@@ -83,7 +83,7 @@ def visible_output(events: list[EngineEvent]) -> list[object]:
 
 
 class Cuts:
-    """An undisturbed run of one request, to be cut off and resumed."""
+    """An undisturbed run of one request, to be cut and resumed."""
 
     def __init__(self, kind: str, *, ahead: bool = False) -> None:
         self.request = make_request(kind)
@@ -101,7 +101,7 @@ class Cuts:
             self.check(cut)
 
     def check(self, cut: int) -> None:
-        """Resume behind `cut` events, beside another request."""
+        """Resume after `cut` events, together with another request."""
         first, other = self.whole[:cut], make_request("three", "other")
         rest = run(self._engine, replace(other, prompt=(9, 8, 7)), resumed(self.request, first))
         rest = [event for event in rest if event.request_id == "a"]
@@ -122,7 +122,7 @@ def test_a_request_resumed_after_any_event_continues_identically(kind: str, ahea
 
 @pytest.mark.parametrize("kind", ["ends early", "three", "grammar"])
 def test_a_request_resumed_within_a_step_continues_identically(kind: str) -> None:
-    """Tokens without the end that came with them, one candidate's first token and not the other's, all but the last."""
+    """Cut within the events of a step, for instance after one candidate's first token."""
     cuts = Cuts(kind)
     for cut in sorted({1, 2, 3, 4, 5, *range(6, len(cuts.whole), 4), len(cuts.whole) - 1}):
         cuts.check(cut)

@@ -1,4 +1,4 @@
-"""What a request is told of its start, against the same question asked just before, and the engine's own counters."""
+"""The report of a request's start, compared with `explain` just before."""
 
 from __future__ import annotations
 

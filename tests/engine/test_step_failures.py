@@ -1,4 +1,4 @@
-"""Faults of rows, of steps and of strategies: who ends, who goes on, and what is never found."""
+"""Failures of rows, steps and strategies: which requests fail and which pages are cached."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_an_invalid_row_fails_its_request_only_and_its_pages_are_not_cached() ->
 
 
 class CrashingRunner(FakeRunner):
-    """Raises in step `crash_at`, after having spoilt every page of that step."""
+    """Raises in step `crash_at`, after it corrupted every page of that step."""
 
     crash_at = 3
 
@@ -72,7 +72,7 @@ def test_requests_without_a_row_continue_after_a_failed_step() -> None:
 
 
 class MisbehavingStrategy:
-    """A strategy that misbehaves in the way its name says, after two tokens."""
+    """A strategy that misbehaves as its name says, after two tokens."""
 
     max_branches = 1
     lockstep = False

@@ -1,4 +1,4 @@
-"""Preemption by swap, seen from outside: nothing is computed twice, everything is given back, and cost decides."""
+"""Preemption by swap: nothing is computed twice, all pages are freed, and cost decides."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCAB, PAGE = 64, 4
 
 
 class RecordingRunner(FakeRunner):
-    """Keeps the plans; raises in step `crash_at`, having spoilt what the plan would have written."""
+    """Records the plans; raises in step `crash_at` after corrupting what the plan writes."""
 
     def __init__(self, num_pages: int, num_host_pages: int, swap_page_s: float = 1e-6) -> None:
         super().__init__(fake_capacity(num_pages, PAGE, 32, 1024, num_host_pages, swap_page_s), VOCAB)
@@ -39,14 +39,14 @@ def engine(
 ) -> Engine:
     clock = settings.pop("clock", None)
     extra = {"clock": clock} if clock else {}
-    chosen: dict[str, Any] = {"preemption": "swap", "strict": True} | settings
+    chosen: dict[str, Any] = {"preemption_mode": "swap", "strict": True} | settings
     return Engine(
         runner or RecordingRunner(num_pages, num_host_pages), fake_facts(VOCAB), EngineConfig(**chosen), **extra
     )
 
 
 def long_one(name: str, first: int, params: Params | None = None) -> GenerateRequest:
-    """Ask for 40 tokens after 10: 13 pages of 4 at the end."""
+    """Create a request of 40 tokens after 10: 13 pages of 4 at the end."""
     params = params or SamplingParams(max_tokens=40, seed=first, ignore_eos=True)
     return GenerateRequest(request_id=name, prompt=tuple(range(first, first + 10)), params=params)
 
@@ -124,7 +124,7 @@ def test_recompute_mode_computes_again_and_copies_nothing() -> None:
 
 
 def ticking(num_tokens_per_s: float, runner: RecordingRunner) -> Iterator[float]:
-    """Yield the times before and after each step of a runner that computes so fast."""
+    """Yield the clock times before and after each step of a runner of that speed."""
     now = 0.0
     while True:
         yield now
@@ -185,7 +185,7 @@ def test_abort_after_swap_in_frees_all_pages() -> None:
 @pytest.mark.parametrize("direction", ["swaps_out", "swaps_in"])
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_failed_step_with_swaps_fails_its_requests_only(direction: str, caching: bool) -> None:
-    """Whoever is in it fails; whoever was being copied survives, and computes again what may not have arrived."""
+    """Requests being copied continue, and recompute what may not have arrived."""
     crash_at = None
     for _ in range(2):  # once to learn which step it is
         runner = RecordingRunner(20, 100)

@@ -1,4 +1,4 @@
-"""A tenant may hold half of the queue: what is beyond that is its own affair (429), a full queue everybody's (503)."""
+"""A tenant may use half of the queue; beyond that it gets 429."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST, MOST_TOKENS = 12, 300
 
 
 def ask(eng: Engine, tenant: str, number: int, num_tokens: int = 4) -> ChatcacheError | None:
-    """Add a request; how it was refused."""
+    """Add a request; return the error with which it was rejected, if any."""
     name = f"{tenant}-{number}"
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     try:
@@ -71,9 +71,9 @@ def test_tenant_share_without_namespaces_is_unlimited() -> None:
 
 
 def flood(seed: int) -> None:
-    """Three tenants ask at random, steps and aborts between.
+    """Three tenants send random requests, with steps and aborts in between.
 
-    Raises: AssertionError where a share or the queue overflows, somebody is refused who had room, or the books are off.
+    Raises: AssertionError if a share or the queue overflows, a request is rejected without reason, or counts are wrong.
     """
     rng = np.random.default_rng(seed)
     eng = engine(max_queued_requests=MOST, max_queued_tokens=MOST_TOKENS, max_num_seqs=3)
@@ -91,7 +91,7 @@ def flood(seed: int) -> None:
             has_room = total < MOST and (not total or tokens.total() + num_tokens <= MOST_TOKENS)
             error = ask(eng, tenant, number, num_tokens)
             expected = RateLimitError if not has_share else OverloadedError if not has_room else type(None)
-            assert type(error) is expected, f"{error!r} for who had {mine} of {total} waiting"
+            assert type(error) is expected, f"{error!r} for a tenant with {mine} of {total} waiting"
             if error is None:
                 alive.append(f"{tenant}-{number}")
         assert len(eng.scheduler.waiting) <= MOST and max(waiting(eng).values(), default=0) <= MOST // 2
@@ -107,5 +107,5 @@ def test_tenant_shares_hold_under_random_requests() -> None:
 
 def test_tenant_share_check_without_shares_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "check_tenant_share", lambda *_: None)
-    with pytest.raises(AssertionError, match=r"(None|OverloadedError\(.*\)) for who had"):
+    with pytest.raises(AssertionError, match=r"(None|OverloadedError\(.*\)) for a tenant with"):
         flood(SEED)

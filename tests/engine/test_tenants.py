@@ -1,4 +1,4 @@
-"""Tenants on one engine: what they share, what they never see, what each is charged."""
+"""Tenants on one engine: what they share, what stays private, and what each is charged."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_tenants_arriving_together_compute_the_system_prompt_once() -> None:
 
 
 def test_a_live_fork_beyond_the_public_prefix_is_private() -> None:
-    """It forks from a system prompt that is still being computed, and goes on with words of its own."""
+    """The fork starts from a public prompt that is being computed, and adds private tokens."""
     runner = FakeRunner(fake_capacity(), VOCAB)
     eng = Engine(runner, fake_facts(VOCAB), EngineConfig(max_num_batched_tokens=20))
     eng.add(request("a", "tenant:a", (7,) * 30))

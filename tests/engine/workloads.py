@@ -19,7 +19,7 @@ AUDIT_EVERY = 5  # not every step: an audit makes the scheduler tell the tables 
 
 @dataclass(frozen=True)
 class Arrival:
-    """`drops`: (step, index) of candidates that are given up while the others go on."""
+    """A request and its arrival step. `drops`: (step, index) of candidates to cancel."""
 
     request: GenerateRequest
     step: int
@@ -28,8 +28,10 @@ class Arrival:
 
 
 class Crashing(FakeRunner):
-    """Raises in some steps, having spoilt everything that the plan would have written: in `crashes`, and in
-    `swap_crashes`, which counts only those that move pages to or from the host."""
+    """Raises in the given steps, after corrupting everything that the plan would have written.
+
+    `crashes` counts all steps, `swap_crashes` only those that copy pages to or from the host.
+    """
 
     crashes: frozenset[int] = frozenset()
     swap_crashes: frozenset[int] = frozenset()
@@ -48,9 +50,9 @@ class Crashing(FakeRunner):
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests and the engine they come to. Its runner crashes in some steps: see `Crashing`.
+    """Requests and the engine that runs them. Its runner crashes in some steps, see `Crashing`.
 
-    `ahead`: "" for a runner that waits for each step; "eager" or "lazy" for one that runs ahead, see `FakeDevice`.
+    `ahead`: "" for a runner that waits for each step; "eager" or "lazy" for asynchronous launch, see `FakeDevice`.
     """
 
     arrivals: tuple[Arrival, ...]
@@ -84,7 +86,7 @@ class Workload:
 
 
 def poison_free_pages(engine: Engine, runner: FakeRunner) -> None:
-    """Spoil every page that nobody holds and nobody may match: nothing in it may ever be read again."""
+    """Corrupt every page that is neither held nor cached: it must not be read again."""
     kv = engine.scheduler.kv
     runner.cells[_free(kv.pool)] = POISON
     if kv.host is not None:
@@ -96,21 +98,22 @@ def _free(pool: PagePool) -> list[int]:
 
 
 def step_and_watch(engine: Engine) -> list[EngineEvent]:
-    """Run a step; the first in turn must not be preempted in it, and nobody more than five times."""
+    """Run a step; the oldest request must not be preempted, and no request more than five times."""
     first = next(iter(engine.scheduler.running), None)
     before = first.num_preemptions if first else 0
     events = engine.step()
     if first is not None and first.num_preemptions > before:
         assert engine.scheduler.running[0].service_order < first.service_order, "the first in turn was preempted"
     most = max((request.num_preemptions for request in engine.scheduler.requests()), default=0)
-    assert most <= 5, f"somebody was preempted {most} times"
+    assert most <= 5, f"a request was preempted {most} times"
     return events
 
 
 def run(workload: Workload, *, audit: bool = True, max_steps: int = 1000) -> dict[str, Answer]:
-    """Run the workload; check events, pages and progress on the way. Returns the answers of accepted requests.
+    """Run the workload, check it on the way, and return the answers of accepted requests.
 
-    Without `audit` nobody looks at reference counts between steps: then wrong pages must show in the answers.
+    Checks events, pages and progress. Without `audit`, reference counts are not checked between steps: then wrong pages
+    must change the answers.
     """
     engine, runner = workload.engine()
     answers: dict[str, Answer] = {}
@@ -154,19 +157,21 @@ def run(workload: Workload, *, audit: bool = True, max_steps: int = 1000) -> dic
 
 
 def check_events(request_id: str, events: list[EngineEvent], *, may_fail: bool = False) -> None:
-    """Numbered without a gap, `Started` before any token, exactly one terminal event, at the end."""
+    """Check that events are contiguous, begin with `Started` and end with one terminal event."""
     assert [event.seq for event in events] == list(range(1, len(events) + 1))
     assert isinstance(events[-1], Finished | Failed if may_fail else Finished), (request_id, events[-1])
     assert not any(isinstance(event, Finished | Failed) for event in events[:-1])
-    told = [event for event in events if not is_drop(event)]  # a candidate may be dropped before anything is computed
-    if len(told) > 1:
-        assert isinstance(told[0], Started)
-        assert not any(isinstance(event, Started) for event in told[1:])
+    own = [event for event in events if not is_drop(event)]  # a candidate may be dropped before anything is computed
+    if len(own) > 1:
+        assert isinstance(own[0], Started)
+        assert not any(isinstance(event, Started) for event in own[1:])
     ended = [event.index for event in events if isinstance(event, CandidateDone)]
     assert len(set(ended)) == len(ended), "a candidate ended twice"
     for number, event in enumerate(events):
         later = [each.index for each in events[number:] if isinstance(each, Tokens)]
-        assert not isinstance(event, CandidateDone) or event.index not in later, "a candidate went on behind its end"
+        assert not isinstance(event, CandidateDone) or event.index not in later, (
+            "an event follows the end of its candidate"
+        )
 
 
 def is_drop(event: EngineEvent) -> bool:
@@ -174,7 +179,7 @@ def is_drop(event: EngineEvent) -> bool:
 
 
 def drop_one(engine: Engine, request_id: str, index: int) -> None:
-    """Drop a candidate: the pages that nobody else holds are free at once, and its branch is gone."""
+    """Cancel a candidate: pages that only it holds are free at once, and its branch is removed."""
     pool, requests = engine.scheduler.kv.pool, {each.request_id: each for each in engine.scheduler.running}
     request = requests.get(request_id)
     branch = request.branches.get(index) if request is not None else None
@@ -207,7 +212,7 @@ def drop_one(engine: Engine, request_id: str, index: int) -> None:
 
 
 def assert_equals_alone(workload: Workload, *, audit: bool = True) -> None:
-    """Run the workload and compare every answer with the request's own, computed alone from plain lists."""
+    """Run the workload and compare every answer with the one computed alone from plain lists."""
     answers = run(workload, audit=audit)
     for arrival in workload.arrivals:
         request = arrival.request

@@ -1,4 +1,4 @@
-"""The clients under test: the same engine behind a thread and behind a process."""
+"""Clients under test: the same engine in a thread and in a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that dies of some requests, in a real child, and what its requests say when nothing disturbs them."""
+"""An engine in a child process that crashes on some requests, and the expected events."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
 
 VOCAB = 256
 NUM_PROMPT = 20
-POISON_SEED = 6660  # + k: the engine dies as the k-th token behind the prompt is drawn
+POISON_SEED = 6660  # + k: the engine dies as the k-th token after the prompt is drawn
 HANG_SEED = 7770
 QUICK = RestartPolicy(max_deaths=4, first_delay_s=0.01, hung_after_s=60.0)
 
 
 class CrashingRunner(FakeRunner):
-    """The fake runner, but for what it does with poison."""
+    """The fake runner, except that poisoned requests crash it."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         for seed, position in zip(plan.draws.seed.tolist(), plan.draws.position.tolist(), strict=True):
@@ -36,7 +36,7 @@ class CrashingRunner(FakeRunner):
 
 
 def build(config: EngineConfig, progress: object) -> Engine:
-    """`model`: how long a step takes, in milliseconds."""
+    """Build an engine; `model` is the duration of a step in milliseconds."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     capacity = fake_capacity(4096, 16, 256, 4096, has_async_launch=True)
     runner = CrashingRunner(capacity, VOCAB, None, delay_s=float(config.model or 0) / 1000)
@@ -88,7 +88,7 @@ class RequestGroup:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def begin(self) -> None:
-        """Submit all; a submit may outlast an engine."""
+        """Submit all requests; a submit may take longer than the life of a child."""
         self._tasks = [asyncio.create_task(self._one(request)) for request in self._requests]
 
     async def _one(self, request: GenerateRequest) -> None:
@@ -104,7 +104,7 @@ class RequestGroup:
         return sum(isinstance(event, Tokens) for event in self.events[name])
 
     async def wait_for_progress(self) -> None:
-        """Wait until everybody who has not ended has said more."""
+        """Wait until every unfinished request has received more tokens."""
         before = {name: self.num_tokens(name) for name in self.events}
         await until(lambda: all(self.num_tokens(name) > before[name] for name in self.open_ones))
 
@@ -125,7 +125,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 def check_same(found: list[EngineEvent], expected: list[EngineEvent]) -> None:
-    """No gap, no repeat, one end, and to the bit what an undisturbed run says."""
+    """Check for gaps, repetitions and one end, and for bit-equality with an undisturbed run."""
     assert [event.seq for event in found] == list(range(1, len(found) + 1)), "a gap, or something twice"
     assert [is_end(event) for event in found].count(True) == 1, "more than one end, or none"
     assert isinstance(found[-1], Finished), f"ended in {found[-1]}"

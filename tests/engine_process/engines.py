@@ -1,4 +1,4 @@
-"""Engines for bus tests, built in the child by import path. `EngineConfig.model` says how they behave."""
+"""Engines for process tests, built in the child by import path."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.
 
 
 def expected_tokens(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
-    """The oracle: what `CountingEngine` answers to a prompt."""
+    """Oracle: the tokens that `CountingEngine` generates for a prompt."""
     return [(sum(prompt) * 31 + position) % 1000 for position in range(num_tokens)]
 
 
 class CountingEngine:
-    """Answers one predictable token per request and step; `step_s` makes a step take time."""
+    """Emits one predictable token per request and step; `step_s` is the duration of a step."""
 
     def __init__(self, step_s: float = 0.0) -> None:
         self.model_info = ModelInfo(name="counting", digest="00", vocab_size=1000, max_model_len=100_000)
@@ -58,7 +58,7 @@ class CountingEngine:
             self._ended.append(Finished(request_id, seq + 1, len(request.prompt), 0, produced, cancelled=True))
 
     def cancel_candidate(self, request_id: str, index: int) -> None:
-        """Of its one candidate."""
+        """Cancel the only candidate."""
         if index:
             raise UnsupportedParameterError(f"no {index}", param="candidate")
         self.abort(request_id)
@@ -106,7 +106,7 @@ class CountingEngine:
     def explain(
         self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
     ) -> Explanation:
-        """`namespace` "bug" fails unforeseen, "big" answers with more than a frame holds."""
+        """Fail in namespace "bug"; in "big", return more than a frame holds."""
         if namespace == "bug":
             raise KeyError("planted")
         detail = "x" * MAX_FRAME_BYTES if namespace == "big" else f"{namespace} {num_public_tokens} {operator}"
@@ -132,7 +132,7 @@ class CountingEngine:
 
 
 def build(config: EngineConfig, progress: Callable[[float, str], None]) -> CountingEngine:
-    """`model` is "", "slow" (a step takes 10 ms), "broken" (bad folder), "bug", "loading" (never ends) or "dies"."""
+    """Build by `model`: "", "slow" (10 ms steps), "broken", "bug", "loading" or "dies"."""
     progress(0.5, "half way")
     if config.model == "broken":
         raise ModelFolderError("config.json: missing")
@@ -146,17 +146,17 @@ def build(config: EngineConfig, progress: Callable[[float, str], None]) -> Count
 
 
 def build_fake(config: EngineConfig, progress: Callable[[float, str], None]) -> Engine:
-    """The real engine over the fake runner."""
+    """Build the real engine over the fake runner."""
     return Engine(FakeRunner(delay_s=0.001), fake_facts(), config)
 
 
 def build_small(config: EngineConfig, progress: Callable[[float, str], None]) -> Engine:
-    """The same with few pages."""
+    """Build the real engine over the fake runner with few pages."""
     return Engine(FakeRunner(fake_capacity(64, 4)), fake_facts(), config)
 
 
 class WaitingEngine(Engine):
-    """Stands still at its fortieth step until one branch is left, or its patience ends."""
+    """Pauses at its fortieth step until one branch is left, or 20 s have passed."""
 
     _num_waits = 0
 
@@ -170,7 +170,7 @@ class WaitingEngine(Engine):
 
 
 def build_waiting(config: EngineConfig, progress: object) -> Engine:
-    """The real engine over the fake runner, waiting for seven of eight candidates to be dropped."""
+    """Build an engine that waits for seven of eight candidates to be cancelled."""
     return WaitingEngine(FakeRunner(delay_s=0.001), fake_facts(), config)
 
 
@@ -184,7 +184,7 @@ class LosingRunner(FakeRunner):
 
 
 def build_losing(config: EngineConfig, progress: object) -> Engine:
-    """The real engine, about to lose its device; `model` "ahead" runs ahead."""
+    """Build an engine that will lose its device; `model` "ahead" launches asynchronously."""
     capacity = fake_capacity(has_async_launch=config.model == "ahead")
     return Engine(LosingRunner(capacity, eos=None, delay_s=0.03), fake_facts(eos=()), config)
 
@@ -194,13 +194,13 @@ def request(name: str, max_tokens: int = 16, prompt: tuple[int, ...] = (1, 2, 3)
 
 
 def process(model: str = "", policy: RestartPolicy = FAST) -> EngineProcess:
-    """A client over a child that runs `build`."""
+    """Create a client of a child that runs `build`."""
     return EngineProcess(
         EngineConfig(model=model), "tests.engine_process.engines:build", policy=policy, log_level="error"
     )
 
 
 def build_spelling(config: EngineConfig, progress: object) -> Engine:
-    """The real engine over the fake runner, every token a byte."""
+    """Build the real engine over the fake runner with one byte per token."""
     runner = FakeRunner(vocab_size=256, eos=None)
     return Engine(runner, fake_facts(256, ()), config, tuple(bytes([byte]) for byte in range(256)))

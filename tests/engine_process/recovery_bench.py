@@ -1,4 +1,4 @@
-"""Survivors between a made-up engine and a made-up switchboard, both lists."""
+"""Test bench of `RequestRecovery` between a simulated engine and a simulated client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from chatcache.types.request import GenerateRequest, SamplingParams
 
 
 class RecoveryBench:
-    """`in_engine` follows what the engine was sent; `events` is what the switchboard heard, `answers` its replies."""
+    """`in_engine`: ids in the engine. `events`, `answers`: what the client received."""
 
     def __init__(self) -> None:
         self.sent: list[Command] = []
@@ -54,7 +54,7 @@ class RecoveryBench:
         return call
 
     def start(self, name: str, *, n: int = 1) -> None:
-        """Submit, accept, and say the first token of each candidate."""
+        """Submit, accept, and emit the first token of each candidate."""
         self.recovery.receive(Answer(self.submit(name, n=n)))
         self.emit(name, *[(index, 7) for index in range(n)], started=True)
 

@@ -1,4 +1,4 @@
-"""What every EngineClient promises, asked of the thread and of the process."""
+"""The contract of every EngineClient, tested for the thread and for the process."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ async def test_abort_ends_the_stream_with_a_cancelled_event(client: Client) -> N
 
 
 async def test_abort_of_an_unknown_id_is_ignored_and_events_raise(client: Client) -> None:
-    await client.abort("nobody")
+    await client.abort("unknown")
     with pytest.raises(NotFoundError):
-        await collect(client, "nobody")
+        await collect(client, "unknown")
 
 
 async def test_a_rejected_submit_raises_and_leaves_no_log(client: Client) -> None:

@@ -1,4 +1,4 @@
-"""What the engine counts crosses to the gateway's metrics with its health: through a thread, and from a real child."""
+"""Engine counters reach the gateway's metrics, from a thread and from a child process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_PLAIN = 12
 
 
 def sample(health: EngineHealth) -> dict[str, float]:
-    """Samples of the exposition, by name and label value."""
+    """Return samples of the exposition by name and label value."""
     families = text_string_to_metric_families(Metrics().render(health).decode())
     found: dict[str, float] = {}
     for family in families:
@@ -68,7 +68,7 @@ async def test_counters_of_the_engine_reach_the_gateway_metrics(how: str) -> Non
 
 
 async def crashed_once(client: EngineProcess) -> None:
-    """Its counters begin anew, and the restart is counted."""
+    """Check that counters start again and the restart is counted."""
     assert client.pid is not None
     os.kill(client.pid, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""A lost device: the child tells why, ends with a status of its own, and everybody hears of it."""
+"""A lost device: the child reports it and exits, and clients get the reason."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ async def test_device_loss_ends_the_child_and_health_reports_it_while_requests_w
             assert failures(events) == [("engine_error", "the engine was closed")]
 
 
+@pytest.mark.slow
 @AHEAD
 async def test_a_request_is_resumed_after_each_device_loss(model: str) -> None:
     factory = "tests.engine_process.engines:build_losing"

@@ -1,4 +1,4 @@
-"""The real engine over the fake runner, through a thread and through a child: the bus must change nothing."""
+"""The real engine over the fake runner, in a thread and in a child, gives equal answers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def make(number: int) -> GenerateRequest:
 
 
 def expected_answer(request: GenerateRequest) -> list[EngineEvent]:
-    """The oracle: the same request, the only one of a fresh engine in this thread."""
+    """Oracle: the same request, alone on a new engine in this thread."""
     engine = build_fake(CONFIG, lambda *_: None)
     engine.add(request)
     events: list[EngineEvent] = []
@@ -73,6 +73,7 @@ def tokens_of(events: list[EngineEvent]) -> dict[int, list[int]]:
     return found
 
 
+@pytest.mark.slow
 async def test_200_concurrent_requests_equal_each_alone(client: Client) -> None:
     async def one(request: GenerateRequest) -> None:
         await client.submit(request)
@@ -87,7 +88,7 @@ async def test_200_concurrent_requests_equal_each_alone(client: Client) -> None:
 
 
 def long(number: int, max_tokens: int) -> GenerateRequest:
-    """A request that does not end by itself."""
+    """Create a request that does not end by itself."""
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     return GenerateRequest(request_id=f"r{number}", prompt=(number % 64, 1, 2), params=params)
 
@@ -126,6 +127,7 @@ async def test_a_rejected_submit_keeps_error_class_and_param(
     assert (await client.health()).ready
 
 
+@pytest.mark.slow
 async def test_a_full_queue_rejects_and_accepted_requests_end(client: Client) -> None:
     accepted: list[str] = []
 
@@ -180,7 +182,7 @@ async def test_a_cancelled_candidate_ends_and_the_others_are_unchanged(waiting: 
 
 
 async def test_cancel_candidate_of_unknown_or_unsupported_candidates(client: Client) -> None:
-    await client.cancel_candidate("nobody", 3)
+    await client.cancel_candidate("unknown", 3)
     beams = GenerateRequest(request_id="b", prompt=(1, 2), params=BeamSearchParams(beam_width=3, max_tokens=2000))
     await client.submit(beams)
     with pytest.raises(UnsupportedParameterError, match="beams cannot be dropped"):

@@ -1,4 +1,4 @@
-"""Event logs: contiguous, read by cursor, dropped when nobody needs them."""
+"""Event logs are contiguous, read by cursor, and removed when no reader needs them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_a_cancelled_reader_does_not_affect_the_others() -> None:
 
 
 async def test_read_events_are_discarded_and_readers_miss_nothing() -> None:
-    """Readers that come, go, and go on from the last event they dealt with, against the list of all events."""
+    """Readers come, leave and continue after their last event, compared with all events."""
     log, rng = EventLog("r"), random.Random(3)
     log.scores.append(b"many")
     seen: dict[int, list[int]] = {0: [], 1: []}
@@ -123,7 +123,7 @@ async def test_read_events_are_discarded_and_readers_miss_nothing() -> None:
     for seq in range(1, 4001):
         log.append(tokens(seq) if seq < 4000 else finished(seq))
         for number, received in seen.items():
-            if rng.random() < (0.02, 0.6)[number]:  # one that falls behind, one that keeps up
+            if rng.random() < (0.02, 0.6)[number]:  # a slow reader and a fast one
                 for _ in range(rng.randint(1, log.last_seq - len(received))):
                     received.append((await anext(reading[number])).seq)
             if rng.random() < 0.01 and len(received) < log.last_seq:

@@ -1,4 +1,4 @@
-"""A bad grammar is refused by the answer to its submit, however long compiling took, in a thread and in a child."""
+"""An invalid grammar is reported by the answer to its submit, in a thread and in a child."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The child process: it may die, hang or fail to load, and the parent may die; nobody is left waiting or running."""
+"""The child process crashes, hangs or fails to load, or its parent ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.engine_process.engines import FAST, expected_tokens, process, request
 
 
 def process_state(pid: int) -> str:
-    """R running or waiting to, S asleep, Z a zombie, X gone."""
+    """Return the state: R runnable, S asleep, Z zombie, X ended."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     return "X"
@@ -63,7 +63,7 @@ async def test_kill_9_under_a_stream_pauses_it_until_the_next_child() -> None:
 
 
 async def test_sigterm_to_the_child_is_ignored_while_the_parent_drains() -> None:
-    """Service managers tell all processes of a service at once to end; what runs is the parent's to finish."""
+    """Service managers signal all processes of a service; the parent drains its requests first."""
     async with process("slow") as engine:
         await engine.wait_loaded()
         await engine.submit(request("r", 50, prompt=(3, 7)))
@@ -126,6 +126,7 @@ async def test_repeated_crashes_give_up_and_report_it() -> None:
             await engine.wait_loaded()
 
 
+@pytest.mark.slow
 async def test_repeated_crashes_while_loading_give_up() -> None:
     policy = RestartPolicy(max_deaths=3, first_delay_s=0.01, healthy_after_s=0.0)
     async with process("dies", policy) as engine, asyncio.timeout(60):
@@ -133,6 +134,7 @@ async def test_repeated_crashes_while_loading_give_up() -> None:
         assert engine.num_restarts == 2
 
 
+@pytest.mark.slow
 async def test_a_load_that_hangs_gives_up() -> None:
     policy = RestartPolicy(max_deaths=2, first_delay_s=0.01, hung_after_s=0.2, lost_after_s=0.4, healthy_after_s=0.0)
     async with process("loading", policy) as engine, asyncio.timeout(60):
@@ -140,6 +142,7 @@ async def test_a_load_that_hangs_gives_up() -> None:
         assert engine.num_restarts == 1
 
 
+@pytest.mark.slow
 async def test_finished_requests_reset_the_count_of_crashes() -> None:
     async with process() as engine:
         await engine.wait_loaded()
@@ -161,7 +164,7 @@ def test_restart_delay_doubles_up_to_the_maximum() -> None:
 async def test_a_load_failure_is_final_and_raised(
     model: str, kind: type[Exception], text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """To whoever waits, who says it; nobody says it before."""
+    """The error is raised in `wait_loaded` and not logged before."""
     async with process(model) as engine:
         with pytest.raises(kind, match=text):
             await engine.wait_loaded()
@@ -294,6 +297,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.linux  # parent-death signals are Linux's
 @pytest.mark.parametrize(("model", "loaded"), [("", 1.0), ("loading", 0.5)])
 def test_the_end_of_the_parent_ends_the_child(model: str, loaded: float) -> None:

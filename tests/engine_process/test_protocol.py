@@ -1,4 +1,4 @@
-"""Frames and messages: whatever was sent is what arrives, however the stream is cut."""
+"""Frames and messages are decoded as they were encoded, in whatever pieces they arrive."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NOTICES: list[messages.Notice] = [
     messages.Events(
         (
             Started("r", 1, 3, 0, (None, TokenLogprob(-1.0, ((2, -1.0),)))),
-            Started("s", 1, 3, 2, report=StartReport(1, CacheMiss("diverged", 2, "it goes on otherwise", 16))),
+            Started("s", 1, 3, 2, report=StartReport(1, CacheMiss("diverged", 2, "the prompt differs", 16))),
             Beams("r", 1, (LiveBeam(3, 0, 17, -0.25),)),
             Tokens("r", 1, 0, (5, 6), (TokenLogprob(-0.5, ((5, -0.5),)), TokenLogprob(float("-inf")))),
             Failed("r", 2, "no", param="n"),
@@ -150,8 +150,8 @@ def test_unknown_errors_become_engine_errors() -> None:
 
 
 def test_an_error_subclass_is_sent_as_its_nearest_known_class() -> None:
-    class NoSuchGrammar(UnsupportedParameterError):
+    class NoSuchGrammarError(UnsupportedParameterError):
         pass
 
-    back = faults.decode_error(faults.encode_error(NoSuchGrammar("no", param="grammar")))
+    back = faults.decode_error(faults.encode_error(NoSuchGrammarError("no", param="grammar")))
     assert (type(back), back.param) == (UnsupportedParameterError, "grammar")

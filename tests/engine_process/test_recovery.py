@@ -1,4 +1,4 @@
-"""Who goes on after a death, in which order, and what those hear who end a request while no engine has it."""
+"""Order of trials after a crash, and requests that end while no engine runs them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_suspects_run_alone_in_order_and_then_all_together() -> None:
 
 
 def test_a_kill_from_outside_needs_two_deaths_to_blame_a_request() -> None:
-    """The kernel and operators send SIGKILL; so it takes two deaths alone."""
+    """The kernel and operators send SIGKILL, so one death on trial is not enough."""
     for is_sure, num_trials in ((True, 1), (False, 2)):
         bench = RecoveryBench()
         bench.start("a")

@@ -1,4 +1,4 @@
-"""Who is hung: a child that neither says nor computes anything, not one that computes."""
+"""When a child counts as hung: without notices and CPU use, not while it computes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def unknown() -> float | None:
 
 
 class BusyCpu:
-    """Computes all the time; `num_looks` at it."""
+    """Returns growing CPU times; `num_reads` counts the calls."""
 
     def __init__(self) -> None:
         self.num_reads = 0

@@ -1,4 +1,4 @@
-"""Engine children that are killed, hang, or die of a request: whoever is innocent says all, once, to the bit."""
+"""Children that are killed, hang or crash: other requests lose and repeat nothing."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ async def kill_under_streams(num_kills: int, num_streams: int = 20) -> None:
     print(f"killed {num_killed} times, {engine.num_restarts} restarts")
 
 
+@pytest.mark.slow
 async def test_kills_under_streams_repeat_or_lose_no_token() -> None:
     await kill_under_streams(6)
 
@@ -63,20 +64,24 @@ async def test_fifty_kills_under_streams_repeat_or_lose_no_token() -> None:
     await kill_under_streams(50)
 
 
-def _without_tokens(told: RequestJournal) -> GenerateRequest:
-    resumed = ResumePoint(last_seq=told.last_seq, num_cached_tokens=0)
+def _without_tokens(journal: RequestJournal) -> GenerateRequest:
+    resumed = ResumePoint(last_seq=journal.last_seq, num_cached_tokens=0)
     return GenerateRequest(
-        request_id=told.request.request_id, prompt=told.request.prompt, params=told.request.params, resume_point=resumed
+        request_id=journal.request.request_id,
+        prompt=journal.request.prompt,
+        params=journal.request.params,
+        resume_point=resumed,
     )
 
 
 async def test_kill_check_detects_a_journal_without_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted bug: everything is said twice."""
+    """Injected bug: all tokens are emitted twice."""
     monkeypatch.setattr(RequestJournal, "resumed_request", _without_tokens)
     with pytest.raises(AssertionError, match="not what an undisturbed run says"):
         await kill_under_streams(1, num_streams=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "is_waited_for"), [(errno.EMFILE, True), (errno.ENOENT, False)])
 async def test_a_restart_waits_for_system_resources(
     code: int, is_waited_for: bool, monkeypatch: pytest.MonkeyPatch
@@ -138,13 +143,15 @@ async def test_ten_poisoned_requests_among_two_hundred_fail_alone() -> None:
     await poisoned(10, 200)
 
 
+@pytest.mark.slow
 async def test_without_trials_poisoned_requests_fail_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted bug: whatever was running is thought innocent."""
+    """Injected bug: requests that were running are not suspects."""
     monkeypatch.setattr(RequestRecovery, "_suspects", lambda self: iter(()))
     with pytest.raises(AssertionError, match=r"1 poison killed ([3-9]|[1-9][0-9]+) engines"):
         await poisoned(1, 5)
 
 
+@pytest.mark.slow
 async def test_a_poisoned_request_that_hangs_fails() -> None:
     requests = [make_request(1, 200), make_request(2, 5, seed=7770)]
     expected = expected_events(requests[:1])
@@ -160,7 +167,7 @@ async def test_a_poisoned_request_that_hangs_fails() -> None:
 
 @pytest.fixture
 def notices_of_old_children(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Notice]]:
-    """Notices that were heard from a child which is not the present one."""
+    """Collect notices that were received from a child that is not the current one."""
     received: list[Notice] = []
     children: list[ChildProcess] = []
     spawn, receive = ChildProcess.spawn, EngineProcess._receive
@@ -219,6 +226,7 @@ async def _stop(engine: EngineProcess) -> None:
     await engine.close()
 
 
+@pytest.mark.slow
 async def test_output_of_a_hung_child_that_wakes_is_ignored(notices_of_old_children: Iterator[list[Notice]]) -> None:
     await wake_zombies(1, next(notices_of_old_children))
 
@@ -230,10 +238,11 @@ async def test_output_of_twenty_hung_children_that_wake_is_ignored(
     await wake_zombies(20, next(notices_of_old_children))
 
 
+@pytest.mark.slow
 async def test_zombie_check_detects_a_child_that_keeps_its_socket(
     notices_of_old_children: Iterator[list[Notice]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted bug: what hung is replaced, and not cut off."""
+    """Injected bug: a hung child is replaced but not disconnected."""
     reap = ChildProcess.reap
 
     async def left(self: ChildProcess, grace_s: float) -> int | None:

@@ -1,7 +1,7 @@
-"""The fake runner's device, when it runs ahead: as blind as a real one, and less forgiving.
+"""The device of the fake runner for asynchronous launch.
 
-It resolves a PENDING_TOKEN to the token that it drew itself in the previous step at that slot. It refuses what no
-device could do: a third step, results out of order, a token that was not drawn.
+It resolves a PENDING_TOKEN to the token that it sampled in the previous step at that slot. It rejects what a device
+cannot do: a third step, results out of order, a token that was not sampled.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ MAX_STEPS = 2
 
 
 class InvalidPlanError(RuntimeError):
-    """A plan or a call that no device could follow."""
+    """A plan or a call that no device could execute."""
 
 
 class Queued:
-    """A step that was launched. Satisfies `Launched`."""
+    """A launched step. Satisfies `StepHandle`."""
 
     def __init__(self, device: FakeDevice, plan: StepPlan) -> None:
         self._device = device
@@ -37,9 +37,9 @@ class Queued:
 
 
 class FakeDevice:
-    """Executes steps one behind another: each when it is launched or, if `lazy`, when its result is asked for.
+    """Executes steps in order: at their launch or, if `lazy`, when their result is read.
 
-    Of failures the host hears with the result. `num_refused` counts what no device could follow.
+    Errors are raised by the result. `num_refused` counts invalid launches.
     """
 
     def __init__(self, execute: Callable[[StepPlan], StepResult], *, lazy: bool) -> None:
@@ -51,9 +51,12 @@ class FakeDevice:
         self._drawn: dict[int, int] = {}  # by slot, in the step executed last
 
     def launch(self, plan: StepPlan) -> Queued:
-        """Raises: InvalidPlanError."""
+        """Enqueue a step.
+
+        Raises: InvalidPlanError.
+        """
         if len(self._steps) == MAX_STEPS:
-            self._refuse(f"step {plan.step} was launched behind {MAX_STEPS} others")
+            self._refuse(f"step {plan.step} was launched after {MAX_STEPS} others")
         row_of = np.repeat(np.arange(len(plan.rows.slot)), plan.rows.num_tokens)
         for row in row_of[plan.rows.tokens == PENDING_TOKEN].tolist():
             slot = int(plan.rows.slot[row])
@@ -67,7 +70,10 @@ class FakeDevice:
         return step
 
     def finish(self, step: Queued) -> None:
-        """Carry out the step, if that has not been done. Raises: InvalidPlanError unless its turn has come."""
+        """Execute the step if that has not been done.
+
+        Raises: InvalidPlanError unless it is the next one.
+        """
         if step not in self._steps:
             return
         if step is not self._steps[0]:
@@ -101,7 +107,7 @@ class FakeDevice:
 
 
 def slots_drawn(plan: StepPlan) -> dict[int, int]:
-    """Return the draw of each slot that is drawn once and alone, by slot."""
+    """Return the draw of each slot with exactly one single draw, by slot."""
     row, slot = plan.draws.row, plan.rows.slot
     single = np.flatnonzero((plan.draws.width == 1) & (np.bincount(row)[row] == 1)) if len(row) else row
     return dict(zip(slot[row[single]].tolist(), single.tolist(), strict=True))

@@ -1,12 +1,12 @@
-"""A runner without a model: exact about pages, indifferent about language.
+"""A runner without a model: hashes instead of logits, but exact about pages.
 
 Each cell of its simulated pages holds a hash of the token, its position and the cell before it; the next token's
-logits are a hash of *all* cells read back through the page table. So one page freed too early, shared when it should
-have been copied, or matched before it was written, and the tokens come out different. The engine's property tests rest
-on that: any workload on any pool must equal each request alone with endless memory.
+logits are a hash of *all* cells read through the page table. So the tokens differ if a page was freed too early,
+shared when it should have been copied, or matched before it was written. The engine's property tests rest on that:
+any workload on any pool must equal each request alone with unlimited memory.
 
-It obeys `types.plan` to the letter, and is strict where a real runner may be lenient: all rows read their history
-before any row writes, and cells never written hold a poison of their own.
+It follows `types.plan` exactly where a real runner may be lenient: all rows read their history before any row writes,
+and cells that were never written hold a poison value of their own.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def fake_facts(vocab_size: int = 64, eos: tuple[int, ...] = (0,), max_model_len:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A step that was over when it began. Satisfies `StepHandle`."""
+    """A step that was complete when it was launched. Satisfies `StepHandle`."""
 
     outcome: StepResult
 
@@ -70,10 +70,9 @@ class Done:
 class FakeRunner:
     """Executes plans on hashes. Satisfies `ModelRunner`.
 
-    `eos` becomes the most likely token once in about `eos_every` positions (0: never by intent). `delay_s` is slept in
-    every step. A row whose last token is `faulty_token` comes back with NaN logits, as a fault.
-
-    Where its capacity says that it runs ahead, steps are queued: see `fake_device`, of which `lazy` is.
+    `eos` becomes the most likely token about once in `eos_every` positions (0: never on purpose). Every step sleeps
+    `delay_s`. A row whose last token is `faulty_token` gets NaN logits, as an error. With a capacity that has
+    asynchronous launch, steps are queued in a `FakeDevice`, which `lazy` configures.
     """
 
     def __init__(
@@ -127,8 +126,10 @@ class FakeRunner:
         return replace(result, scores=scores, score_tokens=score_tokens, score_logprobs=score_logprobs)
 
     def _compute(self, plan: StepPlan) -> list[U64]:
-        """Write the new cells; return each row's history hash after each new token. Everybody reads before anybody
-        writes."""
+        """Write the new cells; return each row's history hash after each new token.
+
+        All rows read before any row writes.
+        """
         rows = plan.rows
         spans = list(zip(rows.slot.tolist(), rows.start.tolist(), rows.num_tokens.tolist(), strict=True))
         before = [self._read(slot, start) for slot, start, _ in spans]
@@ -145,7 +146,7 @@ class FakeRunner:
         return histories
 
     def _read(self, slot: int, num_tokens: int) -> tuple[np.uint64, np.uint64]:
-        """Read a branch's first cells through its page table: (a hash of all of them, the last one)."""
+        """Read a branch's first cells through its page table: (hash of all of them, last one)."""
         pages = self._tables[slot, : -(-num_tokens // self._capacity.page_size)]
         cells = self.cells[pages].reshape(-1)[:num_tokens]
         return _digests(cells, 0).sum(dtype=np.uint64), (cells[-1] if num_tokens else np.uint64(0))
@@ -158,7 +159,7 @@ class FakeRunner:
         return logits
 
     def draw(self, draws: Draws, histories: Sequence[np.uint64], last_tokens: Sequence[int]) -> StepResult:
-        """Draw from rows with these histories and last tokens."""
+        """Sample from rows with these histories and last tokens."""
         num_draws = len(draws.row)
         width, num_top = int(draws.width.max(initial=1)), int(draws.num_top.max(initial=0))
         tokens, logprobs = _blank(num_draws, width)
@@ -195,7 +196,7 @@ class FakeRunner:
         return StepResult(tokens, logprobs, top_tokens, top_logprobs, tuple(faults), perturbed, raw_logprobs)
 
     def _score(self, scores: Scores, histories: Sequence[U64]) -> tuple[F32, I32, F32]:
-        """Say how likely each token's successor was, and the top alternatives: the result's fields about scores."""
+        """Return the log-probability of each token's successor and the top alternatives."""
         every = [(history, int(num_top)) for row, num_top in zip(scores.row, scores.num_top, strict=True)
                  for history in histories[row]]  # fmt: skip
         values = np.full(len(every), np.nan, np.float32)
@@ -212,19 +213,19 @@ class FakeRunner:
 
 
 def history_of(tokens: Sequence[int]) -> np.uint64:
-    """Hash a whole history without any pages: what a row of these tokens must amount to."""
+    """Hash a whole history without pages: the expected value of a row with these tokens."""
     history: np.uint64 = _digests(_cells(np.array(tokens, np.uint64), 0), 0).sum(dtype=np.uint64)
     return history
 
 
 def _cells(tokens: U64, start: int) -> U64:
-    """Return the cells of tokens at positions start, start + 1, ..., short of the cell before them."""
+    """Return the cells of tokens at positions start, start + 1, ..., given the cell before them."""
     positions = np.arange(start, start + len(tokens), dtype=np.uint64)
     return np.cumsum(mix(tokens * _TOKEN + positions * _POSITION), dtype=np.uint64)
 
 
 def _digests(cells: U64, start: int) -> U64:
-    """Hash each cell with its position: what a row reads of it."""
+    """Hash each cell with its position, as rows read it."""
     return mix(cells + np.arange(start, start + len(cells), dtype=np.uint64) * _POSITION)
 
 

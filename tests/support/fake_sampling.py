@@ -1,4 +1,7 @@
-"""The draws of `types.plan.Draws` in numpy, as the fake runner makes them. Shapes: V vocabulary."""
+"""Sampling of the fake runner in numpy, as `types.plan.Draws` defines it.
+
+Shapes: V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ _WORD = 2**64 - 1
 
 
 def mix(values: U64) -> U64:
-    """Scatter the bits of each value (the finaliser of splitmix64, Steele et al. 2014)."""
+    """Scatter the bits of each value (finaliser of splitmix64, Steele et al. 2014)."""
     x = values + np.uint64(_STEP)  # arrays wrap around without a word
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_FIRST)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_SECOND)
@@ -20,7 +23,7 @@ def mix(values: U64) -> U64:
 
 
 def mix_one(value: int) -> int:
-    """The same of one value; what exceeds 64 bits is cut off first."""
+    """Scatter the bits of one value, truncated to 64 bits."""
     x = value + _STEP & _WORD
     x = (x ^ x >> 30) * _FIRST & _WORD
     x = (x ^ x >> 27) * _SECOND & _WORD
@@ -35,13 +38,13 @@ def log_softmax(logits: F32) -> F32:
 
 
 def top_candidates(logprobs: F32, width: int) -> tuple[I32, F32]:
-    """Return the `width` most likely ids and their log-probabilities, best first, ties to the lower id."""
+    """Return the `width` most likely ids and log-probabilities, ties to the lower id."""
     order = np.argsort(-logprobs, kind="stable")[:width]
     return order.astype(np.int32), logprobs[order]
 
 
 def allowed_logits(raw: F32, edit: LogitEdit | None, mask: LogitMask | None) -> F32:
-    """Return the logits [V] that a draw is made from: edited, and -inf where the mask has no bit."""
+    """Return the logits [V] of a draw: edited, and -inf where the mask has no bit."""
     logits = raw.copy()
     if edit is not None:
         known = (edit.ids >= 0) & (edit.ids < len(logits))  # an EOS id may lie beyond the logits
@@ -55,7 +58,10 @@ def allowed_logits(raw: F32, edit: LogitEdit | None, mask: LogitMask | None) -> 
 
 
 def draw_greedily_or_not(logits: F32, draws: Draws, draw: int) -> int:
-    """Sample one id: temperature, then top-k, top-p and min-p, then Gumbel noise keyed by (seed, lane, position)."""
+    """Sample one id, or take the most likely one at temperature 0.
+
+    Order: temperature, top-k, top-p and min-p, then Gumbel noise keyed by (seed, lane, position).
+    """
     if draws.temperature[draw] == 0.0:
         return int(np.argmax(logits))
     ids, _, _ = draw_without_replacement(logits, draws, draw, 1)
@@ -63,10 +69,10 @@ def draw_greedily_or_not(logits: F32, draws: Draws, draw: int) -> int:
 
 
 def draw_without_replacement(logits: F32, draws: Draws, draw: int, width: int) -> tuple[I32, F32, F32]:
-    """Draw up to `width` ids, no id twice: (ids, log-probabilities, both plus noise), by the last, descending.
+    """Sample up to `width` distinct ids: (ids, log-probabilities, both with noise), best first.
 
-    Log-probabilities are those of the distribution drawn from: after temperature and filters, summing to one. Fewer
-    come back where fewer are possible. Source: the Gumbel top-k trick, Kool et al. 2019.
+    Log-probabilities are those of the distribution after temperature and filters, summing to one. Fewer ids are
+    returned where fewer are possible. Source: the Gumbel top-k trick, Kool et al. 2019.
     """
     with np.errstate(over="ignore"):  # a temperature next to nothing leaves only the best
         scaled = (logits - logits.max()) / draws.temperature[draw]
