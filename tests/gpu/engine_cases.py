@@ -1,4 +1,6 @@
-"""Whole generations on one attention backend, to be compared with another: what each case asks, and what must happen.
+"""Generation cases that are run on one attention backend and compared with another.
+
+Each case defines its requests and what must happen.
 
 A case is a function from an idle engine to its answers; it also asserts that what it is about did happen (a hit, a
 preemption, a swap), so that no case can pass by not being one. The same cases run on a GPU, compiled, and on CPUs under
@@ -41,7 +43,7 @@ Prompt = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Answer:
-    """What one candidate came to."""
+    """The result of one candidate."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -89,13 +91,13 @@ def build(
 
 
 def prompt_of(num_tokens: int, number: int = 0) -> Prompt:
-    """Return a prompt that differs from those of other numbers from its first token on."""
+    """Return a prompt that differs from those of other numbers from the first token on."""
     tokens = np.random.default_rng((SEED, number)).integers(0, VOCAB, num_tokens)
     return (number % VOCAB, *tokens[1:].tolist())
 
 
 def greedy(num_tokens: int = 5, **more: Any) -> SamplingParams:
-    """Ask for tokens and their log-probabilities alone, so that steps are plain and captured ones are replayed."""
+    """Request tokens and their log-probabilities only, so that captured steps are used."""
     return SamplingParams(**{"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True, "logprobs": 0, **more})
 
 
@@ -143,7 +145,7 @@ def answer(engine: Engine, *requests: tuple[Prompt, Params]) -> Answers:
 
 
 def assert_same(found: Answers, expected: Answers) -> None:
-    """Tokens equal; log-probabilities and scores within a tolerance that float32 sums in another order need."""
+    """Compare tokens exactly, log-probabilities and scores within float32 rounding."""
     assert found.keys() == expected.keys() and found
     for key, one in expected.items():
         other = found[key]
@@ -169,7 +171,7 @@ def count_replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def mixed(engine: Engine) -> Answers:
-    """Greedy and sampled requests of several lengths in one batch, with every filter and penalty."""
+    """Run greedy and sampled requests in one batch, with every filter and penalty."""
     return answer(
         engine,
         (prompt_of(5, 1), greedy()),
@@ -181,7 +183,7 @@ def mixed(engine: Engine) -> Answers:
 
 
 def n_best(engine: Engine) -> Answers:
-    """Four branches over one prompt, whose pages they share, the tail page copied on the first write."""
+    """Run four branches that share a prompt's pages and copy its partial page on write."""
     answers = answer(engine, (prompt_of(53, 5), sampled(4)), (prompt_of(9, 6), greedy()))
     assert engine.health().num_page_copies >= 3
     assert len({one.tokens for one in answers.values()}) == 5
@@ -189,18 +191,18 @@ def n_best(engine: Engine) -> Answers:
 
 
 def long(engine: Engine) -> Answers:
-    """Branches over a prompt whose keys are cut into several pieces, beside one that is not."""
+    """Branches over a prompt whose keys are cut into several pieces, next to one that is not."""
     return answer(engine, (prompt_of(531, 22), sampled(3, 3)), (prompt_of(9, 23), greedy(4)))
 
 
 def beams(engine: Engine) -> Answers:
-    """Four beams beside a sampled request: forks, copies and retirements in every step."""
+    """Four beams next to a sampled request: forks, copies and retirements in every step."""
     params = BeamSearchParams(beam_width=4, max_tokens=5, logprobs=1, ignore_eos=True)
     return answer(engine, (prompt_of(30, 7), params), (prompt_of(12, 8), sampled(2)))
 
 
 def chunked(engine: Engine) -> Answers:
-    """A prompt of many chunks beside branches that decode."""
+    """A prompt of many chunks next to branches that decode."""
     submit(engine, (prompt_of(10, 9), greedy(6)), (prompt_of(17, 10), sampled(2, 5)))
     events = engine.step()
     submit(engine, (prompt_of(55, 11), greedy(2)))
@@ -237,7 +239,7 @@ def swapped(engine: Engine) -> Answers:
 
 
 def cancelled(engine: Engine) -> Answers:
-    """A request that is given up frees its pages at once; the one beside it is not disturbed."""
+    """A request that is given up frees its pages at once; the one next to it is not disturbed."""
     submit(engine, (prompt_of(40, 20), sampled(3, 200)), (prompt_of(21, 21), greedy(7)))
     events = [event for _ in range(3) for event in engine.step()]
     held, before = engine.cache.num_pages_held("r0-40"), engine.health().num_pages_in_use

@@ -1,4 +1,6 @@
-"""The engine on a GPU, in float32: Triton kernels, captured steps and steps launched ahead say what the reference says.
+"""The engine on a GPU in float32 equals the reference backend.
+
+It uses Triton kernels, captured steps and asynchronous launches.
 
 The same cases run on CPUs, under Triton's interpreter, in `kernels/tests/test_triton_engine.py`.
 """
@@ -40,7 +42,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_triton_says_what_the_reference_says(case: str, expected: Expected, tmp_path: Path) -> None:
+def test_triton_equals_the_reference(case: str, expected: Expected, tmp_path: Path) -> None:
     assert_same(outcome(case, tmp_path, "triton", "cuda"), expected(case))
 
 
@@ -53,21 +55,21 @@ def test_steps_are_replayed(case: str, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("case", ["n_best", "long", "beams"])
-def test_shared_prefixes_read_once_change_nothing(case: str, expected: Expected, tmp_path: Path) -> None:
+def test_shared_prefix_attention_equals_the_reference(case: str, expected: Expected, tmp_path: Path) -> None:
     assert_same(outcome(case, tmp_path, "triton", "cuda", share="always"), expected(case))
 
 
 @pytest.mark.parametrize("case", ["mixed", "n_best", "swapped"])
-def test_without_graphs_nothing_changes(case: str, expected: Expected, tmp_path: Path) -> None:
+def test_uncaptured_steps_equal_the_reference(case: str, expected: Expected, tmp_path: Path) -> None:
     assert_same(outcome(case, tmp_path, "triton", "cuda", graphs=AsyncLaunch(())), expected(case))
 
 
 @pytest.mark.parametrize("case", ["mixed", "beams", "recomputed"])
-def test_one_step_after_the_other_nothing_changes(case: str, expected: Expected, tmp_path: Path) -> None:
+def test_synchronous_steps_equal_the_reference(case: str, expected: Expected, tmp_path: Path) -> None:
     assert_same(outcome(case, tmp_path, "triton", "cuda", in_order=True), expected(case))
 
 
-def test_the_same_run_twice_is_the_same_to_the_bit(tmp_path: Path) -> None:
+def test_repeated_run_has_the_same_bits(tmp_path: Path) -> None:
     assert outcome("mixed", tmp_path, "triton", "cuda") == outcome("mixed", tmp_path, "triton", "cuda")
 
 

@@ -1,4 +1,4 @@
-"""The runner on a GPU: captured steps, real streams, too little memory, and the end of a device."""
+"""The runner on a GPU: captured steps, real streams, too little memory, and a lost device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chatcache_kernels import triton
 from chatcache_kernels.types import KVPages
 from torch import Tensor
 
-from chatcache.model import static_steps as room
+from chatcache.model import static_steps
 from chatcache.model.attention import AttentionStep, allocate_kv_pages
 from chatcache.model.cuda_graphs import DecodeGraphs
 from chatcache.model.loading.memory_budget import CudaMemoryGauge, measure_budget
@@ -39,7 +39,7 @@ SLEEP_CYCLES = 400_000_000  # a fifth of a second or more
 def device() -> Iterator[torch.device]:
     yield torch.device("cuda", 0)
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()  # tests beside this one need memory, too
+    torch.cuda.empty_cache()  # tests next to this one need memory, too
 
 
 def keep_busy() -> None:
@@ -56,12 +56,12 @@ def gpu_runner(ahead: AsyncLaunch | None, network: Reader | None = None) -> Runn
 
 
 @pytest.mark.parametrize("captured", [True, False])
-def test_a_life_on_the_gpu_is_the_life_on_the_cpu(
+def test_random_plans_on_the_gpu_equal_the_cpu(
     captured: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replays, page tables that follow, forks, copies, swaps beside steps, tokens that the host has not seen."""
+    """Random plans with replays, forks, copies, swaps and placeholder tokens."""
     monkeypatch.setattr("chatcache_kernels.work_list.SPLIT_TOKENS", 16)
-    monkeypatch.setattr(room, "SPLIT_TOKENS", 16)
+    monkeypatch.setattr(static_steps, "SPLIT_TOKENS", 16)
     ahead = default_async_launch(device, NUM_SLOTS, capturable=captured)
     assert ahead is not None
     runner = gpu_runner(ahead)
@@ -83,8 +83,11 @@ class Slow(Reader):
         return super()._states(tokens, positions, step)
 
 
-def test_launch_does_not_wait(device: torch.device) -> None:
-    """Two steps are in flight before the first is done, and their results are those of steps in turn."""
+def test_launch_does_not_wait_for_the_device(device: torch.device) -> None:
+    """Two steps are in flight before the first is done.
+
+    Their results equal those of synchronous steps.
+    """
     runner, plain = gpu_runner(AsyncLaunch([]), Slow(device="cuda:0")), make_runner()
     runner.warm_up()
     torch.cuda.synchronize()
@@ -125,8 +128,11 @@ def big_pages(device: torch.device) -> KVPages:
     return allocate_kv_pages(triton, geometry, 4096, 16)
 
 
-def test_pages_leave_as_the_steps_before_left_them(device: torch.device) -> None:
-    """The main stream is late in writing what leaves, and at once writes it again; then it all returns elsewhere."""
+def test_swapped_pages_hold_what_earlier_steps_wrote(device: torch.device) -> None:
+    """The main stream writes swapped-out pages late, and writes them again at once.
+
+    The pages are then swapped in elsewhere.
+    """
     pages, streams = big_pages(device), make_streams(device)
     swaps = SwapExecutor(triton, pages, 2000, streams)
     want = torch.randn_like(pages.k[:, 1:2001])
@@ -147,8 +153,11 @@ def test_pages_leave_as_the_steps_before_left_them(device: torch.device) -> None
     swaps.close()
 
 
-def test_steps_do_not_wait_for_pages_that_nobody_writes(device: torch.device) -> None:
-    """The copies run beside the steps of their plan: here behind work that the side stream has been given first."""
+def test_steps_do_not_wait_for_swaps_of_unwritten_pages(device: torch.device) -> None:
+    """Swaps run concurrently with the steps of their plan.
+
+    Here they wait for earlier work of the side stream.
+    """
     pages, streams = big_pages(device), make_streams(device)
     swaps = SwapExecutor(triton, pages, 100, streams)
     away = np.stack((np.arange(1, 101), np.arange(100)), 1).astype(np.int32)
@@ -174,7 +183,7 @@ def test_host_pages_are_locked(device: torch.device) -> None:
     swaps.close()
 
 
-def test_swap_room_that_nobody_closes_is_unlocked(device: torch.device) -> None:
+def test_host_pages_without_close_are_unlocked(device: torch.device) -> None:
     """Else the system gives the same memory again, and it cannot be locked twice."""
     pages = big_pages(device)
     for _ in range(5):
@@ -207,7 +216,7 @@ REFUSED = """
 """
 
 
-def test_a_capture_that_fails_leaves_the_device_as_it_was() -> None:
+def test_failed_capture_restores_the_device() -> None:
     done = run_apart(REFUSED)
     for line in ("REFUSED: ", "BACK: True", "THEN: [3.0, 3.0, 3.0]"):
         assert line in done.stdout, done.stdout + done.stderr[-2000:]
@@ -224,7 +233,7 @@ class Hungry(Reader):
         return super()._states(tokens, positions, step)
 
 
-def test_a_step_that_does_not_fit_runs_in_halves(device: torch.device) -> None:
+def test_step_that_does_not_fit_is_split(device: torch.device) -> None:
     network = Hungry(device="cuda:0")
     runner = gpu_runner(AsyncLaunch([]), network)
     runner.warm_up()
@@ -236,7 +245,7 @@ def test_a_step_that_does_not_fit_runs_in_halves(device: torch.device) -> None:
     assert max(network.sizes) == 15 and min(network.sizes[-6:]) <= 3
 
 
-def test_the_budget_is_what_a_step_takes(device: torch.device) -> None:
+def test_budget_equals_the_memory_of_a_step(device: torch.device) -> None:
     sizes = {"page_size": 8, "max_model_len": MAX_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     network = Hungry(device="cuda:0")
     network.share = float(64 << 20)
@@ -269,7 +278,7 @@ LOST = """
 """
 
 
-def test_the_end_of_a_device_is_told() -> None:
+def test_lost_device_is_reported() -> None:
     done = run_apart(LOST)
     assert "LOST: NVIDIA" in done.stdout and "step 0 met: " in done.stdout, done.stdout + done.stderr[-2000:]
     assert "AGAIN: NVIDIA" in done.stdout, done.stdout + done.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""`LLM` over a runner that runs ahead of its device, and over one whose device is lost."""
+"""`LLM` with asynchronous launches, and with a lost device."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_outputs_are_those_of_one_step_at_a_time(llm: LLM, ahead: LLM) -> None:
     assert llm.health().num_steps_ahead == 0 < ahead.health().num_steps_ahead
 
 
-def test_it_may_be_left_in_the_middle(ahead: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_generate_leaves_an_idle_engine(ahead: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while a step is waited for, another one behind it."""
     original, steps = LaunchedStep.result, iter(range(100))
 
@@ -62,7 +62,7 @@ def test_it_may_be_left_in_the_middle(ahead: LLM, monkeypatch: pytest.MonkeyPatc
     assert again == ahead.generate(PROMPTS[0], PARAMS[0])[0].outputs[0].token_ids
 
 
-def test_a_lost_device_is_raised_to_the_caller_for_good(ahead: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_device_is_raised_by_every_later_call(ahead: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Runner.launch
 
     def launch(self: Runner, plan: StepPlan) -> LaunchedStep:

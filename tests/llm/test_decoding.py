@@ -1,4 +1,7 @@
-"""`LLM` with what the engine decodes beyond plain sampling, against transformers' logits and against itself."""
+"""`LLM` with decoding beyond plain sampling.
+
+The oracles are transformers' logits and `LLM` itself.
+"""
 
 from __future__ import annotations
 
@@ -72,12 +75,14 @@ def test_groups_and_live_beams(llm: LLM) -> None:
     assert plain.live_beams is None
 
 
-def test_explain_tells_what_generate_then_finds(llm: LLM) -> None:
+def test_explain_predicts_the_cache_hits_of_generate(llm: LLM) -> None:
     assert llm.explain(PROMPT).num_cached_tokens == 0
     llm.generate([PROMPT], SamplingParams(max_tokens=1), use_tqdm=False)
     longer = [*PROMPT, 1, 2, 3]
-    told = llm.explain({"prompt_token_ids": longer})
-    assert llm.generate([longer], SamplingParams(max_tokens=1))[0].num_cached_tokens == told.num_cached_tokens >= 32
+    explanation = llm.explain({"prompt_token_ids": longer})
+    assert (
+        llm.generate([longer], SamplingParams(max_tokens=1))[0].num_cached_tokens == explanation.num_cached_tokens >= 32
+    )
     assert llm.explain("Hello").num_tokens == len(llm.get_tokenizer().encode("Hello", add_special_tokens=True))
     with pytest.raises(InvalidRequestError):
         llm.explain([])
@@ -114,11 +119,11 @@ def test_priority_needs_its_policy(llm: LLM, folder: Any) -> None:
         ({"swap_space": "lots"}, "not a size"),
     ],
 )
-def test_policies_that_are_none_are_refused(folder: Any, options: dict[str, Any], text: str) -> None:
+def test_invalid_policy_is_rejected(folder: Any, options: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidRequestError, match=text):
         LLM(str(folder), dtype="float32", attention_backend="reference", kv_memory="4MiB", **options)
 
 
-def test_determinism_is_asked_of_the_loader(folder: Any) -> None:
+def test_deterministic_is_passed_to_the_loader(folder: Any) -> None:
     with pytest.raises(ModelFolderError, match="deterministic needs"):
         LLM(str(folder), dtype="float32", attention_backend="reference", kv_memory="4MiB", deterministic=True)

@@ -142,7 +142,7 @@ def test_chat_renders_the_template(llm: LLM) -> None:
         ({"text": "x"}, GREEDY, InvalidRequestError, "a prompt is"),
     ],
 )
-def test_what_can_never_run_is_refused_before_anything_runs(
+def test_request_that_can_never_run_is_rejected_before_any_runs(
     llm: LLM, prompt: Any, params: SamplingParams, kind: type[Exception], text: str
 ) -> None:
     with pytest.raises(kind, match=text):
@@ -152,7 +152,7 @@ def test_what_can_never_run_is_refused_before_anything_runs(
 
 
 @pytest.mark.parametrize("page_size", [7, 0, 128])
-def test_a_page_size_no_kernel_has_is_refused_before_anything_loads(page_size: int) -> None:
+def test_unsupported_page_size_is_rejected_before_loading(page_size: int) -> None:
     with pytest.raises(InvalidRequestError, match=f"8, 16, 32, 64, got {page_size}"):
         LLM("no/such/model", page_size=page_size)
 
@@ -172,7 +172,7 @@ def test_a_folder_without_tokenizer_takes_token_ids(oracle: Any, tmp_path: Path)
             llm.generate("Hello", GREEDY)
 
 
-def test_after_close_nothing_runs(llm: LLM) -> None:
+def test_closed_llm_rejects_calls(llm: LLM) -> None:
     llm.close()
     with pytest.raises(InvalidRequestError, match="closed"):
         llm.generate([[1]], GREEDY)

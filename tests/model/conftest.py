@@ -1,4 +1,4 @@
-"""Models made once a session; one torch thread, since everything here is tiny."""
+"""Models that are made once per session; one torch thread, since all models are tiny."""
 
 from __future__ import annotations
 

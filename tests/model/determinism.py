@@ -1,6 +1,6 @@
-"""Run one workload in many ways, and write down the bits of every logit and log-probability that came of it.
+"""Run one workload in many configurations and record the bits of its results.
 
-Run as a script it prints a digest of them: what a new process makes of the same model.
+Run as a script, it prints a digest of the bits, so that a test can compare processes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ def load(folder: Path, dtype: str, *, deterministic: bool = True) -> Runner:
 
 
 def make_requests() -> list[GenerateRequest]:
-    """Return prompts that share beginnings of any length, one of them longer than a split of the attention kernel."""
+    """Return prompts that share prefixes of different lengths.
+
+    One of them is longer than a split of the attention kernel.
+    """
     draw = random.Random(5)
     shared = [draw.randrange(VOCAB) for _ in range(530)]
     requests = []
@@ -96,7 +99,10 @@ def make_requests() -> list[GenerateRequest]:
 
 @dataclass
 class Recorder:
-    """A runner that keeps the logits it draws from, and may say that it has fewer pages. An `engine.ModelRunner`."""
+    """An `engine.ModelRunner` that records the logits of every draw.
+
+    `num_pages`: a smaller number of pages to report than the runner has.
+    """
 
     runner: Runner
     num_pages: int | None = None
@@ -133,7 +139,7 @@ class Recorder:
         return int(plan.draws.seed[draw]), int(plan.draws.lane[draw]), int(plan.draws.position[draw])
 
     def _follow(self, plan: StepPlan) -> None:
-        """Note each slot's tokens; what came from the prefix cache is not known."""
+        """Record each slot's tokens; tokens from the prefix cache are not known."""
         for source, target, _ in plan.forks.tolist():
             self._tokens[target] = self._tokens.get(source, [])
         first = 0
@@ -143,15 +149,21 @@ class Recorder:
             first += count
 
     def write(self, cell: Cell | str, bits: bytes) -> None:
-        """Note what a cell holds. A cell may be computed twice, by a second round or after preemption."""
+        """Record the bits of a cell, and mark a cell that was computed twice with different bits.
+
+        A second round or a preemption computes cells again.
+        """
         if self.bits.setdefault(cell, bits) != bits:
             self.bits[cell] = b"differs from itself"
 
 
 @dataclass(frozen=True)
 class Way:
-    """How to run a workload. `budget`: tokens a step; `order`: 1, -1 or a seed to shuffle by; `arrivals`: requests that
-    come in each step, 0 for all at once; `num_pages`: of a smaller pool."""
+    """How to run a workload.
+
+    `budget`: tokens per step; `order`: 1, -1 or a seed to shuffle with; `arrivals`: new requests per step, 0 for all at
+    once; `num_pages`: size of a smaller pool.
+    """
 
     batch: int = 1
     budget: int = 2048
@@ -181,7 +193,7 @@ class Way:
 def run(
     runner: Runner, requests: Sequence[GenerateRequest], way: Way, *, by_tokens: bool = False
 ) -> tuple[Bits, Engine]:
-    """Return what came of the requests, and the engine for its counters."""
+    """Return the recorded bits and the engine, for its counters."""
     recorder = Recorder(runner, way.num_pages, by_tokens)
     engine = way.engine(recorder)
     for _ in range(way.rounds):
@@ -204,7 +216,7 @@ def run(
 
 
 def alone(runner: Runner, requests: Iterable[GenerateRequest]) -> dict[Cell | str, bytes]:
-    """Return what comes of each request with an engine to itself, its prompt in one chunk."""
+    """Return the bits of each request run in its own engine, its prompt in one chunk."""
     bits: dict[Cell | str, bytes] = {}
     for request in requests:
         bits |= run(runner, [request], Way())[0]
@@ -212,7 +224,7 @@ def alone(runner: Runner, requests: Iterable[GenerateRequest]) -> dict[Cell | st
 
 
 def differing(got: Bits, expected: Bits) -> list[Cell | str]:
-    """Return the cells of `got` that are not as expected."""
+    """Return the cells of `got` that differ from `expected`."""
     return [cell for cell, bits in got.items() if expected.get(cell) != bits]
 
 

@@ -1,4 +1,7 @@
-"""Drive a Runner by hand-made plans: a page-per-need allocator without sharing, for tests below the engine."""
+"""Run a `Runner` with manually built plans.
+
+Pages are allocated as needed and not shared. For tests below the engine.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ DEFAULTS: dict[str, tuple[Any, type]] = {
 def make_draws(
     specs: Sequence[Mapping[str, Any]], edits: Sequence[LogitEdit] = (), masks: Sequence[LogitMask] = ()
 ) -> Draws:
-    """Build `Draws` from one mapping per draw; what is not said is greedy."""
+    """Build `Draws` from one mapping per draw; fields that are missing are greedy defaults."""
     columns: dict[str, Any] = {
         name: np.array([spec.get(name, default) for spec in specs], kind) for name, (default, kind) in DEFAULTS.items()
     }
@@ -68,7 +71,7 @@ class Driver:
     def feed(
         self, grants: Mapping[int, Sequence[int]], draws: Draws | None = None, scores: Scores | None = None
     ) -> StepResult:
-        """Give each slot its new tokens; draw greedily from every row unless told otherwise."""
+        """Give each slot its new tokens; draw greedily from every row by default."""
         starts = []
         for slot, tokens in grants.items():
             start = self.length.setdefault(slot, 0)
@@ -100,7 +103,7 @@ class Driver:
 
 
 def greedy(runner: Runner, prompts: Sequence[Sequence[int]], num_new: int, chunk: int | None = None) -> list[list[int]]:
-    """Continue all prompts together, prefilling `chunk` tokens a step; decoding mixes with the others' prefill."""
+    """Continue all prompts in one batch, prefilling `chunk` tokens per step."""
     driver = Driver(runner)
     outputs: list[list[int]] = [[] for _ in prompts]
     left = [list(prompt) for prompt in prompts]

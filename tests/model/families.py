@@ -1,7 +1,7 @@
-"""Small random-weight models of every family, made by transformers, which is also their oracle.
+"""Small models with random weights for every supported family; transformers is the oracle.
 
-Weights are large enough that outputs wander over the vocabulary, and biases and norms are random too, so that nothing
-a family does can be left out unnoticed.
+Weights are large enough that outputs vary over the vocabulary, and biases and norms are random too, so that no part of
+a family can be left out unnoticed.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class Sample:
-    """A saved model, transformers' own object of it, and its greedy answers."""
+    """A saved model, its transformers object, and its greedy answers."""
 
     family: str
     folder: Path
@@ -106,14 +106,14 @@ class Sample:
     answers: tuple[tuple[int, ...], ...]
 
     def logprobs(self, tokens: tuple[int, ...]) -> torch.Tensor:
-        """Return transformers' log-probabilities of what follows `tokens`, [V]."""
+        """Return transformers' log-probabilities of the token after `tokens`, [V]."""
         with torch.inference_mode():
             logits: torch.Tensor = self.oracle(torch.tensor([tokens])).logits[0, -1]
         return logits.log_softmax(-1)
 
 
 def make_sample(name: str, folder: Path) -> Sample:
-    """Build, save and question one model."""
+    """Build and save a model, and generate its greedy answers."""
     torch.manual_seed(sum(map(ord, name)))
     oracle = save_random(FAMILIES[name].config(), folder, norms_at=0.0 if "gemma" in name else 1.0)
     prompts = tuple(tuple(torch.randint(0, VOCAB, (length,)).tolist()) for length in PROMPT_LENGTHS)
@@ -121,7 +121,7 @@ def make_sample(name: str, folder: Path) -> Sample:
 
 
 def save_random(config: Any, folder: Path, norms_at: float = 1.0, std: float = 0.2) -> Any:
-    """Save a model of random weights, norms around `norms_at`, and return transformers' object of it."""
+    """Save a model with random weights, norms around `norms_at`; return its transformers object."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     # eager: sdpa knows no soft-cap, and older releases of transformers leave it out without a word

@@ -1,7 +1,8 @@
-"""Streams whose work runs as late, or as early, as the declared waits allow: a wait that is missing changes results.
+"""Streams that run work as late, or as early, as the declared waits allow.
 
-A lazy stream runs nothing until somebody must have it: the host waits for a mark, or another stream that has to run
-meets its wait for one. An eager stream runs everything at once, unless it waits for a mark that is not reached yet.
+A missing wait then changes results. A lazy stream runs nothing until the result is needed: the host waits for an event,
+or another stream that runs meets its wait for one. An eager stream runs everything at once, up to a wait for an event
+that has not been reached.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class LazyEvent:
 
 @dataclass(eq=False, slots=True)
 class LazyStream:
-    """A `streams.Stream`. `deaf`: forgets what it was told to wait for, a planted bug."""
+    """A `streams.Stream`. `ignores_waits`: an injected bug that drops its waits."""
 
     eager: bool = False
     ignores_waits: bool = False
@@ -47,12 +48,12 @@ class LazyStream:
             self.pump()
 
     def run_to(self, count: int) -> None:
-        """Do the first `count` entries, and what they wait for."""
+        """Run the first `count` entries, and what they wait for."""
         while self.num_done < count:
             self._next()
 
     def pump(self) -> None:
-        """Do what may be done already, if this is an eager stream."""
+        """Run what can run already, if this is an eager stream."""
         while self.eager and self.num_done < len(self.entries):
             entry = self.entries[self.num_done]
             if isinstance(entry, LazyEvent) and entry.stream.num_done < entry.count:
@@ -73,13 +74,13 @@ class LazyStream:
 
 
 def lazy_streams(
-    main_eager: bool, side_eager: bool, plant: Callable[[LazyStream, LazyStream], None] = lambda main, side: None
+    main_eager: bool, side_eager: bool, inject: Callable[[LazyStream, LazyStream], None] = lambda main, side: None
 ) -> Streams:
-    """Return a pair of streams; `plant` may spoil them."""
+    """Return a pair of streams; `inject` may make them ignore waits."""
     main, side = LazyStream(main_eager), LazyStream(side_eager)
     main.peers.append(side)
     side.peers.append(main)
-    plant(main, side)
+    inject(main, side)
     return Streams(main, side)
 
 

@@ -1,6 +1,6 @@
-"""A backend that attends as its work list says, in plain torch, and knows nothing else of the batch.
+"""Attention backend in plain torch that follows the work list and nothing else of the batch.
 
-`plan_work`'s lists and the buffers they are copied to are tested with it: Triton's interpreter would take too long.
+It tests the lists of `plan_work` and the buffers that they are copied to; Triton's interpreter would take too long.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Carry out every item, then merge. A token that no item sees stays nan."""
+    """Compute every item, then merge. A token without items stays nan."""
     assert batch.work is not None and window is None and softcap is None and sinks is None
     work = batch.work
     out, states = torch.full_like(q, torch.nan), torch.full((work.num_states, *q.shape[1:]), torch.nan)

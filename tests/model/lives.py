@@ -1,6 +1,8 @@
-"""Random lives of a runner: branches that come, decode, fork, leave for host memory, return and end, on few pages that
-are reused at once. Every plan is executed by a plain runner, whose draws go on; another runner is launched the same
-plans without being told the tokens that it drew itself in the step before."""
+"""Random plans for a runner: branches start, decode, fork, are swapped out and in, and end.
+
+The few pages are reused at once. A synchronous runner executes every plan, and its draws continue the branches. Another
+runner is launched with the same plans, with placeholders for the tokens that it drew itself in the step before.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ FACTS = ModelInfo(name="reader", digest="00", vocab_size=VOCAB, max_model_len=MA
 
 
 class Reader:
-    """A network that reads its history back through pages; a row's logits depend on that row alone, to the bit."""
+    """A network that reads its history back through pages.
+
+    A row's logits depend on that row alone, to the bit.
+    """
 
     def __init__(self, max_tokens: int | None = None, device: str = "cpu") -> None:
         noise = torch.Generator().manual_seed(7)
@@ -82,7 +87,7 @@ def make_runner(
 
 @dataclass
 class Branch:
-    """Its tokens, how many of them are computed, and where those lie."""
+    """The tokens of a branch, how many of them are computed, and their pages."""
 
     tokens: list[int]
     num_computed: int = 0
@@ -91,7 +96,7 @@ class Branch:
 
 
 class Life:
-    """Makes plans. `plain`: how likely a step is a plain decode step."""
+    """Generates random plans. `plain`: probability of a plain decode step."""
 
     def __init__(self, noise: np.random.Generator, plain: float = 0.7, swaps: bool = True) -> None:
         self.noise = noise
@@ -122,7 +127,7 @@ class Life:
         return self._as_plan(grants, is_plain), [slot for slot, _ in grants]
 
     def take(self, plan: StepPlan, slots: list[int], result: StepResult) -> None:
-        """Go on with what was drawn: the first draw of each row."""
+        """Continue the branches with the first draw of each row."""
         for row, slot in enumerate(slots):
             branch = self.branches[slot]
             branch.num_computed += int(plan.rows.num_tokens[row])
@@ -172,7 +177,10 @@ class Life:
         self.branches[slot] = branch
 
     def _fork(self, source: int) -> None:
-        """Share full pages, copy the tail at once. A branch that came or returned just now is left alone."""
+        """Share the full pages of a branch and copy its partial page.
+
+        A branch that was swapped in by the same plan is skipped.
+        """
         parent = self.branches[source]
         full, tail = divmod(parent.num_computed, SIZE)
         copied = self._allocate(1) if tail else []
@@ -265,7 +273,7 @@ class Life:
 
 @dataclass
 class Outcome:
-    """What two runners drew of the same plans, and how many of the steps were of which kind."""
+    """Results of two runners for the same plans, and the number of placeholder tokens."""
 
     pairs: list[tuple[StepResult, StepResult]] = field(default_factory=list)
     num_unseen: int = 0
@@ -279,7 +287,7 @@ class Outcome:
 
 
 def same(got: StepResult, want: StepResult) -> bool:
-    """Whether results are equal, log-probabilities up to rounding."""
+    """Return whether two results are equal, log-probabilities up to rounding."""
     names = ("tokens", "logprobs", "top_tokens", "top_logprobs", "perturbed", "raw_logprobs")
     for name in names:
         one, other = getattr(got, name), getattr(want, name)
@@ -293,7 +301,7 @@ def same(got: StepResult, want: StepResult) -> bool:
 
 
 def live(plain: Runner, ahead: Runner, life: Life, num_steps: int) -> Outcome:
-    """Let both runners live the same life; the second is always one step ahead of its results."""
+    """Run the same plans on both runners; the second is always one step ahead of its results."""
     outcome, behind = Outcome(), None
     unseen: dict[int, int] = {}  # slot -> what it was drawn in the step before
     for _ in range(num_steps):

@@ -1,4 +1,4 @@
-"""Engines over a runner that gets ahead of its device, on late streams: the same answers as in turn."""
+"""Engines with asynchronous launches give the same answers as synchronous ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from chatcache.engine.engine import Engine
-from chatcache.model import runner as runners
+from chatcache.model import runner as runner_module
 from chatcache.model.cuda_graphs import capture_sizes
 from chatcache.model.runner import AsyncLaunch
 from chatcache.model.static_steps import Replay
@@ -17,7 +17,7 @@ from chatcache.types.request import GenerateRequest, Params, SamplingParams
 from tests.gpu.engine_cases import PAGE_BYTES, build, drain, prompt_of
 from tests.model.lazy_streams import lazy_streams
 
-Told = dict[tuple[str, int], tuple[tuple[int, ...], str]]
+Outputs = dict[tuple[str, int], tuple[tuple[int, ...], str]]
 
 
 class Replays:
@@ -35,7 +35,10 @@ class Replays:
 
 
 def requests() -> list[tuple[str, tuple[int, ...], Params]]:
-    """Return requests that decode plainly, with filters, as twins, as forks, and some that ask for alternatives."""
+    """Return requests of different kinds.
+
+    They decode plainly, with filters, in several branches, and with reported alternatives.
+    """
     plain: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
     return [
         ("greedy", prompt_of(30), SamplingParams(temperature=0.0, **plain)),
@@ -48,7 +51,7 @@ def requests() -> list[tuple[str, tuple[int, ...], Params]]:
     ]
 
 
-def told(engine: Engine) -> Told:
+def outputs_of(engine: Engine) -> Outputs:
     for name, prompt, params in requests():
         engine.add(GenerateRequest(request_id=name, prompt=prompt, params=params))
     events = drain(engine)
@@ -71,17 +74,19 @@ def told(engine: Engine) -> Told:
 
 @pytest.mark.parametrize("num_pages", [256, 34], ids=["roomy", "tight"])
 @pytest.mark.parametrize("sizes", [capture_sizes(16), ()], ids=["static", "uncaptured"])
-def test_the_same_answers(sizes: list[int], num_pages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asynchronous_engine_gives_the_same_answers(
+    sizes: list[int], num_pages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings: dict[str, Any] = {
         "kv_memory_bytes": num_pages * PAGE_BYTES,
         "swap_space_bytes": 64 * PAGE_BYTES,
         "preemption_mode": "swap",
     }
-    expected = told(build(tmp_path, "reference", **settings))
-    monkeypatch.setattr(runners, "make_streams", lambda device: lazy_streams(False, False))
+    expected = outputs_of(build(tmp_path, "reference", **settings))
+    monkeypatch.setattr(runner_module, "make_streams", lambda device: lazy_streams(False, False))
     replays = Replays()
     engine = build(tmp_path, "reference", graphs=AsyncLaunch(sizes, replays), **settings)
-    assert told(engine) == expected
+    assert outputs_of(engine) == expected
     assert engine._pipeline.num_ahead > 20, "hardly any step was launched behind another"
     assert (replays.count > 10) == bool(sizes)
     assert engine.scheduler.num_preemptions > 0 or num_pages > 100

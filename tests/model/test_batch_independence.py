@@ -1,4 +1,4 @@
-"""A draw's answer has the same bits alone and in any company, on any number of threads: level 1 of determinism."""
+"""A draw has the same bits alone, in any batch, and with any number of threads."""
 
 from __future__ import annotations
 
@@ -31,9 +31,12 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("vocab_size", [199, 50003])
-def test_sums_and_noise(vocab_size: int) -> None:
-    """Both sides of where torch begins to share work among threads, and widths that no vector divides."""
+@pytest.mark.parametrize("vocab_size", [199, pytest.param(50003, marks=pytest.mark.slow)])
+def test_row_reductions_and_noise_do_not_depend_on_other_rows(vocab_size: int) -> None:
+    """Use sizes on both sides of torch's threshold for threads.
+
+    The widths are not multiples of the vector size.
+    """
     x, base = torch.randn(33, vocab_size) * 4, token_base(vocab_size, CPU)
     number = np.arange(33, dtype=np.int32)
     low, high = (torch.from_numpy(word) for word in draw_keys(number.astype(np.uint64), number, number))
@@ -80,8 +83,8 @@ def bits(result: Any, draw: int) -> list[bytes]:
     return [row[: np.count_nonzero(np.isfinite(row) & (row != -1))].tobytes() for row in (cell[draw] for cell in cells)]
 
 
-@pytest.mark.parametrize("vocab_size", [1024, 40000])
-def test_a_draw_does_not_see_its_batch(vocab_size: int) -> None:
+@pytest.mark.parametrize("vocab_size", [1024, pytest.param(40000, marks=pytest.mark.slow)])
+def test_draw_has_the_same_bits_in_any_batch(vocab_size: int) -> None:
     noise = np.random.default_rng(SEED)
     sampler = Sampler(vocab_size, CPU)
     logits = torch.from_numpy(noise.normal(0, 3, (32, vocab_size)).astype(np.float32))
@@ -99,9 +102,11 @@ def test_a_draw_does_not_see_its_batch(vocab_size: int) -> None:
             assert [cell for cell in bits(result, place) if cell] == alone[row], f"seed {SEED}: {specs[row]}"
 
 
-def test_a_nucleus_does_not_see_how_many_candidates_were_fetched() -> None:
-    """Another draw's larger top_k makes all draws of the batch look at more candidates. Each top_p here lies exactly
-    where one more bit in the sums would let another token in."""
+def test_top_p_does_not_depend_on_the_number_of_candidates() -> None:
+    """A larger top_k of another draw enlarges the candidates of all draws.
+
+    Each top_p here is exactly at a threshold where one more bit in the sums would add a token.
+    """
     filters = Filters(2000, CPU)
     scaled = torch.randn(64, 2000, generator=torch.Generator().manual_seed(SEED)) * 2
     scaled -= scaled.amax(-1, keepdim=True)
@@ -113,11 +118,11 @@ def test_a_nucleus_does_not_see_how_many_candidates_were_fetched() -> None:
     assert torch.equal(few, many[:, :256]), f"seed {SEED}"
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_a_seed_draws_the_same_tokens_in_any_batch(
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=pytest.mark.slow)])
+def test_runner_draws_the_same_tokens_for_a_seed_in_any_batch(
     backend: str, sample_of: Callable[[str], Sample], load: Callable[..., Runner]
 ) -> None:
-    """The whole runner, without level 2: logits may differ in their last bits, the draws made of them do not."""
+    """Logits may differ in their last bits without deterministic mode; the draws do not."""
     sample = sample_of("llama")
     runner = load(sample.folder, attention_backend=backend)
     noise = np.random.default_rng(SEED)

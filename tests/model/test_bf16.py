@@ -1,4 +1,4 @@
-"""In bfloat16 every family's logits stay within 2e-2 of float32's, the weights being the same numbers."""
+"""Logits in bfloat16 stay within 2e-2 of float32 logits with the same weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from chatcache.model.loading import loader as loading
+from chatcache.model.loading import loader
 from chatcache.model.runner import Runner
 from tests.model.drive import Driver, make_draws
 from tests.model.families import FAMILIES, VOCAB, save_random
@@ -54,9 +54,11 @@ def error_of(runner: Runner, oracle: Any, prompts: list[tuple[int, ...]]) -> flo
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_bf16_is_near_float32(name: str, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_logits_are_close_to_float32(
+    name: str, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not FAMILIES[name].native:
-        monkeypatch.setattr(loading, "is_native", lambda *_: False)
+        monkeypatch.setattr(loader, "is_native", lambda *_: False)
     torch.manual_seed(sum(map(ord, name)))
     oracle = save_random(FAMILIES[name].config(), tmp_path, norms_at=0.0 if "gemma" in name else 1.0, std=STD)
     torch.seed()

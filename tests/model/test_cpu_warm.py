@@ -1,4 +1,4 @@
-"""Warm-up attends rows of every length that the CPU has a kernel for: none is compiled while someone waits."""
+"""Warm-up runs rows of every length that the CPU has a kernel for, so that all are compiled."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from chatcache_kernels.cpu import attention, attention_prefill
 from chatcache_kernels.cpu.attention_decode import MAX_DECODE_QUERIES
 from chatcache_kernels.cpu.attention_prefill import prefill_attention_torch
 
-from chatcache.model import runner as runners
+from chatcache.model import runner as runner_module
 from tests.model.lives import make_runner
 
 
-def test_warm_up_has_a_row_too_long_to_be_decoded_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert runners.WARMUP_LONG_TOKENS > MAX_DECODE_QUERIES, "of as many key heads as query heads"
+def test_warm_up_runs_a_prompt_longer_than_the_decode_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runner_module.WARMUP_LONG_TOKENS > MAX_DECODE_QUERIES, "of as many key heads as query heads"
     lengths: set[int] = set()
 
     def note(q: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -25,7 +25,7 @@ def test_warm_up_has_a_row_too_long_to_be_decoded_in_place(monkeypatch: pytest.M
 
     monkeypatch.setattr(attention_prefill, "can_use_amx", lambda q, pages: False)
     monkeypatch.setattr(attention, "prefill_attention_torch", note)
-    monkeypatch.setattr(runners, "WARMUP_LONG_TOKENS", 24)  # the contexts of these runners are short
+    monkeypatch.setattr(runner_module, "WARMUP_LONG_TOKENS", 24)  # the contexts of these runner_module are short
     monkeypatch.setattr(attention, "MAX_DECODE_QUERIES", 8)
     make_runner(kernels=cpu).warm_up()
     assert 24 in lengths

@@ -1,8 +1,8 @@
-"""The determinism matrix: whatever the way a request is run, every logit it is drawn from has the bits of the solo run.
+"""Deterministic mode: every logit has the bits of the solo run in every configuration.
 
-Each cell runs the same requests another way and compares the logits of every draw, the tokens and every reported
-log-probability, bit by bit, with what comes of each request alone: its own engine, an empty cache, the prompt in one
-chunk. Sampled tokens go back into the model, so one bit that differs is hard to miss.
+Each case runs the same requests in another configuration and compares the logits of every draw, the tokens and all
+reported log-probabilities, bit by bit, with each request run alone: its own engine, an empty cache, the prompt in one
+chunk. Sampled tokens are fed back, so a single different bit has visible consequences.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from chatcache_kernels import cpu
 from msgspec.structs import replace
 
-from chatcache.model import batch_invariant as invariant
-from chatcache.model.loading import loader as loading
+from chatcache.model import batch_invariant
+from chatcache.model.loading import loader
 from chatcache.model.runner import Runner
 from chatcache.types.request import BeamSearchParams, GenerateRequest, SamplingParams
 from tests.model.determinism import (
@@ -39,6 +39,9 @@ from tests.model.families import FAMILIES, save_random
 
 DTYPES = ("float32", "bfloat16")
 MODELS = [f"{shape}-{dtype}" for shape in SHAPES for dtype in DTYPES]
+FAST_MODEL = "llama-float32"
+FAST_WAYS = ("batch1-chunk5-uncached", "batch7-chunk37-cached", "backwards")
+TIERED_MODELS = [name if name == FAST_MODEL else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 REQUESTS = make_requests()
 
 FEW = REQUESTS[4:7]
@@ -60,7 +63,7 @@ WAYS: dict[str, tuple[Sequence[GenerateRequest], Way]] = {
 
 
 class Solo:
-    """Runners, loaded once, and what each request comes to alone."""
+    """Runners, loaded once, and the bits of each request run alone."""
 
     def __init__(self, folder_of: Callable[[str], Path]) -> None:
         self._folder_of = folder_of
@@ -85,10 +88,15 @@ def solo(folder_of: Callable[[str], Path]) -> Solo:
     return Solo(folder_of)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model", MODELS)
-def test_matrix(model: str, way: str, solo: Solo) -> None:
-    """Batch size x order x chunk size x cache. A cached way runs twice: the second time on the first one's pages."""
+@pytest.mark.parametrize(
+    "way", [name if name in FAST_WAYS else pytest.param(name, marks=pytest.mark.slow) for name in WAYS]
+)
+@pytest.mark.parametrize("model", TIERED_MODELS)
+def test_logits_equal_the_solo_run_in_every_configuration(model: str, way: str, solo: Solo) -> None:
+    """Vary batch size, order, chunk size and cache.
+
+    A cached configuration runs twice, the second time on the pages of the first.
+    """
     runner, expected = solo(model)
     requests, how = WAYS[way]
     got, _ = run(runner, requests, how)
@@ -96,9 +104,9 @@ def test_matrix(model: str, way: str, solo: Solo) -> None:
     assert not differing(got, expected)
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("model", ["llama-float32", "qwen3-bfloat16"])
-def test_preempted_and_resumed(model: str, preemption: str, solo: Solo) -> None:
+@pytest.mark.parametrize("preemption", [pytest.param("recompute", marks=pytest.mark.slow), "swap"])
+@pytest.mark.parametrize("model", [FAST_MODEL, pytest.param("qwen3-bfloat16", marks=pytest.mark.slow)])
+def test_preempted_requests_equal_the_solo_run(model: str, preemption: str, solo: Solo) -> None:
     runner, _ = solo(model)
     params = SamplingParams(temperature=1.0, max_tokens=70, ignore_eos=True, logprobs=1)
     requests = [
@@ -116,9 +124,11 @@ def test_preempted_and_resumed(model: str, preemption: str, solo: Solo) -> None:
     SamplingParams(n=5, temperature=1.0, seed=77, max_tokens=8, ignore_eos=True),
     BeamSearchParams(beam_width=4, max_tokens=8, ignore_eos=True),
 ], ids=["samples", "beams"])  # fmt: skip
-@pytest.mark.parametrize("model", MODELS)
-def test_a_fork_equals_a_copy(model: str, params: SamplingParams | BeamSearchParams, solo: Solo) -> None:
-    """Branches that share pages and copy them on write, against each branch's tokens computed from nothing."""
+@pytest.mark.parametrize("model", TIERED_MODELS)
+def test_forked_branch_equals_a_recomputed_one(
+    model: str, params: SamplingParams | BeamSearchParams, solo: Solo
+) -> None:
+    """Compare branches that share pages with recomputing each branch's tokens."""
     runner, _ = solo(model)
     request = GenerateRequest(request_id="one", prompt=REQUESTS[1].prompt, params=params)
     forked = run(runner, [request], Way(8), by_tokens=True)[0]
@@ -129,13 +139,16 @@ def test_a_fork_equals_a_copy(model: str, params: SamplingParams | BeamSearchPar
         assert run(runner, [copy], Way(), by_tokens=True)[0][tokens] == forked[tokens]
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("gpt2", "float32"), ("qwen3-moe", "bfloat16")])
-def test_models_that_run_through_transformers(
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("gpt2", "float32"), pytest.param("qwen3-moe", "bfloat16", marks=pytest.mark.slow)],
+)
+def test_transformers_model_equals_the_solo_run(
     family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Experts, activations and biases as transformers computes them, whose bits do depend on the batch."""
+    """Models run by transformers' own modules, whose bits depend on the batch."""
     save_random(FAMILIES[family].config(), tmp_path)
-    monkeypatch.setattr(loading, "is_native", lambda *_: False)
+    monkeypatch.setattr(loader, "is_native", lambda *_: False)
     runner = load(tmp_path, dtype)
     expected = alone(runner, FEW)
     for way in (Way(3, 7, cache=True, rounds=2), Way(2, 300, order=-1)):
@@ -144,12 +157,12 @@ def test_models_that_run_through_transformers(
     assert differing(run(fast, FEW, Way(3, 7))[0], alone(fast, FEW))
 
 
-@pytest.mark.parametrize("model", ["llama-float32", "qwen3-bfloat16"])
-def test_threads_change_nothing(
+@pytest.mark.parametrize("model", [FAST_MODEL, pytest.param("qwen3-bfloat16", marks=pytest.mark.slow)])
+def test_number_of_threads_does_not_change_logits(
     model: str, solo: Solo, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, expected = solo(model)
-    monkeypatch.setattr(loading, "limit_threads", lambda num_bytes: None)
+    monkeypatch.setattr(loader, "limit_threads", lambda num_bytes: None)
     torch.set_num_threads(3)
     try:
         runner = load(folder_of(model.split("-")[0]), model.split("-")[1])
@@ -159,7 +172,8 @@ def test_threads_change_nothing(
         torch.set_num_threads(1)
 
 
-def test_a_new_process_makes_the_same_bits(solo: Solo, folder_of: Callable[[str], Path]) -> None:
+@pytest.mark.slow
+def test_new_process_computes_the_same_bits(solo: Solo, folder_of: Callable[[str], Path]) -> None:
     root = Path(__file__).resolve().parents[2]
     code = root / "tests" / "model" / "determinism.py"
     path = os.pathsep.join((str(root), str(root / "kernels")))
@@ -171,8 +185,12 @@ def test_a_new_process_makes_the_same_bits(solo: Solo, folder_of: Callable[[str]
     assert out.stdout.split() == [digest(solo(model)[1]) for model in MODELS]
 
 
-def test_without_the_option_bits_do_differ(folder_of: Callable[[str], Path]) -> None:
-    """Else the matrix could not fail. What differs depends on the machine; on all tried, short prompt chunks do."""
+@pytest.mark.slow
+def test_without_deterministic_mode_logits_differ(folder_of: Callable[[str], Path]) -> None:
+    """Without this, the other tests could not fail.
+
+    The differences depend on the machine; short prompt chunks have differed on all machines so far.
+    """
     for model in MODELS:
         shape, dtype = model.split("-")
         runner = load(folder_of(shape), dtype, deterministic=False)
@@ -181,31 +199,33 @@ def test_without_the_option_bits_do_differ(folder_of: Callable[[str], Path]) -> 
         assert differing(got, expected), model
 
 
-def test_planted_product_of_all_rows_at_once(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_injected_untiled_product_is_detected(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN adds up in another order for other numbers of rows, here for 1 and more than 32."""
     for model in MODELS:
         solo(model)  # loaded and drawn from before the mistake is made, also where this test runs alone
-    monkeypatch.setattr(invariant, "tile_sizes", lambda num_rows, sizes: iter([num_rows] if num_rows else []))
+    monkeypatch.setattr(batch_invariant, "tile_sizes", lambda num_rows, sizes: iter([num_rows] if num_rows else []))
     bad = [model for model in MODELS if differing(run(solo(model)[0], LONG, Way(1, 37))[0], solo(model)[1])]
     assert bad, "on this machine products do not depend on the number of rows"
 
 
-def test_planted_attention_by_chunk(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_injected_chunk_dependent_attention_is_detected(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> None:
     for model in MODELS:
         runner, expected = solo(model)
         monkeypatch.setattr(runner._kernels, "paged_attention", cpu.paged_attention)
         assert differing(run(runner, LONG, Way(1, 37))[0], expected), model
 
 
-def test_planted_neighbour(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A millionth part of a batch's other row in one layer's activations."""
+def test_injected_dependency_on_another_row_is_detected(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add a millionth of another row to the activations of one layer."""
     runner, expected = solo("llama-float32")
     plain = runner._kernels.silu_mul
 
-    def planted(gate_up: torch.Tensor) -> torch.Tensor:
+    def inject(gate_up: torch.Tensor) -> torch.Tensor:
         out = plain(gate_up)
         return out + 1e-6 * out.roll(1, 0) * (len(out) == 3)
 
-    monkeypatch.setattr(runner._kernels, "silu_mul", planted)
+    monkeypatch.setattr(runner._kernels, "silu_mul", inject)
     assert not differing(run(runner, LONG, Way(1))[0], expected)
     assert differing(run(runner, LONG, Way(3))[0], expected)

@@ -1,4 +1,4 @@
-"""The parts of level 2: products, single tokens, the check at load, and who is refused with which words."""
+"""Deterministic mode: linear layers, single tokens, the check at load, and rejected models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from chatcache.config import EngineConfig
 from chatcache.errors import ModelFolderError
-from chatcache.model import batch_invariant as invariant
+from chatcache.model import batch_invariant
 from chatcache.model.attention import AttentionStep, Geometry, Network, choose_backend
 from chatcache.model.batch_invariant import (
     TILE_SIZES,
@@ -30,7 +30,7 @@ from chatcache.model.batch_invariant import (
 )
 from chatcache.model.decoder import Decoder
 from chatcache.model.linear import Linear, fast_linear
-from chatcache.model.loading import loader as loading
+from chatcache.model.loading import loader
 from chatcache.model.loading.loader import load_model
 from chatcache.model.loading.weights import Weights
 from chatcache.model.runner import Runner
@@ -53,7 +53,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(960, 576), (64, 1536), (199, 64), (36, 101)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_products_do_not_see_the_batch(
+def test_batch_invariant_linear_has_the_same_bits_in_any_batch(
     dtype: torch.dtype, shape: tuple[int, int], has_bias: bool, threads: int
 ) -> None:
     weight, x = torch.randn(shape).to(dtype), torch.randn(300, shape[1]).to(dtype)
@@ -71,7 +71,7 @@ def test_products_do_not_see_the_batch(
 
 
 @pytest.mark.parametrize("sizes", [TILE_SIZES, TILE_SIZES[:6], (2, 16, 1024), (16,)])
-def test_tiles_cover_all_rows(sizes: tuple[int, ...]) -> None:
+def test_tile_sizes_cover_all_rows(sizes: tuple[int, ...]) -> None:
     for num_rows in (*range(1, 80), 500, 1023, 1025, 3000):
         tiles = list(tile_sizes(num_rows, sizes))
         assert set(tiles) <= set(sizes)
@@ -82,7 +82,9 @@ def test_tiles_cover_all_rows(sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_probe_sees_another_order_of_addition(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_invariant_sizes_rejects_another_order_of_summation(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Products that add up halves apart from `limit` rows on: sizes from there on are not used."""
     for limit in (2, 8, 64):
 
@@ -96,26 +98,26 @@ def test_the_probe_sees_another_order_of_addition(dtype: torch.dtype, monkeypatc
 
             return product
 
-        monkeypatch.setattr(invariant, "packed_linear", packed)
+        monkeypatch.setattr(batch_invariant, "packed_linear", packed)
         found = find_invariant_sizes(64, 64, dtype, has_bias=False)
-        assert found == tuple(size for size in TILE_SIZES if (size < limit) == (limit > invariant.REFERENCE_ROWS)), (
-            limit
-        )
+        assert found == tuple(
+            size for size in TILE_SIZES if (size < limit) == (limit > batch_invariant.REFERENCE_ROWS)
+        ), limit
 
 
-def test_products_that_depend_on_neighbours_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_dependent_product_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     def packed(weight: Tensor, bias: Tensor | None) -> Linear:
         return lambda x: functional.linear(x, weight) + x.sum() * 1e-20
 
-    monkeypatch.setattr(invariant, "packed_linear", packed)
+    monkeypatch.setattr(batch_invariant, "packed_linear", packed)
     with pytest.raises(ModelFolderError, match=r"deterministic: .* weight of 64 x 32 .* depend on the batch"):
         find_invariant_sizes(64, 32, torch.float32, has_bias=False)
-    monkeypatch.setattr(invariant, "packed_linear", lambda *_: None)
+    monkeypatch.setattr(batch_invariant, "packed_linear", lambda *_: None)
     with pytest.raises(ModelFolderError, match="deterministic: oneDNN has no product for a weight of 4 x 6"):
         BatchInvariantLinearFactory()(torch.ones(4, 6))
 
 
-def test_most_probes_cancel() -> None:
+def test_most_probe_products_cancel() -> None:
     weight, rows = make_probes(600, 128, torch.bfloat16)
     assert (weight.double() @ rows[:4].double().T).abs().max() == 0
     assert (weight.float() @ rows[:4].float().T).abs().max() > 0
@@ -123,10 +125,12 @@ def test_most_probes_cancel() -> None:
 
 @pytest.mark.parametrize("name", ["mistral-window", "phi3-native", "opt", "gpt-oss-sinks"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_other_families_pass_the_check(name: str, dtype: str, sample_of: Get, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_family_passes_the_determinism_check(
+    name: str, dtype: str, sample_of: Get, monkeypatch: pytest.MonkeyPatch
+) -> None:
     native = FAMILIES[name].native
     if not native:
-        monkeypatch.setattr(loading, "is_native", lambda *_: False)
+        monkeypatch.setattr(loader, "is_native", lambda *_: False)
     folder = str(sample_of(name).folder)
     runner = load_model(EngineConfig(model=folder, dtype=dtype, kv_memory_bytes=4 << 20, deterministic=True))
     assert runner._kernels is choose_backend("cpu", torch.device("cpu"), deterministic=True)[1]
@@ -142,8 +146,11 @@ GEOMETRY = Geometry(1, 2, 2, 16, 40, torch.float32, torch.device("cpu"))
 
 
 @dataclass
-class Lying:
-    """A network whose logits are a token's, plus what all tokens of the step sum up to, times `share`."""
+class BatchDependentNetwork:
+    """A network whose logits depend on the batch.
+
+    They are those of the token, plus `share` times the sum of all tokens of the step.
+    """
 
     share: float
     geometry: Geometry = GEOMETRY
@@ -159,10 +166,10 @@ class Lying:
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_network_that_sees_its_batch_is_refused_unless_run_token_by_token(wrapped: bool) -> None:
+def test_batch_dependent_network_is_rejected_unless_run_token_by_token(wrapped: bool) -> None:
     kernels = choose_backend("cpu", torch.device("cpu"), deterministic=True)[1]
-    check_determinism(Lying(0.0), kernels, 8, 99)
-    network: Network = TokenByToken(Lying(0.001)) if wrapped else Lying(0.001)
+    check_determinism(BatchDependentNetwork(0.0), kernels, 8, 99)
+    network: Network = TokenByToken(BatchDependentNetwork(0.001)) if wrapped else BatchDependentNetwork(0.001)
     for max_model_len in (99, 2):
         if wrapped:
             check_determinism(network, kernels, 8, max_model_len)
@@ -171,14 +178,19 @@ def test_a_network_that_sees_its_batch_is_refused_unless_run_token_by_token(wrap
                 check_determinism(network, kernels, 8, max_model_len)
 
 
-def test_the_fast_path_does_not_pass_the_check(sample_of: Get, load: Load) -> None:
-    """On every machine tried so far; where it does pass, level 2 costs nothing and this test may go."""
+def test_fast_layers_fail_the_determinism_check(sample_of: Get, load: Load) -> None:
+    """True on every machine so far.
+
+    If it passes, deterministic mode costs nothing there, and the test can be removed.
+    """
     runner = load(sample_of("llama").folder, attention_backend="cpu")
     with pytest.raises(ModelFolderError, match="depend on the batch"):
         check_determinism(runner._network, choose_backend("reference", torch.device("cpu"))[1], 8, 99)
 
 
-def test_who_is_refused(sample_of: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_deterministic_model_is_rejected_with_the_reason(
+    sample_of: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sample = sample_of("llama")
 
     def refusal(folder: Path, **options: Any) -> str:
@@ -200,12 +212,12 @@ def test_who_is_refused(sample_of: Get, tmp_path: Path, monkeypatch: pytest.Monk
         lambda self, name, shape: torch.zeros(shape) if 90 in shape else get(self, name, shape),
     )
     assert "rows of 180 torch.float32 numbers: 16 must divide" in refusal(folder, dtype="float32")
-    monkeypatch.setattr(loading, "choose_device", lambda name: torch.device("meta"))
+    monkeypatch.setattr(loader, "choose_device", lambda name: torch.device("meta"))
     assert refusal(sample.folder, dtype="float32") == (
         "deterministic works on CPUs only, and this model would run on meta"
     )
 
 
-def test_a_fast_layer_keeps_the_plain_weight_where_onednn_cannot() -> None:
+def test_fast_linear_keeps_the_plain_weight_without_onednn() -> None:
     weight, x = torch.randn(8, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
     assert torch.equal(fast_linear(weight)(x), functional.linear(x, weight))

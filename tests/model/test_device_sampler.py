@@ -1,4 +1,4 @@
-"""The sampling kernels against the CPU's sampler: the same bits of noise, the same draws, and no waiting in between."""
+"""The Triton sampler equals the CPU sampler: noise, draws, and no waiting for the device."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def check_draws(got: StepResult, want: StepResult, logits: torch.Tensor, index: 
     np.testing.assert_allclose(got.logprobs[same], want.logprobs[same], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("vocab_size", [2048, 151_936])
-def test_the_noise_has_the_same_bits(vocab_size: int) -> None:
-    """Against numpy, in 64-bit integers, as `noise.py` defines it."""
+@pytest.mark.parametrize("vocab_size", [2048, pytest.param(151_936, marks=pytest.mark.slow)])
+def test_noise_kernel_matches_its_definition(vocab_size: int) -> None:
+    """Against numpy, in 64-bit integers, as `ops` defines it."""
     rng = np.random.default_rng(SEED)
     seeds, lanes, positions = (rng.integers(0, most, 2) for most in (2**63, 2**31, 2**31))
     lows, highs = draw_keys(seeds.astype(np.uint64), lanes.astype(np.int32), positions.astype(np.int32))
@@ -89,7 +89,7 @@ def test_the_noise_has_the_same_bits(vocab_size: int) -> None:
 
 
 @pytest.mark.parametrize("num_draws", [1_500, pytest.param(10_000, marks=pytest.mark.long)])
-def test_draws_are_the_cpu_s(num_draws: int) -> None:
+def test_draws_equal_the_cpu_sampler(num_draws: int) -> None:
     """Keys, temperatures and logits fresh every run; a fifth of the draws filtered."""
     rng = np.random.default_rng(SEED)
     vocab_size, num_rows = 1_500, 300
@@ -106,8 +106,14 @@ def test_draws_are_the_cpu_s(num_draws: int) -> None:
         check_draws(device.sample(logits, index, draws), host.sample(logits, index, draws), logits, index, draws)
 
 
-@pytest.mark.parametrize("vocab_size", [49_152, pytest.param(151_936, marks=pytest.mark.long)])
-def test_draws_over_real_vocabularies_are_the_cpu_s(vocab_size: int) -> None:
+@pytest.mark.parametrize(
+    "vocab_size",
+    [
+        pytest.param(49_152, marks=pytest.mark.slow),
+        pytest.param(151_936, marks=[pytest.mark.slow, pytest.mark.long]),
+    ],
+)
+def test_draws_over_large_vocabularies_equal_the_cpu_sampler(vocab_size: int) -> None:
     rng = np.random.default_rng(SEED)
     logits = torch.from_numpy(rng.normal(0, 2.5, (3, vocab_size)).astype(np.float32)).to(torch.bfloat16)
     top_k, top_p = np.array([0, 0, 0, 20, 0, 1000], np.int32), np.array([1, 1, 1, 1, 0.9, 0.9], np.float32)
@@ -118,7 +124,7 @@ def test_draws_over_real_vocabularies_are_the_cpu_s(vocab_size: int) -> None:
     np.testing.assert_array_equal(got.top_tokens, want.top_tokens)
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.8])
+@pytest.mark.parametrize("top_p", [1.0, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_frequencies_are_within_four_sigma_of_softmax(top_p: float) -> None:
     """12 tokens x 2 cases: 4 sigma is passed by chance once in 600 runs, so the keys are fixed."""
     logits = torch.tensor([[1.2, 0.1, -0.4, 2.0, 0.7, -1.0, 0.3, 1.1, -2.0, 0.0, 0.5, -0.2]])
@@ -163,8 +169,8 @@ def mixed(rng: np.random.Generator, vocab_size: int, num_rows: int) -> tuple[tor
     return logits, index, draws
 
 
-@pytest.mark.parametrize("vocab_size", [320, 333])
-def test_draws_of_all_kinds_together_are_the_cpu_s(vocab_size: int) -> None:
+@pytest.mark.parametrize("vocab_size", [pytest.param(320, marks=pytest.mark.slow), 333])
+def test_mixed_draws_equal_the_cpu_sampler(vocab_size: int) -> None:
     """Chunks smaller than the vocabulary, so that every merge has something to merge."""
     rng = np.random.default_rng(SEED)
     logits, index, draws = mixed(rng, vocab_size, 5)
@@ -177,8 +183,8 @@ def test_draws_of_all_kinds_together_are_the_cpu_s(vocab_size: int) -> None:
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=2e-5, atol=2e-5, err_msg=name)
 
 
-def test_chunks_of_very_different_size_are_one_row() -> None:
-    """One chunk far below the others, one without a finite logit; the cut and the draw cross their borders."""
+def test_row_with_chunks_of_very_different_magnitude_equals_the_cpu_sampler() -> None:
+    """One chunk is far below the others, one has no finite logit."""
     rng = np.random.default_rng(SEED)
     logits = torch.from_numpy(rng.normal(0, 1.5, (5, 520)).astype(np.float32))
     logits[:, 128:256] -= 4.0
@@ -207,7 +213,7 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_nothing_waits_between_launch_and_result() -> None:
+def test_enqueue_does_not_wait_for_the_device() -> None:
     logits, index, draws = mixed(np.random.default_rng(SEED), 320, 5)
     sampler = DeviceSampler(320, CPU, SMALL)
     with Waits() as waits:
@@ -219,7 +225,7 @@ def test_nothing_waits_between_launch_and_result() -> None:
     assert waits.seen, "the watch can see"
 
 
-def test_tokens_drawn_once_are_left_in_their_slots() -> None:
+def test_tokens_of_single_draws_are_stored_in_their_slots() -> None:
     rng = np.random.default_rng(SEED)
     logits = torch.randn(4, 320)
     index, draws = random_draws(rng, 6, 4, width=np.array([1, 2, 1, 1, 1, 1], np.int32))
@@ -230,12 +236,12 @@ def test_tokens_drawn_once_are_left_in_their_slots() -> None:
 
 
 @pytest.mark.parametrize("filtered", [False, True])
-def test_plain_draws_are_the_cpu_s_and_leftover_rows_harmless(filtered: bool) -> None:
+def test_graph_sampler_equals_the_cpu_sampler_and_padding_rows_are_harmless(filtered: bool) -> None:
     rng = np.random.default_rng(SEED)
     size, count, vocab_size = 8, 5, 500
     logits = torch.randn(size, vocab_size).to(torch.bfloat16)
     logits[3, 7] = torch.nan
-    logits[6] = torch.nan  # nobody's
+    logits[6] = torch.nan  # a padding row
     top_p = rng.choice([0.5, 0.9], count).astype(np.float32) if filtered else np.ones(count, np.float32)
     _, draws = random_draws(rng, count, 1, top_p=top_p, row=np.arange(count, dtype=np.int32))
     plain = TritonGraphSampler(vocab_size, CPU)
@@ -252,4 +258,4 @@ def test_plain_draws_are_the_cpu_s_and_leftover_rows_harmless(filtered: bool) ->
     np.testing.assert_allclose(got.logprobs, want.logprobs, rtol=1e-5)
     assert got.faults == want.faults == ((3, NOT_FINITE),)
     assert last[[4, 1, 9, 7]].tolist() == want.tokens[[0, 1, 2, 4], 0].tolist()
-    assert 0 <= last[2] < vocab_size and 0 <= last[19] < vocab_size, "an embedding must not be asked for what is not"
+    assert 0 <= last[2] < vocab_size and 0 <= last[19] < vocab_size, "a padding row must store a valid token id"

@@ -1,4 +1,4 @@
-"""A wrong folder is one sentence that names the file and the reason."""
+"""A bad model folder gives one error that names the file and the reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Load = Callable[..., Runner]
 
 @pytest.fixture
 def folder(sample_of: Get, tmp_path: Path) -> Path:
-    """A good folder to spoil."""
+    """Return a valid model folder for the test to corrupt."""
     return Path(shutil.copytree(sample_of("qwen3").folder, tmp_path / "model"))
 
 
@@ -67,7 +67,7 @@ def header(folder: Path, raw: bytes) -> None:
 
 
 NORM = "model.layers.1.self_attn.q_norm.weight"
-SPOILERS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "no-config": (lambda f: (f / "config.json").unlink(), ["config.json", "missing"]),
     "config-not-json": (lambda f: (f / "config.json").write_text("{"), ["config.json", "not valid JSON"]),
     "config-not-object": (lambda f: (f / "config.json").write_text("[]"), ["config.json", "not a JSON object"]),
@@ -123,10 +123,10 @@ SPOILERS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SPOILERS)
-def test_spoilt_folder_is_refused(name: str, folder: Path, load: Load) -> None:
-    spoil, words = SPOILERS[name]
-    spoil(folder)
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_corrupted_folder_is_rejected_with_file_and_reason(name: str, folder: Path, load: Load) -> None:
+    corrupt, words = CORRUPTIONS[name]
+    corrupt(folder)
     with pytest.raises(ModelFolderError) as caught:
         load(folder)
     assert str(folder) in caught.value.message
@@ -135,7 +135,7 @@ def test_spoilt_folder_is_refused(name: str, folder: Path, load: Load) -> None:
         assert word in caught.value.message
 
 
-def test_transformers_path_refuses_missing_tensors(sample_of: Get, tmp_path: Path, load: Load) -> None:
+def test_transformers_model_with_missing_tensor_is_rejected(sample_of: Get, tmp_path: Path, load: Load) -> None:
     """transformers would fill them with noise."""
     folder = Path(shutil.copytree(sample_of("gpt2").folder, tmp_path / "model"))
     set_weights(folder, lambda tensors: tensors.pop("transformer.h.1.mlp.c_fc.weight"))
@@ -153,12 +153,12 @@ def test_transformers_path_refuses_missing_tensors(sample_of: Get, tmp_path: Pat
         ({"device": "tpu"}, "device 'tpu'"),
     ],
 )
-def test_impossible_settings_are_refused(options: dict[str, Any], words: str, sample_of: Get, load: Load) -> None:
+def test_invalid_setting_is_rejected(options: dict[str, Any], words: str, sample_of: Get, load: Load) -> None:
     with pytest.raises(ModelFolderError, match=words):
         load(sample_of("llama").folder, **options)
 
 
-def test_no_such_model() -> None:
+def test_missing_folder_is_rejected() -> None:
     with pytest.raises(ModelFolderError, match="no such folder"):
         resolve_model_path("./nowhere")
     with pytest.raises(ModelFolderError, match="no such folder"):
@@ -215,12 +215,12 @@ def test_hugging_face_id_without_a_network_fails_within_seconds(tmp_path: Path) 
     assert "http://127.0.0.1:9 cannot be reached" in done.stderr and "set HF_ENDPOINT to a mirror" in done.stderr
 
 
-def test_a_file_is_no_folder(folder: Path) -> None:
+def test_file_instead_of_folder_is_rejected(folder: Path) -> None:
     with pytest.raises(ModelFolderError, match="not a model folder"):
         resolve_model_path(str(folder / "config.json"))
 
 
-def test_shards_are_read(folder: Path, sample_of: Get, load: Load) -> None:
+def test_sharded_weights_are_read(folder: Path, sample_of: Get, load: Load) -> None:
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -232,7 +232,7 @@ def test_shards_are_read(folder: Path, sample_of: Get, load: Load) -> None:
     assert facts.num_parameters == sum(tensor.numel() for tensor in tensors.values())
 
 
-def test_four_x_config_means_the_same(folder: Path, load: Load, sample_of: Get) -> None:
+def test_transformers_4_config_is_equivalent(folder: Path, load: Load, sample_of: Get) -> None:
     """`rope_theta` and `torch_dtype` at the top, as transformers 4 wrote them."""
     from tests.model.drive import greedy
 
@@ -241,7 +241,7 @@ def test_four_x_config_means_the_same(folder: Path, load: Load, sample_of: Get) 
     assert greedy(load(folder), sample.prompts[:1], 8) == [list(sample.answers[0][:8])]
 
 
-def test_digest_follows_config_weights_and_dtype(folder: Path, load: Load) -> None:
+def test_digest_depends_on_config_weights_and_dtype(folder: Path, load: Load) -> None:
     digests = [load(folder).facts.digest, load(folder).facts.digest]
     assert digests[0] == digests[1]
     digests.append(load(folder, dtype="bfloat16").facts.digest)
@@ -252,7 +252,7 @@ def test_digest_follows_config_weights_and_dtype(folder: Path, load: Load) -> No
     assert len(set(digests)) == 4
 
 
-def test_facts_and_capacity(folder: Path, load: Load) -> None:
+def test_load_model_reports_model_info_capacity_and_progress(folder: Path, load: Load) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
     said: list[tuple[float, str]] = []
     config = EngineConfig(

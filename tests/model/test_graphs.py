@@ -1,4 +1,7 @@
-"""Decode steps in static buffers: padded, stale, growing and shrinking, against plain execution; bugs planted there."""
+"""Decode steps in fixed buffers equal eager execution, and injected bugs are detected.
+
+The steps are padded, stale, growing and shrinking.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,7 @@ import pytest
 import torch
 from chatcache_kernels.work_list import plan_work
 
-from chatcache.model import cuda_graphs as graphs
-from chatcache.model import static_steps as room
-from chatcache.model import static_steps as static
+from chatcache.model import cuda_graphs, static_steps
 from chatcache.model.cuda_graphs import DecodeGraphs, capture_sizes
 from chatcache.model.page_tables import DeviceSlots
 from chatcache.model.runner import AsyncLaunch
@@ -34,7 +35,7 @@ SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 def _short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut attention every 16 keys rather than 512, so that short lives have long work lists."""
     monkeypatch.setattr("chatcache_kernels.work_list.SPLIT_TOKENS", 16)
-    monkeypatch.setattr(room, "SPLIT_TOKENS", 16)
+    monkeypatch.setattr(static_steps, "SPLIT_TOKENS", 16)
 
 
 class Counting:
@@ -62,15 +63,18 @@ def run(kernels: Any = listed, sizes: list[int] | None = None, steps: int = 120)
     return outcome, counting.num_replays
 
 
-@pytest.mark.parametrize("sizes", [None, [5], [2, 8]])
-def test_replayed_steps_are_plain_execution(sizes: list[int] | None) -> None:
+@pytest.mark.parametrize(
+    "sizes", [None, pytest.param([5], marks=pytest.mark.slow), pytest.param([2, 8], marks=pytest.mark.slow)]
+)
+def test_replayed_steps_equal_eager_execution(sizes: list[int] | None) -> None:
     """Sizes that fit, one that most steps fill up or exceed, and two."""
     outcome, num_replays = run(sizes=sizes)
     assert outcome.differing() is None, f"seed {SEED}"
     assert num_replays > 20
 
 
-def test_a_backend_without_work_lists_is_replayed_too() -> None:
+@pytest.mark.slow
+def test_backend_without_work_lists_is_replayed() -> None:
     from chatcache_kernels import reference
 
     outcome, num_replays = run(reference)
@@ -78,7 +82,7 @@ def test_a_backend_without_work_lists_is_replayed_too() -> None:
     assert num_replays > 20
 
 
-# -- planted bugs -------------------------------------------------------------------------------------------------
+# -- injected bugs ------------------------------------------------------------------------------------------------
 
 
 def is_broken() -> bool:
@@ -90,21 +94,21 @@ def is_broken() -> bool:
 
 
 def leave_cells(given: Any, rows: Any, cells: Any, changes: Any, slots: DeviceSlots) -> None:
-    """Rows of nobody write where the last step's rows of their place wrote."""
+    """Make padding rows write to the cells of the last step's rows."""
     before = given["cells"].copy()
     fill_rows(given, rows, cells, changes, slots)
     given["cells"][len(cells) :] = before[len(cells) :]
 
 
 def leave_slots(given: Any, rows: Any, cells: Any, changes: Any, slots: DeviceSlots) -> None:
-    """Rows of nobody leave their token in slots of the last step."""
+    """Make padding rows store their tokens in slots of the last step."""
     before = given["slot"].copy()
     fill_rows(given, rows, cells, changes, slots)
     given["slot"][len(cells) :] = before[len(cells) :]
 
 
 def stale_tokens(given: Any, rows: Any, cells: Any, changes: Any, slots: DeviceSlots) -> None:
-    """A token that the host has not seen is taken from the buffer."""
+    """Take a token that the host has not received from the old buffer."""
     before = given["tokens"].copy()
     fill_rows(given, rows, cells, changes, slots)
     unseen = given["tokens"] < 0
@@ -112,26 +116,26 @@ def stale_tokens(given: Any, rows: Any, cells: Any, changes: Any, slots: DeviceS
 
 
 def forget_changes(given: Any, rows: Any, cells: Any, changes: Any, slots: DeviceSlots) -> None:
-    """The mirror hears of the first changed cell only."""
+    """Send only the first changed cell to the mirror."""
     fill_rows(given, rows, cells, replace(changes, at=changes.at[:1], pages=changes.pages[:1]), slots)
 
 
-fill_rows = static.fill_rows
+fill_rows = static_steps.fill_rows
 
 
 @pytest.mark.parametrize("bug", [leave_cells, leave_slots, stale_tokens, forget_changes])
-def test_planted_fillings(bug: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "fill_rows", bug)
+def test_injected_stale_input_is_detected(bug: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "fill_rows", bug)
     assert is_broken(), f"seed {SEED}"
 
 
-def test_planted_single_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_injected_single_host_buffer_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step's numbers overwrite those that the device has not read yet."""
-    monkeypatch.setattr(graphs, "NUM_HOST_BUFFERS", 1)
+    monkeypatch.setattr(cuda_graphs, "NUM_HOST_BUFFERS", 1)
     assert is_broken(), f"seed {SEED}"
 
 
-def test_planted_slot_of_the_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_injected_wrong_slot_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def draw(self: TorchGraphSampler, logits: Any, given: Any, drawn: Any, last_token: Any, kind: int) -> None:
         plain(self, logits, {**given, "slot": given["slot"].roll(1)}, drawn, last_token, kind)
 
@@ -140,7 +144,7 @@ def test_planted_slot_of_the_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_broken(), f"seed {SEED}"
 
 
-def test_planted_leftover_items(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_injected_stale_work_items_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of the step before are carried out again, and may be the last to write."""
     fill = WorkListBuffers.fill
 
@@ -157,7 +161,7 @@ def test_planted_leftover_items(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- what is captured ---------------------------------------------------------------------------------------------
 
 
-def test_sizes() -> None:
+def test_capture_sizes_are_dense_and_end_at_the_maximum() -> None:
     assert capture_sizes(1) == [1]
     assert capture_sizes(20) == [1, 2, 4, 8, 16, 20]
     sizes = capture_sizes(1024)
@@ -172,7 +176,7 @@ def plan_of(tokens: list[int], **draw: Any) -> StepPlan:
     return StepPlan(1, none, none, none[:, :2], rows, make_draws([{"row": row, **draw} for row in range(count)]))
 
 
-def test_what_is_plain() -> None:
+def test_is_plain_decode_accepts_single_plain_draws_only() -> None:
     plan = plan_of([1, 2, PENDING_TOKEN])
     assert is_plain_decode(plan)
     assert is_plain_decode(plan_of([1], temperature=1.0, top_p=0.5))
@@ -187,7 +191,7 @@ def test_what_is_plain() -> None:
     assert not is_plain_decode(replace(plan, rows=longer))
 
 
-def test_a_list_that_is_too_long_does_not_fit() -> None:
+def test_work_list_larger_than_the_buffers_does_not_fit() -> None:
     rng = np.random.default_rng(SEED)
     tables = rng.integers(1, 30, (6, MAX_LEN // SIZE)).astype(np.int32)
     start = np.full(6, MAX_LEN - 1, np.int32)
@@ -200,7 +204,8 @@ def test_a_list_that_is_too_long_does_not_fit() -> None:
         assert short.fill({name: array.copy() for name, array in arrays.items()}, work, 6) is None
 
 
-def test_a_step_without_room_runs_uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_step_that_does_not_fit_the_buffers_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     original = WorkListBuffers.sized_for
     _, num_plain = run()
     monkeypatch.setattr(
@@ -211,7 +216,7 @@ def test_a_step_without_room_runs_uncaptured(monkeypatch: pytest.MonkeyPatch) ->
     assert 0 < num_replays < num_plain, f"seed {SEED}"
 
 
-def test_what_does_not_fit_memory_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_step_that_does_not_fit_memory_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
     class Small(Counting):
         def __call__(self, work: Replay) -> Replay:
             if not self.num_replays:
@@ -228,7 +233,7 @@ def test_what_does_not_fit_memory_is_left_out(caplog: pytest.LogCaptureFixture) 
     assert said[0][0] == 0 and said[1][0] == 0.5
 
 
-def test_what_cannot_be_captured_runs_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_that_cannot_be_captured_run_eagerly(caplog: pytest.LogCaptureFixture) -> None:
     def refuse(work: Replay) -> Replay:
         raise RuntimeError("operation not permitted when stream is capturing\nmore of this")
 
@@ -239,8 +244,8 @@ def test_what_cannot_be_captured_runs_all_the_same(caplog: pytest.LogCaptureFixt
     assert live(make_runner(), runner, Life(np.random.default_rng(SEED)), 20).differing() is None, f"seed {SEED}"
 
 
-def test_nobodys_rows_stay_numbers() -> None:
-    """Whatever memory held, rows that fill up a batch compute numbers: nothing can leak from them, not even nan."""
+def test_padding_rows_compute_finite_numbers() -> None:
+    """Padding rows compute numbers whatever memory held, so that no nan can spread from them."""
     seen: list[torch.Tensor] = []
 
     class Watching(Reader):

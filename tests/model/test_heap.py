@@ -1,4 +1,4 @@
-"""Memory for weights and activations: where it lies, and that it is reused."""
+"""Memory for weights and activations: alignment, sharing and reuse."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chatcache.model.host_memory import ALIGNMENT, HostArena
 from chatcache.model.linear import DualLayoutLinearFactory, PanelLinear
 
 
-def test_an_arena_keeps_what_it_is_given_apart_and_aligned() -> None:
+def test_arena_copies_are_separate_and_aligned() -> None:
     arena = HostArena()
     generator = torch.Generator().manual_seed(torch.seed() % 2**31)
     sizes = torch.randint(1, 2000, (60,), generator=generator).tolist()
@@ -22,7 +22,7 @@ def test_an_arena_keeps_what_it_is_given_apart_and_aligned() -> None:
     assert all(each.data_ptr() % ALIGNMENT == 0 for each in kept)
 
 
-def test_an_arena_takes_what_is_larger_than_its_pieces() -> None:
+def test_arena_allocates_more_than_its_block_size() -> None:
     arena = HostArena()
     small, large = arena.empty((8,), torch.float32), arena.empty((70 * 2**20,), torch.uint8)
     small.fill_(1.0)
@@ -30,7 +30,7 @@ def test_an_arena_takes_what_is_larger_than_its_pieces() -> None:
     assert small.sum() == 8.0 and len(large) == 70 * 2**20
 
 
-def test_the_layers_of_a_model_share_a_piece() -> None:
+def test_layers_of_a_model_share_a_block() -> None:
     make = DualLayoutLinearFactory()
     layers = [make(torch.randn(64, 32, dtype=torch.bfloat16)) for _ in range(2)]
     first, second = (each.panels for each in layers if isinstance(each, PanelLinear))
@@ -38,7 +38,7 @@ def test_the_layers_of_a_model_share_a_piece() -> None:
 
 
 @pytest.mark.linux  # needs /proc
-def test_freed_memory_is_used_again() -> None:
+def test_reuse_freed_memory_keeps_memory_in_the_process() -> None:
     """In a process of its own: the setting stays for good."""
     program = """
 import resource, sys, torch

@@ -1,4 +1,4 @@
-"""Too little memory: steps in halves, stores that fit; and devices that are lost."""
+"""Too little memory: split steps and memory budgets; and lost devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from chatcache_kernels import reference
 from chatcache.config import EngineConfig, format_size
 from chatcache.errors import DeviceLostError, ModelFolderError
 from chatcache.model import eager
-from chatcache.model import eager as halving
 from chatcache.model.attention import choose_backend
 from chatcache.model.device_errors import device_lost_error, is_out_of_memory
 from chatcache.model.eager import StepPart, split_step
@@ -45,7 +44,10 @@ def short(max_tokens: int) -> tuple[Runner, Reader]:
 
 
 def everything(noise: np.random.Generator, runner: Runner) -> StepResult:
-    """Run one step with all there is: rows long and short, undrawn, drawn twice, wide, edited, masked, scored."""
+    """Run one step with every feature.
+
+    Rows are long and short, undrawn, drawn twice, wide, edited, masked and scored.
+    """
     driver = Driver(runner)
     sizes = [9, 1, 14, 3, 1]
     prompts = {slot: noise.integers(0, VOCAB, size).tolist() for slot, size in enumerate(sizes)}
@@ -77,7 +79,7 @@ def equal(got: StepResult, want: StepResult) -> bool:
 
 
 @pytest.mark.parametrize("max_tokens", [27, 14, 13, 5, 1])
-def test_a_step_in_halves_gives_the_same(max_tokens: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_split_step_equals_the_whole_step(max_tokens: int, caplog: pytest.LogCaptureFixture) -> None:
     runner, network = short(max_tokens)
     got = everything(np.random.default_rng(SEED), runner)
     assert equal(got, everything(np.random.default_rng(SEED), make_runner())), f"seed {SEED}"
@@ -86,19 +88,19 @@ def test_a_step_in_halves_gives_the_same(max_tokens: int, caplog: pytest.LogCapt
     assert "5 rows and 28 tokens" in caplog.text
 
 
-def test_lives_in_halves() -> None:
+def test_random_plans_in_split_steps_equal_whole_steps() -> None:
     runner = make_runner(AsyncLaunch([]), network=Reader(4))
     outcome = live(make_runner(), runner, Life(np.random.default_rng(SEED), plain=0.5), 60)
     assert outcome.differing() is None, f"seed {SEED}"
 
 
-def test_a_single_token_that_does_not_fit_fails() -> None:
+def test_single_token_that_does_not_fit_raises_out_of_memory() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         everything(np.random.default_rng(SEED), short(0)[0])
 
 
-def test_planted_halves_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second half of a row reads what the first has not written yet."""
+def test_injected_wrong_order_of_halves_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the halves in reverse: the second half of a row reads what the first has not written."""
 
     def backwards(part: StepPart) -> tuple[StepPart, StepPart] | None:
         halves = split_step(part)
@@ -109,19 +111,19 @@ def test_planted_halves_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> N
     assert not equal(got, everything(np.random.default_rng(SEED), make_runner())), f"seed {SEED}"
 
 
-def test_planted_draws_of_the_other_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Edits keep the numbers that their draws had in the whole step."""
-    original = halving._draws
+def test_injected_edit_of_the_wrong_draw_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the draw numbers of the whole step in the edits of a half."""
+    original = eager._draws
 
-    def lazy(draws: Draws, which: halving.Index, first_row: int) -> Draws:
+    def lazy(draws: Draws, which: eager.Index, first_row: int) -> Draws:
         cut = original(draws, which, first_row)
         kept = tuple(edit for edit in draws.edits if edit.draw in which and edit.draw < len(which))
         return replace(cut, edits=kept)
 
     for seed in range(SEED, SEED + 20):  # with some prompts the edited token is not the one that is drawn
         want = everything(np.random.default_rng(seed), make_runner())
-        with monkeypatch.context() as planted:
-            planted.setattr(halving, "_draws", lazy)
+        with monkeypatch.context() as patch:
+            patch.setattr(eager, "_draws", lazy)
             if not equal(everything(np.random.default_rng(seed), short(14)[0]), want):
                 return
     raise AssertionError(f"seeds {SEED} to {SEED + 19}")
@@ -149,7 +151,7 @@ def budget(network: Reader, free: int = 1 << 30, peak: int = 1 << 20, num_graphs
     return measure_budget(FakeGauge(free, peak), network, reference, SAMPLER, num_graphs=num_graphs, **sizes)
 
 
-def test_the_largest_step_is_run() -> None:
+def test_measure_budget_runs_the_largest_step() -> None:
     network = Reader()
     found = budget(network)
     assert network.sizes == [100]
@@ -162,13 +164,13 @@ def test_the_largest_step_is_run() -> None:
     assert network.sizes == [60], "no row is longer than a context"
 
 
-def test_graphs_have_their_share() -> None:
+def test_budget_reserves_memory_for_graphs() -> None:
     without, with_graphs = budget(Reader()), budget(Reader(), num_graphs=10)
     assert with_graphs.graph_bytes >= with_graphs.step_bytes + 10 * GRAPH_BYTES
     assert without.kv_bytes - with_graphs.kv_bytes == with_graphs.graph_bytes
 
 
-def test_nothing_left_is_said_with_the_numbers() -> None:
+def test_no_memory_for_pages_is_reported_with_the_numbers() -> None:
     geometry, config = Reader().geometry, EngineConfig(page_size=8, max_num_seqs=6)
     page_bytes = geometry.page_bytes(8)
     assert plan_capacity(config, geometry, MAX_LEN, Budget(1 << 20, 0, 0)).num_pages == 1 + 6 * 8
@@ -221,7 +223,7 @@ def alive() -> None:
         RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
     ],
 )
-def test_a_sticky_error_is_the_end(error: Exception) -> None:
+def test_sticky_error_is_a_lost_device(error: Exception) -> None:
     lost = device_lost_error(error, "NVIDIA H200 (cuda:0)", 17, dead)
     assert isinstance(lost, DeviceLostError)
     assert lost.message.startswith("NVIDIA H200 (cuda:0) answers no more; step 17 met: ")
@@ -232,11 +234,11 @@ def test_a_sticky_error_is_the_end(error: Exception) -> None:
 @pytest.mark.parametrize(
     "error", [ValueError("CUDA error"), RuntimeError("shape mismatch"), torch.OutOfMemoryError("CUDA out of memory")]
 )
-def test_other_errors_are_not(error: Exception) -> None:
+def test_other_errors_are_not_a_lost_device(error: Exception) -> None:
     assert device_lost_error(error, "cuda", 1, dead) is None
 
 
-def test_what_lack_of_memory_looks_like() -> None:
+def test_is_out_of_memory_recognises_device_errors() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
     assert is_out_of_memory(torch.AcceleratorError("CUDA error: out of memory"))
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"))
@@ -245,7 +247,7 @@ def test_what_lack_of_memory_looks_like() -> None:
 
 
 @pytest.mark.parametrize("ahead", [None, AsyncLaunch([4])])
-def test_a_step_on_a_lost_device_says_so_and_is_not_retried(
+def test_step_on_a_lost_device_raises_and_is_not_retried(
     ahead: AsyncLaunch | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Breaking(Reader):
@@ -273,7 +275,9 @@ def test_a_step_on_a_lost_device_says_so_and_is_not_retried(
 # -- backends ---------------------------------------------------------------------------------------------------------
 
 
-def test_which_backend(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_choose_backend_selects_by_device_and_capability(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert choose_backend("auto", cpu)[0] == "cpu"
@@ -290,7 +294,7 @@ def test_which_backend(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
         choose_backend("triton", gpu)
 
 
-def test_a_plan_of_single_tokens_halves_to_the_last() -> None:
+def test_split_step_divides_single_token_rows_down_to_one() -> None:
     slot = np.arange(3, dtype=np.int32)
     none = np.zeros((0, 3), np.int32)
     rows = Rows(slot, slot, np.ones(3, np.int32), slot + 7)

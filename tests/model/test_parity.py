@@ -1,4 +1,7 @@
-"""Every family answers with transformers' very tokens: batched, paged, chunked or not, from the prefix cache or not."""
+"""Every family generates exactly the tokens that transformers generates.
+
+Batched, paged, chunked or whole, with and without the prefix cache.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import torch
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.model.decoder import Decoder
-from chatcache.model.loading import loader as loading
+from chatcache.model.loading import loader
 from chatcache.model.runner import Runner
 from chatcache.types.events import Failed, Started, Tokens
 from chatcache.types.request import GenerateRequest, SamplingParams
@@ -37,7 +40,7 @@ def sample(request: pytest.FixtureRequest, sample_of: Get, monkeypatch: pytest.M
     """A family's model, loaded by the path the family is meant to test."""
     native = FAMILIES[request.param].native
     if not native:
-        monkeypatch.setattr(loading, "is_native", lambda *_: False)
+        monkeypatch.setattr(loader, "is_native", lambda *_: False)
     return sample_of(request.param)
 
 
@@ -87,7 +90,7 @@ def test_parity_logprobs(sample: Sample, load: Load) -> None:
             torch.testing.assert_close(got, sample.logprobs(tokens), atol=1e-4, rtol=1e-4)
 
 
-PLANTED: list[tuple[str, str, Any]] = [
+INJECTED: list[tuple[str, str, Any]] = [
     ("llama", "rope_parameters", {"rope_type": "default", "rope_theta": 20000.0}),
     ("llama", "rms_norm_eps", 0.5),
     ("llama-yarn", "rope_parameters", {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}),
@@ -102,13 +105,13 @@ PLANTED: list[tuple[str, str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "field", "value"), PLANTED)
-def test_planted_mistake_is_noticed(
+@pytest.mark.parametrize(("family", "field", "value"), INJECTED)
+def test_injected_config_mistake_changes_tokens(
     family: str, field: str, value: Any, sample_of: Get, load: Load, tmp_path: Path
 ) -> None:
     """One config field read wrongly, by as little as a window of one token, changes the tokens."""
     sample = sample_of(family)
-    folder = Path(shutil.copytree(sample.folder, tmp_path / "planted"))
+    folder = Path(shutil.copytree(sample.folder, tmp_path / "injected"))
     config = json.loads((folder / "config.json").read_text())
     assert config[field] != value
     (folder / "config.json").write_text(json.dumps({**config, field: value}))

@@ -1,4 +1,7 @@
-"""8-bit weights through loading, facts and generation, against the same model with those very weights in float32."""
+"""8-bit weights: loading, model info and generation.
+
+The oracle is the same model with the dequantised weights in float32.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,7 @@ from chatcache.errors import ModelFolderError
 from chatcache.llm import LLM
 from chatcache.model.decoder import Decoder
 from chatcache.model.linear import DualLayoutLinearFactory, Int8Linear, fast_linear, weight_sizes
-from chatcache.model.loading import loader as choose
-from chatcache.model.loading import loader as loading
+from chatcache.model.loading import loader
 from chatcache.model.loading.loader import DUAL_LAYOUT_MAX_BYTES, can_keep_both_layouts, choose_linear, load_model
 from chatcache.model.runner import Runner
 from chatcache.types.request import SamplingParams
@@ -33,7 +35,7 @@ Load = Callable[..., Runner]
 
 
 def rounded(sample: Sample, folder: Path) -> Path:
-    """Copy a model, its linear weights changed to what 8 bits keep of them, its head no longer tied."""
+    """Copy a model with dequantised 8-bit weights and an untied output head."""
     shutil.copytree(sample.folder, folder)
     tensors = load_file(folder / "model.safetensors")
     tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
@@ -56,7 +58,7 @@ def logprobs(runner: Runner, prompts: Sequence[Sequence[int]]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen2", "qwen3", "phi3-native"])
-def test_logits_are_those_of_the_weights_that_were_kept(name: str, sample_of: Get, load: Load, tmp_path: Path) -> None:
+def test_int8_logits_equal_the_dequantised_model(name: str, sample_of: Get, load: Load, tmp_path: Path) -> None:
     sample = sample_of(name)
     ours, exact = load(sample.folder, quantization="int8"), load(rounded(sample, tmp_path / "rounded"))
     got = logprobs(ours, sample.prompts)
@@ -66,7 +68,7 @@ def test_logits_are_those_of_the_weights_that_were_kept(name: str, sample_of: Ge
     assert greedy(ours, sample.prompts, 8, chunk=7) == greedy(exact, sample.prompts, 8, chunk=7)
 
 
-def test_facts(sample_of: Get, load: Load) -> None:
+def test_model_info_reports_quantised_sizes(sample_of: Get, load: Load) -> None:
     folder = sample_of("llama").folder
     plain, int8 = load(folder).facts, load(folder, quantization="int8").facts
     assert (plain.quantization, plain.precision) == ("none", "float32")
@@ -83,22 +85,22 @@ def test_facts(sample_of: Get, load: Load) -> None:
     assert untied.step_bytes == untied.weight_bytes - table
 
 
-def test_other_peoples_modules_are_counted_whole() -> None:
+def test_weight_sizes_counts_transformers_models_whole() -> None:
     assert weight_sizes(1000, torch.bfloat16, None, None) == (2000, 2000)
 
 
-def test_who_is_refused(sample_of: Get, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_quantization_is_rejected(sample_of: Get, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelFolderError, match=r"config\.json: quantization int8 needs a family.*gpt2 runs through"):
         load(sample_of("gpt2").folder, quantization="int8")
     with pytest.raises(ModelFolderError, match="quantization 'int4' is not supported; choose none or int8"):
         load(sample_of("llama").folder, quantization="int4")
-    monkeypatch.setattr(loading, "choose_device", lambda name: torch.device("meta"))
+    monkeypatch.setattr(loader, "choose_device", lambda name: torch.device("meta"))
     with pytest.raises(ModelFolderError, match=r"quantization int8 works on CPUs only.*on meta"):
         load(sample_of("llama").folder, quantization="int8")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_may_be_deterministic(sample_of: Get, load: Load, dtype: str) -> None:
+def test_int8_model_can_be_deterministic(sample_of: Get, load: Load, dtype: str) -> None:
     """The check at load passes, and answers do not depend on chunks."""
     sample = sample_of("qwen3")
     runner = load(sample.folder, quantization="int8", deterministic=True, attention_backend="auto", dtype=dtype)
@@ -113,7 +115,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_few_tokens_go_through_the_whole_decoder(tiny: Path) -> None:
+@pytest.mark.slow
+def test_small_steps_use_the_fused_decoder(tiny: Path) -> None:
     runner = load_model(
         EngineConfig(model=str(tiny), dtype="bfloat16", quantization="int8", kv_memory_bytes=1 << 20, device="cpu")
     )
@@ -128,7 +131,8 @@ def test_few_tokens_go_through_the_whole_decoder(tiny: Path) -> None:
     assert greedy(runner, [[1, 2, 3], [4] * 20], 6) == quick
 
 
-def test_the_built_in_model_makes_sense() -> None:
+@pytest.mark.slow
+def test_int8_demo_model_gives_mostly_the_same_text() -> None:
     """Its greedy answers are the same text but for a few."""
     prompts = ["Hello! Who are you?", "What is a KV cache?", "Tell me a joke.", "What can you do?", "Thank you!"]
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
@@ -142,7 +146,7 @@ def test_the_built_in_model_makes_sense() -> None:
     assert same >= 3, texts
 
 
-def test_weights_are_kept_twice_where_there_is_room(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_choose_linear_keeps_both_layouts_if_memory_allows(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     gib = 2**30
     assert can_keep_both_layouts(gib, 3 * gib)
     assert not can_keep_both_layouts(gib, 3 * gib - 3)
@@ -152,7 +156,7 @@ def test_weights_are_kept_twice_where_there_is_room(monkeypatch: pytest.MonkeyPa
         (9 * gib, DualLayoutLinearFactory, "kept twice"),
         (gib, type(fast_linear), "kept once"),
     ):
-        monkeypatch.setattr(choose, "free_host_bytes", lambda free_bytes=free_bytes: free_bytes)
+        monkeypatch.setattr(loader, "free_host_bytes", lambda free_bytes=free_bytes: free_bytes)
         caplog.clear()
         with caplog.at_level("INFO"):
             assert isinstance(choose_linear(EngineConfig(), gib, torch.bfloat16, cpu), expected)

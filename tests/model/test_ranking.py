@@ -1,4 +1,4 @@
-"""top_tokens against Python's sort, on values full of ties."""
+"""`top_tokens` equals Python's sort on values with many ties."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chatcache.model.sampling.ops import top_tokens
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 300, 2003])
 @pytest.mark.parametrize("levels", [1, 3, 40, 10**6])
-def test_equal_values_come_by_ascending_id(vocab_size: int, levels: int) -> None:
+def test_top_tokens_ranks_equal_values_by_ascending_id(vocab_size: int, levels: int) -> None:
     values = torch.randint(-levels, levels + 1, (25, vocab_size)).float()
     values[:5] = torch.randint(-1, 1, (5, vocab_size)) * 0.0  # zeros of both signs
     values[5:8].masked_fill_(torch.rand(3, vocab_size) < 0.97, -torch.inf)
@@ -24,7 +24,7 @@ def test_equal_values_come_by_ascending_id(vocab_size: int, levels: int) -> None
             assert values_found == [-value for value, _ in pairs]
 
 
-def test_rows_with_nan_leave_the_others_alone() -> None:
+def test_top_tokens_with_nan_rows_leaves_other_rows_unchanged() -> None:
     values = torch.randint(0, 9, (6, 500)).float()
     expected = top_tokens(values, 40)
     broken = values.clone()

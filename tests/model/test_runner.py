@@ -1,4 +1,4 @@
-"""The runner applies a plan in its documented order; transformers says what the logits must be."""
+"""The runner applies a plan in the documented order; transformers is the oracle."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ def check_logprobs(result: StepResult, draw: int, sample: Sample, tokens: tuple[
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("length", [5, 8, 17])
-def test_forks_share_and_then_differ(length: int, backend: str, sample_of: Get, load: Load) -> None:
-    """Two forks of one branch write other tokens into copies of its tail page; none sees the others' tokens."""
+def test_forks_share_pages_and_diverge(length: int, backend: str, sample_of: Get, load: Load) -> None:
+    """Two forks of a branch write different tokens into copies of its partial page.
+
+    No branch reads the tokens of the others.
+    """
     sample = sample_of("llama")
     prompt = sample.prompts[2][:length]
     driver = Driver(load(sample.folder, attention_backend=backend))
@@ -45,7 +48,7 @@ def test_forks_share_and_then_differ(length: int, backend: str, sample_of: Get, 
             check_logprobs(result, row, sample, prompt + tail[:count])
 
 
-def test_one_row_is_drawn_many_times(sample_of: Get, load: Load) -> None:
+def test_row_can_have_several_draws(sample_of: Get, load: Load) -> None:
     sample = sample_of("llama")
     driver = Driver(load(sample.folder))
     specs = [{"row": 1, "temperature": 1.0, "lane": lane, "num_top": VOCAB * (lane == 2)} for lane in range(6)]
@@ -75,7 +78,7 @@ def test_table_order_is_forks_then_updates() -> None:
     assert tables.rows.tolist() == [[4, 6, 7], [5, 6, 0], [5, 9, 0], [0, 0, 0]]
 
 
-def test_a_token_without_a_page_is_refused(sample_of: Get, load: Load) -> None:
+def test_token_without_a_page_is_rejected(sample_of: Get, load: Load) -> None:
     """Else it would be written to the null page, silently."""
     runner = load(sample_of("llama").folder)
     one = np.ones(1, np.int32)
@@ -86,8 +89,8 @@ def test_a_token_without_a_page_is_refused(sample_of: Get, load: Load) -> None:
         runner.execute(plan)
 
 
-def test_an_engine_takes_steps_that_draw_nothing(sample_of: Get, load: Load) -> None:
-    """A prompt alone, longer than a step: its first chunks draw from nobody."""
+def test_engine_accepts_steps_without_draws(sample_of: Get, load: Load) -> None:
+    """A prompt alone, longer than a step: its first chunks have no draws."""
     sample = sample_of("llama")
     runner = load(sample.folder)
     engine = Engine(runner, runner.facts, EngineConfig(page_size=8, max_num_batched_tokens=9))

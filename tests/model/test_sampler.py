@@ -1,4 +1,4 @@
-"""The sampler against distributions computed the long way, and against itself in other company."""
+"""Samplers against exact distributions, and against themselves in other batches."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ NUM_DRAWS = 20_000
 make_sampler: type[Sampler] | type[DeviceSampler] = Sampler
 
 
-@pytest.fixture(params=[Sampler, DeviceSampler], ids=["cpu", "triton"], autouse=True)
+@pytest.fixture(
+    params=[pytest.param(Sampler, id="cpu"), pytest.param(DeviceSampler, id="triton", marks=pytest.mark.slow)],
+    autouse=True,
+)
 def _sampler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw by each sampler in turn: one contract, two implementations."""
+    """Run every test with both samplers, the Triton one in the slow tier."""
     monkeypatch.setitem(globals(), "make_sampler", request.param)
 
 
@@ -50,7 +53,10 @@ def mask_of(draw: int, allowed: Iterable[int], num_words: int) -> LogitMask:
 
 
 def exact(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> NDArray[np.float64]:
-    """Return the distribution to draw from, by a plain loop in float64: temperature, min_p, top_k, top_p."""
+    """Return the exact distribution, by a plain loop in float64.
+
+    Order: temperature, min_p, top_k, top_p.
+    """
     scaled = logits.double().numpy() / temperature
     probs = np.exp(scaled - scaled.max())
     probs /= probs.sum()
@@ -81,11 +87,11 @@ FILTERS = [
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p"), FILTERS)
-@pytest.mark.parametrize("vocab_size", [30, 700])
+@pytest.mark.parametrize("vocab_size", [30, pytest.param(700, marks=pytest.mark.slow)])
 def test_frequencies_are_the_exact_distribution(
     temperature: float, top_k: int, top_p: float, min_p: float, vocab_size: int
 ) -> None:
-    """700 tokens exceed the candidates fetched first, so that flat tails take the full sort as well."""
+    """700 tokens exceed the first candidates, so that flat distributions take the full sort."""
     logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(7)) * (2.0 if vocab_size < 100 else 0.7)
     num_draws = NUM_DRAWS if vocab_size < 100 else NUM_DRAWS // 4
     if make_sampler is DeviceSampler:
@@ -106,8 +112,8 @@ def test_frequencies_are_the_exact_distribution(
     assert chi2 <= freedom + 5 * np.sqrt(2 * freedom) + 5
 
 
-def test_noise_is_its_written_definition() -> None:
-    """numpy, integer by integer as the docstring of `noise.py` has it."""
+def test_noise_matches_its_definition() -> None:
+    """numpy, integer by integer as the docstring of `ops` defines it."""
 
     def mix64(x: int) -> int:
         x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) % 2**64
@@ -146,7 +152,7 @@ def test_noise_is_standard_gumbel_and_uncorrelated() -> None:
         assert related.abs().max() < 6.0 / axis.shape[1] ** 0.5
 
 
-def test_draws_do_not_depend_on_their_company() -> None:
+def test_draws_do_not_depend_on_the_batch() -> None:
     logits = torch.randn(6, 900, generator=torch.Generator().manual_seed(1))
     kinds: list[dict[str, Any]] = [
         {},
@@ -168,13 +174,13 @@ def test_draws_do_not_depend_on_their_company() -> None:
 
 
 @pytest.mark.parametrize("field", ["seed", "lane", "position"])
-def test_every_part_of_the_key_matters(field: str) -> None:
+def test_noise_depends_on_every_part_of_the_key(field: str) -> None:
     logits = torch.zeros(1, 1000)
     tokens = draw(logits, [{"temperature": 1.0, field: value} for value in range(40)]).tokens[:, 0]
     assert len(set(tokens.tolist())) >= 36
 
 
-def test_greedy_takes_the_lowest_of_equals_and_reports_raw_logprobs() -> None:
+def test_greedy_draw_takes_the_lowest_id_of_equals_and_reports_raw_logprobs() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 1.0, 2.0]], dtype=torch.bfloat16)
     result = draw(logits, [{"row": 1, "num_top": 4}, {"row": 0, "temperature": 0.0, "num_top": 2}])
     raw = logits.float().log_softmax(-1).numpy()
@@ -196,7 +202,7 @@ def test_wide_draws_are_the_top_of_the_edited_log_softmax() -> None:
     assert not result.faults
 
 
-def test_edits_move_the_draw_and_not_the_reported_logprob() -> None:
+def test_edits_change_the_draw_but_not_the_reported_logprob() -> None:
     logits = torch.tensor([[1.0, 0.0, -2.0]])
     scale, add = np.array([4.0, 4.0], np.float32), np.array([0.0, 9.5], np.float32)
     edit = LogitEdit(0, np.array([0, 2], np.int32), scale, add)
@@ -207,7 +213,7 @@ def test_edits_move_the_draw_and_not_the_reported_logprob() -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("spec", [{}, {"temperature": 1.0, "top_k": 3}, {"temperature": 1.0}, {"width": 3}])
-def test_broken_logits_fault_their_own_draws_only(bad: float, spec: dict[str, Any]) -> None:
+def test_non_finite_logits_fault_their_own_draws_only(bad: float, spec: dict[str, Any]) -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(2))
     healthy = draw(logits, [{"row": row, **spec} for row in range(3)])
     logits[1, 7] = bad
@@ -225,7 +231,7 @@ def test_banning_every_token_faults_the_draw(spec: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-6])
-def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+def test_tiny_temperature_is_greedy(temperature: float) -> None:
     logits = torch.tensor([[80.0, 90.0, 89.9]])
     specs: list[dict[str, Any]] = [{"temperature": temperature, "position": index} for index in range(50)]
     assert set(draw(logits, specs).tokens[:, 0].tolist()) == {1}
@@ -252,8 +258,11 @@ def noise_of(spec: dict[str, Any], vocab_size: int) -> NDArray[np.float64]:
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 700])
-def test_masks_leave_their_tokens_only(vocab_size: int) -> None:
-    """Against a plain loop; several masked draws of one row beside an unmasked one, with edits on top."""
+def test_masks_allow_their_tokens_only(vocab_size: int) -> None:
+    """Compare with a plain loop.
+
+    One row has several masked draws and an unmasked one, with edits in addition.
+    """
     logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(3))
     rng = np.random.default_rng(vocab_size)
     bias = np.array([5.0, 3.0], np.float32)
@@ -288,20 +297,20 @@ def test_ids_beyond_the_last_word_are_forbidden_and_words_beyond_the_last_id_ign
 @pytest.mark.parametrize(
     "spec", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}, {"width": 2}, {"width": 2, "temperature": 1.0}]
 )
-def test_a_mask_without_tokens_faults_its_draw_only(spec: dict[str, Any]) -> None:
+def test_mask_without_tokens_faults_its_draw_only(spec: dict[str, Any]) -> None:
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(5))
     result = draw(logits, [spec] * 3, masks=[mask_of(1, [], 2), mask_of(2, [39], 2)])
     assert result.faults == ((1, NOTHING_LEFT),)
     assert result.tokens[2, 0] == 39 and result.tokens[0, 0] >= 0
 
 
-def test_an_edit_and_a_mask_together_may_leave_nothing() -> None:
+def test_edit_and_mask_that_forbid_every_token_fault_the_draw() -> None:
     ban = LogitEdit(0, np.array([7], np.int32), np.ones(1, np.float32), np.array([-np.inf], np.float32))
     result = draw(torch.randn(1, 40), [{}, {}], [ban], [mask_of(0, [7], 2), mask_of(1, [7], 2)])
     assert result.faults == ((0, NOTHING_LEFT),) and result.tokens[1, 0] == 7
 
 
-def test_edits_of_ids_that_the_logits_lack_change_nothing() -> None:
+def test_edits_of_ids_outside_the_vocabulary_are_ignored() -> None:
     ids, add = np.array([-1, 2, 3, 999], np.int32), np.full(4, 50.0, np.float32)
     result = draw(torch.tensor([[3.0, 2.0, 1.0]]), [{}], [LogitEdit(0, ids, np.ones(4, np.float32), add)])
     assert result.tokens[0, 0] == 2
@@ -312,7 +321,10 @@ def test_edits_of_ids_that_the_logits_lack_change_nothing() -> None:
 def test_distinct_draws_are_the_top_of_log_probability_plus_noise(
     temperature: float, top_k: int, top_p: float, min_p: float, vocab_size: int
 ) -> None:
-    """Gumbel top-k against its formula over the exact filtered distribution, mixed with draws of other widths."""
+    """Compare Gumbel top-k with its formula over the exact filtered distribution.
+
+    Draws of other widths are in the same batch.
+    """
     logits = torch.randn(2, vocab_size, generator=torch.Generator().manual_seed(17)) * 1.5
     filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     specs: list[dict[str, Any]] = [
@@ -338,7 +350,7 @@ def test_distinct_draws_are_the_top_of_log_probability_plus_noise(
     assert result.tokens[-2].tolist()[:3] == np.argsort(-logits[0].numpy())[:3].tolist()
 
 
-def test_the_first_distinct_token_is_the_one_an_ordinary_draw_chooses() -> None:
+def test_first_distinct_token_equals_an_ordinary_draw() -> None:
     """One definition of the noise, and of the sum that is compared."""
     logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(8)) * 0.3
     keys = [{"seed": 11, "lane": place % 7, "position": place, "temperature": 0.7} for place in range(300)]
@@ -360,7 +372,7 @@ def test_distinct_draws_follow_the_distribution_without_replacement() -> None:
     assert chi2 < 59 + 5 * (2 * 59) ** 0.5
 
 
-def test_a_result_without_distinct_draws_has_no_sums() -> None:
+def test_result_without_distinct_draws_has_no_perturbed_scores() -> None:
     result = draw(torch.randn(1, 9), [{"width": 3}, {"temperature": 1.0}])
     assert result.perturbed is not None and result.perturbed.shape == (2, 0)
 
@@ -379,7 +391,7 @@ def test_distinct_draws_report_the_raw_log_probabilities_too() -> None:
     assert np.isneginf(result.raw_logprobs[2:]).all(), "those of all other draws are raw anyway"
 
 
-def test_distinct_draws_of_broken_logits_fault() -> None:
+def test_distinct_draws_of_non_finite_logits_fault() -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(2))
     logits[1, 7] = torch.nan
     result = draw(logits, [{"row": row, "width": 3, "temperature": 1.0} for row in range(2)])

@@ -1,4 +1,4 @@
-"""Prompt log-probabilities against transformers, however the prompt is cut and the logits are held."""
+"""Prompt log-probabilities equal transformers', for any chunks and parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chatcache.model.eager import empty_result
 from chatcache.model.runner import Runner
-from chatcache.model.sampling import sampler as scores_module
+from chatcache.model.sampling import sampler as sampler_module
 from chatcache.model.sampling.device_sampler import DeviceSampler
 from chatcache.model.sampling.sampler import HostPromptScorer, Sampler, part_sizes, scored_token_indices
 from chatcache.types.plan import Rows, Scores, StepResult
@@ -45,12 +45,15 @@ def check(result: StepResult, cell: int, sample: Sample, before: tuple[int, ...]
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])  # the native decoder; transformers' own code
 @pytest.mark.parametrize("part_rows", [1, 4, 1000])
-def test_every_prompt_token_scores_as_transformers_has_it(
+def test_prompt_scores_equal_transformers(
     family: str, part_rows: int, sample_of: Get, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two scored rows around one that is only drawn; the second row's prompt arrives in two chunks."""
-    monkeypatch.setattr(scores_module, "PART_BYTES", part_rows * VOCAB * 4)
-    monkeypatch.setattr(scores_module, "CHUNK_BYTES", 3 * VOCAB * 4)
+    """Two scored rows and one that is only drawn.
+
+    The second row's prompt arrives in two chunks.
+    """
+    monkeypatch.setattr(sampler_module, "PART_BYTES", part_rows * VOCAB * 4)
+    monkeypatch.setattr(sampler_module, "CHUNK_BYTES", 3 * VOCAB * 4)
     sample = sample_of(family)
     first, second, other = sample.prompts[1][:9], sample.prompts[2][:12], sample.prompts[0]
     driver = Driver(load(sample.folder))
@@ -70,7 +73,7 @@ def test_every_prompt_token_scores_as_transformers_has_it(
     assert result.tokens[0, 0] == sample.logprobs(second).argmax()
 
 
-def test_a_scored_row_need_not_be_drawn(sample_of: Get, load: Load) -> None:
+def test_scored_row_without_draws_has_scores(sample_of: Get, load: Load) -> None:
     sample = sample_of("llama")
     prompt = sample.prompts[1][:6]
     result = Driver(load(sample.folder)).feed({0: prompt[:5]}, make_draws([]), scores_of([0], [1], list(prompt[1:])))
@@ -78,20 +81,20 @@ def test_a_scored_row_need_not_be_drawn(sample_of: Get, load: Load) -> None:
     check(result, 4, sample, prompt[:5], prompt[5], 1)
 
 
-def test_the_scored_tokens_are_found_row_by_row() -> None:
+def test_scored_token_indices_follow_the_scored_rows() -> None:
     assert scored_token_indices(rows_of([3, 1, 2]), scores_of([2, 0], [0, 0], [0] * 5)).tolist() == [4, 5, 0, 1, 2]
     assert scored_token_indices(rows_of([3]), scores_of([], [], [])).tolist() == []
 
 
 @pytest.mark.parametrize(("kind", "device"), [(Sampler, CPU), (DeviceSampler, KERNELS)], ids=["cpu", "triton"])
-def test_not_finite_logits_leave_nan_and_ids_out_of_range_are_never_looked_up(
+def test_non_finite_logits_and_ids_out_of_range_score_nan(
     kind: type[Sampler] | type[DeviceSampler], device: torch.device
 ) -> None:
-    sheet = kind(3, device).prompt_scorer(rows_of([4]), scores_of([0], [2], [1, 2, 99, 0]))
+    scorer = kind(3, device).prompt_scorer(rows_of([4]), scores_of([0], [2], [1, 2, 99, 0]))
     logits = torch.tensor([[0.0, 1.0, 2.0], [0.0, torch.nan, 1.0], [0.0, 0.0, 0.0], [-torch.inf, 0.0, 0.0]])
-    sheet.fill(logits[:1].to(device))
-    sheet.fill(logits[1:].to(device))
-    result = sheet.add_to(empty_result())
+    scorer.fill(logits[:1].to(device))
+    scorer.fill(logits[1:].to(device))
+    result = scorer.add_to(empty_result())
     assert result.scores is not None and result.score_tokens is not None and result.score_logprobs is not None
     assert np.isnan(result.scores).tolist() == [False, True, True, False]
     assert np.isneginf(result.scores[3])
@@ -104,10 +107,10 @@ def test_not_finite_logits_leave_nan_and_ids_out_of_range_are_never_looked_up(
 @pytest.mark.parametrize(
     ("num_first", "num_tokens", "most"), [(0, 10, 4), (3, 10, 4), (7, 10, 4), (2, 2, 4), (0, 0, 4)]
 )
-def test_parts_are_bounded_and_complete(
+def test_part_sizes_are_bounded_and_complete(
     num_first: int, num_tokens: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scores_module, "PART_BYTES", most * 100 + 99)
+    monkeypatch.setattr(sampler_module, "PART_BYTES", most * 100 + 99)
     sizes = part_sizes(num_first, num_tokens, 100)
     assert sum(sizes) == num_tokens and sizes[0] >= num_first
     assert all(size <= max(most, num_first) for size in sizes)
@@ -129,14 +132,17 @@ class Recorder(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("spread", [1.0, 0.0])
-def test_a_long_chunk_over_a_large_vocabulary_stays_bounded(spread: float) -> None:
-    """300 tokens x 150,000 words are 180 MB of float32; no tensor outgrows CHUNK_BYTES (int64 keys twice that)."""
+def test_scoring_memory_stays_bounded_for_a_large_vocabulary(spread: float) -> None:
+    """No tensor exceeds CHUNK_BYTES (twice that for int64 keys).
+
+    300 tokens x 150,000 words would be 180 MB of float32.
+    """
     vocab_size, num_tokens = 150_000, 300
     row = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(1)).mul_(spread).to(torch.bfloat16)
     targets = np.random.default_rng(0).integers(0, vocab_size, num_tokens)
-    sheet = HostPromptScorer(rows_of([num_tokens]), scores_of([0], [3], targets.tolist()), vocab_size)
+    scorer = HostPromptScorer(rows_of([num_tokens]), scores_of([0], [3], targets.tolist()), vocab_size)
     with Recorder() as seen:
-        sheet.fill(row.expand(num_tokens, vocab_size))
-    assert 0 < seen.largest <= 2 * scores_module.CHUNK_BYTES
+        scorer.fill(row.expand(num_tokens, vocab_size))
+    assert 0 < seen.largest <= 2 * sampler_module.CHUNK_BYTES
     want = row.float().log_softmax(-1)[0].numpy()
-    np.testing.assert_allclose(sheet.values, want[targets], rtol=1e-5)
+    np.testing.assert_allclose(scorer.values, want[targets], rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Random plans full of swaps, copies and writes, against plain tensors that follow the documented order."""
+"""Random plans with swaps, copies and writes equal plain tensors in the documented order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GEOMETRY = Geometry(LAYERS, HEADS, HEADS, DIM, 4, torch.float32, torch.device("c
 
 @dataclass
 class Writer:
-    """A network that stores, for each token, numbers made of its id and layer, and predicts nothing."""
+    """A network that stores numbers made from token id and layer, and predicts nothing."""
 
     geometry: Geometry = GEOMETRY
 
@@ -114,10 +114,13 @@ def swap_plan(out: list[tuple[int, int]] | None = None, back: list[tuple[int, in
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_a_branch_swapped_out_goes_on_from_other_pages(
+def test_swapped_branch_continues_from_other_pages(
     backend: str, sample_of: Callable[[str], Sample], load: Callable[..., Runner]
 ) -> None:
-    """Out, its pages overwritten by another prompt, in elsewhere: the same logits to the bit as had it stayed."""
+    """A branch swapped out and in to other pages has the bits of one that stayed.
+
+    Its first pages are overwritten by another prompt meanwhile.
+    """
     sample = sample_of("llama")
     driver = Driver(load(sample.folder, attention_backend=backend))
     prompt = sample.prompts[2]
@@ -137,7 +140,7 @@ def test_a_branch_swapped_out_goes_on_from_other_pages(
     assert np.array_equal(result.top_tokens[0], result.top_tokens[1])
 
 
-def test_pages_that_do_not_exist_are_refused(sample_of: Callable[[str], Sample], load: Callable[..., Runner]) -> None:
+def test_swap_of_a_missing_page_is_rejected(sample_of: Callable[[str], Sample], load: Callable[..., Runner]) -> None:
     runner = load(sample_of("llama").folder, attention_backend="cpu")
     pages, host_pages = runner.capacity().num_pages, runner.capacity().num_host_pages
     for swap in ((1, host_pages), (pages, 0), (1, -1), (-1, 0)):
@@ -147,14 +150,14 @@ def test_pages_that_do_not_exist_are_refused(sample_of: Callable[[str], Sample],
             runner.execute(swap_plan(back=[swap[::-1]]))
 
 
-def test_the_price_of_a_swap_is_measured(sample_of: Callable[[str], Sample], load: Callable[..., Runner]) -> None:
+def test_warm_up_measures_the_time_of_a_swap(sample_of: Callable[[str], Sample], load: Callable[..., Runner]) -> None:
     folder = sample_of("llama").folder
     assert 0 < load(folder).capacity().swap_page_s < 0.1
     off = load(folder, swap_space_bytes=0).capacity()
     assert (off.num_host_pages, off.swap_page_s) == (0, 0.0)
 
 
-def test_room_for_swapped_pages() -> None:
+def test_plan_capacity_sizes_the_host_pages() -> None:
     page_bytes = GEOMETRY.page_bytes(8)
 
     def host_pages(num_bytes: int | None, kv_bytes: int = 64 * page_bytes) -> int:
@@ -170,7 +173,7 @@ def test_room_for_swapped_pages() -> None:
             host_pages(wrong)
 
 
-def test_room_that_is_not_used_takes_no_memory() -> None:
+def test_unused_host_pages_take_no_memory() -> None:
     def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 

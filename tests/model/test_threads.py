@@ -25,16 +25,16 @@ def threads() -> Iterator[None]:
     ("quota", "expected"),
     [("max 100000", CPUS), ("100000 100000", 1), ("150000 100000", min(2, CPUS)), ("5000 100000", 1), ("", CPUS)],
 )
-def test_the_quota_of_the_container_counts(tmp_path: Path, quota: str, expected: int) -> None:
+def test_allowed_cpus_respects_the_container_quota(tmp_path: Path, quota: str, expected: int) -> None:
     (tmp_path / "cpu.max").write_text(quota)
     assert allowed_cpus(tmp_path / "cpu.max") == expected
 
 
-def test_without_control_groups_the_affinity_counts(tmp_path: Path) -> None:
+def test_allowed_cpus_without_control_groups_is_the_affinity(tmp_path: Path) -> None:
     assert allowed_cpus(tmp_path / "missing") == CPUS
 
 
-def test_tiny_models_get_one_thread_and_nobody_gets_more() -> None:
+def test_limit_threads_gives_small_models_one_thread_and_never_raises_it() -> None:
     torch.set_num_threads(2)
     limit_threads(SINGLE_THREAD_BYTES)
     assert torch.get_num_threads() == 1

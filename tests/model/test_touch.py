@@ -1,4 +1,4 @@
-"""Memory of pages is touched ahead of use, and nothing but touched."""
+"""KV pages are prefaulted ahead of use, and prefaulting has no other effect."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def pages() -> KVPages:
     return cpu.allocate_pages(LAYERS, 20_000, SIZE, HEADS, DIM, torch.bfloat16)
 
 
-def test_memory_is_there_before_it_is_used(pages: KVPages) -> None:
+def test_prefaulter_maps_pages_ahead_of_use(pages: KVPages) -> None:
     touch = PagePrefaulter(pages, ahead_bytes=1000 * PAGE_BYTES)
     assert not resident(pages, 500)
     touch.ensure(0)
@@ -58,7 +58,7 @@ def test_memory_is_there_before_it_is_used(pages: KVPages) -> None:
     assert resident(pages, 19_999)
 
 
-def test_what_pages_hold_stays(pages: KVPages) -> None:
+def test_prefaulting_keeps_the_contents_of_pages(pages: KVPages) -> None:
     pages.k[:, 3] = 1.5
     pages.v[:, 7] = -2.0
     touch = PagePrefaulter(pages, ahead_bytes=100 * PAGE_BYTES)
@@ -67,7 +67,7 @@ def test_what_pages_hold_stays(pages: KVPages) -> None:
     assert (pages.k[:, 3] == 1.5).all() and (pages.v[:, 7] == -2.0).all()
 
 
-def test_a_closed_one_touches_nothing_more(pages: KVPages) -> None:
+def test_closed_prefaulter_maps_nothing(pages: KVPages) -> None:
     touch = PagePrefaulter(pages, ahead_bytes=1000 * PAGE_BYTES)
     touch.close()
     touch.ensure(0)
@@ -75,7 +75,7 @@ def test_a_closed_one_touches_nothing_more(pages: KVPages) -> None:
     assert not resident(pages, 900)
 
 
-def test_nobody_is_left_behind_when_it_closes(pages: KVPages) -> None:
+def test_close_waits_for_the_thread(pages: KVPages) -> None:
     touch = PagePrefaulter(pages, ahead_bytes=15_000 * PAGE_BYTES)
     touch.ensure(0)
     thread = touch.thread
@@ -86,7 +86,7 @@ def test_nobody_is_left_behind_when_it_closes(pages: KVPages) -> None:
     assert touch.thread is None
 
 
-def test_a_program_that_never_closes_ends_well() -> None:
+def test_program_that_does_not_close_exits_cleanly() -> None:
     """The interpreter waits for the thread, wherever it is."""
     program = f"""
 import torch

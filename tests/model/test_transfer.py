@@ -1,4 +1,4 @@
-"""Arrays that travel together: each where the layout says, whatever its type, none of them touching another."""
+"""Arrays that share one buffer keep their types and do not overlap."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 
 
 @pytest.mark.parametrize("lengths", [(1, 5, 40), (0, 3, 0), (0, 0, 0)])
-def test_a_layout_holds_what_is_written(lengths: tuple[int, int, int]) -> None:
+def test_layout_stores_arrays_apart_and_aligned(lengths: tuple[int, int, int]) -> None:
     noise = np.random.default_rng(SEED)
     a, b, c = lengths
     arrays: dict[str, NDArray[Any]] = {
@@ -37,7 +37,7 @@ def test_a_layout_holds_what_is_written(lengths: tuple[int, int, int]) -> None:
     assert (buffer[layout.num_bytes :] == 0xAB).all()
 
 
-def test_on_cpus_nothing_moves() -> None:
+def test_upload_to_a_cpu_copies_nothing() -> None:
     array = np.arange(6, dtype=np.int32).reshape(2, 3)
     assert to_device(array, torch.device("cpu")).data_ptr() == array.ctypes.data
     moved = upload([array, array.T], torch.device("cpu"))

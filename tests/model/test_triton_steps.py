@@ -1,5 +1,7 @@
-"""The runner's steps on Triton kernels: static buffers and work lists with room to spare, launched ahead, with swaps on
-late streams; the same as in turn on the reference."""
+"""Random plans on Triton kernels equal the reference.
+
+Fixed buffers, asynchronous launches, and swaps on lazy streams.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 from chatcache_kernels import triton
 
-from chatcache.model import static_steps as room
+from chatcache.model import static_steps
 from chatcache.model.cuda_graphs import capture_sizes
 from chatcache.model.runner import AsyncLaunch
 from tests.model.lazy_streams import lazy_streams
@@ -19,9 +21,9 @@ SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 
 
 @pytest.mark.interpreter  # tests/gpu has the same with real streams
-def test_a_life_on_triton_kernels_is_the_same_life(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_plans_on_triton_kernels_equal_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chatcache_kernels.work_list.SPLIT_TOKENS", 16)
-    monkeypatch.setattr(room, "SPLIT_TOKENS", 16)
+    monkeypatch.setattr(static_steps, "SPLIT_TOKENS", 16)
     runner = make_runner(AsyncLaunch(capture_sizes(NUM_SLOTS)), lazy_streams(False, False), triton)
     runner.warm_up()
     plain, life, num_unseen = make_runner(), Life(np.random.default_rng(SEED), plain=0.85), 0

@@ -1,4 +1,4 @@
-"""Warm-up launches every form of every Triton kernel that steps will need: none is compiled while someone waits."""
+"""Warm-up launches every variant of every Triton kernel that steps need."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from chatcache_kernels import triton
 from triton.runtime.interpreter import InterpretedFunction
 
-from chatcache.model import static_steps as room
+from chatcache.model import static_steps
 from chatcache.model.cuda_graphs import capture_sizes
 from chatcache.model.runner import AsyncLaunch
 from tests.model.lazy_streams import lazy_streams
@@ -22,7 +22,7 @@ SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 
 
 def form(kernel: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[str, ...]:
-    """Return what Triton compiles a kernel anew for: constants, options, types, and what 1 or 16 divides."""
+    """Return the properties of a launch that make Triton compile a new variant."""
     signature = inspect.signature(kernel.fn)
     options = {name: value for name, value in given.items() if name not in signature.parameters}
     bound = signature.bind(*args, **{name: value for name, value in given.items() if name not in options})
@@ -43,9 +43,9 @@ def form(kernel: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[str
 
 
 @pytest.mark.interpreter  # its launches are read
-def test_nothing_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_kernel_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chatcache_kernels.work_list.SPLIT_TOKENS", 16)
-    monkeypatch.setattr(room, "SPLIT_TOKENS", 16)
+    monkeypatch.setattr(static_steps, "SPLIT_TOKENS", 16)
     launched: set[tuple[str, ...]] = set()
     launch = InterpretedFunction.run
 
