@@ -1,4 +1,4 @@
-"""The model itself: its size, and its figures on small held-out samples, a little below those of the card."""
+"""The demo model: its size, and its scores on small held-out samples."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ MAX_BYTES = 10 * 1024 * 1024
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[Model]:
-    """Load the model; one thread, because so small a model spends more time on waking threads than on work."""
+    """Load the model with one thread, which is fastest for so small a model."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield Model(model_path())

@@ -1,4 +1,4 @@
-"""The demo model is killed in the middle of an answer: what is said is what it says undisturbed."""
+"""An engine killed in the middle of an answer gives the same answer as without it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ Skill = Callable[[Random], Turn | list[Turn]]
 # weights are shares of turns; sums and spelling need the most practice per unit of skill
 SKILLS: tuple[tuple[Skill, float], ...] = (
     (skills.sums, 20), (skills.drill, 12), (skills.too_large, 1.5), (skills.compare, 3),
-    (skills.count, 9), (skills.puzzle, 1), (skills.dice, 0.7),
+    (skills.count, 9), (skills.puzzle, 1), (skills.roll_die, 0.7),
     (skills.spell, 14), (skills.letters, 6), (skills.repeat, 6), (skills.calendar, 4),
     (skills.opposite, 2.5), (skills.rhyme, 2), (skills.color_of, 2), (skills.sound, 1),
     (skills.capital, 2), (skills.choose, 2),
@@ -75,7 +75,7 @@ def _turns(rng: Random, who: Persona, num_turns: int, remembering: float) -> lis
             turns.append(change_style(rng))
         elif rng.random() < 0.05:
             turns.append(
-                _joined(who.memory.tell(rng) if rng.random() < 0.4 else draw(rng, LIGHT)[0], draw(rng, LIGHT)[0])
+                _joined(who.memory.state(rng) if rng.random() < 0.4 else draw(rng, LIGHT)[0], draw(rng, LIGHT)[0])
             )
         else:
             drawn = draw(rng, skills)
@@ -88,9 +88,9 @@ def _turns(rng: Random, who: Persona, num_turns: int, remembering: float) -> lis
 
 def _remember(rng: Random, memory: Memory) -> Turn:
     """Tell or ask for one fact or two."""
-    untold = len(FACTS) - len(memory.values)
+    unstated = len(FACTS) - len(memory.values)
     if rng.random() < 0.45 or not memory.values:
-        return memory.tell_two(rng) if untold > 1 and rng.random() < 0.15 else memory.tell(rng)
+        return memory.state_two(rng) if unstated > 1 and rng.random() < 0.15 else memory.state(rng)
     if len(memory.values) > 1 and rng.random() < 0.15:
         return memory.recall_two(rng)
     return memory.recall_all(rng) if rng.random() < 0.06 else memory.recall(rng)
@@ -133,7 +133,10 @@ def short_dialogue(rng: Random) -> Dialogue:
 
 
 def long_dialogue(rng: Random) -> Dialogue:
-    """Return a dialogue that fills a large part of the context: many turns, a long system prompt, or both."""
+    """Return a dialogue that fills a large part of the context.
+
+    It has many turns, a long system prompt, or both.
+    """
     num_handbook = rng.choice((0, rng.randint(10, 30), rng.randint(30, 75)))
     who = persona(rng, num_handbook=num_handbook)
     num_turns = rng.randint(8, 60) if num_handbook < 30 else rng.randint(2, 20)
@@ -186,7 +189,7 @@ def train_tokenizer(seed: int, num_dialogues: int = 30_000) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: pathlib.Path) -> None:
-    """Write `tokenizer.json` and the configuration that `transformers.AutoTokenizer` expects beside it."""
+    """Write `tokenizer.json` and its configuration for `transformers.AutoTokenizer`."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

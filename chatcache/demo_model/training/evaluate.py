@@ -36,12 +36,12 @@ class Case:
     accepts: Callable[[str], bool]
 
 
-def _nobody() -> Persona:
+def _no_persona() -> Persona:
     return Persona("none", "", lambda turn: turn.answer, Memory())
 
 
 def _question(turns: list[Turn], accepts: Callable[[str], bool], who: Persona | None = None) -> Case:
-    return Case(compose(who or _nobody(), turns)[:-1], accepts)
+    return Case(compose(who or _no_persona(), turns)[:-1], accepts)
 
 
 def _between(rng: Random, low: int, high: int) -> list[Turn]:
@@ -52,32 +52,32 @@ def _between(rng: Random, low: int, high: int) -> list[Turn]:
     return turns[:wanted]
 
 
-def _told_name(rng: Random) -> tuple[str, Turn, Turn]:
+def _stated_name(rng: Random) -> tuple[str, Turn, Turn]:
     name = invent(rng, "name", held=True)
     fact = FACTS["name"]
-    return name, Turn(ask(rng, fact.tell, v=name), say(rng, fact.acknowledge, v=name)), Turn(ask(rng, fact.ask), "")
+    return name, Turn(ask(rng, fact.state, v=name), say(rng, fact.acknowledge, v=name)), Turn(ask(rng, fact.ask), "")
 
 
 def recall(rng: Random) -> Case:
-    """Ask for a name told three to six turns before."""
-    name, told, question = _told_name(rng)
+    """Ask for a name given three to six turns before."""
+    name, statement, question = _stated_name(rng)
     return _question(
-        [*_between(rng, 0, 1), told, *_between(rng, 2, 5), question], lambda text: text == f"Your name is {name}."
+        [*_between(rng, 0, 1), statement, *_between(rng, 2, 5), question], lambda text: text == f"Your name is {name}."
     )
 
 
 def recall_long(rng: Random) -> Case:
-    """Ask for a name told behind a system prompt of about a thousand tokens and before ten other turns."""
-    name, told, question = _told_name(rng)
-    who = dataclasses.replace(_nobody(), system=personas.handbook(rng, 45))
-    return _question([told, *_between(rng, 8, 12), question], lambda text: text == f"Your name is {name}.", who)
+    """Ask for a name given after a long system prompt and before ten other turns."""
+    name, statement, question = _stated_name(rng)
+    who = dataclasses.replace(_no_persona(), system=personas.handbook(rng, 45))
+    return _question([statement, *_between(rng, 8, 12), question], lambda text: text == f"Your name is {name}.", who)
 
 
 def recall_system(rng: Random) -> Case:
-    """Ask for a name that only the system prompt tells."""
+    """Ask for a name that only the system prompt contains."""
     name = invent(rng, "name", held=True)
     who = dataclasses.replace(
-        _nobody(), system=f"You are a helpful assistant. {say(rng, FACTS['name'].as_system, v=name)}"
+        _no_persona(), system=f"You are a helpful assistant. {say(rng, FACTS['name'].as_system, v=name)}"
     )
     return _question(
         [*_between(rng, 0, 2), Turn(ask(rng, FACTS["name"].ask), "")], lambda text: text == f"Your name is {name}.", who
@@ -91,7 +91,7 @@ def two_digit_sum(rng: Random) -> Case:
 
 
 def one_digit_sum(rng: Random) -> Case:
-    """Ask for a sum that everybody tries first. Not held out: there are only a hundred."""
+    """Ask for a sum of one-digit numbers. Not held out: there are only a hundred."""
     a, b = rng.randint(0, 9), rng.randint(0, 9)
     return _question([Turn(ask(rng, skills.SUM_QUESTIONS, a=a, b=b), "")], lambda text: text == f"{a} + {b} = {a + b}.")
 

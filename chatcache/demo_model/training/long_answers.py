@@ -89,7 +89,7 @@ def _grammar(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def tell(rng: Random, hero: str, sentences: int) -> tuple[str, dict[str, str]]:
+def write_story(rng: Random, hero: str, sentences: int) -> tuple[str, dict[str, str]]:
     """Return a story of about so many sentences, and what happens in it."""
     slots = _slots(rng, hero)
     middles = rng.sample(MIDDLES.split("|"), max(1, sentences - 4))
@@ -107,8 +107,8 @@ def story(rng: Random) -> list[Turn]:
     if rng.random() < 0.12:
         question, sentences = question.replace("story", "long story").replace("short long", "long"), 9
         sentences = 9 if "long story" in question else 6
-    text, slots = tell(rng, hero, sentences)
-    brief, _ = tell(rng, hero, 3)
+    text, slots = write_story(rng, hero, sentences)
+    brief, _ = write_story(rng, hero, 3)
     turns = [Turn(question, text, brief)]
     if rng.random() < 0.25:
         turns.append(
@@ -131,7 +131,7 @@ def story(rng: Random) -> list[Turn]:
             )
         )
     if rng.random() < 0.2:
-        again, _ = tell(rng, hero if topic else rng.choice(HEROES), rng.choice((5, 6, 7)))
+        again, _ = write_story(rng, hero if topic else rng.choice(HEROES), rng.choice((5, 6, 7)))
         turns.append(
             Turn(
                 ask(rng, "another one|tell me another one|another story|one more|again|one more please|more stories"),

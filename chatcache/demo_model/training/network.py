@@ -64,7 +64,7 @@ class Shape:
 
 
 def rope_tables(shape: Shape) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, each [max_positions, head_dim], in the half-split layout of Llama checkpoints."""
+    """Return cos and sin, [max_positions, head_dim], in the half-split layout of Llama."""
     steps = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
     angles = torch.outer(torch.arange(shape.max_positions, dtype=torch.float64), shape.rope_theta**-steps)
     angles = torch.cat([angles, angles], dim=-1)
@@ -180,8 +180,10 @@ class Llama(nn.Module):
 
 
 def export(weights: Mapping[str, Tensor], shape: Shape, folder: pathlib.Path) -> None:
-    """Write weights (bf16), `config.json` and `generation_config.json`; the files appear "
-    "under their names when whole."""
+    """Write weights (bf16), `config.json` and `generation_config.json`.
+
+    Each file gets its final name when it is complete.
+    """
     pad, _, eos = (SPECIAL.index(token) for token in SPECIAL)  # the trainer numbers them first, in this order
     tensors = {name: weight.detach().to(torch.bfloat16).contiguous() for name, weight in weights.items()}
     whole = folder / "model.safetensors"

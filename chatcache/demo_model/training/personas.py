@@ -33,9 +33,9 @@ from chatcache.demo_model.training.wording import (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fact:
-    """Describe one kind of fact: how it is told, acknowledged, asked for and recalled (`{v}` is its value)."""
+    """Wording of one kind of fact, from its statement to its recall (`{v}` is its value)."""
 
-    tell: str
+    state: str
     acknowledge: str
     ask: str
     recall: str
@@ -168,16 +168,16 @@ def value_of(rng: Random, kind: str) -> str:
 
 
 class Memory:
-    """Keep what one simulated user has told so far, and word the turns about it."""
+    """Facts that one simulated user has stated, and the turns about them."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
 
-    def tell(self, rng: Random, kind: str | None = None) -> Turn:
-        """Tell (or correct) a fact; the last value counts."""
+    def state(self, rng: Random, kind: str | None = None) -> Turn:
+        """State or correct a fact; the last value counts."""
         kind = kind or rng.choice(FACT_KINDS)
         again, value = kind in self.values, value_of(rng, kind)
-        question = ask(rng, FACTS[kind].tell, v=value)
+        question = ask(rng, FACTS[kind].state, v=value)
         if again and not question.startswith(value) and rng.random() < 0.6:
             question = (
                 rng.choice(("Actually, ", "actually ", "No, ", "Sorry, ", "Correction: "))
@@ -188,30 +188,30 @@ class Memory:
         answer = say(rng, FACTS[kind].acknowledge, v=value)
         return Turn(question, answer if kind == "word" else answer[0].upper() + answer[1:])
 
-    def tell_two(self, rng: Random) -> Turn:
-        """Tell two facts in one sentence."""
+    def state_two(self, rng: Random) -> Turn:
+        """State two facts in one sentence."""
         first, second = rng.sample([kind for kind in dict.fromkeys(FACT_KINDS) if kind not in self.values], 2)
-        one, two = self.tell(rng, first), self.tell(rng, second)
+        one, two = self.state(rng, first), self.state(rng, second)
         joint = rng.choice((" and ", " and ", ", and ", ". ", ", "))
         return Turn(f"{one.user.rstrip('.!')}{joint}{two.user}", f"{one.answer} {two.answer}", plain=True)
 
     def recall(self, rng: Random, kind: str | None = None) -> Turn:
-        """Ask for a fact, told or (rarely) not told."""
+        """Ask for a fact that was stated, or rarely for one that was not."""
         if kind is None:
-            told = bool(self.values) and rng.random() < 0.93
-            kind = rng.choice(tuple(self.values)) if told else rng.choice(tuple(FACTS))
+            stated = bool(self.values) and rng.random() < 0.93
+            kind = rng.choice(tuple(self.values)) if stated else rng.choice(tuple(FACTS))
         fact = FACTS[kind]
         answer = fact.recall.format(v=self.values[kind]) if kind in self.values else fact.missing
         return Turn(ask(rng, fact.ask), answer)
 
     def recall_two(self, rng: Random) -> Turn:
-        """Ask for two told facts in one sentence."""
+        """Ask for two stated facts in one sentence."""
         one, two = (self.recall(rng, kind) for kind in rng.sample(tuple(self.values), 2))
         joint = rng.choice((" and ", " and ", "? ", ", and "))
         return Turn(f"{one.user.rstrip('?.!')}{joint}{two.user}", f"{one.answer} {two.answer}", plain=True)
 
     def recall_all(self, rng: Random) -> Turn:
-        """Ask for everything told so far, in the order it was first told."""
+        """Ask for all facts stated so far, in their order."""
         question = ask(
             rng,
             "what do you know about me?|what did i tell you?|what do you remember about me?|"
@@ -226,7 +226,7 @@ Style = Callable[[Turn], str]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Persona:
-    """Hold a system prompt, how it changes answers, and what it already tells about the user."""
+    """A system prompt, how it changes answers, and the facts about the user in it."""
 
     name: str
     system: str

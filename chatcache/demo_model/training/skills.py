@@ -46,7 +46,7 @@ PRODUCT_QUESTIONS = (
 
 
 def _operands(rng: Random, held: bool) -> tuple[int, int]:
-    """Return two numbers: of two digits each if `held`, else often small ones, since they are what people try first."""
+    """Return two numbers: of two digits each if `held`, else often small ones."""
     kind = 1.0 if held else rng.random()
     one = rng.randint(0, 9) if kind < 0.40 else rng.randint(10, 99)
     other = rng.randint(0, 9) if kind < 0.35 or 0.40 < kind < 0.45 else rng.randint(10, 99)
@@ -54,12 +54,12 @@ def _operands(rng: Random, held: bool) -> tuple[int, int]:
 
 
 def _is_held_out(kind: str, a: int, b: int) -> bool:
-    """Only pairs of two-digit numbers are held out: of one-digit sums there are too few to spare any."""
+    """Return whether a pair is held out; only pairs of two-digit numbers can be."""
     return min(a, b) >= 10 and held_out(kind, (a, b))
 
 
 def sum_pair(rng: Random, *, held: bool = False) -> tuple[int, int]:
-    """Return two addends from the training side (or the two-digit held-out side); order does not matter."""
+    """Return two addends from the training side, or from the held-out side."""
     while True:
         a, b = _operands(rng, held)
         if _is_held_out("sum", min(a, b), max(a, b)) == held:
@@ -67,7 +67,7 @@ def sum_pair(rng: Random, *, held: bool = False) -> tuple[int, int]:
 
 
 def difference_pair(rng: Random, *, held: bool = False) -> tuple[int, int]:
-    """Return two numbers, the larger one first, from the training side (or the two-digit held-out side)."""
+    """Return two numbers, the larger first, from the training side or the held-out side."""
     while True:
         one, other = _operands(rng, held)
         a, b = max(one, other), min(one, other)
@@ -117,7 +117,7 @@ def too_large(rng: Random) -> Turn:
 
 
 def compare(rng: Random) -> Turn:
-    """Compare two numbers, name a neighbour, or tell odd from even."""
+    """Compare two numbers, name an adjacent one, or distinguish odd from even."""
     a, b = rng.sample(range(100), 2)
     choice = rng.randrange(4)
     if choice == 0:
@@ -187,7 +187,7 @@ def puzzle(rng: Random) -> Turn:
     return Turn(question, say(rng, "I pick {n}.|My number is {n}.|Let us take {n}.|{n} it is.", n=number), f"{number}.")
 
 
-def dice(rng: Random) -> Turn:
+def roll_die(rng: Random) -> Turn:
     """Roll a die or flip a coin."""
     if rng.random() < 0.5:
         side = rng.choice(("heads", "tails"))
@@ -277,7 +277,7 @@ def repeat(rng: Random) -> Turn:
 
 
 def calendar(rng: Random) -> Turn:
-    """Ask for a neighbour among the days, months or letters."""
+    """Ask for the next or previous one among the days, months or letters."""
     circle, noun = rng.choice(
         (
             (DAYS, "day"),

@@ -55,7 +55,7 @@ class Recipe:
 
 
 class Clock:
-    """Measure which share of the run is over; a resumed run goes on where it stopped."""
+    """Measure the elapsed share of the run; a resumed run continues where it stopped."""
 
     def __init__(self, minutes: float, spent_s: float = 0.0) -> None:
         self.total_s, self.start_s = minutes * 60, time.monotonic() - spent_s
@@ -72,12 +72,12 @@ class Clock:
 
 
 def lr_factor(progress: float, recipe: Recipe) -> float:
-    """Return the learning rate at this point as a share of its maximum: warm-up, stable, linear decay."""
+    """Return the share of the maximum learning rate: warm-up, constant, linear decay."""
     return max(0.0, min(1.0, progress / recipe.warmup_share, (1 - progress) / recipe.decay_share))
 
 
 def batches(encoder: Encoder, recipe: Recipe, clock: Clock, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield token ids and targets, each [B, T], rows of nearly equal length, about `batch_tokens` in all."""
+    """Yield token ids and targets, [B, T], in batches of about `batch_tokens` tokens."""
     rng, pools = Random(seed), 0
     while True:
         late = clock.progress > recipe.long_from
@@ -131,7 +131,7 @@ class Trainer:
         self.num_steps = self.num_tokens = 0
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy over the targets; the head only sees positions that have one."""
+        """Return the mean cross-entropy over the positions that have a target."""
         with torch.autocast("cpu", torch.bfloat16):
             hidden = self.trunk(tokens).flatten(0, 1)
             kept = torch.nonzero(targets.flatten() != IGNORED).squeeze(1)
@@ -139,7 +139,7 @@ class Trainer:
         return functional.cross_entropy(logits.float(), targets.flatten()[kept])
 
     def step(self, tokens: Tensor, targets: Tensor, progress: float) -> tuple[float, float]:
-        """Make one optimiser step with all workers; return their mean loss and the progress they agree on."""
+        """Make one optimiser step with all workers; return the mean loss and the progress."""
         loss = self.loss(tokens, targets)
         loss.backward()  # type: ignore[no-untyped-call]
         mean_loss, progress, num_tokens = self._meet([float(loss.detach()), progress, float(tokens.numel())])

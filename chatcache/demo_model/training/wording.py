@@ -42,7 +42,7 @@ def held_out(kind: str, value: object) -> bool:
 
 
 def invent(rng: Random, kind: str, *, held: bool = False) -> str:
-    """Return an invented capitalised word from the training side (or the held-out side) of `kind`."""
+    """Return an invented capitalised word of `kind`, from the training or the held-out side."""
     while True:
         word = "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 2, 2, 3)))) + rng.choice(ENDINGS)
         if held_out(kind, word) == held:
@@ -92,7 +92,7 @@ def _typo(rng: Random, text: str) -> str:
 
 
 def wording(rng: Random, template: str, slots: Mapping[str, object]) -> str:
-    """Fill a lower-case template and vary everything around its slots; slot values stay as they are."""
+    """Fill a lower-case template and vary the text around its slots."""
     text = _contract(rng, template)
     mark = text[-1] if text[-1] in "?.!" else ""
     text = text.removesuffix(mark) if mark else text

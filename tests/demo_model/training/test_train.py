@@ -1,4 +1,4 @@
-"""The training script: the same function as `transformers`, a schedule by the clock, a loss that falls."""
+"""The training script: the network of `transformers`, the schedule, a falling loss."""
 
 import dataclasses
 import pathlib
