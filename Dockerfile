@@ -3,7 +3,7 @@
 #   docker build -t chatcache:cpu --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .  no CUDA, 6 GB smaller
 # constraints.txt has the version of every package but Triton and torch's CUDA packages: torch's CUDA build requires exact
 # versions of those, and its CPU build none, so that the extra `gpu` is not needed in either image.
-# What changes seldom comes first: an edit of the source rebuilds the last layers only, and installs no dependency anew.
+# Layers that change rarely come first: an edit of the source rebuilds the last layers only and reinstalls no dependency.
 ARG NODE_IMAGE=node:22.20.0-bookworm-slim
 ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
 
@@ -32,10 +32,10 @@ COPY kernels/chatcache_kernels ./kernels/chatcache_kernels
 COPY chatcache ./chatcache
 COPY --from=web /src/chatcache/gateway/static ./chatcache/gateway/static
 RUN pip install --no-deps .
-# Not a variable: CHATCACHE_REDIS takes the place of a setting in the file, and next to CHATCACHE_DB it is refused.
+# A settings file, not CHATCACHE_DB: CHATCACHE_REDIS overrides the file, but is refused together with CHATCACHE_DB.
 RUN echo 'db = "/data/chatcache.db"' > chatcache.toml
 USER chatcache
-# All that is written lies in /data (conversations), /cache (models, compiled kernels), /secret and /tmp.
+# Files are written to /data (conversations), /cache (models, compiled kernels), /secret and /tmp only.
 ENV HF_HOME=/cache/huggingface TRITON_CACHE_DIR=/cache/triton NUMBA_CACHE_DIR=/cache/numba CUDA_CACHE_PATH=/cache/nv \
     XDG_CACHE_HOME=/cache CHATCACHE_HOST=0.0.0.0
 VOLUME ["/data", "/cache"]

@@ -1,4 +1,4 @@
-# Two commands do everything: `make serve` and `make test`. The rest are their parts.
+# Start with `make serve` and `make test`; the other targets are parts of them.
 PYTHON ?= python3
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 VENV   := .venv
@@ -37,7 +37,7 @@ $(VENV)/.torch: $(VENV)/pyvenv.cfg pyproject.toml
 	    || echo "No build of torch from $(TORCH_INDEX): installing the default one, up to 3 GB to download"; fi
 	@touch $@
 
-# Modules are compiled when they are first imported: most of what is installed never is.
+# Modules are compiled at their first import, since most of the installed ones are never imported.
 $(VENV)/.installed: $(VENV)/pyvenv.cfg pyproject.toml
 	@echo "[1/3] Installing Python packages into $(VENV): $(SIZE)"
 	@$(MAKE) -s $(VENV)/.torch
@@ -131,8 +131,8 @@ loadtest: $(VENV)/.installed
 lock: $(VENV)/.installed-test
 	$(BIN)/python .ci/lock.py > constraints.txt
 
-# Asks the network for known holes in what is installed: no part of `make test`. CVE-2025-3000 is in torch.jit.script,
-# in every release; a lint sees that we never call it.
+# Checks the installed packages for known vulnerabilities, over the network, so it is no part of `make test`.
+# CVE-2025-3000 is in torch.jit.script of every release; a lint test checks that it is never called.
 audit: $(VENV)/.installed
 	$(PIP) install -q --upgrade pip pip-audit
 	$(BIN)/pip-audit --skip-editable --ignore-vuln CVE-2025-3000

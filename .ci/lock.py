@@ -1,4 +1,4 @@
-"""Print the versions of everything that chatcache needs at run time, as installed here: python .ci/lock.py
+"""Print the installed versions of all run-time dependencies: `python .ci/lock.py`.
 
 `make lock` writes them to constraints.txt, with which the Docker image is built. Left out are torch's CUDA packages and
 Triton, of which each release of torch requires exact versions, and the local part of torch's version (+cpu, +cu130), so

@@ -1,4 +1,4 @@
-"""chatcache: a chat backend that owns its KV cache.
+"""A self-hosted ChatGPT-style server on an inference engine with a shared, copy-on-write KV cache.
 
     from chatcache import LLM, SamplingParams
     LLM().generate("Hello", SamplingParams(n=4, max_tokens=64))

@@ -49,7 +49,7 @@ def test_every_promise_has_a_test_and_an_injected_bug() -> None:
             "::test_poisoned_requests_fail",
             "there is no engine_process/test_restarts.py::test_poisoned_requests_fail",
         ),
-        ("`cli/test_drain.py::test_a_server_that_ends_nothing_is_caught`", "none", "G24 has no test"),
+        ("`cli/test_drain.py::test_drain_check_finds_a_server_that_interrupts_nothing`", "none", "G24 has no test"),
         (
             "long tests/storage/test_durability.py",
             "long tests/storage/test_sqlite_faults.py",

@@ -11,12 +11,15 @@ from tests.gateway.documents import ALL_PAGES
 from tests.support.language import ROOT, check, findings, in_prose
 
 CHECKED = [
+    "chatcache/bench",
+    "chatcache/cli",
     "chatcache/conversations",
     "chatcache/storage",
     "chatcache/transfer",
     "kernels/bench",
     "loadtest",
     "tests/bench",
+    "tests/cli",
     "tests/conversations",
     "tests/loadtest",
     "tests/storage",

@@ -1,1 +1,6 @@
-"""The `chatcache` command. Start at `main`; every flag stands in `options`."""
+"""The `chatcache` command.
+
+`main` reads the settings file and runs a command. Every flag is defined in `options`. Read `serve` (flags to settings)
+and `server` (socket, engine process, uvicorn, signals) first, then `banner`, `port_check`, `chat` with `chat_clients`,
+`bench`, `db`, `keys`, `redis_acl` and `doctor`.
+"""

@@ -21,7 +21,7 @@ Which = Annotated[
     Literal["latency", "throughput", "beam", "prefix", "kv"],
     typer.Argument(help="What to measure.", show_default=False),
 ]
-NamedModel = Annotated[str, typer.Option("--model", help="The same as MODEL.", show_default=False)]
+NamedModel = Annotated[str, typer.Option("--model", help="Same as the argument MODEL.", show_default=False)]
 ShapeName = Annotated[
     Literal["tiny", "smollm2-135m", "qwen3-0.6b", "llama3-8b"] | None,
     typer.Option("--shape", help="Random weights of this shape instead of MODEL.", show_default=False),
@@ -35,7 +35,7 @@ Batch = Annotated[
 Repeats = Annotated[int, options.integer_option(min=1, max=1000, help="Repetitions; the median is reported.")]
 Compare = Annotated[
     Literal["transformers"] | None,
-    typer.Option("--compare", help="Also run the same work with this library.", show_default=False),
+    typer.Option("--compare", help="Also measure this library with the same load.", show_default=False),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.", show_default=False)]
@@ -63,9 +63,11 @@ def bench(
     max_num_batched_tokens: options.MaxNumBatchedTokens = 2048,
     deterministic: options.Deterministic = False,
 ) -> None:
-    """Measure the engine next to the limits of the machine (kv: next to goals, no model)."""
+    """Measure the engine and the limits of the machine (kv: pages and scheduling, no model)."""
     if model and named_model and model != named_model:
-        raise typer.BadParameter(f"{named_model!r} is not MODEL, {model!r}; give one of them.", param_hint="--model")
+        raise typer.BadParameter(
+            f"{named_model!r} and the argument MODEL, {model!r}, differ; give one of them.", param_hint="--model"
+        )
     if which == "kv":
         _bench_kv(page_size, repeats, as_json, out)
         return

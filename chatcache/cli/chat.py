@@ -1,4 +1,4 @@
-"""`chatcache chat`: a conversation in the terminal."""
+"""`chatcache chat`: chat in the terminal."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from chatcache.cli import options
-from chatcache.cli.backends import Backend, HttpBackend, LocalBackend, Usage
+from chatcache.cli.chat_clients import ChatClient, HttpChatClient, LocalChatClient, Usage
 from chatcache.config import EngineConfig
 from chatcache.conversations.prompt import Message
 from chatcache.errors import ChatcacheError
 from chatcache.types.request import MAX_N, SamplingParams
 
-HELP = f"""/n N        ask for N candidates (1 to {MAX_N}); then pick the one to go on with
+HELP = f"""/n N        ask for N candidates (1 to {MAX_N}); then pick the one to continue with
 /reset      start over        /system TEXT   set the system prompt and start over
 /help       this              /quit          leave (or Ctrl-D; Ctrl-C stops an answer)"""
 
@@ -75,25 +75,28 @@ def chat(
     console = Console(highlight=False)
     session = Session(console, params, system)
     with asyncio.Runner() as runner:
-        backend = runner.run(_open(config, url, api_key, console))
+        client = runner.run(_open(config, url, api_key, console))
         try:
-            console.print(f"[dim]{escape(backend.name)}. /help lists the commands.[/]")
-            session.run(backend, runner)
+            console.print(f"[dim]{escape(client.name)}. /help lists the commands.[/]")
+            session.run(client, runner)
         finally:
-            runner.run(backend.close())
+            runner.run(client.close())
 
 
-async def _open(config: EngineConfig, url: str | None, api_key: str | None, console: Console) -> Backend:
+async def _open(config: EngineConfig, url: str | None, api_key: str | None, console: Console) -> ChatClient:
     if url is not None:
-        remote = HttpBackend(url, api_key)
+        remote = HttpChatClient(url, api_key)
         await remote.connect()
         return remote
     with console.status("loading") as status:
-        return await LocalBackend.load(config, lambda _, detail: status.update(detail))
+        return await LocalChatClient.load(config, lambda _, detail: status.update(detail))
 
 
 class Session:
-    """One conversation: reads lines, shows answers, remembers both. `read_line` raises EOFError at the end."""
+    """Conversation loop: reads lines, prints answers, keeps the history.
+
+    `read_line` raises EOFError at the end of the input.
+    """
 
     def __init__(
         self, console: Console, params: SamplingParams, system: str = "", read_line: Callable[[str], str] = input
@@ -109,8 +112,11 @@ class Session:
     def _reset(self) -> None:
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
 
-    def run(self, backend: Backend, runner: asyncio.Runner) -> None:
-        """Converse until the input ends or /quit. Lines are read outside the loop, so Ctrl-C there leaves at once."""
+    def run(self, client: ChatClient, runner: asyncio.Runner) -> None:
+        """Converse until the input ends or /quit.
+
+        Lines are read outside the event loop, so that Ctrl-C at the prompt exits at once.
+        """
         while True:
             try:
                 line = self._next_line or self._read_line("> ").strip()
@@ -120,11 +126,11 @@ class Session:
             if line in ("/quit", "/exit"):
                 return
             if line.startswith("/"):
-                self._command(line)
+                self._run_command(line)
             elif line:
-                self._turn(line, backend, runner)
+                self._turn(line, client, runner)
 
-    def _command(self, line: str) -> None:
+    def _run_command(self, line: str) -> None:
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         if name == "/reset":
@@ -140,23 +146,26 @@ class Session:
         else:
             self.console.print(HELP, markup=False)
 
-    def _turn(self, text: str, backend: Backend, runner: asyncio.Runner) -> None:
-        asked: list[Message] = [*self.messages, {"role": "user", "content": text}]
+    def _turn(self, text: str, client: ChatClient, runner: asyncio.Runner) -> None:
+        messages: list[Message] = [*self.messages, {"role": "user", "content": text}]
         answers = [""] * self._params.n
         try:
-            runner.run(self._stream(backend, asked, answers))
+            runner.run(self._stream(client, messages, answers))
         except KeyboardInterrupt:
             self.console.print("[dim] (stopped)[/]")
         except ChatcacheError as error:
             self.console.print(error.message, style="red", markup=False)
             return
         chosen = self._choose(answers) if len(answers) > 1 else 0
-        self.messages = [*asked, {"role": "assistant", "content": answers[chosen]}]
+        self.messages = [*messages, {"role": "assistant", "content": answers[chosen]}]
 
-    async def _stream(self, backend: Backend, messages: list[Message], answers: list[str]) -> None:
-        """Show one candidate as it comes, several when they are whole: lines cannot interleave in a terminal."""
+    async def _stream(self, client: ChatClient, messages: list[Message], answers: list[str]) -> None:
+        """Print a single candidate as it streams, several when they are complete.
+
+        The lines of several candidates would interleave.
+        """
         usage: Usage | None = None
-        async for piece in backend.answer(messages, self._params):
+        async for piece in client.answer(messages, self._params):
             if isinstance(piece, Usage):
                 usage = piece
                 continue
@@ -175,9 +184,12 @@ class Session:
             )
 
     def _choose(self, answers: list[str]) -> int:
-        """Ask which candidate to go on with. A line that is no number is the next message, to the first of them."""
+        """Let the user pick the candidate to continue with; return its index.
+
+        A line that is not a number is the next message and continues the first candidate.
+        """
         try:
-            line = self._read_line(f"go on with 1-{len(answers)} [1], or just write on: ").strip()
+            line = self._read_line(f"continue with 1-{len(answers)} [1], or write the next message: ").strip()
         except EOFError:
             return 0
         if line.isdecimal():

@@ -1,4 +1,7 @@
-"""`chatcache db`: copies of all conversations, and a new owner for those of nobody, while a server runs."""
+"""`chatcache db`: back up, export and import conversations, and assign owners.
+
+All commands work while a server runs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from typing import Annotated
 import typer
 
 from chatcache.auth import owner_name
-from chatcache.cli import exits, options
+from chatcache.cli import options
 from chatcache.config import ServerConfig, format_size
 from chatcache.conversations.store import ConversationStore, OwnerAssignment, StoreUnusableError
 from chatcache.errors import ChatcacheError, InvalidRequestError
@@ -26,7 +29,7 @@ from chatcache.transfer.archive import (
 )
 
 DB = ServerConfig().db
-PATIENCE_S = 30.0
+REDIS_TIMEOUT_S = 30.0
 
 app = typer.Typer(
     name="db",
@@ -35,7 +38,8 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-# Of the environment and the settings file too: who keeps conversations in Redis must not get a copy of something else.
+# Also read from the environment and the settings file: with conversations in Redis, a copy of the SQLite file of --db
+# would not contain them.
 NoRedis = Annotated[str, typer.Option("--redis", envvar=options.env("redis"), hidden=True)]
 Force = Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")]
 File = Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, show_default=False)]
@@ -43,15 +47,15 @@ File = Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, show_defau
 
 @app.command()
 def backup(file: File, db: options.Db = DB, redis: NoRedis = "", force: Force = False) -> None:
-    """Copy the SQLite file of --db in its current state, and check the copy.
+    """Copy the SQLite file of --db and check the copy.
 
     To restore: stop the server, replace the file of --db by FILE, remove its -wal and -shm files. For a Redis server,
     copy the folder with its append-only files, or use `chatcache db export`.
     """
     if redis:
         raise typer.BadParameter(
-            "a Redis server keeps its own files: copy the folder with its append-only files, or take "
-            "`chatcache db export`, which copies what is in it.",
+            "only SQLite files can be copied. For a Redis server, copy the folder with its append-only files, or use "
+            "`chatcache db export`.",
             param_hint="--redis",
         )
     with _new_file(file, force) as partial:
@@ -77,20 +81,21 @@ def export_(
 
 @app.command("import")
 def import_(context: typer.Context, file: File, db: options.Db = DB, redis: options.RedisUrl = "") -> None:
-    """Add the conversations of an exported file that the store lacks. Existing data is not changed.
+    """Add the conversations of an exported file that are not in the store.
 
-    The whole file is checked first; a damaged one changes nothing. Exit code 1 if a conversation could not be added.
+    Existing data is not changed. The whole file is checked first; nothing is added from a damaged one. Exit code 1 if a
+    conversation could not be added.
     """
     options.refuse_two_stores(context)
 
     async def run() -> int:
-        async with _store(db, redis) as store:
-            done = await restore(store, file, lambda said: typer.echo(f"chatcache: {said}", err=True))
+        async with _open_store(db, redis) as store:
+            done = await restore(store, file, lambda warning: typer.echo(f"chatcache: {warning}", err=True))
         typer.echo(
-            f"{file}: {done.num_created} conversations added, {done.num_extended} extended, {done.num_unchanged} as "
-            f"they were, {done.num_refused} refused; {done.num_items} messages added"
+            f"{file}: {done.num_created} conversations added, {done.num_extended} extended, {done.num_unchanged} "
+            f"unchanged, {done.num_refused} refused; {done.num_items} messages added"
         )
-        return exits.ERROR if done.num_refused else 0
+        return options.EXIT_ERROR if done.num_refused else 0
 
     try:
         end = check_archive(file)
@@ -99,8 +104,8 @@ def import_(context: typer.Context, file: File, db: options.Db = DB, redis: opti
         raise ChatcacheError(f"{file}: {error.strerror}") from error
     if end.num_keys:
         typer.echo(
-            f"{file}: {end.num_keys} keys are listed in it, without their secrets; a store without keys is "
-            "open to every client until `chatcache keys create` creates one"
+            f"{file}: the file lists {end.num_keys} keys, which are not imported, as exports contain no secrets; "
+            "without keys the server is open to every client: create one with `chatcache keys create`"
         )
     raise typer.Exit(code)
 
@@ -115,8 +120,8 @@ def assign_owner(
 ) -> None:
     """Assign the conversations that were created before the server had keys to an owner.
 
-    The owner must have a key. Works while a server runs. A conversation in which an answer is being generated is left
-    out: run the command again.
+    The owner must have a key. Works while a server runs. A conversation in which an answer is being generated is
+    skipped: run the command again later.
 
     Example: chatcache db assign-owner --tenant acme --user ann
     """
@@ -126,28 +131,33 @@ def assign_owner(
     except InvalidRequestError as error:
         raise typer.BadParameter(f"{error.message}.", param_hint=f"--{error.param}") from None
     if not redis and not Path(db).is_file():
-        raise ChatcacheError(f"there is no file {Path(db).absolute()}; --db names that of the server")
+        raise ChatcacheError(f"no such file: {Path(db).absolute()}; --db must name the file of the server")
 
     async def run() -> OwnerAssignment:
-        async with _store(db, redis) as store:
+        async with _open_store(db, redis) as store:
             if not any(key.owner == owner and key.revoked_at is None for key in await store.keys.list()):
                 flags = f"--tenant {tenant}{f' --user {user}' if user else ''}"
-                raise ChatcacheError(f"{owner} has no key to read them with; `chatcache keys create {flags}` makes one")
+                raise ChatcacheError(
+                    f"{owner} has no key to read them with; create one with `chatcache keys create {flags}`"
+                )
             return await store.assign_owner("", owner)
 
-    handed = asyncio.run(run())
-    typer.echo(f"{handed.num_conversations} conversations of nobody are {owner}'s now")
-    if handed.num_busy:
+    assigned = asyncio.run(run())
+    typer.echo(f"{assigned.num_conversations} conversations assigned to {owner}")
+    if assigned.num_busy:
         typer.echo(
-            f"{handed.num_busy} more stay as they are while a response is under way in them, or until a server starts "
-            "after one was killed; call this again",
+            f"{assigned.num_busy} conversations were skipped, because a response is running in them, or was when the "
+            "server was killed (until its next start); run the command again later",
             err=True,
         )
 
 
 @contextlib.asynccontextmanager
 async def open_source(db: str, redis: str) -> AsyncIterator[ConversationSource]:
-    """What is there, to read. Raises: StoreUnusableError, StoreUnavailableError."""
+    """Open the store for reading.
+
+    Raises: StoreUnusableError, StoreUnavailableError.
+    """
     if not redis:
         snapshot = SqliteSnapshot(Path(db))
         try:
@@ -158,7 +168,7 @@ async def open_source(db: str, redis: str) -> AsyncIterator[ConversationSource]:
     from chatcache.storage.redis import RedisStore, check_server
 
     check_server(redis)
-    store = RedisStore(redis, timeout_s=PATIENCE_S)
+    store = RedisStore(redis, timeout_s=REDIS_TIMEOUT_S)
     try:
         yield store
     finally:
@@ -166,13 +176,16 @@ async def open_source(db: str, redis: str) -> AsyncIterator[ConversationSource]:
 
 
 @contextlib.asynccontextmanager
-async def _store(db: str, redis: str) -> AsyncIterator[ConversationStore]:
-    """What is there, to add to. Raises: StoreUnusableError, StoreUnavailableError."""
+async def _open_store(db: str, redis: str) -> AsyncIterator[ConversationStore]:
+    """Open the store for writing.
+
+    Raises: StoreUnusableError, StoreUnavailableError.
+    """
     if redis:
         from chatcache.storage.redis import RedisStore, check_server
 
         check_server(redis)
-        store: ConversationStore = RedisStore(redis, timeout_s=PATIENCE_S)
+        store: ConversationStore = RedisStore(redis, timeout_s=REDIS_TIMEOUT_S)
     else:
         store = SqliteStore(db, server_may_run=True)
     try:
@@ -183,9 +196,10 @@ async def _store(db: str, redis: str) -> AsyncIterator[ConversationStore]:
 
 @contextlib.contextmanager
 def _new_file(path: Path, force: bool) -> Iterator[Path]:
-    """A file to write beside `path`, for us alone to read; it takes that name when all of it is on the disk.
+    """Yield a temporary file next to `path`, which is renamed to `path` after fsync.
 
-    Raises: StoreUnusableError where it cannot be written, or is there already.
+    Only the current user may read it. Raises: StoreUnusableError if `path` cannot be written, or exists and `force` is
+    not set.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -196,21 +210,24 @@ def _new_file(path: Path, force: bool) -> Iterator[Path]:
             yield partial
             with partial.open("rb") as written:
                 os.fsync(written.fileno())
-            _put_in_place(partial, path, force)
+            _rename_complete(partial, path, force)
         finally:
             partial.unlink(missing_ok=True)
     except FileExistsError:
-        raise StoreUnusableError(f"{path} is there already; --force replaces it") from None
+        raise StoreUnusableError(f"{path} already exists; use --force to replace it") from None
     except OSError as error:
         raise StoreUnusableError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def _put_in_place(partial: Path, path: Path, force: bool) -> None:
-    """Raises: FileExistsError if somebody else made the file meanwhile."""
+def _rename_complete(partial: Path, path: Path, force: bool) -> None:
+    """Rename a complete file and sync its folder.
+
+    Raises: FileExistsError if another program created `path` in the meantime and `force` is not set.
+    """
     if force:
         partial.replace(path)
     else:
-        path.hardlink_to(partial)  # which, unlike renaming, replaces nothing
+        path.hardlink_to(partial)  # unlike a rename, a link never replaces a file
     folder = os.open(path.absolute().parent, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -1,14 +1,8 @@
-"""`chatcache doctor`: every check, a line each.
+"""`chatcache doctor`: check a machine and its settings, or a running server.
 
-What a check found.
-
-Python, processor, GPU, memory, folders: what the engine stands on.
-
-A running server, asked the way a browser and a client ask it: what is between must let streams and sockets by.
-
-The store as an operator sees it: what a Redis server keeps, what its user may, and who is let in.
-
-What `chatcache serve` would meet with these settings: model, conversations, address, page.
+`check_machine` checks what the engine needs (processor, GPU, memory), `check_settings` what `chatcache serve` would use
+(model, store, keys, address, chat page), and `check_running_server` whether streams and WebSockets reach a server
+through the proxies in front of it. Each check yields findings: a state, a fact and, unless the state is ok, a remedy.
 """
 
 from __future__ import annotations
@@ -16,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import ipaddress
+import itertools
 import os
 import platform
 import shutil
@@ -37,48 +32,55 @@ from websockets.exceptions import InvalidStatus, WebSocketException
 from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
-from chatcache.cli import exits, options
+from chatcache.cli import options
 from chatcache.cli.options import env
-from chatcache.cli.port_check import explain_bind_error
-from chatcache.cli.server import listen
+from chatcache.cli.port_check import explain_bind_error, listen
 from chatcache.config import EngineConfig, ServerConfig, format_size
 from chatcache.conversations.store import StoreUnavailableError, StoreUnusableError
 from chatcache.errors import ModelFolderError
 from chatcache.factory import check_model_folder, check_weight_files, has_tokenizer, served_name
-from chatcache.gateway.static import STATIC
 from chatcache.storage.redis_client import RedisPermissions
 from chatcache.storage.sqlite_schema import MIGRATIONS
 
+SERVER = ServerConfig()
+MIN_MEMORY_BYTES = 2 * 2**30
+MIN_DISK_BYTES = 2**30
+PACKAGES = ("torch", "numba", "transformers", "starlette", "uvicorn", "triton")
+TIMEOUT_S = 30.0
+NUM_TOKENS = 48
+MIN_SPREAD = 0.1  # of the stream's duration: chunks that arrive within less were buffered by a proxy
+
 
 class State(StrEnum):
-    GOOD = "ok"
-    WARNING = "warning"
-    BAD = "bad"
+    """Result of a check; `FAIL` sets the exit code."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`found` is a fact; `remedy` is what to do, for all that is not good."""
+    """Result of one check: the fact that was found, and a remedy unless the state is ok."""
 
-    what: str
+    subject: str
     state: State
-    found: str
+    fact: str
     remedy: str = ""
 
 
-def good(what: str, found: str) -> Finding:
-    return Finding(what, State.GOOD, found)
+def ok(subject: str, fact: str) -> Finding:
+    return Finding(subject, State.OK, fact)
 
 
-def warning(what: str, found: str, remedy: str) -> Finding:
-    return Finding(what, State.WARNING, found, remedy)
+def warn(subject: str, fact: str, remedy: str) -> Finding:
+    return Finding(subject, State.WARN, fact, remedy)
 
 
-def bad(what: str, found: str, remedy: str) -> Finding:
-    return Finding(what, State.BAD, found, remedy)
+def fail(subject: str, fact: str, remedy: str) -> Finding:
+    return Finding(subject, State.FAIL, fact, remedy)
 
 
-SERVER = ServerConfig()
 Url = Annotated[
     str | None,
     typer.Option(envvar=env("url"), show_envvar=False, help="Check this running server instead of this machine."),
@@ -87,7 +89,7 @@ Key = Annotated[
     str | None,
     typer.Option("--api-key", envvar=env("api-key"), show_envvar=False, help="API key of that server."),
 ]
-_MARKS = {State.GOOD: "[green]ok  [/]", State.WARNING: "[yellow]look[/]", State.BAD: "[red]bad [/]"}
+_MARKS = {State.OK: "[green]ok  [/]", State.WARN: "[yellow]warn[/]", State.FAIL: "[red]fail[/]"}
 
 
 def doctor(
@@ -106,51 +108,34 @@ def doctor(
     """
     options.refuse_two_stores(context)
     console = Console(highlight=False, soft_wrap=True)
-    findings = (
-        _server(url, api_key)
-        if url is not None
-        else _here(
-            model, ServerConfig(host=host, port=port, db=db, redis=redis, api_keys=(api_key,) if api_key else ())
-        )
-    )
-    worst = State.GOOD
+    if url is not None:
+        findings = check_running_server(url, api_key)
+    else:
+        config = ServerConfig(host=host, port=port, db=db, redis=redis, api_keys=(api_key,) if api_key else ())
+        findings = itertools.chain(check_machine(), check_settings(EngineConfig(model=model), config))
+    has_failed = False
     for finding in findings:
-        console.print(f"{_MARKS[finding.state]} [bold]{finding.what}[/]  {escape(finding.found)}")
+        console.print(f"{_MARKS[finding.state]} [bold]{finding.subject}[/]  {escape(finding.fact)}")
         if finding.remedy:
             console.print(f"     [dim]{escape(finding.remedy)}[/]")
-        worst = State.BAD if State.BAD in (worst, finding.state) else worst
-    raise typer.Exit(exits.ERROR if worst is State.BAD else 0)
+        has_failed |= finding.state is State.FAIL
+    raise typer.Exit(options.EXIT_ERROR if has_failed else options.EXIT_OK)
 
 
-def _here(model: str, config: ServerConfig) -> Iterator[Finding]:
-    # IMPORT
-    # IMPORT
-
-    yield from machine()
-    yield from settings(EngineConfig(model=model), config)
+# -- this machine -------------------------------------------------------------------------------------------------
 
 
-def _server(url: str, api_key: str | None) -> Iterator[Finding]:
-    # IMPORT
-
-    yield from server(url, api_key)
-
-
-LEAST_MEMORY_BYTES = 2 * 2**30
-LEAST_DISK_BYTES = 2**30
-PACKAGES = ("torch", "numba", "transformers", "starlette", "uvicorn", "triton")
-
-
-def machine() -> Iterator[Finding]:
-    yield good("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    yield good("Packages", ", ".join(_versions()))
+def check_machine() -> Iterator[Finding]:
+    """Check Python, packages, processor, GPU, memory and the folder of compiled kernels."""
+    yield ok("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield ok("Packages", ", ".join(_package_versions()))
     yield _processor()
     yield from _gpu()
     yield _memory()
     yield _compiled_kernels()
 
 
-def _versions() -> Iterator[str]:
+def _package_versions() -> Iterator[str]:
     for package in PACKAGES:
         try:
             yield f"{package} {importlib.metadata.version(package)}"
@@ -163,16 +148,16 @@ def _processor() -> Finding:
 
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores = f"{threads} CPU{'s' if threads > 1 else ''}"
-    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     units = [name for name, has in (("AMX", has_amx()), ("AVX512-BF16", has_avx512_bf16())) if has]
     kind = f"{cores}, {' and '.join(units)}: bfloat16" if units else f"{cores}, no bfloat16 units: float32"
-    if busy > threads:
-        return warning(
+    if load > threads:
+        return warn(
             "Processor",
-            f"{kind}; load {busy:.1f}",
-            "other programs take the cores, which costs threads that wait for each other more than their share",
+            f"{kind}; load {load:.1f}",
+            "other programs use the CPUs; the engine's threads synchronise often and lose more than their share",
         )
-    return good("Processor", kind)
+    return ok("Processor", kind)
 
 
 def _gpu() -> Iterator[Finding]:
@@ -180,30 +165,30 @@ def _gpu() -> Iterator[Finding]:
 
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi"):
-            yield bad(
+            yield fail(
                 "GPU",
-                f"a driver is here, but torch {torch.__version__} sees no GPU",
-                "install the CUDA build of torch, or look at what nvidia-smi says",
+                f"the driver is installed, but torch {torch.__version__} finds no GPU",
+                "install the CUDA build of torch, or check the output of nvidia-smi",
             )
         else:
-            yield good("GPU", "none; the CPU computes")
+            yield ok("GPU", "none; the CPU is used")
         return
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
         chip = f"{properties.name}, sm_{properties.major}{properties.minor}"
-        yield good("GPU", f"{chip}, {format_size(free_bytes)} of {format_size(total_bytes)} free")
+        yield ok("GPU", f"{chip}, {format_size(free_bytes)} of {format_size(total_bytes)} free")
     if not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
-        yield bad("Triton", "no C compiler", "Triton builds its launcher with one: apt-get install gcc libc6-dev")
+        yield fail("Triton", "no C compiler", "Triton needs one to build its launcher: apt-get install gcc libc6-dev")
 
 
 def _memory() -> Finding:
     from chatcache.model.loading.memory_budget import free_host_bytes
 
     free_bytes = free_host_bytes()
-    if free_bytes < LEAST_MEMORY_BYTES:
-        return warning("Memory", f"{format_size(free_bytes)} free", "weights and KV pages may not fit: --kv-memory")
-    return good("Memory", f"{format_size(free_bytes)} free")
+    if free_bytes < MIN_MEMORY_BYTES:
+        return warn("Memory", f"{format_size(free_bytes)} free", "weights and KV pages may not fit: set --kv-memory")
+    return ok("Memory", f"{format_size(free_bytes)} free")
 
 
 def _compiled_kernels() -> Finding:
@@ -211,33 +196,37 @@ def _compiled_kernels() -> Finding:
 
     folder = cache_folder()
     if folder is None:
-        return warning(
+        return warn(
             "Compiled kernels",
-            "there is no folder to keep them in: every start compiles them anew",
-            "set NUMBA_CACHE_DIR to a folder that can be written",
+            "no writable cache folder: kernels are compiled at every start",
+            "set NUMBA_CACHE_DIR to a writable folder",
         )
-    return good("Compiled kernels", f"kept in {folder.parent}")
+    return ok("Compiled kernels", f"cached in {folder.parent}")
 
 
-def room_on_disk(what: str, folder: Path, needed_bytes: int = 0) -> Finding:
-    """Tell how much room a folder's disk has. `needed_bytes`: of the largest file that is to be written there."""
+def check_disk_space(folder: Path, needed_bytes: int = 0) -> Finding:
+    """Check the free space on a folder's disk, for a file of `needed_bytes`."""
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
         size = format_size(needed_bytes)
-        return warning(what, f"{format_size(free_bytes)} free in {folder}, where a copy takes {size}", "make room")
-    if free_bytes < LEAST_DISK_BYTES:
-        return warning(what, f"{format_size(free_bytes)} free in {folder}", "make room: a full disk refuses new turns")
-    return good(what, f"{format_size(free_bytes)} free in {folder}")
+        return warn("Disk", f"{format_size(free_bytes)} free in {folder}, but a copy takes {size}", "free some space")
+    if free_bytes < MIN_DISK_BYTES:
+        return warn(
+            "Disk",
+            f"{format_size(free_bytes)} free in {folder}",
+            "free some space: turns cannot be stored on a full disk",
+        )
+    return ok("Disk", f"{format_size(free_bytes)} free in {folder}")
 
 
-TIMEOUT_S = 30.0
-HELD_BACK_SHARE = 0.1  # of the time since asking; what comes within less was held back
-NUM_TOKENS = 48
-PROXY = "between you and the server something"
+# -- a running server ---------------------------------------------------------------------------------------------
 
 
-def server(url: str, api_key: str | None) -> Iterator[Finding]:
-    """Ask a server. Ends early where the rest could not be asked."""
+def check_running_server(url: str, api_key: str | None) -> Iterator[Finding]:
+    """Check that a server is ready, accepts the key, and can be reached by streams and WebSockets.
+
+    The first failure ends the checks that depend on it.
+    """
     base = url.rstrip("/").removesuffix("/v1")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     with httpx.Client(base_url=base, headers=headers, timeout=TIMEOUT_S) as client:
@@ -245,19 +234,25 @@ def server(url: str, api_key: str | None) -> Iterator[Finding]:
             ready = client.get("/readyz")
             body = ready.json()
         except (httpx.HTTPError, ValueError) as error:
-            yield bad("Server", f"{base}: {error or type(error).__name__}", "is the address right, and the server up?")
-            return
-        if ready.status_code != 200:
-            yield bad(
-                "Server", f"{base}: {body.get('detail') or body}", "wait until the model is loaded, or see its log"
+            yield fail(
+                "Server",
+                f"{base}: {error or type(error).__name__}",
+                "check the address, and that the server is running",
             )
             return
-        yield good("Server", f"{base} serves {body.get('model')}")
-        if (models := client.get("/v1/models")).status_code != 200:
-            yield bad("API key", _message(models), "--api-key KEY")
+        if ready.status_code != 200:
+            yield fail(
+                "Server",
+                f"{base}: {body.get('detail') or body}",
+                "wait until the model is loaded, or read the server's log",
+            )
             return
-        yield _stream(client)
-    yield _socket(base, api_key)
+        yield ok("Server", f"{base} serves {body.get('model')}")
+        if (models := client.get("/v1/models")).status_code != 200:
+            yield fail("API key", _message(models), "give a valid key with --api-key KEY")
+            return
+        yield _check_stream(client)
+    yield _check_websocket(base, api_key)
 
 
 def _message(answer: httpx.Response) -> str:
@@ -267,9 +262,9 @@ def _message(answer: httpx.Response) -> str:
         return f"status {answer.status_code}"
 
 
-def _stream(client: httpx.Client) -> Finding:
-    """Ask for an answer as a stream, and look at when its pieces come."""
-    what = "Streams"
+def _check_stream(client: httpx.Client) -> Finding:
+    """Request a streamed answer and check that its chunks arrive while it is generated."""
+    subject = "Streams"
     request = {
         "messages": [{"role": "user", "content": "Tell me a story."}],
         "stream": True,
@@ -282,23 +277,25 @@ def _stream(client: httpx.Client) -> Finding:
         with client.stream("POST", "/v1/chat/completions", json=request) as answer:
             if answer.status_code != 200:
                 answer.read()
-                return bad(what, _message(answer), "see the server's log")
+                return fail(subject, _message(answer), "read the server's log")
             arrived.extend(time.perf_counter() - start for _ in answer.iter_raw())
     except httpx.HTTPError as error:
-        return bad(what, f"the stream broke off: {error}", f"{PROXY} ends long answers: raise its read timeout")
-    if len(arrived) < 2 or arrived[-1] - arrived[0] < HELD_BACK_SHARE * arrived[-1]:
-        return warning(
-            what,
-            f"{NUM_TOKENS} tokens came in {len(arrived)} pieces, all at the end",
-            f"{PROXY} holds streams back: nginx wants proxy_buffering off, others the like",
+        return fail(
+            subject, f"the stream was interrupted: {error}", "a proxy may end long responses: raise its read timeout"
         )
-    return good(
-        what, f"the first of {len(arrived)} pieces after {arrived[0]:.2f} s, the last after {arrived[-1]:.2f} s"
+    if len(arrived) < 2 or arrived[-1] - arrived[0] < MIN_SPREAD * arrived[-1]:
+        return warn(
+            subject,
+            f"{NUM_TOKENS} tokens arrived in {len(arrived)} chunks, all at the end",
+            "a proxy buffers streams: turn its buffering off (nginx: proxy_buffering off)",
+        )
+    return ok(
+        subject, f"the first of {len(arrived)} chunks after {arrived[0]:.2f} s, the last after {arrived[-1]:.2f} s"
     )
 
 
-def _socket(base: str, api_key: str | None) -> Finding:
-    what = "WebSocket"
+def _check_websocket(base: str, api_key: str | None) -> Finding:
+    subject = "WebSocket"
     parts = urlsplit(base)
     secure = "wss" if parts.scheme == "https" else "ws"
     address = urlunsplit((secure, parts.netloc, f"{parts.path}/v1/responses", "", ""))
@@ -313,60 +310,74 @@ def _socket(base: str, api_key: str | None) -> Finding:
         ) as socket:
             first = msgspec.json.decode(socket.recv(timeout=TIMEOUT_S))
     except InvalidStatus as error:
-        return bad(
-            what, f"refused: status {error.response.status_code}", f"{PROXY} must pass Upgrade and Connection on"
+        return fail(
+            subject,
+            f"refused: status {error.response.status_code}",
+            "a proxy must forward the Upgrade and Connection headers",
         )
     except (OSError, WebSocketException, ValueError, TimeoutError) as error:
-        return bad(what, f"{type(error).__name__}: {error}", f"{PROXY} does not let sockets by")
+        return fail(subject, f"{type(error).__name__}: {error}", "a proxy may not support WebSockets")
     if not isinstance(first, dict) or first.get("type") != "session.created":
-        return bad(what, "another kind of server answers there", "is the address right?")
-    return good(what, "opens, and the server greets")
+        return fail(subject, "the server is not chatcache", "check the address")
+    return ok(subject, "opens and receives session.created")
 
 
-WHAT = "Redis"
-_KEPT = {"always": "synced at every write: survives a power cut", "everysec": "a power cut takes the last second"}
+# -- the store ----------------------------------------------------------------------------------------------------
+
+_DURABILITY = {
+    "always": "synced at every write: a power failure loses nothing",
+    "everysec": "a power failure loses the last second",
+}
 
 
-def redis_findings(rights: RedisPermissions) -> Iterator[Finding]:
-    yield _kept(rights)
-    policy = rights.settings.get("maxmemory-policy", "noeviction")
+def check_redis_user(permissions: RedisPermissions) -> Iterator[Finding]:
+    """Check durability and eviction settings of a Redis server, and its user's permissions."""
+    yield _check_redis_durability(permissions)
+    policy = permissions.settings.get("maxmemory-policy", "noeviction")
     if policy != "noeviction":
-        yield bad(WHAT, f"maxmemory-policy {policy}: it forgets conversations when it is full", "set it to noeviction")
-    rest = {
-        "administer it": rights.can_read_settings,
-        "run scripts": rights.can_script,
-        "see others' keys": rights.can_read_all_keys,
-    }
-    too_much = [what for what, may in rest.items() if may]
-    if too_much:
-        remedy = "`chatcache redis-acl FOLDER` makes a user for chatcache alone"
-        yield warning("Redis user", f"may {', '.join(too_much)}, which nothing here needs", remedy)
-    else:
-        yield good("Redis user", "for chatcache's keys alone, without scripts or administration")
-
-
-def _kept(rights: RedisPermissions) -> Finding:
-    if rights.has_aof is None:
-        return good(
-            WHAT,
-            "this user cannot see the settings; see to it that it has: appendonly yes, maxmemory-policy noeviction",
+        yield fail(
+            "Redis", f"maxmemory-policy {policy}: conversations are evicted when it is full", "set it to noeviction"
         )
-    if not rights.has_aof:
-        return warning(WHAT, "no append-only file: its death takes what came since its last snapshot", "appendonly yes")
-    sync = rights.settings.get("appendfsync", "")
-    return good(WHAT, f"has an append-only file{f', {_KEPT[sync]}' if sync in _KEPT else ''}")
+    unneeded = {
+        "administer the server": permissions.can_read_settings,
+        "run scripts": permissions.can_script,
+        "read other programs' keys": permissions.can_read_all_keys,
+    }
+    granted = [action for action, is_granted in unneeded.items() if is_granted]
+    if granted:
+        remedy = "create a restricted user with `chatcache redis-acl FOLDER`"
+        yield warn("Redis user", f"may {', '.join(granted)}, which chatcache does not need", remedy)
+    else:
+        yield ok("Redis user", "restricted to chatcache's keys, without scripts and administration")
 
 
-def keys_finding(config: ServerConfig, num_keys: int, num_revoked: int = 0) -> Finding:
-    """Who is let in with these settings. One key, even a revoked one, closes a server."""
-    what = "Keys"
+def _check_redis_durability(permissions: RedisPermissions) -> Finding:
+    if permissions.has_aof is None:
+        return ok(
+            "Redis",
+            "this user may not read the settings; make sure they are: appendonly yes, maxmemory-policy noeviction",
+        )
+    if not permissions.has_aof:
+        return warn("Redis", "no append-only file: a crash loses all changes since the last snapshot", "appendonly yes")
+    sync = permissions.settings.get("appendfsync", "")
+    return ok("Redis", f"has an append-only file{f', {_DURABILITY[sync]}' if sync in _DURABILITY else ''}")
+
+
+def check_keys(config: ServerConfig, num_keys: int, num_revoked: int = 0) -> Finding:
+    """Check that clients need a key if other machines can connect.
+
+    Clients need a key as soon as one has been created, even if it is revoked.
+    """
+    subject = "Keys"
     if num_keys or config.api_keys:
         revoked = f", {num_revoked} of them revoked" if num_revoked else ""
-        return good(what, f"{num_keys} in the store{revoked}, {len(config.api_keys)} by --api-key: nobody else gets in")
+        return ok(
+            subject, f"{num_keys} in the store{revoked}, {len(config.api_keys)} by --api-key: every client needs a key"
+        )
     if _is_loopback(config.host):
-        return good(what, f"none: whoever is on this machine gets in at {config.host}")
-    remedy = "chatcache keys create --tenant NAME, or --api-key, before others can reach it"
-    return warning(what, f"none: whoever reaches {config.host} gets in", remedy)
+        return ok(subject, f"none: open to every client on this machine, at {config.host}")
+    remedy = "create a key with `chatcache keys create --tenant NAME`, or give one with --api-key"
+    return warn(subject, f"none: open to every client that can reach {config.host}", remedy)
 
 
 def _is_loopback(host: str) -> bool:
@@ -376,117 +387,136 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def settings(engine: EngineConfig, server: ServerConfig) -> Iterator[Finding]:
-    yield _model(engine)
-    yield from _redis(server) if server.redis else _conversations(server)
-    yield _address(server)
+# -- settings -----------------------------------------------------------------------------------------------------
+
+
+def check_settings(engine: EngineConfig, server: ServerConfig) -> Iterator[Finding]:
+    """Check the model, store, keys, address and chat page that `chatcache serve` would use.
+
+    Nothing is changed.
+    """
+    from chatcache.gateway.static import STATIC  # imports Starlette, which `chatcache --help` does not need
+
+    yield _check_model(engine)
+    yield from _check_redis(server) if server.redis else _check_database_file(server)
+    yield _check_address(server)
     if (STATIC / "index.html").is_file():
-        yield good("Chat page", "built")
+        yield ok("Chat page", "built")
     else:
-        yield warning("Chat page", "not built; the API works without it", "make web")
+        yield warn("Chat page", "not built; the API works without it", "build it with `make web`")
 
 
-def _model(config: EngineConfig) -> Finding:
+def _check_model(config: EngineConfig) -> Finding:
     name = served_name(config)
-    if _is_id(config.model):
-        return _fetched(config.model)
+    if _is_hub_id(config.model):
+        return _check_download(config.model)
     try:
         check_model_folder(config)
         if not has_tokenizer(config):
-            return bad("Model", f"{name}: no tokenizer", "add tokenizer.json from where the weights came from")
+            return fail("Model", f"{name}: no tokenizer", "add the model's tokenizer.json")
         check_weight_files(config)
     except ModelFolderError as error:
-        return bad("Model", error.message, "MODEL is a folder with config.json and *.safetensors, or an id")
-    return good("Model", name)
+        return fail(
+            "Model", error.message, "MODEL is a folder with config.json and *.safetensors, or a Hugging Face id"
+        )
+    return ok("Model", name)
 
 
-def _is_id(model: str) -> bool:
+def _is_hub_id(model: str) -> bool:
     return model.count("/") == 1 and model[0] not in "./~" and not Path(model).exists()
 
 
-def _fetched(model: str) -> Finding:
+def _check_download(model: str) -> Finding:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return good("Model", f"{model}: fetched already, {snapshot_download(model, local_files_only=True)}")
+        return ok("Model", f"{model}: downloaded, {snapshot_download(model, local_files_only=True)}")
     except LocalEntryNotFoundError:
         if constants.HF_HUB_OFFLINE:
-            return bad("Model", f"{model} is not on this machine, and HF_HUB_OFFLINE is set", "fetch it while online")
-        return warning("Model", f"{model} is not on this machine yet", "the first start fetches it from the hub")
+            return fail(
+                "Model", f"{model} is not on this machine, and HF_HUB_OFFLINE is set", "download it while online"
+            )
+        return warn(
+            "Model", f"{model} is not on this machine yet", "the first start downloads it from the Hugging Face hub"
+        )
     except HFValidationError as error:
-        return bad("Model", f"{model}: {error}", "an id is NAMESPACE/NAME")
+        return fail("Model", f"{model}: {error}", "a Hugging Face id has the form NAMESPACE/NAME")
 
 
-def _redis(config: ServerConfig) -> Iterator[Finding]:
-    """Look at a Redis server without changing it."""
+def _check_redis(config: ServerConfig) -> Iterator[Finding]:
+    """Check a Redis server, its user and the stored keys."""
     from chatcache.storage.redis import check_server
     from chatcache.storage.redis_client import probe_permissions
-    # IMPORT
 
-    what = "Conversations"
+    subject = "Conversations"
     try:
         check_server(config.redis)
-        rights = probe_permissions(config.redis)
+        permissions = probe_permissions(config.redis)
     except StoreUnusableError as error:
-        yield bad(what, error.message, "chatcache/gateway/docs/deployment.md, Storage, shows the user that it needs")
+        yield fail(
+            subject, error.message, "section Storage of chatcache/gateway/docs/deployment.md shows the required user"
+        )
     except StoreUnavailableError as error:
-        yield warning(what, f"no Redis server yet: {error.message}", "chatcache serve waits for it")
+        yield warn(subject, f"not reachable: {error.message}", "start the Redis server; chatcache serve waits for it")
     else:
-        yield good(what, "in the Redis server of --redis")
-        yield from redis_findings(rights)
-        yield keys_finding(config, rights.num_keys)
+        yield ok(subject, "in the Redis server of --redis")
+        yield from check_redis_user(permissions)
+        yield check_keys(config, permissions.num_keys)
 
 
-def _conversations(config: ServerConfig) -> Iterator[Finding]:
-    """Look at the database without changing it."""
-    what, path = "Conversations", Path(config.db)
+def _check_database_file(config: ServerConfig) -> Iterator[Finding]:
+    """Check the SQLite file, the stored keys and the free disk space."""
+    subject, path = "Conversations", Path(config.db)
     folder = path.absolute().parent
     if not folder.is_dir():
-        yield bad(what, f"there is no folder {folder}", "make it, or name another file with --db")
+        yield fail(subject, f"no such folder: {folder}", "create it, or choose another file with --db")
         return
     if not path.exists():
-        yield good(what, f"{path} will be made")
-        yield keys_finding(config, 0)
+        yield ok(subject, f"{path} will be created")
+        yield check_keys(config, 0)
     else:
-        yield _database(what, path)
-        yield keys_finding(config, *_num_keys(path))
-    # A newer version copies the file before it changes it, and so does a backup.
-    yield room_on_disk("Disk", folder, path.stat().st_size if path.exists() else 0)
+        yield _check_database(subject, path)
+        yield check_keys(config, *_count_keys(path))
+    # A schema upgrade copies the file first, and a backup is a copy, too.
+    yield check_disk_space(folder, path.stat().st_size if path.exists() else 0)
 
 
-def _num_keys(path: Path) -> tuple[int, int]:
-    """How many keys the file has, and how many of them are revoked; none where it cannot be read."""
+def _count_keys(path: Path) -> tuple[int, int]:
+    """Return the number of keys and of revoked keys in a file; zeros if it cannot be read."""
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=2)) as db:
             num_keys, num_revoked = db.execute("SELECT count(*), count(revoked_at) FROM keys").fetchone()
             return num_keys, num_revoked
-    except sqlite3.Error:  # which `_database` tells, or the file is of before there were keys
+    except sqlite3.Error:  # reported by `_check_database`, or the schema is older than keys
         return 0, 0
 
 
-def _database(what: str, path: Path) -> Finding:
+def _check_database(subject: str, path: Path) -> Finding:
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=2)) as db:
             version: int = db.execute("PRAGMA user_version").fetchone()[0]
             if version > len(MIGRATIONS):
-                return bad(
-                    what, f"{path} is of a newer chatcache (schema {version})", "use that version, or another --db"
+                return fail(
+                    subject,
+                    f"{path} was written by a newer chatcache (schema {version})",
+                    "use that version, or another --db",
                 )
-            complaint: str = db.execute("PRAGMA quick_check(1)").fetchone()[0]
-            if complaint != "ok":
-                return bad(what, f"{path} is damaged: {complaint}", "restore a backup, or start with another --db")
+            problem: str = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if problem != "ok":
+                return fail(subject, f"{path} is damaged: {problem}", "restore a backup, or start with another --db")
             (num,) = db.execute("SELECT count(*) FROM conversations").fetchone() if version else (0,)
     except sqlite3.Error as error:
-        return bad(what, f"{path}: {error}", "name a file of chatcache's own with --db")
-    return good(what, f"{num} in {path}")
+        return fail(subject, f"{path}: {error}", "choose a file of chatcache with --db")
+    return ok(subject, f"{num} in {path}")
 
 
-def _address(config: ServerConfig) -> Finding:
+def _check_address(config: ServerConfig) -> Finding:
     where = f"{config.host}:{config.port}"
     try:
         listen(config.host, config.port).close()
     except OSError as error:
-        found = explain_bind_error(config.host, config.port, error)
-        return (warning if found.is_ours else bad)("Address", f"{where}: {found.why}", found.remedy)
-    return good("Address", f"{where} is free" if config.port else f"{config.host}, any free port")
+        failure = explain_bind_error(config.host, config.port, error)
+        report = warn if failure.is_chatcache else fail
+        return report("Address", f"{where}: {failure.reason}", failure.remedy)
+    return ok("Address", f"{where} is free" if config.port else f"{config.host}, any free port")

@@ -1,4 +1,4 @@
-"""`chatcache keys`: who may use a server, while it runs or not."""
+"""`chatcache keys`: create, list and revoke API keys, with or without a running server."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def create(
         raise typer.BadParameter(f"{error.message}.", param_hint=hint) from None
 
     async def run() -> bool:
-        async with _keys(db, redis) as keys:
+        async with _open_keys(db, redis) as keys:
             await keys.create(record)
             return len(await keys.list()) == 1
 
     is_first = asyncio.run(run())
     if as_json:
-        typer.echo(json.dumps({"key": key, **_shown(record)}))
+        typer.echo(json.dumps({"key": key, **_public_fields(record)}))
         return
     typer.echo(key)
     where = "the Redis server" if redis else str(Path(db).absolute())
@@ -102,10 +102,10 @@ def create(
     typer.echo("Clients send it as `Authorization: Bearer KEY`; the page asks for it once.", err=True)
     if is_first:
         typer.echo("From now on every client needs a key.", err=True)
-        if asyncio.run(_has_strays(db, redis)):
-            whose = f"--tenant {tenant}{f' --user {user}' if user else ''}"
+        if asyncio.run(_has_unowned_conversations(db, redis)):
+            flags = f"--tenant {tenant}{f' --user {user}' if user else ''}"
             typer.echo(
-                f"Earlier conversations have no owner; `chatcache db assign-owner {whose}` (same store) assigns them.",
+                f"Earlier conversations have no owner; `chatcache db assign-owner {flags}` (same store) assigns one.",
                 err=True,
             )
 
@@ -116,15 +116,15 @@ def list_(context: typer.Context, db: options.Db = DB, redis: options.RedisUrl =
     options.refuse_two_stores(context)
 
     async def run() -> list[KeyRecord]:
-        async with _keys(db, redis, must_exist=True) as keys:
+        async with _open_keys(db, redis, must_exist=True) as keys:
             return list(await keys.list())
 
     records = asyncio.run(run())
     if as_json:
         for record in records:
-            typer.echo(json.dumps(_shown(record)))
+            typer.echo(json.dumps(_public_fields(record)))
         return
-    rows = [("ID", "OWNER", "NAME", "MADE", "MAY", "LIMITS"), *map(_row, records)]
+    rows = [("ID", "OWNER", "NAME", "CREATED", "ACCESS", "LIMITS"), *map(_row, records)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -147,43 +147,46 @@ def revoke(
     options.refuse_two_stores(context)
 
     async def run() -> KeyRecord:
-        async with _keys(db, redis, must_exist=True) as keys:
+        async with _open_keys(db, redis, must_exist=True) as keys:
             return await keys.revoke(key_id, time.time())
 
     record = asyncio.run(run())
-    typer.echo(json.dumps(_shown(record)) if as_json else f"{record.id} of {record.owner} is revoked")
+    typer.echo(json.dumps(_public_fields(record)) if as_json else f"{record.id} of {record.owner} is revoked")
 
 
 @contextlib.asynccontextmanager
-async def _keys(db: str, redis: str, *, must_exist: bool = False) -> AsyncIterator[KeyStore]:
-    """Raises: StoreUnusableError, StoreUnavailableError, saying why."""
+async def _open_keys(db: str, redis: str, *, must_exist: bool = False) -> AsyncIterator[KeyStore]:
+    """Open the keys of a store; `must_exist`: do not create a new SQLite file.
+
+    Raises: ChatcacheError, StoreUnusableError, StoreUnavailableError.
+    """
     if redis:
         from chatcache.storage.redis import check_server
 
-        with contextlib.suppress(StoreUnavailableError):  # whoever has time may get through yet
+        with contextlib.suppress(StoreUnavailableError):  # opening the keys tries again, with a longer timeout
             await asyncio.to_thread(check_server, redis)
     elif must_exist:
-        await asyncio.to_thread(_check_there, Path(db))
+        await asyncio.to_thread(_check_file_exists, Path(db))
     async with open_keys(ServerConfig(db=db, redis=redis)) as keys:
         yield keys
 
 
-async def _has_strays(db: str, redis: str) -> bool:
-    """Whether there are conversations of nobody; no, where that cannot be told just now."""
+async def _has_unowned_conversations(db: str, redis: str) -> bool:
+    """Return whether the store has conversations without an owner; False if it cannot be read."""
     with contextlib.suppress(ChatcacheError):
         async with open_source(db, redis) as source:
             return bool(await source.list_ids("", 1))
     return False
 
 
-def _check_there(db: Path) -> None:
-    """Raises: ChatcacheError where opening it would only make a new one."""
+def _check_file_exists(db: Path) -> None:
+    """Raise ChatcacheError if there is no file, because opening it would create one."""
     if not db.is_file():
-        raise ChatcacheError(f"there is no file {db.absolute()}; --db names that of the server")
+        raise ChatcacheError(f"no such file: {db.absolute()}; --db must name the file of the server")
 
 
-def _shown(record: KeyRecord) -> dict[str, object]:
-    """What may be seen of a key."""
+def _public_fields(record: KeyRecord) -> dict[str, object]:
+    """Return the fields of a key that may be printed, in JSON types."""
     return {
         "id": record.id,
         "tenant": record.tenant,
@@ -206,11 +209,11 @@ def _row(record: KeyRecord) -> tuple[str, ...]:
         "at once": record.max_concurrent,
         "tokens/day": record.tokens_per_day,
     }
-    may = "admin" if record.is_admin else "use"
+    access = "admin" if record.is_admin else "use"
     if record.revoked_at is not None:
-        may = f"nothing, since {_time(record.revoked_at)}"
-    told = ", ".join(f"{limit:,} {what}" for what, limit in limits.items() if limit is not None)
-    return record.id, record.owner, record.name or "-", _time(record.created_at), may, told or "-"
+        access = f"none: revoked {_time(record.revoked_at)}"
+    listed = ", ".join(f"{limit:,} {unit}" for unit, limit in limits.items() if limit is not None)
+    return record.id, record.owner, record.name or "-", _time(record.created_at), access, listed or "-"
 
 
 def _time(since_1970_s: float) -> str:

@@ -1,18 +1,4 @@
-"""The `chatcache` command: where settings are read and the rooms are put together.
-
-options.py   every flag: name, environment variable, bounds
-serve.py     `chatcache serve`: flags to settings
-server.py    the listening socket, the engine process, uvicorn, signals, exit codes
-http.py      uvicorn's protocols, bounded; ws_protocol.py: WebSocket frames and refused handshakes
-banner.py    what a terminal sees while the model loads and when it is ready
-chat.py      `chatcache chat`; backends.py: an engine in this process, or a server by URL
-bench.py     `chatcache bench`
-db.py        `chatcache db`: copies of all conversations
-keys.py      `chatcache keys`: who may use a server
-redis_user.py  `chatcache redis-acl`: a password and rights for a Redis server; redis_url.py: URLs that name its file
-doctor/      `chatcache doctor`: what this machine has and lacks
-exits.py     exit codes
-"""
+"""Entry point of the `chatcache` command: read the settings file, then run a command."""
 
 from __future__ import annotations
 
@@ -25,16 +11,16 @@ from typing import Annotated, Any
 import typer
 
 from chatcache import __version__
-from chatcache.cli import bench, chat, db, exits, keys, redis_acl, serve
+from chatcache.cli import bench, chat, db, keys, redis_acl, serve
 from chatcache.cli.doctor import doctor
-from chatcache.cli.options import RENAMED_OPTIONS, CommandGroup, env
+from chatcache.cli.options import EXIT_CONFIG, EXIT_ERROR, RENAMED_OPTIONS, CommandGroup, env
 from chatcache.config import FILE_NAME, read_config_file, settings_by_command, suggest_corrections
 from chatcache.errors import ChatcacheError, InvalidRequestError, ModelFolderError
 
 app = typer.Typer(
     name="chatcache",
     cls=CommandGroup,
-    help="A chat server with a shared KV cache. Settings: flag > CHATCACHE_<FLAG> > chatcache.toml > default.",
+    help="A self-hosted ChatGPT-style server. Settings: flag > CHATCACHE_<FLAG> > chatcache.toml > default.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -70,15 +56,18 @@ def settings(
         for old in sorted(values.keys() & {name.replace("-", "_") for name in RENAMED_OPTIONS}):
             new = RENAMED_OPTIONS[old.replace("_", "-")]
             raise InvalidRequestError(f"{config}: the setting {old!r} is now called {new!r}")
-        context.default_map = _nested(settings_by_command(values, _flags(context.command), config))
+        context.default_map = _nest_groups(settings_by_command(values, _parameter_names(context.command), config))
     except InvalidRequestError as error:
         raise typer.BadParameter(error.message, param_hint="--config") from None
-    _tell_misspelt(context.command)
+    _check_variables(context.command)
 
 
-def _tell_misspelt(app: object) -> None:
-    """A variable that nobody reads is no fault: others have some of that prefix. But one letter off a key leaves a
-    server open."""
+def _check_variables(app: object) -> None:
+    """Warn about misspelt environment variables, and refuse those that were renamed.
+
+    Unknown variables are no error, since other programs may use the prefix. Only names close to a known one are
+    reported: a misspelt API key variable would leave the server open.
+    """
     prefix = env("")
     given = [name.removeprefix(prefix) for name in os.environ if name.startswith(prefix)]
     known = [variable.removeprefix(prefix) for variable in _variables(app)]
@@ -86,47 +75,47 @@ def _tell_misspelt(app: object) -> None:
         if (name := env(old)) in os.environ:
             raise typer.BadParameter(f"the variable {name} is now called {env(new)}.", param_hint=name)
     for name, meant in sorted(suggest_corrections(given, known).items()):
-        print(f"chatcache: nothing reads {prefix}{name}; {prefix}{meant} is a setting", file=sys.stderr)
+        print(f"chatcache: unknown variable {prefix}{name} is ignored; did you mean {prefix}{meant}?", file=sys.stderr)
 
 
 def _variables(command: object) -> Iterator[str]:
-    """The environment variables that a command reads, and those below it."""
+    """Yield the environment variables that a command and its subcommands read."""
     for param in getattr(command, "params", ()):
         yield from [param.envvar] if isinstance(param.envvar, str) else param.envvar or ()
-    for below in getattr(command, "commands", {}).values():
-        yield from _variables(below)
+    for subcommand in getattr(command, "commands", {}).values():
+        yield from _variables(subcommand)
 
 
-def _flags(group: object, above: str = "") -> dict[str, list[str]]:
-    """Each command and the names of its parameters; those of a group come behind its name."""
+def _parameter_names(group: object, prefix: str = "") -> dict[str, list[str]]:
+    """Return the parameter names of each command; commands of a group are keyed "GROUP COMMAND"."""
     found: dict[str, list[str]] = {}
     for name, command in getattr(group, "commands", {}).items():
         if hasattr(command, "commands"):
-            found |= _flags(command, f"{above}{name} ")
+            found |= _parameter_names(command, f"{prefix}{name} ")
         else:
-            found[above + name] = [str(param.name) for param in command.params]
+            found[prefix + name] = [str(param.name) for param in command.params]
     return found
 
 
-def _nested(values: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Settings by command as click takes them: those of a group's commands within the group's."""
+def _nest_groups(values: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Convert settings by command to click's `default_map`, in which groups are nested."""
     nested: dict[str, Any] = {}
     for path, settings in values.items():
         *groups, name = path.split()
-        place = nested
+        target = nested
         for group in groups:
-            place = place.setdefault(group, {})
-        place[name] = settings
+            target = target.setdefault(group, {})
+        target[name] = settings
     return nested
 
 
 def main() -> None:
-    """Run the command line; a catalogued error is one line on stderr and an exit code, never a traceback."""
+    """Run the command line; a ChatcacheError becomes one line on stderr and an exit code."""
     try:
         app()
     except ModelFolderError as error:
         print(f"chatcache: {error.message}", file=sys.stderr)
-        sys.exit(exits.CONFIG)
+        sys.exit(EXIT_CONFIG)
     except ChatcacheError as error:
         print(f"chatcache: {error.message}", file=sys.stderr)
-        sys.exit(exits.ERROR)
+        sys.exit(EXIT_ERROR)

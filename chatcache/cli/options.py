@@ -1,6 +1,8 @@
-"""Every flag once: its name, environment variable, bounds and help. Commands compose them.
+"""Flags and exit codes of all commands.
 
-URLs of Redis servers whose password stands in a file, and so in no command line and no environment.
+Each flag is defined once, with its name, environment variable, bounds and help text; commands use it as a parameter's
+annotation. `--redis` accepts URLs that name a password file, so that the password is neither on the command line nor in
+the environment.
 """
 
 from __future__ import annotations
@@ -17,32 +19,16 @@ from typer.core import TyperGroup
 from chatcache.config import PAGE_SIZES, parse_size
 from chatcache.errors import InvalidRequestError
 
-_MOST_CHARACTERS = 4096
-
-
-def with_password(url: str) -> str:
-    """The URL with the password of the file that its `password_file` names, if it names one.
-
-    Raises: ValueError, OSError.
-    """
-    parts = urlsplit(url)
-    query = dict(parse_qsl(parts.query, keep_blank_values=True))
-    name = query.pop("password_file", None)
-    if name is None:
-        return url
-    if parts.password is not None:
-        raise ValueError("it has a password and a password_file")
-    with Path(name).open(encoding="utf-8") as file:
-        password = file.read(_MOST_CHARACTERS).strip()
-    if not password:
-        raise ValueError(f"{name} is empty")
-    user, _, where = parts.netloc.rpartition("@")
-    return urlunsplit(parts._replace(netloc=f"{user}:{quote(password, safe='')}@{where}", query=urlencode(query)))
-
+EXIT_OK = 0  # also after a drain
+EXIT_ERROR = 1
+# 2 is Typer's exit code for wrong usage.
+EXIT_CONFIG = 78  # EX_CONFIG of sysexits.h: the model folder or a setting is wrong, so a restart cannot help
+EXIT_KILLED = 130
 
 MiB = 2**20
+_MAX_PASSWORD_CHARS = 4096
 
-# Earlier spellings of options and commands: using one is an error that names the present spelling.
+# Former names of options and commands: using one is an error that names the current one.
 RENAMED_OPTIONS = {
     "attention": "attention-backend",
     "detach-ttl": "disconnect-grace-period",
@@ -56,7 +42,7 @@ RENAMED_COMMANDS = {"redis-user": "redis-acl", "claim": "assign-owner"}
 
 
 class CommandGroup(TyperGroup):
-    """Refuse earlier spellings of commands and options with an error that names the present one."""
+    """Command group that refuses former names of commands and options with the current ones."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in RENAMED_COMMANDS:
@@ -74,24 +60,24 @@ class CommandGroup(TyperGroup):
 
 
 def env(name: str) -> str:
-    """The environment variable of a flag."""
+    """Return the environment variable of a flag."""
     return "CHATCACHE_" + name.upper().replace("-", "_")
 
 
 def _flag(name: str, help: str, *, number: type[int] | type[float] = int, **more: Any) -> Any:
-    """`number`: the kind of a flag with bounds (`min`, `max`)."""
+    """Return an option with an environment variable; `number` is the type of a range option."""
     make = typer.Option if "min" not in more else integer_option if number is int else float_option
     return make(f"--{name}", envvar=env(name), show_envvar=False, help=help, **more)
 
 
 def integer_option(*names: str, min: int, max: int | None = None, **more: Any) -> Any:
-    """Return `typer.Option` for whole numbers, whose errors name the bounds in plain words, as typer's do not."""
-    return typer.Option(*names, min=min, max=max, parser=_number(int, min, max), **more)
+    """Return a `typer.Option` for integers with readable range errors and the metavar N."""
+    return typer.Option(*names, min=min, max=max, parser=_number(int, min, max), metavar="N", **more)
 
 
 def float_option(*names: str, min: float, max: float, **more: Any) -> Any:
-    """Return `typer.Option` for numbers, whose errors name the bounds in plain words."""
-    return typer.Option(*names, min=min, max=max, parser=_number(float, min, max), **more)
+    """Return a `typer.Option` for numbers with readable range errors and the metavar X."""
+    return typer.Option(*names, min=min, max=max, parser=_number(float, min, max), metavar="X", **more)
 
 
 def _number(kind: type[int] | type[float], low: float, high: float | None) -> Callable[[Any], int | float]:
@@ -126,18 +112,38 @@ def _swap_space(text: str) -> int:
 
 def _redis_url(text: str) -> str:
     try:
-        return with_password(text)
+        return _insert_password(text)
     except OSError as error:
         raise typer.BadParameter(f"password_file {error.filename}: {error.strerror}.") from None
     except ValueError as error:
         raise typer.BadParameter(f"{error}.") from None
 
 
-def refuse_two_stores(context: typer.Context) -> None:
-    """Refuse --db next to --redis: conversations and keys are in one of them.
+def _insert_password(url: str) -> str:
+    """Return the URL with the password read from its `password_file`, if it names one.
 
-    Only the settings file may name a file for --db, which gives way to a Redis server of a flag or variable: the Docker
-    image has such a file.
+    Raises: ValueError, OSError.
+    """
+    parts = urlsplit(url)
+    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    name = query.pop("password_file", None)
+    if name is None:
+        return url
+    if parts.password is not None:
+        raise ValueError("the URL has a password and a password_file; give one of them")
+    with Path(name).open(encoding="utf-8") as file:
+        password = file.read(_MAX_PASSWORD_CHARS).strip()
+    if not password:
+        raise ValueError(f"the password file {name} is empty")
+    user, _, address = parts.netloc.rpartition("@")
+    return urlunsplit(parts._replace(netloc=f"{user}:{quote(password, safe='')}@{address}", query=urlencode(query)))
+
+
+def refuse_two_stores(context: typer.Context) -> None:
+    """Refuse --db together with --redis, since conversations and keys are kept in one store.
+
+    One combination is allowed: a --redis flag or variable overrides a `db` in the settings file, because the Docker
+    image has such a settings file.
 
     Raises: BadParameter.
     """
@@ -153,7 +159,7 @@ def refuse_two_stores(context: typer.Context) -> None:
 
 
 def _source_of(context: typer.Context, name: str) -> str:
-    """Return what gave a parameter its value; "" for its default."""
+    """Return the source of a parameter's value for an error message; "" for the default."""
     source = context.get_parameter_source(name)
     variable = f"the environment variable {env(name)}"
     named = {"COMMANDLINE": "a flag", "ENVIRONMENT": variable, "DEFAULT_MAP": "the settings file"}
@@ -172,24 +178,22 @@ Model = Annotated[
         envvar=env("model"),
         show_envvar=False,
         show_default=False,
-        help="A folder, a Hugging Face id, or nothing: the demo model.",
+        help="Model folder or Hugging Face id; default: the demo model.",
     ),
 ]
 
-Device = Annotated[
-    Literal["auto", "cpu", "cuda"], _flag("device", "Device of the model; auto takes a GPU if there is one.")
-]
+Device = Annotated[Literal["auto", "cpu", "cuda"], _flag("device", "Device of the model; auto: a GPU if there is one.")]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16"],
-    _flag("dtype", "Number format of weights and pages; auto is bfloat16 where the hardware has it."),
+    _flag("dtype", "Data type of weights and KV pages; auto: bfloat16 if the hardware supports it."),
 ]
 AttentionBackend = Annotated[
     Literal["auto", "reference", "cpu", "triton"],
-    _flag("attention-backend", "Attention kernels; auto picks the fastest that fit the device."),
+    _flag("attention-backend", "Attention kernels; auto: the fastest for the device."),
 ]
 Quantization = Annotated[
     Literal["none", "int8"],
-    _flag("quantization", "int8 keeps weights in 8 bits: half of bfloat16's bytes, logits differ slightly (CPU only)."),
+    _flag("quantization", "int8: 8-bit weights, half the bytes of bfloat16; logits differ slightly (CPU only)."),
 ]
 KVMemory = Annotated[
     int | None,
@@ -251,7 +255,11 @@ SwapSpace = Annotated[
 ]
 Deterministic = Annotated[
     bool,
-    _flag("deterministic", "Make logits depend on the tokens only, to the bit (CPU only; slower).", show_default=False),
+    _flag(
+        "deterministic",
+        "Compute bit-identical logits for the same tokens, whatever the batch (CPU only; slower).",
+        show_default=False,
+    ),
 ]
 NoPrefixCaching = Annotated[
     bool, _flag("no-prefix-caching", "Do not reuse cached pages: compute every prompt completely.", show_default=False)

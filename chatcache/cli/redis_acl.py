@@ -1,4 +1,4 @@
-"""`chatcache redis-acl`: the one user of a Redis server that is ours alone, its rights, and its password in a file."""
+"""`chatcache redis-acl`: write a password file and an ACL file for a Redis server."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import typer
 from chatcache.cli.options import env
 from chatcache.errors import ChatcacheError
 
-NAME = "chatcache"
-RIGHTS = "~chatcache:* &chatcache:* +@all -@scripting -@admin -@dangerous"
+USER = "chatcache"
+PERMISSIONS = "~chatcache:* &chatcache:* +@all -@scripting -@admin -@dangerous"
 ACL_FILE = "users.acl"
 PASSWORD_FILE = "password"
-LEAST_CHARACTERS = 16
+MIN_PASSWORD_CHARS = 16
 
 Password = Annotated[
     str,
@@ -36,40 +36,44 @@ def redis_acl(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", file_okay=False, show_default=False)],
     password: Password = "",
 ) -> None:
-    """Write a password and an ACL file for a Redis server: one user, limited to keys of chatcache, without scripts.
+    """Write a password file and an ACL file for a Redis server.
 
-    Start Redis with `--aclfile FOLDER/users.acl`; its URL is then
-    redis://chatcache@HOST:6379/0?password_file=FOLDER/password. Existing files are kept.
+    The ACL has one user, which may access keys of chatcache only and may not run scripts. Start Redis with
+    `--aclfile FOLDER/users.acl`; its URL is then
+    redis://chatcache@HOST:6379/0?password_file=FOLDER/password. An existing password is kept.
     """
-    if password and (len(password) < LEAST_CHARACTERS or not password.isprintable() or " " in password):
+    if password and (len(password) < MIN_PASSWORD_CHARS or not password.isprintable() or " " in password):
         raise typer.BadParameter(
-            f"a password has {LEAST_CHARACTERS} or more characters, no spaces.", param_hint="CHATCACHE_REDIS_PASSWORD"
+            f"a password has at least {MIN_PASSWORD_CHARS} characters and no spaces.",
+            param_hint="CHATCACHE_REDIS_PASSWORD",
         )
     file = folder / PASSWORD_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
         kept = file.read_text(encoding="utf-8") if file.exists() else ""
         wanted = password or kept or secrets.token_urlsafe(32)
-        _put(file, wanted, 0o640)
-        _put(folder / ACL_FILE, acl(wanted), 0o644)  # it has a digest; Redis runs as another user
+        _write_file(file, wanted, 0o640)
+        _write_file(
+            folder / ACL_FILE, acl_file(wanted), 0o644
+        )  # contains only a digest, and Redis runs as another user
     except OSError as error:
         raise ChatcacheError(f"{error.filename or folder} cannot be written: {error.strerror}") from error
-    what = "kept" if wanted == kept else "given" if password else "made"
-    typer.echo(f"the password of the Redis user {NAME!r} is in {file} ({what})")
+    origin = "kept" if wanted == kept else "given" if password else "generated"
+    typer.echo(f"the password of the Redis user {USER!r} is in {file} ({origin})")
 
 
-def acl(password: str) -> str:
-    """The ACL file: nobody else gets in, and who reads the file cannot either.
+def acl_file(password: str) -> str:
+    """Return the ACL file, which contains a digest instead of the password.
 
-    Redis reads its append-only file back as the default user, and drops every transaction that this user may not do
-    (redis issue 14541): nobody can log in as that one, but it has all rights.
+    Logging in as the default user is disabled, but that user keeps all permissions: Redis replays its append-only file
+    as the default user and drops every transaction that this user may not run (redis issue 14541).
     """
     digest = hashlib.sha256(password.encode()).hexdigest()
-    return f"user default off resetpass ~* &* +@all\nuser {NAME} on #{digest} {RIGHTS}\n"
+    return f"user default off resetpass ~* &* +@all\nuser {USER} on #{digest} {PERMISSIONS}\n"
 
 
-def _put(path: Path, text: str, mode: int) -> None:
-    """Write a file whole, with that mode from the beginning; one that says the same already stays."""
+def _write_file(path: Path, text: str, mode: int) -> None:
+    """Write a file atomically with permissions `mode`; keep one with the same content."""
     with contextlib.suppress(FileNotFoundError):
         if path.read_text(encoding="utf-8") == text:
             return

@@ -1,4 +1,4 @@
-"""`chatcache serve`: flags to settings."""
+"""`chatcache serve`: convert the flags to settings, check them, and run the server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import typer
 
-from chatcache.cli import exits, options
+from chatcache.cli import options
 from chatcache.config import EngineConfig, ServerConfig, format_size, suggest_corrections
 from chatcache.factory import check_model_folder, served_name
 
@@ -74,9 +74,9 @@ def serve(
 
 
 def refuse_misspelt_key(api_keys: Sequence[str], variables: Iterable[str]) -> None:
-    """Refuse to start without a key where a variable looks like that of the API key, but is not.
+    """Refuse to start without an API key if a variable looks like a misspelt CHATCACHE_API_KEY.
 
-    Raises: Exit, after a message: the operator expects a server that needs a key, and this one would not.
+    The operator expects a server that requires a key, and this one would not. Raises: Exit, after a message.
     """
     prefix, name = options.env(""), options.env("api-key")
     given = [variable.removeprefix(prefix) for variable in variables if variable.startswith(prefix)]
@@ -87,26 +87,32 @@ def refuse_misspelt_key(api_keys: Sequence[str], variables: Iterable[str]) -> No
                 f"setting. Rename it to {name}, or unset it.",
                 file=sys.stderr,
             )
-            raise typer.Exit(exits.CONFIG)
+            raise typer.Exit(options.EXIT_CONFIG)
 
 
 def _settings(flags: Mapping[str, Any]) -> tuple[EngineConfig, ServerConfig]:
-    """Sort the flags by what they set. Raises: BadParameter for values that no type refuses."""
-    values = {flag: _READERS[flag](value) if flag in _READERS else value for flag, value in flags.items()}
+    """Build the settings of the engine and of the server from the flags.
+
+    Raises: BadParameter for values that the flags' types accept but the settings do not.
+    """
+    values = {flag: _CONVERSIONS[flag](value) if flag in _CONVERSIONS else value for flag, value in flags.items()}
     fields = {_FIELDS.get(flag, flag): value for flag, value in values.items()}
     engine = {name: fields.pop(name) for name in EngineConfig.__struct_fields__ if name in fields}
     return EngineConfig(**engine), ServerConfig(**fields)
 
 
 def _address(host: str) -> str:
-    """An address as typed, brackets of an IPv6 literal removed."""
+    """Return the address without the brackets of an IPv6 literal.
+
+    Raises: BadParameter for an address with a port.
+    """
     bare = host.removeprefix("[").removesuffix("]")
     if ":" in bare:
         try:
             ipaddress.IPv6Address(bare)
         except ValueError:
             raise typer.BadParameter(
-                f"{host!r} is not an address; the port has a flag of its own.", param_hint="--host"
+                f"{host!r} is not an address; give the port with --port.", param_hint="--host"
             ) from None
     return bare
 
@@ -152,7 +158,7 @@ def _shared_system_prompt(file: Path) -> str:
     raise typer.BadParameter(f"{file} {reason}", param_hint="--shared-system-prompt")
 
 
-# Flags that go by another name than the field they set.
+# Flags whose field has another name.
 _FIELDS = {
     "kv_memory": "kv_memory_bytes",
     "swap_space": "swap_space_bytes",
@@ -165,8 +171,8 @@ _FIELDS = {
     "cors_origin": "cors_origins",
     "shared_system_prompt": "shared_system_prompts",
 }
-# What is made of values that are not taken as they are.
-_READERS: Mapping[str, Callable[[Any], Any]] = {
+# Conversions of flags' values to those of their fields.
+_CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
     "host": _address,
     "no_prefix_caching": not_,
     "api_key": _api_keys,

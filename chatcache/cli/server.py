@@ -1,10 +1,9 @@
-"""One `chatcache serve`: a listening socket, an engine process, uvicorn between them, and how it all ends.
+"""Run a server: listening socket, engine process, uvicorn, signals and shutdown.
 
-The socket listens first, the model loads behind it (503 `model_loading` until then). The first SIGINT or SIGTERM
-drains (see `drain`), the second kills. Exit codes: 0 drained, 1 the engine is beyond hope or the port taken,
-78 a bad model folder or an unusable store.
-
-How a server leaves: no new work, what runs may finish, what does not is ended with what it has said.
+The socket listens before the model is loaded; until then requests get status 503, code `model_loading`. The first
+SIGINT or SIGTERM drains the server: new requests are refused, running answers have `--drain-timeout` seconds to finish,
+and what has been generated of the others is stored. A second signal ends the process at once. Exit codes: 0 after a
+drain, 1 if the engine failed for good or the port is in use, 78 for a bad model folder or an unusable store.
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ from rich.console import Console
 from starlette.applications import Starlette
 
 from chatcache import logs
-from chatcache.cli import exits
+from chatcache.cli import options
 from chatcache.cli.banner import Banner
+from chatcache.cli.port_check import BACKLOG, explain_bind_error, listen
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.conversations.store import StoreUnusableError
 from chatcache.engine_process.process import EngineProcess
@@ -37,26 +37,13 @@ from chatcache.gateway.uvicorn_limits import BoundedHttp, BoundedWebSocket, rais
 from chatcache.storage.open import open_store
 from chatcache.tokenizer.tokenizer import Tokenizer
 
-LAST_S = 0.5  # for what is ended to be stored
-_POLL_S = 0.05
-
-
-async def drain(gateway: Gateway, timeout_s: float) -> None:
-    """Wait until nothing is being answered, `timeout_s` at most; then end what still is."""
-    gateway.drain()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            while not gateway.is_idle:  # noqa: ASYNC110 - what it waits for has no one event
-                await asyncio.sleep(_POLL_S)
-    await gateway.interrupt(LAST_S)
-
-
 log = logging.getLogger(__name__)
 
-LEAVE_S = 1
-EXIT_GRACE_S = 0.5  # for an engine with nothing left to do
+SAVE_TIMEOUT_S = 0.5  # for interrupted answers to be stored
+CONNECTIONS_TIMEOUT_S = 1  # for finished responses to be sent
+ENGINE_EXIT_TIMEOUT_S = 0.5  # for an idle engine to exit
 KEEP_ALIVE_S = 75
-BACKLOG = 2048
+_POLL_S = 0.05
 
 
 def run_server(
@@ -66,28 +53,28 @@ def run_server(
     build_engine: str = BUILD_ENGINE,
     load: Callable[[EngineConfig], Tokenizer] = load_tokenizer,
 ) -> int:
-    """Serve until a signal or a failure; returns the exit code. `build_engine`: "module:function", as of `bus.worker`.
+    """Serve until a signal or a failure, and return the exit code.
 
-    `build_engine` and `load` are the load test's way to serve without a model.
+    `build_engine` ("module:function", imported in the engine process) and `load` let tests serve without a model.
     """
     logs.configure_logging(server_config.log_level, server_config.log_format, "gateway")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the banner tells what it would
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the banner prints the same facts
     raise_fd_limit()
     try:
         sock = listen(server_config.host, server_config.port)
     except OSError as error:
         where = f"{server_config.host}:{server_config.port}"
-        from chatcache.cli.port_check import explain_bind_error  # which needs an HTTP client
-
         found = explain_bind_error(server_config.host, server_config.port, error)
-        _refuse(server_config, f"cannot listen on {where}: {found.why}{f'; {found.remedy}' if found.remedy else ''}")
-        return exits.ERROR
+        _print_error(
+            server_config, f"cannot listen on {where}: {found.reason}{f'; {found.remedy}' if found.remedy else ''}"
+        )
+        return options.EXIT_ERROR
     try:
         store = open_store(server_config)
     except StoreUnusableError as error:
         sock.close()
-        _refuse(server_config, f"{'--redis' if server_config.redis else '--db'} {error.message}")
-        return exits.CONFIG
+        _print_error(server_config, f"{'--redis' if server_config.redis else '--db'} {error.message}")
+        return options.EXIT_CONFIG
     engine = EngineProcess(
         engine_config, build_engine, log_level=server_config.log_level, log_format=server_config.log_format
     )
@@ -100,29 +87,11 @@ def run_server(
         return runner.run(_serve(app, engine, server_config, sock, banner))
 
 
-def _refuse(config: ServerConfig, sentence: str) -> None:
+def _print_error(config: ServerConfig, message: str) -> None:
     if config.log_format == "json":
-        log.critical("%s", sentence)
+        log.critical("%s", message)
     else:
-        print(f"chatcache: {sentence}", file=sys.stderr)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Bind and listen, on the first address `host` resolves to.
-
-    Raises: OSError.
-    """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = found[0]
-    sock = socket.socket(family, kind, protocol)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(BACKLOG)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+        print(f"chatcache: {message}", file=sys.stderr)
 
 
 async def _serve(
@@ -137,31 +106,31 @@ async def _serve(
         return _exit_code(await watcher if watcher.done() else None)
     finally:
         watcher.cancel()
-        await engine.close(EXIT_GRACE_S)
+        await engine.close(ENGINE_EXIT_TIMEOUT_S)
 
 
 async def _watch(engine: EngineProcess, server: _Server, banner: Banner) -> ChatcacheError:
-    """Show the load, then wait for an engine that is beyond hope, and end the server with it."""
-    async with _meanwhile(_show_start(engine, banner)):
+    """Show the progress of loading; when the engine fails for good, stop the server."""
+    async with _running(_show_start(engine, banner)):
         error = await engine.wait_failed()
     banner.show_failed(error)
-    server.leave()
+    server.stop()
     return error
 
 
 async def _show_start(engine: EngineProcess, banner: Banner) -> None:
-    """Show the load of the model, the wait for a store that does not answer yet, and what then serves."""
+    """Show that the model is loading, that the store does not answer yet, then the ready banner."""
     with contextlib.suppress(ChatcacheError):  # `_watch` shows why the engine failed
-        async with _meanwhile(banner.show_loading(engine)):
+        async with _running(banner.show_loading(engine)):
             facts = await engine.wait_loaded()
         await banner.wait_for_store()
         banner.show_ready(facts, await engine.health())
-        calm_gc()
+        reduce_gc()
 
 
 @contextlib.asynccontextmanager
-async def _meanwhile(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Run `work` beside the block and end it with the block."""
+async def _running(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """Run a coroutine concurrently with the block, and cancel it at the end of the block."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -173,15 +142,15 @@ async def _meanwhile(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
 
 def _exit_code(error: ChatcacheError | None) -> int:
     if error is None:
-        return exits.DRAINED
-    return exits.CONFIG if isinstance(error, ModelFolderError) else exits.ERROR
+        return options.EXIT_OK
+    return options.EXIT_CONFIG if isinstance(error, ModelFolderError) else options.EXIT_ERROR
 
 
-def calm_gc() -> None:
-    """Keep the cycle collector from walking all there is every few seconds.
+def reduce_gc() -> None:
+    """Freeze the objects of the loaded server and make full garbage collections rare.
 
-    What streams keep is in no cycle, and is freed by its count; but with thousands of them open a walk of everything
-    takes a third of a second, in which nobody hears anything.
+    The objects of a stream are in no reference cycle, so reference counts free them. With thousands of open streams, a
+    full collection takes a third of a second, during which no stream receives data.
     """
     gc.collect()
     gc.freeze()
@@ -189,15 +158,25 @@ def calm_gc() -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handling: it would raise the signal again after a drain, and exit non-zero."""
+    """uvicorn without its signal handlers, which raise the signal again after a drain."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
-    def leave(self) -> None:
-        """Stop listening, let answers that are over be sent, then end."""
+    def stop(self) -> None:
+        """Stop listening and exit after finished responses have been sent."""
         self.should_exit = True
+
+
+async def drain(gateway: Gateway, timeout_s: float) -> None:
+    """Wait up to `timeout_s` for running answers to finish, then interrupt and store the others."""
+    gateway.drain()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while not gateway.is_idle:  # noqa: ASYNC110 - there is no single event to wait for
+                await asyncio.sleep(_POLL_S)
+    await gateway.interrupt(SAVE_TIMEOUT_S)
 
 
 def _handle_signals(
@@ -208,10 +187,10 @@ def _handle_signals(
     def handle() -> None:
         if draining:
             kill()
-            os._exit(exits.KILLED)
+            os._exit(options.EXIT_KILLED)
         banner.show_draining(drain_timeout_s)
         draining.append(asyncio.create_task(drain(gateway, drain_timeout_s)))
-        draining[0].add_done_callback(lambda _: server.leave())
+        draining[0].add_done_callback(lambda _: server.stop())
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, handle)
@@ -229,7 +208,7 @@ def uvicorn_config(app: object, config: ServerConfig) -> uvicorn.Config:
         ws_max_size=config.max_frame_bytes,
         ws_per_message_deflate=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=LEAVE_S,
+        timeout_graceful_shutdown=CONNECTIONS_TIMEOUT_S,
         root_path=config.root_path,
         backlog=BACKLOG,
     )

@@ -21,7 +21,8 @@ _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 _COMMON_ERRORS = (403, 500)  # a Host or Origin that is not served; an unexpected error
 _KEY_ERRORS = (401, 503)  # no valid key; the key store cannot be read now
 _BODY_ERRORS = (400, 408, 413, 415)
-_DESCRIPTION = """A chat server that manages its own KV cache. The API has OpenAI's fields and shapes, with extensions.
+_DESCRIPTION = """A self-hosted ChatGPT-style server: an OpenAI-compatible API and stored conversations, on an
+inference engine with a shared, copy-on-write KV cache. The API has OpenAI's fields and shapes, with extensions.
 
 Request bodies are strict JSON: UTF-8, no duplicate keys, nested at most 32 levels deep. Unknown fields are ignored and
 listed in the x-chatcache-ignored header; fields that are known but not supported are refused with status 400. OpenAPI

@@ -11,7 +11,8 @@ from typing import Any
 
 import uvicorn
 
-from chatcache.cli.server import listen, loop_factory, run_server, uvicorn_config
+from chatcache.cli.port_check import listen
+from chatcache.cli.server import loop_factory, run_server, uvicorn_config
 from chatcache.config import EngineConfig, ServerConfig
 from loadtest.gateway.clock_engine import clock_tokenizer
 from loadtest.gateway.ticks import TickClock, TickTimes, clock_from_environment, tick_text

@@ -1,4 +1,7 @@
-"""Generate the configuration page from the command-line options: `python -m tests.cli.configuration_page`."""
+"""Generate the configuration page from the command-line options.
+
+Usage: `python -m tests.cli.configuration_page`.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ class Parameter(NamedTuple):
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The option's spellings. typer keeps the first one as `default` of the annotation."""
+        """Return the names of an option. typer stores the first one as `default` of the annotation."""
         declared = tuple(str(each) for each in (self.info.default, *(self.info.param_decls or ())) if _is_flag(each))
         return declared or (f"--{self.name.replace('_', '-')}",)
 
@@ -58,7 +61,7 @@ class Parameter(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The argument's name in a usage line."""
+        """Return the argument's name in a usage line."""
         name = str(self.info.metavar or self.name).upper()
         return name if self.is_required else f"[{name}]"
 
@@ -78,7 +81,7 @@ def commands(group: typer.Typer = app, name: str = "chatcache") -> Iterator[tupl
 
 
 def parameters(command: Callable[..., Any]) -> list[Parameter]:
-    """The parameters of a command's function, in order."""
+    """Return the parameters of a command's function, in order."""
     hints = get_type_hints(command, include_extras=True)
     found = []
     for name, parameter in inspect.signature(command).parameters.items():
@@ -92,7 +95,7 @@ def parameters(command: Callable[..., Any]) -> list[Parameter]:
 
 
 def page() -> str:
-    """The text of configuration.md."""
+    """Return the text of configuration.md."""
     return "\n".join([_INTRODUCTION, *(_section(name, command) for name, command in commands())])
 
 
@@ -120,11 +123,11 @@ def _variable(option: Parameter) -> str:
 
 
 def _values(option: Parameter) -> str:
-    """What may follow the flag: choices, or a word with the bounds of numbers."""
+    """Return the value column: choices, or a placeholder with the range of numbers."""
     kinds = [kind for kind in (get_args(option.annotation) or (option.annotation,)) if kind is not type(None)]
     if bool in kinds:
         return ""
-    if option.info.metavar:
+    if option.info.metavar and option.info.min is None:
         return option.info.metavar
     if get_origin(option.annotation) is Literal or get_origin(kinds[0]) is Literal:
         choices = get_args(option.annotation if get_origin(option.annotation) is Literal else kinds[0])

@@ -1,4 +1,4 @@
-"""A tiny model folder and one server that the read-only tests share."""
+"""Fixtures: a tiny model folder, and one server shared by tests that do not stop it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`chatcache serve` as the real process it is, on a free port of the loopback."""
+"""Start `chatcache serve` as a process on a free loopback port."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ OPTIONS = ("--port", "0", "--dtype", "float32", "--attention-backend", "referenc
 
 
 def environment() -> dict[str, str]:
-    """What a child needs to find the package and to be gentle with a shared machine."""
+    """Return the environment of a child process: import path, one thread, plain output."""
     paths = os.pathsep.join(path for path in sys.path if path)
     return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
 
 
 class Server:
-    """A started server; `output` is all it has printed."""
+    """Running server process; `output` is everything it has printed."""
 
     def __init__(self, folder: Path | str, cwd: Path, *more: str) -> None:
         self.process = subprocess.Popen(
@@ -69,12 +69,12 @@ class Server:
         return self.saw(r"http://[\d.]+:\d+")[0]
 
     def ready(self) -> str:
-        """Wait until it serves; return its URL."""
+        """Wait until the server is ready and return its URL."""
         self.saw(r"ready +http")
         return self.url
 
     def child(self) -> int:
-        """Process id of the engine."""
+        """Return the process id of the engine."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return int(children[0])
 

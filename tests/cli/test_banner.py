@@ -1,4 +1,4 @@
-"""The banner's rows, from made-up figures."""
+"""Rows of the ready banner for given model and health data."""
 
 from __future__ import annotations
 
@@ -31,66 +31,66 @@ def shown(engine: EngineConfig, server: ServerConfig, health: EngineHealth = HEA
     [
         (EngineConfig(), "127 pages of 16 tokens, 4 KiB each, 512 KiB in all"),
         (EngineConfig(), "waste up to 15 unused tokens in a branch's last page"),
-        # 2 MiB asked for, 127 pages hold tokens: 1.504 MiB do not
-        (EngineConfig(kv_memory_bytes=2**21), "waste 1.504 MiB of the memory hold no page (75.2%); up to 15 unused"),
+        # 127 pages of 4 KiB in 2 MiB leave 1.504 MiB
+        (EngineConfig(kv_memory_bytes=2**21), "waste 1.504 MiB of the memory is in no page (75.2%); up to 15 unused"),
         (EngineConfig(), "swap 256 host pages, 1 MiB"),
         (EngineConfig(), "float32 on cpu, cpu attention context"),
         (EngineConfig(deterministic=True), "float32 on cpu, cpu attention, deterministic"),
     ],
 )
-def test_rows(engine: EngineConfig, text: str) -> None:
+def test_banner_rows_show_pages_waste_swap_and_compute(engine: EngineConfig, text: str) -> None:
     if text.endswith("context"):
         text = text.removesuffix(" context")
         assert f"{text}, deterministic" not in shown(engine, ServerConfig())
     assert text in shown(engine, ServerConfig())
 
 
-def test_what_is_not_there_has_no_row() -> None:
+def test_banner_omits_rows_of_unused_features() -> None:
     text = shown(EngineConfig(), ServerConfig(), EngineHealth(ready=True, page_size=16, num_pages=127, kv_bytes=2**19))
-    assert "host pages" not in text and "public" not in text
+    assert "host pages" not in text and "system prompt" not in text
     assert "2 system prompt(s)" in shown(EngineConfig(), ServerConfig(shared_system_prompts=("a", "b")))
 
 
 @pytest.mark.parametrize(
-    ("host", "api_keys", "said"),
+    ("host", "api_keys", "text"),
     [
         ("127.0.0.1", (), "open, from this machine only"),
-        ("0.0.0.0", (), "open to everyone who can reach this address"),
+        ("0.0.0.0", (), "open to every client that can reach this address"),
         ("0.0.0.0", ("sk-one", "sk-two"), "2 API key(s)"),
     ],
 )
-async def test_who_may_come_in_is_said(host: str, api_keys: tuple[str, ...], said: str) -> None:
+async def test_banner_access_row_names_keys_or_reachability(host: str, api_keys: tuple[str, ...], text: str) -> None:
     store = SqliteStore(":memory:")
-    ring = ApiKeyCache(api_keys)
-    await ring.open(store.keys)
-    told = io.StringIO()
+    key_cache = ApiKeyCache(api_keys)
+    await key_cache.open(store.keys)
+    output = io.StringIO()
     config = ServerConfig(host=host, api_keys=api_keys)
-    banner = Banner(EngineConfig(), config, (host, 1), Console(file=told, width=200), ring)
+    banner = Banner(EngineConfig(), config, (host, 1), Console(file=output, width=200), key_cache)
     banner.show_ready(FACTS, HEALTH)
-    assert said in told.getvalue()
+    assert text in output.getvalue()
     if not api_keys:
         await store.keys.create(new_key("acme")[1])
-        await ring.refresh()
+        await key_cache.refresh()
         banner.show_ready(FACTS, HEALTH)
-        assert "1 API key(s)" in told.getvalue(), "those of the store count too"
-    await ring.close()
+        assert "1 API key(s)" in output.getvalue(), "stored keys are counted"
+    await key_cache.close()
     await store.close()
 
 
 @pytest.mark.parametrize("api_keys", [(), ("sk-one",)])
 async def test_banner_waits_for_a_store_that_does_not_answer_before_it_shows_ready(api_keys: tuple[str, ...]) -> None:
-    store, ring, told = SqliteStore(":memory:"), ApiKeyCache(api_keys), io.StringIO()
+    store, key_cache, output = SqliteStore(":memory:"), ApiKeyCache(api_keys), io.StringIO()
     config = ServerConfig(api_keys=api_keys, redis="redis://127.0.0.1:1")
-    banner = Banner(EngineConfig(), config, ("127.0.0.1", 1), Console(file=told, width=200), ring)
+    banner = Banner(EngineConfig(), config, ("127.0.0.1", 1), Console(file=output, width=200), key_cache)
     waiting = asyncio.create_task(banner.wait_for_store())
     done, _ = await asyncio.wait([waiting], timeout=3 * POLL_S)
-    assert not done and "Waiting for the Redis server of --redis, which does not answer" in told.getvalue()
-    await ring.open(store.keys)
+    assert not done and "Waiting for the Redis server of --redis, which does not answer" in output.getvalue()
+    await key_cache.open(store.keys)
     await asyncio.wait_for(waiting, 60)
-    told.truncate(0)
+    output.truncate(0)
     await banner.wait_for_store()
-    assert told.getvalue() == "", "the store answered before"
-    await ring.close()
+    assert output.getvalue() == "", "the store answered before"
+    await key_cache.close()
     await store.close()
 
 

@@ -1,4 +1,4 @@
-"""The terminal chat: a session over a scripted backend, over a real server, and the command itself."""
+"""`chatcache chat`: a session with a scripted client, the HTTP client, and the command."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import httpx
 import pytest
 from rich.console import Console
 
-from chatcache.cli.backends import Delta, HttpBackend, Usage
 from chatcache.cli.chat import Session
+from chatcache.cli.chat_clients import HttpChatClient, TextDelta, Usage
 from chatcache.conversations.prompt import Message
 from chatcache.errors import EngineError
 from chatcache.types.request import SamplingParams
@@ -22,30 +22,30 @@ from tests.cli.servers import OPTIONS, Server, environment
 
 
 class Echo:
-    """Answers each candidate with its index and what was asked, in two pieces."""
+    """Chat client that answers with the candidate's index and the last message, in two deltas."""
 
     name = "echo"
 
     def __init__(self) -> None:
-        self.asked: list[list[Message]] = []
+        self.requests: list[list[Message]] = []
 
-    async def answer(self, messages: Sequence[Message], params: SamplingParams) -> AsyncIterator[Delta | Usage]:
-        self.asked.append(list(messages))
+    async def answer(self, messages: Sequence[Message], params: SamplingParams) -> AsyncIterator[TextDelta | Usage]:
+        self.requests.append(list(messages))
         if messages[-1]["content"] == "fail":
             raise EngineError("[no] such luck")
         for index in range(params.n):
-            yield Delta(index, f"{index}:")
+            yield TextDelta(index, f"{index}:")
         if messages[-1]["content"] == "stop":
             raise KeyboardInterrupt
         for index in range(params.n):
-            yield Delta(index, messages[-1]["content"])
+            yield TextDelta(index, messages[-1]["content"])
         yield Usage(10, 7, params.n)
 
     async def close(self) -> None: ...
 
 
 def script(*lines: str) -> Callable[[str], str]:
-    """An `input` that types these lines and then ends."""
+    """Return a replacement of `input` that returns these lines, then raises EOFError."""
     rest = iter(lines)
 
     def read_line(prompt: str) -> str:
@@ -57,77 +57,77 @@ def script(*lines: str) -> Callable[[str], str]:
 
 
 def converse(*lines: str, n: int = 1, system: str = "") -> tuple[Echo, Session, str]:
-    backend, out = Echo(), io.StringIO()
+    client, out = Echo(), io.StringIO()
     console = Console(file=out, width=200, highlight=False)
     session = Session(console, SamplingParams(n=n), system, script(*lines))
     with asyncio.Runner() as runner:
-        session.run(backend, runner)
-    return backend, session, out.getvalue()
+        session.run(client, runner)
+    return client, session, out.getvalue()
 
 
-def said(role: str, content: str) -> Message:
+def message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-def test_turns_build_on_each_other() -> None:
-    backend, session, out = converse("one", "", "two")
-    assert backend.asked[1] == [said("user", "one"), said("assistant", "0:one"), said("user", "two")]
-    assert session.messages[-1] == said("assistant", "0:two")
+def test_session_second_turn_sends_the_history() -> None:
+    client, session, out = converse("one", "", "two")
+    assert client.requests[1] == [message("user", "one"), message("assistant", "0:one"), message("user", "two")]
+    assert session.messages[-1] == message("assistant", "0:two")
     assert "0:one" in out and "10 prompt tokens, 7 from cache; 1 new" in out
 
 
-def test_several_candidates_are_shown_and_one_goes_on() -> None:
-    backend, _, out = converse("/n 3", "one", "2", "/n 1", "two")
-    assert backend.asked[1][1] == said("assistant", "1:one")
+def test_session_with_several_candidates_continues_the_chosen_one() -> None:
+    client, _, out = converse("/n 3", "one", "2", "/n 1", "two")
+    assert client.requests[1][1] == message("assistant", "1:one")
     assert "1  0:one\n2  1:one\n3  2:one\n" in out
 
 
-def test_a_line_that_is_no_choice_is_the_next_message() -> None:
-    backend, _, out = converse("/n 3", "one", "two", "/help", "", "/n 1", "three")
-    assert backend.asked[1] == [said("user", "one"), said("assistant", "0:one"), said("user", "two")]
-    assert backend.asked[2][-1] == said("user", "three")
+def test_session_line_instead_of_a_choice_is_the_next_message() -> None:
+    client, _, out = converse("/n 3", "one", "two", "/help", "", "/n 1", "three")
+    assert client.requests[1] == [message("user", "one"), message("assistant", "0:one"), message("user", "two")]
+    assert client.requests[2][-1] == message("user", "three")
     assert "/reset" in out
 
 
 @pytest.mark.parametrize("choice", ["", "0", "4"])
-def test_no_valid_choice_is_the_first(choice: str) -> None:
-    backend, _, _ = converse("one", choice, "two", "", n=3)
-    assert backend.asked[1][1] == said("assistant", "0:one")
+def test_session_invalid_choice_selects_the_first_candidate(choice: str) -> None:
+    client, _, _ = converse("one", choice, "two", "", n=3)
+    assert client.requests[1][1] == message("assistant", "0:one")
 
 
-def test_reset_and_system_start_over() -> None:
-    backend, _, _ = converse("one", "/reset", "two", "/system Be brief.", "three", system="Be kind.")
-    assert backend.asked[1] == [said("system", "Be kind."), said("user", "two")]
-    assert backend.asked[2] == [said("system", "Be brief."), said("user", "three")]
+def test_session_reset_and_system_start_a_new_conversation() -> None:
+    client, _, _ = converse("one", "/reset", "two", "/system Be brief.", "three", system="Be kind.")
+    assert client.requests[1] == [message("system", "Be kind."), message("user", "two")]
+    assert client.requests[2] == [message("system", "Be brief."), message("user", "three")]
 
 
 @pytest.mark.parametrize("line", ["/help", "/n", "/n 0", "/n 65", "/n two", "/what"])
-def test_help_is_shown_for_it_and_for_what_is_not_understood(line: str) -> None:
-    backend, _, out = converse(line)
-    assert "/reset" in out and not backend.asked
+def test_session_unknown_command_prints_the_help(line: str) -> None:
+    client, _, out = converse(line)
+    assert "/reset" in out and not client.requests
 
 
-def test_quit_ends_before_the_input_does() -> None:
-    assert not converse("/quit", "one")[0].asked
+def test_session_quit_ends_before_the_input_ends() -> None:
+    assert not converse("/quit", "one")[0].requests
 
 
-def test_a_failed_turn_is_told_and_forgotten() -> None:
-    backend, session, out = converse("fail", "one")
+def test_session_failed_turn_is_reported_and_removed_from_the_history() -> None:
+    client, session, out = converse("fail", "one")
     assert "[no] such luck" in out
-    assert backend.asked[1] == [said("user", "one")]
+    assert client.requests[1] == [message("user", "one")]
     assert len(session.messages) == 2
 
 
-def test_a_stopped_answer_keeps_what_came() -> None:
-    backend, _, out = converse("stop", "one")
+def test_session_stopped_answer_stays_in_the_history() -> None:
+    client, _, out = converse("stop", "one")
     assert "(stopped)" in out
-    assert backend.asked[1] == [said("user", "stop"), said("assistant", "0:"), said("user", "one")]
+    assert client.requests[1] == [message("user", "stop"), message("assistant", "0:"), message("user", "one")]
 
 
-async def collect(backend: HttpBackend, params: SamplingParams) -> tuple[dict[int, str], Usage | None]:
+async def collect(client: HttpChatClient, params: SamplingParams) -> tuple[dict[int, str], Usage | None]:
     texts: dict[int, str] = {}
     usage = None
-    async for piece in backend.answer([said("user", "Hello there")], params):
+    async for piece in client.answer([message("user", "Hello there")], params):
         if isinstance(piece, Usage):
             usage = piece
         else:
@@ -136,50 +136,53 @@ async def collect(backend: HttpBackend, params: SamplingParams) -> tuple[dict[in
 
 
 @pytest.mark.parametrize("path", ["", "/", "/v1"])
-async def test_over_http_the_pieces_are_the_servers_answer(server: Server, path: str) -> None:
-    backend = HttpBackend(server.url + path, None)
-    await backend.connect()
-    assert backend.name == "tiny-llama"
-    texts, usage = await collect(backend, SamplingParams(n=2, max_tokens=8, seed=4))
-    body = {"messages": [said("user", "Hello there")], "n": 2, "max_tokens": 8, "seed": 4, "temperature": 1}
-    async with httpx.AsyncClient() as client:
-        whole = (await client.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)).json()
+async def test_http_chat_client_deltas_add_up_to_the_servers_answer(server: Server, path: str) -> None:
+    client = HttpChatClient(server.url + path, None)
+    await client.connect()
+    assert client.name == "tiny-llama"
+    texts, usage = await collect(client, SamplingParams(n=2, max_tokens=8, seed=4))
+    body = {"messages": [message("user", "Hello there")], "n": 2, "max_tokens": 8, "seed": 4, "temperature": 1}
+    async with httpx.AsyncClient() as http:
+        whole = (await http.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)).json()
     assert texts == {c["index"]: c["message"]["content"] for c in whole["choices"] if c["message"]["content"]}
     assert usage is not None and usage.num_prompt_tokens == whole["usage"]["prompt_tokens"]
     assert usage.num_output_tokens == whole["usage"]["completion_tokens"]
-    await backend.close()
+    await client.close()
 
 
-async def test_a_refusal_over_http_is_one_sentence(server: Server) -> None:
-    backend = HttpBackend(server.url, None)
-    await backend.connect()
+async def test_http_chat_client_raises_the_servers_error_message(server: Server) -> None:
+    client = HttpChatClient(server.url, None)
+    await client.connect()
     with pytest.raises(EngineError, match=r"HTTP 400: .*max_tokens"):
-        await collect(backend, SamplingParams(max_tokens=100_000))
-    await backend.close()
+        await collect(client, SamplingParams(max_tokens=100_000))
+    await client.close()
 
 
-async def test_a_server_that_is_not_there_is_named() -> None:
-    backend = HttpBackend("http://127.0.0.1:9", None)
+async def test_http_chat_client_names_an_unreachable_server() -> None:
+    client = HttpChatClient("http://127.0.0.1:9", None)
     with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9"):
-        await backend.connect()
-    await backend.close()
+        await client.connect()
+    await client.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remote", [False, True], ids=["in process", "by url"])
-def test_the_command_chats_and_hits_the_cache(server: Server, folder: Path, tmp_path: Path, remote: bool) -> None:
+def test_chat_command_second_turn_hits_the_prefix_cache(
+    server: Server, folder: Path, tmp_path: Path, remote: bool
+) -> None:
     where = ["--url", server.url] if remote else [str(folder), *OPTIONS[2:]]
     command = [sys.executable, "-m", "chatcache", "chat", *where, "--max-tokens", "5", "--temperature", "0"]
     done = subprocess.run(
         command, input="Hello\nMore\n", capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=180
     )
     assert done.returncode == 0, done.stderr
-    figures = [line for line in done.stdout.splitlines() if "from cache" in line]
-    assert len(figures) == 2
-    prompt, cached = (int(figures[1].split()[place]) for place in (0, 3))
+    usage_lines = [line for line in done.stdout.splitlines() if "from cache" in line]
+    assert len(usage_lines) == 2
+    prompt, cached = (int(usage_lines[1].split()[index]) for index in (0, 3))
     assert 0 < cached < prompt
 
 
-def test_the_command_ends_with_one_line_when_nothing_can_be_reached(tmp_path: Path) -> None:
+def test_chat_command_reports_an_unreachable_server_in_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "chatcache", "chat", "--url", "http://127.0.0.1:9"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=180)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)

@@ -1,4 +1,4 @@
-"""`chatcache db` as one calls it: copies beside a writer, never over a file, whole or not at all."""
+"""`chatcache db`: consistent backups during writes, export, import, and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.redis_servers import redis_server
 
 
 def call(*args: str | Path) -> Result:
-    """On a thread of its own, which has no event loop yet."""
+    """Run `chatcache db` in a thread without an event loop."""
     with ThreadPoolExecutor(1) as threads:
         arguments = ["db", *map(str, args)]
         result = threads.submit(CliRunner().invoke, app, arguments, env={"COLUMNS": "200"}).result()
@@ -32,7 +32,7 @@ def call(*args: str | Path) -> Result:
     return result
 
 
-def told(result: Result) -> str:
+def error_message(result: Result) -> str:
     assert isinstance(result.exception, ChatcacheError)
     return result.exception.message
 
@@ -56,8 +56,8 @@ async def db(tmp_path: Path) -> Path:
     return tmp_path / "chat.db"
 
 
-async def test_a_backup_beside_a_writer_is_one_moment_and_whole(tmp_path: Path) -> None:
-    """While it copies, conversations come; the copy has the first so many, all in full, and needs no journal."""
+async def test_backup_during_writes_is_consistent_and_complete(tmp_path: Path) -> None:
+    """The copy is a prefix of the conversations written meanwhile, each one complete."""
     store = SqliteStore(tmp_path / "chat.db")
     stop = threading.Event()
     copied = asyncio.Event()
@@ -78,7 +78,7 @@ async def test_a_backup_beside_a_writer_is_one_moment_and_whole(tmp_path: Path) 
     copied.set()
     num_written = await writing
     assert result.exit_code == 0 and "checked" in result.output
-    assert names(tmp_path, "*copy*") == ["copy.db"]  # no -wal, no -shm, nothing half-made
+    assert names(tmp_path, "*copy*") == ["copy.db"]  # no -wal, no -shm, no partial file
     assert (tmp_path / "copy.db").stat().st_mode & 0o777 == 0o600
     await store.close()
     copy = SqliteStore(tmp_path / "copy.db")
@@ -90,50 +90,48 @@ async def test_a_backup_beside_a_writer_is_one_moment_and_whole(tmp_path: Path) 
     await copy.close()
 
 
-async def test_a_backup_takes_what_a_killed_server_left_in_its_journal(tmp_path: Path) -> None:
+async def test_backup_includes_the_journal_of_a_killed_server(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "chat.db")
     await fill(store, 40)
-    for end in ("", "-wal"):  # as if it had been killed: the journal is not in the file yet
+    for end in ("", "-wal"):  # as after a kill: the journal is not in the file yet
         shutil.copy(tmp_path / f"chat.db{end}", tmp_path / f"left.db{end}")
     await store.close()
     assert call("backup", tmp_path / "copy.db", "--db", tmp_path / "left.db").exit_code == 0
     assert await read(tmp_path / "copy.db") == await read(tmp_path / "chat.db") != []
 
 
-async def test_nothing_is_written_over_without_force(db: Path, tmp_path: Path) -> None:
+async def test_backup_and_export_replace_a_file_with_force_only(db: Path, tmp_path: Path) -> None:
     for kind in ("backup", "export"):
         file = tmp_path / kind
         file.write_text("precious")
-        assert "--force" in told(call(kind, file, "--db", db))
+        assert "--force" in error_message(call(kind, file, "--db", db))
         assert file.read_text() == "precious"
         assert call(kind, file, "--db", db, "--force").exit_code == 0
         assert file.read_bytes()[:8] in (b"SQLite f", b'{"object')
     assert not names(tmp_path, ".*partial")
 
 
-def test_what_a_killed_backup_left_is_in_nobodys_way(db: Path, tmp_path: Path) -> None:
-    left = tmp_path / f".copy.{os.getpid()}.partial"  # in containers, process ids come again
+def test_backup_ignores_the_partial_file_of_a_killed_one(db: Path, tmp_path: Path) -> None:
+    left = tmp_path / f".copy.{os.getpid()}.partial"  # containers reuse process ids
     left.write_text("half")
     for kind in ("backup", "export"):
         assert call(kind, tmp_path / "copy", "--db", db, "--force").exit_code == 0
     assert left.read_text() == "half"
 
 
-def test_what_cannot_be_copied_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_backup_and_export_of_an_unusable_file_leave_no_file(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no database" * 100)
     sqlite3.connect(tmp_path / "other.db").execute("CREATE TABLE t (x)").connection.close()
     for name in ("missing", "text", "other.db"):
         for kind in ("backup", "export"):
-            assert name in told(call(kind, tmp_path / "copy", "--db", tmp_path / name))
-    assert "no_folder" in told(call("backup", tmp_path / "no_folder" / "copy", "--db", tmp_path / "text"))
+            assert name in error_message(call(kind, tmp_path / "copy", "--db", tmp_path / name))
+    assert "no_folder" in error_message(call("backup", tmp_path / "no_folder" / "copy", "--db", tmp_path / "text"))
     assert "Redis" in call("backup", tmp_path / "copy", "--redis", "redis://x").output
-    assert "nowhere" in told(call("import", tmp_path / "nowhere", "--db", tmp_path / "new.db"))
+    assert "nowhere" in error_message(call("import", tmp_path / "nowhere", "--db", tmp_path / "new.db"))
     assert not list(tmp_path.glob("*copy*")) and not (tmp_path / "new.db").exists()
 
 
-def test_a_backup_of_redis_is_not_offered_and_refused_wherever_it_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_backup_refuses_redis_of_flag_and_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = call("backup", "--help").output
     assert "--redis" not in shown and "append-only" in shown and "--redis" in call("export", "--help").output
     monkeypatch.setenv("CHATCACHE_REDIS", "redis://127.0.0.1:1/0")
@@ -141,8 +139,8 @@ def test_a_backup_of_redis_is_not_offered_and_refused_wherever_it_is_named(
     assert result.exit_code == 2 and "append-only files" in result.output and not (tmp_path / "copy").exists()
 
 
-def test_a_damaged_source_makes_no_backup(db: Path, tmp_path: Path) -> None:
-    """Planted: pages of the file overwritten. A plain copy of the file would have taken them along."""
+def test_backup_of_a_damaged_file_is_refused(db: Path, tmp_path: Path) -> None:
+    """Injected bug: overwritten pages, which a plain copy of the file would contain."""
     data = bytearray(db.read_bytes())
     for at in range(5 * 4096, len(data) - 4096, 3 * 4096):
         data[at : at + 64] = b"\xff" * 64
@@ -153,7 +151,7 @@ def test_a_damaged_source_makes_no_backup(db: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "b.db").exists()
 
 
-async def test_a_backup_is_restored_as_the_help_says(db: Path, tmp_path: Path) -> None:
+async def test_backup_restored_as_in_the_help_has_the_old_content(db: Path, tmp_path: Path) -> None:
     before = await read(db)
     assert call("backup", tmp_path / "copy.db", "--db", db).exit_code == 0
     store = SqliteStore(db)
@@ -165,32 +163,32 @@ async def test_a_backup_is_restored_as_the_help_says(db: Path, tmp_path: Path) -
     assert await read(db) == before
 
 
-async def test_out_of_a_file_into_redis_and_back(db: Path, tmp_path: Path) -> None:
+async def test_export_from_sqlite_to_redis_and_back_keeps_everything(db: Path, tmp_path: Path) -> None:
     with redis_server(tmp_path / "redis") as redis:
         assert "5 conversations, 200 messages" in call("export", tmp_path / "a", "--db", db).output
         assert "5 conversations added" in call("import", tmp_path / "a", "--redis", redis.url).output
-        assert "5 as they were" in call("import", tmp_path / "a", "--redis", redis.url).output
+        assert "5 unchanged" in call("import", tmp_path / "a", "--redis", redis.url).output
         assert call("export", tmp_path / "b", "--redis", redis.url).exit_code == 0
         assert "5 conversations added" in call("import", tmp_path / "b", "--db", tmp_path / "new.db").output
         assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
         assert await read(tmp_path / "new.db") == await read(db)
         wrong = redis.url.replace("secret", "wrong")
-        assert "rejects the login" in told(call("export", tmp_path / "c", "--redis", wrong))
+        assert "rejects the login" in error_message(call("export", tmp_path / "c", "--redis", wrong))
     assert isinstance(call("import", tmp_path / "a", "--redis", redis.url).exception, ChatcacheError)
 
 
-async def test_a_conflict_is_told_by_its_line_and_ends_with_1(db: Path, tmp_path: Path) -> None:
+async def test_import_reports_a_conflict_by_line_and_exits_with_1(db: Path, tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "new.db")
     call("export", tmp_path / "a", "--db", db)
     first = json.loads((tmp_path / "a").read_bytes().splitlines()[0])["conversation"]["id"]
-    await store.create(Conversation(first, "somebody else", 1.0, 1.0))
+    await store.create(Conversation(first, "other", 1.0, 1.0))
     await store.close()
     result = call("import", tmp_path / "a", "--db", tmp_path / "new.db")
     assert result.exit_code == 1 and "4 conversations added" in result.output and "1 refused" in result.output
     assert f"{tmp_path / 'a'}: line 1: no conversation '{first}'" in result.output
 
 
-def test_settings_of_the_file_reach_the_commands_of_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_file_applies_to_commands_of_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chatcache.toml").write_text('db = "from-the-settings.db"\n')
-    assert "from-the-settings.db" in told(call("export", tmp_path / "a"))
+    assert "from-the-settings.db" in error_message(call("export", tmp_path / "a"))

@@ -1,7 +1,8 @@
-"""`chatcache doctor` against machines, folders, files and proxies that are as they should be, and that are not."""
+"""`chatcache doctor`: findings for model folders, stores, servers and proxies."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -15,101 +16,109 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from chatcache.cli import doctor as machine
-from chatcache.cli.doctor import Finding, State, settings
-from chatcache.cli.doctor import server as ask_server
+from chatcache.auth import new_key
+from chatcache.cli import doctor
+from chatcache.cli.doctor import (
+    Finding,
+    State,
+    check_disk_space,
+    check_machine,
+    check_running_server,
+    check_settings,
+)
 from chatcache.cli.main import app
 from chatcache.config import EngineConfig, ServerConfig
+from chatcache.storage.open import open_keys
 from chatcache.storage.sqlite import SqliteStore
 from chatcache.storage.sqlite_schema import MIGRATIONS
 from tests.gateway.serving import Server
-from tests.support.redis_servers import redis_server
+from tests.support.redis_servers import RedisServer, redis_server
 
 KEY = "sk-doctor-1234567890"
 
 
-def found(findings: Iterator[Finding], what: str) -> Finding:
-    return next(each for each in findings if each.what == what)
+def finding_of(findings: Iterator[Finding], subject: str) -> Finding:
+    return next(each for each in findings if each.subject == subject)
 
 
-def of_settings(what: str, folder: Path, model: str = "", port: int = 0, db: str = "") -> Finding:
+def settings_finding(subject: str, folder: Path, model: str = "", port: int = 0, db: str = "") -> Finding:
     config = ServerConfig(port=port, db=db or str(folder / "chat.db"))
-    return found(settings(EngineConfig(model=model), config), what)
+    return finding_of(check_settings(EngineConfig(model=model), config), subject)
 
 
-def test_the_command_tells_of_everything_and_ends_well(tmp_path: Path) -> None:
+def test_doctor_command_on_a_good_machine_reports_every_subject(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["doctor", "--port", "0", "--db", str(tmp_path / "chat.db")])
     assert result.exit_code == 0, result.output
     for what in ("Python", "Packages", "Processor", "GPU", "Memory", "Compiled kernels", "Model", "Conversations"):
         assert what in result.output
-    assert not (tmp_path / "chat.db").exists()  # looking changes nothing
+    assert not (tmp_path / "chat.db").exists()  # checks change nothing
 
 
-def test_the_command_ends_with_1_if_anything_is_bad(tmp_path: Path) -> None:
+def test_doctor_command_with_a_failed_check_exits_with_1(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["doctor", str(tmp_path), "--port", "0", "--db", str(tmp_path / "chat.db")])
     assert result.exit_code == 1 and f"{tmp_path}/config.json: missing" in result.output
 
 
-def test_a_folder_without_a_tokenizer_is_bad(tmp_path: Path, folder: Path) -> None:
+def test_doctor_fails_a_model_folder_without_tokenizer(tmp_path: Path, folder: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         os.link(folder / name, tmp_path / name)
-    finding = of_settings("Model", tmp_path, str(tmp_path))
-    assert finding.state is State.BAD and "tokenizer" in finding.found
-    assert of_settings("Model", tmp_path, str(folder)).state is State.GOOD
+    finding = settings_finding("Model", tmp_path, str(tmp_path))
+    assert finding.state is State.FAIL and "tokenizer" in finding.fact
+    assert settings_finding("Model", tmp_path, str(folder)).state is State.OK
 
 
-def test_weights_that_are_not_whole_are_bad(tmp_path: Path, folder: Path) -> None:
+def test_doctor_fails_truncated_weights(tmp_path: Path, folder: Path) -> None:
     cut = Path(shutil.copytree(folder, tmp_path / "cut")) / "model.safetensors"
     os.truncate(cut, cut.stat().st_size - 1)
-    finding = of_settings("Model", tmp_path, str(cut.parent))
-    assert finding.state is State.BAD and f"{cut}: truncated" in finding.found
+    finding = settings_finding("Model", tmp_path, str(cut.parent))
+    assert finding.state is State.FAIL and f"{cut}: truncated" in finding.fact
 
 
-def test_a_model_that_is_not_here_is_fetched_unless_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finding = of_settings("Model", tmp_path, "nobody/has-this")
-    assert finding.state is State.WARNING and "fetches" in finding.remedy
+def test_doctor_warns_of_a_download_and_fails_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = settings_finding("Model", tmp_path, "example/missing")
+    assert finding.state is State.WARN and "downloads" in finding.remedy
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert of_settings("Model", tmp_path, "nobody/has-this").state is State.BAD
-    assert of_settings("Model", tmp_path, "no body/has-this").state is State.BAD
+    assert settings_finding("Model", tmp_path, "example/missing").state is State.FAIL
+    assert settings_finding("Model", tmp_path, "exam ple/missing").state is State.FAIL
 
 
-def test_databases(tmp_path: Path) -> None:
+def test_doctor_reports_missing_newer_and_foreign_database_files(tmp_path: Path) -> None:
     path = tmp_path / "chat.db"
-    assert "will be made" in of_settings("Conversations", tmp_path).found
+    assert "will be created" in settings_finding("Conversations", tmp_path).fact
     SqliteStore(path)
-    assert of_settings("Conversations", tmp_path).state is State.GOOD
+    assert settings_finding("Conversations", tmp_path).state is State.OK
     with contextlib.closing(sqlite3.connect(path)) as db:
         db.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
-    assert "newer" in of_settings("Conversations", tmp_path).found
+    assert "newer" in settings_finding("Conversations", tmp_path).fact
     path.write_bytes(b"anything else, but long enough to have a header " * 40)
     for leftover in tmp_path.glob("chat.db-*"):
         leftover.unlink()
-    finding = of_settings("Conversations", tmp_path)
-    assert finding.state is State.BAD and "not a database" in finding.found
-    nowhere = of_settings("Conversations", tmp_path, db=str(tmp_path / "no" / "chat.db"))
-    assert nowhere.state is State.BAD and "no folder" in nowhere.found
+    finding = settings_finding("Conversations", tmp_path)
+    assert finding.state is State.FAIL and "not a database" in finding.fact
+    nowhere = settings_finding("Conversations", tmp_path, db=str(tmp_path / "no" / "chat.db"))
+    assert nowhere.state is State.FAIL and "no such folder" in nowhere.fact
 
 
-def test_a_damaged_database_is_bad(tmp_path: Path) -> None:
+def test_doctor_fails_a_damaged_database(tmp_path: Path) -> None:
     path = tmp_path / "chat.db"
     with contextlib.closing(sqlite3.connect(path)) as db:
         db.execute("CREATE TABLE conversations (id TEXT, pad TEXT)")
         db.executemany("INSERT INTO conversations VALUES (?, ?)", [(str(n), "x" * 500) for n in range(200)])
         db.execute("CREATE INDEX ids ON conversations (id)")
         db.commit()
-    assert of_settings("Conversations", tmp_path).state is State.GOOD
+    assert settings_finding("Conversations", tmp_path).state is State.OK
     data = bytearray(path.read_bytes())
     data[8192:8700] = os.urandom(508)
     path.write_bytes(data)
-    assert of_settings("Conversations", tmp_path).state is State.BAD
+    assert settings_finding("Conversations", tmp_path).state is State.FAIL
 
 
-def test_little_room_on_disk_and_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine.room_on_disk("Disk", tmp_path).state is State.GOOD
-    monkeypatch.setattr(machine, "LEAST_DISK_BYTES", 2**60)
-    monkeypatch.setattr(machine, "LEAST_MEMORY_BYTES", 2**60)
-    assert machine.room_on_disk("Disk", tmp_path).state is State.WARNING
-    assert found(machine.machine(), "Memory").state is State.WARNING
+def test_doctor_warns_of_little_disk_space_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_disk_space(tmp_path).state is State.OK
+    monkeypatch.setattr(doctor, "MIN_DISK_BYTES", 2**60)
+    monkeypatch.setattr(doctor, "MIN_MEMORY_BYTES", 2**60)
+    assert check_disk_space(tmp_path).state is State.WARN
+    assert finding_of(check_machine(), "Memory").state is State.WARN
 
 
 @pytest.fixture(scope="module")
@@ -120,45 +129,47 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server.wait_ready()
 
 
-def test_an_address_that_is_taken(tmp_path: Path, gateway: Server) -> None:
-    finding = of_settings("Address", tmp_path, port=gateway.port)
-    assert finding.state is State.WARNING and "a chatcache serves org/tiny-hash there" in finding.found
-    assert finding.remedy == f"--port {gateway.port + 1} for another, with a --db of its own"
-    with stranger() as port:
-        finding = of_settings("Address", tmp_path, port=port)
-        assert finding.state is State.BAD and "chatcache" not in finding.found
-        assert finding.remedy == f"--port {port + 1} for another, or end the program that has it"
+def test_doctor_names_the_server_on_a_port_in_use(tmp_path: Path, gateway: Server) -> None:
+    finding = settings_finding("Address", tmp_path, port=gateway.port)
+    assert (
+        finding.state is State.WARN and "a chatcache server already serves org/tiny-hash on this port" in finding.fact
+    )
+    assert f"--port {gateway.port + 1} --db" in finding.remedy
+    with other_server() as port:
+        finding = settings_finding("Address", tmp_path, port=port)
+        assert finding.state is State.FAIL and "chatcache" not in finding.fact
+        assert f"--port {port + 1}, or stop the program" in finding.remedy
 
 
-def test_the_help_is_of_looking_and_not_of_chatting() -> None:
+def test_doctor_help_describes_its_own_url_option() -> None:
     shown = " ".join(CliRunner().invoke(app, ["doctor", "--help"], env={"COLUMNS": "200"}).stdout.split())
     assert "Check this running server instead of this machine." in shown and "Use this server" not in shown
 
 
-def test_a_good_server(gateway: Server) -> None:
-    findings = {each.what: each for each in ask_server(f"{gateway.url}/v1", KEY)}
-    assert {what: each.state for what, each in findings.items()} == dict.fromkeys(
-        ("Server", "Streams", "WebSocket"), State.GOOD
+def test_doctor_passes_a_good_server(gateway: Server) -> None:
+    findings = {each.subject: each for each in check_running_server(f"{gateway.url}/v1", KEY)}
+    assert {subject: each.state for subject, each in findings.items()} == dict.fromkeys(
+        ("Server", "Streams", "WebSocket"), State.OK
     ), findings
 
 
-def test_a_server_that_wants_another_key(gateway: Server) -> None:
-    assert found(ask_server(gateway.url, "sk-wrong-000000"), "API key").state is State.BAD
+def test_doctor_fails_a_wrong_api_key(gateway: Server) -> None:
+    assert finding_of(check_running_server(gateway.url, "sk-wrong-000000"), "API key").state is State.FAIL
 
 
-def test_a_server_that_is_not_there() -> None:
-    (finding,) = ask_server("http://127.0.0.1:9", None)
-    assert finding.state is State.BAD
-    with stranger() as port:
-        (finding,) = ask_server(f"http://127.0.0.1:{port}", None)
-        assert finding.state is State.BAD
+def test_doctor_fails_an_unreachable_server() -> None:
+    (finding,) = check_running_server("http://127.0.0.1:9", None)
+    assert finding.state is State.FAIL
+    with other_server() as port:
+        (finding,) = check_running_server(f"http://127.0.0.1:{port}", None)
+        assert finding.state is State.FAIL
 
 
-def test_a_proxy_that_holds_streams_back_and_drops_upgrades(gateway: Server) -> None:
+def test_doctor_reports_a_proxy_that_buffers_streams_and_drops_upgrades(gateway: Server) -> None:
     with proxy(gateway.url) as port:
-        findings = {each.what: each for each in ask_server(f"http://127.0.0.1:{port}", KEY)}
-    assert findings["Streams"].state is State.WARNING and "proxy_buffering" in findings["Streams"].remedy
-    assert findings["WebSocket"].state is State.BAD and "Upgrade" in findings["WebSocket"].remedy
+        findings = {each.subject: each for each in check_running_server(f"http://127.0.0.1:{port}", KEY)}
+    assert findings["Streams"].state is State.WARN and "proxy_buffering" in findings["Streams"].remedy
+    assert findings["WebSocket"].state is State.FAIL and "Upgrade" in findings["WebSocket"].remedy
 
 
 @contextlib.contextmanager
@@ -173,18 +184,18 @@ def answering(handler: type[BaseHTTPRequestHandler]) -> Iterator[int]:
             thread.join()
 
 
-def stranger() -> contextlib.AbstractContextManager[int]:
-    class Stranger(BaseHTTPRequestHandler):
+def other_server() -> contextlib.AbstractContextManager[int]:
+    class OtherServer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_error(404)
 
         def log_message(self, *_: object) -> None: ...
 
-    return answering(Stranger)
+    return answering(OtherServer)
 
 
 def proxy(upstream: str) -> contextlib.AbstractContextManager[int]:
-    """One that reads an answer to its end before it passes it on, and knows nothing of upgrades."""
+    """Return a proxy that buffers each response completely and does not forward upgrades."""
 
     class Proxy(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -206,15 +217,83 @@ def proxy(upstream: str) -> contextlib.AbstractContextManager[int]:
     return answering(Proxy)
 
 
-def test_a_redis_server_is_looked_at(tmp_path: Path) -> None:
+def test_doctor_reports_reachability_and_login_of_redis(tmp_path: Path) -> None:
     with redis_server(tmp_path / "redis") as server:
-        for url, state, told in (
-            (server.url, State.GOOD, "in the Redis server"),
-            (server.url.replace("secret", "wrong"), State.BAD, "rejects the login"),
-            ("redis://127.0.0.1:1", State.WARNING, "no Redis server yet"),
-            ("http://127.0.0.1", State.BAD, "not a URL"),
+        for url, state, text in (
+            (server.url, State.OK, "in the Redis server"),
+            (server.url.replace("secret", "wrong"), State.FAIL, "rejects the login"),
+            ("redis://127.0.0.1:1", State.WARN, "not reachable"),
+            ("http://127.0.0.1", State.FAIL, "not a URL"),
         ):
-            finding = found(settings(EngineConfig(), ServerConfig(port=0, redis=url)), "Conversations")
-            assert finding.state is state and told in finding.found
-            assert "secret" not in finding.found and "wrong" not in finding.found
-        assert server.admin.keys("*") == []  # looking changes nothing
+            finding = finding_of(check_settings(EngineConfig(), ServerConfig(port=0, redis=url)), "Conversations")
+            assert finding.state is state and text in finding.fact
+            assert "secret" not in finding.fact and "wrong" not in finding.fact
+        assert server.admin.keys("*") == []  # checks change nothing
+
+
+def findings_by_subject(**store: object) -> dict[str, Finding]:
+    config = ServerConfig(port=0, **store)  # type: ignore[arg-type]
+    return {each.subject: each for each in check_settings(EngineConfig(), config)}
+
+
+def admin_findings(server: RedisServer) -> list[Finding]:
+    config = ServerConfig(port=0, redis=f"redis://admin:any@127.0.0.1:{server.port}/0")
+    return list(check_settings(EngineConfig(), config))
+
+
+def admin_findings_by_subject(server: RedisServer) -> dict[str, Finding]:
+    return {each.subject: each for each in admin_findings(server)}
+
+
+def test_doctor_reports_durability_and_permissions_of_redis(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis", appendfsync="always") as server:
+        restricted = findings_by_subject(redis=server.url)
+        assert restricted["Redis user"].state is State.OK
+        assert (
+            restricted["Redis"].state is State.OK
+        )  # Redis 7.0 hides the settings from this user, newer versions do not
+        admin = admin_findings_by_subject(server)
+        assert admin["Redis user"].state is State.WARN
+        assert all(may in admin["Redis user"].fact for may in ("administer", "scripts", "other programs' keys"))
+        assert "a power failure loses nothing" in admin["Redis"].fact
+        server.admin.config_set("appendfsync", "everysec")
+        assert "last second" in admin_findings_by_subject(server)["Redis"].fact
+        server.admin.config_set("appendonly", "no")
+        assert admin_findings_by_subject(server)["Redis"].state is State.WARN
+        server.admin.config_set("maxmemory-policy", "allkeys-lru")
+        assert any("evicted" in each.fact for each in admin_findings(server))
+
+
+def make_key(config: ServerConfig, *, revoked: bool = False) -> None:
+    async def run() -> None:
+        async with open_keys(config) as keys:
+            _, record = new_key("acme")
+            await keys.create(record)
+            if revoked:
+                await keys.revoke(record.id, 1.0)
+
+    asyncio.run(run())
+
+
+def test_doctor_warns_of_a_reachable_server_without_keys(tmp_path: Path) -> None:
+    db = str(tmp_path / "chat.db")
+    assert findings_by_subject(db=db)["Keys"].state is State.OK
+    for host in ("0.0.0.0", "::", "192.0.2.1", "example.test"):
+        config = ServerConfig(port=0, db=db, host=host)
+        finding = next(each for each in check_settings(EngineConfig(), config) if each.subject == "Keys")
+        assert finding.state is State.WARN and "keys create" in finding.remedy
+    assert findings_by_subject(db=db, host="0.0.0.0", api_keys=("sk-12345678",))["Keys"].state is State.OK
+    make_key(ServerConfig(db=db))
+    make_key(ServerConfig(db=db), revoked=True)
+    closed = findings_by_subject(db=db, host="0.0.0.0")["Keys"]
+    assert closed.state is State.OK and "2 in the store, 1 of them revoked" in closed.fact
+    with redis_server(tmp_path / "redis") as server:
+        assert findings_by_subject(redis=server.url, host="0.0.0.0")["Keys"].state is State.WARN
+        make_key(ServerConfig(redis=server.url))
+        assert "1 in the store" in findings_by_subject(redis=server.url, host="0.0.0.0")["Keys"].fact
+
+
+def test_doctor_warns_if_a_copy_does_not_fit_the_disk(tmp_path: Path) -> None:
+    assert check_disk_space(tmp_path, 2**10).state is State.OK
+    finding = check_disk_space(tmp_path, 2**60)
+    assert finding.state is State.WARN and "a copy takes" in finding.fact

@@ -1,4 +1,4 @@
-"""The documents against the command line: every flag and command that they show exists."""
+"""Flags and commands shown in the documents exist in the CLI."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_configuration_page_matches_the_options() -> None:
 
 @pytest.fixture(scope="module")
 def parser() -> typer.Typer:
-    """The CLI with commands that parse their options and do nothing."""
+    """Build the CLI with commands that parse their options and do nothing."""
     root, groups = typer.Typer(), dict[str, typer.Typer]()
     for name, command in commands():
         *above, last = name.split()[1:]

@@ -1,4 +1,4 @@
-"""What the engine child offers, through the command, the pipe and the wire, with a model that computes."""
+"""Engine features through the command, the engine process and HTTP, with a small real model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 
 from tests.cli.servers import Server, serving
 
+pytestmark = pytest.mark.slow
 KEYS = ("sk-first-tenant", "sk-second-tenant")
-SYSTEM = "Answer everybody alike, whoever they may be and whatever they may want to know of you."
+SYSTEM = "Answer every user in the same way, in short and complete sentences, and name sources."
 
 
 @pytest.fixture(scope="module")
@@ -51,31 +52,31 @@ def post(server: Server, path: str, key: str, **body: Any) -> Any:
     return response.json()
 
 
-def test_the_banner_tells_of_swapping_and_of_what_is_public(tuned: Server) -> None:
+def test_banner_shows_swap_space_shared_prompts_and_keys(tuned: Server) -> None:
     assert "128 host pages, 1 MiB" in tuned.output
     assert "1 system prompt(s) shared by all tenants" in tuned.output
     assert "2 API key(s)" in tuned.output
 
 
-def test_the_declared_prompt_is_shared_by_the_tenants(tuned: Server) -> None:
+def test_shared_system_prompt_is_cached_across_tenants(tuned: Server) -> None:
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Secret"}]
     for key, shared in zip(KEYS, (False, True), strict=True):
-        told = post(tuned, "/v1/cache/explain", key, messages=messages)
+        explained = post(tuned, "/v1/cache/explain", key, messages=messages)
         answer = post(tuned, "/v1/chat/completions", key, messages=messages, max_tokens=2, ignore_eos=True)
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert cached == told["cached_tokens"] == (told["public_tokens"] // 16 * 16 if shared else 0)
-        assert told["public_tokens"] > 16 and told["page_size"] == 16
+        assert cached == explained["cached_tokens"] == (explained["public_tokens"] // 16 * 16 if shared else 0)
+        assert explained["public_tokens"] > 16 and explained["page_size"] == 16
     assert post(tuned, "/v1/cache/explain", KEYS[0], messages=messages)["miss"] is None
 
 
-def test_accounts_reach_through_the_pipe(tuned: Server) -> None:
+def test_cache_accounts_are_read_from_the_engine_process(tuned: Server) -> None:
     headers = {"authorization": f"Bearer {KEYS[0]}"}
-    held = httpx.get(f"{tuned.url}/v1/cache/accounts", headers=headers, timeout=60).json()
-    assert (held["scope"], held["pages_in_use"], held["requests"]) == ("tenant", 0, [])
-    assert held["page_bytes"] == 8192
+    accounts = httpx.get(f"{tuned.url}/v1/cache/accounts", headers=headers, timeout=60).json()
+    assert (accounts["scope"], accounts["pages_in_use"], accounts["requests"]) == ("tenant", 0, [])
+    assert accounts["page_bytes"] == 8192
 
 
-def test_an_openai_client_asks_for_it_all(client: openai.OpenAI) -> None:
+def test_openai_client_gets_scores_logprobs_beams_and_distinct_candidates(client: openai.OpenAI) -> None:
     extra = {"prompt_logprobs": 2, "priority": -1, "best_of": 3, "ignore_eos": True}
     chat = client.chat.completions.create(
         model="tiny-llama", messages=[{"role": "user", "content": "Hi"}], n=2, max_tokens=4, extra_body=extra
@@ -90,17 +91,17 @@ def test_an_openai_client_asks_for_it_all(client: openai.OpenAI) -> None:
     assert len(beams.choices) == 4
     drawn = {"distinct": True, "ignore_eos": True, "return_token_ids": True}
     distinct = client.completions.create(model="tiny-llama", prompt="Hi", n=5, max_tokens=2, extra_body=drawn)
-    said = {tuple((choice.model_extra or {})["token_ids"]) for choice in distinct.choices}
-    assert len(said) == 5 and {len(ids) for ids in said} == {2}, "no two alike, though texts may be"
+    token_ids = {tuple((choice.model_extra or {})["token_ids"]) for choice in distinct.choices}
+    assert len(token_ids) == 5 and {len(ids) for ids in token_ids} == {2}, "token ids differ; texts may be equal"
 
 
-def test_metrics_name_the_host_pages(tuned: Server) -> None:
+def test_metrics_report_host_pages(tuned: Server) -> None:
     text = httpx.get(f"{tuned.url}/metrics", headers={"authorization": f"Bearer {KEYS[0]}"}, timeout=60).text
     assert 'chatcache_kv_host_pages{state="free"} 128.0' in text
     assert "chatcache_broken_invariants_total 0.0" in text and 'chatcache_preemptions_total{kind="swap"} 0.0' in text
 
 
-def test_answers_keep_to_a_schema(client: openai.OpenAI) -> None:
+def test_answer_matches_the_requested_json_schema(client: openai.OpenAI) -> None:
     schema = {
         "type": "object",
         "properties": {"ok": {"type": "boolean"}},
@@ -117,7 +118,7 @@ def test_answers_keep_to_a_schema(client: openai.OpenAI) -> None:
     assert json.loads(answer.choices[0].message.content or "").keys() == {"ok"}
 
 
-def test_determinism_that_cannot_be_had_ends_the_start(folder: Path, tmp_path: Path) -> None:
-    with serving(folder, tmp_path, "--deterministic") as server:  # with the reference attention, that is
+def test_deterministic_with_the_reference_backend_is_refused(folder: Path, tmp_path: Path) -> None:
+    with serving(folder, tmp_path, "--deterministic") as server:  # OPTIONS select the reference attention
         assert server.wait() == 78
         assert "deterministic needs the attention backend 'cpu'" in server.output

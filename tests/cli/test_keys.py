@@ -1,4 +1,4 @@
-"""`chatcache keys` as one calls it, on either store, beside a server that runs."""
+"""`chatcache keys` and `chatcache db assign-owner`, on either store, with a running server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATIENCE_S = 60.0
 
 
 def call(*args: str, group: str = "keys") -> Result:
-    """On a thread of its own, which has no event loop yet."""
+    """Run a command in a thread without an event loop."""
     with ThreadPoolExecutor(1) as threads:
         result = threads.submit(CliRunner().invoke, app, [group, *args], env={"COLUMNS": "200"}).result()
     assert result.exception is None or isinstance(result.exception, SystemExit | ChatcacheError), result.exception
@@ -36,7 +36,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 @pytest.fixture(params=["--db", "--redis"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str]:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str]:
     if request.param == "--db":
         return "--db", str(tmp_path / "chat.db")
     server: RedisServer = request.getfixturevalue("redis")
@@ -44,33 +44,33 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str]:
     return "--redis", server.url
 
 
-def config_of(place: tuple[str, str]) -> ServerConfig:
-    return ServerConfig(**{place[0].removeprefix("--"): place[1]})  # type: ignore[arg-type]
+def store_config(store: tuple[str, str]) -> ServerConfig:
+    return ServerConfig(**{store[0].removeprefix("--"): store[1]})  # type: ignore[arg-type]
 
 
-def test_a_key_is_shown_once_and_opens_the_running_server_until_it_is_revoked(place: tuple[str, str]) -> None:
-    with Server(config_of(place)) as server:
+def test_created_key_is_printed_once_and_accepted_until_revoked(store: tuple[str, str]) -> None:
+    with Server(store_config(store)) as server:
         server.wait_ready()
 
         def status(key: str) -> int:
             return server.request("GET", "/v1/models", headers={"authorization": f"Bearer {key}"})[0]
 
-        made = call("create", "--tenant", "acme", "--user", "ann", "--name", "laptop", *place)
-        assert made.exit_code == 0
-        key = made.stdout.strip()
-        assert key.startswith("cck_") and key not in made.stderr and "acme/ann" in made.stderr
+        created = call("create", "--tenant", "acme", "--user", "ann", "--name", "laptop", *store)
+        assert created.exit_code == 0
+        key = created.stdout.strip()
+        assert key.startswith("cck_") and key not in created.stderr and "acme/ann" in created.stderr
         wait_until(lambda: server.request("GET", "/v1/models")[0] == 401, "the server to close", PATIENCE_S)
         assert status(key) == 200
-        shown = [json.loads(line) for line in call("list", "--json", *place).stdout.splitlines()]
+        shown = [json.loads(line) for line in call("list", "--json", *store).stdout.splitlines()]
         assert [(each["tenant"], each["user"], each["name"]) for each in shown] == [("acme", "ann", "laptop")]
-        for listing in (call("list", *place).stdout, json.dumps(shown)):
+        for listing in (call("list", *store).stdout, json.dumps(shown)):
             assert key not in listing and key.rpartition("_")[2] not in listing
             assert hashlib.sha256(key.encode()).hexdigest() not in listing
-        assert call("revoke", shown[0]["id"], *place).exit_code == 0
+        assert call("revoke", shown[0]["id"], *store).exit_code == 0
         wait_until(lambda: status(key) == 401, "the key to be refused", PATIENCE_S)
 
 
-def test_the_key_is_nowhere_in_the_files(tmp_path: Path) -> None:
+def test_created_key_is_stored_as_a_digest_only(tmp_path: Path) -> None:
     key = call("create", "--tenant", "acme", "--db", str(tmp_path / "chat.db")).stdout.strip()
     secret = key.rpartition("_")[2].encode()
     assert not [path.name for path in tmp_path.iterdir() if secret in path.read_bytes()]
@@ -79,18 +79,18 @@ def test_the_key_is_nowhere_in_the_files(tmp_path: Path) -> None:
     db.close()
 
 
-def test_limits_are_kept_and_listed(place: tuple[str, str]) -> None:
+def test_list_shows_limits_and_revocation(store: tuple[str, str]) -> None:
     limits = ["--requests-per-minute", "60", "--tokens-per-minute", "7000", "--max-concurrent", "2"]
-    made = json.loads(
-        call("create", "--tenant", "acme", "--admin", *limits, "--tokens-per-day", "90000", "--json", *place).stdout
+    created = json.loads(
+        call("create", "--tenant", "acme", "--admin", *limits, "--tokens-per-day", "90000", "--json", *store).stdout
     )
-    listed = json.loads(call("list", "--json", *place).stdout)
-    assert {**listed, "key": made["key"]} == made and listed["is_admin"] is True
+    listed = json.loads(call("list", "--json", *store).stdout)
+    assert {**listed, "key": created["key"]} == created and listed["is_admin"] is True
     assert [listed[name] for name in ("requests_per_minute", "tokens_per_minute", "max_concurrent")] == [60, 7000, 2]
-    table = call("list", *place).stdout
+    table = call("list", *store).stdout
     assert "60 requests/min, 7,000 tokens/min, 2 at once, 90,000 tokens/day" in table and "admin" in table
-    call("revoke", made["id"], *place)
-    assert "nothing, since" in call("list", *place).stdout
+    call("revoke", created["id"], *store)
+    assert "none: revoked" in call("list", *store).stdout
 
 
 @pytest.mark.parametrize(
@@ -103,13 +103,13 @@ def test_limits_are_kept_and_listed(place: tuple[str, str]) -> None:
         (["create", "--tenant", "a", "--tokens-per-day", "9" * 20], "--tokens-per-day"),
     ],
 )
-def test_what_cannot_be_is_refused_by_its_flag(tmp_path: Path, args: list[str], hint: str) -> None:
+def test_create_refuses_invalid_values_by_flag(tmp_path: Path, args: list[str], hint: str) -> None:
     result = call(*args, "--db", str(tmp_path / "chat.db"))
     assert result.exit_code == 2 and hint in result.stderr
     assert not (tmp_path / "chat.db").exists()
 
 
-def test_where_there_is_nothing_nothing_is_made(tmp_path: Path) -> None:
+def test_list_and_revoke_create_no_database(tmp_path: Path) -> None:
     for args in (["list"], ["revoke", "key_x"]):
         result = call(*args, "--db", str(tmp_path / "none.db"))
         assert isinstance(result.exception, ChatcacheError) and "none.db" in result.exception.message
@@ -119,7 +119,7 @@ def test_where_there_is_nothing_nothing_is_made(tmp_path: Path) -> None:
     assert isinstance(result.exception, ChatcacheError) and "key_x" in result.exception.message
 
 
-def test_the_help_teaches() -> None:
+def test_keys_help_explains_access_and_options() -> None:
     assert "open until it has a key" in " ".join(call("--help").stdout.split())
     shown = " ".join(call("create", "--help").stdout.split())
     for word in ("--tenant", "--user", "--admin", "--requests-per-minute", "--json", "SHA-256", "Example"):
@@ -128,42 +128,42 @@ def test_the_help_teaches() -> None:
     assert "5 s" in call("revoke", "--help").stdout
 
 
-def test_a_redis_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_keys_report_an_unreachable_redis(tmp_path: Path) -> None:
     for args in (["list"], ["create", "--tenant", "acme"]):
         result = call(*args, "--redis", "redis://127.0.0.1:1/0")
         assert isinstance(result.exception, ChatcacheError) and "does not answer" in result.exception.message
         assert "cck_" not in result.stdout, "a key that is stored nowhere is not shown"
 
 
-def test_what_nobody_owns_is_handed_over(place: tuple[str, str]) -> None:
-    """Beside a server that runs: said while it was open, lost to all by its first key, and then somebody's."""
-    with Server(config_of(place)) as server:
+def test_assign_owner_makes_conversations_without_owner_readable(store: tuple[str, str]) -> None:
+    """The first key makes earlier conversations unreadable until an owner is assigned."""
+    with Server(store_config(store)) as server:
         server.wait_ready()
-        said = server.post("/v1/responses", input="Hi", max_output_tokens=2)[2]["conversation"]["id"]
-        early = call("assign-owner", "--tenant", "acme", *place, group="db")
+        conversation = server.post("/v1/responses", input="Hi", max_output_tokens=2)[2]["conversation"]["id"]
+        early = call("assign-owner", "--tenant", "acme", *store, group="db")
         assert isinstance(early.exception, ChatcacheError)
         assert "acme has no key" in early.exception.message and "keys create --tenant acme" in early.exception.message
-        assert server.request("GET", f"/v1/conversations/{said}")[0] == 200
-        made = call("create", "--tenant", "acme", "--user", "ann", *place)
-        assert "`chatcache db assign-owner --tenant acme --user ann`" in made.stderr
-        bearer = {"authorization": f"Bearer {made.stdout.strip()}"}
+        assert server.request("GET", f"/v1/conversations/{conversation}")[0] == 200
+        created = call("create", "--tenant", "acme", "--user", "ann", *store)
+        assert "`chatcache db assign-owner --tenant acme --user ann`" in created.stderr
+        bearer = {"authorization": f"Bearer {created.stdout.strip()}"}
         wait_until(lambda: server.request("GET", "/v1/models")[0] == 401, "the server to close", PATIENCE_S)
-        assert server.request("GET", f"/v1/conversations/{said}", headers=bearer)[0] == 404
+        assert server.request("GET", f"/v1/conversations/{conversation}", headers=bearer)[0] == 404
         for count in (1, 0):
-            handed = call("assign-owner", "--tenant", "acme", "--user", "ann", *place, group="db")
-            assert f"{count} conversations of nobody are acme/ann's now" in handed.stdout
-        assert server.request("GET", f"/v1/conversations/{said}", headers=bearer)[0] == 200
-        body = {"input": "And?", "conversation": said, "max_output_tokens": 2}
+            assigned = call("assign-owner", "--tenant", "acme", "--user", "ann", *store, group="db")
+            assert f"{count} conversations assigned to acme/ann" in assigned.stdout
+        assert server.request("GET", f"/v1/conversations/{conversation}", headers=bearer)[0] == 200
+        body = {"input": "And?", "conversation": conversation, "max_output_tokens": 2}
         assert server.request("POST", "/v1/responses", body, bearer)[0] == 200
-        assert "belongs to nobody" not in call("create", "--tenant", "acme", *place).stderr
+        assert "assign-owner" not in call("create", "--tenant", "acme", *store).stderr
 
 
-def test_a_first_key_of_an_empty_store_speaks_of_nothing_to_claim(place: tuple[str, str]) -> None:
-    told = call("create", "--tenant", "acme", *place).stderr
-    assert "every client needs a key" in told and "assign-owner" not in told
+def test_first_key_of_an_empty_store_mentions_no_conversations(store: tuple[str, str]) -> None:
+    stderr = call("create", "--tenant", "acme", *store).stderr
+    assert "every client needs a key" in stderr and "assign-owner" not in stderr
 
 
-def test_nothing_is_claimed_where_there_is_no_store(tmp_path: Path) -> None:
+def test_assign_owner_creates_no_database(tmp_path: Path) -> None:
     result = call("assign-owner", "--tenant", "acme", "--db", str(tmp_path / "none.db"), group="db")
     assert isinstance(result.exception, ChatcacheError) and not (tmp_path / "none.db").exists()
     assert call("assign-owner", "--tenant", "a b", "--db", str(tmp_path / "none.db"), group="db").exit_code == 2

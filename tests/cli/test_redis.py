@@ -1,4 +1,4 @@
-"""`chatcache serve --redis` as a process: what ends it before it begins. The gateway's tests have what it does then."""
+"""`chatcache serve --redis` as a process: refused login and late start of the Redis server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.cli.servers import serving, until_status
 from tests.support.redis_servers import RedisServer, redis_server
 
 
-def test_a_server_that_does_not_let_us_in_ends_with_78(folder: Path, tmp_path: Path) -> None:
+def test_server_exits_with_78_if_redis_rejects_the_login(folder: Path, tmp_path: Path) -> None:
     with redis_server(tmp_path / "redis") as redis:
         with serving(folder, tmp_path, "--redis", redis.url.replace("secret", "wrong")) as server:
             assert server.wait() == 78

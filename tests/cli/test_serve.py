@@ -1,4 +1,4 @@
-"""The server as a process: how it starts, drains, is killed, loses its engine, and refuses a bad folder."""
+"""`chatcache serve` as a process: start, drain, kill, engine restart, and refused settings."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from tests.engine_process.test_process import is_alive
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
-def test_the_banner_tells_what_serves(server: Server) -> None:
+def test_banner_shows_model_pages_and_access(server: Server) -> None:
     assert "tiny-llama" in server.output
     assert "float32 on cpu, reference attention" in server.output
     assert "pages of 16 tokens, 8 KiB each" in server.output  # 2 layers x 2 x 2 heads x 16 wide x 4 bytes x 16 tokens
-    # 4 MiB are 512 pages of 8 KiB; page 0 holds nothing, and more than 16 contexts for every slot are not taken.
-    assert re.search(r"waste +.* of the memory hold no page \(\d+\.\d%\); up to 15 unused tokens", server.output)
+    # 4 MiB are 512 pages of 8 KiB. Page 0 is unused, and at most 16 contexts per slot are allocated.
+    assert re.search(r"waste +.* of the memory is in no page \(\d+\.\d%\); up to 15 unused tokens", server.output)
     assert "open, from this machine only" in server.output
     models = httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]
     assert [model["id"] for model in models] == ["tiny-llama"]
 
 
-def test_it_answers(server: Server) -> None:
+def test_server_answers_a_chat_completion(server: Server) -> None:
     body = {"messages": MESSAGES, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
     assert answer["usage"]["completion_tokens"] == 4
 
 
-def test_it_listens_before_the_model_is_loaded(folder: Path, tmp_path: Path) -> None:
+def test_server_listens_before_the_model_is_loaded(folder: Path, tmp_path: Path) -> None:
     with serving(folder, tmp_path) as server:
         url = server.url
-        os.kill(engine_of(server), signal.SIGSTOP)  # the load takes as long as this test wants
+        os.kill(engine_of(server), signal.SIGSTOP)  # stops loading
         loading = until_status(f"{url}/readyz", 503).json()
         assert loading["status"] == "loading" and 0 <= loading["progress"] < 1
         assert httpx.get(f"{url}/livez", timeout=60).status_code == 200
@@ -54,7 +54,7 @@ def test_it_listens_before_the_model_is_loaded(folder: Path, tmp_path: Path) -> 
 
 
 def engine_of(server: Server) -> int:
-    """Process id of the engine, as soon as there is one."""
+    """Wait for the engine process and return its id."""
     while True:
         try:
             return server.child()
@@ -63,7 +63,7 @@ def engine_of(server: Server) -> int:
 
 
 def slow_stream(url: str) -> tuple[socket.socket, bytes]:
-    """Begin an answer of a few seconds over a raw socket; return the socket and the first bytes of the answer."""
+    """Start a streamed answer of a few seconds; return the raw socket and the first bytes."""
     host, port = url.removeprefix("http://").split(":")
     body = json.dumps(
         {"messages": MESSAGES, "n": 8, "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 1}
@@ -76,8 +76,8 @@ def slow_stream(url: str) -> tuple[socket.socket, bytes]:
     return sock, sock.recv(1024)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_drains(folder: Path, tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+def test_server_first_signal_drains(folder: Path, tmp_path: Path, number: int) -> None:
     with serving(folder, tmp_path) as server:
         url, child = server.ready(), server.child()
         sock, received = slow_stream(url)
@@ -91,7 +91,8 @@ def test_the_first_signal_drains(folder: Path, tmp_path: Path, number: int) -> N
         assert not is_alive(child)
 
 
-def test_the_second_signal_kills(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_server_second_signal_kills(folder: Path, tmp_path: Path) -> None:
     with serving(folder, tmp_path) as server:
         url, child = server.ready(), server.child()
         sock, _ = slow_stream(url)
@@ -107,7 +108,8 @@ def test_the_second_signal_kills(folder: Path, tmp_path: Path) -> None:
         assert not is_alive(child)
 
 
-def test_it_drains_while_loading(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_server_drains_while_loading(folder: Path, tmp_path: Path) -> None:
     with serving(folder, tmp_path) as server:
         until_status(f"{server.url}/livez", 200)
         child = engine_of(server)
@@ -117,7 +119,8 @@ def test_it_drains_while_loading(folder: Path, tmp_path: Path) -> None:
         assert not is_alive(child)
 
 
-def test_a_killed_engine_is_replaced_and_goes_on(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_server_replaces_a_killed_engine_and_completes_its_streams(folder: Path, tmp_path: Path) -> None:
     with serving(folder, tmp_path) as server:
         url, child = server.ready(), server.child()
         sock, received = slow_stream(url)
@@ -133,21 +136,21 @@ def test_a_killed_engine_is_replaced_and_goes_on(folder: Path, tmp_path: Path) -
         assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code == 200
 
 
-def test_a_port_in_use_is_told(folder: Path, tmp_path: Path) -> None:
+def test_server_reports_a_port_in_use(folder: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         command = [sys.executable, "-m", "chatcache", "serve", str(folder), "--port", port]
         done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=180)
     assert done.returncode == 1
-    another = f"--port {int(port) + 1} for another"
     assert done.stderr == (
-        f"chatcache: cannot listen on 127.0.0.1:{port}: Address already in use; {another}, or end the program that "
-        "has it\n"
+        f"chatcache: cannot listen on 127.0.0.1:{port}: Address already in use; choose another port, for example "
+        f"--port {int(port) + 1}, or stop the program that uses this one\n"
     )
 
 
-def test_an_unusable_database_is_told(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "notes.db").write_text("certainly not a database, but somebody's notes\n" * 100)
+@pytest.mark.slow
+def test_server_refuses_an_unusable_database(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.db").write_text("certainly not a database, but a user's notes\n" * 100)
     for name, reason in (("notes.db", "not a database"), ("nowhere/chats.db", "unable to open")):
         command = [sys.executable, "-m", "chatcache", "serve", str(folder), "--port", "0", "--db", name]
         done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=180)
@@ -188,8 +191,19 @@ def wrong_shape(folder: Path) -> str:
     return "model.safetensors"
 
 
-@pytest.mark.parametrize("damage", [no_config, broken_config, no_weights, truncated_weights, no_tokenizer, wrong_shape])
-def test_a_bad_model_folder_ends_the_start(folder: Path, tmp_path: Path, damage: Callable[[Path], str]) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        no_config,
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (broken_config, no_weights, truncated_weights, no_tokenizer, wrong_shape)
+        ),
+    ],
+)
+def test_server_exits_with_78_for_a_bad_model_folder(
+    folder: Path, tmp_path: Path, damage: Callable[[Path], str]
+) -> None:
     copy = tmp_path / "damaged"
     copy.mkdir()
     for file in folder.iterdir():
@@ -202,7 +216,7 @@ def test_a_bad_model_folder_ends_the_start(folder: Path, tmp_path: Path, damage:
         assert "Traceback" not in server.output
 
 
-def test_a_folder_that_is_none(tmp_path: Path) -> None:
+def test_server_exits_with_78_for_a_missing_model_folder(tmp_path: Path) -> None:
     with serving(tmp_path / "nowhere", tmp_path) as server:
         assert server.wait() == 78
         assert server.output == f"chatcache: {tmp_path / 'nowhere'}: no such folder\n"

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from chatcache.cli.server import calm_gc
+from chatcache.cli.server import reduce_gc
 from chatcache.config import ServerConfig
 from chatcache.gateway.api.idempotency import IdempotencyKey
 from chatcache.gateway.responses.run import LiveResponse
@@ -32,7 +32,7 @@ def main(store: str, port: int, *, is_forgetful: bool, is_mute: bool) -> None:
     with Server(ServerConfig(port=port, **place)) as server:  # type: ignore[arg-type]
         server.runner.delay_s = 0.02
         server.wait_ready()
-        calm_gc()
+        reduce_gc()
         print(server.port, flush=True)
         signal.pause()
 

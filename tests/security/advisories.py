@@ -214,8 +214,8 @@ CLASSES = (
         "a head without end",
         ("CVE-2025-48956",),
         (
-            "cli/test_http.py::test_heads_up_to_the_limit_and_bodies_beyond_it",
-            "cli/test_http.py::test_a_head_without_end_is_refused",
+            "gateway/test_uvicorn_limits.py::test_head_at_the_limit_and_longer_body_are_accepted",
+            "gateway/test_uvicorn_limits.py::test_head_over_the_limit_is_refused_with_431",
         ),
     ),
     Class(

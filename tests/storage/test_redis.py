@@ -12,7 +12,7 @@ import redis
 import uvloop
 from redis.crc import key_slot
 
-from chatcache.cli.redis_acl import RIGHTS
+from chatcache.cli.redis_acl import PERMISSIONS
 from chatcache.conversations.store import Claim, StoreUnavailableError, StoreUnusableError
 from chatcache.conversations.tree import (
     COMPLETED,
@@ -273,7 +273,7 @@ async def test_large_merge_is_encoded_on_a_thread(empty_redis: RedisServer, monk
 
 def test_redis_tests_use_the_shipped_acl(empty_redis: RedisServer) -> None:
     admin = empty_redis.admin
-    admin.execute_command("ACL", "SETUSER", "copy", "on", *RIGHTS.split())
+    admin.execute_command("ACL", "SETUSER", "copy", "on", *PERMISSIONS.split())
     ours, copy = (admin.acl_getuser(name) for name in ("chatcache", "copy"))
     admin.acl_deluser("copy")
     assert [ours[what] for what in ("commands", "keys", "channels")] == [
@@ -284,4 +284,4 @@ def test_redis_tests_use_the_shipped_acl(empty_redis: RedisServer) -> None:
 
 def test_docs_show_the_shipped_acl() -> None:
     readme = (DOCS / "deployment.md").read_text(encoding="utf-8")
-    assert f"`ACL SETUSER chatcache on >PASSWORD {RIGHTS}`" in readme
+    assert f"`ACL SETUSER chatcache on >PASSWORD {PERMISSIONS}`" in readme

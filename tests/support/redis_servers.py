@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from chatcache.cli.redis_acl import acl
+from chatcache.cli.redis_acl import acl_file
 from chatcache.conversations.store import StoreUnavailableError
 from chatcache.storage.redis import RedisStore
 from tests.support.ports import free_port
@@ -41,7 +41,7 @@ class RedisServer:
             *("--aclfile", str(folder / "users.acl"), *settings),
         ]
         # The shipped user, and an administrator for the tests.
-        (folder / "users.acl").write_text(f"{acl('secret')}user admin on nopass ~* &* +@all\n")
+        (folder / "users.acl").write_text(f"{acl_file('secret')}user admin on nopass ~* &* +@all\n")
         self._process: subprocess.Popen[bytes] | None = None
         self.url = f"redis://chatcache:secret@127.0.0.1:{self.port}/0"
         self.admin = redis.Redis(port=self.port, username="admin", password="any", protocol=2)

@@ -1,11 +1,13 @@
-"""Request heads that are too long or never end, bodies with more beside them, requests that do not wait, answers that
-nobody takes."""
+"""Limits of heads, trailers, pipelining, stalled readers, connections and descriptors."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 
 import pytest
@@ -14,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 from websockets.asyncio.client import connect
 
-from chatcache.gateway import uvicorn_limits as http
+from chatcache.gateway import uvicorn_limits
 from chatcache.gateway.uvicorn_limits import MAX_HEAD_BYTES, MAX_PIPELINED, BoundedHttp, BoundedWebSocket
 from tests.engine_process.engines import until
 
@@ -22,7 +24,7 @@ HEAD = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n"
 
 
 async def echo_length(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the length of the body, or the names of the fields in the head; at /early before there is a body."""
+    """Answer with the length of the body (/fields: header names; /early: before the body)."""
     num_bytes, more = 0, scope["path"] != "/early"
     pause_s = 0.6 if scope["path"] == "/slow" else 0.0
     while more:
@@ -51,8 +53,8 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     return int(head.split()[1]), await reader.readexactly(int(length.split()[1]))
 
 
-async def test_heads_up_to_the_limit_and_bodies_beyond_it(port: int) -> None:
-    """On one connection, so that what a body sends is never counted as a head."""
+async def test_head_at_the_limit_and_longer_body_are_accepted(port: int) -> None:
+    """One connection is used, so that body bytes counted as head bytes would be noticed."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     for filling, length in ((10, 0), (MAX_HEAD_BYTES - 100, 3), (10, 4 * MAX_HEAD_BYTES), (MAX_HEAD_BYTES - 100, 3)):
         writer.write(HEAD % length + b"X: " + b"x" * filling + b"\r\n\r\n" + b"b" * length)
@@ -60,7 +62,7 @@ async def test_heads_up_to_the_limit_and_bodies_beyond_it(port: int) -> None:
     writer.close()
 
 
-async def test_a_head_without_end_is_refused(port: int) -> None:
+async def test_head_over_the_limit_is_refused_with_431(port: int) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(HEAD % 0 + b"\r\n")
     assert await answer(reader) == (200, b"0")
@@ -72,8 +74,10 @@ async def test_a_head_without_end_is_refused(port: int) -> None:
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET / HT", HEAD % 0 + b"\r\nGET / HT"], ids=["silent", "first", "second"])
-async def test_a_head_that_stops_is_hung_up_on(port: int, monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
-    monkeypatch.setattr(http, "HEAD_TIMEOUT_S", 0.2)
+async def test_incomplete_head_is_closed_after_the_timeout(
+    port: int, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr(uvicorn_limits, "HEAD_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(begun)
     async with asyncio.timeout(60):
@@ -82,8 +86,8 @@ async def test_a_head_that_stops_is_hung_up_on(port: int, monkeypatch: pytest.Mo
     writer.close()
 
 
-async def test_a_slow_answer_outlives_the_deadline_for_heads(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "HEAD_TIMEOUT_S", 0.2)
+async def test_slow_body_is_not_subject_to_the_head_timeout(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn_limits, "HEAD_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(HEAD % 2 + b"\r\na")
     await asyncio.sleep(0.4)
@@ -92,9 +96,11 @@ async def test_a_slow_answer_outlives_the_deadline_for_heads(port: int, monkeypa
     writer.close()
 
 
-async def test_stray_bytes_do_not_end_a_slow_answer(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some clients send an empty line behind a body."""
-    monkeypatch.setattr(http, "HEAD_TIMEOUT_S", 0.2)
+async def test_empty_line_after_a_body_does_not_start_the_head_timeout(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some clients send an empty line after a body."""
+    monkeypatch.setattr(uvicorn_limits, "HEAD_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"POST /slow HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nab")
     await asyncio.sleep(0.1)
@@ -106,7 +112,7 @@ async def test_stray_bytes_do_not_end_a_slow_answer(port: int, monkeypatch: pyte
 CHUNKED = b"POST %b HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n"
 
 
-async def test_fields_behind_a_body_are_not_of_its_head(port: int) -> None:
+async def test_trailers_are_not_added_to_the_headers(port: int) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     for _ in range(2):
         writer.write(CHUNKED % b"/fields" + b"0\r\nHost: b\r\nAuthorization: Bearer x\r\n\r\n")
@@ -119,23 +125,23 @@ async def test_fields_behind_a_body_are_not_of_its_head(port: int) -> None:
     [(b"0\r\n", b"X: y\r\n"), (b"0\r\nX: ", b"y"), (b"2;", b"x"), (b"", b"0")],
     ids=["many fields", "one field", "extension", "length"],
 )
-async def test_what_is_beside_a_body_has_an_end(port: int, begun: bytes, more: bytes) -> None:
+async def test_trailers_and_chunk_headers_over_the_limit_are_refused(port: int, begun: bytes, more: bytes) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(CHUNKED % b"/" + begun)
-    told = asyncio.create_task(reader.read())
-    for _ in range(16):  # a MiB, and no more than a few reads of it are taken
-        if not told.done():
+    reply = asyncio.create_task(reader.read())
+    for _ in range(16):  # 1 MiB, of which only a few reads are accepted
+        if not reply.done():
             writer.write(more * (MAX_HEAD_BYTES // len(more)))
             with contextlib.suppress(ConnectionError):
                 await writer.drain()
-    with contextlib.suppress(ConnectionError):  # its answer may be lost behind what we still sent
+    with contextlib.suppress(ConnectionError):  # the answer may be lost after a reset
         async with asyncio.timeout(60):
-            assert b"invalid_request_error" in await told
+            assert b"invalid_request_error" in await reply
     writer.close()
 
 
-async def test_pieces_of_a_body_may_be_small(port: int) -> None:
-    """More beside them than a head may be long, but never at once."""
+async def test_small_chunks_of_a_long_body_are_accepted(port: int) -> None:
+    """Chunk headers exceed the head limit in total, but never at once."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     num_pieces = MAX_HEAD_BYTES // 8
     writer.write(CHUNKED % b"/" + b"1;a=b;c=d\r\nx\r\n" * num_pieces + b"0\r\n\r\n")
@@ -143,19 +149,19 @@ async def test_pieces_of_a_body_may_be_small(port: int) -> None:
     writer.close()
 
 
-async def test_requests_that_wait_for_others_are_counted(port: int) -> None:
+async def test_pipelined_requests_over_the_limit_close_the_connection(port: int) -> None:
     slow = b"POST /slow HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(slow + (HEAD % 1 + b"\r\nx") * MAX_PIPELINED)
     assert [await answer(reader) for _ in range(MAX_PIPELINED + 1)] == [(200, b"0")] + [(200, b"1")] * MAX_PIPELINED
     writer.write(slow + (HEAD % 1 + b"\r\nx") * (MAX_PIPELINED + 1))
     async with asyncio.timeout(60):
-        assert await reader.read(1) == b""  # no answer to another request in the place of the first one's
+        assert await reader.read(1) == b""  # the first request gets no answer meant for another one
     writer.close()
 
 
-async def test_no_websocket_opens_amid_an_answer(flood: tuple[Flood, int]) -> None:
-    """It would be written into the socket, with no regard to whether that is read, and when it ends."""
+async def test_websocket_upgrade_during_an_answer_is_refused(flood: tuple[Flood, int]) -> None:
+    """The handshake would bypass the limits on stalled readers."""
     upgrade = (
         b"GET / HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
         b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
@@ -170,10 +176,10 @@ async def test_no_websocket_opens_amid_an_answer(flood: tuple[Flood, int]) -> No
 
 
 @pytest.mark.parametrize("rest", [b"b", b"bc", b"bcGET / HT"], ids=["part", "all", "next"])
-async def test_what_is_left_of_a_body_is_not_waited_for(
+async def test_unread_body_is_not_awaited_after_the_timeout(
     port: int, monkeypatch: pytest.MonkeyPatch, rest: bytes
 ) -> None:
-    monkeypatch.setattr(http, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(uvicorn_limits, "HEAD_TIMEOUT_S", 0.2)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"POST /early HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\na")
     assert await answer(reader) == (200, b"0")
@@ -183,7 +189,7 @@ async def test_what_is_left_of_a_body_is_not_waited_for(
     writer.close()
 
 
-async def test_a_body_behind_its_answer_is_followed_by_the_next_request(port: int) -> None:
+async def test_body_sent_after_its_answer_is_followed_by_the_next_request(port: int) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     for _ in range(2):
         writer.write(b"POST /early HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\na")
@@ -193,11 +199,11 @@ async def test_a_body_behind_its_answer_is_followed_by_the_next_request(port: in
     writer.close()
 
 
-BIG = b"x" * (16 << 20)  # more than two kernels hold for a connection
+BIG = b"x" * (16 << 20)  # more than the socket buffers of both sides hold
 
 
 class Flood:
-    """Answers with more than a connection holds; a WebSocket's end sets `left`."""
+    """Application that sends more than the socket buffers hold; `left` is set on disconnect."""
 
     def __init__(self) -> None:
         self.left = asyncio.Event()
@@ -219,7 +225,7 @@ class Flood:
 
 @pytest.fixture
 async def flood(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Flood, int]]:
-    monkeypatch.setattr(http, "STALL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(uvicorn_limits, "STALL_TIMEOUT_S", 0.5)
     app = Flood()
     config = uvicorn.Config(app, http=BoundedHttp, ws=BoundedWebSocket, lifespan="off", log_config=None)
     config.load()
@@ -228,7 +234,7 @@ async def flood(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Flood, i
         yield app, server.sockets[0].getsockname()[1]
 
 
-async def test_a_reader_that_takes_nothing_is_cut_off(flood: tuple[Flood, int]) -> None:
+async def test_http_client_that_stops_reading_is_disconnected(flood: tuple[Flood, int]) -> None:
     app, port = flood
     with socket.create_connection(("127.0.0.1", port)) as client:
         client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -238,7 +244,7 @@ async def test_a_reader_that_takes_nothing_is_cut_off(flood: tuple[Flood, int]) 
                 await asyncio.sleep(0.05)
 
 
-async def test_a_websocket_that_takes_nothing_is_cut_off(flood: tuple[Flood, int]) -> None:
+async def test_websocket_client_that_stops_reading_is_disconnected(flood: tuple[Flood, int]) -> None:
     app, port = flood
     with socket.create_connection(("127.0.0.1", port)) as client:
         client.sendall(
@@ -249,9 +255,9 @@ async def test_a_websocket_that_takes_nothing_is_cut_off(flood: tuple[Flood, int
             await app.left.wait()
 
 
-async def test_a_slow_reader_gets_it_all(flood: tuple[Flood, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """For longer than a stalled one would have lived."""
-    monkeypatch.setattr(http, "STALL_TIMEOUT_S", 2.0)
+async def test_slow_reader_receives_everything(flood: tuple[Flood, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading takes longer than the stall timeout."""
+    monkeypatch.setattr(uvicorn_limits, "STALL_TIMEOUT_S", 2.0)
     _, port = flood
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -264,16 +270,16 @@ async def test_a_slow_reader_gets_it_all(flood: tuple[Flood, int], monkeypatch: 
         assert await client.recv() == BIG
 
 
-async def test_connections_leave_descriptors_to_the_server(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "max_connections", lambda: 3)
+async def test_connections_over_the_limit_are_refused(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn_limits, "max_connections", lambda: 3)
     idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-    for reader, writer in idle:  # each is there by now
+    for reader, writer in idle:  # all are accepted after this
         writer.write(HEAD % 1 + b"\r\nx")
         assert await answer(reader) == (200, b"1")
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     with contextlib.suppress(ConnectionError):
         writer.write(HEAD % 1 + b"\r\nx")
-        assert await reader.read() == b""  # turned away
+        assert await reader.read() == b""  # refused
     writer.close()
     idle[0][1].write(HEAD % 2 + b"\r\nxx")
     assert await answer(idle[0][0]) == (200, b"2")
@@ -293,3 +299,24 @@ async def is_served(port: int) -> bool:
         return False
     finally:
         writer.close()
+
+
+@pytest.mark.parametrize(
+    ("most", "num_free"), [(20_000, 128), (1024, 128), (256, 128), (64, 32), (resource.RLIM_INFINITY, 128)]
+)
+def test_max_connections_leaves_descriptors_to_the_server(
+    most: int, num_free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (most, most))
+    most = sys.maxsize if most == resource.RLIM_INFINITY else most
+    assert most - uvicorn_limits.max_connections() == num_free
+
+
+def test_raise_fd_limit_raises_the_soft_limit_to_the_hard_limit() -> None:
+    script = (
+        "import resource; from chatcache.gateway.uvicorn_limits import raise_fd_limit\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 200)); raise_fd_limit()\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "(200, 200)"

@@ -1,4 +1,7 @@
-"""`chatcache serve` over a model that is a hash: `python -m tests.cli.drained DB DRAIN_TIMEOUT_S [deaf]`."""
+"""`chatcache serve` with a fake model.
+
+Usage: `python -m tests.cli.drained_server DB DRAIN_TIMEOUT_S [broken]`.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,16 @@ async def _do_nothing(*_: object) -> None:
     return None
 
 
-def main(db: str, drain_timeout_s: float, *, is_deaf: bool) -> int:
-    """`is_deaf`: the planted bug, a server that ends without ending what runs."""
-    if is_deaf:
+def main(db: str, drain_timeout_s: float, *, is_broken: bool) -> int:
+    """Run the server; `is_broken` injects a bug: a drain interrupts no running answer."""
+    if is_broken:
         Gateway.interrupt = _do_nothing  # type: ignore[method-assign, assignment]
     server = ServerConfig(port=0, db=db, drain_timeout_s=drain_timeout_s, sse_keep_alive_interval_s=0)
     config = EngineConfig(served_model_name="hash")
-    return run_server(config, server, build_engine="tests.cli.drained:build_engine", load=lambda _: tiny_tokenizer())
+    return run_server(
+        config, server, build_engine="tests.cli.drained_server:build_engine", load=lambda _: tiny_tokenizer()
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], float(sys.argv[2]), is_deaf="deaf" in sys.argv))
+    sys.exit(main(sys.argv[1], float(sys.argv[2]), is_broken="broken" in sys.argv))

@@ -1,4 +1,7 @@
-"""What the terminal chat talks to: an engine in this process, or a server by its URL. Both stream the same pieces."""
+"""Chat clients of `chatcache chat`: an engine in this process, or a server reached by URL.
+
+Both yield the same pieces: `TextDelta` for each part of a candidate's text, then one `Usage`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any, Protocol
 import httpx
 import msgspec
 
-from chatcache import factory as compose
+from chatcache import factory
 from chatcache.config import EngineConfig
 from chatcache.conversations.prompt import Message
 from chatcache.conversations.replies.events import ReplyDelta, ReplyFinished
@@ -24,8 +27,8 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
-    """More text of candidate `index`."""
+class TextDelta:
+    """The next part of the text of candidate `index`."""
 
     index: int
     text: str
@@ -33,28 +36,30 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The last piece of an answer."""
+    """Token counts of an answer, yielded after its text."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
 
 
-class Backend(Protocol):
+class ChatClient(Protocol):
+    """A model that answers a conversation; `name` is shown to the user."""
+
     name: str
 
-    def answer(self, messages: Sequence[Message], params: SamplingParams) -> AsyncIterator[Delta | Usage]:
-        """Stream the candidates' text, side by side, then the usage.
+    def answer(self, messages: Sequence[Message], params: SamplingParams) -> AsyncIterator[TextDelta | Usage]:
+        """Stream the text of all candidates as they are generated, then the usage.
 
-        Raises: ChatcacheError with a sentence for the user.
+        Raises: ChatcacheError with a message for the user.
         """
         ...
 
     async def close(self) -> None: ...
 
 
-class LocalBackend:
-    """The engine in a thread, with the chat service the gateway uses."""
+class LocalChatClient:
+    """Runs the engine in a thread of this process, through the gateway's chat service."""
 
     def __init__(self, service: ChatService, engine: ThreadedEngine, name: str) -> None:
         self.name = name
@@ -63,22 +68,22 @@ class LocalBackend:
         self._numbers = itertools.count()
 
     @classmethod
-    async def load(cls, config: EngineConfig, progress: compose.Progress) -> LocalBackend:
+    async def load(cls, config: EngineConfig, progress: factory.Progress) -> LocalChatClient:
         """Load the model.
 
         Raises: ModelFolderError.
         """
-        engine = ThreadedEngine(lambda: compose.build_engine(config, progress))
+        engine = ThreadedEngine(lambda: factory.build_engine(config, progress))
         await engine.wait_loaded()
-        return cls(ChatService(engine, compose.load_tokenizer(config)), engine, compose.served_name(config))
+        return cls(ChatService(engine, factory.load_tokenizer(config)), engine, factory.served_name(config))
 
-    async def answer(self, messages: Sequence[Message], params: SamplingParams) -> AsyncIterator[Delta | Usage]:
+    async def answer(self, messages: Sequence[Message], params: SamplingParams) -> AsyncIterator[TextDelta | Usage]:
         prompt = await self._service.prompt(messages, "")
         request = GenerateRequest(request_id=f"chat-{next(self._numbers)}", prompt=prompt.token_ids, params=params)
         async with await self._service.start(request, prompt.text) as reply:
             async for event in reply.events():
                 if isinstance(event, ReplyDelta):
-                    yield Delta(event.index, event.text)
+                    yield TextDelta(event.index, event.text)
                 elif isinstance(event, ReplyFinished):
                     yield Usage(event.num_prompt_tokens, event.num_cached_tokens, event.num_output_tokens)
 
@@ -86,8 +91,8 @@ class LocalBackend:
         await self._engine.close()
 
 
-class HttpBackend:
-    """Any server that speaks OpenAI's chat completions; ours also reports cached tokens."""
+class HttpChatClient:
+    """Uses a server with OpenAI's chat completions API; only chatcache reports cached tokens."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -97,19 +102,19 @@ class HttpBackend:
         self.name = ""
 
     async def connect(self) -> None:
-        """Ask the server for its model.
+        """Request the name of the server's model.
 
-        Raises: ChatcacheError when it cannot be reached or refuses.
+        Raises: EngineError if the server cannot be reached or returns an error.
         """
         try:
             response = await self._client.get("models")
         except httpx.HTTPError as error:
             raise EngineError(f"{self._url}: {error or type(error).__name__}") from None
         if response.is_error:
-            raise _refusal(response.status_code, response.content)
+            raise _http_error(response.status_code, response.content)
         self.name = response.json()["data"][0]["id"]
 
-    async def answer(self, messages: Sequence[Message], params: SamplingParams) -> AsyncIterator[Delta | Usage]:
+    async def answer(self, messages: Sequence[Message], params: SamplingParams) -> AsyncIterator[TextDelta | Usage]:
         body = {
             "model": self.name,
             "messages": list(messages),
@@ -124,9 +129,9 @@ class HttpBackend:
         try:
             async with self._client.stream("POST", "chat/completions", json=body) as response:
                 if response.is_error:
-                    raise _refusal(response.status_code, await response.aread())
+                    raise _http_error(response.status_code, await response.aread())
                 async for line in response.aiter_lines():
-                    for piece in _pieces(line):
+                    for piece in _parse_line(line):
                         yield piece
         except httpx.HTTPError as error:
             raise EngineError(f"{self._url}: {error or type(error).__name__}") from None
@@ -135,15 +140,18 @@ class HttpBackend:
         await self._client.aclose()
 
 
-def _pieces(line: str) -> list[Delta | Usage]:
-    """What one line of the event stream says."""
+def _parse_line(line: str) -> list[TextDelta | Usage]:
+    """Parse one line of the event stream.
+
+    Raises: EngineError for an error event.
+    """
     if not line.startswith("data: ") or line == "data: [DONE]":
         return []
     chunk: dict[str, Any] = json.loads(line.removeprefix("data: "))
     if "error" in chunk:
         raise EngineError(chunk["error"]["message"])
-    pieces: list[Delta | Usage] = [
-        Delta(choice["index"], choice["delta"]["content"])
+    pieces: list[TextDelta | Usage] = [
+        TextDelta(choice["index"], choice["delta"]["content"])
         for choice in chunk.get("choices", ())
         if choice["delta"].get("content")
     ]
@@ -154,9 +162,9 @@ def _pieces(line: str) -> list[Delta | Usage]:
     return pieces
 
 
-def _refusal(status: int, body: bytes) -> ChatcacheError:
+def _http_error(status: int, body: bytes) -> ChatcacheError:
     try:
         message = msgspec.json.decode(body)["error"]["message"]
     except (msgspec.DecodeError, KeyError, TypeError):
-        message = "the server did not say why"
+        message = "no error message in the response"
     return EngineError(f"HTTP {status}: {message}")
