@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from chatcache.cli import exits
+from chatcache.cli.options import EXIT_CONFIG
 from chatcache.cli.server import run_server
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.conversations.store import Claim, ConversationStore, StoreUnavailableError, StoreUnusableError
@@ -136,7 +136,7 @@ def test_damaged_file_is_refused_without_changes(
     with pytest.raises(StoreUnusableError, match=reason):
         SqliteStore(path)
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
-    assert run_server(EngineConfig(), ServerConfig(port=0, db=str(path))) == exits.CONFIG
+    assert run_server(EngineConfig(), ServerConfig(port=0, db=str(path))) == EXIT_CONFIG
     output = capsys.readouterr().err
     assert str(path) in output and reason in output and output.count("\n") == 1
     assert path.read_bytes() == before
