@@ -128,8 +128,9 @@ def new_key(
     max_concurrent: int | None = None,
     tokens_per_day: int | None = None,
 ) -> tuple[str, KeyRecord]:
-    """Create a key and its record; return the key itself, to be shown once, and the record to store.
+    """Create a key and its record.
 
+    Return the key itself, to be shown once, and the record to store.
     Raises: InvalidRequestError naming the invalid field.
     """
     owner_name(tenant, user)

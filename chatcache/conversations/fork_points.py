@@ -205,9 +205,10 @@ def build_prefix(
     skips: bool,
     is_exact: bool,
 ) -> ReplyPrefix:
-    """Parse the first tokens of a reply; an incomplete last character is dropped unless `is_exact`.
+    """Parse the first tokens of a reply.
 
-    `skips`: special tokens are not part of the text. `call_ids`: ids already assigned to its calls.
+    An incomplete last character is dropped unless `is_exact`. `skips`: special tokens are not part of the text.
+    `call_ids`: ids already assigned to its calls.
     """
     whole, text = drop_partial_character(context, prompt, ids, skip_special_tokens=skips)
     parser = context.new_parser(prompt, call_ids)
@@ -219,7 +220,10 @@ def build_prefix(
 
 
 def fork_token_ids(context: ReplyContext, ids: tuple[int, ...], fork_with: int | None) -> tuple[int, ...]:
-    """Return the tokens that a fork begins with. Raises: InvalidRequestError for an invalid or ending `fork_with`."""
+    """Return the tokens that a fork begins with.
+
+    Raises: InvalidRequestError for an invalid or ending `fork_with`.
+    """
     if fork_with is None:
         return ids
     num_ids = context.tokenizer.vocab_size
@@ -252,7 +256,10 @@ def check_fork_at(fork_at: int, num_tokens: int) -> None:
 def drop_partial_character(
     context: ReplyContext, prompt: Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool
 ) -> tuple[tuple[int, ...], str]:
-    """Drop last tokens that begin an incomplete character; return the remaining tokens and their text."""
+    """Drop last tokens that begin an incomplete character.
+
+    Return the remaining tokens and their text.
+    """
 
     def decode(first_ids: Sequence[int]) -> str:
         stream = context.text_stream(prompt, skip_special_tokens=skip_special_tokens)

@@ -64,7 +64,10 @@ Span = tuple[int, int] | None
 
 
 def token_char_offsets(context: ReplyContext, prompt: Sequence[int], item: Item) -> list[Span]:
-    """Return one range per token of a reply to `prompt`. Slow for long replies: run it on a thread."""
+    """Return one range per token of a reply to `prompt`.
+
+    Slow for long replies: run it on a thread.
+    """
     raw = item.parts.raw or item.text
     pieces, incomplete = _pieces(context, prompt, item.token_ids, skip_special_tokens=True)
     if "".join(pieces) != raw:  # it was generated with special tokens visible

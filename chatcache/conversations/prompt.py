@@ -43,10 +43,10 @@ _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 @dataclass(slots=True)
 class PromptLimits:
-    """Limits on prompt length in characters, checked before tokenising; 0 until the model is known.
+    """Limits on prompt length in characters, checked before tokenising.
 
-    A tokenizer needs about 300 bytes per token while it works, and seconds for a million characters, so a prompt that
-    certainly exceeds the context length is rejected first.
+    0 until the model is known. A tokenizer needs about 300 bytes per token while it works, and seconds for a million
+    characters, so a prompt that certainly exceeds the context length is rejected first.
     """
 
     max_model_len: int = 0
@@ -131,7 +131,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function declared to the model. `parameters`: JSON schema of the arguments; `strict`: enforce the schema."""
+    """A function declared to the model.
+
+    `parameters`: JSON schema of the arguments; `strict`: enforce the schema.
+    """
 
     name: str
     description: str | None = None
@@ -199,9 +202,9 @@ def assemble(
 
 
 def _end_of_reply(text: str, head: str, tokenizer: Renderer, message: Message, reply: Known | None) -> int | None:
-    """Return where a reply ends in `text`, if `text` is `head`, the reply and more. Templates may trim it.
+    """Return where a reply ends in `text`, if `text` is `head`, the reply and more.
 
-    For an unknown reply the end is only known if it is plain text.
+    Templates may trim it. For an unknown reply the end is only known if it is plain text.
     """
     if not text.startswith(head):
         return None
@@ -348,7 +351,10 @@ def functions_from_echo(tools: object) -> tuple[Function, ...]:
 
 
 class SharedSystemPrompts:
-    """The system prompts that the operator declared as shared, with or without a final newline. Thread-safe."""
+    """The system prompts that the operator declared as shared, with or without a final newline.
+
+    Thread-safe.
+    """
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
         self._texts = frozenset(form for text in texts for form in (text, text.removesuffix("\n").removesuffix("\r")))

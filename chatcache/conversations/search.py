@@ -55,7 +55,10 @@ class Snippet:
 
 @dataclass(frozen=True, slots=True)
 class SearchHit:
-    """A conversation that a query found. The message fields are None where only the title matched."""
+    """A conversation that a query found.
+
+    The message fields are None where only the title matched.
+    """
 
     conversation: Conversation
     item_id: str | None

@@ -104,12 +104,12 @@ def decode_cursor(text: str) -> tuple[float, str] | None:
 
 
 class ConversationStore(Protocol):
-    """Conversation trees by id, each visible to its owner only. A call that returns has stored its data durably.
+    """Conversation trees by id, each visible to its owner only.
 
-    `expected_rev` is the `rev` that the caller has read; None accepts any. A `claim` is stored in the same transaction
-    as the object that it names.
-    Raises: StaleRevisionError when `rev` differs; IdempotencyConflictError for a claim whose key was used before;
-    NotFoundError for ids that do not exist or belong to another owner; StoreUnavailableError.
+    A call that returns has stored its data durably. `expected_rev` is the `rev` that the caller has read; None accepts
+    any. A `claim` is stored in the same transaction as the object that it names. Raises: StaleRevisionError when `rev`
+    differs; IdempotencyConflictError for a claim whose key was used before; NotFoundError for ids that do not exist or
+    belong to another owner; StoreUnavailableError.
     """
 
     @property

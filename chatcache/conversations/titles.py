@@ -57,8 +57,9 @@ class SideTasks:
         self._service = service
 
     async def start(self, task: SideTask, tree: ConversationTree, model: str, priority: int) -> Reply:
-        """Ask the question at the end of the active branch. The reply must be read to its end or closed.
+        """Ask the question at the end of the active branch.
 
+        The reply must be read to its end or closed.
         Raises: InvalidRequestError (code "nothing_said") without a reply on the branch, errors of
         `EngineClient.submit`.
         """

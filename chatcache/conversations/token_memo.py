@@ -27,7 +27,10 @@ class TokenMemo:
         self._known: OrderedDict[bytes, tuple[array[int], str | None]] = OrderedDict()
 
     def remember(self, namespace: str, head: str, reply: str, token_ids: Sequence[int], raw: str | None = None) -> None:
-        """Store the ids of a reply and its prompt. `raw`: the whole output, None if it is the reply itself."""
+        """Store the ids of a reply and its prompt.
+
+        `raw`: the whole output, None if it is the reply itself.
+        """
         key = _key(namespace, head, reply)
         with self._lock:
             self._num_tokens -= len(self._known.pop(key, ((), None))[0])

@@ -47,7 +47,10 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A function call written by the model. `arguments` is the JSON text as generated, valid or not."""
+    """A function call written by the model.
+
+    `arguments` is the JSON text as generated, valid or not.
+    """
 
     call_id: str
     name: str
@@ -69,7 +72,10 @@ class ReplyParts(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One message. `token_ids` are a reply's own tokens without the one that ended it; input items have none."""
+    """One message. `token_ids` are a reply's own tokens without the one that ended it.
+
+    Input items have none.
+    """
 
     id: str
     parent_id: str | None
@@ -124,7 +130,10 @@ class Conversation:
 
 
 def head_after_append(head: Conversation, active_leaf: str | None = None, title: str | None = None) -> Conversation:
-    """Return the head after messages or a response were added. `title` applies to an untitled conversation."""
+    """Return the head after messages or a response were added.
+
+    `title` applies to an untitled conversation.
+    """
     return replace(
         head,
         title=head.title or title or "",
@@ -191,7 +200,10 @@ class ConversationTree:
         return tuple(item for item in found if not self.is_generated_by(item, turn))
 
     def is_generated_by(self, item: Item, turn: Turn) -> bool:
-        """Check whether the response generated `item`; prefixes of its replies that forks stored count."""
+        """Check whether the response generated `item`.
+
+        Prefixes of its replies that forks stored count.
+        """
         return item.response_id == turn.id and item.role == "assistant" and (item.parent_id or "") == turn.parent_id
 
     def turn_of(self, item: Item) -> Turn | None:
@@ -202,7 +214,10 @@ class ConversationTree:
         return turn if turn is not None and self.is_generated_by(item, turn) else None
 
     def token_sequence(self, reply: Item) -> tuple[int, ...]:
-        """Return every token up to and including `reply`, as in its KV pages; empty if they are not known."""
+        """Return every token up to and including `reply`, as in its KV pages.
+
+        Empty if they are not known.
+        """
         parts: list[tuple[int, ...]] = []
         item: Item | None = reply
         while item is not None:

@@ -186,7 +186,10 @@ class TurnService:
         return (await self._prompt_of_ids(request, ContinuationPoint(tree, tree.path(item.parent_id)), ids))[1]
 
     async def assemble_prompt(self, request: TurnRequest, point: ContinuationPoint) -> Prompt:
-        """Return the prompt of a turn at a position as it would be rendered now. Raises: InvalidRequestError."""
+        """Return the prompt of a turn at a position as it would be rendered now.
+
+        Raises: InvalidRequestError.
+        """
         return await asyncio.to_thread(self._assemble, request, point, _messages(request, point))
 
     async def token_offsets(self, tree: ConversationTree, item: Item) -> list[Span]:
@@ -244,7 +247,10 @@ class TurnService:
         status: str,
         usage: Usage | None,
     ) -> Conversation:
-        """Store the result of a turn. The active leaf is not moved if another client moved it after the turn began."""
+        """Store the result of a turn.
+
+        The active leaf is not moved if another client moved it after the turn began.
+        """
         turn = replace(planned.turn, status=status, usage=usage)
         owner, conversation_id = conversation.owner, conversation.id
         while True:
@@ -355,7 +361,10 @@ def _stored(tree: ConversationTree, item: Item, request: TurnRequest) -> Known |
 
 
 def _base(point: ContinuationPoint, prompt: Prompt, *, offset: int) -> tuple[str | None, tuple[int, ...]]:
-    """Return the stored reply that a prompt extends and the ids that it adds; without such a reply all ids."""
+    """Return the stored reply that a prompt extends and the ids that it adds.
+
+    Without such a reply all ids.
+    """
     if prompt.base_message is None or prompt.base_message - offset >= len(point.path):
         return None, prompt.token_ids
     item = point.path[prompt.base_message - offset]

@@ -97,7 +97,10 @@ class RedisStore:
     """
 
     def __init__(self, url: str, *, lease_s: float = LEASE_S, timeout_s: float = TIMEOUT_S) -> None:
-        """Configure the store. `timeout_s`: how long the server may be silent before it counts as down."""
+        """Configure the store.
+
+        `timeout_s`: how long the server may be silent before it counts as down.
+        """
         self._connection = RedisConnection(url, check_layout, timeout_s=timeout_s)
         self.keys = RedisKeys(self._connection)
         self._heartbeats = GatewayHeartbeats(self._connection, lease_s)
@@ -491,7 +494,9 @@ async def list_heads(client: Reader, owner: str, limit: int, after: str | None) 
 async def iter_conversations(
     client: Reader, owner: str, after: str | None, chunk: int = _READ_CHUNK
 ) -> AsyncIterator[list[Conversation]]:
-    """Yield an owner's conversations by `updated_at`, newest first, after a position. Raises: NotFoundError.
+    """Yield an owner's conversations by `updated_at`, newest first, after a position.
+
+    Raises: NotFoundError.
 
     Each has the `updated_at` of the list entry, even if it changed since, so that its cursor continues from there.
     """
@@ -519,7 +524,10 @@ async def _position(client: Reader, owner: str, after: str | None) -> tuple[floa
 async def _entries(
     client: Reader, owner: str, position: tuple[float, str] | None, limit: int
 ) -> list[tuple[float, str]]:
-    """Return the next list entries: `updated_at` and id. Entries of equal time are sorted by id, the last first."""
+    """Return the next list entries: `updated_at` and id.
+
+    Entries of equal time are sorted by id, the last first.
+    """
     found: list[tuple[float, str]] = []
     highest, skip = ("+inf" if position is None else repr(position[0])), 0
     while len(found) < limit:
@@ -573,7 +581,10 @@ def member_ids(items: Sequence[Item], turns: Sequence[Turn]) -> list[str]:
 
 
 async def find_missing(pipe: Pipe, conversation_id: str, members: Sequence[Member]) -> list[Member]:
-    """Return the members that the conversation lacks. Raises: NotFoundError for ids of another one."""
+    """Return the members that the conversation lacks.
+
+    Raises: NotFoundError for ids of another one.
+    """
     if not members:
         return []
     names = [member.id for member in members]

@@ -61,9 +61,10 @@ class RefusedCommand:
 
 
 class RedisConnection:
-    """A bounded pool of connections to one server. Belongs to one event loop from its first use on.
+    """A bounded pool of connections to one server.
 
-    `check_layout` runs whenever the server is found again, because it may contain other data by then.
+    Belongs to one event loop from its first use on. `check_layout` runs whenever the server is found again, because it
+    may contain other data by then.
     """
 
     def __init__(self, url: str, greet: Callable[[Client], Awaitable[None]], *, timeout_s: float = TIMEOUT_S) -> None:
@@ -179,7 +180,10 @@ class RedisConnection:
             self._slots.release()
 
     async def _acquire(self, gate: asyncio.Lock | asyncio.Semaphore) -> None:
-        """Acquire a lock or a slot in order. Raises: StoreUnavailableError when the server falls silent meanwhile."""
+        """Acquire a lock or a slot in order.
+
+        Raises: StoreUnavailableError when the server falls silent meanwhile.
+        """
         if not self._num_waiting and not gate.locked():
             await gate.acquire()  # without waiting
             return
@@ -274,7 +278,10 @@ class GatewayHeartbeats:
             self._own_responses.add(turn.id)
 
     def confirm(self, turn: Turn | None, *, stored: bool) -> None:
-        """Record whether the response was stored; a new one whose outcome is unknown (`stored` False) is given up."""
+        """Record whether the response was stored.
+
+        A new one whose outcome is unknown (`stored` False) is given up.
+        """
         if turn is not None and (turn.status == IN_PROGRESS) != stored:
             self._own_responses.discard(turn.id)
 
@@ -408,7 +415,10 @@ def _error_text(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RedisPermissions:
-    """What the Redis user may do. `settings` is empty without CONFIG permission; `has_aof` is None if unknown."""
+    """What the Redis user may do.
+
+    `settings` is empty without CONFIG permission; `has_aof` is None if unknown.
+    """
 
     settings: dict[str, str]
     has_aof: bool | None
@@ -423,7 +433,10 @@ class RedisPermissions:
 
 
 def probe_permissions(url: str) -> RedisPermissions:
-    """Determine the permissions of the URL's user by commands that change nothing. Raises: StoreUnavailableError."""
+    """Determine the permissions of the URL's user by commands that change nothing.
+
+    Raises: StoreUnavailableError.
+    """
     asked: list[tuple[str | int, ...]] = [("CONFIG", "GET", name) for name in _SETTINGS]
     asked += [("WAITAOF", 1, 0, 1000), ("EVAL", "return 1", 0), ("EXISTS", _FOREIGN_KEY), ("HLEN", API_KEYS_KEY)]
     *config_answers, aof, script, foreign, num_keys = run_commands(url, asked)

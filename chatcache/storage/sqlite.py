@@ -66,8 +66,9 @@ _BACKUP_BUSY_S = 30.0
 
 
 class SqliteStore:
-    """`ConversationStore` on one file. Responses that a crash left in progress become incomplete at the next start.
+    """`ConversationStore` on one file.
 
+    Responses that a crash left in progress become incomplete at the next start.
     Raises: StoreUnusableError naming the file and the reason.
     """
 

@@ -132,9 +132,10 @@ def prepare(db: sqlite3.Connection, path: Path, *, end_running: bool = True) -> 
 
 
 def migrate(db: sqlite3.Connection, path: Path, *, check: bool = False) -> None:
-    """Set the pragmas and migrate the schema after a backup. A server may be running on the file.
+    """Set the pragmas and migrate the schema after a backup.
 
-    `check`: look for damage first. Raises: StoreUnusableError for a file of a newer version or a damaged one.
+    A server may be running on the file. `check`: look for damage first. Raises: StoreUnusableError for a file of a
+    newer version or a damaged one.
     """
     db.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
     version = _version(db)
@@ -258,7 +259,10 @@ def is_indexed(db: sqlite3.Connection) -> bool:
 
 
 def ensure_index(db: sqlite3.Connection, path: Path) -> None:
-    """Build the search index if it is missing. Raises: StoreUnusableError if FTS5 is needed and missing."""
+    """Build the search index if it is missing.
+
+    Raises: StoreUnusableError if FTS5 is needed and missing.
+    """
     if not has_fts5(db):
         if is_indexed(db):
             raise StoreUnusableError(f"{path} has a search index, which needs an SQLite with FTS5")
@@ -348,7 +352,10 @@ def _best_items(rows: Iterable[Row], query: SearchQuery) -> dict[str, MessageMat
 
 
 def _expression(query: SearchQuery) -> str:
-    """Return the query as an FTS5 expression. Folded words contain no character that ends a quoted string."""
+    """Return the query as an FTS5 expression.
+
+    Folded words contain no character that ends a quoted string.
+    """
     return " AND ".join(f'"{" ".join(phrase)}"' for phrase in query.phrases) + " *"
 
 
@@ -391,8 +398,9 @@ def _version(db: sqlite3.Connection) -> int:
 
 
 def _check_whole(db: sqlite3.Connection, path: Path) -> None:
-    """Look for damage, at a speed of about a GiB per few seconds; files over `MAX_CHECKED_BYTES` are not checked.
+    """Look for damage, at a speed of about a GiB per few seconds.
 
+    Files over `MAX_CHECKED_BYTES` are not checked.
     Raises: StoreUnusableError.
     """
     if not path.is_file() or path.stat().st_size > MAX_CHECKED_BYTES:

@@ -52,7 +52,10 @@ class SqliteWriter:
         self._opened.result()
 
     async def run(self, job: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Queue `job` and wait for its commit. An exception of the job undoes that job alone and is raised here."""
+        """Queue `job` and wait for its commit.
+
+        An exception of the job undoes that job alone and is raised here.
+        """
         future: Future[Result] = Future()
         self._jobs.put((job, future))
         # Shielded: the job runs to its end even if the caller is cancelled.
@@ -92,7 +95,10 @@ class SqliteWriter:
         connection.close()
 
     def _next_group(self) -> tuple[list[Entry], bool]:
-        """Wait for one job and collect the others that are queued. False: the writer was asked to close."""
+        """Wait for one job and collect the others that are queued.
+
+        False: the writer was asked to close.
+        """
         group: list[Entry] = []
         block = True
         while len(group) < _MAX_GROUP:
@@ -114,7 +120,10 @@ def _retrieve_exception(done: asyncio.Future[Any]) -> None:
 
 
 def _commit(connection: sqlite3.Connection, group: list[Entry], begin: str) -> bool:
-    """Run a group of jobs in one transaction and deliver the results. Return whether the file accepted it."""
+    """Run a group of jobs in one transaction and deliver the results.
+
+    Return whether the file accepted it.
+    """
     outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
     failing: sqlite3.Error | None = None
     try:

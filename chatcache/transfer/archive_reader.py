@@ -27,7 +27,10 @@ _LINES = ExportedConversation | ExportedKey | ExportEnd
 
 
 class DamagedArchiveError(ChatcacheError):
-    """The file is not an archive, or it was changed. The message names the file, the line and the field."""
+    """The file is not an archive, or it was changed.
+
+    The message names the file, the line and the field.
+    """
 
     status = 400
     type = "invalid_request_error"
@@ -45,7 +48,10 @@ class ArchivedConversation:
 
 
 class ArchiveReader:
-    """Iterates over the conversations of a file; afterwards `end` is its last line. Raises: DamagedArchiveError."""
+    """Iterates over the conversations of a file; afterwards `end` is its last line.
+
+    Raises: DamagedArchiveError.
+    """
 
     def __init__(self, file: BinaryIO, name: str) -> None:
         self._file = file

@@ -70,7 +70,10 @@ class _DraftMessage:
 
 @dataclass(slots=True)
 class _ImportState:
-    """The result so far. `shown_by` maps every node to the message that contains it, or the nearest one above."""
+    """The result so far.
+
+    `shown_by` maps every node to the message that contains it, or the nearest one above.
+    """
 
     started_s: float
     shown_by: dict[str, _DraftMessage | None] = field(default_factory=dict)
@@ -79,7 +82,10 @@ class _ImportState:
 
 
 def read_chatgpt(data: bytes, owner: str) -> Draft:
-    """Read and check one conversation of the export. Raises: InvalidRequestError naming the invalid node."""
+    """Read and check one conversation of the export.
+
+    Raises: InvalidRequestError naming the invalid node.
+    """
     try:
         export = msgspec.json.decode(data, type=_Export)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:

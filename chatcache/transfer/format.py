@@ -85,9 +85,10 @@ class ExportedTurn(msgspec.Struct, frozen=True):
 
 
 class ExportedConversation(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="object", tag=CONVERSATION):
-    """A conversation line. Items and turns are decoded one by one, so that an error names its position.
+    """A conversation line.
 
-    `tokenizer` is the digest of the tokenizer that the token ids belong to, or None if the exporter did not load it.
+    Items and turns are decoded one by one, so that an error names its position. `tokenizer` is the digest of the
+    tokenizer that the token ids belong to, or None if the exporter did not load it.
     """
 
     version: Literal[1, 2]

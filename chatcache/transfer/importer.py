@@ -69,8 +69,9 @@ class ImportResult:
 
 
 def read_draft(data: bytes, owner: str, tokenizer: Tokenizer) -> Draft | None:
-    """Read one conversation in any supported format; None for the key and end lines of an export.
+    """Read one conversation in any supported format.
 
+    None for the key and end lines of an export.
     Raises: InvalidRequestError.
     """
     try:
@@ -115,7 +116,10 @@ def read_export(data: bytes, owner: str, tokenizer: Tokenizer) -> Draft:
 
 
 async def import_draft(store: ConversationStore, draft: Draft, *, dry_run: bool = False) -> ImportResult:
-    """Store a draft, or the part of it that is new, all or nothing. `dry_run` only computes the result."""
+    """Store a draft, or the part of it that is new, all or nothing.
+
+    `dry_run` only computes the result.
+    """
     conversation_id, stored = await _find_stored(store, draft)
     stored_ids = frozenset() if stored is None else frozenset((*stored.items, *stored.turns))
     conversation, items, turns = await asyncio.to_thread(_with_new_ids, draft, conversation_id, stored_ids)
@@ -145,7 +149,10 @@ async def _find_stored(store: ConversationStore, draft: Draft) -> tuple[str, Con
 def _with_new_ids(
     draft: Draft, conversation_id: str, stored_ids: frozenset[str]
 ) -> tuple[Conversation, tuple[Item, ...], tuple[Turn, ...]]:
-    """Return the draft's conversation, items and turns under new ids; members that the owner has keep theirs."""
+    """Return the draft's conversation, items and turns under new ids.
+
+    Members that the owner has keep theirs.
+    """
     source = draft.conversation
     times = {item.id: ("msg", item.created_at) for item in draft.items}
     times |= {turn.id: ("resp", turn.created_at) for turn in draft.turns}

@@ -15,10 +15,11 @@ from chatcache.types.request import GenerateRequest
 
 
 class Candidate:
-    """Accumulates one candidate. An ending token (EOS or a stop id) is part of the ids and not of the text.
+    """Accumulates one candidate.
 
-    A candidate that continues a stored reply begins with that reply's ids and text (`prefix`), which end the prompt; a
-    character whose bytes are incomplete at the end of the prefix becomes text of this candidate.
+    An ending token (EOS or a stop id) is part of the ids and not of the text. A candidate that continues a stored reply
+    begins with that reply's ids and text (`prefix`), which end the prompt; a character whose bytes are incomplete at
+    the end of the prefix becomes text of this candidate.
     """
 
     def __init__(

@@ -17,9 +17,10 @@ from chatcache.types.events import Beams, StartReport, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class ReplyStarted:
-    """The first token was computed, so the prompt's counts are final. `index`: the prompt, where there are several.
+    """The first token was computed, so the prompt's counts are final.
 
-    `prompt_logprobs`, if requested: one entry per prompt token, None for the first. `report`: if requested.
+    `index`: the prompt, where there are several. `prompt_logprobs`, if requested: one entry per prompt token, None for
+    the first. `report`: if requested.
     """
 
     num_prompt_tokens: int
@@ -43,10 +44,11 @@ class CallDelta:
 
 
 class ReplyDelta(msgspec.Struct, frozen=True, gc=False):  # one per token: created four times as fast as a dataclass
-    """More of candidate `index`. `text` may be empty while characters or a possible stop string are held back.
+    """More of candidate `index`.
 
-    `token_ids` and `logprobs` (one each, if requested) belong to the tokens that arrived, visible or not yet visible.
-    Where the output is parsed, its reasoning and calls are `reasoning` and `calls`, and not part of `text`.
+    `text` may be empty while characters or a possible stop string are held back. `token_ids` and `logprobs` (one each,
+    if requested) belong to the tokens that arrived, visible or not yet visible. Where the output is parsed, its
+    reasoning and calls are `reasoning` and `calls`, and not part of `text`.
     """
 
     index: int
@@ -99,7 +101,10 @@ class ReplyDone:
 
 @dataclass(frozen=True, slots=True)
 class ReplyFinished:
-    """All candidates are done. `cancelled`: ended early on request; `num_pages_freed` is then part of the receipt."""
+    """All candidates are done.
+
+    `cancelled`: ended early on request; `num_pages_freed` is then part of the receipt.
+    """
 
     num_prompt_tokens: int
     num_cached_tokens: int

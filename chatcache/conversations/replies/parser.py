@@ -20,7 +20,10 @@ _ID_LETTERS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class ReplyContext:
-    """How replies of one request are parsed. `function_names`: callable functions (None: nothing is a call)."""
+    """How replies of one request are parsed.
+
+    `function_names`: callable functions (None: nothing is a call).
+    """
 
     tokenizer: Tokenizer
     reply_format: ReplyFormat = field(default_factory=ReplyFormat)
@@ -76,7 +79,10 @@ class ParsedDelta:
 
 
 class CandidateParser:
-    """The parser of one candidate and its accumulated result. Without a reply parser everything is text."""
+    """The parser of one candidate and its accumulated result.
+
+    Without a reply parser everything is text.
+    """
 
     def __init__(self, parser: ReplyParser | None, id_chars: int, call_ids: Sequence[str]) -> None:
         self._parser = parser

@@ -166,9 +166,10 @@ class ChatService:
 
 
 class ReplyObserver(Protocol):
-    """Receives the start and the end of each reply. `is_whole` is False for a reply that was cut short.
+    """Receives the start and the end of each reply.
 
-    `on_ended` is called exactly once, also for a reply that never started.
+    `is_whole` is False for a reply that was cut short. `on_ended` is called exactly once, also for a reply that never
+    started.
     """
 
     def on_started(self, reply: Reply) -> None: ...
@@ -177,10 +178,11 @@ class ReplyObserver(Protocol):
 
 
 class Reply:
-    """One accepted request in progress. An async context manager: leaving it early aborts the request.
+    """One accepted request in progress.
 
-    `is_parsed`: candidates may have parts other than text. `num_computed_prompt_tokens`: prompt tokens that the cache
-    lacked; for a reply cut short before its first token, all that may have been computed.
+    An async context manager: leaving it early aborts the request. `is_parsed`: candidates may have parts other than
+    text. `num_computed_prompt_tokens`: prompt tokens that the cache lacked; for a reply cut short before its first
+    token, all that may have been computed.
     """
 
     def __init__(
@@ -274,8 +276,9 @@ class Reply:
         await self._service.engine.abort(self.request.request_id)
 
     async def drop(self, index: int) -> None:
-        """Ask the engine to end one candidate with finish reason "cancelled"; the last one: as `cancel`.
+        """Ask the engine to end one candidate with finish reason "cancelled".
 
+        The last one: as `cancel`.
         Raises: the errors of `EngineClient.drop`.
         """
         await self._service.engine.cancel_candidate(self.request.request_id, index)
