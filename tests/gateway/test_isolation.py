@@ -147,7 +147,9 @@ def counted(folder: Path, num_probes: int) -> Counted:
     return Counted(*(sum(each) for each in zip(*map(astuple, found), strict=True)))
 
 
-@pytest.mark.parametrize("num_probes", [400, pytest.param(100_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "num_probes", [100, pytest.param(400, marks=pytest.mark.slow), pytest.param(100_000, marks=pytest.mark.long)]
+)
 def test_cache_counts_exclude_pages_of_other_tenants(tmp_path: Path, num_probes: int) -> None:
     """Goal G19. Positive control: users of one tenant do share pages."""
     found = counted(tmp_path, num_probes)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.kept import KINDS, keeping, server_on
+from tests.gateway.kept import keeping, server_on
 from tests.support.redis_servers import RedisServer
 
 NUM_CLIENTS = 6
@@ -97,7 +97,7 @@ class Clients:
         return str(reported["id"]) if answer.status == 200 else None
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.slow)])
 def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServer | str]:
     with keeping(request.param, tmp_path) as store:
         yield store
@@ -151,6 +151,7 @@ def test_fifty_killed_gateways_lose_no_acknowledged_turn(kept: RedisServer | str
     check_ledger(kept, live_and_die(kept, num_kills=50))
 
 
+@pytest.mark.slow
 def test_gateway_without_idempotency_keys_is_detected(tmp_path: Path) -> None:
     """Injected bug: duplicates appear after kills between store and response."""
 

@@ -164,6 +164,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "STALL_TIMEOUT_S", 1.0)
 
 
+@pytest.mark.slow
 def test_clients_disconnected_in_every_way_leave_no_trace(busy: Server) -> None:
     _cut(busy, 2 * len(EVERY), seed=4)
 

@@ -66,6 +66,7 @@ def num_readers(server: Server) -> int:
     return sum(run.log.num_readers for run in server.gateway.responses.running())
 
 
+@pytest.mark.slow
 def test_stalled_readers_do_not_affect_live_readers(server: Server, url: str) -> None:
     """Goal G5, shortened: stalled readers cost little and can resume."""
     body = {**LONG, "max_output_tokens": 40, "seed": 3}

@@ -1,7 +1,7 @@
-"""Clients that throw dice: sockets and requests in any order, good, bad, rude and of two tenants.
+"""Random clients of two tenants: sockets and requests in any order, valid or not.
 
-What they are told is checked as it comes: numbers without gaps, one end for each response, no 5xx but 503, nothing of
-the other tenant's.
+Some requests are abandoned. Every frame and answer is checked: numbers without gaps, one end for each response, no 5xx
+but 503, nothing of the other tenant.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ NOWHERE = ("resp_x", "msg_x", "conv_x", "root", "", "x" * 4000, "é\u0000")
 
 @dataclass
 class World:
-    """What the clients of one tenant know of, and what went wrong for whom."""
+    """Ids that the clients of one tenant have received, and the faults they found."""
 
     key: str
     responses: list[str] = field(default_factory=list)
     items: list[str] = field(default_factory=list)
     conversations: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
-    told: int = 0
+    num_received: int = 0
 
     @property
     def headers(self) -> dict[str, str]:
@@ -88,7 +88,7 @@ class Lane:
         return wrong
 
 
-class Dicer:
+class RandomClient:
     """One client: a thousand things that it may do next."""
 
     def __init__(self, url: str, mine: World, other: World, seed: int) -> None:
@@ -171,7 +171,7 @@ class Dicer:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._draws.choice((0, 0.01, 0.1, 0.4))):
                     while True:
-                        self._hear(json.loads(await socket.recv()), lanes, here)
+                        self._receive(json.loads(await socket.recv()), lanes, here)
 
     def _frame(self, here: list[str], name: str, extended: bool, lanes: dict[str | None, Lane]) -> Json:
         draw = self._draws
@@ -199,8 +199,8 @@ class Dicer:
             return {"type": "conversation.subscribe"}
         return {"type": "prompt.prewarm", **{k: v for k, v in self._body().items() if k in ("input", "conversation")}}
 
-    def _hear(self, frame: Json, lanes: dict[str | None, Lane], here: list[str]) -> None:
-        self._mine.told += 1
+    def _receive(self, frame: Json, lanes: dict[str | None, Lane], here: list[str]) -> None:
+        self._mine.num_received += 1
         kind = frame["type"]
         if kind == "error":
             if frame["status"] not in REFUSALS:
@@ -301,7 +301,7 @@ class Dicer:
         return self._draws.choice(known[-20:] if known and self._draws.random() < 0.9 else NOWHERE[:3])
 
     async def _call(self, client: httpx.AsyncClient, method: str, path: str, body: Json | None) -> Json:
-        """A whole answer, or none: now and then nobody waits for it."""
+        """Send a request and read the whole answer; some requests are abandoned."""
         try:
             async with asyncio.timeout(self._draws.choice((30, 30, 0.05))):
                 answer = await client.request(method, path, json=body)
@@ -312,7 +312,7 @@ class Dicer:
         return found if answer.status_code == 200 else {}
 
     async def _stream(self, client: httpx.AsyncClient, method: str, path: str, body: Json | None) -> None:
-        """An answer as it comes, read to its end or not."""
+        """Read a streamed answer to its end, or abandon it."""
         lane = Lane(is_open=False)
         left = self._draws.choice((1, 5, 20, 10**9, 10**9))
         async with client.stream(method, path, json=body) as answer:
@@ -342,6 +342,6 @@ class Dicer:
                     return
 
     def _status(self, answer: httpx.Response, path: str) -> None:
-        self._mine.told += 1
+        self._mine.num_received += 1
         if answer.status_code != 200 and answer.status_code not in REFUSALS:
             self._mine.faults.append(f"{answer.status_code} for {path[:200]}")
