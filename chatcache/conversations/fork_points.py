@@ -1,4 +1,6 @@
-"""Where a turn continues: at a response, at a message, at the end of a conversation, or inside a reply.
+"""Where a turn continues.
+
+At a response, at a message, at the end of a conversation, or inside a reply.
 
 A fork inside a reply keeps its first tokens, and thereby its KV pages, whether the reply is finished or still running:
 

@@ -1,4 +1,6 @@
-"""Offset tables: where each message ends in the prompt's tokens, and which characters each reply token shows.
+"""Offset tables.
+
+Where each message ends in the prompt's tokens, and which characters each reply token shows.
 
     tokens    |<think>| hm|</think>| Go|  to|od|.|          raw text: all that the model wrote
     visible      none  none   none   |Go|  to|od|.|         message text: neither reasoning nor calls

@@ -104,7 +104,10 @@ ReplyLookup = Callable[[int, str, Message], Known | None]
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where a prompt first differs from the sequence of a known reply: message, character and token index."""
+    """Where a prompt first differs from the sequence of a known reply.
+
+    Message, character and token index.
+    """
 
     message_index: int
     char_index: int
@@ -318,7 +321,10 @@ def link_tool_results(messages: Sequence[Message], param: str, num_old: int = 0)
 
 
 def reply_key(text: str, calls: Sequence[ToolCall]) -> str:
-    """Return the text by which a reply is recognised: its text and calls, as a client sends them back."""
+    """Return the text by which a reply is recognised.
+
+    Its text and calls, as a client sends them back.
+    """
     if not calls:
         return text
     return "\0".join((text.strip(), *(part for call in calls for part in (call.name, call.arguments))))

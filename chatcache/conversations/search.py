@@ -47,7 +47,10 @@ class Word(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Snippet:
-    """A piece of a text and the ranges of the found words: (start, end) in characters, in order, disjoint."""
+    """A piece of a text and the ranges of the found words.
+
+    (start, end) in characters, in order, disjoint.
+    """
 
     text: str
     marks: tuple[tuple[int, int], ...]

@@ -1,4 +1,6 @@
-"""The conversation tree: items that refer to their parent, and turns that record how replies were generated.
+"""The conversation tree.
+
+Items that refer to their parent, and turns that record how replies were generated.
 
     (root) -- user a -- assistant b0        response 1, n = 2
                     `-- assistant b1 -- user c -- assistant d     response 2 continues from b1
@@ -92,7 +94,9 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One response: the reply whose tokens its prompt extends (None: rendered from the start) and the tokens it added.
+    """One response.
+
+    The reply whose tokens its prompt extends (None: rendered from the start) and the tokens it added.
 
     `parent_id`: the parent of its outputs ("": they are roots). `prompt_ids` is empty where the exact prompt is
     unknown. `echo`: request fields that the response object repeats (metadata, temperature, tools, ...).
@@ -241,7 +245,10 @@ class ConversationBusyError(ChatcacheError):
 
 @dataclass(frozen=True, slots=True)
 class MessageDeletion:
-    """A change of a stored tree: ids to remove, and new stored forms of items and turns that stay."""
+    """A change of a stored tree.
+
+    Ids to remove, and new stored forms of items and turns that stay.
+    """
 
     active_leaf: str | None
     removed_items: tuple[str, ...] = ()
@@ -333,5 +340,8 @@ def _below(tree: ConversationTree, item_id: str) -> Iterator[Item]:
 
 
 def new_id(prefix: str, separator: str = "_") -> str:
-    """Return an id that sorts by creation time: prefix, 12 hex digits of milliseconds since 1970, 16 random ones."""
+    """Return an id that sorts by creation time.
+
+    Prefix, 12 hex digits of milliseconds since 1970, 16 random ones.
+    """
     return f"{prefix}{separator}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(8)}"

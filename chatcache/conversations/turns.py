@@ -471,7 +471,10 @@ class ConversationPrompts:
 
 
 async def active_path_prompt(conversations: TurnService, tree: ConversationTree) -> Prompt:
-    """Return the prompt of a conversation's active path: stored tokens where known, else as rendered now."""
+    """Return the prompt of a conversation's active path.
+
+    Stored tokens where known, else as rendered now.
+    """
     leaf = tree.conversation.active_leaf
     path = tree.path(leaf)
     if not path:

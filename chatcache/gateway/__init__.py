@@ -1,4 +1,6 @@
-"""The HTTP server: OpenAI-compatible routes, SSE, the Responses WebSocket, metrics and the chat page.
+"""The HTTP server.
+
+OpenAI-compatible routes, SSE, the Responses WebSocket, metrics and the chat page.
 
 `app.create_app(config, engine, load_tokenizer, model_name)` builds a Starlette application over an `EngineClient`. The
 application starts at once and responds with 503 `model_loading` until the tokenizer is loaded and the engine is ready.

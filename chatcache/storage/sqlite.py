@@ -73,7 +73,10 @@ class SqliteStore:
     """
 
     def __init__(self, path: Path | str, *, server_may_run: bool = False) -> None:
-        """Open the file. `server_may_run`: do not end responses in progress, a server may be running them."""
+        """Open the file.
+
+        `server_may_run`: do not end responses in progress, a server may be running them.
+        """
         try:
             self._writer = SqliteWriter(
                 path, lambda connection: prepare(connection, Path(path), end_running=not server_may_run)
@@ -249,7 +252,9 @@ class SqliteKeys:
 
 
 class SqliteSnapshot:
-    """A `ConversationSource`: the content of the file at the time of opening, while a server may write it.
+    """A `ConversationSource`.
+
+    The content of the file at the time of opening, while a server may write it.
 
     Raises: StoreUnusableError, also for the file of an older version.
     """

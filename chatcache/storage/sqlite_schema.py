@@ -1,4 +1,6 @@
-"""The SQLite schema: tables and migrations, rows and the data they stand for, and the search index.
+"""The SQLite schema.
+
+Tables and migrations, rows and the data they stand for, and the search index.
 
 The search index holds folded words in FTS5 and is written in the transaction that writes the text:
 

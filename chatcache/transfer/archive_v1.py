@@ -1,4 +1,6 @@
-"""Reader of `db export` files of version 1, which have one message per line. Nothing writes them any more.
+"""Reader of `db export` files of version 1, which have one message per line.
+
+Nothing writes them any more.
 
 {"archive": {"version": 1}}
 {"key": {..}}

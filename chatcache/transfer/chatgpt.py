@@ -1,4 +1,6 @@
-"""Import of ChatGPT's `conversations.json`: a mapping of nodes with parent and children, many of them hidden.
+"""Import of ChatGPT's `conversations.json`.
+
+A mapping of nodes with parent and children, many of them hidden.
 
     client-created-root -- system (hidden) -- user -- assistant: code to a tool -- tool -- assistant -- user ...
                                                 `---- assistant (regenerated)

@@ -64,7 +64,10 @@ def parents_first(items: Sequence[Item]) -> tuple[Item, ...]:
 
 
 class Ancestry:
-    """Ancestor queries in constant time at any depth: a depth-first walk numbers entry and exit of each item."""
+    """Ancestor queries in constant time at any depth.
+
+    A depth-first walk numbers entry and exit of each item.
+    """
 
     def __init__(self, items: Sequence[Item]) -> None:
         """Walk the tree. `items` are parents first."""

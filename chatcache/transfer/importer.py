@@ -61,7 +61,10 @@ class _Kind(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ImportResult:
-    """The outcome of an import: `status` created, extended or unchanged, and the number of new messages."""
+    """The outcome of an import.
+
+    `status` created, extended or unchanged, and the number of new messages.
+    """
 
     status: str
     conversation: Conversation

@@ -68,7 +68,10 @@ class Candidate:
 
     @property
     def stored_ids(self) -> tuple[int, ...]:
-        """The ids that stand for exactly `raw`: without the ending token and without text after a stop string."""
+        """The ids that stand for exactly `raw`.
+
+        Without the ending token and without text after a stop string.
+        """
         ids = self._ids[:-1] if self._ended_by_token else self._ids
         if self._stream.stopped is None or self._keeps_stop:
             return (*self._prefix_ids, *ids)
@@ -101,7 +104,10 @@ class Candidate:
         return bool(self._ids) and self._ids[-1] in self._terminal and not self._keeps_stop
 
     def push(self, event: Tokens) -> ReplyDelta | None:
-        """Add new tokens. Return None if there is nothing to emit: after the end, or for the ending token alone."""
+        """Add new tokens.
+
+        Return None if there is nothing to emit: after the end, or for the ending token alone.
+        """
         if self._stream.stopped is not None:
             return None
         self._ids += event.token_ids

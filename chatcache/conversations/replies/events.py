@@ -1,4 +1,7 @@
-"""Events of a reply: text of candidates by index, live beams as text, and batching of small deltas."""
+"""Events of a reply.
+
+Text of candidates by index, live beams as text, and batching of small deltas.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,9 @@ class ReplyDelta(msgspec.Struct, frozen=True, gc=False):  # one per token: creat
 
 @dataclass(frozen=True, slots=True)
 class BeamNode:
-    """A token that was the newest of a live beam: its `text` follows that of `parent` (0: the prompt).
+    """A token that was the newest of a live beam.
+
+    Its `text` follows that of `parent` (0: the prompt).
 
     `score`: summed log-probability of the path down to this node.
     """
@@ -233,7 +238,10 @@ class DeltaBatcher:
 
 
 def _can_merge(first: BatchedEvent, then: BatchedEvent) -> bool:
-    """Whether joining loses nothing: neither the order of text and calls, nor which log-probabilities are of what."""
+    """Whether joining loses nothing.
+
+    Neither the order of text and calls, nor which log-probabilities are of what.
+    """
     if not (isinstance(first, ReplyDelta) and isinstance(then, ReplyDelta)):
         return True
     one, other = _kind(first), _kind(then)

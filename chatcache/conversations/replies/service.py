@@ -1,4 +1,7 @@
-"""The reply service: submits an engine request and yields parsed text events of its candidates."""
+"""The reply service.
+
+Submits an engine request and yields parsed text events of its candidates.
+"""
 
 from __future__ import annotations
 

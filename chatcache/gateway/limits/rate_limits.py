@@ -42,7 +42,10 @@ class TokenBucket:
         self._updated_ns = now_ns
 
     def wait_ns(self, cost: int, now_ns: int) -> int:
-        """Time until `cost` tokens are available, 0 for now. A cost above the capacity waits for a full bucket."""
+        """Time until `cost` tokens are available, 0 for now.
+
+        A cost above the capacity waits for a full bucket.
+        """
         missing = min(cost * self._period_ns, self._capacity) - self._level_at(now_ns)
         return max(0, -(-missing // self.limit))
 
