@@ -120,7 +120,7 @@ async def test_cancelled_flush_is_not_counted_twice() -> None:
     usage.add("k", 10)
     store.is_mute = True
 
-    class Left(Exception):
+    class ClientLeftError(Exception):
         pass
 
     take = store.add_usage
@@ -128,10 +128,10 @@ async def test_cancelled_flush_is_not_counted_twice() -> None:
     async def take_and_leave(day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
         with contextlib.suppress(StoreUnavailableError):
             await take(day, tokens, writer=writer, number=number)
-        raise Left
+        raise ClientLeftError
 
     store.add_usage = take_and_leave  # type: ignore[method-assign]
-    with pytest.raises(Left):
+    with pytest.raises(ClientLeftError):
         await usage.flush()
     store.add_usage, store.is_mute = take, False  # type: ignore[method-assign]
     await usage.flush()
