@@ -1,4 +1,4 @@
-"""`python -m tests.chaos --minutes 10 --seed N`: load, with a fault every few seconds, and a ledger that balances."""
+"""Run random faults against real processes: `python -m tests.chaos --minutes 10 --seed N`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.chaos.runner import report, run_plan
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--store", choices=("sqlite", "redis"), help="default: drawn from the seed")
     parser.add_argument("--store", choices=("sqlite", "redis"), help="default: as the seed draws it")
     parser.add_argument("--clients", type=int, default=NUM_CLIENTS)
-    parser.add_argument("--until-step", type=int, metavar="K", help="only the faults before step K")
-    parser.add_argument("--out", type=Path, help="folder for the history and what the processes say")
+    parser.add_argument("--out", type=Path, help="folder for the history and the output of the processes")
+    parser.add_argument("--out", type=Path, help="folder for the history and the output of the processes")
     args = parser.parse_args(argv)
     plan = make_plan(args.seed, args.minutes, args.store, args.clients).up_to(args.until_step)
     print(f"seed {plan.seed}: {plan.num_gateways} gateway(s) on {plan.store}, {plan.num_clients} clients")
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     folder = args.out or Path(tempfile.mkdtemp(prefix=f"chaos-{plan.seed}-"))
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
-        parser.error(f"--out {folder}: there is something in it")
+        parser.error(f"--out {folder}: the folder is not empty")
     violations = asyncio.run(run_plan(plan, folder))
     return report(plan, args.minutes, folder, violations)
 

@@ -1,7 +1,7 @@
-"""G13's check with redis-py alone, whichever version: `python cancelling.py URL NUM SEED` prints what came of it.
+"""Check cancelled reads with redis-py alone (goal G13): `python cancelled_reads.py URL NUM SEED` prints the counts.
 
-Many readers share few connections and are cancelled while they wait; whoever comes next must read their own answer.
-Imports nothing of ours, so that it runs in an environment that has an old redis-py and nothing else.
+Many readers share few connections and are cancelled while they wait; later readers must receive their own replies. The
+module imports nothing of the project, so that it runs in an environment that contains only an old redis-py.
 """
 
 import asyncio

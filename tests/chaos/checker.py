@@ -1,4 +1,4 @@
-"""Is a history one that chatcache promises? Everything that speaks against it, each with when it was seen."""
+"""Check a recorded history against the guarantees of the server and list all violations."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tests.chaos.history import Entry
-from tests.chaos.tagged_text import fault_in, length_of, said, tag_of
+from tests.chaos.tagged_text import fault_in, length_of, tag_of, user_message
 
 TERMINAL = ("response.completed", "response.incomplete", "response.failed")
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """`rule`: a word for the kind of promise that was broken."""
+    """A broken guarantee; `rule` is a keyword for its kind."""
 
     rule: str
     t: float
@@ -23,7 +23,7 @@ class Violation:
 
 @dataclass(slots=True)
 class Response:
-    """What was seen of one response, over all streams."""
+    """Observations of one response, over all of its streams."""
 
     op: str
     frames: dict[int, Entry] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Response:
 
 
 class Checker:
-    """Takes a whole history, then tells. `violations` is empty for one that keeps every promise."""
+    """Checks a complete history; `violations` is empty if every guarantee holds."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self._by_kind: dict[str, list[Entry]] = defaultdict(list)
@@ -58,7 +58,7 @@ class Checker:
         return sorted(found, key=lambda each: each.t)
 
     def num_checked(self) -> dict[str, int]:
-        """How much there was to look at."""
+        """Return how many items of each kind were checked."""
         return {
             "acknowledged turns": len({entry["op"] for entry in self._by_kind["ack"]}),
             "ended responses": sum(bool(response.ends) for response in self._responses.values()),
@@ -72,7 +72,7 @@ class Checker:
     # -- streams ----------------------------------------------------------------------------------------------------
 
     def _streams_in_order(self) -> Iterator[Violation]:
-        """Numbers without gap or repeat, one terminal frame, the same frames for whoever reads, and texts that join."""
+        """Check that frame numbers have no gap, streams end once, readers agree and texts join."""
         frames: dict[str, list[Entry]] = defaultdict(list)
         for entry in (*self._by_kind["frame"], *self._by_kind["jump"]):
             frames[entry["stream"]].append(entry)
@@ -90,7 +90,7 @@ class Checker:
         for entry in seen:
             what = f"{opened['response']} ({opened['op']}), stream {name}"
             if is_over:
-                yield Violation("terminal", entry["t"], f"{what}: frame {entry['seq']} comes behind the terminal one")
+                yield Violation("terminal", entry["t"], f"{what}: frame {entry['seq']} follows the terminal frame")
             if entry["kind"] == "frame" and entry["seq"] != at + 1:
                 rule = "gap" if entry["seq"] > at else "repeat"
                 yield Violation(rule, entry["t"], f"{what}: frame {entry['seq']} follows {at}")
@@ -100,22 +100,22 @@ class Checker:
             is_over = is_over or entry["type"] in TERMINAL
             other = response.frames.setdefault(at, entry)
             if (other["type"], other["index"], other["text"]) != (entry["type"], entry["index"], entry["text"]):
-                yield Violation("frames", entry["t"], f"{what}: frame {at} is not the one that others were sent")
+                yield Violation("frames", entry["t"], f"{what}: frame {at} differs from the frame of another stream")
         if close is not None and close["how"] == "end" and not is_over:
             yield Violation("terminal", close["t"], f"{opened['response']}: its stream ended without a terminal frame")
 
     def _joined(self, response_id: str, response: Response) -> Iterator[Violation]:
-        """What the deltas amount to is what was asked for, and what their `.done` and the end say."""
+        """Compare joined deltas with the requested text, the `.done` frame and the final response."""
         texts: dict[int, str] = defaultdict(str)
         asked = self._asked[response.op]
         for seq, entry in enumerate(response.frames[key] for key in sorted(response.frames)):
             if entry["seq"] != seq:
-                return  # nobody saw the frame before
+                return  # no reader received the frame before
             if entry["type"] == "response.output_text.delta":
                 texts[entry["index"]] += entry["text"]
             elif entry["type"] == "response.output_text.done" and entry["text"] != texts[entry["index"]]:
-                said_ = f"{response_id}: deltas make {texts[entry['index']]!r}, done says {entry['text']!r}"
-                yield Violation("text", entry["t"], said_)
+                difference = f"{response_id}: deltas make {texts[entry['index']]!r}, done has {entry['text']!r}"
+                yield Violation("text", entry["t"], difference)
         for index, text in texts.items():
             fault = fault_in(text, asked["tags"], asked["words"])
             if fault is not None:
@@ -124,12 +124,12 @@ class Checker:
             for end in response.ends:
                 whole = list(end["texts"].values())
                 if is_ended_well(end) and (index >= len(whole) or not whole[index].startswith(text)):
-                    yield Violation("text", end["t"], f"{response_id} candidate {index}: the end has not {text!r}")
+                    yield Violation("text", end["t"], f"{response_id} candidate {index}: final text lacks {text!r}")
 
-    # -- what was promised -----------------------------------------------------------------------------------------
+    # -- guarantees ------------------------------------------------------------------------------------------------
 
     def _acks(self) -> Iterator[Violation]:
-        """One key makes one response, whoever asks how often."""
+        """Check that one idempotency key makes one response."""
         first: dict[str, str] = {}
         for entry in self._by_kind["ack"]:
             before = first.setdefault(entry["op"], entry["response"])
@@ -137,7 +137,7 @@ class Checker:
                 yield Violation("doubled", entry["t"], f"{entry['op']} is {before} and {entry['response']}")
 
     def _ends(self) -> Iterator[Violation]:
-        """Every end says what was asked for, the same to everybody; failures have a reason."""
+        """Check that every final response has the requested text, the same for all readers, and did not fail."""
         for response_id, response in self._responses.items():
             asked = self._asked[response.op]
             statuses = {end["status"] for end in response.ends if end["status"] != "in_progress"}
@@ -156,63 +156,63 @@ class Checker:
                     )
                 deleted = any(entry["op"] == end["op"] for entry in self._by_kind["delete"])
                 if end["status"] == "failed" and not deleted:
-                    yield Violation("failed", end["t"], f"{response_id} failed: no fault may come to that")
+                    yield Violation("failed", end["t"], f"{response_id} failed: no fault may cause that")
 
     def _refusals(self) -> Iterator[Violation]:
-        """Only what may pass is refused: 429, 503. Whatever else is no is a mistake of ours."""
+        """Check that requests are refused with 429 or 503 only."""
         for entry in self._by_kind["refused"]:
             if entry["status"] not in (429, 503):
                 yield Violation("refused", entry["t"], f"{entry['op']}: {entry['status']} {entry['code']}")
 
-    # -- what is stored ---------------------------------------------------------------------------------------------
+    # -- stored data ------------------------------------------------------------------------------------------------
 
     def _stored_turns(self) -> Iterator[Violation]:
-        """Every acknowledged turn is there, nothing is there twice, what was deleted is gone."""
+        """Check that acknowledged turns are stored once and deleted turns are not stored."""
         stored = Counter(tag_of(item["text"]) for item in self._items.values() if item["role"] == "user")
-        asked_to_go = {entry["op"] for entry in self._by_kind["delete"]}
+        delete_requested = {entry["op"] for entry in self._by_kind["delete"]}
         gone = {entry["op"] for entry in self._by_kind["delete"] if entry["done"] and entry["conversation"]}
         for tag_and_words, count in stored.items():
             op = self._op_of_tag.get(tag_and_words[0]) if tag_and_words is not None else None
             if op is None:
-                yield Violation("foreign", self._end_s, f"a message {tag_and_words} is stored that nobody sent")
+                yield Violation("foreign", self._end_s, f"the stored message {tag_and_words} was never sent")
             elif count > 1:
                 yield Violation("doubled", self._asked[op]["t"], f"{op} is stored {count} times")
             elif op in gone:
-                yield Violation("revived", self._asked[op]["t"], f"{op} was deleted and is there")
+                yield Violation("revived", self._asked[op]["t"], f"{op} was deleted and is still stored")
         for entry in self._by_kind["ack"]:
             asked = self._asked[entry["op"]]
-            if not stored[asked["tags"][-1], asked["words"]] and entry["op"] not in asked_to_go:
+            if not stored[asked["tags"][-1], asked["words"]] and entry["op"] not in delete_requested:
                 yield Violation(
                     "lost", entry["t"], f"{entry['op']} was acknowledged as {entry['response']} and is lost"
                 )
 
     def _stored_texts(self) -> Iterator[Violation]:
-        """Stored replies are what was sent, and answer the very messages they follow."""
+        """Check that stored replies equal the sent ones and answer the message that they follow."""
         by_response: dict[str, list[Entry]] = defaultdict(list)
         for item in self._items.values():
             if item["role"] == "assistant" and item["response_id"] and item["finish_reason"] != "fork":
                 by_response[item["response_id"]].append(item)
             if item["role"] == "assistant":
                 yield from self._one_reply(item)
-        asked_to_go = {entry["op"] for entry in self._by_kind["delete"]}
+        delete_requested = {entry["op"] for entry in self._by_kind["delete"]}
         for response_id, response in self._responses.items():
             for end in response.ends:
-                if not is_ended_well(end) or not end["saved"] or response.op in asked_to_go:
+                if not is_ended_well(end) or not end["saved"] or response.op in delete_requested:
                     continue
                 for item_id, text in end["texts"].items():
                     stored = self._items.get(item_id)
                     if stored is None or stored["text"] != text:
                         has = stored and stored["text"]
-                        yield Violation("lost", end["t"], f"{response_id}: {item_id} said {text!r}, {has!r} is stored")
-            places = Counter(item["index"] for item in by_response[response_id])
-            if places and max(places.values()) > 1:
+                        yield Violation("lost", end["t"], f"{response_id}: {item_id} sent {text!r}, {has!r} is stored")
+            replies = Counter(item["index"] for item in by_response[response_id])
+            if replies and max(replies.values()) > 1:
                 yield Violation("doubled", self._end_s, f"{response_id} has a candidate twice")
 
     def _one_reply(self, item: Entry) -> Iterator[Violation]:
         path, at = [], item
         while at["parent_id"] is not None:
             if at["parent_id"] not in self._items:
-                yield Violation("lost", self._end_s, f"{at['id']} follows {at['parent_id']}, which is not there")
+                yield Violation("lost", self._end_s, f"{at['id']} follows {at['parent_id']}, which is missing")
                 return
             at = self._items[at["parent_id"]]
             if at["role"] == "user":
@@ -222,9 +222,9 @@ class Checker:
             return
         fault = fault_in(item["text"], [tag for tag, _ in reversed(path)], path[0][1])
         if fault is not None:
-            yield Violation("foreign", self._end_s, f"{item['id']} answers {said(*path[0])!r}: {fault}")
+            yield Violation("foreign", self._end_s, f"{item['id']} answers {user_message(*path[0])!r}: {fault}")
 
 
 def is_ended_well(end: Entry) -> bool:
-    """Whether its texts are all there was to say, or all that is kept of it."""
+    """Return whether the final response contains the whole text, or all of it that is stored."""
     return end["status"] in ("completed", "incomplete", "cancelled") and bool(end["texts"])

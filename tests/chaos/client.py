@@ -1,4 +1,4 @@
-"""A client that says one thing after another, in every way there is, and writes down what came of it."""
+"""A client that sends turn after turn by all transports and records the results in the history."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tests.chaos.event_sources import SOURCES, Lost, RefusedError, Source
 from tests.chaos.history import History
 from tests.chaos.http_client import Answer, ask
 from tests.chaos.stream_reader import Leave, Watch, watch
-from tests.chaos.tagged_text import length_of, said
+from tests.chaos.tagged_text import length_of, user_message
 
 MAX_PATH = 5
 MAX_KEPT = 6
 SETTLE_TIMEOUT_S = 120.0
 PASSING = (429, 503)
-# What a gateway that does not have the log (any more) says to who wants the stream; the response itself is there.
+# Error codes of a gateway without the event log of a response (or without it any more); the response itself exists.
 GONE = ("stream_expired", "not_found")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StoredReply:
     """A reply that can be continued."""
 
     response: str
@@ -35,7 +35,7 @@ class Place:
 
 @dataclass(slots=True)
 class Turn:
-    """One thing said. `manner`: what the client does while it is answered."""
+    """One turn to send. `manner`: what the client does while the reply is generated."""
 
     op: str
     tags: tuple[str, ...]
@@ -46,54 +46,54 @@ class Turn:
     body: dict[str, Any]
     response: str = ""
     conversation: str = ""
-    is_bold: bool = False  # it may be refused: what it continues is still on its way
-    seen: int = -1  # the newest frame
-    ended: str = ""  # its status, once known
+    is_bold: bool = False  # it may be refused: the reply that it continues may be incomplete
+    seen: int = -1  # number of the newest frame
+    ended: str = ""  # final status, once received
 
 
 @dataclass
 class Client:
-    """`ports`: of the gateways, which keep the same conversations. Belongs to one event loop."""
+    """A client of the gateways at `ports`, which share a store. Belongs to one event loop."""
 
     number: int
     ports: Sequence[int]
     history: History
     draw: random.Random
     stop: asyncio.Event
-    places: list[Place] = field(default_factory=list)
+    replies: list[StoredReply] = field(default_factory=list)
     tags_in: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # by conversation
-    num_said: int = 0
+    num_sent: int = 0
 
     async def run(self) -> None:
-        """Until told to stop; what was begun is seen through."""
+        """Send turns until the stop event is set; finish the turn in progress."""
         while not self.stop.is_set():
             await self.once()
             await asyncio.sleep(self.draw.uniform(0, 0.2))
 
     async def once(self) -> None:
-        """Say one thing; perhaps delete something after that."""
+        """Send one turn; sometimes delete something afterwards."""
         turn = self.next_turn()
-        await self.say(turn)
+        await self.send(turn)
         if turn.response and self.draw.random() < 0.08:
             await self._delete(turn)
 
-    async def say(self, turn: Turn) -> None:
-        """Until its end is known, whatever the client does meanwhile."""
+    async def send(self, turn: Turn) -> None:
+        """Send a turn and follow it to its end, also after disconnects."""
         if turn.manner == "twice":
-            await asyncio.gather(self._say(turn), self._say(turn))
+            await asyncio.gather(self._send(turn), self._send(turn))
         else:
-            await self._say(turn)
+            await self._send(turn)
         if not turn.response:
             return
         if not turn.ended:
             await self._settle(turn)
         if turn.ended == "completed":
-            self.places = [*self.places, Place(turn.response, turn.conversation, turn.tags)][-MAX_KEPT:]
+            self.replies = [*self.replies, StoredReply(turn.response, turn.conversation, turn.tags)][-MAX_KEPT:]
 
     def next_turn(self) -> Turn:
-        """What this client will say next."""
+        """Draw the next turn of this client."""
         draw = self.draw
-        base = draw.choice(self.places) if self.places and draw.random() < 0.65 else None
+        base = draw.choice(self.replies) if self.replies and draw.random() < 0.65 else None
         if base is not None and len(base.tags) >= MAX_PATH:
             base = None
         manner = draw.choices(
@@ -101,29 +101,29 @@ class Client:
         )[0]
         return self.turn(base, draw.randrange(1, 9), draw.choice((1, 1, 1, 2, 3)), manner)
 
-    def turn(self, base: Place | None, words: int, n: int, manner: str) -> Turn:
-        """A thing to say next, after `base` or in a new conversation."""
-        self.num_said += 1
-        tag = f"c{self.number}t{self.num_said}"
+    def turn(self, base: StoredReply | None, words: int, n: int, manner: str) -> Turn:
+        """Return a turn after `base`, or in a new conversation."""
+        self.num_sent += 1
+        tag = f"c{self.number}t{self.num_sent}"
         transport = self.draw.choice(("sse", "sse", "ws", "ws", "plain"))
-        body: dict[str, Any] = {"input": said(tag, words), "n": n, "temperature": 1}
+        body: dict[str, Any] = {"input": user_message(tag, words), "n": n, "temperature": 1}
         body["max_output_tokens"] = length_of(tag, words) + 8
         if base is not None:
             body["previous_response_id"] = base.response
         return Turn(tag, (*(base.tags if base else ()), tag), words, n, transport, manner, body)
 
     def as_request(self, port: int) -> bytes:
-        """The bytes of a request for an answer that nobody will read."""
+        """Return the bytes of a request whose answer is never read."""
         turn = self.turn(None, 8, 2, "stay")
         self.history.note("invoke", op=turn.op, key="", tags=turn.tags, words=turn.words, n=turn.n, transport="unread")
         data = json.dumps({**turn.body, "stream": True}).encode()
         head = f"POST /v1/responses HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
         return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
-    # -- saying it --------------------------------------------------------------------------------------------------
+    # -- sending ----------------------------------------------------------------------------------------------------
 
-    async def _say(self, turn: Turn) -> None:
-        """Until it is acknowledged or definitely refused; then read on, as far as that goes."""
+    async def _send(self, turn: Turn) -> None:
+        """Send until the turn is acknowledged or refused, then read as much of the stream as possible."""
         first = self.draw.randrange(len(self.ports))
         for number in range(10_000):
             port = self.ports[(first + number) % len(self.ports)]
@@ -132,13 +132,13 @@ class Client:
             )
             try:
                 if turn.transport == "plain":
-                    await self._say_plainly(turn, port)
+                    await self._send_plain(turn, port)
                 else:
                     source = await SOURCES[turn.transport].create(port, turn.body, turn.op)
                     await self._watch(turn, source, port, Watch(turn.op, "", -1), first=number == 0)
                 return
             except RefusedError as refused:
-                if refused.answer.code == "stream_expired":  # it was acknowledged, and we did not hear that
+                if refused.answer.code == "stream_expired":  # the turn was acknowledged; the answer was lost
                     turn.transport = "plain"
                     continue
                 self.refused(turn, refused.answer)
@@ -150,9 +150,9 @@ class Client:
                     return
             await asyncio.sleep(self.draw.uniform(0.1, 0.5))
 
-    async def _say_plainly(self, turn: Turn, port: int) -> None:
+    async def _send_plain(self, turn: Turn, port: int) -> None:
         asking = asyncio.create_task(ask(port, "POST", "/v1/responses", turn.body, turn.op))
-        if turn.manner in ("fin", "rst", "leave"):  # gone before there is an answer; and then asked again
+        if turn.manner in ("fin", "rst", "leave"):  # disconnect before the answer, then send again
             await asyncio.wait([asking], timeout=self.draw.uniform(0, 0.5))
             turn.manner = "stay"
             if not asking.done():
@@ -166,7 +166,7 @@ class Client:
         self._ended(turn, answer.body)
 
     async def _watch(self, turn: Turn, source: Source, port: int, state: Watch, *, first: bool) -> None:
-        """Read frames, and do beside that whatever the turn's manner is."""
+        """Read frames and perform the action of the turn's manner in between."""
         leave: Leave | None = None
         if first and turn.manner in ("fin", "rst", "stall", "leave"):
             leave = Leave(turn.manner, after=self.draw.randrange(1, 25), for_s=self.draw.uniform(0.5, 2.5))
@@ -187,7 +187,7 @@ class Client:
                 await other
 
     async def _meanwhile(self, turn: Turn, port: int) -> None:
-        """While it runs: cancel it, or say something behind what it has said so far."""
+        """While the reply is generated: cancel it, or continue from its incomplete text."""
         if turn.manner == "cancel":
             self.history.note("leave", op=turn.op, response=turn.response)
             try:
@@ -195,16 +195,16 @@ class Client:
             except Lost as lost:
                 self.history.note("lost", op=turn.op, why=f"cancel: {type(lost).__name__}")
             return
-        fork = self.turn(Place(turn.response, turn.conversation, turn.tags), 2, 1, "stay")
+        fork = self.turn(StoredReply(turn.response, turn.conversation, turn.tags), 2, 1, "stay")
         fork.transport, fork.is_bold = "sse", True
-        await self._say(fork)
+        await self._send(fork)
         if fork.response and not fork.ended:
             await self._settle(fork)
 
-    # -- what came of it --------------------------------------------------------------------------------------------
+    # -- results ----------------------------------------------------------------------------------------------------
 
     async def _settle(self, turn: Turn) -> None:
-        """It was acknowledged, and we do not know its end: read on where we were, or ask how it stands."""
+        """Resume the stream or poll until the final state of an acknowledged turn is known."""
         deadline_s = self.history.now_s + SETTLE_TIMEOUT_S
         can_stream = turn.transport != "plain" and turn.manner != "leave"
         number = self.draw.randrange(len(self.ports))
@@ -237,10 +237,10 @@ class Client:
                 await asyncio.sleep(self.draw.uniform(0.1, 0.4))
 
     async def _delete(self, turn: Turn) -> None:
-        """The response, or its whole conversation; until that is acknowledged."""
+        """Delete the response or its whole conversation; repeat until the delete is acknowledged."""
         whole = self.draw.random() < 0.5
         tags = self.tags_in[turn.conversation] if whole else {turn.op}
-        self.places = [place for place in self.places if not tags & set(place.tags)]
+        self.replies = [reply for reply in self.replies if not tags & set(reply.tags)]
         self._note_delete(turn, tags, whole, done=False)
         path = f"/v1/conversations/{turn.conversation}" if whole else f"/v1/responses/{turn.response}"
         for number in range(10_000):
@@ -252,7 +252,7 @@ class Client:
                 if answer.status in (200, 404):
                     self._note_delete(turn, tags, whole, done=True)
                     return
-                # What one gateway could not save yet is still under way, as another one sees it.
+                # A turn that another gateway has not saved yet is still in progress for this one.
                 if not (turn.ended == "unsaved" and answer.code == "conversation_busy"):
                     self.refused(turn, answer)
                     if answer.status not in PASSING:
@@ -273,7 +273,7 @@ class Client:
         texts = {item["id"]: item["content"][0]["text"] for item in response["output"] if item["type"] == "message"}
         saved = is_saved and response.get("saved", True)
         status = response["status"]
-        if status == "in_progress":  # somebody else's gateway runs it
+        if status == "in_progress":  # another gateway runs it
             return
         turn.ended = status if saved else "unsaved"
         self.history.note("ended", op=turn.op, response=turn.response, status=status, texts=texts, saved=saved)

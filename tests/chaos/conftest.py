@@ -1,4 +1,4 @@
-"""What keeps the conversations while gateways come and go."""
+"""Fixture: the store that gateways share and that outlives them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where frames of a response come from: an event stream, or a WebSocket. Either can be left in every way there is."""
+"""Sources of a response's frames: an SSE stream or a WebSocket. Both can be left by FIN or RST."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Lost = (*LostOverHttp, ConnectionClosed, InvalidHandshake)
 
 
 class RefusedError(Exception):
-    """A definite no."""
+    """The server refused the request for good."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(f"{answer.status} {answer.code}")
@@ -29,16 +29,16 @@ class RefusedError(Exception):
 
 
 class Source(Protocol):
-    """Numbered frames of one response. Iterating raises `RefusedError`, or `Lost` where the stream breaks off."""
+    """Numbered frames of one response. Iterating raises `RefusedError`, or an error of `Lost` on a disconnect."""
 
     def frames(self) -> AsyncIterator[Frame]: ...
 
     def finish(self) -> None:
-        """Leave with a FIN."""
+        """Close with a FIN."""
         ...
 
     def reset(self) -> None:
-        """Leave with a RST."""
+        """Close with a RST."""
         ...
 
 
@@ -48,12 +48,12 @@ class SseSource:
 
     @classmethod
     async def create(cls, port: int, body: dict[str, Any], key: str) -> SseSource:
-        """Raises: Refused, or what `Lost` has."""
+        """Create a response. Raises: RefusedError, or an error of `Lost`."""
         return await cls._begin(port, "POST", "/v1/responses", {**body, "stream": True}, key)
 
     @classmethod
     async def resume(cls, port: int, response_id: str, after: int) -> SseSource:
-        """Raises: Refused, or what `Lost` has."""
+        """Resume a stream. Raises: RefusedError, or an error of `Lost`."""
         since = f"&starting_after={after}" if after >= 0 else ""
         return await cls._begin(port, "GET", f"/v1/responses/{response_id}?stream=true{since}")
 
@@ -76,7 +76,7 @@ class SseSource:
 
 
 class WsSource:
-    """One response on a connection of its own."""
+    """One response on its own connection."""
 
     def __init__(self, connection: ClientConnection) -> None:
         self._connection = connection
@@ -105,7 +105,7 @@ class WsSource:
         return cls(connection)
 
     async def frames(self) -> AsyncIterator[Frame]:
-        """The connection stays open behind the terminal frame, so this ends there."""
+        """Yield frames up to the terminal one; the connection stays open after it."""
         while True:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 frame: Frame = json.loads(await self._connection.recv())

@@ -1,4 +1,4 @@
-"""What is done to the processes of a run: each fault of the plan at its time, and undone when its time is over."""
+"""Injects the faults of a plan at their times and removes them afterwards."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from tests.chaos.history import History
 from tests.chaos.plan import Fault
 from tests.chaos.processes import Gateway, Rig
 
-DRAIN_GRACE_S = 30.0  # the server's own is 20 s
+DRAIN_GRACE_S = 30.0  # the server's own limit is 20 s
 TINY_BUFFER_BYTES = 4096
 
 
-class Nemesis:
-    """Does the faults of a plan. `problems`: what of it came out as it should not, an exit status for instance."""
+class FaultInjector:
+    """Injects the faults of a plan. `problems`: unexpected results, for example an exit status."""
 
     def __init__(self, rig: Rig, history: History, stallers: Client) -> None:
         self.problems: list[str] = []
         self._rig = rig
         self._history = history
         self._stallers = stallers
-        self._does: dict[str, Callable[[Fault], Awaitable[None]]] = {
+        self._actions: dict[str, Callable[[Fault], Awaitable[None]]] = {
             "kill_gateway": self._kill_gateway,
             "kill_engine": self._kill_engine,
             "stop_engine": self._stop_engine,
@@ -42,14 +42,14 @@ class Nemesis:
             "proxy_lose": self._proxy,
         }
 
-    async def do(self, fault: Fault) -> None:
-        """One fault, from its beginning to its end; behind another one of the same process."""
+    async def inject(self, fault: Fault) -> None:
+        """Inject one fault and remove it; faults of the same process run one after another."""
         is_of_store = "redis" in fault.name or "proxy" in fault.name
         lock = self._rig.redis_lock if is_of_store else self._rig.gateways[fault.target].lock
         async with lock if fault.name != "slow_clients" else contextlib.nullcontext():
             print(f"        {self._history.now_s:7.1f} s  {fault}", flush=True)
             self._note(fault, "begin")
-            await self._does[fault.name](fault)
+            await self._actions[fault.name](fault)
             self._note(fault, "end")
 
     def _note(self, fault: Fault, phase: str) -> None:
@@ -58,14 +58,14 @@ class Nemesis:
 
     def _gateway(self, fault: Fault) -> Gateway:
         gateway = self._rig.gateways[fault.target]
-        self.look_at(gateway)
+        self.restart_if_ended(gateway)
         return gateway
 
-    def look_at(self, gateway: Gateway) -> None:
-        """A gateway ends when it is told to, and never else; one that did is started again."""
+    def restart_if_ended(self, gateway: Gateway) -> None:
+        """Report a gateway that ended without a signal, and start it again."""
         status = gateway.process.poll() if gateway.process is not None else 0
         if gateway.is_meant_to_run and status is not None:
-            self.problems.append(f"gateway {gateway.number} ended by itself ({status}):\n{gateway.last_words()}")
+            self.problems.append(f"gateway {gateway.number} ended by itself ({status}):\n{gateway.last_output()}")
             gateway.start()
 
     async def _kill_gateway(self, fault: Fault) -> None:
@@ -93,13 +93,13 @@ class Nemesis:
         gateway = self._gateway(fault)
         is_ready = await gateway.is_ready()
         status = await gateway.end(DRAIN_GRACE_S)
-        if status != 0 and is_ready:  # of one that was still starting, SIGTERM may come before it listens for it
-            self.problems.append(f"gateway {gateway.number} drained with {status}:\n{gateway.last_words()}")
+        if status != 0 and is_ready:  # a starting gateway may receive SIGTERM before it handles the signal
+            self.problems.append(f"gateway {gateway.number} drained with {status}:\n{gateway.last_output()}")
         await asyncio.sleep(fault.for_s)
         gateway.start()
 
     async def _slow_clients(self, fault: Fault) -> None:
-        """Some ask, and never read what they are answered."""
+        """Open streams that are never read."""
         gateway, open_ = self._rig.gateways[fault.target], []
         for _ in range(int(fault.amount)):
             sock = socket.socket()
@@ -114,7 +114,7 @@ class Nemesis:
             sock.close()
 
     async def _clock(self, fault: Fault) -> None:
-        """An hour on, or back, and back again with the next jump."""
+        """Shift the wall clock by an hour; the next jump shifts it back."""
         gateway = self._rig.gateways[fault.target]
         gateway.set_clock(int(fault.amount) if gateway.clock.read_text() == "+0" else 0)
 

@@ -1,4 +1,4 @@
-"""After the last fault: everything comes to rest, gives back what it held, and tells what it has kept."""
+"""Final checks after the last fault: gateways become idle, release resources, and return all stored data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.chaos.processes import Gateway, Rig
 
 REST_TIMEOUT_S = 60.0
 POLL_S = 0.1
-MOST_MORE_FDS = 96  # connections to a Redis server are kept: 64 at most, and those of the command line
+MOST_MORE_FDS = 96  # open connections to Redis: 64 at most, and those of the command line
 GAUGES = {
     "chatcache_requests_running": "requests are running",
     "chatcache_requests_waiting": "requests are waiting",
@@ -26,18 +26,18 @@ GAUGES = {
 
 
 async def epilogue(rig: Rig, history: History) -> None:
-    """Note in the history what is not at rest, and all that is stored, as a gateway reads it that has just started."""
+    """Record what is not idle, and everything stored, as a newly started gateway returns it."""
     for gateway in rig.gateways:
         problems = await rest(gateway)
         history.note("ledger", gateway=gateway.number, problems=problems)
-    for gateway in rig.gateways:  # whatever they have in memory only does not count
+    for gateway in rig.gateways:  # data that is only in their memory does not count
         gateway.kill()
     reader = rig.gateways[0]
     reader.start()
     await reader.wait_ready()
     await note_stored(reader.port, history)
     status = await reader.end(DRAIN_GRACE_S)
-    last = [] if status == 0 else [f"at last it ended with {status}:\n{reader.last_words()}"]
+    last = [] if status == 0 else [f"the last gateway exited with {status}:\n{reader.last_output()}"]
     if rig.is_any_engine_left():
         last.append("an engine outlived its gateway")
     if rig.redis is None:
@@ -46,21 +46,21 @@ async def epilogue(rig: Rig, history: History) -> None:
 
 
 async def rest(gateway: Gateway, timeout_s: float = REST_TIMEOUT_S) -> list[str]:
-    """What of a gateway does not come to rest in time."""
+    """Wait until a gateway is idle; return what is not idle after the timeout."""
     deadline_s = asyncio.get_running_loop().time() + timeout_s
     while True:
         try:
             await gateway.wait_ready()
             problems = await unrest(gateway)
         except Lost as lost:
-            problems = [f"it does not answer: {type(lost).__name__} {lost}"]
+            problems = [f"no answer: {type(lost).__name__} {lost}"]
         if not problems or asyncio.get_running_loop().time() > deadline_s:
             return problems
         await asyncio.sleep(POLL_S)
 
 
 async def unrest(gateway: Gateway) -> list[str]:
-    """What is not at rest right now."""
+    """Return what is not idle at the moment."""
     problems = []
     ready = (await ask(gateway.port, "GET", "/readyz")).body
     problems += [
@@ -73,7 +73,7 @@ async def unrest(gateway: Gateway) -> list[str]:
     accounts = (await ask(gateway.port, "GET", "/v1/cache/accounts")).body
     pool: dict[str, Any] = accounts["pool"]
     if pool["active"] or pool["shared"] or pool["cached"] + pool["free"] != ready["kv_pages"]:
-        problems.append(f"the accounts do not balance: {pool}, {ready['kv_pages']} pages")
+        problems.append(f"page counts do not add up: {pool}, {ready['kv_pages']} pages")
     text = await _metrics(gateway.port)
     problems += [f"{int(value)} {GAUGES[name]}" for name in GAUGES if (value := _value(text, name))]
     num_clients, num_fds = fds(gateway)
@@ -85,12 +85,12 @@ async def unrest(gateway: Gateway) -> list[str]:
 
 
 def fds(gateway: Gateway) -> tuple[int, int]:
-    """Connections that clients have to it, and all its open files."""
+    """Return the number of client connections of a gateway, and of all its open files."""
     links = [_target(path) for path in Path(f"/proc/{gateway.pid}/fd").iterdir()]
     mine = {link[8:-1] for link in links if link.startswith("socket:[")}
     rows = [line.split() for line in Path(f"/proc/{gateway.pid}/net/tcp").read_text().splitlines()[1:]]
     local = f":{gateway.port:04X}"
-    own = [row for row in rows if row[9] in mine and row[1].endswith(local) and row[3] != "0A"]  # 0A: it listens
+    own = [row for row in rows if row[9] in mine and row[1].endswith(local) and row[3] != "0A"]  # 0A: LISTEN
     return len(own), len(links)
 
 
@@ -102,14 +102,14 @@ def _target(path: Path) -> str:
 
 
 def integrity(db: Path) -> list[str]:
-    """What SQLite has to say against the file."""
+    """Return the errors of SQLite's integrity checks."""
     connection = sqlite3.connect(db)
     try:
-        told = [row[0] for row in connection.execute("PRAGMA integrity_check")]
-        told += [f"foreign key {row}" for row in connection.execute("PRAGMA foreign_key_check")]
+        problems = [row[0] for row in connection.execute("PRAGMA integrity_check")]
+        problems += [f"foreign key {row}" for row in connection.execute("PRAGMA foreign_key_check")]
     finally:
         connection.close()
-    return [f"the file: {each}" for each in told if each != "ok"]
+    return [f"database: {each}" for each in problems if each != "ok"]
 
 
 async def _metrics(port: int) -> str:
@@ -122,7 +122,7 @@ def _value(text: str, name: str) -> float:
 
 
 async def note_stored(port: int, history: History) -> None:
-    """Every conversation, with every message of every branch."""
+    """Record every conversation, with every message of every branch."""
     after = ""
     while True:
         page = (await ask(port, "GET", f"/v1/conversations?limit=100{after}")).body

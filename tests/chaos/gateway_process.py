@@ -21,7 +21,7 @@ ENGINE = "tests.chaos.tagged_model:build_engine"
 
 
 def bend_clock(path: Path) -> None:
-    """Let this process's wall clock be off by what the file says; what counts durations stays as it is."""
+    """Shift this process's wall clock by the seconds in the file; monotonic clocks are unchanged."""
     real_ns = time.time_ns
     seen = (0, 0)
 

@@ -1,18 +1,18 @@
-"""What clients saw, as it happened: one JSON object to a line of `history.jsonl`. The checker reads nothing else.
+"""Record of all client observations, one JSON object per line of `history.jsonl`; input of the checker.
 
-fault      step, name, phase (begin | end), target          what the runner did to the processes
-invoke     op, key, tags, words, n, transport               a turn was sent (again): tags of the path, its own last
-ack        op, response, conversation                       it was acknowledged
-open       op, stream, response, after                      frames behind number `after` are asked for (-1: all)
-frame      stream, seq, type, index, text                   one came; text: of a delta, or all of it in `.done`
-jump       stream, seq, texts                               a snapshot stands for all frames up to seq
+fault      step, name, phase (begin | end), target          a fault of the plan
+invoke     op, key, tags, words, n, transport               a turn was sent (again); tags of the path, its own last
+ack        op, response, conversation                       the turn was acknowledged
+open       op, stream, response, after                      a stream was opened after frame `after` (-1: from the start)
+frame      stream, seq, type, index, text                   a frame; text: of a delta, or all of it in `.done`
+jump       stream, seq, texts                               a snapshot replaces all frames up to seq
 close      stream, how                                      end (by the server) | cut (by the client) | lost
-ended      op, response, status, texts, saved               how it ended, by terminal frame or plain answer
-refused    op, status, code                                 a definite no
-leave      op, response                                     cancelled, or left by its only reader: may end anyhow
-delete     op, conversation | response, done                asked for (done false), acknowledged (true)
-stored     conversation, items                              what a fresh gateway tells at the very end
-ledger     gateway, problems                                what did not come back to rest
+ended      op, response, status, texts, saved               the final state, from the terminal frame or a plain answer
+refused    op, status, code                                 a final refusal
+leave      op, response                                     cancelled, or left by its only reader: any end is allowed
+delete     op, conversation | response, done                requested (done false), acknowledged (true)
+stored     conversation, items                              what a new gateway returns after the run
+ledger     gateway, problems                                what did not become idle
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Entry = dict[str, Any]
 
 
 class History:
-    """Append-only. Each entry has `t`, seconds since the beginning."""
+    """Append-only record. Each entry has `t`, seconds since the start of the run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

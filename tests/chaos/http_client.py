@@ -1,4 +1,4 @@
-"""HTTP and server-sent events over bare sockets, so that a client can leave in every way there is."""
+"""HTTP and server-sent events over plain sockets, so that a client can close them by FIN or RST."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from tests.chaos.proxy import reset
 
 Frame = dict[str, Any]
-ANSWER_TIMEOUT_S = 60.0  # longer than any fault lasts: what does not answer by then hangs
+ANSWER_TIMEOUT_S = 60.0  # longer than any fault: a request without an answer by then hangs
 Lost = (OSError, EOFError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`body`: JSON, or None."""
+    """Status and JSON body (or None) of an HTTP response."""
 
     status: int
     body: Any
@@ -30,7 +30,7 @@ class Answer:
 
 
 class Exchange:
-    """One request on a connection of its own, and its answer: whole, or event by event."""
+    """One request on its own connection, and its response: complete, or event by event."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -40,7 +40,7 @@ class Exchange:
 
     @classmethod
     async def begin(cls, port: int, method: str, path: str, body: object = None, key: str = "") -> Exchange:
-        """Send a request and read the head of its answer. Raises: what `Lost` has."""
+        """Send a request and read the head of the response. Raises: an error of `Lost`."""
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
             exchange = cls(reader, writer)
@@ -67,12 +67,12 @@ class Exchange:
             self._length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
 
     async def whole(self) -> Answer:
-        """The rest of the answer as JSON. Raises: what `Lost` has."""
+        """Return the rest of the response as JSON. Raises: an error of `Lost`."""
         data = await self.text()
         return Answer(self.status, json.loads(data) if data[:1] in ("{", "[") else None)
 
     async def text(self) -> str:
-        """The rest of the answer. Raises: what `Lost` has."""
+        """Return the rest of the response as text. Raises: an error of `Lost`."""
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             if self._is_chunked:
                 data = b"".join([piece async for piece in self._chunks()])
@@ -82,7 +82,7 @@ class Exchange:
         return data.decode()
 
     async def events(self) -> AsyncIterator[Frame]:
-        """Frames until the server ends the stream. Raises: what `Lost` has where it is torn off."""
+        """Yield frames until the server ends the stream. Raises: an error of `Lost` on a disconnect."""
         held = b""
         pieces = self._chunks()
         while True:
@@ -104,17 +104,17 @@ class Exchange:
             yield data
 
     def finish(self) -> None:
-        """Leave as one does: a FIN."""
+        """Close with a FIN."""
         with contextlib.suppress(OSError):
             self._writer.close()
 
     def reset(self) -> None:
-        """Leave at once: a RST."""
+        """Close with a RST."""
         reset(self._writer)
 
 
 async def ask(port: int, method: str, path: str, body: object = None, key: str = "") -> Answer:
-    """One request and its whole answer. Raises: what `Lost` has."""
+    """Send one request and return the complete response. Raises: an error of `Lost`."""
     exchange = await Exchange.begin(port, method, path, body, key)
     try:
         return await exchange.whole()

@@ -1,4 +1,4 @@
-"""What will happen in a run, drawn from its seed alone: the same seed and minutes give the same plan."""
+"""Plan of a run, drawn from its seed alone: the same seed and duration give the same plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIRST_S = 3.0
 PAUSE_S = (2.0, 6.0)
 NUM_CLIENTS = 8
 
-# name -> (how likely beside the others, whether it is done to one gateway, for how many seconds)
+# name -> (relative weight, whether it concerns one gateway, range of its duration in seconds)
 FAULTS: dict[str, tuple[int, bool, tuple[float, float]]] = {
     "kill_gateway": (4, True, (0.0, 1.5)),  # until it is started again
     "kill_engine": (4, True, (0.0, 0.0)),
@@ -35,7 +35,7 @@ REDIS_FAULTS: dict[str, tuple[int, bool, tuple[float, float]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One step. `target`: which gateway. `amount`: of what there is a size (bytes until a cut, seconds of a jump)."""
+    """One step. `target`: number of the gateway. `amount`: size, if any (bytes until a cut, seconds of a jump)."""
 
     step: int
     at_s: float
@@ -45,10 +45,10 @@ class Fault:
     amount: float = 0.0
 
     def __str__(self) -> str:
-        whom = f" gateway {self.target}" if FAULTS.get(self.name, (0, False))[1] else ""
+        target = f" gateway {self.target}" if FAULTS.get(self.name, (0, False))[1] else ""
         lasts = f" for {self.for_s:.1f} s" if self.for_s else ""
         size = f" ({self.amount:g})" if self.amount else ""
-        return f"{self.step:4}  {self.at_s:6.1f} s  {self.name}{whom}{lasts}{size}"
+        return f"{self.step:4}  {self.at_s:6.1f} s  {self.name}{target}{lasts}{size}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Plan:
     length_s: float
 
     def up_to(self, num_steps: int | None) -> Plan:
-        """The beginning of it: faults before step `num_steps`, and some seconds to see what they did."""
+        """Return the plan with the faults before step `num_steps`, and a few seconds to observe their effect."""
         if num_steps is None or num_steps >= len(self.faults):
             return self
         length_s = min(self.length_s, self.faults[num_steps].at_s)
@@ -69,7 +69,7 @@ class Plan:
 
 
 def make_plan(seed: int, minutes: float, store: StoreKind | None = None, num_clients: int = NUM_CLIENTS) -> Plan:
-    """Of seeds one half each is SQLite and Redis, if `store` does not say; of Redis there are mostly two gateways."""
+    """Draw a plan. Without `store`, half of the seeds use Redis, mostly with two gateways."""
     draw = random.Random(f"chaos/{seed}")
     drawn: StoreKind = draw.choice(["sqlite", "redis"])
     kind = store or drawn

@@ -1,4 +1,4 @@
-"""The processes of a run: gateways with their engines, and what keeps their conversations."""
+"""Processes of a run: gateways with their engine processes, and the store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOG_LINES = 40
 
 
 class Gateway:
-    """One gateway of its own port, however often it is started."""
+    """One gateway on a fixed port, across restarts."""
 
     def __init__(self, number: int, store: str, folder: Path, *, step_s: float) -> None:
         self.number = number
@@ -34,13 +34,13 @@ class Gateway:
         self.lock = asyncio.Lock()  # one fault at a time
         self.is_meant_to_run = False
         self.engines: set[int] = set()
-        self.num_fds = 0  # of this process, when it was first seen to be ready
+        self.num_fds = 0  # open files of this process when it became ready
         self._counted = 0
         self._store = store
         self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._environment |= {CLOCK: str(self.clock), STEP_S: str(step_s), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
         self.process: subprocess.Popen[bytes] | None = None
-        self._said = folder / f"gateway-{number}.log"
+        self._log = folder / f"gateway-{number}.log"
 
     @property
     def pid(self) -> int:
@@ -48,17 +48,17 @@ class Gateway:
         return self.process.pid
 
     def set_clock(self, off_s: int) -> None:
-        """Let its wall clock be off."""
+        """Shift the wall clock of the gateway process."""
         self.clock.write_text(f"{off_s:+d}")
 
     def start(self) -> None:
         command = [sys.executable, "-m", "tests.chaos.gateway_process", self._store, str(self.port)]
-        with self._said.open("ab") as log:
+        with self._log.open("ab") as log:
             self.process = subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
         self.is_meant_to_run = True
 
     def engine(self) -> int | None:
-        """Process id of its engine, if it has one now."""
+        """Process id of the engine process, or None."""
         with contextlib.suppress(OSError):
             for child in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split():
                 if b"chatcache.engine_process.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
@@ -73,11 +73,11 @@ class Gateway:
             return False
 
     async def wait_ready(self) -> None:
-        """Wait until it serves. Raises: TimeoutError."""
+        """Wait until the gateway is ready. Raises: TimeoutError."""
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not await self.is_ready():
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"gateway {self.number} is not ready:\n{self.last_words()}")
+                raise TimeoutError(f"gateway {self.number} is not ready:\n{self.last_output()}")
             await asyncio.sleep(0.05)
         self.engine()
         if self._counted != self.pid:
@@ -91,7 +91,7 @@ class Gateway:
         self.process.wait()
 
     async def end(self, grace_s: float) -> int | None:
-        """SIGTERM; the exit status, or None of one that did not go in time, and was killed."""
+        """Send SIGTERM and return the exit status; kill the gateway after `grace_s` and return None."""
         self.engine()
         self.is_meant_to_run = False
         assert self.process is not None
@@ -104,13 +104,13 @@ class Gateway:
         self.kill()
         return None
 
-    def last_words(self) -> str:
-        lines = self._said.read_text(errors="replace").splitlines() if self._said.exists() else []
+    def last_output(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
         return "\n".join(lines[-LOG_LINES:])
 
 
 class Rig:
-    """All of them. The Redis server stands behind a proxy."""
+    """All processes of a run. The Redis server is reached through a proxy."""
 
     def __init__(self, folder: Path, num_gateways: int, *, is_redis: bool, step_s: float) -> None:
         self.redis: RedisServer | None = None
@@ -145,7 +145,7 @@ class Rig:
             self.redis.close()
 
     def is_any_engine_left(self) -> bool:
-        """Whether an engine outlived its gateway."""
+        """Return whether an engine process outlived its gateway."""
         return any(is_alive(engine) for gateway in self.gateways for engine in gateway.engines)
 
 
@@ -165,7 +165,7 @@ def free_port() -> int:
 
 
 def with_port(url: str, port: int) -> str:
-    """The same URL by another port."""
+    """Return the URL with another port."""
     parts = urlsplit(url)
-    place = f"{parts.username}:{parts.password}@127.0.0.1:{port}"
-    return urlunsplit((parts.scheme, place, parts.path, parts.query, parts.fragment))
+    address = f"{parts.username}:{parts.password}@127.0.0.1:{port}"
+    return urlunsplit((parts.scheme, address, parts.path, parts.query, parts.fragment))

@@ -1,4 +1,4 @@
-"""A TCP proxy that misbehaves as networks do. Belongs to one event loop."""
+"""TCP proxy that injects network faults. Belongs to one event loop."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ READ_BYTES = 1 << 16
 
 
 class Proxy:
-    """Listens on `port` of the loopback and passes all on to `target`, unless told otherwise.
+    """Listens on `port` of the loopback interface and forwards to `target` unless a fault is set.
 
-    `delay_s`: each piece is passed on that much later, either way. `stall` holds everything back until `heal`; `cut`
-    resets all connections after so many bytes more; `refuse` resets them and listens no more; `lose` swallows all that
-    comes from the target, for good: those connections are half-open, and whoever waits there has to find out.
+    `delay_s` delays each piece in both directions. `stall` holds all data until `heal`; `cut` resets all connections
+    after a number of bytes; `refuse` resets them and stops listening; `lose` drops all data from the target for good:
+    these connections stay half-open, and the client must detect that.
     """
 
     def __init__(self, target: int) -> None:
@@ -53,7 +53,7 @@ class Proxy:
         self._reset()
 
     async def heal(self) -> None:
-        """Pass everything on again."""
+        """Remove all faults."""
         self.delay_s, self._bytes_left, self._is_losing = 0.0, None, False
         self._flowing.set()
         if self._server is None:
@@ -81,7 +81,7 @@ class Proxy:
             self._links.discard(link)
 
     async def pass_on(self, link: _Link, data: bytes, *, from_target: bool) -> bytes:
-        """What becomes of a piece: itself, later; or nothing."""
+        """Return the data to forward, possibly later, or nothing."""
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
         await self._flowing.wait()
@@ -108,7 +108,7 @@ class _Link:
         self.task = asyncio.create_task(self._run())
 
     def reset(self) -> None:
-        """End both connections with a RST."""
+        """Close both connections with a RST."""
         for writer in self._writers:
             reset(writer)
         self.task.cancel()
@@ -135,7 +135,7 @@ class _Link:
 
 
 def reset(writer: asyncio.StreamWriter) -> None:
-    """Let go of a connection with a RST rather than a FIN."""
+    """Close a connection with a RST instead of a FIN."""
     sock: socket.socket | None = writer.get_extra_info("socket")
     if sock is not None and sock.fileno() >= 0:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""One run: processes, clients and faults of a plan side by side, then the epilogue, then the verdict."""
+"""Run a plan: processes, clients and faults concurrently, then the final checks, then the report."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 
 from tests.chaos.checker import Checker, Violation
 from tests.chaos.client import Client
-from tests.chaos.fault_injector import Nemesis
+from tests.chaos.fault_injector import FaultInjector
 from tests.chaos.final_checks import epilogue
 from tests.chaos.history import History, entries_of
 from tests.chaos.plan import Plan
 from tests.chaos.processes import Rig
 
-STALLERS = 99  # the number of the client whose requests nobody reads
+STALLERS = 99  # number of the client whose replies are never read
 END_TIMEOUT_S = 240.0
 MOST_SHOWN = 12
 
 
 async def run_plan(plan: Plan, folder: Path, *, step_s: float = 0.01) -> list[Violation]:
-    """Do it all; the history is left in the folder. What speaks against it."""
+    """Run a plan and return the violations; the history stays in the folder."""
     history = History(folder / "history.jsonl")
     rig = Rig(folder, plan.num_gateways, is_redis=plan.store == "redis", step_s=step_s)
     try:
@@ -48,33 +48,33 @@ async def _live(plan: Plan, rig: Rig, history: History) -> None:
         for number in range(plan.num_clients)
     ]
     stallers = Client(STALLERS, ports, history, random.Random(f"chaos/{plan.seed}/stallers"), stop)
-    nemesis = Nemesis(rig, history, stallers)
+    fault_injector = FaultInjector(rig, history, stallers)
     living = [asyncio.create_task(client.run()) for client in clients]
     began_s = history.now_s
     doing: list[asyncio.Task[None]] = []
     try:
         for fault in plan.faults:
             await _until(history, began_s + fault.at_s, living)
-            doing.append(asyncio.create_task(nemesis.do(fault)))
+            doing.append(asyncio.create_task(fault_injector.inject(fault)))
         await _until(history, began_s + plan.length_s, living)
         await asyncio.gather(*doing)
         for gateway in rig.gateways:
-            nemesis.look_at(gateway)
+            fault_injector.restart_if_ended(gateway)
             gateway.set_clock(0)
         stop.set()
         async with asyncio.timeout(END_TIMEOUT_S):
             await asyncio.gather(*living)
     except TimeoutError:
-        nemesis.problems.append("clients are not done long after the last fault")
+        fault_injector.problems.append("clients have not finished long after the last fault")
     finally:
         for task in (*living, *doing):
             task.cancel()
         await asyncio.gather(*living, *doing, return_exceptions=True)
-    history.note("ledger", gateway="the run", problems=nemesis.problems)
+    history.note("ledger", gateway="the run", problems=fault_injector.problems)
 
 
 async def _until(history: History, at_s: float, living: Sequence[asyncio.Task[None]]) -> None:
-    """Wait for a time; a client that breaks ends the run at once."""
+    """Wait until a time of the plan; a client that fails ends the run at once."""
     while history.now_s < at_s:
         await asyncio.sleep(min(0.1, max(0.0, at_s - history.now_s)))
         for task in living:
@@ -83,7 +83,7 @@ async def _until(history: History, at_s: float, living: Sequence[asyncio.Task[No
 
 
 def replay_command(plan: Plan, minutes: float, history: Path, violation: Violation) -> str:
-    """The one command that does all that was done until this was seen."""
+    """Return the command that repeats the run up to this violation."""
     begun = [entry for entry in entries_of(history) if entry["kind"] == "fault" and entry["phase"] == "begin"]
     num_steps = max((entry["step"] + 1 for entry in begun if entry["t"] <= violation.t), default=0)
     command = ["python", "-m", "tests.chaos", "--minutes", f"{minutes:g}", "--seed", str(plan.seed)]
@@ -92,13 +92,13 @@ def replay_command(plan: Plan, minutes: float, history: Path, violation: Violati
 
 
 def report(plan: Plan, minutes: float, folder: Path, violations: Sequence[Violation]) -> int:
-    """Print the verdict; the exit code."""
+    """Print the result and return the exit code."""
     history = folder / "history.jsonl"
     if not violations:
-        print(f"seed {plan.seed}: every promise was kept, and the ledger balances")
+        print(f"seed {plan.seed}: no violations")
         return 0
     for violation in violations[:MOST_SHOWN]:
         print(f"{violation.rule} at {violation.t:.1f} s: {violation.what}", file=sys.stderr)
-        print(f"    again: {replay_command(plan, minutes, history, violation)}", file=sys.stderr)
+        print(f"    repeat: {replay_command(plan, minutes, history, violation)}", file=sys.stderr)
     print(f"seed {plan.seed}: {len(violations)} violations; the history: {history}", file=sys.stderr)
     return 1

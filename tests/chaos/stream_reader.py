@@ -1,4 +1,4 @@
-"""Reading one stream of frames into the history, and leaving it in the middle where that is wanted."""
+"""Reads one stream of frames into the history, optionally leaving it before its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.chaos.http_client import Frame
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """How (fin | rst | leave | stall) and after how many frames. Who stalls reads on after `for_s`."""
+    """How (fin | rst | leave | stall) and after how many frames to stop reading; `stall` resumes after `for_s`."""
 
     how: str
     after: int
@@ -22,7 +22,7 @@ class Leave:
 
 @dataclass(slots=True)
 class Watch:
-    """Where a reader is. `response` is "" until the first frame has told it."""
+    """Position of a reader. `response` is "" until the first frame has been received."""
 
     op: str
     response: str
@@ -30,7 +30,7 @@ class Watch:
 
 
 async def watch(history: History, source: Source, state: Watch, leave: Leave | None) -> AsyncIterator[Frame]:
-    """Yield the numbered frames of one response. Raises: what the source does; ConnectionError for who left."""
+    """Yield the numbered frames of one response. Raises: errors of the source; ConnectionError after leaving."""
     stream = f"{state.op}-{id(source):x}-{history.now_s:.4f}"
     if state.response:
         history.note("open", op=state.op, stream=stream, response=state.response, after=state.seen)

@@ -1,7 +1,7 @@
-"""An engine whose model reads its prompt out of the pages and answers as `speech` says: torch-free, exact about pages.
+"""An engine without torch whose model reads its prompt from the KV pages and replies as `tagged_text` defines.
 
-Pages hold the tokens themselves beside `FakeRunner`'s hashes, moved wherever those are moved. Who reads a page that is
-not theirs, or not written yet, says something that nobody asked for.
+Pages hold the tokens in addition to the hashes of `FakeRunner`, and both are copied together. A request that reads a
+page of another request, or one that is not written yet, generates text that no client requested.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEP_S = "CHAOS_STEP_S"
 MAX_MODEL_LEN = 1024
 _NUM_PAGES, _PAGE_SIZE, _NUM_HOST_PAGES = 640, 8, 64
 _SPECIALS = ("<|im_start|>", "<|im_end|>")
-_START, _END, _HOLE = "\u2401", "\u2402", "\u2403"  # how it writes marks, and cells that hold no token
+_START, _END, _HOLE = "\u2401", "\u2402", "\u2403"  # special tokens, and cells that hold no token
 _HEADER = "assistant\n"
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -36,7 +36,7 @@ _TEMPLATE = (
 
 @cache
 def tokenizer() -> Tokenizer:
-    """Every byte a token, and the marks of turns."""
+    """Return a tokenizer with a token per byte and the special tokens of turns."""
     names = [*_SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     backend = Backend(models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -46,8 +46,8 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(backend, eos_token_ids=(names.index("<|im_end|>"),), template=template)
 
 
-class SpeakingRunner(FakeRunner):
-    """Says what its pages ask for. Satisfies `ModelRunner`."""
+class TaggedTextRunner(FakeRunner):
+    """Generates the reply that its pages ask for. Satisfies `ModelRunner`."""
 
     def __init__(self, capacity: KVCapacity, *, delay_s: float = 0.0) -> None:
         words = tokenizer()
@@ -58,7 +58,7 @@ class SpeakingRunner(FakeRunner):
         self._ids_of = {text: index for index, text in enumerate(self._text)}
         self.tokens: I32 = np.full(self.cells.shape, -1, np.int32)
         self.host_tokens: I32 = np.full(self.host_cells.shape, -1, np.int32)
-        self._said: dict[int, str] = {}  # in this step, by the hash of the history
+        self._log: dict[int, str] = {}  # in this step, by the hash of the history
 
     def execute(self, plan: StepPlan) -> StepResult:
         for page, host_page in plan.swaps_out.tolist():
@@ -70,11 +70,11 @@ class SpeakingRunner(FakeRunner):
         return super().execute(plan)
 
     def _compute(self, plan: StepPlan) -> list[U64]:
-        histories = super()._compute(plan)  # which brings the tables up to date
+        histories = super()._compute(plan)  # which updates the block tables
         rows = plan.rows
         spans = list(zip(rows.slot.tolist(), rows.start.tolist(), rows.num_tokens.tolist(), strict=True))
         before = [self._read_tokens(slot, start) for slot, start, _ in spans]
-        self._said.clear()
+        self._log.clear()
         offset = 0
         for (slot, start, count), read, history in zip(spans, before, histories, strict=True):
             tokens = rows.tokens[offset : offset + count]
@@ -83,7 +83,7 @@ class SpeakingRunner(FakeRunner):
             pages = self._tables[slot, positions // self._capacity.page_size]
             self.tokens[pages, positions % self._capacity.page_size] = tokens
             ids = [*read.tolist(), *tokens.tolist()]
-            self._said[int(history[-1])] = "".join(self._text[token] if token >= 0 else _HOLE for token in ids)
+            self._log[int(history[-1])] = "".join(self._text[token] if token >= 0 else _HOLE for token in ids)
         return histories
 
     def _read_tokens(self, slot: int, num_tokens: int) -> I32:
@@ -92,15 +92,15 @@ class SpeakingRunner(FakeRunner):
         return read
 
     def logits(self, history: np.uint64) -> F32:
-        """Certain of what comes next, or undecided between the letters that may."""
+        """Return logits that allow only the next characters of the reply, all equally likely."""
         logits = np.full(len(self._text), -60.0, np.float32)
-        for character in next_of(self._said.get(int(history), "")):
+        for character in next_of(self._log.get(int(history), "")):
             logits[self._ids_of[character]] = 12.0
         return logits
 
 
 def next_of(chat: str) -> str:
-    """What may follow a chat, as this runner writes it down."""
+    """Return the characters that may follow a chat in this model's notation."""
     turns = chat.split(_START)
     users = [TAG.search(turn) for turn in turns if turn.startswith("user\n")]
     if not users or not turns[-1].startswith(_HEADER) or None in users:
@@ -112,10 +112,10 @@ def next_of(chat: str) -> str:
 
 
 def build_engine(config: EngineConfig, progress: Callable[[float, str], None]) -> Engine:
-    """What the engine child is told to build: few pages, so that they are evicted and requests preempted."""
+    """Build the engine of the engine process: few pages, so that pages are evicted and requests preempted."""
     words = tokenizer()
     capacity = fake_capacity(_NUM_PAGES, _PAGE_SIZE, max_model_len=MAX_MODEL_LEN, num_host_pages=_NUM_HOST_PAGES)
-    runner = SpeakingRunner(capacity, delay_s=float(os.environ.get(STEP_S, "0")))
+    runner = TaggedTextRunner(capacity, delay_s=float(os.environ.get(STEP_S, "0")))
     facts = fake_facts(words.vocab_size, words.eos_token_ids, MAX_MODEL_LEN)
     return Engine(runner, facts, config, words.token_bytes, special_ids=words.special_ids)
 

@@ -1,4 +1,4 @@
-"""G13: callers that go away while they wait for Redis, behind 4 ms of network: nobody reads somebody else's answer."""
+"""Test that cancelled Redis calls never leave their reply to another caller (goal G13), with 4 ms network delay."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.redis_servers import RedisServer, redis_server
 pytestmark = pytest.mark.slow
 
 DELAY_S = 0.004
-LEAKY = "4.5.3"  # the version that CVE-2023-28858 is about
+LEAKY = "4.5.3"  # the version with CVE-2023-28858
 SEED = int(os.environ.get("CHATCACHE_TEST_SEED", "7"))
 
 
@@ -48,7 +48,7 @@ class Found:
 
 
 async def read_and_leave(server: RedisServer, num_to_cancel: int) -> Found:
-    """Readers of conversations, half of whom leave at any moment; what the others read."""
+    """Read conversations and cancel half of the readers at random; return what the others received."""
     server.admin.flushall()
     draw, found = random.Random(SEED), Found()
     async with proxied(server.port) as proxy:
@@ -61,9 +61,9 @@ async def read_and_leave(server: RedisServer, num_to_cancel: int) -> Found:
         async def read(name: str) -> None:
             try:
                 is_right = (await store.get("me", name)).title == name
-            except StoreUnavailableError:  # a busy machine may take longer than the link waits
+            except StoreUnavailableError:  # a busy machine may exceed the timeout of the connection
                 await asyncio.sleep(0.05)
-            except Exception:  # what belongs to another command altogether
+            except Exception:  # a reply of another command
                 found.num_wrong += 1
             else:
                 found.num_right += is_right
@@ -80,22 +80,22 @@ async def read_and_leave(server: RedisServer, num_to_cancel: int) -> Found:
     return found
 
 
-async def test_whoever_leaves_takes_nothing_of_others_along(server: RedisServer) -> None:
+async def test_cancelled_calls_leave_no_reply_for_other_callers(server: RedisServer) -> None:
     found = await read_and_leave(server, 300)
     assert found.num_wrong == 0 and found.num_right > 0
 
 
 @pytest.mark.long
-async def test_the_same_of_ten_thousand(server: RedisServer) -> None:
+async def test_ten_thousand_cancelled_calls_leave_no_reply_for_other_callers(server: RedisServer) -> None:
     found = await read_and_leave(server, 10_000)
     print(found)
     assert found.num_wrong == 0 and found.num_right > 0
 
 
-async def test_a_link_that_leaves_replies_behind_would_be_seen(
+async def test_injected_bug_connection_reused_after_cancel_is_found(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted bug: work on the caller's own task, over connections that stay open when it is cancelled."""
+    """Injected bug: commands run in the caller's task, on connections that stay open when it is cancelled."""
 
     async def run(
         self: Any, work: Callable[[Any], Awaitable[Any]], *, order: str = "", is_patient: bool = False
@@ -116,20 +116,20 @@ async def test_a_link_that_leaves_replies_behind_would_be_seen(
 
 
 async def cancelled_through(server: RedisServer, python: Path | str, num_to_cancel: int) -> dict[str, Any]:
-    """The bare check, in a process of its own."""
+    """Run the check with redis-py alone, in its own process."""
     async with proxied(server.port) as proxy:
         proxy.delay_s = DELAY_S
         url = with_port(server.url, proxy.port)
         command = [str(python), cancelled_reads.__file__, url, str(num_to_cancel), str(SEED)]
         done = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-        said, _ = await done.communicate()
+        output, _ = await done.communicate()
     assert done.returncode == 0
-    found: dict[str, Any] = json.loads(said)
+    found: dict[str, Any] = json.loads(output)
     return found
 
 
 def environment_of_old(folder: Path) -> Path:
-    """The interpreter of an environment that has the library as it was."""
+    """Return the interpreter of an environment with the old redis-py."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
     install = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", f"redis=={LEAKY}"]
@@ -139,8 +139,8 @@ def environment_of_old(folder: Path) -> Path:
 
 
 @pytest.mark.long
-async def test_the_library_that_had_the_bug_has_it_here(server: RedisServer, tmp_path: Path) -> None:
-    """The check has the power to see it: redis-py 4.5.3 fails, the one we have does not."""
+async def test_redis_py_with_the_bug_fails_and_the_installed_one_passes(server: RedisServer, tmp_path: Path) -> None:
+    """Negative control: the check finds the bug of redis-py 4.5.3 and passes with the installed version."""
     old = environment_of_old(tmp_path / "old")
     leaky = await cancelled_through(server, old, 10_000)
     ours = await cancelled_through(server, sys.executable, 10_000)

@@ -1,4 +1,4 @@
-"""The checker of histories: a good one passes, and each kind of broken promise is told by its name."""
+"""Test the history checker: a correct history passes, and each kind of violation is found."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.chaos.checker import Checker
 from tests.chaos.history import Entry, History, entries_of
-from tests.chaos.tagged_text import DRAWN, choices_at, fault_in, length_of, said
+from tests.chaos.tagged_text import DRAWN, choices_at, fault_in, length_of, user_message
 
 TAGS, WORDS = ["c1t1", "c1t2"], 3
 
@@ -21,7 +21,7 @@ def speak(tags: list[str], num_words: int, letter: int = 0) -> str:
 
 
 def turn(tags: list[str], t: float, parent: str | None) -> tuple[list[Entry], list[Entry]]:
-    """One turn of two candidates, read to the end by one stream; what was seen of it, and what is stored."""
+    """Return the observations and the stored items of one turn with two candidates, read by one stream."""
     op = key = tags[-1]
     response, user = f"resp_{op}", f"msg_{op}"
     texts = [speak(tags, WORDS, letter) for letter in (0, 1)]
@@ -45,14 +45,21 @@ def turn(tags: list[str], t: float, parent: str | None) -> tuple[list[Entry], li
         },
     ]  # fmt: skip
     items: list[Entry] = [
-        {"id": user, "parent_id": parent, "role": "user", "text": said(op, WORDS), "response_id": response, "index": 0}
+        {
+            "id": user,
+            "parent_id": parent,
+            "role": "user",
+            "text": user_message(op, WORDS),
+            "response_id": response,
+            "index": 0,
+        }
     ]
     for index, text in enumerate(texts):
         items.append(
             {"id": f"{user}_{index}", "parent_id": user, "role": "assistant", "text": text, "response_id": response}
             | {"index": index, "finish_reason": "stop"}
         )
-    return [{"t": t + place / 1000, **entry} for place, entry in enumerate(seen)], items
+    return [{"t": t + offset / 1000, **entry} for offset, entry in enumerate(seen)], items
 
 
 def good() -> list[Entry]:
@@ -66,7 +73,7 @@ def rules(entries: list[Entry]) -> set[str]:
     return {violation.rule for violation in Checker(entries).violations()}
 
 
-def test_a_history_that_keeps_every_promise_passes() -> None:
+def test_correct_history_has_no_violations() -> None:
     assert Checker(good()).violations() == []
 
 
@@ -117,8 +124,8 @@ def send_a_frame_again(entries: list[Entry]) -> None:
     entries.insert(entries.index(frame), copy.copy(frame))
 
 
-def say_what_another_asked_for(entries: list[Entry]) -> None:
-    """Of every kind of text, all of it: it is consistent, and not theirs."""
+def reply_with_another_text(entries: list[Entry]) -> None:
+    """Replace every text by one of another conversation, consistently."""
     text = speak(["c7t1"], WORDS)
     frames = [frame for frame in frames_of(entries) if frame["stream"] == "s-c1t1" and frame["index"] == 0]
     for frame, start in zip(frames, range(0, len(text), 4), strict=False):
@@ -128,44 +135,44 @@ def say_what_another_asked_for(entries: list[Entry]) -> None:
 
 
 def forget_the_first_turn(entries: list[Entry]) -> None:
-    """The prompt of the second turn lacked the first; only what is stored tells."""
+    """The prompt of the second turn lacks the first turn; only the stored reply shows it."""
     items_of(entries)[4]["text"] = items_of(entries)[5]["text"] = speak(["c1t2"], WORDS)
 
 
 def store_another_text(entries: list[Entry]) -> None:
     text: str = items_of(entries)[4]["text"]
-    place = text.index(".00") + 3
-    items_of(entries)[4]["text"] = text[:place] + DRAWN.replace(text[place], "")[0] + text[place + 1 :]
+    offset = text.index(".00") + 3
+    items_of(entries)[4]["text"] = text[:offset] + DRAWN.replace(text[offset], "")[0] + text[offset + 1 :]
 
 
-def end_without_an_end(entries: list[Entry]) -> None:
+def end_without_a_terminal_frame(entries: list[Entry]) -> None:
     entries.remove(frames_of(entries)[-1])
 
 
-def go_on_behind_the_end(entries: list[Entry]) -> None:
+def send_after_the_end(entries: list[Entry]) -> None:
     last = frames_of(entries)[-1]
     entries.append({**last, "t": 2.9, "seq": last["seq"] + 1})
 
 
-def tell_readers_different_things(entries: list[Entry]) -> None:
+def send_readers_different_frames(entries: list[Entry]) -> None:
     frame = frames_of(entries)[5]
     entries.append({**of_kind(entries, "open"), "t": 3.0, "stream": "late", "after": frame["seq"] - 1})
     entries.append({**frame, "t": 3.1, "stream": "late", "text": "else"})
 
 
-def fail_for_nothing(entries: list[Entry]) -> None:
+def fail_without_a_cause(entries: list[Entry]) -> None:
     of_kind(entries, "ended").update(status="failed", texts={})
 
 
-def refuse_what_is_right(entries: list[Entry]) -> None:
+def refuse_a_valid_request(entries: list[Entry]) -> None:
     entries.append({"t": 3.0, "kind": "refused", "op": "c1t1", "status": 500, "code": "internal_error"})
 
 
-def bring_back_what_was_deleted(entries: list[Entry]) -> None:
+def revive_a_deleted_turn(entries: list[Entry]) -> None:
     entries.append({"t": 3.0, "kind": "delete", "op": "c1t2", "conversation": "conv", "done": True})
 
 
-def complete_half_of_it(entries: list[Entry]) -> None:
+def complete_half_of_the_text(entries: list[Entry]) -> None:
     texts = of_kind(entries, "ended")["texts"]
     texts["msg_c1t1_0"] = texts["msg_c1t1_0"][:9]
 
@@ -174,7 +181,7 @@ def keep_pages(entries: list[Entry]) -> None:
     entries[-1]["problems"] = ["3 pages in use"]
 
 
-PLANTED: dict[Callable[[list[Entry]], None], str] = {
+INJECTED: dict[Callable[[list[Entry]], None], str] = {
     lose_an_acknowledged_turn: "lost",
     lose_a_reply: "lost",
     store_a_turn_twice: "doubled",
@@ -183,30 +190,30 @@ PLANTED: dict[Callable[[list[Entry]], None], str] = {
     lose_a_token: "foreign",
     lose_a_frame: "gap",
     send_a_frame_again: "repeat",
-    say_what_another_asked_for: "foreign",
+    reply_with_another_text: "foreign",
     forget_the_first_turn: "foreign",
     store_another_text: "lost",
-    end_without_an_end: "terminal",
-    go_on_behind_the_end: "terminal",
-    tell_readers_different_things: "frames",
-    fail_for_nothing: "failed",
-    refuse_what_is_right: "refused",
-    bring_back_what_was_deleted: "revived",
-    complete_half_of_it: "text",
+    end_without_a_terminal_frame: "terminal",
+    send_after_the_end: "terminal",
+    send_readers_different_frames: "frames",
+    fail_without_a_cause: "failed",
+    refuse_a_valid_request: "refused",
+    revive_a_deleted_turn: "revived",
+    complete_half_of_the_text: "text",
     keep_pages: "ledger",
 }
 
 
-@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
-def test_a_broken_promise_is_told(plant: Callable[[list[Entry]], None]) -> None:
+@pytest.mark.parametrize("inject", INJECTED, ids=lambda inject: inject.__name__)
+def test_injected_violation_is_found_by_its_rule(inject: Callable[[list[Entry]], None]) -> None:
     entries = good()
-    plant(entries)
-    assert PLANTED[plant] in rules(entries)
+    inject(entries)
+    assert INJECTED[inject] in rules(entries)
 
 
-def test_what_deletes_explain_is_no_violation() -> None:
+def test_deleted_turns_are_no_violation() -> None:
     entries = good()
-    fail_for_nothing(entries)
+    fail_without_a_cause(entries)
     items_of(entries)[:] = [item for item in items_of(entries) if item["id"] not in ("msg_c1t1_0", "msg_c1t1_1")]
     items_of(entries)[:] = items_of(entries)[:1]
     entries.append({"t": 0.5, "kind": "delete", "op": "c1t1", "conversation": "", "done": True})
@@ -217,14 +224,14 @@ def test_what_deletes_explain_is_no_violation() -> None:
     assert Checker(entries).violations() == []
 
 
-def test_the_death_of_an_engine_is_no_excuse_for_a_failed_answer() -> None:
+def test_failed_response_after_an_engine_crash_is_a_violation() -> None:
     entries = good()
-    fail_for_nothing(entries)
+    fail_without_a_cause(entries)
     entries.append({"t": 0.5, "kind": "fault", "step": 0, "name": "kill_engine", "phase": "begin", "target": 0})
     assert "failed" in rules(entries)
 
 
-def test_a_history_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_history_read_from_the_file_equals_the_recorded_one(tmp_path: Path) -> None:
     history = History(tmp_path / "history.jsonl")
     history.note("ack", op="c1t1", response="resp", conversation="conv")
     history.close()
@@ -232,10 +239,10 @@ def test_a_history_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert entry.pop("t") >= 0 and entry == {"kind": "ack", "op": "c1t1", "response": "resp", "conversation": "conv"}
 
 
-def test_every_character_that_goes_astray_is_found() -> None:
+def test_each_missing_repeated_or_changed_character_is_found() -> None:
     text = speak(TAGS, WORDS)
     assert fault_in(text, TAGS, WORDS) is None
-    for place in range(len(text) - 1):
-        assert fault_in(text[:place] + text[place + 1 :], TAGS, WORDS), place  # one lost
-        assert fault_in(text[: place + 1] + text[place:], TAGS, WORDS) or text[place] == text[place + 1], place
+    for offset in range(len(text) - 1):
+        assert fault_in(text[:offset] + text[offset + 1 :], TAGS, WORDS), offset  # one lost
+        assert fault_in(text[: offset + 1] + text[offset:], TAGS, WORDS) or text[offset] == text[offset + 1], offset
     assert fault_in(text + " ", TAGS, WORDS)

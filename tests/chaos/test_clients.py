@@ -1,4 +1,4 @@
-"""Clients and checker together over one gateway that nobody harms; and over ones that break a promise each."""
+"""Test clients and checker together, with a correct gateway and with gateways that have an injected bug."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUM_CLIENTS, NUM_TURNS = 3, 5
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    """A gateway whose engine says whose text it is."""
+    """A gateway with the tagged-text model."""
     engine = EngineConfig(strict=True, max_model_len=tagged_model.MAX_MODEL_LEN)
     with Server(
         ServerConfig(db=str(tmp_path / "chat.db"), sse_keep_alive_interval_s=0),
@@ -45,7 +45,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 async def live(server: Server, folder: Path, manner: str = "") -> Path:
-    """Some clients say some things, in every manner or the one given; the history, with what is stored in the end."""
+    """Run some clients, in all manners or the given one; return the history, with the stored data."""
     history = History(folder / "history.jsonl")
     try:
         clients = [
@@ -53,28 +53,28 @@ async def live(server: Server, folder: Path, manner: str = "") -> Path:
             for number in range(NUM_CLIENTS)
         ]
 
-        async def say_all(client: Client) -> None:
+        async def send_all(client: Client) -> None:
             for _ in range(NUM_TURNS):
                 turn: Turn = client.next_turn()
                 turn.manner = manner or turn.manner
-                await client.say(turn)
+                await client.send(turn)
 
-        await asyncio.gather(*(say_all(client) for client in clients))
+        await asyncio.gather(*(send_all(client) for client in clients))
         await note_stored(server.port, history)
     finally:
         history.close()
     return history.path
 
 
-async def test_whatever_clients_do_every_promise_is_kept(server: Server, tmp_path: Path) -> None:
+async def test_correct_gateway_with_all_client_actions_has_no_violations(server: Server, tmp_path: Path) -> None:
     checker = Checker(entries_of(await live(server, tmp_path)))
     assert checker.violations() == []
     assert checker.num_checked()["acknowledged turns"] >= NUM_CLIENTS * NUM_TURNS
     await asyncio.to_thread(server.wait_idle)
 
 
-def say_twice(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every tenth delta is sent again."""
+def send_twice(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Send every tenth delta twice."""
     original, num_deltas = ResponseEventWriter.delta, 0
 
     def delta(self: ResponseEventWriter, event: ReplyDelta) -> None:
@@ -89,16 +89,16 @@ def say_twice(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def forget_keys(monkeypatch: pytest.MonkeyPatch) -> str:
-    async def know_nothing(*_: object) -> None:
+    async def find_nothing(*_: object) -> None:
         return None
 
-    monkeypatch.setattr(IdempotencyKey, "find_target", know_nothing)
+    monkeypatch.setattr(IdempotencyKey, "find_target", find_nothing)
     monkeypatch.setattr(IdempotencyKey, "claim", lambda *_: None)
     return "doubled"
 
 
 def store_no_reply(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Replies are acknowledged, and not there in the end."""
+    """Acknowledge replies without storing them."""
     original = TurnService.complete
 
     async def settle(self: TurnService, conversation: Any, planned: Any, outputs: Any, *more: Any) -> Any:
@@ -108,16 +108,16 @@ def store_no_reply(monkeypatch: pytest.MonkeyPatch) -> str:
     return "lost"
 
 
-@pytest.mark.parametrize("plant", [say_twice, forget_keys, store_no_reply])
-async def test_a_gateway_that_breaks_a_promise_is_told_of(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], plant: Any
+@pytest.mark.parametrize("inject", [send_twice, forget_keys, store_no_reply])
+async def test_injected_bug_of_the_gateway_is_found_by_its_rule(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], inject: Any
 ) -> None:
-    """By its name, and with the one command that does it again."""
-    rule = plant(monkeypatch)
+    """The report names the rule and the command that repeats the run."""
+    rule = inject(monkeypatch)
     path = await live(server, tmp_path, "twice" if rule == "doubled" else "stay")
     violations = Checker(entries_of(path)).violations()
     assert rule in {violation.rule for violation in violations}
     plan = make_plan(7, 2, "sqlite", NUM_CLIENTS)
     assert report(plan, 2, tmp_path, violations) == 1
-    command = "again: python -m tests.chaos --minutes 2 --seed 7 --store sqlite --clients 3 --until-step 0"
+    command = "repeat: python -m tests.chaos --minutes 2 --seed 7 --store sqlite --clients 3 --until-step 0"
     assert command in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""G12: every request ten times at once, through two gateways over one store: one turn for each key."""
+"""Test duplicate submissions, ten per idempotency key, through two gateways: one turn per key (goal G12)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ NUM_TIMES = 10
 
 
 def submit(server: Server, key: str) -> str:
-    """The id of the response, however often it takes."""
+    """Submit until a response is acknowledged; return its id."""
     while True:
         body = {"input": key, "max_output_tokens": 2, "ignore_eos": True}
-        status, _, told = server.request("POST", "/v1/responses", body, {"idempotency-key": key})
+        status, _, answer = server.request("POST", "/v1/responses", body, {"idempotency-key": key})
         if status == 200:
-            return str(told["id"])
-        assert status == 503, told
+            return str(answer["id"])
+        assert status == 503, answer
 
 
 def conversations(server: Server) -> list[dict[str, Any]]:
@@ -41,7 +41,7 @@ def conversations(server: Server) -> list[dict[str, Any]]:
 
 
 def check_duplicates(kept: RedisServer | str, num_keys: int) -> None:
-    """Submissions of several keys at a time, in any order, alternately to either gateway."""
+    """Submit several keys at a time, in random order, alternately to both gateways."""
     with server_on(kept) as one, server_on(kept) as two, ThreadPoolExecutor(2 * NUM_TIMES) as pool:
         for server in (one, two):
             server.wait_ready()
@@ -55,22 +55,22 @@ def check_duplicates(kept: RedisServer | str, num_keys: int) -> None:
             server.wait_idle()
 
 
-def test_of_each_key_there_is_one_turn(kept: RedisServer | str) -> None:
+def test_ten_submissions_of_a_key_make_one_turn(kept: RedisServer | str) -> None:
     check_duplicates(kept, 8)
 
 
 @pytest.mark.long
-def test_the_same_of_ten_thousand_submissions(kept: RedisServer | str) -> None:
+def test_ten_thousand_submissions_make_one_turn_per_key(kept: RedisServer | str) -> None:
     check_duplicates(kept, 1000)
 
 
-def test_gateways_that_forget_their_keys_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted bug."""
+def test_injected_bug_forgotten_idempotency_keys_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Injected bug: gateways do not look up idempotency keys."""
 
-    async def know_nothing(*_: object) -> None:
+    async def find_nothing(*_: object) -> None:
         return None
 
-    monkeypatch.setattr(IdempotencyKey, "find_target", know_nothing)
+    monkeypatch.setattr(IdempotencyKey, "find_target", find_nothing)
     monkeypatch.setattr(IdempotencyKey, "claim", lambda *_: None)
     with pytest.raises(AssertionError, match="more than one"):
         check_duplicates(str(tmp_path / "chat.db"), 1)

@@ -1,4 +1,4 @@
-"""A plan is its seed's: the same again, and the beginning of a longer one."""
+"""Test that a plan depends on its seed alone and that a shorter plan is a prefix of a longer one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 from tests.chaos.plan import FAULTS, REDIS_FAULTS, make_plan
 
 
-def test_a_seed_gives_one_plan_and_others_give_others() -> None:
+def test_plan_depends_on_the_seed() -> None:
     assert make_plan(7, 10) == make_plan(7, 10)
     assert len({make_plan(seed, 1).faults for seed in range(20)}) == 20
     assert {make_plan(seed, 1).store for seed in range(20)} == {"sqlite", "redis"}
@@ -15,7 +15,7 @@ def test_a_seed_gives_one_plan_and_others_give_others() -> None:
     assert {make_plan(seed, 1, "sqlite").num_gateways for seed in range(20)} == {1}
 
 
-def test_a_shorter_run_begins_as_the_longer_one() -> None:
+def test_shorter_plan_is_a_prefix_of_the_longer_one() -> None:
     long, short = make_plan(3, 10), make_plan(3, 1)
     assert short.faults == long.faults[: len(short.faults)]
     cut = long.up_to(5)
@@ -23,7 +23,7 @@ def test_a_shorter_run_begins_as_the_longer_one() -> None:
     assert long.up_to(None) == long.up_to(10_000) == long
 
 
-def test_something_happens_every_few_seconds_and_everything_does() -> None:
+def test_plan_has_a_fault_every_few_seconds_and_all_kinds() -> None:
     plan = make_plan(1, 60, "redis")
     times = [fault.at_s for fault in plan.faults]
     assert max(b - a for a, b in itertools.pairwise(times)) <= 6.1 and times[-1] < 3600

@@ -1,4 +1,4 @@
-"""The proxy does what its faults are called, and only while they last."""
+"""Test the faults of the TCP proxy and that they end with `heal`."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ async def proxy() -> AsyncIterator[Proxy]:
         yield proxy
 
 
-class Talk:
-    """A client's connection."""
+class Connection:
+    """A client connection through the proxy."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
     @classmethod
-    async def begin(cls, proxy: Proxy) -> Talk:
+    async def begin(cls, proxy: Proxy) -> Connection:
         return cls(*await asyncio.open_connection("127.0.0.1", proxy.port))
 
-    def say(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
         self._writer.write(data)
 
-    async def hear(self, count: int) -> bytes:
+    async def receive(self, count: int) -> bytes:
         async with asyncio.timeout(PATIENCE_S):
             return await self._reader.readexactly(count)
 
-    async def hears_nothing(self) -> bool:
+    async def receives_nothing(self) -> bool:
         try:
             async with asyncio.timeout(0.05):
                 await self._reader.readexactly(1)
@@ -59,71 +59,71 @@ class Talk:
         self._writer.close()
 
 
-async def test_it_passes_on_and_slowly_if_told(proxy: Proxy) -> None:
-    talk = await Talk.begin(proxy)
-    talk.say(b"hello")
-    assert await talk.hear(5) == b"hello"
+async def test_proxy_forwards_data_with_the_set_delay(proxy: Proxy) -> None:
+    connection = await Connection.begin(proxy)
+    connection.send(b"hello")
+    assert await connection.receive(5) == b"hello"
     proxy.delay_s = 0.02
     began_s = asyncio.get_running_loop().time()
-    talk.say(b"slow")
-    assert await talk.hear(4) == b"slow"
+    connection.send(b"slow")
+    assert await connection.receive(4) == b"slow"
     assert asyncio.get_running_loop().time() - began_s >= 0.04
-    talk.end()
+    connection.end()
 
 
-async def test_what_is_stalled_comes_later(proxy: Proxy) -> None:
-    talk = await Talk.begin(proxy)
+async def test_stalled_data_arrives_after_heal(proxy: Proxy) -> None:
+    connection = await Connection.begin(proxy)
     proxy.stall()
-    talk.say(b"wait")
-    assert await talk.hears_nothing()
+    connection.send(b"wait")
+    assert await connection.receives_nothing()
     await proxy.heal()
-    assert await talk.hear(4) == b"wait"
-    talk.end()
+    assert await connection.receive(4) == b"wait"
+    connection.end()
 
 
-async def test_it_cuts_after_so_many_bytes(proxy: Proxy) -> None:
-    talk = await Talk.begin(proxy)
-    talk.say(b"x")
-    assert await talk.hear(1) == b"x"
+async def test_cut_resets_the_connection_after_the_set_bytes(proxy: Proxy) -> None:
+    connection = await Connection.begin(proxy)
+    connection.send(b"x")
+    assert await connection.receive(1) == b"x"
     proxy.cut(3)
-    talk.say(b"abcdef")
+    connection.send(b"abcdef")
     with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
-        await talk.hear(6)
+        await connection.receive(6)
     assert proxy.num_cut == 1
-    talk.end()
-    talk = await Talk.begin(proxy)
-    talk.say(b"again")
-    assert await talk.hear(5) == b"again"
-    talk.end()
+    connection.end()
+    connection = await Connection.begin(proxy)
+    connection.send(b"again")
+    assert await connection.receive(5) == b"again"
+    connection.end()
 
 
-async def test_it_refuses_until_it_is_healed(proxy: Proxy) -> None:
-    talk = await Talk.begin(proxy)
-    talk.say(b"x")
-    assert await talk.hear(1) == b"x"
+async def test_refuse_rejects_connections_until_heal(proxy: Proxy) -> None:
+    connection = await Connection.begin(proxy)
+    connection.send(b"x")
+    assert await connection.receive(1) == b"x"
     await proxy.refuse()
     with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
-        await talk.hear(1)
+        await connection.receive(1)
     with pytest.raises(ConnectionRefusedError):
-        await Talk.begin(proxy)
-    talk.end()
+        await Connection.begin(proxy)
+    connection.end()
     await proxy.heal()
-    talk = await Talk.begin(proxy)
-    talk.say(b"back")
-    assert await talk.hear(4) == b"back"
-    talk.end()
+    connection = await Connection.begin(proxy)
+    connection.send(b"back")
+    assert await connection.receive(4) == b"back"
+    connection.end()
 
 
-async def test_a_half_open_connection_stays_so(proxy: Proxy) -> None:
-    talk = await Talk.begin(proxy)
+async def test_half_open_connection_stays_half_open_after_heal(proxy: Proxy) -> None:
+    connection = await Connection.begin(proxy)
     proxy.lose()
-    talk.say(b"gone")
-    assert await talk.hears_nothing()
+    connection.send(b"gone")
+    assert await connection.receives_nothing()
     await proxy.heal()
-    talk.say(b"still")
-    assert await talk.hears_nothing()
-    other = await Talk.begin(proxy)
-    other.say(b"new")
-    assert await other.hear(3) == b"new"
-    for each in (talk, other):
+    connection.send(b"still")
+    assert await connection.receives_nothing()
+    other = await Connection.begin(proxy)
+    other.send(b"new")
+    assert await other.receive(3) == b"new"
+    for each in (connection, other):
         each.end()

@@ -1,7 +1,7 @@
-"""G10: Redis restarted under load, and gone for a while: refused at once, nothing acknowledged lost, then service.
+"""Test Redis restarts and outages under load (goal G10): fast refusals, no lost acknowledged turn, recovery.
 
-The gateway is a process of its own, its collector calmed as `chatcache serve` does it: beside the threads of a test, in
-a process full of other tests' objects, what a refusal waits for is the collector.
+The gateway is a separate process with the garbage collector settings of `chatcache serve`: in the test process, with
+the objects of other tests, the collector would dominate the measured refusal times.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 def refusal_s(gateway: Gateway) -> float:
-    """How long a new turn takes to be refused, as it should be."""
+    """Return the time until a new turn is refused with the documented error."""
     connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=PATIENCE_S)
     try:
         began_s = time.monotonic()
         body = json.dumps({"input": "Not now", "max_output_tokens": 1})
         connection.request("POST", "/v1/responses", body, {"content-type": "application/json"})
         answer = connection.getresponse()
-        told = json.loads(answer.read())
+        content = json.loads(answer.read())
         took_s = time.monotonic() - began_s
     finally:
         connection.close()
-    assert (answer.status, told["error"]["code"]) == (503, "store_unavailable"), told
+    assert (answer.status, content["error"]["code"]) == (503, "store_unavailable"), content
     assert int(answer.headers["retry-after"]) >= 1
     return took_s
 
@@ -60,16 +60,16 @@ def is_ready(gateway: Gateway) -> bool:
 
 
 def return_s(gateway: Gateway) -> float:
-    """How long until service is as it was."""
+    """Return the time until the gateway is ready."""
     began_s = time.monotonic()
     wait_until(lambda: is_ready(gateway), "service to be back", PATIENCE_S)
     return time.monotonic() - began_s
 
 
 def restart(redis: RedisServer, num_restarts: int, outage_s: float) -> tuple[float, float]:
-    """Restarts under six clients, then an outage; the slowest refusal and the slowest return, in seconds.
+    """Restart Redis under six clients, then stop it; return the slowest refusal and recovery in seconds.
 
-    Every other time Redis hangs before it dies, which is found out by waiting for it.
+    Every second time Redis hangs before it is killed, which the gateway detects by a timeout.
     """
     refusals_s: list[float] = []
     slowest_return_s = 0.0
@@ -103,19 +103,19 @@ def restart(redis: RedisServer, num_restarts: int, outage_s: float) -> tuple[flo
     return slowest_s, slowest_return_s
 
 
-def test_nothing_acknowledged_is_lost_by_restarts(redis: RedisServer) -> None:
+def test_restarts_lose_no_acknowledged_turn(redis: RedisServer) -> None:
     restart(redis, 2, 0.0)
 
 
 @pytest.mark.long
-def test_the_same_of_twenty_restarts_and_a_minute_without(redis: RedisServer) -> None:
+def test_twenty_restarts_and_an_outage_meet_the_time_limits(redis: RedisServer) -> None:
     slowest_refusal_s, slowest_return_s = restart(redis, 20, 60.0)
     print(f"refused within {slowest_refusal_s:.3f} s, back within {slowest_return_s:.3f} s")
     assert slowest_refusal_s <= REFUSED_S and slowest_return_s <= RETURNED_S
 
 
-def test_a_server_that_keeps_nothing_would_be_seen(tmp_path: Path) -> None:
-    """The planted bug: Redis without its append-only file, acknowledged as if it had one."""
+def test_injected_bug_redis_without_append_only_file_is_found(tmp_path: Path) -> None:
+    """Injected bug: Redis without its append-only file, as if it had one."""
     lossy = redis_server(tmp_path / "redis", "--appendonly", "no")
     with lossy as redis, pytest.raises(AssertionError, match="lost"):
         restart(redis, 1, 0.0)
