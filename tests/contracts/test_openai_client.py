@@ -178,6 +178,7 @@ async def test_leaving_a_stream_frees_its_pages(async_client: openai.AsyncOpenAI
         await asyncio.to_thread(server.wait_idle)
 
 
+@pytest.mark.slow
 async def test_fifty_streams_at_once_are_each_as_alone(async_client: openai.AsyncOpenAI) -> None:
     async def ask(seed: int) -> str:
         stream = await async_client.chat.completions.create(

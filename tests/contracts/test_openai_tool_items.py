@@ -79,6 +79,7 @@ def test_calls_can_be_written_into_a_conversation(client: openai.OpenAI, server:
     assert said.usage.input_tokens == alone.usage.input_tokens
 
 
+@pytest.mark.slow
 def test_a_growing_call_is_seen_as_far_as_it_goes(client: openai.OpenAI, server: ScriptedServer) -> None:
     whole = called(client, server)
     described = Described(server.request("GET", "/openapi.json")[2])

@@ -1,6 +1,6 @@
-"""Eight canaries amid a crowd of hostile requests: each must say, to the bit, what it says alone.
+"""LoadRun eight reference requests among adversarial requests and compare their results bit by bit.
 
-So a mask, a seed, a penalty or a page that reaches the wrong row shows, whoever it came from.
+The reference requests first run alone. A mask, seed, penalty or page that reaches the wrong row changes their results.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished,
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams, StructuredOutputs
 from tests.security.adversarial_requests import Adversary
 
-NUM_CANARIES = 8
+NUM_REFERENCES = 8
 MAX_WAITING = 30
-NO_TOKEN = "no token is allowed"  # of a vocabulary that consists of stop tokens
+NO_TOKEN = "no token is allowed"  # in a vocabulary of stop tokens only
 
-Heard = list[tuple[object, ...]]
+Result = list[tuple[object, ...]]
 
 
 @dataclass
-class Crowd:
-    """How a run went: refusals and failures by code, and how often a canary came to its end."""
+class LoadResult:
+    """Counts of a run: refusals and failures by code, and completed reference requests."""
 
     refused: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
     num_finished: int = 0
-    num_canaries: int = 0
+    num_references: int = 0
 
 
-def canaries() -> list[GenerateRequest]:
+def reference_requests() -> list[GenerateRequest]:
     kinds: list[Params] = [
         SamplingParams(max_tokens=24, seed=4, logprobs=2, ignore_eos=True),
         SamplingParams(max_tokens=24, temperature=0.0, frequency_penalty=0.5, ignore_eos=True),
@@ -43,83 +43,85 @@ def canaries() -> list[GenerateRequest]:
         SamplingParams(max_tokens=12, seed=9, structured_outputs=StructuredOutputs(regex="[a-z]{1,9}!")),
     ]
     return [
-        GenerateRequest(request_id=f"canary{i}", prompt=tuple(range(i + 1, i + 30)), params=kind, namespace="canary")
+        GenerateRequest(
+            request_id=f"reference{i}", prompt=tuple(range(i + 1, i + 30)), params=kind, namespace="reference"
+        )
         for i, kind in enumerate(kinds)
     ]
 
 
-def heard(events: list[EngineEvent]) -> Heard:
-    """All that a request was told, but for what depends on what is cached."""
-    tokens: Heard = [(e.index, e.token_ids, e.logprobs) for e in events if isinstance(e, Tokens)]
-    ends: Heard = [(e.index, e.finish_reason, e.stop_reason, e.score) for e in events if isinstance(e, CandidateDone)]
+def result_of(events: list[EngineEvent]) -> Result:
+    """Return the result of a request, without what depends on the state of the cache."""
+    tokens: Result = [(e.index, e.token_ids, e.logprobs) for e in events if isinstance(e, Tokens)]
+    ends: Result = [(e.index, e.finish_reason, e.stop_reason, e.score) for e in events if isinstance(e, CandidateDone)]
     return tokens + ends + [(type(events[-1]).__name__,)]
 
 
-def alone(engine: Engine) -> dict[str, Heard]:
-    """Run every canary by itself."""
-    said: dict[str, Heard] = {}
-    for canary in canaries():
+def run_alone(engine: Engine) -> dict[str, Result]:
+    """LoadRun every reference request alone and return the results."""
+    results: dict[str, Result] = {}
+    for reference in reference_requests():
         events: list[EngineEvent] = []
-        engine.add(canary)
+        engine.add(reference)
         while engine.has_work():
             events += engine.step()
-        said[canary.request_id] = heard(events)
+        results[reference.request_id] = result_of(events)
         assert isinstance(events[-1], Finished), events[-1]
-    return said
+    return results
 
 
-class Run:
-    """One engine, a crowd of `num_requests`, and canaries as long as there is one."""
+class LoadRun:
+    """One engine, `num_requests` adversarial requests, and reference requests as long as there are any."""
 
     def __init__(self, engine: Engine, adversary: Adversary, num_requests: int) -> None:
         self._engine = engine
         self._adversary = adversary
         self._num_left = num_requests
-        self._expected = alone(engine)
-        self._lives: dict[str, list[EngineEvent]] = {}
+        self._expected = run_alone(engine)
+        self._events: dict[str, list[EngineEvent]] = {}
         self._open: set[str] = set()
-        self.crowd = Crowd()
+        self.result = LoadResult()
 
-    def play(self) -> Crowd:
-        """Run it. Raises: AssertionError for a canary that was disturbed or a request that ended twice or never."""
+    def run(self) -> LoadResult:
+        """Run all requests. Raises: AssertionError if a reference result differs or a request ends twice or never."""
         while self._num_left or self._engine.has_work():
-            self._let_in()
+            self._submit()
             for event in self._engine.step():
-                self._take(event)
-        assert not self._open and not self._lives, "a request never ended"
+                self._handle(event)
+        assert not self._open and not self._events, "a request never ended"
         assert self._engine.health().num_pages_in_use == 0
         self._engine.cache.check()
-        assert self.crowd.num_canaries >= NUM_CANARIES
-        return self.crowd
+        assert self.result.num_references >= NUM_REFERENCES
+        return self.result
 
-    def _let_in(self) -> None:
-        for canary in canaries():
-            if self._num_left and canary.request_id not in self._lives:
-                self._engine.add(canary)
-                self._lives[canary.request_id] = []
+    def _submit(self) -> None:
+        for reference in reference_requests():
+            if self._num_left and reference.request_id not in self._events:
+                self._engine.add(reference)
+                self._events[reference.request_id] = []
         while self._num_left and self._engine.health().num_waiting < MAX_WAITING:
             self._num_left -= 1
             request = self._adversary.request()
             try:
                 self._engine.add(request)
             except InvalidRequestError as error:
-                self.crowd.refused[error.code] += 1
+                self.result.refused[error.code] += 1
             else:
                 self._open.add(request.request_id)
 
-    def _take(self, event: EngineEvent) -> None:
+    def _handle(self, event: EngineEvent) -> None:
         name, is_end = event.request_id, isinstance(event, Finished | Failed)
-        if name in self._lives:
-            self._lives[name].append(event)
+        if name in self._events:
+            self._events[name].append(event)
             if is_end:
-                told = heard(self._lives.pop(name))
-                assert told == self._expected[name], f"{name} was disturbed: {told} is not {self._expected[name]}"
-                self.crowd.num_canaries += 1
+                result = result_of(self._events.pop(name))
+                assert result == self._expected[name], f"{name} differs: {result} is not {self._expected[name]}"
+                self.result.num_references += 1
         elif is_end:
             assert name in self._open, f"{name} ended twice"
             self._open.remove(name)
             if isinstance(event, Failed):
                 assert event.status < 500 or event.message == NO_TOKEN, event
-                self.crowd.failed[event.code] += 1
+                self.result.failed[event.code] += 1
             else:
-                self.crowd.num_finished += 1
+                self.result.num_finished += 1

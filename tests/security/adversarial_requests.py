@@ -1,4 +1,4 @@
-"""Requests that every schema admits and nobody means well with: bounds, extremes and odd combinations of all fields."""
+"""Random adversarial requests that the schemas allow: bounds, extremes and odd combinations of all fields."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ STRUCTURES: tuple[StructuredOutputs, ...] = (
 
 
 class Adversary:
-    """Draws requests for a vocabulary; the same seed, the same requests. `max_tokens` bounds what each may cost."""
+    """Draws requests for a vocabulary from a seed. `max_tokens` limits the cost of each request."""
 
     def __init__(
         self, seed: int, vocab_size: int, *, max_model_len: int, structures: bool = True, max_tokens: int = 6
@@ -75,7 +75,7 @@ class Adversary:
             request_id=f"hostile{self._num_drawn}",
             prompt=prompt,
             params=self.params(),
-            namespace=self._pick("", "", "t", "\x00", "é" * 300, "canary"),
+            namespace=self._pick("", "", "t", "\x00", "é" * 300, "reference"),
             num_public_tokens=self._pick(0, 0, 0, 1, len(prompt)),
             conversation_id=self._pick("", "c", "\x00"),
             priority=self._pick(0, -MAX_PRIORITY, MAX_PRIORITY),
@@ -84,12 +84,12 @@ class Adversary:
         )
 
     def params(self) -> Params:
-        """Draw parameters that the validator accepts, nearly always."""
+        """Draw parameters that the validator accepts in nearly all cases."""
         return self._beams() if self._random.random() < 0.25 else self._sampling()
 
     def _fork(self) -> ForkPoint:
         name = self._pick(
-            "nobody", "", f"hostile{self._random.randrange(1, self._num_drawn + 2)}", "canary0", "canary5"
+            "nobody", "", f"hostile{self._random.randrange(1, self._num_drawn + 2)}", "reference0", "reference5"
         )
         return ForkPoint(name, self._pick(0, 1, 63, -1, 2**31))
 
@@ -99,7 +99,7 @@ class Adversary:
         length = self._pick(1, 1, 2, 15, 16, 17, 31, 32, 33, 48)
         if kind < 0.1:
             return (int(self._pick(0, last)),) * int(length)
-        if kind < 0.4:  # begins as a canary does
+        if kind < 0.4:  # same prefix as a reference request
             return (*range(1, 30), self._random.randrange(self._vocab_size))[: int(length)]
         return tuple(self._random.randrange(self._vocab_size) for _ in range(length))
 

@@ -1,6 +1,6 @@
-"""Advisories against engines and chat servers like this one, and the tests that show it is not among them.
+"""Security advisories for similar engines and chat servers, and the tests that show that the project is not affected.
 
-`Class.tests`: "file::test", below tests/. `not_ours`: why an advisory has nothing here that could be tested.
+`AdvisoryClass.tests`: "file::test", relative to tests/. `not_ours`: why a class does not apply to the project.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Class:
+class AdvisoryClass:
     """Advisories of one kind."""
 
     what: str
@@ -29,23 +29,23 @@ def _cves(text: str) -> tuple[str, ...]:
 
 
 CLASSES = (
-    Class(
-        "a prefix hash that collides hands out another prompt's pages",
+    AdvisoryClass(
+        "a prefix hash collision returns the pages of another prompt",
         ("CVE-2025-25183", "GHSA-rm76-4mrf-v9r8", "vllm#29163", "vllm#54727"),
         (
             "kv_cache/test_pool.py::test_match_with_equal_keys_and_different_tokens_misses",
             "security/test_forbidden_code.py::test_nothing_forbidden_is_said",
         ),
     ),
-    Class(
-        "cached pages of another tenant show in time or in usage",
+    AdvisoryClass(
+        "cached pages of another tenant are visible in timing or in usage",
         ("CVE-2025-46570", "GHSA-4qjh-9fv9-r85r"),
         (
             "kv_cache/test_page_hash.py::test_match_10_000_probes_find_no_foreign_page",
             "gateway/test_tenants.py::test_undeclared_system_prompt_is_not_shared",
         ),
     ),
-    Class(
+    AdvisoryClass(
         "a salt or cache key chosen by the client",
         ("CVE-2026-105756", "CVE-2026-111392", "CVE-2026-105754", "PYSEC-2026-4198"),
         (
@@ -54,8 +54,8 @@ CLASSES = (
             "gateway/test_tenants.py::test_request_fields_cannot_make_tokens_public",
         ),
     ),
-    Class(
-        "state of one row reaches another, or a fault of one request the engine",
+    AdvisoryClass(
+        "state of one row reaches another row, or an error of one request ends the engine",
         (
             *("GHSA-v97p-wpxp-px84", "CVE-2026-114049", "CVE-2026-93840", "GHSA-fpch-3xrf-7q96"),
             *("CVE-2026-105757", "PYSEC-2026-4353"),
@@ -66,26 +66,26 @@ CLASSES = (
             "engine/test_invalid_results.py::test_a_result_of_the_wrong_shape_fails_the_requests_of_its_step",
         ),
     ),
-    Class(
-        "log-probabilities of cached prompt tokens are whatever was in memory",
+    AdvisoryClass(
+        "log-probabilities of cached prompt tokens are uninitialised memory",
         ("CVE-2026-116180",),
         ("engine/test_prompt_logprobs.py::test_prompt_logprobs_with_any_cached_prefix_and_chunks_are_exact",),
     ),
-    Class(
-        "logits that are no numbers become noise, and poison the cache",
+    AdvisoryClass(
+        "NaN or infinite logits become noise and poison the cache",
         ("sglang#33187", "sglang#33206", "sglang#33263", "vllm#50283", "tokenspeed#434"),
         (
             "engine/test_invalid_results.py::test_one_corrupted_row_of_thirty_two_fails_that_request_only",
             "security/test_non_finite_logits.py::test_one_of_thirty_two_rows_goes_and_the_others_stay",
         ),
     ),
-    Class(
+    AdvisoryClass(
         "a cancelled command leaves its reply to the next user of the connection",
         _cves("2023-28858 -28859"),
         ("storage/test_redis.py::test_cancelled_callers_leave_no_replies_on_connections",),
     ),
-    Class(
-        "rights looked at once, or an id taken for a right",
+    AdvisoryClass(
+        "permissions checked only once, or an id accepted as permission",
         _cves("2026-44553 -44564 -59216 -111630 2024-41703"),
         (
             "gateway/test_tenants.py::test_tenant_cannot_read_stop_or_steer_foreign_responses",
@@ -93,7 +93,7 @@ CLASSES = (
             "gateway/test_guard.py::test_tenant_cannot_stop_another_tenants_response",
         ),
     ),
-    Class(
+    AdvisoryClass(
         "pickle, cloudpickle or dill over a socket",
         _cves(
             "2024-9053 -11041 2025-29783 -32444 -30165 -47277 -59953 -66455 2026-3059 -14890 -86793 -93034 -93088 -7304"
@@ -104,83 +104,83 @@ CLASSES = (
             "engine_process/test_protocol.py::test_an_invalid_command_raises",
         ),
     ),
-    Class(
-        "an inner socket open to everybody",
+    AdvisoryClass(
+        "an internal socket without authentication",
         ("CVE-2025-30202",),
         (
             "security/test_runtime.py::test_a_server_reads_no_pickle_calls_nobody_and_listens_once",
             "deploy/test_compose.py::test_services_wait_for_redis_and_are_published_on_loopback_only",
         ),
     ),
-    Class(
-        "weights that are a pickle",
+    AdvisoryClass(
+        "weights stored as a pickle",
         _cves("2025-24357 -32434 2026-24747 2024-11392 -11394 2025-14924"),
         ("security/test_model_folder.py::test_a_spoilt_folder_is_refused",),
     ),
-    Class(
-        "code or paths that a model's files name",
+    AdvisoryClass(
+        "code or paths named by the files of a model",
         (*_cves("2026-22807 2025-66448"), "transformers weight_map"),
         (
             "security/test_model_folder.py::test_code_beside_a_model_that_needs_none_is_left_alone",
             "security/test_model_folder.py::test_a_spoilt_folder_is_refused",
         ),
     ),
-    Class(
-        "a guard that is an assert, gone under -O",
+    AdvisoryClass(
+        "a check written as an assert, removed by -O",
         ("CVE-2026-41523",),
         (
             "security/test_forbidden_code.py::test_a_planted_line_is_found",
             "security/test_runtime.py::test_a_server_reads_no_pickle_calls_nobody_and_listens_once",
         ),
     ),
-    Class(
-        "a chat template breaks out of its sandbox, or has none",
+    AdvisoryClass(
+        "a chat template escapes its sandbox, or has none",
         _cves("2026-5760 2024-56326 -56201 2025-27516"),
         (
             "security/test_model_folder.py::test_a_spoilt_folder_is_refused",
             "security/test_regressions.py::test_libraries_may_not_be_as_old_as_their_known_holes",
         ),
     ),
-    Class(
+    AdvisoryClass(
         "scripts in Redis",
         _cves("2025-49844 -46817 -46818 -46819"),
         ("storage/test_redis.py::test_redis_user_can_run_no_scripts_and_no_admin_commands",),
     ),
-    Class(
-        "state read back from a file or from another machine, unchecked",
+    AdvisoryClass(
+        "state read from a file or from another machine without validation",
         _cves("2026-43629 -34159 -118375"),
         not_ours="keys and values are never read from a file or a network",
     ),
-    Class(
-        "threads of the wire touch what the engine owns",
+    AdvisoryClass(
+        "network threads modify state of the engine",
         _cves("2026-43631 -43632"),
         ("test_architecture.py::test_layers_hold", "test_architecture.py::test_the_check_can_fail"),
     ),
-    Class(
-        "a number below zero",
+    AdvisoryClass(
+        "negative numbers",
         ("CVE-2026-21869",),
         ("gateway/test_bad_input.py::test_parameter_at_its_bound_is_accepted_and_beyond_it_refused",),
     ),
-    Class(
-        "candidates without number",
+    AdvisoryClass(
+        "unlimited number of candidates",
         _cves("2026-34756 2024-8939"),
         ("security/test_regressions.py::test_how_many_is_bounded_before_anything_is_made",),
     ),
-    Class(
-        "lists without number",
+    AdvisoryClass(
+        "unlimited length of lists",
         _cves("2026-73559 -71486"),
         ("security/test_regressions.py::test_many_things_in_one_request_are_refused_as_a_whole",),
     ),
-    Class(
-        "a rule across fields that null jumps over, or that another door forgot",
+    AdvisoryClass(
+        "a rule across fields that null bypasses, or that one endpoint does not check",
         _cves("2026-114051 -116173"),
         (
             "security/test_regressions.py::test_any_fields_together_and_any_of_them_null_are_answered",
             "engine/test_admission.py::test_add_of_an_invalid_request_raises",
         ),
     ),
-    Class(
-        "grammars that take for ever, or are kept for ever",
+    AdvisoryClass(
+        "grammars that compile without limit, or are cached without limit",
         (
             *_cves("2026-55574 2025-29770 -32381 -69872"),
             *("PYSEC-2026-3933", "GHSA-389x-67px-mjg3", "GHSA-hf3c-wxg2-49q9"),
@@ -191,18 +191,18 @@ CLASSES = (
             "decoding/test_grammar_limits.py::test_endless_new_schemas_take_no_more_memory",
         ),
     ),
-    Class(
-        "a template, or its variables, of the request's",
+    AdvisoryClass(
+        "a template, or its variables, in the request",
         (*_cves("2025-62426 2026-115911 -115918"), "PYSEC-2026-2013"),
         ("security/test_regressions.py::test_fields_that_ended_others_are_refused_by_name",),
     ),
-    Class(
-        "tensors of the request's",
+    AdvisoryClass(
+        "tensors in the request",
         _cves("2025-62164 2026-56340 -73557"),
         ("security/test_regressions.py::test_fields_that_ended_others_are_refused_by_name",),
     ),
-    Class(
-        "little that inflates to much",
+    AdvisoryClass(
+        "compressed data that expands to a large size",
         _cves("2026-54233 -100650 -109225 -109229"),
         (
             "security/test_regressions.py::test_compressed_bodies_are_refused_unread",
@@ -210,23 +210,23 @@ CLASSES = (
             "gateway/test_guard.py::test_body_limit_counts_bytes_while_reading",
         ),
     ),
-    Class(
-        "a head without end",
+    AdvisoryClass(
+        "a request head of unlimited length",
         ("CVE-2025-48956",),
         (
             "gateway/test_uvicorn_limits.py::test_head_at_the_limit_and_longer_body_are_accepted",
             "gateway/test_uvicorn_limits.py::test_head_over_the_limit_is_refused_with_431",
         ),
     ),
-    Class(
-        "a tokenizer that panics, past every `except Exception`",
+    AdvisoryClass(
+        "a tokenizer that panics, which `except Exception` does not catch",
         ("pyo3 PanicException",),
         (
             "security/test_regressions.py::test_a_tokenizer_that_panics_ends_the_request_only",
             "decoding/test_grammar_limits.py::test_a_library_that_panics_ends_the_request",
         ),
     ),
-    Class(
+    AdvisoryClass(
         "text cut inside a character",
         ("vllm#44620", "vllm#17448", "vllm#48853", "rapid-mlx#730"),
         (
@@ -235,8 +235,8 @@ CLASSES = (
             "gateway/test_json_codec.py::test_invalid_json_over_http_and_websocket_is_refused",
         ),
     ),
-    Class(
-        "news of a request that is gone, or that is there twice",
+    AdvisoryClass(
+        "events of a request that has ended, or whose id is used twice",
         (
             *("lmcache#4185", "vllm#25991", "vllm#42157", "vllm#10583", "vllm#15041", "vllm#27987"),
             *("CVE-2026-94627", "CVE-2026-112266"),
@@ -248,13 +248,13 @@ CLASSES = (
             "security/test_regressions.py::test_a_beginning_of_an_id_names_nothing",
         ),
     ),
-    Class(
-        "a reply of no tokens",
+    AdvisoryClass(
+        "a reply without tokens",
         ("vllm#52693",),
         ("security/test_regressions.py::test_a_reply_of_no_words_is_a_reply",),
     ),
-    Class(
-        "a Host header that changes the path, a range or a form without number",
+    AdvisoryClass(
+        "a Host header that changes the path, unlimited ranges or form fields",
         (*_cves("2026-48710 -48746 2025-62727 2023-30798"), "PYSEC-2026-248"),
         (
             "gateway/test_guard.py::test_foreign_host_is_rejected",
@@ -263,26 +263,26 @@ CLASSES = (
             "security/test_regressions.py::test_libraries_may_not_be_as_old_as_their_known_holes",
         ),
     ),
-    Class(
-        "keys that are compared, or asked for on some routes only",
+    AdvisoryClass(
+        "comparison of keys in variable time, or authentication on some routes only",
         ("CVE-2025-59425",),
         ("gateway/test_guard.py::test_api_key_is_required",),
     ),
-    Class(
-        "any web page talks to a server on this machine",
+    AdvisoryClass(
+        "any web page can use a server on the same machine",
         (*_cves("2026-44211 2024-28224"), "GHSA-5jx5-hqx5-2vrj"),
         (
             "gateway/test_guard.py::test_foreign_origin_is_rejected",
             "gateway/test_guard.py::test_foreign_host_is_rejected",
         ),
     ),
-    Class(
-        "what the model says becomes an event",
+    AdvisoryClass(
+        "model output that becomes a protocol event",
         ("GHSA-22cc-p3c6-wpvm", "CVE-2025-64496"),
         ("contracts/test_sse_framing_matrix.py::test_every_client_reads_every_event",),
     ),
-    Class(
-        "what the model says becomes a page's code",
+    AdvisoryClass(
+        "model output that becomes HTML or script in the page",
         _cves("2026-70492 -109288 -45314 -109286"),
         (
             "e2e/test_page_injection.py::test_stored_words_stay_words",
@@ -290,8 +290,8 @@ CLASSES = (
             "e2e/test_page_safety.py::test_the_policy_is_sent_and_the_page_keeps_it",
         ),
     ),
-    Class(
-        "the server fetches what a request names",
+    AdvisoryClass(
+        "the server fetches URLs of a request",
         _cves("2026-45400 -45331 2025-69222"),
         (
             "security/test_regressions.py::test_nothing_is_fetched",
@@ -300,7 +300,7 @@ CLASSES = (
     ),
 )
 
-# What was published until November 2026 and is of our kind; the classes above must hold each of them.
+# Advisories of these kinds published until November 2026; the classes above must contain each of them.
 KNOWN = frozenset(
     (
         *_cves(

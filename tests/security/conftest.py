@@ -1,4 +1,4 @@
-"""The gateway on a real socket, as in tests/gateway: each test must leave it without a page in use."""
+"""Fixtures: the gateway on a real socket, as in tests/gateway; each test must leave no page in use."""
 
 from tests.gateway.conftest import module_server, server, url
 

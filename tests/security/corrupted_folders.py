@@ -1,4 +1,4 @@
-"""Ways to spoil a good model folder, as data: what each does to it, and what the refusal has to say."""
+"""Mutations of a valid model folder, as data: the change and the expected error message."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from safetensors.torch import load_file, save_file
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 NORM = "model.norm.weight"
-CANARY = "canary.txt"
+MARKER_FILE = "marker.txt"
 TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """`file` must be named by the refusal, and `words` be in it."""
+    """A change of the folder; the error must name `file` and contain `words`."""
 
-    spoil: Callable[[Path], Any]
+    corrupt: Callable[[Path], Any]
     file: str
     words: str = ""
 
 
-class Opens:
-    """A pickle that, once read, leaves the canary behind."""
+class WritesMarker:
+    """A pickle that writes a marker file when it is loaded."""
 
-    def __init__(self, canary: Path) -> None:
-        self._canary = canary
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.write_text, (self._canary, "the pickle was read"))
+        return (Path.write_text, (self._marker, "the pickle was read"))
 
 
 def config(**fields: Any) -> Callable[[Path], Any]:
-    """Set fields of config.json; `...` takes one away."""
+    """Set fields of config.json; `...` removes a field."""
     return lambda folder: _edit(folder / CONFIG, fields)
 
 
@@ -49,7 +49,7 @@ def _edit(path: Path, fields: dict[str, Any]) -> None:
     path.write_text(json.dumps({name: each for name, each in value.items() if each is not ...}))
 
 
-def a_folder(folder: Path) -> None:
+def replace_by_folder(folder: Path) -> None:
     (folder / CONFIG).unlink()
     (folder / CONFIG).mkdir()
 
@@ -61,18 +61,18 @@ def text(name: str, content: str | bytes) -> Callable[[Path], Any]:
 def raw_config(field: str, literal: str) -> Callable[[Path], Any]:
     """Put a literal into config.json that `json.dumps` would not write."""
 
-    def spoil(folder: Path) -> None:
+    def corrupt(folder: Path) -> None:
         value = json.loads((folder / CONFIG).read_text())
         value.pop(field, None)
         (folder / CONFIG).write_text(json.dumps(value)[:-1] + f', "{field}": {literal}}}')
 
-    return spoil
+    return corrupt
 
 
 def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
-    """Change the header of the weights; the data stay where they are behind it."""
+    """Change the header of the weights and keep the data after it."""
 
-    def spoil(folder: Path) -> None:
+    def corrupt(folder: Path) -> None:
         data = (folder / WEIGHTS).read_bytes()
         length = int.from_bytes(data[:8], "little")
         fields = json.loads(data[8 : 8 + length])
@@ -80,7 +80,7 @@ def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
         raw = changed if isinstance(changed, bytes) else json.dumps(fields).encode()
         (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(raw)) + raw + data[8 + length :])
 
-    return spoil
+    return corrupt
 
 
 def entry(name: str = NORM, **fields: Any) -> Callable[[Path], Any]:
@@ -88,25 +88,25 @@ def entry(name: str = NORM, **fields: Any) -> Callable[[Path], Any]:
 
 
 def weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], Any]:
-    def spoil(folder: Path) -> None:
+    def corrupt(folder: Path) -> None:
         tensors = load_file(folder / WEIGHTS)
         change(tensors)
         save_file(tensors, folder / WEIGHTS)
 
-    return spoil
+    return corrupt
 
 
 def cut(num_bytes: int) -> Callable[[Path], Any]:
-    """Keep the beginning of the weights, or all but the last bytes."""
+    """Keep the first bytes of the weights, or all but the last ones."""
 
-    def spoil(folder: Path) -> None:
+    def corrupt(folder: Path) -> None:
         data = (folder / WEIGHTS).read_bytes()
         (folder / WEIGHTS).write_bytes(data[:num_bytes])
 
-    return spoil
+    return corrupt
 
 
-def grown(folder: Path) -> None:
+def append_data(folder: Path) -> None:
     with (folder / WEIGHTS).open("ab") as file:
         file.write(bytes(64))
 
@@ -116,49 +116,49 @@ def length(value: int) -> Callable[[Path], Any]:
 
 
 def shards(*names: str) -> Callable[[Path], Any]:
-    """An index whose tensors lie in these files, the real weights being `a.safetensors`."""
+    """Write an index that maps tensors to these files; the real weights are in `a.safetensors`."""
 
-    def spoil(folder: Path) -> None:
+    def corrupt(folder: Path) -> None:
         (folder / WEIGHTS).rename(folder / "a.safetensors")
         tensors = dict(enumerate(load_file(folder / "a.safetensors")))
         places = {name: names[at % len(names)] for at, name in tensors.items()}
         (folder / INDEX).write_text(json.dumps({"weight_map": places}))
 
-    return spoil
+    return corrupt
 
 
 def index(content: Any) -> Callable[[Path], Any]:
-    def spoil(folder: Path) -> None:
+    def corrupt(folder: Path) -> None:
         (folder / WEIGHTS).rename(folder / "a.safetensors")
         (folder / INDEX).write_text(content if isinstance(content, str) else json.dumps(content))
 
-    return spoil
+    return corrupt
 
 
-def doubled(folder: Path) -> None:
-    """The same tensors in two shards."""
+def duplicate_shard(folder: Path) -> None:
+    """Store the same tensors in two shards."""
     data = (folder / WEIGHTS).read_bytes()
     (folder / "b.safetensors").write_bytes(data)
     shards("a.safetensors", "b.safetensors")(folder)
 
 
 def linked(name: str) -> Callable[[Path], Any]:
-    """A file of the folder becomes a link to one outside."""
+    """Replace a file of the folder by a link to a file outside."""
 
-    def spoil(folder: Path) -> None:
+    def corrupt(folder: Path) -> None:
         outside = folder.parent / f"outside-{name}"
         (folder / name).rename(outside)
         (folder / name).symlink_to(outside)
 
-    return spoil
+    return corrupt
 
 
-def dangling(folder: Path) -> None:
+def link_to_nothing(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     (folder / WEIGHTS).symlink_to("nowhere.safetensors")
 
 
-def looping(folder: Path) -> None:
+def link_to_itself(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     (folder / WEIGHTS).symlink_to(WEIGHTS)
 
@@ -169,13 +169,13 @@ def linked_shard(folder: Path) -> None:
 
 
 def pickled(name: str) -> Callable[[Path], Any]:
-    """Weights that are nothing but a pickle, and bite."""
+    """Replace the weights by a pickle that runs code when loaded."""
 
-    def spoil(folder: Path) -> None:
+    def corrupt(folder: Path) -> None:
         (folder / WEIGHTS).unlink()
-        (folder / name).write_bytes(pickle.dumps(Opens(folder / CANARY)))
+        (folder / name).write_bytes(pickle.dumps(WritesMarker(folder / MARKER_FILE)))
 
-    return spoil
+    return corrupt
 
 
 def renamed_pickle(folder: Path) -> None:
@@ -183,8 +183,8 @@ def renamed_pickle(folder: Path) -> None:
 
 
 def remote_code(folder: Path) -> None:
-    """A model whose configuration, network and tokenizer would be the folder's own code."""
-    code = f"from pathlib import Path\nPath({str(folder / CANARY)!r}).write_text('the code was run')\n"
+    """A model whose configuration, network and tokenizer classes are code of the folder."""
+    code = f"from pathlib import Path\nPath({str(folder / MARKER_FILE)!r}).write_text('the code was run')\n"
     for name in ("configuration_x.py", "modeling_x.py", "tokenization_x.py"):
         (folder / name).write_text(code)
     own = {
@@ -227,7 +227,7 @@ GROWING = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x =
 MUTATIONS: dict[str, Mutation] = {
     # config.json
     "config missing": Mutation(lambda folder: (folder / CONFIG).unlink(), CONFIG, "missing"),
-    "config is a folder": Mutation(a_folder, CONFIG, "cannot be read"),
+    "config is a folder": Mutation(replace_by_folder, CONFIG, "cannot be read"),
     "config cut": Mutation(text(CONFIG, '{"model_type"'), CONFIG, "not valid JSON"),
     "config empty": Mutation(text(CONFIG, ""), CONFIG, "not valid JSON"),
     "config binary": Mutation(text(CONFIG, b"\xff\xfe\x00"), CONFIG, "cannot be read"),
@@ -259,7 +259,7 @@ MUTATIONS: dict[str, Mutation] = {
     "weights cut in the length": Mutation(cut(7), WEIGHTS, "truncated"),
     "weights cut in the header": Mutation(cut(300), WEIGHTS, "truncated"),
     "weights cut in the data": Mutation(cut(-8), WEIGHTS, "truncated"),
-    "weights with more behind": Mutation(grown, WEIGHTS, "belong to no tensor"),
+    "weights with extra data": Mutation(append_data, WEIGHTS, "belong to no tensor"),
     "header length 0": Mutation(length(0), WEIGHTS, "not safetensors"),
     "header length 1": Mutation(length(1), WEIGHTS, "not safetensors"),
     "header length huge": Mutation(length(2**64 - 1), WEIGHTS, "header of"),
@@ -295,7 +295,7 @@ MUTATIONS: dict[str, Mutation] = {
     "shard absolute": Mutation(shards("/etc/passwd"), INDEX, "outside the folder"),
     "shard is the folder": Mutation(shards("."), INDEX, "outside the folder"),
     "shard with a NUL": Mutation(shards("a\x00.safetensors"), ""),
-    "shards with the same tensors": Mutation(doubled, ".safetensors", "is in"),
+    "shards with the same tensors": Mutation(duplicate_shard, ".safetensors", "is in"),
     "index without a map": Mutation(index({"metadata": {}}), INDEX, "weight_map"),
     "index of numbers": Mutation(index({"weight_map": {"a": 1}}), INDEX, "weight_map"),
     "index deep": Mutation(index('{"weight_map":' + DEEP + "}"), INDEX, "not valid JSON"),
@@ -303,8 +303,8 @@ MUTATIONS: dict[str, Mutation] = {
     "shard a link outside": Mutation(linked_shard, "a.safetensors", "outside the folder"),
     "config a link outside": Mutation(linked(CONFIG), CONFIG, "outside the folder"),
     "tokenizer a link outside": Mutation(linked(TOKENIZER), TOKENIZER, "outside the folder"),
-    "weights a link to nothing": Mutation(dangling, WEIGHTS, "nowhere"),
-    "weights a link to itself": Mutation(looping, WEIGHTS),
+    "weights a link to nothing": Mutation(link_to_nothing, WEIGHTS, "nowhere"),
+    "weights a link to itself": Mutation(link_to_itself, WEIGHTS),
     # code
     "pickle .bin": Mutation(pickled("pytorch_model.bin"), "pytorch_model.bin", "pickled weights are refused"),
     "pickle .pt": Mutation(pickled("model.pt"), "model.pt", "pickled weights are refused"),
@@ -335,7 +335,7 @@ MUTATIONS: dict[str, Mutation] = {
     "template mro": Mutation(template("{{ ''.__class__.__mro__[1].__subclasses__() }}"), TEMPLATE, "refused"),
     "template globals": Mutation(template("{{ self.__init__.__globals__ }}"), TEMPLATE, "refused"),
     "template cycler": Mutation(
-        template("{{ cycler.__init__.__globals__.os.popen('touch canary.txt').read() }}"), TEMPLATE, "refused"
+        template("{{ cycler.__init__.__globals__.os.popen('touch marker.txt').read() }}"), TEMPLATE, "refused"
     ),
     "template attr": Mutation(template("{{ ''|attr('__class__')|attr('mro') }}{{ ''.__class__.a }}"), TEMPLATE),
     "template format": Mutation(template("{{ '{0.__class__.__mro__}'.format('') }}"), TEMPLATE, "refused"),

@@ -1,4 +1,4 @@
-"""A gateway in a process of its own, whose memory is its own: `python -m tests.security.gateway_process DB [leaky]`."""
+"""A gateway in its own process, to measure its memory: `python -m tests.security.gateway_process DB [leaky]`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEAK_BYTES = 1 << 17
 
 
 def leak_bodies() -> None:
-    """Plant a fault: every body leaves something behind."""
+    """Inject a memory leak: every decoded body leaves an object behind in memory."""
     kept: list[bytes] = []
     original = jsonio.decode_object
 

@@ -1,5 +1,5 @@
-"""The crowd again, as bodies over HTTP to a server whose engine is a process of its own: nobody ends it, and canaries
-answer as they do alone. What is out of any bound comes in the same bodies."""
+"""Test adversarial HTTP requests against a server with an engine process: the engine survives and the reference
+requests return the same results as alone. Some requests also have values outside of any bound."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BIG: tuple[Any, ...] = (
     *(2**63, 2**64, -(2**63) - 1, 10**30, -1, 0, 2**31, 1e308, 5e-324, True, None, "1", "", [], {}),
     *([2**70], [-1], [None], {"99999999999999999999": 1}, {"1": 10**30}, {"1": None}, {"": 1}, [[]], "\x00"),
 )
-CANARIES: tuple[dict[str, Any], ...] = (
+REFERENCES: tuple[dict[str, Any], ...] = (
     {"prompt": [*range(1, 30)], "max_tokens": 24, "seed": 4, "logprobs": 2, "ignore_eos": True},
     {"prompt": [*range(2, 31)], "max_tokens": 24, "temperature": 0, "frequency_penalty": 0.5, "ignore_eos": True},
     {"prompt": [*range(3, 32)], "max_tokens": 20, "n": 3, "seed": 5, "top_p": 0.8, "ignore_eos": True},
@@ -38,16 +38,16 @@ CANARIES: tuple[dict[str, Any], ...] = (
 
 
 @dataclass
-class Told:
-    """What the clients heard, by status and by what went wrong."""
+class Responses:
+    """Responses to the clients, by status, and errors found in them."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    num_canaries: int = 0
+    num_references: int = 0
 
 
 class Bodies:
-    """Bodies of hostile requests, a third of them with a field or two that no bound admits. One seed, one sequence."""
+    """Bodies of adversarial requests from a seed, a third of them with one or two values out of bounds."""
 
     def __init__(self, seed: int, vocab_size: int, max_model_len: int) -> None:
         self._adversary = Adversary(seed, vocab_size, max_model_len=max_model_len)
@@ -72,12 +72,12 @@ class Bodies:
         return body
 
 
-def crowd(server: Server, url: str, num_bodies: int, seed: int) -> Told:
-    """Send them, six at a time, and a canary after every third."""
-    told, lock, left = Told(), threading.Lock(), iter(range(num_bodies))
+def run_load(server: Server, url: str, num_bodies: int, seed: int) -> Responses:
+    """Send the bodies, six at a time, and a reference request after every third."""
+    responses, lock, left = Responses(), threading.Lock(), iter(range(num_bodies))
     model = httpx.get(f"{url}/v1/models").json()["data"][0]
     bodies = Bodies(seed, 1536, model["max_model_len"])
-    alone = [httpx.post(url + ROUTE, json=canary, timeout=60).json()["choices"] for canary in CANARIES]
+    alone = [httpx.post(url + ROUTE, json=reference, timeout=60).json()["choices"] for reference in REFERENCES]
 
     def client() -> None:
         with httpx.Client(base_url=url, timeout=120) as http:
@@ -88,30 +88,30 @@ def crowd(server: Server, url: str, num_bodies: int, seed: int) -> Told:
                         return
                     raw = json.dumps(bodies.next())
                 answer = http.post(ROUTE, content=raw, headers={"content-type": "application/json"})
-                wrong = _wrong_with(answer)
+                wrong = error_in(answer)
                 with lock:
-                    told.statuses[answer.status_code] += 1
-                    told.wrong += [f"{wrong}: {raw[:500]}"] if wrong else []
+                    responses.statuses[answer.status_code] += 1
+                    responses.wrong += [f"{wrong}: {raw[:500]}"] if wrong else []
                 if number % 3 == 0:
-                    which = number // 3 % len(CANARIES)
-                    choices = http.post(ROUTE, json=CANARIES[which]).json().get("choices")
+                    which = number // 3 % len(REFERENCES)
+                    choices = http.post(ROUTE, json=REFERENCES[which]).json().get("choices")
                     with lock:
-                        told.num_canaries += 1
-                        told.wrong += [] if choices == alone[which] else [f"canary {which} was disturbed: {choices}"]
+                        responses.num_references += 1
+                        responses.wrong += [] if choices == alone[which] else [f"reference {which} differs: {choices}"]
 
     threads = [threading.Thread(target=client) for _ in range(NUM_CLIENTS)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return told
+    return responses
 
 
-def _wrong_with(answer: httpx.Response) -> str:
+def error_in(answer: httpx.Response) -> str:
     if answer.status_code not in (200, 400):
         return f"{answer.status_code} {answer.text[:300]}"
     if "Traceback" in answer.text or 'File "' in answer.text:
-        return "a stack trace"
+        return "stack trace"
     for line in answer.text.split("\n"):
         if line.startswith('data: {"error"') and json.loads(line[6:])["error"]["type"] != "invalid_request_error":
             return line
@@ -120,10 +120,14 @@ def _wrong_with(answer: httpx.Response) -> str:
 
 def check(server: Server, num_bodies: int, seed: int) -> None:
     url, child = server.ready(), server.child()
-    told = crowd(server, url, num_bodies, seed)
-    assert not told.wrong, "\n".join(told.wrong[:5])
-    assert told.statuses[200] > num_bodies // 4 and told.statuses[400] > num_bodies // 20 and told.num_canaries
-    assert server.child() == child, "the engine has died"
+    responses = run_load(server, url, num_bodies, seed)
+    assert not responses.wrong, "\n".join(responses.wrong[:5])
+    assert (
+        responses.statuses[200] > num_bodies // 4
+        and responses.statuses[400] > num_bodies // 20
+        and responses.num_references
+    )
+    assert server.child() == child, "the engine process has ended"
     assert httpx.get(f"{url}/readyz").status_code == 200
     assert "Traceback" not in server.output
 
@@ -134,25 +138,25 @@ def built_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def test_nobody_ends_the_engine_or_reaches_a_canary_over_the_wire(built_in: Server) -> None:
+def test_adversarial_http_requests_end_no_engine_and_change_no_reference_result(built_in: Server) -> None:
     check(built_in, 100, SEED)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(4))
-def test_nobody_does_for_long(built_in: Server, part: int) -> None:
+def test_twenty_thousand_adversarial_http_requests_change_no_reference_result(built_in: Server, part: int) -> None:
     check(built_in, 5_000, SEED + part)
 
 
-@pytest.mark.parametrize("fault", ["5xx", "trace", "canary"])
-def test_a_fault_is_told(fault: str) -> None:
-    """What the check looks at, on answers that are made up."""
-    told = Told()
+@pytest.mark.parametrize("fault", ["5xx", "trace", "error event"])
+def test_injected_error_is_reported(fault: str) -> None:
+    """Apply the check to invented answers."""
+    responses = Responses()
     match fault:
         case "5xx":
-            told.wrong += [_wrong_with(httpx.Response(500, text="x"))]
+            responses.wrong += [error_in(httpx.Response(500, text="x"))]
         case "trace":
-            told.wrong += [_wrong_with(httpx.Response(400, text='{"error": "Traceback (most recent call last)"}'))]
-        case "canary":
-            told.wrong += [_wrong_with(httpx.Response(200, text='data: {"error": {"type": "server_error"}}\n'))]
-    assert all(told.wrong)
+            responses.wrong += [error_in(httpx.Response(400, text='{"error": "Traceback (most recent call last)"}'))]
+        case "error event":
+            responses.wrong += [error_in(httpx.Response(200, text='data: {"error": {"type": "server_error"}}\n'))]
+    assert all(responses.wrong)

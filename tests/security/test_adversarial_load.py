@@ -1,4 +1,4 @@
-"""Requests that every check admits: none ends the engine, none reaches another request (CVE-2026-105757, -114049)."""
+"""Test that valid adversarial requests neither end the engine nor affect others (CVE-2026-105757, -114049)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chatcache.engine.engine import Engine
 from chatcache.errors import ChatcacheError
 from chatcache.scheduler.request import LiveRequest
 from chatcache.types.plan import StepPlan, StepResult
-from tests.security.adversarial_load import NUM_CANARIES, Crowd, Run
+from tests.security.adversarial_load import NUM_REFERENCES, LoadResult, LoadRun
 from tests.security.adversarial_requests import Adversary
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
 
@@ -30,27 +30,29 @@ def fake_engine(runner_class: type[FakeRunner] = FakeRunner, *, ahead: bool = Fa
     return Engine(runner, fake_facts(VOCAB), config, PIECES, special_ids=(0,))
 
 
-def crowd(engine: Engine, num_requests: int, seed: int = SEED, *, structures: bool = True) -> Crowd:
+def run_load(engine: Engine, num_requests: int, seed: int = SEED, *, structures: bool = True) -> LoadResult:
     adversary = Adversary(
         seed, engine.model_info.vocab_size, max_model_len=engine.model_info.max_model_len, structures=structures
     )
-    return Run(engine, adversary, num_requests).play()
+    return LoadRun(engine, adversary, num_requests).run()
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["each step waited for", "a step ahead"])
-def test_no_request_ends_the_engine_or_reaches_a_canary(ahead: bool) -> None:
-    seen = crowd(fake_engine(ahead=ahead), 500)
-    assert seen.num_finished > 250 and seen.num_canaries > 2 * NUM_CANARIES and seen.failed
+@pytest.mark.parametrize(
+    "ahead", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["synchronous", "asynchronous"]
+)
+def test_adversarial_requests_change_no_reference_result(ahead: bool) -> None:
+    seen = run_load(fake_engine(ahead=ahead), 500)
+    assert seen.num_finished > 250 and seen.num_references > 2 * NUM_REFERENCES and seen.failed
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(10))
-def test_no_request_of_a_hundred_thousand_does(part: int) -> None:
-    crowd(fake_engine(ahead=part % 2 > 0, num_pages=(400, 90)[part % 3 == 0]), 10_000, SEED + part)
+def test_hundred_thousand_adversarial_requests_change_no_reference_result(part: int) -> None:
+    run_load(fake_engine(ahead=part % 2 > 0, num_pages=(400, 90)[part % 3 == 0]), 10_000, SEED + part)
 
 
-def built_in() -> Engine:
-    """The model that computes, in the mode that promises equal bits."""
+def real_engine() -> Engine:
+    """Return an engine with a network that computes, in the batch-invariant mode."""
     return compose.build_engine(
         EngineConfig(
             strict=True,
@@ -63,19 +65,20 @@ def built_in() -> Engine:
     )
 
 
-def test_nor_with_a_model_that_computes() -> None:
-    seen = crowd(built_in(), 80)
+@pytest.mark.slow
+def test_adversarial_requests_with_a_real_network_change_no_reference_result() -> None:
+    seen = run_load(real_engine(), 80)
     assert seen.num_finished > 40
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(4))
-def test_nor_with_a_model_that_computes_for_long(part: int) -> None:
-    crowd(built_in(), 5_000, SEED + part)
+def test_many_adversarial_requests_with_a_real_network_change_no_reference_result(part: int) -> None:
+    run_load(real_engine(), 5_000, SEED + part)
 
 
-class Leaking(FakeRunner):
-    """Applies each edit of logits to the next draw too: what stale state in a slot amounts to."""
+class LeakingEdits(FakeRunner):
+    """Applies each edit of logits to the next sample too, like stale state in a row."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         draws, num_draws = plan.draws, len(plan.draws.row)
@@ -84,16 +87,16 @@ class Leaking(FakeRunner):
         return super().execute(replace(plan, draws=replace(draws, edits=tuple(edits.values()))))
 
 
-class Confused(FakeRunner):
-    """Numbers its noise by the place in the batch."""
+class PositionNoise(FakeRunner):
+    """Derives the noise from the position in the batch."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         lanes = plan.draws.lane + plan.draws.row
         return super().execute(replace(plan, draws=replace(plan.draws, lane=lanes.astype(plan.draws.lane.dtype))))
 
 
-def fault_escapes(patch: Patch) -> type[FakeRunner]:
-    """A request's own fault is nobody's to catch."""
+def error_escapes(patch: Patch) -> type[FakeRunner]:
+    """Do not catch the error of a single request."""
 
     def fail(self: Engine, request: LiveRequest, error: BaseException) -> None:
         raise error
@@ -103,25 +106,25 @@ def fault_escapes(patch: Patch) -> type[FakeRunner]:
 
 
 def state_leaks(patch: Patch) -> type[FakeRunner]:
-    return Leaking
+    return LeakingEdits
 
 
-def noise_by_place(patch: Patch) -> type[FakeRunner]:
-    return Confused
+def noise_by_position(patch: Patch) -> type[FakeRunner]:
+    return PositionNoise
 
 
 @pytest.mark.parametrize(
     ("bug", "error", "words"),
     [
-        (fault_escapes, ChatcacheError, r"no token|cannot be used|structured_outputs"),
-        (state_leaks, AssertionError, r"canary\d+ was disturbed"),
-        (noise_by_place, AssertionError, r"canary\d+ was disturbed"),
+        (error_escapes, ChatcacheError, r"no token|cannot be used|structured_outputs"),
+        (state_leaks, AssertionError, r"reference\d+ differs"),
+        (noise_by_position, AssertionError, r"reference\d+ differs"),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
-def test_the_check_fails_on(
+def test_injected_bug_is_found(
     bug: Callable[[Patch], type[FakeRunner]], error: type[Exception], words: str, monkeypatch: Patch
 ) -> None:
     runner_class = bug(monkeypatch)
     with pytest.raises(error, match=words):
-        crowd(fake_engine(runner_class), 300)
+        run_load(fake_engine(runner_class), 300)

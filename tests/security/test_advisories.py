@@ -1,4 +1,4 @@
-"""Every advisory of `advisories.py` has a test that exists, or a reason."""
+"""Test that every advisory of `advisories.py` has an existing test, or a reason not to have one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.security.advisories import CLASSES, KNOWN, Class
+from tests.security.advisories import CLASSES, KNOWN, AdvisoryClass
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -21,10 +21,10 @@ def functions_in(file: str) -> frozenset[str]:
     return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
-def check(classes: Sequence[Class]) -> None:
+def check(classes: Sequence[AdvisoryClass]) -> None:
     found = [name for each in classes for name in each.ids]
-    assert len(found) == len(set(found)), "one is there twice"
-    assert not set(KNOWN) - set(found), "nothing is said of these"
+    assert len(found) == len(set(found)), "an advisory is listed twice"
+    assert not set(KNOWN) - set(found), "advisories without a class"
     for each in classes:
         assert bool(each.tests) != bool(each.not_ours), each.what
         for test in each.tests:
@@ -37,7 +37,7 @@ def test_every_advisory_has_a_test_or_a_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    "spoilt",
+    "incomplete",
     [
         CLASSES[1:],
         (*CLASSES, CLASSES[0]),
@@ -45,8 +45,8 @@ def test_every_advisory_has_a_test_or_a_reason() -> None:
         (replace(CLASSES[0], tests=("kv_cache/test_pool.py::test_none",)), *CLASSES[1:]),
         (replace(CLASSES[0], tests=("kv/test_none.py::test_none",)), *CLASSES[1:]),
     ],
-    ids=["one left out", "one twice", "no test", "a test that is not there", "a file that is not there"],
+    ids=["one missing", "one twice", "no test", "unknown test", "unknown file"],
 )
-def test_a_gap_is_noticed(spoilt: Sequence[Class]) -> None:
+def test_incomplete_table_is_rejected(incomplete: Sequence[AdvisoryClass]) -> None:
     with pytest.raises(AssertionError):
-        check(spoilt)
+        check(incomplete)

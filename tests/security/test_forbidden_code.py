@@ -1,6 +1,6 @@
-"""What no file of the product may say: the ways in which data became code, or guards vanished, in other engines.
+"""Check that the source contains no construct that executes data as code or whose checks can be disabled.
 
-Each rule has a line that breaks it, and is seen to find it. What is allowed is allowed in one file for a reason.
+Each rule has a line that violates it and that the check must find. Exceptions are listed by file, with a reason.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ CALLS = frozenset(
             "jinja2.Environment",
             "asyncio.create_subprocess_shell",
         ),
-        *("sys.settrace", "torch.jit.script"),  # the latter: CVE-2025-3000, of which no release of torch is free
+        *("sys.settrace", "torch.jit.script"),  # the latter: CVE-2025-3000, fixed in no release of torch
     }
 )
 ATTRIBUTES = frozenset({"recv_pyobj", "send_pyobj", "recv_object_list", "send_object_list", "getstatusoutput"})
 KEYWORDS = frozenset({("shell", True), ("trust_remote_code", True), ("allow_pickle", True), ("verify", False)})
 
-# Where, what, why. An entry that finds nothing any more is an error.
+# File, construct, reason. An entry without a match is an error.
 ALLOWED = {
     (
         "chatcache/demo_model/training/train.py",
@@ -54,13 +54,13 @@ ALLOWED = {
     (
         "chatcache/kv_cache/page_table.py",
         "hash",
-    ): "a mark of a page within one process, for the page map; nothing is found by it",
+    ): "a tag of a page within one process, for the page map; never used for lookup",
     ("kernels/chatcache_kernels/cpu/bf16.py", "hash"): "__hash__ of a numba type",
 }
 
 
 def findings(source: str, where: str) -> Iterator[tuple[int, str]]:
-    """Yield line and name of everything in a file that is forbidden."""
+    """Yield line and name of every forbidden construct in a file."""
     for node in ast.walk(ast.parse(source)):
         line = getattr(node, "lineno", 0)
         for name in _found(node, where):
@@ -110,24 +110,24 @@ def _is_forbidden(module: str) -> bool:
 
 @pytest.fixture(scope="module")
 def found() -> list[tuple[str, int, str]]:
-    """All findings in the product: file, line, name."""
+    """All findings in the source: file, line, name."""
     files = sorted(file for folder in PRODUCT for file in folder.rglob("*.py"))
     assert len(files) > 200
     places = [(file, file.relative_to(ROOT).as_posix()) for file in files]
     return [(where, line, name) for file, where in places for line, name in findings(file.read_text(), where)]
 
 
-def test_nothing_forbidden_is_said(found: list[tuple[str, int, str]]) -> None:
+def test_source_has_no_forbidden_construct(found: list[tuple[str, int, str]]) -> None:
     bad = [f"{where}:{line}: {name}" for where, line, name in found if (where, name) not in ALLOWED]
     assert not bad, "\n".join(bad)
 
 
-def test_every_exception_is_still_one(found: list[tuple[str, int, str]]) -> None:
+def test_every_listed_exception_is_in_use(found: list[tuple[str, int, str]]) -> None:
     assert not set(ALLOWED) - {(where, name) for where, _, name in found}
 
 
 @pytest.mark.parametrize(
-    ("planted", "found"),
+    ("injected", "found"),
     [
         ("import pickle", "import pickle"),
         ("from pickle import loads", "import pickle"),
@@ -165,12 +165,12 @@ def test_every_exception_is_still_one(found: list[tuple[str, int, str]]) -> None
         ("path = request.url.path", "request.url"),
     ],
 )
-def test_a_planted_line_is_found(planted: str, found: str) -> None:
-    assert found in [name for _, name in findings(planted, "chatcache/gateway/planted.py")]
+def test_injected_line_is_found(injected: str, found: str) -> None:
+    assert found in [name for _, name in findings(injected, "chatcache/gateway/injected.py")]
 
 
-def test_what_is_harmless_is_not() -> None:
+def test_harmless_lines_are_not_reported() -> None:
     source = (
         "re.compile('x')\nself.compile(grammar)\nbackend.json.load(file)\nmodel.eval()\nloads = msgspec.json.decode"
     )
-    assert not list(findings(source, "chatcache/gateway/planted.py"))
+    assert not list(findings(source, "chatcache/gateway/injected.py"))

@@ -1,4 +1,4 @@
-"""What nobody means well takes no memory: a gateway in a process of its own, fuzzed by HTTP and by WebSocket."""
+"""Test that invalid HTTP and WebSocket input does not increase the memory of a gateway process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.linux]  # needs /proc
 
 @dataclass
 class Served:
-    """As much of a `Server` as the fuzzers ask for."""
+    """The parts of `Server` that the fuzzers use."""
 
     port: int
     pid: int
@@ -45,12 +45,12 @@ def served(folder: Path, *more: str) -> Iterator[Served]:
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield Served(int(process.stdout.readline()), process.pid)
-        assert process.poll() is None, "the server has died"
+        assert process.poll() is None, "the server has ended"
         process.kill()
 
 
 def check(server: Served, num_bodies: int) -> None:
-    """Fuzz until what is kept once is kept, then measure. Raises: AssertionError for growth, a 5xx, a stack trace."""
+    """Fuzz until caches are full, then measure. Raises: AssertionError for growth, a 5xx or a stack trace."""
     one: Any = cast(Server, server)
     for part in range(2):
         fuzz_http(one, SEED + part, num_bodies)
@@ -63,11 +63,11 @@ def check(server: Served, num_bodies: int) -> None:
 
 
 @pytest.mark.parametrize("num_bodies", [400, pytest.param(45_000, marks=pytest.mark.long)])
-def test_fuzzing_takes_no_memory(num_bodies: int, tmp_path: Path) -> None:
+def test_fuzzed_input_does_not_increase_memory(num_bodies: int, tmp_path: Path) -> None:
     with served(tmp_path) as server:
         check(server, num_bodies)
 
 
-def test_a_leak_is_noticed(tmp_path: Path) -> None:
+def test_injected_leak_is_found(tmp_path: Path) -> None:
     with served(tmp_path, "leaky") as server, pytest.raises(AssertionError, match="MiB more"):
         check(server, 400)

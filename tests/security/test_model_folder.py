@@ -1,4 +1,4 @@
-"""A model folder that is broken, or means ill, is refused in one sentence naming the file; none of its code runs."""
+"""Test that a corrupted or malicious model folder is refused with the file name, and none of its code runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from chatcache.tokenizer import tokenizer as tokenizers
 from chatcache.tokenizer.chat_template import ChatTemplate
 from tests.cli.servers import serving
 from tests.llm.tiny_llama import make_model, write_folder
-from tests.security.corrupted_folders import CANARY, MUTATIONS, Mutation, remote_code
+from tests.security.corrupted_folders import MARKER_FILE, MUTATIONS, Mutation, remote_code
 
 Patch = pytest.MonkeyPatch
 
@@ -32,7 +32,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(folder: Path) -> None:
-    """Do what a start does with a folder, in its order: the command looks, the gateway's tokenizer, the engine."""
+    """Read a folder as a server start does: command line, tokenizer of the gateway, engine."""
     config = EngineConfig(model=str(folder), dtype="float32", attention_backend="reference", kv_memory_bytes=1 << 20)
     compose.check_model_folder(config)
     compose.load_tokenizer(config)
@@ -41,33 +41,33 @@ def start(folder: Path) -> None:
 
 def check_refused(mutation: Mutation, good: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(good, tmp_path / "model"))
-    mutation.spoil(folder)
+    mutation.corrupt(folder)
     with pytest.raises(ModelFolderError) as caught:
         start(folder)
     message = caught.value.message
     assert str(folder) in message and mutation.file in message and mutation.words in message
     assert "\n" not in message and len(message) < 2000
-    assert not list(tmp_path.rglob(CANARY)) and not Path(CANARY).exists(), "what lies in the folder was run"
+    assert not list(tmp_path.rglob(MARKER_FILE)) and not Path(MARKER_FILE).exists(), "code of the folder was run"
 
 
-def test_the_folder_that_is_spoilt_is_good(good: Path) -> None:
+def test_unchanged_folder_is_accepted(good: Path) -> None:
     start(good)
     assert len(MUTATIONS) >= 60
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_spoilt_folder_is_refused(name: str, good: Path, tmp_path: Path) -> None:
+def test_corrupted_folder_is_refused_with_the_file_name(name: str, good: Path, tmp_path: Path) -> None:
     check_refused(MUTATIONS[name], good, tmp_path)
 
 
-def test_code_beside_a_model_that_needs_none_is_left_alone(good: Path, tmp_path: Path) -> None:
+def test_unneeded_code_in_the_folder_is_ignored(good: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(good, tmp_path / "model"))
     remote_code(folder)
     start(folder)
-    assert not (folder / CANARY).exists()
+    assert not (folder / MARKER_FILE).exists()
 
 
-def test_links_within_the_folder_and_those_of_the_hub_cache_are_followed(good: Path, tmp_path: Path) -> None:
+def test_links_within_the_folder_and_the_hub_cache_are_followed(good: Path, tmp_path: Path) -> None:
     repository = tmp_path / "models--org--tiny"
     snapshot = repository / "snapshots" / "0123"
     (repository / "blobs").mkdir(parents=True)
@@ -79,15 +79,15 @@ def test_links_within_the_folder_and_those_of_the_hub_cache_are_followed(good: P
 
 
 TWINS: dict[str, tuple[Callable[[Patch], None], str]] = {
-    "links are followed anywhere": (
+    "links are not checked": (
         lambda patch: patch.setattr(folders, "check_links", lambda folder: None),
         "shard a link outside",
     ),
-    "tensors may lie anywhere": (
+    "tensor offsets are not checked": (
         lambda patch: patch.setattr(weights, "_check_layout", lambda *_: None),
-        "weights with more behind",
+        "weights with extra data",
     ),
-    "numbers need not be numbers": (
+    "values are not checked": (
         lambda patch: patch.setattr(weights, "is_finite", lambda tensor: True),
         "weight not a number",
     ),
@@ -95,7 +95,7 @@ TWINS: dict[str, tuple[Callable[[Patch], None], str]] = {
         lambda patch: patch.setattr(ChatTemplate, "check", lambda self, origin: None),
         "template mro",
     ),
-    "values are not weighed": (
+    "value sizes are not limited": (
         lambda patch: patch.setattr(template_weight, "estimate_size", lambda value: 1),
         "template list in itself twice",
     ),
@@ -104,10 +104,10 @@ TWINS: dict[str, tuple[Callable[[Patch], None], str]] = {
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_the_check_fails_without_its_guard(name: str, good: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_folder_is_accepted_without_its_check(name: str, good: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     plant, mutation = TWINS[name]
     plant(monkeypatch)
-    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE ModelFolderError"):  # it is let in
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE ModelFolderError"):  # the folder is accepted
         check_refused(MUTATIONS[mutation], good, tmp_path)
 
 
@@ -123,12 +123,12 @@ SERVED = [
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_serve_says_so_and_exits_with_78(name: str, good: Path, tmp_path: Path) -> None:
+def test_serve_exits_with_78_and_the_message(name: str, good: Path, tmp_path: Path) -> None:
     mutation = MUTATIONS[name]
     folder = Path(shutil.copytree(good, tmp_path / "model"))
-    mutation.spoil(folder)
+    mutation.corrupt(folder)
     with serving(folder, tmp_path) as server:
         assert server.wait() == 78
         assert mutation.file in server.output and mutation.words in server.output
         assert "Traceback" not in server.output
-    assert not (folder / CANARY).exists()
+    assert not (folder / MARKER_FILE).exists()

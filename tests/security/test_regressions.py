@@ -1,4 +1,4 @@
-"""What ended or subverted other engines, tried on this one; `advisories.py` says of which advisory each is."""
+"""Test inputs that ended or subverted other engines; `advisories.py` maps advisories to these tests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ USER = [{"role": "user", "content": "Hi"}]
     ],
     ids=["sample", "greedy", "n", "best_of", "distinct", "regex", "beams"],
 )
-def test_a_reply_of_no_words_is_a_reply(params: Params) -> None:
+def test_engine_reply_without_text_finishes(params: Params) -> None:
     engine = fake_engine()
     engine.add(GenerateRequest(request_id="a", prompt=(5, 6, 7), params=params))
     events = []
@@ -95,8 +95,8 @@ OPTIONAL: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("count", [150, pytest.param(5_000, marks=pytest.mark.long)])
-def test_any_fields_together_and_any_of_them_null_are_answered(server: Server, count: int) -> None:
-    """A rule across fields that one of them being null jumps over has ended engines."""
+def test_random_fields_with_nulls_are_answered(server: Server, count: int) -> None:
+    """A null that bypasses a rule across fields has ended other engines."""
     draw = random.Random(SEED)
     statuses = set()
     with httpx.Client(base_url=server.url, timeout=60) as client:
@@ -111,14 +111,14 @@ def test_any_fields_together_and_any_of_them_null_are_answered(server: Server, c
 
 @pytest.mark.parametrize("value", [0, -1, 65, 2**31, 2**63, 10**400, 1.5, "1", True, [], {}])
 @pytest.mark.parametrize("name", ["n", "best_of", "beam_width"])
-def test_how_many_is_bounded_before_anything_is_made(server: Server, name: str, value: Any) -> None:
+def test_counts_over_the_limit_are_refused(server: Server, name: str, value: Any) -> None:
     status, _, answer = server.post(CHAT, messages=USER, max_tokens=1, **{name: value})
     assert status == 400, answer
 
 
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e400"])
 @pytest.mark.parametrize("name", ["n", "temperature", "top_p", "max_tokens", "seed", "presence_penalty"])
-def test_numbers_that_json_lacks_are_refused(server: Server, name: str, literal: str) -> None:
+def test_non_finite_json_numbers_are_refused(server: Server, name: str, literal: str) -> None:
     body = json.dumps({"messages": USER})[:-1] + f', "{name}": {literal}}}'
     status, _, answer = server.request("POST", CHAT, raw=body.encode())
     assert status == 400, answer
@@ -135,7 +135,7 @@ def test_numbers_that_json_lacks_are_refused(server: Server, name: str, literal:
     ],
     ids=["prompts", "many prompts", "messages", "parts", "tokens"],
 )
-def test_many_things_in_one_request_are_refused_as_a_whole(server: Server, path: str, body: Any) -> None:
+def test_request_with_too_many_items_is_refused(server: Server, path: str, body: Any) -> None:
     status, _, answer = server.post(path, **body, **({} if path == "/detokenize" else {"max_tokens": 1}))
     assert status in (400, 413), answer
 
@@ -154,21 +154,21 @@ def test_many_things_in_one_request_are_refused_as_a_whole(server: Server, path:
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_fields_that_ended_others_are_refused_by_name(server: Server, path: str, name: str, value: Any) -> None:
+def test_unsupported_dangerous_field_is_refused_by_name(server: Server, path: str, name: str, value: Any) -> None:
     prompt = {"messages": USER} if path == CHAT else {"prompt": "Hi"}
     status, _, answer = server.post(path, **prompt, max_tokens=1, **{name: value})
     assert (status, answer["error"]["param"]) == (400, name)
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_image", "file", "input_audio", "video_url"])
-def test_nothing_is_fetched(server: Server, kind: str) -> None:
+def test_urls_of_a_request_are_not_fetched(server: Server, kind: str) -> None:
     part = {"type": kind, kind: {"url": "http://127.0.0.1:9/"}, "image_url": "http://127.0.0.1:9/"}
     status, _, _ = server.post(CHAT, messages=[{"role": "user", "content": [part]}], max_tokens=1)
     assert status == 400
 
 
-def test_no_field_of_the_wire_names_a_page_a_hash_or_a_namespace() -> None:
-    """What is cached is named by the server alone, from the bytes that it will use."""
+def test_no_request_field_names_a_page_a_hash_or_a_namespace() -> None:
+    """The server derives cache keys only from the bytes that it processes."""
     names: set[str] = set()
     for title, schema in document(ROUTES, "0")["components"]["schemas"].items():
         if title.endswith("Request"):
@@ -197,8 +197,8 @@ def _upgrade(server: Server) -> socket.socket:
     return connection
 
 
-def test_no_websocket_inflates(server: Server) -> None:
-    """The extension is not agreed on; a frame that says it is compressed ends its connection with 1002."""
+def test_websocket_compression_is_refused(server: Server) -> None:
+    """The extension is not negotiated; a frame marked as compressed closes its connection with 1002."""
     with _upgrade(server) as connection:
         head = b""
         while b"\r\n\r\n" not in head:
@@ -209,8 +209,8 @@ def test_no_websocket_inflates(server: Server) -> None:
     assert struct.pack(">H", 1002) in frame
 
 
-def test_ids_that_clients_choose_meet_nobody_elses(server: Server) -> None:
-    """The same `x-request-id` and `user`, at once and again: no two requests are one."""
+def test_equal_client_chosen_ids_make_separate_requests(server: Server) -> None:
+    """Send the same `x-request-id` and `user` concurrently and repeatedly."""
     expected = server.post(COMPLETIONS, prompt=[5, 6, 7], max_tokens=8, seed=3)[2]["choices"][0]["text"]
     answers: list[tuple[int, str, str]] = []
 
@@ -228,7 +228,7 @@ def test_ids_that_clients_choose_meet_nobody_elses(server: Server) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "r", "resp", "resp_", "resp_0", "%", "*", "resp_*"])
-def test_a_beginning_of_an_id_names_nothing(server: Server, prefix: str) -> None:
+def test_prefix_of_an_id_is_not_found(server: Server, prefix: str) -> None:
     status, _, made = server.post("/v1/responses", input="Hi", max_output_tokens=2)
     assert status == 200
     for method, path in (("POST", f"/v1/responses/{prefix}/cancel"), ("DELETE", f"/v1/responses/{prefix}")):
@@ -237,12 +237,12 @@ def test_a_beginning_of_an_id_names_nothing(server: Server, prefix: str) -> None
 
 
 @pytest.mark.parametrize("value", ["bytes=0-,0-,0-" + ",0-" * 2000, "bytes=0-0" + ",1-1" * 3000, "bytes=-1" * 3000])
-def test_ranges_without_number_cost_nothing(server: Server, value: str) -> None:
+def test_many_byte_ranges_are_ignored(server: Server, value: str) -> None:
     for path in ("/", "/assets/x.js", "/favicon.svg"):
         assert server.request("GET", path, headers={"range": value})[0] < 500
 
 
-def test_a_tokenizer_that_panics_ends_the_request_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizer_panic_fails_the_request_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tokenizer(tmp_path)
     pattern("^(?:(z+)+)+$")(tmp_path)
     tokenizer = read_tokenizer(tmp_path)
@@ -251,8 +251,8 @@ def test_a_tokenizer_that_panics_ends_the_request_only(tmp_path: Path, monkeypat
     assert tokenizer.decode(tokenizer.encode("fine")) == "fine"
 
 
-# Whole databases are asked by `make audit`, which needs the network. These are the holes that we know to matter here:
-# the least version without them, and the advisory.
+# `make audit` checks complete advisory databases and needs the network. These are the known relevant vulnerabilities:
+# the lowest version without them, and the advisory.
 SOUND = {
     "starlette": ("1.3.1", "CVE-2026-54283, -48710"),
     "jinja2": ("3.1.6", "CVE-2025-27516"),
@@ -261,12 +261,12 @@ SOUND = {
     "transformers": ("5.10.0", "CVE-2026-4372, -5241, -9856"),
     "websockets": ("9.1", "CVE-2021-33880"),
 }
-# What others bring, at the least version we have to get.
+# Transitive dependencies, with the lowest required version.
 BROUGHT = {"h11": ("0.16", "CVE-2025-43859"), "urllib3": ("2.6.3", "CVE-2026-21441")}
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_libraries_may_not_be_as_old_as_their_known_holes(name: str) -> None:
+def test_required_version_excludes_known_vulnerabilities(name: str) -> None:
     import tomllib
 
     project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
@@ -276,5 +276,5 @@ def test_libraries_may_not_be_as_old_as_their_known_holes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*SOUND, *BROUGHT])
-def test_what_is_installed_is_newer_than_its_known_holes(name: str) -> None:
+def test_installed_version_excludes_known_vulnerabilities(name: str) -> None:
     assert Version(version(name)) >= Version((SOUND | BROUGHT)[name][0])

@@ -1,4 +1,4 @@
-"""A real server while it serves: reads no pickle, calls nobody, listens once, and keeps what was said to itself."""
+"""Test a running server: it reads no pickle, opens no connection, listens on one socket and logs no prompts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.cli.servers import Server, environment
 
 pytestmark = pytest.mark.slow
 
-KEY = "sk-quiet-canary-456"
-CANARY = "xylocopa violacea"
+KEY = "sk-quiet-marker-456"
+SECRET_WORDS = "xylocopa violacea"
 HOOKS = Path(__file__).parent / "hooks"
 
 
-class Watched(Server):
-    """`chatcache serve` under `python -O`, with the hooks in front of its path and of its engine child's."""
+class WatchedServer(Server):
+    """`chatcache serve` under `python -O`, with audit hooks in its process and in the engine process."""
 
     def __init__(self, folder: Path, cwd: Path, *more: str, **extra: str) -> None:
         self.tried = cwd / "tried.txt"
@@ -47,7 +47,7 @@ class Watched(Server):
 
 @dataclass
 class Seen:
-    """What one life of a server showed."""
+    """Observations of one server from start to stop."""
 
     answers: dict[str, Any] = field(default_factory=dict)
     listeners: list[str] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Seen:
 
 
 def sockets_of(pids: list[int]) -> tuple[list[str], list[str]]:
-    """TCP and UDP sockets of these processes: those that listen, as local addresses; and the peers of the others."""
+    """Return listening TCP and UDP addresses of these processes, and the peers of their other sockets."""
     inodes: set[str] = set()
     for pid in pids:
         for name in Path(f"/proc/{pid}/fd").iterdir():
@@ -79,9 +79,9 @@ def sockets_of(pids: list[int]) -> tuple[list[str], list[str]]:
 
 
 def live(folder: Path, cwd: Path, *more: str, **extra: str) -> Seen:
-    """Start a server, use all of its wires, look at its sockets, drain it."""
+    """Start a server, use all of its transports, inspect its sockets, stop it."""
     seen = Seen()
-    server = Watched(folder, cwd, *more, **extra)
+    server = WatchedServer(folder, cwd, *more, **extra)
     try:
         server.saw(r"Ready|ready")
         url = "http://127.0.0.1:" + server.saw(r"http://[\w.\[\]:]+?:(\d+)")[1]
@@ -98,11 +98,11 @@ def live(folder: Path, cwd: Path, *more: str, **extra: str) -> Seen:
 
 
 def _use(client: httpx.Client, seen: Seen) -> None:
-    said = [{"role": "user", "content": CANARY}]
+    said = [{"role": "user", "content": SECRET_WORDS}]
     bodies: dict[str, tuple[str, dict[str, Any]]] = {
         "chat": ("/v1/chat/completions", {"messages": said, "max_tokens": 3}),
         "stream": ("/v1/chat/completions", {"messages": said, "max_tokens": 3, "stream": True}),
-        "response": ("/v1/responses", {"input": CANARY, "max_output_tokens": 3}),
+        "response": ("/v1/responses", {"input": SECRET_WORDS, "max_output_tokens": 3}),
         "choice": (
             "/v1/chat/completions",
             {"messages": said, "structured_outputs": {"choice": ["yes", "no"]}, "max_tokens": 9},
@@ -130,7 +130,7 @@ def use_socket(url: str, seen: Seen) -> None:
         additional_headers={"authorization": f"Bearer {KEY}"},
         subprotocols=[Subprotocol("chatcache.v1")],
     ) as socket:
-        socket.send(json.dumps({"type": "response.create", "input": CANARY, "max_output_tokens": 3}))
+        socket.send(json.dumps({"type": "response.create", "input": SECRET_WORDS, "max_output_tokens": 3}))
         while (frame := json.loads(socket.recv(timeout=60)))["type"] not in (
             "response.completed",
             "response.incomplete",
@@ -150,12 +150,12 @@ def check(seen: Seen) -> None:
     assert all(is_loopback(peer) for peer in seen.peers), seen.peers
     assert seen.answers["exit"] == 0
     assert "Traceback" not in seen.output
-    for secret in (CANARY, CANARY.split()[0], KEY, "quiet-canary"):
+    for secret in (SECRET_WORDS, SECRET_WORDS.split()[0], KEY, "quiet-marker"):
         assert secret not in seen.output, f"{secret!r} was logged"
 
 
 def is_loopback(remote: str) -> bool:
-    """Of an address as /proc/net has it."""
+    """Return whether an address in the format of /proc/net is a loopback address."""
     address = remote.partition(":")[0]
     return address.endswith(("7F", "0100007F")) or address == "0" * 24 + "01000000"
 
@@ -178,12 +178,12 @@ def seen(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return live(model, tmp_path_factory.mktemp("cwd"), *OPTIONS)
 
 
-def test_a_server_reads_no_pickle_calls_nobody_and_listens_once(seen: Seen) -> None:
+def test_server_reads_no_pickle_connects_nowhere_and_listens_once(seen: Seen) -> None:
     check(seen)
 
 
-def test_the_hooks_catch_what_they_are_for(tmp_path: Path) -> None:
-    """In an interpreter without a server, which takes no time to start."""
+def test_hooks_report_what_they_watch(tmp_path: Path) -> None:
+    """Run in an interpreter without a server, which starts faster."""
     tried = tmp_path / "tried.txt"
     env = environment() | {"CHATCACHE_TEST_TRIED": str(tried), "CHATCACHE_TEST_PLANT": "1", "PYTHONPATH": str(HOOKS)}
     subprocess.run([sys.executable, "-O", "-c", "pass"], env=env, check=True)
@@ -194,13 +194,13 @@ def test_the_hooks_catch_what_they_are_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_check_fails_on_a_server_that_does_it_all(model: Path, tmp_path: Path) -> None:
-    planted = live(model, tmp_path, *OPTIONS, CHATCACHE_TEST_PLANT="1")
-    assert any("192.0.2.1" in line for line in planted.complaints)
-    assert any("pickle" in line for line in planted.complaints)
-    assert len(planted.listeners) > 1
+def test_server_with_all_violations_is_found(model: Path, tmp_path: Path) -> None:
+    injected = live(model, tmp_path, *OPTIONS, CHATCACHE_TEST_PLANT="1")
+    assert any("192.0.2.1" in line for line in injected.complaints)
+    assert any("pickle" in line for line in injected.complaints)
+    assert len(injected.listeners) > 1
     with pytest.raises(AssertionError, match=r"192\.0\.2\.1"):
-        check(planted)
+        check(injected)
 
 
 @pytest.mark.parametrize(
@@ -209,25 +209,25 @@ def test_the_check_fails_on_a_server_that_does_it_all(model: Path, tmp_path: Pat
         ("listener", "tcp 00000000:1F40"),
         ("peer", "010200C0:0050"),
         ("complaint", "eval from"),
-        ("said", f"'{CANARY}' was logged"),
+        ("said", f"'{SECRET_WORDS}' was logged"),
         ("key", f"'{KEY}' was logged"),
         ("unauthorised", "no key: 200"),
     ],
 )
-def test_the_check_fails_on_each(change: str, words: str, seen: Seen) -> None:
-    planted = Seen(dict(seen.answers), list(seen.listeners), list(seen.peers), seen.output, list(seen.complaints))
+def test_check_finds_each_violation(change: str, words: str, seen: Seen) -> None:
+    injected = Seen(dict(seen.answers), list(seen.listeners), list(seen.peers), seen.output, list(seen.complaints))
     match change:
         case "listener":
-            planted.listeners.append("tcp 00000000:1F40")
+            injected.listeners.append("tcp 00000000:1F40")
         case "peer":
-            planted.peers.append("010200C0:0050")
+            injected.peers.append("010200C0:0050")
         case "complaint":
-            planted.complaints.append("eval from somewhere")
+            injected.complaints.append("eval from somewhere")
         case "said":
-            planted.output += f"INFO prompt: {CANARY}"
+            injected.output += f"INFO prompt: {SECRET_WORDS}"
         case "key":
-            planted.output += f"INFO authorization {KEY}"
+            injected.output += f"INFO authorization {KEY}"
         case "unauthorised":
-            planted.answers["no key"] = 200
+            injected.answers["no key"] = 200
     with pytest.raises(AssertionError, match=words):
-        check(planted)
+        check(injected)
