@@ -1,6 +1,6 @@
-"""Every view of the page: what axe looks at in both themes, and other checks that must see everything.
+"""All views of the page, for checks such as axe that must cover each of them in both themes.
 
-A new view is one more entry: its name, and how a reader who has just had the answer to one question gets there.
+A new view is one more entry: its name, and the actions that open it from a page with one answered question.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.e2e.recorded_page import Watched
-from tests.e2e.rest_client import talk
+from tests.e2e.recorded_page import RecordedPage
+from tests.e2e.rest_client import create_conversation
 
 EVERYTHING = """# A heading
 
@@ -44,64 +44,64 @@ $$\\wrong{$$
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A name and the way there; `settled` is what must be on the page before it is looked at."""
+    """Name of a view and the actions that open it; wait for `settled` before checking it."""
 
     name: str
-    go: Callable[[Watched], None]
+    go: Callable[[RecordedPage], None]
     settled: str
 
 
-def _everything(chat: Watched) -> None:
+def _everything(chat: RecordedPage) -> None:
     chat.page.keyboard.press("Escape")
-    made = talk(chat.server, ["Show me all you can draw", EVERYTHING], title="Everything")
+    made = create_conversation(chat.server, ["Show me all you can draw", EVERYTHING], title="Everything")
     chat.page.evaluate("hash => location.hash = hash", made)
 
 
-def _press(*keys: str) -> Callable[[Watched], None]:
-    def go(chat: Watched) -> None:
+def _press(*keys: str) -> Callable[[RecordedPage], None]:
+    def go(chat: RecordedPage) -> None:
         for key in keys:
             chat.page.keyboard.press(key)
 
     return go
 
 
-def _candidates(chat: Watched) -> None:
+def _candidates(chat: RecordedPage) -> None:
     chat.page.click("[aria-label='More answers']")
     chat.ask("Tell me a story about a robot")
 
 
-def _search(chat: Watched) -> None:
+def _search(chat: RecordedPage) -> None:
     chat.page.click("#tab-beams")
     chat.page.click("text=Try 4 beams")
     chat.ask("Tell me a story about a cat")
 
 
-def _click(*selectors: str) -> Callable[[Watched], None]:
-    def go(chat: Watched) -> None:
+def _click(*selectors: str) -> Callable[[RecordedPage], None]:
+    def go(chat: RecordedPage) -> None:
         for selector in selectors:
             chat.page.click(selector)
 
     return go
 
 
-def _edit(chat: Watched) -> None:
+def _edit(chat: RecordedPage) -> None:
     chat.page.focus("#composer")
     chat.page.keyboard.press("ArrowUp")
 
 
-def _find(chat: Watched) -> None:
+def _find(chat: RecordedPage) -> None:
     chat.page.keyboard.press("Control+k")
     chat.page.fill("#find", "robot")
 
 
-def _delete(chat: Watched) -> None:
+def _delete(chat: RecordedPage) -> None:
     chat.unhurried()
     chat.page.fill("#find", "")
     chat.page.focus(".conversation-row-current .conversation-open")
     chat.page.keyboard.press("Delete")
 
 
-def _inside(chat: Watched) -> None:
+def _inside(chat: RecordedPage) -> None:
     chat.page.locator("[aria-label='Show tokens']").last.click()
     chat.page.locator(".token").nth(2).click()
 
@@ -127,8 +127,8 @@ VIEWS: tuple[View, ...] = (
 )
 
 
-def watch(chat: Watched, view: View) -> Any:
-    """Go there and wait until it stands."""
+def watch(chat: RecordedPage, view: View) -> Any:
+    """Open a view and wait until it is complete."""
     view.go(chat)
     chat.page.wait_for_selector(view.settled)
     return chat.page

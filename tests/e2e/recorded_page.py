@@ -1,4 +1,4 @@
-"""A browser page that keeps a record: frames on its socket, requests, errors; and the verbs of a reader."""
+"""A browser page that records WebSocket frames, requests and errors, with helpers for user actions."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-TIMEOUT_MS = 60_000  # whatever is waited for: the machine may be busy
+TIMEOUT_MS = 60_000  # for all waits: the machine may be busy
 PICTURES = bool(os.environ.get("CHATCACHE_SCREENSHOTS"))
 ANSWER_TOKENS = 400 if PICTURES else 48  # 48: enough to stream, short enough for a slow machine
-SEED = 7  # of what the model draws: the same answers every time
+SEED = 7  # of the sampling: the same replies in every run
 ENDS = ("response.completed", "response.incomplete", "response.failed")
 
-# Texts are drawn by a program that comes with the first of them.
+# The program that renders texts is loaded with the first text.
 DRAWN = "document.querySelector('.prose:not(:empty)') !== null"
-SIGHT = """selector => {
+OBSERVE_SIGHTING = """selector => {
   const sighted = document.documentElement.dataset;
   delete sighted.sighted;
   const look = () => { if (document.querySelector(selector)) { sighted.sighted = 'yes'; observer.disconnect(); } };
@@ -24,13 +24,13 @@ SIGHT = """selector => {
   observer.observe(document.body, {subtree: true, childList: true, attributes: true});
   look();
 }"""
-UNHURRIED = """() => {
+KEEP_TOASTS = """() => {
   const plain = window.setTimeout;
   window.setTimeout = (run, delay, ...more) => plain(run, delay === 6000 ? 120_000 : delay, ...more);
 }"""
 
 
-class Watched:
+class RecordedPage:
     """One visitor: own storage, one page."""
 
     def __init__(self, context: Any, server: str) -> None:
@@ -46,32 +46,32 @@ class Watched:
         self.sent: list[dict[str, Any]] = []
         self.expected_errors = 0
         self._errors: list[str] = []
-        self._strangers: list[str] = []
+        self._external_requests: list[str] = []
         self.page.on("console", self._on_console)
         self.page.on("pageerror", lambda error: self._errors.append(f"page error: {error}"))
         self.page.on("request", self._on_request)
         self.page.on("websocket", self._on_socket)
 
-    def complaints(self) -> list[str]:
-        """What a clean visit must not show: console errors, uncaught exceptions, requests to other hosts."""
+    def problems(self) -> list[str]:
+        """Return console errors, uncaught exceptions and requests to other hosts."""
         errors = self._errors[self.expected_errors :]
-        return errors + [f"external request: {url}" for url in self._strangers]
+        return errors + [f"external request: {url}" for url in self._external_requests]
 
-    def forgive(self) -> None:
-        """What was complained of until now was the test's own doing."""
+    def ignore_problems(self) -> None:
+        """Ignore the problems so far, which the test itself has caused."""
         self.expected_errors = len(self._errors)
 
     def leave(self) -> None:
-        """Close the page; what is still written for it ends, or it would slow down whoever comes next."""
+        """Close the page and cancel its running responses, which would slow down later tests."""
         begun = {frame["response"]["id"] for frame in self.received if frame["type"] == "response.created"}
         for response in begun - {response["id"] for response in self.ends()}:
             self.page.request.post(f"{self.server}/v1/responses/{response}/cancel")
         self.context.close()
 
-    # -- a reader's verbs
+    # -- user actions
 
     def connected(self) -> None:
-        """Wait for the connection: a socket that is cut while it opens is told in the console."""
+        """Wait for the connection: a socket that is closed while it opens causes a console error."""
         self.page.wait_for_selector("#composer")
         self.page.wait_for_selector(".sidebar .dot-on", state="attached")
 
@@ -81,20 +81,20 @@ class Watched:
         self.connected()
 
     def say(self, text: str) -> None:
-        """Write and send, as soon as that can be done."""
+        """Write and send a message as soon as possible."""
         self.page.fill("#composer", text)
         self.page.wait_for_selector("button[aria-label=Send]:enabled")
         self.page.focus("#composer")
         self.page.keyboard.press("Enter")
 
     def ask(self, text: str) -> dict[str, Any]:
-        """Say something and wait for the end of answer; returns the response object."""
+        """Send a message, wait for the end of the reply and return the response object."""
         seen = len(self.ends())
         self.say(text)
         return self.wait_end(seen)
 
     def wait_end(self, seen: int) -> dict[str, Any]:
-        """Wait until one more response than `seen` has ended, on the wire and on the page."""
+        """Wait until more than `seen` responses have ended, in the frames and on the page."""
         for _ in range(TIMEOUT_MS // 50):
             if len(self.ends()) > seen:
                 break
@@ -108,18 +108,18 @@ class Watched:
         return response
 
     @contextlib.contextmanager
-    def sighting(self, selector: str) -> Iterator[None]:
-        """What the block does brings something onto the page, if only for a moment."""
-        self.page.evaluate(SIGHT, selector)
+    def appears(self, selector: str) -> Iterator[None]:
+        """Check that the block makes an element visible, if only for a moment."""
+        self.page.evaluate(OBSERVE_SIGHTING, selector)
         yield
         self.until("document.documentElement.dataset.sighted === 'yes'")
 
-    def unhurried(self) -> None:
-        """Toasts of this page, and what they offer to take back, stay for minutes: the machine may be busy."""
-        self.page.evaluate(UNHURRIED)
+    def keep_toasts(self) -> None:
+        """Keep toasts of this page and their undo buttons for minutes: the machine may be busy."""
+        self.page.evaluate(KEEP_TOASTS)
 
     def until(self, expression: str) -> None:
-        """Wait until a JavaScript expression is true. Playwright's own wait needs the eval that the policy forbids."""
+        """Wait until a JavaScript expression is true. Playwright's own wait needs eval, which the policy forbids."""
         for _ in range(TIMEOUT_MS // 50):
             if self.page.evaluate(expression):
                 return
@@ -131,40 +131,40 @@ class Watched:
         return [frame["response"] for frame in self.received if frame["type"] in ENDS]
 
     def answers(self) -> list[str]:
-        """Texts of the answers on the shown path."""
+        """Texts of the replies on the shown path."""
         texts: list[str] = self.page.locator(".answer .prose").all_inner_texts()
         return texts
 
     def said(self) -> list[str]:
-        """Texts of the reader's messages on the shown path."""
+        """Texts of the user messages on the shown path."""
         texts: list[str] = self.page.locator(".user-text").all_inner_texts()
         return texts
 
     def figure(self, name: str) -> int:
-        """A figure below the last answer."""
+        """Return a statistic of the last reply."""
         return int(self.page.locator(f"[data-stat={name}]").last.inner_text())
 
     # -- the record
 
     def _on_console(self, message: Any) -> None:
-        # A browser tells of every refusal; that somebody was quicker is one that the page answers by reading again.
+        # A browser logs every refused request; the page handles a 409 by reading the conversation again.
         if message.type in ("error", "warning") and "status of 409" not in message.text:
             self._errors.append(f"console {message.type}: {message.text}")
 
     def _on_request(self, request: Any) -> None:
         self.asked.append(request.url)
         if not request.url.startswith((self.server + "/", "data:", "blob:")):
-            self._strangers.append(request.url)
+            self._external_requests.append(request.url)
 
     def _on_socket(self, socket: Any) -> None:
         if not socket.url.startswith(self.server.replace("http", "ws", 1) + "/"):
-            self._strangers.append(socket.url)
+            self._external_requests.append(socket.url)
         socket.on("framesent", lambda text: self.sent.append(json.loads(text)))
         socket.on("framereceived", lambda text: self.received.append(json.loads(text)))
 
 
-def tells_leaf(response: Any) -> bool:
-    """Whether the page told the server which branch is shown."""
+def stores_active_leaf(response: Any) -> bool:
+    """Return whether the page stored the active branch on the server."""
     asked = response.request
     return (
         asked.method == "POST" and "/v1/conversations/conv_" in asked.url and "active_leaf" in (asked.post_data or "")
@@ -172,14 +172,14 @@ def tells_leaf(response: Any) -> bool:
 
 
 def endless_create(text: str) -> str:
-    """Change a `response.create` so that its answer does not end by itself."""
+    """Change a `response.create` so that its reply does not end by itself."""
     frame = json.loads(text)
     if frame["type"] == "response.create":
-        frame |= {"ignore_eos": True, "max_output_tokens": 1500}  # `paced` knows it by that
+        frame |= {"ignore_eos": True, "max_output_tokens": 1500}  # recognised by `throttled_server`
     return json.dumps(frame)
 
 
 def pass_endless(link: Any) -> None:
-    """Route handler: the real server at the other end, endless answers."""
+    """Route handler: the real server, with endless replies."""
     upstream = link.connect_to_server()
     link.on_message(lambda message: upstream.send(endless_create(message)))

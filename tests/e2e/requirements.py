@@ -1,4 +1,4 @@
-"""What the browser tests cannot do without."""
+"""Programs that the browser tests require."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import pytest
 
 
-def need(there: bool, what: str, how: str) -> None:
-    """Skip with the line that helps; where everything must be there (CI), fail."""
+def require(there: bool, what: str, how: str) -> None:
+    """Skip the test with the command that installs a missing program; fail under CI."""
     if there:
         return
     message = f"{what} is missing: {how}"

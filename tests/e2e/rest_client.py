@@ -1,4 +1,4 @@
-"""Conversations made over REST, for pages to open."""
+"""REST calls that prepare conversations for the page tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def call(server: str, method: str, path: str, body: Any = None) -> Any:
-    """Send one request; returns the decoded answer."""
+    """Send one request and return the decoded response."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(
         server + path, data=data, method=method, headers={"content-type": "application/json"}
@@ -18,8 +18,8 @@ def call(server: str, method: str, path: str, body: Any = None) -> Any:
         return json.load(answer)
 
 
-def talk(server: str, texts: Sequence[str], **fields: Any) -> str:
-    """Make a conversation of these texts, said and answered in turn; returns its id."""
+def create_conversation(server: str, texts: Sequence[str], **fields: Any) -> str:
+    """Create a conversation of alternating user and assistant messages and return its id."""
     roles = ("user", "assistant")
     items = [{"role": roles[place % 2], "content": text} for place, text in enumerate(texts)]
     made = call(server, "POST", "/v1/conversations", {"items": items, **fields})

@@ -1,4 +1,4 @@
-"""A server that serves the real page and answers with words of ours, as fast or as slowly as wanted."""
+"""A server with the real page and scripted replies at a chosen speed."""
 
 from __future__ import annotations
 
@@ -27,42 +27,42 @@ START_TIMEOUT_S = 20.0
 
 
 def frames(deltas: Sequence[str]) -> list[dict[str, Any]]:
-    """One response as frames of the public wire: its text is the deltas joined."""
+    """Return the WebSocket frames of one response whose text is the joined deltas."""
     response = {"id": "resp_1", "status": "in_progress", "conversation": None, "input_item_ids": ["msg_1"]}
-    place = {"item_id": "msg_2", "output_index": 0, "content_index": 0}
+    position = {"item_id": "msg_2", "output_index": 0, "content_index": 0}
     text = "".join(deltas)
     usage = {"input_tokens": 40, "input_tokens_details": {"cached_tokens": 32}, "output_tokens": len(deltas)}
     item = {"id": "msg_2", "type": "message", "role": "assistant", "finish_reason": "stop"}
-    told: list[dict[str, Any]] = [
+    frames: list[dict[str, Any]] = [
         {"type": "response.created", "response": response},
         {"type": "response.output_item.added", "output_index": 0, "item": item | {"content": []}},
     ]
-    told += [{"type": "response.output_text.delta", **place, "delta": delta, "logprobs": []} for delta in deltas]
-    told += [
-        {"type": "response.output_text.done", **place, "text": text, "logprobs": []},
+    frames += [{"type": "response.output_text.delta", **position, "delta": delta, "logprobs": []} for delta in deltas]
+    frames += [
+        {"type": "response.output_text.done", **position, "text": text, "logprobs": []},
         {"type": "response.output_item.done", "output_index": 0, "item": item},
         {"type": "response.completed", "response": response | {"status": "completed", "usage": usage}},
     ]
-    return [frame | {"sequence_number": number} for number, frame in enumerate(told)]
+    return [frame | {"sequence_number": number} for number, frame in enumerate(frames)]
 
 
 class Script:
-    """What the next answers say, and how many deltas a second."""
+    """Deltas of the next replies, and their number per second."""
 
     def __init__(self) -> None:
         self.deltas: Sequence[str] = ("Hello.",)
         self.deltas_per_s = 1000.0
 
     async def serve(self, socket: WebSocket) -> None:
-        """Answer every `response.create` of one page."""
+        """Answer every `response.create` of one connection."""
         await socket.accept(subprotocol="chatcache.v1")
         await socket.send_json({"type": "session.created", "session": SESSION})
         with contextlib.suppress(WebSocketDisconnect):
             while True:
                 frame = await socket.receive_json()
                 if frame["type"] == "response.create" and frame.get("generate") is not False:
-                    async for told in self._paced():
-                        await socket.send_json(told | {"stream_id": frame["stream_id"]})
+                    async for outgoing in self._paced():
+                        await socket.send_json(outgoing | {"stream_id": frame["stream_id"]})
 
     async def _paced(self) -> AsyncIterator[dict[str, Any]]:
         started = time.perf_counter()
@@ -75,7 +75,7 @@ class Script:
 
 @contextlib.contextmanager
 def scripted(script: Script) -> Iterator[str]:
-    """Address of a server of that script, as long as it is needed."""
+    """Run a server with this script and yield its URL."""
 
     async def nothing(request: Request) -> JSONResponse:
         return JSONResponse({"object": "list", "data": [], "has_more": False, "first_id": None, "last_id": None})

@@ -1,4 +1,4 @@
-"""A server in a process of its own, as a user starts one."""
+"""A server in its own process, started as a user starts it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ STOP_TIMEOUT_S = 20.0
 def serving(
     command: Sequence[str], folder: Path, *, cwd: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, int]]:
-    """Run `command` on a free port, database and log in `folder`; gives address and process id once it is ready."""
+    """Run `command` on a free port, with database and log in `folder`; yield URL and process id when it is ready."""
     url = f"http://127.0.0.1:{(port := free_port())}"
     log = folder / "server.log"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("CHATCACHE_")}
-    # the browser needs a core too; spinning threads would take both
+    # the browser needs a core too; spinning threads would use both
     ours = kept | {"OMP_NUM_THREADS": "1"} | dict(environment or {})
     whole = [*command, "--port", str(port), "--db", str(folder / "chat.db")]
     with log.open("wb") as output:

@@ -1,4 +1,4 @@
-"""Axe finds nothing, in any view, in either theme, on a desk and on a phone."""
+"""Test that axe reports no violation in any view, in both themes, on desktop and phone."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.page_views import VIEWS, watch
-from tests.e2e.recorded_page import Watched
-from tests.e2e.requirements import need
+from tests.e2e.recorded_page import RecordedPage
+from tests.e2e.requirements import require
 
 pytestmark = pytest.mark.slow
 
@@ -48,9 +48,9 @@ def test_axe_finds_nothing_on_a_phone(open_page: Any) -> None:
     assert {view: violations for view, violations in found.items() if violations} == {}
 
 
-def _page(open_page: Any, **options: Any) -> Watched:
-    """A page that axe runs in; without motion, so that every colour is final."""
-    need(AXE.is_file(), "axe-core", "cd web && npm ci")
-    chat: Watched = open_page(reduced_motion="reduce", **options)
-    chat.page.evaluate(AXE.read_text())  # not by a script tag: the policy stays as it is
+def _page(open_page: Any, **options: Any) -> RecordedPage:
+    """Return a page that axe can run in, without animations, so that every colour is final."""
+    require(AXE.is_file(), "axe-core", "cd web && npm ci")
+    chat: RecordedPage = open_page(reduced_motion="reduce", **options)
+    chat.page.evaluate(AXE.read_text())  # not by a script tag: the content policy stays unchanged
     return chat

@@ -1,4 +1,4 @@
-"""A beam search in the browser: the tree grows from the wire's frames, agreed text is solid, open text a ghost."""
+"""Test beam search on the page: the tree grows, common text is final, open text is a preview (ghost)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.recorded_page import ANSWER_TOKENS, PICTURES, Watched, pass_endless
+from tests.e2e.recorded_page import ANSWER_TOKENS, PICTURES, RecordedPage, pass_endless
 
 pytestmark = pytest.mark.slow
 
@@ -17,8 +17,8 @@ WIDTH = 4
 
 
 @pytest.fixture
-def searching(open_page: Callable[..., Watched]) -> Watched:
-    """A page that asks with four beams."""
+def searching(open_page: Callable[..., RecordedPage]) -> RecordedPage:
+    """A page with four beams selected."""
     chat = open_page()
     chat.page.evaluate(
         "settings => localStorage['chatcache.sampling'] = JSON.stringify(settings)",
@@ -27,7 +27,7 @@ def searching(open_page: Callable[..., Watched]) -> Watched:
     return chat
 
 
-def test_the_tree_grows_on_screen_and_holds_the_answers(searching: Watched, picture: Any) -> None:
+def test_beam_tree_grows_during_the_search_and_contains_the_answers(searching: RecordedPage, picture: Any) -> None:
     chat = searching
     chat.page.route_web_socket(re.compile("/v1/responses"), pass_endless)
     chat.reload()
@@ -54,18 +54,18 @@ def test_the_tree_grows_on_screen_and_holds_the_answers(searching: Watched, pict
     agreed = _shared([_path(node, parents) for node in live])
     trunk = texts[agreed[-1]].replace("\n", "⏎")
     ends = "[...document.querySelectorAll('.beam-open > text')].map(text => text.textContent)"
-    for node in live:  # drawn a moment later, and of much the end
+    for node in live:  # rendered a moment later; only the end of long text
         rest = texts[node][len(texts[agreed[-1]]) :].replace("\n", "⏎")
         chat.until(f"{ends}.some(text => text && {json.dumps(rest)}.endsWith(text))")
     chat.page.evaluate("document.querySelector('.beam-scroll').scrollLeft = 0")
     chat.until(f"{json.dumps(trunk)}.startsWith(document.querySelector('.beam-agreed > text')?.textContent ?? '?')")
-    said = re.sub(r"<\|\w+\|>", "", trunk)  # an answer that was to have no end may have passed some
+    said = re.sub(r"<\|\w+\|>", "", trunk)  # an endless reply may contain special tokens
     assert _squeeze(said) == _squeeze(chat.page.locator(".card .prose").first.inner_text())
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_agreed_text_is_solid_and_the_best_beam_a_ghost(searching: Watched, is_late: bool) -> None:
-    """A server that says when: the frames come from the test, step by step. The renderer may come behind the text."""
+def test_common_text_is_final_and_the_best_beam_a_ghost(searching: RecordedPage, is_late: bool) -> None:
+    """The frames come from the test, step by step. The renderer may load after the text."""
     chat = searching
     script = Script()
     asked: list[Any] = []
@@ -81,7 +81,7 @@ def test_agreed_text_is_solid_and_the_best_beam_a_ghost(searching: Watched, is_l
     chat.page.wait_for_selector("[data-stat=agreed] >> text=0")
 
     script.beams([(3, 1, " upon", -0.2), (4, 1, " more", -0.9)], [3, 4])
-    script.says("Once")
+    script.add_text("Once")
     if is_late:
         chat.page.wait_for_selector("[data-stat=agreed] >> text=1")
         asked.pop().continue_()
@@ -91,7 +91,7 @@ def test_agreed_text_is_solid_and_the_best_beam_a_ghost(searching: Watched, is_l
     chat.page.wait_for_selector("[data-stat=agreed] >> text=1")
 
     script.beams([(5, 4, " we", -1.0), (6, 4, " they", -3.5)], [5, 6])
-    script.says(" more")
+    script.add_text(" more")
     chat.until(f"{_GHOST} === ' we'")
     assert _without_ghost(chat, solid) == "Once more"
     chat.page.wait_for_selector("[data-stat=agreed] >> text=2")
@@ -105,7 +105,7 @@ def test_agreed_text_is_solid_and_the_best_beam_a_ghost(searching: Watched, is_l
     rows = chat.page.locator(".beam-row")
     assert rows.nth(0).locator(".beam-score").inner_text().startswith("the best")
     assert rows.nth(1).locator(".beam-score").inner_text().startswith("12 times less likely than the best")
-    rows.nth(1).focus()  # its path lights up in the tree
+    rows.nth(1).focus()  # highlights its path in the tree
     chat.page.wait_for_selector(".beam-piece.beam-highlighted >> text=they")
     assert rows.nth(1).text_content() == "Beam 2they12 times less likely than the best · 31.1% per token"
 
@@ -118,7 +118,7 @@ def test_agreed_text_is_solid_and_the_best_beam_a_ghost(searching: Watched, is_l
     assert chat.page.locator(".beam-row").nth(1).get_attribute("aria-current") == "true"
 
 
-def test_a_page_without_the_panel_shows_the_search_and_offers_the_tree(searching: Watched) -> None:
+def test_page_without_the_panel_shows_the_search_and_offers_the_tree(searching: RecordedPage) -> None:
     chat = searching
     chat.page.route_web_socket(re.compile("/v1/responses"), pass_endless)
     chat.reload()
@@ -131,7 +131,7 @@ def test_a_page_without_the_panel_shows_the_search_and_offers_the_tree(searching
 
 
 class Script:
-    """A server of one response, told by the test what to send."""
+    """A server with one response, whose frames the test sends."""
 
     def __init__(self) -> None:
         self._link: Any = None
@@ -144,10 +144,10 @@ class Script:
         link.on_message(self._answer)
 
     def beams(self, nodes: list[tuple[int, int, str, float]], live: list[int]) -> None:
-        told = [dict(zip(("id", "parent", "text", "score"), node, strict=True)) for node in nodes]
-        self._send(type="response.beam", response_id="resp_1", nodes=told, live=live)
+        node_objects = [dict(zip(("id", "parent", "text", "score"), node, strict=True)) for node in nodes]
+        self._send(type="response.beam", response_id="resp_1", nodes=node_objects, live=live)
 
-    def says(self, delta: str) -> None:
+    def add_text(self, delta: str) -> None:
         for index in range(2):
             self._send(type="response.output_text.delta", output_index=index, delta=delta)
 
@@ -181,7 +181,7 @@ def _response(status: str) -> dict[str, Any]:
 
 
 def _tree(frames: list[dict[str, Any]]) -> tuple[dict[int, str], dict[int, int]]:
-    """(what every node says from the beginning, its parent)."""
+    """Return the text from the root to each node, and the parent of each node."""
     texts: dict[int, str] = {0: ""}
     parents: dict[int, int] = {}
     for node in (node for frame in frames for node in frame["nodes"]):
@@ -202,11 +202,11 @@ def _shared(paths: list[list[int]]) -> list[int]:
     return [steps[0] for steps in zip(*paths, strict=False) if len(set(steps)) == 1]
 
 
-def _tree_width(chat: Watched) -> int:
+def _tree_width(chat: RecordedPage) -> int:
     return int(chat.page.evaluate("document.querySelector('.beam-tree').clientWidth"))
 
 
-def _without_ghost(chat: Watched, element: str) -> str:
+def _without_ghost(chat: RecordedPage, element: str) -> str:
     script = f"(prose => (prose.querySelector('.ghost').remove(), prose.textContent.trim()))({element})"
     return str(chat.page.evaluate(script))
 

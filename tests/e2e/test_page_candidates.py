@@ -1,4 +1,4 @@
-"""Candidates while they are written: one is dropped and its pages return, the others go on."""
+"""Test dropping a candidate during generation: its pages are released, the other candidates continue."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.recorded_page import Watched, tells_leaf
+from tests.e2e.recorded_page import RecordedPage, stores_active_leaf
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_dropped_candidate_ends_at_once_and_tells_what_came_back(chat: Watched, endless: None) -> None:
+def test_dropped_candidate_ends_at_once_and_shows_its_receipt(chat: RecordedPage, endless: None) -> None:
     page = chat.page
     chat.reload()
     for _ in range(2):
@@ -23,11 +23,11 @@ def test_a_dropped_candidate_ends_at_once_and_tells_what_came_back(chat: Watched
     gone = page.locator(".card").nth(0)
     gone.locator("[data-dropped]").wait_for()
     assert gone.locator(".card-state").inner_text() == "dropped"
-    told = next(frame for frame in chat.received if frame["type"] == "response.dropped")
-    assert told["candidate"] == 0
-    assert told["receipt"]["pages_freed"] >= 1
-    assert f"{told['receipt']['pages_freed']} page" in gone.locator("[data-dropped]").inner_text()
-    assert chat.ends() == [], "the others go on"
+    frame = next(frame for frame in chat.received if frame["type"] == "response.dropped")
+    assert frame["candidate"] == 0
+    assert frame["receipt"]["pages_freed"] >= 1
+    assert f"{frame['receipt']['pages_freed']} page" in gone.locator("[data-dropped]").inner_text()
+    assert chat.ends() == [], "the other candidates continue"
     assert page.locator("[aria-label='Drop answer 1']").count() == 0
 
     before = _lengths(chat)
@@ -35,13 +35,13 @@ def test_a_dropped_candidate_ends_at_once_and_tells_what_came_back(chat: Watched
         "(before => [...document.querySelectorAll('.card .prose')].slice(1)"
         f".every((card, i) => card.textContent.length > before[i + 1]))({before})"
     )
-    assert _lengths(chat)[0] == before[0], "nothing more is said"
+    assert _lengths(chat)[0] == before[0], "the dropped candidate got more text"
 
     page.locator(".card").nth(1).locator(".card-pick").focus()
     page.keyboard.press("Alt+Delete")
     page.locator(".card").nth(1).locator("[data-dropped]").wait_for()
     page.keyboard.press("Alt+3")
-    with page.expect_response(tells_leaf):
+    with page.expect_response(stores_active_leaf):
         page.keyboard.press("Escape")
         ended = chat.wait_end(0)
     by_candidate = {item["candidate"]: item for item in ended["output"]}
@@ -53,7 +53,7 @@ def test_a_dropped_candidate_ends_at_once_and_tells_what_came_back(chat: Watched
     assert page.locator(".answer .version-position").inner_text() == "3/3"
 
 
-def test_beams_cannot_be_dropped(chat: Watched) -> None:
+def test_beams_cannot_be_dropped(chat: RecordedPage) -> None:
     chat.page.click("[aria-label=Settings]")
     chat.page.click("button:text('Beam search')")
     chat.say("What is the capital of France?")
@@ -62,7 +62,7 @@ def test_beams_cannot_be_dropped(chat: Watched) -> None:
     chat.wait_end(0)
 
 
-def _lengths(chat: Watched) -> list[int]:
+def _lengths(chat: RecordedPage) -> list[int]:
     lengths: Any = chat.page.evaluate(
         "[...document.querySelectorAll('.card .prose')].map(card => card.textContent.length)"
     )

@@ -1,4 +1,4 @@
-"""The list of conversations in the browser: days, pins, names, search, undo, files, and what it tells of each."""
+"""Test the conversation list on the page: dates, pins, titles, search, undo, files, activity."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.recorded_page import Watched
+from tests.e2e.recorded_page import RecordedPage
 
 pytestmark = pytest.mark.slow
 
@@ -19,8 +19,8 @@ DAY_S = 24 * 60 * 60
 PATCHED = re.compile("/v1/conversations/conv_")
 
 
-def make(chat: Watched, *texts: str, title: str | None = None) -> str:
-    """A conversation made over REST: user and assistant in turn."""
+def make(chat: RecordedPage, *texts: str, title: str | None = None) -> str:
+    """Create a conversation over REST with alternating user and assistant messages."""
     items = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
     body = {"items": items} | ({"title": title} if title else {})
     reply = chat.page.request.post(f"{chat.server}/v1/conversations", data=body)
@@ -28,21 +28,21 @@ def make(chat: Watched, *texts: str, title: str | None = None) -> str:
     return str(reply.json()["id"])
 
 
-def menu(chat: Watched, title: str, entry: str) -> None:
-    """Use the menu of a conversation."""
+def menu(chat: RecordedPage, title: str, entry: str) -> None:
+    """Choose an entry of a conversation's menu."""
     chat.page.click(f"[aria-label='Menu of {title}']")
     chat.page.click(f".menu:popover-open >> text={entry}")
 
 
-def row(chat: Watched, title: str) -> Any:
+def row(chat: RecordedPage, title: str) -> Any:
     return chat.page.locator(".conversation-row", has=chat.page.get_by_text(title, exact=True))
 
 
-def group_of(chat: Watched, title: str) -> str:
+def group_of(chat: RecordedPage, title: str) -> str:
     return str(chat.page.locator("section", has=chat.page.get_by_text(title, exact=True)).locator("h2").inner_text())
 
 
-def test_renamed_in_place_and_deleted_with_undo(chat: Watched) -> None:
+def test_conversation_is_renamed_in_place_and_deleted_with_undo(chat: RecordedPage) -> None:
     chat.ask("Hello")
     name = f"Greetings {secrets.token_hex(4)}"
     chat.page.locator(".conversation-row-current .conversation-menu").click()
@@ -53,7 +53,7 @@ def test_renamed_in_place_and_deleted_with_undo(chat: Watched) -> None:
     chat.reload()
     row(chat, name).wait_for()
     assert chat.page.title() == f"{name} · chatcache"
-    chat.unhurried()
+    chat.keep_toasts()
     menu(chat, name, "Delete")
     assert row(chat, name).count() == 0
     chat.page.wait_for_selector(".empty-state")
@@ -63,7 +63,7 @@ def test_renamed_in_place_and_deleted_with_undo(chat: Watched) -> None:
     conversation = chat.page.evaluate("location.hash.slice(1)")
     menu(chat, name, "Delete")
     row(chat, name).wait_for(state="detached")
-    chat.page.goto(f"{chat.server}/?left")  # who leaves meant it
+    chat.page.goto(f"{chat.server}/?left")  # leaving the page confirms the deletion
     path = f"{chat.server}/v1/conversations/{conversation}"
     for _ in range(1200):
         if chat.page.request.get(path).status == 404:
@@ -72,7 +72,7 @@ def test_renamed_in_place_and_deleted_with_undo(chat: Watched) -> None:
     raise AssertionError("the conversation is still there")
 
 
-def test_rename_that_is_given_up_or_refused_changes_nothing(chat: Watched) -> None:
+def test_cancelled_or_refused_rename_changes_nothing(chat: RecordedPage) -> None:
     name = f"Old name {secrets.token_hex(4)}"
     make(chat, "Hello", "Hi", title=name)
     chat.reload()
@@ -91,8 +91,8 @@ def test_rename_that_is_given_up_or_refused_changes_nothing(chat: Watched) -> No
     row(chat, name).wait_for()
 
 
-def test_pinned_stand_on_top_and_the_rest_by_day(chat: Watched) -> None:
-    """Days are the reader's: the clock of the page is moved, what is stored is not."""
+def test_pinned_conversations_are_first_and_others_by_date(chat: RecordedPage) -> None:
+    """The clock of the page is moved; stored times are not."""
     old, new = (f"{word} {secrets.token_hex(4)}" for word in ("Older", "Newer"))
     make(chat, "Hello", "Hi", title=old)
     make(chat, "Hello", "Hi", title=new)
@@ -116,16 +116,23 @@ def test_pinned_stand_on_top_and_the_rest_by_day(chat: Watched) -> None:
     )
 
 
-def test_a_hit_is_marked_and_opens_at_its_message_on_its_branch(chat: Watched) -> None:
-    """The message is far up, on a branch that is not the active one, its words behind an emoji and an accent."""
+def test_search_result_is_marked_and_opens_its_message_on_its_branch(chat: RecordedPage) -> None:
+    """The message is far up, on an inactive branch, and its words follow an emoji and an accent."""
     word = f"Zebra{secrets.token_hex(3)}"
-    talk = [f"Line {number}" for number in range(40)]
-    conversation = make(chat, *talk[:2], f"🦓 Où est le {word}?", "There.", *talk[4:], title="About animals")
+    lines = [f"Line {number}" for number in range(40)]
+    conversation = make(
+        chat,
+        *lines[:2],
+        f"🦓 Où est le {word}?",
+        "There.",
+        *lines[4:],
+        title="About animals",
+    )
     first = chat.page.request.get(f"{chat.server}/v1/conversations/{conversation}/items?branches=all").json()["data"][0]
     other = {"items": [{"role": "user", "content": "Another way"}], "parent_id": first["id"]}
     chat.page.request.post(f"{chat.server}/v1/conversations/{conversation}/items", data=other)
     chat.page.keyboard.press("Control+k")
-    chat.page.keyboard.insert_text(f"ou {word.lower()[:8]}")  # at once: nobody looks for a part of it
+    chat.page.keyboard.insert_text(f"ou {word.lower()[:8]}")  # at once: no search for a part of it
     hit = chat.page.locator(".search-hit")
     hit.wait_for()
     assert hit.locator("mark").all_inner_texts() == ["Où", word]
@@ -144,7 +151,7 @@ def test_a_hit_is_marked_and_opens_at_its_message_on_its_branch(chat: Watched) -
     row(chat, "About animals").first.wait_for()
 
 
-def test_the_menu_is_the_keyboards(chat: Watched) -> None:
+def test_menu_works_by_keyboard(chat: RecordedPage) -> None:
     name = f"Keys {secrets.token_hex(4)}"
     make(chat, "Hello", "Hi", title=name)
     chat.reload()
@@ -173,7 +180,7 @@ def test_the_menu_is_the_keyboards(chat: Watched) -> None:
     assert row(chat, name).count() == 0
 
 
-def test_exported_and_imported_by_picker_and_drop(chat: Watched, tmp_path: Path) -> None:
+def test_conversation_is_exported_and_imported_by_picker_and_drop(chat: RecordedPage, tmp_path: Path) -> None:
     name = f"Travels: to {secrets.token_hex(4)}"
     conversation = make(chat, "Where to?", "To the sea.", title=name)
     chat.reload()
@@ -190,7 +197,7 @@ def test_exported_and_imported_by_picker_and_drop(chat: Watched, tmp_path: Path)
     assert exported["conversation"]["id"] == conversation and len(exported["items"]) == 2
 
     chat.page.request.delete(f"{chat.server}/v1/conversations/{conversation}")
-    row(chat, name).wait_for(state="detached")  # told by the server
+    row(chat, name).wait_for(state="detached")  # by a notification of the server
     with chat.page.expect_file_chooser() as chooser:
         chat.page.click("[aria-label='Import and export']")
         chat.page.click("text=Import from files…")
@@ -199,7 +206,7 @@ def test_exported_and_imported_by_picker_and_drop(chat: Watched, tmp_path: Path)
     chat.page.wait_for_selector(".answer .prose >> text=To the sea.")
     assert (chat.said(), chat.answers()) == (["Where to?"], ["To the sea."])
 
-    for content, told in ((files["json"].read_text(), "1 already here"), ("{]", "was not imported")):
+    for content, message in ((files["json"].read_text(), "1 already here"), ("{]", "was not imported")):
         chat.expected_errors += content == "{]"
         handle = chat.page.evaluate_handle(
             "([text]) => { const data = new DataTransfer(); data.items.add(new File([text], 'a.json')); return data; }",
@@ -208,12 +215,12 @@ def test_exported_and_imported_by_picker_and_drop(chat: Watched, tmp_path: Path)
         chat.page.dispatch_event("body", "dragover", {"dataTransfer": handle})
         chat.page.wait_for_selector(".drop-zone")
         chat.page.dispatch_event("body", "drop", {"dataTransfer": handle})
-        chat.page.wait_for_selector(f".toast >> text={told}")
+        chat.page.wait_for_selector(f".toast >> text={message}")
         assert chat.page.locator(".drop-zone").count() == 0
 
 
-def test_several_answers_are_written_at_once(chat: Watched, endless: None) -> None:
-    """A dot for each that is being written; the one that ended out of sight is marked until it is looked at."""
+def test_several_replies_are_generated_at_once(chat: RecordedPage, endless: None) -> None:
+    """A dot marks each running reply, and one that ended unseen until it is opened."""
     chat.reload()
     chat.say("Tell me a story about a fox")
     chat.until("document.querySelector('.answer .prose')?.textContent.length > 20")
@@ -233,8 +240,8 @@ def test_several_answers_are_written_at_once(chat: Watched, endless: None) -> No
     assert chat.page.locator(f"[data-id={first}] .dot-unseen").count() == 0
 
 
-def test_the_model_names_a_new_conversation_once(chat: Watched) -> None:
-    """The model's words are the test's; what is asked is real."""
+def test_model_names_a_new_conversation_once(chat: RecordedPage) -> None:
+    """The title comes from the test; the request for it is real."""
     asked = _named(chat)
     _let_it_name(chat)
     chat.ask("My name is Ada.")
@@ -243,8 +250,8 @@ def test_the_model_names_a_new_conversation_once(chat: Watched) -> None:
     assert asked == [chat.page.evaluate("location.hash.slice(1)")]
 
 
-def test_a_model_that_goes_on_talking_names_nothing(chat: Watched) -> None:
-    """The demo model answers the request for a title as it answers anything: the first line stays."""
+def test_long_model_title_is_ignored(chat: RecordedPage) -> None:
+    """The demo model answers the request for a title like any message: the first line stays the title."""
     _let_it_name(chat)
     question = f"My name is {secrets.token_hex(4)}."
     with chat.page.expect_response(re.compile("/title$")) as named:
@@ -253,7 +260,7 @@ def test_a_model_that_goes_on_talking_names_nothing(chat: Watched) -> None:
     row(chat, question).wait_for()
 
 
-def test_a_name_that_somebody_gave_stays(chat: Watched, endless: None) -> None:
+def test_title_set_by_the_user_is_kept(chat: RecordedPage, endless: None) -> None:
     asked = _named(chat)
     chat.reload()
     chat.say("My name is Ada.")
@@ -268,14 +275,14 @@ def test_a_name_that_somebody_gave_stays(chat: Watched, endless: None) -> None:
     assert asked == [] and row(chat, mine).count() == 1
 
 
-def _let_it_name(chat: Watched) -> None:
-    """Left alone, the demonstration model is not asked for names."""
+def _let_it_name(chat: RecordedPage) -> None:
+    """Enable titles, which are off by default for the demo model."""
     chat.page.evaluate("localStorage['chatcache.titles'] = 'true'")
     chat.reload()
 
 
-def _named(chat: Watched) -> list[str]:
-    """Answer requests for a title; the list of conversations they were for grows."""
+def _named(chat: RecordedPage) -> list[str]:
+    """Answer title requests and return the growing list of their conversations."""
     asked: list[str] = []
 
     def name(route: Any) -> None:

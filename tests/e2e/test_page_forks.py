@@ -1,4 +1,4 @@
-"""Forks inside an answer: look at a token, see what else the model would say, branch there. The wire is the oracle."""
+"""Test forks inside a reply: inspect a token, see its alternatives, branch there. The API is the oracle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.recorded_page import Watched
+from tests.e2e.recorded_page import RecordedPage
 
 pytestmark = pytest.mark.slow
 
@@ -15,7 +15,7 @@ PAGE_TOKENS = 16
 STORY = "Tell me a story about a fox"
 
 
-def test_a_click_on_a_word_shows_its_alternatives_and_one_of_them_is_a_branch(chat: Watched) -> None:
+def test_click_on_a_word_shows_alternatives_and_one_becomes_a_branch(chat: RecordedPage) -> None:
     chat.ask(STORY)
     item = _last_item(chat)
     whole = item["content"][0]["text"]
@@ -26,17 +26,21 @@ def test_a_click_on_a_word_shows_its_alternatives_and_one_of_them_is_a_branch(ch
 
     token = next(each for each in _tokens(chat, item) if each["start"] is not None and at < each["end"])
     assert popover.locator("mark").inner_text() == _visible(whole[token["start"] : token["end"]])
-    told = _get(chat, f"/items/{item['id']}/tokens/{token['index']}?top=8")
+    inspected = _get(chat, f"/items/{item['id']}/tokens/{token['index']}?top=8")
     shares = popover.locator(".choice-share").all_inner_texts()
-    assert shares[: len(told["alternatives"])] == [_percent(each["probability"]) for each in told["alternatives"]]
+    assert shares[: len(inspected["alternatives"])] == [
+        _percent(each["probability"]) for each in inspected["alternatives"]
+    ]
     assert popover.locator(".choice[aria-current=true]").count() == 1
     assert [float(bar.get_attribute("width")) for bar in popover.locator("rect").all()][: len(shares)] == pytest.approx(
-        [max(0.5, each["probability"] * 100) for each in told["alternatives"]]
-        + [max(0.5, told["token"]["probability"] * 100)] * (len(shares) - len(told["alternatives"])),
+        [max(0.5, each["probability"] * 100) for each in inspected["alternatives"]]
+        + [max(0.5, inspected["token"]["probability"] * 100)] * (len(shares) - len(inspected["alternatives"])),
         abs=1e-6,
     )
 
-    chosen = next(each for each in told["alternatives"] if each["id"] != told["token"]["id"] and not each["ends"])
+    chosen = next(
+        each for each in inspected["alternatives"] if each["id"] != inspected["token"]["id"] and not each["ends"]
+    )
     popover.locator(".choice:not([aria-current=true]):enabled").first.click()
     branch = chat.wait_end(1)
     text = branch["output"][0]["content"][0]["text"]
@@ -56,12 +60,12 @@ def test_a_click_on_a_word_shows_its_alternatives_and_one_of_them_is_a_branch(ch
     assert chat.page.locator(".answer .version-position").inner_text().endswith("/2")
 
 
-def test_the_chip_tells_what_the_server_counted(chat: Watched) -> None:
+def test_fork_chip_shows_the_counts_of_the_server(chat: RecordedPage) -> None:
     chat.ask(STORY)
     item = _last_item(chat)
     begun = chat.ends()[-1]["usage"]["input_tokens"]
     shown = [each["index"] for each in _tokens(chat, item) if each["start"] is not None]
-    # inside a page that the original keeps: that one is copied
+    # inside a page that the original reply keeps: that page is copied
     index = next(each for each in shown[4:] if (begun + each - 1) % PAGE_TOKENS == 5)
     chat.page.click("[aria-label='Show tokens']")
     with chat.page.expect_response(re.compile(f"/tokens/{index}\\?")) as looked:
@@ -70,14 +74,14 @@ def test_the_chip_tells_what_the_server_counted(chat: Watched) -> None:
     chat.wait_end(1)
     progress = [frame for frame in chat.received if frame["type"] == "response.progress"][-1]
     assert looked.value.json()["usage"]["copied_pages"] + progress["copied_pages"] == 1
-    assert progress["cached_tokens"] == begun + index, "all that the original computed before the place"
-    assert progress["input_tokens"] - progress["cached_tokens"] == 1, "the chosen token, which nobody had computed"
+    assert progress["cached_tokens"] == begun + index, "all tokens before the fork are cached"
+    assert progress["input_tokens"] - progress["cached_tokens"] == 1, "only the chosen token is computed"
     chip = chat.page.locator(".fork-chip")
     assert chip.inner_text() == "1 page copied, 0 tokens prefilled"
     assert f"after token {index}" in (chip.get_attribute("title") or "")
 
 
-def test_forks_by_keyboard_alone(chat: Watched) -> None:
+def test_forks_work_by_keyboard_alone(chat: RecordedPage) -> None:
     page = chat.page
     chat.ask(STORY)
     whole = _last_item(chat)["content"][0]["text"]
@@ -121,11 +125,11 @@ def test_forks_by_keyboard_alone(chat: Watched) -> None:
     assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Show tokens"
 
 
-def test_words_under_markdown_are_found_in_the_text(chat: Watched) -> None:
+def test_words_inside_markdown_map_to_their_tokens(chat: RecordedPage) -> None:
     chat.ask("Make a table of animals and their sounds")
     item = _last_item(chat)
     whole = item["content"][0]["text"]
-    # the answer is cut somewhere: the last cell may be empty
+    # the reply has a length limit: the last cell may be empty
     cell = chat.page.locator(".prose td", has_text=re.compile(r"\w")).last
     word = re.findall(r"\w+", cell.inner_text())[0]
     cell.scroll_into_view_if_needed()
@@ -139,7 +143,7 @@ def test_words_under_markdown_are_found_in_the_text(chat: Watched) -> None:
     assert chat.page.locator(".alternatives").count() == 0
 
 
-def test_a_click_beside_words_or_with_the_switch_off_does_nothing(chat: Watched) -> None:
+def test_click_outside_words_or_with_the_switch_off_does_nothing(chat: RecordedPage) -> None:
     chat.ask(STORY)
     whole = _last_item(chat)["content"][0]["text"]
     word, _ = _word_in_the_middle(whole)
@@ -151,32 +155,32 @@ def test_a_click_beside_words_or_with_the_switch_off_does_nothing(chat: Watched)
     assert chat.page.locator(".alternatives").count() == 0
 
 
-def _get(chat: Watched, path: str) -> Any:
-    """Ask the server about the conversation that is shown."""
+def _get(chat: RecordedPage, path: str) -> Any:
+    """Request a path below the shown conversation."""
     return chat.page.evaluate(
         "path => fetch(`v1/conversations/${location.hash.slice(1)}${path}`).then(reply => reply.json())", path
     )
 
 
-def _last_item(chat: Watched) -> dict[str, Any]:
+def _last_item(chat: RecordedPage) -> dict[str, Any]:
     item: dict[str, Any] = _get(chat, f"/items/{chat.ends()[-1]['output'][0]['id']}")
     return item
 
 
-def _tokens(chat: Watched, item: dict[str, Any]) -> list[dict[str, Any]]:
+def _tokens(chat: RecordedPage, item: dict[str, Any]) -> list[dict[str, Any]]:
     tokens: list[dict[str, Any]] = _get(chat, f"/items/{item['id']}/tokens")["data"]
     return tokens
 
 
 def _word_in_the_middle(text: str) -> tuple[str, int]:
-    """A word that is there once, and where."""
+    """Return a word that occurs once, and its position."""
     words = [match for match in re.finditer(r"\w{3,}", text) if len(re.findall(rf"\b{match[0]}\b", text)) == 1]
     match = words[len(words) // 2]
     return match[0], match.start()
 
 
-def _click_word(chat: Watched, word: str, whole: str, last: bool = False) -> None:
-    """Click in the middle of a word, where it is drawn."""
+def _click_word(chat: RecordedPage, word: str, whole: str, last: bool = False) -> None:
+    """Click the middle of a word as it is rendered."""
     box = chat.page.evaluate(
         """async ([word, last]) => {
             const root = [...document.querySelectorAll('.answer .prose')].at(-1);

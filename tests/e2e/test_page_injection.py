@@ -1,4 +1,4 @@
-"""Words that try to act stay words: said, streamed or stored, in titles, system prompts and finds."""
+"""Test that malicious text stays text: in messages, streams, titles, system prompts and search results."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.recorded_page import Watched
-from tests.e2e.rest_client import call, talk
+from tests.e2e.recorded_page import RecordedPage
+from tests.e2e.rest_client import call, create_conversation
 
 pytestmark = pytest.mark.slow
 
 CORPUS: list[str] = json.loads((Path(__file__).parents[2] / "web" / "test" / "corpus.json").read_text())
 REL = "noopener noreferrer nofollow"
-# What acts, or could: none of it may come from a text. KaTeX and highlight.js make nodes of their own.
+# Active elements: none of them may come from a text. KaTeX and highlight.js create their own nodes.
 FOUND = """(() => {
   const active = 'script, img, iframe, object, embed, form, input, button, style, base, meta, link, video, svg, math';
   const ours = '.katex, .code-bar';
@@ -34,13 +34,13 @@ FOUND = """(() => {
 LINKS = "[...document.querySelectorAll('.prose a')].map(link => [link.protocol, link.rel, link.target])"
 
 
-def test_stored_words_stay_words(open_page: Any, server: str) -> None:
-    """One conversation with every text, once said and once answered; its title and its system prompt are texts too."""
+def test_stored_malicious_text_stays_text(open_page: Any, server: str) -> None:
+    """A conversation with every text as user and assistant message; title and system prompt are such texts too."""
     texts = [text for text in CORPUS for _ in range(2)]
     halves = [texts[: len(texts) // 4 * 2], texts[len(texts) // 4 * 2 :]]
-    for half in halves:  # each short enough to be in the document as a whole
-        made = talk(server, half[:78], title=half[0], metadata={"system": half[1]})
-        chat: Watched = open_page(f"/#{made}")
+    for half in halves:  # each short enough to be in the document completely
+        made = create_conversation(server, half[:78], title=half[0], metadata={"system": half[1]})
+        chat: RecordedPage = open_page(f"/#{made}")
         chat.page.wait_for_selector(".answer .prose >> nth=37", state="attached")
         _look(chat)
         chat.page.keyboard.press("Alt+Shift+3")
@@ -50,10 +50,10 @@ def test_stored_words_stay_words(open_page: Any, server: str) -> None:
         _look(chat)
 
 
-def test_titles_and_finds_stay_words(open_page: Any, server: str) -> None:
+def test_malicious_titles_and_search_results_stay_text(open_page: Any, server: str) -> None:
     titles = [text for text in CORPUS if len(text) <= 200]
-    made = [talk(server, [f"tripwire {title}", title], title=title) for title in titles]
-    chat: Watched = open_page()
+    made = [create_conversation(server, [f"tripwire {title}", title], title=title) for title in titles]
+    chat: RecordedPage = open_page()
     chat.page.wait_for_selector(".conversation-row >> nth=20", state="attached")
     _look(chat)
     for words in ("tripwire", "<img", "<script>", "onerror="):
@@ -65,9 +65,9 @@ def test_titles_and_finds_stay_words(open_page: Any, server: str) -> None:
         call(server, "DELETE", f"/v1/conversations/{conversation}")
 
 
-def test_streamed_words_stay_words(browser: Any, server: str) -> None:
-    """A server that says the worst, piece by piece: the frames come from the test."""
-    chat = Watched(browser.new_context(), server)
+def test_streamed_malicious_text_stays_text(browser: Any, server: str) -> None:
+    """The frames of the reply come from the test, piece by piece."""
+    chat = RecordedPage(browser.new_context(), server)
     chat.page.route_web_socket(re.compile("/v1/responses"), _say("\n\n".join(CORPUS)))
     chat.page.goto(server)
     chat.connected()
@@ -79,12 +79,12 @@ def test_streamed_words_stay_words(browser: Any, server: str) -> None:
     assert {tuple(link) for link in links} == {("https:", REL, "_blank")}
     chips = chat.page.locator("a.image-chip").evaluate_all("chips => chips.map(chip => [chip.href, chip.textContent])")
     assert ["https://evil.example/a.png", 'x" onerror="window.__xss=1\nevil.example/a.png'] in chips
-    assert chat.complaints() == []
+    assert chat.problems() == []
     chat.context.close()
 
 
-def _look(chat: Watched) -> None:
-    """Nothing acts, now that colours and formulas have come."""
+def _look(chat: RecordedPage) -> None:
+    """Check that no element is active after code and formulas have been rendered."""
     chat.until("document.querySelector('.math') === null")
     chat.page.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
     assert chat.page.evaluate(FOUND) == []
@@ -92,7 +92,7 @@ def _look(chat: Watched) -> None:
 
 
 def _say(text: str) -> Any:
-    """Route handler: a socket that answers every message with `text`, a few characters at a time."""
+    """Route handler: a server that answers every message with `text`, a few characters at a time."""
 
     def serve(link: Any) -> None:
         limits = {"max_frame_bytes": 1 << 20, "max_n": 8, "max_beam_width": 8}
@@ -112,8 +112,8 @@ def _say(text: str) -> Any:
             frames += [{"type": "response.output_text.done", "output_index": 0, "text": text}]
             frames += [{"type": "response.output_item.done", **item}]
             frames += [{"type": "response.completed", "response": response | {"status": "completed", "usage": None}}]
-            for told in frames:
-                link.send(json.dumps(told | {"stream_id": frame["stream_id"]}))
+            for outgoing in frames:
+                link.send(json.dumps(outgoing | {"stream_id": frame["stream_id"]}))
 
         link.on_message(answer)
 

@@ -1,4 +1,4 @@
-"""A whole visit without a mouse: begin, ask, stop, pick, switch, look, rename, delete, think again."""
+"""Test a whole visit by keyboard: start, ask, stop, pick, switch, search, rename, delete, undo."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.recorded_page import Watched
-from tests.e2e.rest_client import talk
+from tests.e2e.recorded_page import RecordedPage
+from tests.e2e.rest_client import create_conversation
 
 pytestmark = pytest.mark.slow
 
 FOCUSED = "document.activeElement.getAttribute('aria-label') ?? document.activeElement.textContent"
 
 
-def test_everything_by_keyboard(chat: Watched, endless: None) -> None:
+def test_all_actions_work_by_keyboard(chat: RecordedPage, endless: None) -> None:
     page = chat.page
     chat.reload()
-    chat.unhurried()
+    chat.keep_toasts()
     chat.until("document.activeElement.id === 'composer'")
 
     page.keyboard.type("Tell me a story about an owl")
@@ -77,9 +77,9 @@ def test_everything_by_keyboard(chat: Watched, endless: None) -> None:
     assert page.evaluate("document.documentElement.dataset.theme") == "light"
 
 
-def test_the_focus_is_never_lost_among_many_messages(chat: Watched, server: str) -> None:
-    """Tab walks through a thread of which most is not in the document; each stop is on screen and seen."""
-    made = talk(server, ["Hi", "Hello there, [a link](https://example.com)."] * 60)
+def test_focus_is_kept_among_many_messages(chat: RecordedPage, server: str) -> None:
+    """Tab moves through a mostly virtual thread; each focused element is visible on the screen."""
+    made = create_conversation(server, ["Hi", "Hello there, [a link](https://example.com)."] * 60)
     chat.page.evaluate("hash => location.hash = hash", made)
     chat.page.wait_for_selector(".row")
     chat.page.focus("#composer")
@@ -107,11 +107,11 @@ def test_the_focus_is_never_lost_among_many_messages(chat: Watched, server: str)
         chat.page.mouse.wheel(0, -700)
         chat.page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
     chat.until(f"Number(document.querySelector('.row:nth-child(3)').ariaPosInSet) < {places[-1] - 30}")
-    assert held.evaluate("element => element === document.activeElement"), "left out with the focus in it"
+    assert held.evaluate("element => element === document.activeElement"), "removed while it had the focus"
 
 
-def _reach(chat: Watched, label: str, back: bool = False) -> None:
-    """Press Tab until what has the focus begins with `label`."""
+def _reach(chat: RecordedPage, label: str, back: bool = False) -> None:
+    """Press Tab until the label of the focused element starts with `label`."""
     for _ in range(150):
         chat.page.keyboard.press("Shift+Tab" if back else "Tab")
         if str(chat.page.evaluate(FOCUSED)).startswith(label):

@@ -1,4 +1,4 @@
-"""A thousand messages: few of them in the document, and a position that nothing moves but the reader."""
+"""Test a thousand messages: few of them in the document, and only the reader moves the scroll position."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.recorded_page import Watched
-from tests.e2e.rest_client import call, talk
+from tests.e2e.recorded_page import RecordedPage
+from tests.e2e.rest_client import call, create_conversation
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +18,7 @@ COUNT = 1000
 MOST_ROWS = 60
 MOST_NODES = 4000
 ROWS = "[...document.querySelectorAll('.row')]"
-# The messages whose rows cover the screen: key, distance of the top from the screen's, and the screen's height.
+# The messages on the screen: key, distance of their top from the top of the screen, and the screen's height.
 ON_SCREEN = f"""(() => {{
   const box = document.querySelector('.thread-scroll').getBoundingClientRect();
   const rows = {ROWS}.map(row => [row, row.getBoundingClientRect()]);
@@ -31,7 +31,7 @@ FRAMES = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(
 
 
 def _text(place: int) -> str:
-    """Of very different heights, so that every guess is wrong."""
+    """Return text of very different heights, so that every estimate is wrong."""
     if place % 2 == 0:
         return f"Question {place}" + " and so on" * (place % 13)
     blocks = [
@@ -45,18 +45,18 @@ def _text(place: int) -> str:
 
 @pytest.fixture(scope="module")
 def long_talk(server: str) -> str:
-    return talk(server, [_text(place) for place in range(COUNT)], title="A long one")
+    return create_conversation(server, [_text(place) for place in range(COUNT)], title="A long one")
 
 
 @pytest.fixture
-def long_page(open_page: Any, long_talk: str) -> Watched:
-    chat: Watched = open_page(f"/#{long_talk}")
+def long_page(open_page: Any, long_talk: str) -> RecordedPage:
+    chat: RecordedPage = open_page(f"/#{long_talk}")
     chat.page.wait_for_selector(f"text=Answer {COUNT - 1}.")
     chat.page.evaluate(FRAMES)
     return chat
 
 
-def test_a_thousand_messages_are_a_few_in_the_document(long_page: Watched) -> None:
+def test_thousand_messages_render_as_a_few_rows(long_page: RecordedPage) -> None:
     page = long_page.page
     long_page.until(f"{BELOW} < 2")
     box = page.locator(".thread-scroll")
@@ -79,8 +79,8 @@ def test_a_thousand_messages_are_a_few_in_the_document(long_page: Watched) -> No
     assert page.locator(".row").last.get_attribute("aria-posinset") == str(COUNT)
 
 
-def test_what_is_read_moves_with_the_wheel_and_with_nothing_else(long_page: Watched) -> None:
-    """Upwards, into rows whose heights were only guessed."""
+def test_scroll_position_moves_with_the_wheel_only(long_page: RecordedPage) -> None:
+    """Scroll upwards, into rows whose heights were only estimated."""
     page = long_page.page
     page.mouse.move(640, 400)
     for _ in range(12):
@@ -89,7 +89,7 @@ def test_what_is_read_moves_with_the_wheel_and_with_nothing_else(long_page: Watc
         long_page.until(f"Math.abs({_top_of(before['key'])} - {before['top'] + 240}) < 2")
         page.evaluate(FRAMES)
         assert page.evaluate(_top_of(before["key"])) == pytest.approx(before["top"] + 240, abs=2)
-    page.set_viewport_size({"width": 700, "height": 800})  # every height is another now
+    page.set_viewport_size({"width": 700, "height": 800})  # changes every height
     page.evaluate(FRAMES)
     held = page.evaluate(ON_SCREEN)[0]
     page.set_viewport_size({"width": 1100, "height": 800})
@@ -97,10 +97,10 @@ def test_what_is_read_moves_with_the_wheel_and_with_nothing_else(long_page: Watc
     assert page.evaluate(_top_of(held["key"])) == pytest.approx(held["top"], abs=2)
 
 
-def test_an_answer_grows_below_without_moving_who_reads_above(chat: Watched) -> None:
-    """A hundred messages: enough to leave some out, few enough for the model's context."""
+def test_growing_reply_does_not_move_the_view_above(chat: RecordedPage) -> None:
+    """A hundred messages: enough for virtual rows, few enough for the model's context."""
     page = chat.page
-    many = talk(chat.server, ["Hi", "Hello."] * 50)
+    many = create_conversation(chat.server, ["Hi", "Hello."] * 50)
     page.route_web_socket(re.compile("/v1/responses"), _pass_on)
     page.goto(f"{chat.server}/#{many}")
     chat.reload()
@@ -109,7 +109,7 @@ def test_an_answer_grows_below_without_moving_who_reads_above(chat: Watched) -> 
     chat.say("Tell me a story about a dragon")
     length = "(document.querySelector('.row:last-of-type .prose')?.textContent.length ?? 0)"
     chat.until(f"{length} > 100")
-    chat.until(f"{BELOW} < 2")  # between a drawing and its frame a line may be below
+    chat.until(f"{BELOW} < 2")  # one line may be below until the next frame
     page.mouse.move(640, 400)
     page.mouse.wheel(0, -1200)
     page.wait_for_selector("[aria-label='Jump to the latest']")
@@ -128,7 +128,7 @@ def test_an_answer_grows_below_without_moving_who_reads_above(chat: Watched) -> 
     page.wait_for_selector("button[aria-label=Send]")
 
 
-def test_an_address_leads_to_any_message(long_page: Watched, long_talk: str) -> None:
+def test_address_leads_to_any_message(long_page: RecordedPage, long_talk: str) -> None:
     path = f"/v1/conversations/{long_talk}/items?order=asc&limit=100&after="
     page, last = long_page.page, ""
     items: list[dict[str, Any]] = []
@@ -151,7 +151,7 @@ def _top_of(key: str) -> str:
 
 
 def _pass_on(link: Any) -> None:
-    """The real server at the other end; answers that end only when the context of the model is full."""
+    """Forward to the real server; replies end only when the context of the model is full."""
     upstream = link.connect_to_server()
 
     def forward(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Several answers from one prompt, side by side: they stream together, one is picked, the talk goes on from it."""
+"""Test several replies to one prompt: they stream together, one is picked and continued."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.recorded_page import PICTURES, Watched
+from tests.e2e.recorded_page import PICTURES, RecordedPage
 
 pytestmark = pytest.mark.slow
 
 ENOUGH = 180 if PICTURES else 60  # characters in every card
 
 
-def test_candidates_stream_together_and_the_picked_one_goes_on(chat: Watched, endless: None, picture: Any) -> None:
+def test_candidates_stream_together_and_the_picked_one_is_continued(
+    chat: RecordedPage, endless: None, picture: Any
+) -> None:
     chat.reload()
     for _ in range(3):
         chat.page.click("[aria-label='More answers']")
     chat.say("Tell me a story about a dragon")
-    everyone = "[...document.querySelectorAll('.card .prose')]"
-    chat.until(f"{everyone}.length === 4 && {everyone}.every(card => card.textContent.length > {ENOUGH})")
+    cards = "[...document.querySelectorAll('.card .prose')]"
+    chat.until(f"{cards}.length === 4 && {cards}.every(card => card.textContent.length > {ENOUGH})")
     picture(chat.page, "nbest")
     chat.page.keyboard.press("Escape")
     chat.wait_end(0)
@@ -50,7 +52,7 @@ def test_candidates_stream_together_and_the_picked_one_goes_on(chat: Watched, en
     assert chat.answers()[0] == texts[2]
 
 
-def test_a_click_picks_and_compare_brings_the_others_back(chat: Watched) -> None:
+def test_click_picks_a_candidate_and_compare_shows_all_again(chat: RecordedPage) -> None:
     chat.page.click(".starter >> text=Four stories")
     chat.wait_end(0)
     texts = chat.page.locator(".card .prose").all_inner_texts()
@@ -61,7 +63,7 @@ def test_a_click_picks_and_compare_brings_the_others_back(chat: Watched) -> None
     assert "card-current" in (chat.page.locator(".card >> nth=1").get_attribute("class") or "")
 
 
-def test_beam_search_shows_its_best_beams(chat: Watched) -> None:
+def test_beam_search_shows_its_best_beams(chat: RecordedPage) -> None:
     chat.page.click("[aria-label=Settings]")
     chat.page.click("button:text('Beam search')")
     chat.ask("What is the capital of France?")

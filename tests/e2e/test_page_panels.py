@@ -1,4 +1,4 @@
-"""The panel at the right: tabs and shortcuts, candidates beside the thread, the branch map, the page map."""
+"""Test the right panel: tabs and shortcuts, candidates, the branch map, the page map."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.recorded_page import Watched
+from tests.e2e.recorded_page import RecordedPage
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +18,7 @@ MAP = re.compile("/v1/cache/map")
 TABS = {"Candidates": "candidates", "Beams": "beams", "Branches": "branches", "KV pages": "pages"}
 
 
-def test_one_panel_at_a_time_by_button_tab_and_shortcut_and_it_is_remembered(chat: Watched) -> None:
+def test_one_panel_is_open_at_a_time_and_remembered(chat: RecordedPage) -> None:
     page = chat.page
     assert page.locator(SIDE).count() == 0
     for number, name in enumerate(TABS, start=1):
@@ -41,7 +41,7 @@ def test_one_panel_at_a_time_by_button_tab_and_shortcut_and_it_is_remembered(cha
     page.wait_for_selector(SIDE)
     assert _shown_tab(chat) == "Branches"
     page.keyboard.press("Control+,")
-    assert page.locator(SIDE).count() == 0, "settings lie beside another panel"
+    assert page.locator(SIDE).count() == 0, "settings are shown together with another panel"
     page.keyboard.press("Escape")
     page.keyboard.press("Control+.")
     page.keyboard.press("Escape")
@@ -50,7 +50,7 @@ def test_one_panel_at_a_time_by_button_tab_and_shortcut_and_it_is_remembered(cha
     assert page.locator(SIDE).count() == 0
 
 
-def test_an_empty_panel_teaches_and_its_button_does_it(chat: Watched) -> None:
+def test_empty_panel_explains_itself_and_its_button_works(chat: RecordedPage) -> None:
     page = chat.page
     page.click(".panel-buttons [aria-label=Candidates]")
     page.click("text=Try n = 4")
@@ -63,7 +63,7 @@ def test_an_empty_panel_teaches_and_its_button_does_it(chat: Watched) -> None:
     page.wait_for_selector(".empty-panel >> text=Every message can branch")
 
 
-def test_candidates_beside_the_thread_are_compared_and_picked(chat: Watched) -> None:
+def test_candidates_are_compared_and_picked_in_the_panel(chat: RecordedPage) -> None:
     page = chat.page
     for _ in range(2):
         page.click("[aria-label='More answers']")
@@ -77,11 +77,11 @@ def test_candidates_beside_the_thread_are_compared_and_picked(chat: Watched) -> 
     for _ in range(2):
         page.click("[aria-label='Fewer answers']")
     chat.ask("Thank you")
-    page.click(".version >> nth=1")  # an earlier turn's: the latest that has several
+    page.click(".version >> nth=1")  # of an earlier turn: the panel shows the latest turn with several
     assert chat.answers() == [texts[1]]
 
 
-def test_the_branch_map_has_every_message_and_goes_to_it(chat: Watched) -> None:
+def test_branch_map_shows_every_message_and_opens_it(chat: RecordedPage) -> None:
     page = chat.page
     page.keyboard.press("Alt+Shift+3")
     chat.ask("What is 2 + 3?")
@@ -125,8 +125,8 @@ def test_the_branch_map_has_every_message_and_goes_to_it(chat: Watched) -> None:
     assert "2 + 3" in (page.locator(f"[id='{at}']").get_attribute("aria-label") or "")
 
 
-def test_the_branch_map_of_a_thousand_messages(chat: Watched) -> None:
-    """Each tenth of 500 questions is answered twice: only what is in sight is drawn, and any place is reached."""
+def test_branch_map_of_a_thousand_messages_renders_the_visible_part(chat: RecordedPage) -> None:
+    """Each tenth of 500 questions has two answers: only the visible nodes are drawn, and any node is reachable."""
     _open_long(chat, num_turns=500)
     chat.page.keyboard.press("Alt+Shift+3")
     chat.page.wait_for_selector(".map-node-current")
@@ -142,10 +142,10 @@ def test_the_branch_map_of_a_thousand_messages(chat: Watched) -> None:
     chat.page.wait_for_selector(".map-node-current[aria-label*='answer 499']")
 
 
-def test_the_page_map_counts_every_state_and_follows(chat: Watched) -> None:
-    """Maps that the test gives: the drawing, the counts and the table say the same, and a hidden tab does not ask."""
+def test_page_map_shows_counts_of_every_state_and_updates(chat: RecordedPage) -> None:
+    """With maps from the test, drawing, counts and table agree, and a hidden tab sends no requests."""
     map_1, map_2 = "ssaapio" + "f" * 93, "sssspio" + "f" * 93
-    held: list[Any] = []  # looks that wait for the test
+    held: list[Any] = []  # requests that wait for the test
     page = chat.page
     page.clock.install()
     chat.reload()
@@ -170,11 +170,11 @@ def test_the_page_map_counts_every_state_and_follows(chat: Watched) -> None:
         held.pop().fulfill(body=_map_of(map_1))
     page.clock.run_for(60_000)
     chat.until("document.querySelector('.kv-page-map') === null")
-    assert held == [], "asked while nobody looks"
+    assert held == [], "requested while the tab is hidden"
 
 
-def test_the_page_map_shows_what_four_answers_share(chat: Watched, endless: None, picture: Any) -> None:
-    """The real map: while four answers run they share the prompt's pages and each holds its own; then all is idle."""
+def test_page_map_shows_shared_pages_of_four_candidates(chat: RecordedPage, endless: None, picture: Any) -> None:
+    """With the real map, four running candidates share the pages of the prompt; afterwards all pages are idle."""
     page = chat.page
     chat.reload()
     for _ in range(3):
@@ -189,12 +189,12 @@ def test_the_page_map_shows_what_four_answers_share(chat: Watched, endless: None
     chat.wait_end(0)
     chat.until(f"{counted.format('active')} + {counted.format('shared')} === 0")
     assert _count(chat, "idle") > 0
-    told = page.evaluate(_GET, "v1/cache/map")
-    assert _count(chat, "idle") == told["cells"].count("i")
-    assert _count(chat, "idle") + _count(chat, "free") == len(told["cells"]) == told["num_pages"]
+    page_map = page.evaluate(_GET, "v1/cache/map")
+    assert _count(chat, "idle") == page_map["cells"].count("i")
+    assert _count(chat, "idle") + _count(chat, "free") == len(page_map["cells"]) == page_map["num_pages"]
 
 
-def test_a_phone_shows_the_panel_over_the_thread(open_page: Callable[..., Watched]) -> None:
+def test_panel_covers_the_thread_on_a_phone(open_page: Callable[..., RecordedPage]) -> None:
     phone = {"width": 390, "height": 844}
     chat = open_page(viewport=phone, device_scale_factor=2, is_mobile=True, has_touch=True)
     page = chat.page
@@ -207,15 +207,15 @@ def test_a_phone_shows_the_panel_over_the_thread(open_page: Callable[..., Watche
         page.tap(f"#tab-{tab}")
         assert page.evaluate("document.documentElement.scrollWidth") <= phone["width"]
     page.tap("#tab-branches")
-    with chat.sighting(".row-highlight .user-text"):  # goes to the message, which is what one wants to see
+    with chat.appears(".row-highlight .user-text"):  # shows the message
         page.tap(".map-node >> nth=0")
     page.wait_for_selector(SIDE, state="detached")
     chat.reload()
     page.wait_for_selector(".user-message")
-    assert page.locator(SIDE).count() == 0, "a panel over the thread is no way to begin"
+    assert page.locator(SIDE).count() == 0, "a visit must not start with a panel over the thread"
 
 
-def test_four_thousand_cells_are_six_paths(chat: Watched) -> None:
+def test_page_map_of_four_thousand_cells_is_six_paths(chat: RecordedPage) -> None:
     cells = "sapiof" * 683
     chat.page.route(MAP, lambda route: route.fulfill(body=_map_of(cells, 8)))
     chat.page.keyboard.press("Alt+Shift+4")
@@ -225,15 +225,15 @@ def test_four_thousand_cells_are_six_paths(chat: Watched) -> None:
     assert box and box["height"] < 1.2 * box["width"]
 
 
-def _until_held(chat: Watched, held: list[Any]) -> None:
+def _until_held(chat: RecordedPage, held: list[Any]) -> None:
     for _ in range(1200):
         if held:
             return
         chat.page.wait_for_timeout(50)
-    raise AssertionError("nobody looks")
+    raise AssertionError("the page map was not requested")
 
 
-def _shown_tab(chat: Watched) -> str:
+def _shown_tab(chat: RecordedPage) -> str:
     chat.page.wait_for_selector(f"{SIDE} [role=tab]")
     tabs: list[str] = chat.page.locator("[role=tab][aria-selected=true]").all_inner_texts()
     assert len(tabs) == 1
@@ -253,12 +253,12 @@ def _map_of(cells: str, per_cell: int = 1) -> str:
     return json.dumps({"page_size": 16, "num_pages": num_pages, "pages_per_cell": per_cell, "cells": cells})
 
 
-def _count(chat: Watched, name: str) -> int:
+def _count(chat: RecordedPage, name: str) -> int:
     return int(chat.page.locator(f"[data-count={name}]").inner_text().replace(",", ""))
 
 
-def _open_long(chat: Watched, num_turns: int) -> None:
-    """Store a conversation whose every tenth question has two answers, and open it."""
+def _open_long(chat: RecordedPage, num_turns: int) -> None:
+    """Store a conversation with two answers to every tenth question, and open it."""
     items = []
     for turn in range(num_turns):
         items += [{"role": "user", "content": f"question {turn}"}, {"role": "assistant", "content": f"answer {turn}"}]
@@ -278,7 +278,7 @@ _POST = """([path, body]) => fetch(path, {method: "POST", body: JSON.stringify(b
     headers: {"content-type": "application/json"}}).then(reply => reply.json())"""
 
 
-def _post(chat: Watched, path: str, body: dict[str, Any]) -> dict[str, Any]:
+def _post(chat: RecordedPage, path: str, body: dict[str, Any]) -> dict[str, Any]:
     answer: dict[str, Any] = chat.page.evaluate(_POST, [path, body])
     assert "error" not in answer, answer
     return answer

@@ -1,4 +1,4 @@
-"""A stream is never lost: reload, a second tab, a cut connection, no network, a dead engine. Neither gap nor repeat."""
+"""Test that no stream is lost: reload, second tab, cut connection, no network, killed engine."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.recorded_page import Watched, endless_create, pass_endless, tells_leaf
+from tests.e2e.recorded_page import RecordedPage, endless_create, pass_endless, stores_active_leaf
 
 pytestmark = pytest.mark.slow
 
 WRITTEN = "(document.querySelector('.answer .prose')?.textContent.length ?? 0)"
 
 
-def items_of(chat: Watched, conversation: str) -> list[dict[str, Any]]:
-    """What the server stored, all branches."""
+def items_of(chat: RecordedPage, conversation: str) -> list[dict[str, Any]]:
+    """Return the stored items of all branches."""
     found: list[dict[str, Any]] = chat.page.request.get(
         f"{chat.server}/v1/conversations/{conversation}/items?branches=all"
     ).json()["data"]
     return found
 
 
-def conversation_of(chat: Watched) -> str:
+def conversation_of(chat: RecordedPage) -> str:
     return str(chat.page.evaluate("location.hash.slice(1)"))
 
 
 def letters(text: str) -> str:
-    """What markdown and line breaks cannot change."""
+    """Letters and digits only, which markdown and line breaks do not change."""
     return "".join(re.findall(r"\w", text))
 
 
-def assert_as_stored(chat: Watched, midway: str = "") -> None:
-    """Every shown answer is, letter by letter, one that the server has; so a gap or a repeat would show.
+def assert_as_stored(chat: RecordedPage, midway: str = "") -> None:
+    """Check that every shown reply equals a stored one, which excludes gaps and repeats.
 
-    `midway`: the first answer while it was still being written; the end of a text mends what was wrong before it.
+    `midway`: text of the first reply during generation; the final text may hide an earlier error.
     """
     stored = [letters(item["content"][0]["text"]) for item in items_of(chat, conversation_of(chat))]
     answers = [letters(text) for text in chat.answers()]
@@ -46,19 +46,19 @@ def assert_as_stored(chat: Watched, midway: str = "") -> None:
     assert answers[0].startswith(letters(midway))
 
 
-def begin(chat: Watched, text: str = "Tell me a story about a dragon") -> None:
-    """An answer that goes on until it is stopped."""
+def begin(chat: RecordedPage, text: str = "Tell me a story about a dragon") -> None:
+    """Start a reply that continues until it is stopped."""
     chat.say(text)
     chat.until(f"{WRITTEN} > 40")
 
 
-def stop(chat: Watched) -> None:
+def stop(chat: RecordedPage) -> None:
     chat.page.click("button[aria-label=Stop]")
     chat.page.wait_for_selector(".answer[data-status=stopped]")
     chat.page.wait_for_selector("button[aria-label=Send]")
 
 
-def test_a_reload_in_the_middle_reads_on(chat: Watched, endless: None) -> None:
+def test_reload_during_a_reply_continues_the_stream(chat: RecordedPage, endless: None) -> None:
     chat.reload()
     begin(chat)
     before = chat.answers()[0]
@@ -75,7 +75,7 @@ def test_a_reload_in_the_middle_reads_on(chat: Watched, endless: None) -> None:
     assert_as_stored(chat, midway)
 
 
-def test_a_reload_in_the_middle_of_candidates_and_of_a_regenerated_answer(chat: Watched, endless: None) -> None:
+def test_reload_during_candidates_and_a_regenerated_reply_continues(chat: RecordedPage, endless: None) -> None:
     chat.reload()
     chat.page.click("[aria-label='More answers']")
     chat.say("Tell me a story about a fox")
@@ -92,7 +92,7 @@ def test_a_reload_in_the_middle_of_candidates_and_of_a_regenerated_answer(chat: 
     chat.until(f"{WRITTEN} > 40")
     chat.reload()
     chat.page.wait_for_selector(".answer[data-status=streaming]")
-    assert chat.page.locator("[aria-label='Version 3 of 3']").count() == 0  # it is told when it is written
+    assert chat.page.locator("[aria-label='Version 3 of 3']").count() == 0  # shown when the reply is complete
     chat.until(f"{WRITTEN} > 40")
     stop(chat)
     assert chat.page.locator(".answer .version-position").inner_text() == "3/3"
@@ -100,15 +100,15 @@ def test_a_reload_in_the_middle_of_candidates_and_of_a_regenerated_answer(chat: 
 
 
 def test_two_tabs_show_one_conversation_live(open_page: Any) -> None:
-    """What one says, stops, picks, names and deletes, the other sees, without being asked."""
-    first: Watched = open_page()
+    """Replies, stops, picks, titles and deletions of one tab appear in the other."""
+    first: RecordedPage = open_page()
     first.page.route_web_socket(re.compile("/v1/responses"), pass_endless)
     first.reload()
     begin(first)
-    second: Watched = open_page(f"/#{conversation_of(first)}")
+    second: RecordedPage = open_page(f"/#{conversation_of(first)}")
     second.page.wait_for_selector(".answer[data-status=streaming]")
     second.until(f"{WRITTEN} > {len(first.answers()[0])}")
-    stop(second)  # whoever stops it
+    stop(second)  # either tab can stop it
     first.page.wait_for_selector(".answer[data-status=stopped]")
     first.page.wait_for_selector("button[aria-label=Send]")  # the text ends before the response
     assert first.answers() == second.answers()
@@ -138,23 +138,23 @@ def test_two_tabs_show_one_conversation_live(open_page: Any) -> None:
     for tab in (first, second):
         tab.page.wait_for_selector(".toast >> text=deleted elsewhere")
         tab.page.wait_for_selector(".empty-state")
-        tab.forgive()  # who was just reading it for its new name met a 404
+        tab.ignore_problems()  # a tab may have read the new title after the deletion: 404
 
 
-def test_who_looks_at_another_branch_is_not_moved(open_page: Any) -> None:
-    first: Watched = open_page()
+def test_view_of_another_branch_is_not_changed(open_page: Any) -> None:
+    first: RecordedPage = open_page()
     first.ask("What is 2 + 3?")
     first.ask("Thank you")
-    second: Watched = open_page(f"/#{conversation_of(first)}")
+    second: RecordedPage = open_page(f"/#{conversation_of(first)}")
     second.page.route_web_socket(re.compile("/v1/responses"), pass_endless)
     second.reload()
     second.page.wait_for_selector(".answer >> nth=1")
     second.page.click(".tool-regenerate >> nth=0")
     second.until(f"{WRITTEN} > 20")
     stop(second)
-    first.page.wait_for_selector(".version-position >> text=2/2")  # who watched the same branch goes along
-    first.page.wait_for_selector("button[aria-label=Send]")  # what is picked while one is written stays untold
-    with first.page.expect_response(tells_leaf):
+    first.page.wait_for_selector(".version-position >> text=2/2")  # a tab with the same branch follows
+    first.page.wait_for_selector("button[aria-label=Send]")  # a pick during generation is not sent
+    with first.page.expect_response(stores_active_leaf):
         first.page.click("[aria-label='Previous version']")
     assert first.said() == ["What is 2 + 3?", "Thank you"]
     second.page.wait_for_selector(".user-message >> nth=1")
@@ -163,7 +163,7 @@ def test_who_looks_at_another_branch_is_not_moved(open_page: Any) -> None:
     first.page.wait_for_selector(".user-message >> nth=1", state="detached")
     second.say("And you?")
     first.page.wait_for_selector(".answer[data-status=streaming]")
-    first.page.click("[aria-label='Previous version']")  # untold: the other tab does not hear of it
+    first.page.click("[aria-label='Previous version']")  # not sent: the other tab does not change
     assert first.said() == ["What is 2 + 3?", "Thank you"]
     second.until("document.querySelectorAll('.answer .prose')[1]?.textContent.length > 20")
     stop(second)
@@ -172,9 +172,9 @@ def test_who_looks_at_another_branch_is_not_moved(open_page: Any) -> None:
     assert first.said() == ["What is 2 + 3?", "Thank you"]
 
 
-def test_a_cut_connection_is_told_mended_and_the_answer_goes_on(browser: Any, server: str) -> None:
-    """The socket runs through the test, which cuts it in the middle of an answer."""
-    chat = Watched(browser.new_context(), server)
+def test_cut_connection_is_reported_and_the_reply_continues(browser: Any, server: str) -> None:
+    """The socket runs through the test, which cuts it during a reply."""
+    chat = RecordedPage(browser.new_context(), server)
     links: list[Any] = []
 
     def through(link: Any) -> None:
@@ -187,7 +187,7 @@ def test_a_cut_connection_is_told_mended_and_the_answer_goes_on(browser: Any, se
     chat.connected()
     begin(chat)
     link, upstream = links[0]
-    with chat.sighting(".banner"):  # for half a second, perhaps
+    with chat.appears(".banner"):  # maybe only for half a second
         upstream.close()
         link.close(code=1012)
     before = len(chat.answers()[0])
@@ -197,11 +197,11 @@ def test_a_cut_connection_is_told_mended_and_the_answer_goes_on(browser: Any, se
     stop(chat)
     assert len(links) == 2
     assert_as_stored(chat, midway)
-    assert chat.complaints() == []
+    assert chat.problems() == []
     chat.context.close()
 
 
-def test_without_a_network_nothing_is_lost(chat: Watched, endless: None) -> None:
+def test_offline_page_loses_nothing(chat: RecordedPage, endless: None) -> None:
     chat.reload()
     begin(chat)
     chat.context.set_offline(True)
@@ -218,24 +218,24 @@ def test_without_a_network_nothing_is_lost(chat: Watched, endless: None) -> None
     chat.page.wait_for_selector(".banner")
     chat.page.fill("#composer", "Are you there?")
     chat.page.keyboard.press("Enter")
-    assert chat.page.input_value("#composer") == "Are you there?"  # it waits in the box
+    assert chat.page.input_value("#composer") == "Are you there?"  # it stays in the box
     chat.context.set_offline(False)
     chat.page.wait_for_selector(".banner", state="detached")
     chat.page.wait_for_selector("button[aria-label=Send]:enabled")
     chat.page.focus("#composer")
     chat.page.keyboard.press("Enter")
     chat.until("document.querySelectorAll('.user-message').length === 2")
-    chat.forgive()
+    chat.ignore_problems()
 
 
-def test_a_computer_that_slept_reads_on(chat: Watched, endless: None) -> None:
-    """Time jumps; the connection looks open and is not trusted."""
+def test_page_continues_after_the_computer_slept(chat: RecordedPage, endless: None) -> None:
+    """Time jumps; the page must not trust the connection that looks open."""
     chat.page.clock.install()
     chat.reload()
     begin(chat)
     created = [frame["type"] for frame in chat.received].count("session.created")
     before = len(chat.answers()[0])
-    chat.page.clock.fast_forward(3600_000)  # the page's next tick is due at once, an hour late
+    chat.page.clock.fast_forward(3600_000)  # the next timer of the page fires an hour late
     for _ in range(1200):
         if [frame["type"] for frame in chat.received].count("session.created") > created:
             break
@@ -248,10 +248,10 @@ def test_a_computer_that_slept_reads_on(chat: Watched, endless: None) -> None:
     assert_as_stored(chat, midway)
 
 
-def test_a_killed_engine_is_told_and_comes_back(
-    chat: Watched, endless: None, server_process: tuple[str, int | None]
+def test_killed_engine_is_reported_and_the_reply_continues(
+    chat: RecordedPage, endless: None, server_process: tuple[str, int | None]
 ) -> None:
-    """The page says that the model is not running; then the answer under way goes on, as if nothing had been."""
+    """The page reports that the model is not running; then the running reply continues without a gap."""
     pid = server_process[1]
     if pid is None:
         pytest.skip("the engine of a server that is not ours is not ours to kill")
@@ -265,10 +265,10 @@ def test_a_killed_engine_is_told_and_comes_back(
     chat.page.wait_for_selector(".banner", state="detached", timeout=60_000)
     stop(chat)
     assert_as_stored(chat, before)
-    chat.forgive()  # readiness was asked for while there was none
+    chat.ignore_problems()  # readiness requests failed meanwhile
 
 
-def test_back_and_forward_go_between_conversations(chat: Watched) -> None:
+def test_back_and_forward_switch_between_conversations(chat: RecordedPage) -> None:
     chat.ask("Hello")
     first = conversation_of(chat)
     chat.page.keyboard.press("Control+Shift+O")
@@ -285,4 +285,4 @@ def test_back_and_forward_go_between_conversations(chat: Watched) -> None:
     chat.page.wait_for_selector(".user-text >> text=Hello")
     chat.page.goto(f"{chat.server}/#conv_nobody")
     chat.page.wait_for_selector("text=does not exist on this server")
-    chat.forgive()  # the 404
+    chat.ignore_problems()  # the 404

@@ -1,4 +1,4 @@
-"""What the page promises: its policy, its weight, and that a phone is enough."""
+"""Test the content security policy, the size of the first load, and use on a phone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.recorded_page import Watched
+from tests.e2e.recorded_page import RecordedPage
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ POLICY = {
 }
 
 
-def test_the_policy_is_sent_and_the_page_keeps_it(server: str) -> None:
+def test_policy_is_sent_and_the_page_obeys_it(server: str) -> None:
     with urllib.request.urlopen(server, timeout=10) as reply:
         sent = dict(part.strip().split(" ", 1) for part in reply.headers["content-security-policy"].split(";"))
         html = reply.read().decode()
@@ -41,8 +41,8 @@ def test_the_policy_is_sent_and_the_page_keeps_it(server: str) -> None:
 
 
 def test_first_load_is_small(open_page: Any) -> None:
-    """At most 120 KB on the wire, whatever was asked for: page, program, styles, fonts, and what the API told."""
-    chat: Watched = open_page()
+    """Transfer at most 120 KB: page, program, styles, fonts and API responses."""
+    chat: RecordedPage = open_page()
     wire = chat.context.new_cdp_session(chat.page)
     wire.send("Network.enable")
     wire.send("Network.setCacheDisabled", {"cacheDisabled": True})
@@ -53,19 +53,19 @@ def test_first_load_is_small(open_page: Any) -> None:
     assert 30_000 < sum(sizes) <= MOST_BYTES
 
 
-def test_everything_that_a_first_answer_needs_is_small_too() -> None:
-    """The renderer comes with the first text. Together still within the budget, but for the font."""
+def test_files_of_a_first_reply_are_small_too() -> None:
+    """The renderer loads with the first text. Together they stay within the budget, without the font."""
     names = re.findall(r"(?:src|href)=\"\./([^\"]+)\"", (STATIC / "index.html").read_text())
     needed = [STATIC / "index.html", *(STATIC / name for name in names), *STATIC.glob("assets/renderer-*.js")]
     assert len(needed) >= 5
     assert sum(len(gzip.compress(path.read_bytes())) for path in needed) <= MOST_BYTES
 
 
-def test_phone(open_page: Any, picture: Any) -> None:
+def test_page_works_on_a_phone(open_page: Any, picture: Any) -> None:
     phone = {"width": 390, "height": 844}
-    chat: Watched = open_page(viewport=phone, device_scale_factor=2, is_mobile=True, has_touch=True)
+    chat: RecordedPage = open_page(viewport=phone, device_scale_factor=2, is_mobile=True, has_touch=True)
     assert chat.page.locator(".sidebar").is_hidden()
-    chat.page.wait_for_timeout(200)  # what follows the end of a thread would have moved by now
+    chat.page.wait_for_timeout(200)  # time for a scroll animation
     assert chat.page.evaluate("document.querySelector('.thread-scroll').scrollTop") == 0
     chat.page.tap(".starter >> text=Four stories")
     chat.wait_end(0)

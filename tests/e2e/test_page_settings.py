@@ -1,4 +1,4 @@
-"""Settings that belong to a conversation, prompts with names, what new chats start with, and the list of shortcuts."""
+"""Test settings per conversation, named system prompts, defaults of new chats and the list of shortcuts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.recorded_page import Watched
+from tests.e2e.recorded_page import RecordedPage
 
 pytestmark = pytest.mark.slow
 
@@ -16,13 +16,13 @@ KEPT = re.compile("/v1/conversations/conv_")
 LONG = "Always answer with a rhyme. 🎵" * 40  # over the 512 characters of one metadata value, and over 1,000
 
 
-def sent(chat: Watched, frames: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last request for a response."""
+def sent(chat: RecordedPage, frames: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the last `response.create` that the page sent."""
     return [frame for frame in frames if frame["type"] == "response.create"][-1]
 
 
-def record(chat: Watched) -> list[dict[str, Any]]:
-    """What the page sends from its next load on."""
+def record(chat: RecordedPage) -> list[dict[str, Any]]:
+    """Record the frames that the page sends after its next load."""
     import json
 
     frames: list[dict[str, Any]] = []
@@ -31,11 +31,11 @@ def record(chat: Watched) -> list[dict[str, Any]]:
     return frames
 
 
-def slide(chat: Watched, label: str, value: str) -> None:
+def slide(chat: RecordedPage, label: str, value: str) -> None:
     chat.page.locator(f".slider:has-text('{label}') input").fill(value)
 
 
-def test_settings_belong_to_their_conversation(chat: Watched) -> None:
+def test_settings_belong_to_their_conversation(chat: RecordedPage) -> None:
     frames = record(chat)
     chat.page.keyboard.press("Control+,")
     slide(chat, "Temperature", "0.35")
@@ -50,7 +50,7 @@ def test_settings_belong_to_their_conversation(chat: Watched) -> None:
     chat.ask("Hello")
     assert sent(chat, frames)["beam_width"] == 2 and "instructions" not in sent(chat, frames)
     with chat.page.expect_response(KEPT):
-        slide(chat, "Beams", "3")  # changed later, remembered too
+        slide(chat, "Beams", "3")  # changed after the first turn, stored too
     for _ in range(2):
         chat.page.click(f"[data-id={first}] .conversation-open")
         chat.page.wait_for_selector("[aria-label='System prompt'] >> nth=0")
@@ -58,7 +58,7 @@ def test_settings_belong_to_their_conversation(chat: Watched) -> None:
         assert chat.page.locator(".slider:has-text('Temperature') output").inner_text() == "0.35"
         chat.page.go_back()
         chat.until("document.querySelector('.slider output')?.textContent === '3'")
-        chat.reload()  # the second round is from the server
+        chat.reload()  # the second round reads from the server
         chat.page.wait_for_selector(".card, .answer")
         chat.page.keyboard.press("Control+,")
     metadata = chat.page.request.get(f"{chat.server}/v1/conversations/{first}").json()["metadata"]
@@ -67,11 +67,11 @@ def test_settings_belong_to_their_conversation(chat: Watched) -> None:
     chat.page.click(f"[data-id={first}] .conversation-open")
     chat.until("document.querySelector('#system')?.value === 'Be brief.'")
     assert chat.page.request.get(f"{chat.server}/v1/conversations/{first}").json()["rev"] == head["rev"], (
-        "looking is no change"
+        "opening a conversation must not change it"
     )
 
 
-def test_new_chats_start_as_the_reader_wants(chat: Watched) -> None:
+def test_new_chats_start_with_the_chosen_defaults(chat: RecordedPage) -> None:
     frames = record(chat)
     chat.page.keyboard.press("Control+,")
     slide(chat, "Temperature", "1.5")
@@ -83,7 +83,7 @@ def test_new_chats_start_as_the_reader_wants(chat: Watched) -> None:
     assert sent(chat, frames)["temperature"] == 1.5
 
 
-def test_prompts_have_names_and_are_edited_and_deleted(chat: Watched) -> None:
+def test_system_prompts_are_named_edited_and_deleted(chat: RecordedPage) -> None:
     frames = record(chat)
     chat.page.keyboard.press("Control+,")
     chat.page.click("text=New prompt…")
@@ -106,24 +106,24 @@ def test_prompts_have_names_and_are_edited_and_deleted(chat: Watched) -> None:
     chat.reload()
     chat.page.wait_for_selector(".answer")
     chat.ask("And now?")
-    assert sent(chat, frames)["instructions"] == LONG, "of several metadata values, to the letter"
+    assert sent(chat, frames)["instructions"] == LONG, "joined from several metadata values"
     chat.page.keyboard.press("Control+,")
-    chat.unhurried()
+    chat.keep_toasts()
     chat.page.click("text=Delete prompt")
     assert chat.page.locator(".segments >> text=Poet").count() == 0
-    assert chat.page.input_value("#system") == LONG  # the conversation keeps what it had
+    assert chat.page.input_value("#system") == LONG  # the conversation keeps its prompt
     chat.page.click("text=Undo")
     chat.page.wait_for_selector(".segments [aria-pressed=true] >> text=Poet")
 
 
-def test_the_list_of_shortcuts_is_what_the_keys_do(chat: Watched) -> None:
+def test_list_of_shortcuts_matches_the_keys(chat: RecordedPage) -> None:
     chat.page.keyboard.press("Control+/")
     dialog = chat.page.locator("dialog[open]")
     dialog.wait_for()
     assert dialog.locator("dt").count() == dialog.locator("dd").count() > 12
     assert chat.page.evaluate("document.querySelector('dialog').contains(document.activeElement)")
     chat.page.keyboard.press("Escape")
-    # out of the document, not only closed: the page hears of a closing a moment after it
+    # removed from the document, not only closed: the page handles the close event later
     chat.page.locator("dialog[aria-label='Keyboard shortcuts']").wait_for(state="detached")
     chat.page.keyboard.press("Control+/")
     dialog.wait_for()
@@ -131,8 +131,8 @@ def test_the_list_of_shortcuts_is_what_the_keys_do(chat: Watched) -> None:
     dialog.wait_for(state="detached")
 
 
-def test_warm_and_cold_are_told_in_words(chat: Watched) -> None:
-    """What was just said is warm. The cold one came over REST: nothing of it was ever computed here."""
+def test_cache_state_of_conversations_is_described(chat: RecordedPage) -> None:
+    """A conversation that was just generated is warm; one created over REST was never computed and is cold."""
     chat.ask(f"My name is {secrets.token_hex(8)}, tell me about the sea")
     warm = chat.page.evaluate("location.hash.slice(1)")
     items = [{"role": "user", "content": secrets.token_hex(200)}, {"role": "assistant", "content": "I see."}]

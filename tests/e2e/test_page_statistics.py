@@ -1,4 +1,4 @@
-"""What the page tells of a turn: cache and first miss, speed, receipts; what was thought; what is read ahead."""
+"""Test the statistics of a turn on the page: cache, first miss, speed, receipts, reasoning, prefill while typing."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.recorded_page import Watched
+from tests.e2e.recorded_page import RecordedPage
 
 pytestmark = pytest.mark.slow
 
 
-def test_what_is_typed_is_read_ahead_and_a_switch_turns_it_off(chat: Watched) -> None:
+def test_draft_is_prefilled_while_typing_unless_switched_off(chat: RecordedPage) -> None:
     asked: list[dict[str, Any]] = []
     chat.page.on("websocket", lambda socket: socket.on("framesent", lambda text: asked.append(json.loads(text))))
     chat.reload()
@@ -43,8 +43,8 @@ def test_what_is_typed_is_read_ahead_and_a_switch_turns_it_off(chat: Watched) ->
     assert not chat.page.is_checked("text=Prefill while typing")
 
 
-def test_the_sign_of_warmth_leaves_room_on_a_phone(open_page: Any) -> None:
-    chat: Watched = open_page(viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True)
+def test_cache_indicator_fits_on_a_phone(open_page: Any) -> None:
+    chat: RecordedPage = open_page(viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True)
     chat.ask("Hello")
     chat.page.fill("#composer", "And what")
     chat.page.wait_for_selector(".cache-badge")
@@ -53,16 +53,16 @@ def test_the_sign_of_warmth_leaves_room_on_a_phone(open_page: Any) -> None:
     assert chat.page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
-def test_a_stop_gives_a_receipt_and_the_cut_answer_can_go_on(chat: Watched, endless: None) -> None:
+def test_stop_shows_a_receipt_and_the_reply_can_be_continued(chat: RecordedPage, endless: None) -> None:
     chat.reload()
     chat.say("Tell me a story about a wizard")
     chat.until("document.querySelector('.answer .prose')?.textContent.length > 40")
     chat.page.keyboard.press("Escape")
     stopped = chat.wait_end(0)
     receipt = next(frame["receipt"] for frame in chat.received if "receipt" in frame)
-    told = chat.page.locator("[data-stat=receipt]").inner_text()
-    assert f"{receipt['tokens_after_stop']} token" in told
-    assert f"{receipt['pages_freed']} page" in told
+    receipt_text = chat.page.locator("[data-stat=receipt]").inner_text()
+    assert f"{receipt['tokens_after_stop']} token" in receipt_text
+    assert f"{receipt['pages_freed']} page" in receipt_text
     text = stopped["output"][0]["content"][0]["text"]
 
     chat.page.click("text=Continue")
@@ -79,13 +79,13 @@ def test_a_stop_gives_a_receipt_and_the_cut_answer_can_go_on(chat: Watched, endl
     assert len(chat.answers()[0]) < len(on)
 
 
-def test_the_cache_bar_says_in_words_why_the_first_miss(chat: Watched) -> None:
+def test_cache_bar_explains_the_first_miss(chat: RecordedPage) -> None:
     reasons = {
         "never_computed": "new text",
         "diverged": "differs from the cached text",
         "evicted": "evicted: its pages were reused",
     }
-    # what nobody has said before, and what is not read ahead: else all of it may be cached, and nothing missed
+    # new text without prefill while typing: otherwise all of it may be cached, without any miss
     chat.page.evaluate("localStorage['chatcache.draftAhead'] = 'false'")
     chat.reload()
     for text in (f"My name is {secrets.token_hex(8)}.", "What is my name?", "What is the weather?"):
@@ -103,20 +103,20 @@ def test_the_cache_bar_says_in_words_why_the_first_miss(chat: Watched) -> None:
     assert len(chat.page.locator(".stat-miss").all()) == 3
 
 
-def test_speed_and_time_to_the_first_token_are_told(chat: Watched, endless: None) -> None:
+def test_speed_and_time_to_first_token_are_shown(chat: RecordedPage, endless: None) -> None:
     chat.reload()
     chat.say("Tell me a story about a fox")
     chat.until("document.querySelector('.answer .prose')?.textContent.length > 40")
-    chat.page.wait_for_timeout(300)  # at least: a speed over an instant is none
+    chat.page.wait_for_timeout(300)  # a speed needs a minimum duration
     chat.page.keyboard.press("Escape")
     chat.wait_end(0)
     assert re.fullmatch(r"\d+ ms|\d+\.\d s", chat.page.locator("[data-stat=first]").inner_text())
     assert float(chat.page.locator("[data-stat=speed]").inner_text()) > 0
 
 
-def test_thoughts_are_folded_with_their_length(browser: Any, server: str) -> None:
-    """A model that thinks: the frames come from the test."""
-    chat = Watched(browser.new_context(), server)
+def test_reasoning_is_folded_with_its_length(browser: Any, server: str) -> None:
+    """The frames of a reasoning model come from the test."""
+    chat = RecordedPage(browser.new_context(), server)
     chat.page.route_web_socket(re.compile("/v1/responses"), _think("Let me see. It is a fox.", "A fox.", tokens=9))
     chat.page.goto(server)
     chat.connected()
@@ -125,26 +125,26 @@ def test_thoughts_are_folded_with_their_length(browser: Any, server: str) -> Non
     thought = chat.page.locator(".reasoning")
     assert thought.locator("summary").inner_text() == "Reasoning, 9 tokens"
     assert not thought.locator(".reasoning-text").is_visible()
-    chat.until("document.querySelector('.answer .prose')?.innerText === 'A fox.'")  # the renderer comes with it
+    chat.until("document.querySelector('.answer .prose')?.innerText === 'A fox.'")  # the renderer loads with the text
     thought.locator("summary").press("Enter")
     assert thought.locator(".reasoning-text").inner_text() == "Let me see. It is a fox."
-    assert chat.complaints() == []
+    assert chat.problems() == []
     chat.context.close()
 
 
-def _wait_for_prewarm_of(chat: Watched, asked: list[dict[str, Any]], said: str) -> None:
-    """Until the server has answered of the whole draft."""
+def _wait_for_prewarm_of(chat: RecordedPage, asked: list[dict[str, Any]], said: str) -> None:
+    """Wait until the server has prefilled the whole draft."""
     for _ in range(1200):
         sent = [frame["input"][0]["content"] for frame in asked if frame["type"] == "prompt.prewarm"]
         answered = [frame for frame in chat.received if frame["type"] == "prompt.prewarmed"]
         if said in sent and len(answered) == len(sent):
             return
         chat.page.wait_for_timeout(50)
-    raise AssertionError("the draft was not read ahead")
+    raise AssertionError("the draft was not prefilled")
 
 
 def _think(thought: str, text: str, tokens: int) -> Any:
-    """Route handler: a socket that thinks before it answers."""
+    """Route handler: a server that sends reasoning before the reply."""
 
     def serve(link: Any) -> None:
         limits = {"max_frame_bytes": 1 << 20, "max_n": 8, "max_beam_width": 8}

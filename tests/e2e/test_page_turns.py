@@ -1,4 +1,4 @@
-"""Turns of a conversation in the browser: stream, remember, stop, ask again, edit, come back."""
+"""Test turns on the page: stream, cache, stop, regenerate, edit, reload."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 
 import pytest
 
-from tests.e2e.recorded_page import Watched, tells_leaf
+from tests.e2e.recorded_page import RecordedPage, stores_active_leaf
 
 PAGE_TOKENS = 16
 
 
-def test_second_turn_reads_the_first_from_the_cache_and_a_reload_keeps_both(chat: Watched) -> None:
+def test_second_turn_hits_the_cache_and_a_reload_keeps_both(chat: RecordedPage) -> None:
     first = chat.ask("My name is Ada.")["usage"]
     second = chat.ask("What is my name?")["usage"]
     history = first["input_tokens"] + first["output_tokens"]
@@ -32,7 +32,7 @@ def test_second_turn_reads_the_first_from_the_cache_and_a_reload_keeps_both(chat
 
 
 @pytest.mark.slow
-def test_text_arrives_in_pieces_and_the_page_shows_exactly_them(chat: Watched, endless: None) -> None:
+def test_text_streams_in_pieces_and_is_shown_exactly(chat: RecordedPage, endless: None) -> None:
     chat.reload()
     chat.say("Tell me a story about a fox")
     chat.until("document.querySelector('.answer .prose')?.textContent.length > 100")
@@ -46,7 +46,7 @@ def test_text_arrives_in_pieces_and_the_page_shows_exactly_them(chat: Watched, e
 
 
 @pytest.mark.slow
-def test_escape_stops_and_the_text_so_far_stays(chat: Watched, endless: None) -> None:
+def test_escape_stops_and_keeps_the_text(chat: RecordedPage, endless: None) -> None:
     chat.reload()
     chat.say("Tell me a story about a wizard")
     chat.until("document.querySelector('.answer .prose')?.textContent.length > 20")
@@ -62,14 +62,14 @@ def test_escape_stops_and_the_text_so_far_stays(chat: Watched, endless: None) ->
 
 
 @pytest.mark.slow
-def test_regenerate_makes_a_sibling_and_the_shown_one_survives_a_reload(chat: Watched) -> None:
+def test_regenerate_adds_a_version_and_a_reload_keeps_the_shown_one(chat: RecordedPage) -> None:
     chat.ask("Tell me a story about a cat")
     first = chat.answers()[0]
     chat.page.click(".tool-regenerate")
     chat.wait_end(1)
     place = chat.page.locator(".answer .version-position")
     assert place.inner_text() == "2/2"
-    with chat.page.expect_response(tells_leaf):
+    with chat.page.expect_response(stores_active_leaf):
         chat.page.click("[aria-label='Previous version']")
     assert place.inner_text() == "1/2"
     assert chat.answers() == [first]
@@ -80,7 +80,7 @@ def test_regenerate_makes_a_sibling_and_the_shown_one_survives_a_reload(chat: Wa
 
 
 @pytest.mark.slow
-def test_an_edit_is_a_branch_and_both_branches_stay(chat: Watched) -> None:
+def test_edit_adds_a_branch_and_both_branches_stay(chat: RecordedPage) -> None:
     chat.ask("What is 2 + 3?")
     before = chat.answers()
     chat.page.focus("#composer")
@@ -97,5 +97,5 @@ def test_an_edit_is_a_branch_and_both_branches_stay(chat: Watched) -> None:
 
 
 def _squeeze(text: str) -> str:
-    """Letters and digits only: what markdown and line breaks cannot change."""
+    """Letters and digits only, which markdown and line breaks do not change."""
     return "".join(re.findall(r"\w", text))

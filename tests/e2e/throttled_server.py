@@ -20,12 +20,12 @@ from chatcache.engine_process.loop import Progress
 from chatcache.types.events import EngineEvent
 from chatcache.types.request import GenerateRequest
 
-ENDLESS_TOKENS = 1000  # asked for without an end
+ENDLESS_TOKENS = 1000  # `max_output_tokens` from which a request counts as endless
 STEP_S = 0.04
 
 
-class Paced:
-    """An engine whose steps take at least `STEP_S` while it writes something endless."""
+class ThrottledEngine:
+    """An engine whose steps take at least `STEP_S` while an endless request runs."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -47,9 +47,9 @@ class Paced:
         return getattr(self._engine, name)
 
 
-def build_engine(config: EngineConfig, progress: Progress | None = None) -> Paced:
-    """The engine of the CLI, paced."""
-    return Paced(compose.build_engine(config, progress))
+def build_engine(config: EngineConfig, progress: Progress | None = None) -> ThrottledEngine:
+    """Build the engine of the CLI, throttled."""
+    return ThrottledEngine(compose.build_engine(config, progress))
 
 
 if __name__ == "__main__":

@@ -285,9 +285,9 @@ CLASSES = (
         "model output that becomes HTML or script in the page",
         _cves("2026-70492 -109288 -45314 -109286"),
         (
-            "e2e/test_page_injection.py::test_stored_words_stay_words",
-            "e2e/test_page_injection.py::test_streamed_words_stay_words",
-            "e2e/test_page_safety.py::test_the_policy_is_sent_and_the_page_keeps_it",
+            "e2e/test_page_injection.py::test_stored_malicious_text_stays_text",
+            "e2e/test_page_injection.py::test_streamed_malicious_text_stays_text",
+            "e2e/test_page_safety.py::test_policy_is_sent_and_the_page_obeys_it",
         ),
     ),
     AdvisoryClass(
