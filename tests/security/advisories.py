@@ -34,7 +34,7 @@ CLASSES = (
         ("CVE-2025-25183", "GHSA-rm76-4mrf-v9r8", "vllm#29163", "vllm#54727"),
         (
             "kv_cache/test_pool.py::test_match_with_equal_keys_and_different_tokens_misses",
-            "security/test_forbidden_code.py::test_nothing_forbidden_is_said",
+            "security/test_forbidden_code.py::test_source_has_no_forbidden_construct",
         ),
     ),
     AdvisoryClass(
@@ -49,8 +49,8 @@ CLASSES = (
         "a salt or cache key chosen by the client",
         ("CVE-2026-105756", "CVE-2026-111392", "CVE-2026-105754", "PYSEC-2026-4198"),
         (
-            "security/test_regressions.py::test_no_field_of_the_wire_names_a_page_a_hash_or_a_namespace",
-            "security/test_regressions.py::test_fields_that_ended_others_are_refused_by_name",
+            "security/test_regressions.py::test_no_request_field_names_a_page_a_hash_or_a_namespace",
+            "security/test_regressions.py::test_unsupported_dangerous_field_is_refused_by_name",
             "gateway/test_tenants.py::test_request_fields_cannot_make_tokens_public",
         ),
     ),
@@ -61,8 +61,8 @@ CLASSES = (
             *("CVE-2026-105757", "PYSEC-2026-4353"),
         ),
         (
-            "security/test_adversarial_load.py::test_no_request_ends_the_engine_or_reaches_a_canary",
-            "security/test_adversarial_load.py::test_nor_with_a_model_that_computes",
+            "security/test_adversarial_load.py::test_adversarial_requests_change_no_reference_result",
+            "security/test_adversarial_load.py::test_adversarial_requests_with_a_real_network_change_no_reference_result",
             "engine/test_invalid_results.py::test_a_result_of_the_wrong_shape_fails_the_requests_of_its_step",
         ),
     ),
@@ -76,7 +76,7 @@ CLASSES = (
         ("sglang#33187", "sglang#33206", "sglang#33263", "vllm#50283", "tokenspeed#434"),
         (
             "engine/test_invalid_results.py::test_one_corrupted_row_of_thirty_two_fails_that_request_only",
-            "security/test_non_finite_logits.py::test_one_of_thirty_two_rows_goes_and_the_others_stay",
+            "security/test_non_finite_logits.py::test_non_finite_row_fails_its_request_only",
         ),
     ),
     AdvisoryClass(
@@ -99,8 +99,8 @@ CLASSES = (
             "2024-9053 -11041 2025-29783 -32444 -30165 -47277 -59953 -66455 2026-3059 -14890 -86793 -93034 -93088 -7304"
         ),
         (
-            "security/test_forbidden_code.py::test_nothing_forbidden_is_said",
-            "security/test_runtime.py::test_a_server_reads_no_pickle_calls_nobody_and_listens_once",
+            "security/test_forbidden_code.py::test_source_has_no_forbidden_construct",
+            "security/test_runtime.py::test_server_reads_no_pickle_connects_nowhere_and_listens_once",
             "engine_process/test_protocol.py::test_an_invalid_command_raises",
         ),
     ),
@@ -108,37 +108,37 @@ CLASSES = (
         "an internal socket without authentication",
         ("CVE-2025-30202",),
         (
-            "security/test_runtime.py::test_a_server_reads_no_pickle_calls_nobody_and_listens_once",
+            "security/test_runtime.py::test_server_reads_no_pickle_connects_nowhere_and_listens_once",
             "deploy/test_compose.py::test_services_wait_for_redis_and_are_published_on_loopback_only",
         ),
     ),
     AdvisoryClass(
         "weights stored as a pickle",
         _cves("2025-24357 -32434 2026-24747 2024-11392 -11394 2025-14924"),
-        ("security/test_model_folder.py::test_a_spoilt_folder_is_refused",),
+        ("security/test_model_folder.py::test_corrupted_folder_is_refused_with_the_file_name",),
     ),
     AdvisoryClass(
         "code or paths named by the files of a model",
         (*_cves("2026-22807 2025-66448"), "transformers weight_map"),
         (
-            "security/test_model_folder.py::test_code_beside_a_model_that_needs_none_is_left_alone",
-            "security/test_model_folder.py::test_a_spoilt_folder_is_refused",
+            "security/test_model_folder.py::test_unneeded_code_in_the_folder_is_ignored",
+            "security/test_model_folder.py::test_corrupted_folder_is_refused_with_the_file_name",
         ),
     ),
     AdvisoryClass(
         "a check written as an assert, removed by -O",
         ("CVE-2026-41523",),
         (
-            "security/test_forbidden_code.py::test_a_planted_line_is_found",
-            "security/test_runtime.py::test_a_server_reads_no_pickle_calls_nobody_and_listens_once",
+            "security/test_forbidden_code.py::test_injected_line_is_found",
+            "security/test_runtime.py::test_server_reads_no_pickle_connects_nowhere_and_listens_once",
         ),
     ),
     AdvisoryClass(
         "a chat template escapes its sandbox, or has none",
         _cves("2026-5760 2024-56326 -56201 2025-27516"),
         (
-            "security/test_model_folder.py::test_a_spoilt_folder_is_refused",
-            "security/test_regressions.py::test_libraries_may_not_be_as_old_as_their_known_holes",
+            "security/test_model_folder.py::test_corrupted_folder_is_refused_with_the_file_name",
+            "security/test_regressions.py::test_required_version_excludes_known_vulnerabilities",
         ),
     ),
     AdvisoryClass(
@@ -164,18 +164,18 @@ CLASSES = (
     AdvisoryClass(
         "unlimited number of candidates",
         _cves("2026-34756 2024-8939"),
-        ("security/test_regressions.py::test_how_many_is_bounded_before_anything_is_made",),
+        ("security/test_regressions.py::test_counts_over_the_limit_are_refused",),
     ),
     AdvisoryClass(
         "unlimited length of lists",
         _cves("2026-73559 -71486"),
-        ("security/test_regressions.py::test_many_things_in_one_request_are_refused_as_a_whole",),
+        ("security/test_regressions.py::test_request_with_too_many_items_is_refused",),
     ),
     AdvisoryClass(
         "a rule across fields that null bypasses, or that one endpoint does not check",
         _cves("2026-114051 -116173"),
         (
-            "security/test_regressions.py::test_any_fields_together_and_any_of_them_null_are_answered",
+            "security/test_regressions.py::test_random_fields_with_nulls_are_answered",
             "engine/test_admission.py::test_add_of_an_invalid_request_raises",
         ),
     ),
@@ -194,19 +194,19 @@ CLASSES = (
     AdvisoryClass(
         "a template, or its variables, in the request",
         (*_cves("2025-62426 2026-115911 -115918"), "PYSEC-2026-2013"),
-        ("security/test_regressions.py::test_fields_that_ended_others_are_refused_by_name",),
+        ("security/test_regressions.py::test_unsupported_dangerous_field_is_refused_by_name",),
     ),
     AdvisoryClass(
         "tensors in the request",
         _cves("2025-62164 2026-56340 -73557"),
-        ("security/test_regressions.py::test_fields_that_ended_others_are_refused_by_name",),
+        ("security/test_regressions.py::test_unsupported_dangerous_field_is_refused_by_name",),
     ),
     AdvisoryClass(
         "compressed data that expands to a large size",
         _cves("2026-54233 -100650 -109225 -109229"),
         (
             "security/test_regressions.py::test_compressed_bodies_are_refused_unread",
-            "security/test_regressions.py::test_no_websocket_inflates",
+            "security/test_regressions.py::test_websocket_compression_is_refused",
             "gateway/test_guard.py::test_body_limit_counts_bytes_while_reading",
         ),
     ),
@@ -222,7 +222,7 @@ CLASSES = (
         "a tokenizer that panics, which `except Exception` does not catch",
         ("pyo3 PanicException",),
         (
-            "security/test_regressions.py::test_a_tokenizer_that_panics_ends_the_request_only",
+            "security/test_regressions.py::test_tokenizer_panic_fails_the_request_only",
             "decoding/test_grammar_limits.py::test_a_library_that_panics_ends_the_request",
         ),
     ),
@@ -244,23 +244,23 @@ CLASSES = (
         (
             "engine_process/test_clients.py::test_abort_of_an_unknown_id_is_ignored_and_events_raise",
             "engine_process/test_clients.py::test_submit_of_an_id_in_use_raises",
-            "security/test_regressions.py::test_ids_that_clients_choose_meet_nobody_elses",
-            "security/test_regressions.py::test_a_beginning_of_an_id_names_nothing",
+            "security/test_regressions.py::test_equal_client_chosen_ids_make_separate_requests",
+            "security/test_regressions.py::test_prefix_of_an_id_is_not_found",
         ),
     ),
     AdvisoryClass(
         "a reply without tokens",
         ("vllm#52693",),
-        ("security/test_regressions.py::test_a_reply_of_no_words_is_a_reply",),
+        ("security/test_regressions.py::test_engine_reply_without_text_finishes",),
     ),
     AdvisoryClass(
         "a Host header that changes the path, unlimited ranges or form fields",
         (*_cves("2026-48710 -48746 2025-62727 2023-30798"), "PYSEC-2026-248"),
         (
             "gateway/test_guard.py::test_foreign_host_is_rejected",
-            "security/test_forbidden_code.py::test_nothing_forbidden_is_said",
-            "security/test_regressions.py::test_ranges_without_number_cost_nothing",
-            "security/test_regressions.py::test_libraries_may_not_be_as_old_as_their_known_holes",
+            "security/test_forbidden_code.py::test_source_has_no_forbidden_construct",
+            "security/test_regressions.py::test_many_byte_ranges_are_ignored",
+            "security/test_regressions.py::test_required_version_excludes_known_vulnerabilities",
         ),
     ),
     AdvisoryClass(
@@ -294,8 +294,8 @@ CLASSES = (
         "the server fetches URLs of a request",
         _cves("2026-45400 -45331 2025-69222"),
         (
-            "security/test_regressions.py::test_nothing_is_fetched",
-            "security/test_runtime.py::test_a_server_reads_no_pickle_calls_nobody_and_listens_once",
+            "security/test_regressions.py::test_urls_of_a_request_are_not_fetched",
+            "security/test_runtime.py::test_server_reads_no_pickle_connects_nowhere_and_listens_once",
         ),
     ),
 )
