@@ -21,8 +21,8 @@ def check(text: str) -> None:
     assert len(rows) == text.count("\n| **G"), "a row is not of four cells"
     missing = GOALS - {goal for goal, *_ in rows}
     assert not missing, f"the table lacks {missing}"
-    for goal, tests, planted, in_full in rows:
-        for names in (tests, planted):
+    for goal, tests, injected, in_full in rows:
+        for names in (tests, injected):
             found = _NAME.findall(names)
             assert found, f"{goal} has no test, or no injected bug"
             for file, name in found:

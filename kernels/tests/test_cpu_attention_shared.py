@@ -165,12 +165,12 @@ def test_nan_key_affects_only_its_row() -> None:
     tree = make_tree([*make_forked_rows(600, 4, 5), (None, 0, 600, 1)])
     batch = tree.prepared()
     own, shared = int(tree.batch.tables[1, 600 // 16]), int(tree.batch.tables[1, 2])
-    for page, spoilt in ((own, [1]), (shared, [0, 1, 2, 3])):
+    for page, corrupted in ((own, [1]), (shared, [0, 1, 2, 3])):
         kept = tree.paged.v[1, page].clone()
         tree.paged.v[1, page] = float("nan")
         got = cpu.paged_attention(tree.q, tree.paged, 1, batch, 0.2).isnan().flatten(1)
         tree.paged.v[1, page] = kept
-        assert got.any(1).tolist() == [row in spoilt for row in range(5)]
+        assert got.any(1).tolist() == [row in corrupted for row in range(5)]
 
 
 def test_unsupported_head_size_ignores_the_work_list() -> None:

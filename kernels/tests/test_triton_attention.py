@@ -301,10 +301,10 @@ def test_shared_items_equal_reference(build: CaseBuilder, options: dict[str, int
     rows = [(70, 1), (75, 1), (103, 3)]
     case = build(rows, page_size=page_size, tables=tables)
     positions = torch.tensor([70, 75, 103, 104, 105])
-    everybody, pair = [0, 1, 2, 3, 4], [1, 2, 3, 4]
+    all_rows, pair = [0, 1, 2, 3, 4], [1, 2, 3, 4]
     work = make_work(
         [
-            [(2, 0, 24, everybody), (0, 24, 40, everybody)],
+            [(2, 0, 24, all_rows), (0, 24, 40, all_rows)],
             [(1, 40, 72, pair)],
             [(0, 40, 71, [0]), (1, 72, 76, [1]), (2, 72, 90, [2, 3, 4]), (2, 90, 106, [2, 3, 4])],
         ],

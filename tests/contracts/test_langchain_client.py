@@ -1,4 +1,4 @@
-"""langchain-openai against the real server."""
+"""Test langchain-openai against the real server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def gathered(chat: ChatOpenAI) -> AIMessageChunk:
     return whole
 
 
-def test_a_stream_adds_up_to_what_invoke_says(chat: ChatOpenAI) -> None:
+def test_stream_joins_to_the_invoke_result(chat: ChatOpenAI) -> None:
     said = chat.invoke(ASKED)
     streamed = gathered(chat)
     assert said.content and streamed.content == said.content
@@ -46,18 +46,18 @@ def test_a_stream_adds_up_to_what_invoke_says(chat: ChatOpenAI) -> None:
     assert prompt - PAGE_SIZE <= cached <= prompt
 
 
-async def test_the_async_stream_says_the_same(chat: ChatOpenAI) -> None:
+async def test_async_stream_equals_the_invoke_result(chat: ChatOpenAI) -> None:
     said = "".join([str(chunk.content) async for chunk in chat.astream(ASKED)])
     assert said == (await chat.ainvoke(ASKED)).content
 
 
-def test_a_batch_of_candidates(chat: ChatOpenAI) -> None:
+def test_generate_returns_several_candidates(chat: ChatOpenAI) -> None:
     result = chat.generate([ASKED], n=3)
     texts = [generation.text for generation in result.generations[0]]
     assert len(texts) == len(set(texts)) == 3
 
 
-def test_the_second_turn_finds_the_first(chat: ChatOpenAI) -> None:
+def test_second_turn_hits_the_first(chat: ChatOpenAI) -> None:
     first = chat.invoke(ASKED)
     second = chat.invoke([*ASKED, first, HumanMessage("And then?")])
     assert isinstance(first, AIMessage) and isinstance(second, AIMessage)
@@ -73,16 +73,16 @@ class Pet(BaseModel):
     tame: bool
 
 
-def test_structured_output_is_what_the_class_says(chat: ChatOpenAI) -> None:
-    """By JSON schema; the hash model knows none, so what can be parsed was kept to it."""
+def test_structured_output_is_an_instance_of_the_class(chat: ChatOpenAI) -> None:
+    """Parse JSON of the hash model, which only the schema can enforce."""
     limited = ChatOpenAI(
         model=MODEL, base_url=chat.openai_api_base, api_key=SecretStr("unused"), seed=2, max_completion_tokens=300
     )
     assert isinstance(limited.with_structured_output(Pet, method="json_schema").invoke(ASKED), Pet)
 
 
-def test_responses_api(chat: ChatOpenAI) -> None:
-    """The same class over /v1/responses."""
+def test_responses_api_returns_structured_output(chat: ChatOpenAI) -> None:
+    """Use the same class over /v1/responses."""
     stateful = ChatOpenAI(
         model=MODEL,
         base_url=chat.openai_api_base,

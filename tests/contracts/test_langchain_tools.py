@@ -1,4 +1,4 @@
-"""langchain-openai's tools against the real server; the model's words are a script."""
+"""Test tools of langchain-openai against the real server with a scripted model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ASKED: list[BaseMessage] = [HumanMessage("Weather in Zürich and Bern?")]
 
 @tool
 def weather(city: str) -> str:
-    """Tell the weather of a city."""
+    """Return the weather of a city."""
     return f"sunny in {city}"
 
 
@@ -53,8 +53,8 @@ def cities(message: AIMessage | AIMessageChunk) -> list[str]:
     return [call["args"]["city"] for call in message.tool_calls]
 
 
-def test_an_agents_turn(chat: ChatOpenAI, model: ScriptedServer) -> None:
-    """Call, run, answer: the second prompt holds the first one's pages."""
+def test_agent_turn_calls_the_tool_and_hits_the_cache(chat: ChatOpenAI, model: ScriptedServer) -> None:
+    """Call, run, answer: the second prompt contains the pages of the first."""
     with_tools = chat.bind_tools([weather])
     model.say(SAID)
     called = with_tools.invoke(ASKED)
@@ -69,7 +69,7 @@ def test_an_agents_turn(chat: ChatOpenAI, model: ScriptedServer) -> None:
     assert cached >= called.usage_metadata["total_tokens"] - PAGE_SIZE
 
 
-def test_streamed_calls_join_to_the_same(chat: ChatOpenAI, model: ScriptedServer) -> None:
+def test_streamed_calls_join_to_the_whole_ones(chat: ChatOpenAI, model: ScriptedServer) -> None:
     with_tools = chat.bind_tools([weather])
     model.say(SAID)
     first, *rest = [chunk for chunk in with_tools.stream(ASKED) if isinstance(chunk, AIMessageChunk)]

@@ -1,4 +1,4 @@
-"""litellm against the real server, from an environment of its own: it pins an older `openai` than we test with."""
+"""Test litellm against the real server, in its own environment: it requires an older `openai`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PYTHON = Path(sys.prefix) / "litellm" / "bin" / "python"
 
 
 @pytest.fixture(scope="module")
-def said(module_server: Server) -> dict[str, Any]:
+def results(module_server: Server) -> dict[str, Any]:
     if not PYTHON.exists():
-        pytest.skip("litellm has no environment here: make clients")
+        pytest.skip("litellm is not installed: make clients")
     environment = {
         **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         "SERVER": module_server.url,
         "MODEL": MODEL,
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it asks the internet for prices
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise it downloads prices
         "NO_PROXY": "127.0.0.1",
     }
     done = subprocess.run([str(PYTHON), str(SCRIPT)], env=environment, capture_output=True, timeout=120)
@@ -36,22 +36,22 @@ def said(module_server: Server) -> dict[str, Any]:
     return result
 
 
-def test_completion_and_stream_say_the_same(said: dict[str, Any]) -> None:
-    whole, rebuilt = said["whole"], said["rebuilt"]
+def test_stream_equals_completion(results: dict[str, Any]) -> None:
+    whole, rebuilt = results["whole"], results["rebuilt"]
     text = whole["choices"][0]["message"]["content"]
-    assert text and text == said["streamed"] == rebuilt["choices"][0]["message"]["content"]
+    assert text and text == results["streamed"] == rebuilt["choices"][0]["message"]["content"]
     assert whole["choices"][0]["finish_reason"] == rebuilt["choices"][0]["finish_reason"]
 
 
-def test_cached_tokens_pass_through(said: dict[str, Any]) -> None:
-    """The stream asks what was asked before it: all but a part of a page is there."""
-    usage = said["rebuilt"]["usage"]
-    assert usage["completion_tokens"] == said["whole"]["usage"]["completion_tokens"]
-    prompt = said["whole"]["usage"]["prompt_tokens"]
+def test_cached_tokens_are_passed_through(results: dict[str, Any]) -> None:
+    """The stream repeats an earlier request: all of it is cached except a partial page."""
+    usage = results["rebuilt"]["usage"]
+    assert usage["completion_tokens"] == results["whole"]["usage"]["completion_tokens"]
+    prompt = results["whole"]["usage"]["prompt_tokens"]
     assert usage["prompt_tokens"] == prompt
     assert prompt - PAGE_SIZE <= usage["prompt_tokens_details"]["cached_tokens"] <= prompt
 
 
-def test_several_candidates_and_a_refusal(said: dict[str, Any]) -> None:
-    assert len(said["texts"]) == 3
-    assert said["refused"] == "context"
+def test_several_candidates_and_a_refused_request(results: dict[str, Any]) -> None:
+    assert len(results["texts"]) == 3
+    assert results["refused"] == "context"

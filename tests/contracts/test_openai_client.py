@@ -1,4 +1,4 @@
-"""The real `openai` client against the real server: what it accepts, raises and adds up is the contract."""
+"""Test the real `openai` client against the real server: Chat Completions, Completions, models, errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def async_client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
-def test_stream_adds_up_to_the_whole_answer(client: openai.OpenAI) -> None:
+def test_stream_joins_to_the_whole_answer(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model=MODEL, messages=USER, seed=7, max_tokens=40)
     stream = client.chat.completions.create(
         model=MODEL, messages=USER, seed=7, max_tokens=40, stream=True, stream_options={"include_usage": True}
@@ -45,7 +45,7 @@ def test_stream_adds_up_to_the_whole_answer(client: openai.OpenAI) -> None:
     assert whole.usage.prompt_tokens == len(tiny_tokenizer().render_ids(USER))
 
 
-def test_the_stream_helper_accepts_n_candidates(client: openai.OpenAI) -> None:
+def test_stream_helper_accepts_n_candidates(client: openai.OpenAI) -> None:
     seen: dict[int, str] = defaultdict(str)
     with client.chat.completions.stream(model=MODEL, messages=USER, n=3, seed=1, max_tokens=200) as stream:
         for event in stream:
@@ -66,7 +66,7 @@ def test_n_candidates_count_the_prompt_once(client: openai.OpenAI) -> None:
     assert [choice.index for choice in many.choices] == list(range(8))
 
 
-def test_logprobs_join_to_the_text(client: openai.OpenAI) -> None:
+def test_logprobs_tokens_join_to_the_text(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=USER, logprobs=True, top_logprobs=3, max_tokens=12, seed=3, n=2
     )
@@ -85,7 +85,7 @@ def test_logprobs_join_to_the_text(client: openai.OpenAI) -> None:
     assert plain.choices[0].logprobs.content[0].top_logprobs == []
 
 
-def test_beams_are_ranked_and_agree_streamed_or_not(client: openai.OpenAI) -> None:
+def test_beams_are_ranked_and_equal_with_streaming(client: openai.OpenAI) -> None:
     beams = {"use_beam_search": True, "ignore_eos": True}
     whole = client.completions.create(model=MODEL, prompt="How much wood", max_tokens=6, n=3, extra_body=beams)
     stream = client.completions.create(
@@ -102,7 +102,7 @@ def test_beams_are_ranked_and_agree_streamed_or_not(client: openai.OpenAI) -> No
     assert best.choices[0].text == whole.choices[0].text
 
 
-def test_stop_strings_end_the_text_before_them(client: openai.OpenAI) -> None:
+def test_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
     free = client.chat.completions.create(
         model=MODEL, messages=USER, temperature=0, max_tokens=30, extra_body={"ignore_eos": True}
     )
@@ -127,7 +127,7 @@ def test_stop_strings_end_the_text_before_them(client: openai.OpenAI) -> None:
 
 
 def test_second_turn_hits_the_whole_history(client: openai.OpenAI) -> None:
-    """The hash model's replies never are their own tokenisation: only remembered ids can hit their pages."""
+    """Replies of the hash model never equal their own tokenisation: only stored ids can hit their pages."""
     messages: list[ChatCompletionMessageParam] = [{"role": "system", "content": "Be brief. " * 6}, *USER]
     history = 0
     for turn in range(4):
@@ -152,7 +152,7 @@ def test_second_turn_hits_the_whole_history(client: openai.OpenAI) -> None:
         ({"tools": [{"type": "function"}]}, openai.BadRequestError, "unsupported_parameter", "tools"),
     ],
 )
-def test_errors_arrive_as_their_classes(
+def test_errors_raise_their_classes(
     client: openai.OpenAI, body: dict[str, object], error: type[openai.APIStatusError], code: str, param: str | None
 ) -> None:
     with pytest.raises(error) as caught:
@@ -179,7 +179,7 @@ async def test_leaving_a_stream_frees_its_pages(async_client: openai.AsyncOpenAI
 
 
 @pytest.mark.slow
-async def test_fifty_streams_at_once_are_each_as_alone(async_client: openai.AsyncOpenAI) -> None:
+async def test_fifty_concurrent_streams_equal_single_ones(async_client: openai.AsyncOpenAI) -> None:
     async def ask(seed: int) -> str:
         stream = await async_client.chat.completions.create(
             model=MODEL, messages=USER, seed=seed, max_tokens=20, stream=True
@@ -191,7 +191,7 @@ async def test_fifty_streams_at_once_are_each_as_alone(async_client: openai.Asyn
     assert [together[0], together[17], together[49]] == alone
 
 
-def test_models_lists_an_id_with_a_slash(client: openai.OpenAI) -> None:
+def test_models_list_has_an_id_with_a_slash(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
 
@@ -213,7 +213,7 @@ def test_responses_connect_streams_continues_and_forks(client: openai.OpenAI) ->
 
 
 def collect(connection: openai.resources.responses.responses.ResponsesConnection) -> openai.types.responses.Response:
-    """Read one response to its end; its deltas must be its text and its numbers without gaps."""
+    """Read one response to its end; check that its deltas join to its text and its numbers have no gap."""
     text = ""
     for number, event in enumerate(connection):
         assert event.type != "error", event
@@ -237,8 +237,8 @@ class Pet(pydantic.BaseModel):
     nicknames: Annotated[list[Literal["Rex", "Mia"]], pydantic.Field(max_length=2)]
 
 
-def test_parsed_answers_are_what_the_class_says(client: openai.OpenAI) -> None:
-    """The hash model knows no JSON: what can be parsed was kept to the schema."""
+def test_parsed_answer_is_an_instance_of_the_class(client: openai.OpenAI) -> None:
+    """The hash model does not generate JSON unless the schema enforces it."""
     answer = client.chat.completions.parse(model=MODEL, messages=USER, response_format=Pet, n=3, seed=1, max_tokens=300)
     for choice in answer.choices:
         assert isinstance(choice.message.parsed, Pet)
@@ -246,7 +246,7 @@ def test_parsed_answers_are_what_the_class_says(client: openai.OpenAI) -> None:
         assert choice.finish_reason == "stop"
 
 
-def test_streamed_answers_are_parsed_as_they_come(client: openai.OpenAI) -> None:
+def test_streamed_answer_is_parsed_incrementally(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(
         model=MODEL, messages=USER, response_format=Pet, seed=2, max_tokens=300
     ) as stream:
@@ -254,7 +254,7 @@ def test_streamed_answers_are_parsed_as_they_come(client: openai.OpenAI) -> None
     assert isinstance(final.choices[0].message.parsed, Pet)
 
 
-def test_a_schema_that_cannot_be_kept_is_a_bad_request(client: openai.OpenAI) -> None:
+def test_unsupported_schema_is_a_bad_request(client: openai.OpenAI) -> None:
     schema = {"name": "x", "schema": {"type": "no such type"}, "strict": True}
     form = {"response_format": {"type": "json_schema", "json_schema": schema}}
     with pytest.raises(openai.BadRequestError) as caught:
@@ -263,7 +263,7 @@ def test_a_schema_that_cannot_be_kept_is_a_bad_request(client: openai.OpenAI) ->
     assert "structured_outputs" not in caught.value.message
 
 
-def test_vllm_spellings_pass_through_the_client(client: openai.OpenAI) -> None:
+def test_vllm_fields_are_accepted_from_the_client(client: openai.OpenAI) -> None:
     choice = {"structured_outputs": {"choice": ["red", "green"]}}
     answer = client.chat.completions.create(model=MODEL, messages=USER, max_tokens=20, extra_body=choice)
     assert answer.choices[0].message.content in ("red", "green")

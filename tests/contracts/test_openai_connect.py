@@ -1,4 +1,4 @@
-"""The official client's WebSocket mode: `client.responses.connect()`, with lanes, warm-up and steering."""
+"""Test the WebSocket mode of the openai client: `client.responses.connect()` with streams, prefill and steering."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from openai.types.responses import (
 
 from tests.gateway.serving import MODEL, PAGE_SIZE, Server, slowed
 
-# The client's own way to connect, which websockets 17 wants otherwise.
+# The client opens the connection in a way that websockets 17 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:connect.. must be used as a context manager:DeprecationWarning")
 
 TERMINAL = ("response.completed", "response.incomplete", "response.failed", "error")
@@ -23,7 +23,7 @@ TERMINAL = ("response.completed", "response.incomplete", "response.failed", "err
 
 @pytest.fixture
 def connection(server: Server) -> Iterator[Any]:
-    """Untyped: each test knows which of sixty events it has in hand."""
+    """Untyped: each test expects particular events of about sixty types."""
     with (
         OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client,
         client.responses.connect() as connection,
@@ -32,7 +32,7 @@ def connection(server: Server) -> Iterator[Any]:
 
 
 def create_long(connection: Any, **fields: object) -> None:
-    """What ends by its limit only."""
+    """Create a response that ends only by its limit."""
     connection.send({"type": "response.create", "ignore_eos": True, **fields})
 
 
@@ -48,7 +48,7 @@ def until_end(connection: Any) -> list[Any]:
     return events
 
 
-def test_turns_hit_what_the_last_one_computed(connection: Any) -> None:
+def test_turns_hit_the_tokens_of_the_last_turn(connection: Any) -> None:
     create_long(connection, model=MODEL, input="Hello", max_output_tokens=30)
     events = until_end(connection)
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -61,7 +61,7 @@ def test_turns_hit_what_the_last_one_computed(connection: Any) -> None:
     assert cached(second) >= history - PAGE_SIZE - 1 and second.previous_response_id == first.id
 
 
-def test_lanes_run_side_by_side_and_each_in_order(server: Server, connection: Any) -> None:
+def test_streams_run_concurrently_and_each_in_order(server: Server, connection: Any) -> None:
     ends: list[tuple[str, str]] = []
     texts: dict[str, str] = {}
     with slowed(server, 0.005):
@@ -78,7 +78,7 @@ def test_lanes_run_side_by_side_and_each_in_order(server: Server, connection: An
     assert [lane for lane, _ in ends] == ["quick", "slow", "slow"]
 
 
-def test_a_lane_forks_from_another(connection: Any) -> None:
+def test_stream_forks_from_another(connection: Any) -> None:
     connection.response.create(input="Hello", stream_id="a", max_output_tokens=20)
     first = until_end(connection)[-1].response
     for lane in ("b", "c"):
@@ -90,7 +90,7 @@ def test_a_lane_forks_from_another(connection: Any) -> None:
     assert all(cached(end.response) > first.usage.input_tokens - PAGE_SIZE for end in ends)
 
 
-def test_warming_up_computes_the_prompt_and_says_nothing(connection: Any) -> None:
+def test_prefill_computes_the_prompt_and_generates_nothing(connection: Any) -> None:
     instructions = "You know everything about pages. " * 12
     connection.response.create(input="Hello", instructions=instructions, generate=False)
     events = until_end(connection)
@@ -101,11 +101,11 @@ def test_warming_up_computes_the_prompt_and_says_nothing(connection: Any) -> Non
         input="And now?", instructions=instructions, previous_response_id=warm.id, max_output_tokens=3
     )
     turn = until_end(connection)[-1].response
-    # all but the generation prompt, eleven tokens here, where now another message stands
+    # all except the eleven tokens of the generation prompt, which another message replaces
     assert cached(turn) >= warm.usage.input_tokens - 11 - PAGE_SIZE and turn.previous_response_id == warm.id
 
 
-def test_errors_are_events_and_the_connection_stays(connection: Any) -> None:
+def test_errors_are_events_and_the_connection_stays_open(connection: Any) -> None:
     connection.response.create(input="x", model="nope", stream_id="a")
     event = connection.recv()
     assert event.type == "error" and event.stream_id == "a" and event.status == 404
@@ -115,7 +115,7 @@ def test_errors_are_events_and_the_connection_stays(connection: Any) -> None:
     assert until_end(connection)[-1].response.output
 
 
-def test_steering(server: Server, connection: Any) -> None:
+def test_steering_changes_a_running_response(server: Server, connection: Any) -> None:
     with slowed(server, 0.005):
         create_long(connection, input="Count!", stream_id="a", max_output_tokens=300)
         first = connection.recv().response.id
@@ -148,7 +148,7 @@ async def asynchronous(server: Server) -> AsyncIterator[AsyncOpenAI]:
         yield client
 
 
-async def test_the_asynchronous_client(asynchronous: AsyncOpenAI) -> None:
+async def test_async_client_streams_a_response(asynchronous: AsyncOpenAI) -> None:
     async with asynchronous.responses.connect() as connection:
         await connection.response.create(input="Hello", max_output_tokens=5)
         kinds = [event.type async for event in _until_end(connection)]

@@ -1,4 +1,4 @@
-"""OpenAI's Conversations with its own client: create, items, pages, update, delete."""
+"""Test OpenAI's Conversations with the openai client: create, items, pages, update, delete."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def said(item: ConversationItem) -> tuple[str, str]:
     return item.role, getattr(part, "text", "")
 
 
-def test_a_conversation_from_creation_to_deletion(client: openai.OpenAI) -> None:
+def test_conversation_is_created_changed_and_deleted(client: openai.OpenAI) -> None:
     conversation = client.conversations.create(
         items=[{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}], metadata={"topic": "tea"}
     )
@@ -63,7 +63,7 @@ def test_a_conversation_from_creation_to_deletion(client: openai.OpenAI) -> None
     assert caught.value.code == "not_found" and caught.value.request_id
 
 
-def test_the_clients_own_paging_sees_each_item_once(client: openai.OpenAI) -> None:
+def test_client_pagination_returns_each_item_once(client: openai.OpenAI) -> None:
     conversation = client.conversations.create(items=[{"role": "user", "content": str(n)} for n in range(23)])
     for limit in (1, 5, 100):
         found = [said(item)[1] for item in client.conversations.items.list(conversation.id, limit=limit, order="asc")]
@@ -73,7 +73,7 @@ def test_the_clients_own_paging_sees_each_item_once(client: openai.OpenAI) -> No
     assert len(first.get_next_page().data) == 3
 
 
-def test_an_empty_conversation(client: openai.OpenAI) -> None:
+def test_empty_conversation_has_no_items(client: openai.OpenAI) -> None:
     conversation = client.conversations.create()
     assert list(client.conversations.items.list(conversation.id)) == []
     with pytest.raises(openai.BadRequestError) as caught:
@@ -81,7 +81,7 @@ def test_an_empty_conversation(client: openai.OpenAI) -> None:
     assert caught.value.param == "items"
 
 
-async def test_the_async_client_too(server: Server) -> None:
+async def test_async_client_creates_and_lists(server: Server) -> None:
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
         conversations = await asyncio.gather(*(client.conversations.create() for _ in range(5)))
         for conversation in conversations:

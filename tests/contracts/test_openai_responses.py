@@ -1,4 +1,4 @@
-"""OpenAI's Responses with its own client, over HTTP and SSE, and beside its WebSocket."""
+"""Test OpenAI's Responses with the openai client, over HTTP, SSE and WebSocket."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def text_of(message: ResponseOutputMessage) -> str:
 
 
 def stored_form(response: Response) -> dict[str, Any]:
-    """What is the same of two answers to equal requests."""
+    """Return the fields that are equal in two answers to equal requests."""
     fields = response.to_dict()
     mine = {"id", "created_at", "conversation", "input_item_ids", "parent_item_id", "usage"}
     output = [{**item, "id": None} for item in fields["output"]]  # type: ignore[attr-defined]
     return {name: value for name, value in fields.items() if name not in mine} | {"output": output}
 
 
-def test_whole_streamed_and_helped_are_the_same(client: openai.OpenAI) -> None:
+def test_whole_streamed_and_helper_results_are_equal(client: openai.OpenAI) -> None:
     ask: dict[str, Any] = {"model": MODEL, "input": "How are you?", "max_output_tokens": 120}
     ask["extra_body"] = {"seed": 5}
     whole = client.responses.create(**ask, metadata={"a": "b"})
@@ -81,7 +81,7 @@ def test_whole_streamed_and_helped_are_the_same(client: openai.OpenAI) -> None:
         assert json.loads(open_answer.read())["status"] == "completed"
 
 
-def test_a_retrieved_response_is_the_one_that_was_answered(client: openai.OpenAI, server: Server) -> None:
+def test_retrieved_response_equals_the_answer(client: openai.OpenAI, server: Server) -> None:
     with_logprobs: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     first = client.responses.create(
         model=MODEL,
@@ -105,7 +105,7 @@ def test_a_retrieved_response_is_the_one_that_was_answered(client: openai.OpenAI
 
 
 async def forget(server: Server, response_id: str) -> None:
-    """As after 15 minutes."""
+    """Drop the event log, as after 15 minutes."""
     server.gateway.responses.remove(response_id)
 
 
@@ -130,7 +130,7 @@ class Answer(pydantic.BaseModel):
     colour: Literal["red", "green"]
 
 
-def test_parsed_answers_are_what_the_class_says(client: openai.OpenAI) -> None:
+def test_parsed_answer_is_an_instance_of_the_class(client: openai.OpenAI) -> None:
     parsed = client.responses.parse(model=MODEL, input="Which?", text_format=Answer, max_output_tokens=200)
     assert isinstance(parsed.output_parsed, Answer)
     with client.responses.stream(model=MODEL, input="Which?", text_format=Answer, max_output_tokens=200) as stream:
@@ -160,7 +160,7 @@ TRANSPORTS = [by_json, by_sse, by_socket]
 @pytest.mark.parametrize("first_by", TRANSPORTS)
 @pytest.mark.parametrize("then_by", TRANSPORTS)
 def test_the_second_turn_finds_the_whole_history(client: openai.OpenAI, first_by: Any, then_by: Any) -> None:
-    """Whatever the transports; and the hash model's replies never are their own tokenisation."""
+    """Use any pair of transports; replies of the hash model never equal their own tokenisation."""
     first = first_by(client, input="Tell me about pages. " * 3)
     second = then_by(client, input="And then?", previous_response_id=first.id)
     assert num_tokens(first) - PAGE_SIZE <= cached(second) <= num_tokens(first)
@@ -175,24 +175,24 @@ def test_the_second_turn_finds_the_whole_history(client: openai.OpenAI, first_by
 @pytest.mark.filterwarnings("ignore:connect:DeprecationWarning")
 @pytest.mark.parametrize("by", [by_json, by_sse])
 @pytest.mark.parametrize("fork_at", [1, 6, 17, 20])
-def test_a_fork_at_a_token_prefills_nothing_before_it(client: openai.OpenAI, by: Any, fork_at: int) -> None:
+def test_fork_at_a_token_prefills_nothing_before_it(client: openai.OpenAI, by: Any, fork_at: int) -> None:
     origin = by(client, input="Tell me of the sea", temperature=0, extra_body=GREEDY)
     assert origin.usage is not None and origin.usage.output_tokens == 20
     item = messages(origin)[0]
     place = {"previous_item_id": item.id, "fork_at": fork_at, **GREEDY}
     on = by(client, temperature=0, extra_body=place)
     assert on.usage is not None and text_of(messages(on)[0]).startswith(text_of(item).rstrip("\ufffd"))
-    # All but the one token whose successor is asked for: it must be computed to be continued.
+    # All except the last token, which must be computed again to continue after it.
     assert on.usage.input_tokens - cached(on) == 1
     other = by(client, temperature=0, input="Stop!", extra_body=place)
     assert other.usage is not None
-    # Whole characters are kept, so up to three tokens less than asked for.
+    # Whole characters are kept, so up to three tokens less than requested.
     assert cached(other) >= origin.usage.input_tokens + fork_at - 3
     count = client.responses.input_tokens.count(model=MODEL, input="Stop!", extra_body=place)
     assert count.input_tokens == other.usage.input_tokens
 
 
-def test_in_the_background(client: openai.OpenAI, server: Server) -> None:
+def test_background_response_runs_without_the_client(client: openai.OpenAI, server: Server) -> None:
     with slowed(server, 0.004):
         begun = client.responses.create(input="Hi", background=True, model=MODEL, max_output_tokens=60, **IGNORE)
         assert begun.status in ("queued", "in_progress") and begun.output == [] and begun.background
@@ -208,7 +208,7 @@ IGNORE: dict[str, Any] = {"extra_body": {"ignore_eos": True}}
 
 
 @pytest.mark.parametrize("while_it_runs", [True, False])
-def test_following_from_any_event(client: openai.OpenAI, server: Server, while_it_runs: bool) -> None:
+def test_stream_resumes_after_any_event(client: openai.OpenAI, server: Server, while_it_runs: bool) -> None:
     with slowed(server, 0.003):
         begun = client.responses.create(input="Hi", background=True, model=MODEL, max_output_tokens=40, **IGNORE)
         if not while_it_runs:
@@ -230,7 +230,7 @@ def test_following_from_any_event(client: openai.OpenAI, server: Server, while_i
     assert caught.value.code == "stream_expired" and "without stream" in caught.value.message
 
 
-def test_cancelling_answers_what_was_said(client: openai.OpenAI, server: Server) -> None:
+def test_cancel_returns_the_text_so_far(client: openai.OpenAI, server: Server) -> None:
     with slowed(server, 0.005):
         begun = client.responses.create(input="Hi", background=True, **LONG)
         wait_until(lambda: bool(client.responses.retrieve(begun.id).output_text), "something said")
@@ -249,7 +249,7 @@ def test_cancelling_answers_what_was_said(client: openai.OpenAI, server: Server)
     assert cached(follow) >= num_tokens(later) - PAGE_SIZE
 
 
-def test_what_is_deleted_is_gone(client: openai.OpenAI, server: Server) -> None:
+def test_deleted_response_is_not_found(client: openai.OpenAI, server: Server) -> None:
     alone = client.responses.create(model=MODEL, input="My secret", max_output_tokens=5)
     assert alone.conversation is not None
     client.responses.delete(alone.id)
@@ -275,7 +275,7 @@ def test_what_is_deleted_is_gone(client: openai.OpenAI, server: Server) -> None:
     kept = list(client.conversations.items.list(second.conversation.id))
     assert len(kept) == 4
     third = client.responses.create(model=MODEL, input="Three", previous_response_id=second.id, max_output_tokens=5)
-    assert cached(third) >= num_tokens(second) - PAGE_SIZE, "what stands on it keeps its pages"
+    assert cached(third) >= num_tokens(second) - PAGE_SIZE, "a later response keeps the pages"
 
     with slowed(server, 0.005):
         running = client.responses.create(input="Hi", background=True, **LONG)
@@ -284,7 +284,7 @@ def test_what_is_deleted_is_gone(client: openai.OpenAI, server: Server) -> None:
         client.responses.retrieve(running.id)
 
 
-def test_a_conversation_outlives_its_responses(client: openai.OpenAI) -> None:
+def test_conversation_outlives_its_responses(client: openai.OpenAI) -> None:
     conversation = client.conversations.create(metadata={"mine": "1"})
     answer = client.responses.create(model=MODEL, input="Hi", conversation=conversation.id, max_output_tokens=3)
     assert len(list(client.conversations.items.list(conversation.id))) == 2
@@ -307,7 +307,7 @@ def test_input_items_are_paged(client: openai.OpenAI) -> None:
     assert len(client.responses.input_items.list(follow.id).data) == 1
 
 
-def test_counting_is_exact_and_stores_nothing(client: openai.OpenAI) -> None:
+def test_token_count_is_exact_and_stores_nothing(client: openai.OpenAI) -> None:
     first = client.responses.create(model=MODEL, input="Hi", instructions="Be kind", max_output_tokens=5)
     assert first.conversation is not None and first.usage is not None
     counted = client.responses.input_tokens.count(model=MODEL, input="Hi", instructions="Be kind")
@@ -319,7 +319,7 @@ def test_counting_is_exact_and_stores_nothing(client: openai.OpenAI) -> None:
     assert second.usage is not None and counted.input_tokens == second.usage.input_tokens
 
 
-def test_a_reply_that_still_grows_is_counted_as_far_as_it_goes(client: openai.OpenAI, server: Server) -> None:
+def test_growing_reply_is_counted_up_to_its_current_end(client: openai.OpenAI, server: Server) -> None:
     with slowed(server, 0.01):
         begun = client.responses.create(input="Hi", background=True, **LONG)
         wait_until(lambda: len(client.responses.retrieve(begun.id).output_text) > 20, "something said")
@@ -332,7 +332,7 @@ def test_a_reply_that_still_grows_is_counted_as_far_as_it_goes(client: openai.Op
     assert whole.input_tokens - ended.usage.output_tokens < counted.input_tokens
 
 
-def test_unstored_responses_cannot_be_found(client: openai.OpenAI) -> None:
+def test_unstored_responses_are_not_found(client: openai.OpenAI) -> None:
     answer = client.responses.create(model=MODEL, input="Hi", store=False, max_output_tokens=3)
     assert answer.conversation is None and answer.output
     for work in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
@@ -358,16 +358,16 @@ def test_unstored_responses_cannot_be_found(client: openai.OpenAI) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
-def test_refusals_arrive_as_their_classes(
+def test_refused_requests_raise_their_classes(
     client: openai.OpenAI, fields: dict[str, Any], error: type[openai.APIStatusError], param: str, stream: bool
 ) -> None:
-    """Before the first byte, so that a stream's refusal has its status too."""
+    """Refuse before the first byte, so that a streaming request has its status too."""
     with pytest.raises(error) as caught:
         client.post("/responses", body={"stream": stream, **fields}, cast_to=object)
     assert caught.value.param == param and caught.value.request_id
 
 
-async def test_the_async_client_too(async_client: openai.AsyncOpenAI, server: Server) -> None:
+async def test_async_client_streams_and_cancels(async_client: openai.AsyncOpenAI, server: Server) -> None:
     whole = await async_client.responses.create(model=MODEL, input="Hi", max_output_tokens=100, extra_body={"seed": 9})
     text = ""
     async for event in await async_client.responses.create(

@@ -1,4 +1,4 @@
-"""Calls, their results and reasoning as items of responses and conversations, with the real `openai` client."""
+"""Test calls, results and reasoning as items of responses and conversations, with the real `openai` client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def called(client: openai.OpenAI, server: ScriptedServer, tools: list[FunctionTo
     return client.responses.create(model=MODEL, input="Weather?", tools=tools, max_output_tokens=300)
 
 
-def test_a_conversation_lists_what_was_called_and_answered(client: openai.OpenAI, server: ScriptedServer) -> None:
+def test_conversation_lists_calls_and_results(client: openai.OpenAI, server: ScriptedServer) -> None:
     first = called(client, server)
     calls = [item for item in first.output if item.type == "function_call"]
     results: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "sunny"} for call in calls]
@@ -52,7 +52,7 @@ def test_a_conversation_lists_what_was_called_and_answered(client: openai.OpenAI
         assert item.type == "function_call_output" and item.call_id == call.call_id and item.output == "sunny"
     listed = list(client.responses.input_items.list(second.id, order="asc"))
     assert [item.to_dict() for item in listed] == [item.to_dict() for item in items[5:7]]
-    # One of a reply's items stands for the reply.
+    # Any of a reply's items identifies the reply.
     gone = items[2].id
     assert gone is not None
     client.conversations.items.delete(gone, conversation_id=conversation)
@@ -60,7 +60,7 @@ def test_a_conversation_lists_what_was_called_and_answered(client: openai.OpenAI
     assert [item.type for item in left] == ["message", "function_call_output", "function_call_output", "message"]
 
 
-def test_calls_can_be_written_into_a_conversation(client: openai.OpenAI, server: ScriptedServer) -> None:
+def test_calls_can_be_added_to_a_conversation(client: openai.OpenAI, server: ScriptedServer) -> None:
     call: Any = {"type": "function_call", "call_id": "call_1", "name": "clock", "arguments": "{}"}
     answer: Any = {"type": "function_call_output", "call_id": "call_1", "output": "noon"}
     conversation = client.conversations.create(items=[{"role": "user", "content": "What time?"}, call])
@@ -80,7 +80,7 @@ def test_calls_can_be_written_into_a_conversation(client: openai.OpenAI, server:
 
 
 @pytest.mark.slow
-def test_a_growing_call_is_seen_as_far_as_it_goes(client: openai.OpenAI, server: ScriptedServer) -> None:
+def test_growing_call_is_shown_up_to_its_current_end(client: openai.OpenAI, server: ScriptedServer) -> None:
     whole = called(client, server)
     described = Described(server.request("GET", "/openapi.json")[2])
     server.say(CALLS)
@@ -106,7 +106,9 @@ def test_a_growing_call_is_seen_as_far_as_it_goes(client: openai.OpenAI, server:
 
 
 @pytest.mark.parametrize("tools", [FLAT, FLAT[:1]])
-def test_tools_count(client: openai.OpenAI, server: ScriptedServer, tools: list[FunctionToolParam]) -> None:
+def test_tools_are_part_of_the_token_count(
+    client: openai.OpenAI, server: ScriptedServer, tools: list[FunctionToolParam]
+) -> None:
     first = called(client, server, tools)
     counted = client.responses.input_tokens.count(model=MODEL, input="Weather?", tools=tools)
     assert first.usage.input_tokens == counted.input_tokens

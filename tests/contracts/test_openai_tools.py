@@ -1,4 +1,4 @@
-"""The real `openai` client with functions and reasoning: the model's words are a script, all else is real."""
+"""Test the real `openai` client with functions and reasoning, against the real server with a scripted model."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def dumped(message: Any) -> ChatCompletionMessageParam:
     return value
 
 
-def test_chat_calls_come_back_as_history_that_is_cached(client: openai.OpenAI, server: ScriptedServer) -> None:
+def test_chat_calls_as_history_hit_the_cache(client: openai.OpenAI, server: ScriptedServer) -> None:
     server.say(CALLS)
     first = client.chat.completions.create(model=MODEL, messages=USER, tools=TOOLS, max_tokens=300)
     choice = first.choices[0]
@@ -103,7 +103,7 @@ def test_chat_calls_come_back_as_history_that_is_cached(client: openai.OpenAI, s
     assert history - PAGE_SIZE <= (second.usage.prompt_tokens_details.cached_tokens or 0) <= history
 
 
-def test_a_streamed_chat_adds_up_to_the_whole_one(client: openai.OpenAI, server: ScriptedServer) -> None:
+def test_streamed_chat_joins_to_the_whole_one(client: openai.OpenAI, server: ScriptedServer) -> None:
     server.say(CALLS)
     reasoning: list[str] = []
     with client.chat.completions.stream(model=MODEL, messages=USER, tools=TOOLS, max_tokens=300) as stream:
@@ -121,8 +121,8 @@ def test_a_streamed_chat_adds_up_to_the_whole_one(client: openai.OpenAI, server:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_a_required_call_is_held_to_its_schema(client: openai.OpenAI, server: ScriptedServer, choice: Any) -> None:
-    server.say(CALLS.replace('"city":', '"town":'))  # what it would rather say
+def test_required_call_follows_its_schema(client: openai.OpenAI, server: ScriptedServer, choice: Any) -> None:
+    server.say(CALLS.replace('"city":', '"town":'))  # violates the schema
     answer = client.chat.completions.create(
         model=MODEL, messages=USER, tools=TOOLS[:1], tool_choice=choice, seed=5, max_tokens=1500
     )
@@ -133,7 +133,7 @@ def test_a_required_call_is_held_to_its_schema(client: openai.OpenAI, server: Sc
         assert set(json.loads(calls[0].function.arguments)) == {"city"}
 
 
-def test_responses_call_answer_and_go_on(client: openai.OpenAI, server: ScriptedServer) -> None:
+def test_responses_call_is_answered_and_continued(client: openai.OpenAI, server: ScriptedServer) -> None:
     server.say(CALLS)
     seen: list[str] = []
     arguments = ""
@@ -167,7 +167,7 @@ def test_responses_call_answer_and_go_on(client: openai.OpenAI, server: Scripted
         "response.completed",
     ]
     stored = client.responses.retrieve(first.id)
-    parsed = {"parsed", "parsed_arguments"}  # of the client's own making
+    parsed = {"parsed", "parsed_arguments"}  # added by the client
     assert [_without(item.model_dump(), parsed) for item in stored.output] == [
         _without(item.model_dump(), parsed) for item in first.output
     ]
@@ -186,7 +186,7 @@ def test_responses_call_answer_and_go_on(client: openai.OpenAI, server: Scripted
     assert second.usage.total_tokens - PAGE_SIZE <= third.usage.input_tokens_details.cached_tokens
 
 
-def test_responses_resent_as_input_are_cached_too(client: openai.OpenAI, server: ScriptedServer) -> None:
+def test_responses_sent_again_as_input_hit_the_cache(client: openai.OpenAI, server: ScriptedServer) -> None:
     server.say(CALLS)
     first = client.responses.create(model=MODEL, input="Weather?", tools=FLAT, store=False, max_output_tokens=300)
     calls = [item for item in first.output if item.type == "function_call"]
@@ -222,7 +222,7 @@ def test_responses_resent_as_input_are_cached_too(client: openai.OpenAI, server:
         ({"tools": [{**FLAT[0], "strict": True, "parameters": {"type": "object", "properties": 5}}]}, "tools"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(client: openai.OpenAI, body: dict[str, Any], param: str) -> None:
+def test_invalid_field_is_refused_by_name(client: openai.OpenAI, body: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.post("/responses", body={"model": MODEL, "input": "Hi", **body}, cast_to=object)
     assert caught.value.param == param

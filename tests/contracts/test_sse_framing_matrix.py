@@ -1,6 +1,6 @@
-"""The framing of every streaming route against the parsers of real clients, and deviations that each of them shows.
+"""Test the framing of every streaming route with the parsers of real clients, and with injected deviations.
 
-Events arrive one by one, all in one read, or cut anywhere, with comments between them and without.
+Events arrive one by one, all in one read, or cut anywhere, with and without comments in between.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COMMENT = re.compile(rb"(?m)^: [^\n]*\n\n?")
 
 @pytest.fixture(scope="module")
 def pinging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that says something every 50 ms even if there is nothing to say."""
+    """A server that sends a comment every 50 ms without events."""
     path: Path = tmp_path_factory.mktemp("pinging")
     with Server(ServerConfig(db=str(path / "chat.db"), sse_keep_alive_interval_s=0.05)) as server:
         yield server.wait_ready()
@@ -50,32 +50,32 @@ def pinged_bodies(pinging: Server) -> dict[str, bytes]:
 
 
 def payloads(body: bytes) -> list[Any]:
-    """What a stream says, by its lines alone."""
+    """Return the payloads of a stream, read line by line."""
     lines = [line.removeprefix(b"data: ") for line in body.split(b"\n") if line.startswith(b"data: ")]
     return [json.loads(line) for line in lines if line != b"[DONE]"]
 
 
 def readable_by(route: str) -> list[str]:
-    """The bench client reads the two routes without event names."""
+    """Return the parsers for a route: the bench client reads only the two routes without event names."""
     return [name for name in READERS if name != "vllm-bench" or route != RESPONSES]
 
 
 @pytest.mark.parametrize("route", BODIES)
-def test_every_client_reads_every_event(quiet_bodies: dict[str, bytes], route: str) -> None:
+def test_every_parser_reads_every_event(quiet_bodies: dict[str, bytes], route: str) -> None:
     body = quiet_bodies[route]
     expected = payloads(body)
     assert len(expected) > 12 and b"\r" not in body and not COMMENT.search(body)
     for name in readable_by(route):
         cuts = [by_event(body), [body]]
-        if name != "vllm-bench":  # cutting events anywhere is beyond it, whoever serves
+        if name != "vllm-bench":  # it cannot read events that are cut anywhere
             cuts += [list(in_steps(body, step)) for step in STEPS]
         for pieces in cuts:
             assert READERS[name](pieces) == expected, (name, len(pieces))
 
 
 @pytest.mark.parametrize("route", BODIES)
-def test_comments_disturb_nobody(pinged_bodies: dict[str, bytes], route: str) -> None:
-    """Only the bench client loses what follows a comment that came alone; its users turn comments off."""
+def test_comments_do_not_change_the_payloads(pinged_bodies: dict[str, bytes], route: str) -> None:
+    """Only the bench client loses data after a comment in its own chunk; its users disable comments."""
     body = pinged_bodies[route]
     assert len(COMMENT.findall(body)) >= 5
     for name in readable_by(route):
@@ -85,8 +85,10 @@ def test_comments_disturb_nobody(pinged_bodies: dict[str, bytes], route: str) ->
 
 
 @pytest.mark.parametrize("route", BODIES)
-def test_fields_on_the_wire(quiet_bodies: dict[str, bytes], pinged_bodies: dict[str, bytes], route: str) -> None:
-    """No ids, no retry; names only where OpenAI has them, and then a comment ends no event."""
+def test_stream_has_only_the_expected_fields(
+    quiet_bodies: dict[str, bytes], pinged_bodies: dict[str, bytes], route: str
+) -> None:
+    """No ids and no retry; event names only where OpenAI has them, and there a comment does not end an event."""
     for body in (quiet_bodies[route], pinged_bodies[route]):
         fields = {line.partition(b":")[0] for line in COMMENT.sub(b"", body).split(b"\n")} - {b""}
         assert fields == ({b"data", b"event"} if route == RESPONSES else {b"data"})
@@ -94,7 +96,7 @@ def test_fields_on_the_wire(quiet_bodies: dict[str, bytes], pinged_bodies: dict[
     assert comments == ({b": keep-alive\n"} if route == RESPONSES else {b": keep-alive\n\n"})
 
 
-def test_a_response_read_again_is_framed_alike(module_server: Server, quiet_bodies: dict[str, bytes]) -> None:
+def test_resumed_response_has_the_same_framing(module_server: Server, quiet_bodies: dict[str, bytes]) -> None:
     events = payloads(quiet_bodies[RESPONSES])
     response_id = events[0]["response"]["id"]
     with module_server.connect() as connection:
@@ -119,23 +121,23 @@ DEVIATIONS: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("deviation", DEVIATIONS)
-def test_a_deviation_is_noticed(quiet_bodies: dict[str, bytes], deviation: str) -> None:
-    """The readers are oracles only if each of these breaks one of them."""
+def test_injected_deviation_is_found(quiet_bodies: dict[str, bytes], deviation: str) -> None:
+    """Negative control: each deviation changes the result of a parser."""
     body = quiet_bodies[CHAT]
     bent = DEVIATIONS[deviation](body)
     broken = []
     for name in ("openai-python", "httpx-sse", "vllm-bench"):
         for pieces in (by_event(bent), [bent]):
             try:
-                told = READERS[name](pieces)
+                received = READERS[name](pieces)
             except (ValueError, AssertionError):
-                told = []
-            if told != payloads(body):
+                received = []
+            if received != payloads(body):
                 broken.append(name)
     assert broken
 
 
-def test_the_python_client_reads_a_pinging_server(pinging: Server) -> None:
+def test_python_client_reads_a_stream_with_comments(pinging: Server) -> None:
     endless = {"ignore_eos": True}
     with slowed(pinging, 0.12), openai.OpenAI(base_url=f"{pinging.url}/v1", api_key="x", max_retries=0) as client:
         chat = client.chat.completions.create(
@@ -152,8 +154,8 @@ def test_the_python_client_reads_a_pinging_server(pinging: Server) -> None:
         assert [event.sequence_number for event in again] == list(range(3, len(events)))
 
 
-def test_the_javascript_client_reads_a_pinging_server(pinging: Server) -> None:
+def test_javascript_client_reads_a_stream_with_comments(pinging: Server) -> None:
     with slowed(pinging, 0.06):
-        heard = run("openai.mjs", "streamed", "responses", url=pinging.url)
-    assert heard["streamed"]["text"] and heard["streamed"]["finish"]
-    assert heard["responses"]["text"] == heard["responses"]["whole"]
+        received = run("openai.mjs", "streamed", "responses", url=pinging.url)
+    assert received["streamed"]["text"] and received["streamed"]["finish"]
+    assert received["responses"]["text"] == received["responses"]["whole"]

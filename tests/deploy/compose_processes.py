@@ -1,6 +1,7 @@
-"""What compose would start, started by hand: the commands and environments of the resolved file and of the Dockerfile.
+"""Run the services of the Compose file as local processes, with their commands and environments.
 
-Of what a container gives, this gives folders for volumes and loopback ports for host names; the rest is as written.
+Volumes become folders and host names become loopback ports; everything else is as in the resolved Compose file and in
+the Dockerfile.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def compose_binary() -> str:
 
 
 def resolved(*profiles: str, folder: Path = ROOT, **environment: str) -> dict[str, Any]:
-    """The services as compose understands the file."""
+    """Return the services of the resolved Compose file."""
     flags = [word for profile in profiles for word in ("--profile", profile)]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("CHATCACHE_", "COMPOSE_"))}
     done = subprocess.run(
@@ -53,24 +54,24 @@ def resolved(*profiles: str, folder: Path = ROOT, **environment: str) -> dict[st
 
 
 def dockerfile() -> dict[str, Any]:
-    """What the last stage of the Dockerfile says: `ENTRYPOINT`, `CMD`, `USER`, `ENV`, and every instruction."""
+    """Return the last stage of the Dockerfile: `ENTRYPOINT`, `CMD`, `USER`, `ENV`, and every instruction."""
     text = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text())
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     last = max(at for at, line in enumerate(lines) if line.startswith("FROM "))
-    told: dict[str, Any] = {"ENV": {}, "lines": lines, "last stage": lines[last:]}
+    stage: dict[str, Any] = {"ENV": {}, "lines": lines, "last stage": lines[last:]}
     for line in lines[last:]:
         word, _, rest = line.partition(" ")
         if word == "ENV":
-            told["ENV"] |= dict(re.findall(r"(\w+)=(\S+)", rest))
+            stage["ENV"] |= dict(re.findall(r"(\w+)=(\S+)", rest))
         elif word in ("ENTRYPOINT", "CMD"):
-            told[word] = yaml.safe_load(rest)
+            stage[word] = yaml.safe_load(rest)
         elif word == "USER":
-            told[word] = rest
-    return told
+            stage[word] = rest
+    return stage
 
 
 def free_port() -> int:
-    """A port that nobody has, and nobody is given: it is free again while a server is restarted, and must stay so."""
+    """Return a free port outside the ephemeral range, which stays free while a server is restarted."""
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("127.0.0.1", port))
@@ -78,11 +79,11 @@ def free_port() -> int:
     raise AssertionError("no port is free")
 
 
-class ByHand:
-    """Processes of the services, over one folder with a folder for each volume."""
+class LocalServices:
+    """Processes of the services, in one folder with a folder for each volume."""
 
     def __init__(self, folder: Path, services: Mapping[str, Any], gentle: Mapping[str, str]) -> None:
-        """`gentle`: what the machine of a test needs besides, or otherwise than the file says."""
+        """Set overrides: `gentle` are environment variables that a test machine needs in addition."""
         self._folder = folder
         self._services = services
         self._gentle = gentle
@@ -91,12 +92,12 @@ class ByHand:
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
         service = self._services[name]
-        command = [self._here(str(word), service) for word in self._command(service)]
+        command = [self._translate(str(word), service) for word in self._command(service)]
         port = ("--port", str(self.redis_port)) if command[0] == "redis-server" else ()
         with (self._folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 [*command, *port],
-                cwd=self._place("cwd"),
+                cwd=self._volume_folder("cwd"),
                 env=self._environment(service),
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -105,16 +106,18 @@ class ByHand:
         return self._processes[name]
 
     def exec(self, name: str, *words: str) -> str:
-        """As `docker compose exec NAME python -m chatcache ...`; what it writes."""
+        """Run `python -m chatcache ...` as `docker compose exec NAME` does; return its output."""
         service = self._services[name]
-        told = [self._here(word, service) for word in (*dockerfile()["ENTRYPOINT"], *words)]
-        environment, cwd = self._environment(service), self._place("cwd")
-        done = subprocess.run(told, env=environment, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+        arguments = [self._translate(word, service) for word in (*dockerfile()["ENTRYPOINT"], *words)]
+        environment, cwd = self._environment(service), self._volume_folder("cwd")
+        done = subprocess.run(
+            arguments, env=environment, cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     def run(self, name: str) -> str:
-        """A service that ends by itself, well."""
+        """Run a service that ends by itself with status 0; return its output."""
         assert self.start(name).wait(PATIENCE_S) == 0, self.log(name)
         return self.log(name)
 
@@ -122,12 +125,12 @@ class ByHand:
         return (self._folder / f"{name}.log").read_text(errors="replace")
 
     def is_healthy(self, name: str) -> bool:
-        """What the service's own healthcheck says."""
+        """Run the service's own healthcheck."""
         kind, *words = self._services[name]["healthcheck"]["test"]
         command = ["sh", "-c", *words] if kind == "CMD-SHELL" else words
         service = self._services[name]
-        told = [self._here(word, service) for word in command]
-        done = subprocess.run(told, env=self._environment(service), capture_output=True, timeout=60, check=False)
+        arguments = [self._translate(word, service) for word in command]
+        done = subprocess.run(arguments, env=self._environment(service), capture_output=True, timeout=60, check=False)
         return done.returncode == 0
 
     def wait_healthy(self, name: str) -> None:
@@ -141,12 +144,12 @@ class ByHand:
             time.sleep(0.1)
 
     def kill(self, name: str) -> None:
-        """`kill -9` of the service's own process; its children have to see to themselves."""
+        """Kill the main process of a service with SIGKILL; its children must end by themselves."""
         self._processes[name].kill()
         self._processes[name].wait()
 
     def stop(self, name: str) -> int:
-        """As `docker compose stop` does; the exit code."""
+        """Stop a service as `docker compose stop` does; return the exit code."""
         self._processes[name].terminate()
         return self._processes[name].wait(PATIENCE_S)
 
@@ -156,7 +159,7 @@ class ByHand:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def __enter__(self) -> ByHand:
+    def __enter__(self) -> LocalServices:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -171,24 +174,28 @@ class ByHand:
     def _environment(self, service: Mapping[str, Any]) -> dict[str, str]:
         given = {name: str(value) for name, value in (service.get("environment") or {}).items() if value is not None}
         image = dockerfile()["ENV"] if "build" in service else {}
-        system = {"PATH": os.environ["PATH"], "HOME": str(self._place("home")), "TMPDIR": str(self._place("tmp"))}
+        system = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self._volume_folder("home")),
+            "TMPDIR": str(self._volume_folder("tmp")),
+        }
         ours = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CHATCACHE_PORT": str(self.port)}
-        told = {name: self._here(value, service) for name, value in {**image, **given}.items()}
-        return {**system, **told, **ours, **self._gentle}
+        translated = {name: self._translate(value, service) for name, value in {**image, **given}.items()}
+        return {**system, **translated, **ours, **self._gentle}
 
-    def _here(self, text: str, service: Mapping[str, Any]) -> str:
-        """Volumes are folders of ours, `redis` and the published port are on the loopback."""
+    def _translate(self, text: str, service: Mapping[str, Any]) -> str:
+        """Replace volumes by local folders, and `redis` and the published port by loopback ports."""
         for volume in service.get("volumes") or ():
             name, path, *_ = str(volume).split(":")
-            text = re.sub(rf"(?<![\w/]){path}(?![\w])", str(self._place(name)), text)
+            text = re.sub(rf"(?<![\w/]){path}(?![\w])", str(self._volume_folder(name)), text)
         text = text.replace("redis:6379", f"127.0.0.1:{self.redis_port}").replace(":8000", f":{self.port}")
         text = text.replace("redis-cli ", f"redis-cli -p {self.redis_port} ").replace("$$", "$")
         return sys.executable if text == "python" else text
 
-    def _place(self, name: str) -> Path:
+    def _volume_folder(self, name: str) -> Path:
         place = self._folder / name
         place.mkdir(exist_ok=True)
         return place
 
     def names(self, name: str) -> set[str]:
-        return {path.name for path in self._place(name).iterdir()}
+        return {path.name for path in self._volume_folder(name).iterdir()}

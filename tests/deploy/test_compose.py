@@ -1,4 +1,4 @@
-"""The compose file parses in every profile (Debian's docker-compose is the oracle) and says what the README says."""
+"""Test that the Compose file parses in every profile (with Debian's docker-compose) and matches the README."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_every_profile_parses(profiles: tuple[str, ...], names: set[str]) -> Non
     assert {name for name, service in every.items() if set(profiles) & set(service["profiles"])} == names
 
 
-def test_up_alone_is_the_gpu_profile() -> None:
+def test_default_profile_is_gpu() -> None:
     settings = [line for line in (ROOT / ".env").read_text().splitlines() if line and not line.startswith("#")]
     assert settings == ["COMPOSE_PROFILES=gpu"]  # and it has no secret
 
 
-def test_a_broken_file_is_refused(tmp_path: Path) -> None:
-    """The oracle can fail: the parser refuses the same file with one key misspelt."""
+def test_broken_file_is_refused(tmp_path: Path) -> None:
+    """Negative control: the parser refuses the same file with one misspelt key."""
     (tmp_path / "docker-compose.yml").write_text(
         (ROOT / "docker-compose.yml").read_text().replace("healthcheck:", "healthchek:")
     )
@@ -49,7 +49,7 @@ def test_a_broken_file_is_refused(tmp_path: Path) -> None:
     assert done.returncode != 0
 
 
-def test_the_gpu_service_asks_for_a_gpu_and_the_cpu_one_does_not(services: dict[str, Any]) -> None:
+def test_only_the_gpu_service_requests_a_gpu(services: dict[str, Any]) -> None:
     devices = services["chatcache"]["deploy"]["resources"]["reservations"]["devices"]
     assert devices[0]["driver"] == "nvidia"
     assert "deploy" not in services["chatcache-cpu"]
@@ -74,8 +74,8 @@ def test_only_the_service_with_a_gpu_gets_the_image_with_cuda(services: dict[str
     assert all(service["image"].endswith("-cpu") is (indexes[name] == cpu) for name, service in built.items())
 
 
-def test_every_service_is_held_tight(services: dict[str, Any]) -> None:
-    """No rights, a root that cannot be written (but Grafana's), logs that end, an init; and nobody is root."""
+def test_every_service_is_restricted(services: dict[str, Any]) -> None:
+    """No capabilities, a read-only root (except Grafana), limited logs, an init process, and no root user."""
     for name, service in services.items():
         assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"], name
         assert service["init"] is True and set(service["logging"]["options"]) == {"max-size", "max-file"}
@@ -86,7 +86,7 @@ def test_every_service_is_held_tight(services: dict[str, Any]) -> None:
     assert dockerfile()["USER"] == "chatcache"
 
 
-def test_redis_is_reached_by_these_services_alone_and_keeps_what_it_says(services: dict[str, Any]) -> None:
+def test_redis_is_reachable_by_these_services_only_and_persists(services: dict[str, Any]) -> None:
     redis = services["redis"]
     assert "ports" not in redis and "ports" not in services["redis-acl"]
     words = redis["command"]
@@ -97,19 +97,19 @@ def test_redis_is_reached_by_these_services_alone_and_keeps_what_it_says(service
     assert all(str(volume).endswith(":ro") for volume in redis["volumes"] if "secret" in str(volume))
 
 
-def test_the_name_of_a_proxy_is_let_in_beside_our_own() -> None:
+def test_host_name_of_a_proxy_is_accepted_in_addition() -> None:
     environment = resolved("cpu", CHATCACHE_ALLOWED_HOST="chat.example.org")["chatcache-cpu"]["environment"]
     assert environment["CHATCACHE_ALLOWED_HOST"].split() == ["chatcache", "chat.example.org"]
 
 
-def test_an_empty_setting_keeps_conversations_in_the_file() -> None:
+def test_empty_store_setting_selects_the_sqlite_file() -> None:
     assert not resolved("cpu", CHATCACHE_REDIS="")["chatcache-cpu"]["environment"]["CHATCACHE_REDIS"]
     image = dockerfile()
     assert "CHATCACHE_DB" not in image["ENV"] and "WORKDIR /app" in image["last stage"]
     assert """RUN echo 'db = "/data/chatcache.db"' > chatcache.toml""" in image["last stage"]
 
 
-def test_what_is_written_lies_in_a_volume(services: dict[str, Any]) -> None:
+def test_written_paths_are_on_volumes(services: dict[str, Any]) -> None:
     paths = {path: value for path, value in dockerfile()["ENV"].items() if str(value).startswith("/")}
     for name in SERVED:
         mounted = tuple(str(volume).split(":")[1] + "/" for volume in services[name]["volumes"])
@@ -120,8 +120,8 @@ def test_what_is_written_lies_in_a_volume(services: dict[str, Any]) -> None:
         assert variable in paths
 
 
-def test_the_image_is_pinned_and_its_layers_cache() -> None:
-    """Bases by version; dependencies installed before the source comes; nothing secret goes in."""
+def test_image_is_pinned_and_its_layers_are_cacheable() -> None:
+    """Base images have versions; dependencies are installed before the source is copied; no secret is copied."""
     image = dockerfile()
     bases = [line.partition("=")[2] for line in image["lines"] if line.startswith("ARG ") and "IMAGE=" in line]
     assert len(bases) == 2 and all(re.search(r":\d+\.\d+\.\d+-", base) for base in bases)

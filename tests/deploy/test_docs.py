@@ -1,4 +1,4 @@
-"""The shell commands of the documents against the Makefile and the Compose file."""
+"""Test the shell commands of the documents against the Makefile and the Compose file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Prometheus scrapes and Grafana draws is what the server tells: every metric by name and label."""
+"""Test that documentation, Prometheus configuration and Grafana dashboard use existing metrics and labels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LABEL = re.compile(r"\{\{(\w+)\}\}|by \(([\w, ]+)\)")
 
 @pytest.fixture(scope="module")
 def exposition() -> str:
-    """What a server that has seen everything tells."""
+    """Metrics of a server after requests of every kind."""
     metrics = Metrics()
     metrics.requests.labels("chat", "200").inc()
     metrics.finished.labels("stop").inc()
@@ -40,7 +40,7 @@ def exposition() -> str:
 
 @pytest.fixture(scope="module")
 def samples(exposition: str) -> dict[str, set[str]]:
-    """The labels of every sample."""
+    """Label names of every sample."""
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
@@ -48,11 +48,11 @@ def samples(exposition: str) -> dict[str, set[str]]:
     return found
 
 
-def _told(exposition: str) -> dict[str, tuple[str, set[str]]]:
-    """Type and labels of each metric; when each series began is the library's own."""
+def _exposed(exposition: str) -> dict[str, tuple[str, set[str]]]:
+    """Return type and labels of each metric, without the creation times of the library."""
     families = text_string_to_metric_families(exposition)
     parsed = {each.name: each for each in families if not each.name.endswith("_created")}
-    inner = {"le"}  # a histogram's own
+    inner = {"le"}  # label of histograms
     return {
         name: (family.type, {label for sample in family.samples for label in sample.labels} - inner)
         for name, family in parsed.items()
@@ -60,7 +60,7 @@ def _told(exposition: str) -> dict[str, tuple[str, set[str]]]:
 
 
 def _documented(readme: str) -> dict[str, tuple[str, set[str]]]:
-    """The same by the table in the docs; a row of several metrics may have a type for each."""
+    """Return the same from the table in the documentation; a row of several metrics may have a type for each."""
     table = readme.partition("\n## Metrics\n")[2].partition("\n## ")[0]
     found: dict[str, tuple[str, set[str]]] = {}
     for row in table.splitlines():
@@ -75,31 +75,31 @@ def _documented(readme: str) -> dict[str, tuple[str, set[str]]]:
     return found
 
 
-def test_the_docs_name_every_metric_its_type_and_its_labels(exposition: str) -> None:
+def test_docs_list_every_metric_with_type_and_labels(exposition: str) -> None:
     readme = (DOCS / "deployment.md").read_text()
-    told = _told(exposition)
-    assert _documented(readme) == told
-    # Planted: a metric that nobody told of, and one of another type.
-    assert _documented(readme) != _told(exposition + "# TYPE chatcache_new gauge\nchatcache_new 1\n")
-    assert _documented(readme.replace("_up` | gauge", "_up` | counter")) != told
+    exposed = _exposed(exposition)
+    assert _documented(readme) == exposed
+    # Injected: an undocumented metric, and one with another type.
+    assert _documented(readme) != _exposed(exposition + "# TYPE chatcache_new gauge\nchatcache_new 1\n")
+    assert _documented(readme.replace("_up` | gauge", "_up` | counter")) != exposed
 
 
 def _broken_rules(exposition: str) -> list[str]:
-    """What `promtool check metrics` complains of, and samples of one name and labels that come twice."""
+    """Return violations of `promtool check metrics`, and repeated samples."""
     wrong: list[str] = []
     seen: set[tuple[str, frozenset[tuple[str, str]]]] = set()
     for family in text_string_to_metric_families(exposition):
         if not family.documentation:
             wrong.append(f"{family.name} has no help")
         if not re.fullmatch(r"chatcache_[a-z0-9_]+", family.name) or family.name.endswith(("_total", "_count", "_sum")):
-            wrong.append(f"{family.name} is no name for a {family.type}")
+            wrong.append(f"{family.name} is an invalid name for a {family.type}")
         if family.type == "histogram" and not family.name.endswith("_seconds"):
             wrong.append(f"{family.name} has no unit")
         for sample in family.samples:
             if family.type == "counter" and not sample.name.endswith("_total"):
                 wrong.append(f"{sample.name} does not end in _total")
             key = (sample.name, frozenset(sample.labels.items()))
-            wrong += [f"{sample.name} comes twice"] if key in seen else []
+            wrong += [f"{sample.name} is repeated"] if key in seen else []
             seen.add(key)
         if family.type == "histogram":
             wrong += _broken_buckets(family.name, family.samples)
@@ -117,7 +117,7 @@ def _broken_buckets(name: str, samples: list[Any]) -> list[str]:
     return [] if is_whole else [f"{name}: its buckets do not add up"]
 
 
-def test_the_exposition_is_well_formed(exposition: str) -> None:
+def test_exposition_is_well_formed(exposition: str) -> None:
     assert exposition.endswith("\n") and _broken_rules(exposition) == []
     assert _broken_rules(exposition + "# TYPE chatcache_x counter\nchatcache_x 1\n")
     assert _broken_rules(exposition + "# HELP chatcache_x x\n# TYPE chatcache_x gauge\n" + "chatcache_x 1\n" * 2)
@@ -140,7 +140,7 @@ def _labels_of(text: str) -> set[tuple[str, str, str]]:
 
 
 def _talk(server: Server, number: int) -> None:
-    """A conversation, a refused field, a route and a model that there is not, each with words of its own."""
+    """Send requests with distinct words: a conversation, an invalid field, an unknown route and an unknown model."""
     said = f"{WORDS}{number}"
     turn = server.post("/v1/responses", input=said, max_output_tokens=2, metadata={"tag": said})[2]
     server.post("/v1/responses", input=said, max_output_tokens=2, previous_response_id=turn["id"])
@@ -152,10 +152,10 @@ def _talk(server: Server, number: int) -> None:
     server.request("DELETE", f"/v1/responses/{said}")
 
 
-def test_no_label_grows_with_who_asks_or_what_they_say() -> None:
+def test_labels_do_not_grow_with_clients_or_texts() -> None:
     with Server(ServerConfig(db=":memory:")) as server:
         server.wait_ready()
-        for _ in range(2):  # the route that tells is one of them
+        for _ in range(2):  # the metrics route itself adds a label
             _talk(server, 0)
             server.request("GET", "/metrics")
         before = _labels_of(server.request("GET", "/metrics")[2])
@@ -165,7 +165,7 @@ def test_no_label_grows_with_who_asks_or_what_they_say() -> None:
         new = _labels_of(text) - before
         assert {value for _, _, value in new} <= {"stop", "length", "hit", "partial", "miss"}
         assert WORDS not in text and "org/" not in text
-        # Planted: a label of what was asked for.
+        # Injected: a label with text of a request.
         server.gateway.metrics.requests.labels(route=f"/{WORDS}", status="404").inc()
         assert WORDS in server.request("GET", "/metrics")[2]
 
@@ -183,18 +183,18 @@ def _unknown(expr: str, legend: str, samples: dict[str, set[str]]) -> list[str]:
     return wrong + sorted(asked - known - {""})
 
 
-def test_the_dashboard_draws_what_exists(samples: dict[str, set[str]]) -> None:
+def test_dashboard_uses_existing_metrics_and_labels(samples: dict[str, set[str]]) -> None:
     targets = _targets()
     assert len(targets) > 20
     assert [(expr, wrong) for expr, legend in targets if (wrong := _unknown(expr, legend, samples))] == []
 
 
-def test_a_name_or_label_that_does_not_exist_is_caught(samples: dict[str, set[str]]) -> None:
+def test_injected_unknown_name_or_label_is_found(samples: dict[str, set[str]]) -> None:
     assert _unknown("rate(chatcache_no_such_total[5m])", "x", samples) == ["chatcache_no_such_total"]
     assert _unknown("sum by (user) (chatcache_kv_pages)", "{{state}}", samples) == ["user"]
 
 
-def test_panels_have_ids_and_places_of_their_own() -> None:
+def test_panels_have_unique_ids_and_positions() -> None:
     panels = json.loads((GRAFANA / "chatcache.json").read_text())["panels"]
     places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}
     assert len({panel["id"] for panel in panels}) == len(places) == len(panels)
@@ -205,7 +205,7 @@ def _compose() -> dict[str, Any]:
     return parsed
 
 
-def test_what_the_services_mount_exists_and_fits_together() -> None:
+def test_mounted_files_exist_and_match() -> None:
     services = _compose()["services"]
     for name in ("prometheus", "grafana"):
         for volume in services[name]["volumes"]:
@@ -218,8 +218,8 @@ def test_what_the_services_mount_exists_and_fits_together() -> None:
     assert used == {source["uid"]}
 
 
-def test_the_scraped_name_is_let_in() -> None:
-    """Compose's own settings, Prometheus's own Host and key: 200; without them 403 and 401."""
+def test_prometheus_host_and_key_are_accepted() -> None:
+    """With Compose's settings, Prometheus's Host header and key give 200; without them 403 and 401."""
     environment = _compose()["x-environment"]
     (job,) = yaml.safe_load((GRAFANA / "prometheus.yml").read_text())["scrape_configs"]
     host = job["static_configs"][0]["targets"][0]

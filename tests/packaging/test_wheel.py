@@ -1,4 +1,4 @@
-"""The source distribution and the wheel: what is in them, and that an installed wheel serves."""
+"""Test the contents of source distribution and wheel, and that an installed wheel serves."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ PAGE = Path("chatcache/gateway/static")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build as `python -m build` does: the source distribution, and the wheel from that.
+    """Build as `python -m build` does: the source distribution, and the wheel from it.
 
-    The page is the one that is built, or a stand-in: npm has its own tests.
+    The page is the built one, or a placeholder: npm has its own tests.
     """
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
@@ -104,7 +104,7 @@ def test_triton_is_required_by_the_gpu_and_test_extras_only(about: Message) -> N
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with this wheel, where `triton` is hidden and the other dependencies are those of the tests."""
+    """Environment with this wheel, where `triton` is hidden and the other dependencies are those of the tests."""
     folder = tmp_path_factory.mktemp("installed") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=120)
     python = folder / "bin" / "python"
@@ -113,7 +113,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
     own = Path(subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip())
     shared = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    # The folders of a .pth file come last in the path, and .pth files in them are not read.
+    # The folders of a .pth file are last in the path, and .pth files in them are not read.
     (own / "dependencies.pth").write_text("\n".join(shared))
     shutil.copy(Path(__file__).parent / "no_triton" / "sitecustomize.py", own)
     return folder
@@ -152,8 +152,8 @@ def is_ready(port: int) -> bool:
 
 
 def test_installed_wheel_serves_answers_and_the_page(installed: Path, serving: str) -> None:
-    told = subprocess.run([installed / "bin" / "chatcache", "--version"], capture_output=True, text=True, cwd="/")
-    assert told.stdout == f"chatcache {__version__}\n"
+    version = subprocess.run([installed / "bin" / "chatcache", "--version"], capture_output=True, text=True, cwd="/")
+    assert version.stdout == f"chatcache {__version__}\n"
     body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 5, "temperature": 0}
     answer = httpx.post(f"{serving}/v1/chat/completions", json=body, timeout=60).json()
     assert answer["choices"][0]["message"]["content"], answer
@@ -162,7 +162,7 @@ def test_installed_wheel_serves_answers_and_the_page(installed: Path, serving: s
 
 
 def test_constraints_have_one_version_for_each_requirement() -> None:
-    """Only names and versions: no paths, hashes or hosts, and no package whose exact version torch requires."""
+    """Allow only names and versions: no paths, hashes or hosts, and no package whose exact version torch requires."""
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", line) for line in lines)
     versions = dict(line.split("==") for line in lines)
@@ -177,13 +177,13 @@ def test_constraints_have_one_version_for_each_requirement() -> None:
 
 
 def test_lock_script_prints_what_is_installed() -> None:
-    """The lines for this environment: the same packages at other versions, perhaps."""
+    """The script prints lines for this environment: the same packages, possibly at other versions."""
     done = subprocess.run([sys.executable, ROOT / ".ci" / "lock.py"], capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stderr
     comment, *lines = done.stdout.splitlines()
     assert comment == (ROOT / "constraints.txt").read_text().splitlines()[0]
     versions = dict(line.split("==") for line in lines)
-    for name in ("torch", "starlette", "anyio", "httpcore", "markupsafe"):  # direct ones, and those that they require
+    for name in ("torch", "starlette", "anyio", "httpcore", "markupsafe"):  # direct and transitive dependencies
         assert versions[name] == Version(metadata.version(name)).public
     assert not {"triton", "chatcache", "pytest", "mypy"} & versions.keys()
 
@@ -200,7 +200,7 @@ def test_lock_script_prints_what_is_installed() -> None:
 def test_make_installs_triton_and_cuda_only_where_it_finds_a_gpu(
     settings: tuple[str, ...], installed: str, index: str
 ) -> None:
-    """The commands that `make install` would run on an empty Linux machine."""
+    """Check the commands that `make install` would run on a Linux machine without installed packages."""
     folder = "VENV=nowhere"
     done = subprocess.run(["make", "-n", "install", folder, *settings], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

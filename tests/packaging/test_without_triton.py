@@ -1,4 +1,4 @@
-"""Everything that runs on CPUs works where the package `triton` is not installed."""
+"""Test that everything that runs on CPUs works where the package `triton` is not installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 HIDDEN = Path(__file__).parent / "no_triton"
-TRITON_MODULES = {"chatcache.model.sampling.device_sampler"}  # imported for the attention back end "triton" only
+TRITON_MODULES = {"chatcache.model.sampling.device_sampler"}  # imported for the attention backend "triton" only
 
 
 def run(code: str) -> str:
@@ -24,7 +24,7 @@ def test_hiding_triton_works() -> None:
     assert run("try: import triton.language\nexcept ImportError: print('hidden')") == "hidden"
 
 
-def test_every_module_but_the_ones_of_triton_is_imported_without_it() -> None:
+def test_all_modules_except_those_of_triton_are_importable() -> None:
     code = """
 import importlib, pkgutil
 import chatcache, chatcache_kernels

@@ -279,7 +279,7 @@ CLASSES = (
     AdvisoryClass(
         "model output that becomes a protocol event",
         ("GHSA-22cc-p3c6-wpvm", "CVE-2025-64496"),
-        ("contracts/test_sse_framing_matrix.py::test_every_client_reads_every_event",),
+        ("contracts/test_sse_framing_matrix.py::test_every_parser_reads_every_event",),
     ),
     AdvisoryClass(
         "model output that becomes HTML or script in the page",

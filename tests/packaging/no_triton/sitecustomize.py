@@ -1,4 +1,4 @@
-"""On the path of a Python process, hide the package `triton` from it and its children: as if it were not installed."""
+"""Hide the package `triton` from a Python process with this file on its path, and from its children."""
 
 from __future__ import annotations
 
