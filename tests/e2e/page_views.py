@@ -95,7 +95,7 @@ def _find(chat: RecordedPage) -> None:
 
 
 def _delete(chat: RecordedPage) -> None:
-    chat.unhurried()
+    chat.keep_toasts()
     chat.page.fill("#find", "")
     chat.page.focus(".conversation-row-current .conversation-open")
     chat.page.keyboard.press("Delete")
