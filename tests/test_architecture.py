@@ -10,7 +10,7 @@ import pytest
 from tests.support import structure
 
 MAX_LINES = 700
-MAX_MODULES = 300
+MAX_MODULES = 260
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "chatcache"

@@ -11,22 +11,25 @@ from tests.gateway.documents import ALL_PAGES
 from tests.support.language import ROOT, check, findings, in_prose
 
 CHECKED = [
-    "chatcache/bench",
-    "chatcache/cli",
-    "chatcache/conversations",
-    "chatcache/engine",
-    "chatcache/engine_process",
-    "chatcache/storage",
-    "chatcache/transfer",
-    "kernels/bench",
+    "chatcache",
+    "kernels",
     "loadtest",
     "tests/bench",
     "tests/cli",
     "tests/conversations",
+    "tests/decoding",
+    "tests/demo_model",
     "tests/engine",
     "tests/engine_process",
+    "tests/gpu",
+    "tests/kv_cache",
+    "tests/llm",
     "tests/loadtest",
+    "tests/model",
+    "tests/scheduler",
     "tests/storage",
+    "tests/support",
+    "tests/tokenizer",
     "tests/transfer",
 ]
 FOLDERS = ("kernels", "loadtest", "loadtest/peers", "tests", "tests/chaos", "web", "chatcache/demo_model")

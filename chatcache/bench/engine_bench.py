@@ -17,9 +17,8 @@ import torch
 
 from chatcache import factory
 from chatcache.bench.device import Roofline, measure_limits
-from chatcache.bench.drivers import Driver, EngineDriver, RunTimes, TransformersDriver
+from chatcache.bench.drivers import SHAPES, Driver, EngineDriver, RunTimes, TransformersDriver, write_model
 from chatcache.bench.report import Figure, compare, figure_table
-from chatcache.bench.shapes import SHAPES, write_model
 from chatcache.config import EngineConfig, format_size
 from chatcache.errors import InvalidRequestError
 from chatcache.types.request import BeamSearchParams, Params, SamplingParams

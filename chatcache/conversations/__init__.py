@@ -6,5 +6,5 @@ A reply's stored tokens are the only exact record of what its KV pages hold, so 
 in a turn is tokenised. Therefore the next turn, a regeneration or a fork finds the pages of the turn before.
 
 Reading order: tree, store (the contract; storage implements it), prompt, fork_points, turns, replies/service; then
-search, offsets, alternatives, titles and token_memo.
+search, offsets, titles and token_memo.
 """

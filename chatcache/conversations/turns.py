@@ -2,6 +2,10 @@
 
 A turn is planned without writing, submitted to the engine, and only then opened in the store, so that a request that
 the engine rejects leaves no trace. `ConversationPrompts` caches the tokens of whole conversations for cache statistics.
+
+`Alternatives` reports the model's distribution at one position of a stored reply: one token is generated after prompt +
+reply[:index], which the cache holds, with a logit bias that forces reply[index]; the raw log-probabilities of that
+token and of the likeliest ones are reported.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from chatcache.auth import namespace_of
 from chatcache.conversations.fork_points import (
     ROOT,
     ContinuationPoint,
@@ -37,7 +42,8 @@ from chatcache.conversations.prompt import (
     template_variables,
     tool_calls_of,
 )
-from chatcache.conversations.replies.events import ReplyDone
+from chatcache.conversations.replies.events import ReplyDelta, ReplyDone, ReplyFinished, ReplyStarted
+from chatcache.conversations.replies.service import ChatService, Reply
 from chatcache.conversations.store import Claim, ConversationStore, StaleRevisionError
 from chatcache.conversations.token_memo import TokenMemo
 from chatcache.conversations.tree import (
@@ -52,10 +58,11 @@ from chatcache.conversations.tree import (
     main_output,
     new_id,
 )
-from chatcache.errors import InvalidRequestError
+from chatcache.errors import EngineError, InvalidRequestError
 from chatcache.tokenizer.reply_format import ReplyFormat
 from chatcache.tokenizer.tokenizer import Tokenizer
-from chatcache.types.events import FINISH_STOP
+from chatcache.types.events import FINISH_STOP, TokenLogprob
+from chatcache.types.request import MAX_TOP_LOGPROBS, GenerateRequest, SamplingParams
 from chatcache.types.stats import PackedPrompt
 
 _TITLE_CHARS = 60
@@ -505,3 +512,79 @@ def _latest_turn(tree: ConversationTree, path: tuple[Item, ...]) -> Turn | None:
 
 def _packed(ids: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(ids)}i", *ids)
+
+
+_FORCE_BIAS = 100.0  # larger than any difference of logits; reported log-probabilities are raw
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAlternatives:
+    """The token at the position and the likeliest tokens, best first.
+
+    `logprob`: None for a token that the model rules out. `rank`: 1 for the likeliest, None beyond those reported.
+    `num_copied_pages`: pages that a fork at the position would copy.
+    """
+
+    token_id: int
+    logprob: float | None
+    rank: int | None
+    top_tokens: tuple[tuple[int, float], ...]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_copied_pages: int
+
+
+class Alternatives:
+    """Requests the alternatives of tokens of stored replies."""
+
+    def __init__(self, conversations: TurnService, service: ChatService) -> None:
+        self._turns = conversations
+        self._service = service
+
+    async def start(self, tree: ConversationTree, item: Item, index: int) -> Reply:
+        """Submit the request for token `index` of a reply; pass the result to `read_alternatives`.
+
+        Raises: InvalidRequestError, and the errors of `EngineClient.submit`.
+        """
+        prompt = await self._turns.prompt_up_to(tree, item, index)
+        request = GenerateRequest(
+            request_id=new_id("look"),
+            prompt=prompt.token_ids,
+            params=SamplingParams(
+                temperature=0.0,
+                max_tokens=1,
+                logit_bias={item.token_ids[index]: _FORCE_BIAS},
+                ignore_eos=True,
+                logprobs=MAX_TOP_LOGPROBS,
+            ),
+            namespace=namespace_of(tree.conversation.owner),
+            num_public_tokens=prompt.num_public_tokens,
+            conversation_id=tree.conversation.id,
+            explain=True,
+        )
+        return await self._service.start(request, owner=tree.conversation.owner)
+
+
+async def read_alternatives(reply: Reply, token_id: int) -> TokenAlternatives:
+    """Read the reply to its end and return the alternatives. Raises: ReplyFailedError."""
+    scored = TokenLogprob(0.0)
+    drawn: int | None = None
+    num_copied_pages = 0
+    async with reply:
+        async for event in reply.events():
+            if isinstance(event, ReplyStarted) and event.report is not None:
+                num_copied_pages = event.report.num_copied_pages
+            elif isinstance(event, ReplyDelta) and event.logprobs:
+                drawn, scored = event.token_ids[0], event.logprobs[0]
+            elif isinstance(event, ReplyFinished) and drawn is not None:
+                ids = [other for other, _ in scored.top]
+                return TokenAlternatives(
+                    token_id=token_id,
+                    logprob=scored.logprob if drawn == token_id else None,
+                    rank=ids.index(token_id) + 1 if token_id in ids else None,
+                    top_tokens=scored.top,
+                    num_prompt_tokens=event.num_prompt_tokens,
+                    num_cached_tokens=event.num_cached_tokens,
+                    num_copied_pages=num_copied_pages,
+                )
+    raise EngineError("the engine stopped without an error")

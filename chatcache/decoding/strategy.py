@@ -1,17 +1,27 @@
-"""Build the decoding strategy of a request."""
+"""Validate the decoding parameters of a request and build its strategy."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 
 from chatcache.decoding.beam_search import BeamStrategy
-from chatcache.decoding.grammar.compiler import GrammarFuture
+from chatcache.decoding.grammar.compiler import GrammarFuture, check_structured_outputs
 from chatcache.decoding.grammar.state import Constraint
 from chatcache.decoding.sampling import BestOfStrategy, SamplingStrategy
 from chatcache.decoding.stopping import StopRules
 from chatcache.decoding.unique import DistinctStrategy
+from chatcache.errors import InvalidRequestError
 from chatcache.types.actions import Strategy
-from chatcache.types.request import BeamSearchParams, GenerateRequest
+from chatcache.types.request import (
+    MAX_N,
+    MAX_STOP_STRINGS,
+    MAX_TOP_LOGPROBS,
+    BeamSearchParams,
+    GenerateRequest,
+    Params,
+    SamplingParams,
+)
 from chatcache.types.stats import ModelInfo
 
 
@@ -48,3 +58,157 @@ def make_strategy(
         )
     lanes = SamplingStrategy(params, rules, seed=seed % 2**64, prompt=request.prompt, constraint=constraint)
     return lanes if lanes.max_branches == params.n else BestOfStrategy(lanes, params.n)
+
+
+MAX_TOKENS = 2**31 - 1
+MAX_TEMPERATURE = 100.0
+MIN_REPETITION_PENALTY = 1e-3  # a smaller divisor overflows the logit
+MAX_REPETITION_PENALTY = 10.0
+MAX_LENGTH_PENALTY = 10.0
+MAX_DIVERSITY_PENALTY = 100.0
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_LOGIT_BIAS = 100.0
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 64
+
+
+def validate_params(params: Params, vocab_size: int) -> None:
+    """Check the types and bounds of sampling or beam search parameters.
+
+    Raises: InvalidRequestError with the field in `param` and the field and its limit in the message.
+    """
+    if isinstance(params, BeamSearchParams):
+        _validate_beams(params)
+    elif isinstance(params, SamplingParams):
+        _validate_sampling(params, vocab_size)
+    else:
+        raise InvalidRequestError(f"params must be SamplingParams or BeamSearchParams, got {type(params).__name__}")
+    _validate_shared(params, vocab_size)
+
+
+def _validate_sampling(params: SamplingParams, vocab_size: int) -> None:
+    _check_integer("n", params.n, 1, MAX_N)
+    if params.best_of is not None:
+        _check_integer("best_of", params.best_of, params.n, MAX_N, what=f"(with n {params.n})")
+    _check_number("temperature", params.temperature, 0.0, MAX_TEMPERATURE)
+    _check_number("top_p", params.top_p, 0.0, 1.0, open_low=True)
+    _check_integer("top_k", params.top_k, -1, vocab_size)
+    _check_number("min_p", params.min_p, 0.0, 1.0)
+    _check_number("repetition_penalty", params.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
+    _check_number("presence_penalty", params.presence_penalty, -2.0, 2.0)
+    _check_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
+    if params.seed is not None:
+        _check_integer("seed", params.seed, -(2**63), 2**64 - 1)
+    _validate_distinct(params)
+    if params.logit_bias is not None:
+        if not isinstance(params.logit_bias, dict):
+            raise InvalidRequestError("logit_bias must be a map from token id to bias", param="logit_bias")
+        _check_length("logit_bias", params.logit_bias, "entries", MAX_LOGIT_BIAS_ENTRIES)
+        for token, bias in params.logit_bias.items():
+            _check_integer("logit_bias", token, 0, vocab_size - 1, what="token id")
+            _check_number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, what=f"of token {token}")
+
+
+def _validate_distinct(params: SamplingParams) -> None:
+    _check_bool("distinct", params.distinct)
+    if params.distinct and params.temperature == 0.0:
+        raise InvalidRequestError("distinct needs a temperature greater than 0, got 0", param="distinct")
+    if params.distinct and params.best_of is not None:
+        raise InvalidRequestError(
+            "distinct and best_of exclude each other: distinct candidates come ranked as they were drawn, "
+            "to choose among them by likelihood would no longer be a sample without replacement",
+            param="best_of",
+        )
+
+
+def _validate_beams(params: BeamSearchParams) -> None:
+    _check_integer("beam_width", params.beam_width, 1, MAX_N)
+    _validate_groups(params)
+    _check_bool("stream_beams", params.stream_beams)
+    if params.n is not None:
+        _check_integer("n", params.n, 1, params.beam_width)
+    _check_number("length_penalty", params.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+    if not isinstance(params.early_stopping, bool) and params.early_stopping != "never":
+        raise InvalidRequestError(
+            f'early_stopping must be true, false or "never", got {params.early_stopping!r}', param="early_stopping"
+        )
+
+
+def _validate_groups(params: BeamSearchParams) -> None:
+    _check_integer("num_beam_groups", params.num_beam_groups, 1, params.beam_width)
+    if params.beam_width % params.num_beam_groups:
+        raise InvalidRequestError(
+            f"num_beam_groups must divide beam_width ({params.beam_width}), got {params.num_beam_groups}",
+            param="num_beam_groups",
+        )
+    _check_number("diversity_penalty", params.diversity_penalty, 0.0, MAX_DIVERSITY_PENALTY)
+    if params.diversity_penalty > 0.0 and params.num_beam_groups == 1:
+        raise InvalidRequestError(
+            "diversity_penalty needs num_beam_groups of at least 2: it acts between groups", param="diversity_penalty"
+        )
+
+
+def _validate_shared(params: Params, vocab_size: int) -> None:
+    if params.max_tokens is not None:
+        _check_integer("max_tokens", params.max_tokens, 1, MAX_TOKENS)
+    _check_integer("min_tokens", params.min_tokens, 0, MAX_TOKENS if params.max_tokens is None else params.max_tokens)
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None:
+            _check_integer(name, getattr(params, name), 0, MAX_TOP_LOGPROBS)
+    if params.structured_outputs is not None:
+        check_structured_outputs(params.structured_outputs)
+    for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        _check_bool(name, getattr(params, name))
+    _check_length("stop", params.stop, "strings", MAX_STOP_STRINGS)
+    for text in params.stop:
+        _check_stop_string(text)
+    _check_length("stop_token_ids", params.stop_token_ids, "ids", MAX_STOP_TOKEN_IDS)
+    for token in params.stop_token_ids:
+        _check_integer("stop_token_ids", token, 0, vocab_size - 1, what="entry")
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{name} must be true or false, got {value!r:.100}", param=name)
+
+
+def _check_integer(name: str, value: object, low: int, high: int, *, what: str = "") -> None:
+    label = f"{name} {what}".strip()
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequestError(f"{label} must be an integer, got {value!r:.100}", param=name)
+    if not low <= value <= high:
+        raise InvalidRequestError(f"{label} must be between {low} and {high}, got {_format_number(value)}", param=name)
+
+
+def _check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False, what: str = "") -> None:
+    label = f"{name} {what}".strip()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidRequestError(f"{label} must be a number, got {value!r:.100}", param=name)
+    if not (low <= value <= high) or (open_low and value == low) or not math.isfinite(value):
+        bounds = f"greater than {low:g} and at most {high:g}" if open_low else f"between {low:g} and {high:g}"
+        raise InvalidRequestError(f"{label} must be {bounds}, got {_format_number(value)}", param=name)
+
+
+def _check_length(name: str, value: Collection[object], noun: str, limit: int) -> None:
+    if len(value) > limit:
+        raise InvalidRequestError(f"{name} must have at most {limit} {noun}, got {len(value)}", param=name)
+
+
+def _check_stop_string(text: object) -> None:
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"stop must be a list of strings, got {type(text).__name__}", param="stop")
+    if not 1 <= len(text) <= MAX_STOP_CHARS:
+        raise InvalidRequestError(
+            f"stop strings must have 1 to {MAX_STOP_CHARS} characters, got {len(text)}", param="stop"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(
+            "stop strings must be valid Unicode (a lone surrogate was found)", param="stop"
+        ) from None
+
+
+def _format_number(value: int | float) -> str:
+    """Format a number in bounded space (a client may send an integer of 10^4 digits)."""
+    return repr(value) if isinstance(value, float) or value.bit_length() <= 128 else "a far larger number"

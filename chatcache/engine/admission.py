@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 from chatcache.config import EngineConfig
 from chatcache.decoding.grammar.compiler import GrammarCompiler, GrammarFuture
-from chatcache.decoding.validation import validate_params
+from chatcache.decoding.strategy import validate_params
 from chatcache.errors import ContextLengthError, InvalidRequestError
 from chatcache.scheduler.fairness import PRIORITY, SCHEDULING_POLICIES
 from chatcache.scheduler.preemption import PREEMPTION_MODES, SWAP

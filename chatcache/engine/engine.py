@@ -1,6 +1,12 @@
 """The engine: accepts requests, runs steps and emits events.
 
 It is synchronous and belongs to one thread; `engine_process` runs it in a thread or a process of its own.
+
+A request that an earlier engine process had started can be resumed: its branches have tokens but no pages, and the
+scheduler recomputes them. Sampling noise is keyed by seed, branch and position, so this engine samples the tokens that
+the other one would have.
+
+`EventQueue` numbers the events of each request 1, 2, 3, ...
 """
 
 from __future__ import annotations
@@ -13,13 +19,12 @@ from contextlib import suppress
 from msgspec.structs import replace
 
 from chatcache.config import EngineConfig
+from chatcache.decoding.sampling import SamplingStrategy
 from chatcache.decoding.strategy import make_strategy
 from chatcache.engine.admission import GrammarWaitQueue, RequestValidator, StrategyFactory, check_policies
-from chatcache.engine.events import EventQueue
 from chatcache.engine.invariants import InvariantChecker
 from chatcache.engine.pipeline import StepFailedError, StepPipeline, build_candidates
 from chatcache.engine.protocols import ModelRunner
-from chatcache.engine.resume import resume_request
 from chatcache.engine.stats import (
     CacheInspector,
     PageUsageCache,
@@ -29,20 +34,184 @@ from chatcache.engine.stats import (
     with_page_usage,
     with_request_counts,
 )
-from chatcache.errors import DeviceLostError, EngineError, InvalidRequestError, OverloadedError
+from chatcache.errors import ChatcacheError, DeviceLostError, EngineError, InvalidRequestError, OverloadedError
 from chatcache.kv_cache.manager import KVCache
+from chatcache.kv_cache.page_hash import TOKEN_BYTES
 from chatcache.scheduler.batch import Step
 from chatcache.scheduler.fairness import FAIR, VirtualTokenCounter
 from chatcache.scheduler.preemption import RECOMPUTE, CostModel
-from chatcache.scheduler.request import LiveRequest
+from chatcache.scheduler.request import Branch, LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
-from chatcache.types.actions import Advance
-from chatcache.types.events import EngineEvent
+from chatcache.types.actions import Advance, BeamUpdate, Emit, Finish, Output
+from chatcache.types.events import (
+    FINISH_CANCELLED,
+    Beams,
+    CandidateDone,
+    EngineEvent,
+    Failed,
+    Finished,
+    Started,
+    StartReport,
+    Tokens,
+)
 from chatcache.types.plan import KVCapacity, StepResult
-from chatcache.types.request import GenerateRequest
+from chatcache.types.request import GenerateRequest, ResumePoint
 from chatcache.types.stats import EngineHealth, ModelInfo
 
 log = logging.getLogger(__name__)
+
+MAX_TOKENS_PER_EVENT = 4096  # a search may emit a long text at once, and an event must fit a frame
+
+
+class EventQueue:
+    """Numbers events and keeps them until the caller removes them.
+
+    The events of a request begin with `open` and end with a terminal event.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[EngineEvent] = []
+        self._last_seq: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def open(self, request_id: str, last_seq: int = 0) -> None:
+        """Start the numbering of a request's events at `last_seq` + 1."""
+        self._last_seq[request_id] = last_seq
+
+    def pop_all(self) -> list[EngineEvent]:
+        """Remove and return all events."""
+        events, self._events = self._events, []
+        return events
+
+    def emit_started(self, request: LiveRequest) -> None:
+        seq, cached = self._next(request), request.num_cached_tokens or 0
+        scores = () if request.num_prompt_top is None else (None, *request.prompt_scores)
+        report = StartReport(request.num_copied_pages, request.miss) if request.explain else None
+        self._events.append(Started(request.request_id, seq, request.num_prompt_tokens, cached, scores, report))
+
+    def emit_output(self, request: LiveRequest, output: Output) -> None:
+        match output:
+            case Emit():
+                self._tokens(request, output)
+            case Finish(index, finish_reason, stop_reason, score):
+                self._events.append(
+                    CandidateDone(
+                        request.request_id, self._next(request), index, finish_reason, stop_reason, float(score)
+                    )
+                )
+
+            case BeamUpdate(beams):
+                self._events.append(Beams(request.request_id, self._next(request), beams))
+
+    def emit_cancelled_candidate(self, request: LiveRequest, index: int, score: float, num_pages_freed: int) -> None:
+        """Emit the end of a cancelled candidate; perhaps nothing was computed for it yet."""
+        seq, reason = self._next(request), FINISH_CANCELLED
+        done = CandidateDone(request.request_id, seq, index, reason, None, float(score), num_pages_freed)
+        self._events.append(done)
+
+    def _tokens(self, request: LiveRequest, emit: Emit) -> None:
+        index, token_ids, logprobs, score = emit.index, emit.token_ids, emit.logprobs, emit.score
+        request.num_output_tokens += len(token_ids)
+        for start in range(0, len(token_ids), MAX_TOKENS_PER_EVENT):
+            part = slice(start, start + MAX_TOKENS_PER_EVENT)
+            seq = self._next(request)
+            self._events.append(Tokens(request.request_id, seq, index, token_ids[part], logprobs[part], score))
+
+    def emit_finished(self, request: LiveRequest, *, cancelled: bool = False, num_pages_freed: int = 0) -> None:
+        if not cancelled:
+            log.info(
+                "request %s finished: %d prompt tokens (%d cached), %d output tokens, %d computed, %d preemptions",
+                request.request_id,
+                request.num_prompt_tokens,
+                request.num_cached_tokens or 0,
+                request.num_output_tokens,
+                request.num_computed_tokens,
+                request.num_preemptions,
+            )
+        self._events.append(
+            Finished(
+                request_id=request.request_id,
+                seq=self._close(request),
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_cached_tokens=request.num_cached_tokens or 0,
+                num_output_tokens=request.num_output_tokens,
+                num_computed_tokens=request.num_computed_tokens,
+                cancelled=cancelled,
+                num_pages_freed=num_pages_freed,
+            )
+        )
+
+    def emit_failed(self, request: LiveRequest, error: BaseException) -> None:
+        """Emit `Failed`.
+
+        Only a `ChatcacheError` shows its text; any other error is a bug and stays in the log.
+        """
+        known = error if isinstance(error, ChatcacheError) else EngineError("The request failed while it was computed.")
+        self._events.append(
+            Failed(request.request_id, self._close(request), known.message, known.code, known.param, known.status)
+        )
+
+    def _next(self, request: LiveRequest) -> int:
+        self._last_seq[request.request_id] += 1
+        return self._last_seq[request.request_id]
+
+    def _close(self, request: LiveRequest) -> int:
+        return self._last_seq.pop(request.request_id) + 1
+
+
+def resume_request(request: LiveRequest, scheduler: Scheduler, event_queue: EventQueue) -> bool:
+    """Queue a request, after restoring its resume point; return False if it ended by that.
+
+    A request whose candidates have all ended is finished at once. Raises: EngineError for a request that cannot be
+    resumed, and any error of a grammar that replays the tokens.
+    """
+    resumed, request.resume_point = request.resume_point, None
+    if resumed is not None:
+        for end in _restore(request, resumed):
+            event_queue.emit_output(request, end)
+    if request.branches:
+        scheduler.add(request)
+    else:
+        event_queue.emit_finished(request)
+    return bool(request.branches)
+
+
+def _restore(request: LiveRequest, resumed: ResumePoint) -> tuple[Finish, ...]:
+    """Restore the progress of a request; return the ends of candidates still to emit."""
+    if resumed.num_cached_tokens is not None:
+        request.started, request.first_token_s = True, request.accepted_s
+        request.num_cached_tokens = resumed.num_cached_tokens
+        request.num_prompt_top = None  # its scores were sent
+    return _restore_branches(request, resumed) if resumed.candidates else ()
+
+
+def _restore_branches(request: LiveRequest, resumed: ResumePoint) -> tuple[Finish, ...]:
+    strategy = request.strategy
+    if not isinstance(strategy, SamplingStrategy):
+        raise EngineError("The engine process ended, and this request cannot be resumed.")
+    ends = strategy.resume(resumed.candidates)
+    sent_tokens = {each.index: each.tokens for each in resumed.candidates}
+    request.num_output_tokens = sum(map(len, sent_tokens.values())) // TOKEN_BYTES
+    if not request.num_output_tokens:
+        request.max_branches -= sum(each.is_done for each in resumed.candidates)
+        return ends
+    request.branches = {
+        index: Branch(
+            index,
+            request,
+            bytearray(sent_tokens[index]),
+            request.num_prompt_tokens + len(sent_tokens[index]) // TOKEN_BYTES,
+            ordinal=index,
+        )
+        for index in strategy.live_candidates
+    }
+    request.num_branches_created = len(sent_tokens)
+    request.max_branches = len(request.branches)
+    request.choose_fork_sources()
+    return ends
+
 
 GRAMMAR_WAIT_S = 0.005
 

@@ -8,8 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from chatcache.bench.drivers import EngineDriver
-from chatcache.bench.shapes import SHAPES, RandomWeights, write_config
+from chatcache.bench.drivers import SHAPES, EngineDriver, RandomWeights, write_config
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.model.loading.loader import load_model

@@ -109,7 +109,7 @@ class EngineProcess:
 
 def write_random(folder: Path) -> None:
     """Write random weights of the SmolLM2-135M shape. Raises: CalledProcessError."""
-    code = "import sys; from pathlib import Path; from chatcache.bench.shapes import SHAPES, write_model\n"
+    code = "import sys; from pathlib import Path; from chatcache.bench.drivers import SHAPES, write_model\n"
     code += "write_model(SHAPES['smollm2-135m'], Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True, env={**os.environ, "PYTHONPATH": _own_path()})
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chatcache.bench.drivers import EngineDriver, TransformersDriver
-from chatcache.bench.shapes import SHAPES, write_model
+from chatcache.bench.drivers import SHAPES, EngineDriver, TransformersDriver, write_model
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.factory import build_engine

@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from chatcache.bench import device as device_module
+from chatcache.bench.drivers import SHAPES, write_model
 from chatcache.bench.engine_bench import (
     BENCHMARKS,
     EngineReport,
@@ -20,7 +21,6 @@ from chatcache.bench.engine_bench import (
     run_engine_bench,
 )
 from chatcache.bench.report import Figure
-from chatcache.bench.shapes import SHAPES, write_model
 from chatcache.cli.main import app
 from chatcache.config import EngineConfig
 from chatcache.errors import ModelFolderError

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from chatcache import factory
+from chatcache.bench.drivers import SHAPES, RandomWeights, Shape, write_config, write_model
 from chatcache.bench.engine_bench import (
     count_matmul_params,
 )
-from chatcache.bench.shapes import SHAPES, RandomWeights, Shape, write_config, write_model
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.errors import ModelFolderError

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from chatcache.auth import new_key
-from chatcache.cli.banner import POLL_S, Banner
+from chatcache.cli.server import POLL_S, Banner
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.gateway.auth.keys import ApiKeyCache
 from chatcache.storage.sqlite import SqliteStore

@@ -13,8 +13,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from chatcache.cli.chat import Session
-from chatcache.cli.chat_clients import HttpChatClient, TextDelta, Usage
+from chatcache.cli.chat import HttpChatClient, Session, TextDelta, Usage
 from chatcache.conversations.prompt import Message
 from chatcache.errors import EngineError
 from chatcache.types.request import SamplingParams

@@ -26,9 +26,9 @@ from chatcache.conversations.prompt import (
     tool_calls_of,
     tool_message,
 )
-from chatcache.conversations.replies.candidate import Candidate
 from chatcache.conversations.replies.events import ReplyDelta, ReplyDone
 from chatcache.conversations.replies.parser import ReplyContext
+from chatcache.conversations.replies.service import Candidate
 from chatcache.conversations.token_memo import TokenMemo
 from chatcache.conversations.tree import Conversation, ConversationTree, Item, ReplyParts, ToolCall, Turn
 from chatcache.errors import InvalidRequestError

@@ -15,11 +15,17 @@ from typing import Any
 
 import pytest
 
+from chatcache.decoding.grammar import compiler as constraint_checker
 from chatcache.decoding.grammar import compiler as constraint_compiler
-from chatcache.decoding.grammar import sandbox as constraint_checker
 from chatcache.decoding.grammar import state as constraint
-from chatcache.decoding.grammar.compiler import LIMITS, MAX_GRAMMARS, GrammarCompiler, check_structured_outputs, to_lark
-from chatcache.decoding.grammar.sandbox import GrammarChecker
+from chatcache.decoding.grammar.compiler import (
+    LIMITS,
+    MAX_GRAMMARS,
+    GrammarChecker,
+    GrammarCompiler,
+    check_structured_outputs,
+    to_lark,
+)
 from chatcache.decoding.grammar.state import Constraint, GrammarDeadEndError, GrammarState
 from chatcache.decoding.stopping import StopRules
 from chatcache.errors import ChatcacheError, EngineError, InvalidRequestError

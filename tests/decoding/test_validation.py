@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from chatcache.decoding.validation import validate_params
+from chatcache.decoding.strategy import validate_params
 from chatcache.errors import InvalidRequestError
 from chatcache.types.request import BeamSearchParams, Params, SamplingParams
 

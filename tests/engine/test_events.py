@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chatcache.config import EngineConfig
-from chatcache.engine import events as outbox
+from chatcache.engine import engine as outbox
 from chatcache.engine.engine import Engine
 from chatcache.types.events import EngineEvent, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest

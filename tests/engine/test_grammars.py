@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from chatcache.config import EngineConfig
-from chatcache.decoding.grammar.sandbox import GrammarChecker
+from chatcache.decoding.grammar.compiler import GrammarChecker
 from chatcache.decoding.grammar.state import GrammarState
 from chatcache.engine.engine import Engine
 from chatcache.errors import InvalidRequestError, OverloadedError, RateLimitError

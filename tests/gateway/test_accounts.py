@@ -15,12 +15,12 @@ from chatcache.gateway.limits import rate_limits as limits
 from chatcache.gateway.limits.rate_limits import (
     MINUTE_NS,
     RESERVED_TOKENS,
+    DailyUsage,
     RateLimiter,
     RequestCost,
     Reservation,
     TokenBucket,
 )
-from chatcache.gateway.limits.usage import DailyUsage
 from tests.gateway.clocks import Clock
 
 SEED = int(os.environ["CHATCACHE_TEST_SEED"])

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from chatcache.decoding.grammar.sandbox import GrammarChecker
+from chatcache.decoding.grammar.compiler import GrammarChecker
 from tests.gateway.serving import Server, post_bytes, read_all, slowed, split_response, wait_until
 
 CHAT = "/v1/chat/completions"

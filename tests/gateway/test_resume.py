@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from websockets.sync.client import ClientConnection, connect
 
 from chatcache.gateway.responses import event_log as response_log
-from chatcache.gateway.websocket import prefill as prewarm
+from chatcache.gateway.websocket import connection as prewarm
 from tests.gateway.frames import LONG, TERMINAL, Frame, ask, receive, send, until_end
 from tests.gateway.responding import counted
 from tests.gateway.serving import PAGE_SIZE, Server, held, hurry, slowed, tiny_tokenizer, wait_until

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from websockets.sync.client import connect
 
-from chatcache.gateway.responses.pending_saves import PendingSaves
+from chatcache.gateway.context import PendingSaves
 from tests.gateway.kept import server_on
 from tests.gateway.responding import Events, running_id
 from tests.gateway.serving import Server, hurry, slowed, wait_until

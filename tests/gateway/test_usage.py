@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from chatcache.conversations.store import StoreUnavailableError
-from chatcache.gateway.limits.usage import DailyUsage
+from chatcache.gateway.limits.rate_limits import DailyUsage
 from tests.gateway.clocks import Clock
 
 DAY_S = 86_400

@@ -22,7 +22,7 @@ import pytest
 from bench.check.model import SynchronousRunner
 from chatcache_kernels import triton, work_list
 
-from chatcache.bench.shapes import RandomWeights, Shape, write_config
+from chatcache.bench.drivers import RandomWeights, Shape, write_config
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.model.cuda_graphs import DecodeGraphs, FilledStep

@@ -20,10 +20,9 @@ from chatcache.model import static_steps
 from chatcache.model.attention import AttentionStep, allocate_kv_pages
 from chatcache.model.cuda_graphs import DecodeGraphs
 from chatcache.model.loading.memory_budget import CudaMemoryGauge, measure_budget
-from chatcache.model.runner import AsyncLaunch, LaunchedStep, Runner, default_async_launch
+from chatcache.model.runner import AsyncLaunch, LaunchedStep, Runner, SwapExecutor, default_async_launch
 from chatcache.model.sampling.sampler import Sampler
 from chatcache.model.streams import CudaEvent, StreamEvent, make_streams
-from chatcache.model.swap import SwapExecutor
 from chatcache.types.plan import KVCapacity, StepPlan
 from tests.model.drive import Driver, make_draws
 from tests.model.lives import MAX_LEN, NUM_SLOTS, VOCAB, Life, Reader, live, make_runner

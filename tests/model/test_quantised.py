@@ -17,7 +17,7 @@ from chatcache_kernels.cpu.int8 import quantise
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from chatcache.bench.shapes import SHAPES, write_model
+from chatcache.bench.drivers import SHAPES, write_model
 from chatcache.config import EngineConfig
 from chatcache.errors import ModelFolderError
 from chatcache.llm import LLM

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from chatcache.decoding.validation import (
+from chatcache.decoding.strategy import (
     MAX_DIVERSITY_PENALTY,
     MAX_LENGTH_PENALTY,
     MAX_LOGIT_BIAS,

@@ -10,13 +10,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TREES = {"chatcache": ROOT / "chatcache", "chatcache_kernels": ROOT / "kernels" / "chatcache_kernels"}
 COMPOSITION = "chatcache"  # the top-level package exports LLM lazily: its import is no dependency of a layer
-MAX_SINGLE_IMPORTER_LINES = 120
+# Tables of entry points: each route handler, command and benchmark is imported by one of them only.
+REGISTRIES = {
+    "chatcache",
+    "chatcache.__main__",
+    "chatcache.cli.main",
+    "chatcache.cli.bench",
+    "chatcache.gateway.routes",
+}
 
 Graph = dict[str, set[str]]
 
 
 def modules() -> dict[str, Path]:
-    """Dotted module name -> file, of both packages."""
+    """Return the dotted module name -> file, of both packages."""
     found: dict[str, Path] = {}
     for package, folder in TREES.items():
         for path in sorted(folder.rglob("*.py")):
@@ -26,7 +33,7 @@ def modules() -> dict[str, Path]:
 
 
 def imported(name: str, path: Path, known: Mapping[str, Path]) -> set[str]:
-    """Modules of `known` that a module imports, anywhere in the file."""
+    """Return the modules of `known` that a module imports, anywhere in the file."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -88,10 +95,15 @@ def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def single_importers(graph: Mapping[str, set[str]]) -> Iterator[str]:
-    """Modules that exactly one other module imports; packages' `__init__` do not count."""
+    """Yield the modules that exactly one other module imports; packages' `__init__` do not count."""
     for name, path in modules().items():
         if path.name != "__init__.py" and sum(name in targets for targets in graph.values()) == 1:
             yield name
+
+
+def is_registered(graph: Mapping[str, set[str]], name: str) -> bool:
+    """Return True if the only importer of a module is a table of entry points: routes, commands, the package."""
+    return all(name not in targets or importer in REGISTRIES for importer, targets in graph.items())
 
 
 def main() -> None:
@@ -103,9 +115,10 @@ def main() -> None:
     single = sorted(single_importers(graph), key=lambda name: lines[name])
     print(f"files {len(sizes)}, lines {sum(sizes)}")
     print(f"median {statistics.median(sizes):g}, mean {statistics.mean(sizes):.0f}, max {lines[longest]} ({longest})")
-    print(f"modules with a single importer: {len(single)}")
+    registered = [name for name in single if is_registered(graph, name)]
+    print(f"modules with a single importer: {len(single)}, of which entry points in a table: {len(registered)}")
     for name in single:
-        print(f"    {lines[name]:4} {name}")
+        print(f"    {lines[name]:4} {name}{'  (entry point)' if name in registered else ''}")
     print(f"import cycles between modules: {cycles(graph)}")
     print(f"import cycles between packages: {cycles(by_package(graph))}")
 

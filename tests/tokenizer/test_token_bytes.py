@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from chatcache.tokenizer.token_bytes import LeadingSpace, build_byte_table
-from chatcache.tokenizer.tokenizer import Tokenizer
+from chatcache.tokenizer.tokenizer import LeadingSpace, Tokenizer, build_byte_table
 from tests.tokenizer.tokenizers import KINDS, backend_of
 
 BACKENDS = {kind: backend_of(kind) for kind in KINDS}

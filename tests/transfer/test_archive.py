@@ -23,11 +23,11 @@ from chatcache.storage.redis import RedisStore
 from chatcache.storage.sqlite import SqliteSnapshot, SqliteStore
 from chatcache.transfer.archive import (
     ConversationSource,
+    DamagedArchiveError,
     check_archive,
     restore,
     write_archive,
 )
-from chatcache.transfer.archive_reader import DamagedArchiveError
 from chatcache.transfer.format import ExportWriter
 from tests.support.generated_stores import OWNERS, everything, fill, full_tree, trees
 from tests.support.redis_servers import RedisServer

@@ -10,9 +10,8 @@ import pytest
 
 from chatcache.conversations.store import ConversationStore
 from chatcache.errors import InvalidRequestError
-from chatcache.transfer.chatgpt import read_chatgpt
 from chatcache.transfer.draft import Draft, parents_first
-from chatcache.transfer.importer import import_draft
+from chatcache.transfer.importer import import_draft, read_chatgpt
 
 Node = dict[str, Any]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from chatcache.conversations.tree import Conversation, ConversationTree, Item, ReplyParts, ToolCall
-from chatcache.transfer.markdown import branch_markdown, tree_markdown
+from chatcache.transfer.format import branch_markdown, tree_markdown
 from tests.support.conversation_trees import GeneratedTree, trees
 
 

@@ -1,4 +1,4 @@
 """Replies in progress: one engine request in, parsed events of its candidates out.
 
-Reading order: service, candidate, parser, events.
+Reading order: service, parser, events.
 """

@@ -23,9 +23,8 @@ from chatcache.gateway.schemas.responses import Import, ImportEntry
 from chatcache.gateway.websocket.notifications import ConversationHub
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.transfer.draft import Draft
-from chatcache.transfer.format import ExportWriter
+from chatcache.transfer.format import ExportWriter, branch_markdown, tree_markdown
 from chatcache.transfer.importer import ImportResult, import_draft, read_draft
-from chatcache.transfer.markdown import branch_markdown, tree_markdown
 
 JSON_LINES = "application/x-ndjson"
 MARKDOWN = "text/markdown; charset=utf-8"

@@ -7,9 +7,9 @@ import math
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatcache.conversations.alternatives import Alternatives, TokenAlternatives, read_alternatives
 from chatcache.conversations.fork_points import require_generated
 from chatcache.conversations.tree import ConversationTree, Item
+from chatcache.conversations.turns import Alternatives, TokenAlternatives, read_alternatives
 from chatcache.errors import InvalidRequestError
 from chatcache.gateway.api.conversations import find_item, store_of
 from chatcache.gateway.api.logprobs import MIN_LOGPROB, token_text

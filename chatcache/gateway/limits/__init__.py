@@ -1,4 +1,4 @@
 """Limits of the gateway: admission control, rate limits of API keys and daily token usage.
 
-Reading order: `rate_limits`, `usage`, `admission`.
+Reading order: `rate_limits`, `admission`.
 """

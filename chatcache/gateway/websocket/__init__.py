@@ -1,4 +1,4 @@
 """WebSocket transport of the Responses API (`/v1/responses`).
 
-Reading order: `frames`, `streams`, `notifications`, `prefill`, `connection`.
+Reading order: `frames`, `streams`, `notifications`, `connection`.
 """

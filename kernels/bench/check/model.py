@@ -13,9 +13,8 @@ from bench.check.context import StageContext
 from bench.check.limits import stage_limits
 from bench.check.profile import profile_steps
 from chatcache.bench.device import Limits, Roofline
-from chatcache.bench.drivers import EngineDriver
+from chatcache.bench.drivers import SHAPES, EngineDriver, RandomWeights, Shape, write_config
 from chatcache.bench.report import Figure, compare, compare_to_floor
-from chatcache.bench.shapes import SHAPES, RandomWeights, Shape, write_config
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.protocols import StepHandle

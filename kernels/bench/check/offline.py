@@ -17,9 +17,8 @@ from bench.check.context import StageContext
 from bench.check.limits import stage_limits
 from bench.check.model import LoadedModel, load
 from bench.check.stages import PEER
-from chatcache.bench.drivers import EngineDriver
+from chatcache.bench.drivers import SHAPES, EngineDriver, write_config
 from chatcache.bench.report import Figure, compare
-from chatcache.bench.shapes import SHAPES, write_config
 from chatcache.types.request import SamplingParams
 
 MAX_TOKEN_ID = 10_000

@@ -17,7 +17,7 @@ from bench.check.limits import stage_limits
 from bench.check.workload import PAGE, Heads, choose_kernels
 from chatcache.bench.device import Limits, Work, time_with_host, time_work
 from chatcache.bench.report import compare, compare_to_floor
-from chatcache.model.swap import SwapExecutor
+from chatcache.model.runner import SwapExecutor
 
 MIN_BANDWIDTH_BYTES = 64 * 2**20  # smaller launches are compared by time
 

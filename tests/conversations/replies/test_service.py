@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from chatcache.config import EngineConfig
 from chatcache.conversations.prompt import Message
-from chatcache.conversations.replies.candidate import Candidate
 from chatcache.conversations.replies.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
 from chatcache.conversations.replies.parser import ReplyContext
-from chatcache.conversations.replies.service import ChatService, Reply, ReplyFailedError
+from chatcache.conversations.replies.service import Candidate, ChatService, Reply, ReplyFailedError
 from chatcache.engine.engine import Engine
 from chatcache.engine_process.threaded import ThreadedEngine
 from chatcache.errors import InvalidRequestError

@@ -11,8 +11,7 @@ import torch.distributed
 import transformers
 
 from chatcache.demo_model.training.corpus import IGNORED
-from chatcache.demo_model.training.network import Llama, Shape, export
-from chatcache.demo_model.training.train import Recipe, Trainer, collate, lr_factor
+from chatcache.demo_model.training.train import Llama, Recipe, Shape, Trainer, collate, export, lr_factor
 
 TINY = Shape(vocab_size=50, hidden_size=32, intermediate_size=48, num_layers=2, head_dim=16, max_positions=64)
 
