@@ -57,6 +57,7 @@ def _use(server: Server) -> None:
             socket.recv(timeout=60)
 
 
+@pytest.mark.slow
 def test_json_log_lines_are_objects_with_common_fields(logged: list[dict[str, Any]]) -> None:
     assert {line["process"] for line in logged} == {"gateway", "engine"}
     for line in logged:

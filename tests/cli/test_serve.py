@@ -39,6 +39,7 @@ def test_server_answers_a_chat_completion(server: Server) -> None:
     assert answer["usage"]["completion_tokens"] == 4
 
 
+@pytest.mark.slow
 def test_server_listens_before_the_model_is_loaded(folder: Path, tmp_path: Path) -> None:
     with serving(folder, tmp_path) as server:
         url = server.url
@@ -77,6 +78,7 @@ def slow_stream(url: str) -> tuple[socket.socket, bytes]:
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.slow
 def test_server_first_signal_drains(folder: Path, tmp_path: Path, number: int) -> None:
     with serving(folder, tmp_path) as server:
         url, child = server.ready(), server.child()
@@ -216,6 +218,7 @@ def test_server_exits_with_78_for_a_bad_model_folder(
         assert "Traceback" not in server.output
 
 
+@pytest.mark.slow
 def test_server_exits_with_78_for_a_missing_model_folder(tmp_path: Path) -> None:
     with serving(tmp_path / "nowhere", tmp_path) as server:
         assert server.wait() == 78

@@ -39,6 +39,7 @@ def searches(draw: st.DrawFn) -> tuple[BeamSearchParams, TableModel, Output]:
 
 @given(searches())
 @settings(max_examples=200, deadline=None)
+@pytest.mark.slow
 def test_a_token_is_emitted_in_the_step_in_which_it_is_agreed_on(
     search: tuple[BeamSearchParams, TableModel, Output],
 ) -> None:

@@ -113,6 +113,7 @@ def agree(shape: Shape, searches: list[Search]) -> list[int]:
     return [len(tokens) for answer in answers for tokens, _ in answer]
 
 
+@pytest.mark.slow
 def test_every_width_equals_generate(shape: Shape) -> None:
     stops: tuple[bool | str, ...] = (True, False, "never")
     searches = [

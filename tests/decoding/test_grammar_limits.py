@@ -353,6 +353,7 @@ def many_schemas(own: GrammarCompiler, first: int, count: int) -> None:
 
 @pytest.mark.linux  # reads /proc
 @pytest.mark.parametrize("count", [400, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.slow
 def test_endless_new_schemas_take_no_more_memory(own: GrammarCompiler, count: int) -> None:
     many_schemas(own, 0, 2 * MAX_GRAMMARS)
     before = resident_mib()

@@ -63,6 +63,7 @@ def test_beams_within_a_grammar_equal_dense(
     frequency_penalty=st.sampled_from([0.0, 0.7]),
 )
 @settings(max_examples=150, deadline=None)
+@pytest.mark.slow
 def test_distinct_candidates_within_a_grammar_equal_every_output_perturbed(
     n: int, grammar: int, model: int, seed: int, temperature: float, min_tokens: int, frequency_penalty: float
 ) -> None:

@@ -62,6 +62,7 @@ def test_equals_every_output_perturbed(
 
 
 @pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.slow
 def test_candidates_are_included_as_often_as_without_replacement(n: int) -> None:
     """Counts over seeds, within 4 sigma of the probabilities by enumeration; the first candidate is a plain sample."""
     logits, num_seeds = TableModel(3, 11, 1.0), 2500

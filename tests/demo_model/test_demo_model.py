@@ -57,6 +57,7 @@ def test_the_model_stops_at_the_end_of_turn(model: Model) -> None:
         pytest.param(evaluate.recall_long, 12, 0.0, 0.8, id="name recall behind a long system prompt"),
     ],
 )
+@pytest.mark.slow
 def test_held_out_figures(
     model: Model, make: Callable[[Random], Case], num_cases: int, temperature: float, at_least: float
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 from chatcache.config import EngineConfig
 from chatcache.engine_process.process import EngineProcess, RestartPolicy
 from chatcache.factory import BUILD_ENGINE, load_tokenizer
@@ -31,6 +33,7 @@ async def read(engine: EngineProcess, name: str, kill_after: int = -1) -> list[l
     return said
 
 
+@pytest.mark.slow
 async def test_the_text_of_a_killed_engine_is_that_of_an_undisturbed_one() -> None:
     tokenizer = load_tokenizer(CONFIG)
     params = SamplingParams(

@@ -14,6 +14,7 @@ TIGHT = settings(QUICK, max_examples=60)
 
 @QUICK
 @given(workloads())
+@pytest.mark.slow
 def test_random_workloads_equal_each_request_alone(workload: Workload) -> None:
     assert_equals_alone(workload)
 

@@ -134,6 +134,7 @@ async def poisoned(num_poison: int, num_good: int) -> EngineProcess:
     return engine
 
 
+@pytest.mark.slow
 async def test_poisoned_requests_fail_alone() -> None:
     await poisoned(2, 20)
 

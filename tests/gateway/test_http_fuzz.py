@@ -81,6 +81,7 @@ def _check(server: Server, caplog: pytest.LogCaptureFixture, seed: int, num_bodi
     assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
 
 
+@pytest.mark.slow
 def test_mutated_bodies_get_well_formed_responses(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     _check(server, caplog, seed=6, num_bodies=1500)
 

@@ -150,6 +150,7 @@ def counted(folder: Path, num_probes: int) -> Counted:
 @pytest.mark.parametrize(
     "num_probes", [100, pytest.param(400, marks=pytest.mark.slow), pytest.param(100_000, marks=pytest.mark.long)]
 )
+@pytest.mark.slow
 def test_cache_counts_exclude_pages_of_other_tenants(tmp_path: Path, num_probes: int) -> None:
     """Goal G19. Positive control: users of one tenant do share pages."""
     found = counted(tmp_path, num_probes)

@@ -140,6 +140,7 @@ def check_ledger(kept: RedisServer | str, clients: Clients) -> None:
             assert [item["content"][0]["text"] for item in items] == [key]
 
 
+@pytest.mark.slow
 def test_killed_gateways_lose_no_acknowledged_turn_and_repeat_none(kept: RedisServer | str) -> None:
     clients = live_and_die(kept, num_kills=2)
     assert clients.num_sent_again

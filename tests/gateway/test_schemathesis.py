@@ -91,6 +91,7 @@ def _not_json(name: str) -> None:
 
 @API.include(method="POST").parametrize()
 @_bounded(5)
+@pytest.mark.slow
 def test_generated_bodies_get_described_responses(case: schemathesis.Case[Any], server: Server) -> None:
     """Fewer: thinking one up takes a second, and it has all fields at once."""
     _check(case, server)

@@ -73,6 +73,7 @@ def said(body: bytes) -> str:
     return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in events(body))
 
 
+@pytest.mark.slow
 def test_two_hundred_stalled_readers_beside_twenty_live_ones(server: Server) -> None:
     """G5, shorter."""
     expected = said(server.stream(CHAT, **LIVE)[1])

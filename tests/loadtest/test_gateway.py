@@ -50,6 +50,7 @@ def test_latencies_with_repeated_token_raise() -> None:
 
 
 @pytest.mark.parametrize("transports", [["chat"], pytest.param([*TRANSPORTS], marks=pytest.mark.slow)], ids=len)
+@pytest.mark.slow
 def test_main_measures_transports(transports: list[str], tmp_path: Path) -> None:
     arguments = ["--streams", "80", "--window", "0.5", "--settle", "0.1", "--rate", "20", "--out", str(tmp_path)]
     assert benchmark.main([*arguments, "--transports", *transports]) == 0

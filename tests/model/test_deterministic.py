@@ -178,6 +178,7 @@ def test_batch_dependent_network_is_rejected_unless_run_token_by_token(wrapped: 
                 check_determinism(network, kernels, 8, max_model_len)
 
 
+@pytest.mark.slow
 def test_fast_layers_fail_the_determinism_check(sample_of: Get, load: Load) -> None:
     """True on every machine so far.
 

@@ -89,6 +89,7 @@ def test_noise_kernel_matches_its_definition(vocab_size: int) -> None:
 
 
 @pytest.mark.parametrize("num_draws", [1_500, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.slow
 def test_draws_equal_the_cpu_sampler(num_draws: int) -> None:
     """Keys, temperatures and logits fresh every run; a fifth of the draws filtered."""
     rng = np.random.default_rng(SEED)
@@ -170,6 +171,7 @@ def mixed(rng: np.random.Generator, vocab_size: int, num_rows: int) -> tuple[tor
 
 
 @pytest.mark.parametrize("vocab_size", [pytest.param(320, marks=pytest.mark.slow), 333])
+@pytest.mark.slow
 def test_mixed_draws_equal_the_cpu_sampler(vocab_size: int) -> None:
     """Chunks smaller than the vocabulary, so that every merge has something to merge."""
     rng = np.random.default_rng(SEED)
@@ -183,6 +185,7 @@ def test_mixed_draws_equal_the_cpu_sampler(vocab_size: int) -> None:
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=2e-5, atol=2e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_row_with_chunks_of_very_different_magnitude_equals_the_cpu_sampler() -> None:
     """One chunk is far below the others, one has no finite logit."""
     rng = np.random.default_rng(SEED)
@@ -213,6 +216,7 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_enqueue_does_not_wait_for_the_device() -> None:
     logits, index, draws = mixed(np.random.default_rng(SEED), 320, 5)
     sampler = DeviceSampler(320, CPU, SMALL)

@@ -124,6 +124,7 @@ fill_rows = static_steps.fill_rows
 
 
 @pytest.mark.parametrize("bug", [leave_cells, leave_slots, stale_tokens, forget_changes])
+@pytest.mark.slow
 def test_injected_stale_input_is_detected(bug: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "fill_rows", bug)
     assert is_broken(), f"seed {SEED}"

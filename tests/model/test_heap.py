@@ -38,6 +38,7 @@ def test_layers_of_a_model_share_a_block() -> None:
 
 
 @pytest.mark.linux  # needs /proc
+@pytest.mark.slow
 def test_reuse_freed_memory_keeps_memory_in_the_process() -> None:
     """In a process of its own: the setting stays for good."""
     program = """

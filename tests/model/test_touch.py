@@ -86,6 +86,7 @@ def test_close_waits_for_the_thread(pages: KVPages) -> None:
     assert touch.thread is None
 
 
+@pytest.mark.slow
 def test_program_that_does_not_close_exits_cleanly() -> None:
     """The interpreter waits for the thread, wherever it is."""
     program = f"""

@@ -43,6 +43,7 @@ def form(kernel: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[str
 
 
 @pytest.mark.interpreter  # its launches are read
+@pytest.mark.slow
 def test_no_kernel_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chatcache_kernels.work_list.SPLIT_TOKENS", 16)
     monkeypatch.setattr(static_steps, "SPLIT_TOKENS", 16)
