@@ -75,7 +75,7 @@ def test_a_growing_reply_is_forked_as_far_as_it_goes(server: Server, url: str, b
 
 
 @pytest.mark.parametrize("fork_at", [None, 5])
-def test_a_growing_reply_goes_on_beside_itself(server: Server, url: str, fork_at: int | None) -> None:
+def test_fork_growing_reply_without_input_continues_it(server: Server, url: str, fork_at: int | None) -> None:
     with slowed(server, 0.05), connect(url) as growing, connect(url) as forking:
         origin, _ = begin(growing, 12, max_output_tokens=120)
         place = {"previous_response_id": origin["id"]} | ({} if fork_at is None else {"fork_at": fork_at})
@@ -88,8 +88,8 @@ def test_a_growing_reply_goes_on_beside_itself(server: Server, url: str, fork_at
     assert fork["status"] == "incomplete" and fork["usage"]["output_tokens"] == 60
     said, all_said = text_of(fork), text_of(whole)
     assert all_said.startswith(said.rstrip("\ufffd")), "greedy from the same tokens is the same reply"
-    told = "".join(frame["delta"] for frame in frames if frame["type"] == "response.output_text.delta")
-    assert told == said
+    streamed = "".join(frame["delta"] for frame in frames if frame["type"] == "response.output_text.delta")
+    assert streamed == said
     stored = items_of(server, fork)
     assert stored[fork["output"][0]["id"]]["parent_id"] == stored[whole["output"][0]["id"]]["parent_id"]
     assert fork["forked_item_id"] is None and fork["input_item_ids"] == []
@@ -170,7 +170,7 @@ def test_forks_of_nothing(server: Server, socket: ClientConnection, url: str) ->
     assert (error["code"], error["param"]) == ("nothing_to_fork", "previous_response_id")
 
 
-def test_nobody_forks_what_another_tenant_is_being_told(shared: Server) -> None:
+def test_fork_running_response_of_another_tenant_returns_404(shared: Server) -> None:
     url = f"ws://127.0.0.1:{shared.port}/v1/responses"
     with (
         slowed(shared, 0.01),

@@ -1,4 +1,4 @@
-"""Responses over HTTP: failures, restarts, what is refused, and to whom."""
+"""Responses over HTTP: failures, restarts, invalid requests and tenant isolation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.gateway.test_tenants import ONE, TWO, shared
 __all__ = ["shared"]
 
 
-def test_a_failure_is_told_stored_and_no_error_of_the_request(server: Server) -> None:
+def test_response_engine_failure_returns_200_and_is_stored(server: Server) -> None:
     greedy = {"input": "Say", "temperature": 0, "ignore_eos": True, "max_output_tokens": 12}
     whole = server.post(PATH, **greedy)[2]
     server.runner._faulty_token = reply_tokens(server, whole["id"])[6]
@@ -43,10 +43,10 @@ def test_a_failure_is_told_stored_and_no_error_of_the_request(server: Server) ->
     assert server.post(PATH, **greedy)[2]["output"][0]["content"] == whole["output"][0]["content"]
 
 
-def test_a_search_that_its_engine_took_along_may_be_sent_again(
+def test_beam_search_when_engine_process_dies_returns_retryable_503(
     server: Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `bus.survivors` says of one then: 503 where nothing was sent yet, the same code on streams and sockets."""
+    """The status is 503 if nothing was sent yet; streams and sockets report the same error code."""
     events = server.engine.events
 
     async def dying(request_id: str, after: int = 0) -> AsyncIterator[EngineEvent]:
@@ -108,7 +108,7 @@ def test_responses_are_found_after_a_restart(tmp_path: Path) -> None:
         assert after[0] == 200
 
 
-def test_nobody_elses_responses(shared: Server) -> None:
+def test_responses_of_another_tenant_return_404(shared: Server) -> None:
     mine = shared.request("POST", PATH, {"input": "Hi", "max_output_tokens": 2}, ONE)[2]
     with slowed(shared, 0.01):
         live = shared.request("POST", PATH, {**LONG, "background": True}, ONE)[2]

@@ -61,7 +61,7 @@ def by_chat_stream(server: Server, talk: Talk, text: str) -> Talk:
 
 
 def asked(talk: Talk, text: str) -> Json:
-    """A response that goes on with the last one, or brings the history where there is none."""
+    """Body of a request that continues the last response, or contains the history without one."""
     body: Json = {"instructions": SYSTEM, "max_output_tokens": NUM_TOKENS, "ignore_eos": True}
     body |= {"skip_special_tokens": False}
     if talk.response_id is not None:

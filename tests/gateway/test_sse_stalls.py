@@ -1,4 +1,7 @@
-"""SSE clients that stop reading: they cost little, end after a while, and nobody else notices."""
+"""SSE clients that stop reading.
+
+Their memory is bounded, they are disconnected after a timeout, and other clients are unaffected.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +77,8 @@ def said(body: bytes) -> str:
 
 
 @pytest.mark.slow
-def test_two_hundred_stalled_readers_beside_twenty_live_ones(server: Server) -> None:
-    """G5, shorter."""
+def test_sse_with_200_stalled_clients_serves_20_live_clients(server: Server) -> None:
+    """A shorter run of G5."""
     expected = said(server.stream(CHAT, **LIVE)[1])
     texts: list[str] = []
     rss_before = rss_bytes()
@@ -96,13 +99,13 @@ def test_two_hundred_stalled_readers_beside_twenty_live_ones(server: Server) -> 
         assert grown < 64 * 2**20, f"{grown / 2**20:.0f} MiB"
         wait_until(lambda: not server._uvicorn.server_state.connections, "the stalled to be given up", timeout_s=60)
         wait_until(lambda: server.num_pages_in_use() == 0, "their pages to come back")
-        # The heavy ones were cut off; what the others were told fits the buffers, and lies there until they read it.
+        # The heavy streams were cut off; the other streams fit the socket buffers and are read from there.
         bodies = [read_all(raw) for raw in stalled]
         assert [DONE in body for body in bodies] == [False] * NUM_HEAVY + [True] * (NUM_STALLED - NUM_HEAVY)
 
 
-def test_an_answer_that_nobody_reads_ends_with_its_connection(server: Server) -> None:
-    """While it is still computed: for seconds yet, and one is enough."""
+def test_sse_stream_not_read_by_client_is_aborted(server: Server) -> None:
+    """The generation takes several seconds; the stall timeout is one second."""
     left_before = num_left(server)
     body = {**HEAVY, "n": 8, "max_tokens": 900}
     with slowed(server, 0.01), contextlib.closing(stalled_client(server, CHAT, body)):

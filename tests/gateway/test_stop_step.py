@@ -1,7 +1,8 @@
-"""Stopping takes one engine step, whoever stops and however: the steps are let through one by one to see it.
+"""Stopping a request takes one engine step, for every way to stop it.
 
-While a step is held, the stop is asked for; once that step is over its pages are back, its end is told with the
-receipt, and the next step, which is held in turn, has nobody's rows but the neighbour's.
+The tests release the steps one at a time. The stop is requested while a step is held. After that step the pages of the
+request are free, its terminal event is sent with the receipt, and the next step, which is held in turn, contains only
+the rows of the other request.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CHAT_BODY: Frame = {"max_tokens": 300, "ignore_eos": True, "n": N}
 
 
 class Gate:
-    """Stands before the runner. `held` is the step that waits, None while there is none."""
+    """Hold steps before the runner executes them. `held` is the waiting step, or None."""
 
     def __init__(self, execute: Callable[[StepPlan], StepResult]) -> None:
         self._execute = execute
@@ -59,7 +60,7 @@ class Gate:
         return len(plan.rows.tokens) if plan is not None else 0
 
     def step(self) -> None:
-        """Let the step that is held be done, and wait for the next one."""
+        """Release the held step and wait for the next one."""
         before = self.num_begun
         self._permits.release()
         wait_until(lambda: self.num_begun > before and self.held is not None, "the next step")
@@ -79,14 +80,14 @@ def chunked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def stepped(server: Server) -> Iterator[Gate]:
-    """Steps one by one, and a neighbour who is answered all the while."""
+    """Hold each engine step, with another request running all the time."""
     gate = Gate(server.runner.execute)
     server.runner.execute = gate.execute  # type: ignore[method-assign]
     try:
-        with server.connect() as neighbour:
+        with server.connect() as other:
             body = {**CHAT_BODY, "n": 1, "messages": [{"role": "user", "content": "x"}], "stream": True}
-            neighbour.sendall(post_bytes(server.port, CHAT, json.dumps(body).encode()))
-            wait_until(lambda: gate.held is not None, "the neighbour's first step")
+            other.sendall(post_bytes(server.port, CHAT, json.dumps(body).encode()))
+            wait_until(lambda: gate.held is not None, "the first step of the other request")
             yield gate
             gate.open()
     finally:
@@ -95,7 +96,7 @@ def stepped(server: Server) -> Iterator[Gate]:
 
 
 def until_phase(server: Server, gate: Gate, phase: str) -> None:
-    """Go on until the request is in the middle of its prompt, or all its candidates are being drawn."""
+    """Run steps until the prompt is partly computed, or all candidates of the request decode."""
     wait_until(lambda: server.engine._command_queue.commands.qsize() > 0, "the request")
     for _ in range(60):
         if (gate.num_rows == 2 and gate.num_tokens > 4) if phase == "prefill" else gate.num_rows == 1 + N:
@@ -105,10 +106,10 @@ def until_phase(server: Server, gate: Gate, phase: str) -> None:
 
 
 def stopped(server: Server, gate: Gate) -> None:
-    """The stop has reached the engine; the step that it came too late for is done."""
-    wait_until(lambda: server.engine._command_queue.commands.qsize() > 0, "the engine to be told")
+    """Wait until the stop has reached the engine and run the step that was already planned."""
+    wait_until(lambda: server.engine._command_queue.commands.qsize() > 0, "the command to the engine")
     gate.step()
-    assert gate.num_rows == 1, "only the neighbour goes on"
+    assert gate.num_rows == 1, "only the other request continues"
 
 
 def end_of(frames: Iterator[Frame]) -> Frame:
@@ -165,7 +166,7 @@ def test_cancel_is_one_step_and_a_receipt(chunked: Server, by: str, phase: str) 
 @pytest.mark.parametrize("how", ["fin", "rst", "half"])
 @pytest.mark.parametrize("what", ["chat", "chat stream", "response", "response stream", "socket"])
 def test_leaving_is_one_step(chunked: Server, what: str, how: str, phase: str) -> None:
-    """Of those whom nobody else can read: nothing of theirs is in the step after the one under way."""
+    """The step after the one in progress contains no rows of a request without another reader."""
     with contextlib.ExitStack() as stack, stepped(chunked) as gate:
         leave = begin(stack, chunked, what, text_for(phase), how)
         until_phase(chunked, gate, phase)
@@ -175,7 +176,7 @@ def test_leaving_is_one_step(chunked: Server, what: str, how: str, phase: str) -
 
 
 def begin(stack: contextlib.ExitStack, server: Server, what: str, text: str, how: str) -> Callable[[], None]:
-    """Ask; how to leave."""
+    """Send the request and return a function that disconnects."""
     if what == "socket":
         url = f"ws://127.0.0.1:{server.port}{RESPONSES}"
         opened = stack.enter_context(connect(url, max_queue=None, close_timeout=0.1))

@@ -1,4 +1,7 @@
-"""The store dies, hangs or fills up under a gateway: turns are refused, what runs goes on and is saved later."""
+"""The store dies, hangs or is full.
+
+New turns are refused, running responses continue and are saved later.
+"""
 
 from __future__ import annotations
 
@@ -135,8 +138,10 @@ def _saved_later(server: Server, redis: RedisServer, timeout_s: float = 60.0) ->
     wait_until(lambda: texts(server, conversation) == ["Hi", said], "the reply to be stored", timeout_s)
 
 
-def test_a_reply_that_nobody_keeps_would_be_missed(mortal_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted bug: the test above sees what is never saved."""
+def test_store_down_reply_not_kept_for_saving_is_detected(
+    mortal_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Injected bug: the test above detects a reply that is never saved."""
     monkeypatch.setattr(PendingSaves, "add", lambda *_: None)
     with server_on(mortal_redis) as server:
         server.wait_ready()

@@ -1,4 +1,7 @@
-"""Several tabs on one conversation over HTTP: stale writers are told, everybody hears, the last word is one."""
+"""Several clients on one conversation.
+
+Stale writes are refused, subscribers receive every change, and all agree on one history.
+"""
 
 from __future__ import annotations
 
@@ -132,8 +135,11 @@ def test_deleting_a_conversation_ends_what_is_said_in_it(server: Server) -> None
     assert server.request("GET", f"/v1/responses/{terminal[-1]['response']['id']}")[0] in (200, 404)
 
 
-def test_a_subscriber_hears_when_nothing_runs_any_more(server: Server) -> None:
-    """The last word on a conversation is told while its response winds up; it does not count as running then."""
+def test_subscriber_after_last_response_receives_empty_running_list(server: Server) -> None:
+    """The last update of a conversation is sent while its response finishes.
+
+    The response does not count as running then.
+    """
     with connect(f"ws://127.0.0.1:{server.port}/v1/responses", subprotocols=[Subprotocol("chatcache.v1")]) as socket:
         socket.send(json.dumps({"type": "conversation.subscribe"}))
         for _ in range(5):
@@ -141,12 +147,12 @@ def test_a_subscriber_hears_when_nothing_runs_any_more(server: Server) -> None:
             leaf = response["output"][0]["id"]
             heads: list[dict[str, Any]] = []
             while not heads or heads[-1]["conversation"]["active_leaf"] != leaf:
-                heads += [frame for frame in _heard(socket) if frame["type"] == "conversation.updated"]
+                heads += [frame for frame in _received(socket) if frame["type"] == "conversation.updated"]
             assert heads[-1]["running"] == []
 
 
-def _heard(socket: ClientConnection) -> list[dict[str, Any]]:
-    """Frames until none has come for a moment."""
+def _received(socket: ClientConnection) -> list[dict[str, Any]]:
+    """Frames received until none arrives for 0.3 s."""
     frames: list[dict[str, Any]] = []
     try:
         while True:
@@ -155,16 +161,16 @@ def _heard(socket: ClientConnection) -> list[dict[str, Any]]:
         return frames
 
 
-def test_every_change_is_heard_by_the_other_tabs(server: Server) -> None:
+def test_subscriber_receives_every_change_of_another_client(server: Server) -> None:
     """The newest head of every conversation that a route changed, once it is stored; None for what is gone."""
     exported: Any = None
-    heard: dict[str, Any] = {}
+    received: dict[str, Any] = {}
 
     async def listen(until: asyncio.Event) -> None:
         subscription = server.gateway.hub.subscribe("")
         try:
             while not until.is_set():
-                heard.update(await subscription.next())
+                received.update(await subscription.next())
         finally:
             server.gateway.hub.unsubscribe("", subscription)
 
@@ -177,19 +183,19 @@ def test_every_change_is_heard_by_the_other_tabs(server: Server) -> None:
     task, _ = server.call(start())
     made = server.post("/v1/conversations", items=[{"role": "user", "content": "Hello"}])[2]
     path = f"/v1/conversations/{made['id']}"
-    wait_until(lambda: heard[made["id"]].rev == made["rev"] if made["id"] in heard else False, "created")
+    wait_until(lambda: received[made["id"]].rev == made["rev"] if made["id"] in received else False, "created")
     message = {"items": [{"role": "assistant", "content": "Hi"}]}
     first = f"{path}/items/{made['active_leaf']}"
     changes = (("POST", path, {"title": "Renamed"}), ("POST", f"{path}/items", message), ("DELETE", first, None))
     for method, where, body in changes:
         assert server.request(method, where, body)[0] == 200
         present = head(server, made["id"])
-        wait_until(lambda rev=present["rev"]: heard[made["id"]].rev == rev, "a change")  # type: ignore[misc]
+        wait_until(lambda rev=present["rev"]: received[made["id"]].rev == rev, "a change")  # type: ignore[misc]
     exported = server.request("GET", f"{path}/export")[2]
-    exported["conversation"]["id"] = "conv_heard"
+    exported["conversation"]["id"] = "conv_imported"
     copy = server.post("/v1/conversations/import", **exported)[2]["data"][0]["id"]
-    wait_until(lambda: copy in heard, "an import")
+    wait_until(lambda: copy in received, "an import")
     assert server.post("/v1/conversations/import", **exported)[2]["unchanged"] == 1
     assert server.request("DELETE", path)[0] == 200
-    wait_until(lambda: heard[made["id"]] is None, "a deletion")
+    wait_until(lambda: received[made["id"]] is None, "a deletion")
     server.loop.call_soon_threadsafe(task.cancel)

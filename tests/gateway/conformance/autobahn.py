@@ -1,9 +1,9 @@
-"""Autobahn's own WebSocket suite against the gateway: `python -m tests.gateway.conformance.autobahn`.
+"""Run the Autobahn suite on the gateway: `python -m tests.gateway.conformance.autobahn`.
 
-It needs a Python 2.7 and is no part of the gate; `test_gateway_conformance` holds the same conversations there.
-`--cases` takes its patterns. Those of section 9 send larger messages, in more pieces, than a server here lets through,
-so its limits are raised unless `--strict`; sections 12 and 13 are about compression, which it never offers: they
-come out as UNIMPLEMENTED, unless `--deflate` turns on what uvicorn has.
+The suite needs Python 2.7 and CI does not run it; `test_conformance` runs the same conversations in CI. `--cases` takes
+Autobahn's patterns. Section 9 sends larger messages in more fragments than the server accepts, so the limits are raised
+unless `--strict`. Sections 12 and 13 test compression, which the server does not offer: they are UNIMPLEMENTED unless
+`--deflate` enables the compression of uvicorn.
 """
 
 from __future__ import annotations

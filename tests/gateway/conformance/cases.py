@@ -1,6 +1,6 @@
-"""What is said to a server that echoes, and what it has to answer by RFC 6455.
+"""Conversations with an echo server and the answers that RFC 6455 requires.
 
-Conversations bear the numbers of Autobahn's cases that hold the same ones, so that verdicts can be compared.
+Each conversation has the number of the equivalent Autobahn case, so that results can be compared.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from tests.gateway.conformance.utf8 import INVALID, KOSME, MIXED, VALID
 
 NORMAL, PROTOCOL_ERROR, BAD_PAYLOAD = 1000, 1002, 1007
 HELLO = frame(TEXT, b"Hello")
-HEARD_HELLO: Event = ("text", b"Hello")
-MAY_DROP: frozenset[int | None] = frozenset({None})  # RFC 6455, 7.1.7: it SHOULD say why
+RECEIVED_HELLO: Event = ("text", b"Hello")
+MAY_DROP: frozenset[int | None] = frozenset(
+    {None}
+)  # RFC 6455, 7.1.7: the server SHOULD send a Close first, but need not
 SIZES = (0, 125, 126, 127, 128, 65535, 65536)
 
 
 def answered(name: str, *frames: bytes, events: Sequence[Event], chop: int = 0, framewise: bool = False) -> Case:
-    """It says all that, then we close."""
+    """Case in which the server sends all `events`, then the client closes."""
     said = frames if framewise else (b"".join(frames),)
     return Case(name, (*said, len(events), close(NORMAL)), tuple(events), frozenset({NORMAL}), chop=chop)
 
@@ -46,7 +48,11 @@ def refused(
     chop: int = 0,
     framewise: bool = False,
 ) -> Case:
-    """It closes. What was good before the fault need not be answered. Whoever finds none answers our Close."""
+    """Case in which the server closes because of a protocol violation.
+
+    Valid frames before the violation need not be answered. A server that detects no violation answers the client's
+    Close.
+    """
     said = (*frames, close(NORMAL))
     prefixes = tuple(tuple(events[:end]) for end in range(len(events)))
     script = said if framewise else (b"".join(said),)
@@ -54,7 +60,7 @@ def refused(
 
 
 def closed(name: str, *frames: bytes, codes: Sequence[int] = (NORMAL,)) -> Case:
-    """Ours is the first Close; it is answered, and nothing behind it."""
+    """Case in which the client closes first; the server answers only the Close, no later frame."""
     return Case(name, (b"".join(frames),), (), frozenset(codes))
 
 
@@ -79,8 +85,8 @@ def pings() -> Iterator[Case]:
     yield refused("2.5", frame(PING, b"\xfe" * 126))
     yield answered("2.6", frame(PING, b"\xfe" * 125), events=[("pong", b"\xfe" * 125)], chop=1)
     yield answered("2.7", frame(PONG), events=[])
-    yield answered("2.8", frame(PONG, b"nobody asked"), events=[])
-    yield answered("2.9", frame(PONG, b"nobody asked"), frame(PING, b"asked"), events=[("pong", b"asked")])
+    yield answered("2.8", frame(PONG, b"unsolicited"), events=[])
+    yield answered("2.9", frame(PONG, b"unsolicited"), frame(PING, b"asked"), events=[("pong", b"asked")])
     many = [b"ping %d" % number for number in range(10)]
     for name, chop in (("2.10", 0), ("2.11", 1)):
         pongs = [("pong", payload) for payload in many]
@@ -88,37 +94,37 @@ def pings() -> Iterator[Case]:
 
 
 def reserved() -> Iterator[Case]:
-    """Bits and opcodes that nobody has given a meaning."""
+    """Reserved bits and opcodes."""
     ping = frame(PING)
     for rsv, chop, framewise in ((2, 0, False), (3, 0, True), (4, 1, False)):
-        spoilt = frame(TEXT, b"Hello", rsv=rsv)
-        told = [HEARD_HELLO]
-        yield refused(f"3.{rsv}", HELLO, spoilt, ping, events=told, chop=chop, framewise=framewise)
+        corrupted = frame(TEXT, b"Hello", rsv=rsv)
+        echoed = [RECEIVED_HELLO]
+        yield refused(f"3.{rsv}", HELLO, corrupted, ping, events=echoed, chop=chop, framewise=framewise)
     for rsv, opcode in ((1, TEXT), (5, BINARY), (6, PING)):
         yield refused(f"3.{rsv}", frame(opcode, b"Hello", rsv=rsv))
     yield refused("3.7", frame(CLOSE, b"\x03\xe8", rsv=7))
     for section, first in (("4.1", 3), ("4.2", 11)):
         for number in range(5):
-            spoilt = frame(first + number, b"reserved" if number % 2 or number == 4 else b"")
+            corrupted = frame(first + number, b"reserved" if number % 2 or number == 4 else b"")
             if number < 2:
-                yield refused(f"{section}.{number + 1}", spoilt)
+                yield refused(f"{section}.{number + 1}", corrupted)
             else:
-                yield refused(f"{section}.{number + 1}", HELLO, spoilt, ping, events=[HEARD_HELLO])
+                yield refused(f"{section}.{number + 1}", HELLO, corrupted, ping, events=[RECEIVED_HELLO])
 
 
 def fragmented() -> Iterator[Case]:
     one, two = fragments([b"frag", b"ment"])
-    told, ping, pong = ("text", b"fragment"), frame(PING, b"between"), ("pong", b"between")
+    whole, ping, pong = ("text", b"fragment"), frame(PING, b"between"), ("pong", b"between")
     for name, opcode in (("5.1", PING), ("5.2", PONG)):
         yield refused(name, frame(opcode, b"frag", fin=False), ping, frame(CONT, b"ment"))
     ways = ((0, False), (0, True), (1, False))  # at once, frame by frame, octet by octet
     for number, (chop, framewise) in enumerate(ways):
-        yield answered(f"5.{3 + number}", one, two, events=[told], chop=chop, framewise=framewise)
-        yield answered(f"5.{6 + number}", one, ping, two, events=[pong, told], chop=chop, framewise=framewise)
+        yield answered(f"5.{3 + number}", one, two, events=[whole], chop=chop, framewise=framewise)
+        yield answered(f"5.{6 + number}", one, ping, two, events=[pong, whole], chop=chop, framewise=framewise)
         for first, fin in ((9, True), (12, False)):
-            stray = frame(CONT, b"nothing to go on with", fin=fin)
+            stray = frame(CONT, b"nothing to continue", fin=fin)
             yield refused(f"5.{first + number}", stray, HELLO, chop=chop, framewise=framewise)
-    yield refused("5.15", one, two, frame(CONT, b"more", fin=False), HELLO, events=[told])
+    yield refused("5.15", one, two, frame(CONT, b"more", fin=False), HELLO, events=[whole])
     for name, fin in (("5.16", False), ("5.17", True)):
         yield refused(name, *[frame(CONT, b"more", fin=fin), one, two] * 2)
     yield refused("5.18", one, frame(TEXT, b"ment"))
@@ -141,9 +147,9 @@ def texts() -> Iterator[Case]:
         "6.2.4": [bytes([octet]) for octet in KOSME],
     }.items():
         yield answered(name, *fragments(parts), events=[("text", b"".join(parts))])
-    spoilt = KOSME + b"\xed\xa0\x80" + b"edited"
-    yield refused("6.3.1", frame(TEXT, spoilt), codes=[BAD_PAYLOAD])
-    yield refused("6.3.2", *fragments([bytes([octet]) for octet in spoilt]), codes=[BAD_PAYLOAD])
+    corrupted = KOSME + b"\xed\xa0\x80" + b"edited"
+    yield refused("6.3.1", frame(TEXT, corrupted), codes=[BAD_PAYLOAD])
+    yield refused("6.3.2", *fragments([bytes([octet]) for octet in corrupted]), codes=[BAD_PAYLOAD])
     for group, payloads in (VALID | MIXED | INVALID).items():
         for number, payload in enumerate(payloads, 1):
             name = f"{group}.{number}"
@@ -156,8 +162,11 @@ def texts() -> Iterator[Case]:
 MIXED_VALID = {"6.6": (2, 5, 7, 9, 11), "6.11": (1, 2, 3, 4)}
 
 
-def spoilt_early() -> Iterator[Case]:
-    """Text that turns bad before it ends. Strict servers say so then, others when it is whole."""
+def corrupted_early() -> Iterator[Case]:
+    """Text with invalid UTF-8 before its last octet.
+
+    Strict servers close at the invalid octet, others at the end of the message.
+    """
     beyond = b"\xf4\x90\x80\x80"  # U+110000
     for number, at in ((1, 0), (2, 1)):
         parts = [KOSME + beyond[:at], beyond[at : 2 if at else 4], beyond[2 if at else 4 :] + b"edited"]
@@ -173,18 +182,18 @@ def spoilt_early() -> Iterator[Case]:
             whole[middle:end],
             LOOK,
             whole[end:] + close(NORMAL),
-        )  # within a frame nothing can be asked
+        )  # no Ping can be sent within a frame
         yield Case(f"6.4.{number + 2}", script, (OPEN,), frozenset({BAD_PAYLOAD}), ((OPEN, OPEN),), MAY_DROP)
 
 
 def ends() -> Iterator[Case]:
     bye, ping = close(NORMAL), frame(PING, b"late")
     one, two = fragments([b"frag", b"ment"])
-    yield answered("7.1.1", HELLO, events=[HEARD_HELLO])
+    yield answered("7.1.1", HELLO, events=[RECEIVED_HELLO])
     for number, frames in enumerate(([bye, bye], [bye, ping], [bye, HELLO], [one, bye, two]), 2):
         yield closed(f"7.1.{number}", *frames)
     large = b"Large text" * 26214
-    events: list[Event] = [("text", large), HEARD_HELLO]
+    events: list[Event] = [("text", large), RECEIVED_HELLO]
     some = tuple(tuple(events[:end]) for end in range(2))  # it may have closed before it echoed all
     sent = frame(TEXT, large) + HELLO + bye + ping
     yield Case("7.1.6", (sent,), tuple(events), frozenset({NORMAL}), some)
@@ -199,7 +208,7 @@ def ends() -> Iterator[Case]:
         yield closed(f"7.7.{number}", close(code), codes=[code, NORMAL])
     for number, code in enumerate((0, 999, 1004, 1005, 1006, 1016, 1100, 2000, 2999), 1):
         yield refused(f"7.9.{number}", close(code))
-    for number, code in enumerate((5000, 65535), 1):  # of which the RFC says nothing
+    for number, code in enumerate((5000, 65535), 1):  # not specified by the RFC
         yield refused(f"7.13.{number}", close(code), codes=[PROTOCOL_ERROR, NORMAL, code])
 
 
@@ -209,6 +218,6 @@ CASES: tuple[Case, ...] = (
     *reserved(),
     *fragmented(),
     *texts(),
-    *spoilt_early(),
+    *corrupted_early(),
     *ends(),
 )

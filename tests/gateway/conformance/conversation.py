@@ -1,7 +1,7 @@
-"""One conversation with a WebSocket server, octet by octet, and what is to be thought of it (RFC 6455).
+"""One conversation with a WebSocket server, octet by octet, and its result by RFC 6455.
 
-A script sends octets and waits until so many events were heard. What the server said and how it ended is compared with
-what it should have said (OK), and with what it also may (non-strict).
+A script sends octets and waits until a number of events were received. The received events and the close code are
+compared with the expected ones (OK) and with the alternatives that the RFC allows (non-strict).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 _NONCE = base64.b64encode(bytes(range(16)))
 
 Event = tuple[str, bytes]  # what kind of message or control frame, and its payload
-LOOK = -1  # whether the connection is still open, once the server has read what was sent
+LOOK = -1  # script step: is the connection open after the server has read all sent octets?
 OPEN: Event = ("still open", b"")
 
 
-class Verdict(Enum):
+class Result(Enum):
     OK = "OK"
     NON_STRICT = "non-strict"
     FAILED = "failed"
@@ -37,10 +37,11 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`script`: octets to send, or how many events to have heard before it goes on, or `LOOK`.
+    """A conversation and the answers that are allowed.
 
-    `events`: what a strict server says. `lax`: what another may say. `codes`: of its Close; None stands for an end of
-    the connection without one. `lax_codes`: as `lax`.
+    `script`: octets to send, number of received events after which it continues, or `LOOK`. `events`: events from a
+    strict server. `lax`: other allowed events. `codes`: codes of its Close; None is an end of the connection without
+    a Close. `lax_codes`: other allowed codes.
     """
 
     name: str
@@ -51,26 +52,26 @@ class Case:
     lax_codes: frozenset[int | None] = frozenset()
     chop: int = 0  # send so many octets at a time
 
-    def judge(self, heard: tuple[Event, ...], code: int | None) -> Verdict:
-        if code in self.codes and heard == self.events:
-            return Verdict.OK
-        is_allowed = heard in (self.events, *self.lax) and code in self.codes | self.lax_codes
-        return Verdict.NON_STRICT if is_allowed else Verdict.FAILED
+    def judge(self, received: tuple[Event, ...], code: int | None) -> Result:
+        if code in self.codes and received == self.events:
+            return Result.OK
+        is_allowed = received in (self.events, *self.lax) and code in self.codes | self.lax_codes
+        return Result.NON_STRICT if is_allowed else Result.FAILED
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     case: Case
-    verdict: Verdict
-    told: str
+    result: Result
+    detail: str
 
 
 class BrokenFrameError(Exception):
-    """No server may send such a frame."""
+    """A frame that RFC 6455 does not allow a server to send."""
 
 
 def frame(opcode: int, payload: bytes = b"", *, fin: bool = True, rsv: int = 0) -> bytes:
-    """As a client sends it: masked."""
+    """Encode a masked client frame."""
     mask, size = b"\x37\xfa\x21\x3d", len(payload)
     first = fin << 7 | rsv << 4 | opcode
     if size < 126:
@@ -83,7 +84,7 @@ def frame(opcode: int, payload: bytes = b"", *, fin: bool = True, rsv: int = 0) 
 
 
 def masked(payload: bytes, mask: bytes) -> bytes:
-    """Or unmasked."""
+    """Mask or unmask a payload."""
     size = len(payload)
     key = int.from_bytes((mask * (size // 4 + 1))[:size])
     return (int.from_bytes(payload) ^ key).to_bytes(size)
@@ -94,7 +95,7 @@ def close(code: int, reason: bytes = b"") -> bytes:
 
 
 class _Line:
-    """A connection. What the server has sent is read even where it no longer listens."""
+    """A connection. Data that the server has sent is read even after sending to it fails."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -122,7 +123,7 @@ class _Line:
         return await self.exactly(self._data.index(end) + len(end))
 
     def has_more(self) -> bool:
-        """Whether there is something to read, if only an end."""
+        """Return whether there is data or an end of file to read."""
         return bool(self._data or select.select([self._connection], [], [], 0)[0])
 
     async def _more(self) -> None:
@@ -137,7 +138,7 @@ class _Line:
 
 @contextlib.asynccontextmanager
 async def _connected(port: int, path: str, protocol: str) -> AsyncIterator[_Line]:
-    """Raises: BrokenFrameError for a handshake that is none."""
+    """Connect and do the handshake. Raises: BrokenFrameError for an invalid handshake."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -157,19 +158,22 @@ class _Talk:
     def __init__(self, line: _Line) -> None:
         self._line = line
         self._message: tuple[int, bytes] | None = None
-        self.heard: list[Event] = []
+        self.received: list[Event] = []
         self.code: int | None = None
         self.is_over = False
 
-    async def hear(self, num_events: float) -> None:
-        """Read until so many events were heard, or it is over. Raises: BrokenFrameError."""
+    async def receive(self, num_events: float) -> None:
+        """Read until `num_events` events were received or the connection ended.
+
+        Raises: BrokenFrameError.
+        """
         try:
-            while len(self.heard) < num_events:
-                await self._hear_frame()
+            while len(self.received) < num_events:
+                await self._receive_frame()
         except EOFError:
             self.is_over = True
 
-    async def _hear_frame(self) -> None:
+    async def _receive_frame(self) -> None:
         """Raises: BrokenFrameError, EOFError."""
         first, size = await self._line.exactly(2)
         opcode, is_last = first & 15, bool(first >> 7)
@@ -182,9 +186,9 @@ class _Talk:
                 raise BrokenFrameError("too long a control frame, or a length in too many octets")
         payload = await self._line.exactly(size)
         if self.code is not None:
-            raise BrokenFrameError("a frame behind the Close")
+            raise BrokenFrameError("a frame after the Close")
         if opcode >= CLOSE:
-            self._hear_control(opcode, payload, is_last)
+            self._receive_control(opcode, payload, is_last)
             return
         if (opcode == CONT) != (self._message is not None) or opcode > BINARY:
             raise BrokenFrameError(f"opcode {opcode} out of turn")
@@ -192,14 +196,14 @@ class _Talk:
         self._message = (kind, begun + payload)
         if is_last:
             self._message = None
-            self.heard.append((NAMES[kind], begun + payload))
+            self.received.append((NAMES[kind], begun + payload))
 
-    def _hear_control(self, opcode: int, payload: bytes, is_last: bool) -> None:
+    def _receive_control(self, opcode: int, payload: bytes, is_last: bool) -> None:
         """Raises: BrokenFrameError."""
         if opcode > PONG or not is_last or (opcode == CLOSE and len(payload) == 1):
             raise BrokenFrameError(f"no such control frame: opcode {opcode}")
         if opcode == PONG:
-            self.heard.append((NAMES[PONG], payload))
+            self.received.append((NAMES[PONG], payload))
         elif opcode == CLOSE:
             self.code = int.from_bytes(payload[:2]) if payload else NO_STATUS
 
@@ -207,7 +211,10 @@ class _Talk:
 async def hold(
     case: Case, port: int, path: str = "/", protocol: str = "any", timeout_s: float = ANSWER_TIMEOUT_S
 ) -> Outcome:
-    """One conversation, on a connection of its own. It fails where the server does not end the connection."""
+    """Run one conversation on its own connection.
+
+    It fails if the server does not end the connection.
+    """
     talk: _Talk | None = None
     try:
         async with asyncio.timeout(timeout_s), _connected(port, path, protocol) as line:
@@ -220,21 +227,24 @@ async def hold(
                 elif step == LOOK:
                     await _look(talk, line, port, path, protocol)
                 else:
-                    await talk.hear(step)
-            await talk.hear(float("inf"))
+                    await talk.receive(step)
+            await talk.receive(float("inf"))
     except (BrokenFrameError, EOFError, OSError) as error:  # a timeout is an OSError too
-        return Outcome(case, Verdict.FAILED, f"{error!r} after {_short(talk.heard if talk else ())}")
-    verdict = case.judge(tuple(talk.heard), talk.code)
-    return Outcome(case, verdict, f"{_short(talk.heard)}, close {talk.code}; expected {_short(case.events)}")
+        return Outcome(case, Result.FAILED, f"{error!r} after {_short(talk.received if talk else ())}")
+    result = case.judge(tuple(talk.received), talk.code)
+    return Outcome(case, result, f"{_short(talk.received)}, close {talk.code}; expected {_short(case.events)}")
 
 
 async def _look(talk: _Talk, line: _Line, port: int, path: str, protocol: str) -> None:
-    """A server that has answered another connection since has read this one, unless it works on several at once."""
+    """Record `OPEN` if the connection is still open once the server has read what was sent.
+
+    A server that has answered a Ping on another connection since has read this one, unless it works on several at once.
+    """
     async with _connected(port, path, protocol) as other:
         await other.send(frame(PING), 0)
-        await _Talk(other).hear(1)
+        await _Talk(other).receive(1)
     if not line.has_more():
-        talk.heard.append(OPEN)
+        talk.received.append(OPEN)
 
 
 def _short(events: Iterable[Event]) -> str:
@@ -242,7 +252,7 @@ def _short(events: Iterable[Event]) -> str:
 
 
 async def hold_all(cases: Iterable[Case], port: int, path: str = "/", protocol: str = "any") -> list[Outcome]:
-    """Side by side, a few at a time."""
+    """Run conversations concurrently, at most 16 at a time."""
     room = asyncio.Semaphore(16)
 
     async def one(case: Case) -> Outcome:

@@ -1,4 +1,4 @@
-"""The whole gateway with one route more, which sends back what it hears: what its sockets do, they do for this too."""
+"""The complete gateway with an additional WebSocket route that echoes each message."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from chatcache.gateway.websocket.frames import CLIENT_GONE
 from tests.gateway.serving import Server
 
 PATH = "/echo"
-KEY = "sk-of-whoever-hears-an-echo"
+KEY = "sk-of-the-echo-route-client"
 PROTOCOL = KEY_PROTOCOL + KEY
 
 
 @contextlib.contextmanager
 def echoing(config: ServerConfig, *, deflate: bool = False) -> Iterator[Server]:
-    """A server as `chatcache serve` starts it: its sockets, its middleware, a key that lets in."""
+    """Start a server as `chatcache serve` does: its sockets, its middleware, one valid API key."""
 
     def settings(app: object, config: ServerConfig) -> uvicorn.Config:
         wanted = uvicorn_config(app, config)

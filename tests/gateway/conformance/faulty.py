@@ -1,4 +1,4 @@
-"""A server that echoes and keeps every rule, but for the one it is told to break."""
+"""An echo server that follows every rule of RFC 6455 except the one selected."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class InjectedFaultError(Exception):
 
 @contextlib.asynccontextmanager
 async def serving(broken: Rule | None) -> AsyncIterator[int]:
-    """The port of a server that breaks this rule."""
+    """Run a server that breaks `broken` and return its port."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(EOFError, ConnectionError):
@@ -82,12 +82,12 @@ class _Peer:
         await self._writer.drain()
 
     def _check(self, rule: Rule, is_kept: bool, code: int = 1002) -> None:
-        """Raises: Fault, unless this rule is the broken one."""
+        """Raises: InjectedFaultError, unless this rule is the broken one."""
         if not is_kept and rule != self._broken:
             raise InjectedFaultError(code)
 
     async def _take(self) -> None:
-        """Raises: Fault, EOFError, ConnectionError."""
+        """Raises: InjectedFaultError, EOFError, ConnectionError."""
         first, size = await self._reader.readexactly(2)
         opcode, is_last, size = first & 15, bool(first >> 7), size & 0x7F
         self._check("reserved bits", not first & 0x70)
@@ -107,7 +107,7 @@ class _Peer:
         await self._writer.drain()
 
     def _take_close(self, payload: bytes) -> None:
-        """Raises: Fault."""
+        """Raises: InjectedFaultError."""
         self._check("short close", len(payload) != 1)
         if len(payload) > 1:
             code = int.from_bytes(payload[:2])
@@ -118,7 +118,7 @@ class _Peer:
         self._has_closed = True
 
     def _take_data(self, opcode: int, payload: bytes, is_last: bool) -> None:
-        """Raises: Fault."""
+        """Raises: InjectedFaultError."""
         if opcode == CONT:
             self._check("nothing to continue", self._kind != CONT)
         else:

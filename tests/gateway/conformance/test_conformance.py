@@ -1,6 +1,7 @@
-"""The WebSocket protocol against the whole gateway: 247 conversations, numbered as in sections 1-7 and 10 of Autobahn.
+"""WebSocket protocol conformance of the gateway (RFC 6455).
 
-Autobahn itself needs a Python 2.7: `tests.gateway.conformance.autobahn`.
+There are 247 conversations, numbered as in sections 1-7 and 10 of Autobahn. The Autobahn suite itself needs Python
+2.7 and is run by `tests.gateway.conformance.autobahn`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pytest
 
 from chatcache.config import ServerConfig
 from tests.gateway.conformance.cases import CASES
-from tests.gateway.conformance.conversation import CLOSE, TEXT, Outcome, Verdict, close, frame, hold, hold_all
+from tests.gateway.conformance.conversation import CLOSE, TEXT, Outcome, Result, close, frame, hold, hold_all
 from tests.gateway.conformance.echoing import PATH, PROTOCOL, echoing
 from tests.gateway.conformance.faulty import Rule, serving
 from tests.gateway.conformance.utf8 import INVALID, MIXED, VALID
@@ -23,7 +24,7 @@ from tests.gateway.serving import Server
 
 NUM_CASES = {"1": 16, "2": 11, "3": 7, "4": 10, "5": 20, "6": 145, "7": 37, "10": 1}
 BY_NAME = {case.name: case for case in CASES}
-# Who breaks a rule fails these, and nothing else.
+# A server that breaks a rule fails exactly these cases.
 FAILED_WITHOUT: dict[Rule, list[str]] = {
     "reserved bits": ["3.*"],
     "opcodes": ["4.*"],
@@ -49,10 +50,10 @@ def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def failed(outcomes: list[Outcome]) -> dict[str, str]:
-    return {outcome.case.name: outcome.told for outcome in outcomes if outcome.verdict is Verdict.FAILED}
+    return {outcome.case.name: outcome.detail for outcome in outcomes if outcome.result is Result.FAILED}
 
 
-def test_the_gateway_keeps_every_rule(echo: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_gateway_conformance_cases_all_pass(echo: Server, caplog: pytest.LogCaptureFixture) -> None:
     outcomes = asyncio.run(hold_all(CASES, echo.port, PATH, PROTOCOL))
     assert Counter(outcome.case.name.partition(".")[0] for outcome in outcomes) == NUM_CASES
     assert len(BY_NAME) == len(CASES) == 247
@@ -61,7 +62,7 @@ def test_the_gateway_keeps_every_rule(echo: Server, caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize("rule", [None, *FAILED_WITHOUT])
-async def test_whoever_breaks_a_rule_fails_its_cases(rule: Rule | None) -> None:
+async def test_conformance_server_breaking_a_rule_fails_its_cases(rule: Rule | None) -> None:
     async with serving(rule) as port:
         outcomes = await hold_all(CASES, port)
     expected = FAILED_WITHOUT[rule] if rule else []
@@ -70,30 +71,30 @@ async def test_whoever_breaks_a_rule_fails_its_cases(rule: Rule | None) -> None:
     )
 
 
-async def test_whoever_goes_on_behind_a_close_is_seen() -> None:
+async def test_conformance_server_sending_after_close_is_detected() -> None:
     async with serving("silence after close") as port:
         for name in ("7.1.3", "7.1.4"):
             outcome = await hold(BY_NAME[name], port)
-            assert outcome.verdict is Verdict.FAILED and "behind the Close" in outcome.told
+            assert outcome.result is Result.FAILED and "after the Close" in outcome.detail
 
 
-async def test_whoever_never_ends_a_connection_is_seen() -> None:
+async def test_conformance_server_not_ending_connection_is_detected() -> None:
     async with serving("an end") as port:
-        assert (await hold(BY_NAME["1.1.1"], port, timeout_s=0.5)).verdict is Verdict.FAILED
+        assert (await hold(BY_NAME["1.1.1"], port, timeout_s=0.5)).result is Result.FAILED
 
 
 @pytest.mark.parametrize(
-    ("goodbye", "code"), [(frame(CLOSE), 1000), (close(1001), 1001), (close(4000, b"x"), 4000), (close(1005), 1002)]
+    ("close_frame", "code"), [(frame(CLOSE), 1000), (close(1001), 1001), (close(4000, b"x"), 4000), (close(1005), 1002)]
 )
-async def test_a_goodbye_amid_a_message_is_answered(echo: Server, goodbye: bytes, code: int) -> None:
-    """The library took each of them for a fault."""
+async def test_close_within_fragmented_message_is_answered(echo: Server, close_frame: bytes, code: int) -> None:
+    """Regression test: the WebSocket library answered each of them with a protocol error."""
     case = BY_NAME["7.1.5"]
-    said = (frame(TEXT, b"begun", fin=False) + goodbye,)
+    said = (frame(TEXT, b"begun", fin=False) + close_frame,)
     outcome = await hold(type(case)("amid", script=said, events=(), codes=frozenset({code})), echo.port, PATH, PROTOCOL)
-    assert outcome.verdict is Verdict.OK, outcome.told
+    assert outcome.result is Result.OK, outcome.detail
 
 
-def test_what_is_said_to_be_utf8_is() -> None:
+def test_utf8_cases_match_python_decoder() -> None:
     def is_utf8(payload: bytes) -> bool:
         return payload.decode(errors="ignore").encode() == payload
 
