@@ -113,7 +113,10 @@ class ContinuationPoint:
 
 
 class ContinuationResolver:
-    """Finds the position that a request names in the store's trees."""
+    """Finds where in a stored conversation a request continues.
+
+    That is after a message or response, inside a stored or running reply, or in a new conversation.
+    """
 
     def __init__(self, store: ConversationStore, tokenizer: Tokenizer, reply_format: ReplyFormat) -> None:
         self._store = store

@@ -542,7 +542,9 @@ class Alternatives:
         self._service = service
 
     async def start(self, tree: ConversationTree, item: Item, index: int) -> Reply:
-        """Submit the request for token `index` of a reply; pass the result to `read_alternatives`.
+        """Ask the engine which tokens it could have generated at position `index` of a stored reply.
+
+        This is a one-token request with top logprobs; pass its reply to `read_alternatives`.
 
         Raises: InvalidRequestError, and the errors of `EngineClient.submit`.
         """

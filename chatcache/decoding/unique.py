@@ -55,11 +55,12 @@ class RankedPrefix:
 
 
 class DistinctStrategy:
-    """Draw `n` distinct candidates in the order of their perturbed scores.
+    """Sample `n` distinct candidates without replacement by stochastic beam search.
 
-    The score of a candidate is its exact log-probability under the sampling distribution (after edits, temperature and
-    filters); token logprobs are those of the model's log-softmax. If fewer than `n` outputs are possible, the missing
-    candidates end without a token and with a score of -1e9.
+    Candidates are ordered by log-probability plus Gumbel noise. Their reported score has no noise: it is the exact log-
+    probability under the sampling distribution (after edits, temperature and filters); token logprobs are those of the
+    model's log-softmax. If fewer than `n` outputs are possible, the missing candidates end without a token and with a
+    score of -1e9.
     """
 
     def __init__(

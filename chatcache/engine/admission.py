@@ -208,9 +208,9 @@ class GrammarWaitQueue:
 
 
 class RequestValidator:
-    """Checks requests against one engine's limits and converts them into numbered live requests.
+    """Checks requests against the limits of an engine and creates a `LiveRequest` for each valid one.
 
-    `max_branches` is the number of branches that one step can hold.
+    `max_branches`: the most sequences (candidates or beams) of one request, which one step must be able to hold.
     """
 
     def __init__(

@@ -48,7 +48,10 @@ Progress = Callable[[float, str], None]
 
 
 class PendingSubmits:
-    """Submits whose grammar is still being compiled, and the calls that wait for it."""
+    """Submit calls that are answered only when the grammar of their request has been compiled.
+
+    Keeps the call number of each request id.
+    """
 
     def __init__(self, send: Callable[[Answer], None]) -> None:
         self._send = send

@@ -156,9 +156,10 @@ class KVCache:
         return table if self.extend(table, match) else None
 
     def extend(self, table: PageTable, match: PrefixMatch) -> bool:
-        """Extend a table of full pages, which are the first pages of the match, to the whole match.
+        """Append the rest of a prefix match to a page table that holds the first pages of the match.
 
-        Returns False, and changes nothing, if too few pages are free for the pages to load from the host.
+        Pages that are only in host memory are loaded into new device pages. Returns False, and changes nothing, if too
+        few pages are free for that.
         """
         first = table.num_pages
         pages = match.pages[first:]

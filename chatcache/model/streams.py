@@ -127,10 +127,10 @@ def make_streams(device: torch.device) -> Streams:
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return `array` as a tensor of the same type on `device`.
+    """Copy `array` to a tensor of the same type on `device` without waiting for the device.
 
-    On CPUs it may share the array's memory. The host does not wait. A copy from unpinned memory would wait until the
-    device has finished all earlier work.
+    For CUDA it is copied to pinned memory first: a copy from unpinned memory waits for all earlier work of the device.
+    On CPUs the tensor may share the memory of the array.
     """
     host = torch.from_numpy(np.ascontiguousarray(array))
     if device.type != "cuda" or not array.size:

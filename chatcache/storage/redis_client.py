@@ -366,9 +366,10 @@ def _client(url: str, timeout_s: float, connect_timeout_s: float) -> Client:
 
 
 def probe_server(url: str, key: str) -> bytes | None:
-    """Return the value of a key, or None, without an event loop.
+    """Connect synchronously and read one key, to check that the server can be used.
 
-    Raises: StoreUnusableError for a server that rejects the login; StoreUnavailableError if there is no server.
+    Returns None if the key does not exist. Raises: StoreUnusableError for an invalid URL or a rejected login;
+    StoreUnavailableError if there is no server.
     """
     options = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S, "protocol": 2}
     try:

@@ -159,7 +159,7 @@ class ExportCounts:
         self.num_turns += num_turns
 
     def end(self) -> ExportEnd:
-        """Return the end line of the lines so far."""
+        """Return the end line for the lines counted so far."""
         counts = (self.num_conversations, self.num_items, self.num_turns, self.num_keys)
         return ExportEnd(VERSION, *counts, self._sha256.hexdigest())
 
@@ -210,7 +210,7 @@ class ExportWriter:
         return self._line(line)
 
     def end(self) -> tuple[ExportEnd, bytes]:
-        """Return the totals and the last line."""
+        """Return the totals of the export and its last line, encoded, which contains them."""
         end = self._counts.end()
         return end, msgspec.json.encode(end) + b"\n"
 

@@ -30,7 +30,7 @@ from chatcache.demo_model.training.wording import HEROES, Turn, article, ask, in
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """Hold a conversation that ends with a user's question, and what accepts its answer."""
+    """A test case: a conversation that ends with a question, and the check of its answer."""
 
     messages: Dialogue
     accepts: Callable[[str], bool]

@@ -98,7 +98,7 @@ class AdmissionTicket:
             self._reservation.commit(self._num_tokens)
 
     def close(self) -> None:
-        """End a ticket without replies; charge the tokens added so far."""
+        """End an admitted request to which no reply was attached; charge the tokens counted so far."""
         self._release(self._waiting)
         self._reservation.commit(self._num_tokens)
 

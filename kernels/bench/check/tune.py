@@ -156,7 +156,10 @@ def _tune_merge(context: StageContext) -> None:
 
 
 def _compile_all(kind: Kind, candidates: Sequence[Config]) -> None:
-    """Fill Triton's cache from several processes; the timing records what does not compile."""
+    """Compile the candidates in several processes, to fill Triton's cache.
+
+    Errors are ignored here: the timing fails on the same candidates and records them.
+    """
     count = min(MAX_PROCESSES, max(1, (os.cpu_count() or 2) // 2))
     parts = [list(candidates[number::count]) for number in range(count)]
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -48,7 +48,10 @@ def helper(function: Function) -> Function:
 
 
 def compile_kernel(function: Callable[[Any], None]) -> Launch:
-    """Compile function(job_address), or load it from the cache, and return its launcher."""
+    """Compile a kernel, or load it from the cache; return launch(job, num_threads).
+
+    A kernel takes one argument: the address of its job record, which holds its pointers and sizes.
+    """
     folder = cache_folder()
     decorate = numba.cfunc("void(voidptr)", cache=folder is not None, error_model="numpy", fastmath=_FASTMATH)
     with _COMPILING:

@@ -173,8 +173,9 @@ def rotate_heads(  # type: ignore[no-untyped-def]
 ):
     """Normalise and rotate heads from `source` to `target`.
 
-    Shapes: source, target, inside [heads, 1]; c, s [1, HALF_BLOCK]. Every step rounds to the `kind` of the activations,
-    as the reference does.
+    Shapes: source, target [heads, 1]: pointers to the first element of each head; inside [heads, 1]: mask of the heads
+    that exist; c, s [1, HALF_BLOCK]: cosines and sines. Normalises only if NORM. Every step rounds to `kind`, the dtype
+    of the activations, as the reference does.
     """
     half, rest = tl.arange(0, HALF_BLOCK)[None, :], 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
     in_half, in_rest = inside & (half < HALF), inside & (rest < DIM)

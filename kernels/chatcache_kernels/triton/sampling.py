@@ -295,11 +295,11 @@ def variants(arch: int) -> Iterator[Variant]:
 
 
 def draw(draws: DrawBatch, last: Tensor, tokens: Tensor, logprobs: Tensor, faults: Tensor) -> None:
-    """Draw one token per draw.
+    """Sample one token for each entry of `draws`.
 
-    Shapes: last [slots], where draws with a slot store their token; tokens [num_draws]; logprobs [num_draws] float32,
-    of the raw log-softmax; faults [num_draws] int32 (0, NO_TOKEN_LEFT, or NOT_FINITE for the raw logits). tokens and
-    last may have any integer type.
+    Shapes: last [slots], where the token of an entry with a slot is also stored; tokens [num_draws]; logprobs
+    [num_draws] float32, of the raw log-softmax; faults [num_draws] int32 (0, NO_TOKEN_LEFT, or NOT_FINITE for the raw
+    logits). tokens and last may have any integer type.
     """
     if not draws.num_draws:
         return
