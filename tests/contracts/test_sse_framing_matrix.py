@@ -19,6 +19,8 @@ from tests.contracts.node_clients import run
 from tests.contracts.sse_readers import READERS, by_event, in_steps
 from tests.gateway.serving import MODEL, Server, slowed
 
+pytestmark = pytest.mark.slow
+
 USER = [{"role": "user", "content": "Hello, how are you?"}]
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 BODIES: dict[str, dict[str, Any]] = {
