@@ -97,10 +97,8 @@ async def test_injected_bug_connection_reused_after_cancel_is_found(
 ) -> None:
     """Injected bug: commands run in the caller's task, on connections that stay open when it is cancelled."""
 
-    async def run(
-        self: Any, work: Callable[[Any], Awaitable[Any]], *, order: str = "", is_patient: bool = False
-    ) -> Any:
-        return await self._guarded(work, is_patient)
+    async def run(self: Any, work: Callable[[Any], Awaitable[Any]], *, order: str = "", is_slow: bool = False) -> Any:
+        return await self._run_checked(work, is_slow)
 
     original = redis.asyncio.connection.AbstractConnection.read_response
 

@@ -41,7 +41,7 @@ def services_running(tmp_path: Path, services: dict[str, Any]) -> Iterator[Local
 
 
 def test_services_work_together_and_survive_a_kill(services_running: LocalServices, tmp_path: Path) -> None:
-    assert "made" in services_running.run("redis-acl")
+    assert "generated" in services_running.run("redis-acl")
     password = (tmp_path / "secret" / "password").read_text()
     assert password not in services_running.log("redis-acl")
     services_running.start("redis")
