@@ -47,6 +47,8 @@ from chatcache.bench.report import ROOT, Figure, compare
 from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import AsyncLaunch
 
+pytestmark = pytest.mark.slow
+
 KERNEL_STAGES: list[Callable[[StageContext], None]] = [
     limits.run,
     attention.run_decode,
@@ -102,7 +104,6 @@ def test_kernel_stage_runs_on_triton(
     assert sum("figure" in entry for entry in entries_of(context)) >= 6
 
 
-@pytest.mark.slow
 def test_tune_ranks_configurations(context: StageContext, triton_device: str) -> None:
     context.device = triton_device
     tune.run(context)
@@ -188,7 +189,6 @@ def test_run_apart_keeps_results_of_killed_and_failed_stages(tmp_path: Path) -> 
     assert [fields["name"] for fields in read_results(stage, tmp_path).figures] == ["kept"]
 
 
-@pytest.mark.slow
 def test_gpu_check_leaves_only_the_report_and_the_log_of_tests(tmp_path: Path) -> None:
     """A machine that runs it may return only a few files."""
     script = ROOT / "kernels" / "bench" / "gpu_check.py"
@@ -200,7 +200,6 @@ def test_gpu_check_leaves_only_the_report_and_the_log_of_tests(tmp_path: Path) -
     assert [stage["status"] for stage in report["stages"]] == ["ok"] and report["stages"][0]["figures"]
 
 
-@pytest.mark.slow
 def test_gpu_check_tune_without_gpu_is_refused(tmp_path: Path) -> None:
     script = ROOT / "kernels" / "bench" / "gpu_check.py"
     environment = {**stages.environment(), "CUDA_VISIBLE_DEVICES": ""}

@@ -85,6 +85,7 @@ def random_rows(draw: random.Random) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("page_size", [8, 16, 32, 64])
 @pytest.mark.parametrize("pages_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
 def test_attention_of_random_batches_equals_reference(page_size: int, pages_dtype: torch.dtype) -> None:
     for trial in range(3):
         torch.set_num_threads(1 + trial)

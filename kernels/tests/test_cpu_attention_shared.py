@@ -114,6 +114,7 @@ def make_forked_rows(prompt: int, branches: int, *generated: int) -> list[tuple[
 @pytest.mark.parametrize(
     ("page_size", "dtype"), [(8, torch.bfloat16), (16, torch.float32), (32, torch.bfloat16), (64, torch.float32)]
 )
+@pytest.mark.slow
 def test_shared_attention_of_random_trees_equals_reference(page_size: int, dtype: torch.dtype) -> None:
     for trial in range(3):
         torch.set_num_threads(1 + trial)

@@ -268,6 +268,7 @@ def test_queue_kernels_run_in_order_on_any_number_of_threads(num_threads: int) -
     assert (jobs.records["next_thread"] == 0).all()  # the copy kernel does not use thread numbers
 
 
+@pytest.mark.slow
 def test_queue_with_fewer_threads_than_requested_finishes() -> None:
     script = """
 import torch

@@ -112,6 +112,7 @@ def run_in_subprocess(**environment: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.slow
 def test_second_process_loads_kernels_from_cache(tmp_path: pathlib.Path) -> None:
     assert run_in_subprocess(NUMBA_CACHE_DIR=str(tmp_path)) == 0
     assert run_in_subprocess(NUMBA_CACHE_DIR=str(tmp_path)) == 1

@@ -186,6 +186,7 @@ def random_rows(draw: random.Random) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("page_size", [8, 16, 32, 64, 24])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
 def test_attention_of_random_batches_equals_reference(build: CaseBuilder, page_size: int, dtype: torch.dtype) -> None:
     draw = random.Random(SEED + page_size)
     kv_heads, group = draw.choice([1, 2, 3]), draw.choice([1, 2, 3, 4, 7])
@@ -208,11 +209,13 @@ def test_head_sizes_equal_reference(build: CaseBuilder, head_dim: int, dtype: to
 @pytest.mark.parametrize(
     ("kv_heads", "group"), [(1, 1), (3, 1), (2, 3), (1, 5), (2, 7), (3, 8), (1, 9), (1, 71), (1, 130)]
 )
+@pytest.mark.slow
 def test_gqa_groups_equal_reference(build: CaseBuilder, kv_heads: int, group: int) -> None:
     build([(57, 1), (30, 3), (0, 1), (520, 1)], kv_heads * group, kv_heads).check()
 
 
 @pytest.mark.parametrize("start", [510, 511, 512, 1023, 1500])
+@pytest.mark.slow
 def test_attention_at_split_boundaries_equals_reference(build: CaseBuilder, start: int) -> None:
     case = build([(start, 1), (start - 1, 2), (3, 1)])
     case.check()
@@ -228,6 +231,7 @@ def test_long_contexts_equal_reference(build: CaseBuilder) -> None:
 
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 600])
 @pytest.mark.parametrize("new", [1, 9, 150])
+@pytest.mark.slow
 def test_sliding_window_equals_reference(build: CaseBuilder, window: int, new: int) -> None:
     build([(700, new), (10, new), (0, new)], 2, 1, 32).check(window=window)
 
@@ -235,6 +239,7 @@ def test_sliding_window_equals_reference(build: CaseBuilder, window: int, new: i
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("start", [0, 77, 512])
+@pytest.mark.slow
 def test_chunk_after_prefix_equals_reference(
     build: CaseBuilder, start: int, window: int | None, softcap: float | None
 ) -> None:
@@ -242,6 +247,7 @@ def test_chunk_after_prefix_equals_reference(
     case.check(window=window, softcap=softcap, sinks=torch.randn(3).to(case.q.device))
 
 
+@pytest.mark.slow
 def test_large_scores_stay_finite(build: CaseBuilder) -> None:
     case = build([(40, 1), (600, 4)])
     case.check(40.0, tolerance=1e-3)  # scores in the hundreds: their exponentials have four digits in float32
@@ -266,6 +272,7 @@ def test_nan_key_affects_only_its_row(build: CaseBuilder) -> None:
     assert got[1].isfinite().all()
 
 
+@pytest.mark.slow
 def test_row_does_not_depend_on_batch(build: CaseBuilder) -> None:
     case = build([(700, 1), (90, 1), (1300, 1), (5, 1)], dtype=torch.bfloat16)
     together = triton.paged_attention(case.q, case.paged, 1, case.batch, 0.2)
@@ -289,6 +296,7 @@ def test_sliced_queries_equal_reference(build: CaseBuilder) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 30}, {"window": 3}])
+@pytest.mark.slow
 def test_shared_items_equal_reference(build: CaseBuilder, options: dict[str, int]) -> None:
     """Three rows begin with the same pages, two of them share more.
 
@@ -316,6 +324,7 @@ def test_shared_items_equal_reference(build: CaseBuilder, options: dict[str, int
     case.check(work=add_leftovers(work), sinks=sinks, **options)
 
 
+@pytest.mark.slow
 def test_item_members_see_keys_up_to_their_positions(build: CaseBuilder) -> None:
     """Items whose keys exceed what the first members see, and start after what one member sees."""
     case = build([(0, 60)], 4, 2)

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).resolve().parent
 ARCHS = [80, 90, 100]
 MAX_VARIANTS = 2  # per kernel, sampled anew in every run; the `long` test compiles all
@@ -103,7 +105,6 @@ def test_every_variant_compiles_within_limits(arch: int, tmp_path: Path) -> None
     check(compile_all(arch, tmp_path))
 
 
-@pytest.mark.slow
 def test_broken_kernels_are_reported(tmp_path: Path) -> None:
     (tmp_path / "broken_module.py").write_text(BROKEN_MODULE)
     lines = compile_all(90, tmp_path, "--module", "broken_module")
@@ -140,7 +141,6 @@ BF16_ATTENTION = "attention.paged_attention_kernel *bf16/*fp32/*i32 sinks=None"
 LLAMA = "SLICES=1 GROUP=4 KV_HEADS=8 HEAD_DIM=128"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "product"), [(16, "mma.sync"), (128, "wgmma.mma_async")])
 def test_attention_code_prefetches_16_bytes_while_multiplying(rows: int, product: str, tmp_path: Path) -> None:
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -27,6 +27,7 @@ def _marks(case: str) -> tuple[pytest.MarkDecorator, ...]:
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=_marks(case)) for case in INTERPRETED_CASES])
+@pytest.mark.slow
 def test_engine_outputs_on_triton_equal_reference(case: str, tmp_path: Path) -> None:
     assert_same(outcome(case, tmp_path, "triton", share="always"), outcome(case, tmp_path, "reference"))
 

@@ -127,6 +127,7 @@ ROPE_SHAPES = [  # heads, key heads, D, C, page size, tokens
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("shape", ROPE_SHAPES, ids=str)
+@pytest.mark.slow
 def test_rope_write_equals_reference(shape: tuple[int, ...], norm: bool, triton_device: str) -> None:
     heads, kv_heads, dim, half, page_size, tokens = shape
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

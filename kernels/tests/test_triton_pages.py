@@ -84,6 +84,7 @@ def test_copied_pages_read_the_same_tokens(triton_device: str) -> None:
 
 @pytest.mark.parametrize("staged", [1, 3, 1000])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.slow
 def test_swap_out_and_in_equals_reference(
     shape: tuple[int, int, int, int], staged: int, triton_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ def test_bench_command_prints_and_writes_json(tmp_path: Path) -> None:
     assert torch.get_num_threads() == json.loads(result.stdout)["num_threads"]
 
 
+@pytest.mark.slow
 def test_bench_command_takes_model_as_argument_or_option(tmp_path: Path) -> None:
     write_model(SHAPES["tiny"], tmp_path / "mine", seed=3)
     options = [

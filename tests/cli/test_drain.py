@@ -19,6 +19,8 @@ import pytest
 from tests.cli.servers import Server, until_status
 from tests.engine_process.test_process import is_alive
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 60.0
 
 
@@ -127,7 +129,6 @@ def check_drains(path: Path, num_drains: int, timeout_s: float, *more: str) -> f
     return late_s
 
 
-@pytest.mark.slow
 def test_drain_under_load_loses_nothing(tmp_path: Path) -> None:
     check_drains(tmp_path, 1, 8.0)
 

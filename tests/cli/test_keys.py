@@ -48,6 +48,7 @@ def store_config(store: tuple[str, str]) -> ServerConfig:
     return ServerConfig(**{store[0].removeprefix("--"): store[1]})  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_created_key_is_printed_once_and_accepted_until_revoked(store: tuple[str, str]) -> None:
     with Server(store_config(store)) as server:
         server.wait_ready()

@@ -6,9 +6,12 @@ import re
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.cli.servers import serving, until_status
 from tests.support.redis_servers import RedisServer, redis_server
+
+pytestmark = pytest.mark.slow
 
 
 def test_server_exits_with_78_if_redis_rejects_the_login(folder: Path, tmp_path: Path) -> None:

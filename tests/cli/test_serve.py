@@ -203,6 +203,7 @@ def wrong_shape(folder: Path) -> str:
         ),
     ],
 )
+@pytest.mark.slow
 def test_server_exits_with_78_for_a_bad_model_folder(
     folder: Path, tmp_path: Path, damage: Callable[[Path], str]
 ) -> None:

@@ -282,6 +282,7 @@ def test_config_option_selects_the_settings_file(seen: Seen) -> None:
     assert [server.port for _, server in seen] == [5, 5]
 
 
+@pytest.mark.slow
 def test_help_imports_no_server_and_no_model_library() -> None:
     """`chatcache --help` answers at once, because commands import what they need when they run."""
     script = (

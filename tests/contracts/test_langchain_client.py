@@ -81,6 +81,7 @@ def test_structured_output_is_an_instance_of_the_class(chat: ChatOpenAI) -> None
     assert isinstance(limited.with_structured_output(Pet, method="json_schema").invoke(ASKED), Pet)
 
 
+@pytest.mark.slow
 def test_responses_api_returns_structured_output(chat: ChatOpenAI) -> None:
     """Use the same class over /v1/responses."""
     stateful = ChatOpenAI(

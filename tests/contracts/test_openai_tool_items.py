@@ -24,6 +24,7 @@ def called(client: openai.OpenAI, server: ScriptedServer, tools: list[FunctionTo
     return client.responses.create(model=MODEL, input="Weather?", tools=tools, max_output_tokens=300)
 
 
+@pytest.mark.slow
 def test_conversation_lists_calls_and_results(client: openai.OpenAI, server: ScriptedServer) -> None:
     first = called(client, server)
     calls = [item for item in first.output if item.type == "function_call"]

@@ -56,6 +56,7 @@ class Memory:
 
 @settings(deadline=None)
 @given(st.sampled_from(sorted(APPEND_ONLY)), st.lists(texts, min_size=1, max_size=5), st.none() | texts)
+@pytest.mark.slow
 def test_assemble_canonical_replies_equals_the_tokenised_rendering(
     name: str, texts: list[str], system: str | None
 ) -> None:

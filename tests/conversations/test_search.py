@@ -69,6 +69,7 @@ def test_query_over_the_length_limit_is_refused() -> None:
         SearchQuery.parse("x" * 4097)
 
 
+@pytest.mark.slow
 def test_snippet_is_cut_between_words_and_has_valid_marks() -> None:
     generator = random.Random(5)
     for _ in range(300):

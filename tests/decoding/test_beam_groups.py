@@ -42,6 +42,7 @@ def test_equals_dense(width: int, groups: int, early_stopping: bool | str) -> No
     min_tokens=st.integers(0, 4),
 )
 @settings(max_examples=250, deadline=None)
+@pytest.mark.slow
 def test_equals_dense_whatever_is_asked(
     grouping: tuple[int, int],
     vocab_size: int,

@@ -70,6 +70,7 @@ def test_half_of_a_sharp_answer_arrives_before_the_end() -> None:
 
 @given(searches())
 @settings(max_examples=100, deadline=None)
+@pytest.mark.slow
 def test_a_client_can_rebuild_the_tree(search: tuple[BeamSearchParams, TableModel, Output]) -> None:
     params, logits, eos = search
     got = beam_run(params, logits, vocab_size=VOCAB, eos=eos, max_tokens=10)
@@ -107,6 +108,7 @@ def test_live_beams_are_reported_only_on_request() -> None:
     assert got.grown == []
 
 
+@pytest.mark.slow
 def test_the_work_of_a_step_does_not_grow_with_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     num_moves = 0
     original = Node.get_parent

@@ -36,6 +36,7 @@ def sample(params: SamplingParams, model: TableModel, seed: int, shuffle: random
     shuffle=st.none() | st.randoms(use_true_random=False),
 )
 @settings(max_examples=60, deadline=None)
+@pytest.mark.slow
 def test_the_best_of_all_candidates_come_back_in_order(
     n: int, more: int, seed: int, model: int, logprobs: int | None, temperature: float, shuffle: random.Random | None
 ) -> None:

@@ -106,6 +106,7 @@ SCHEMAS: list[Any] = [
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:24])
+@pytest.mark.slow
 def test_json_schema(schema: Any) -> None:
     outputs = StructuredOutputs(json=json.dumps(schema))
     found = [text for model in range(2) for text in texts(sample(outputs, model=model, n=6, logit_bias=CLOSING))]

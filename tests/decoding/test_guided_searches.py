@@ -30,6 +30,7 @@ VOCAB = 10
     min_tokens=st.integers(0, 4),
 )
 @settings(max_examples=200, deadline=None)
+@pytest.mark.slow
 def test_beams_within_a_grammar_equal_dense(
     grouping: tuple[int, int],
     grammar: int,

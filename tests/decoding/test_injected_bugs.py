@@ -174,6 +174,7 @@ DISTINCT_BUGS: list[Callable[[Patch], None]] = [
 ]
 
 
+@pytest.mark.slow
 def test_without_a_bug_all_is_well() -> None:
     search_beams()
     search_distinct()

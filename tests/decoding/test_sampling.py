@@ -79,6 +79,7 @@ def alone(params: SamplingParams, logits: Logits, *, seed: int, lane: int, max_t
     shuffle=st.none() | st.randoms(use_true_random=False),
 )
 @settings(max_examples=60, deadline=None)
+@pytest.mark.slow
 def test_each_candidate_equals_itself_alone(
     n: int,
     seed: int,

@@ -33,6 +33,7 @@ from tests.decoding.decode_driver import TableModel, log_softmax
     logit_bias=st.sampled_from([None, {0: 1.5, 1: -100.0}]),
 )
 @settings(max_examples=200, deadline=None)
+@pytest.mark.slow
 def test_equals_every_output_perturbed(
     n: int,
     vocab_size: int,

@@ -71,6 +71,7 @@ def test_it_says_what_it_is(model: Model) -> None:
     assert reply.ended
 
 
+@pytest.mark.slow
 def test_stories_differ_between_samples(model: Model) -> None:
     prompt = model.prompt([{"role": "user", "content": "Tell me a story about a dragon"}])
     torch.manual_seed(0)

@@ -13,6 +13,8 @@ from chatcache.factory import BUILD_ENGINE, load_tokenizer
 from chatcache.types.events import CandidateDone, Finished, Tokens
 from chatcache.types.request import GenerateRequest, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 CONFIG = EngineConfig(attention_backend="cpu", kv_memory_bytes=4 << 20, deterministic=True)
 PROMPT = "<|user|>Tell me a story about a dragon and a very small dog.<|assistant|>"
 
@@ -33,7 +35,6 @@ async def read(engine: EngineProcess, name: str, kill_after: int = -1) -> list[l
     return said
 
 
-@pytest.mark.slow
 async def test_the_text_of_a_killed_engine_is_that_of_an_undisturbed_one() -> None:
     tokenizer = load_tokenizer(CONFIG)
     params = SamplingParams(

@@ -30,6 +30,7 @@ def services() -> dict[str, Any]:
         (("gpu", "monitoring"), {"chatcache", "redis", "redis-acl", "prometheus", "grafana"}),
     ],
 )
+@pytest.mark.slow
 def test_every_profile_parses(profiles: tuple[str, ...], names: set[str]) -> None:
     every = resolved(*profiles)
     assert {name for name, service in every.items() if set(profiles) & set(service["profiles"])} == names

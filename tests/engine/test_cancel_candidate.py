@@ -362,6 +362,7 @@ BUGS: list[Callable[[Patch], None]] = [
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+@pytest.mark.slow
 def test_random_cancellations_detect_an_injected_bug(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
     bug(monkeypatch)
     with pytest.raises((AssertionError, AttributeError, InvariantError, IndexError, KeyError)):

@@ -32,6 +32,7 @@ def check_counts(engine: Engine, prompts: Sequence[tuple[Sequence[int], int]], n
 @pytest.mark.parametrize("few", [1, 3, PROBE_PAGES])
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(workloads())
+@pytest.mark.slow
 def test_counts_in_every_step_equal_explain(few: int, workload: Workload) -> None:
     engine, _ = workload.engine()
     lines: dict[str, list[int]] = {}

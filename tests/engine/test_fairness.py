@@ -147,6 +147,7 @@ def idle_then_return(house: ServiceMeter) -> int:
     return widest_gap(house, "rested", "busy")
 
 
+@pytest.mark.slow
 def test_an_idle_namespace_gains_no_credit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert idle_then_return(ServiceMeter()) <= BOUND
     monkeypatch.setattr(VirtualTokenCounter, "on_namespace_queued", lambda self, namespace, waiting: None)

@@ -71,6 +71,7 @@ MIXED: dict[str, Params] = {
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.slow
 def test_preempted_constrained_requests_equal_the_unlimited_pool(preemption: str) -> None:
     """The grammar state belongs to the strategy: neither swap nor recompute changes it."""
     roomy, tight = engine(), engine(num_pages=68, preemption_mode=preemption)

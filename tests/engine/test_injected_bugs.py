@@ -25,6 +25,8 @@ from tests.kv_cache.injected_bugs import (
     shared_tail_written_in_place,
 )
 
+pytestmark = pytest.mark.slow
+
 Patch = pytest.MonkeyPatch
 
 

@@ -20,6 +20,8 @@ from chatcache.types.plan import I32
 from tests.engine.generated_workloads import until_it_fails, workloads
 from tests.engine.workloads import Workload, assert_equals_alone
 
+pytestmark = pytest.mark.slow
+
 Patch = pytest.MonkeyPatch
 
 
@@ -142,7 +144,6 @@ BUGS: list[Callable[[Patch], None]] = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_random_workloads_detect_an_injected_pipeline_bug(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
     @until_it_fails(max_examples=400)

@@ -42,6 +42,7 @@ def check_other_tenants(policy: str = "fair", num_steps: int = 400) -> tuple[flo
     return alone.slowest_wait, flooded.slowest_wait
 
 
+@pytest.mark.slow
 def test_ten_tenants_under_a_flood_wait_at_most_twice_as_long() -> None:
     check_other_tenants()
 
@@ -70,6 +71,7 @@ def nothing_is_charged(patch: pytest.MonkeyPatch) -> str:
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
+@pytest.mark.slow
 def test_a_flood_check_without_fairness_or_shares_fails(
     bug: Callable[[pytest.MonkeyPatch], str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

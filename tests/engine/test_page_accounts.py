@@ -52,6 +52,7 @@ def with_conversations(workload: Workload) -> Workload:
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(workloads())
+@pytest.mark.slow
 def test_page_accounts_in_every_step_add_up_to_the_pages_in_use(workload: Workload) -> None:
     engine, _ = with_conversations(workload).engine()
     for arrival in with_conversations(workload).arrivals:

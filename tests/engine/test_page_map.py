@@ -24,6 +24,7 @@ def tables_of(engine: Engine) -> list[PageTable]:
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(workloads())
+@pytest.mark.slow
 def test_page_map_in_every_step_equals_the_pool(workload: Workload) -> None:
     engine, _ = workload.engine()
     kv = engine.scheduler.kv

@@ -364,6 +364,7 @@ def test_a_failed_plan_with_a_step_on_the_device_fails_all_running(monkeypatch: 
     assert isinstance(drain(eng)[-1], Finished) and not runner.device.num_refused
 
 
+@pytest.mark.slow
 def test_results_of_random_arrivals_and_aborts_equal_the_oracle() -> None:
     """Requests arrive and are aborted at random; the others equal the oracle."""
     rng = np.random.default_rng(SEED)

@@ -8,18 +8,18 @@ from hypothesis import HealthCheck, given, settings
 from tests.engine.generated_workloads import workloads
 from tests.engine.workloads import Workload, assert_equals_alone
 
+pytestmark = pytest.mark.slow
+
 QUICK = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 TIGHT = settings(QUICK, max_examples=60)
 
 
 @QUICK
 @given(workloads())
-@pytest.mark.slow
 def test_random_workloads_equal_each_request_alone(workload: Workload) -> None:
     assert_equals_alone(workload)
 
 
-@pytest.mark.slow
 @TIGHT
 @given(workloads(tight=True))
 def test_random_workloads_on_a_tight_pool_equal_each_request_alone(workload: Workload) -> None:

@@ -113,6 +113,7 @@ class Cuts:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_a_request_resumed_after_any_event_continues_identically(kind: str, ahead: bool) -> None:
     cuts = Cuts(kind, ahead=ahead)
     assert len(cuts.at_steps) > 4
@@ -121,6 +122,7 @@ def test_a_request_resumed_after_any_event_continues_identically(kind: str, ahea
 
 
 @pytest.mark.parametrize("kind", ["ends early", "three", "grammar"])
+@pytest.mark.slow
 def test_a_request_resumed_within_a_step_continues_identically(kind: str) -> None:
     """Cut within the events of a step, for instance after one candidate's first token."""
     cuts = Cuts(kind)

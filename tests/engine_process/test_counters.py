@@ -16,6 +16,8 @@ from chatcache.types.stats import EngineHealth
 from tests.engine_process.engines import build_small, until
 from tests.engine_process.test_engine import Client, driven
 
+pytestmark = pytest.mark.slow
+
 NUM_PLAIN = 12
 
 

@@ -157,6 +157,7 @@ async def test_prompt_logprobs_equal_those_of_the_engine(client: Client) -> None
     assert isinstance(events[0], Started) and len(events[0].prompt_logprobs) == 900
 
 
+@pytest.mark.slow
 async def test_a_cancelled_candidate_ends_and_the_others_are_unchanged(waiting: Client) -> None:
     params = SamplingParams(n=8, seed=5, max_tokens=120, ignore_eos=True)
     request = GenerateRequest(request_id="r", prompt=tuple(range(1, 40)), params=params)

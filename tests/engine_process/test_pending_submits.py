@@ -38,6 +38,7 @@ def request_with(name: str, regex: str) -> GenerateRequest:
     return GenerateRequest(request_id=name, prompt=(65, 66), params=params)
 
 
+@pytest.mark.slow
 async def test_submit_of_an_invalid_grammar_raises_after_compilation(client: Client) -> None:
     pending = await asyncio.gather(
         client.submit(request_with("good", "[ab]{3}")),

@@ -42,6 +42,7 @@ async def ready_again(engine: EngineProcess, restarts: int) -> None:
     await until(condition)
 
 
+@pytest.mark.slow
 async def test_kill_9_under_a_stream_pauses_it_until_the_next_child() -> None:
     async with process("slow") as engine:
         await engine.wait_loaded()
@@ -105,6 +106,7 @@ async def test_without_a_child_new_requests_are_rejected_and_held_ones_can_be_en
         assert isinstance(end, Failed) and end.message == "the engine was closed"
 
 
+@pytest.mark.slow
 async def test_a_submit_pending_at_a_crash_is_answered_by_the_next_child() -> None:
     async with process("slow") as engine:
         await engine.wait_loaded()
@@ -117,6 +119,7 @@ async def test_a_submit_pending_at_a_crash_is_answered_by_the_next_child() -> No
         assert tokens == expected_tokens((1, 2, 3), 3) and engine.num_restarts == 1
 
 
+@pytest.mark.slow
 async def test_repeated_crashes_give_up_and_report_it() -> None:
     async with process("dies") as engine:
         error = await asyncio.wait_for(engine.wait_failed(), 60)
@@ -197,6 +200,7 @@ async def test_a_prompt_longer_than_the_context_is_not_sent() -> None:
         await engine.submit(request("r", 1))
 
 
+@pytest.mark.slow
 async def test_invalid_and_too_large_commands_raise_and_the_engine_continues() -> None:
     async with process() as engine:
         await engine.wait_loaded()
@@ -245,6 +249,7 @@ async def test_health_of_a_silent_child_with_work_is_not_ready(monkeypatch: pyte
         await submit
 
 
+@pytest.mark.slow
 async def test_close_leaves_no_process_and_no_descriptor() -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):

@@ -28,6 +28,8 @@ from tests.engine_process.crashing_engine import (
 )
 from tests.engine_process.test_process import is_alive
 
+pytestmark = pytest.mark.slow
+
 ZOMBIES = RestartPolicy(max_deaths=4, first_delay_s=0.01, hung_after_s=2.0)
 
 
@@ -54,7 +56,6 @@ async def kill_under_streams(num_kills: int, num_streams: int = 20) -> None:
     print(f"killed {num_killed} times, {engine.num_restarts} restarts")
 
 
-@pytest.mark.slow
 async def test_kills_under_streams_repeat_or_lose_no_token() -> None:
     await kill_under_streams(6)
 
@@ -81,7 +82,6 @@ async def test_kill_check_detects_a_journal_without_tokens(monkeypatch: pytest.M
         await kill_under_streams(1, num_streams=3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("code", "is_waited_for"), [(errno.EMFILE, True), (errno.ENOENT, False)])
 async def test_a_restart_waits_for_system_resources(
     code: int, is_waited_for: bool, monkeypatch: pytest.MonkeyPatch
@@ -134,7 +134,6 @@ async def poisoned(num_poison: int, num_good: int) -> EngineProcess:
     return engine
 
 
-@pytest.mark.slow
 async def test_poisoned_requests_fail_alone() -> None:
     await poisoned(2, 20)
 
@@ -144,7 +143,6 @@ async def test_ten_poisoned_requests_among_two_hundred_fail_alone() -> None:
     await poisoned(10, 200)
 
 
-@pytest.mark.slow
 async def test_without_trials_poisoned_requests_fail_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Injected bug: requests that were running are not suspects."""
     monkeypatch.setattr(RequestRecovery, "_suspects", lambda self: iter(()))
@@ -152,7 +150,6 @@ async def test_without_trials_poisoned_requests_fail_others(monkeypatch: pytest.
         await poisoned(1, 5)
 
 
-@pytest.mark.slow
 async def test_a_poisoned_request_that_hangs_fails() -> None:
     requests = [make_request(1, 200), make_request(2, 5, seed=7770)]
     expected = expected_events(requests[:1])
@@ -227,7 +224,6 @@ async def _stop(engine: EngineProcess) -> None:
     await engine.close()
 
 
-@pytest.mark.slow
 async def test_output_of_a_hung_child_that_wakes_is_ignored(notices_of_old_children: Iterator[list[Notice]]) -> None:
     await wake_zombies(1, next(notices_of_old_children))
 
@@ -239,7 +235,6 @@ async def test_output_of_twenty_hung_children_that_wake_is_ignored(
     await wake_zombies(20, next(notices_of_old_children))
 
 
-@pytest.mark.slow
 async def test_zombie_check_detects_a_child_that_keeps_its_socket(
     notices_of_old_children: Iterator[list[Notice]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

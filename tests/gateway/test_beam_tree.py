@@ -156,6 +156,7 @@ BEAMS: Frame = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_websocket_resume_sends_the_beam_tree_again(server: Server, url: str) -> None:
     """Resume a running response from the start or from a number.
 
@@ -188,6 +189,7 @@ def test_websocket_resume_sends_the_beam_tree_again(server: Server, url: str) ->
     assert frames[-1] == whole[-1] and len(whole[-1]["response"]["output"]) == 2
 
 
+@pytest.mark.slow
 def test_websocket_lagging_reader_gets_beams_with_the_snapshot(
     server: Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ def test_client_disconnect_during_the_body_logs_no_error(server: Server) -> None
     assert server.request("GET", "/livez")[0] == 200
 
 
+@pytest.mark.slow
 def test_client_that_does_not_read_blocks_no_other_request(server: Server) -> None:
     with server.connect() as stalled:
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

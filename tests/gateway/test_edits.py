@@ -10,6 +10,8 @@ import pytest
 
 from tests.gateway.serving import Server
 
+pytestmark = pytest.mark.slow
+
 Json = dict[str, Any]
 PATH = "/v1/responses"
 

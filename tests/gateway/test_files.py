@@ -229,6 +229,7 @@ def test_import_with_another_tokenizer_keeps_the_text_only(server: Server, tmp_p
     assert status == 200 and report["data"][0]["token_exact"] is False
 
 
+@pytest.mark.slow
 def test_large_import_does_not_block_the_event_loop(server: Server) -> None:
     """During an import of 4 MiB, other requests are served and lists show whole conversations."""
     text = "word " * 400

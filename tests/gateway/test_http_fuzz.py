@@ -11,6 +11,8 @@ import pytest
 from tests.gateway.mutator import Message, Mutator
 from tests.gateway.serving import Server, read_all, split_response
 
+pytestmark = pytest.mark.slow
+
 USER: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
 CALLED: list[Any] = [
     {"role": "user", "content": "Hi"},
@@ -81,7 +83,6 @@ def _check(server: Server, caplog: pytest.LogCaptureFixture, seed: int, num_bodi
     assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-@pytest.mark.slow
 def test_mutated_bodies_get_well_formed_responses(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     _check(server, caplog, seed=6, num_bodies=1500)
 

@@ -72,6 +72,7 @@ def test_brackets_inside_strings_do_not_count() -> None:
     assert decode_object(json.dumps(body).encode()) == body
 
 
+@pytest.mark.slow
 def test_maximal_number_of_nodes_is_accepted_and_one_more_refused() -> None:
     """The oracle is the number of values that Python's parser builds."""
     members: dict[str, object] = {str(number): [] for number in range((MAX_NODES - 1) // 2)}
@@ -80,6 +81,7 @@ def test_maximal_number_of_nodes_is_accepted_and_one_more_refused() -> None:
         decode_object(json.dumps({**members, "x": []}))
 
 
+@pytest.mark.slow
 def test_maximal_number_of_values_is_accepted_and_one_more_refused() -> None:
     """A prompt of token ids may be as long as any context; commas in text are text."""
     inside = [0] * (MAX_VALUES - 4)
@@ -129,6 +131,7 @@ def test_invalid_json_over_http_and_websocket_is_refused(server: Server, name: s
     assert status == 400 and answer["error"]["code"] == "invalid_json"
 
 
+@pytest.mark.slow
 async def test_large_body_is_parsed_outside_the_event_loop() -> None:
     """The event loop stays responsive while a large body is checked."""
     turns = 0

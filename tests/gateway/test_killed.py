@@ -19,6 +19,8 @@ import pytest
 from tests.gateway.kept import keeping, server_on
 from tests.support.redis_servers import RedisServer
 
+pytestmark = pytest.mark.slow
+
 NUM_CLIENTS = 6
 
 
@@ -140,7 +142,6 @@ def check_ledger(kept: RedisServer | str, clients: Clients) -> None:
             assert [item["content"][0]["text"] for item in items] == [key]
 
 
-@pytest.mark.slow
 def test_killed_gateways_lose_no_acknowledged_turn_and_repeat_none(kept: RedisServer | str) -> None:
     clients = live_and_die(kept, num_kills=2)
     assert clients.num_sent_again
@@ -152,7 +153,6 @@ def test_fifty_killed_gateways_lose_no_acknowledged_turn(kept: RedisServer | str
     check_ledger(kept, live_and_die(kept, num_kills=50))
 
 
-@pytest.mark.slow
 def test_gateway_without_idempotency_keys_is_detected(tmp_path: Path) -> None:
     """Injected bug: duplicates appear after kills between store and response."""
 

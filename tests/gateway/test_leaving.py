@@ -55,6 +55,7 @@ KINDS = [(kind, stream) for kind in ("unstored", "stored", "background") for str
 @pytest.mark.parametrize(
     ("phase", "how"), [*((phase, "fin") for phase in PHASES), ("decode", "rst"), ("decode", "half")]
 )
+@pytest.mark.slow
 def test_client_disconnect_ends_its_own_response(narrow: Server, kind: str, phase: str, how: str, stream: bool) -> None:
     idle = num_tasks(narrow)
     body = {**LONG, "stream": stream, "store": kind != "unstored", "background": kind == "background"}

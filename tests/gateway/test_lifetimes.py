@@ -94,6 +94,7 @@ def assert_one_end(server: Server, frames: list[Frame], response_id: str, kind: 
 
 
 @pytest.mark.parametrize("num_faults", [1, 2])
+@pytest.mark.slow
 def test_store_failure_at_the_end_fails_the_response_once(
     server: Server, store: FaultyStore, socket: ClientConnection, num_faults: int
 ) -> None:

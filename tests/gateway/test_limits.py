@@ -329,6 +329,7 @@ def test_openai_client_raises_rate_limit_error(server: LimitedServer) -> None:
     assert refusal.value.code == "rate_limit_exceeded" and refusal.value.response.headers["retry-after"] == "60"
 
 
+@pytest.mark.slow
 def test_prewarm_costs_no_request_and_its_turn_is_cached(server: LimitedServer, clock: Clock) -> None:
     with socket_of(server, SIDE) as socket:
         receive(socket)

@@ -71,6 +71,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 @given(num_deltas=st.integers(0, 700), seed=st.integers(0, 3), data=st.data())
+@pytest.mark.slow
 def test_plain_reader_receives_every_number_from_any_position(num_deltas: int, seed: int, data: st.DataObject) -> None:
     async def work() -> None:
         log = ResponseLog("resp_1")
@@ -87,6 +88,7 @@ def test_plain_reader_receives_every_number_from_any_position(num_deltas: int, s
 
 
 @given(num_deltas=st.integers(0, 900), seed=st.integers(0, 3), cuts=st.lists(st.integers(0, 900), max_size=4))
+@pytest.mark.slow
 def test_extended_reader_resumed_repeatedly_receives_the_same_text(num_deltas: int, seed: int, cuts: list[int]) -> None:
     async def work() -> None:
         log = ResponseLog("resp_1")

@@ -14,6 +14,8 @@ from tests.gateway.random_client import ENDS, RandomClient, World
 from tests.gateway.responding import counted, num_running, num_tasks
 from tests.gateway.serving import Server, post_bytes, read_all, wait_until
 
+pytestmark = pytest.mark.slow
+
 KEYS = ("sk-dice-of-one", "sk-dice-of-two")
 
 

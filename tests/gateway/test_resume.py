@@ -121,6 +121,7 @@ def reload_in_three_tabs(server: Server, url: str, n: int, first_seed: int = 0) 
 
 
 @pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.slow
 def test_reloads_of_three_tabs_receive_identical_events(server: Server, url: str, n: int) -> None:
     """Goal G14, at the size of a test."""
     assert reload_in_three_tabs(server, url, n) > 9
@@ -279,6 +280,7 @@ def test_subscription_lists_running_responses(server: Server, url: str) -> None:
         until_end(other)
 
 
+@pytest.mark.slow
 def test_acknowledging_client_receives_at_most_one_window(
     server: Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,7 @@ def test_steer_inputs_are_answered_together_in_order(server: Server, socket: Cli
     assert [items[each]["content"][0]["text"] for each in second["input_item_ids"]] == ["one", "two", "three"]
 
 
+@pytest.mark.slow
 def test_steer_successor_precedes_queued_responses_of_the_stream(server: Server, socket: ClientConnection) -> None:
     with slowed(server, 0.02):
         first = begin(socket)

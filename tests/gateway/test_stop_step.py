@@ -127,6 +127,7 @@ def text_for(phase: str) -> str:
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("by", ["its socket", "another socket", "HTTP", "DELETE"])
+@pytest.mark.slow
 def test_cancel_is_one_step_and_a_receipt(chunked: Server, by: str, phase: str) -> None:
     url = f"ws://127.0.0.1:{chunked.port}{RESPONSES}"
     with stepped(chunked) as gate, connect(url, max_queue=None) as mine, connect(url) as other:

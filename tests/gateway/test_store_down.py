@@ -88,6 +88,7 @@ def refused(server: Server) -> float:
     return took_s
 
 
+@pytest.mark.slow
 def test_turns_are_refused_and_what_runs_goes_on(outage: tuple[Server, Outage]) -> None:
     server, begin = outage
     with Events(server, PATH, LONG) as events, slowed(server, 0.02):
@@ -119,6 +120,7 @@ def test_turns_are_refused_and_what_runs_goes_on(outage: tuple[Server, Outage]) 
     server.wait_idle()
 
 
+@pytest.mark.slow
 def test_it_is_saved_without_being_asked_for(mortal_redis: RedisServer) -> None:
     with server_on(mortal_redis) as server:
         server.wait_ready()
@@ -138,6 +140,7 @@ def _saved_later(server: Server, redis: RedisServer, timeout_s: float = 60.0) ->
     wait_until(lambda: texts(server, conversation) == ["Hi", said], "the reply to be stored", timeout_s)
 
 
+@pytest.mark.slow
 def test_store_down_reply_not_kept_for_saving_is_detected(
     mortal_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +166,7 @@ def test_a_gateway_starts_before_its_store(mortal_redis: RedisServer) -> None:
     "path",
     ["/v1/conversations/{conversation}", "/v1/responses/{response}", "/v1/conversations/{conversation}/items/{item}"],
 )
+@pytest.mark.slow
 def test_what_is_acknowledged_before_it_is_unsaved_can_be_deleted(mortal_redis: RedisServer, path: str) -> None:
     """What goes while a reply waits to be saved takes it along, or waits for that; nothing waits for ever."""
     with server_on(mortal_redis) as server:

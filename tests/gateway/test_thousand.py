@@ -24,6 +24,8 @@ from chatcache.gateway import uvicorn_limits as http
 from tests.gateway.responding import counted, num_running, num_tasks
 from tests.gateway.serving import Server, post_bytes, wait_until
 
+pytestmark = pytest.mark.slow
+
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 WAYS = ("fin", "rst", "stall")
 WIRES = ("chat", "chat stream", "response", "response stream", "socket")
@@ -164,7 +166,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "STALL_TIMEOUT_S", 1.0)
 
 
-@pytest.mark.slow
 def test_clients_disconnected_in_every_way_leave_no_trace(busy: Server) -> None:
     _cut(busy, 2 * len(EVERY), seed=4)
 

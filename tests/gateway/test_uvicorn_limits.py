@@ -312,6 +312,7 @@ def test_max_connections_leaves_descriptors_to_the_server(
     assert most - uvicorn_limits.max_connections() == num_free
 
 
+@pytest.mark.slow
 def test_raise_fd_limit_raises_the_soft_limit_to_the_hard_limit() -> None:
     script = (
         "import resource; from chatcache.gateway.uvicorn_limits import raise_fd_limit\n"

@@ -98,6 +98,7 @@ def test_oversized_frame_closes_1009(url: str) -> None:
     assert caught.value.rcvd is not None and caught.value.rcvd.code == 1009
 
 
+@pytest.mark.slow
 def test_streams_and_their_queues_are_bounded(server: Server, socket: ClientConnection) -> None:
     with slowed(server, 0.02):
         for number in range(40):
@@ -179,6 +180,7 @@ def test_stalled_reader_blocks_no_other_connection(server: Server, url: str) -> 
     assert [frame["sequence_number"] for frame in frames] == list(range(len(frames)))
 
 
+@pytest.mark.slow
 def test_deleted_conversation_fails_its_running_response_once(
     server: Server, socket: ClientConnection, caplog: pytest.LogCaptureFixture
 ) -> None:

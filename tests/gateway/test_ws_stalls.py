@@ -107,6 +107,7 @@ def test_stalled_readers_do_not_affect_live_readers(server: Server, url: str) ->
             assert text_of(until_end(page)[-1]["response"]).startswith(expected.rstrip("\ufffd"))  # heavy ones go on
 
 
+@pytest.mark.slow
 def test_stalled_reader_is_disconnected_and_can_resume(
     server: Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,8 @@ from tests.kv_cache.injected_bugs import (
 from tests.kv_cache.simulation import run_simulation
 from tests.kv_cache.test_simulation import NUM_STEPS
 
+pytestmark = pytest.mark.slow
+
 MAX_STEPS = 100_000
 Patch = pytest.MonkeyPatch
 

@@ -87,6 +87,7 @@ def test_truncate_of_public_tokens_makes_later_tokens_private(num_kept: int) -> 
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 4, 8]))
+@pytest.mark.slow
 def test_match_equals_everything_the_tenant_may_see(seed: int, page_size: int) -> None:
     rng = random.Random(seed)
     kv, oracle = KVCache(1000, page_size, "digest"), PrefixOracle(page_size)

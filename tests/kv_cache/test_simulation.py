@@ -34,6 +34,7 @@ def run(num_runs: int) -> None:
     assert num_steps >= num_runs * NUM_STEPS
 
 
+@pytest.mark.slow
 def test_simulation_of_10_000_steps_keeps_every_invariant() -> None:
     run(25)
 

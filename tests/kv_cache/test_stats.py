@@ -117,6 +117,7 @@ BUGS: list[Callable[[Patch], None]] = [
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+@pytest.mark.slow
 def test_injected_bug_is_detected(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
     bug(monkeypatch)
     for num_runs in range(MAX_RUNS):

@@ -157,6 +157,7 @@ def test_unsupported_page_size_is_rejected_before_loading(page_size: int) -> Non
         LLM("no/such/model", page_size=page_size)
 
 
+@pytest.mark.slow
 def test_more_prompts_than_the_queue_holds_all_run(llm: LLM) -> None:
     prompts = [[number % 256, number // 256] for number in range(1100)]
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), use_tqdm=False)

@@ -23,6 +23,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running.wait_ready()
 
 
+@pytest.mark.slow
 def test_main_reports_the_counters_of_the_engine(server: Server, tmp_path: Path) -> None:
     arguments = ["--url", server.url, "--users", "3", "--turns", "3", "--max-tokens", "12", "--system-words", "40"]
     before = server.call(server.engine.health())

@@ -17,6 +17,8 @@ from chatcache.types.request import GenerateRequest, Params, SamplingParams
 from tests.gpu.engine_cases import PAGE_BYTES, build, drain, prompt_of
 from tests.model.lazy_streams import lazy_streams
 
+pytestmark = pytest.mark.slow
+
 Outputs = dict[tuple[str, int], tuple[tuple[int, ...], str]]
 
 

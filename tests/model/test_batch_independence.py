@@ -119,6 +119,7 @@ def test_top_p_does_not_depend_on_the_number_of_candidates() -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_runner_draws_the_same_tokens_for_a_seed_in_any_batch(
     backend: str, sample_of: Callable[[str], Sample], load: Callable[..., Runner]
 ) -> None:

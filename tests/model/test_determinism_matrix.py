@@ -92,6 +92,7 @@ def solo(folder_of: Callable[[str], Path]) -> Solo:
     "way", [name if name in FAST_WAYS else pytest.param(name, marks=pytest.mark.slow) for name in WAYS]
 )
 @pytest.mark.parametrize("model", TIERED_MODELS)
+@pytest.mark.slow
 def test_logits_equal_the_solo_run_in_every_configuration(model: str, way: str, solo: Solo) -> None:
     """Vary batch size, order, chunk size and cache.
 
@@ -106,6 +107,7 @@ def test_logits_equal_the_solo_run_in_every_configuration(model: str, way: str, 
 
 @pytest.mark.parametrize("preemption", [pytest.param("recompute", marks=pytest.mark.slow), "swap"])
 @pytest.mark.parametrize("model", [FAST_MODEL, pytest.param("qwen3-bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_preempted_requests_equal_the_solo_run(model: str, preemption: str, solo: Solo) -> None:
     runner, _ = solo(model)
     params = SamplingParams(temperature=1.0, max_tokens=70, ignore_eos=True, logprobs=1)
@@ -143,6 +145,7 @@ def test_forked_branch_equals_a_recomputed_one(
     ("family", "dtype"),
     [("gpt2", "float32"), pytest.param("qwen3-moe", "bfloat16", marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_transformers_model_equals_the_solo_run(
     family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +161,7 @@ def test_transformers_model_equals_the_solo_run(
 
 
 @pytest.mark.parametrize("model", [FAST_MODEL, pytest.param("qwen3-bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_number_of_threads_does_not_change_logits(
     model: str, solo: Solo, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,6 +125,7 @@ def test_most_probe_products_cancel() -> None:
 
 @pytest.mark.parametrize("name", ["mistral-window", "phi3-native", "opt", "gpt-oss-sinks"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
 def test_model_family_passes_the_determinism_check(
     name: str, dtype: str, sample_of: Get, monkeypatch: pytest.MonkeyPatch
 ) -> None:

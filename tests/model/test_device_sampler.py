@@ -126,6 +126,7 @@ def test_draws_over_large_vocabularies_equal_the_cpu_sampler(vocab_size: int) ->
 
 
 @pytest.mark.parametrize("top_p", [1.0, pytest.param(0.8, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_frequencies_are_within_four_sigma_of_softmax(top_p: float) -> None:
     """12 tokens x 2 cases: 4 sigma is passed by chance once in 600 runs, so the keys are fixed."""
     logits = torch.tensor([[1.2, 0.1, -0.4, 2.0, 0.7, -1.0, 0.3, 1.1, -2.0, 0.0, 0.5, -0.2]])

@@ -201,6 +201,7 @@ def test_hugging_face_id_that_cannot_be_fetched_names_the_reason_and_the_remedy(
     assert caught.value.message == f"someone/model: no such folder, and {words}"
 
 
+@pytest.mark.slow
 def test_hugging_face_id_without_a_network_fails_within_seconds(tmp_path: Path) -> None:
     """The real client, against a port where nothing listens."""
     code = "from chatcache.model.loading.files import resolve_model_path; resolve_model_path('someone/model')"

@@ -66,6 +66,7 @@ def run(kernels: Any = listed, sizes: list[int] | None = None, steps: int = 120)
 @pytest.mark.parametrize(
     "sizes", [None, pytest.param([5], marks=pytest.mark.slow), pytest.param([2, 8], marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_replayed_steps_equal_eager_execution(sizes: list[int] | None) -> None:
     """Sizes that fit, one that most steps fill up or exceed, and two."""
     outcome, num_replays = run(sizes=sizes)
@@ -136,6 +137,7 @@ def test_injected_single_host_buffer_is_detected(monkeypatch: pytest.MonkeyPatch
     assert is_broken(), f"seed {SEED}"
 
 
+@pytest.mark.slow
 def test_injected_wrong_slot_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def draw(self: TorchGraphSampler, logits: Any, given: Any, drawn: Any, last_token: Any, kind: int) -> None:
         plain(self, logits, {**given, "slot": given["slot"].roll(1)}, drawn, last_token, kind)

@@ -13,6 +13,8 @@ from chatcache.model.runner import AsyncLaunch
 from tests.model.lazy_streams import ORDERS, LazyStream, lazy_streams
 from tests.model.lives import NUM_SLOTS, Life, Outcome, live, make_runner
 
+pytestmark = pytest.mark.slow
+
 SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 SIZES = capture_sizes(NUM_SLOTS)
 

@@ -58,6 +58,7 @@ def logprobs(runner: Runner, prompts: Sequence[Sequence[int]]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen2", "qwen3", "phi3-native"])
+@pytest.mark.slow
 def test_int8_logits_equal_the_dequantised_model(name: str, sample_of: Get, load: Load, tmp_path: Path) -> None:
     sample = sample_of(name)
     ours, exact = load(sample.folder, quantization="int8"), load(rounded(sample, tmp_path / "rounded"))

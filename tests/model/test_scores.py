@@ -132,6 +132,7 @@ class Recorder(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("spread", [1.0, 0.0])
+@pytest.mark.slow
 def test_scoring_memory_stays_bounded_for_a_large_vocabulary(spread: float) -> None:
     """No tensor exceeds CHUNK_BYTES (twice that for int64 keys).
 

@@ -42,6 +42,7 @@ def pages() -> KVPages:
     return cpu.allocate_pages(LAYERS, 20_000, SIZE, HEADS, DIM, torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_prefaulter_maps_pages_ahead_of_use(pages: KVPages) -> None:
     touch = PagePrefaulter(pages, ahead_bytes=1000 * PAGE_BYTES)
     assert not resident(pages, 500)

@@ -17,11 +17,12 @@ from chatcache.model.runner import AsyncLaunch
 from tests.model.lazy_streams import lazy_streams
 from tests.model.lives import NUM_SLOTS, Life, live, make_runner
 
+pytestmark = pytest.mark.slow
+
 SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 
 
 @pytest.mark.interpreter  # tests/gpu has the same with real streams
-@pytest.mark.slow
 def test_random_plans_on_triton_kernels_equal_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chatcache_kernels.work_list.SPLIT_TOKENS", 16)
     monkeypatch.setattr(static_steps, "SPLIT_TOKENS", 16)

@@ -18,6 +18,8 @@ from chatcache.model.runner import AsyncLaunch
 from tests.model.lazy_streams import lazy_streams
 from tests.model.lives import NUM_SLOTS, Life, live, make_runner
 
+pytestmark = pytest.mark.slow
+
 SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 
 
@@ -43,7 +45,6 @@ def form(kernel: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[str
 
 
 @pytest.mark.interpreter  # its launches are read
-@pytest.mark.slow
 def test_no_kernel_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chatcache_kernels.work_list.SPLIT_TOKENS", 16)
     monkeypatch.setattr(static_steps, "SPLIT_TOKENS", 16)

@@ -26,6 +26,8 @@ from packaging.version import Version
 from chatcache import __version__
 from tests.support.ports import free_port
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 NOT_SOURCE = shutil.ignore_patterns("__pycache__", "static", ".*_cache")
 PAGE = Path("chatcache/gateway/static")

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 HIDDEN = Path(__file__).parent / "no_triton"
 TRITON_MODULES = {"chatcache.model.sampling.device_sampler"}  # imported for the attention backend "triton" only
 

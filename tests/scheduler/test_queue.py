@@ -11,6 +11,8 @@ from chatcache.types.events import Finished
 from chatcache.types.request import GenerateRequest, SamplingParams
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 64
 
 

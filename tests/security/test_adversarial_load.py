@@ -40,6 +40,7 @@ def run_load(engine: Engine, num_requests: int, seed: int = SEED, *, structures:
 @pytest.mark.parametrize(
     "ahead", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["synchronous", "asynchronous"]
 )
+@pytest.mark.slow
 def test_adversarial_requests_change_no_reference_result(ahead: bool) -> None:
     seen = run_load(fake_engine(ahead=ahead), 500)
     assert seen.num_finished > 250 and seen.num_references > 2 * NUM_REFERENCES and seen.failed

@@ -104,6 +104,7 @@ TWINS: dict[str, tuple[Callable[[Patch], None], str]] = {
 
 
 @pytest.mark.parametrize("name", TWINS)
+@pytest.mark.slow
 def test_folder_is_accepted_without_its_check(name: str, good: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     plant, mutation = TWINS[name]
     plant(monkeypatch)
@@ -123,6 +124,7 @@ SERVED = [
 
 
 @pytest.mark.parametrize("name", SERVED)
+@pytest.mark.slow
 def test_serve_exits_with_78_and_the_message(name: str, good: Path, tmp_path: Path) -> None:
     mutation = MUTATIONS[name]
     folder = Path(shutil.copytree(good, tmp_path / "model"))

@@ -152,6 +152,7 @@ def _check_events(events_of: dict[str, list[EngineEvent]], expected: dict[str, T
             assert events[0].num_cached_tokens == 0, "pages of a failed request were found"
 
 
+@pytest.mark.slow
 def test_non_finite_row_fails_its_request_only(runner: Runner) -> None:
     check(runner, NUM_TRIALS)
 

@@ -95,6 +95,7 @@ OPTIONAL: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("count", [150, pytest.param(5_000, marks=pytest.mark.long)])
+@pytest.mark.slow
 def test_random_fields_with_nulls_are_answered(server: Server, count: int) -> None:
     """A null that bypasses a rule across fields has ended other engines."""
     draw = random.Random(SEED)

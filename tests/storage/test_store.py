@@ -268,6 +268,7 @@ async def test_write_of_a_cancelled_caller_is_stored(store: ConversationStore) -
     assert list((await store.load("me", "conv_1")).items) == ["msg_u"]
 
 
+@pytest.mark.slow
 async def test_failure_of_a_cancelled_caller_is_not_logged(
     store: ConversationStore, caplog: pytest.LogCaptureFixture
 ) -> None:

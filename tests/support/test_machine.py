@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from tests.support.machine import REQUIREMENTS, Requirement, describe_unmet, unmet_requirements
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +51,7 @@ def test_every_requirement_is_a_registered_marker() -> None:
         assert [marker for marker in REQUIREMENTS if f"{marker}: " not in text] == [], settings.name
 
 
+@pytest.mark.slow
 def test_a_run_under_ci_deselects_unmet_requirements_and_prints_their_counts(tmp_path: Path) -> None:
     """As a worker of pytest-xdist reports it, and without one."""
     (tmp_path / "test_example.py").write_text(

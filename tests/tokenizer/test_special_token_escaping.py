@@ -45,6 +45,7 @@ def test_no_text_makes_a_control_token(kind: str, template: str, said: list[str]
 
 @given(said=st.lists(contents, min_size=1, max_size=3))
 @settings(max_examples=100, deadline=None)
+@pytest.mark.slow
 def test_what_was_typed_reaches_the_model_in_full(said: list[str]) -> None:
     """And text without control tokens in it is encoded as ever."""
     tokenizer = tokenizer_of("bytelevel")

@@ -70,6 +70,7 @@ def parse(syntax: ToolCallSyntax, deltas: Sequence[str]) -> tuple[str, list[Call
 @example(text='<tool_call>{"name":"f","arguments":{"a":1</tool_call> so', places=list(range(60)))
 @example(text='[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{"b": 2}', places=list(range(60)))
 @example(text='{"name": "f", "parameters": {}} ; {"name": "other"', places=list(range(60)))
+@pytest.mark.slow
 def test_any_cutting_gives_what_the_whole_text_holds(name: str, text: str, places: list[int]) -> None:
     syntax, whole = FORMATS[name]
     expected = whole(text)
@@ -132,6 +133,7 @@ def test_plain_text_is_held_back_no_longer_than_it_must() -> None:
 
 @settings(max_examples=400, deadline=None)
 @given(text=written, places=st.lists(st.integers(0, 500), max_size=12), inside=st.booleans())
+@pytest.mark.slow
 def test_reasoning_is_what_the_whole_text_holds(text: str, places: list[int], inside: bool) -> None:
     for deltas in ([text], cut(text, places), list(text)):
         parser = ReasoningParser(begins_inside=inside)

@@ -319,6 +319,7 @@ class KeepingSource:
 
 
 @pytest.mark.parametrize("num_items", [1_200, pytest.param(100_000, marks=pytest.mark.long)])
+@pytest.mark.slow
 async def test_archive_memory_does_not_grow_with_the_store(num_items: int, tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "a.db")
     await fill(store, num_items)

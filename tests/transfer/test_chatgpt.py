@@ -165,6 +165,7 @@ def test_read_chatgpt_ignores_missing_head_fields(fields: dict[str, Any]) -> Non
     assert head.id == read_chatgpt(data.replace(b"Infinity", b"1e300"), "me").conversation.id
 
 
+@pytest.mark.slow
 def test_read_chatgpt_of_hostile_trees() -> None:
     """Cycles are refused; orphans are roots; more than 100,000 nodes are refused."""
     for parents in ({"a": "b", "b": "a"}, {"a": "a"}):

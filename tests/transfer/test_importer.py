@@ -96,6 +96,7 @@ async def test_import_of_an_export_keeps_everything_but_the_ids(store: Conversat
 
 @settings(deadline=None, max_examples=60)
 @given(trees())
+@pytest.mark.slow
 def test_import_of_any_exported_tree_restores_it(generated: GeneratedTree) -> None:
     async def there_and_back() -> None:
         stores = {"a": SqliteStore(":memory:"), "b": SqliteStore(":memory:")}

@@ -68,6 +68,7 @@ def test_markdown_code_block_never_includes_the_next_heading(text: str) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(trees())
+@pytest.mark.slow
 def test_tree_markdown_has_every_message_once_with_its_parent(generated: GeneratedTree) -> None:
     named = [Item(item.id, item.parent_id, item.role, item.id) for item in generated.tree.items.values()]
     tree = ConversationTree(Conversation("c", "", 0.0, 0.0, "T"), named, ())
