@@ -99,6 +99,9 @@ test-all: test
 	@$(MAKE) --no-print-directory clients
 	$(PYTEST) --tier slow $(ARGS)
 
+# Some container images forbid Python to write bytecode; every process of the tests would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 pytest: $(VENV)/.installed-test web
 	$(PYTEST) $(ARGS)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -79,8 +80,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path.suffix != ".py" or (tier := _tier(config)) == "all":
         return None
     source = collection_path.read_text(encoding="utf-8")
-    is_slow_only = "\npytestmark = pytest.mark.slow\n" in source
-    return True if (is_slow_only if tier == "default" else "mark.slow" not in source) else None
+    is_slow_only = re.search(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", source, re.MULTILINE)
+    is_unwanted = is_slow_only if tier == "default" else "mark.slow" not in source
+    return True if is_unwanted else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -27,8 +27,11 @@ CHECKS = [
     checks.unsupported_method,
     checks.allow_header_conformance,
 ]
-# Files of lines: it has no idea how to write them.
-pytestmark = pytest.mark.filterwarnings("ignore:Skipped test cases with unsupported payload:UserWarning")
+# Schemathesis cannot generate JSON Lines files.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Skipped test cases with unsupported payload:UserWarning"),
+]
 # A request head of 64 KiB is refused by the HTTP parser, long before the application.
 MAX_URL_BYTES = 32_000
 
@@ -91,7 +94,6 @@ def _not_json(name: str) -> None:
 
 @API.include(method="POST").parametrize()
 @_bounded(5)
-@pytest.mark.slow
 def test_generated_bodies_get_described_responses(case: schemathesis.Case[Any], server: Server) -> None:
     """Fewer: thinking one up takes a second, and it has all fields at once."""
     _check(case, server)
