@@ -87,7 +87,7 @@ format: $(VENV)/.installed-test $(WEB_MODULES)
 	cd web && PATH="$$PATH:$(CURDIR)/$(BIN)" && npm run format --silent
 
 # Run in parallel; the output of each target is printed in one piece where make supports that (macOS: not).
-PARALLEL := -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory
+PARALLEL := -j3 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # The default tier: lint, types, unit and contract tests, one browser test.

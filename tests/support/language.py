@@ -54,6 +54,8 @@ PHRASES = {
 NAME_WORDS = {"tell": "send, report, emit", "door": "admission", "steady": "decode batch", "hear": "receive"}
 
 _PROSE = re.compile(r"\b(" + "|".join([*WORDS, *PHRASES]) + r")\b", re.IGNORECASE)
+# A file without any of these, even inside a longer word, need not be parsed.
+_ANYWHERE = re.compile("|".join([*WORDS, *PHRASES, *NAME_WORDS]), re.IGNORECASE)
 _PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 
@@ -109,6 +111,8 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def findings(path: Path, source: str) -> list[Finding]:
     """All findings of one Python file."""
+    if not _ANYWHERE.search(source):
+        return []
     tree = ast.parse(source)
     found: list[Finding] = []
     for first, text in docstrings(tree):

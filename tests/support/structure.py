@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -48,6 +49,7 @@ def imported(name: str, path: Path, known: Mapping[str, Path]) -> set[str]:
     return (found & set(known)) - {name}
 
 
+@functools.cache
 def import_graph() -> Graph:
     """Module -> modules that it imports; imports inside functions and under TYPE_CHECKING count."""
     known = modules()
