@@ -66,7 +66,7 @@ Span = tuple[int, int] | None
 
 
 def token_char_offsets(context: ReplyContext, prompt: Sequence[int], item: Item) -> list[Span]:
-    """Return one range per token of a reply to `prompt`.
+    """Return for each token of a reply to `prompt` its range of characters in the visible text.
 
     Slow for long replies: run it on a thread.
     """

@@ -568,7 +568,11 @@ class Alternatives:
 
 
 async def read_alternatives(reply: Reply, token_id: int) -> TokenAlternatives:
-    """Read the reply to its end and return the alternatives. Raises: ReplyFailedError."""
+    """Return the most likely tokens at a position of an earlier reply, computed by `reply`.
+
+    `reply` samples one token at that position; `token_id` is the token that the earlier reply has there, for which the
+    log-probability and rank are reported if they are known. Raises: ReplyFailedError.
+    """
     scored = TokenLogprob(0.0)
     drawn: int | None = None
     num_copied_pages = 0

@@ -103,7 +103,7 @@ def check_prompt(prompt: Sequence[int], num_public_tokens: int, vocab_size: int,
 
 
 def check_prompt_logprobs(request: GenerateRequest) -> None:
-    """Verify that the requested prompt log-probabilities do not exceed MAX_PROMPT_LOGPROBS.
+    """Verify that prompt tokens x (alternatives per token + 1) is at most MAX_PROMPT_LOGPROBS.
 
     Expects valid sampling parameters. Raises: InvalidRequestError.
     """

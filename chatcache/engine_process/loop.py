@@ -48,9 +48,9 @@ Progress = Callable[[float, str], None]
 
 
 class PendingSubmits:
-    """Submit calls that are answered only when the grammar of their request has been compiled.
+    """The unanswered `Submit` calls: each is answered when the grammar of its request has been compiled.
 
-    Keeps the call number of each request id.
+    Maps request ids to call numbers.
     """
 
     def __init__(self, send: Callable[[Answer], None]) -> None:

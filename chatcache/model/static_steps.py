@@ -194,7 +194,7 @@ class StaticStep:
 
     @property
     def max_lists(self) -> int:
-        """Return the maximum number of work lists of a step."""
+        """Return how many attention work lists a step can have at most."""
         return len(self.work_buffers.heights) if self.work_buffers is not None else 1
 
     def run(self, num_lists: int, kind: int) -> None:

@@ -229,7 +229,7 @@ class AttentionBatch:
 
     @classmethod
     def build(cls, tables: Tensor, start: Tensor, num_tokens: Tensor, page_size: int) -> AttentionBatch:
-        """Derive offsets, slots and maxima.
+        """Build a batch; derive its offsets, its cache slots and the largest row and context.
 
         Shapes: tables [num_rows, max_pages], start, num_tokens [num_rows]; on the CPU.
         """

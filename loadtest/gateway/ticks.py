@@ -55,11 +55,14 @@ class TickClock:
 
 
 def clock_environment(path: Path, tokens_per_s: float, num_phases: int) -> dict[str, str]:
-    """Return the environment variables of a process with a clock."""
+    """Return the environment that makes a server process emit tokens by the shared clock in the file `path`.
+
+    `tokens_per_s`: rate of each stream; `num_phases`: ticks per token interval, among which the streams are spread.
+    """
     return {ENVIRONMENT: f"{tokens_per_s} {num_phases} {path}"}
 
 
 def clock_from_environment() -> tuple[TickClock, TickTimes]:
-    """Return the clock that `clock_environment` describes."""
+    """Return the clock and the tick times that `clock_environment` configured for this process."""
     tokens_per_s, num_phases, path = os.environ[ENVIRONMENT].split(" ", 2)
     return TickClock(float(tokens_per_s), int(num_phases)), TickTimes(Path(path))

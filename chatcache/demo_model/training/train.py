@@ -91,7 +91,7 @@ def rope_tables(shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn queries or keys [B, H, T, D] by their positions."""
+    """Apply rotary position embeddings to queries or keys [B, H, T, D]."""
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-right, left], dim=-1) * sin
 

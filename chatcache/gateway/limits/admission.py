@@ -115,7 +115,11 @@ class AdmissionTicket:
 
 
 class AdmissionController:
-    """Tracks admitted requests: until the engine has them and, per tenant, until they start."""
+    """Admits requests while the queue has space, in total and for each tenant.
+
+    Counts the requests that were admitted and are not in the engine's queue yet and, for each tenant, those that the
+    engine has not started.
+    """
 
     def __init__(self, engine: EngineClient, limiter: RateLimiter) -> None:
         self._engine = engine

@@ -63,7 +63,7 @@ class _PendingDrop:
 
 
 class CandidateCancellations:
-    """Drops candidates of one response. Belongs to one event loop."""
+    """Ends single candidates of one response at a client's request. Belongs to one event loop."""
 
     def __init__(self, reply: Reply, log: ResponseLog, metrics: Metrics) -> None:
         self._reply = reply
@@ -121,7 +121,10 @@ class CandidateCancellations:
         return dropped_receipt
 
     def done(self, event: ReplyDone) -> None:
-        """Record that a candidate ended, and send its receipt to all readers if it was dropped."""
+        """Record that a candidate ended.
+
+        If a client dropped it, all readers of the response get a `response.dropped` event with the pages freed.
+        """
         if event.finish_reason == FINISH_CANCELLED and event.num_pages_freed is None:
             return  # the whole response ends; its terminal frame reports it
         drop = self._waiting.pop(event.index, None)

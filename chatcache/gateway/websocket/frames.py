@@ -68,7 +68,10 @@ class FrameSender:
 
 
 def stream_id_suffix(stream_id: str | None) -> bytes:
-    """Return the end of a frame with this stream id, in place of its closing brace."""
+    """Return the bytes that replace the closing brace of a JSON frame to add the stream id.
+
+    Empty for None: the frame stays unchanged.
+    """
     return b"" if stream_id is None else b',"stream_id":%s}' % encode(stream_id)
 
 

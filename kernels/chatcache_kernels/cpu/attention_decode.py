@@ -575,7 +575,7 @@ def decode_fields(batch: AttentionBatch, pages: KVPages, num_heads: int, num_thr
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Addresses of scratch, partial states and per-layer counters of finished items.
+    """Addresses of scratch, partial softmax states and per-layer counters of finished items.
 
     Layers share scratch and states.
     """
@@ -587,7 +587,7 @@ class Workspace:
 
     @classmethod
     def of(cls, pages: KVPages, scratch: int, num_states: int, queries: int, num_done: int) -> Workspace:
-        """Allocate scratch and states in float32, and zeroed counters per layer if there are states."""
+        """Allocate scratch and partial states in float32, and zeroed counters per layer if there are states."""
         floats = torch.empty(scratch + num_states * num_partial_floats(queries, pages.head_dim))
         done = torch.zeros(pages.num_layers, num_done if num_states else 0, dtype=torch.int64)
         layers = done.data_ptr() + 8 * done.stride(0) * np.arange(pages.num_layers)

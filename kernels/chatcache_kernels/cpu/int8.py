@@ -396,7 +396,11 @@ def _write_outputs(native: bool, kind: int, job: Any, token: int, output: int, v
 
 @cache
 def _row_kernel(tables: bool, kind: int, native: bool) -> Launch:
-    """Return the launcher of the kernels without AMX."""
+    """Return the launcher of the matrix product with int8 weights for CPUs without AMX.
+
+    Each thread takes a panel of outputs, widens its weights to bf16 and multiplies them with up to 4 tokens at a time.
+    `tables`: widen by table lookup; `kind`: type of the outputs; `native`: the CPU converts to bf16.
+    """
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, INT8_JOB)[0]
