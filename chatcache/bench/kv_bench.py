@@ -3,7 +3,7 @@
 All figures are CPU time of one thread, so the time of other programs is not counted, although they use the same caches.
 A scheduler step is plan() + commit() over branches that each decode one token. First every branch is at a different
 position of its page, so that one in `page_size` needs a new page in each step; then all branches are at the same
-position and need a new page in the same step, which is the worst case.
+position and need a new page in the same step, which is the worst case. `decode_bench` measures whole engine steps.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from chatcache.bench.decode_bench import measure_decoding
 from chatcache.bench.report import Figure, compare, figure_table
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import CacheScope
@@ -46,6 +47,7 @@ class KVLoad:
     num_pages: int = 4096
     fork_tokens: tuple[int, ...] = (1024, 32768)
     branches: tuple[int, ...] = (256, 4096)
+    decoding_branches: tuple[int, ...] = (1, 64, 256)
     num_rounds: int = 4
     repeats: int = 5
 
@@ -66,7 +68,7 @@ class KVReport:
 
 
 def run_kv_bench(load: KVLoad, on_progress: Callable[[str], None] = lambda _: None) -> KVReport:
-    """Measure hashing, allocation, forks and scheduler steps."""
+    """Measure hashing, allocation, forks, scheduler steps and the host time of each decoding mode."""
     on_progress("pages")
     figures = [
         _measure_hash(load),
@@ -76,6 +78,9 @@ def run_kv_bench(load: KVLoad, on_progress: Callable[[str], None] = lambda _: No
     for num_branches in load.branches:
         on_progress(f"{num_branches} branches")
         figures += _measure_steps(load, num_branches)
+    for num_branches in load.decoding_branches:
+        on_progress(f"{num_branches} branches of each decoding mode")
+        figures += measure_decoding(num_branches, load.num_rounds * load.page_size, load.repeats)
     return KVReport(bench="kv", page_size=load.page_size, repeats=load.repeats, figures=tuple(figures))
 
 

@@ -12,10 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from chatcache.bench import kv_bench
+from chatcache.bench.decode_bench import MODES, measure_decoding
 from chatcache.bench.kv_bench import KVLoad, KVReport, run_kv_bench
 from chatcache.cli.main import app
 
-SMALL = KVLoad(page_size=4, num_pages=32, fork_tokens=(16, 64), branches=(3, 256), num_rounds=2, repeats=2)
+SMALL = KVLoad(
+    page_size=4, num_pages=32, fork_tokens=(16, 64), branches=(3, 256), decoding_branches=(), num_rounds=2, repeats=2
+)
 
 
 def test_kv_bench_reports_figures_next_to_goals() -> None:
@@ -50,7 +53,7 @@ def test_step_figure_is_plan_plus_commit(title: str) -> None:
 
 
 def test_bench_kv_command_loads_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = partial(KVLoad, num_pages=32, fork_tokens=(16,), branches=(3,), num_rounds=1)
+    small = partial(KVLoad, num_pages=32, fork_tokens=(16,), branches=(3,), decoding_branches=(1,), num_rounds=1)
     monkeypatch.setattr(kv_bench, "KVLoad", small)
     out = tmp_path / "out.json"
     result = CliRunner().invoke(app, ["bench", "kv", "--repeats", "1", "--json", "--out", str(out)])
@@ -60,3 +63,16 @@ def test_bench_kv_command_loads_no_model(tmp_path: Path, monkeypatch: pytest.Mon
     assert report.page_size == 16 and "fork n=8 at 24 tokens" in [figure.name for figure in report.figures]
     table = CliRunner().invoke(app, ["bench", "kv", "--repeats", "1"])
     assert table.exit_code == 0 and "3 branches, pages in step: apply" in table.stdout
+
+
+def test_decode_bench_reports_every_mode_next_to_its_goal() -> None:
+    figures = measure_decoding(64, num_steps=1, repeats=1)
+    assert [figure.name for figure in figures] == [f"{mode}, 64 branches: branch-token" for mode in MODES]
+    assert all(figure.value > 0 and figure.limit == 5.0 and figure.goal == "<= 1.00" for figure in figures)
+
+
+def test_decode_bench_counts_python_calls_of_one_branch() -> None:
+    calls = {figure.name: figure for figure in measure_decoding(1, num_steps=3, repeats=1)}[
+        "Python calls of a step, 1 branch"
+    ]
+    assert calls.value > 10 and calls.limit == 40.0
