@@ -32,7 +32,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend each new token to its row's keys up to and including its own.
+    """Compute attention of the new tokens over the keys and values of their sequences.
 
     Causal, grouped queries. Rows of few new tokens use `attention_decode`, or `attention_shared` if `prepare` planned
     shared prefixes; rows of many use `attention_prefill`. Options: see `reference.paged_attention`.
@@ -72,9 +72,9 @@ def decode_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> None:
-    """Run the decode kernel over rows of at most `max_tokens` new tokens, into `out`.
+    """Write to `out` the attention of rows with at most `max_tokens` new tokens (decode kernel).
 
-    Others are left unchanged.
+    Tokens of other rows are left unchanged.
     Shapes: q, out [num_tokens, num_heads, head_dim].
     """
     num_rows, table_stride = batch.tables.shape[0], batch.tables.stride(0)

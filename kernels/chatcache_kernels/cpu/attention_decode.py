@@ -70,9 +70,10 @@ TILE_KEYS = 64  # keys between two updates of the running maximum; a multiple of
 def score_page(
     zero: Any, k: Any, base: int, soon: int, q: Any, scores: Any, part: int, num: int, dim: int, size: int
 ) -> None:
-    """Multiply `num` queries with the page of keys at `base`, into scores from column `part` on.
+    """Compute the scores of `num` queries against the keys of one page, and prefetch another.
 
-    Prefetch page `soon`.
+    `base`, `soon`: offsets in `k` of the page and of the page to prefetch. The scores of the page's tokens go to the
+    columns of `scores` from `part` on. Shapes: q [M / 4, D, 4], scores [M, TILE_KEYS].
     """
     lanes = num_lanes(zero)
     wide = num // 8 * 8
@@ -105,7 +106,7 @@ def score_page(
 def score_page_8_queries(
     zero: Any, k: Any, base: int, soon: int, q: Any, scores: Any, part: int, m: int, dim: int, size: int
 ) -> None:
-    """Do the work of `score_page` for the eight queries from m on."""
+    """Compute what `score_page` does for eight queries from m on."""
     lanes, later = num_lanes(zero), 4 * dim  # offset from four queries to the next four
     for t in range(0, size, lanes):
         a0, a1, a2, a3, a4, a5, a6, a7 = zero, zero, zero, zero, zero, zero, zero, zero
@@ -156,10 +157,10 @@ def online_softmax(
     acc: Any,
     dim: int,
 ) -> None:
-    """Turn the scores of query m in one tile into weights relative to the running maximum.
+    """Replace the scores of query m for one tile of keys by softmax weights, not yet normalised.
 
-    Columns first .. end - 1 are visible, of `count` columns that hold tokens. When the maximum grows, acc and row_sum
-    are rescaled.
+    Columns first .. end - 1 are visible to the query; `count` columns hold tokens. Weights are relative to the running
+    maximum; when it grows, acc and row_sum are rescaled.
     """
     lanes = num_lanes(zero)
     top = splat(zero, np.float32(-np.inf))
@@ -189,7 +190,7 @@ def online_softmax(
 
 @helper
 def apply_softcap(zero: Any, x: Any, softcap: Any) -> Any:
-    """Return softcap * tanh(x / softcap), in units of log2."""
+    """Return softcap * tanh(x / softcap) * log2(e), because the softmax uses exp2."""
     one, cap = splat(zero, np.float32(1.0)), splat(zero, np.float32(softcap * np.float32(LOG2E)))
     e = exp2(minimum(mul(x, splat(zero, np.float32(2.0 * LOG2E) / softcap)), splat(zero, np.float32(126.0))))
     return mul(cap, add(one, div(splat(zero, np.float32(-2.0)), add(e, one))))
@@ -199,9 +200,10 @@ def apply_softcap(zero: Any, x: Any, softcap: Any) -> Any:
 def accumulate_values(
     zero: Any, v: Any, base: int, soon: int, scores: Any, part: int, count: int, acc: Any, num: int, dim: int
 ) -> None:
-    """Add `count` weighted values of the page at `base` to `num` queries.
+    """Add the values of one page, weighted by the softmax weights, to acc of `num` queries.
 
-    Slots after `count` are not read.
+    Uses the page's first `count` tokens and the columns of `scores` from `part` on. `base`, `soon`: offsets in `v` of
+    the page and of the page to prefetch. Shapes: scores [M, TILE_KEYS] (weights), acc [M, D].
     """
     lanes = num_lanes(zero)
     wide = num // 8 * 8
@@ -242,7 +244,7 @@ def accumulate_values(
 def accumulate_values_8_queries(
     zero: Any, v: Any, base: int, soon: int, scores: Any, part: int, count: int, acc: Any, m: int, dim: int
 ) -> None:
-    """Do the work of `accumulate_values` for the eight queries from m on, bit-identically."""
+    """Compute what `accumulate_values` does, to the same bits, for eight queries from m on."""
     lanes, row, later = num_lanes(zero), m * TILE_KEYS + part, 4 * TILE_KEYS
     for d in range(0, dim, lanes):
         at = m * dim + d
@@ -310,18 +312,18 @@ def pad_queries(num_queries: int) -> int:
 
 
 def num_scratch_floats(queries: int, head_dim: int) -> int:
-    """Return the size of one thread's scratch in float32: see the module docstring."""
+    """Return the float32 scratch size of one thread for items of M = `queries` queries."""
     return queries * (2 * head_dim + TILE_KEYS + 3)
 
 
 def num_partial_floats(queries: int, head_dim: int) -> int:
-    """Return the size of one partial result in float32: acc, row_max, row_sum."""
+    """Return the floats of a partial result of M = `queries` queries: acc, row_max, row_sum."""
     return queries * (head_dim + 2)
 
 
 @helper
 def scratch_arrays(job: Any, thread: int) -> Any:
-    """Return a thread's acc, q, scores, row_max, row_sum and limits."""
+    """Return pointers to a thread's scratch arrays: acc, q, scores, row_max, row_sum, limits."""
     most, dim = job.max_queries, job.head_dim
     acc = job.scratch + 4 * thread * most * (2 * dim + TILE_KEYS + 3)
     row_max = acc + 4 * most * (2 * dim + TILE_KEYS)
@@ -337,9 +339,9 @@ def scratch_arrays(job: Any, thread: int) -> Any:
 
 @helper
 def pack_queries(job: Any, zero: Any, thread: int, token: int, limit: int, head: int, m: int) -> None:
-    """Load one token's queries of a key head as queries m, m + 1, ... of the scratch.
+    """Load a token's queries of one key head into the scratch, as queries m, m + 1, ...
 
-    They are scaled and stored in the order [M / 4, D, 4].
+    They are scaled and stored in the order [M / 4, D, 4]. They see the keys before position `limit`.
     """
     dim, group = job.head_dim, job.num_heads // job.num_kv_heads
     _, q, _, _, _, limits = scratch_arrays(job, thread)
@@ -356,10 +358,9 @@ def pack_queries(job: Any, zero: Any, thread: int, token: int, limit: int, head:
 def attend_keys(
     job: Any, zero: Any, k: Any, v: Any, thread: int, row: int, head: int, low: int, end: int, num_queries: int
 ) -> None:
-    """Attend the packed queries to keys low .. end - 1 of a row.
+    """Compute attention of the packed queries over keys low .. end - 1 of a row, into scratch.
 
-    Leaves acc, row_max and row_sum in scratch.
-    `low` must be the first position of a page.
+    The result is acc, row_max and row_sum. `low` must be the first position of a page.
     """
     dim, size, lanes = job.head_dim, job.page_size, num_lanes(zero)
     table = pointer(INT32, job.tables + 4 * row * job.table_stride)
@@ -388,9 +389,9 @@ def attend_keys(
 
 @helper
 def _page_offsets(job: Any, table: Any, head: int, position: int, end: int) -> Any:
-    """Return the element offset of a position's page of one key head, and of the next page.
+    """Return a key head's element offsets in a position's page and in the page to prefetch.
 
-    The next page, to be prefetched, is one tile later, or the same page at the end.
+    The page to prefetch is the one a tile of keys later, or the same page if the keys end before that.
     """
     later = position + TILE_KEYS if position + TILE_KEYS < end else position
     elements = job.page_size * job.head_dim
@@ -401,9 +402,9 @@ def _page_offsets(job: Any, table: Any, head: int, position: int, end: int) -> A
 
 @helper
 def write_output(job: Any, zero: Any, thread: int, token: int, head: int, first: int) -> None:
-    """Write a token's outputs of one key head: acc / row_sum of queries `first` on.
+    """Write a token's attention output for one key head: acc / row_sum of its G queries.
 
-    Attention sinks are added to row_sum.
+    `first`: number of the token's first query in the scratch. Attention sinks are added to row_sum.
     """
     dim, group = job.head_dim, job.num_heads // job.num_kv_heads
     acc, _, _, row_max, row_sum, _ = scratch_arrays(job, thread)
@@ -435,16 +436,19 @@ splits_done [R, Hkv] int64, zeroed; partial: num_partial_floats(...) per item. B
 
 @cache
 def register_lanes(page_size: int, head_dim: int) -> int:
-    """Return the register width in float32 that divides page size and head size; 0 if none does."""
+    """Return the SIMD register width, in float32, for a page size and head size.
+
+    The widest of 16 and 8 that divides both; 0 if the kernels do not support these sizes.
+    """
     fitting = (n for n in (16, 8) if page_size % n == 0 and head_dim % n == 0 and 64 % page_size == 0)
     return next(fitting, 0)
 
 
 @cache
 def decode_kernel(kind: int, lanes: int) -> Launch:
-    """Return the launcher for pages of one element kind; `lanes` divides page and head size.
+    """Return the launcher of the decode attention kernel for pages of one element type.
 
-    Takes a DECODE_JOB.
+    Its argument record is a DECODE_JOB. `kind`: element type, see `simd.KINDS`; `lanes`: see `register_lanes`.
     """
 
     def kernel(address: Any) -> None:
@@ -455,13 +459,13 @@ def decode_kernel(kind: int, lanes: int) -> Launch:
 
 
 def max_item_queries(max_tokens: int, num_heads: int, num_kv_heads: int) -> int:
-    """Return the largest M of an item."""
+    """Return M, the padded number of queries, of a work item with `max_tokens` new tokens."""
     return pad_queries(max_tokens * (num_heads // num_kv_heads))
 
 
 @helper
 def _run_items(address: Any, job: Any, zero: Any, k: Any, v: Any) -> None:
-    """Take items from the shared counter until none is left."""
+    """Process work items (row, split, key head) from the shared counter until none is left."""
     num_tokens, start = pointer(INT32, job.num_tokens), pointer(INT32, job.start)
     item, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
     base = 0  # first item of the row
@@ -482,7 +486,7 @@ def _run_items(address: Any, job: Any, zero: Any, k: Any, v: Any) -> None:
 
 @helper
 def _attend_split(job: Any, zero: Any, k: Any, v: Any, thread: int, row: int, head: int, split: int) -> None:
-    """Attend the row's queries of one key head to one split. Leaves the result in scratch."""
+    """Compute attention of a row over one split of its keys, for one key head, into scratch."""
     group = job.num_heads // job.num_kv_heads
     start, tokens = pointer(INT32, job.start)[row], pointer(INT32, job.num_tokens)[row]
     for token in range(tokens):
@@ -499,9 +503,9 @@ def _attend_split(job: Any, zero: Any, k: Any, v: Any, thread: int, row: int, he
 def _merge_splits(
     job: Any, zero: Any, thread: int, row: int, head: int, base: int, split: int, num_splits: int
 ) -> bool:
-    """Store one split's result.
+    """Store the result of one split; the last thread to do so merges all splits of the row.
 
-    In the thread that finishes the last split, merge all into scratch and return True.
+    Returns True in that thread, whose scratch then holds the merged result. `base`: first work item of the row.
     """
     dim, lanes, most = job.head_dim, num_lanes(zero), job.max_queries
     num_queries = pointer(INT32, job.num_tokens)[row] * (job.num_heads // job.num_kv_heads)
@@ -532,7 +536,7 @@ def _merge_splits(
 
 @helper
 def _write_row(job: Any, zero: Any, thread: int, row: int, head: int) -> None:
-    """Write the row's outputs of one key head."""
+    """Write the attention outputs of all new tokens of a row for one key head."""
     for token in range(pointer(INT32, job.num_tokens)[row]):
         first = token * (job.num_heads // job.num_kv_heads)
         write_output(job, zero, thread, pointer(INT32, job.offsets)[row] + token, head, first)
@@ -540,9 +544,9 @@ def _write_row(job: Any, zero: Any, thread: int, row: int, head: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StepFields:
-    """Job fields that are set once a step, for every layer.
+    """Kernel arguments that are set once a step, for the attention calls of all layers.
 
-    `held` keeps the tensors alive that they point to.
+    `held`: the tensors whose addresses are among the `fields`, kept alive.
     """
 
     fields: dict[str, Any]
@@ -550,7 +554,7 @@ class StepFields:
 
 
 def decode_fields(batch: AttentionBatch, pages: KVPages, num_heads: int, num_threads: int) -> StepFields:
-    """Return the fields of a DECODE_JOB that change every step, for `megakernel` calls."""
+    """Return the DECODE_JOB fields that change every step, for `MegakernelDecoder`."""
     num_rows, most = batch.tables.shape[0], batch.max_new_tokens
     queries = max_item_queries(most, num_heads, pages.num_kv_heads)
     done = num_rows * pages.num_kv_heads
@@ -575,9 +579,10 @@ def decode_fields(batch: AttentionBatch, pages: KVPages, num_heads: int, num_thr
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Addresses of scratch, partial softmax states and per-layer counters of finished items.
+    """Addresses of the memory that the attention calls of a step work in.
 
-    Layers share scratch and states.
+    `scratch` and `states` (partial results) are shared by all layers; `done` has an address per layer, of counters of
+    the finished partial results. `held` owns the memory.
     """
 
     scratch: int
@@ -587,7 +592,10 @@ class Workspace:
 
     @classmethod
     def of(cls, pages: KVPages, scratch: int, num_states: int, queries: int, num_done: int) -> Workspace:
-        """Allocate scratch and partial states in float32, and zeroed counters per layer if there are states."""
+        """Allocate `scratch` floats, `num_states` partial results and `num_done` counters per layer.
+
+        `queries`: M of a partial result. Counters are zeroed; without partial results there are none.
+        """
         floats = torch.empty(scratch + num_states * num_partial_floats(queries, pages.head_dim))
         done = torch.zeros(pages.num_layers, num_done if num_states else 0, dtype=torch.int64)
         layers = done.data_ptr() + 8 * done.stride(0) * np.arange(pages.num_layers)

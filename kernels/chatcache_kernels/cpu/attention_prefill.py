@@ -88,9 +88,10 @@ def online_softmax(
     zero: Any, scores: int, weights: int, sums: int, acc: int, row_maxes: int, limits: int, num: int, first: int,
     columns: int, dim: int, window: int, scale: Any, softcap: Any,
 ) -> None:  # fmt: skip
-    """Turn the scores of `num` queries against the keys from `first` on into weights.
+    """Turn the scores of `num` queries for a block of keys into softmax weights, not normalised.
 
-    Add to the sums.
+    The weights are stored as bf16 and added to the queries' sums; where a maximum grows much, sums and acc are
+    rescaled. `first`: position of the block's first key; `columns`: number of its keys. scores .. limits are addresses.
     """
     row_max, limit, factor = pointer(FLOAT32, row_maxes), pointer(INT32, limits), np.float32(scale * np.float32(LOG2E))
     if softcap > 0:
@@ -120,7 +121,7 @@ def online_softmax(
 
 @helper
 def _exponentiate(zero: Any, scores: Any, weights: Any, sums: Any, scale: Any, shift: Any, columns: int) -> None:
-    """Write one query's weights and add them to its sums."""
+    """Write a query's softmax weights, 2 ** (scores * scale + shift), and add them to its sums."""
     total_low, total_high = load(zero, sums, 0), zero
     for t in range(0, columns, 32):
         low = exp2_approx(fma(load(zero, scores, t), scale, shift))
@@ -132,7 +133,7 @@ def _exponentiate(zero: Any, scores: Any, weights: Any, sums: Any, scale: Any, s
 
 @helper
 def _apply_softcap(zero: Any, scores: int, num: int, columns: int, scale: Any, softcap: Any) -> None:
-    """Apply the softcap to the scores of `num` queries."""
+    """Apply scale and softcap to the scores of `num` queries, in place."""
     for _ in range(num):
         line = pointer(FLOAT32, scores)
         for t in range(0, columns, 16):
@@ -154,7 +155,10 @@ def _mask_scores(zero: Any, scores: int, limits: int, num: int, first: int, colu
 
 @helper
 def _rescale(zero: Any, acc: int, dim: int, sums: Any, growth: Any) -> None:
-    """Rescale a query's sums to a maximum that has grown by -growth."""
+    """Multiply a query's acc and sum of weights by 2 ** growth, because its maximum has grown.
+
+    `growth`: the old maximum minus the new one, so it is negative.
+    """
     decay, values = exp2(splat(zero, growth)), pointer(FLOAT32, acc)
     for d in range(0, dim, 16):
         store(values, d, mul(load(zero, values, d), decay))
@@ -165,7 +169,7 @@ BLOCK_QUERIES = 2 * TILE_ROWS  # queries that pass over a block at a time
 
 
 def scratch_bytes(queries: int, head_dim: int) -> int:
-    """Return the bytes of one thread's scratch: see the module docstring."""
+    """Return the scratch bytes that one thread needs for items of `queries` queries."""
     wide = _round_up_to_tiles(head_dim)
     queries = -(-queries // BLOCK_QUERIES) * BLOCK_QUERIES
     return (
@@ -177,15 +181,15 @@ def scratch_bytes(queries: int, head_dim: int) -> int:
 
 
 def _round_up_to_tiles(head_dim: int) -> int:
-    """Return the head size rounded up to the 32 columns of a tile."""
+    """Return the head size rounded up to a multiple of 32, the width of an AMX tile in bf16."""
     return -(-head_dim // 32) * 32
 
 
 @helper
 def scratch_layout(job: Any, thread: int) -> Any:
-    """Return the addresses of a thread's scratch arrays, in the order of the returned tuple.
+    """Return the addresses of a thread's scratch arrays.
 
-    acc, q, row_sums, row_max, limits, keys, values, scores, weights, a row of zeros.
+    In this order: acc, q, row_max, row_sums, limits, keys, values, scores, weights, a row of zeros.
     """
     dim, wide = job.head_dim, (job.head_dim + 31) // 32 * 32
     most = (job.block_tokens * (job.num_heads // job.num_kv_heads) + BLOCK_QUERIES - 1) // BLOCK_QUERIES * BLOCK_QUERIES
@@ -204,11 +208,10 @@ def scratch_layout(job: Any, thread: int) -> Any:
 
 @helper
 def pack_keys_values(job: Any, zero: Any, part: Any, thread: int, row: int, head: int, first: int, count: int) -> None:
-    """Copy the keys and values of positions first .. first + count - 1 into the layout of AMX tiles.
+    """Repack the keys and values of `count` positions from `first` on into AMX tiles.
 
-    keys: [BLOCK_KEYS / 16, E / 32] tiles of [16 pairs of dimensions, 16 keys, 2], where E is the head dimension D
-    rounded up to 32; values: [BLOCK_KEYS / 32, D / 16] tiles of [16 pairs of keys, 16 dimensions, 2]. The rest of the
-    block is undefined and must be masked.
+    Later positions are not used. keys: [BLOCK_KEYS / 16, E / 32] tiles of [16 pairs of dimensions, 16 keys, 2];
+    values: [BLOCK_KEYS / 32, D / 16] tiles of [16 pairs of keys, 16 dimensions, 2].
     """
     dim, wide, size, lanes = job.head_dim, (job.head_dim + 31) // 32 * 32, job.page_size, num_lanes(part)
     table = pointer(INT32, job.tables + 4 * row * job.table_stride)
@@ -235,9 +238,9 @@ def pack_keys_values(job: Any, zero: Any, part: Any, thread: int, row: int, head
 
 @helper
 def multiply_qk(job: Any, thread: int, m: int, more: bool, columns: int) -> None:
-    """Compute the scores of 32 queries against the block's first `columns` keys.
+    """Compute the scores of queries m .. m + 31 against the block's first `columns` keys.
 
-    16 queries unless `more`.
+    Without `more`, of queries m .. m + 15 only.
     """
     wide = (job.head_dim + 31) // 32 * 32
     _, q, _, _, _, keys, _, scores, _, _ = scratch_layout(job, thread)
@@ -268,9 +271,9 @@ def multiply_qk(job: Any, thread: int, m: int, more: bool, columns: int) -> None
 
 @helper
 def multiply_pv(job: Any, thread: int, m: int, more: bool, columns: int) -> None:
-    """Add the weighted values of the block's first `columns` keys to 32 queries.
+    """Add the weighted values of the block's first `columns` keys to acc of queries m .. m + 31.
 
-    16 queries unless `more`.
+    Without `more`, of queries m .. m + 15 only.
     """
     dim = job.head_dim
     acc, _, _, _, _, _, values, _, weights, _ = scratch_layout(job, thread)
@@ -340,9 +343,9 @@ def prefill_attention_amx(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> None:
-    """Attend the rows of at least `min_tokens` new tokens, into `out`.
+    """Write to `out` the attention of rows with at least `min_tokens` new tokens, using AMX.
 
-    Others are left unchanged.
+    Tokens of other rows are left unchanged.
     Shapes: q, out [num_tokens, num_heads, head_dim] bf16. The options are those of `reference.paged_attention`.
     """
     threads, num_heads, k = torch.get_num_threads(), q.shape[1], pages.k
@@ -361,7 +364,7 @@ def prefill_attention_amx(
 
 
 def choose_item_tokens(num_tokens: int, num_heads: int, num_kv_heads: int, num_threads: int) -> int:
-    """Return the number of tokens of an item.
+    """Return how many of a row's new tokens one work item has.
 
     Many tokens make repacking keys worthwhile; few leave enough items for all threads.
     """
@@ -372,13 +375,16 @@ def choose_item_tokens(num_tokens: int, num_heads: int, num_kv_heads: int, num_t
 
 @cache
 def full_tile_config() -> Tensor:
-    """Return the configuration of eight full tiles."""
+    """Return the AMX configuration in which all eight tiles have 16 rows."""
     return torch.frombuffer(bytearray(tile_config((TILE_ROWS,) * 8)), dtype=torch.uint8)
 
 
 @cache
 def prefill_kernel(lanes: int) -> Launch:
-    """Return the launcher; `lanes` (16 or 8) divides the page size. Takes a PREFILL_JOB."""
+    """Return the launcher of the AMX attention kernel for prefill.
+
+    Its argument record is a PREFILL_JOB. `lanes` (16 or 8) divides the page size.
+    """
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, PREFILL_JOB)[0]
@@ -407,7 +413,7 @@ def prefill_kernel(lanes: int) -> Launch:
 
 @helper
 def _attend_item(job: Any, zero: Any, part: Any, thread: int, row: int, head: int, token: int) -> None:
-    """Attend a block of a row's tokens, from `token` on, to their keys of one head."""
+    """Compute attention of a block of a row's new tokens, from `token` on, for one key head."""
     group = job.num_heads // job.num_kv_heads
     start, offset = pointer(INT32, job.start)[row] + token, pointer(INT32, job.offsets)[row] + token
     tokens = min(job.block_tokens, pointer(INT32, job.num_tokens)[row] - token)
@@ -437,7 +443,7 @@ def _attend_item(job: Any, zero: Any, part: Any, thread: int, row: int, head: in
 
 @helper
 def _load_queries(job: Any, zero: Any, thread: int, head: int, offset: int, start: int, tokens: int) -> None:
-    """Load the queries and clear the results."""
+    """Load a work item's queries into the scratch, set their limits, and clear acc and sums."""
     dim, wide, group = job.head_dim, (job.head_dim + 31) // 32 * 32, job.num_heads // job.num_kv_heads
     acc, q, row_max, row_sums, limits, _, _, _, _, nothing = scratch_layout(job, thread)
     for d in range(0, wide, 32):
@@ -461,7 +467,7 @@ def _load_queries(job: Any, zero: Any, thread: int, head: int, offset: int, star
 
 @helper
 def _write_outputs(job: Any, zero: Any, thread: int, head: int, offset: int, tokens: int) -> None:
-    """Write the outputs: acc / row sums, with attention sinks in the sums."""
+    """Write a work item's outputs: acc / row sums, with attention sinks in the sums."""
     dim, group = job.head_dim, job.num_heads // job.num_kv_heads
     acc, _, row_maxes, row_sums, _, _, _, _, _, _ = scratch_layout(job, thread)
     for m in range(tokens * group):
@@ -529,9 +535,9 @@ def _gather_pages(pages: KVPages, layer: int, table: Tensor, num_tokens: int) ->
 
 
 def _attend_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend to keys that every query sees.
+    """Attend to keys that every query sees; return (output, log-sum-exp).
 
-    The G heads become queries of one head, so that keys are read once.
+    The G query heads of a key head are passed to torch as more queries of one head, so that keys are read once.
     """
     out, lse = _flash_attention(q.flatten(1, 2)[:, None], k, v, scale)
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
@@ -551,7 +557,7 @@ def _flash_attention(
 
 
 def _merge_by_lse(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge attention over two disjoint sets of keys."""
+    """Merge two attention results (output, log-sum-exp) over disjoint sets of keys."""
     share = torch.sigmoid(lse - other_lse)[..., None]
     return other + share * (out.float() - other), torch.logaddexp(lse, other_lse)
 

@@ -72,8 +72,8 @@ states [S, Hkv]: num_partial_floats(G, D) each; states_done [T, Hkv] int64, zero
 def prepare(tables: I32, start: I32, num_tokens: I32, page_size: int, group: int) -> AttentionWork | None:
     """Plan a step in which rows of few new tokens share pages.
 
-    Return None if sharing would not pay. Arguments: see `work_list.plan_work`. The plan has one list. merge_tokens are
-    all of the step's tokens; a token whose only item writes its output has no states.
+    Return None if sharing would not pay. Arguments: see `work_list.plan_work`. The plan has one work list; its
+    merge_tokens are all of the step's tokens, and a token that is in a single item has no partial states.
     """
     height = max(1, MAX_TILE_QUERIES // group)
     if height == 1:  # a tile holds one row: nothing to share
@@ -111,9 +111,9 @@ def attend_shared(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> None:
-    """Run the kernel over the work list from `prepare`, into `out`.
+    """Write to `out` the attention of the tokens in the work list from `prepare`.
 
-    Rows that are not in it are left unchanged.
+    Other tokens are left unchanged.
     Shapes: q, out [num_tokens, num_heads, head_dim].
     """
     num_tokens, num_heads, head_dim = q.shape
@@ -141,7 +141,7 @@ def attend_shared(
 def shared_fields(
     batch: AttentionBatch, work: AttentionWork, pages: KVPages, num_heads: int, num_threads: int
 ) -> StepFields:
-    """Return the fields of a SHARED_JOB that change every step, for `megakernel` calls."""
+    """Return the SHARED_JOB fields that change every step, for `MegakernelDecoder`."""
     (one,) = work.lists
     group = num_heads // pages.num_kv_heads
     queries, num_states = pad_queries(one.max_members * group), work.num_states * pages.num_kv_heads
@@ -166,9 +166,9 @@ def shared_fields(
 
 @cache
 def shared_kernel(kind: int, lanes: int) -> Launch:
-    """Return the launcher for pages of one element kind; `lanes` divides page and head size.
+    """Return the launcher of the shared-prefix attention kernel for pages of one element type.
 
-    Takes a SHARED_JOB.
+    Its argument record is a SHARED_JOB. `kind`: element type, see `simd.KINDS`; `lanes`: see `register_lanes`.
     """
 
     def kernel(address: Any) -> None:
@@ -180,7 +180,7 @@ def shared_kernel(kind: int, lanes: int) -> Launch:
 
 @helper
 def _run_items(address: Any, job: Any, zero: Any, k: Any, v: Any) -> None:
-    """Take (item, key head) pairs from the shared counter until none is left."""
+    """Process (work item, key head) pairs from the shared counter until none is left."""
     work_id, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
     while work_id < job.num_items * job.num_kv_heads:
         number, head = divmod(work_id, job.num_kv_heads)
@@ -199,9 +199,9 @@ def _run_items(address: Any, job: Any, zero: Any, k: Any, v: Any) -> None:
 
 @helper
 def _attend_item(job: Any, zero: Any, k: Any, v: Any, thread: int, item: Any, members: Any, head: int) -> None:
-    """Attend the members' queries of one key head to an item's keys.
+    """Compute attention of an item's tokens over its keys, for one key head, into scratch.
 
-    Leaves the result in scratch.
+    `item`, `members`: the item's line and its entries of the work list, see `types.WorkList`.
     """
     group, positions = job.num_heads // job.num_kv_heads, pointer(INT32, job.positions)
     newest, oldest = 0, positions[members[0]] + 1
@@ -217,14 +217,14 @@ def _attend_item(job: Any, zero: Any, k: Any, v: Any, thread: int, item: Any, me
 
 @helper
 def _state_pointer(job: Any, number: int, head: int) -> Any:
-    """Return the address of a state: acc [G, D], row_max [G], row_sum [G]."""
+    """Return the address of a key head's partial state: acc [G, D], row_max [G], row_sum [G]."""
     size = job.num_heads // job.num_kv_heads * (job.head_dim + 2)
     return pointer(FLOAT32, job.states + 4 * (number * job.num_kv_heads + head) * size)
 
 
 @helper
 def _store_states(job: Any, zero: Any, thread: int, item: Any, head: int) -> None:
-    """Copy the result in scratch to the states of an item's members."""
+    """Copy the result in scratch to the partial states of an item's member tokens."""
     dim, group = job.head_dim, job.num_heads // job.num_kv_heads
     acc, _, _, row_max, row_sum, _ = scratch_arrays(job, thread)
     for n in range(item[4]):
@@ -237,9 +237,9 @@ def _store_states(job: Any, zero: Any, thread: int, item: Any, head: int) -> Non
 
 @helper
 def _merge_states(job: Any, zero: Any, thread: int, token: int, head: int) -> None:
-    """Count one more state of a token.
+    """Count one more finished partial state of a token, for one key head.
 
-    After the last one, merge them and write the outputs of one key head.
+    When all of its states are finished, merge them and write the token's output.
     """
     dim, group, lanes = job.head_dim, job.num_heads // job.num_kv_heads, num_lanes(zero)
     offsets, numbers = pointer(INT32, job.merge_offsets), pointer(INT32, job.merge_states)

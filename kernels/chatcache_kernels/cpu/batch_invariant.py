@@ -68,7 +68,7 @@ def paged_attention(
 
 
 def _split_rows(batch: AttentionBatch, most: int) -> AttentionBatch:
-    """Return the same tokens as rows of at most `most` tokens each, in the same order."""
+    """Return the batch with each row of more than `most` new tokens split into several rows."""
     counts, start = batch.num_tokens.numpy(), batch.start.numpy()
     num_parts = -(-counts // most)
     row = np.repeat(np.arange(len(counts)), num_parts)
@@ -86,7 +86,7 @@ def _split_rows(batch: AttentionBatch, most: int) -> AttentionBatch:
 
 
 def _iter_launches(batch: AttentionBatch, num_heads: int, pages: KVPages) -> Iterator[AttentionBatch]:
-    """Yield the rows in groups whose partial results fit MAX_PARTIAL_FLOATS."""
+    """Split a batch into batches of rows whose partial results fit MAX_PARTIAL_FLOATS."""
     num_rows = batch.tables.shape[0]
     splits = -(-batch.max_context_tokens // SPLIT_TOKENS)
     queries = max_item_queries(batch.max_new_tokens, num_heads, pages.num_kv_heads)
@@ -137,6 +137,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def _require(fits: bool, x: Tensor) -> None:
-    """Raise ValueError unless the kernels support the shape."""
+    """Raise ValueError, with the width and dtype of `x`, if the kernels do not support them."""
     if not fits:
         raise ValueError(f"rows of {x.shape[-1]} {x.dtype} numbers: 16 must divide norms and activations, of one dtype")

@@ -69,7 +69,7 @@ def dot_pairs(typing: Any, native: Any, sums: Any, a: Any, b: Any) -> Any:
 
 @simd_intrinsic
 def store_bf16(typing: Any, native: Any, target: Any, index: Any, value: Any) -> Any:
-    """Store 16 lanes as bf16, rounded by the CPU's own instruction if `native`."""
+    """Store 16 float32 lanes as bf16 from element `index` on; `native` uses AVX512-BF16."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, base, at, x = args
@@ -88,7 +88,7 @@ def store_bf16(typing: Any, native: Any, target: Any, index: Any, value: Any) ->
 
 @simd_intrinsic
 def store_bf16_pair(typing: Any, target: Any, index: Any, low: Any, high: Any) -> Any:
-    """Store two registers as 32 bf16 numbers; AVX512-BF16 only."""
+    """Store the lanes of `low`, then those of `high`, as 32 bf16 numbers; AVX512-BF16 only."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         base, at, *parts = args
@@ -179,7 +179,7 @@ def has_amx() -> bool:
 
 
 def tile_config(num_rows: tuple[int, ...]) -> bytes:
-    """Return the 64 bytes for `tile_configure`; the rows of a tile have 64 bytes."""
+    """Return the 64-byte AMX configuration of tiles with these numbers of rows (of 64 bytes)."""
     columns = b"".join((64).to_bytes(2, "little") for _ in num_rows)
     return bytes([1, 0]).ljust(16, b"\0") + columns.ljust(32, b"\0") + bytes(num_rows).ljust(16, b"\0")
 

@@ -53,9 +53,9 @@ class PackedLinear:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Weights of one block. Outputs of `qkv`: query, key and value heads.
+    """Weights of one decoder block.
 
-    Of `gate_up`: gate, then up.
+    Outputs of `qkv`: query heads, key heads, value heads; of `gate_up`: gate, then up.
     """
 
     attention_norm: Tensor
@@ -107,10 +107,10 @@ class DecoderWeights:
 
 
 class MegakernelDecoder:
-    """Runs steps of up to `max_tokens` tokens on one page store. Not thread-safe."""
+    """Runs decode steps of up to `max_tokens` tokens, each in one launch. Not thread-safe."""
 
     def __init__(self, weights: DecoderWeights, pages: KVPages) -> None:
-        """Build the queue. Raises: ValueError for shapes that `is_supported` rejects."""
+        """Build the kernel call queues. Raises: ValueError for shapes that `is_supported` rejects."""
         if not weights.is_supported(pages):
             raise ValueError("this model's shapes need torch in every layer")
         one_form = weights.head.scales is not None
@@ -122,12 +122,13 @@ class MegakernelDecoder:
         self._build()
 
     def can_run(self, batch: AttentionBatch, num_tokens: int) -> bool:
-        """Return whether a step is short enough, in total and in each row."""
+        """Return whether a step has few enough tokens, in total and in each row."""
         return 0 < num_tokens <= self.max_tokens and batch.max_new_tokens <= self._few
 
     def run(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, drawn: Tensor | None) -> Tensor:
-        """Run the model, store the tokens' keys and values, and return the logits of tokens `drawn`.
+        """Run the model on the step's tokens and return the logits of the tokens `drawn` (indices).
 
+        The tokens' keys and values are written to their pages.
         Shapes: tokens, positions [num_tokens], drawn [num_drawn] int64 (None: all) -> [num_drawn, vocab_size] bf16.
         Raises: IndexError for token ids or positions out of range.
         """
@@ -162,7 +163,7 @@ class MegakernelDecoder:
         return logits
 
     def _build(self) -> None:
-        """Fill the job fields that do not change between steps, and define the order of the calls."""
+        """Fill the kernel arguments that do not change between steps, and build the call queues."""
         w, b, count = self._weights, self._buffers, len(self._weights.layers)
         hidden, layers = w.norm.shape[0], self._weights.layers
         self._embed = self._rows(w.embedding, b.x)
@@ -199,7 +200,7 @@ class MegakernelDecoder:
         self._head = self._linear([w.head], b.h, b.h)
 
         def order(attend: KernelCalls) -> KernelQueue:
-            """Return the queue of a step, with one of the two attention kernels."""
+            """Return the queue of kernel calls of one step, with one of the two attention kernels."""
             steps = [(self._embed, 0), (self._turn, 0), (self._turn, 1), (norm, 0)]
             for index in range(count):
                 steps += [(qkv, index), (self._rope, index), (attend, index)]
@@ -216,7 +217,10 @@ class MegakernelDecoder:
         ]  # fmt: skip
 
     def _rows(self, *pairs: Tensor) -> KernelCalls:
-        """Return calls that copy rows of a table to a buffer, for each (table, buffer)."""
+        """Return kernel calls that gather rows of tables into buffers.
+
+        `pairs`: table, buffer, table, buffer, ...; one call for each pair.
+        """
         sources, targets = pairs[::2], pairs[1::2]
         return KernelCalls(
             megakernel.gather_kernel(), megakernel.GATHER_JOB, len(sources),
@@ -226,7 +230,7 @@ class MegakernelDecoder:
         )  # fmt: skip
 
     def _linear(self, panels: Sequence[PackedLinear], x: Tensor, out: Tensor) -> KernelCalls:
-        """Return calls that multiply `x` with each of `panels` into `out`."""
+        """Return kernel calls that apply each of the layers `panels` to `x` and write to `out`."""
         layers: dict[str, Any] = {
             "weight": [each.weight.data_ptr() for each in panels],
             "bias": [each.bias.data_ptr() if each.bias is not None else 0 for each in panels],
@@ -243,7 +247,7 @@ class MegakernelDecoder:
         return KernelCalls(launch, layout, len(panels), x=x.data_ptr(), out=out.data_ptr(), scratch=scratch, **layers)
 
     def _rope_jobs(self) -> KernelCalls:
-        """Return the rotary and page-write calls of all layers."""
+        """Return the kernel calls for rotary embedding and page writes, one per layer."""
         w, b, pages = self._weights, self._buffers, self._pages
         dim, half, stride = pages.head_dim, w.cos.shape[1], b.qkv.shape[1]
         norms = [layer.head_norms for layer in w.layers]
@@ -260,7 +264,7 @@ class MegakernelDecoder:
         )  # fmt: skip
 
     def _attention_jobs(self, kernel: Launch, layout: np.dtype[np.void]) -> KernelCalls:
-        """Return the attention calls of all layers."""
+        """Return the calls of an attention kernel, one per layer; `layout`: dtype of its arguments."""
         w, b, pages = self._weights, self._buffers, self._pages
         return KernelCalls(
             kernel, layout, len(w.layers), q=b.q.data_ptr(), out=b.mixed.data_ptr(), kind=BFLOAT16,
@@ -271,14 +275,14 @@ class MegakernelDecoder:
 
 
 def _check_indices(numbers: Tensor, end: int, what: str) -> None:
-    """Raise IndexError unless all indices are in 0 .. end - 1."""
+    """Raise IndexError unless all `numbers` are in 0 .. end - 1; `what` names them in the error."""
     values = numbers.numpy()
     if values.min() < 0 or values.max() >= end:
         raise IndexError(f"{what}s {values.min()} to {values.max()}: there are {end}")
 
 
 def _page_addresses(pages: KVPages, k: str, v: str) -> dict[str, Any]:
-    """Return the addresses of each layer's pages, under two field names."""
+    """Return the addresses of each layer's K and V pages, under the field names `k` and `v`."""
     steps = np.arange(pages.num_layers) * pages.k.stride(0) * pages.k.element_size()
     return {k: pages.k.data_ptr() + steps, v: pages.v.data_ptr() + steps}
 

@@ -91,15 +91,15 @@ def can_fuse_silu(gate_up: Tensor) -> bool:
 
 
 def rows_per_item(num_rows: int) -> int:
-    """Return the number of rows of an item.
+    """Return how many rows a thread takes from the work counter at a time.
 
-    Taking an item costs as much as computing a short row.
+    Taking them costs as much as computing a short row.
     """
     return max(1, min(16, num_rows // 16))
 
 
 def _launch_norm(x: Tensor, residual: int, weight: Tensor, out: Tensor, summed: int, eps: float) -> None:
-    """Launch the norm kernel; `residual` and `summed` are addresses, 0 = none."""
+    """Launch the RMSNorm kernel; `residual` and `summed` (x + residual) are addresses, 0 = none."""
     width = x.shape[-1]
     num_rows = x.numel() // width
     job = _PACK_NORM.pack(
@@ -111,9 +111,9 @@ def _launch_norm(x: Tensor, residual: int, weight: Tensor, out: Tensor, summed: 
 
 @cache
 def norm_kernel(kind: int) -> Launch:
-    """Return the launcher of the norms. Takes a NORM_JOB.
+    """Return the launcher of the RMSNorm kernel. Its argument record is a NORM_JOB.
 
-    Without a residual, residual and total are 0.
+    Without a residual to add, the fields `residual` and `total` are 0.
     """
 
     def kernel(address: Any) -> None:
@@ -143,13 +143,16 @@ def norm_kernel(kind: int) -> Launch:
 
 
 def silu_kernel(kind: int) -> Launch:
-    """Return the launcher of the activation. Takes a SILU_JOB."""
+    """Return the launcher of the gated SiLU kernel. Its argument record is a SILU_JOB."""
     return _silu_kernel(kind, kind == BFLOAT16 and has_avx512_bf16())
 
 
 @cache
 def _silu_kernel(kind: int, coarse: bool) -> Launch:
-    """Return the launcher; `coarse` uses approximations within bf16 precision, in half the time."""
+    """Return the launcher of the gated SiLU kernel for one element type.
+
+    `coarse`: use approximations within bf16 precision, in half the time.
+    """
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, SILU_JOB)[0]

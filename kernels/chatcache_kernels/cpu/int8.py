@@ -114,7 +114,7 @@ def has_avx512_vbmi() -> bool:
 
 @simd_intrinsic
 def widen_codes(typing: Any, tables: Any, source: Any, target: Any) -> Any:
-    """Widen the 64 codes of two rows of a tile to bf16, from and to addresses.
+    """Widen 64 int8 codes (two rows of a tile) to bf16; `source` and `target` are addresses.
 
     In each run of 16 codes the first eight belong to the first row. `tables` (a literal) selects AVX512-VBMI.
     """
@@ -131,7 +131,7 @@ def widen_codes(typing: Any, tables: Any, source: Any, target: Any) -> Any:
 
 
 def _widen_by_table(builder: Any, codes: Any) -> list[Any]:
-    """Emit the table look-ups; return the registers of both rows."""
+    """Emit the widening of 64 codes by table look-ups; return the bf16 registers of both rows."""
     values = torch.arange(128).bfloat16().view(torch.int16)
     sign = builder.and_(codes, ir.Constant(_CODES, [0x80] * 64))
     low, high = (_lookup_128(builder, codes, ((values >> shift) & 0xFF).tolist()) for shift in (0, 8))
@@ -143,13 +143,13 @@ def _widen_by_table(builder: Any, codes: Any) -> list[Any]:
 
 
 def _lookup_128(builder: Any, codes: Any, values: list[int]) -> Any:
-    """Emit a look-up of codes in a table of 128 bytes."""
+    """Emit a look-up of 64 byte codes in a table of 128 byte values."""
     first, second = ir.Constant(_CODES, values[:64]), ir.Constant(_CODES, values[64:])
     return emit_call(builder, "llvm.x86.avx512.vpermi2var.qi.512", _CODES, first, codes, second)
 
 
 def _widen_by_conversion(builder: Any, codes: Any) -> list[Any]:
-    """Emit integer to float conversions; return the registers of both rows."""
+    """Emit the widening of 64 codes by float conversion; return the bf16 registers of both rows."""
     wide = builder.zext(codes, ir.VectorType(I32, 64))
     magnitude = builder.and_(wide, ir.Constant(wide.type, [0x7F] * 64))
     bits = builder.bitcast(builder.sitofp(magnitude, ir.VectorType(F32, 64)), wide.type)
@@ -202,10 +202,10 @@ bias may be 0. scratch: `scratch_bytes_per_thread` bytes for each thread, at lea
 
 
 def multiply(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None, unit: str | None = None) -> Tensor:
-    """Return x @ (numbers * scales).T + bias. The number of outputs is len(scales).
+    """Apply a linear layer with int8 weights: x @ (numbers * scales).T + bias.
 
-    Shapes: see the module docstring. `unit` (tiles | pairs | floats) is for tests; None is the fastest this CPU
-    supports for the dtype of x.
+    The number of outputs is len(scales). Shapes: see the module docstring. `unit` selects the way to multiply (tiles |
+    pairs | floats) in tests; None is the fastest this CPU supports for the dtype of x.
     """
     num_outputs, padded = len(scales), codes.shape[0] * PANEL
     num_inputs = codes.shape[1] * PANEL
@@ -233,10 +233,10 @@ def scratch_bytes(num_inputs: int) -> int:
 
 
 def choose_blocking(num_tokens: int, num_inputs: int, num_panels: int, num_threads: int) -> tuple[int, int]:
-    """Return (groups_per_item, panels_per_item).
+    """Choose the size of a work item: return (groups_per_item, panels_per_item).
 
-    More groups widen less often; more panels write longer runs of each token's outputs; there must be enough items for
-    all threads.
+    A group is 32 tokens, a panel 32 outputs. More groups widen codes less often; more panels write longer runs of each
+    token's outputs; there must be enough items for all threads.
     """
     num_groups, min_items = -(-num_tokens // GROUP_TOKENS), MIN_ITEMS_PER_THREAD * num_threads
     most = max(MIN_GROUPS, min(MAX_GROUPS, MAX_INPUT_BYTES // (2 * GROUP_TOKENS * num_inputs)))
@@ -249,7 +249,10 @@ def choose_blocking(num_tokens: int, num_inputs: int, num_panels: int, num_threa
 
 
 def multiply_kernel(dtype: torch.dtype, unit: str | None = None) -> Launch:
-    """Return the launcher for a dtype of activations and a way to multiply. Takes an INT8_JOB."""
+    """Return the launcher of the int8 multiplication kernel for activations of one dtype.
+
+    Its argument record is an INT8_JOB. `unit`: as in `multiply`.
+    """
     best = "tiles" if has_amx() else "pairs" if has_avx512_bf16() else "floats"
     unit = "floats" if dtype == torch.float32 else unit or best
     if unit == "tiles":
@@ -259,7 +262,7 @@ def multiply_kernel(dtype: torch.dtype, unit: str | None = None) -> Launch:
 
 @helper
 def _widen_block(tables: bool, source: int, num_codes: int, target: int) -> None:
-    """Widen codes to bf16, and prefetch the codes PREFETCH_BYTES later."""
+    """Widen `num_codes` int8 codes to bf16, and prefetch the codes PREFETCH_BYTES later."""
     for block in range(num_codes // 64):
         prefetch(pointer(BFLOAT16, source), 32 * block + PREFETCH_BYTES // 2)
         widen_codes(tables, source + 64 * block, target + 128 * block)
@@ -267,7 +270,10 @@ def _widen_block(tables: bool, source: int, num_codes: int, target: int) -> None
 
 @cache
 def _tile_kernel(tables: bool, native: bool) -> Launch:
-    """Return the launcher of the AMX kernel."""
+    """Return the launcher of the int8 multiplication kernel that uses AMX tiles.
+
+    `tables`: use AVX512-VBMI; `native`: use AVX512-BF16.
+    """
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, INT8_JOB)[0]
@@ -305,9 +311,9 @@ def _tile_kernel(tables: bool, native: bool) -> Launch:
 def _multiply_first_group(
     native: bool, tables: bool, job: Any, token: int, panel: int, weight: int, sums: int, keep: int
 ) -> None:
-    """Multiply a group of tokens with a panel and widen the panel on the way.
+    """Multiply a group of up to 32 tokens with a panel, widening the panel's codes on the way.
 
-    If `keep`, the whole widened panel stays at `weight` for the next groups.
+    `keep` (0 or 1): keep the whole widened panel at `weight` for the next groups.
     """
     stride = 2 * job.num_inputs
     x, codes = job.x + token * stride, job.weight + panel * PANEL * job.num_inputs
@@ -323,7 +329,7 @@ def _multiply_first_group(
 
 @helper
 def _multiply_next_group(native: bool, job: Any, token: int, panel: int, weight: int, sums: int) -> None:
-    """Multiply a group of tokens with a widened panel."""
+    """Multiply a group of up to 32 tokens with the widened panel at `weight`."""
     stride = 2 * job.num_inputs
     x = job.x + token * stride
     more, num_steps = job.num_tokens - token > TILE_ROWS, job.num_inputs // PANEL
@@ -335,7 +341,7 @@ def _multiply_next_group(native: bool, job: Any, token: int, panel: int, weight:
 
 @helper
 def _clear_sums() -> None:
-    """Set the tiles of sums to zeros."""
+    """Set the AMX tiles 0-3, which hold the sums, to zeros."""
     tile_clear(0)
     tile_clear(1)
     tile_clear(2)
@@ -344,7 +350,10 @@ def _clear_sums() -> None:
 
 @helper
 def _multiply_step(x: int, stride: int, weight: int, more: bool) -> None:
-    """Add the products of 32 inputs. Tiles 0-3 are sums, 4-5 tokens, 6-7 outputs."""
+    """Add the products of 32 inputs to the sums. Tiles 0-3: sums; 4-5: tokens; 6-7: weights.
+
+    `x`, `weight`: addresses. `stride`: bytes from one token to the next. `more`: there are more than 16 tokens.
+    """
     tile_load(4, x, stride)
     tile_load(6, weight, 64)
     tile_load(7, weight + TILE_BYTES, 64)
@@ -358,7 +367,7 @@ def _multiply_step(x: int, stride: int, weight: int, more: bool) -> None:
 
 @helper
 def _write_sums(native: bool, job: Any, token: int, panel: int, sums: int, more: bool) -> None:
-    """Scale the sums of a group, add the bias and store them."""
+    """Scale the sums of a group of tokens for one panel, add the bias, and store the outputs."""
     tile_store(0, sums, 128)
     tile_store(1, sums + 64, 128)
     if more:
@@ -381,7 +390,7 @@ def _write_sums(native: bool, job: Any, token: int, panel: int, sums: int, more:
 
 @helper
 def _write_outputs(native: bool, kind: int, job: Any, token: int, output: int, value: Any) -> None:
-    """Scale 16 outputs of a token, add the bias and store them."""
+    """Scale 16 sums of a token, add the bias, and store them as outputs."""
     scale = load(value, pointer(FLOAT32, job.scales), output)
     if job.bias != 0:
         value = fma(value, scale, load(value, pointer(FLOAT32, job.bias), output))
@@ -396,10 +405,9 @@ def _write_outputs(native: bool, kind: int, job: Any, token: int, output: int, v
 
 @cache
 def _row_kernel(tables: bool, kind: int, native: bool) -> Launch:
-    """Return the launcher of the matrix product with int8 weights for CPUs without AMX.
+    """Return the launcher of the int8 multiplication kernel that does not need AMX.
 
-    Each thread takes a panel of outputs, widens its weights to bf16 and multiplies them with up to 4 tokens at a time.
-    `tables`: widen by table lookup; `kind`: type of the outputs; `native`: the CPU converts to bf16.
+    `tables`: use AVX512-VBMI; `kind`: element type of the activations; `native`: use AVX512-BF16.
     """
 
     def kernel(address: Any) -> None:
@@ -426,7 +434,10 @@ def _row_kernel(tables: bool, kind: int, native: bool) -> Launch:
 
 @helper
 def _add_pair(native: bool, kind: int, total: Any, weights: Any, x: int, pair: int) -> Any:
-    """Add the products of 16 outputs' weights with the pair of inputs at an address."""
+    """Add to the sums `total` of 16 outputs the products of their weights with a pair of inputs.
+
+    `x`: address of the token's inputs; `pair`: index of the pair.
+    """
     if kind == BFLOAT16:
         return dot_pairs(native, total, weights, splat(total, pointer(FLOAT32, x)[pair]))
     inputs = pointer(FLOAT32, x)
@@ -436,7 +447,7 @@ def _add_pair(native: bool, kind: int, total: Any, weights: Any, x: int, pair: i
 
 @helper
 def _multiply_1_token(native: bool, kind: int, job: Any, token: int, panel: int, weight: int) -> None:
-    """Multiply one token with a panel."""
+    """Compute the 32 outputs of a panel for one token; `weight`: address of the widened panel."""
     x = job.x + token * job.num_inputs * (2 if kind == BFLOAT16 else 4)
     weights, zero = pointer(FLOAT32, weight), zeros(16)
     a, b = zero, zero
@@ -451,7 +462,7 @@ def _multiply_1_token(native: bool, kind: int, job: Any, token: int, panel: int,
 
 @helper
 def _multiply_4_tokens(native: bool, kind: int, job: Any, token: int, panel: int, weight: int) -> None:
-    """Multiply four tokens with a panel."""
+    """Compute the 32 outputs of a panel for four tokens; `weight`: address of the widened panel."""
     width = job.num_inputs * (2 if kind == BFLOAT16 else 4)
     x0 = job.x + token * width
     x1, x2, x3 = x0 + width, x0 + 2 * width, x0 + 3 * width

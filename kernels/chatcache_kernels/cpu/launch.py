@@ -70,14 +70,17 @@ def compile_kernel(function: Callable[[Any], None]) -> Launch:
 
 
 def define_job(integers: str, floats: str = "") -> tuple[np.dtype[np.void], struct.Struct]:
-    """Return a job's layout, as a numpy dtype and as a struct, from its field names."""
+    """Define a kernel's argument record (job): return it as a numpy dtype and as a struct.
+
+    `integers`, `floats`: the names of its int64 and float64 fields, separated by spaces.
+    """
     names, reals = ["next_item", "next_thread", *integers.split()], floats.split()
     fields = [(name, np.int64) for name in names] + [(name, np.float64) for name in reals]
     return np.dtype(fields), struct.Struct(f"{len(names)}q{len(reals)}d")
 
 
 def choose_num_threads(num_elements: int) -> int:
-    """Return the number of threads for simple work over so many elements."""
+    """Return the number of threads that elementwise work on `num_elements` elements justifies."""
     return min(torch.get_num_threads(), 1 + num_elements // _ELEMENTS_PER_THREAD)
 
 

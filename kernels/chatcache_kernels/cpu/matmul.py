@@ -62,16 +62,16 @@ def pack_weight(weight: Tensor, keep: Callable[[Tensor], Tensor] = Tensor.contig
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Return whether the kernel supports a weight."""
+    """Return whether `pack_weight` and the kernel support a weight's dtype, device and shape."""
     fits = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
     return fits and weight.shape[0] % PANEL == 0 and weight.shape[1] % PANEL == 0
 
 
 def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None, unit: str | None = None) -> Tensor:
-    """Return x @ weight.T + bias.
+    """Apply a bf16 linear layer with a packed weight: return x @ weight.T + bias.
 
-    Shapes: see the module docstring. `unit` (tiles | pairs | floats) is for tests; None is the fastest this CPU
-    supports.
+    Shapes: see the module docstring. `unit` selects the way to multiply (tiles | pairs | floats) in tests; None is the
+    fastest this CPU supports.
     """
     x, num_outputs = x.contiguous(), packed.shape[0] * PANEL
     out = torch.empty(len(x), num_outputs, dtype=x.dtype)
@@ -87,7 +87,7 @@ def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None, unit: str | 
 
 @cache
 def tile_configs(num_tokens: int) -> Tensor:
-    """Return the tile configurations of a full group of tokens and of the last group.
+    """Return two AMX configurations: for a full group of 32 tokens, and for the last group.
 
     Tiles 0-3 are sums, 4-5 tokens, 6-7 weights.
     """
@@ -98,14 +98,20 @@ def tile_configs(num_tokens: int) -> Tensor:
 
 
 def multiply_kernel(unit: str | None = None) -> Launch:
-    """Return the launcher for a way to multiply. Takes a MATMUL_JOB."""
+    """Return the launcher of the bf16 multiplication kernel.
+
+    Its argument record is a MATMUL_JOB. `unit`: as in `multiply`.
+    """
     best = "tiles" if has_amx() else "pairs" if has_avx512_bf16() else "floats"
     return _tile_kernel(has_avx512_bf16()) if (unit or best) == "tiles" else _pair_kernel((unit or best) == "pairs")
 
 
 @cache
 def _tile_kernel(native: bool) -> Launch:
-    """Return the launcher of the AMX kernel."""
+    """Return the launcher of the bf16 multiplication kernel that uses AMX tiles.
+
+    `native`: round outputs by AVX512-BF16.
+    """
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, MATMUL_JOB)[0]
@@ -129,7 +135,10 @@ def _tile_kernel(native: bool) -> Launch:
 
 @helper
 def _multiply_amx(native: bool, job: Any, token: int, panel: int, scratch: int) -> None:
-    """Multiply a group of tokens with a panel. Tiles 0-3: sums; 4-5: tokens; 6-7: weights."""
+    """Multiply a group of up to 32 tokens with a panel of 32 outputs, using AMX.
+
+    Tiles 0-3: sums; 4-5: tokens; 6-7: weights. `scratch`: address of SCRATCH_FLOATS floats.
+    """
     stride = 2 * job.num_inputs
     x, weight = job.x + token * stride, job.weight + panel * PANEL * stride
     more = job.num_tokens - token > TILE_ROWS
@@ -163,7 +172,7 @@ def _multiply_amx(native: bool, job: Any, token: int, panel: int, scratch: int) 
 
 @helper
 def _write_outputs(native: bool, job: Any, token: int, output: int, value: Any) -> None:
-    """Add the bias and store 16 outputs of a token."""
+    """Add the bias to 16 sums of a token and store them as outputs in bf16."""
     if job.bias != 0:
         value = add(value, load(value, pointer(BFLOAT16, job.bias), output))
     store_bf16(native, pointer(BFLOAT16, job.out), token * job.num_outputs + output, value)
@@ -171,7 +180,10 @@ def _write_outputs(native: bool, job: Any, token: int, output: int, value: Any) 
 
 @cache
 def _pair_kernel(native: bool) -> Launch:
-    """Return the launcher of the kernels without AMX."""
+    """Return the launcher of the bf16 multiplication kernel that does not need AMX.
+
+    `native`: multiply pairs by AVX512-BF16, else widened to float32.
+    """
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, MATMUL_JOB)[0]
@@ -193,7 +205,7 @@ def _pair_kernel(native: bool) -> Launch:
 
 @helper
 def _multiply_1_token(native: bool, job: Any, token: int, panel: int) -> None:
-    """Multiply one token with a panel, with separate sums for even and odd rows."""
+    """Compute the 32 outputs of a panel for one token."""
     x = pointer(FLOAT32, job.x + 2 * token * job.num_inputs)
     weight = pointer(FLOAT32, job.weight + 2 * panel * PANEL * job.num_inputs)
     zero = zeros(16)
@@ -212,7 +224,7 @@ def _multiply_1_token(native: bool, job: Any, token: int, panel: int) -> None:
 
 @helper
 def _multiply_4_tokens(native: bool, job: Any, token: int, panel: int) -> None:
-    """Multiply four tokens with a panel."""
+    """Compute the 32 outputs of a panel for four tokens."""
     width = job.num_inputs // 2
     x = pointer(FLOAT32, job.x + 4 * token * width)
     weight = pointer(FLOAT32, job.weight + 2 * panel * PANEL * job.num_inputs)

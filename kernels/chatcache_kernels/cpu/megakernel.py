@@ -31,7 +31,10 @@ sched_yield, team_size: addresses of functions without arguments; team_size retu
 
 
 class KernelCalls:
-    """Calls of one kernel in a queue. `records` holds one job per call; its owner fills it."""
+    """The calls of one kernel in a queue.
+
+    `records` has one argument record (job) for each call; the caller fills them.
+    """
 
     def __init__(self, launch: Launch, layout: np.dtype[np.void], count: int, **fields: Any) -> None:
         self.entry: int = launch.compiled.address  # type: ignore[attr-defined]
@@ -40,17 +43,17 @@ class KernelCalls:
         self.set(**fields)
 
     def set(self, **fields: Any) -> None:
-        """Set fields in every record: one value for all, or one per record."""
+        """Set fields of all argument records: one value for all of them, or one value for each."""
         for name, values in fields.items():
             self.records[name] = values
 
     def address(self, index: int) -> int:
-        """Return the address of a record."""
+        """Return the address of the argument record of call `index`."""
         return int(self.records.ctypes.data) + index * self.records.itemsize
 
 
 class KernelQueue:
-    """A queue of kernel calls, (calls, index) each, run in order; a record may occur once."""
+    """Kernel calls that run in order, each given as (calls, index); a call may occur only once."""
 
     def __init__(self, steps: Sequence[tuple[KernelCalls, int]]) -> None:
         self._jobs = list({id(jobs): jobs for jobs, _ in steps}.values())
@@ -78,7 +81,7 @@ def _sched_yield() -> int:
 
 @cache
 def _queue_kernel() -> Launch:
-    """Return the launcher. Takes a QUEUE_JOB."""
+    """Return the launcher of the kernel that runs a queue. Its argument record is a QUEUE_JOB."""
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, QUEUE_JOB)[0]
@@ -125,7 +128,7 @@ def call_function(typing: Any, entry: Any) -> Any:
 
 @simd_intrinsic
 def load_acquire(typing: Any, source: Any, index: Any) -> Any:
-    """Read 64-bit element `index`, which other threads change."""
+    """Read 64-bit element `index` atomically (acquire order), because other threads change it."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         base = builder.bitcast(args[0], I64.as_pointer())
@@ -156,7 +159,10 @@ Words: 64-bit words of a row.
 
 @cache
 def gather_kernel() -> Launch:
-    """Return the launcher that copies rows of a table by number. Takes a GATHER_JOB."""
+    """Return the launcher of the kernel that copies table rows, selected by row number.
+
+    Its argument record is a GATHER_JOB.
+    """
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, GATHER_JOB)[0]

@@ -73,16 +73,16 @@ def copy_pages(pages: KVPages, copies: Tensor) -> None:
 def swap_out(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
     """Copy whole pages to the host, all layers. Shapes: swaps [n, 2] (page, host page).
 
-    Host pages are distinct.
+    The host pages must be distinct.
     """
     for memory, kept in ((pages.k, host.k), (pages.v, host.v)):
         _copy_between(memory, kept.transpose(0, 1), swaps)
 
 
 def swap_in(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
-    """Copy whole pages back, all layers. Shapes: swaps [n, 2] (host page, page).
+    """Copy whole pages from the host, all layers. Shapes: swaps [n, 2] (host page, page).
 
-    Pages are distinct.
+    The target pages must be distinct.
     """
     for memory, kept in ((pages.k, host.k), (pages.v, host.v)):
         _copy_between(kept.transpose(0, 1), memory, swaps)
@@ -110,7 +110,10 @@ def _copy_between(source: Tensor, target: Tensor, copies: Tensor) -> None:
 
 @cache
 def _copy_kernel() -> Launch:
-    """Return the launcher. Takes a COPY_JOB; an item is one page of one layer."""
+    """Return the launcher of the page copy kernel. Its argument record is a COPY_JOB.
+
+    A work item is one page of one layer.
+    """
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, COPY_JOB)[0]

@@ -97,8 +97,9 @@ def write_pages(pages: KVPages, layer: int, k: Tensor, v: Tensor, slots: Tensor)
 
 @cache
 def register_lanes(head_dim: int, half: int) -> int:
-    """Return the register width that divides the rotated halves and the rest of a head.
+    """Return the SIMD register width, in float32, for heads of this shape.
 
+    The widest of 16 and 8 that divides `half`, half of the rotated dimensions, and the dimensions that are not rotated;
     0 if none does.
     """
     return next((n for n in (16, 8) if half % n == 0 and (head_dim - 2 * half) % n == 0), 0)
@@ -113,7 +114,7 @@ def _run(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, cos: int, sin: int, half: int, lanes: int, pages: KVPages, layer: int,
     slots: Tensor, norms: HeadNorms | None = None,
 ) -> None:  # fmt: skip
-    """Launch the kernel; cos and sin are addresses."""
+    """Launch the rotary and page-write kernel for one layer; cos and sin are addresses."""
     layer_bytes = layer * pages.k.stride(0) * pages.k.element_size()
     slots = slots.to(torch.int64).contiguous()
     num_tokens, num_heads = q.shape[:2]
@@ -130,7 +131,10 @@ def _run(
 
 @cache
 def rope_kernel(kind: int, lanes: int) -> Launch:
-    """Return the launcher. Takes a ROPE_JOB."""
+    """Return the launcher of the kernel that rotates q and k, and writes k and v to pages.
+
+    Its argument record is a ROPE_JOB. `kind`: element type; `lanes`: see `register_lanes`.
+    """
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, ROPE_JOB)[0]
@@ -158,7 +162,10 @@ def rope_kernel(kind: int, lanes: int) -> Launch:
 
 @helper
 def _rotate(zero: Any, job: Any, token: int, source: Any, norm: Any, at: int, target: Any, to: int, step: int) -> None:
-    """Normalise one head if asked and rotate it into `target`, whose elements are `step` apart."""
+    """Rotate one head from element `at` of `source` to element `to` of `target`.
+
+    Elements of `target` are `step` apart. If the job has norm weights, the head is normalised first.
+    """
     half, lanes = job.half, num_lanes(zero)
     cos, sin = pointer(FLOAT32, job.cos), pointer(FLOAT32, job.sin)
     minus, scale = splat(zero, np.float32(-1.0)), zero

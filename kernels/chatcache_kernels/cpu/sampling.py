@@ -50,9 +50,9 @@ from .simd import (
 
 @simd_intrinsic
 def uniform(typing: Any, like: Any, base: Any, index: Any, low: Any, high: Any) -> Any:
-    """Return the numbers in (0, 1) of a key (low, high) for elements index, index + 1, .
+    """Return uniform random numbers in (0, 1), keyed by (low, high), one per lane.
 
-    Of `base`.
+    Lane i hashes element index + i of `base`, the hashed token ids.
     Source: the two-round multiply-xorshift hash of least measured bias (Wellons, hash-prospector).
     """
     lanes = like.lanes
@@ -87,7 +87,7 @@ def exponent(typing: Any, a: Any) -> Any:
 
 @simd_intrinsic
 def mantissa(typing: Any, a: Any) -> Any:
-    """Return the m that belongs to `exponent`."""
+    """Return m of x = m * 2 ** e, with e as returned by `exponent`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         bits = builder.bitcast(args[0], vector_type(a.lanes, I32))
@@ -98,7 +98,7 @@ def mantissa(typing: Any, a: Any) -> Any:
 
 
 def _exponent(builder: Any, x: Any, lanes: int) -> Any:
-    """Emit the integer exponent of `exponent`."""
+    """Emit e of x = m * 2 ** e (see `exponent`) as integers."""
     bits = builder.bitcast(x, vector_type(lanes, I32))
     above = builder.sub(bits, emit_constant(lanes, 0x3F3504F3, I32))  # the bits of sqrt(1/2)
     return builder.ashr(above, emit_constant(lanes, 23, I32))
@@ -154,9 +154,9 @@ def log(zero: Any, x: Any) -> Any:
 
 @helper
 def gumbel_lanes(zero: Any, base: Any, index: int, low: int, high: int) -> Any:
-    """Return standard Gumbel noise, -log(-log(1 - v)) of uniform v.
+    """Return standard Gumbel noise for the tokens `index`, `index` + 1, ..., one per lane.
 
-    Exact for tiny v, where 1 - v is rounded.
+    The noise is -log(-log(1 - v)) of uniform v, exact for tiny v, where 1 - v is rounded.
     """
     v = uniform(zero, base, index, low, high)
     minus = splat(zero, -1.0)
@@ -192,7 +192,8 @@ def gumbel(base: Tensor, low: Tensor, high: Tensor) -> Tensor:
 def gumbel_argmax(x: Tensor, base: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Return the index of the largest x + gumbel(base, low, high) of each row.
 
-    The first of equals. Shapes: x [num_rows, vocab_size] float32, base [vocab_size] -> [num_rows] int64.
+    Of equal values the first is returned.
+    Shapes: x [num_rows, vocab_size] float32, base [vocab_size] -> [num_rows] int64.
     """
     x = _pad_to_register(x)
     if len(base) < _LANES:
@@ -203,7 +204,7 @@ def gumbel_argmax(x: Tensor, base: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def argmax(x: Tensor) -> Tensor:
-    """Return the index of the largest value of each row, the first of equals.
+    """Return the index of the largest value of each row; of equal values, the first.
 
     NaN is never chosen.
     Shapes: x [num_rows, vocab_size] float32 -> [num_rows] int64.
@@ -251,14 +252,14 @@ def log_sum_exp(x: Tensor) -> Tensor:
 
 
 def _pad_to_register(x: Tensor) -> Tensor:
-    """Pad short rows with -inf to one register."""
+    """Pad rows that are shorter than a SIMD register with -inf."""
     if x.shape[1] < _LANES:
         x = functional.pad(x, (0, _LANES - x.shape[1]), value=-np.inf)
     return x.contiguous()
 
 
 def _run(kernel: Launch, x: Tensor | None, out: Tensor, width: int, **arrays: Tensor) -> None:
-    """Launch over the rows of `out`; `arrays` are fields of the job."""
+    """Launch a sampling kernel over the rows of `out`; `arrays` are fields of its SAMPLING_JOB."""
     tensors = {name: tensor.contiguous() for name, tensor in arrays.items()}
     if x is not None:
         tensors["x"] = x
@@ -272,22 +273,22 @@ def _run(kernel: Launch, x: Tensor | None, out: Tensor, width: int, **arrays: Te
 
 @helper
 def _num_registers(width: int) -> int:
-    """Return the number of registers that cover a row."""
+    """Return the number of SIMD registers that cover a row of `width` numbers."""
     return (width + _LANES - 1) // _LANES
 
 
 @helper
 def _register_offset(step: int, width: int) -> int:
-    """Return the first element of the `step`-th register of a row.
+    """Return the index in a row of the first element of its `step`-th register.
 
-    The last overlaps the one before.
+    The last register may overlap the one before.
     """
     return min(step * _LANES, width - _LANES)
 
 
 @cache
 def _gumbel_kernel() -> Launch:
-    """Return the launcher. Takes a SAMPLING_JOB without x."""
+    """Return the launcher of the Gumbel noise kernel. Takes a SAMPLING_JOB without x."""
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, SAMPLING_JOB)[0]
@@ -306,7 +307,10 @@ def _gumbel_kernel() -> Launch:
 
 @cache
 def _argmax_kernel(noisy: bool) -> Launch:
-    """Return the launcher. Takes a SAMPLING_JOB; without noise, one without base and keys."""
+    """Return the launcher of the argmax kernel, with Gumbel noise added if `noisy`.
+
+    Takes a SAMPLING_JOB; without noise, one without base and keys.
+    """
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, SAMPLING_JOB)[0]
@@ -332,7 +336,7 @@ def _argmax_kernel(noisy: bool) -> Launch:
 
 @cache
 def _temperature_kernel() -> Launch:
-    """Return the launcher. Takes a SAMPLING_JOB with x, levels and out."""
+    """Return the launcher of the temperature kernel. Takes a SAMPLING_JOB with x, levels, out."""
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, SAMPLING_JOB)[0]
@@ -354,7 +358,7 @@ def _temperature_kernel() -> Launch:
 
 @cache
 def _lse_kernel() -> Launch:
-    """Return the launcher. Takes a SAMPLING_JOB with x and out."""
+    """Return the launcher of the log-sum-exp kernel. Takes a SAMPLING_JOB with x and out."""
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, SAMPLING_JOB)[0]
@@ -384,7 +388,10 @@ def _lse_kernel() -> Launch:
 
 @cache
 def _mass_before_kernel() -> Launch:
-    """Return the launcher. Takes a SAMPLING_JOB with x, levels, chosen and out."""
+    """Return the launcher of the `mass_before` kernel.
+
+    Takes a SAMPLING_JOB with x, levels, chosen and out.
+    """
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, SAMPLING_JOB)[0]

@@ -174,7 +174,7 @@ def scatter(typing: Any, target: Any, index: Any, stride: Any, value: Any) -> An
 
 
 def _convert(builder: Any, x: Any, lanes: int, element: Any) -> Any:
-    """Round a register to a memory kind, given as its numba type."""
+    """Emit the conversion of float32 lanes to an element type, given as its numba type."""
     if element == types.float32:
         return x
     return (
@@ -195,7 +195,7 @@ def round_bfloat16(builder: Any, x: Any, lanes: int) -> Any:
 
 
 def _reduce_by_halves(builder: Any, x: Any, width: int, combine: Callable[[Any, Any], Any]) -> Any:
-    """Combine the lower with the upper half of the lanes until one lane is left."""
+    """Emit a reduction: combine the lower and upper half of the lanes until one is left."""
     while width > 1:
         width //= 2
         none = ir.Constant(x.type, ir.Undefined)
@@ -215,7 +215,7 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def _binary_intrinsic(name: str, emit: Any) -> Any:
-    """Return an intrinsic f(a, b) over registers of equal width."""
+    """Return an intrinsic f(a, b) over registers of equal width; `emit` generates its code."""
 
     def typed(typing: Any, a: Any, b: Any) -> Any:
         return a(a, a), lambda context, builder, signature, args: emit(builder, *args)
@@ -326,7 +326,7 @@ def fetch_add(typing: Any, source: Any, index: Any, amount: Any) -> Any:
 
 @helper
 def load_any(kind: int, like: Any, address: int, index: int) -> Any:
-    """Load elements whose kind is known only at run time."""
+    """Load elements whose type (`kind`) is known only at run time."""
     if kind == FLOAT32:
         return load(like, pointer(FLOAT32, address), index)
     if kind == BFLOAT16:
@@ -336,7 +336,7 @@ def load_any(kind: int, like: Any, address: int, index: int) -> Any:
 
 @helper
 def store_any(kind: int, address: int, index: int, value: Any) -> None:
-    """Store to elements whose kind is known only at run time."""
+    """Store elements whose type (`kind`) is known only at run time."""
     if kind == FLOAT32:
         store(pointer(FLOAT32, address), index, value)
     elif kind == BFLOAT16:
