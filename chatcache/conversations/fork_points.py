@@ -43,10 +43,11 @@ _NOTHING_TO_FORK = "fork_at needs a message to fork: previous_item_id"
 
 @dataclass(frozen=True, slots=True)
 class ReplyPrefix:
-    """The first `ids` of candidate `index` of `turn`, generated after `prompt`, with their text.
+    """The beginning of a reply: its first token ids and the text that they stand for.
 
-    `visible_text` is the message text in it, `parts` are reasoning and calls. The last `num_partial_tokens` ids begin a
-    character whose bytes are incomplete and which is not in the text yet.
+    The reply is candidate `index` of the response `turn` and was generated after the token ids `prompt`.
+    `text`: the raw output. `visible_text` and `parts`: its message text, and its reasoning and tool calls. The last
+    `num_partial_tokens` of `ids` begin a character whose bytes are incomplete; the texts do not contain it yet.
     """
 
     turn: Turn
@@ -77,10 +78,13 @@ class ReplyPrefix:
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """A client's turn: its input and its position, given by at most one of the three ids.
+    """A request for a new turn: its input, and the position in a conversation to continue from.
 
-    `fork_at` cuts the reply at the position after that many tokens; `fork_with` is a token that replaces the next
-    one; `running_prefix` is the prefix of a reply that is still being generated. `rev`: the expected revision.
+    The position is the message `previous_item_id` ("root": before all messages), else the response
+    `previous_response_id`, else the active leaf of `conversation_id`; without all three the turn begins a new
+    conversation. `fork_at`: keep only that many tokens of the reply at the position. `fork_with`: a token id to put
+    after them. `running_prefix`: the beginning of a reply that is still being generated. `rev`: the expected revision
+    of the conversation.
     """
 
     owner: str
@@ -105,7 +109,11 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True)
 class ContinuationPoint:
-    """The position of a turn in a tree. `prefix`: the beginning of a reply that follows `path`."""
+    """The position in a conversation tree at which a turn continues.
+
+    `tree`: None for a new conversation. `path`: the messages before the turn. `prefix`: the beginning of a reply that
+    follows `path`, if the turn forks a reply.
+    """
 
     tree: ConversationTree | None
     path: tuple[Item, ...]
@@ -124,9 +132,9 @@ class ContinuationResolver:
         self._reply_format = reply_format
 
     async def resolve(self, request: TurnRequest) -> ContinuationPoint:
-        """Load the conversation of a request and locate the position.
+        """Load the conversation of a request and find the position at which it continues.
 
-        Raises: NotFoundError for ids that the owner lacks, InvalidRequestError for an impossible position,
+        Raises: NotFoundError for ids that the owner does not have, InvalidRequestError for an impossible position,
         StaleRevisionError.
         """
         owner, item_id, response_id = request.owner, request.previous_item_id, request.previous_response_id
@@ -185,9 +193,10 @@ class ContinuationResolver:
 def cut_reply(
     context: ReplyContext, tree: ConversationTree, item: Item, num_tokens: int, fork_with: int | None = None
 ) -> ReplyPrefix:
-    """Return the first `num_tokens` of a stored reply, in whole characters, optionally followed by `fork_with`.
+    """Return the prefix of a stored reply that a fork continues.
 
-    Raises: InvalidRequestError naming `fork_at` or `fork_with`.
+    It has the first `num_tokens` tokens of the reply, then the token `fork_with` if given. Without `fork_with`, tokens
+    of an incomplete last character are dropped. Raises: InvalidRequestError naming `fork_at` or `fork_with`.
     """
     turn, prompt = require_generated(tree, item, "fork_at")
     check_fork_at(num_tokens, len(item.token_ids))
@@ -210,10 +219,10 @@ def build_prefix(
     skips: bool,
     is_exact: bool,
 ) -> ReplyPrefix:
-    """Parse the first tokens of a reply.
+    """Build the `ReplyPrefix` of a reply that begins with the tokens `ids`; parse their text.
 
-    An incomplete last character is dropped unless `is_exact`. `skips`: special tokens are not part of the text.
-    `call_ids`: ids already assigned to its calls.
+    `skips`: special tokens are not part of the text. `is_exact`: keep all of `ids`; otherwise tokens of an incomplete
+    last character are dropped. `call_ids`: ids already assigned to the tool calls of the reply.
     """
     whole, text = drop_partial_character(context, prompt, ids, skip_special_tokens=skips)
     parser = context.new_parser(prompt, call_ids)
@@ -225,9 +234,9 @@ def build_prefix(
 
 
 def fork_token_ids(context: ReplyContext, ids: tuple[int, ...], fork_with: int | None) -> tuple[int, ...]:
-    """Return the tokens that a fork begins with.
+    """Return `ids` followed by the token `fork_with`, if given.
 
-    Raises: InvalidRequestError for an invalid or ending `fork_with`.
+    Raises: InvalidRequestError if `fork_with` is not a token id or would end the reply.
     """
     if fork_with is None:
         return ids
@@ -240,7 +249,7 @@ def fork_token_ids(context: ReplyContext, ids: tuple[int, ...], fork_with: int |
 
 
 def require_generated(tree: ConversationTree, item: Item, param: str) -> tuple[Turn, tuple[int, ...]]:
-    """Return the response that generated a message and the exact prompt that it was generated from.
+    """Return the response that generated a message, and the exact token ids of its prompt.
 
     Raises: InvalidRequestError naming `param` where the prompt or the message's tokens are not known.
     """
@@ -251,7 +260,7 @@ def require_generated(tree: ConversationTree, item: Item, param: str) -> tuple[T
 
 
 def check_fork_at(fork_at: int, num_tokens: int) -> None:
-    """Raise InvalidRequestError unless a reply of `num_tokens` has a token `fork_at`."""
+    """Raise InvalidRequestError if `fork_at` is more than the number of tokens of the reply."""
     if fork_at > num_tokens:
         raise InvalidRequestError(
             f"fork_at must be at most {num_tokens}, the message's tokens, got {fork_at}", param="fork_at"
@@ -261,7 +270,7 @@ def check_fork_at(fork_at: int, num_tokens: int) -> None:
 def drop_partial_character(
     context: ReplyContext, prompt: Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool
 ) -> tuple[tuple[int, ...], str]:
-    """Drop last tokens that begin an incomplete character.
+    """Drop tokens at the end of `ids` that hold only a part of a character's UTF-8 bytes.
 
     Return the remaining tokens and their text.
     """

@@ -28,10 +28,11 @@ def message_token_offsets(
     prompt: Prompt,
     variables: Mapping[str, Any] = NO_VARIABLES,
 ) -> tuple[int, ...] | None:
-    """Count the tokens up to the end of each message, including what the template writes after it.
+    """Return for each message the number of tokens from the start of the prompt to its end.
 
-    A token that spans two messages belongs to the later one. None if unknown: for templates that rewrite history,
-    and for prompts too long for the quadratic rendering of every prefix of the messages.
+    What the template writes after a message counts as part of it. A token that spans two messages belongs to the later
+    one. None if unknown: for templates that rewrite history, and for prompts too long for the quadratic rendering of
+    every prefix of the messages.
     """
     if len(messages) * len(prompt.text) > MAX_RENDERED_CHARS:
         return None
@@ -66,9 +67,10 @@ Span = tuple[int, int] | None
 
 
 def token_char_offsets(context: ReplyContext, prompt: Sequence[int], item: Item) -> list[Span]:
-    """Return for each token of a reply to `prompt` its range of characters in the visible text.
+    """Return the range of characters that each token of a stored reply has in its message text.
 
-    Slow for long replies: run it on a thread.
+    None for a token without visible characters. `prompt`: the token ids before the reply. Slow for long replies: run it
+    on a thread.
     """
     raw = item.parts.raw or item.text
     pieces, incomplete = _pieces(context, prompt, item.token_ids, skip_special_tokens=True)
@@ -99,7 +101,7 @@ def token_char_offsets(context: ReplyContext, prompt: Sequence[int], item: Item)
 def _pieces(
     context: ReplyContext, prompt: Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool
 ) -> tuple[list[str], list[bool]]:
-    """Return the characters that each token completes, and whether an incomplete character follows it."""
+    """Return the characters that each token completes, and whether it ends within a character."""
     stream = context.text_stream(prompt, skip_special_tokens=skip_special_tokens)
     hidden = context.tokenizer.special_ids - context.mark_ids if skip_special_tokens else frozenset()
     pieces: list[str] = []
@@ -127,7 +129,7 @@ def _visible_positions(parser: CandidateParser, written: str) -> list[int | None
 
 
 class _VisibleTextLocator:
-    """Locates runs of visible text, which the parser emits in order and piecewise, in the raw output."""
+    """Locates in the raw output the visible text, which the parser emits in order and in pieces."""
 
     def __init__(self, written: str) -> None:
         self._written = written
@@ -148,7 +150,10 @@ class _VisibleTextLocator:
             self.end_run()
 
     def end_run(self) -> None:
-        """Locate the text so far, at its last occurrence: markup may contain short texts."""
+        """Locate the collected run of visible text in the raw output.
+
+        The last occurrence counts, since short texts may also occur in the markup before it.
+        """
         text, self._run = "".join(self._run), []
         is_first = not self._num_shown and self._written.startswith(text)
         start = 0 if is_first else self._written.rfind(text, self._end, self._run_end)

@@ -38,7 +38,7 @@ _ACCENTS = re.compile("[\u0300-\u036f]+")
 
 
 class Word(NamedTuple):
-    """A folded word and its position in the text."""
+    """A word and its position in the text, folded: without differences of case and accents."""
 
     text: str
     start: int
@@ -134,7 +134,7 @@ class SearchQuery:
 
 
 def iter_words(text: str) -> Iterator[Word]:
-    """Yield the words of a text, folded."""
+    """Yield the words of a text, folded (see `Word`), with their positions."""
     for match in _WORD.finditer(text):
         folded = _fold(match.group())
         if folded:
@@ -175,7 +175,10 @@ class MessageMatch(NamedTuple):
 
 
 def best_message(items: Iterable[tuple[str, str, str]], query: SearchQuery) -> MessageMatch | None:
-    """Return the best match among the newest matching messages (id, role, text), given newest first."""
+    """Return the best match among the newest messages that match, or None.
+
+    `items`: (id, role, text) of messages, newest first.
+    """
     best: MessageMatch | None = None
     num_matching = 0
     for item_id, role, text in items:
@@ -217,8 +220,8 @@ def _fold(word: str) -> str:
 
 
 def _is_word_char(char: str) -> bool:
-    """Check whether a character of a compatibility form is part of the word.
+    """Check whether a character belongs to a word after compatibility forms were replaced.
 
-    Not the dot of "1." or the slash of "1/2".
+    Letters, digits, and marks and symbols outside ASCII do; the dot of "1." or the slash of "1/2" do not.
     """
     return char.isalnum() or (not char.isascii() and unicodedata.category(char)[0] in "MS")

@@ -14,7 +14,7 @@ from chatcache.errors import ChatcacheError
 
 
 class StaleRevisionError(ChatcacheError):
-    """The conversation changed since the caller read it; `current` is its present head."""
+    """The conversation was changed since the caller read it; `current` is its new version."""
 
     status = 409
     type = "conflict_error"
@@ -43,7 +43,7 @@ class StoreUnavailableError(ChatcacheError):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """An idempotency key with the digest of its request and the id of the object that the request created.
+    """An idempotency key, the digest of its request, and the id of the object that this created.
 
     The store keeps it for `CLAIM_TTL_S` seconds.
     """
@@ -79,7 +79,10 @@ class MergeResult:
 
 @dataclass(frozen=True, slots=True)
 class OwnerAssignment:
-    """Counts of reassigned conversations, and of those skipped because a response is in progress in them."""
+    """Counts of the conversations that got a new owner and of those that were skipped.
+
+    A conversation is skipped (`num_busy`) while a response is in progress in it.
+    """
 
     num_conversations: int = 0
     num_busy: int = 0
@@ -89,12 +92,15 @@ CLAIM_TTL_S = 24 * 3600
 
 
 def encode_cursor(conversation: Conversation) -> str:
-    """Return a position in the conversation list that stays valid when the conversation changes or is deleted."""
+    """Return a position in the conversation list, as text for a client.
+
+    It stays valid when the conversation changes or is deleted.
+    """
     return f"{conversation.updated_at!r}~{conversation.id}"
 
 
 def decode_cursor(text: str) -> tuple[float, str] | None:
-    """Return `updated_at` and id of a cursor, or None if the text is not a cursor (for example an id)."""
+    """Return the `updated_at` and id of a cursor, or None if the text is not a cursor."""
     time, mark, conversation_id = text.partition("~")
     try:
         updated_at = float(time)
@@ -143,15 +149,18 @@ class ConversationStore(Protocol):
         ...
 
     async def search(self, owner: str, query: SearchQuery, limit: int, after: str | None = None) -> Sequence[SearchHit]:
-        """Return conversations whose title or any message matches, in all branches, in the order of `list`.
+        """Return conversations of which the title or any message matches, in the order of `list`.
 
-        A hit names the best match (`search.TextMatch.score`) among the newest `MAX_COMPARED_MESSAGES`
-        matching messages; of equal matches the newest.
+        All branches are searched. A hit names the best match (`search.TextMatch.score`) among the newest
+        `MAX_COMPARED_MESSAGES` matching messages; of equal matches the newest.
         """
         ...
 
     async def list_ids(self, owner: str, limit: int, after: str | None = None) -> Sequence[str]:
-        """Return ids of all conversations above `after`, in id order, which no change disturbs."""
+        """Return ids of the owner's conversations that are greater than `after`, in ascending order.
+
+        Unlike the order of `list`, this order does not change when conversations are updated.
+        """
         ...
 
     async def load(self, owner: str, conversation_id: str) -> ConversationTree: ...
@@ -198,9 +207,10 @@ class ConversationStore(Protocol):
         ...
 
     async def merge(self, conversation: Conversation, items: Sequence[Item], turns: Sequence[Turn]) -> MergeResult:
-        """Store a conversation, or add the items (parents first) and turns that the stored one lacks, by id.
+        """Store a conversation, or add the items and turns that the stored one does not have.
 
-        Stored items and turns stay as they are; merging again changes nothing.
+        Items and turns are compared by id; `items` are parents first. Stored ones stay as they are, and merging again
+        changes nothing.
         Raises: NotFoundError where an id belongs to another owner or conversation; then nothing is stored.
         """
         ...

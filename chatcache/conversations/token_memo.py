@@ -12,12 +12,12 @@ from chatcache.conversations.prompt import Known
 
 
 class TokenMemo:
-    """A least-recently-used map from (namespace, rendering before a reply, reply) to token ids and raw output.
+    """A bounded map from a reply's text to its original token ids and raw output.
 
-    A resent reply gets its original tokens, hence its cached pages; a text has many tokenisations, and the model need
-    not generate the one that its tokenizer would choose. A reply is identified by `prompt.reply_key`; leading and
-    trailing white space is ignored because clients trim. Bounded by the number of tokens; eviction costs only cache
-    hits.
+    The key is the namespace, the rendering before the reply, and `prompt.reply_key`; leading and trailing white space
+    is ignored because clients trim. A resent reply gets its original tokens, hence its cached pages: a text has many
+    tokenisations, and the model need not generate the one that its tokenizer would choose. Bounded by the number of
+    tokens; the least recently used are evicted, which costs only cache hits.
     """
 
     def __init__(self, max_tokens: int = 4_000_000) -> None:
@@ -27,9 +27,9 @@ class TokenMemo:
         self._known: OrderedDict[bytes, tuple[array[int], str | None]] = OrderedDict()
 
     def remember(self, namespace: str, head: str, reply: str, token_ids: Sequence[int], raw: str | None = None) -> None:
-        """Store the ids of a reply and its prompt.
+        """Store the token ids of a prompt and its reply. `head`: the rendering before the reply.
 
-        `raw`: the whole output, None if it is the reply itself.
+        `raw`: the whole output of the model, None if it equals `reply`.
         """
         key = _key(namespace, head, reply)
         with self._lock:

@@ -94,12 +94,11 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One response.
+    """A stored response: how its replies were generated, and the token ids of its prompt.
 
-    The reply whose tokens its prompt extends (None: rendered from the start) and the tokens it added.
-
-    `parent_id`: the parent of its outputs ("": they are roots). `prompt_ids` is empty where the exact prompt is
-    unknown. `echo`: request fields that the response object repeats (metadata, temperature, tools, ...).
+    The prompt consists of all tokens up to and including the reply `base_item_id` (None: no stored reply is reused),
+    then `prompt_ids`, which are empty if the exact prompt is unknown. `parent_id`: the message that the replies follow
+    ("": they are roots). `echo`: request fields that the response object repeats (metadata, temperature, tools, ...).
     """
 
     id: str
@@ -117,10 +116,11 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The head of a tree. `owner` is the tenant or user and is never sent to clients.
+    """A conversation without its messages: the head of a message tree.
 
-    `rev` grows by one with every change. `updated_at`, the sort key of lists, is the time of the last added message or
-    response; renaming or deleting does not move a conversation to the top of the list.
+    `owner` is the tenant or user and is never sent to clients. `rev` grows by one with every change. `updated_at`, the
+    sort key of lists, is the time of the last added message or response; renaming or deleting does not move a
+    conversation to the top of the list.
     """
 
     id: str
@@ -165,7 +165,11 @@ def head_after_update(
 
 
 def main_output(outputs: Sequence[Item], status: str) -> Item:
-    """Return the candidate that a response continues with: the first one that was not dropped."""
+    """Return the candidate that a conversation continues with by default.
+
+    This is the first one that the client did not cancel, or the first of all if the response or every candidate was
+    cancelled.
+    """
     kept = [item for item in outputs if item.finish_reason != FINISH_CANCELLED]
     return kept[0] if kept and status != CANCELLED else outputs[0]
 
@@ -198,16 +202,13 @@ class ConversationTree:
         return tuple(sorted((item for item in found if item.finish_reason != FORKED), key=lambda item: item.index))
 
     def inputs(self, response_id: str) -> tuple[Item, ...]:
-        """Return the messages that came with the request, in order, assistant messages among them included."""
+        """Return the input messages of a response in order, assistant messages included."""
         turn = self.turns[response_id]
         found = (item for item in self.items.values() if item.response_id == response_id)
         return tuple(item for item in found if not self.is_generated_by(item, turn))
 
     def is_generated_by(self, item: Item, turn: Turn) -> bool:
-        """Check whether the response generated `item`.
-
-        Prefixes of its replies that forks stored count.
-        """
+        """Check whether `item` is a reply of `turn`, or a prefix of one that a fork stored."""
         return item.response_id == turn.id and item.role == "assistant" and (item.parent_id or "") == turn.parent_id
 
     def turn_of(self, item: Item) -> Turn | None:
@@ -245,9 +246,10 @@ class ConversationBusyError(ChatcacheError):
 
 @dataclass(frozen=True, slots=True)
 class MessageDeletion:
-    """A change of a stored tree.
+    """The changes to a stored tree that delete a message or a response.
 
-    Ids to remove, and new stored forms of items and turns that stay.
+    `removed_items` and `removed_turns`: ids to remove. `items` and `turns`: new versions of those that stay but change.
+    `active_leaf`: the new one.
     """
 
     active_leaf: str | None
@@ -292,9 +294,9 @@ def plan_message_deletion(tree: ConversationTree, item_id: str) -> MessageDeleti
 
 
 def plan_response_deletion(tree: ConversationTree, response_id: str) -> MessageDeletion:
-    """Plan the removal of a response and of those of its messages that no other message or response depends on.
+    """Plan the removal of a response and of its messages that nothing else depends on.
 
-    Messages with other descendants stay in the tree; the response itself cannot be found any more.
+    Messages that other messages or responses follow stay in the tree; the response itself cannot be found any more.
     Raises: ConversationBusyError.
     """
     turn = tree.turns[response_id]
@@ -321,7 +323,7 @@ def plan_response_deletion(tree: ConversationTree, response_id: str) -> MessageD
 
 
 def _nearest(tree: ConversationTree, removed: Set[str]) -> str | None:
-    """Return the active leaf, or its nearest ancestor that is not removed."""
+    """Return the active leaf, or its nearest ancestor that is not among the `removed` ids."""
     leaf = tree.conversation.active_leaf
     while leaf is not None and leaf in removed:
         leaf = tree.items[leaf].parent_id

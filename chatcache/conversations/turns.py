@@ -284,7 +284,7 @@ class TurnService:
         status: str,
         usage: Usage | None,
     ) -> Conversation:
-        """Store the result of a turn after an attempt whose outcome is unknown."""
+        """Store the result of a turn, unless an earlier attempt with unknown outcome has stored it."""
         tree = await self.store.load(conversation.owner, conversation.id)
         current = tree.turns.get(planned.turn.id)
         if current is not None and current.status == status and all(item.id in tree.items for item in outputs):
@@ -358,7 +358,7 @@ def _messages(request: TurnRequest, point: ContinuationPoint) -> tuple[Message, 
 
 
 def _stored(tree: ConversationTree, item: Item, request: TurnRequest) -> Known | None:
-    """Return a stored reply if its token ids fit the prompt that the request would build now, else None."""
+    """Return a stored reply if the request would build the same prompt for it now, else None."""
     turn = tree.turn_of(item)
     # The ids belong to the prompt as it was then: other instructions or tools make another prompt now.
     if turn is None or turn.instructions != request.instructions or not _has_tools_of(turn, request):
@@ -368,9 +368,9 @@ def _stored(tree: ConversationTree, item: Item, request: TurnRequest) -> Known |
 
 
 def _base(point: ContinuationPoint, prompt: Prompt, *, offset: int) -> tuple[str | None, tuple[int, ...]]:
-    """Return the stored reply that a prompt extends and the ids that it adds.
+    """Return the id of the stored reply that a prompt begins with, and the token ids after it.
 
-    Without such a reply all ids.
+    Without such a reply: None and all token ids. `offset`: the number of messages before `point.path` in the prompt.
     """
     if prompt.base_message is None or prompt.base_message - offset >= len(point.path):
         return None, prompt.token_ids
@@ -394,9 +394,10 @@ async def save_new_conversation(
     title: str | None = None,
     claim: Callable[[str], Claim] | None = None,
 ) -> Conversation:
-    """Store a new conversation, optionally with its first messages, titled after the first user message.
+    """Store a new conversation, empty or with its first messages.
 
-    `claim` builds an idempotency claim from the conversation's id. Raises: IdempotencyConflictError.
+    The default title is the first user message. `claim` builds an idempotency claim from the conversation's id. Raises:
+    IdempotencyConflictError.
     """
     now = time.time()
     items = input_items(messages, None, now)
@@ -422,9 +423,10 @@ async def add_messages(
     *,
     expected_rev: int | None = None,
 ) -> tuple[Conversation, tuple[Item, ...]]:
-    """Append messages under `parent_id` (None: the active leaf, "root": a new root) and make the last one active.
+    """Append messages to a conversation and make the last one the active leaf.
 
-    Raises: NotFoundError, StaleRevisionError.
+    `parent_id`: the message that they follow (None: the active leaf, "root": none). Raises: NotFoundError,
+    StaleRevisionError.
     """
     if parent_id is None:
         parent_id = (await store.get(owner, conversation_id)).active_leaf
@@ -502,7 +504,7 @@ async def active_path_prompt(conversations: TurnService, tree: ConversationTree)
 
 
 def _latest_turn(tree: ConversationTree, path: tuple[Item, ...]) -> Turn | None:
-    """Return the newest turn under the last item of `path`, or the last turn on the path."""
+    """Return the newest response to the last message of `path`, else the last one on the path."""
     answering = [turn for turn in tree.turns.values() if turn.parent_id == path[-1].id]
     if answering:
         return max(answering, key=lambda turn: turn.created_at)
@@ -519,10 +521,10 @@ _FORCE_BIAS = 100.0  # larger than any difference of logits; reported log-probab
 
 @dataclass(frozen=True, slots=True)
 class TokenAlternatives:
-    """The token at the position and the likeliest tokens, best first.
+    """A token of a stored reply, and the most likely tokens at its position, best first.
 
-    `logprob`: None for a token that the model rules out. `rank`: 1 for the likeliest, None beyond those reported.
-    `num_copied_pages`: pages that a fork at the position would copy.
+    `logprob`: None for a token that the model rules out. `rank`: 1 for the most likely, None beyond those reported.
+    `num_copied_pages`: KV pages that a fork at the position would copy.
     """
 
     token_id: int
@@ -535,7 +537,7 @@ class TokenAlternatives:
 
 
 class Alternatives:
-    """Requests the alternatives of tokens of stored replies."""
+    """Asks the engine for the most likely tokens at a position of a stored reply."""
 
     def __init__(self, conversations: TurnService, service: ChatService) -> None:
         self._turns = conversations

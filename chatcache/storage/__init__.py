@@ -1,4 +1,6 @@
-"""Storage of conversations and API keys on SQLite or Redis, behind the contracts of `conversations.store` and `auth`.
+"""Storage of conversations and API keys on SQLite or Redis.
+
+The contracts are `conversations.store.ConversationStore` and `auth.KeyStore`.
 
 Reading order: open, sqlite, sqlite_schema, sqlite_writer; then redis_layout, redis, redis_client.
 """

@@ -315,7 +315,7 @@ class RedisStore:
         return result
 
     async def _add(self, pipe: Pipe, head: Head, items: Sequence[Item], turns: Sequence[Turn]) -> None:
-        """Queue the new head, messages after the existing ones, and responses."""
+        """Queue writes of the new head, of `items` as the last messages, and of responses."""
         name, first = head.conversation.id, head.num_positions
         pipe.set(head_key(name), pack_head(Head(head.conversation, first + len(items))))
         pipe.zadd(list_key(head.conversation.owner), {name: head.conversation.updated_at})
@@ -524,9 +524,9 @@ async def _position(client: Reader, owner: str, after: str | None) -> tuple[floa
 async def _entries(
     client: Reader, owner: str, position: tuple[float, str] | None, limit: int
 ) -> list[tuple[float, str]]:
-    """Return the next list entries: `updated_at` and id.
+    """Return the next entries of an owner's conversation list, newest first.
 
-    Entries of equal time are sorted by id, the last first.
+    An entry is `updated_at` and id. Entries of equal time are sorted by id, the last first.
     """
     found: list[tuple[float, str]] = []
     highest, skip = ("+inf" if position is None else repr(position[0])), 0
@@ -559,7 +559,7 @@ def put_claim(pipe: Pipe, owner: str, claim: Claim | None) -> None:
 
 
 async def require_parents(pipe: Pipe, conversation_id: str, items: Sequence[Item]) -> None:
-    """Raise NotFoundError unless each message follows its parent or the parent is stored."""
+    """Raise NotFoundError unless the parent of each message is stored or precedes it in `items`."""
     before: set[str] = set()
     outside: list[str] = []
     for item in items:
@@ -581,9 +581,9 @@ def member_ids(items: Sequence[Item], turns: Sequence[Turn]) -> list[str]:
 
 
 async def find_missing(pipe: Pipe, conversation_id: str, members: Sequence[Member]) -> list[Member]:
-    """Return the members that the conversation lacks.
+    """Return those messages and responses that are not stored in the conversation yet.
 
-    Raises: NotFoundError for ids of another one.
+    Raises: NotFoundError for an id that is stored in another conversation.
     """
     if not members:
         return []
@@ -596,7 +596,10 @@ async def find_missing(pipe: Pipe, conversation_id: str, members: Sequence[Membe
 
 
 def pack_items(items: Sequence[Item], first: int) -> tuple[dict[str, bytes], str]:
-    """Encode messages by id, with positions from `first` on; return them and their words."""
+    """Encode messages for the items hash, and return also their words for the search.
+
+    `first`: position of the first message in the conversation.
+    """
     placed = {item.id: pack_item(PositionedItem(first + at, item)) for at, item in enumerate(items)}
     return placed, index_words(item.text for item in items)
 
@@ -607,7 +610,10 @@ def put_index(pipe: Pipe, conversation: Conversation) -> None:
 
 
 async def assign_owner(pipe: Pipe, *, conversation_id: str, owner: str, to: str) -> OwnerAssignment:
-    """Queue a change of owner, unless the conversation has another owner or a response in progress."""
+    """Queue a change of a conversation's owner, and report whether it was skipped.
+
+    It is not queued if the conversation has another owner than `owner` or a response in progress.
+    """
     data = await pipe.get(head_key(conversation_id))
     head = unpack_head(data) if data is not None else None
     running = {entry.decode().partition(" ")[2] for entry in await pipe.hvals(RUNNING_KEY)}

@@ -1,4 +1,4 @@
-"""Connections to one Redis server, transactions, outage detection, permissions and gateway heartbeats.
+"""Connections to one Redis server: transactions, outages, permissions, gateway heartbeats.
 
 Every piece of work runs in its own task, so that a cancelled caller leaves no half-read reply on a connection. When a
 piece of work finds that the server does not answer, all others are rejected at once until a ping succeeds; while work
@@ -63,8 +63,8 @@ class RefusedCommand:
 class RedisConnection:
     """A bounded pool of connections to one server.
 
-    Belongs to one event loop from its first use on. `check_layout` runs whenever the server is found again, because it
-    may contain other data by then.
+    Belongs to one event loop from its first use on. `greet` checks the layout of the stored data at every connection
+    after a start or an outage, because the server may contain other data by then.
     """
 
     def __init__(self, url: str, greet: Callable[[Client], Awaitable[None]], *, timeout_s: float = TIMEOUT_S) -> None:
@@ -90,9 +90,9 @@ class RedisConnection:
     async def run(
         self, work: Callable[[Client], Awaitable[Result]], *, order: str = "", is_slow: bool = False
     ) -> Result:
-        """Run `work` to its end even if the caller is cancelled, after earlier work of the same `order`.
+        """Run `work`, to its end even if the caller is cancelled.
 
-        `is_slow`: allow `SLOW_TIMEOUT_S` for it.
+        It starts after earlier work of the same `order`. `is_slow`: allow `SLOW_TIMEOUT_S` for it.
         Raises: StoreUnavailableError; it is then unknown whether writes were stored.
         """
         task = asyncio.create_task(self._run_in_order(work, order, is_slow))
@@ -141,7 +141,10 @@ class RedisConnection:
             await client.aclose(close_connection_pool=True)
 
     def _retrieve_exception(self, task: asyncio.Task[Any]) -> None:
-        """Retrieve a failure, so that asyncio does not log it as never retrieved when the caller was cancelled."""
+        """Mark a task's exception as retrieved, so that asyncio does not log it.
+
+        The caller, which would have received it, may have been cancelled.
+        """
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()
@@ -180,9 +183,9 @@ class RedisConnection:
             self._slots.release()
 
     async def _acquire(self, gate: asyncio.Lock | asyncio.Semaphore) -> None:
-        """Acquire a lock or a slot in order.
+        """Acquire a lock or semaphore; waiting callers get it in the order of their calls.
 
-        Raises: StoreUnavailableError when the server falls silent meanwhile.
+        Raises: StoreUnavailableError if the server stops answering meanwhile.
         """
         if not self._num_waiting and not gate.locked():
             await gate.acquire()  # without waiting
@@ -273,20 +276,24 @@ class GatewayHeartbeats:
             self._loop_task = asyncio.create_task(self._heartbeat_loop())
 
     def register(self, turn: Turn | None) -> None:
-        """Register a response in progress that is about to be stored as this process's own."""
+        """Record, before a response in progress is stored, that this process runs it."""
         if turn is not None and turn.status == IN_PROGRESS:
             self._own_responses.add(turn.id)
 
     def confirm(self, turn: Turn | None, *, stored: bool) -> None:
-        """Record whether the response was stored.
+        """Record whether the write of a response succeeded.
 
-        A new one whose outcome is unknown (`stored` False) is given up.
+        A new response whose write failed or has an unknown outcome (`stored` False) is no longer this process's own; if
+        it was stored after all, it is ended as orphaned.
         """
         if turn is not None and (turn.status == IN_PROGRESS) != stored:
             self._own_responses.discard(turn.id)
 
     def record(self, pipe: Pipe, conversation_id: str, turn: Turn) -> None:
-        """Queue, with the write of the response itself, that it runs here or has ended."""
+        """Queue, together with the write of a response, an entry in the table of running responses.
+
+        It records that this process runs the response. If the response has ended, its entry is removed.
+        """
         if turn.status == IN_PROGRESS:
             pipe.hset(RUNNING_KEY, turn.id, f"{self._process} {conversation_id}")
             self.renew(pipe)
@@ -297,7 +304,7 @@ class GatewayHeartbeats:
         pipe.set(alive_key(self._process), 1, px=int(self._lease_s * 1000))
 
     async def check(self) -> None:
-        """Write the lease. Raises: StoreUnavailableError."""
+        """Check that the server accepts writes: renew the lease. Raises: StoreUnavailableError."""
 
         async def write(client: Client) -> None:
             await client.set(alive_key(self._process), 1, px=int(self._lease_s * 1000))
@@ -461,7 +468,10 @@ def _setting(config_answers: Any) -> str:
 
 
 def _has_aof(waited: Any) -> bool | None:
-    """Interpret an answer to WAITAOF (Redis 7.2 and later), which every user may send and which fails without AOF."""
+    """Return from an answer to WAITAOF whether the server has an append-only file.
+
+    Every user may send the command (Redis 7.2 and later), and it fails without such a file. None if unknown.
+    """
     if not isinstance(waited, RefusedCommand):
         return True
     return False if "appendonly is disabled" in waited.reason else None

@@ -145,7 +145,10 @@ def unpack_claim(data: bytes) -> Claim:
 
 
 def index_words(texts: Iterable[str]) -> str:
-    """Return the folded words of texts, surrounded by spaces, once per text."""
+    """Return the folded words of the texts for the search, surrounded by spaces.
+
+    A word that occurs several times in one text is listed once for that text.
+    """
     return "".join(f" {' '.join(dict.fromkeys(fold_words(text).split()))} " for text in texts if text)
 
 

@@ -252,11 +252,9 @@ class SqliteKeys:
 
 
 class SqliteSnapshot:
-    """A `ConversationSource`.
+    """The content of a store file at the time of opening, as a `ConversationSource`.
 
-    The content of the file at the time of opening, while a server may write it.
-
-    Raises: StoreUnusableError, also for the file of an older version.
+    A server may write the file meanwhile. Raises: StoreUnusableError, also for the file of an older version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -287,9 +285,10 @@ class SqliteSnapshot:
 
 
 def back_up(path: Path, copy: Path) -> int:
-    """Copy the file as it is at one moment to the new file `copy`, check the copy, and return its size in bytes.
+    """Copy the file to the new file `copy`, check the copy, and return its size in bytes.
 
-    Writers continue meanwhile. Raises: StoreUnusableError naming the file at fault and the reason.
+    The copy holds the state of one moment; writers continue meanwhile. Raises: StoreUnusableError naming the file at
+    fault and the reason.
     """
     source = open_to_read(path)
     try:
@@ -396,7 +395,10 @@ def put_claim(db: sqlite3.Connection, owner: str, claim: Claim | None) -> None:
 
 
 def try_writing(db: sqlite3.Connection) -> None:
-    """Write a row to check that writing works. No claim has an empty key."""
+    """Write a row to check that the file accepts writes.
+
+    It is a claim with an empty key, which no request can use.
+    """
     db.execute("INSERT OR REPLACE INTO claims VALUES ('', '', '', '', ?)", (time.time(),))
 
 

@@ -123,9 +123,10 @@ MIGRATIONS = (
 
 
 def prepare(db: sqlite3.Connection, path: Path, *, end_running: bool = True) -> None:
-    """Check the file, migrate it, build its index and, with `end_running`, end responses left in progress.
+    """Check the file, migrate it and build its search index.
 
-    Raises: StoreUnusableError for a file of a newer version or a damaged one.
+    `end_running`: mark responses that a crash left in progress as incomplete. Raises: StoreUnusableError for a file of
+    a newer version or a damaged one.
     """
     migrate(db, path, check=True)
     ensure_index(db, path)
@@ -157,7 +158,10 @@ def migrate(db: sqlite3.Connection, path: Path, *, check: bool = False) -> None:
 
 
 def list_condition(owner: str, after: tuple[float, str] | None) -> tuple[str, dict[str, Any]]:
-    """Return the SQL condition, and its values, for an owner's conversations after a position of the list."""
+    """Return an SQL condition, and its values, for the conversations of an owner.
+
+    `after`: select only those that follow this position of the list.
+    """
     if after is None:
         return "owner = :owner", {"owner": owner}
     values = {"owner": owner, "after_s": after[0], "after_id": after[1]}
@@ -212,7 +216,7 @@ def put_turn(db: sqlite3.Connection, conversation_id: str, turn: Turn) -> None:
 
 
 def assign_owner(db: sqlite3.Connection, owner: str, to: str) -> OwnerAssignment:
-    """Move all conversations of `owner` to another owner, except those with a response in progress."""
+    """Move the conversations of `owner` to `to`, except those with a response in progress."""
     is_busy = "EXISTS (SELECT 1 FROM turns WHERE conversation_id = conversations.id AND status = :running)"
     values = {"owner": owner, "to": to, "running": IN_PROGRESS}
     where = "WHERE owner = :owner AND"
@@ -354,9 +358,9 @@ def _best_items(rows: Iterable[Row], query: SearchQuery) -> dict[str, MessageMat
 
 
 def _expression(query: SearchQuery) -> str:
-    """Return the query as an FTS5 expression.
+    """Return the query in the syntax of FTS5.
 
-    Folded words contain no character that ends a quoted string.
+    Words are quoted; folded words contain no quotation mark.
     """
     return " AND ".join(f'"{" ".join(phrase)}"' for phrase in query.phrases) + " *"
 

@@ -1,4 +1,7 @@
-"""A thread that owns one SQLite connection and commits waiting jobs together."""
+"""A thread that owns one SQLite connection and commits waiting jobs together.
+
+A job is a function that reads and writes on the connection.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,11 @@ _FILE_ERRORS = frozenset(
 
 
 class SqliteWriter:
-    """Runs jobs in order on its own thread, each all-or-nothing, many to a commit.
+    """Runs jobs in order on a thread of its own and commits many of them together.
 
-    With `synchronous=FULL` a commit waits for the disk; sharing it lets many conversations write at once. A job's
-    result is delivered only after the commit that contains it.
+    A job is a function of the connection, and its writes are all-or-nothing. With `synchronous=FULL` a commit waits for
+    the disk; sharing it lets many conversations write at once. A job's result is delivered only after the commit that
+    contains it.
     """
 
     def __init__(
@@ -97,7 +101,7 @@ class SqliteWriter:
     def _next_group(self) -> tuple[list[Entry], bool]:
         """Wait for one job and collect the others that are queued.
 
-        False: the writer was asked to close.
+        Return the jobs, and False if the writer was asked to close.
         """
         group: list[Entry] = []
         block = True
@@ -114,7 +118,10 @@ class SqliteWriter:
 
 
 def _retrieve_exception(done: asyncio.Future[Any]) -> None:
-    """Retrieve a failure, so that asyncio does not log it as never retrieved when the caller was cancelled."""
+    """Mark a future's exception as retrieved, so that asyncio does not log it.
+
+    The caller, which would have received it, may have been cancelled.
+    """
     if not done.cancelled():
         done.exception()
 

@@ -189,7 +189,11 @@ class ArchiveReader:
 
 
 def find_bad_base(items: dict[str, Item], turns: dict[str, Turn]) -> tuple[int, str] | None:
-    """Return the index and base of a turn whose base is not an ancestor, which would make a cycle of replies."""
+    """Return the index and `base_item_id` of the first invalid turn, or None if there is none.
+
+    The base of a turn, the reply that its prompt extends, must be on the path to the turn's parent: otherwise replies
+    could extend each other in a cycle.
+    """
     ancestry = Ancestry(tuple(items.values()))
     for index, turn in enumerate(turns.values()):
         base, parent = turn.base_item_id, turn.parent_id
@@ -204,13 +208,13 @@ _KINDS = ("archive", "conversation", "item", "turn", "key", "end")
 
 
 class HeaderV1(msgspec.Struct, frozen=True):
-    """The first line."""
+    """The first line of a version 1 file."""
 
     version: Literal[1]
 
 
 class ConversationV1(msgspec.Struct, frozen=True):
-    """Announces the messages and then the responses that follow."""
+    """The line of a version 1 file before the messages and responses of a conversation."""
 
     owner: Annotated[str, Meta(max_length=256)]
     rev: Count
@@ -221,7 +225,7 @@ class ConversationV1(msgspec.Struct, frozen=True):
 
 
 class EndV1(msgspec.Struct, frozen=True):
-    """The last line."""
+    """The last line of a version 1 file, with totals."""
 
     num_conversations: Count
     num_items: Count
@@ -231,7 +235,7 @@ class EndV1(msgspec.Struct, frozen=True):
 
 
 class LineV1(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One line: exactly one field is set."""
+    """A line of a version 1 file: exactly one field is set."""
 
     archive: HeaderV1 | None = None
     conversation: ConversationV1 | None = None

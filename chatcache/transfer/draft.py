@@ -30,9 +30,10 @@ class Draft:
 
 
 def parents_first(items: Sequence[Item]) -> tuple[Item, ...]:
-    """Order items so that every parent precedes its children, keeping the given order where possible.
+    """Order items so that every parent precedes its children.
 
-    Raises: InvalidRequestError naming the item, for duplicate ids, missing parents and cycles.
+    The given order is kept where possible. Raises: InvalidRequestError naming the item, for duplicate ids, missing
+    parents and cycles.
     """
     if len(items) > MAX_ITEMS:
         raise InvalidRequestError(f"items: at most {MAX_ITEMS}, got {len(items)}", param="items")

@@ -47,7 +47,7 @@ Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
 class ExportedHead(msgspec.Struct, frozen=True):
-    """The head of a conversation."""
+    """The fields of a conversation other than its messages and responses."""
 
     id: Id
     created_at: TimeS
@@ -141,7 +141,7 @@ class ExportEnd(msgspec.Struct, frozen=True, tag_field="object", tag=END):
 
 
 class ExportCounts:
-    """Running totals of an export and the SHA-256 of its lines, kept by its writer and its reader."""
+    """Running totals of an export and the SHA-256 of its lines, for its writer or its reader."""
 
     def __init__(self) -> None:
         self.num_conversations = 0
@@ -182,7 +182,10 @@ class ExportWriter:
         return self._line(ExportedKey(VERSION, _copy_fields(record, KeyEntry)))
 
     def conversation(self, tree: ConversationTree, items: Sequence[Item] | None = None) -> bytes:
-        """Return the line of a conversation, or of `items` of it, parents first, with their responses."""
+        """Return the line of a conversation with its messages and responses.
+
+        `items`: write only these messages, parents first, and their responses.
+        """
         head = tree.conversation
         turns: Iterable[Turn] = tree.turns.values()
         leaf = head.active_leaf
@@ -266,7 +269,7 @@ def to_conversation(head: ExportedHead, owner: str, rev: int = 1) -> Conversatio
 
 
 def _turns_of(tree: ConversationTree, kept: set[str]) -> list[Turn]:
-    """Return the responses whose position in the tree is among the kept items."""
+    """Return the responses that belong to the messages with the ids `kept`."""
     used = {tree.items[item_id].response_id for item_id in kept}
     return [turn for turn in tree.turns.values() if turn.parent_id in kept or (not turn.parent_id and turn.id in used)]
 
@@ -280,12 +283,12 @@ _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
 
 
 def branch_markdown(title: str, path: Sequence[Item]) -> str:
-    """Return one branch."""
+    """Return the messages of one branch as a Markdown document."""
     return _document(title, ((_ROLES.get(item.role, item.role), item) for item in path))
 
 
 def tree_markdown(tree: ConversationTree) -> str:
-    """Return every branch, each message once."""
+    """Return all branches of a conversation as a Markdown document, each message once."""
     return _document(tree.conversation.title, _numbered(tree))
 
 

@@ -88,9 +88,10 @@ class _DraftMessage:
 
 @dataclass(slots=True)
 class _ImportState:
-    """The result so far.
+    """The messages found so far, while the nodes of a ChatGPT conversation are visited.
 
-    `shown_by` maps every node to the message that contains it, or the nearest one above.
+    `shown_by`: for each node id, the message that contains the node, or the nearest one above a skipped node.
+    `skipped`: number of skipped nodes by reason.
     """
 
     started_s: float
@@ -100,7 +101,7 @@ class _ImportState:
 
 
 def read_chatgpt(data: bytes, owner: str) -> Draft:
-    """Read and check one conversation of the export.
+    """Read and check one conversation of a ChatGPT export.
 
     Raises: InvalidRequestError naming the invalid node.
     """
@@ -139,7 +140,7 @@ def read_chatgpt(data: bytes, owner: str) -> Draft:
 
 
 def _walk(nodes: dict[str, _Node], state: _ImportState) -> None:
-    """Visit every node below the roots, parents first, siblings in the order of the parent's list."""
+    """Visit every node below the roots, parents before children, siblings in their given order."""
     children: dict[str | None, list[str]] = {}
     for node_id, node in nodes.items():
         parent = node.parent if node.parent in nodes else None
@@ -167,9 +168,10 @@ def _walk(nodes: dict[str, _Node], state: _ImportState) -> None:
 def _add_node(
     node_id: str, message: _Message | None, above: _DraftMessage | None, is_alone: bool, state: _ImportState
 ) -> _DraftMessage | None:
-    """Return the message that contains this node, or the one above if the node is not visible.
+    """Add a visible node to the messages, and return the message that its children follow.
 
-    `is_alone`: no branch separates this node from the message above.
+    `above`: the message that the node follows; it is returned for a skipped node and extended by a further step of the
+    same answer. `is_alone`: no branch separates the node from `above`.
     """
     if message is None:
         return above
@@ -202,7 +204,7 @@ def _hidden_reason(message: _Message, above: _DraftMessage | None) -> str | None
 
 
 def _text(content: dict[str, Any], skipped: Counter[str]) -> str:
-    """Return the text of a content; other kinds are counted by type."""
+    """Return the text of a node's content; count contents without text in `skipped` by type."""
     kind = content.get("content_type")
     parts = content.get("parts")
     if isinstance(parts, list):
@@ -276,7 +278,7 @@ _NEVER_ECHOED = frozenset(
 
 
 class _Tool(msgspec.Struct):
-    """The fields of a stored function that are used."""
+    """The fields of a stored function definition that are used."""
 
     name: str
     description: str | None = None
@@ -323,10 +325,10 @@ def read_draft(data: bytes, owner: str, tokenizer: Tokenizer) -> Draft | None:
 
 
 def read_export(data: bytes, owner: str, tokenizer: Tokenizer) -> Draft:
-    """Read and check a conversation line of an export, of any version, as a conversation of `owner`.
+    """Read and check a conversation line of an export, for import as a conversation of `owner`.
 
-    Token ids of another tokenizer are dropped: they would be another text here. The line's owner, revision and checksum
-    are ignored: the file may have been edited. Raises: InvalidRequestError.
+    All versions are read. Token ids of another tokenizer are dropped: they would be another text here. The line's
+    owner, revision and checksum are ignored: the file may have been edited. Raises: InvalidRequestError.
     """
     line = decode(data, ExportedConversation, "")
     for name, entries in (("items", line.items), ("turns", line.turns)):
@@ -370,7 +372,10 @@ async def import_draft(store: ConversationStore, draft: Draft, *, dry_run: bool 
 
 
 async def _find_stored(store: ConversationStore, draft: Draft) -> tuple[str, ConversationTree | None]:
-    """Return the id that the conversation has with its owner, and the stored original or earlier copy, if any."""
+    """Return the id under which the draft is stored, and the conversation that has it, if any.
+
+    This is the original, if the owner has it, or the copy that an earlier import has made.
+    """
     source = draft.conversation
     copy_id = _new_id("conv", source.created_at, source.owner, source.id)
     for conversation_id in (source.id, copy_id):
@@ -384,9 +389,9 @@ async def _find_stored(store: ConversationStore, draft: Draft) -> tuple[str, Con
 def _with_new_ids(
     draft: Draft, conversation_id: str, stored_ids: frozenset[str]
 ) -> tuple[Conversation, tuple[Item, ...], tuple[Turn, ...]]:
-    """Return the draft's conversation, items and turns under new ids.
+    """Return the draft's conversation, messages and responses under the ids that the owner gets.
 
-    Members that the owner has keep theirs.
+    Ids in `stored_ids`, which the owner has already, stay as they are.
     """
     source = draft.conversation
     times = {item.id: ("msg", item.created_at) for item in draft.items}
@@ -448,7 +453,10 @@ def _new_id(prefix: str, time_s: float, *names: str) -> str:
 
 
 def _check_turns(turns: Sequence[Turn], items: Sequence[Item]) -> None:
-    """Raise InvalidRequestError for a response with an unknown parent or a base that is not above it."""
+    """Raise InvalidRequestError for a response with an invalid id, parent, base or echo.
+
+    The base, the reply that its prompt extends, must be on the path to the parent of the response.
+    """
     known = {item.id for item in items}
     ancestry = Ancestry(items)
     seen: set[str] = set()
@@ -488,13 +496,13 @@ def _check_tokens(items: Sequence[Item], turns: Sequence[Turn], vocab_size: int)
 
 
 def _ended(turn: Turn) -> Turn:
-    """Return a response that is no longer in progress, without echoed fields that belong to the response itself."""
+    """Return a response as ended, without the echoed fields that belong to the response itself."""
     echo = {name: value for name, value in turn.echo.items() if name not in _NEVER_ECHOED}
     return replace(turn, status=INCOMPLETE if turn.status == IN_PROGRESS else turn.status, echo=echo)
 
 
 def _depth(value: object) -> int:
-    """Return the nesting depth of a decoded JSON value, which its parser has bounded only loosely."""
+    """Return the nesting depth of a decoded JSON value."""
     deepest = 0
     stack = [(value, 1)]
     while stack:

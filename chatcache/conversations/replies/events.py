@@ -22,8 +22,8 @@ from chatcache.types.events import Beams, StartReport, TokenLogprob
 class ReplyStarted:
     """The first token was computed, so the prompt's counts are final.
 
-    `index`: the prompt, where there are several. `prompt_logprobs`, if requested: one entry per prompt token, None for
-    the first. `report`: if requested.
+    `index`: number of the prompt in a request with several. If requested, `prompt_logprobs` has one entry per prompt
+    token (None for the first), and `report` the details of the cache look-up.
     """
 
     num_prompt_tokens: int
@@ -35,7 +35,7 @@ class ReplyStarted:
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """More of tool call `number` (0, 1, ... within its candidate).
+    """New output of tool call `number` (0, 1, ... within its candidate).
 
     `call_id` and `name` are only set in the first delta of the call.
     """
@@ -47,11 +47,11 @@ class CallDelta:
 
 
 class ReplyDelta(msgspec.Struct, frozen=True, gc=False):  # one per token: created four times as fast as a dataclass
-    """More of candidate `index`.
+    """New output of candidate `index`.
 
     `text` may be empty while characters or a possible stop string are held back. `token_ids` and `logprobs` (one each,
     if requested) belong to the tokens that arrived, visible or not yet visible. Where the output is parsed, its
-    reasoning and calls are `reasoning` and `calls`, and not part of `text`.
+    reasoning and tool calls are in `reasoning` and `calls`, and not part of `text`.
     """
 
     index: int
@@ -64,11 +64,10 @@ class ReplyDelta(msgspec.Struct, frozen=True, gc=False):  # one per token: creat
 
 @dataclass(frozen=True, slots=True)
 class BeamNode:
-    """A token that was the newest of a live beam.
+    """A node of the token tree of a beam search: a token that a live beam has chosen.
 
-    Its `text` follows that of `parent` (0: the prompt).
-
-    `score`: summed log-probability of the path down to this node.
+    `text` follows the text of the node `parent` (0: the prompt). `score`: summed log-probability of the path down to
+    this node.
     """
 
     id: int
@@ -89,8 +88,8 @@ class ReplyBeams:
 class ReplyDone:
     """Candidate `index` is complete: its whole text and all its tokens, the ending one included.
 
-    `stored_ids` stand for exactly `text`, or `parts.raw` if set, in a later prompt. `num_pages_freed`: only of a
-    candidate that was dropped.
+    `stored_ids` are the tokens for exactly `text`, or `parts.raw` if set, in a later prompt. `num_pages_freed`: KV
+    pages freed by a candidate that the client cancelled on its own, else None.
     """
 
     index: int
@@ -108,7 +107,7 @@ class ReplyDone:
 class ReplyFinished:
     """All candidates are done.
 
-    `cancelled`: ended early on request; `num_pages_freed` is then part of the receipt.
+    `cancelled`: the client ended the reply early; `num_pages_freed` is then the number of KV pages that this freed.
     """
 
     num_prompt_tokens: int
@@ -164,8 +163,9 @@ _HELD_BACK = (False, False, False)
 
 
 class DeltaBatcher:
-    """Passes events to `emit` in order, merging those of one candidate within `window_s` of its last one.
+    """Merges events that follow each other quickly before they are passed to `emit`.
 
+    An event is held for at most `window_s` seconds if one of the same candidate was emitted less than `window_s` ago.
     Text, reasoning and calls are never merged with each other. Beam updates are batched likewise. At most one timer
     runs and no task is created. An exception of `emit` is raised by the next call. Belongs to one event loop.
     """
@@ -238,9 +238,9 @@ class DeltaBatcher:
 
 
 def _can_merge(first: BatchedEvent, then: BatchedEvent) -> bool:
-    """Whether joining loses nothing.
+    """Check whether two events of one candidate can be merged without loss of information.
 
-    Neither the order of text and calls, nor which log-probabilities are of what.
+    The order of text, reasoning and calls must stay, and log-probabilities must stay with their text.
     """
     if not (isinstance(first, ReplyDelta) and isinstance(then, ReplyDelta)):
         return True
@@ -253,7 +253,7 @@ def _kind(delta: ReplyDelta) -> tuple[bool, bool, bool]:
 
 
 def _merged(first: BatchedEvent, then: BatchedEvent) -> BatchedEvent:
-    """One source's events as one."""
+    """Return two consecutive events of one candidate, or two beam updates, as one event."""
     match first, then:
         case ReplyDelta(), ReplyDelta():
             return replace(

@@ -42,7 +42,7 @@ class ReplyContext:
         )
 
     def text_stream(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> IncrementalDetokenizer:
-        """Return a detokenizer for the tokens of a stored reply, which no token ends."""
+        """Return a detokenizer for a stored reply, which EOS and stop tokens do not end."""
         return IncrementalDetokenizer(
             self.tokenizer,
             skip_special_tokens=skip_special_tokens,

@@ -50,7 +50,7 @@ from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, S
 
 
 class Candidate:
-    """Accumulates one candidate.
+    """Collects the tokens of one candidate and converts them to text while it is generated.
 
     An ending token (EOS or a stop id) is part of the ids and not of the text. A candidate that continues a stored reply
     begins with that reply's ids and text (`prefix`), which end the prompt; a character whose bytes are incomplete at
@@ -103,9 +103,9 @@ class Candidate:
 
     @property
     def stored_ids(self) -> tuple[int, ...]:
-        """The ids that stand for exactly `raw`.
+        """The token ids that decode to exactly `raw`.
 
-        Without the ending token and without text after a stop string.
+        They include neither the token that ended the candidate nor text after a stop string.
         """
         ids = self._ids[:-1] if self._ended_by_token else self._ids
         if self._stream.stopped is None or self._keeps_stop:
@@ -119,8 +119,9 @@ class Candidate:
         return (*self._prefix_ids, *ids[:kept], *rest)
 
     def fork_ids(self, num_tokens: int | None, fork_with: int | None = None) -> tuple[int, ...]:
-        """Return the stored ids so far, or the first `num_tokens` of them, followed by `fork_with`.
+        """Return the tokens that a fork of this candidate begins with.
 
+        These are the stored ids so far, or the first `num_tokens` of them, followed by the token `fork_with` if given.
         Raises: InvalidRequestError naming `fork_at` or `fork_with`.
         """
         ids = self.stored_ids
@@ -129,7 +130,10 @@ class Candidate:
         return fork_token_ids(self._context, ids[:num_tokens], fork_with)
 
     def make_prefix(self, turn: Turn, ids: tuple[int, ...], *, is_exact: bool = False) -> ReplyPrefix:
-        """Return the prefix of a fork after `ids`. Slow for long ones: run it on a thread."""
+        """Build the prefix for a fork that continues `ids`, the first tokens of this candidate.
+
+        `is_exact`: see `build_prefix`. Slow for a long prefix: run it on a thread.
+        """
         call_ids = [call.call_id for call in self._parser.calls]
         skips = self._skip_special_tokens
         return build_prefix(self._context, turn, self.index, self.prompt, ids, call_ids, skips=skips, is_exact=is_exact)
@@ -444,10 +448,10 @@ class Reply:
         await self._service.engine.abort(self.request.request_id)
 
     async def drop(self, index: int) -> None:
-        """Ask the engine to end one candidate with finish reason "cancelled".
+        """Ask the engine to end only candidate `index`, with finish reason "cancelled".
 
-        The last one: as `cancel`.
-        Raises: the errors of `EngineClient.drop`.
+        If no other candidate is running, this cancels the whole reply. Raises: the errors of
+        `EngineClient.cancel_candidate`.
         """
         await self._service.engine.cancel_candidate(self.request.request_id, index)
 
