@@ -41,7 +41,10 @@ F64 = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class SharingCost:
-    """Cost of an item apart from the keys it reads; the unit is one key (of bfloat16 pages)."""
+    """Estimated costs of reading shared prefixes; the unit is reading one bfloat16 key.
+
+    See the cost model in the module docstring.
+    """
 
     reread: float = 0.5  # cost of a key that another item also reads: caches serve part of it
     per_item: float = 64.0  # start of an item: load queries and first pages, fill the pipeline
@@ -51,7 +54,7 @@ class SharingCost:
 
 @dataclass(frozen=True, slots=True)
 class ForestLevel:
-    """Nodes at one depth of the forest.
+    """The nodes at one depth of the prefix forest; a node is a set of rows that share pages.
 
     Shapes: rows [sum(sizes)], node after node; sizes, end_page [num_nodes]; parent [num_nodes]: nodes of the level
     above.
@@ -65,8 +68,9 @@ class ForestLevel:
 
 @dataclass(frozen=True, slots=True)
 class SharedRanges:
-    """Chosen nodes; nodes of one path are in order of their keys.
+    """Ranges of keys that sets of rows read together: the chosen nodes of the prefix forest.
 
+    Nodes on one path from the root are in order of their keys.
     Shapes: rows [sum(sizes)], node after node; sizes, first_key, end_key [num_nodes].
     """
 
@@ -77,9 +81,9 @@ class SharedRanges:
 
 
 def build_prefix_forest(tables: I32, full_pages: I32) -> list[ForestLevel]:
-    """Return the levels of the forest over the first `full_pages` entries of each table.
+    """Find the prefixes that rows share in their first `full_pages` pages; return the levels.
 
-    [] if nothing is shared.
+    The list is empty if nothing is shared.
     Shapes: tables [num_rows, max_pages]; full_pages [num_rows], 0 for rows that are left out.
     """
     rows = full_pages.nonzero()[0].astype(np.int32)
@@ -129,9 +133,10 @@ def _count_common_pages(tables: I32, rows: I32, full_pages: I32, sizes: I32, fir
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Cost of items of at most `split` keys.
+    """Estimates the cost of reading keys together or by each row alone.
 
-    `heights`: number of rows in small and large tiles. `group`: queries per row.
+    `split`: maximum number of keys of a work item. `heights`: number of rows in small and large tiles. `group`: queries
+    per row and key head.
     """
 
     cost: SharingCost
@@ -162,7 +167,7 @@ class CostModel:
 def choose_ranges(
     levels: list[ForestLevel], context: I32, page_size: int, rule: CostModel | None, *, launched: bool
 ) -> tuple[SharedRanges, bool]:
-    """Return the nodes to read together, and whether large tiles are used.
+    """Choose the nodes to read together; return them, and whether large tiles are used.
 
     Without a rule: all nodes, in large tiles. `context` [num_rows]: number of keys of each row. `launched`: the step
     uses large tiles anyway.
@@ -179,7 +184,7 @@ def choose_ranges(
 
 
 def _all_ranges(levels: list[ForestLevel], page_size: int) -> SharedRanges:
-    """Return every node of the forest."""
+    """Choose every node of the prefix forest."""
     chosen = [np.ones(len(level.sizes), bool) for level in levels]
     start_choices = [np.full(len(level.sizes), depth) for depth, level in enumerate(levels)]
     return _select_ranges(levels, _possible_starts(levels, page_size), start_choices, chosen, page_size)
@@ -188,7 +193,7 @@ def _all_ranges(levels: list[ForestLevel], page_size: int) -> SharedRanges:
 def _cheapest_ranges(
     levels: list[ForestLevel], context: I32, page_size: int, rule: CostModel
 ) -> tuple[SharedRanges, float]:
-    """Return the nodes that reduce the cost, and the cost saved.
+    """Choose the nodes whose joint reading reduces the cost; return them and the cost saved.
 
     `context` [num_rows]: keys of each row.
     """
@@ -225,9 +230,10 @@ def _possible_starts(levels: list[ForestLevel], page_size: int) -> list[I32]:
 def _cost_below(
     level: ForestLevel, below: ForestLevel | None, begins: I32, costs: F64, context: I32, rule: CostModel
 ) -> F64:
-    """Return the cost of reading what is below each node, from each of `begins` on.
+    """Return what the rows of each node cost from `begins` on, if the node is not chosen.
 
-    Shapes: begins [n, num_nodes] -> [n, num_nodes]; costs [n, nodes of `below`]: costs of the children.
+    Rows that are in no child read their keys alone; the others cost what their child costs (`costs`).
+    Shapes: begins [n, num_nodes] -> [n, num_nodes]; costs [n, nodes of `below`].
     """
     ends_here = np.ones(len(context), bool)
     if below is not None:

@@ -56,7 +56,7 @@ def copy_pages(pages: KVPages, copies: Tensor) -> None:
 def swap_out(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
     """Copy whole pages to the host, all layers. Shapes: swaps [n, 2] (page, host page).
 
-    Host pages are distinct.
+    The host pages must be distinct.
     """
     source, target = swaps.long().unbind(1)
     for store, kept in ((pages.k, host.k), (pages.v, host.v)):
@@ -64,9 +64,9 @@ def swap_out(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
 
 
 def swap_in(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
-    """Copy whole pages back, all layers. Shapes: swaps [n, 2] (host page, page).
+    """Copy whole pages from the host, all layers. Shapes: swaps [n, 2] (host page, page).
 
-    Pages are distinct.
+    The target pages must be distinct.
     """
     source, target = swaps.long().unbind(1)
     for store, kept in ((pages.k, host.k), (pages.v, host.v)):
@@ -91,9 +91,9 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend each new token to its row's keys up to and including its own.
+    """Compute attention of the new tokens over the keys and values of their sequences.
 
-    Causal, grouped queries.
+    Causal (a token sees the keys up to and including its own), grouped queries.
     The keys and values of the new tokens must have been written before.
 
     Shapes: q [num_tokens, num_heads, head_dim] -> the same; query head h uses key head h // (num_heads / num_kv_heads).
@@ -122,7 +122,7 @@ def paged_attention(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attend one row.
+    """Compute attention of one row; `seen[i, j]`: whether its new token i sees key j.
 
     Shapes: q [n, H, D], k, v [S, Hkv, D], seen [n, S] bool, sinks [H] -> [n, H, D] float32.
     """

@@ -90,7 +90,7 @@ def _allocate_host(store: Tensor, num_pages: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """Attention work items whose tiles have the same maximum number of queries.
+    """Attention work items whose query tiles have the same maximum size.
 
     An item is a set of new tokens (its members) times a range of keys of one sequence. Members see the keys of that
     range up to and including their own position, which may be none.

@@ -112,9 +112,10 @@ def plan_work_arrays(
 def find_shared_prefixes(
     tables: I32, start: I32, num_tokens: I32, page_size: int, rule: CostModel | None, heights: tuple[int, int]
 ) -> tuple[SharedRanges | None, int]:
-    """Return the prefixes that rows of one token read together, and the height of their tiles.
+    """Choose the prefixes that decode rows read together, and the maximum rows of their tiles.
 
-    With a `rule`, those that reduce its cost; without, all shared prefixes. None if there are none.
+    Decode rows have one new token. With a `rule`, those prefixes that reduce its cost; without, all shared prefixes.
+    None if there are none.
     """
     levels = build_prefix_forest(tables, start // page_size * (num_tokens == 1))
     if not levels:
@@ -133,10 +134,11 @@ def build_work_items(
     max_row_tokens: int | None = None,
     prefill_height: int | None = None,
 ) -> HostAttentionWork:
-    """Split a step into items, in tiles of two `heights` (small, large).
+    """Split the attention of a step into work items, in tiles of two `heights` (small, large).
 
-    Rows of more than `max_row_tokens` new tokens are left out. `prefill_height`: tile height of rows that have more
-    tokens than the large height; default: the large height.
+    `ranges`: the shared prefixes, in tiles of `shared_height` rows. Rows of more than `max_row_tokens` new tokens are
+    left out. `prefill_height`: tile height of rows that have more tokens than the large height; default: the large
+    height.
     """
     small, large = heights
     offsets = num_tokens.cumsum(dtype=np.int32) - num_tokens
@@ -162,14 +164,20 @@ def build_work_items(
 
 
 def _decode_tiles(start: I32, own: I32, offsets: I32, rows: slice | NDArray[np.int64], height: int) -> QueryTiles:
-    """Return one tile for each of `rows`, which have one new token each."""
+    """Return one tile for each of `rows`, which have one new token each.
+
+    `own`: first key that each row does not share.
+    """
     row = np.arange(len(start), dtype=np.int32)[rows]
     ones = np.ones(len(row), np.int32)
     return QueryTiles(row, own[rows], start[rows] + 1, ones, ones * SPLIT_TOKENS, offsets[rows], height)
 
 
 def _shared_tiles(ranges: SharedRanges, offsets: I32, small: int, large: int) -> list[QueryTiles]:
-    """Return the tiles of rows that share pages, of nearly equal size; nodes of many rows first."""
+    """Return the tiles of rows that read shared pages together; nodes of many rows first.
+
+    The tiles of a node are of nearly equal size.
+    """
     many = ranges.sizes > small
     firsts = ranges.sizes.cumsum(dtype=np.int32) - ranges.sizes
     tiles = []
@@ -192,7 +200,10 @@ def _shared_tiles(ranges: SharedRanges, offsets: I32, small: int, large: int) ->
 
 
 def _row_tiles(rows: I32, start: I32, own: I32, num_tokens: I32, offsets: I32, height: int, split: int) -> QueryTiles:
-    """Return the tiles of each of `rows`, of at most `height` tokens."""
+    """Divide the new tokens of each of `rows` into tiles of at most `height` tokens.
+
+    `own`: first key that each row does not share. `split`: maximum number of keys of an item.
+    """
     num_tiles = -(-num_tokens[rows] // height)
     row = rows.repeat(num_tiles)
     first = _index_within(num_tiles) * height
@@ -223,7 +234,7 @@ def _concatenate(parts: list[QueryTiles]) -> QueryTiles:
 
 
 def _split_tiles(parts: list[QueryTiles], positions: I32) -> HostAttentionWork:
-    """Split tiles into items and list the states of each token.
+    """Split tiles into work items and list the partial states of each token.
 
     Tiles of a token must come in order of their keys.
     """
@@ -279,9 +290,10 @@ def _group_by_height(
 def _plan_merges(
     tiles: QueryTiles, num_items: I32, alone: NDArray[np.bool_], first_state: I32, mixed: bool
 ) -> tuple[I32, I32, I32]:
-    """Return merge_tokens, merge_offsets and merge_states.
+    """List the partial states of each token: return merge_tokens, merge_offsets, merge_states.
 
-    `mixed`: tokens may be out of order, or in several tiles.
+    See `AttentionWork`. `alone`: tiles whose results are final. `mixed`: tokens may be out of order, or in several
+    tiles.
     """
     tokens, num = tiles.members, tiles.num_members
     count = np.where(alone, 0, num_items)

@@ -43,19 +43,19 @@ def _post(path: str, body: dict[str, object], port: int) -> tuple[bytes, bytes]:
 
 
 def chat(port: int) -> tuple[bytes, bytes]:
-    """Return the bytes of a streamed chat completion."""
+    """Return the request for a streamed chat completion; as every entry of `TRANSPORTS`."""
     messages = [{"role": "user", "content": PROMPT}]
     return _post("/v1/chat/completions", {"messages": messages, "stream": True, "max_tokens": MAX_TOKENS}, port)
 
 
 def responses(port: int) -> tuple[bytes, bytes]:
-    """Return the bytes of a streamed response."""
+    """Return the request for a streamed response; as every entry of `TRANSPORTS`."""
     body: dict[str, object] = {"input": PROMPT, "stream": True, "store": False, "max_output_tokens": MAX_TOKENS}
     return _post("/v1/responses", body, port)
 
 
 def websocket(port: int) -> tuple[bytes, bytes]:
-    """Return the bytes of a WebSocket handshake and of its first message."""
+    """Return the bytes of a WebSocket handshake, and of the first message after it."""
     handshake = (
         f"GET /v1/responses HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
         f"sec-websocket-version: 13\r\nsec-websocket-key: {base64.b64encode(bytes(16)).decode()}\r\n\r\n"
@@ -125,7 +125,7 @@ class Arrivals:
 
 
 def latencies_ms(streams: list[Arrivals], tick_at_ns: Int64s, start_ns: int, end_ns: int) -> NDArray[np.float64]:
-    """Return the time from emission to receipt of each token that arrived in the window.
+    """Return the time from emission to receipt of each token received in the given window.
 
     Raises: ValueError if a stream repeated a token.
     """
@@ -141,7 +141,7 @@ def latencies_ms(streams: list[Arrivals], tick_at_ns: Int64s, start_ns: int, end
 
 
 def count_reads(streams: list[Arrivals], start_ns: int, end_ns: int) -> tuple[int, int]:
-    """Return (reads, bytes) in the window."""
+    """Return the numbers of socket reads and of bytes received from `start_ns` until `end_ns`."""
     sizes = [
         len(piece)
         for stream in streams
@@ -155,7 +155,7 @@ def count_reads(streams: list[Arrivals], start_ns: int, end_ns: int) -> tuple[in
 
 
 class _Reader(asyncio.Protocol):
-    """Keep what arrives, with the time."""
+    """Opens one stream and records all received bytes with their arrival times."""
 
     def __init__(self, request: tuple[bytes, bytes]) -> None:
         self._first, self._second = request
@@ -233,7 +233,7 @@ async def _measure(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure what the argument describes and print the result as one line of JSON."""
+    """Run the measurement that the command line describes as JSON; print the result as JSON."""
     args = json.loads(sys.argv[1])
     os.sched_setaffinity(0, {args["core"]})
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

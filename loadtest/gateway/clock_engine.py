@@ -54,7 +54,7 @@ class _Stream:
 
 
 class ClockEngine:
-    """Satisfies `bus.loop.StepEngine`, and is its own `pages`."""
+    """An engine that emits tokens by a clock. Satisfies `loop.StepEngine` and `CacheQueries`."""
 
     def __init__(self, clock: TickClock, times: TickTimes) -> None:
         self.model_info = ModelInfo(
@@ -90,7 +90,7 @@ class ClockEngine:
         return events
 
     def step(self) -> Sequence[EngineEvent]:
-        """Wait for the next tick, then return the events of the streams of its phase."""
+        """Wait for the next tick, then return the events of the streams that emit a token at it."""
         time.sleep(max(0.0, self._clock.delay_s()))
         tick = self._clock.advance()
         events = self.pop_events()

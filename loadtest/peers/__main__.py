@@ -83,7 +83,7 @@ class Comparison:
         self._running: dict[str, EngineProcess] = {}
 
     def start(self, num_starts: int) -> None:
-        """Start each engine several times; the last process stays."""
+        """Start each engine `num_starts` times, to time it; the last process of each keeps running."""
         for attempt in range(num_starts):
             for peer in self._peers:
                 if attempt and peer.name not in self._running:
@@ -100,7 +100,7 @@ class Comparison:
                     self.starts[peer.name].append(process.start_s)
 
     def measure(self, case: Case, num_rounds: int, seed: int, vocab_size: int) -> None:
-        """Measure a case in interleaved rounds, after one round that warms up."""
+        """Measure a case in several rounds of all engines, after one warm-up round."""
         print(f"{case.name} ...", flush=True)
         self.cases.append(case)
         self.values[case.name] = {name: [] for name in self.names}
@@ -110,7 +110,7 @@ class Comparison:
                 self.values[case.name][name].append(value)
 
     def _run_round(self, case: Case, prompts: Prompts) -> dict[str, float]:
-        """Return one value per engine that supports the case, on the same tokens."""
+        """Run a case in each engine, on the same tokens; return a value per engine that supports it."""
         state, values = prompts.state(), {}
         for name, process in list(self._running.items()):
             prompts.restore(state)
@@ -163,7 +163,10 @@ def compare_medians(values: dict[str, list[float]], names: list[str], more_is_be
 
 
 def prepare_model(model: Path | None, scratch: Path) -> Path:
-    """Return a folder that all engines can load, with a tokenizer of words if it has none."""
+    """Return a model folder that all engines can load.
+
+    A folder without a tokenizer gets one with a word for each token id.
+    """
     folder = scratch / "model"
     if model is None:
         write_random(folder)

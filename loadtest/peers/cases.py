@@ -11,7 +11,7 @@ NUM_OUTPUT_TOKENS = 64
 
 
 class Engine(Protocol):
-    """A running engine."""
+    """A running engine that executes commands."""
 
     def execute(self, **command: Any) -> dict[str, Any]: ...
 
@@ -51,7 +51,7 @@ class Prompts:
 
 
 def seconds(engine: Engine, prompts: list[list[int]], max_tokens: int, n: int = 1, do: str = "generate") -> float:
-    """Return the seconds that a command took. Raises: UnsupportedError."""
+    """Run a command in an engine and return its duration in seconds. Raises: UnsupportedError."""
     result = engine.execute(do=do, prompts=prompts, max_tokens=max_tokens, n=n)
     if "unsupported" in result:
         raise UnsupportedError(result["unsupported"])
@@ -59,7 +59,10 @@ def seconds(engine: Engine, prompts: list[list[int]], max_tokens: int, n: int = 
 
 
 def decode(batch: int, length: int = 64, n: int = 1) -> Callable[[Engine, Prompts], float]:
-    """Measure tokens/s after the first: the time of many tokens minus the time of one."""
+    """Return a function that measures decode speed in tokens/s, without the first token.
+
+    It subtracts the time of one token from the time of many.
+    """
 
     def measure(engine: Engine, prompts: Prompts) -> float:
         first = seconds(engine, prompts(batch, length), 1, n)
@@ -70,17 +73,20 @@ def decode(batch: int, length: int = 64, n: int = 1) -> Callable[[Engine, Prompt
 
 
 def prefill(length: int) -> Callable[[Engine, Prompts], float]:
-    """Measure tokens/s of one prompt until the first token."""
+    """Return a function that measures the tokens/s of one prompt until the first new token."""
     return lambda engine, prompts: length / seconds(engine, prompts(1, length), 1)
 
 
 def beam(width: int) -> Callable[[Engine, Prompts], float]:
-    """Measure the seconds of one beam search."""
+    """Return a function that measures the seconds of one beam search."""
     return lambda engine, prompts: seconds(engine, prompts(1, 512), NUM_OUTPUT_TOKENS, width, "beam")
 
 
 def first_token(cached: bool) -> Callable[[Engine, Prompts], float]:
-    """Measure ms to the first token of a history, or of that history with 16 more tokens."""
+    """Return a function that measures the ms to the first token after a history of 2,048 tokens.
+
+    If `cached`, of that history with 16 more tokens, after the history itself was computed.
+    """
 
     def measure(engine: Engine, prompts: Prompts) -> float:
         (history,), (more,) = prompts(1, 2048), prompts(1, 16)

@@ -30,7 +30,11 @@ Levels = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class DecodeSizes:
-    """Workloads: (rows, context), those also compared with SDPA, and trees of shared prefixes."""
+    """Workloads of the decode stage.
+
+    `grid`: (rows, tokens of context); `compared`: those that are also compared with torch SDPA; `trees`: levels of
+    shared prefixes, as in `workload.tree_rows`.
+    """
 
     heads: Sequence[Heads]
     grid: Sequence[tuple[int, int]]
@@ -66,7 +70,7 @@ DECODE_SIZES = {
 
 
 def run_decode(context: StageContext) -> None:
-    """Measure the cost of paging, then rows without sharing, then trees; goals first."""
+    """Measure decode attention: the cost of paging, rows without sharing, and shared prefixes."""
     limits, sizes = stage_limits(context), DECODE_SIZES[context.size]
     for heads in sizes.heads:
         _measure_trees(context, limits, heads, sizes.trees[:1])
@@ -90,7 +94,7 @@ def _measure_decode(context: StageContext, limits: Limits, heads: Heads, num_row
 
 
 def _decode_figures(name: str, heads: Heads, num_tokens: int, timing: Timing, limits: Limits) -> list[Figure]:
-    """Return the bandwidth, and for small launches also the time over a fixed cost."""
+    """Return the bandwidth of a decode launch; for a small one also its time over a time limit."""
     num_bytes = num_tokens * heads.token_bytes
     spread = (num_bytes / timing.high_s / 1e9, num_bytes / timing.low_s / 1e9)
     figure = compare(name, num_bytes / timing.median_s / 1e9, "GB/s", limits.read_bytes_per_s / 1e9, "read")
@@ -102,7 +106,7 @@ def _decode_figures(name: str, heads: Heads, num_tokens: int, timing: Timing, li
 
 
 def _measure_paging(context: StageContext, limits: Limits, heads: Heads, num_rows: int, length: int) -> None:
-    """Measure shuffled pages against contiguous pages, and against torch SDPA without pages."""
+    """Measure decode over shuffled pages, next to contiguous pages and torch SDPA without pages."""
     rows, name = equal_rows(num_rows, length, 1), f"decode {heads.name}, {num_rows} x {length}"
     work = build(choose_kernels(context.device), heads, rows, context.device, context.size)
     in_order = equal_rows(num_rows, length, 1, shuffled=False)
@@ -153,7 +157,7 @@ def _measure_trees(context: StageContext, limits: Limits, heads: Heads, trees: S
 
 
 def _measure_tree(context: StageContext, limits: Limits, heads: Heads, levels: Levels, name: str) -> None:
-    """Measure shared pages read once, read by each row, and copied for each row."""
+    """Measure decode with shared prefixes, next to reading them for each row and to own copies."""
     kernels, rows = choose_kernels(context.device), tree_rows(levels)
     work = build(kernels, heads, rows, context.device, context.size)
     timings: dict[SharingMode, Timing] = {}
@@ -191,7 +195,7 @@ PREFILL_SIZES: dict[str, Sequence[tuple[int, int, int]]] = {
 
 
 def run_prefill(context: StageContext) -> None:
-    """Measure whole prompts, and chunks after a cached prefix."""
+    """Measure prefill attention: whole prompts, and chunks after a cached prefix."""
     limits = stage_limits(context)
     for heads in PREFILL_HEADS[context.size]:
         for rows, cached, new in PREFILL_SIZES[context.size]:

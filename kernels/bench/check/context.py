@@ -48,18 +48,18 @@ class StageContext:
             self._write({"figure": asdict(figure)})
 
     def note(self, name: str, value: Any) -> None:
-        """Store other data: a profile, a list of times."""
+        """Store other data of any kind under a name: a profile, a list of times."""
         self._write({"note": name, "value": value})
 
     def skip(self, what: str, reason: str) -> None:
-        """Report what was not measured."""
+        """Record that `what` was not measured, and the reason."""
         print(f"skipped: {what} ({reason})", flush=True)
         self._write({"skipped": what, "reason": reason})
 
     def measure(self, what: str, work: Callable[[], None], needs_s: float = 0.0) -> None:
-        """Run one part of the stage and record its failure.
+        """Run one part of the stage; if it raises, record the failure instead.
 
-        It is skipped if less than `needs_s` is left.
+        The part is skipped if less than `needs_s` seconds are left.
         """
         if self.time_left_s < needs_s:
             self.skip(what, f"{self.time_left_s:.0f} s of this stage's time left, {needs_s:.0f} needed")

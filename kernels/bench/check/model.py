@@ -51,7 +51,10 @@ class LoadedModel:
     roofline: Roofline
 
     def driver(self, seed: int = 0, *, ahead: bool = True) -> EngineDriver:
-        """Return a driver of a new engine; the previous engine must be idle."""
+        """Return a driver of a new engine, with asynchronous scheduling if `ahead`.
+
+        The previous engine must be idle.
+        """
         runner = self.runner if ahead else SynchronousRunner(self.runner)
         return EngineDriver(Engine(runner, self.runner.facts, self.config), seed)
 
@@ -73,9 +76,10 @@ def roofline_of(shape: Shape, facts: ModelInfo, limits: Limits) -> Roofline:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Workloads. `decode`: (branches, prompt, goal).
+    """Workloads of the model stage.
 
-    `shared`: (prompt, n, goal). Else numbers of tokens or beams.
+    `decode`: (branches, prompt tokens, goal); `shared`: (prompt tokens, n, goal); the others are numbers of tokens or
+    beams.
     """
 
     decode: Sequence[tuple[int, int, str]]
@@ -113,7 +117,7 @@ SIZES: dict[str, dict[str, Sizes]] = {
 
 
 def names(size: str) -> tuple[str, ...]:
-    """Return the models of a size."""
+    """Return the names of the models that the stage measures at this size."""
     return tuple(SIZES[size])
 
 

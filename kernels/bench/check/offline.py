@@ -58,7 +58,7 @@ QUEUES = {"full": (256, 100, 1024, MAX_TOKEN_ID), "cpu": (8, 10, 60, MAX_TOKEN_I
 
 
 def floor_s(model: LoadedModel, queue: Queue) -> float:
-    """Return the roofline: all prompts once, then one step per token of the longest answer."""
+    """Return the queue's roofline in seconds: all prompts, then the longest answer's steps."""
     roofline, num_prompt_tokens = model.roofline, sum(map(len, queue.prompts))
     total = sum(roofline.prefill_s(len(prompt)) for prompt in queue.prompts)
     flops_only = 2.0 * roofline.layer_params * num_prompt_tokens / roofline.limits.matmul_flops_per_s
@@ -84,7 +84,7 @@ def generate(driver: EngineDriver, queue: Queue) -> float:
 
 
 def run(context: StageContext, name: str) -> None:
-    """Measure the queue with and without asynchronous scheduling, and the shorter queue."""
+    """Measure the queue with and without asynchronous scheduling, and one of shorter answers."""
     model, queue = load(context, name, stage_limits(context)), make_queue(*QUEUES[context.size])
     context.note("workload", queue.text())
     generate(model.driver(), queue.shorter(max(queue.lengths)))
@@ -118,7 +118,7 @@ def run(context: StageContext, name: str) -> None:
 
 
 def run_transformers(context: StageContext, name: str) -> None:
-    """Measure the shorter queue; `compare_stages` compares it with ours."""
+    """Measure the queue of shorter answers in transformers, for `compare_stages`."""
     queue = make_queue(*QUEUES[context.size]).shorter(PEER_FACTOR)
     model = _load_transformers(context, name)
 

@@ -29,7 +29,10 @@ CASES = (
 
 
 def tables_of(num_rows: int, num_pages: int, prefixes: tuple[tuple[int, int], ...]) -> I32:
-    """Return page tables whose rows share the prefixes, one after the other."""
+    """Return page tables in which groups of rows share prefixes.
+
+    `prefixes`: (pages, number of rows that share them), one after the other.
+    """
     tables = np.arange(1, num_rows * num_pages + 1, dtype=np.int32).reshape(num_rows, num_pages)
     first = 0
     for pages, rows in prefixes:
@@ -40,7 +43,7 @@ def tables_of(num_rows: int, num_pages: int, prefixes: tuple[tuple[int, int], ..
 
 
 def run(context: StageContext) -> None:
-    """Measure the work lists of both backends."""
+    """Measure the time to build the work lists of the triton and the cpu backend."""
     for name, num_rows, num_tokens, prefixes in CASES if context.size != "tiny" else TINY_CASES:
         context.measure(f"plan {name}", partial(_measure_case, context, name, num_rows, num_tokens, prefixes))
 

@@ -17,7 +17,10 @@ MAX_KERNELS = 14
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Means per step. `kernels`: (name, launches, ms), longest first; torch operators on a CPU."""
+    """Device time of engine steps, as means per step.
+
+    `kernels`: (name, launches, ms), longest first; torch operators on a CPU.
+    """
 
     wall_ms: float
     device_ms: float

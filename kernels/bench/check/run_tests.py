@@ -92,7 +92,7 @@ def _wait(command: Sequence[str], log: Path, limit_s: float) -> int | None:
 
 
 def _read_log(text: str) -> tuple[dict[str, int], list[str]]:
-    """Return what `_read_report` returns, for a run that did not write its report."""
+    """Return what `_read_report` returns, from pytest's output, for a run that wrote no report."""
     words = [line.split() for line in text.splitlines()]
     ended = [line for line in words if {"PASSED", "FAILED", "ERROR"} & set(line)]
     failed = [next((word for word in line if "::" in word), "?") for line in ended if "PASSED" not in line]
@@ -100,7 +100,7 @@ def _read_log(text: str) -> tuple[dict[str, int], list[str]]:
 
 
 def _xdist_options() -> list[str]:
-    """Return the options for several processes, if xdist and the cores are there."""
+    """Return pytest's options for several processes; none without xdist or with few cores."""
     cores = os.cpu_count() or 1
     if cores < MIN_CORES or importlib.util.find_spec("xdist") is None:
         return []

@@ -24,7 +24,7 @@ MIN_BANDWIDTH_BYTES = 64 * 2**20  # smaller launches are compared by time
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Token counts, widths, and numbers of pages of a copy and of a swap."""
+    """Sizes of the workloads; `copies`, `swaps`: numbers of pages of one copy or swap."""
 
     tokens: tuple[int, ...]
     hidden: int
@@ -64,7 +64,7 @@ def _add_figure(context: StageContext, limits: Limits, name: str, num_bytes: int
 
 
 def _inputs(context: StageContext, *shape: int) -> list[Tensor]:
-    """Return four random tensors, to be used in turn."""
+    """Return four random bfloat16 tensors of one shape, which timed calls use in turn."""
     return [torch.randn(shape, device=context.device).to(torch.bfloat16) for _ in range(4)]
 
 

@@ -28,7 +28,10 @@ WARPS, STAGES, PROGRAMS = (4, 8), (2, 3, 4, 5), (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Rows whose work items all have one tile height. `share`: see `work_list.plan_work`."""
+    """A workload whose attention work items all have one tile height.
+
+    `share`: see `work_list.plan_work`.
+    """
 
     name: str
     rows: Rows
@@ -37,7 +40,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One entry of `configs.py`: a tile height (queries) and a head size, and its loads."""
+    """Entry of `configs.py` to tune: a tile height (`queries`) and a head size, with workloads.
+
+    `blocks`: the numbers of keys per tile to try.
+    """
 
     queries: int
     heads: Heads
@@ -49,7 +55,7 @@ class Kind:
         return f"({self.queries}, {self.heads.head_dim})"
 
     def candidates(self) -> list[Config]:
-        """Return the configurations to compile. `programs` varies without compilation."""
+        """Return the launch configurations to compile; `programs` varies without compilation."""
         parts = (False, True) if self.queries <= 32 else (True,)
         stages = STAGES if self.queries <= 32 else STAGES[:3]
         shapes = itertools.product(parts, self.blocks, WARPS, stages)
@@ -60,7 +66,7 @@ class Kind:
 
 
 def kinds(size: str) -> list[Kind]:
-    """Return the entries to measure."""
+    """Return the entries of `configs.py` to tune at this size."""
     if size == "tiny":
         loads = [Load("decode", equal_rows(1, 9, 1), "never")]
         return [Kind(16, Heads(4, 2, 16), loads, (16,))]
@@ -83,7 +89,7 @@ MERGES = [MergeConfig(*one) for one in itertools.product((16, 32, 64), (2, 4, 8)
 
 
 def run(context: StageContext) -> None:
-    """Rank the configurations of every kind, and compare the current one with the best."""
+    """Rank the launch configurations of every entry, and compare the current one with the best."""
     for kind in kinds(context.size):
         context.measure(f"tune {kind.name}", lambda kind=kind: _tune(context, kind), needs_s=20)  # type: ignore[misc]
     context.measure("tune merge", lambda: _tune_merge(context), needs_s=5)
@@ -128,7 +134,7 @@ def _current(context: StageContext, kind: Kind) -> Config:
 
 
 def _report(context: StageContext, kind: Kind, current: Config, times: dict[Config, list[float]]) -> None:
-    """Rank by the worst ratio to the best time of a load."""
+    """Rank configurations by their worst ratio to the best time of a workload; store the ranks."""
     bests = [min(column) for column in zip(*times.values(), strict=True)]
     worst = {one: max(us / best for us, best in zip(row, bests, strict=True)) for one, row in times.items()}
     ranked = sorted(worst, key=lambda one: worst[one])

@@ -38,9 +38,9 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Page tables on the host.
+    """Page tables and lengths of the rows of an attention launch, on the host.
 
-    Shapes: tables [R, pages], start, num_tokens [R]; `num_unique`: different tokens.
+    Shapes: tables [R, pages], start, num_tokens [R]. `num_unique`: tokens in all rows, shared ones counted once.
     """
 
     tables: I32
@@ -64,12 +64,10 @@ def equal_rows(num_rows: int, context: int, new: int, *, shuffled: bool = True) 
 
 
 def tree_rows(levels: Sequence[tuple[int, int]], new: int = 1, *, shuffled: bool = True) -> Rows:
-    """Return rows that are the leaves of a tree.
+    """Return rows that share prefixes: the leaves of a tree.
 
-    A level is (children per node, tokens per child).
-
-    [(1, 4096), (8, 256)] are 8 branches of 256 tokens each after one prompt of 4,096. The tokens of all levels but the
-    last must fill whole pages.
+    A level is (children per node, tokens per child): [(1, 4096), (8, 256)] are 8 branches of 256 tokens each after one
+    prompt of 4,096. The tokens of all levels but the last must fill whole pages.
     """
     nodes, tables, used, unique = 1, np.zeros((1, 0), np.int32), 1, 0
     for children, tokens in levels:
@@ -95,7 +93,7 @@ def unshared(rows: Rows) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One attention launch per layer. Shapes: q [T, H, D] bfloat16."""
+    """The inputs of one attention launch per layer. Shapes: q [T, H, D] bfloat16."""
 
     kernels: ModuleType
     pages: KVPages

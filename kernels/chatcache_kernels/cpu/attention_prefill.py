@@ -208,10 +208,11 @@ def scratch_layout(job: Any, thread: int) -> Any:
 
 @helper
 def pack_keys_values(job: Any, zero: Any, part: Any, thread: int, row: int, head: int, first: int, count: int) -> None:
-    """Repack the keys and values of `count` positions from `first` on into AMX tiles.
+    """Copy keys and values of `count` positions from `first` on into the layout of AMX tiles.
 
-    Later positions are not used. keys: [BLOCK_KEYS / 16, E / 32] tiles of [16 pairs of dimensions, 16 keys, 2];
-    values: [BLOCK_KEYS / 32, D / 16] tiles of [16 pairs of keys, 16 dimensions, 2].
+    keys: [BLOCK_KEYS / 16, E / 32] tiles of [16 pairs of dimensions, 16 keys, 2], where E is the head dimension D
+    rounded up to 32; values: [BLOCK_KEYS / 32, D / 16] tiles of [16 pairs of keys, 16 dimensions, 2]. The rest of the
+    block is undefined and must be masked.
     """
     dim, wide, size, lanes = job.head_dim, (job.head_dim + 31) // 32 * 32, job.page_size, num_lanes(part)
     table = pointer(INT32, job.tables + 4 * row * job.table_stride)

@@ -407,7 +407,8 @@ def _write_outputs(native: bool, kind: int, job: Any, token: int, output: int, v
 def _row_kernel(tables: bool, kind: int, native: bool) -> Launch:
     """Return the launcher of the int8 multiplication kernel that does not need AMX.
 
-    `tables`: use AVX512-VBMI; `kind`: element type of the activations; `native`: use AVX512-BF16.
+    Each thread takes a panel of outputs, widens its weights to bf16 and multiplies them with up to 4 tokens at a time.
+    `tables`: widen by table look-up; `kind`: element type of activations and outputs; `native`: use AVX512-BF16.
     """
 
     def kernel(address: Any) -> None:

@@ -186,7 +186,7 @@ def merge_states_kernel(  # type: ignore[no-untyped-def]
 def merge_states(
     out: Tensor, states: Tensor, sums: Tensor, work: AttentionWork, sinks: Tensor | None, chip: Chip
 ) -> None:
-    """Write the outputs of tokens that have several states.
+    """Write the outputs of tokens that have several partial attention states.
 
     Shapes: out [T, H, D], states [S, H, D], sums [S, H].
     """
@@ -200,7 +200,7 @@ def merge_states(
 
 
 def _merge_variants(arch: int) -> Iterator[Variant]:
-    """Yield the merges of models with heads of 64 to 256 dimensions."""
+    """Yield the kernel variants of `merge_states` for heads of 64 to 256 dimensions."""
     meta = partial(torch.empty, device="meta")
     ints = partial(meta, dtype=torch.int32)
     work = AttentionWork((), ints(5), ints(5), ints(6), ints(7), ints(1), 7)
@@ -228,9 +228,10 @@ def _locate_queries(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr,
     RELOAD: tl.constexpr,
 ):
-    """Return the item, key head, and of each tile row: member, query head, token, validity.
+    """Find the work item, key head and queries of a program that has processed `done` of them.
 
-    RELOAD makes the compiler load the values again instead of keeping those of an earlier call in registers.
+    Returns item, key head, and for each row of the tile: member, query head, token, whether it exists. RELOAD makes the
+    compiler load the values again instead of keeping those of an earlier call in registers.
     """
     work_id = tl.load(num_items, volatile=RELOAD) * (KV_HEADS * SLICES) - 1 - done
     item = items + work_id // (KV_HEADS * SLICES) * 6
@@ -371,7 +372,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Run the plan in `batch.work`; see `reference.paged_attention`.
+    """Compute attention by the work lists in `batch.work`; see `reference.paged_attention`.
 
     Shapes: q [num_tokens, num_heads, head_dim], any strides over tokens and heads -> the same. Tokens that no item
     names are not written. Partial states are allocated here and freed on return: torch's allocator reuses the block for
@@ -426,7 +427,7 @@ def paged_attention_on_chip(
 
 
 def _check_inputs(q: Tensor, pages: KVPages, batch: AttentionBatch, scale: float) -> AttentionWork:
-    """Return the batch's plan. Raises: ValueError as `paged_attention` says."""
+    """Return the batch's work lists. Raises: ValueError as `paged_attention` says."""
     if batch.work is None:
         raise ValueError("the Triton backend needs batch.work; make it with `prepare`")
     if q.dtype != pages.k.dtype:
@@ -443,12 +444,12 @@ def _check_inputs(q: Tensor, pages: KVPages, batch: AttentionBatch, scale: float
 
 
 def _exponent_scales(scale: float, softcap: float | None) -> tuple[float, float]:
-    """Return the kernel's (scale, cap), which turn products into exponents of 2."""
+    """Return the kernel arguments (scale, cap) that turn products q * k into exponents of 2."""
     return (scale / softcap, softcap * LOG2_E) if softcap is not None else (scale * LOG2_E, 0.0)
 
 
 def variants(arch: int) -> Iterator[Variant]:
-    """Yield every configuration of a chip, then other heads, groups, page sizes and options."""
+    """Yield the kernel variants of a chip's configurations, and of other models and options."""
     yield from _merge_variants(arch)
     chip = Chip(arch // 10, 1)
     for dtype in (torch.bfloat16, torch.float32):
@@ -477,7 +478,7 @@ def _attention_variants(
     softcap: float | None = None,
     sinks: bool = False,
 ) -> Iterator[Variant]:
-    """Yield the launches of a work list with tiles of `num_queries`, over a large store."""
+    """Yield the kernel variants of a work list with tiles of `num_queries`, over a large store."""
     meta = partial(torch.empty, device="meta")
     ints = partial(meta, dtype=torch.int32)
     one = WorkList(ints(5, 6), ints(5), ints(1), max(1, num_queries // group))

@@ -64,9 +64,9 @@ class MergeConfig:
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """Device properties that a launch depends on. `major`: of the compute capability.
+    """Device properties that a launch depends on.
 
-    0 = interpreter.
+    `major`: major version of the compute capability; 0 is Triton's interpreter.
     """
 
     major: int
@@ -139,9 +139,9 @@ INTERPRETER: Final = {
 
 
 def choose_config(chip: Chip, num_queries: int, head_dim: int, itemsize: int) -> Config:
-    """Return the lowest tile that holds all queries, or the tallest.
+    """Return the launch configuration with the smallest tile that holds all queries of an item.
 
-    Several tiles then share the work.
+    If none does, the one with the largest tile: several tiles then share the work.
     Raises: ValueError for heads larger than any table entry.
     """
     for widest, configs in _table(chip, itemsize).items():
@@ -157,7 +157,7 @@ def iter_configs(chip: Chip, itemsize: int) -> Iterator[tuple[int, Config]]:
 
 
 def _table(chip: Chip, itemsize: int) -> Mapping[int, tuple[Config, ...]]:
-    """Return the table of a chip and element size."""
+    """Return the launch configurations of a chip and element size, by maximum head size."""
     if chip.major == 0:
         return INTERPRETER
     if itemsize == 4:

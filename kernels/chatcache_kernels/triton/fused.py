@@ -32,7 +32,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def _silu_variants(arch: int) -> Iterator[Variant]:
-    """Yield the activations of models with 1536 to 14336 inner dimensions."""
+    """Yield the kernel variants of `silu_mul` for models with 1536 to 14336 inner dimensions."""
     for width, dtype in ((1536, torch.bfloat16), (3072, torch.float16), (14336, torch.bfloat16), (1536, torch.float32)):
         gate_up = torch.empty(7, 2 * width, dtype=dtype, device="meta")
         yield from trace_variants(partial(silu_mul, gate_up), wide=True)
@@ -97,7 +97,7 @@ def _launch_norm(
 
 
 def variants(arch: int) -> Iterator[Variant]:
-    """Yield the activations, the norms of models 576 to 5120 wide, and the norms of heads."""
+    """Yield the kernel variants of `silu_mul`, and of norms 64 to 16384 wide."""
     yield from _silu_variants(arch)
     for width, dtype in (
         (64, torch.float16), (128, torch.bfloat16), (576, torch.bfloat16), (576, torch.float32), (1024, torch.bfloat16),

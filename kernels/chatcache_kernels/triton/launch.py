@@ -21,14 +21,14 @@ def contiguous_last_dim(x: Tensor) -> Tensor:
 
 
 def heads_per_program(num_heads: int, dim: int, tile: int) -> int:
-    """Return the number of heads of a program: a power of two, at most `tile` elements."""
+    """Return how many heads a program processes: a power of two, `tile` elements at most."""
     return max(1, min(next_power_of_2(num_heads), tile // next_power_of_2(dim)))
 
 
 def choose_num_warps(tile: int, each: int, most: int = 4) -> int:
-    """Return the warps for a tile, so that every thread has `each` elements if possible.
+    """Return the number of warps for a tile, so that a thread has `each` elements if possible.
 
-    `tile`: elements, a power of two.
+    `tile`: elements of the tile, a power of two. `most`: maximum number of warps.
     """
     return max(1, min(most, tile // (32 * each)))
 

@@ -82,7 +82,7 @@ def copy_pages(pages: KVPages, copies: Tensor) -> None:
 
 
 def as_words(store: Tensor) -> Tensor:
-    """Return a view of a store as int32 [., ., words]."""
+    """Return a view of a K or V store as int32 [num_layers, num_pages, words]."""
     return store.view(*store.shape[:2], -1).view(torch.int32)
 
 
@@ -102,7 +102,7 @@ def copy_page_words(source: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]
 
 
 def variants(arch: int) -> Iterator[Variant]:
-    """Yield copies and writes, also for stores of more than 2^31 elements."""
+    """Yield the kernel variants of copies and writes, also for stores above 2^31 elements."""
     for num_pages, heads, dim, dtype in (
         (50, 3, 64, torch.bfloat16), (9000, 8, 128, torch.bfloat16), (50, 5, 80, torch.float32),
     ):  # fmt: skip
@@ -192,8 +192,8 @@ STAGE_BYTES = 1 << 25
 def swap_out(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
     """Copy whole pages to the host, all layers. Shapes: swaps [n, 2] (page, host page).
 
-    Host pages are distinct. Queued on the current stream: synchronise before reading host memory. `swaps` in host
-    memory avoids a wait.
+    The host pages must be distinct. Queued on the current stream: synchronise before reading host memory. `swaps` in
+    host memory avoids a wait.
     """
     order = _to_host_array(swaps)
     order = order[np.argsort(order[:, 1], kind="stable")]
@@ -208,10 +208,9 @@ def swap_out(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
 
 
 def swap_in(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
-    """Copy whole pages back, all layers. Shapes: swaps [n, 2] (host page, page).
+    """Copy whole pages from the host, all layers. Shapes: swaps [n, 2] (host page, page).
 
-    Pages are distinct.
-    Queued on the current stream. A host page may be copied to several pages.
+    The target pages must be distinct; a host page may be copied to several of them. Queued on the current stream.
     """
     order = _to_host_array(swaps)
     order = order[np.argsort(order[:, 0], kind="stable")]
@@ -232,7 +231,7 @@ def _to_host_array(swaps: Tensor) -> NDArray[np.int64]:
 def _iter_batches(
     pages: KVPages, order: NDArray[np.int64]
 ) -> Iterator[tuple[NDArray[np.int64], tuple[Tensor, Tensor]]]:
-    """Yield the swaps in batches with staging buffers (K, V), int32 [batch, L, words].
+    """Split swaps into batches; yield them with staging buffers (K, V), int32 [batch, L, words].
 
     All batches use the same buffers; the stream keeps them in order. After the last batch the memory is reused by later
     work of the same stream.
@@ -254,7 +253,7 @@ def _consecutive_runs(host_pages: NDArray[np.int64]) -> Iterator[tuple[int, int]
 
 
 def _word_stores(pages: KVPages) -> tuple[Tensor, Tensor]:
-    """Return the stores of K and V as int32."""
+    """Return the stores of K and V viewed as int32, see `as_words`."""
     return as_words(pages.k), as_words(pages.v)
 
 

@@ -64,7 +64,7 @@ def rope_write(
 
 
 def variants(arch: int) -> Iterator[Variant]:
-    """Yield the shapes of SmolLM, Qwen3, Llama 3, Phi (partial rotation) and others."""
+    """Yield the kernel variants for SmolLM, Qwen3, Llama 3, Phi (partial rotation) and others."""
     for heads, kv_heads, dim, half, page_size, dtype, norm in (
         (9, 3, 64, 32, 16, torch.bfloat16, False), (9, 3, 64, 32, 16, torch.float32, False),
         (16, 8, 128, 64, 16, torch.bfloat16, True), (16, 8, 128, 64, 64, torch.bfloat16, True),

@@ -74,8 +74,9 @@ class LaunchConfig:
 
 @dataclass(frozen=True, slots=True)
 class DrawBatch:
-    """The draws of a launch. `has_filters`: whether any draw has FILTERED set in the table.
+    """The draws (one sampling decision each) of a launch.
 
+    `has_filters`: whether any draw has FILTERED set in the table.
     Shapes: x [U, vocab_size] to draw from, raw [U', vocab_size] to report from (x itself if nothing was edited), rows
     contiguous; base [vocab_size] int32, the hashed token ids; table [NUM_FIELDS, num_draws] int32 (see `sampling_ops`);
     words [M, vocab_size / 32] int32 or None: mask words, one bit per allowed token.
@@ -91,17 +92,17 @@ class DrawBatch:
 
     @property
     def num_draws(self) -> int:
-        """Return N."""
+        """Return the number of draws, N."""
         return self.table.shape[1]
 
     @property
     def chunk(self) -> int:
-        """Return the tokens per program."""
+        """Return how many tokens of the vocabulary a program reads (a chunk)."""
         return min(self.launches.chunk, next_power_of_2(self.x.shape[1]))
 
     @property
     def masked(self) -> bool:
-        """Return whether the launch has masks."""
+        """Return whether the launch has mask words."""
         return self.words is not None
 
     @property
@@ -111,7 +112,7 @@ class DrawBatch:
 
     @property
     def block(self) -> int:
-        """Return the tokens at a time of the cut-off search."""
+        """Return how many tokens the cut-off search reads at a time."""
         return min(self.launches.block // (2 if self.masked else 1), next_power_of_2(self.x.shape[1]))
 
     @property
@@ -121,12 +122,12 @@ class DrawBatch:
 
     @property
     def num_chunks(self) -> int:
-        """Return C."""
+        """Return the number of chunks of the vocabulary, C."""
         return -(-self.x.shape[1] // self.chunk)
 
     @property
     def num_programs(self) -> int:
-        """Return the number of programs per chunk."""
+        """Return how many programs share the draws, for each chunk."""
         return -(-self.num_draws // self.launches.rows)
 
     @property
@@ -275,7 +276,7 @@ MAX_SORT_KEYS = 8192
 
 
 def variants(arch: int) -> Iterator[Variant]:
-    """Yield draws with and without masks, from raw and edited logits, and ranked tokens."""
+    """Yield the kernel variants of draws with and without masks and edits, and of ranked tokens."""
     for vocab_size, dtype in ((151_936, torch.bfloat16), (50_257, torch.float16), (49_152, torch.float32)):
         empty = partial(torch.empty, device="meta")
         raw, edited = empty(3, vocab_size, dtype=dtype), empty(3, vocab_size)

@@ -31,7 +31,10 @@ MINUS_INFINITY = tl.constexpr(float("-inf"))
 
 @triton.jit
 def program_draws(program, num_draws, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a program's draws [ROWS] and which of them exist; the others repeat the last."""
+    """Return the draw numbers of a program, [ROWS], and which of them exist.
+
+    Numbers after the last draw are replaced by it.
+    """
     draw = program * ROWS + tl.arange(0, ROWS)
     return tl.minimum(draw, num_draws - 1), draw < num_draws
 
@@ -96,7 +99,7 @@ def first_index_where(flags, ids, otherwise):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def finite_or_zero(top):  # type: ignore[no-untyped-def]
-    """Return top, or 0 where it is infinite, so that x - top is defined."""
+    """Return the maximum `top` of a row, or 0 where it is infinite, so that x - top is defined."""
     return tl.where((top > MINUS_INFINITY) & (top < float("inf")), top, 0.0)
 
 
@@ -184,9 +187,9 @@ def unpack_key(key):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def is_kept(scaled, ids, cuts_ptr, draw, num_draws):  # type: ignore[no-untyped-def]
-    """Return which tokens a filtered draw keeps.
+    """Return which tokens the filters of a draw keep.
 
-    Those above the cut-off value, and of its equals those up to the last id.
+    These are the tokens above the cut-off value, and of those equal to it the ones up to the last kept id.
     """
     least = tl.load(cuts_ptr + num_draws + draw)[:, None]
     last = tl.load(cuts_ptr + 2 * num_draws + draw).to(tl.int32, bitcast=True)[:, None]
@@ -195,9 +198,9 @@ def is_kept(scaled, ids, cuts_ptr, draw, num_draws):  # type: ignore[no-untyped-
 
 @triton.jit
 def merge_log_sum_exp(sums_ptr, at, valid, plane):  # type: ignore[no-untyped-def]
-    """Merge the chunks' parts of log-sum-exps. Shapes: [R, C] -> [R, 1].
+    """Merge the (maximum, sum) parts of all chunks to a log-sum-exp. Shapes: [R, C] -> [R, 1].
 
-    inf or -inf where logits are not finite.
+    `plane`: distance from the maxima to the sums in `sums_ptr`. inf or -inf where logits are not finite.
     """
     most = tl.load(sums_ptr + at, mask=valid, other=MINUS_INFINITY)
     part = tl.load(sums_ptr + plane + at, mask=valid, other=0.0)

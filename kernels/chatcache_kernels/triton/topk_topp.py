@@ -144,9 +144,9 @@ def count_and_sum(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the number of tokens >= `bottom`, their mass, and the lowest of them.
+    """Count the tokens whose scaled logit is at least `bottom`; also sum their exponentials.
 
-    Shapes: [R, 1].
+    Returns (count, sum, smallest of these logits). Shapes: [R, 1].
     """
     count = tl.zeros([ROWS, BLOCK], tl.int32)
     mass = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -164,9 +164,9 @@ def count_and_sum(  # type: ignore[no-untyped-def]
 def sum_above(  # type: ignore[no-untyped-def]
     row, words, num_tokens, mask, top, temperature, value, MASKED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return the number of tokens > `value`, their mass, and the number of equals.
+    """Count the tokens whose scaled logit is above `value`; also sum their exponentials.
 
-    Shapes: [R, 1].
+    Returns (count, sum, number of tokens with exactly this logit). Shapes: [R, 1].
     """
     above = tl.zeros([ROWS, BLOCK], tl.int32)
     mass = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -195,7 +195,7 @@ def search_threshold(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the largest token value v such that tokens >= v weigh at least `target`.
+    """Return the largest scaled logit v such that the tokens >= v weigh at least `target`.
 
     Weight: 1 per token if COUNT, else probability mass. Shapes: low, target, active and the result [R, 1]; the tokens
     >= `low` must weigh that much. Invariants: the result is in [low, high) and at most `most`; every pass moves one of
@@ -246,7 +246,7 @@ def find_nth_equal(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the id of the n-th token, in id order, that equals `value`. Shapes: [R, 1]."""
+    """Return the id of the n-th token, in id order, with the scaled logit `value`, [R, 1]."""
     left, found = n, tl.zeros([ROWS, 1], tl.int32)
     for start in range(0, num_tokens, BLOCK):
         y = load_scaled(row, words, start, num_tokens, mask, top, temperature, MASKED, BLOCK)

@@ -55,13 +55,13 @@ class Engine:
         raise UnsupportedError("llama.cpp has no beam search")
 
     def samplers(self, n: int) -> list[Any]:
-        """Return a greedy sampler, or one at temperature 1."""
+        """Return the sampler to use, as a list: greedy for one candidate, else at temperature 1."""
         if not hasattr(self, "_samplers"):
             self._samplers = {False: ll.llama_sampler_init_greedy(), True: ll.llama_sampler_init_dist(0)}
         return [self._samplers[n > 1]]
 
     def _reuse(self, prompt: list[int]) -> int:
-        """Return how many tokens of the prompt sequence 0 holds; clear all if it holds none."""
+        """Return how many tokens of the prompt the KV cache holds; clear the cache if it is no prefix."""
         if not self.kept or prompt[: len(self.kept)] != self.kept or len(prompt) == len(self.kept):
             return self._clear(0)
         return len(self.kept)
@@ -74,7 +74,7 @@ class Engine:
         return 0
 
     def _prompt(self, prompt: list[int], done: int, branch: int, n: int) -> int:
-        """Compute a prompt from token `done` on, and sample the token after it."""
+        """Compute a prompt from token `done` on, as sequence `branch`, and sample the next token."""
         for first in range(done, len(prompt), MAX_BATCH):
             part = prompt[first : first + MAX_BATCH]
             for index, token in enumerate(part):

@@ -38,7 +38,7 @@ class Engine:
 
     @torch.inference_mode()
     def _first(self, prompt: list[int]) -> int:
-        """Compute one token, with the last prompt's keys and values if this prompt starts with it."""
+        """Compute one token, reusing the last prompt's keys and values if this prompt extends it."""
         past, new = None, prompt
         if self.last is not None and prompt[: len(self.last[0])] == self.last[0]:
             past, new = self.last[1], prompt[len(self.last[0]) :]

@@ -1,4 +1,4 @@
-"""Functions on structs."""
+"""The functions of `msgspec.structs` that the engine uses."""
 
 from __future__ import annotations
 
