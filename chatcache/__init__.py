@@ -1,4 +1,4 @@
-"""A self-hosted ChatGPT-style server on an inference engine with a shared, copy-on-write KV cache.
+"""A self-hosted chat server on an inference engine with a shared, copy-on-write KV cache.
 
     from chatcache import LLM, SamplingParams
     LLM().generate("Hello", SamplingParams(n=4, max_tokens=64))

@@ -78,10 +78,11 @@ class KeyStore(Protocol):
         ...
 
     async def add_usage(self, day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
-        """Add tokens to the daily count of each key id, for one day (`utc_day`).
+        """Add to the number of tokens that each key id has used on a day (`utc_day`).
 
-        Idempotent per `writer` and `number`, which counts up: a writer that does not know whether a call succeeded
-        repeats it with the same number. Days older than `USAGE_RETENTION_DAYS` are deleted.
+        `writer`: the caller's id. `number`: counts its calls, so that a call is applied only once: a writer that does
+        not know whether a call succeeded repeats it with the same number. Days older than `USAGE_RETENTION_DAYS` are
+        deleted.
         """
         ...
 
@@ -159,7 +160,10 @@ def key_digest(key: str) -> bytes:
 
 
 def key_id_of(key: str) -> str | None:
-    """Return the id of the stored key that `key` would belong to, or None for another format."""
+    """Return the id that an API key contains, or None if it does not have the form of a key.
+
+    Whether a key with that id exists is not checked.
+    """
     if not key.startswith(_PREFIX):
         return None
     return f"key_{key.removeprefix(_PREFIX).partition('_')[0]}"

@@ -147,9 +147,9 @@ def read_config_file(path: Path) -> dict[str, Any]:
 def settings_by_command(
     settings: Mapping[str, Any], commands: Mapping[str, Iterable[str]], path: Path
 ) -> dict[str, Any]:
-    """Select for each command the settings for which it has a flag.
+    """Return for each command those settings for which it has a flag.
 
-    Raises: InvalidRequestError for a setting that no command has.
+    `commands`: the names of the flags of each command. Raises: InvalidRequestError for a setting that no command has.
     """
     known = {name for flags in commands.values() for name in flags}
     for name in settings:

@@ -92,7 +92,7 @@ class _Candidate:
 
 
 class Collector:
-    """Collects one request's events into its output."""
+    """Collects the events of one request into its `RequestOutput`."""
 
     def __init__(self, request: GenerateRequest, prompt: str | None) -> None:
         self.request = request
@@ -340,7 +340,7 @@ class LLM:
         return self._engine.cache.explain(token_ids, operator=True)
 
     def accounts(self) -> PageAccounts:
-        """Return the pages held by each running request; none between calls of `generate`."""
+        """Return how many pages each running request holds; none between calls of `generate`."""
         return self._engine.cache.page_accounts()
 
     def stats(self) -> Any:
@@ -415,7 +415,7 @@ class LLM:
         return [collector.output(self._tokenizer) for collector in collectors.values()]
 
     def _drive(self, collectors: dict[str, Collector], use_tqdm: bool) -> None:
-        """Submit the requests and step the engine until all have ended."""
+        """Submit the requests and run engine steps until all of them have ended."""
         waiting = deque(collectors.values())
         with _progress_bar(len(collectors), is_shown=use_tqdm) as advance:
             while waiting or self._engine.has_work():

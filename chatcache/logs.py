@@ -60,7 +60,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class LogWriter(io.StringIO):
-    """A text file that logs each line written to it, for code that would print to the console."""
+    """A writable text stream that logs each line, for libraries that print to the console."""
 
     def __init__(self, log: logging.Logger) -> None:
         super().__init__()

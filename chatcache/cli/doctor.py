@@ -223,9 +223,9 @@ def check_disk_space(folder: Path, needed_bytes: int = 0) -> Finding:
 
 
 def check_running_server(url: str, api_key: str | None) -> Iterator[Finding]:
-    """Check that a server is ready, accepts the key, and can be reached by streams and WebSockets.
+    """Check that a server is ready, accepts the key, and streams reach it through proxies.
 
-    The first failure ends the checks that depend on it.
+    WebSockets are checked, too. The first failure ends the checks that depend on it.
     """
     base = url.rstrip("/").removesuffix("/v1")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}

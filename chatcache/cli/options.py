@@ -42,7 +42,7 @@ RENAMED_COMMANDS = {"redis-user": "redis-acl", "claim": "assign-owner"}
 
 
 class CommandGroup(TyperGroup):
-    """Command group that refuses former names of commands and options with the current ones."""
+    """Command group whose errors for former names of commands and options give the present name."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in RENAMED_COMMANDS:
@@ -159,7 +159,10 @@ def refuse_two_stores(context: typer.Context) -> None:
 
 
 def _source_of(context: typer.Context, name: str) -> str:
-    """Return the source of a parameter's value for an error message; "" for the default."""
+    """Return for an error message where a parameter's value comes from; "" for the default.
+
+    The source is a flag, an environment variable or the settings file.
+    """
     source = context.get_parameter_source(name)
     variable = f"the environment variable {env(name)}"
     named = {"COMMANDLINE": "a flag", "ENVIRONMENT": variable, "DEFAULT_MAP": "the settings file"}

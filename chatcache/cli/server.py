@@ -146,7 +146,7 @@ class Banner:
         return f" of the {format_size(given)} of --kv-memory: more cannot be used" if is_large else ""
 
     def _waste(self, health: EngineHealth, page_bytes: int) -> str:
-        """Return how much KV memory no token can use: bytes outside pages and unfilled last pages."""
+        """Return a note on KV memory without tokens: bytes outside pages, partly filled last pages."""
         text = f"up to {health.page_size - 1} unused tokens in a branch's last page"
         if self._kv_memory_bytes is None:
             return text
@@ -257,7 +257,10 @@ async def _serve(
 
 
 async def _watch(engine: EngineProcess, server: _Server, banner: Banner) -> ChatcacheError:
-    """Show the progress of loading; when the engine fails for good, stop the server."""
+    """Show the progress of loading; when the engine fails for good, stop the server.
+
+    Return the error with which the engine failed.
+    """
     async with _running(_show_start(engine, banner)):
         error = await engine.wait_failed()
     banner.show_failed(error)

@@ -44,9 +44,9 @@ MAX_DEPTH = 64
 
 
 class RawJson(dict[str, Any]):
-    """A JSON object for templates.
+    """A JSON object that is rendered as the text it was parsed from.
 
-    The `tojson` filter writes `source`, the text it was parsed from.
+    Templates see the parsed object; the `tojson` filter writes `source`.
     """
 
     __slots__ = ("source",)
@@ -57,9 +57,9 @@ class RawJson(dict[str, Any]):
 
 
 def parse_arguments(source: str) -> RawJson | str:
-    """Parse the arguments of a call for a template.
+    """Parse the JSON arguments of an earlier tool call for use in a template.
 
-    An object if they are one, else the text itself.
+    Return the object, or the text itself if it is not a JSON object.
     """
     try:
         value = json.loads(source)
@@ -202,7 +202,10 @@ def _compile(source: str) -> jinja2.Template:
 
 
 def _append_end_mark(chat: list[dict[str, Any]]) -> None:
-    """Append a marker to the text of the last message."""
+    """Append a marker to the text of the last message, where the rendering is cut off later.
+
+    Raises: InvalidRequestError if the last message has no text.
+    """
     content = chat[-1].get("content") if chat else None
     if isinstance(content, str):
         chat[-1]["content"] = content + _END_MARK
@@ -213,7 +216,7 @@ def _append_end_mark(chat: list[dict[str, Any]]) -> None:
 
 
 class _GenerationTag(Extension):
-    """Treat `{% generation %}` blocks (marks for training) as plain content."""
+    """Jinja extension that treats `{% generation %}` blocks (used in training) as plain content."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -271,9 +274,9 @@ TOKEN_BREAK = "\udcff"  # a lone surrogate: no valid text holds it
 
 
 class SpecialTokenEscaper:
-    """Insert a break into every occurrence of the given tokens.
+    """Inserts a token break into every occurrence of the given special tokens.
 
-    Linear in the text for any number of tokens.
+    The time is linear in the text for any number of tokens.
     """
 
     def __init__(self, tokens: Iterable[str]) -> None:

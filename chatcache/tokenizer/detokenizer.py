@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class IncrementalDetokenizer:
-    """Detokenize one candidate incrementally.
+    """Converts the tokens of one candidate to text while they are generated.
 
     The deltas joined equal `tokenizer.decode` of all ids, cut at the stop.
 
@@ -128,9 +128,10 @@ class IncrementalDetokenizer:
         return b"\x01" * len(piece)
 
     def _find_stop(self, num_old: int) -> tuple[int, int, str] | None:
-        """Return (start, end, stop) of the stop string that ends first in the new bytes.
+        """Return (start, end, stop) of the stop string that ends first in the new bytes, or None.
 
-        The longest of those.
+        Of several that end at the same byte it is the longest. `num_old`: number of held bytes that were searched
+        before.
         """
         best: tuple[int, int, str] | None = None
         for stop, needle in self._stops:
@@ -140,7 +141,10 @@ class IncrementalDetokenizer:
         return best
 
     def _first_possible_stop(self) -> int:
-        """Return the offset of the first held byte that may start a stop string (else their number)."""
+        """Return the offset of the first held byte that may start a stop string.
+
+        If there is none, this is the number of held bytes.
+        """
         for start, byte in enumerate(self._held):
             if byte not in self._firsts:
                 continue

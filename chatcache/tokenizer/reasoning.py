@@ -23,9 +23,9 @@ class ReasoningDelta:
 
 
 class ReasoningParser:
-    """Parser of one candidate.
+    """Separates the reasoning block of one candidate from its text while it is generated.
 
-    With `begins_inside` the block is open from the start; an opening tag is optional.
+    `begins_inside`: the block is open from the start, and an opening tag is optional.
     """
 
     def __init__(self, *, begins_inside: bool = False) -> None:

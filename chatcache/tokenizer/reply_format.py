@@ -37,22 +37,25 @@ class ReplyFormat:
         return TOOL_CALLS.get(self.tool_calls)
 
     def starts_in_reasoning(self, prompt_end: str) -> bool:
-        """Return True if a reply after this end of the prompt starts with reasoning."""
+        """Return True if the reply to a prompt that ends with this text starts with reasoning."""
         end = prompt_end.rstrip()
         if self.reasoning == NONE or end.endswith(CLOSING):
             return False
         return self.reasoning == "deepseek_r1" or end.endswith(OPENING)
 
     def marks(self, *, tools: bool) -> tuple[str, ...]:
-        """Markers that the parsers need, even if they are special tokens."""
+        """Return the markers that the parsers need in the text, even if they are special tokens.
+
+        `tools`: include those of tool calls.
+        """
         thoughts = (OPENING, CLOSING) if self.reasoning != NONE else ()
         return thoughts + (self.syntax.marks if tools and self.syntax is not None else ())
 
 
 def detect_format(tokenizer: Tokenizer, tool_calls: str = AUTO, reasoning: str = AUTO) -> ReplyFormat:
-    """Return the requested format.
+    """Return the format in which the model writes reasoning and tool calls.
 
-    Where "auto", detect it from the chat template and the vocabulary.
+    A format that is "auto" is detected from the chat template and the vocabulary.
     """
     source, tokens = tokenizer.template_source, tokenizer.added_tokens
     if reasoning == AUTO:
@@ -83,9 +86,10 @@ class ParsedText:
 
 
 class ReplyParser:
-    """Split one candidate into text, reasoning and calls.
+    """Splits the output of one candidate into text, reasoning and tool calls.
 
-    `names`: callable functions (None: calls stay text).
+    `prompt_end`: the end of the prompt, which may open the reasoning block. `names`: callable functions (None: calls
+    stay text).
     """
 
     def __init__(self, form: ReplyFormat, prompt_end: str, names: Collection[str] | None) -> None:

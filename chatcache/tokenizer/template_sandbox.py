@@ -96,7 +96,7 @@ def check_comparison(left: Any, right: Any) -> None:
 
 
 def check_search(value: Any, within: Any) -> None:
-    """Raise TemplateCostError if hashing a value or searching it in a container is too slow."""
+    """Raise TemplateCostError if hashing a value or searching for it in a container is too slow."""
     check_size(value, times=max(1, len(within)) if is_container(within) else 1)
 
 
@@ -107,9 +107,9 @@ def checked_value(value: Any) -> Any:
 
 
 def compare(names: Sequence[str], *values: Any) -> Any:
-    """Evaluate a chained comparison with bounds on its cost.
+    """Evaluate a chained comparison (`a < b in c`) after checking its cost.
 
-    Jinja compiles comparisons to calls of this.
+    The compiled template calls this function for every comparison. `names`: Jinja's names of the operators.
     """
     found: Any = True
     for name, left, right in zip(names, values, values[1:], strict=False):
@@ -157,7 +157,10 @@ _NESTED = re.compile(r"\{[^{}]*\{|%[-+ #0\d.]*\*")  # fields whose width is an a
 
 
 class RenderBudget:
-    """Time budget of one rendering; called in every iteration of a loop."""
+    """Time budget of one rendering.
+
+    The template calls it in every iteration of a loop; the call raises TemplateCostError once the time is used up.
+    """
 
     __slots__ = ("_end_s", "_num_calls")
 
@@ -172,9 +175,9 @@ class RenderBudget:
 
 
 class CostLimiter(NodeTransformer):
-    """Insert budget checks into loops and macros.
+    """Rewrites the syntax tree of a template so that its cost is checked.
 
-    Turn `~`, comparisons and dict keys into checked calls.
+    Budget checks are inserted into loops and macros; `~`, comparisons and dict keys become calls that check sizes.
     """
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
@@ -249,7 +252,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
-        """Join the output of a block or macro."""
+        """Join the output of a block or macro; raise TemplateCostError if it is too large."""
         return "".join(_bounded_list(pieces))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -385,7 +388,7 @@ def _with_bounded_result(made: Callable[..., Any], *, takes_all: bool) -> Callab
 
 
 def _with_bounded_list(made: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the `join` filter (context, values, separator, attribute) with a length check."""
+    """Wrap Jinja's `join` filter with a check of the length of its result."""
 
     @wraps(made)
     def checked(context: Any, value: Any, d: Any = "", *args: Any, **kwargs: Any) -> Any:

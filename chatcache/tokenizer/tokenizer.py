@@ -28,16 +28,16 @@ from chatcache.tokenizer.chat_template import TOKEN_BREAK, ChatTemplate, Message
 
 
 class LeadingSpace(Enum):
-    """Spaces that a decoder drops from the first token of a text."""
+    """Rule for the spaces that a decoder drops from the first token of a text."""
 
     KEEP = "nothing"
     SPACE = "one leading space"
     SPACES = "every space in the token"
 
     def hidden(self, piece: bytes) -> bytes:
-        """Return a mask with one byte per byte of `piece`.
+        """Return a mask of the bytes that are dropped if `piece` is the first token of a text.
 
-        0 if the byte is dropped from a first token, else 1.
+        One byte per byte of `piece`: 0 if it is dropped, else 1.
         """
         if self is LeadingSpace.SPACES:
             return bytes(byte != 0x20 for byte in piece)
@@ -124,7 +124,8 @@ def _byte_map() -> dict[int, int]:
     """Return the inverse of GPT-2's map from bytes to printable characters.
 
     Printable Latin-1 characters stand for themselves, U+0100, U+0101, ... for the other bytes in order. Code points
-    below 256 that stand for no byte map outside Latin-1.
+    below 256 that are not used by the map map to a character outside Latin-1, so that a text that contains them is
+    recognised.
     """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
@@ -136,7 +137,7 @@ _BYTES = _byte_map()
 
 
 def _undo_byte_map(text: str) -> bytes:
-    """Convert a token's characters back to bytes.
+    """Convert the text of a token from GPT-2's byte map back to bytes.
 
     Added tokens are not mapped: they are encoded as UTF-8.
     """
@@ -307,7 +308,10 @@ class Tokenizer:
         return self.encode_rendered(self.render(messages, add_generation_prompt, **variables))
 
     def encode_rendered(self, rendering: str, add_special_tokens: bool = False) -> list[int]:
-        """Encode a whole rendering, optionally with the tokens that start or end a text (BOS)."""
+        """Encode the rendering of a chat, which contains special tokens and token breaks.
+
+        `add_special_tokens`: add the tokens that start or end a text (BOS).
+        """
         ids = self.encode_after("", rendering)
         if not add_special_tokens:
             return ids

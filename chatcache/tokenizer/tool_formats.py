@@ -22,8 +22,7 @@ class ToolCallSyntax:
     `marker` starts a call; with `allows_bare_object` a brace at the start of a reply does, too. An object with name and
     arguments follows. `separators`: texts that may follow the object, and whether another object follows them (True) or
     the call ends (False). `allows_list`: the marker may be followed by a JSON list of objects. `name_separator`: if
-    set,
-    a call may be written as name, separator, arguments. `id_chars`: required length of call ids (0: any).
+    set, a call may be written as name, separator, arguments. `id_chars`: required length of call ids (0: any).
     """
 
     marker: str
@@ -43,7 +42,10 @@ LIST_SEPARATORS: Mapping[str, bool] = {",": True, "]": False}
 
 
 def partial_marker_length(text: str, marker: str) -> int:
-    """Return how many trailing characters may be the start of `marker` or white space before it."""
+    """Return the number of characters at the end of `text` that may be the start of `marker`.
+
+    White space before the marker counts as part of it.
+    """
     begun = next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
     return len(text) - len(text[: len(text) - begun].rstrip(WHITESPACE))
 

@@ -71,7 +71,7 @@ def build_tool_grammar(choice: ToolChoice, form: ReplyFormat, special: Mapping[s
 
 
 class _MarkRules:
-    """Grammar terms of markers: a token reference for special tokens, else a string."""
+    """Writes markers as grammar terms: a token reference for special tokens, else a string."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
@@ -83,7 +83,7 @@ class _MarkRules:
         return f"<[{self._special[text]}]>" if text in self._special else _quoted(text)
 
     def until(self, name: str, text: str) -> list[str]:
-        """Return the rule for any text that ends with a marker."""
+        """Return the rules named `name` for any text up to and including the marker `text`."""
         if self.is_token(text):
             return [f"{name}: ANY_{name.upper()}? {self(text)}", f"ANY_{name.upper()}: /(?s:.+)/"]
         return [f"{name}[lazy]: /(?s:.*){_pattern(text)}/"]
@@ -144,9 +144,9 @@ class _CallRules:
         return ["body: TEXT? | head opened", f"TEXT: {text}", *self._mark.until("head", marker)]
 
     def _either(self) -> str:
-        """Return a rule for one call or the answer.
+        """Return a rule for one call without a marker, or the answer.
 
-        Both start with a brace, so they are alternatives of one schema.
+        Both are JSON objects and start with a brace, so they are alternatives of one schema.
         """
         calls = [
             {
@@ -160,7 +160,7 @@ class _CallRules:
         return _json_rule(json.dumps({"anyOf": [*calls, json.loads(self._choice.answer)]}))
 
     def _opened(self) -> str:
-        """Return the rule of all calls after the first marker."""
+        """Return the grammar expression for all calls that follow the first marker."""
         syntax, many = self._syntax, self._choice.parallel
         if syntax.allows_bare_object:
             return 'object ("; " object)*' if many else "object"

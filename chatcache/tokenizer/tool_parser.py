@@ -54,10 +54,11 @@ class ReadState(Enum):
 
 
 class CallObjectReader:
-    """Incremental reader of one call object. `name` is "" until it is complete.
+    """Reads the JSON object of one tool call while it is generated.
 
-    `at` is CLOSED after the last brace, BROKEN if the next character is not allowed. With `bare_arguments_of` the input
-    is the arguments object alone, for the function with that name.
+    `name` is "" until it is complete. `at`: the element that is read next; CLOSED after the last brace, BROKEN if the
+    next character is not allowed. With `bare_arguments_of` the input is the arguments object alone, for the function
+    with that name.
     """
 
     def __init__(self, bare_arguments_of: str = "") -> None:
@@ -188,7 +189,10 @@ class CallObjectReader:
                 self.name, self.at = "", ReadState.BROKEN
 
     def _brackets(self, text: str, at: int) -> int:
-        """Read an object or list. A "<" outside of strings ends it: a marker follows."""
+        """Read an object or list within the arguments, up to its closing bracket.
+
+        A "<" outside of strings makes the call invalid: it starts a marker.
+        """
         if self._in_quotes:
             return self._quoted_part(text, at)
         found = _IN_VALUE.search(text, at)
@@ -265,9 +269,9 @@ class ParsedCalls:
 
 
 class ToolCallParser:
-    """Parser of one candidate.
+    """Separates the tool calls of one candidate from its text while it is generated.
 
-    An object without a marker is a call only if it names one of `names`.
+    An object without a marker is a call only if it names one of the functions `names`.
     """
 
     def __init__(self, syntax: ToolCallSyntax, names: Collection[str] = ()) -> None:
@@ -337,9 +341,9 @@ class ToolCallParser:
         return self._hold(text[end:])
 
     def _begin(self, opening: str, rest: str, *, bare: bool = False) -> str:
-        """Start to read a possible call.
+        """Start to read a possible call after `opening`, its marker or brace; return `rest`.
 
-        `opening` is returned as text if it turns out not to be one.
+        `opening` is returned as text if no call follows.
         """
         self._attempt = [opening]
         self._is_bare = bare

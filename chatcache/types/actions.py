@@ -69,9 +69,10 @@ class Extend(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fork(msgspec.Struct, frozen=True, gc=False):
-    """Create `child` from `parent`'s tokens and pages before this step's actions, plus `token`.
+    """Create the branch `child` as a copy of `parent` with one more token, `token`.
 
-    In the list of actions every Fork of a parent precedes that parent's own Extend or Release.
+    The copy has the tokens and pages that the parent had before this step's actions. In the list of actions every Fork
+    of a parent precedes that parent's own Extend or Release.
     """
 
     parent: int
@@ -82,7 +83,7 @@ class Fork(msgspec.Struct, frozen=True, gc=False):
 class Release(msgspec.Struct, frozen=True, gc=False):
     """End `branch` and release its pages.
 
-    Later requests can match them, the partly filled one only if `keep_tail`.
+    Later requests can reuse their content while it is cached; that of the partly filled last page only if `keep_tail`.
     """
 
     branch: int
@@ -122,7 +123,7 @@ Output = Emit | Finish | BeamUpdate
 
 
 class DroppedCandidate(msgspec.Struct, frozen=True, gc=False):
-    """A candidate that the client dropped: the branch that ends with it, and its score so far.
+    """The result of cancelling one candidate: the branch to release, and its score so far.
 
     `branch`: None if the candidate has no branch of its own yet. `is_last`: no other candidate is left, so the request
     has to be cancelled; in this case the strategy has changed nothing.
@@ -149,7 +150,7 @@ class Strategy(Protocol):
 
     @property
     def max_branches(self) -> int:
-        """The most branches that can exist at once.
+        """The largest number of branches that can exist at once.
 
         A request starts only when each of them can get a row.
         """
@@ -171,22 +172,25 @@ class Strategy(Protocol):
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         """Return what to draw from the next-token logits of `branch`.
 
-        A query, which is repeated after a preemption.
+        It changes no state, and is called again after a preemption.
         """
         ...
 
     def drop(self, index: int) -> DroppedCandidate | None:
-        """Drop candidate `index` between two steps; None if it has ended or does not exist.
+        """Cancel candidate `index` between two steps; None if it has ended or does not exist.
 
         The caller releases its branch. Raises: UnsupportedParameterError if candidates have no branches of their own.
         """
         ...
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
-        """Process the sampled candidates: for each branch, one per spec of `draws(branch)`."""
+        """Process the sampled candidates and return the actions and outputs that follow from them.
+
+        `drawn`: for each branch one result per spec of `draws(branch)`.
+        """
         ...
 
 
 def cannot_drop_error(kind: str) -> UnsupportedParameterError:
-    """Return the error of `Strategy.drop` for candidates that cannot be dropped one by one."""
+    """Return the error for a request whose candidates (`kind`) cannot be cancelled one by one."""
     return UnsupportedParameterError(f"{kind} cannot be dropped one by one: cancel the response", param="candidate")

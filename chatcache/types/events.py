@@ -20,7 +20,10 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
 
 
 class CacheMiss(msgspec.Struct, frozen=True):
-    """Why a prompt's first uncached token was not found; fields as in `stats.Explanation`."""
+    """Why the first uncached token of a prompt was not in the cache.
+
+    The fields are those of `stats.Explanation`.
+    """
 
     reason: str
     at_token: int
@@ -69,7 +72,7 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens", gc=False):
 class LiveBeam(msgspec.Struct, frozen=True):
     """The newest token of a live beam, as a node of the token tree.
 
-    `parent` 0 is the prompt; `score` is the sum of log-probabilities.
+    `parent`: the node before it, 0 for the prompt. `score`: the sum of log-probabilities.
     """
 
     node: int

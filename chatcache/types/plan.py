@@ -46,8 +46,9 @@ class Rows:
     """The branches that compute tokens in this step: prefill chunks and decode tokens alike.
 
     Shapes: slot, start, num_tokens [R]; tokens [T], the new tokens of all rows one after another, T = sum(num_tokens).
-    Row r computes positions start[r] to start[r] + num_tokens[r] - 1; earlier positions are already in its pages. A
-    token can be PENDING_TOKEN in a row of one token whose slot had exactly one draw, of width 1, in the previous step.
+    Row r computes positions start[r] to start[r] + num_tokens[r] - 1; earlier positions are already in its pages.
+    PENDING_TOKEN stands for the token that the previous step samples for the same slot and that is not read back yet.
+    It is allowed in a row of one token whose slot had exactly one draw, of width 1, in that step.
     """
 
     slot: I32
@@ -175,9 +176,10 @@ class StepResult:
 class KVCapacity:
     """The capacity of a model runner, fixed at startup. `num_pages` includes the null page 0.
 
-    `num_host_pages`: host pages for swapping, numbered 0 to num_host_pages - 1 (no null page); copying one page takes
-    `swap_page_s` seconds in either direction, measured at startup. `has_async_launch`: `launch` returns before
-    the step is done, so that the next step, with tokens PENDING_TOKEN, can be launched before the first one ends.
+    `num_slots`: number of rows of the page table, one per branch. `num_host_pages`: host pages for swapping, numbered 0
+    to num_host_pages - 1 (no null page); copying one page takes `swap_page_s` seconds in either direction, measured at
+    startup. `has_async_launch`: `launch` returns before the step is done, so that the next step, with tokens
+    PENDING_TOKEN, can be launched before the first one ends.
     """
 
     num_pages: int

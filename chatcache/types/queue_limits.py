@@ -22,11 +22,9 @@ class QueueSize(NamedTuple):
 
 
 def check_tenant_share(present: QueueSize, num_tokens: int, limit: QueueSize) -> None:
-    """Verify that a tenant can queue another prompt.
+    """Check that one more prompt of `num_tokens` stays within a tenant's share of the queue.
 
-    `present` is what the tenant has queued, and `limit` the limit of the whole queue.
-
-    Raises: RateLimitError.
+    `present` is what the tenant has queued, and `limit` the limit of the whole queue. Raises: RateLimitError.
     """
     max_requests, max_tokens = (max(1, number // TENANTS_PER_QUEUE) for number in limit)
     if present.num_requests >= max_requests:
@@ -42,9 +40,9 @@ def check_tenant_share(present: QueueSize, num_tokens: int, limit: QueueSize) ->
 
 
 def check_queue(present: QueueSize, num_tokens: int, limit: QueueSize) -> None:
-    """Verify that a prompt can be added to a queue of `present` size.
+    """Check that one more prompt of `num_tokens` stays within the limit of the whole queue.
 
-    Raises: OverloadedError.
+    `present`: what is queued now. Raises: OverloadedError.
     """
     if present.num_requests >= limit.num_requests:
         raise OverloadedError(f"{present.num_requests} requests are waiting already; try again later")

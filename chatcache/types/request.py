@@ -131,14 +131,20 @@ MAX_PRIORITY = 2**11 - 1
 
 
 class ForkPoint(msgspec.Struct, frozen=True):
-    """Candidate `index` of another request, which may still be running."""
+    """A candidate of another request, whose pages may be shared.
+
+    `index`: its number. The request may still be running.
+    """
 
     request_id: str
     index: int = 0
 
 
 class SentCandidate(msgspec.Struct, frozen=True):
-    """The tokens (little-endian int32) and last score of a candidate sent to the client."""
+    """The tokens of a candidate that were sent to the client before the engine process failed.
+
+    `tokens`: little-endian int32. `score`: the last one sent.
+    """
 
     index: int
     tokens: bytes = b""

@@ -67,9 +67,11 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageHit(msgspec.Struct, frozen=True):
-    """The state of one page of a prompt.
+    """The state of one page of a prompt in the cache.
 
-    `state`: held (by a running branch) | idle | host | partial | missing.
+    `state`: held (by a running branch) | idle (cached, held by none) | host (in host memory) | partial (only its first
+    tokens are cached) | missing. `num_tokens`: tokens of the prompt on the page; for a partial page, those that are
+    cached.
     """
 
     index: int
@@ -118,9 +120,9 @@ class PageAccounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageMap(msgspec.Struct, frozen=True, kw_only=True):
-    """The page map, one letter per cell (see `kv_cache.stats`).
+    """The states of all pages, as one letter per cell (see `kv_cache.stats`).
 
-    A cell of `num_pages_per_cell` pages shows its most used page.
+    A cell stands for `num_pages_per_cell` pages and shows the one in most use.
     """
 
     page_size: int
@@ -151,5 +153,5 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def precision(self) -> str:
-        """The dtype of the computation, and the format of the weights if it differs, for people."""
+        """The dtype of the computation as text, with the format of the weights if it differs."""
         return self.dtype if self.quantization == "none" else f"{self.dtype}, {self.quantization} weights"
