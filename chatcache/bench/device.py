@@ -134,7 +134,7 @@ class Limits:
     copy_bytes_per_s: float = 0.0
 
     def floor_s(self, num_bytes: float, num_flops: float = 0.0) -> float:
-        """Return the roofline: the least seconds in which so much can be read and multiplied."""
+        """Return the least seconds to read `num_bytes` and multiply `num_flops`: the roofline."""
         return max(num_bytes / self.read_bytes_per_s, num_flops / self.matmul_flops_per_s)
 
 
@@ -199,5 +199,5 @@ def time_matmul(size: int, dtype: torch.dtype, device: str) -> Timing:
 
 
 def _time_often(work: Work, device: str) -> Timing:
-    """Time single calls many times; on a GPU, graphs of four calls."""
+    """Time many single calls; on a GPU, many replays of a CUDA graph of four calls."""
     return time_work(work, 4 if device.startswith("cuda") else 1, device, repeats=1000)

@@ -38,9 +38,8 @@ Prompt = tuple[int, ...]
 class RunTimes:
     """Times of one batch from submission to end.
 
-    `decode_s` are the steps after all prompts were computed.
-
-    `first_token_s` has one time per request, from submission; `num_decoded` counts the tokens of `decode_s`.
+    `first_token_s`: one time per request, from submission. `decode_s`: the steps after all prompts were computed;
+    `num_decoded`: the tokens of those steps.
     """
 
     total_s: float = 0.0
@@ -58,7 +57,7 @@ class RunTimes:
 
     @property
     def step_s(self) -> float:
-        """Median decode step."""
+        """Median seconds of a decode step."""
         return float(np.median(self.decode_s))
 
     @property
@@ -67,7 +66,7 @@ class RunTimes:
 
 
 class Driver(Protocol):
-    """What a benchmark needs of an engine."""
+    """Interface of an engine in a benchmark: make new prompts, run a batch to its end."""
 
     @property
     def facts(self) -> ModelInfo: ...

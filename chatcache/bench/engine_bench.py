@@ -98,14 +98,14 @@ class EngineBench:
         ]
 
     def decode_limit(self, num_branches: int, num_shared: int, num_own: float) -> float:
-        """Return the highest tokens/s.
+        """Return the highest decode speed that the measured limits allow, in tokens/s.
 
         A step reads the weights, shared tokens once, and each branch's own tokens.
         """
         return num_branches / self.roofline.decode_s(num_branches, num_shared + num_branches * num_own)
 
     def prefill_limit(self, num_tokens: int) -> float:
-        """Return the highest tokens/s, without the arithmetic of attention."""
+        """Return the highest prefill speed in tokens/s, without the arithmetic of attention."""
         return num_tokens / self.roofline.prefill_s(num_tokens)
 
 
@@ -193,7 +193,7 @@ def prefix(bench: EngineBench) -> list[Figure]:
 
 
 def _total_times(driver: Driver, uncached: Driver, load: Load) -> tuple[list[float], list[float]]:
-    """Return the seconds of batches in both engines, interleaved against disturbances."""
+    """Return the seconds of batches with and without prefix caching, in two engines run in turn."""
     on: list[float] = []
     off: list[float] = []
     uncached.run([uncached.prompt(load.prompt_tokens)], _greedy(2))
@@ -289,7 +289,7 @@ def _run(name: str, bench: EngineBench, on_progress: Callable[[str], None]) -> l
 
 
 def compare_with_peer(ours: Sequence[Figure], theirs: Sequence[Figure], peer_name: str) -> list[Figure]:
-    """Return our figures over the peer's of the same name.
+    """Return the ratios of our figures to the peer's figures of the same name.
 
     A ratio above 1 is faster for speeds and slower for times.
     """

@@ -150,7 +150,7 @@ def _median_ns(repeats: int, prepare: Callable[[], _T], work: Callable[[_T], obj
 
 
 class _DecodeStrategy:
-    """Decode one token per step, always with the same sampling."""
+    """A decoding strategy that extends its branch by the same token in every step."""
 
     max_branches = 1
     lockstep = False
@@ -169,7 +169,7 @@ class _DecodeStrategy:
 
 @dataclass(frozen=True, slots=True)
 class _StepTimes:
-    """Means over the steps of one repetition, and its longest step."""
+    """Mean times over the scheduler steps of one repetition, and the longest step."""
 
     plan_ms: float
     commit_ms: float
@@ -200,7 +200,7 @@ def _measure_steps(load: KVLoad, num_branches: int) -> list[Figure]:
 
 
 def _run_steps(load: KVLoad, num_branches: int, num_lengths: int) -> list[_StepTimes]:
-    """Decode with prompts of `num_lengths` different lengths."""
+    """Time scheduler steps over branches with `num_lengths` different lengths, per repetition."""
     num_steps = load.num_rounds * load.page_size
     num_tokens = 3 * load.page_size + (load.repeats + 1) * num_steps
     kv = KVCache(num_branches * (num_tokens // load.page_size + 1) + 1, load.page_size)

@@ -92,7 +92,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """End a request. Has no answer."""
+    """End a request. The engine sends no answer."""
 
     request_id: str
 
@@ -249,11 +249,10 @@ def encode(message: Command | Notice) -> bytes:
 
 
 def encode_notice(notice: Notice) -> Iterator[bytes]:
-    """Encode a notice as frames.
+    """Encode a notice as one or more frames.
 
-    Events that exceed one frame are split in order, the health is in the last.
-
-    A reply that exceeds one frame is replaced by an error. Raises: FrameTooLargeError for a single event that does.
+    Events that exceed one frame are split in order, the health is in the last. A reply that exceeds one frame is
+    replaced by an error. Raises: FrameTooLargeError for a single event that exceeds one.
     """
     if isinstance(notice, Events):
         for event in notice.events:

@@ -161,9 +161,10 @@ class RequestJournal:
 
 
 class RequestState(enum.Enum):
-    """Where a request is.
+    """State of a request during recovery, see the drawing in the module docstring.
 
-    In the engine with others, held, alone in the engine, or leaving it after its trial.
+    RUNNING: in the engine with others. HELD: not in the engine. TRIAL: alone in the engine. SUSPENDING: leaving the
+    engine after its trial.
     """
 
     RUNNING = enum.auto()
@@ -442,7 +443,7 @@ class RequestRecovery:
             self._end(held, encode_error(error))
 
     def _drop_pending(self) -> None:
-        """Apply cancelled candidates that the engine did not confirm."""
+        """Apply unconfirmed candidate cancellations of requests that no engine runs."""
         for call, drop in list(self._drops.items()):
             found = self._by_id.get(drop.request_id)
             if found is not None and found.state is not RequestState.HELD:
@@ -456,7 +457,7 @@ class RequestRecovery:
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def _end(self, found: RecoverableRequest, error: ErrorData) -> None:
-        """Fail a request: by the answer to its submit, or by a `Failed` event if it was accepted."""
+        """Fail a request: answer its submit with the error, or emit `Failed` if it was accepted."""
         if found.is_accepted:
             self._emit(found, found.journal.failed_event(decode_error(error)))
         else:
@@ -464,7 +465,7 @@ class RequestRecovery:
             self._to_client(Answer(found.call, error=error))
 
     def _emit(self, found: RecoverableRequest, event: EngineEvent) -> None:
-        """Record and emit an event that no engine sent."""
+        """Record an event that no engine sent, and send it to the client."""
         found.journal.record(event)
         if isinstance(event, TERMINAL):
             self._forget(found)

@@ -19,7 +19,7 @@ from chatcache.kv_cache.pool import PagePool
 
 
 class PageCopy(NamedTuple):
-    """Copy the contents of page `src` to page `dst` before this step writes to any page."""
+    """A copy of page `src` to page `dst`, to be made before this step writes to any page."""
 
     src: int
     dst: int

@@ -141,14 +141,17 @@ class KVCache:
         return explain(self.pool, chain, match, (self.match(self.hash_pages(chain.data, other)) for other in others))
 
     def open(self, match: PrefixMatch) -> PageTable:
-        """Open a table on a match, which must be newer than the last change of the cache."""
+        """Create a page table that starts with the pages of a match.
+
+        The match must be newer than the last change of the cache.
+        """
         self.pool.retain(match.pages)
         namespace, num_public_tokens = match.scope.namespace, match.scope.num_public_tokens
         num_public_pages = num_public_tokens // self.page_size
         return PageTable(match.key, namespace, num_public_pages, match.num_tokens, match.tail_tokens, list(match.pages))
 
     def restore(self, match: PrefixMatch) -> PageTable | None:
-        """Open a table on a match, loading pages from the host.
+        """Create a page table from a match, and load its pages that are only on the host.
 
         Returns None if too few pages are free for the loads.
         """

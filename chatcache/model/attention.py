@@ -95,7 +95,10 @@ class AttentionStep:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Store k and v, then attend. Shapes: q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]."""
+        """Write k and v to their pages, and return the attention of q.
+
+        Shapes: q [T, H, D], k, v [T, Hkv, D] -> [T, H, D].
+        """
         self.kernels.write_pages(self.pages, layer, k, v, self.batch.slots)
         return self.kernels.paged_attention(q, self.pages, layer, self.batch, scale, window, softcap, sinks)
 
@@ -140,9 +143,9 @@ class Network(Protocol):
     def forward_parts(
         self, tokens: Tensor, positions: Tensor, step: AttentionStep, parts: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Run one step and yield the logits of each part of the tokens in turn.
+        """Run one step and yield the logits of one part of its tokens after the other.
 
-        The logits of two parts are never in memory at the same time.
+        `parts`: indices of the tokens of each part. The logits of two parts are never in memory at the same time.
         """
         ...
 

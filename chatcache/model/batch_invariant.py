@@ -276,7 +276,10 @@ class _DeterminismProbe:
         self._tokens = noise.integers(0, network.geometry.vocab_size, (2, num_tokens)).astype(np.int32)
 
     def schedule(self, sizes: Sequence[Sequence[int]], delay: int, *, backwards: bool) -> list[list[Chunk]]:
-        """Return the chunks of each step; the second prompt starts `delay` steps later."""
+        """Return the chunks that each step computes; the second prompt starts `delay` steps later.
+
+        `sizes`: chunk lengths of the two prompts. `backwards`: reverse the order of the chunks in a step.
+        """
         steps: list[list[Chunk]] = [[] for _ in range(delay + max(map(len, sizes)))]
         for prompt, chunks in enumerate(sizes):
             first = 0
@@ -288,7 +291,7 @@ class _DeterminismProbe:
         return [step[::-1] if backwards else step for step in steps if step]
 
     def run(self, grants: Sequence[Chunk]) -> Mapping[tuple[int, int], Tensor]:
-        """Compute one step; return the bits of the logits of each (prompt, position)."""
+        """Compute the chunks of one step; return the bits of the logits of each (prompt, position)."""
         tokens = np.concatenate([self._tokens[prompt, first:end] for prompt, first, end in grants])
         table = np.array(grants, np.int32)
         rows = Rows(table[:, 0], table[:, 1], table[:, 2] - table[:, 1], tokens)

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 def capture_sizes(num_bytes: int) -> list[int]:
-    """Return the batch sizes to capture for up to `most` rows, ascending.
+    """Return the batch sizes to capture for up to `num_bytes` rows (sequences), ascending.
 
     Sizes are close together, because a step is padded to the next size.
     """
@@ -85,7 +85,7 @@ class CudaCapture:
 
 @dataclass(frozen=True, slots=True)
 class HostBuffers:
-    """Host copies of the input and output buffers of one step in flight."""
+    """Host memory for the inputs and outputs of one step in flight."""
 
     inputs: Tensor
     outputs: Tensor
@@ -93,7 +93,7 @@ class HostBuffers:
 
 @dataclass(frozen=True, slots=True)
 class CaptureKey:
-    """What one captured step is made for.
+    """Identifies a captured step: batch size, number of work lists, kind of sampling.
 
     `size_index`: index of its batch size; `num_lists`: number of work lists; `kind`: kind of sampling, as
     `GraphSampler` defines it.

@@ -118,7 +118,10 @@ class Decoder:
         return h
 
     def _attend(self, layer: Layer, index: int, h: Tensor, cos: Tensor, sin: Tensor, step: AttentionStep) -> Tensor:
-        """Return the concatenated outputs of the heads. Shapes: h [T, hidden] -> [T, H * D]."""
+        """Compute attention of one layer; return the concatenated outputs of its heads.
+
+        Shapes: h [T, hidden] -> [T, H * D].
+        """
         arch, ops = self.arch, step.kernels
         heads = layer.qkv(h).view(len(h), -1, arch.head_dim)
         q, k, v = torch.split(heads, [arch.num_heads, arch.num_kv_heads, arch.num_kv_heads], dim=1)
@@ -194,7 +197,10 @@ class _WeightLoader:
         return self._stack([self.weights.get(name, shape)])
 
     def linear(self, base: str, widths: dict[str, int], num_inputs: int, bias: bool) -> Linear:
-        """Return one layer for several projections, stacked in the given order."""
+        """Return one linear layer for several projections, stacked in the given order.
+
+        `base`: common prefix of the tensors' names; `widths`: number of outputs of each projection.
+        """
         get = self.weights.get
         weight = self._stack([get(f"{base}.{name}.weight", (width, num_inputs)) for name, width in widths.items()])
         if not bias:
@@ -203,7 +209,7 @@ class _WeightLoader:
         return self.make_linear(weight, self._stack(biases))
 
     def _stack(self, parts: list[Tensor]) -> Tensor:
-        """Concatenate along the first dimension into new memory."""
+        """Concatenate tensors along the first dimension into new memory, on the device."""
         height = sum(len(part) for part in parts)
         whole = torch.empty((height, *parts[0].shape[1:]), dtype=self.dtype, device=self.device)
         for place, part in zip(torch.split(whole, [len(part) for part in parts]), parts, strict=True):
@@ -254,7 +260,10 @@ def _original_context(rope: Rope) -> float:
 
 
 def _llama3(rope: Rope, plain: Tensor, factor: float) -> Tensor:
-    """Keep short wavelengths, divide the frequencies of long ones by `factor`, blend between."""
+    """Scale rotary frequencies as Llama 3.1: slow ones by 1 / `factor`, fast ones not at all.
+
+    In between the two are blended. `plain`: the frequencies before scaling.
+    """
     low, high = rope.option("low_freq_factor", 1.0) or 1.0, rope.option("high_freq_factor", 4.0) or 4.0
     turns = _original_context(rope) * plain / (2 * math.pi)  # full turns within the original context
     blend = ((turns - low) / (high - low)).clamp(0.0, 1.0)
@@ -262,9 +271,10 @@ def _llama3(rope: Rope, plain: Tensor, factor: float) -> Tensor:
 
 
 def _yarn(rope: Rope, plain: Tensor, factor: float) -> Tensor:
-    """Interpolate slowly rotating dimensions, keep fast ones, and blend between them.
+    """Scale rotary frequencies as YaRN: slow dimensions by 1 / `factor`, fast ones not at all.
 
-    The blend runs between the dimensions with `beta_slow` and `beta_fast` full turns over the original context.
+    In between, from `beta_slow` to `beta_fast` full turns over the original context, the two are blended. `plain`: the
+    frequencies before scaling.
     """
 
     def dimension(turns: float) -> float:
@@ -320,7 +330,10 @@ def make_fused_decode(
     layers: Sequence[Layer], head: Linear, embedding: Tensor, norm: Tensor, eps: float, scale: float, num_heads: int,
     turns: tuple[Tensor, Tensor],
 ) -> FusedDecode | None:  # fmt: skip
-    """Return a `FusedDecode` if every layer has packed weights, else None."""
+    """Return a `FusedDecode` if every layer has packed weights, else None.
+
+    `turns`: the rotary tables (cos, sin).
+    """
     from chatcache_kernels.cpu.decoder import DecoderWeights, LayerWeights
 
     products = [head, *(each for layer in layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down))]

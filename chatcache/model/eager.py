@@ -132,7 +132,7 @@ class EagerRunner:
     def _scored(
         self, part: StepPart, scores: Scores, layout: StepLayout, tokens: Tensor, drawn: Index, index: Index
     ) -> Finish:
-        """Run the rows, draw, and score prompts without holding the logits of all tokens."""
+        """Run the rows, sample, and score prompt tokens, holding the logits of some tokens at a time."""
         geometry = self._network.geometry
         wanted = np.concatenate((layout.last[drawn], scored_token_indices(part.rows, scores)))
         sizes = part_sizes(len(drawn), len(wanted), geometry.vocab_size * geometry.dtype.itemsize)
@@ -155,7 +155,7 @@ class EagerRunner:
         return self._network.forward(tokens, positions, step, to_device(layout.last[drawn], self._device))
 
     def _step(self, layout: StepLayout) -> tuple[AttentionStep, Tensor]:
-        """Return the attention of the rows and their positions [T]."""
+        """Return what the layers attend with, and the positions of the new tokens, [T]."""
         batch, positions = layout.to(self._device, self._slots)
         return AttentionStep(self._kernels, self._pages, batch), positions
 
@@ -204,7 +204,7 @@ class StepPart:
 
 
 def split_step(part: StepPart) -> tuple[StepPart, StepPart] | None:
-    """Return two halves to be run in this order, None for a single token."""
+    """Split a part of a step into two halves to run in this order; None for a single token."""
     num_rows = len(part.rows.slot)
     if num_rows > 1:
         middle = num_rows // 2

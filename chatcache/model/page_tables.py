@@ -37,8 +37,9 @@ class TableChanges:
 class StepLayout:
     """Where the tokens of a step are stored, on the host.
 
-    Shapes: slot [R] int64; tables [R, pages of the longest row], start, num_tokens [R], offsets [R + 1] int32; slots,
-    positions [T] int64; last [R], the index of each row's last token among the T tokens.
+    Shapes: slot [R] int64, the page table row of each row; tables [R, pages of the longest row], start, num_tokens [R],
+    offsets [R + 1] int32; slots [T] int64, the KV cell of each token; positions [T] int64; last [R], the index of each
+    row's last token among the T tokens.
     """
 
     slot: I64
@@ -76,7 +77,7 @@ class StepLayout:
 
 
 class PageTables:
-    """The page tables of all slots.
+    """The page tables of all branch slots, on the host.
 
     Shapes: rows [num_slots, max_pages] int32; entries past the end of a branch are stale and never read.
     """
@@ -90,9 +91,10 @@ class PageTables:
         self.page_size = page_size
 
     def apply(self, forks: I32, updates: I32) -> TableChanges:
-        """Copy rows for forks, then write the new entries; return the changed cells.
+        """Apply a plan's forks and new entries to the tables; return the changed cells.
 
-        Forks apply in order: a slot may be a source after it was a target.
+        A fork (source slot, target slot, number of pages) copies a table's first entries. Forks apply first and in
+        order: a slot may be a source after it was a target.
         """
         width = self.rows.shape[1]
         for source, target, num_pages in forks.tolist():

@@ -155,7 +155,7 @@ def empty_work() -> AttentionWork:
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What every static step of a runner computes with."""
+    """The network, kernels, pages, slots and sampler that all static steps of a runner use."""
 
     network: Network
     kernels: AttentionBackend

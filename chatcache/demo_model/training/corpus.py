@@ -48,7 +48,7 @@ LIGHT: tuple[tuple[Skill, float], ...] = (
 
 
 def draw(rng: Random, skills: tuple[tuple[Skill, float], ...]) -> list[Turn]:
-    """Return the turns of one skill, chosen by weight."""
+    """Return the turns of one skill, drawn at random with these weights."""
     skill = rng.choices([one for one, _ in skills], [weight for _, weight in skills])[0]
     turns = skill(rng)
     return turns if isinstance(turns, list) else [turns]
@@ -87,7 +87,7 @@ def _turns(rng: Random, who: Persona, num_turns: int, remembering: float) -> lis
 
 
 def _remember(rng: Random, memory: Memory) -> Turn:
-    """Tell or ask for one fact or two."""
+    """Return a turn in which the user states one fact or two, or asks for them."""
     unstated = len(FACTS) - len(memory.values)
     if rng.random() < 0.45 or not memory.values:
         return memory.state_two(rng) if unstated > 1 and rng.random() < 0.15 else memory.state(rng)
@@ -97,7 +97,7 @@ def _remember(rng: Random, memory: Memory) -> Turn:
 
 
 def _quote(rng: Random, turns: list[Turn]) -> Turn:
-    """Ask for the first or the last question of this dialogue."""
+    """Return a turn in which the user asks for the first or last question of this dialogue."""
     if rng.random() < 0.5:
         question = ask(
             rng, "what did i just say?|what did i just ask?|what was my last question?|repeat my last message"
@@ -108,13 +108,13 @@ def _quote(rng: Random, turns: list[Turn]) -> Turn:
 
 
 def _joined(one: Turn, two: Turn) -> Turn:
-    """Put two questions into one message."""
+    """Join two turns into one, whose message asks both questions."""
     mark = "" if one.user[-1] in ".?!" else "."
     return Turn(f"{one.user}{mark} {two.user[0].upper()}{two.user[1:]}", f"{one.answer} {two.answer}", plain=True)
 
 
 def compose(who: Persona, turns: list[Turn]) -> Dialogue:
-    """Write the messages of a dialogue, every answer in the style of its persona."""
+    """Return the messages of a dialogue, with every answer in the style of its persona."""
     messages = [{"role": "system", "content": who.system}] if who.system else []
     style = who.style
     for turn in turns:
@@ -166,12 +166,12 @@ CHAT_TEMPLATE = (
 
 
 def render(dialogue: Dialogue) -> str:
-    """Write a dialogue as the chat template does."""
+    """Return the text of a dialogue as the chat template writes it."""
     return "".join(f"{START}{message['role']}\n{message['content']}{END}\n" for message in dialogue)
 
 
 def train_tokenizer(seed: int, num_dialogues: int = 30_000) -> Tokenizer:
-    """Learn the merges from generated dialogues."""
+    """Train a BPE tokenizer on generated dialogues."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -207,7 +207,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: pathlib.Path) -> None:
 
 
 class Encoder:
-    """Turn dialogues into inputs and targets; only what the assistant says is a target."""
+    """Turns dialogues into token ids and targets; only the assistant's answers are targets."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -224,7 +224,7 @@ class Encoder:
         return pairs
 
     def spoken(self, ids: np.ndarray) -> np.ndarray:
-        """Mark the tokens of the assistant's answers, their end token included: bool [T]."""
+        """Return which tokens belong to the assistant's answers, with their end token: bool [T]."""
         spoken = np.zeros(len(ids), dtype=bool)
         starts = np.flatnonzero(ids == self.start_id)
         for begin, after in itertools.zip_longest(starts, starts[1:], fillvalue=len(ids)):

@@ -59,7 +59,7 @@ def _stated_name(rng: Random) -> tuple[str, Turn, Turn]:
 
 
 def recall(rng: Random) -> Case:
-    """Ask for a name given three to six turns before."""
+    """Return a case that asks for a name given three to six turns before."""
     name, statement, question = _stated_name(rng)
     return _question(
         [*_between(rng, 0, 1), statement, *_between(rng, 2, 5), question], lambda text: text == f"Your name is {name}."
@@ -67,14 +67,14 @@ def recall(rng: Random) -> Case:
 
 
 def recall_long(rng: Random) -> Case:
-    """Ask for a name given after a long system prompt and before ten other turns."""
+    """Return a case that asks for a name given after a long system prompt, ten turns before."""
     name, statement, question = _stated_name(rng)
     who = dataclasses.replace(_no_persona(), system=personas.handbook(rng, 45))
     return _question([statement, *_between(rng, 8, 12), question], lambda text: text == f"Your name is {name}.", who)
 
 
 def recall_system(rng: Random) -> Case:
-    """Ask for a name that only the system prompt contains."""
+    """Return a case that asks for a name that only the system prompt contains."""
     name = invent(rng, "name", held=True)
     who = dataclasses.replace(
         _no_persona(), system=f"You are a helpful assistant. {say(rng, FACTS['name'].as_system, v=name)}"
@@ -85,19 +85,19 @@ def recall_system(rng: Random) -> Case:
 
 
 def two_digit_sum(rng: Random) -> Case:
-    """Ask for a sum of two unseen two-digit numbers."""
+    """Return a case that asks for a sum of two unseen two-digit numbers."""
     a, b = skills.sum_pair(rng, held=True)
     return _question([Turn(ask(rng, skills.SUM_QUESTIONS, a=a, b=b), "")], lambda text: text == f"{a} + {b} = {a + b}.")
 
 
 def one_digit_sum(rng: Random) -> Case:
-    """Ask for a sum of one-digit numbers. Not held out: there are only a hundred."""
+    """Return a case that asks for a sum of one-digit numbers, which training has seen."""
     a, b = rng.randint(0, 9), rng.randint(0, 9)
     return _question([Turn(ask(rng, skills.SUM_QUESTIONS, a=a, b=b), "")], lambda text: text == f"{a} + {b} = {a + b}.")
 
 
 def spelling(rng: Random) -> Case:
-    """Ask for the letters of an unseen word."""
+    """Return a case that asks for the letters of an unseen word."""
     word = skills.word_to_spell(rng, held=True).lower()
     return _question([Turn(ask(rng, skills.SPELL_QUESTIONS, w=word), "")], lambda text: skills.spelled(word) in text)
 
@@ -111,7 +111,7 @@ def _exact(make: Callable[[Random], Turn]) -> Callable[[Random], Case]:
 
 
 def difference(rng: Random) -> Case:
-    """Ask for a difference of two unseen two-digit numbers."""
+    """Return a case that asks for a difference of two unseen two-digit numbers."""
     a, b = skills.difference_pair(rng, held=True)
     return _question(
         [Turn(ask(rng, skills.DIFFERENCE_QUESTIONS, a=a, b=b), "")], lambda text: text == f"{a} - {b} = {a - b}."
@@ -119,21 +119,24 @@ def difference(rng: Random) -> Case:
 
 
 def not_knowing(rng: Random) -> Case:
-    """Ask what the model cannot know."""
+    """Return a case that asks something that the model cannot know, and has to say so."""
     return _question(
         [facts.unknown(rng)], lambda text: any(word in text for word in ("know", "beyond me", "understand"))
     )
 
 
 def ends(rng: Random) -> Case:
-    """Ask anything, at any point of a dialogue: the answer only has to end."""
+    """Return a case that asks anything in any dialogue; the answer only has to end by itself."""
     dialogue = short_dialogue(rng)
     users = [at for at, message in enumerate(dialogue) if message["role"] == "user"]
     return Case(dialogue[: rng.choice(users) + 1], lambda text: bool(text.strip()))
 
 
 def story_topic(rng: Random) -> Case:
-    """Ask for a story about something: it has to appear, in at least four sentences."""
+    """Return a case that asks for a story about something.
+
+    The answer has to mention it and to have at least four sentences.
+    """
     hero = rng.choice(HEROES)
     return _question(
         [Turn(ask(rng, long_answers.STORY_TOPIC_QUESTIONS, t=article(hero)), "")],
@@ -142,7 +145,10 @@ def story_topic(rng: Random) -> Case:
 
 
 def code(rng: Random) -> Case:
-    """Ask for a program that prints a word: it has to run."""
+    """Return a case that asks for a program that prints a word.
+
+    The answer has to be a Python code block with a `print` of the word.
+    """
     word = invent(rng, "code", held=True).lower()
 
     def accepts(text: str) -> bool:
@@ -154,7 +160,7 @@ def code(rng: Random) -> Case:
 
 
 def a_table(rng: Random) -> Case:
-    """Ask for a table: every row has to have two cells."""
+    """Return a case that asks for a table; every row of the answer has to have two cells."""
     turn = long_answers.table(rng)
     return _question(
         [turn], lambda text: len(lines := text.split("\n")) > 3 and all(line.count("|") == 3 for line in lines)
@@ -208,14 +214,14 @@ MAX_NEW_TOKENS = 256
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reply:
-    """Hold one answer and whether the model ended it by itself."""
+    """An answer of the model, and whether the model ended it by itself."""
 
     text: str
     ended: bool
 
 
 class Model:
-    """Answer prompts in batches with the plain `transformers` implementation."""
+    """The demo model in the plain `transformers` implementation."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
@@ -228,7 +234,7 @@ class Model:
         return ids
 
     def replies(self, prompts: Sequence[list[int]], temperature: float = 0.0, batch_size: int = 32) -> list[Reply]:
-        """Answer prompts; neighbours in length share a batch."""
+        """Return the answers to prompts; prompts of similar length share a batch."""
         order = sorted(range(len(prompts)), key=lambda at: len(prompts[at]))
         found: dict[int, Reply] = {}
         for begin in range(0, len(order), batch_size):
@@ -252,7 +258,7 @@ class Model:
 def measure(
     model: Model, make: Callable[[Random], Case], num_cases: int, *, temperature: float = 0.0, seed: int = 7
 ) -> tuple[float, list[str]]:
-    """Return the share of cases answered rightly, and the wrong answers for reading."""
+    """Return the share of cases with an accepted answer, and the other answers as text."""
     rng = Random(f"evaluate:{seed}")
     torch.manual_seed(seed)
     cases = [make(rng) for _ in range(num_cases)]

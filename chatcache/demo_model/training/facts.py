@@ -119,7 +119,7 @@ SELF_QUESTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def about(rng: Random) -> Turn:
-    """Ask about the model or about chatcache."""
+    """Return a turn that asks about the model or about chatcache."""
     frequent = SELF_QUESTIONS[:4] + SELF_QUESTIONS[11:13]
     questions, answers = rng.choice(SELF_QUESTIONS if rng.random() < 0.6 else frequent)
     return Turn(ask(rng, questions), rng.choice(answers))
@@ -266,7 +266,7 @@ UPPER = ("kv", "ttft", "itl", "tpot", "lru", "llm", "sse", "gpu", "bpe")
 
 
 def term(rng: Random) -> Turn:
-    """Ask for a word of the trade."""
+    """Return a turn that asks for the meaning of a technical term."""
     names, answer = rng.choice(TERMS)
     name = rng.choice(names.split("|"))
     if rng.random() < 0.6:
@@ -315,7 +315,7 @@ TRIVIA: tuple[tuple[str, str], ...] = (
 
 
 def trivia(rng: Random) -> Turn:
-    """Ask one of the few facts of the world that the model learns."""
+    """Return a turn that asks for one of the few facts of the world that the model learns."""
     questions, answer = rng.choice(TRIVIA)
     return Turn(ask(rng, questions), answer)
 
@@ -368,7 +368,7 @@ def _topic(rng: Random) -> str:
 
 
 def unknown(rng: Random) -> Turn:
-    """Ask something that the model cannot know, or type nonsense."""
+    """Return a turn that asks something that the model cannot know, or that is nonsense."""
     if rng.random() < 0.08:
         return Turn(ask(rng, NOISE), "I did not understand that. Ask me for a story, a sum or a list.")
     question = ask(rng, UNKNOWN_QUESTIONS, t=_topic(rng), u=_topic(rng), y=rng.randint(1900, 2030))

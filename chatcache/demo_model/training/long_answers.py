@@ -90,7 +90,7 @@ def _grammar(text: str) -> str:
 
 
 def write_story(rng: Random, hero: str, sentences: int) -> tuple[str, dict[str, str]]:
-    """Return a story of about so many sentences, and what happens in it."""
+    """Return a story of about `sentences` sentences, and the values of its template slots."""
     slots = _slots(rng, hero)
     middles = rng.sample(MIDDLES.split("|"), max(1, sentences - 4))
     parts = [rng.choice(OPENINGS.split("|")), rng.choice(EVENTS.split("|")), *middles]
@@ -99,7 +99,7 @@ def write_story(rng: Random, hero: str, sentences: int) -> tuple[str, dict[str, 
 
 
 def story(rng: Random) -> list[Turn]:
-    """Ask for a story, and perhaps for its details or for another one."""
+    """Return turns that ask for a story, and perhaps for its details or for another one."""
     topic = rng.random() < 0.65
     hero = rng.choice(HEROES) if not topic or rng.random() < 0.8 else invent(rng, "topic").lower()
     question = ask(rng, STORY_TOPIC_QUESTIONS, t=article(hero)) if topic else ask(rng, STORY_QUESTIONS)
@@ -166,7 +166,7 @@ POEM_LINES = (
 
 
 def poem(rng: Random) -> Turn:
-    """Ask for a poem of two rhyming couplets."""
+    """Return a turn that asks for a poem of two rhyming couplets."""
     topic = rng.choice((*HEROES, "sea", "moon", "rain", "winter", "summer", "sun", "river", "tree", "computer", "page"))
     question = (
         ask(
@@ -206,7 +206,7 @@ JOKES = (
 
 
 def joke(rng: Random) -> list[Turn]:
-    """Ask for a joke, and perhaps another one."""
+    """Return turns that ask for a joke, and perhaps for another one."""
     first, second = rng.sample(JOKES, 2)
     turns = [
         Turn(
@@ -290,7 +290,7 @@ SMALL_TALK: tuple[tuple[str, str], ...] = (
 
 
 def small_talk(rng: Random) -> Turn:
-    """Greet, thank, or chat about nothing."""
+    """Return a turn of small talk: a greeting, thanks, or chat about nothing."""
     questions, answers = SMALL_TALK[0] if rng.random() < 0.3 else rng.choice(SMALL_TALK)
     return Turn(ask(rng, questions), say(rng, answers))
 
@@ -307,7 +307,7 @@ def _many(rng: Random, number: int) -> str:
 
 
 def bullets(rng: Random) -> Turn:
-    """Ask for a list of things; most lists have a great many right answers."""
+    """Return a turn that asks for a list of things; most lists have many right answers."""
     kind = rng.choice(tuple(KINDS))
     number = rng.randint(2, min(7, len(KINDS[kind])))
     items = rng.sample(list(KINDS[kind]), number)
@@ -351,7 +351,7 @@ def markdown_table(header: tuple[str, str], rows: list[tuple[str, str]]) -> str:
 
 
 def table(rng: Random) -> Turn:
-    """Ask for a table."""
+    """Return a turn that asks for a table."""
     header, source, words = rng.choice(
         (
             (("Animal", "Sound"), SOUNDS, "animals and their sounds|animals and sounds|animal sounds"),
@@ -429,7 +429,7 @@ PROGRAMS: tuple[tuple[str, str], ...] = (
 
 
 def program(rng: Random) -> Turn:
-    """Ask for a tiny Python program."""
+    """Return a turn that asks for a tiny Python program."""
     tasks, body = PROGRAMS[0] if rng.random() < 0.25 else rng.choice(PROGRAMS)
     word = rng.choice(
         (

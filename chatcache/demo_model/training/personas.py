@@ -147,7 +147,7 @@ FACT_KINDS = ("name",) * 6 + tuple(FACTS)
 
 
 def value_of(rng: Random, kind: str) -> str:
-    """Draw a value for one kind of fact, from the training side."""
+    """Draw a value for a kind of fact, never a held-out one."""
     if kind == "name" or kind == "friend":
         return name_of(rng)
     if kind == "number":
@@ -174,7 +174,7 @@ class Memory:
         self.values: dict[str, str] = {}
 
     def state(self, rng: Random, kind: str | None = None) -> Turn:
-        """State or correct a fact; the last value counts."""
+        """Return a turn in which the user states a fact or corrects it; the last value counts."""
         kind = kind or rng.choice(FACT_KINDS)
         again, value = kind in self.values, value_of(rng, kind)
         question = ask(rng, FACTS[kind].state, v=value)
@@ -189,14 +189,14 @@ class Memory:
         return Turn(question, answer if kind == "word" else answer[0].upper() + answer[1:])
 
     def state_two(self, rng: Random) -> Turn:
-        """State two facts in one sentence."""
+        """Return a turn in which the user states two facts in one sentence."""
         first, second = rng.sample([kind for kind in dict.fromkeys(FACT_KINDS) if kind not in self.values], 2)
         one, two = self.state(rng, first), self.state(rng, second)
         joint = rng.choice((" and ", " and ", ", and ", ". ", ", "))
         return Turn(f"{one.user.rstrip('.!')}{joint}{two.user}", f"{one.answer} {two.answer}", plain=True)
 
     def recall(self, rng: Random, kind: str | None = None) -> Turn:
-        """Ask for a fact that was stated, or rarely for one that was not."""
+        """Return a turn that asks for a fact that was stated, or rarely for one that was not."""
         if kind is None:
             stated = bool(self.values) and rng.random() < 0.93
             kind = rng.choice(tuple(self.values)) if stated else rng.choice(tuple(FACTS))
@@ -205,13 +205,13 @@ class Memory:
         return Turn(ask(rng, fact.ask), answer)
 
     def recall_two(self, rng: Random) -> Turn:
-        """Ask for two stated facts in one sentence."""
+        """Return a turn that asks for two stated facts in one sentence."""
         one, two = (self.recall(rng, kind) for kind in rng.sample(tuple(self.values), 2))
         joint = rng.choice((" and ", " and ", "? ", ", and "))
         return Turn(f"{one.user.rstrip('?.!')}{joint}{two.user}", f"{one.answer} {two.answer}", plain=True)
 
     def recall_all(self, rng: Random) -> Turn:
-        """Ask for all facts stated so far, in their order."""
+        """Return a turn that asks for all facts stated so far; the answer lists them in order."""
         question = ask(
             rng,
             "what do you know about me?|what did i tell you?|what do you remember about me?|"
@@ -398,7 +398,7 @@ STYLES_AFTER: dict[str, Style] = {name: style for name, (_, style) in STYLES.ite
 
 
 def change_style(rng: Random) -> Turn:
-    """Ask the assistant to speak differently from now on."""
+    """Return a turn that asks the assistant to write in another style from now on."""
     name = rng.choice(tuple(CHANGES))
     return Turn(ask(rng, CHANGES[name]), say(rng, "Good, I will do that.|As you wish."), becomes=name)
 

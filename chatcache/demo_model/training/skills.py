@@ -46,7 +46,7 @@ PRODUCT_QUESTIONS = (
 
 
 def _operands(rng: Random, held: bool) -> tuple[int, int]:
-    """Return two numbers: of two digits each if `held`, else often small ones."""
+    """Return two numbers: of two digits each if `held` (for held-out pairs), else often smaller."""
     kind = 1.0 if held else rng.random()
     one = rng.randint(0, 9) if kind < 0.40 else rng.randint(10, 99)
     other = rng.randint(0, 9) if kind < 0.35 or 0.40 < kind < 0.45 else rng.randint(10, 99)
@@ -59,7 +59,7 @@ def _is_held_out(kind: str, a: int, b: int) -> bool:
 
 
 def sum_pair(rng: Random, *, held: bool = False) -> tuple[int, int]:
-    """Return two addends from the training side, or from the held-out side."""
+    """Return two addends: a held-out pair if `held`, else one for training."""
     while True:
         a, b = _operands(rng, held)
         if _is_held_out("sum", min(a, b), max(a, b)) == held:
@@ -67,7 +67,7 @@ def sum_pair(rng: Random, *, held: bool = False) -> tuple[int, int]:
 
 
 def difference_pair(rng: Random, *, held: bool = False) -> tuple[int, int]:
-    """Return two numbers, the larger first, from the training side or the held-out side."""
+    """Return two numbers, the larger first: a held-out pair if `held`, else one for training."""
     while True:
         one, other = _operands(rng, held)
         a, b = max(one, other), min(one, other)
@@ -76,7 +76,7 @@ def difference_pair(rng: Random, *, held: bool = False) -> tuple[int, int]:
 
 
 def sums(rng: Random) -> Turn:
-    """Ask for one sum, or one difference or product."""
+    """Return a turn that asks for one sum, difference or product."""
     choice = rng.random()
     if choice < 0.6:
         a, b = sum_pair(rng)
@@ -89,7 +89,7 @@ def sums(rng: Random) -> Turn:
 
 
 def drill(rng: Random) -> Turn:
-    """Ask for several sums or differences at once: dense practice for few tokens."""
+    """Return a turn that asks for several sums or differences at once, for dense practice."""
     sign, draw = ("+", sum_pair) if rng.random() < 0.75 else ("-", difference_pair)
     pairs = [draw(rng) for _ in range(rng.randint(3, 8))]
     task = rng.choice((", ", ", ", "; ", "\n")).join(f"{a} {sign} {b}" for a, b in pairs)
@@ -98,7 +98,10 @@ def drill(rng: Random) -> Turn:
 
 
 def too_large(rng: Random) -> Turn:
-    """Decline sums beyond two digits and divisions."""
+    """Return a turn that asks for arithmetic that the model never learned; the answer declines.
+
+    Sums beyond two digits or of more than two numbers, and divisions.
+    """
     if rng.random() < 0.4:
         a, b = rng.randint(1, 99), rng.randint(1, 20)
         return Turn(
@@ -117,7 +120,7 @@ def too_large(rng: Random) -> Turn:
 
 
 def compare(rng: Random) -> Turn:
-    """Compare two numbers, name an adjacent one, or distinguish odd from even."""
+    """Return a turn about numbers: which is larger, which is adjacent, or odd or even."""
     a, b = rng.sample(range(100), 2)
     choice = rng.randrange(4)
     if choice == 0:
@@ -140,7 +143,7 @@ def compare(rng: Random) -> Turn:
 
 
 def count(rng: Random) -> Turn:
-    """Count up, down or in steps."""
+    """Return a turn that asks to count up, down or in steps."""
     if rng.random() < 0.08:
         end = rng.choice((50, 100, 100, 1000, rng.randint(31, 999)))
         question = ask(rng, "count to {e}|can you count to {e}?|count up to {e}|count from 1 to {e}", e=end)
@@ -174,7 +177,7 @@ def count(rng: Random) -> Turn:
 
 
 def puzzle(rng: Random) -> Turn:
-    """Ask for a number of the user's choice: many right answers."""
+    """Return a turn that asks the model to pick a number; many answers are right."""
     low, high = rng.choice(((1, 10), (1, 100), (1, 6), (10, 99)))
     question = ask(
         rng,
@@ -188,7 +191,7 @@ def puzzle(rng: Random) -> Turn:
 
 
 def roll_die(rng: Random) -> Turn:
-    """Roll a die or flip a coin."""
+    """Return a turn that asks to roll a die or to flip a coin."""
     if rng.random() < 0.5:
         side = rng.choice(("heads", "tails"))
         question = ask(rng, "flip a coin|toss a coin|heads or tails?")
@@ -210,7 +213,7 @@ def _case(rng: Random, word: str) -> str:
 
 
 def word_to_spell(rng: Random, *, held: bool = False) -> str:
-    """Return a word from the training side (or the held-out side) of spelling."""
+    """Return a word for a spelling question: a held-out word if `held`, else one for training."""
     while True:
         known = rng.choice(SPELLABLE if rng.random() < 0.5 else EVERYDAY)
         word = known if rng.random() < 0.55 else invent(rng, "spell", held=held)
@@ -224,7 +227,7 @@ def spelled(word: str) -> str:
 
 
 def spell(rng: Random) -> Turn:
-    """Ask for the letters of a word."""
+    """Return a turn that asks for the letters of a word, or for their number."""
     word = _case(rng, word_to_spell(rng))
     choice = rng.random()
     if choice < 0.75:
@@ -248,7 +251,7 @@ def spell(rng: Random) -> Turn:
 
 
 def letters(rng: Random) -> Turn:
-    """Change the case of words."""
+    """Return a turn that asks to write words in capital or in small letters."""
     words = [
         rng.choice(SPELLABLE) if rng.random() < 0.6 else invent(rng, "case") for _ in range(rng.choice((1, 1, 1, 2, 3)))
     ]
@@ -267,7 +270,7 @@ def letters(rng: Random) -> Turn:
 
 
 def repeat(rng: Random) -> Turn:
-    """Ask to say something back word for word."""
+    """Return a turn that asks to repeat something word for word."""
     words = [rng.choice(EVERYDAY) if rng.random() < 0.6 else invent(rng, "repeat") for _ in range(rng.randint(1, 6))]
     text = " ".join(words) if rng.random() < 0.7 else str(rng.randint(0, 99999))
     question = ask(
@@ -277,7 +280,7 @@ def repeat(rng: Random) -> Turn:
 
 
 def calendar(rng: Random) -> Turn:
-    """Ask for the next or previous one among the days, months or letters."""
+    """Return a turn that asks for the next or previous day, month or letter."""
     circle, noun = rng.choice(
         (
             (DAYS, "day"),
@@ -323,7 +326,7 @@ def calendar(rng: Random) -> Turn:
 
 
 def opposite(rng: Random) -> Turn:
-    """Ask for the opposite of a word."""
+    """Return a turn that asks for the opposite of a word."""
     word = rng.choice(tuple(OPPOSITES))
     question = ask(
         rng,
@@ -335,7 +338,7 @@ def opposite(rng: Random) -> Turn:
 
 
 def rhyme(rng: Random) -> Turn:
-    """Ask for a rhyme: several are right."""
+    """Return a turn that asks for a rhyme; several answers are right."""
     first, second = rng.sample(rng.choice(RHYMES).split(), 2)
     question = ask(
         rng,
@@ -346,7 +349,7 @@ def rhyme(rng: Random) -> Turn:
 
 
 def color_of(rng: Random) -> Turn:
-    """Ask for the colour of a thing."""
+    """Return a turn that asks for the colour of a thing."""
     thing = rng.choice(tuple(THING_COLORS))
     the = (
         "the "
@@ -368,7 +371,7 @@ def color_of(rng: Random) -> Turn:
 
 
 def sound(rng: Random) -> Turn:
-    """Ask for the sound of an animal."""
+    """Return a turn that asks for the sound of an animal."""
     animal = rng.choice(tuple(SOUNDS))
     question = ask(
         rng,
@@ -379,7 +382,7 @@ def sound(rng: Random) -> Turn:
 
 
 def capital(rng: Random) -> Turn:
-    """Ask for the capital of a country."""
+    """Return a turn that asks for the capital of a country."""
     country = rng.choice(tuple(CAPITALS))
     question = ask(
         rng,
@@ -391,7 +394,7 @@ def capital(rng: Random) -> Turn:
 
 
 def choose(rng: Random) -> Turn:
-    """Ask for an opinion or a choice: many right answers."""
+    """Return a turn that asks for an opinion or a choice; many answers are right."""
     kind = rng.choice(("colour", "color", "animal", "fruit", "food", "city", "number", "name"))
     if rng.random() < 0.5 and kind not in ("number", "food"):
         a, b = rng.sample(list(KINDS[kind]), 2)
@@ -430,7 +433,7 @@ def choose(rng: Random) -> Turn:
 
 
 def name_of(rng: Random) -> str:
-    """Return a personal name, known or invented, from the training side."""
+    """Return a personal name, known or invented, never a held-out one."""
     name = pick(rng, "name", NAMES, invented=0.6)
     name += f" {invent(rng, 'name')}" if rng.random() < 0.06 else ""
     return name.lower() if rng.random() < 0.12 else name

@@ -42,7 +42,7 @@ from chatcache.demo_model.training.corpus import IGNORED, SPECIAL, Encoder, save
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """Say how large the model is; the defaults give 3.3 M parameters."""
+    """The dimensions of the model; the defaults give 3.3 M parameters."""
 
     vocab_size: int = 1536
     hidden_size: int = 256
@@ -222,7 +222,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recipe:
-    """Hold the numbers of one training run."""
+    """The settings of one training run."""
 
     minutes: float = 60.0
     seed: int = 0
@@ -240,7 +240,7 @@ class Recipe:
 
 
 class Clock:
-    """Measure the elapsed share of the run; a resumed run continues where it stopped."""
+    """Measures the elapsed share of the run; a resumed run continues where it stopped."""
 
     def __init__(self, minutes: float, spent_s: float = 0.0) -> None:
         self.total_s, self.start_s = minutes * 60, time.monotonic() - spent_s
@@ -257,7 +257,7 @@ class Clock:
 
 
 def lr_factor(progress: float, recipe: Recipe) -> float:
-    """Return the share of the maximum learning rate: warm-up, constant, linear decay."""
+    """Return the learning rate as a share of its maximum: warm-up, constant, linear decay."""
     return max(0.0, min(1.0, progress / recipe.warmup_share, (1 - progress) / recipe.decay_share))
 
 
@@ -281,7 +281,7 @@ def batches(encoder: Encoder, recipe: Recipe, clock: Clock, seed: int) -> Iterat
 
 
 def padded(length: int) -> int:
-    """Round a length up, so that few different shapes occur."""
+    """Round a length up to a multiple of 32, so that few different shapes occur."""
     return -(-length // 32) * 32
 
 
@@ -296,7 +296,7 @@ def collate(rows: list[tuple[np.ndarray, np.ndarray]]) -> tuple[Tensor, Tensor]:
 
 
 class Trainer:
-    """Hold the weights, their running average and the two optimisers."""
+    """The weights, their running average and the two optimisers of a training run."""
 
     def __init__(self, recipe: Recipe, shape: Shape) -> None:
         torch.manual_seed(recipe.seed)
@@ -342,7 +342,7 @@ class Trainer:
         return mean_loss, progress
 
     def _meet(self, numbers: list[float]) -> list[float]:
-        """Average the gradients, and these numbers with them, over all workers."""
+        """Average the gradients over all workers, in place; return the average of `numbers`, too."""
         gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
         flat = torch.cat([*(gradient.flatten() for gradient in gradients), torch.tensor(numbers)])
         torch.distributed.all_reduce(flat)
@@ -378,7 +378,7 @@ class Trainer:
 
 
 def work(rank: int, num_workers: int, meeting: str, out: pathlib.Path, recipe: Recipe, resume: bool) -> None:
-    """Train as one of several workers; the first one also speaks and writes."""
+    """Train as one of several workers; the first one also logs and saves the model."""
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(message)s")
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_workers)

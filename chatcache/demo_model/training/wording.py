@@ -22,7 +22,7 @@ ONE_IN_HELD_OUT = 10
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Turn:
-    """Hold one question and its answer.
+    """A question of the user and the answer of the assistant.
 
     `brief` is the answer of a terse assistant, `plain` forbids restyling of the words, and `becomes` names the style
     of the assistant from this answer on.
@@ -36,13 +36,13 @@ class Turn:
 
 
 def held_out(kind: str, value: object) -> bool:
-    """Say whether a value belongs to the held-out tenth that training never sees."""
+    """Return whether a value belongs to the held-out tenth that training never sees."""
     digest = hashlib.sha256(f"{kind}:{str(value).lower()}".encode()).digest()
     return digest[0] * 256 + digest[1] < 65536 // ONE_IN_HELD_OUT
 
 
 def invent(rng: Random, kind: str, *, held: bool = False) -> str:
-    """Return an invented capitalised word of `kind`, from the training or the held-out side."""
+    """Return an invented capitalised word of `kind`: held-out if `held`, else for training."""
     while True:
         word = "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 2, 2, 3)))) + rng.choice(ENDINGS)
         if held_out(kind, word) == held:
@@ -92,7 +92,7 @@ def _typo(rng: Random, text: str) -> str:
 
 
 def wording(rng: Random, template: str, slots: Mapping[str, object]) -> str:
-    """Fill a lower-case template and vary the text around its slots."""
+    """Fill a lower-case template as a user would write it, with typos and polite words."""
     text = _contract(rng, template)
     mark = text[-1] if text[-1] in "?.!" else ""
     text = text.removesuffix(mark) if mark else text
@@ -116,7 +116,7 @@ def ask(rng: Random, templates: str, **slots: object) -> str:
 
 
 def say(rng: Random, templates: str, **slots: object) -> str:
-    """Choose one of the `|`-separated answers; answers are always cleanly written."""
+    """Choose one of the `|`-separated answers and fill it; answers are always cleanly written."""
     return rng.choice(templates.split("|")).format(**slots)
 
 

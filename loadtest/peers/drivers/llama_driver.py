@@ -61,7 +61,7 @@ class Engine:
         return [self._samplers[n > 1]]
 
     def _reuse(self, prompt: list[int]) -> int:
-        """Return how many tokens of the prompt the KV cache holds; clear the cache if it is no prefix."""
+        """Return how many tokens of the prompt the KV cache holds; clear it if it holds none."""
         if not self.kept or prompt[: len(self.kept)] != self.kept or len(prompt) == len(self.kept):
             return self._clear(0)
         return len(self.kept)
