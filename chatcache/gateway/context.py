@@ -59,9 +59,9 @@ class PendingSaves:
         self._task: asyncio.Task[None] | None = None
 
     def add(self, response_id: str, names: Sequence[str], save: Save) -> None:
-        """Save a response as soon as the store accepts it.
+        """Keep a response to save it as soon as the store accepts it.
 
-        `names`: ids by which a request may continue the response.
+        `names`: ids that a later request may use to continue the response. `save` stores it.
         """
         self._pending[response_id] = _PendingSave(frozenset((response_id, *names)), save)
         log.warning("%s could not be saved yet; %d responses wait for the store", response_id, len(self._pending))
@@ -73,9 +73,10 @@ class PendingSaves:
             self._task = asyncio.create_task(self._retry())
 
     async def flush(self, *names: str | None) -> None:
-        """Save everything that can be saved now.
+        """Try to save all pending responses now.
 
-        Raises: StoreUnavailableError if a response with one of these names is still not saved.
+        `names`: ids that the caller is about to use. Raises: StoreUnavailableError if a response with one of them is
+        still not saved.
         """
         if not self._pending:
             return

@@ -55,9 +55,10 @@ def encode(value: object) -> bytes:
 
 
 def preencoded(value: Value) -> Value:
-    """Encode a part of a larger body now.
+    """Encode a part of a larger body in advance, for example on a thread.
 
-    Typed as the value it stands for: msgspec copies `Raw` as it is.
+    The result is a `msgspec.Raw`, which msgspec copies into the body unchanged. Its declared type is that of the value,
+    as the schema requires it.
     """
     return cast(Value, msgspec.Raw(encode(value)))
 

@@ -203,9 +203,9 @@ def _schemas(kinds: Iterable[object]) -> tuple[tuple[Schema, ...], dict[str, Sch
 
 
 def _object_schema(kind: type) -> Schema:
-    """Describe `object`, as msgspec's `schema_hook`.
+    """Return the schema of `object`, any JSON value, which msgspec cannot describe itself.
 
-    Raises: NotImplementedError for other types.
+    Passed to msgspec as `schema_hook`. Raises: NotImplementedError for other types.
     """
     if kind is object:
         return {"description": "any JSON value"}

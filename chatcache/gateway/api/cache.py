@@ -77,9 +77,10 @@ async def explain(request: Request) -> Response:
 
 
 async def page_accounts(request: Request) -> Response:
-    """GET /v1/cache/accounts: pages held now, shared ones in fractions.
+    """GET /v1/cache/accounts: the number of KV pages that each request and conversation holds.
 
-    A tenant sees its own pages; a server without keys shows all.
+    A page that several requests share counts in fractions. A tenant sees its own pages; a server without keys shows
+    all.
     """
     gateway, principal = gateway_of(request), principal_of(request)
     model = await gateway.require_model(None)
@@ -156,7 +157,10 @@ def _miss(explanation: Explanation, prompt: Prompt, tokenizer: Tokenizer, princi
 
 
 def _divergence(prompt: Prompt, tokenizer: Tokenizer) -> CacheDivergence | None:
-    """Find where the rendering departs from the prompt of the latest reply, cached or not."""
+    """Return where the rendered history differs from the tokens of the latest reply, if it does.
+
+    Such a difference has the chat template as its cause, and exists whether or not the reply is cached.
+    """
     where = prompt.divergence
     if where is None:
         return None
@@ -179,7 +183,11 @@ def _messages(messages: Sequence[Message], ends: Sequence[int], num_cached: int)
 
 
 def _accounts(held: PageAccounts, tenant: tuple[str, dict[str, str]] | None) -> CacheAccounts:
-    """Build the body. `tenant`: its namespace and its live requests' conversations; None: all."""
+    """Build the body of GET /v1/cache/accounts.
+
+    `tenant`: the cache namespace to which it is limited, and the caller's running requests with their conversations;
+    None shows all.
+    """
     requests, conversations = held.requests, {name: pages for name, pages in held.conversations.items() if name}
     num_pages: float = held.num_pages_in_use
     if tenant is not None:
@@ -199,7 +207,7 @@ def _accounts(held: PageAccounts, tenant: tuple[str, dict[str, str]] | None) -> 
 
 
 def _pool(health: EngineHealth) -> Pool:
-    """Count the pages by state."""
+    """Convert the engine's page counts to the number of pages in each state."""
     return Pool(
         page_size=health.page_size,
         **page_states(health),
@@ -210,7 +218,7 @@ def _pool(health: EngineHealth) -> Pool:
 
 
 def _charges(pages_of: dict[str, float]) -> list[Charge]:
-    """List the charges, largest first."""
+    """Convert pages by id to entries, largest first."""
     ranked = sorted(pages_of.items(), key=lambda charge: (-charge[1], charge[0]))
     return [Charge(name, round(pages, 3)) for name, pages in ranked]
 
@@ -221,7 +229,7 @@ TOKEN_BYTES = 4  # bytes of one token id in a packed prompt
 async def page_map(request: Request) -> Response:
     """GET /v1/cache/map: the state of every page.
 
-    A tenant sees pages of other tenants only as such.
+    Pages of other tenants are marked as such, without their state.
     """
     gateway, tenant = gateway_of(request), tenant_of(request)
     await gateway.require_model(None)

@@ -137,9 +137,9 @@ def _check_width(num_prompts: int, width: int, sampling: SamplingFields) -> None
 
 
 def _check_prompt_logprobs(prompts: Sequence[tuple[int, ...]], width: int, num_top: int | None) -> None:
-    """Limit the prompt log-probabilities of all choices together, not only of one prompt.
+    """Limit the total size of prompt log-probabilities over all choices of a request.
 
-    Raises: InvalidRequestError.
+    `width`: choices per prompt. `num_top`: alternatives per token, None if not requested. Raises: InvalidRequestError.
     """
     if num_top is None:
         return
@@ -153,7 +153,7 @@ def _check_prompt_logprobs(prompts: Sequence[tuple[int, ...]], width: int, num_t
 
 
 def _num_chars(prompt: Sequence[object]) -> int:
-    """Count the characters of a prompt, estimated for token ids."""
+    """Return the number of characters of a prompt, estimated if it consists of token ids."""
     if isinstance(prompt, str):
         return len(prompt)
     return sum(_num_chars(part) if isinstance(part, (str, list)) else CHARS_PER_TOKEN for part in prompt)

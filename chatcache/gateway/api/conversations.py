@@ -68,7 +68,10 @@ def message_item(item: Item, turn: Turn | None) -> schemas.Item:
 
 
 def _found_conversation(hit: SearchHit) -> schemas.FoundConversation:
-    """Convert a search result. Marks are [start, end] in characters, never markup."""
+    """Convert a search result to the conversation and the text ranges where words were found.
+
+    The ranges (marks) are [start, end] in characters, never markup.
+    """
     found = schemas.FoundConversation.from_head(hit.conversation)
     snippet = schemas.Snippet(hit.snippet.text, list(hit.snippet.marks)) if hit.snippet is not None else None
     found.match = schemas.Match(hit.item_id, hit.role, snippet, list(hit.title_marks))
@@ -94,7 +97,7 @@ async def list_conversations(request: Request) -> Response:
 
 
 async def get_conversation(request: Request) -> Response:
-    """GET /v1/conversations/{id}."""
+    """GET /v1/conversations/{id}: return a conversation without its messages."""
     conversation = await store_of(request).get(owner_of(request), request.path_params["id"])
     return json_response(schemas.Conversation.from_head(conversation))
 
@@ -174,7 +177,10 @@ async def create_conversation(request: Request) -> Response:
 
 
 async def list_items(request: Request) -> Response:
-    """GET .../items: a page of one path, newest first; with `branches=all`, all, oldest first."""
+    """GET .../items: a page of the messages on one path of the tree, newest first.
+
+    The path ends at `leaf` (default: the active leaf). With `branches=all`: all messages, oldest first.
+    """
     query = request.query_params
     if query.get("branches", "all") != "all":
         raise InvalidRequestError('branches must be "all"', param="branches")
@@ -203,7 +209,7 @@ async def create_items(request: Request) -> Response:
 
 
 async def get_item(request: Request) -> Response:
-    """GET .../items/{item_id}."""
+    """GET .../items/{item_id}: return one item of a conversation."""
     tree = await store_of(request).load(owner_of(request), request.path_params["id"])
     _, entry = find_item(tree, request.path_params["item_id"])
     return json_response(entry)
@@ -231,9 +237,9 @@ async def edit_conversation(
     *,
     expected_rev: int | None = None,
 ) -> Conversation:
-    """Apply an edit to the present tree, and retry if another client changed it meanwhile.
+    """Plan a deletion from the present tree and apply it; plan again if the tree has changed.
 
-    With `expected_rev`, apply it only to that revision.
+    `edit` plans the deletion. With `expected_rev`, it is applied only to that revision.
 
     Raises: what `edit` raises, NotFoundError, StaleRevisionError.
     """

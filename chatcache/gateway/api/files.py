@@ -182,9 +182,9 @@ async def _export_lines(store: ConversationStore, owner: str, digest: str) -> As
 
 
 def _select_branch(tree: ConversationTree, branch: str | None, *, whole: bool) -> tuple[Item, ...] | None:
-    """Select the path to `branch`; None for the whole tree.
+    """Return the messages on the path to `branch`; None for the whole tree.
 
-    Without `branch`: all (`whole`), or the active branch.
+    Without `branch`: the whole tree if `whole` is set, else the path to the active leaf.
     """
     if branch == ALL or (branch is None and whole):
         return None

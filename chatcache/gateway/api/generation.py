@@ -46,7 +46,11 @@ Choice = TypeVar("Choice", ChatChunkChoice, CompletionChoice)
 
 @dataclass(frozen=True, slots=True)
 class CompleteReply:
-    """A whole reply: final events by index, deltas by candidate, log-probabilities by prompt."""
+    """All events of a reply that is not streamed.
+
+    `dones`: final events by candidate index. `deltas`: by candidate index, if they are needed. `prompt_logprobs`: by
+    number of the prompt.
+    """
 
     dones: Sequence[ReplyDone]
     deltas: Mapping[int, Sequence[ReplyDelta]]
@@ -107,7 +111,7 @@ class ChunkWriter(ABC, Generic[Choice]):
 
     @abstractmethod
     def delta_choice(self, event: ReplyDelta) -> Choice | None:
-        """Build the choice of a delta; None if the client requested nothing of it."""
+        """Build the choice of a delta; None if the delta has nothing that the client requested."""
 
     @abstractmethod
     def final_choice(self, event: ReplyDone, unsent_ids: Sequence[int]) -> Choice:
@@ -194,7 +198,7 @@ async def respond(
 
 
 async def collect(events: AsyncIterator[ReplyEvent], serializer: ReplySerializer) -> bytes:
-    """Read all events; return the encoded body."""
+    """Read the reply to its end and return the encoded body of the response."""
     dones: list[ReplyDone] = []
     deltas: dict[int, list[ReplyDelta]] = defaultdict(list)
     of_prompts: dict[int, Sequence[TokenLogprob | None]] = {}

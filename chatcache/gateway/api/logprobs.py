@@ -19,9 +19,9 @@ MIN_LOGPROB = -9999.0
 def chat_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprob]
 ) -> list[schemas.TokenLogprob]:
-    """Build the `content` list with one entry for each token.
+    """Build the `content` list of OpenAI's `logprobs` object, one entry for each token.
 
-    The `bytes` of all entries join to the text, also if a token is part of a character.
+    The `bytes` of all entries joined are the text, even where a token is only part of a character.
     """
     return [
         schemas.TokenLogprob(
@@ -33,7 +33,10 @@ def chat_logprobs(
 
 
 class EncodedLogprobs:
-    """Entries of `chat_logprobs`, stored as JSON: a tenth of their size as objects."""
+    """A growing list of `chat_logprobs` entries, kept as JSON to save memory.
+
+    The JSON has a tenth of the size of the objects.
+    """
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -60,7 +63,10 @@ def encoded_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequenc
 
 
 def encoded_list(entries: bytes | bytearray) -> list[schemas.TokenLogprob]:
-    """Put brackets around encoded entries. Typed as the list: msgspec copies `Raw` as it is."""
+    """Return encoded entries as a JSON list that msgspec copies into the body unchanged.
+
+    The declared type is that of the decoded list, as the schema requires it.
+    """
     return cast(list[schemas.TokenLogprob], Raw(b"[%s]" % entries))
 
 
@@ -91,7 +97,7 @@ def limit_alternatives(entries: Sequence[TokenLogprob | None], num_top: int) -> 
 
 
 def num_alternatives(entries: Sequence[TokenLogprob | None]) -> int:
-    """Count the alternatives of each entry; all entries have equally many."""
+    """Return how many alternatives each entry has; it is the same number for all."""
     return len(entries[-1].top) if entries and entries[-1] is not None else 0
 
 

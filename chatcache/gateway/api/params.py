@@ -101,7 +101,7 @@ def to_params(fields: SamplingFields, route: RouteParams, vocab_size: int) -> Pa
 
 
 def _common_params(fields: SamplingFields, route: RouteParams) -> dict[str, Any]:
-    """Parameters that sampling and beam search share."""
+    """Return the parameters that `SamplingParams` and `BeamSearchParams` have in common."""
     return {
         "max_tokens": route.max_tokens,
         "min_tokens": _default(fields.min_tokens, 0),
@@ -243,9 +243,10 @@ def structured_outputs(
 def rename_constraint_param(
     structured: StructuredFields | None, field: str, tools: str | None = None
 ) -> Iterator[None]:
-    """Name the field that the client used in errors about the constraint.
+    """Change `structured_outputs` in errors to the request field that set the constraint.
 
-    `field`: the name, unless the request has `structured_outputs`. `tools`: the name if tools made the constraint.
+    This is `tools` if given, the name of the tool field; else `field`, unless the request itself has
+    `structured_outputs`.
     """
     try:
         yield
@@ -286,9 +287,10 @@ _MODES = ("none", "auto", "required")
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request. `names`: functions that the model may call now, None for none.
+    """The tools of a request and how the model may use them.
 
-    `choice` repeats the request. `limits`: the constraint on the reply that enforces it.
+    `names`: functions that the model may call now, None if it may call none. `choice`: the value of `tool_choice`,
+    repeated in the response. `limits`: the grammar constraint that enforces the choice, None for none.
     """
 
     functions: tuple[Function, ...] = ()
@@ -449,7 +451,10 @@ def _function_name(tool: ToolChoiceFields | NamedTool, known: frozenset[str]) ->
 
 
 def _callee(function: Function, *, enforced: bool) -> CallableFunction:
-    """Build the grammar's function. `enforced`: constrain the arguments also without `strict`."""
+    """Convert a function for use in the grammar.
+
+    `enforced`: constrain the arguments to their schema even if the function is not `strict`.
+    """
     if not (enforced or function.strict):
         return CallableFunction(function.name)
     parameters = function.parameters

@@ -25,7 +25,7 @@ async def get_session(request: Request) -> Response:
 async def create_session(request: Request) -> Response:
     """POST /v1/session: exchange the API key for a cookie.
 
-    A session cannot renew itself, so it expires as stated.
+    The key itself is required: a session cookie cannot be used to get a new one and so to outlive its expiry.
     """
     principal = principal_of(request)
     if not principal.key_id:  # an open server

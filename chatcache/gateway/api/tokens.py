@@ -85,7 +85,10 @@ def _message_token(tokenizer: Tokenizer, index: int, look: TokenAlternatives, to
 
 
 def _alternative(tokenizer: Tokenizer, token: int, logprob: float | None) -> Alternative:
-    """`logprob`: None for a token that the model rules out."""
+    """Build the entry of one token.
+
+    `logprob`: None for a token that the model rules out.
+    """
     return Alternative(
         id=token,
         text=token_text(tokenizer, token),

@@ -195,7 +195,10 @@ class RevocationMiddleware:
 
 
 class _RevocableReceive:
-    """`receive` that reports a disconnect when the key is revoked, once the body is complete."""
+    """ASGI `receive` that reports a disconnect when the API key is revoked.
+
+    It does so only after the whole request body was received.
+    """
 
     def __init__(self, receive: Receive, revoked: asyncio.Event) -> None:
         self._receive = receive

@@ -42,9 +42,9 @@ def request_cost(params: Params, num_chars: int, num_prompts: int = 1) -> Reques
 
 
 class AdmissionTicket:
-    """An admitted request: it holds its place in the queue size and its rate limit reservation.
+    """One admitted request: counts in the queue size and holds a rate limit reservation.
 
-    Ends with the `acquire` block, or, if replies were attached, with the last of them.
+    Both are released when the `acquire` block ends, or, if replies were attached, when the last of them ends.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class AdmissionController:
         return self._tenants.get(tenant, EMPTY_QUEUE)
 
     def adjust_queue_size(self, tenant: str, some: QueueSize) -> None:
-        """Add to a tenant's queue size; negative numbers subtract."""
+        """Add `some` to the queue size of a tenant; negative numbers subtract."""
         waiting = _add(self.queue_size(tenant), some)
         if waiting == EMPTY_QUEUE:
             self._tenants.pop(tenant, None)

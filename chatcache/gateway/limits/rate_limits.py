@@ -106,7 +106,8 @@ class DailyUsage:
     async def _send(self, store: UsageStore, day: int) -> None:
         """Store the counts of a day.
 
-        A batch that may have been stored already is sent again unchanged, under its old number.
+        A batch that may have been stored already is sent again unchanged, under its old number, which the store
+        recognises.
         """
         if day not in self._unconfirmed:
             self._last_number += 1
@@ -246,13 +247,13 @@ class KeyAccount:
 
     @property
     def is_idle(self) -> bool:
-        """Whether a new account would have the same state."""
+        """Whether the account equals a new one: full buckets and no running request."""
         buckets, now_ns = (self._requests, self._tokens), self._clock_ns()
         is_full = all(bucket is None or not bucket.full_in_ns(now_ns) for bucket in buckets)
         return is_full and not self._num_running and not self._num_reserved
 
     def admit(self, cost: RequestCost) -> None:
-        """Reserve the cost of a request, or nothing.
+        """Reserve the cost of a request under all limits of the key, or raise and reserve nothing.
 
         Raises: InvalidRequestError for more candidates than may ever run at once, QuotaExceededError, RateLimitError.
         """

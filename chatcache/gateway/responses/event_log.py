@@ -51,7 +51,10 @@ class LogFrame(NamedTuple):
 
 
 class FrameStore:
-    """Append-only frames. Positions count all frames, numbers only the numbered ones."""
+    """Append-only list of encoded frames; old ones are compressed in segments.
+
+    A position counts all frames; a number counts only those with a `sequence_number`.
+    """
 
     def __init__(self) -> None:
         self.num_numbered = 0
@@ -195,7 +198,7 @@ class _Node(NamedTuple):
 
 
 class BeamTree:
-    """The nodes on the paths to live beams.
+    """The token tree of a beam search, limited to the paths that lead to live beams.
 
     Each node is added and pruned once, so the cost per event does not depend on the size of the tree.
     """
@@ -226,7 +229,7 @@ class BeamTree:
         return encode({"type": BEAM, "response_id": response_id, "whole": True, "nodes": nodes, "live": self._live})
 
     def _prune(self, node_id: int, ends: frozenset[int]) -> None:
-        """Remove a node without live beams below it, and such ancestors."""
+        """Remove a node if it leads to no live beam, then its ancestors that lead to none either."""
         while node_id in self._nodes and node_id not in ends and not self._num_children[node_id]:
             removed = self._nodes.pop(node_id)
             del self._num_children[node_id]
@@ -334,7 +337,7 @@ class ResponseLog:
         return self._texts.outputs()
 
     async def wait_for_frame(self, position: int) -> bool:
-        """Wait for a frame at `position`; False if the log ends before it."""
+        """Wait until there is a frame at `position`; return False if the log ends before it."""
         while position >= self._frames.num_frames:
             if self.is_closed:
                 return False
@@ -367,7 +370,10 @@ class ResponseLog:
         return end, number, [*first, *(frame for _, frame in notes), *beams, merged]
 
     def beams(self) -> tuple[int, list[LogFrame]]:
-        """Return the live beams as one frame, and the position up to which it is valid."""
+        """Return the live beams as at most one frame, and the position of the next frame of the log.
+
+        Beam frames before that position are contained in it.
+        """
         data = self._beams.frame(self.response_id)
         return self._frames.num_frames, [LogFrame(BEAM, None, data)] if data is not None else []
 
@@ -389,11 +395,12 @@ class ResponseLog:
 
 
 class LogReader:
-    """A position in a log. As a context manager it counts as a reader of the response.
+    """Reads the frames of a log from a position on; a reader of the response while it is open.
 
     A plain reader gets every numbered frame. An extended reader also gets unnumbered frames and, after falling behind,
-    one `response.snapshot` in place of the frames it missed. Once its client has sent an acknowledgement (`ack`), it is
-    at most one window ahead of it. After a gap, it gets the live beams as a whole tree.
+    one `response.snapshot` in place of the frames it missed. Once the client has acknowledged a frame (`ack`), the
+    reader stays at most one window ahead of the last acknowledged frame. After a gap, it gets the live beams as a whole
+    tree.
     """
 
     def __init__(self, log: ResponseLog, frames: FrameStore, after: int, extended: bool) -> None:
@@ -424,7 +431,7 @@ class LogReader:
                 yield frame
 
     async def next(self) -> Sequence[LogFrame]:
-        """Wait for frames and return at most a segment of them; none at the end of the log."""
+        """Wait for frames and return at most one segment of them; empty at the end of the log."""
         while True:
             await self.wait_open()
             if not self._needs_beams and not await self._log.wait_for_frame(self._position):

@@ -69,7 +69,7 @@ from chatcache.types.events import FINISH_CANCELLED, FINISH_STOP, StartReport
 
 
 class CandidateEventWriter:
-    """Writes the events of one candidate. `output_indexes` numbers the items of the response."""
+    """Writes the events of one candidate. `output_indexes` yields the next free `output_index`."""
 
     def __init__(self, log: ResponseLog, output_indexes: Iterator[int], candidate: int, item_id: str) -> None:
         self._log = log
@@ -105,7 +105,10 @@ class CandidateEventWriter:
             self._call_delta(call)
 
     def done(self, item: Item, logprobs: list[TokenLogprob], score: float | None) -> dict[int, OutputItem]:
-        """End all items and return them by `output_index`."""
+        """Write the events that end all output items of the candidate.
+
+        Return the items by `output_index`.
+        """
         self._end_reasoning()
         self._end_call(item.status)
         items = {each.id: each for each in output_items(item, logprobs, score)}
@@ -233,7 +236,7 @@ class ResponseEventWriter:
         self._wire_outputs |= self._candidates[event.index].done(item, logprobs, score)
 
     def mark_incomplete(self, reason: str) -> Turn:
-        """Record why the response ends early, other than by a cancel; return the turn to store."""
+        """Record why the response ends early without being cancelled; return the turn to store."""
         self._is_cut = True
         self._turn = replace(self._turn, echo={**self._turn.echo, "incomplete_details": {"reason": reason}})
         return self._turn
@@ -245,7 +248,11 @@ class ResponseEventWriter:
         return COMPLETED if self._finish_reasons <= {FINISH_STOP} else INCOMPLETE
 
     def finished(self, event: ReplyFinished, receipt: Receipt | None, *, is_saved: bool) -> None:
-        """Write the terminal frame; `receipt` belongs to a cancelled response."""
+        """Write the terminal frame of a response that did not fail.
+
+        `receipt`: what a cancel has cost, None unless the response was cancelled. `is_saved`: False while the store has
+        not accepted the result.
+        """
         status = self.status(event)
         kind = "response.completed" if status == COMPLETED else "response.incomplete"
         extra: dict[str, object] = {"receipt": receipt} if receipt is not None else {}

@@ -192,9 +192,10 @@ async def delete_response(request: Request) -> Response:
 
 
 async def cancel_response(request: Request) -> Response:
-    """POST /v1/responses/{id}/cancel: end the response and return it with its receipt.
+    """POST /v1/responses/{id}/cancel: end the response and return it.
 
-    A response that has ended is returned unchanged.
+    It contains a receipt: tokens generated after the cancel, pages freed and latency. A response that has ended is
+    returned unchanged.
     """
     logged = gateway_of(request).responses.find(owner_of(request), request.path_params["id"])
     if logged is not None and logged.run is not None:

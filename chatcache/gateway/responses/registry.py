@@ -35,14 +35,18 @@ class Run(Protocol):
         ...
 
     async def reply_prefix(self, index: int, num_tokens: int | None, fork_with: int | None) -> ReplyPrefix:
-        """Return the current text of a candidate, or its first tokens, plus an optional token.
+        """Return the beginning of a candidate that is being generated, for a fork to continue.
 
-        Raises: InvalidRequestError.
+        It has all tokens so far, or the first `num_tokens`, then the token `fork_with` if given. Raises:
+        InvalidRequestError.
         """
         ...
 
     async def steer(self, given: object) -> None:
-        """Queue input for a successor and end this response. Raises: SteerRefusedError."""
+        """Queue input for a successor, the response that continues this one, and end this one.
+
+        Raises: SteerRefusedError.
+        """
         ...
 
     @property
@@ -60,14 +64,15 @@ class Run(Protocol):
     async def drop(self, candidate: int) -> Receipt | None:
         """End one of several candidates within one engine step, and wait until it has ended.
 
-        Raises: NotFoundError if it had already ended.
+        Returns the receipt (see `Receipt`); None if the whole response ended meanwhile. Raises: NotFoundError if the
+        candidate had already ended.
         """
         ...
 
     async def cancel(self) -> Receipt | None:
         """End the response within one engine step and wait for the end.
 
-        Returns the receipt; None if the response had already ended.
+        Returns the receipt (see `Receipt`); None if the response had already ended.
         """
         ...
 
@@ -78,9 +83,10 @@ class Run(Protocol):
 
 @dataclass(slots=True)
 class LoggedResponse:
-    """A response and its log. `run` is None once it has ended.
+    """A running or recently ended response and its event log.
 
-    `successor` is the id of the response that continues it; `steers` is input that waits for a successor.
+    `run`: None once the response has ended. `successor`: the id of the response that continues it. `steers`: steering
+    input that waits for a successor.
     """
 
     id: str
@@ -138,7 +144,7 @@ class ResponseRegistry:
         return found if found is not None and found.owner == owner else None
 
     def get(self, owner: str, response_id: str, param: str = "response_id") -> LoggedResponse:
-        """Return what `find` finds. Raises: NotFoundError."""
+        """Return a running or recently ended response of this owner. Raises: NotFoundError."""
         found = self.find(owner, response_id)
         if found is None:
             raise NotFoundError(f"no response {response_id[:128]!r} is running or has recently ended", param=param)

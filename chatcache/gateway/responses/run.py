@@ -55,7 +55,11 @@ _MIN_FIRST_READER_S = 2.0  # time for the client to start reading
 
 @dataclass(slots=True)
 class _PendingDrop:
-    """A drop that was requested. `receipt` is None for a candidate that ended by itself."""
+    """A requested end of one candidate that the engine has not reported yet.
+
+    `num_tokens`: tokens generated at the time of the request. `receipt`: resolves to None if the candidate ended by
+    itself.
+    """
 
     since_s: float
     num_tokens: int
@@ -73,7 +77,7 @@ class CandidateCancellations:
 
     @property
     def since_s(self) -> float | None:
-        """Time of the earliest drop that is still pending."""
+        """Time of the earliest request to end a candidate that is still pending; None without one."""
         return min((drop.since_s for drop in self._waiting.values()), default=None)
 
     @property
@@ -144,7 +148,7 @@ class CandidateCancellations:
 
 
 def dropped_fields(response_id: str, candidate: int, receipt: Receipt) -> dict[str, object]:
-    """Return the fields of `response.dropped`."""
+    """Return the fields of the event `response.dropped`: a candidate was ended."""
     return {"response_id": response_id, "candidate": candidate, "receipt": receipt}
 
 
@@ -153,7 +157,7 @@ def _candidate_ended_error(index: int) -> NotFoundError:
 
 
 class DetachTimer:
-    """Ends a response `ttl_s` after the last reader of its log has left; never if None.
+    """Ends a response that has had no reader of its log for `ttl_s` seconds (None: never).
 
     Belongs to one event loop.
     """
@@ -166,7 +170,10 @@ class DetachTimer:
         self._ending: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start to watch the readers; there may be none yet."""
+        """Start to watch the readers.
+
+        A response without a first reader ends after `ttl_s`, but not at once.
+        """
         self._log.on_reader_count = self._on_reader_count
         if self._ttl_s is not None:
             self._start_timer(max(self._ttl_s, _MIN_FIRST_READER_S))
@@ -262,9 +269,10 @@ class LiveResponse:
         return self._writer.item_ids.index(item_id) if item_id in self._writer.item_ids else None
 
     async def reply_prefix(self, index: int, num_tokens: int | None, fork_with: int | None) -> ReplyPrefix:
-        """Return the current text of a candidate, or its first tokens, plus an optional token.
+        """Return the beginning of a candidate that is being generated, for a fork to continue.
 
-        Raises: InvalidRequestError.
+        It has all tokens so far, or the first `num_tokens`, then the token `fork_with` if given. Raises:
+        InvalidRequestError.
         """
         candidate = self._reply.candidates[index]
         ids = candidate.fork_ids(num_tokens, fork_with)  # copied now, because the candidate keeps growing
@@ -273,7 +281,7 @@ class LiveResponse:
     async def cancel(self) -> Receipt | None:
         """End the response within one engine step and wait for the end.
 
-        Returns the receipt; None if the response had already ended.
+        Returns the receipt (see `Receipt`); None if the response had already ended.
         """
         if self._cancelled_s is None:
             self._cancelled_s = time.perf_counter()
@@ -304,8 +312,8 @@ class LiveResponse:
     async def drop(self, candidate: int) -> Receipt | None:
         """End one of several candidates within one engine step, and notify all readers.
 
-        Returns the receipt; None if the whole response ended meanwhile. Raises: NotFoundError if the candidate ended by
-        itself.
+        Returns the receipt (see `Receipt`); None if the whole response ended meanwhile. Raises: NotFoundError if the
+        candidate ended by itself.
         """
         return await self._drops.drop(candidate, self.task)
 
@@ -384,7 +392,10 @@ class LiveResponse:
             await self._finish(event)
 
     async def _finish(self, event: ReplyFinished) -> None:
-        """Store, then announce: who has read the terminal frame can rely on the tree."""
+        """Store the result, then write the terminal frame.
+
+        In this order, because a client that has read the terminal frame may continue the stored response at once.
+        """
         usage = to_usage(event)
         if event.cancelled and self._cancelled_s is None and (self._steers or self._interrupted):
             turn = self._writer.mark_incomplete("steered" if self._steers else "interrupted")
@@ -395,7 +406,11 @@ class LiveResponse:
         self._writer.finished(event, self._receipt, is_saved=is_saved)
 
     async def _start_successor(self) -> None:
-        """Start a successor for the steering input, keep it for function outputs, or reject it."""
+        """Start the response that answers the steering input.
+
+        If it cannot start yet, because function outputs are missing, keep the input for the request that brings them;
+        reject the input if the response failed or was cancelled.
+        """
         steers = self._steers.pop_all()
         if not steers:
             return
@@ -473,7 +488,7 @@ class LiveResponse:
         self._gateway.hub.publish_update(conversation)
 
     def _stop_receipt(self, event: ReplyFinished) -> Receipt:
-        """Build the receipt of a cancelled reply and record its latency.
+        """Build the receipt of a cancelled reply (tokens, pages, latency) and update the metrics.
 
         Latency is zero if the server, not a client, ended the reply.
         """

@@ -31,7 +31,10 @@ class SteerRefusedError(ChatcacheError):
 
 @dataclass(frozen=True, slots=True)
 class Steer:
-    """An accepted steering input: `input_value` as it was sent, `messages` as a list."""
+    """Accepted steering input for a running response.
+
+    `input_value`: as the client sent it. `messages`: the same as a list of messages.
+    """
 
     id: str
     input_value: object
@@ -117,7 +120,7 @@ def queued_input(steers: Sequence[Steer], own_input: object) -> list[Any]:
 
 
 def required_input(output: Item) -> list[dict[str, str]]:
-    """Return stubs of the function outputs that a reply waits for."""
+    """Return the function outputs that a reply waits for, as items without their `output`."""
     return [
         {"type": "function_call_output", "call_id": call.call_id, "name": call.name} for call in output.parts.tool_calls
     ]

@@ -11,7 +11,10 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """`cached_tokens`: prompt tokens whose KV pages were in the cache."""
+    """Details of the prompt tokens.
+
+    `cached_tokens`: those whose KV pages were in the cache.
+    """
 
     cached_tokens: int
     cache_write_tokens: int
@@ -40,9 +43,9 @@ class TopLogprob(msgspec.Struct):
 
 
 class TokenLogprob(msgspec.Struct):
-    """A generated token.
+    """A generated token and the most likely tokens at its position.
 
-    `bytes` of all tokens join to the text, also if a token is part of a character.
+    The `bytes` of all tokens joined are the text, even where a token is only part of a character.
     """
 
     token: str
@@ -84,7 +87,10 @@ class ChatCall(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """`content` is null if there are only tool calls. `reasoning` repeats `reasoning_content`."""
+    """The message of a choice.
+
+    `content` is null if there are only tool calls. `reasoning` repeats `reasoning_content`.
+    """
 
     role: Literal["assistant"]
     content: str | None
@@ -156,7 +162,7 @@ class ChatChunkChoice(msgspec.Struct):
 
 
 class ChatCompletionChunk(msgspec.Struct):
-    """One chunk has one choice.
+    """One event of a streamed chat completion, with one choice.
 
     With stream_options.include_usage, a last chunk has no choice but the usage.
     """
@@ -197,7 +203,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct):
-    """The body, and also each event of a stream; there, only the last event has `usage`."""
+    """The body of a completion, and each event of its stream, where only the last has `usage`."""
 
     id: str
     object: Literal["text_completion"]

@@ -6,7 +6,10 @@ import msgspec
 
 
 class ErrorDetail(msgspec.Struct):
-    """`param`: the request field that caused the error. `code`: a stable name of the cause."""
+    """Description of an error.
+
+    `param`: the request field that caused it. `code`: a stable, machine-readable name of the cause.
+    """
 
     message: str
     type: str

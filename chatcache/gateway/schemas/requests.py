@@ -140,7 +140,7 @@ Id = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 class StructuredFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's `structured_outputs`: exactly one of these."""
+    """vLLM's `structured_outputs`: the constraint on the output, in exactly one of these fields."""
 
     json: str | dict[str, Any] | bool | None = None
     json_object: bool | None = None
@@ -150,7 +150,7 @@ class StructuredFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JsonSchemaFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """OpenAI's named schema. It is kept to the letter, `strict` or not."""
+    """OpenAI's named JSON schema. It is enforced exactly, whether `strict` is set or not."""
 
     name: SchemaName | None = None
     schema: dict[str, Any] | bool | None = None
@@ -166,7 +166,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """`text.format` of the Responses API: the same, flat."""
+    """`text.format` of the Responses API: `response_format` without the nested `json_schema`."""
 
     type: str
     name: SchemaName | None = None
@@ -176,14 +176,14 @@ class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`text` of the Responses API."""
+    """`text` of the Responses API: the format of the output."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
 class SamplingFields(msgspec.Struct, frozen=True):
-    """What every generating route takes."""
+    """The sampling and beam search fields that all generating routes accept."""
 
     n: Candidates | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -217,7 +217,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class CompletionBase(msgspec.Struct, frozen=True):
-    """What the two stateless routes share."""
+    """The fields that chat completions and completions have in common."""
 
     model: ShortText | None = None
     stream: bool | None = None
@@ -318,7 +318,7 @@ class ItemsFields(msgspec.Struct, frozen=True):
 
 
 class TitleFields(msgspec.Struct, frozen=True):
-    """Which revision of a conversation to name, and which model to ask."""
+    """The model that generates a title, and the expected revision of the conversation."""
 
     model: ShortText | None = None
     rev: Annotated[int, Meta(ge=0, le=2**53)] | None = None
@@ -369,14 +369,20 @@ class CancelFields(msgspec.Struct, frozen=True):
 
 
 class DropFields(msgspec.Struct, frozen=True):
-    """`candidate`: index among the `n` candidates of the response."""
+    """End one candidate of a running response.
+
+    `candidate`: index among the `n` candidates of the response.
+    """
 
     response_id: Id
     candidate: Annotated[int, Meta(ge=0, lt=MAX_N)]
 
 
 class ResumeFields(msgspec.Struct, frozen=True):
-    """`starting_after`: the last `sequence_number` that the client has; -1 is none."""
+    """Receive the events of a response from a position on.
+
+    `starting_after`: the last `sequence_number` that the client has; -1 is none.
+    """
 
     response_id: Id
     starting_after: Annotated[int, Meta(ge=-1, le=2**53)] | None = None
@@ -389,7 +395,10 @@ class AckFields(msgspec.Struct, frozen=True):
 
 
 class SteerFields(msgspec.Struct, frozen=True):
-    """`input`: a text or user messages, checked separately because it has its own error form."""
+    """Input that interrupts a running response and is answered by a new one.
+
+    `input`: a text or user messages, checked separately because its errors have a form of their own.
+    """
 
     previous_response_id: Id
     input: Any = None
@@ -412,7 +421,10 @@ class InputItemsQuery(msgspec.Struct):
 
 
 class RetrieveQuery(msgspec.Struct):
-    """`stream`: return the events with numbers above `starting_after`."""
+    """How to return a response: as an object, or as events with `stream`.
+
+    `starting_after`: omit events up to this `sequence_number`.
+    """
 
     stream: bool = False
     starting_after: Annotated[int, Meta(ge=0)] | None = None
@@ -429,15 +441,18 @@ class ItemsQuery(msgspec.Struct):
 
 
 class SearchQuery(ListQuery):
-    """`query`: words that must all be in the title or in one message; the last may be a prefix."""
+    """Selects a page of the conversations, or of those that match a search.
+
+    `query`: words that must all be in the title or in one message; the last may be a prefix.
+    """
 
     query: Annotated[str, Meta(max_length=4096)] | None = None
 
 
 class ExportQuery(msgspec.Struct):
-    """`branch`: last message of the branch, or "all".
+    """Format and extent of an export.
 
-    Default: all for JSON, the active one for Markdown.
+    `branch`: last message of the branch, or "all". Default: all for JSON, the active one for Markdown.
     """
 
     format: Literal["json", "markdown"] = "json"
@@ -445,7 +460,10 @@ class ExportQuery(msgspec.Struct):
 
 
 class ImportQuery(msgspec.Struct):
-    """`dry_run`: report the result without changing anything."""
+    """Options of an import.
+
+    `dry_run`: report the result without changing anything.
+    """
 
     dry_run: bool = False
 
@@ -457,6 +475,6 @@ class TokenQuery(msgspec.Struct):
 
 
 class RevQuery(msgspec.Struct):
-    """`rev`: the revision that the client has read; another present revision is a 409."""
+    """`rev`: the expected revision of the conversation; status 409 if it has changed since."""
 
     rev: Annotated[int, Meta(ge=0, le=10**15 - 1)] | None = None

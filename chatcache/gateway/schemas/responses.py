@@ -131,7 +131,10 @@ class ConversationPage(msgspec.Struct):
 
 
 class ConflictDetail(ErrorDetail):
-    """The error of a conflict. `conversation`: its present state, with code `stale_revision`."""
+    """The description of a conflict.
+
+    `conversation`: its present version, with code `stale_revision`.
+    """
 
     conversation: Conversation | UnsetType = UNSET
 
@@ -160,7 +163,10 @@ class ImportEntry(msgspec.Struct):
 
 
 class Import(msgspec.Struct):
-    """Number of conversations by result, of new messages, and of skipped parts by kind."""
+    """The result of an import: number of conversations by outcome, and their entries.
+
+    `num_items`: new messages. `skipped`: number of parts of the file that are not messages, by kind.
+    """
 
     object: Literal["conversation.import"]
     dry_run: bool
@@ -175,9 +181,9 @@ class Import(msgspec.Struct):
 
 
 class Title(msgspec.Struct):
-    """A title.
+    """The result of generating a title.
 
-    `generated` is false if the model gave no usable one, or it was changed meanwhile.
+    `generated` is false if the model gave no usable title, or the title was changed meanwhile.
     """
 
     object: Literal["conversation.title"]
@@ -271,7 +277,7 @@ class MessageTokens(msgspec.Struct):
 
 
 class Alternative(msgspec.Struct):
-    """A token. `ends`: it would end the reply."""
+    """A token that the model could have generated. `ends`: it would have ended the reply."""
 
     id: int
     text: str
@@ -281,7 +287,10 @@ class Alternative(msgspec.Struct):
 
 
 class PlacedToken(Alternative):
-    """The token of the message. `rank`: 1 for the most likely token, null beyond 20."""
+    """The token that the message has at the position.
+
+    `rank`: 1 for the most likely token, null beyond 20.
+    """
 
     rank: int | None
 
@@ -293,7 +302,7 @@ class TokenUsage(msgspec.Struct):
 
 
 class MessageToken(msgspec.Struct):
-    """The model's probabilities at temperature 1.
+    """The most likely tokens at one position of a message, with probabilities at temperature 1.
 
     `alternatives`: most likely first; may include the token itself.
     """
@@ -344,7 +353,7 @@ class IncompleteDetails(msgspec.Struct):
 
 
 class Receipt(msgspec.Struct):
-    """The cost of a cancel: tokens generated after it, pages freed by it, and its latency."""
+    """The effect of a cancel: tokens generated after it, pages freed by it, and its latency."""
 
     tokens_after_stop: int
     pages_freed: int

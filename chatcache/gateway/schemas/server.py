@@ -11,7 +11,7 @@ from chatcache.gateway.schemas.errors import ErrorDetail
 
 
 class Model(msgspec.Struct):
-    """`max_model_len` is null until the model is loaded."""
+    """The served model. `max_model_len` is null until it is loaded."""
 
     id: str
     object: Literal["model"]
@@ -28,7 +28,7 @@ class Models(msgspec.Struct):
 
 
 class Tokens(msgspec.Struct):
-    """`token_strs`: with return_token_strs."""
+    """The token ids of a text. `token_strs` is present with `return_token_strs`."""
 
     count: int
     tokens: list[int]
@@ -80,7 +80,10 @@ class Ready(msgspec.Struct):
 
 
 class NotReady(msgspec.Struct):
-    """`progress`: the loaded fraction, 0 to 1."""
+    """The server cannot serve requests yet, or not at present.
+
+    `progress`: the loaded fraction of the model, 0 to 1.
+    """
 
     status: Literal["loading", "unavailable"]
     model: str
@@ -159,7 +162,7 @@ class Charge(msgspec.Struct):
 class Pool(msgspec.Struct):
     """Number of pages in each state.
 
-    `waste`: the fraction of slots in held pages without a token.
+    `waste`: the fraction of the token positions on held pages that hold no token.
     """
 
     page_size: int
@@ -173,10 +176,10 @@ class Pool(msgspec.Struct):
 
 
 class CacheMap(msgspec.Struct):
-    """`cells`: one letter for each group of `pages_per_cell` pages, for the page in most use.
+    """The state of every page, as one letter for each group of `pages_per_cell` pages.
 
-    f: free; i: idle (cached, evicted when pages are needed); o: another tenant's; p: pinned; a: used by one branch;
-    s: shared by several branches.
+    The letter is that of the page in most use. f: free; i: idle (cached, evicted when pages are needed); o: another
+    tenant's; p: pinned; a: used by one branch; s: shared by several branches.
     """
 
     object: Literal["cache.map"]
@@ -187,7 +190,10 @@ class CacheMap(msgspec.Struct):
 
 
 class Warmth(msgspec.Struct):
-    """`cached_tokens` of the `tokens` of a conversation's active path are in the cache."""
+    """How much of a conversation's active path is in the cache.
+
+    `cached_tokens` of its `tokens` are cached.
+    """
 
     conversation_id: str
     tokens: int
@@ -202,7 +208,10 @@ class CacheWarmth(msgspec.Struct):
 
 
 class CacheAccounts(msgspec.Struct):
-    """`pool`: present on a server without keys, whose clients see the whole server."""
+    """The pages that running requests and their conversations hold.
+
+    `pool`: present on a server without keys, whose clients see the whole server.
+    """
 
     object: Literal["cache.accounts"]
     scope: Literal["server", "tenant"]

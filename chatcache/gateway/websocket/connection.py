@@ -185,7 +185,7 @@ async def responses_socket(socket: WebSocket) -> None:
 
 
 class Connection:
-    """One WebSocket connection."""
+    """Reads the frames of one WebSocket connection and passes each to the handler of its type."""
 
     def __init__(self, socket: WebSocket, gateway: Gateway, extended: bool) -> None:
         self._socket = socket
@@ -331,7 +331,10 @@ class Connection:
             self._dropping[key] = asyncio.create_task(self._drop_candidate(run, *key))
 
     async def _drop_candidate(self, run: Run, response_id: str, candidate: int) -> None:
-        """Drop a candidate and send its receipt, unless the frames of the response contain it."""
+        """End a candidate and send its receipt, unless the connection reads the response.
+
+        The frames of the response contain the receipt, too.
+        """
         try:
             receipt = await run.drop(candidate)
             if receipt is not None and self._streams.reader_of(response_id) is None:
@@ -345,7 +348,10 @@ class Connection:
             del self._dropping[response_id, candidate]
 
     async def _cancel_run(self, run: Run) -> None:
-        """Cancel a response and send its receipt, unless the frames of the response contain it."""
+        """Cancel a response and send its receipt, unless the connection reads the response.
+
+        The frames of the response contain the receipt, too.
+        """
         try:
             receipt = await run.cancel()
             if self._streams.reader_of(run.id) is None and not self._streams.terminal_of(run.id)[0]:
@@ -369,7 +375,10 @@ class Connection:
             await self._sender.send({"type": "response.steer.failed", "sequence_number": 0, **failed}, stream_id)
 
     def _steerable(self, response_id: str) -> Run:
-        """Return a response that this connection reads. Raises: SteerRefusedError."""
+        """Return a running response that this connection reads, which steering requires.
+
+        Raises: SteerRefusedError.
+        """
         sent, terminal = self._streams.terminal_of(response_id)
         if sent:
             raise not_steerable_error(terminal)

@@ -76,5 +76,5 @@ def stream_id_suffix(stream_id: str | None) -> bytes:
 
 
 def with_stream_id(data: bytes, suffix: bytes) -> bytes:
-    """Splice the stream id into an encoded frame."""
+    """Add the stream id to an encoded frame. `suffix`: from `stream_id_suffix`."""
     return data[:-1] + suffix if suffix else data

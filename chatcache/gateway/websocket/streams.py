@@ -92,7 +92,10 @@ class StreamMultiplexer:
         return found[1] if found is not None else None
 
     def terminal_of(self, response_id: str) -> tuple[bool, str | None]:
-        """Return whether a response was recently sent here to its end, and its terminal frame type."""
+        """Return whether a response was recently sent to its end here, and how it ended.
+
+        The second value is the type of its terminal frame, None if it was not sent.
+        """
         return response_id in self._terminals, self._terminals.get(response_id)
 
     async def close(self) -> None:
