@@ -201,9 +201,7 @@ class EventLogs:
 class EngineClientBase:
     """Converts calls into commands, and notices into results and events.
 
-    Belongs to one event loop.
-
-    `send` sends a command to the engine without waiting.
+    Belongs to one event loop. `send` sends a command to the engine without waiting.
     """
 
     def __init__(self, send: Callable[[Command], None], retention_s: float = RETENTION_S) -> None:

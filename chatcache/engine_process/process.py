@@ -368,7 +368,7 @@ class EngineProcess:
         return await self._client.invoke(method)
 
     def _check(self, prompt: Sequence[int] = ()) -> None:
-        """Reject calls that need not be sent.
+        """Reject calls that cannot succeed, before they are sent.
 
         Raises: OverloadedError without a child, ContextLengthError.
         """

@@ -310,7 +310,7 @@ class FusedDecode:
         self._megakernel: MegakernelDecoder | None = None
 
     def run(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor | None:
-        """Return the logits at `drawn`, or None if the kernel does not support this step."""
+        """Return the logits of the tokens `drawn` (indices), or None if the kernel does not fit."""
         from chatcache_kernels import cpu
         from chatcache_kernels.cpu.decoder import MegakernelDecoder
 

@@ -132,7 +132,7 @@ class EagerRunner:
     def _scored(
         self, part: StepPart, scores: Scores, layout: StepLayout, tokens: Tensor, drawn: Index, index: Index
     ) -> Finish:
-        """Run the rows, sample, and score prompt tokens, holding the logits of some tokens at a time."""
+        """Run the rows, sample, and score prompt tokens, holding few logits in memory at a time."""
         geometry = self._network.geometry
         wanted = np.concatenate((layout.last[drawn], scored_token_indices(part.rows, scores)))
         sizes = part_sizes(len(drawn), len(wanted), geometry.vocab_size * geometry.dtype.itemsize)
