@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -42,6 +43,7 @@ from chatcache.types.actions import (
     DrawSpec,
     DroppedCandidate,
     Finish,
+    LogitChanges,
     Output,
     cannot_drop_error,
 )
@@ -250,13 +252,18 @@ class BeamStrategy:
 
     @property
     def has_fixed_draws(self) -> bool:
-        return self._constraint is None
+        return True
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         if self._constraint is None:
             return (self._spec,)
+        next_changes = partial(self._changes, self._constraint, branch)
+        return (replace(self._spec, mask=next_changes()[1], next_changes=next_changes),)
+
+    def _changes(self, constraint: Constraint, branch: int) -> LogitChanges:
+        """Return the mask of a branch: that of any of its beams, which have the same tokens."""
         beam = next(beam for group in self._groups for beam in group.beams if beam.node.branch == branch)
-        return (replace(self._spec, mask=self._constraint.mask(beam.grammar_state, beam.progress.num_tokens)),)
+        return None, constraint.mask(beam.grammar_state, beam.progress.num_tokens)
 
     def drop(self, index: int) -> DroppedCandidate | None:
         raise cannot_drop_error("beams")

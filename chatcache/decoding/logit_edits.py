@@ -5,8 +5,8 @@ For a token that occurs `c` times in the output (`seen`: in the prompt or output
     l = l / repetition if l > 0 else l * repetition        if seen      (CTRL, Keskar et al. 2019; as transformers)
     l = l + bias - presence * [c > 0] - frequency * c                   (as OpenAI)
 
-and -inf while the token is banned. A step costs one table update and a copy of one entry per distinct edited token, or
-nothing if no penalty, bias or ban is set.
+and -inf while the token is banned. A step costs one table update, and a copy of the table only if the penalty of a
+token that is already in it changes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ Edit = tuple[I32, F32, F32]
 
 
 class LogitEdits:
-    """Edit table of one branch. Rows [0, size) are in use; ids are unique and only appended."""
+    """Edit table of one branch.
+
+    Rows [0, size) are in use, and their ids are unique. Rows that an `edit` has returned are never changed: the plan
+    keeps them. A token is appended behind them, and a change of a row copies its column.
+    """
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int], bannable: Sequence[int] = ()) -> None:
         self._repetition = params.repetition_penalty
@@ -43,11 +47,18 @@ class LogitEdits:
         self._bias = bias
         self._add: F32 = np.array([bias.get(token, 0.0) for token in ids], dtype=np.float32)
         self._count: dict[int, int] = {}
+        self._edit: Edit | None = None  # the last one returned, while it is valid
+        self._is_banned = False  # in the last one
 
     @property
     def is_empty(self) -> bool:
         """True if `edit` always returns None."""
         return not self._counting and self._size == 0
+
+    @property
+    def is_fixed(self) -> bool:
+        """True if `edit` always returns the same."""
+        return not self._counting and not len(self._bannable)
 
     def fork(self) -> LogitEdits:
         """Return an independent copy for a forked branch.
@@ -59,6 +70,7 @@ class LogitEdits:
         copied = copy(self)
         copied._row, copied._count = dict(self._row), dict(self._count)
         copied._ids, copied._scale, copied._add = self._ids.copy(), self._scale.copy(), self._add.copy()
+        copied._edit = None
         return copied
 
     def record(self, token: int) -> None:
@@ -66,29 +78,39 @@ class LogitEdits:
         if not self._counting:
             return
         row = self._row.get(token)
-        if row is None:
-            row = self._append(token)
         count = self._count[token] = self._count.get(token, 0) + 1
-        self._scale[row] = self._repetition
-        self._add[row] = self._bias.get(token, 0.0) - self._presence - self._frequency * count
+        add = self._bias.get(token, 0.0) - self._presence - self._frequency * count
+        if row is None:
+            self._append(token, add)
+            return
+        if count == 1 and self._scale[row] != self._repetition:
+            self._scale = self._scale.copy()
+            self._scale[row] = self._repetition
+            self._edit = None
+        if self._add[row] != add:
+            self._add = self._add.copy()
+            self._add[row] = add
+            self._edit = None
 
     def edit(self, *, ban: bool) -> Edit | None:
-        """Return copies of (ids, scale, add), each [num_edited]; None without edits."""
-        if self._size == 0 or not (ban or self._always_applies):
-            return None
-        add = self._add[: self._size].copy()
-        if ban:
-            add[self._bannable] = -np.inf
-        return self._ids[: self._size], self._scale[: self._size].copy(), add
+        """Return (ids, scale, add), each [num_edited]; None without edits."""
+        if self._edit is None or ban != self._is_banned:
+            size = self._size
+            if size == 0 or not (ban or self._always_applies):
+                return None
+            add = self._add[:size]
+            if ban:
+                add = add.copy()
+                add[self._bannable] = -np.inf
+            self._edit, self._is_banned = (self._ids[:size], self._scale[:size], add), ban
+        return self._edit
 
-    def _append(self, token: int) -> int:
+    def _append(self, token: int, add: float) -> None:
         row = self._size
         if row == len(self._ids):
             room = max(16, row)
             self._ids = np.concatenate((self._ids, np.zeros(room, dtype=np.int32)))
-            self._scale = np.concatenate((self._scale, np.zeros(room, dtype=np.float32)))
+            self._scale = np.concatenate((self._scale, np.full(room, self._repetition, dtype=np.float32)))
             self._add = np.concatenate((self._add, np.zeros(room, dtype=np.float32)))
-        self._ids[row] = token
-        self._row[token] = row
-        self._size = row + 1
-        return row
+        self._ids[row], self._add[row] = token, add
+        self._row[token], self._size, self._edit = row, row + 1, None

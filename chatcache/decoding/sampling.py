@@ -25,6 +25,7 @@ from chatcache.types.actions import (
     Extend,
     Finish,
     Fork,
+    LogitChanges,
     Output,
     Release,
     Strategy,
@@ -64,19 +65,19 @@ class SamplerSpec:
         bannable = rules.terminal_ids if rules.min_tokens > 0 and constraint is None else ()
         self.edits = LogitEdits(params, prompt, bannable)
 
-    @property
-    def has_fixed_draws(self) -> bool:
-        """True if all draws of a branch use its initial spec: no edits and no grammar."""
-        return self.edits.is_empty and self._constraint is None
+        self.has_fixed_changes = self.edits.is_fixed and constraint is None
 
     def draw_spec(
         self, spec: DrawSpec, edits: LogitEdits, progress: StopProgress, grammar_state: GrammarState | None
     ) -> DrawSpec:
         """Return the draw specification of a branch in the given state."""
+        edit, mask = self.changes(edits, progress, grammar_state)
+        return spec if edit is None and mask is None else replace(spec, edit=edit, mask=mask)
+
+    def changes(self, edits: LogitEdits, progress: StopProgress, grammar_state: GrammarState | None) -> LogitChanges:
+        """Return the edit and the mask of a branch in the given state."""
         edit = edits.edit(ban=progress.num_tokens < self._rules.min_tokens)
-        if self._constraint is not None:
-            return replace(spec, edit=edit, mask=self._constraint.mask(grammar_state, progress.num_tokens))
-        return spec if edit is None else replace(spec, edit=edit)
+        return edit, None if self._constraint is None else self._constraint.mask(grammar_state, progress.num_tokens)
 
 
 ROOT = 0
@@ -87,11 +88,15 @@ class _Candidate:
     """State of a live candidate. `score`: cumulative raw log-probability of its tokens."""
 
     index: int
+    drawing: SamplerSpec
     spec: DrawSpec
     edits: LogitEdits
     grammar_state: GrammarState | None = None
     progress: StopProgress = START
     score: float = 0.0
+
+    def changes(self) -> LogitChanges:
+        return self.drawing.changes(self.edits, self.progress, self.grammar_state)
 
 
 class SamplingStrategy:
@@ -128,12 +133,14 @@ class SamplingStrategy:
 
     @property
     def has_fixed_draws(self) -> bool:
-        return self._started and self._drawing.has_fixed_draws
+        return self._started
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         if self._started:
             lane = self._candidates[branch]
-            return (self._drawing.draw_spec(lane.spec, lane.edits, lane.progress, lane.grammar_state),)
+            edit, mask = lane.changes()
+            next_changes = None if self._drawing.has_fixed_changes else lane.changes
+            return (replace(lane.spec, edit=edit, mask=mask, next_changes=next_changes),)
         if branch != ROOT:
             raise KeyError(branch)
         root = self._drawing.draw_spec(self._drawing.spec, self._drawing.edits, START, None)
@@ -219,7 +226,8 @@ class SamplingStrategy:
 
     def _new_candidate(self, index: int) -> _Candidate:
         grammar_state = None if self._constraint is None else self._constraint.fork(None)
-        return _Candidate(index, replace(self._drawing.spec, lane=index), self._drawing.edits.fork(), grammar_state)
+        spec = replace(self._drawing.spec, lane=index)
+        return _Candidate(index, self._drawing, spec, self._drawing.edits.fork(), grammar_state)
 
     def _advance_state(self, lane: _Candidate, token: int) -> StopResult | None:
         lane.edits.record(token)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from chatcache_kernels.types import KVPages
+from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -299,6 +300,6 @@ def _draws(draws: Draws, which: Index, first_row: int) -> Draws:
     place = {int(draw): new for new, draw in enumerate(which)}
     return Draws(
         **cut,
-        edits=tuple(replace(edit, draw=place[edit.draw]) for edit in draws.edits if edit.draw in place),
-        masks=tuple(replace(mask, draw=place[mask.draw]) for mask in draws.masks if mask.draw in place),
+        edits=tuple(structs.replace(edit, draw=place[edit.draw]) for edit in draws.edits if edit.draw in place),
+        masks=tuple(structs.replace(mask, draw=place[mask.draw]) for mask in draws.masks if mask.draw in place),
     )

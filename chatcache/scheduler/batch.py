@@ -174,10 +174,11 @@ class BatchBuilder:
     def build(self, step: int, forks: list[tuple[int, int, int]], decode_updates: I32, swaps: Swaps = ((), ())) -> Step:
         """Build the step from the granted rows and the rows of the decode batch.
 
-        Asks the strategy of each sampled branch outside the decode batch what to draw. `decode_updates` are the page
-        table updates of the decode batch, `swaps` the page copies to and from the host.
+        Asks the strategies what to draw, as far as this may have changed. `decode_updates` are the page table updates
+        of the decode batch, `swaps` the page copies to and from the host.
         """
-        decode_rows, faults = self._decode_batch.plan_rows(), list[tuple[LiveRequest, Exception]]()
+        faults: list[tuple[LiveRequest, Exception]] = []
+        decode_rows = self._decode_batch.plan_rows(faults)
         drawn, draws = self._draws(faults)
         plan = StepPlan(
             step=step,

@@ -1,8 +1,9 @@
 """The persistent decode batch: all branches that decode one token per step, kept as arrays.
 
 A branch is in the decode batch while nothing about its next step has to be decided: all its tokens but the newest are
-computed, the cell for that token is the branch's own, and its strategy will ask for the same draw as last time. Its
-steps are then planned with a few array operations for the whole batch, without calls to its strategy or its page table:
+computed, the cell for that token is the branch's own, and its strategy will ask for the same draw as last time, apart
+from edits and masks of the logits (penalties, grammars). Its steps are then planned with a few array operations for the
+whole batch, without calls to its page table, and to its strategy only for those edits and masks:
 
     entry             0    1    2    3    4
     branch           b7   b9    -   b4  b12      a removed branch leaves a hole; before the next step the entries are
@@ -27,7 +28,7 @@ its token is sampled again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +38,7 @@ from numpy.typing import NDArray
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import TOKEN_BYTES
 from chatcache.scheduler.request import Branch, LiveRequest
-from chatcache.types.actions import DrawSpec
+from chatcache.types.actions import DrawSpec, LogitChanges
 from chatcache.types.plan import I32, PENDING_TOKEN, Draws, LogitEdit, LogitMask, Rows
 
 MASK_64 = 2**64 - 1
@@ -51,12 +52,14 @@ _NO_UPDATES = np.zeros((0, 3), np.int32)
 class DecodeRows:
     """The decode batch's part of one step: for each branch one row of one token, and one draw.
 
-    In service order, and parallel to `branches`; `draws.row` counts from 0.
+    In service order, and parallel to `branches`; `draws.row` counts from 0. `changes`: the draws with edits or masks,
+    each with its `LogitChanges` or the function that returns them.
     """
 
     branches: list[Branch]
     rows: Rows
     draws: Draws
+    changes: Sequence[tuple[int, LogitChanges | Callable[[], LogitChanges]]] = ()
 
 
 class DecodeBatch:
@@ -84,6 +87,8 @@ class DecodeBatch:
         self._end = np.zeros(num_slots, np.int64)  # index into `_cells` after the last cell of its page
         self._row = np.full(num_slots, NO_ROW, np.int32)  # row in the last planned step
         self._draws = default_draws(num_slots)
+        self._changes = np.full(num_slots, None, object)  # `LogitChanges`, or the function that returns them
+        self._num_changing = 0  # entries with such a function
         self._page_tokens = np.zeros((num_slots, kv.page_size), "<i4")  # by slot: the tokens of the page being filled
         self._cells = self._page_tokens.reshape(-1)
         self._entry = np.zeros(num_slots, np.int32)  # entry of the branch, by slot
@@ -92,7 +97,8 @@ class DecodeBatch:
             self._next_token.data,
         )  # faster for single cells
         self._arrays: list[NDArray[Any]] = [
-            *(self._branches, self._tables, self._slot, self._service_order, self._num_computed, self._num_reported),
+            *(self._branches, self._tables, self._changes, self._slot, self._service_order),
+            *(self._num_computed, self._num_reported),
             *(self._num_pages, self._next_token, self._cell, self._end, self._row),
         ]
         self._arrays += draw_arrays(self._draws)
@@ -113,12 +119,15 @@ class DecodeBatch:
         if table.changed_from < table.num_pages or table.num_reserved == table.num_tokens:
             return  # its pages are not sent to the runner yet, or it has no cell of its own for the token
         specs = request.strategy.draws(branch.id)
-        if len(specs) != 1 or specs[0].edit is not None or specs[0].mask is not None:
+        if len(specs) != 1:
             return
         if self._num_entries == len(self._slot):
             self._compact()
         entry, slot, size = self._num_entries, branch.slot, self._kv.page_size
-        write_draw(self._draws, entry, specs[0])  # first, as it raises for a spec that does not fit the arrays
+        write_draw(self._draws, entry, spec := specs[0])  # first, as it raises for a spec that does not fit the arrays
+        has_changes = spec.edit is not None or spec.mask is not None
+        self._changes[entry] = spec.next_changes or ((spec.edit, spec.mask) if has_changes else None)
+        self._num_changing += spec.next_changes is not None
         self._is_used[entry] = branch.in_decode_batch = True
         self._branches[entry], self._tables[entry] = branch, table
         self._slot[entry], self._entry[slot] = slot, entry
@@ -148,7 +157,8 @@ class DecodeBatch:
         entry = self._entry_view[branch.slot]
         if not discard:
             self._commit_to_table(branch, entry)
-        self._branches[entry] = self._tables[entry] = None
+        self._num_changing -= callable(self._changes[entry])
+        self._branches[entry] = self._tables[entry] = self._changes[entry] = None
         self._is_used[entry] = branch.in_decode_batch = self._is_compact = False
         self._cached_rows = None
         self.num_branches -= 1
@@ -232,21 +242,26 @@ class DecodeBatch:
         updates[:, 0], updates[:, 1], updates[:, 2] = slots, num_pages, pages
         return updates
 
-    def plan_rows(self) -> DecodeRows:
-        """Plan one row and one draw for every branch in the batch."""
+    def plan_rows(self, faults: list[tuple[LiveRequest, Exception]]) -> DecodeRows:
+        """Plan one row and one draw for every branch in the batch.
+
+        Appends to `faults` the requests whose strategy raised when asked for edits and masks.
+        """
         self._compact()
         count, cached = self._num_entries, self._cached_rows
         if cached is None:
             slots, ones, numbers = self._slot[:count].copy(), np.ones(count, np.int32), np.arange(count, dtype=np.int32)
             draws = relocate_draws(copy_draws(self._draws, count), numbers, numbers)
-            cached = DecodeRows(self._branches[:count].tolist(), Rows(slots, ones, ones, ones), draws)
+            changes = [each for each in enumerate(self._changes[:count].tolist()) if each[1] is not None]
+            cached = DecodeRows(self._branches[:count].tolist(), Rows(slots, ones, ones, ones), draws, changes)
             self._cached_rows = cached
             self._row[:count] = numbers
-        start, rows, draws = self._num_computed[:count].copy(), cached.rows, cached.draws
-        return DecodeRows(
-            cached.branches,
-            Rows(rows.slot, start, rows.num_tokens, self._next_token[:count].copy()),
-            relocate_draws(draws, draws.row, start + 1),
+        start, rows = self._num_computed[:count].copy(), cached.rows
+        draws = relocate_draws(cached.draws, cached.draws.row, start + 1)
+        if cached.changes:
+            draws = _with_changes(draws, cached, faults)
+        return replace(
+            cached, rows=Rows(rows.slot, start, rows.num_tokens, self._next_token[:count].copy()), draws=draws
         )
 
     def active_rows(self, rows: DecodeRows) -> I32 | None:
@@ -270,13 +285,14 @@ class DecodeBatch:
     def can_schedule_ahead(self) -> bool:
         """Return whether the batch can be planned again before the last step returns its tokens.
 
-        That is so if the step samples one token of each branch, and pages are free for the branches whose last page it
-        fills. A query.
+        That is so if the step samples one token of each branch, no edit or mask depends on it, and pages are free for
+        the branches whose last page it fills. A query.
         """
         self._compact()
         count = self._num_entries
         if (
             not count
+            or self._num_changing
             or self._flushed_full
             or (self._row[:count] == NO_ROW).any()
             or (self._draws.width[:count] != 1).any()
@@ -319,7 +335,7 @@ class DecodeBatch:
         count = self._num_entries = len(entries)
         for array in self._arrays:
             array[:count] = array[entries]
-        self._branches[count:] = self._tables[count:] = None
+        self._branches[count:] = self._tables[count:] = self._changes[count:] = None
         self._is_used[:count], self._is_used[count:] = True, False
         self._entry[self._slot[:count]] = np.arange(count, dtype=np.int32)
         self._is_compact = True
@@ -344,18 +360,35 @@ def pack_draws(specs: Sequence[DrawSpec], rows: Sequence[int], positions: Sequen
 
 
 def concat_draws(first: Draws, second: Draws) -> Draws:
-    """Append `second`, which has neither edits nor masks, to `first`."""
-    pairs = zip(draw_arrays(first), draw_arrays(second), strict=True)
-    return replace(_draws([np.concatenate(pair) for pair in pairs]), edits=first.edits, masks=first.masks)
+    """Append `second` to `first`."""
+    pairs, shift = zip(draw_arrays(first), draw_arrays(second), strict=True), len(first.row)
+    edits = [LogitEdit(edit.draw + shift, edit.ids, edit.scale, edit.add) for edit in second.edits]
+    masks = [LogitMask(mask.draw + shift, mask.words) for mask in second.masks]
+    return replace(
+        _draws([np.concatenate(pair) for pair in pairs]), edits=(*first.edits, *edits), masks=(*first.masks, *masks)
+    )
 
 
 def relocate_draws(draws: Draws, row: I32, position: I32) -> Draws:
-    """Return the same draws from other rows and positions, sharing all other arrays.
+    """Return the same draws from other rows and positions, sharing all other arrays."""
+    return replace(draws, row=row, position=position)
 
-    For draws without edits and masks.
-    """
-    _, width, seed, lane, _, *rest = draw_arrays(draws)
-    return _draws((row, width, seed, lane, position, *rest))
+
+def _with_changes(draws: Draws, rows: DecodeRows, faults: list[tuple[LiveRequest, Exception]]) -> Draws:
+    """Return the draws of `rows` with their edits and masks."""
+    edits: list[LogitEdit] = []
+    masks: list[LogitMask] = []
+    for draw, changes in rows.changes:
+        try:
+            edit, mask = changes() if callable(changes) else changes
+        except Exception as error:
+            faults.append((rows.branches[draw].request, error))
+            continue
+        if edit is not None:
+            edits.append(LogitEdit(draw, *edit))
+        if mask is not None:
+            masks.append(LogitMask(draw, mask))
+    return replace(draws, edits=tuple(edits), masks=tuple(masks))
 
 
 def select_draws(draws: Draws, which: I32) -> Draws:

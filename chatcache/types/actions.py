@@ -13,7 +13,7 @@ which are several times cheaper to create than dataclasses and are not tracked b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,12 +23,16 @@ from chatcache.errors import UnsupportedParameterError
 from chatcache.types.events import LiveBeam, TokenLogprob
 from chatcache.types.plan import F32, I32, U32
 
+LogitChanges = tuple[tuple[I32, F32, F32] | None, U32 | None]
+"""(ids, scale, add) of a `plan.LogitEdit` and the words of a `plan.LogitMask`, or None for either."""
+
 
 @dataclass(frozen=True, slots=True)
 class DrawSpec:
     """One draw from a branch's next-token logits; the fields are those of `plan.Draws`.
 
-    `edit` is (ids, scale, add) of a `plan.LogitEdit`, and `mask` the words of a `plan.LogitMask`, or None.
+    `edit` and `mask` as in `LogitChanges`. `next_changes` returns those of the same branch's draw in any later step;
+    None if they stay the same.
     """
 
     width: int = 1
@@ -41,6 +45,7 @@ class DrawSpec:
     num_top: int = 0
     edit: tuple[I32, F32, F32] | None = None
     mask: U32 | None = None
+    next_changes: Callable[[], LogitChanges] | None = None
 
 
 class Candidates(msgspec.Struct, frozen=True, gc=False):
@@ -163,9 +168,9 @@ class Strategy(Protocol):
 
     @property
     def has_fixed_draws(self) -> bool:
-        """Whether `draws` returns the same specs for a branch in every later step.
+        """Whether `draws` returns the same specs for a branch in every later step, except edits and masks.
 
-        The scheduler then calls it only once.
+        The scheduler then calls it only once, and afterwards `DrawSpec.next_changes`.
         """
         ...
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -57,8 +58,7 @@ class Rows:
     tokens: I32
 
 
-@dataclass(frozen=True, slots=True)
-class LogitEdit:
+class LogitEdit(msgspec.Struct, frozen=True, gc=False):
     """Sparse change to the logits of one draw: penalties, logit_bias, bans (min_tokens).
 
     logit = logit / scale if logit > 0 else logit * scale; then logit += add; a ban is add = -inf. The ids are unique.
@@ -71,8 +71,7 @@ class LogitEdit:
     add: F32
 
 
-@dataclass(frozen=True, slots=True)
-class LogitMask:
+class LogitMask(msgspec.Struct, frozen=True, gc=False):
     """The tokens that one draw may choose (grammar constraint), as a bit mask.
 
     Token i is bit i % 32 of word i // 32; the shape is [ceil(V / 32)] for a vocabulary of V tokens. Applied together

@@ -37,7 +37,6 @@ def sample(
 ) -> Run:
     params = SamplingParams(structured_outputs=outputs, **fields)
     strategy = strategy_of(params, seed=seed, max_tokens=max_tokens)
-    assert not strategy.has_fixed_draws
     return run(strategy, PROMPT, TableModel(VOCAB_SIZE, model), shuffle=shuffle)
 
 
@@ -207,11 +206,17 @@ def test_forks_have_states_of_their_own() -> None:
     assert len({tuple(outcome.tokens) for outcome in together.outcomes.values()}) == 8
 
 
-def test_a_constrained_strategy_has_no_fixed_draws() -> None:
-    strategy = strategy_of(SamplingParams(structured_outputs=StructuredOutputs(regex="ab")))
+def test_mask_of_a_constrained_candidate_follows_its_grammar() -> None:
+    strategy = strategy_of(SamplingParams(structured_outputs=StructuredOutputs(regex="abc")))
     assert strategy.draws(0)[0].mask is not None and not strategy.has_fixed_draws
     strategy.advance({0: (Candidates((BYTE["a"],), (-1.0,)),)})
-    assert not strategy.has_fixed_draws
+    (spec,) = strategy.draws(0)
+    assert strategy.has_fixed_draws and spec.next_changes is not None and spec.mask is not None
+    assert np.array_equal(spec.next_changes()[1], spec.mask)
+    strategy.advance({0: (Candidates((BYTE["b"],), (-1.0,)),)})
+    following = strategy.draws(0)[0].mask
+    assert following is not None and not np.array_equal(following, spec.mask)
+    assert np.array_equal(spec.next_changes()[1], following)
 
 
 def test_a_candidate_ends_when_nothing_may_follow_and_draws_no_eos_for_it() -> None:

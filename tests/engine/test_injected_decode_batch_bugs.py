@@ -14,7 +14,7 @@ from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_table import PageTable
 from chatcache.kv_cache.pool import InvariantError
 from chatcache.scheduler.decode_batch import DecodeBatch, DecodeRows
-from chatcache.scheduler.request import Branch
+from chatcache.scheduler.request import Branch, LiveRequest
 from chatcache.types.plan import I32
 from tests.engine.generated_workloads import until_it_fails, workloads
 from tests.engine.workloads import Workload, assert_equals_alone
@@ -22,6 +22,7 @@ from tests.engine.workloads import Workload, assert_equals_alone
 pytestmark = pytest.mark.slow
 
 Patch = pytest.MonkeyPatch
+Faults = list[tuple[LiveRequest, Exception]]
 
 
 def table_not_updated(patch: Patch) -> None:
@@ -87,8 +88,8 @@ def draws_of_before(patch: Patch) -> None:
     original = DecodeBatch.plan_rows
     kept: dict[tuple[DecodeBatch, int], DecodeRows] = {}
 
-    def rows(self: DecodeBatch) -> DecodeRows:
-        now = original(self)
+    def rows(self: DecodeBatch, faults: Faults) -> DecodeRows:
+        now = original(self, faults)
         before = kept.setdefault((self, len(now.branches)), now)
         draws = before.draws
         return replace(now, draws=replace(now.draws, seed=draws.seed, lane=draws.lane, width=draws.width))
@@ -96,11 +97,36 @@ def draws_of_before(patch: Patch) -> None:
     patch.setattr(DecodeBatch, "plan_rows", rows)
 
 
+def edits_of_the_step_before(patch: Patch) -> None:
+    """Edits and masks are asked for only when the batch changed."""
+    original = DecodeBatch.add_if_eligible
+
+    def enter(self: DecodeBatch, branch: Branch) -> None:
+        original(self, branch)
+        if branch.in_decode_batch and callable(changes := self._changes[self._entry[branch.slot]]):
+            edit, mask = changes()
+            self._changes[self._entry[branch.slot]] = (edit, mask)
+            self._num_changing -= 1
+
+    patch.setattr(DecodeBatch, "add_if_eligible", enter)
+
+
+def edits_of_another_row(patch: Patch) -> None:
+    original = DecodeBatch._compact
+
+    def move_up(self: DecodeBatch) -> None:
+        changes = self._changes.copy()
+        original(self)
+        self._changes[:] = changes
+
+    patch.setattr(DecodeBatch, "_compact", move_up)
+
+
 def drawn_at_the_position_before(patch: Patch) -> None:
     original = DecodeBatch.plan_rows
 
-    def rows(self: DecodeBatch) -> DecodeRows:
-        rows = original(self)
+    def rows(self: DecodeBatch, faults: Faults) -> DecodeRows:
+        rows = original(self, faults)
         return replace(rows, draws=replace(rows.draws, position=rows.draws.position - 1))
 
     patch.setattr(DecodeBatch, "plan_rows", rows)
@@ -109,8 +135,8 @@ def drawn_at_the_position_before(patch: Patch) -> None:
 def tokens_of_another_row(patch: Patch) -> None:
     original = DecodeBatch.plan_rows
 
-    def rows(self: DecodeBatch) -> DecodeRows:
-        rows = original(self)
+    def rows(self: DecodeBatch, faults: Faults) -> DecodeRows:
+        rows = original(self, faults)
         return replace(rows, rows=replace(rows.rows, tokens=np.roll(rows.rows.tokens, 1)))
 
     patch.setattr(DecodeBatch, "plan_rows", rows)
@@ -119,8 +145,8 @@ def tokens_of_another_row(patch: Patch) -> None:
 def slots_not_in_the_order_of_the_branches(patch: Patch) -> None:
     original = DecodeBatch.plan_rows
 
-    def rows(self: DecodeBatch) -> DecodeRows:
-        rows = original(self)
+    def rows(self: DecodeBatch, faults: Faults) -> DecodeRows:
+        rows = original(self, faults)
         return replace(rows, rows=replace(rows.rows, slot=np.sort(rows.rows.slot)[::-1].copy()))
 
     patch.setattr(DecodeBatch, "plan_rows", rows)
@@ -212,6 +238,8 @@ BUGS: list[Callable[[Patch], None]] = [
     shared_tail_taken_for_its_own,
     new_rows_overlooked,
     draws_of_before,
+    edits_of_the_step_before,
+    edits_of_another_row,
     drawn_at_the_position_before,
     tokens_of_another_row,
     slots_not_in_the_order_of_the_branches,

@@ -116,6 +116,20 @@ def wide_draws_followed(patch: Patch) -> None:
     patch.setattr(DecodeBatch, "can_schedule_ahead", can_follow)
 
 
+def changing_edits_followed(patch: Patch) -> None:
+    """The next step is planned although its penalties and masks depend on tokens that are not known."""
+    original = DecodeBatch.can_schedule_ahead
+
+    def can_follow(self: DecodeBatch) -> bool:
+        num_changing, self._num_changing = self._num_changing, 0
+        try:
+            return original(self)
+        finally:
+            self._num_changing = num_changing
+
+    patch.setattr(DecodeBatch, "can_schedule_ahead", can_follow)
+
+
 def full_page_one_step_early(patch: Patch) -> None:
     """The next step is planned before the step ahead is committed."""
     original = Scheduler.plan_ahead
@@ -140,6 +154,7 @@ BUGS: list[Callable[[Patch], None]] = [
     sampled_token_not_reconciled,
     ahead_of_a_step_with_prefill,
     wide_draws_followed,
+    changing_edits_followed,
     full_page_one_step_early,
 ]
 
