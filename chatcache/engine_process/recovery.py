@@ -417,7 +417,11 @@ class RequestRecovery:
             self._dispatch(suspect, RequestState.TRIAL)
 
     def _is_trial_over(self, trial: RecoverableRequest) -> bool:
-        """Return whether the trial is over; suspend the request once it has reached its goal."""
+        """Return whether the trial of a suspect is over.
+
+        A request that is past the point where the last child crashed is innocent: it is suspended if other suspects
+        wait for their trial.
+        """
         if self._by_id.get(trial.id) is not trial or trial.state is RequestState.HELD:
             return True
         if trial.state is RequestState.TRIAL and trial.has_reached_trial_goal:

@@ -42,13 +42,13 @@ NUM_HOST_BUFFERS = 2  # one set for each step in flight
 log = logging.getLogger(__name__)
 
 
-def capture_sizes(num_bytes: int) -> list[int]:
-    """Return the batch sizes to capture for up to `num_bytes` rows (sequences), ascending.
+def capture_sizes(max_rows: int) -> list[int]:
+    """Return the batch sizes to capture for up to `max_rows` rows (sequences), ascending.
 
     Sizes are close together, because a step is padded to the next size.
     """
-    sizes = [1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, num_bytes + 32, 32)]
-    return sorted({min(size, num_bytes) for size in sizes})
+    sizes = [1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, max_rows + 32, 32)]
+    return sorted({min(size, max_rows) for size in sizes})
 
 
 def no_capture(work: Replay) -> Replay:

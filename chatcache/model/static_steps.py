@@ -69,7 +69,7 @@ class WorkListBuffers:
 
     @property
     def num_members(self) -> int:
-        """Return the maximum members of a list: one per state, or one per row without states."""
+        """Return how many rows the items of a work list can name: one per partial state, and each row once more."""
         return self.num_states + self.size
 
     def specs(self) -> ArraySpecs:

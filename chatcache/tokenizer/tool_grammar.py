@@ -160,7 +160,7 @@ class _CallRules:
         return _json_rule(json.dumps({"anyOf": [*calls, json.loads(self._choice.answer)]}))
 
     def _opened(self) -> str:
-        """Return the grammar expression for all calls that follow the first marker."""
+        """Return the grammar expression for the first call, after its opening marker, and any further calls."""
         syntax, many = self._syntax, self._choice.parallel
         if syntax.allows_bare_object:
             return 'object ("; " object)*' if many else "object"

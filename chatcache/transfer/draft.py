@@ -71,7 +71,7 @@ class Ancestry:
     """
 
     def __init__(self, items: Sequence[Item]) -> None:
-        """Walk the tree. `items` are parents first."""
+        """Walk the tree of `items` and number them; parents must come before their children."""
         children: dict[str | None, list[str]] = {}
         for item in items:
             children.setdefault(item.parent_id, []).append(item.id)

@@ -119,10 +119,10 @@ class AttentionWork:
     log-sum-exp in the order listed, as in Flash-Decoding and FlashInfer's cascade attention.
 
     Shapes: positions [num_tokens] int32, each token's position in its sequence; merge_tokens [num_merges] int32: tokens
-    that have partial states; those of token merge_tokens[x] are merge_states[merge_offsets[x] .. merge_offsets[x + 1] -
-    1]; merge_offsets [num_merges + 1], merge_states [num_states] int32; num_merges [1] int32 (entries after that are
-    leftovers in a static buffer). `num_states` is a host number. The lists differ in `max_members`. An empty list is
-    left out, except in static buffers.
+    that have partial states; merge_offsets [num_merges + 1], merge_states [num_states] int32; num_merges [1] int32
+    (entries after that are leftovers in a static buffer). The partial states of token merge_tokens[x] are
+    merge_states[merge_offsets[x] : merge_offsets[x + 1]]. `num_states` is a host number. `lists`: work lists with
+    different limits on the rows per item (`max_members`); an empty one is left out, except in static buffers.
     """
 
     lists: tuple[WorkList, ...]

@@ -1,4 +1,7 @@
-"""The measured servers: the gateway over the clock engine, and a bare uvicorn write loop."""
+"""The measured servers: the gateway, and a bare uvicorn application that only writes, as the upper bound.
+
+The gateway's engine is a `ClockEngine`, which emits tokens at a fixed rate instead of computing them.
+"""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class ChunkWriter(ABC, Generic[Choice]):
         """Build the last choice of a candidate. `unsent_ids`: its tokens that no delta contained."""
 
     async def chunks(self, events: AsyncIterator[ReplyEvent]) -> AsyncIterator[object]:
-        """Write the chunks of one reply; `FastChunks` are encoded already."""
+        """Yield the chunks of one reply, some of them already encoded (by `FastChunks`)."""
         fast = FastChunks(lambda index, text: self.chunk(self.text_choice(index, text)))
         num_sent = [0] * self.num_choices
         begun = False

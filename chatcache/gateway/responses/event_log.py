@@ -82,7 +82,7 @@ class FrameStore:
         return self._segment(position // SEGMENT_FRAMES)[position % SEGMENT_FRAMES :]
 
     def position_after(self, number: int) -> int:
-        """Return the position after the frame with this number; -1 is before all frames."""
+        """Return the position just after the frame with this number, or 0 for the number -1."""
         if number < 0:
             return 0
         at = bisect_right(self._first_numbers, number) - 1

@@ -135,9 +135,9 @@ class CacheDivergence(msgspec.Struct):
 
 
 class CacheExplanation(msgspec.Struct):
-    """The cached part of a prompt.
+    """The cached part of a prompt: page by page and, in `messages`, message by message.
 
-    `messages` is null for raw prompts, and if the template interleaves messages.
+    `messages` is null for a raw prompt, and if the chat template does not render each message in one piece.
     """
 
     object: Literal["cache.explanation"]

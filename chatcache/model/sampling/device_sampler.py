@@ -285,7 +285,10 @@ class DevicePromptScorer:
             self._down.start()
 
     def fill(self, logits: Tensor) -> None:
-        """Enqueue the scores of the next tokens. Shape [N, V], any float dtype."""
+        """Score the next N of the step's prompt tokens; this is only enqueued on the device.
+
+        `logits`: [N, V], any float dtype, of the positions before these tokens.
+        """
         raw, num_rows, device = contiguous_last_dim(logits), len(logits), self._base.device
         if not num_rows:
             return

@@ -592,9 +592,10 @@ class Workspace:
 
     @classmethod
     def of(cls, pages: KVPages, scratch: int, num_states: int, queries: int, num_done: int) -> Workspace:
-        """Allocate `scratch` floats, `num_states` partial results and `num_done` counters per layer.
+        """Allocate `scratch` floats and `num_states` partial results, and `num_done` counters for each layer.
 
-        `queries`: M of a partial result. Counters are zeroed; without partial results there are none.
+        `queries`: number of query rows in a partial result. The counters start at 0; none are allocated if `num_states`
+        is 0.
         """
         floats = torch.empty(scratch + num_states * num_partial_floats(queries, pages.head_dim))
         done = torch.zeros(pages.num_layers, num_done if num_states else 0, dtype=torch.int64)

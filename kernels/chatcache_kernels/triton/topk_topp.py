@@ -1,9 +1,9 @@
 """Find the exact cut-off of min_p, top_k and top_p in each row by search, without sorting.
 
 In rank order (value descending, id ascending) the kept tokens are a prefix. It ends at a value and, among the tokens
-equal to it, at a last id. Both top_k and top_p need the largest value v such that the tokens at v and above weigh
-enough: 1 each, or their probability. A pass over the row weighs four values at once and leaves a quarter of the bracket
-around v, until one value is left in it.
+equal to it, at a last id. Both limits need the largest value v for which the tokens at v and above reach a total: their
+number for top_k, the sum of their probabilities for top_p. The search keeps a range that contains v. Each pass over the
+row computes the total for four values in the range and leaves a quarter of it, until one value is left.
 
 Estimate, not a measurement: about 45 instructions per token and pass; bf16 logits take about 6 passes for each limit,
 then two or three for equal values. V = 151,936: about 30 us per pass, 200 to 250 us per row and limit; 132 rows at
