@@ -34,7 +34,7 @@ from functools import partial
 import numpy as np
 
 from chatcache.decoding.grammar.state import Constraint, GrammarDeadEndError, GrammarState, advance_candidate
-from chatcache.decoding.stopping import START, StopProgress, StopResult, StopRules
+from chatcache.decoding.stopping import DEAD_END, START, StopProgress, StopResult, StopRules
 from chatcache.decoding.token_tree import NO_SCORE, BranchReassignment, CandidateStream, Node, TokenTree
 from chatcache.types.actions import (
     Advance,
@@ -128,14 +128,14 @@ class BeamGroup:
         self._num_ranked = num_ranked_continuations(self._width, rules)
         self.hypotheses = FinishedHypotheses(params, self._width, rules.max_tokens)
         self.beams = [Beam(tree.root)]
-        self.dead_end: GrammarDeadEndError | None = None
+        self.has_dead_end = False  # a continuation was dropped, as the grammar does not go on after it
         tree.root.num_refs += 1
 
     def advance(self, drawn: DrawnByBranch, earlier_tokens: Counter[int]) -> list[Hypothesis]:
         """Select the next beams; return all continuations that ended in this step, best first.
 
         `earlier_tokens` counts the tokens chosen in this step by earlier groups; this group's tokens are added.
-        Raises: the errors of a constraint, except dead ends, which are stored in `dead_end`.
+        Raises: the errors of a constraint, except dead ends, which set `has_dead_end`.
         """
         old, self.beams = self.beams, []
         ended = self._select(old, drawn, earlier_tokens)
@@ -155,10 +155,9 @@ class BeamGroup:
             if len(self.beams) == self._width and rank >= self._width:
                 break
             grammar_state = None if self._constraint is None else self._constraint.fork(beam.grammar_state)
-            try:
-                progress, why = advance_candidate(self._rules, beam.progress, token, grammar_state)
-            except GrammarDeadEndError as dead_end:
-                self.dead_end = dead_end
+            progress, why = advance_candidate(self._rules, beam.progress, token, grammar_state)
+            if why is DEAD_END:
+                self.has_dead_end = True
                 continue
             has_room = len(self.beams) < self._width if why is None else rank < self._width
             if not has_room:
@@ -276,9 +275,8 @@ class BeamStrategy:
                 ended += group.advance(drawn, earlier_tokens)
         self._update_returnable(ended)
         beams = [beam for group in self._groups for beam in group.beams]
-        dead_ends = [group.dead_end for group in self._groups if group.dead_end is not None]
-        if dead_ends and not beams and not self._returnable:
-            raise dead_ends[0]  # no beam is left and no hypothesis was found
+        if not beams and not self._returnable and any(group.has_dead_end for group in self._groups):
+            raise GrammarDeadEndError  # no beam is left and no hypothesis was found
         actions = self._branches.reassign(list(dict.fromkeys(beam.node for beam in beams)))
         outputs = self._emit_common_prefix(len(beams)) if beams else self._final_outputs()
         return Advance(actions, (*outputs, *self._live_beams(beams)), finished=not beams)

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from struct import iter_unpack
 
-from chatcache.decoding.grammar.state import Constraint, GrammarState, advance_candidate
+from chatcache.decoding.grammar.state import Constraint, GrammarDeadEndError, GrammarState, advance_candidate
 from chatcache.decoding.logit_edits import LogitEdits
-from chatcache.decoding.stopping import START, StopProgress, StopResult, StopRules
+from chatcache.decoding.stopping import DEAD_END, START, StopProgress, StopResult, StopRules
 from chatcache.types.actions import (
     Advance,
     BranchAction,
@@ -122,6 +122,7 @@ class SamplingStrategy:
         self._candidates: dict[int, _Candidate] = {}
         self._wanted = set(range(self._num_candidates))  # candidates not dropped before the first draw
         self._started = False
+        self._has_result = False  # a candidate has ended, and not in a dead end of the grammar
 
     @property
     def max_branches(self) -> int:
@@ -155,7 +156,13 @@ class SamplingStrategy:
                 actions.append(Extend(branch, candidate.tokens[0]) if alive else self._release(branch))
         elif ROOT in drawn:
             self._start(drawn[ROOT], actions, outputs)
-        return Advance(tuple(actions), tuple(outputs), finished=self._started and not self._candidates)
+        return Advance(tuple(actions), tuple(outputs), finished=self._started and self._has_finished())
+
+    def _has_finished(self) -> bool:
+        """Return whether no candidate is live. Raises: GrammarDeadEndError if all of them ended in dead ends."""
+        if not self._candidates and not self._has_result:
+            raise GrammarDeadEndError
+        return not self._candidates
 
     def drop(self, index: int) -> DroppedCandidate | None:
         alive = self._candidates.keys() if self._started else self._wanted
@@ -180,7 +187,7 @@ class SamplingStrategy:
         if not any(each.tokens for each in candidates):
             self._wanted -= gone
             return ()
-        self._started = True
+        self._started, self._has_result = True, bool(gone)
         ends: list[Finish] = []
         for each in candidates:
             if each.index in gone:
@@ -193,6 +200,7 @@ class SamplingStrategy:
                 self._candidates[lane.index] = lane
             else:
                 ends.append(Finish(lane.index, ended.finish_reason, ended.stop_reason, lane.score))
+        self._has_finished()
         return tuple(ends)
 
     @property
@@ -232,6 +240,7 @@ class SamplingStrategy:
     def _advance_state(self, lane: _Candidate, token: int) -> StopResult | None:
         lane.edits.record(token)
         lane.progress, ended = advance_candidate(self._rules, lane.progress, token, lane.grammar_state)
+        self._has_result = self._has_result or (ended is not None and ended is not DEAD_END)
         return ended
 
     def _release(self, branch: int) -> Release:
@@ -252,6 +261,7 @@ class BestOfStrategy:
     """Return the `n` candidates of `inner` with the best mean token log-probability, best first.
 
     They are known only when the last candidate ends, so nothing is emitted before. Ties: the lower index first.
+    Candidates that ended in a dead end of the grammar come last.
     """
 
     def __init__(self, inner: Strategy, n: int) -> None:
@@ -293,9 +303,13 @@ class BestOfStrategy:
 
     def _best_outputs(self) -> tuple[Output, ...]:
         done = [(drawn, drawn.done) for _, drawn in sorted(self._outputs_by_index.items()) if drawn.done is not None]
-        done.sort(key=lambda pair: -pair[1].score / max(len(pair[0].tokens), 1))
+        done.sort(key=lambda pair: (_is_dead_end(pair[1]), -pair[1].score / max(len(pair[0].tokens), 1)))
         outputs: list[Output] = []
         for index, (drawn, end) in enumerate(done[: self._num_returned]):
             outputs.append(Emit(index, tuple(drawn.tokens), tuple(drawn.logprobs)))
             outputs.append(Finish(index, end.finish_reason, end.stop_reason, end.score))
         return tuple(outputs)
+
+
+def _is_dead_end(end: Finish) -> bool:
+    return (end.finish_reason, end.stop_reason) == (DEAD_END.finish_reason, DEAD_END.stop_reason)

@@ -25,6 +25,10 @@ class StopResult:
     stop_reason: str | int | None = None
 
 
+DEAD_END = StopResult(FINISH_LENGTH, "constraint_dead_end")
+"""The grammar requires more text, but no token of the vocabulary continues it; the text is cut off."""
+
+
 class StopProgress(msgspec.Struct, frozen=True, gc=False):
     """State of the stop rules in one branch.
 

@@ -25,10 +25,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
-from chatcache.decoding.grammar.state import Constraint, GrammarState, advance_candidate
+from chatcache.decoding.grammar.state import Constraint, GrammarDeadEndError, GrammarState, advance_candidate
 from chatcache.decoding.logit_edits import LogitEdits
 from chatcache.decoding.sampling import SamplerSpec
-from chatcache.decoding.stopping import START, StopProgress, StopResult, StopRules
+from chatcache.decoding.stopping import DEAD_END, START, StopProgress, StopResult, StopRules
 from chatcache.decoding.token_tree import NO_SCORE, BranchReassignment, CandidateStream, Node, TokenTree
 from chatcache.types.actions import Advance, Candidates, DrawSpec, DroppedCandidate, Finish, Output, cannot_drop_error
 from chatcache.types.events import FINISH_LENGTH
@@ -116,6 +116,8 @@ class DistinctStrategy:
         for prefix in before:
             if prefix not in kept:
                 self._tree.release(prefix.node)
+        if all(prefix.ended is DEAD_END for prefix in self._ranked):
+            raise GrammarDeadEndError
         live = [prefix for prefix in self._ranked if prefix.ended is None]
         actions = self._branches.reassign([prefix.node for prefix in live])
         self._live = {prefix.node.branch: prefix for prefix in live}

@@ -441,7 +441,7 @@ class Engine:
         if not completed.is_committed:
             self._scheduler.commit(step, errors)
         for request, error in errors.items():
-            self._fail(request, error)
+            self._fail(request, error, discard=True)
         self._advance(step, completed.result, errors)
         if self._pipeline:
             self._scheduler.reconcile(step, completed.result.tokens[:, 0])
@@ -483,11 +483,15 @@ class Engine:
             num_pages = self._scheduler.finish(request)
             self._event_queue.emit_finished(request, num_pages_freed=num_pages)
 
-    def _fail(self, request: LiveRequest, error: Exception) -> None:
+    def _fail(self, request: LiveRequest, error: Exception, *, discard: bool = False) -> None:
+        """End a request with an error.
+
+        `discard`: the pages that it computed may be wrong, after an invalid result or a failed step.
+        """
         if request in self._grammar_queue:
             self._grammar_queue.remove(request)
         else:
-            self._scheduler.finish(request, discard=True)
+            self._scheduler.finish(request, discard=discard)
         self._close_failed(request, error)
 
     def _close_failed(self, request: LiveRequest, error: BaseException) -> None:
@@ -496,7 +500,7 @@ class Engine:
 
     def _fail_all(self, error: Exception, requests: Collection[LiveRequest]) -> None:
         for request in requests:
-            self._fail(request, error)
+            self._fail(request, error, discard=True)
         self._kv.abort_step()
 
     # -- queries --------------------------------------------------------------------------------------------------

@@ -91,9 +91,9 @@ class HostKVCache:
         if self._pending_stores:
             self._pending_stores = {key: copy for key, copy in self._pending_stores.items() if self.pool.refs[copy[1]]}
 
-    def unpublish(self, content: PageContent) -> None:
-        """Remove this content, and every shorter page that is a prefix of it, from the index."""
-        for host_page in self.pool.published_prefixes(content.parent, content.tokens):
+    def unpublish(self, content: PageContent, num_kept_tokens: int = 0) -> None:
+        """Remove this content, and its prefixes of more than `num_kept_tokens` tokens, from the index."""
+        for host_page in self.pool.published_prefixes(content.parent, content.tokens, num_kept_tokens):
             self.pool.unpublish(host_page)
 
     # -- copies from the host -------------------------------------------------------------------------------------

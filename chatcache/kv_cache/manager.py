@@ -165,6 +165,8 @@ class KVCache:
         few pages are free for that.
         """
         first = table.num_pages
+        if not first:
+            table.num_matched_tokens = match.num_tokens
         pages = match.pages[first:]
         loads = [(index - first, host_page) for index, host_page in match.loads if index >= first]
         on_device = [page for page in pages if page != NULL_PAGE]
@@ -356,6 +358,7 @@ class KVCache:
             prefix,
             num_prefix_pages,
         )
+        child.num_matched_tokens = table.num_matched_tokens
         child.changed_from = min(table.changed_from, num_prefix_pages + len(own_pages))
         return child
 
@@ -377,6 +380,7 @@ class KVCache:
         self.pool.release(table.own_pages[num_left:])
         del table.own_pages[num_left:]
         table.num_tokens = table.num_reserved = num_tokens
+        table.num_matched_tokens = min(table.num_matched_tokens, num_tokens)
         table.changed_from = min(table.changed_from, table.num_pages)
         self._cancel_unreferenced_loads()
 
@@ -385,11 +389,11 @@ class KVCache:
     def close(self, table: PageTable, *, discard: bool = False, keep_tail: bool = True) -> None:
         """Release every page of a table.
 
-        Its pages can still be matched, the partly filled one only if `keep_tail`. With `discard` its pages are
-        unpublished instead: results of a failed request must not be matched.
+        Its pages can still be matched, the partly filled one only if `keep_tail`. With `discard` the pages that it
+        computed are unpublished instead: results of a failed step must not be matched. Matched pages stay published.
         """
         if discard:
-            self._unpublish_contents(table)
+            self._unpublish_computed(table)
         elif table.tail_tokens and keep_tail and self._enable_prefix_caching:
             self._copy_on_write.publish_tail(table)
         self.pool.release(table.own_pages)
@@ -404,9 +408,17 @@ class KVCache:
         if self.host is not None:
             self.host.cancel_unreferenced_loads(self.pool.refs)
 
-    def _unpublish_contents(self, table: PageTable) -> None:
+    def _unpublish_computed(self, table: PageTable) -> None:
+        """Remove the pages after the matched tokens, and their copies on the host, from the index."""
+        num_matched = table.num_matched_tokens
+        if max(table.num_tokens, table.num_reserved) <= num_matched:
+            return  # nothing was written: the last page is still the one that was matched
+        first, num_kept = divmod(num_matched, self.page_size)
+        computed = table.pages()[first:]
         if self.host is not None:
-            for content in self.page_contents([table]).values():
-                self.host.unpublish(content)
-        for page in table.pages():
+            contents = self.page_contents([table])
+            for index, page in enumerate(computed):
+                if page in contents:
+                    self.host.unpublish(contents[page], 0 if index else num_kept)
+        for page in computed:
             self.pool.unpublish(page)

@@ -49,12 +49,14 @@ class PageTable:
     and may be written. `key` is the key of the last full page and `tail_tokens` the tokens after it (little-endian
     int32), which are on the partly filled last page. The first `num_public_pages` pages get keys that all namespaces
     share, later pages keys of `namespace`. Entries from `changed_from` on have not been sent to the runner yet.
+    The first `num_matched_tokens` tokens were found in the cache; the request computed all others itself.
     """
 
     __slots__ = (
         "changed_from",
         "key",
         "namespace",
+        "num_matched_tokens",
         "num_prefix_pages",
         "num_public_pages",
         "num_reserved",
@@ -78,7 +80,7 @@ class PageTable:
         self.key = key
         self.namespace = namespace
         self.num_public_pages = num_public_pages
-        self.num_tokens = self.num_reserved = num_tokens
+        self.num_tokens = self.num_reserved = self.num_matched_tokens = num_tokens
         self.tail_tokens = tail_tokens
         self.own_pages = own_pages or []
         self.shared_prefix = shared_prefix

@@ -247,10 +247,10 @@ class PagePool:
                 return page, num_tokens
         return None
 
-    def published_prefixes(self, parent: bytes, tokens: bytes) -> list[int]:
-        """Return the published pages after `parent` whose tokens are a prefix of `tokens`."""
-        children = self._children.get(parent)
-        return [page for page in children if tokens.startswith(self._published_content(page).tokens)]
+    def published_prefixes(self, parent: bytes, tokens: bytes, min_tokens: int) -> list[int]:
+        """Return the published pages after `parent` with more than `min_tokens` tokens, a prefix of `tokens`."""
+        cached = ((page, self._published_content(page).tokens) for page in self._children.get(parent))
+        return [page for page, own in cached if len(own) > min_tokens * TOKEN_BYTES and tokens.startswith(own)]
 
     def children(self, parent: bytes) -> Iterator[PageContent]:
         """Yield the contents of the newest published pages after `parent`, newest first.

@@ -81,6 +81,7 @@ class BranchManager:
         """Give a branch a page table on the tokens that are already computed, and a row."""
         table = self._kv.restore(match)  # None: too few pages to load from the host, so all tokens are computed again
         branch.table = table or self._kv.open(self._kv.empty_match(match.scope))
+        self._include_computed_before(branch)
         branch.slot = self._rows.acquire()
 
     def start_as_fork(self, branch: Branch, source: Branch, num_tokens: int) -> None:
@@ -93,16 +94,26 @@ class BranchManager:
             raise InvariantError(f"branch {source.id} of {source.request.request_id} has no pages to fork")
         branch.table = self._kv.fork(source.table)
         self._kv.truncate(branch.table, num_tokens, branch.request.scope)
+        if source.request is not branch.request:
+            branch.table.num_matched_tokens = num_tokens
+        self._include_computed_before(branch)
         branch.slot = self._rows.fork(source.slot, branch.table.changed_from)
+
+    def _include_computed_before(self, branch: Branch) -> None:
+        """Count tokens that the request itself computed before it was preempted as computed, not as matched."""
+        if branch.table is not None:
+            branch.table.num_matched_tokens = min(branch.table.num_matched_tokens, branch.request.num_matched_tokens)
 
     def close(self, branch: Branch, *, discard: bool = False) -> None:
         """Release a branch's pages and row, if it has any.
 
-        `discard`: its pages must not be matched afterwards.
+        `discard`: the pages that it computed must not be matched afterwards.
         """
         self._decode_batch.remove(branch, discard=discard)
-        if branch.table is not None:
-            self._kv.close(branch.table, discard=discard)
+        if (table := branch.table) is not None:
+            if table.num_tokens > table.num_matched_tokens:
+                branch.request.num_matched_tokens = min(branch.request.num_matched_tokens, table.num_matched_tokens)
+            self._kv.close(table, discard=discard)
             branch.table = None
         self._rows.release(branch.slot)
         branch.slot = -1

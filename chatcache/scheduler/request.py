@@ -17,6 +17,7 @@ from chatcache.types.plan import I32
 from chatcache.types.request import ForkPoint, ResumePoint
 
 ARRIVAL_BITS = 31
+MAX_TOKENS = 2**31 - 1
 
 _INT32 = Struct("<i").pack
 
@@ -79,7 +80,8 @@ class LiveRequest:
 
     While the request waits, `hash_chain` holds the page keys of its first branch. While it runs, `pending_keys` are the
     keys of the pages that it is computing, `num_waiting_branches` of its branches wait for their fork source, and
-    `num_batched` of them are in the decode batch.
+    `num_batched` of them are in the decode batch. Before it was preempted it computed tokens from `num_matched_tokens`
+    on, none by default.
     """
 
     request_id: str
@@ -107,6 +109,7 @@ class LiveRequest:
     num_branches_created: int = 1
     started: bool = False
     num_cached_tokens: int | None = None
+    num_matched_tokens: int = MAX_TOKENS
     miss: CacheMiss | None = None
     num_copied_pages: int = 0
     num_computed_tokens: int = 0

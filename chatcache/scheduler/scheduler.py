@@ -302,7 +302,7 @@ class Scheduler:
     def finish(self, request: LiveRequest, *, discard: bool = False) -> int:
         """End a running or waiting request; return how many pages became free.
 
-        With `discard` its pages are unpublished.
+        With `discard` the pages that it computed are unpublished; those that it matched stay published.
         """
         num_in_use = self.kv.pool.num_in_use
         for branch in request.branches.values():
@@ -334,9 +334,9 @@ class Scheduler:
     def abort_steps(self, *steps: Step) -> list[LiveRequest]:
         """Abort a failed step and the step launched after it; return the requests that fail.
 
-        How much of the steps was executed is unknown. So the requests with rows in them end, and their pages are
-        unpublished. All other requests are preempted and start again: their pages are intact, but their rows in the
-        runner may lack updates that these steps carried.
+        How much of the steps was executed is unknown. So the requests with rows in them end, and the pages that they
+        computed are unpublished. All other requests are preempted and start again: their pages are intact, but their
+        rows in the runner may lack updates that these steps carried.
         """
         requests = dict.fromkeys(request for step in steps for request in step.requests())
         failed = [request for request in requests if self._is_running(request)]

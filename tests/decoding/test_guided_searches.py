@@ -87,7 +87,7 @@ class Pit(ToyGuide):
 
     def consume(self, token: int) -> bool:
         if token in self.fatal:
-            raise GrammarDeadEndError("no token goes on", param="structured_outputs")
+            raise GrammarDeadEndError
         return super().consume(token)
 
 
@@ -119,5 +119,5 @@ def test_a_dead_end_is_an_error_only_where_nothing_else_is_found() -> None:
     """Beams walk around it as long as one of any group can."""
     got = search_among_pits(frozenset({0, 2, 4, 5}))
     assert all(outcome.done and not {0, 2, 4, 5} & set(outcome.tokens) for outcome in got.outcomes.values())
-    with pytest.raises(GrammarDeadEndError, match="no token goes on"):
+    with pytest.raises(GrammarDeadEndError, match="no token of this model continues"):
         search_among_pits(frozenset(range(9)))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from chatcache.kv_cache.copy_on_write import PageCopy
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import CacheScope, encode_tokens
+from chatcache.kv_cache.page_hash import TOKEN_BYTES, CacheScope, encode_tokens
 from chatcache.kv_cache.page_table import PageTable
 from chatcache.kv_cache.pool import PagePool
 from chatcache.kv_cache.prefix_match import PrefixMatch
@@ -29,7 +29,10 @@ Cell = tuple[int, str]
 
 @dataclass(eq=False)
 class SimulatedBranch:
-    """A table and its expected contents. `row` is the runner's copy of the table, updated by `pop_changes` only."""
+    """A table and its expected contents.
+
+    `row` is the runner's copy of the table, updated by `pop_changes` only. The first `num_matched` tokens were cached.
+    """
 
     table: PageTable
     scope: CacheScope
@@ -37,6 +40,7 @@ class SimulatedBranch:
     tokens: list[int] = field(default_factory=list)
     cells: list[int] = field(default_factory=list)
     row: list[int] = field(default_factory=list)
+    num_matched: int = 0
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
@@ -44,6 +48,12 @@ class SimulatedBranch:
 
     def cut(self, num_tokens: int) -> None:
         del self.tokens[num_tokens:], self.cells[num_tokens:]
+        self.num_matched = min(self.num_matched, num_tokens)
+
+    def computed_pages(self, page_size: int) -> list[int]:
+        """Return the pages that hold a token computed by this branch, or a cell reserved for one."""
+        table, first = self.table, self.num_matched // page_size
+        return table.pages()[first:] if max(len(self.tokens), table.num_reserved) > self.num_matched else []
 
     def send_changes(self) -> None:
         first, pages = self.table.pop_changes()
@@ -129,6 +139,7 @@ class CacheSimulation:
         branch = SimulatedBranch(table, scope, scope.num_public_tokens // self.page_size)
         for token in tokens:
             branch.append(token)
+        branch.num_matched = len(tokens)
         self.branches.append(branch)
         self.fresh.append(branch)
 
@@ -204,6 +215,7 @@ class CacheSimulation:
         assert self.kv.pool.num_in_use == num_in_use, "a fork must not take a page"
         row = parent.row[: table.changed_from]
         child = SimulatedBranch(table, parent.scope, parent.num_public, list(parent.tokens), list(parent.cells), row)
+        child.num_matched = parent.num_matched
         self.branches.append(child)
         if self.rng.random() < 0.3:
             self.cut(child)
@@ -281,10 +293,24 @@ class CacheSimulation:
         if alone and (content := pool.content(pages[num_full])) is not None:
             alone = content.parent == table.key  # else it has a public key, and keeps it
         tokens, scope = branch.tokens[: table.num_tokens], self.scope_of(branch)
+        computed = set(branch.computed_pages(self.page_size))
+        contents = self.kv.page_contents([table])
+        published = [page for page in pages if pool.is_published(page)]
         self.kv.close(table, discard=discard)
         match = self.kv.match(self.kv.hash_pages([*tokens, 1], scope))
         if discard:
-            assert not set(pages) & set(match.pages) - {0}, "a discarded page was matched"
+            assert not computed & set(match.pages) - {0}, "a discarded page was matched"
+            assert [page for page in published if page not in computed] == list(filter(pool.is_published, published)), (
+                "a page that the failed branch had matched was unpublished"
+            )
+            if self.kv.host is not None:
+                first, num_kept = divmod(branch.num_matched, self.page_size)
+                for page in computed & contents.keys():
+                    num_tokens = len(contents[page].tokens) // TOKEN_BYTES
+                    is_copy_of_match = page == pages[first] and num_tokens <= num_kept
+                    assert is_copy_of_match or self.kv.host.pool.find(contents[page]) is None, (
+                        "a copy of a discarded page is cached"
+                    )
         elif whole:
             assert match.num_tokens >= (len(tokens) if alone else num_full * self.page_size), (
                 "a closed branch was not matched"

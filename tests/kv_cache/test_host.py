@@ -201,10 +201,29 @@ def test_close_with_discard_unpublishes_host_pages() -> None:
     simulation.step()
     again = simulation.start([*TOKENS, 7, 8])
     assert again is not None
+    again.num_matched_tokens = 0  # the request computed these pages before it was swapped out
     simulation.write(again, [7, 8])
     simulation.kv.close(again, discard=True)
     simulation.drop(host_pages)
     assert simulation.kv.match(simulation.kv.hash_pages([*TOKENS, 7, 8])).num_tokens == 0
+    simulation.check([])
+
+
+def test_close_with_discard_keeps_matched_pages_and_their_copies_on_the_host() -> None:
+    simulation = HostSimulation()
+    table = start_table(simulation, TOKENS)
+    simulation.write(table, TOKENS)
+    simulation.swap_out([table])
+    simulation.step()
+    again = simulation.start([*TOKENS, 7, 8])
+    assert again is not None and again.num_tokens == 11
+    simulation.write(again, [7, 8])
+    simulation.kv.close(again, discard=True)
+    match = simulation.kv.match(simulation.kv.hash_pages([*TOKENS, 7, 8]))
+    assert match.num_tokens == 11, "two full pages on the device, and the copy of the partly filled one"
+    simulation.evict_all()
+    match = simulation.kv.match(simulation.kv.hash_pages([*TOKENS, 7, 8]))
+    assert match.num_tokens == 11 and len(match.loads) == 3
     simulation.check([])
 
 
@@ -246,7 +265,7 @@ def page_being_read_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
 
 
 def beginnings_are_not_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PagePool, "published_prefixes", lambda self, parent, tokens: [])
+    patch.setattr(PagePool, "published_prefixes", lambda self, parent, tokens, min_tokens: [])
 
 
 @pytest.mark.parametrize(

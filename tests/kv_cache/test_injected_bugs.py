@@ -175,7 +175,7 @@ def border_page_public(patch: Patch) -> None:
 
 
 def forgotten_page_still_found(patch: Patch) -> None:
-    patch.setattr(KVCache, "_unpublish_contents", lambda self, table: None)
+    patch.setattr(KVCache, "_unpublish_computed", lambda self, table: None)
 
 
 def published_before_the_copy_to_the_host(patch: Patch) -> None:

@@ -163,6 +163,31 @@ def test_close_with_discard_unpublishes_the_pages() -> None:
     check_invariants(kv, [])
 
 
+@pytest.mark.parametrize("num_matched", [4, 6, 8, 11])
+def test_close_with_discard_keeps_the_matched_pages(num_matched: int) -> None:
+    kv = cache()
+    kv.close(open_and_fill(kv, token_range(11)))
+    prompt = [*token_range(num_matched), 90, 91, 92, 93, 94]
+    table = kv.open(find_match(kv, prompt))
+    assert table.num_tokens == table.num_matched_tokens == num_matched
+    write(kv, table, prompt[num_matched:])
+    fork = kv.fork(table)
+    is_tail_reused = num_matched == 11  # the partly filled page was written in place, and is lost
+    for failed in (table, fork):
+        kv.close(failed, discard=True)
+        assert find_match(kv, prompt).num_tokens == (8 if is_tail_reused else num_matched)
+    assert find_match(kv, token_range(12)).num_tokens == (8 if is_tail_reused else 11)
+    check_invariants(kv, [])
+
+
+def test_close_with_discard_of_a_table_that_computed_nothing_keeps_all_pages() -> None:
+    kv = cache()
+    kv.close(open_and_fill(kv, token_range(11)))
+    kv.close(kv.open(find_match(kv, [*token_range(6), 90])), discard=True)
+    assert find_match(kv, token_range(12)).num_tokens == 11
+    check_invariants(kv, [])
+
+
 @pytest.mark.parametrize("num_kept", [0, 3, 4, 7, 8, 9, 10, 11])
 def test_truncate_then_write_keeps_the_first_tokens(num_kept: int) -> None:
     kv = cache()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chatcache.decoding.grammar.compiler import PARAM, CompiledGrammar, GrammarFuture, shorten_reason, to_bitmask
-from chatcache.decoding.stopping import StopProgress, StopResult, StopRules
+from chatcache.decoding.stopping import DEAD_END, StopProgress, StopResult, StopRules
 from chatcache.errors import EngineError, InvalidRequestError
 from chatcache.types.events import FINISH_LENGTH, FINISH_STOP
 from chatcache.types.plan import U32
@@ -32,6 +32,9 @@ class GrammarDeadEndError(InvalidRequestError):
     """The grammar requires more text, but no token of the vocabulary matches it."""
 
     code = "constraint_dead_end"
+
+    def __init__(self) -> None:
+        super().__init__(f"{PARAM}: no token of this model continues the text that was generated", param=PARAM)
 
 
 class _GrammarError(Exception):
@@ -79,9 +82,7 @@ class GrammarState:
         except _GrammarError as broken:
             self._rebuild(str(broken))
         if not self.allowed_words.any() and not self.is_accepting:
-            raise GrammarDeadEndError(
-                f"{PARAM}: no token of this model continues the text that was generated", param=PARAM
-            )
+            raise GrammarDeadEndError
         return bool(self.allowed_words.any())
 
     def _step(self, tokens: list[int]) -> None:
@@ -201,14 +202,17 @@ def advance_candidate(
 ) -> tuple[StopProgress, StopResult | None]:
     """Advance stop rules and grammar by a token.
 
-    Return the new state and, at the end, the reason.
+    Return the new state and, at the end, the reason: DEAD_END where the grammar cannot be continued.
 
-    Raises: the errors of `GrammarState.consume`.
+    Raises: the errors of `GrammarState.consume`, except dead ends.
     """
     progress, ended = rules.advance(progress, token)
     stopped = ended is not None and ended.finish_reason != FINISH_LENGTH
-    if grammar_state is not None and not stopped and not grammar_state.consume(token):
-        ended = StopResult(FINISH_STOP)
+    if grammar_state is not None and not stopped:
+        try:
+            ended = ended if grammar_state.consume(token) else StopResult(FINISH_STOP)
+        except GrammarDeadEndError:
+            ended = DEAD_END
     return progress, ended
 
 
