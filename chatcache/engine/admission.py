@@ -288,7 +288,6 @@ class RequestValidator:
             token_bytes=self._token_bytes,
             **constrained,
         )
-        page_size, branches = self._capacity.page_size, num_branches(request.params)
         live = LiveRequest(
             request.request_id,
             request.prompt,
@@ -302,7 +301,6 @@ class RequestValidator:
             explain=request.explain,
             resume_point=request.resume_point,
             num_prompt_top=request.params.prompt_logprobs,
-            max_pages=worst_case_pages(len(request.prompt), max_tokens, branches, page_size),
         )
         self._num_accepted += 1
         return live

@@ -4,6 +4,22 @@ Requests start in service order: by priority, then first come, first served; wit
 was served least goes first. A request starts as a whole, with rows for all its branches, on the longest computed prefix
 of its prompt. The same prefix is not computed twice at once: a request whose next page is being computed by a running
 request waits for that page. A request can also fork a running one, and share its pages before they have keys.
+
+How often a request is preempted. Nothing is known about the length of an answer, so a request starts when its present
+tokens fit, and requests are preempted when the running ones outgrow the pool (`preemption_key`):
+
+1. The first running request in service order is never preempted. All others are, the last in service order first, but
+   those preempted PREEMPTIONS_BEFORE_PROTECTION times (protected) only when no other is left.
+2. A request that was preempted MAX_PREEMPTIONS times starts only if it precedes all running requests, and while it runs
+   no request that precedes it starts.
+
+Bound: no request is preempted more than MAX_PREEMPTIONS times. After so many it starts as the first running request, by
+rule 2 it remains the first until it ends, and by rule 1 the first is not preempted. This assumes only that service
+order is total and constant; it holds for priorities and fair scheduling, where later requests can precede earlier ones.
+
+Progress: each step computes tokens of the first running request, which fits an otherwise empty pool. With the bound, a
+finite number of requests computes a finite number of tokens, so there is neither deadlock nor livelock. A request
+waits forever only if requests that precede it arrive forever, which first come, first served excludes.
 """
 
 from __future__ import annotations
@@ -28,7 +44,10 @@ MAX_EXAMINED = 32
 """How many waiting requests one search examines at most."""
 
 PREEMPTIONS_BEFORE_PROTECTION = 3
-"""After this many preemptions a request is protected from further ones, see `WaitingQueue._protects_preempted`."""
+"""After this many preemptions a request is preempted only when no other one is left, see `preemption_key`."""
+
+MAX_PREEMPTIONS = 5
+"""The most preemptions of one request: after them it starts only to run as the first one."""
 
 _service_order = attrgetter("service_order")
 
@@ -69,7 +88,6 @@ class WaitingQueue:
         self.num_prompt_tokens = 0
         self._sizes: dict[str, tuple[int, int]] = {}  # by namespace: waiting requests and their prompt tokens
         self.num_forks = 0
-        self._protected: set[LiveRequest] = set()  # preempted often; running or waiting
 
     def __len__(self) -> int:
         return self._num_requests
@@ -96,12 +114,6 @@ class WaitingQueue:
         num_requests, num_tokens = self.namespace_size(request.namespace)
         self._sizes[request.namespace] = num_requests + 1, num_tokens + len(request.prompt)
         self.num_forks += request.fork_of is not None
-        if request.num_preemptions >= PREEMPTIONS_BEFORE_PROTECTION:
-            self._protected.add(request)
-
-    def forget(self, request: LiveRequest) -> None:
-        """Forget a request that has ended."""
-        self._protected.discard(request)
 
     def remove(self, request: LiveRequest) -> None:
         name = self._queue_name(request)
@@ -125,19 +137,22 @@ class WaitingQueue:
     def find_start(self, running: Sequence[LiveRequest], num_slots: int, *, forks: bool = False) -> Start | None:
         """Find the next request in service order, if it can start now. A query.
 
-        A request for which too few pages or rows are free blocks all requests after it. A request whose next page is
-        being computed by a running request is skipped, without blocking others: it will soon find that page.
+        A request for which too few pages or rows are free blocks all requests after it. Two kinds are skipped without
+        blocking others: a request whose next page is being computed by a running request, as it will soon find that
+        page, and a request that must not start now so that no request is preempted more than MAX_PREEMPTIONS times.
 
         A running branch can be forked only before any token of the step is granted, so the scheduler first looks for
         requests that start as forks (`forks=True`), and for all others after it has granted tokens to running ones.
         """
         for request in self._in_service_order():
+            if running and max(request, running[0], key=_service_order).num_preemptions >= MAX_PREEMPTIONS:
+                continue
             if request.max_branches > num_slots:
                 return None
             start = self._resolve_start(request, running)
             if start.fork is None and self._awaits_running_prefill(start):
                 continue
-            if running and not (self._fits(start) and self._protects_preempted(request, running)):
+            if running and not self._fits(start):
                 return None
             return start if forks == (start.fork is not None) else None
         return None
@@ -204,21 +219,10 @@ class WaitingQueue:
         growth = request.max_branches + sum(other.num_unbatched for other in unbatched) + batch.num_branches
         return missing + batch.num_missing_pages() - num_here + match.num_idle + growth
 
-    def _protects_preempted(self, request: LiveRequest, running: Sequence[LiveRequest]) -> bool:
-        """Return whether all protected requests are safe from preemption if `request` starts.
 
-        A request is only ever preempted for one that precedes it in service order. So a protected request is safe if it
-        and all requests before it fit into the pool together, each in its worst case. A protected request starts only
-        if it is safe, and no other request starts that would make it unsafe.
-        """
-        if not self._protected:
-            return True
-        total = needed = 0
-        for other in sorted((request, *running), key=_service_order):
-            total += other.max_pages
-            if other.num_preemptions >= PREEMPTIONS_BEFORE_PROTECTION:
-                needed = total
-        return needed <= self._kv.pool.num_usable
+def preemption_key(request: LiveRequest, first: LiveRequest) -> tuple[bool, bool, int]:
+    """Sort key of running requests: the last one is preempted first, and `first`, the first in service order, never."""
+    return request is not first, request.num_preemptions < PREEMPTIONS_BEFORE_PROTECTION, request.service_order
 
 
 def find_fork(request: LiveRequest, running: Sequence[LiveRequest], decode_batch: DecodeBatch) -> LiveFork | None:

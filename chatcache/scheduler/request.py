@@ -73,7 +73,7 @@ class LiveRequest:
 
     `arrival`: sequence number; smaller is older. `priority`: smaller is served first, before age is considered.
     `num_prompt_top`: how many alternative tokens to report for each prompt token, None for no prompt log-probabilities;
-    `prompt_scores` are the reports so far, from the second token on. `max_pages`: the most pages the request can hold.
+    `prompt_scores` are the reports so far, from the second token on.
     `explain`: record in `miss` why its first start did not find more in the cache. `resume_point`: where to continue a
     request of a failed engine, until it is queued. `host_pages`: the host pages that it holds while preempted.
     `accepted_s`, `admitted_s` (first start) and `first_token_s` are values of `time.perf_counter`.
@@ -94,7 +94,6 @@ class LiveRequest:
     priority: int = 0
     fork_of: ForkPoint | None = None
     num_prompt_top: int | None = None
-    max_pages: int = 0
     explain: bool = False
     resume_point: ResumePoint | None = None
     max_branches: int = field(init=False)

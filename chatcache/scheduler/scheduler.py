@@ -1,10 +1,10 @@
 """The scheduler: `plan` before the runner executes a step; `commit` and `apply` after it.
 
-Running requests are served in service order: by priority, then oldest first. When pages run out, the last running
-request in that order is preempted: it releases all its pages and starts again later, with copies from host memory
-(swap) or by computing its tokens again (recompute). The first request is never preempted, so at least one always makes
-progress, and a request that does not fit an empty pool is rejected before it gets here. Hence there is neither deadlock
-nor livelock. `WaitingQueue` bounds how often one request is preempted.
+Running requests are ordered by priority, then oldest first (service order). When pages run out, one of the last is
+preempted: it releases all its pages and starts again later, with copies from host memory (swap) or by computing its
+tokens again (recompute). The first request is never preempted, so at least one always makes progress, and a request
+that does not fit an empty pool is rejected before it gets here. `queue` bounds how often one request is preempted, and
+shows that there is neither deadlock nor livelock.
 
 Asynchronous scheduling plans a step while the previous one is still on the device:
 
@@ -45,7 +45,7 @@ from chatcache.scheduler.branches import BranchManager, RowAllocator
 from chatcache.scheduler.decode_batch import DecodeBatch
 from chatcache.scheduler.fairness import FairnessAccounting, VirtualTokenCounter
 from chatcache.scheduler.preemption import CostModel, SwapTracker
-from chatcache.scheduler.queue import Start, WaitingQueue
+from chatcache.scheduler.queue import Start, WaitingQueue, preemption_key
 from chatcache.scheduler.request import Branch, LiveRequest
 from chatcache.types.actions import BranchAction
 from chatcache.types.events import CacheMiss
@@ -98,7 +98,7 @@ class Scheduler:
         batch = BatchBuilder(self.max_num_batched_tokens, self._decode_batch)
         self._decode_batch.remove_ineligible()
         decode_updates = self._decode_batch.advance_pages()
-        unbatched = sorted(self._decode_batch.unbatched_requests, key=_service_order)
+        unbatched = sorted(self._decode_batch.unbatched_requests, key=self._preemption_key)
         for request in unbatched:
             if request.num_waiting_branches:
                 self._branches.reattach(request)
@@ -137,7 +137,7 @@ class Scheduler:
         return self._num_branches > self.max_num_batched_tokens
 
     def _grant_running(self, requests: list[LiveRequest], batch: BatchBuilder) -> bool:
-        """Grant tokens to these requests in service order; return whether one was preempted."""
+        """Grant tokens to these requests in preemption order; return whether one was preempted."""
         num_preemptions = self.num_preemptions
         num_later = sum(request.num_unbatched for request in requests)
         for request in requests:
@@ -145,7 +145,7 @@ class Scheduler:
                 continue  # preempted for an earlier request
             num_later -= request.num_unbatched
             while not self._grant(request, batch, num_later):
-                victim = self.running[-1]
+                victim = max(self.running, key=self._preemption_key)
                 if victim is self.running[0]:
                     raise InvariantError(f"request {request.request_id} does not fit an otherwise empty pool")
                 num_later -= victim.num_unbatched if victim is not request else 0
@@ -228,6 +228,9 @@ class Scheduler:
     def _is_running(self, request: LiveRequest) -> bool:
         index = bisect_left(self.running, request.service_order, key=_service_order)
         return index < len(self.running) and self.running[index] is request
+
+    def _preemption_key(self, request: LiveRequest) -> tuple[bool, bool, int]:
+        return preemption_key(request, self.running[0])
 
     def _preempt(self, request: LiveRequest) -> None:
         """Preempt a request: release all its pages and put it back into the queue.
@@ -312,7 +315,6 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         self.swaps.release(request)
-        self.waiting.forget(request)
         return num_in_use - self.kv.pool.num_in_use
 
     def drop_branch(self, request: LiveRequest, branch_id: int | None) -> int:

@@ -71,7 +71,8 @@ class Trace:
     def _ask(self, name: str, open_ids: set[str]) -> None:
         draw = self._draw
         prompt = tuple(draw.randrange(1, VOCAB) for _ in range(draw.choice((1, 3, 9, 20, 26))))
-        shared: dict[str, Any] = {"max_tokens": draw.choice((1, 5, 12, 24)), "ignore_eos": True}
+        max_tokens = draw.choice((1, 5, 12, 24, None))  # None: as many as the context or the pool allows
+        shared: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": max_tokens is not None}
         params: Params = SamplingParams(n=draw.choice((1, 1, 1, 2, 3)), seed=draw.randrange(99), **shared)
         if draw.random() < 0.2:
             params = BeamSearchParams(beam_width=draw.choice((2, 3)), **shared)
@@ -85,7 +86,7 @@ class Trace:
         try:
             self.engine.add(request)
         except ContextLengthError as refusal:
-            self._check_refusal(refusal.message, len(prompt), shared["max_tokens"])
+            self._check_refusal(refusal.message, len(prompt), max_tokens or 1)
         else:
             open_ids.add(name)
 

@@ -6,6 +6,7 @@ import pytest
 
 from chatcache.errors import EngineError
 from chatcache.kv_cache.stats import check_invariants
+from chatcache.scheduler.queue import MAX_PREEMPTIONS, PREEMPTIONS_BEFORE_PROTECTION
 from chatcache.scheduler.request import LiveRequest
 from chatcache.types.actions import Extend, Fork, Release
 from tests.scheduler.driver import FakeStrategy, SchedulerDriver, drawn, rows
@@ -84,6 +85,42 @@ def test_preempted_request_restarts_on_its_cached_pages() -> None:
     driver.scheduler.finish(old)
     (row,) = rows(driver.decode())
     assert row[0] == "r1" and row[2] > 8 and row[2] + row[3] == num_tokens
+
+
+def test_protected_request_is_preempted_after_all_others() -> None:
+    driver = SchedulerDriver(num_pages=13)
+    first, protected, last = (driver.add(range(k, k + 11)) for k in (1, 20, 40))
+    protected.num_preemptions = PREEMPTIONS_BEFORE_PROTECTION
+    while driver.scheduler.num_preemptions < 2:
+        driver.decode()
+        if driver.scheduler.num_preemptions == 1:
+            assert driver.scheduler.running == [first, protected] and last.num_preemptions == 1
+    assert driver.scheduler.running == [first] and protected.num_preemptions == PREEMPTIONS_BEFORE_PROTECTION + 1
+
+
+def test_request_starts_after_a_protected_one_if_its_tokens_fit() -> None:
+    driver = SchedulerDriver(num_pages=20)
+    protected = driver.add(range(1, 12))
+    protected.num_preemptions = PREEMPTIONS_BEFORE_PROTECTION
+    driver.decode()
+    other = driver.add(range(20, 31))
+    driver.decode()
+    assert driver.scheduler.running == [protected, other]
+
+
+def test_request_preempted_to_the_limit_starts_only_as_the_first() -> None:
+    driver = SchedulerDriver(num_pages=40)
+    older, worn, younger = (driver.add(range(k, k + 5)) for k in (1, 20, 40))
+    worn.num_preemptions = MAX_PREEMPTIONS
+    driver.decode()
+    assert driver.scheduler.running == [older, younger], "the others are not blocked"
+    driver.scheduler.finish(older)
+    driver.decode()
+    assert driver.scheduler.running == [worn, younger]
+    driver.scheduler.waiting.push(urgent := LiveRequest("urgent", range(60, 65), "", FakeStrategy(), 9, priority=-1))
+    last = driver.add(range(70, 75))
+    driver.decode()
+    assert driver.scheduler.running == [worn, younger, last] and list(driver.scheduler.waiting) == [urgent]
 
 
 def test_restarted_request_shares_the_same_pages_again() -> None:

@@ -1,0 +1,135 @@
+"""More requests than the pages hold: unknown answer lengths cost no more steps than known ones.
+
+Steps are counted, not seconds: a step gives every running branch one token, so the number of steps per output token
+shows how long a request waited, and how much of it was computed again.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from chatcache.config import EngineConfig
+from chatcache.engine.engine import Engine
+from chatcache.scheduler import queue
+from chatcache.scheduler.queue import MAX_PREEMPTIONS
+from chatcache.types.events import Finished
+from chatcache.types.plan import StepPlan, StepResult
+from chatcache.types.request import GenerateRequest, SamplingParams
+from tests.engine.workloads import step_and_watch
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+
+PAGE = 4
+NUM_PAGES = 240
+CONTEXT = NUM_PAGES * PAGE  # as large as the pool: without max_tokens, one request may need all of it
+
+
+class HiddenLengths(FakeRunner):
+    """Ends each answer at the position that its seed names, which the scheduler cannot know."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        draws = plan.draws
+        ends = draws.position >= draws.seed.astype(np.int64)
+        tokens = np.where(ends, 0, 5).astype(np.int32)[:, None]
+        nothing = np.zeros((len(tokens), 0))
+        return StepResult(tokens, np.full(tokens.shape, -1, np.float32), nothing.astype(np.int32), nothing.astype("f4"))
+
+
+def steps_per_token(max_tokens: int | None, *, seed: int, num_requests: int, steps_between: float) -> tuple[float, int]:
+    """Return the mean number of steps per output token, and the most preemptions of one request.
+
+    `max_tokens=0`: each request names its true length.
+    """
+    draw = random.Random(seed)
+    capacity = fake_capacity(NUM_PAGES + 1, PAGE, 64, CONTEXT)
+    config = EngineConfig(page_size=PAGE, enable_prefix_caching=False, preemption_mode="recompute", strict=True)
+    engine = Engine(HiddenLengths(capacity, 64), fake_facts(64, max_model_len=CONTEXT), config)
+    born: dict[str, tuple[int, int]] = {}
+    num_steps = num_waited = num_tokens = most = 0
+    while len(born) < num_requests or engine.has_work():
+        if len(born) < num_requests and num_steps >= len(born) * steps_between:
+            prompt, answer = (min(max(round(draw.gammavariate(1, mean)), 1), 370) for mean in (40, 84))
+            params = SamplingParams(
+                max_tokens=answer if max_tokens == 0 else max_tokens, seed=prompt + answer - 1, temperature=0.0
+            )
+            name = str(len(born))
+            born[name] = num_steps, answer
+            engine.add(GenerateRequest(request_id=name, prompt=(1,) * prompt, params=params))
+        events = engine.step()
+        num_steps += 1
+        most = max((most, *(request.num_preemptions for request in engine.scheduler.requests())))
+        for event in events:
+            if isinstance(event, Finished):
+                start, length = born[event.request_id]
+                num_waited, num_tokens = num_waited + num_steps - start, num_tokens + length
+    return num_waited / num_tokens, most
+
+
+def test_unknown_lengths_cost_no_more_steps_than_known_ones() -> None:
+    known, none = (
+        steps_per_token(max_tokens, seed=0, num_requests=60, steps_between=10)[0] for max_tokens in (0, None)
+    )
+    assert none <= known * 1.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "most"), [(0, 3.0), (1, 1.8), (2, 2.6)])
+def test_unknown_lengths_under_long_pressure_cost_no_more_steps(seed: int, most: float) -> None:
+    known, unknown = (steps_per_token(m, seed=seed, num_requests=150, steps_between=11) for m in (0, None))
+    assert unknown[0] <= known[0] * 1.05 and unknown[0] < most
+    assert unknown[1] <= MAX_PREEMPTIONS
+
+
+class Trace:
+    """Requests of unknown length and any priority, which preempt each other often."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = draw = random.Random(seed)
+        capacity = fake_capacity(64, 1, 16, 96, num_host_pages=draw.choice((0, 0, 40)))
+        config = EngineConfig(
+            strict=True,
+            max_num_batched_tokens=draw.choice((7, 64)),
+            scheduling_policy=draw.choice(("fcfs", "priority", "priority", "priority", "fair")),
+        )
+        self._engine = Engine(FakeRunner(capacity, 32, eos_every=60), fake_facts(32), config)
+
+    def most_preemptions(self, num_requests: int) -> int:
+        """Run the trace to its end; return the most preemptions of one request."""
+        draw, engine, most, num_steps = self._draw, self._engine, 0, 0
+        while num_requests or engine.has_work():
+            if num_requests and draw.random() < 0.12:
+                num_requests -= 1
+                self._ask(f"r{num_requests}")
+            step_and_watch(engine)
+            most = max((most, *(request.num_preemptions for request in engine.scheduler.requests())))
+            num_steps += 1
+            assert num_steps < 5000, "the engine stalls"
+        engine.cache.check()
+        return most
+
+    def _ask(self, name: str) -> None:
+        draw = self._draw
+        is_patient = draw.random() < 0.2
+        prompt = tuple(draw.randrange(1, 32) for _ in range(draw.choice((1, 3, 9))))
+        request = GenerateRequest(
+            request_id=name,
+            prompt=prompt,
+            params=SamplingParams(max_tokens=None if is_patient else draw.choice((None, 25)), seed=draw.randrange(99)),
+            priority=9 if is_patient else draw.choice((0, 1, 2)),
+            namespace=draw.choice(("a", "b")),
+        )
+        self._engine.add(request)
+
+
+@pytest.mark.slow
+def test_no_request_of_unknown_length_is_preempted_more_than_five_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    def most_preemptions() -> int:
+        return max(Trace(seed).most_preemptions(40) for seed in range(20))
+
+    assert most_preemptions() == MAX_PREEMPTIONS
+    monkeypatch.setattr(queue, "PREEMPTIONS_BEFORE_PROTECTION", 10**6)
+    monkeypatch.setattr(queue, "MAX_PREEMPTIONS", 10**6)
+    with pytest.raises(AssertionError, match=r"preempted 6 times"):
+        most_preemptions()
