@@ -11,20 +11,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from chatcache.llm import LLM as LLM
+    from chatcache.llm.async_llm import AsyncLLM as AsyncLLM
+    from chatcache.llm.llm import LLM as LLM
     from chatcache.types.request import BeamSearchParams as BeamSearchParams
     from chatcache.types.request import SamplingParams as SamplingParams
     from chatcache.types.request import StructuredOutputs as StructuredOutputs
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "BeamSearchParams", "SamplingParams", "StructuredOutputs", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "SamplingParams", "StructuredOutputs", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":
-        from chatcache.llm import LLM
+        from chatcache.llm.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from chatcache.llm.async_llm import AsyncLLM
+
+        return AsyncLLM
     if name in ("SamplingParams", "BeamSearchParams", "StructuredOutputs"):
         from chatcache.types import request as params
 

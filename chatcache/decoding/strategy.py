@@ -14,7 +14,7 @@ from chatcache.decoding.unique import DistinctStrategy
 from chatcache.errors import InvalidRequestError
 from chatcache.types.actions import Strategy
 from chatcache.types.request import (
-    MAX_N,
+    MAX_BRANCHES,
     MAX_STOP_STRINGS,
     MAX_TOP_LOGPROBS,
     BeamSearchParams,
@@ -87,9 +87,9 @@ def validate_params(params: Params, vocab_size: int) -> None:
 
 
 def _validate_sampling(params: SamplingParams, vocab_size: int) -> None:
-    _check_integer("n", params.n, 1, MAX_N)
+    _check_integer("n", params.n, 1, MAX_BRANCHES)
     if params.best_of is not None:
-        _check_integer("best_of", params.best_of, params.n, MAX_N, what=f"(with n {params.n})")
+        _check_integer("best_of", params.best_of, params.n, MAX_BRANCHES, what=f"(with n {params.n})")
     _check_number("temperature", params.temperature, 0.0, MAX_TEMPERATURE)
     _check_number("top_p", params.top_p, 0.0, 1.0, open_low=True)
     _check_integer("top_k", params.top_k, -1, vocab_size)
@@ -122,7 +122,7 @@ def _validate_distinct(params: SamplingParams) -> None:
 
 
 def _validate_beams(params: BeamSearchParams) -> None:
-    _check_integer("beam_width", params.beam_width, 1, MAX_N)
+    _check_integer("beam_width", params.beam_width, 1, MAX_BRANCHES)
     _validate_groups(params)
     _check_bool("stream_beams", params.stream_beams)
     if params.n is not None:

@@ -127,7 +127,7 @@ def check_branches(params: Params, max_branches: int) -> None:
         else:
             name = "n" if params.best_of is None else "best_of"
         raise InvalidRequestError(
-            f"{name} must be at most {max_branches} on this server, got {num_branches(params)}", param=name
+            f"{name} must be at most {max_branches} (max_num_seqs), got {num_branches(params)}", param=name
         )
 
 

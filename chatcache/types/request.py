@@ -8,7 +8,8 @@ from __future__ import annotations
 import msgspec
 from msgspec.structs import force_setattr
 
-MAX_N = 64
+MAX_N = 64  # candidates of one request to a server
+MAX_BRANCHES = 1024  # candidates or beams of one request to an engine
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_PROMPT_LOGPROBS = 700_000  # prompt tokens x (alternatives + 1): the most that one response carries

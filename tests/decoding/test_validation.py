@@ -36,8 +36,8 @@ SHARED_BAD: dict[str, list[Any]] = {
     "skip_special_tokens": [None],
 }
 SAMPLING_GOOD: dict[str, list[Any]] = {
-    "n": [1, 64],
-    "best_of": [None, 1, 64],
+    "n": [1, 1024],
+    "best_of": [None, 1, 1024],
     "temperature": [0, 0.0, 2, 100.0],
     "top_p": [1e-9, 1],
     "top_k": [-1, 0, 100],
@@ -49,8 +49,8 @@ SAMPLING_GOOD: dict[str, list[Any]] = {
     "seed": [None, -(2**63), 2**64 - 1],
 }
 SAMPLING_BAD: dict[str, list[Any]] = {
-    "n": [0, 65, -1, 1.0, None, True],
-    "best_of": [0, 65, -1, 2.0, True, "3"],
+    "n": [0, 1025, -1, 1.0, None, True],
+    "best_of": [0, 1025, -1, 2.0, True, "3"],
     "temperature": [-0.1, 100.1, NAN, INF, -INF, "1", None, True, 10**400],
     "top_p": [0, 1.01, -0.5, NAN],
     "top_k": [-2, 101, 1.0],
@@ -62,7 +62,7 @@ SAMPLING_BAD: dict[str, list[Any]] = {
     "seed": [-(2**63) - 1, 2**64, 1.0, "7", False],
 }
 BEAM_GOOD: dict[str, list[Any]] = {
-    "beam_width": [4, 64],
+    "beam_width": [4, 1024],
     "n": [None, 1, 4],
     "length_penalty": [-10, 0, 10.0],
     "early_stopping": [True, False, "never"],
@@ -71,7 +71,7 @@ BEAM_GOOD: dict[str, list[Any]] = {
     "stream_beams": [True, False],
 }
 BEAM_BAD: dict[str, list[Any]] = {
-    "beam_width": [0, 65, 2.0, None],
+    "beam_width": [0, 1025, 2.0, None],
     "n": [0, 5, 1.0],
     "length_penalty": [-10.1, 10.1, NAN, INF, None],
     "early_stopping": [None, 1, 0, "always", ""],
@@ -134,7 +134,7 @@ def test_groups_divide_the_width_and_a_penalty_needs_them() -> None:
 
 
 def test_distinct_needs_noise_and_ranks_by_itself() -> None:
-    validate_params(SamplingParams(distinct=True, n=64, temperature=0.1), VOCAB_SIZE)
+    validate_params(SamplingParams(distinct=True, n=1024, temperature=0.1), VOCAB_SIZE)
     for bad, param, words in [
         (SamplingParams(distinct=True, temperature=0.0), "distinct", "needs a temperature greater than 0, got 0"),
         (SamplingParams(distinct=True, best_of=4), "best_of", "exclude each other"),
@@ -166,6 +166,6 @@ def test_foreign_params_are_refused() -> None:
 
 def test_best_of_is_at_least_n() -> None:
     validate_params(SamplingParams(n=3, best_of=3, temperature=0.0), VOCAB_SIZE)
-    with pytest.raises(InvalidRequestError, match=r"best_of \(with n 3\) must be between 3 and 64, got 2") as caught:
+    with pytest.raises(InvalidRequestError, match=r"best_of \(with n 3\) must be between 3 and 1024, got 2") as caught:
         validate_params(SamplingParams(n=3, best_of=2), VOCAB_SIZE)
     assert caught.value.param == "best_of"

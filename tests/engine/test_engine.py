@@ -148,6 +148,6 @@ def test_best_of_samples_more_branches_than_it_returns() -> None:
     assert end.num_computed_tokens == 20 + 4 * 2
     scores = [event.score for event in events if isinstance(event, CandidateDone)]
     assert scores == sorted(scores, reverse=True) and len(scores) == 2
-    with pytest.raises(InvalidRequestError, match="best_of must be at most 4 on this server, got 5") as caught:
+    with pytest.raises(InvalidRequestError, match=r"best_of must be at most 4 \(max_num_seqs\), got 5") as caught:
         eng.add(request(params=SamplingParams(n=2, best_of=5)))
     assert caught.value.param == "best_of"

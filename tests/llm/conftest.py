@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from chatcache.llm import LLM
+from chatcache import LLM
 from tests.llm.tiny_llama import make_model, write_folder
 
 

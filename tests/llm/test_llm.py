@@ -7,11 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
-from chatcache import LLM, BeamSearchParams, SamplingParams
-from chatcache.errors import ContextLengthError, InvalidRequestError
+from chatcache import LLM, BeamSearchParams, SamplingParams, StructuredOutputs
+from chatcache.decoding.sampling import SamplingStrategy
+from chatcache.errors import ContextLengthError, EngineError, InvalidRequestError
 
 PROMPTS = [[7, 8, 9], [100] * 40, list(range(30, 95))]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -131,24 +134,91 @@ def test_chat_renders_the_template(llm: LLM) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "params", "kind", "text"),
-    [
+def failing_prompts() -> list[tuple[Any, SamplingParams, type[Exception], str]]:
+    """A prompt or parameters that cannot run, the error of its output, and a part of its message."""
+    return [
         ([], GREEDY, InvalidRequestError, "empty"),
         ([1] * 300, GREEDY, ContextLengthError, "300"),
         ([999], GREEDY, InvalidRequestError, "999"),
         ([1], SamplingParams(temperature=-1), InvalidRequestError, "temperature"),
         ([1], SamplingParams(n=0), InvalidRequestError, "n"),
-        ({"text": "x"}, GREEDY, InvalidRequestError, "a prompt is"),
-    ],
-)
-def test_request_that_can_never_run_is_rejected_before_any_runs(
+        ("\ud800", GREEDY, InvalidRequestError, "Unicode"),
+        ([1], SamplingParams(structured_outputs=StructuredOutputs(regex="(a")), InvalidRequestError, "unclosed group"),
+    ]
+
+
+@pytest.mark.parametrize(("prompt", "params", "kind", "text"), failing_prompts())
+def test_generate_prompt_that_cannot_run_has_an_error_and_others_finish(
     llm: LLM, prompt: Any, params: SamplingParams, kind: type[Exception], text: str
 ) -> None:
-    with pytest.raises(kind, match=text):
-        llm.generate([[5, 6, 7], prompt], [GREEDY, params])
+    before, failed, after = llm.generate([[5, 6, 7], prompt, [5, 6, 8]], [GREEDY, params, GREEDY])
+    assert isinstance(failed.error, kind) and text in str(failed.error)
+    assert failed.outputs == [] and failed.finished
+    assert before.error is None and after.error is None
+    assert [len(each.outputs[0].token_ids) for each in (before, after)] == [20, 20]
     assert llm.stats().num_in_use == 0
-    assert len(llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids) == 20
+
+
+def test_generate_request_that_fails_while_decoding_keeps_its_tokens_and_the_others(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
+    original, num_steps = SamplingStrategy.advance, [0]
+
+    def advance(self: SamplingStrategy, drawn: Any) -> Any:
+        if self._drawing.spec.seed == 7:
+            num_steps[0] += 1
+            if num_steps[0] == 5:
+                raise EngineError("the fifth step fails")
+        return original(self, drawn)
+
+    monkeypatch.setattr(SamplingStrategy, "advance", advance)
+    failing = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, seed=7)
+    first, second, third = llm.generate(PROMPTS, [GREEDY, failing, GREEDY])
+    assert first.error is None and third.error is None and isinstance(second.error, EngineError)
+    assert [each.outputs[0].token_ids for each in (first, third)] == [expected[0], expected[2]]
+    assert second.outputs[0].token_ids == expected[1][:4] and second.outputs[0].finish_reason is None
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "text"),
+    [
+        ([[1], {"text": "x"}], GREEDY, "a prompt is"),
+        ([[1], [1.5]], GREEDY, "a prompt is"),
+        ([[1], [True]], GREEDY, "a prompt is"),
+        (np.array([1.0, 2.0]), GREEDY, "a prompt is"),
+        (torch.tensor([True, False]), GREEDY, "a prompt is"),
+        (np.zeros((2, 2, 2), np.int64), GREEDY, "a prompt is"),
+        ([[1]], SamplingParams(temperature=-1), "temperature"),
+    ],
+)
+def test_generate_error_of_the_whole_call_is_raised_before_any_prompt_runs(
+    llm: LLM, prompts: Any, params: SamplingParams, text: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=text):
+        llm.generate(prompts, params)
+    assert llm.health().num_prompt_tokens == 0
+
+
+def test_generate_accepts_token_ids_of_numpy_and_torch(llm: LLM) -> None:
+    ids = PROMPTS[2]
+    forms: list[Any] = [
+        np.array(ids),
+        np.array(ids, np.uint8),
+        torch.tensor(ids),
+        torch.tensor(ids, dtype=torch.int32),
+        list(np.array(ids)),
+        list(torch.tensor(ids)),
+        np.array([ids]),
+        [np.array(ids)],
+        {"prompt_token_ids": torch.tensor(ids)},
+        tuple(ids),
+    ]
+    for form in forms:
+        (output,) = llm.generate(form, GREEDY, use_tqdm=False)
+        assert output.prompt_token_ids == ids and all(type(token) is int for token in output.prompt_token_ids)
+    rows = llm.generate(np.array([[1, 2], [3, 4]]), GREEDY, use_tqdm=False)
+    assert [row.prompt_token_ids for row in rows] == [[1, 2], [3, 4]]
 
 
 @pytest.mark.parametrize("page_size", [7, 0, 128])
@@ -157,12 +227,38 @@ def test_unsupported_page_size_is_rejected_before_loading(page_size: int) -> Non
         LLM("no/such/model", page_size=page_size)
 
 
+def test_generate_more_prompts_than_the_queue_holds_run_in_order(llm: LLM) -> None:
+    """The queue is made small; prompts with too many tokens for it run, too."""
+    validator = llm._engine._validator
+    validator._config = replace(validator._config, max_queued_requests=3, max_queued_tokens=40)
+    prompts: list[Any] = [[number, 7] if number % 5 else [number] * 60 for number in range(1, 40)]
+    prompts[20] = [999]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert [number for number, output in enumerate(outputs) if output.error is not None] == [20]
+    assert all(len(output.outputs[0].token_ids) == 2 for output in outputs if output.error is None)
+
+
 @pytest.mark.slow
-def test_more_prompts_than_the_queue_holds_all_run(llm: LLM) -> None:
-    prompts = [[number % 256, number // 256] for number in range(1100)]
+def test_generate_1500_prompts_with_an_invalid_one_near_the_end_returns_all_others(llm: LLM) -> None:
+    prompts: list[list[int]] = [[number % 256, number // 256] for number in range(1500)]
+    prompts[1400] = [999]
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == prompts
-    assert all(len(output.outputs[0].token_ids) == 1 for output in outputs)
+    assert [number for number, output in enumerate(outputs) if output.error is not None] == [1400]
+    assert sum(len(output.outputs[0].token_ids) for output in outputs if output.error is None) == 1499
+
+
+@pytest.mark.slow
+def test_generate_1024_candidates_are_those_of_smaller_requests(folder: Path) -> None:
+    options: Any = {"dtype": "float32", "attention_backend": "reference", "kv_memory": "64MiB"}
+    with LLM(str(folder), max_num_seqs=1024, **options) as llm:
+        (many,) = llm.generate([PROMPTS[0]], SamplingParams(n=1024, seed=3, max_tokens=2, ignore_eos=True))
+        (few,) = llm.generate([PROMPTS[0]], SamplingParams(n=4, seed=3, max_tokens=2, ignore_eos=True))
+        assert len(many.outputs) == 1024
+        assert [each.token_ids for each in many.outputs[:4]] == [each.token_ids for each in few.outputs]
+        (excess,) = llm.generate([PROMPTS[0]], [SamplingParams(n=1025)])
+        assert "1024" in str(excess.error)
 
 
 def test_a_folder_without_tokenizer_takes_token_ids(oracle: Any, tmp_path: Path) -> None:

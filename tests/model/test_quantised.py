@@ -17,10 +17,10 @@ from chatcache_kernels.cpu.int8 import quantise
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from chatcache import LLM
 from chatcache.bench.drivers import SHAPES, write_model
 from chatcache.config import EngineConfig
 from chatcache.errors import ModelFolderError
-from chatcache.llm import LLM
 from chatcache.model.decoder import Decoder
 from chatcache.model.linear import DualLayoutLinearFactory, Int8Linear, fast_linear, weight_sizes
 from chatcache.model.loading import loader

@@ -1,0 +1,96 @@
+"""What `LLM` and `AsyncLLM` share: options, loading and prompts."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from chatcache import factory
+from chatcache.config import PAGE_SIZES, EngineConfig, parse_size
+from chatcache.engine.engine import Engine
+from chatcache.errors import InvalidRequestError
+from chatcache.llm.prompts import PromptReader
+from chatcache.model.runner import Runner
+
+
+class LLMBase:
+    """Options of a model and its engine.
+
+    `model`: a folder, a Hugging Face id, or "" for the demo model. `kv_memory`: bytes or "2GiB"; None selects a share
+    of free memory. `max_num_seqs`: the most candidates or beams in one step, and of one request (at most 1,024).
+
+    `scheduling_policy`: fair (between namespaces; an `LLM` has only one, so it is fcfs) | fcfs | priority.
+    `preemption_mode`: what to do when pages run out: auto | swap | recompute; `swap_space`: host memory for swapped
+    pages, 0 for none. `deterministic`: logits do not depend, to the bit, on batch, chunking, cache or preemption;
+    slower. `quantization`: None | "int8" for 8-bit weights on CPUs.
+    """
+
+    def __init__(
+        self,
+        model: str = "",
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        attention_backend: str = "auto",
+        quantization: str | None = None,
+        kv_memory: int | str | None = None,
+        max_model_len: int | None = None,
+        page_size: int = 16,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        enable_prefix_caching: bool = True,
+        scheduling_policy: str = "fair",
+        preemption_mode: str = "auto",
+        swap_space: int | str | None = None,
+        deterministic: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if page_size not in PAGE_SIZES:
+            raise InvalidRequestError(
+                f"page_size must be one of {', '.join(map(str, PAGE_SIZES))}, got {page_size!r}", param="page_size"
+            )
+        self.config = EngineConfig(
+            model=str(model),
+            device=device,
+            dtype=dtype,
+            attention_backend=attention_backend,
+            quantization=quantization or "none",
+            kv_memory_bytes=None if kv_memory is None else parse_size(kv_memory),
+            max_model_len=max_model_len,
+            page_size=page_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            scheduling_policy=scheduling_policy,
+            preemption_mode=preemption_mode,
+            swap_space_bytes=None if swap_space is None else parse_size(swap_space),
+            deterministic=deterministic,
+            seed=seed,
+        )
+        self._tokenizer = factory.load_tokenizer(self.config) if factory.has_tokenizer(self.config) else None
+        self._reader = PromptReader(self._tokenizer, self.config.model)
+        self._numbers = itertools.count()
+        self._start()
+
+    def _start(self) -> None:
+        """Load the model, or prepare to."""
+        raise NotImplementedError
+
+    def get_tokenizer(self) -> Any:
+        """Return the model's tokenizer.
+
+        Raises: InvalidRequestError for a model folder without one.
+        """
+        return self._reader.tokenizer
+
+    def _load_engine(self) -> tuple[Engine, Runner]:
+        """Load the model. The caller closes both."""
+        runner, tokenizer = factory.load_runner(self.config), self._tokenizer
+        if tokenizer is None:
+            return Engine(runner, runner.facts, self.config), runner
+        special_ids = tokenizer.special_ids
+        return Engine(runner, runner.facts, self.config, tokenizer.token_bytes, special_ids=special_ids), runner
+
+    def _check_priority(self, *, is_given: bool) -> None:
+        if is_given and self.config.scheduling_policy != "priority":
+            raise InvalidRequestError('priority needs scheduling_policy="priority"', param="priority")

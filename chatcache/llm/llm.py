@@ -1,0 +1,249 @@
+"""`LLM`: batches of prompts in a script or notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Self
+
+from chatcache.decoding.strategy import validate_params
+from chatcache.engine.engine import Engine
+from chatcache.errors import ChatcacheError, DeviceLostError, InvalidRequestError, OverloadedError
+from chatcache.llm.base import LLMBase
+from chatcache.llm.outputs import Collector, RequestOutput
+from chatcache.llm.prompts import EncodedPrompt, Message, Prompt, PromptSource
+from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
+from chatcache.types.stats import EngineHealth, Explanation, PageAccounts
+
+if TYPE_CHECKING:
+    from chatcache.tokenizer.tokenizer import Tokenizer
+
+
+class LLM(LLMBase):
+    """A loaded model that answers batches of prompts; use it from one thread.
+
+    The options are those of `LLMBase`. Pages of earlier calls stay cached, so a shared prefix is computed once.
+
+    A prompt that cannot run or that fails does not affect the others: its output has an `error`. Errors that concern
+    the whole call are raised before anything runs.
+    """
+
+    def _start(self) -> None:
+        engine, self._runner = self._load_engine()
+        self._open: Engine | None = engine
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | Sequence[Params] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; return the outputs in the order of the prompts.
+
+        `priority`: one number per prompt, smaller is served sooner (with `scheduling_policy="priority"`).
+        Raises: InvalidRequestError for parameters that are invalid for every prompt. A single prompt that cannot run
+        (too long, an unknown token id, parameters of its own) has an `error` in its output.
+        """
+        return self._run(self._reader.prompts(prompts), sampling_params or SamplingParams(), use_tqdm, priority)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Find the most likely continuations of each prompt, best first, each with its score.
+
+        Groups, constraints and stop strings are fields of the params; `stream_beams` adds `live_beams` to the outputs.
+        """
+        return self._run(self._reader.prompts(prompts), params or BeamSearchParams(), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params | Sequence[Params] | None = None,
+        use_tqdm: bool = True,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        tool_choice: str | dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several, through the model's chat template.
+
+        `tools`, `tool_choice`: as in the Chat Completions API. The calls are in `tool_calls` of each candidate, its
+        `text` is the rest of the reply, and a `strict` function or `tool_choice="required"` constrains the reply.
+        """
+        sources = self._reader.chats(messages, tools, tool_choice)
+        return self._run(sources, sampling_params or SamplingParams(), use_tqdm)
+
+    def explain(self, prompt: Prompt) -> Explanation:
+        """Report which part of a prompt is cached, and why not more; nothing is computed or stored.
+
+        Raises: InvalidRequestError or ContextLengthError for a prompt that can never run.
+        """
+        encoded = self._reader.prompt(prompt)(SamplingParams())
+        return self._engine.cache.explain(encoded.token_ids, operator=True)
+
+    def accounts(self) -> PageAccounts:
+        """Return how many pages each running request holds; none between calls of `generate`."""
+        return self._engine.cache.page_accounts()
+
+    def stats(self) -> Any:
+        """Return how many pages are in use, idle, shared and wasted."""
+        return self._engine.cache.stats()
+
+    def health(self) -> EngineHealth:
+        """Return the size of the KV memory and counters since the start.
+
+        The counters are tokens, cache hits, preemptions, swaps and page copies.
+        """
+        return self._engine.health()
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all cached pages; return False if some are in use."""
+        return self._engine.cache.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Release the model and its pages; the object cannot be used afterwards."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+            self._runner.close()
+
+    @property
+    def _engine(self) -> Engine:
+        if self._open is None:
+            raise InvalidRequestError("this LLM was closed")
+        return self._open
+
+    def _run(
+        self,
+        sources: list[PromptSource],
+        params: Params | Sequence[Params],
+        use_tqdm: bool,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        if isinstance(params, Sequence):
+            each = list(params)
+        else:
+            validate_params(params, self._engine.model_info.vocab_size)
+            each = [params] * len(sources)
+        if len(each) != len(sources):
+            raise InvalidRequestError(f"{len(sources)} prompts but {len(each)} params", param="sampling_params")
+        self._check_priority(is_given=priority is not None)
+        ranks = [0] * len(sources) if priority is None else list(priority)
+        if len(ranks) != len(sources):
+            raise InvalidRequestError(f"{len(sources)} prompts but {len(ranks)} priorities", param="priority")
+        with _progress_bar(len(sources), is_shown=use_tqdm) as advance:
+            batch = _Batch(self._engine, self._tokenizer, advance)
+            try:
+                return batch.run([(str(next(self._numbers)), *one) for one in zip(sources, each, ranks, strict=True)])
+            except BaseException:
+                batch.abandon()
+                raise
+
+
+class _Batch:
+    """The requests of one call: submitted as the engine's queue has space, collected as they end."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, advance: Callable[[int], None]) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._advance = advance
+        self._running: dict[str, Collector] = {}
+        self._outputs: dict[str, RequestOutput] = {}
+
+    def run(self, requests: Sequence[tuple[str, PromptSource, Params, int]]) -> list[RequestOutput]:
+        """Run requests (id, prompt, params, priority) to the end; return their outputs in this order.
+
+        Raises: DeviceLostError, since no later request can run.
+        """
+        requests_left = iter(requests)
+        waiting = self._next(requests_left)
+        while waiting is not None or self._engine.has_work():
+            while waiting is not None and self._submit(*waiting):
+                waiting = self._next(requests_left)
+            for event in self._engine.step():
+                collector = self._running.get(event.request_id)
+                if collector is not None and collector.take(event):
+                    self._finish(event.request_id, collector)
+        return [self._outputs.pop(request_id) for request_id, *_ in requests]
+
+    def abandon(self) -> None:
+        """Abort all requests after an error or Ctrl-C, so that the next call finds an idle engine."""
+        for request_id in self._running:
+            self._engine.abort(request_id)
+        with suppress(DeviceLostError):
+            while self._engine.has_work():
+                self._engine.step()
+
+    def _next(
+        self, requests: Iterator[tuple[str, PromptSource, Params, int]]
+    ) -> tuple[GenerateRequest, EncodedPrompt] | None:
+        """Encode the next prompt; those that cannot be encoded end with an error."""
+        for request_id, source, params, priority in requests:
+            try:
+                encoded = source(params)
+            except ChatcacheError as error:
+                self._reject(request_id, EncodedPrompt(None, (), params), error)
+                continue
+            request = GenerateRequest(
+                request_id=request_id, prompt=encoded.token_ids, params=encoded.params, priority=priority
+            )
+            return request, encoded
+        return None
+
+    def _submit(self, request: GenerateRequest, encoded: EncodedPrompt) -> bool:
+        """Submit a request; return False if the queue is full."""
+        try:
+            self._engine.add(request)
+        except OverloadedError:
+            if self._engine.has_work():
+                return False
+            raise
+        except ChatcacheError as error:
+            self._reject(request.request_id, encoded, error)
+        else:
+            self._running[request.request_id] = Collector(request.request_id, encoded, self._tokenizer)
+        return True
+
+    def _reject(self, request_id: str, encoded: EncodedPrompt, error: ChatcacheError) -> None:
+        collector = Collector(request_id, encoded, self._tokenizer)
+        collector.reject(error)
+        self._finish(request_id, collector)
+
+    def _finish(self, request_id: str, collector: Collector) -> None:
+        self._running.pop(request_id, None)
+        if isinstance(collector.error, DeviceLostError):
+            raise collector.error
+        self._outputs[request_id] = collector.output()
+        self._advance(1)
+
+
+@contextmanager
+def _progress_bar(num_prompts: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
+    """Yield the function that adds finished prompts to a progress bar on standard error."""
+    if not is_shown:
+        yield lambda num_finished: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = TextColumn("Prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=num_prompts)
+        yield lambda num_finished: progress.advance(task, num_finished)

@@ -1,0 +1,238 @@
+"""Outputs of a request, collected from its events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from chatcache.conversations.replies.parser import TAIL_TOKENS, CandidateParser
+from chatcache.conversations.tree import ToolCall
+from chatcache.errors import ChatcacheError, DeviceLostError, EngineError, InvalidRequestError
+from chatcache.llm.prompts import EncodedPrompt
+from chatcache.tokenizer.detokenizer import IncrementalDetokenizer
+from chatcache.types.events import (
+    Beams,
+    CandidateDone,
+    EngineEvent,
+    Failed,
+    Finished,
+    LiveBeam,
+    Started,
+    TokenLogprob,
+    Tokens,
+)
+from chatcache.types.request import BeamSearchParams, Params
+
+if TYPE_CHECKING:
+    from chatcache.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-probability of one token.
+
+    `rank` counts from 1; None for a token that is not among the requested alternatives.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+LogprobRow = dict[int, Logprob]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One candidate.
+
+    `score` orders candidates: the cumulative log-probability, length-penalised for beams. `cumulative_logprob` is None
+    for beams unless logprobs were requested. `logprobs` holds, per token, the chosen token and the alternatives by id.
+    `text` is empty for a model without a tokenizer. With tools, `text` is the reply without its calls (`tool_calls`)
+    and its `reasoning`. `finish_reason` is None for a candidate that has not ended.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[LogprobRow] | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+    score: float
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """One prompt and its candidates, best first for beams, `best_of` and `distinct`.
+
+    `num_cached_tokens`: prompt tokens that were not recomputed. `prompt_logprobs`: per prompt token its own and the top
+    log-probabilities by id, None for the first. `live_beams`: the live beams after each step, best first, if streamed.
+    `error`: why this request failed; `outputs` then holds the candidates, perhaps none, as far as they were generated.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+    finished: bool = True
+    prompt_logprobs: list[LogprobRow | None] | None = None
+    live_beams: list[tuple[LiveBeam, ...]] | None = None
+    error: ChatcacheError | None = None
+
+
+class _Candidate:
+    """One candidate as far as it was generated."""
+
+    def __init__(self, index: int, prompt: EncodedPrompt, tokenizer: Tokenizer | None) -> None:
+        self._index = index
+        self._params = prompt.params
+        self._tokenizer = tokenizer
+        self._token_ids: list[int] = []
+        self._logprobs: list[LogprobRow] | None = None if prompt.params.logprobs is None else []
+        self._total = 0.0
+        self._score = 0.0
+        self._done: CandidateDone | None = None
+        self._stream = _text_stream(prompt, tokenizer) if tokenizer is not None else None
+        context = prompt.context
+        self._parser = context.new_parser(prompt.token_ids) if context is not None else CandidateParser(None, 0, ())
+
+    def push(self, event: Tokens) -> None:
+        self._token_ids += event.token_ids
+        self._score = event.score
+        if self._logprobs is not None:
+            rows = _logprob_rows(event.token_ids, event.logprobs, self._tokenizer)
+            self._logprobs += [row for row in rows if row is not None]
+            self._total += sum(scored.logprob for scored in event.logprobs)
+        if self._stream is not None:
+            self._parser.push(self._stream.push(event.token_ids))
+
+    def finish(self, event: CandidateDone) -> None:
+        self._done = event
+        self._score = event.score
+        if self._stream is not None:
+            self._parser.push(self._stream.finish())
+            self._parser.finish()
+
+    def output(self) -> CompletionOutput:
+        done, parts = self._done, self._parser.parts("")
+        cumulative: float | None = self._score
+        if isinstance(self._params, BeamSearchParams):
+            cumulative = self._total if self._logprobs else None
+        return CompletionOutput(
+            index=self._index,
+            text=self._parser.text,
+            token_ids=list(self._token_ids),
+            cumulative_logprob=cumulative,
+            logprobs=None if self._logprobs is None else list(self._logprobs),
+            finish_reason=done.finish_reason if done else None,
+            stop_reason=done.stop_reason if done else None,
+            score=self._score,
+            tool_calls=parts.tool_calls,
+            reasoning=parts.reasoning,
+        )
+
+
+class Collector:
+    """Collects the events of one request into its `RequestOutput`."""
+
+    def __init__(self, request_id: str, prompt: EncodedPrompt, tokenizer: Tokenizer | None) -> None:
+        self.error: ChatcacheError | None = None
+        self._request_id = request_id
+        self._prompt = prompt
+        self._tokenizer = tokenizer
+        self._candidates: dict[int, _Candidate] = {}
+        self._num_cached = 0
+        self._prompt_logprobs: list[LogprobRow | None] | None = None
+        self._live_beams: list[tuple[LiveBeam, ...]] = []
+        self._finished = False
+
+    def reject(self, error: ChatcacheError) -> None:
+        """Record that the engine did not accept the request."""
+        self.error, self._finished = error, True
+
+    def take(self, event: EngineEvent) -> bool:
+        """Record an event; return whether it was the last. A failure is stored in `error`."""
+        match event:
+            case Started():
+                self._num_cached = event.num_cached_tokens
+                if self._prompt.params.prompt_logprobs is not None:
+                    rows = _logprob_rows(self._prompt.token_ids, event.prompt_logprobs, self._tokenizer)
+                    self._prompt_logprobs = list(rows)
+            case Beams():
+                self._live_beams.append(event.beams)
+            case Tokens():
+                self._candidate(event.index).push(event)
+            case CandidateDone():
+                self._candidate(event.index).finish(event)
+            case Failed():
+                self.reject(error_of(event))
+            case Finished():
+                self._finished = True
+        return self._finished
+
+    def output(self) -> RequestOutput:
+        """Return the output so far."""
+        params = self._prompt.params
+        with_beams = isinstance(params, BeamSearchParams) and params.stream_beams
+        return RequestOutput(
+            request_id=self._request_id,
+            prompt=self._prompt.text,
+            prompt_token_ids=list(self._prompt.token_ids),
+            outputs=[candidate.output() for _, candidate in sorted(self._candidates.items())],
+            num_cached_tokens=self._num_cached,
+            finished=self._finished,
+            prompt_logprobs=self._prompt_logprobs,
+            live_beams=list(self._live_beams) if with_beams else None,
+            error=self.error,
+        )
+
+    def _candidate(self, index: int) -> _Candidate:
+        if index not in self._candidates:
+            self._candidates[index] = _Candidate(index, self._prompt, self._tokenizer)
+        return self._candidates[index]
+
+
+def error_of(event: Failed) -> ChatcacheError:
+    """Return the error that ended a request.
+
+    InvalidRequestError for one that was rejected after it was accepted (its grammar), EngineError otherwise.
+    """
+    fault = DeviceLostError if event.code == DeviceLostError.code else EngineError
+    kind = InvalidRequestError if 400 <= event.status < 500 else fault
+    return kind(event.message, code=event.code, param=event.param)
+
+
+def _text_stream(prompt: EncodedPrompt, tokenizer: Tokenizer) -> IncrementalDetokenizer:
+    params: Params = prompt.params
+    return IncrementalDetokenizer(
+        tokenizer,
+        params.stop,
+        params.include_stop_str_in_output,
+        params.skip_special_tokens,
+        prompt.token_ids[-TAIL_TOKENS:],
+        stop_token_ids=(*tokenizer.eos_token_ids, *params.stop_token_ids),
+        min_tokens=params.min_tokens,
+        visible_ids=prompt.context.mark_ids if prompt.context is not None else (),
+    )
+
+
+def _logprob_rows(
+    token_ids: Sequence[int], entries: Sequence[TokenLogprob | None], tokenizer: Tokenizer | None
+) -> Iterator[LogprobRow | None]:
+    """Yield the row of each token: its own entry first, then the alternatives."""
+
+    def entry(token: int, logprob: float, rank: int | None) -> Logprob:
+        text = tokenizer.decode([token], skip_special_tokens=False) if tokenizer else None
+        return Logprob(logprob, rank, text)
+
+    for token, scored in zip(token_ids, entries, strict=True):
+        if scored is None:
+            yield None
+            continue
+        row = {other: entry(other, logprob, rank) for rank, (other, logprob) in enumerate(scored.top, start=1)}
+        yield {token: row.pop(token, entry(token, scored.logprob, None)), **row}

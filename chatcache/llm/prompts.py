@@ -1,0 +1,192 @@
+"""Prompts as users write them: texts, token ids in any form, chats with tools."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, cast
+
+import msgspec
+
+from chatcache.conversations.prompt import Message as TemplateMessage
+from chatcache.conversations.prompt import link_tool_results, template_variables
+from chatcache.conversations.replies.parser import ReplyContext
+from chatcache.errors import InvalidRequestError
+from chatcache.gateway.api.params import constrain_to_tools, parse_tool_choice
+from chatcache.gateway.schemas.requests import ToolChoiceFields, ToolFields
+from chatcache.tokenizer.chat_template import parse_arguments, unescape
+from chatcache.tokenizer.reply_format import detect_format
+from chatcache.types.request import Params
+
+if TYPE_CHECKING:
+    from chatcache.tokenizer.tokenizer import Tokenizer
+
+
+class IntegerArray(Protocol):
+    """A numpy array or a torch tensor of integers."""
+
+    @property
+    def ndim(self) -> int: ...
+    def tolist(self) -> Any: ...
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: Sequence[int] | IntegerArray
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+Prompt = str | Sequence[int] | IntegerArray | TokensPrompt | TextPrompt
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """Token ids of a prompt, its text if it was given as text, and the parameters of its request.
+
+    `context`: how the replies are parsed; None if they are plain text.
+    """
+
+    text: str | None
+    token_ids: tuple[int, ...]
+    params: Params
+    context: ReplyContext | None = None
+
+
+PromptSource = Callable[[Params], EncodedPrompt]
+"""Encodes one prompt when its request is about to be submitted, so that a long list is not encoded ahead."""
+
+
+class PromptReader:
+    """Turns prompts and chats into token ids. `tokenizer` is None for a model without one."""
+
+    def __init__(self, tokenizer: Tokenizer | None, model: str) -> None:
+        self._tokenizer = tokenizer
+        self._model = model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises: InvalidRequestError for a model folder without one.
+        """
+        if self._tokenizer is None:
+            raise InvalidRequestError(f"{self._model}: this model has no tokenizer; pass token ids")
+        return self._tokenizer
+
+    def prompts(self, prompts: Any) -> list[PromptSource]:
+        """Return the source of one prompt or of each of several; rows of a matrix are prompts.
+
+        Raises: InvalidRequestError for an object of another type, and for text without a tokenizer.
+        """
+        return [self.prompt(each) for each in ([prompts] if _is_single(prompts) else prompts)]
+
+    def prompt(self, prompt: Any) -> PromptSource:
+        if isinstance(prompt, Mapping):
+            given = prompt.get("prompt_token_ids")
+            prompt = prompt.get("prompt") if given is None else given
+        if isinstance(prompt, str):
+            tokenizer, text = self.tokenizer, prompt
+            return lambda params: EncodedPrompt(text, tuple(tokenizer.encode(text, add_special_tokens=True)), params)
+        token_ids = _token_ids(prompt)
+        return lambda params: EncodedPrompt(None, token_ids, params)
+
+    def chats(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], tools: Any, tool_choice: Any
+    ) -> list[PromptSource]:
+        """Return the source of one chat or of each of several.
+
+        Raises: InvalidRequestError for a model without a chat template, and for invalid tools.
+        """
+        several: Any = [messages] if not messages or isinstance(messages[0], dict) else messages
+        tokenizer = self.tokenizer
+        if not tokenizer.has_chat_template:
+            raise InvalidRequestError("this model has no chat template: use generate instead", param="messages")
+        form = detect_format(tokenizer)
+        given = _convert(tools, list[ToolFields], "tools")
+        choice = _convert(tool_choice, str | ToolChoiceFields | None, "tool_choice")
+        use = parse_tool_choice(form, given, choice, None)
+        context = ReplyContext(tokenizer, form, use.names) if given else None
+        variables = template_variables(use.functions)
+
+        def source(chat: Sequence[Message]) -> PromptSource:
+            def encode(params: Params) -> EncodedPrompt:
+                text = tokenizer.render(_template_messages(chat), **variables)
+                token_ids = tuple(tokenizer.encode_rendered(text))
+                if context is not None:
+                    params = constrain_to_tools(params, use, form, tokenizer, token_ids)
+                return EncodedPrompt(unescape(text), token_ids, params, context)
+
+            return encode
+
+        return [source(chat) for chat in several]
+
+
+def _is_single(prompts: Any) -> bool:
+    if isinstance(prompts, str | Mapping):
+        return True
+    if hasattr(prompts, "ndim"):
+        return bool(prompts.ndim < 2)
+    return len(prompts) > 0 and hasattr(prompts[0], "__index__") and getattr(prompts[0], "ndim", 0) == 0
+
+
+def _token_ids(prompt: Any) -> tuple[int, ...]:
+    """Return token ids as Python integers.
+
+    Raises: InvalidRequestError for anything else, floating-point and boolean arrays included.
+    """
+    values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(values, Sequence) and not isinstance(values, str | bytes):
+        if all(type(token) is int for token in values):
+            return tuple(values)
+        try:
+            if not any(isinstance(token, bool) for token in values):
+                return tuple(operator.index(token) for token in values)
+        except TypeError:
+            pass
+    raise InvalidRequestError(
+        "a prompt is text, token ids (a list, a numpy array or a torch tensor of one dimension), "
+        "or a dict with prompt_token_ids or prompt",
+        param="prompts",
+    )
+
+
+def _convert(value: Any, kind: Any, param: str) -> Any:
+    if value is None:
+        return None
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"{param}: {error}", param=param) from None
+
+
+def _template_messages(chat: Sequence[Message]) -> Sequence[Any]:
+    """Return messages as chat templates expect them: arguments of calls parsed, results with their function's name."""
+    if not any("tool_calls" in message or message.get("role") == "tool" for message in chat):
+        return chat
+    parsed: list[Message] = []
+    for message in chat:
+        calls = message.get("tool_calls")
+        if calls:
+            message = {
+                **message,
+                "content": message.get("content") or "",
+                "tool_calls": [_parse_call(c) for c in calls],
+            }
+        parsed.append(message)
+    return link_tool_results(cast(list[TemplateMessage], parsed), "messages")
+
+
+def _parse_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        function, arguments = call["function"], call["function"]["arguments"]
+        _ = call["id"], function["name"]
+    except (KeyError, TypeError):
+        raise InvalidRequestError(
+            "messages: a call needs id, function.name and function.arguments", param="messages"
+        ) from None
+    parsed = parse_arguments(arguments) if isinstance(arguments, str) else arguments
+    return {**call, "function": {**function, "arguments": parsed}}

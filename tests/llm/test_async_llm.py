@@ -1,0 +1,148 @@
+"""`AsyncLLM` against `LLM`: streams, concurrency, cancellation and failures."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from chatcache import LLM, AsyncLLM, BeamSearchParams, SamplingParams
+from chatcache.decoding.sampling import SamplingStrategy
+from chatcache.errors import ContextLengthError, EngineError, InvalidRequestError
+from chatcache.llm.outputs import RequestOutput
+
+PROMPTS: list[Any] = [[7, 8, 9], "Hello", list(range(30, 95))]
+PARAMS: list[Any] = [
+    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2),
+    SamplingParams(n=3, seed=1, max_tokens=12, temperature=0.8, ignore_eos=True),
+    BeamSearchParams(beam_width=3, max_tokens=6),
+]
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+OPTIONS: dict[str, Any] = {"dtype": "float32", "attention_backend": "reference", "kv_memory": "4MiB"}
+
+
+@pytest.fixture
+async def llm_async(folder: Path) -> AsyncIterator[AsyncLLM]:
+    async with AsyncLLM(str(folder), **OPTIONS) as llm:
+        yield llm
+
+
+async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in stream]
+
+
+async def wait_idle(llm: AsyncLLM) -> None:
+    async with asyncio.timeout(20):
+        while (await llm.health()).num_running:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_generate_concurrent_streams_end_with_the_outputs_of_llm(llm_async: AsyncLLM, llm: LLM) -> None:
+    streams = await asyncio.gather(
+        *(collect(llm_async.generate(prompt, params)) for prompt, params in zip(PROMPTS, PARAMS, strict=True))
+    )
+    for stream, expected in zip(streams, llm.generate(PROMPTS, PARAMS), strict=True):
+        assert [output.finished for output in stream] == [False] * (len(stream) - 1) + [True]
+        assert stream[-1].outputs == expected.outputs and stream[-1].prompt == expected.prompt
+        for earlier, later in itertools.pairwise(stream):
+            for one, other in zip(earlier.outputs, later.outputs, strict=False):
+                assert other.token_ids[: len(one.token_ids)] == one.token_ids and other.text.startswith(one.text)
+    assert len(streams[0]) >= 20, "one output per token"
+
+
+async def test_generate_closed_early_aborts_the_request(llm_async: AsyncLLM) -> None:
+    async with aclosing(llm_async.generate(PROMPTS[0], LONG)) as stream:
+        async for output in stream:
+            if output.outputs:
+                break
+    await wait_idle(llm_async)
+    assert (await llm_async.health()).num_output_tokens < 200
+
+
+async def test_generate_in_a_cancelled_task_aborts_the_request(llm_async: AsyncLLM) -> None:
+    started = asyncio.Event()
+
+    async def run() -> None:
+        async for output in llm_async.generate(PROMPTS[0], LONG):
+            if output.outputs:
+                started.set()
+
+    task = asyncio.create_task(run())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await wait_idle(llm_async)
+    assert (await llm_async.health()).num_output_tokens < 200
+    assert (await collect(llm_async.generate(PROMPTS[0], PARAMS[0])))[-1].finished
+
+
+async def test_abort_ends_the_stream_with_the_tokens_so_far(llm_async: AsyncLLM) -> None:
+    last = None
+    async for output in llm_async.generate(PROMPTS[0], LONG, "named"):
+        last = output
+        if output.outputs and not output.finished:
+            await llm_async.abort("named")
+    assert last is not None and last.finished and last.request_id == "named"
+    assert 0 < len(last.outputs[0].token_ids) < 200
+
+
+async def test_generate_invalid_or_failing_request_raises_and_others_continue(
+    llm_async: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = SamplingStrategy.advance
+
+    def advance(self: SamplingStrategy, drawn: Any) -> Any:
+        if self._drawing.spec.seed == 7:
+            raise EngineError("this request fails")
+        return original(self, drawn)
+
+    monkeypatch.setattr(SamplingStrategy, "advance", advance)
+    results = await asyncio.gather(
+        collect(llm_async.generate([1] * 300)),
+        collect(llm_async.generate(PROMPTS[0], SamplingParams(seed=7))),
+        collect(llm_async.generate(PROMPTS[0], PARAMS[0])),
+        collect(llm_async.generate(PROMPTS[0], priority=1)),
+        return_exceptions=True,
+    )
+    assert isinstance(results[0], ContextLengthError)
+    assert isinstance(results[1], EngineError) and "this request fails" in str(results[1])
+    assert isinstance(results[2], list) and len(results[2][-1].outputs[0].token_ids) == 20
+    assert isinstance(results[3], InvalidRequestError) and "scheduling_policy" in str(results[3])
+
+
+async def test_generate_more_requests_than_the_queue_holds_all_finish(folder: Path) -> None:
+    llm = AsyncLLM(str(folder), max_num_seqs=2, **OPTIONS)
+    llm.config = replace(llm.config, max_queued_tokens=5)
+    async with llm:
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        streams = await asyncio.gather(*(collect(llm.generate([number, 1, 2], params)) for number in range(12)))
+        assert [stream[-1].prompt_token_ids[0] for stream in streams] == list(range(12))
+        assert all(len(stream[-1].outputs[0].token_ids) == 3 for stream in streams)
+
+
+async def test_chat_streams_the_answer_to_a_conversation(llm_async: AsyncLLM, llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    stream = await collect(llm_async.chat(messages, PARAMS[0]))
+    assert stream[-1].prompt == "[user]Hi[bot]"
+    assert stream[-1].outputs == llm.chat(messages, PARAMS[0])[0].outputs
+
+
+async def test_explain_and_reset_reach_the_engine(llm_async: AsyncLLM) -> None:
+    await collect(llm_async.generate(PROMPTS[2], PARAMS[0]))
+    assert (await llm_async.explain(PROMPTS[2])).num_cached_tokens >= 32
+    assert await llm_async.reset_prefix_cache()
+    assert (await llm_async.explain(PROMPTS[2])).num_cached_tokens == 0
+
+
+async def test_request_to_a_closed_object_raises(folder: Path) -> None:
+    async with AsyncLLM(str(folder), **OPTIONS) as llm:
+        pass
+    with pytest.raises(EngineError, match="closed"):
+        await collect(llm.generate(PROMPTS[0]))
