@@ -27,10 +27,12 @@ different groups with the same tokens share one branch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from chatcache.decoding.grammar.state import Constraint, GrammarDeadEndError, GrammarState, advance_candidate
@@ -47,7 +49,7 @@ from chatcache.types.actions import (
     Output,
     cannot_drop_error,
 )
-from chatcache.types.events import FINISH_LENGTH, LiveBeam
+from chatcache.types.events import FINISH_LENGTH, LiveBeam, TokenLogprob
 from chatcache.types.request import BeamSearchParams
 
 _F32_MAX = float(np.finfo(np.float32).max)
@@ -113,8 +115,24 @@ class Beam:
     grammar_state: GrammarState | None = None
 
 
+class Continuation(NamedTuple):
+    """A token after one of a group's beams. `beam`: position of the beam; `total`: sum with this token, a float32."""
+
+    beam: int
+    token: int
+    total: float
+    logprob: TokenLogprob | None = None
+
+
+_SELECTED = msgspec.msgpack.Decoder(list[list[Continuation]])
+
+
 class BeamGroup:
-    """Live beams of one group, best first (empty once it has finished), and its hypotheses."""
+    """Live beams of one group, best first (empty once it has finished), and its hypotheses.
+
+    `selected`: the continuations that the last step selected. Only these have to be recorded, as selecting from these
+    alone gives the same result: none has a later rank among them than before.
+    """
 
     def __init__(
         self, params: BeamSearchParams, rules: StopRules, tree: TokenTree, constraint: Constraint | None = None
@@ -128,17 +146,19 @@ class BeamGroup:
         self._num_ranked = num_ranked_continuations(self._width, rules)
         self.hypotheses = FinishedHypotheses(params, self._width, rules.max_tokens)
         self.beams = [Beam(tree.root)]
+        self.selected: list[Continuation] = []
         self.has_dead_end = False  # a continuation was dropped, as the grammar does not go on after it
         tree.root.num_refs += 1
 
-    def advance(self, drawn: DrawnByBranch, earlier_tokens: Counter[int]) -> list[Hypothesis]:
+    def advance(self, ranked: Iterable[Continuation], earlier_tokens: Counter[int]) -> list[Hypothesis]:
         """Select the next beams; return all continuations that ended in this step, best first.
 
-        `earlier_tokens` counts the tokens chosen in this step by earlier groups; this group's tokens are added.
+        `ranked`: continuations of the beams, best first. `earlier_tokens` counts the tokens chosen in this step by
+        earlier groups; this group's tokens are added.
         Raises: the errors of a constraint, except dead ends, which set `has_dead_end`.
         """
         old, self.beams = self.beams, []
-        ended = self._select(old, drawn, earlier_tokens)
+        ended = self._select(old, ranked)
         earlier_tokens.update(beam.node.token for beam in self.beams)
         earlier_tokens.update(h.node.token for h in ended if h.ended.finish_reason == FINISH_LENGTH)
         self.hypotheses.add(ended)
@@ -148,22 +168,25 @@ class BeamGroup:
             self._finish()
         return ended
 
-    def _select(self, old: list[Beam], drawn: DrawnByBranch, earlier_tokens: Counter[int]) -> list[Hypothesis]:
+    def _select(self, old: list[Beam], ranked: Iterable[Continuation]) -> list[Hypothesis]:
         """Fill `beams` with the best continuations that do not end; return those that ended."""
         ended: list[Hypothesis] = []
-        for rank, (beam, place, token, total) in enumerate(self._rank_continuations(old, drawn, earlier_tokens)):
+        self.selected = []
+        for rank, continuation in enumerate(ranked):
             if len(self.beams) == self._width and rank >= self._width:
                 break
+            beam, token, total = old[continuation.beam], continuation.token, continuation.total
             grammar_state = None if self._constraint is None else self._constraint.fork(beam.grammar_state)
             progress, why = advance_candidate(self._rules, beam.progress, token, grammar_state)
             if why is DEAD_END:
                 self.has_dead_end = True
+                self.selected.append(continuation)  # it is dropped again where the step is repeated
                 continue
             has_room = len(self.beams) < self._width if why is None else rank < self._width
             if not has_room:
                 continue
-            entry = drawn[beam.node.branch][0].logprob_at(place) if self._with_logprobs else None
-            node = self._tree.add(beam.node, token, entry)
+            self.selected.append(continuation)
+            node = self._tree.add(beam.node, token, continuation.logprob)
             if why is None:
                 self.beams.append(Beam(node, total, progress, grammar_state))
             else:
@@ -176,10 +199,13 @@ class BeamGroup:
             self._tree.release(beam.node)
         self.beams = []
 
+    def rank(self, drawn: DrawnByBranch, earlier_tokens: Counter[int]) -> Iterator[Continuation]:
+        """Return the best continuations of the present beams, best first; ties in beam order."""
+        return self._rank_continuations(self.beams, drawn, earlier_tokens)
+
     def _rank_continuations(
         self, beams: list[Beam], drawn: DrawnByBranch, earlier_tokens: Counter[int]
-    ) -> Iterator[tuple[Beam, int, int, float]]:
-        """Yield the best (beam, index in its draw, token, total) of all beams; ties in beam order."""
+    ) -> Iterator[Continuation]:
         drawings = [drawn[beam.node.branch][0] for beam in beams]
         sizes = [len(drawing.tokens) for drawing in drawings]
         tokens = np.concatenate([np.array(drawing.tokens, dtype=np.int64) for drawing in drawings])
@@ -196,7 +222,9 @@ class BeamGroup:
         banned = self._rules.banned_ids(beams[0].progress) if self._constraint is None else ()
         possible = np.flatnonzero((tokens >= 0) & (logprobs > -np.inf) & ~np.isin(tokens, banned))
         for place in possible[np.argsort(-totals[possible], kind="stable")[: self._num_ranked]].tolist():
-            yield beams[owners[place]], int(places[place]), int(tokens[place]), float(totals[place])
+            owner = int(owners[place])
+            entry = drawings[owner].logprob_at(int(places[place])) if self._with_logprobs else None
+            yield Continuation(owner, int(tokens[place]), float(totals[place]), entry)
 
 
 def num_ranked_continuations(width: int, rules: StopRules) -> int:
@@ -268,18 +296,27 @@ class BeamStrategy:
         raise cannot_drop_error("beams")
 
     def advance(self, drawn: DrawnByBranch) -> Advance:
+        return self._advance(lambda group, earlier_tokens: group.rank(drawn, earlier_tokens))
+
+    def replay(self, record: bytes) -> Advance:
+        selected = iter(_SELECTED.decode(record))
+        return self._advance(lambda group, earlier_tokens: next(selected))
+
+    def _advance(self, rank: Callable[[BeamGroup, Counter[int]], Iterable[Continuation]]) -> Advance:
         earlier_tokens: Counter[int] = Counter()
         ended: list[Hypothesis] = []
+        selected: list[list[Continuation]] = []
         for group in self._groups:
             if group.beams:
-                ended += group.advance(drawn, earlier_tokens)
+                ended += group.advance(rank(group, earlier_tokens), earlier_tokens)
+                selected.append(group.selected)
         self._update_returnable(ended)
         beams = [beam for group in self._groups for beam in group.beams]
         if not beams and not self._returnable and any(group.has_dead_end for group in self._groups):
             raise GrammarDeadEndError  # no beam is left and no hypothesis was found
         actions = self._branches.reassign(list(dict.fromkeys(beam.node for beam in beams)))
         outputs = self._emit_common_prefix(len(beams)) if beams else self._final_outputs()
-        return Advance(actions, (*outputs, *self._live_beams(beams)), finished=not beams)
+        return Advance(actions, (*outputs, *self._live_beams(beams)), not beams, msgspec.msgpack.encode(selected))
 
     def _update_returnable(self, ended: list[Hypothesis]) -> None:
         """Update the hypotheses that may be returned; release all others."""

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from struct import iter_unpack
 
+import msgspec
+
 from chatcache.decoding.grammar.state import Constraint, GrammarDeadEndError, GrammarState, advance_candidate
 from chatcache.decoding.logit_edits import LogitEdits
 from chatcache.decoding.stopping import DEAD_END, START, StopProgress, StopResult, StopRules
@@ -257,6 +259,9 @@ class _CandidateOutput:
     done: Finish | None = None
 
 
+_DRAWN = msgspec.msgpack.Decoder(dict[int, tuple[Candidates, ...]])
+
+
 class BestOfStrategy:
     """Return the `n` candidates of `inner` with the best mean token log-probability, best first.
 
@@ -291,7 +296,11 @@ class BestOfStrategy:
         advance = self._inner.advance(drawn)
         for output in advance.outputs:
             self._record(output)
-        return Advance(advance.actions, self._best_outputs() if advance.finished else (), advance.finished)
+        outputs = self._best_outputs() if advance.finished else ()
+        return Advance(advance.actions, outputs, advance.finished, msgspec.msgpack.encode(drawn))
+
+    def replay(self, record: bytes) -> Advance:
+        return self.advance(_DRAWN.decode(record))
 
     def _record(self, output: Output) -> None:
         if isinstance(output, Emit):

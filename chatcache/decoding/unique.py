@@ -24,6 +24,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from typing import NamedTuple
+
+import msgspec
 
 from chatcache.decoding.grammar.state import Constraint, GrammarDeadEndError, GrammarState, advance_candidate
 from chatcache.decoding.logit_edits import LogitEdits
@@ -31,7 +34,7 @@ from chatcache.decoding.sampling import SamplerSpec
 from chatcache.decoding.stopping import DEAD_END, START, StopProgress, StopResult, StopRules
 from chatcache.decoding.token_tree import NO_SCORE, BranchReassignment, CandidateStream, Node, TokenTree
 from chatcache.types.actions import Advance, Candidates, DrawSpec, DroppedCandidate, Finish, Output, cannot_drop_error
-from chatcache.types.events import FINISH_LENGTH
+from chatcache.types.events import FINISH_LENGTH, TokenLogprob
 from chatcache.types.request import SamplingParams
 
 _MASK = 2**64 - 1
@@ -52,6 +55,22 @@ class RankedPrefix:
     spec: DrawSpec
     ended: StopResult | None = None
     grammar_state: GrammarState | None = None
+
+
+class SelectedChild(NamedTuple):
+    """One of the n best prefixes of a step, as a child of the prefix at `rank` in the step before.
+
+    `token` is None if that prefix has ended: it is selected itself. `score` and `value` are those of the child.
+    """
+
+    rank: int
+    token: int | None = None
+    score: float = 0.0
+    value: float = 0.0
+    logprob: TokenLogprob | None = None
+
+
+_SELECTED = msgspec.msgpack.Decoder(list[SelectedChild])
 
 
 class DistinctStrategy:
@@ -110,8 +129,14 @@ class DistinctStrategy:
         raise cannot_drop_error("distinct candidates")
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
+        return self._advance(self._select(drawn))
+
+    def replay(self, record: bytes) -> Advance:
+        return self._advance(_SELECTED.decode(record))
+
+    def _advance(self, selected: list[SelectedChild]) -> Advance:
         before = self._ranked
-        self._ranked = self._best_prefixes(drawn)
+        self._ranked = [self._child(before[each.rank], each) for each in selected]
         kept = set(self._ranked)
         for prefix in before:
             if prefix not in kept:
@@ -121,23 +146,25 @@ class DistinctStrategy:
         live = [prefix for prefix in self._ranked if prefix.ended is None]
         actions = self._branches.reassign([prefix.node for prefix in live])
         self._live = {prefix.node.branch: prefix for prefix in live}
-        return Advance(actions, tuple(self._outputs()), finished=not live)
+        return Advance(actions, tuple(self._outputs()), not live, msgspec.msgpack.encode(selected))
 
-    def _best_prefixes(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> list[RankedPrefix]:
+    def _select(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> list[SelectedChild]:
         """Return the n best of the finished prefixes and the children of the live ones.
 
         This is a merge with a heap: each prefix offers its children in descending order. Ties keep their order.
         """
         offers = [(-prefix.value, rank, 0) for rank, prefix in enumerate(self._ranked)]  # already a heap
-        best: list[RankedPrefix] = []
+        best: list[SelectedChild] = []
         while offers and len(best) < self._num_candidates:
             negative, rank, place = heappop(offers)
             prefix = self._ranked[rank]
             if prefix.ended is not None:
-                best.append(prefix)
+                best.append(SelectedChild(rank))
                 continue
             candidates = drawn[prefix.node.branch][0]
-            best.append(self._new_prefix(prefix, candidates, place, -negative))
+            score = prefix.score + candidates.logprobs[place]
+            logprob = candidates.logprob_at(place) if self._with_logprobs else None
+            best.append(SelectedChild(rank, candidates.tokens[place], score, -negative, logprob))
             place += 1
             if place < len(candidates.perturbed) and candidates.perturbed[place] > -math.inf:
                 value = shift_to_maximum(
@@ -148,16 +175,19 @@ class DistinctStrategy:
                 heappush(offers, (-value, rank, place))
         return best
 
-    def _new_prefix(self, prefix: RankedPrefix, candidates: Candidates, place: int, value: float) -> RankedPrefix:
-        token, logprob = candidates.tokens[place], candidates.logprobs[place]
-        node = self._tree.add(prefix.node, token, candidates.logprob_at(place) if self._with_logprobs else None)
+    def _child(self, prefix: RankedPrefix, selected: SelectedChild) -> RankedPrefix:
+        """Return the selected child of `prefix`, or `prefix` itself if it has ended."""
+        _, token, score, value, logprob = selected
+        if token is None:
+            return prefix
+        node = self._tree.add(prefix.node, token, logprob)
         edits = prefix.edits.fork()
         edits.record(token)
         grammar_state = None if self._constraint is None else self._constraint.fork(prefix.grammar_state)
         progress, ended = advance_candidate(self._rules, prefix.progress, token, grammar_state)
         node.ended = ended is not None
         spec = replace(prefix.spec, seed=child_seed(prefix.spec.seed, token))
-        return RankedPrefix(node, prefix.score + logprob, value, progress, edits, spec, ended, grammar_state)
+        return RankedPrefix(node, score, value, progress, edits, spec, ended, grammar_state)
 
     def _outputs(self) -> Iterator[Output]:
         """Emit tokens and ends that can no longer change.

@@ -4,7 +4,7 @@ It is synchronous and belongs to one thread; `engine_process` runs it in a threa
 
 A request that an earlier engine process had started can be resumed: its branches have tokens but no pages, and the
 scheduler recomputes them. Sampling noise is keyed by seed, branch and position, so this engine samples the tokens that
-the other one would have.
+the other one would have. A search (beams, best_of, distinct) repeats the recorded choices of all its steps.
 
 `EventQueue` numbers the events of each request 1, 2, 3, ...
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 
 from msgspec.structs import replace
@@ -42,7 +42,17 @@ from chatcache.scheduler.fairness import FAIR, VirtualTokenCounter
 from chatcache.scheduler.preemption import RECOMPUTE, CostModel
 from chatcache.scheduler.request import Branch, LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
-from chatcache.types.actions import Advance, BeamUpdate, Emit, Finish, Output
+from chatcache.types.actions import (
+    Advance,
+    BeamUpdate,
+    BranchAction,
+    Emit,
+    Extend,
+    Finish,
+    Fork,
+    Output,
+    SearchStrategy,
+)
 from chatcache.types.events import (
     FINISH_CANCELLED,
     Beams,
@@ -50,6 +60,7 @@ from chatcache.types.events import (
     EngineEvent,
     Failed,
     Finished,
+    SearchStep,
     Started,
     StartReport,
     Tokens,
@@ -60,6 +71,7 @@ from chatcache.types.stats import EngineHealth, ModelInfo
 
 log = logging.getLogger(__name__)
 
+CANNOT_RESUME = "The engine process ended, and this request cannot be resumed."
 MAX_TOKENS_PER_EVENT = 4096  # a search may emit a long text at once, and an event must fit a frame
 
 
@@ -104,6 +116,19 @@ class EventQueue:
 
             case BeamUpdate(beams):
                 self._events.append(Beams(request.request_id, self._next(request), beams))
+
+    def emit_repeated(self, request: LiveRequest, outputs: Iterable[Output], last_seq: int) -> None:
+        """Emit outputs that follow `Started`, except for the events up to `last_seq`, which were sent.
+
+        Raises: EngineError if there are fewer events than `last_seq`.
+        """
+        num_before, self._last_seq[request.request_id] = len(self._events), 1
+        for output in outputs:
+            self.emit_output(request, output)
+        self._events[num_before:] = [event for event in self._events[num_before:] if event.seq > last_seq]
+        if self._last_seq[request.request_id] < last_seq:
+            self._last_seq[request.request_id] = last_seq
+            raise EngineError(CANNOT_RESUME)
 
     def emit_cancelled_candidate(self, request: LiveRequest, index: int, score: float, num_pages_freed: int) -> None:
         """Emit the end of a cancelled candidate; perhaps nothing was computed for it yet."""
@@ -169,8 +194,7 @@ def resume_request(request: LiveRequest, scheduler: Scheduler, event_queue: Even
     """
     resumed, request.resume_point = request.resume_point, None
     if resumed is not None:
-        for end in _restore(request, resumed):
-            event_queue.emit_output(request, end)
+        _restore(request, resumed, event_queue)
     if request.branches:
         scheduler.add(request)
     else:
@@ -178,19 +202,49 @@ def resume_request(request: LiveRequest, scheduler: Scheduler, event_queue: Even
     return bool(request.branches)
 
 
-def _restore(request: LiveRequest, resumed: ResumePoint) -> tuple[Finish, ...]:
-    """Restore the progress of a request; return the ends of candidates still to emit."""
+def _restore(request: LiveRequest, resumed: ResumePoint, event_queue: EventQueue) -> None:
+    """Restore the progress of a request, and emit what had not been sent."""
     if resumed.num_cached_tokens is not None:
         request.started, request.first_token_s = True, request.accepted_s
         request.num_cached_tokens = resumed.num_cached_tokens
         request.num_prompt_top = None  # its scores were sent
-    return _restore_branches(request, resumed) if resumed.candidates else ()
+    if resumed.steps:
+        event_queue.emit_repeated(request, _repeat_search(request, resumed.steps), resumed.last_seq)
+        request.choose_fork_sources()
+    elif resumed.candidates:
+        for end in _restore_branches(request, resumed):
+            event_queue.emit_output(request, end)
+
+
+def _repeat_search(request: LiveRequest, steps: Sequence[bytes]) -> list[Output]:
+    """Repeat the recorded steps of a search; return their outputs."""
+    strategy = request.strategy
+    if not isinstance(strategy, SearchStrategy):
+        raise EngineError(CANNOT_RESUME)
+    outputs: list[Output] = []
+    for record in steps:
+        advance = strategy.replay(record)
+        outputs += advance.outputs
+        for action in advance.actions:
+            _repeat_action(request.branches, action)
+    return outputs
+
+
+def _repeat_action(branches: dict[int, Branch], action: BranchAction) -> None:
+    """Apply an action to branches without pages."""
+    match action:
+        case Extend(branch, token):
+            branches[branch].append(token)
+        case Fork(parent, child, token):
+            branches[child] = branches[parent].fork(child, token)
+        case _:
+            del branches[action.branch]
 
 
 def _restore_branches(request: LiveRequest, resumed: ResumePoint) -> tuple[Finish, ...]:
     strategy = request.strategy
     if not isinstance(strategy, SamplingStrategy):
-        raise EngineError("The engine process ended, and this request cannot be resumed.")
+        raise EngineError(CANNOT_RESUME)
     ends = strategy.resume(resumed.candidates)
     sent_tokens = {each.index: each.tokens for each in resumed.candidates}
     request.num_output_tokens = sum(map(len, sent_tokens.values())) // TOKEN_BYTES
@@ -288,6 +342,7 @@ class Engine:
         self._requests: dict[str, LiveRequest] = {}
         self._grammar_queue = GrammarWaitQueue()
         self._event_queue = EventQueue()
+        self._search_steps: list[SearchStep] = []
         self._totals = Totals()
         self._static_health = static_health(model_info, config, capacity, self._max_model_len)
 
@@ -397,6 +452,7 @@ class Engine:
         """
         if self._device_error is not None and not self._event_queue:
             raise self._device_error
+        self._search_steps = []
         if self._grammar_queue:
             self._queue_compiled()
         try:
@@ -408,6 +464,11 @@ class Engine:
         if not self._requests and not self._pipeline:
             self._invariant_checker.run_if_due()
         return self._event_queue.pop_all()
+
+    @property
+    def search_steps(self) -> list[SearchStep]:
+        """What the searches chose in the last call of `step`."""
+        return self._search_steps
 
     def _queue_compiled(self) -> None:
         """Queue the requests whose grammar is compiled.
@@ -466,6 +527,8 @@ class Engine:
                 log.warning("request %s failed while decoding", request.request_id, exc_info=True)
                 self._fail(request, error)
             else:
+                if advance.record:
+                    self._search_steps.append(SearchStep(request.request_id, advance.record))
                 self._emit_outputs(request, advance)
 
     def _emit_outputs(self, request: LiveRequest, advance: Advance) -> None:

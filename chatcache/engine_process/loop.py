@@ -34,7 +34,7 @@ from chatcache.engine_process.protocol import (
     encode_error,
 )
 from chatcache.errors import ChatcacheError, EngineError, InvalidRequestError
-from chatcache.types.events import EngineEvent, Failed
+from chatcache.types.events import EngineEvent, Failed, SearchStep
 from chatcache.types.request import GenerateRequest
 from chatcache.types.stats import EngineHealth, Explanation, ModelInfo, PackedPrompt, PageAccounts, PageMap
 
@@ -98,6 +98,8 @@ class StepEngine(Protocol):
     def has_work(self) -> bool: ...
     def pop_events(self) -> Sequence[EngineEvent]: ...
     def step(self) -> Sequence[EngineEvent]: ...
+    @property
+    def search_steps(self) -> Sequence[SearchStep]: ...
     def health(self) -> EngineHealth: ...
     @property
     def cache(self) -> CacheQueries: ...
@@ -147,8 +149,9 @@ def run_engine(engine: StepEngine, command_queue: CommandQueue, send: Send) -> N
         events = pending.resolve(engine.step(), engine.is_compiling_grammar)
         now = time.monotonic()
         due = now - sent_at >= HEALTH_INTERVAL_S or not engine.has_work()
-        if events or due:
-            send(Events(events, engine.health() if due else None))
+        search_steps = tuple(engine.search_steps)
+        if events or search_steps or due:
+            send(Events(events, engine.health() if due else None, search_steps))
         if due:
             sent_at = now
 

@@ -28,7 +28,7 @@ from chatcache.errors import (
     UnsupportedParameterError,
 )
 from chatcache.logs import LogFormat
-from chatcache.types.events import EngineEvent, Started, TokenLogprob
+from chatcache.types.events import EngineEvent, SearchStep, Started, TokenLogprob
 from chatcache.types.request import GenerateRequest
 from chatcache.types.stats import EngineHealth, Explanation, ModelInfo, PackedPrompt, PageAccounts, PageMap
 
@@ -208,10 +208,14 @@ class PromptScores(msgspec.Struct, frozen=True, tag="prompt_scores"):
 
 
 class Events(msgspec.Struct, frozen=True, tag="events"):
-    """The events of a step; with `health` if the last report is older than HEALTH_INTERVAL_S."""
+    """The events of a step; with `health` if the last report is older than HEALTH_INTERVAL_S.
+
+    `search_steps`: what the searches chose in this step; for `RequestRecovery`, which does not pass it on.
+    """
 
     events: tuple[EngineEvent, ...] = ()
     health: EngineHealth | None = None
+    search_steps: tuple[SearchStep, ...] = ()
 
 
 Command = Boot | Submit | Abort | CancelCandidate | Invoke | Explain | CountCached | MapPages | Stop
@@ -251,14 +255,14 @@ def encode(message: Command | Notice) -> bytes:
 def encode_notice(notice: Notice) -> Iterator[bytes]:
     """Encode a notice as one or more frames.
 
-    Events that exceed one frame are split in order, the health is in the last. A reply that exceeds one frame is
-    replaced by an error. Raises: FrameTooLargeError for a single event that exceeds one.
+    Events that exceed one frame are split in order: the search steps are in the first frame, the health in the last.
+    A reply that exceeds one frame is replaced by an error. Raises: FrameTooLargeError for a single event that does.
     """
     if isinstance(notice, Events):
         for event in notice.events:
             if isinstance(event, Started) and event.prompt_logprobs:
                 yield from _encode_scores(event)
-        notice = Events(tuple(map(_without_scores, notice.events)), notice.health)
+        notice = replace(notice, events=tuple(map(_without_scores, notice.events)))
     try:
         yield encode(notice)
     except FrameTooLargeError as error:
@@ -266,7 +270,7 @@ def encode_notice(notice: Notice) -> Iterator[bytes]:
             yield encode(Answer(notice.call, encode_error(EngineError(f"the answer is too large: {error}"))))
         elif isinstance(notice, Events) and len(notice.events) > 1:
             middle = len(notice.events) // 2
-            yield from encode_notice(Events(notice.events[:middle]))
+            yield from encode_notice(Events(notice.events[:middle], search_steps=notice.search_steps))
             yield from encode_notice(Events(notice.events[middle:], notice.health))
         else:
             raise

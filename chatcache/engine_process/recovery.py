@@ -1,8 +1,8 @@
 """Recovery of requests when the engine process ends: they are resumed by the next one.
 
 All commands and notices pass through `RequestRecovery`, between the client and the current child. It records the
-emitted tokens of each request. When a child ends, its requests are held until the next child is ready, which resumes
-each from its recorded tokens; the client only notices a pause.
+emitted tokens of each request, or the choices of a search. When a child ends, its requests are held until the next
+child is ready, which resumes each from this record; the client only notices a pause.
 
 Any of the requests may have caused the crash. Therefore each is a suspect and runs alone in the new child, on trial,
 until it is past the point where the old child ended. Then it is suspended (`Abort`, whose end is not emitted; its pages
@@ -57,6 +57,7 @@ from chatcache.types.events import (
 from chatcache.types.request import GenerateRequest, ResumePoint, SamplingParams, SentCandidate
 from chatcache.types.stats import EngineHealth
 
+MAX_RECORD_BYTES = 8 * 1024 * 1024  # of a search; the records and the prompt must fit a frame
 TRIAL_TOKENS = 3  # per candidate: the steps that may have been computed or launched when the child ended
 
 Notice = Reply | PromptScores | Events
@@ -72,9 +73,10 @@ class _Candidate:
 
 
 class RequestJournal:
-    """A request and the tokens it has emitted, from which another engine can resume it.
+    """What another engine needs to resume a request.
 
-    Only candidates that are sampled independently can be resumed after the first event.
+    These are the tokens of candidates that are sampled independently, or the recorded steps of a search (beams,
+    best_of, distinct). A search whose records exceed `MAX_RECORD_BYTES` cannot be resumed.
     """
 
     def __init__(self, request: GenerateRequest) -> None:
@@ -82,7 +84,10 @@ class RequestJournal:
         self.last_seq = 0
         self.num_tokens = 0
         self.has_started = False
+        self.num_search_steps = 0
         self._num_cached = 0
+        self._steps: list[bytes] = []
+        self._num_record_bytes = 0
         params = request.params
         is_plain = isinstance(params, SamplingParams) and not params.distinct and params.best_of in (None, params.n)
         self._candidates = [_Candidate() for _ in range(params.n or 1)] if is_plain else []
@@ -94,8 +99,13 @@ class RequestJournal:
 
     @property
     def is_resumable(self) -> bool:
-        """Whether another engine can resume the request: the state of a search is not emitted."""
-        return self.has_independent_candidates or not self.last_seq
+        """Whether another engine can resume the request."""
+        return self.has_independent_candidates or not self.has_started or bool(self._steps)
+
+    @property
+    def progress(self) -> int:
+        """Number of emitted tokens, or of steps of a search."""
+        return self.num_tokens if self.has_independent_candidates else self.num_search_steps
 
     @property
     def num_unfinished(self) -> int:
@@ -119,11 +129,23 @@ class RequestJournal:
         elif isinstance(event, Started):
             self.has_started, self._num_cached = True, event.num_cached_tokens
 
+    def record_search_step(self, record: bytes) -> None:
+        """Record the next step of a search, before its events."""
+        self.num_search_steps += 1
+        self._num_record_bytes += len(record)
+        if self._num_record_bytes <= MAX_RECORD_BYTES:
+            self._steps.append(record)
+        else:
+            self._steps.clear()
+
     def resumed_request(self) -> GenerateRequest:
         """Return the request with a resume point, and without its fork source.
 
-        The pages of the fork source ended with its engine.
+        The pages of the fork source ended with its engine. A search whose `Started` was not received starts again.
         """
+        if not self.has_started:
+            self._steps.clear()
+            self._num_record_bytes = 0
         candidates = (
             SentCandidate(index, bytes(each.tokens), each.score, each.is_done)
             for index, each in enumerate(self._candidates)
@@ -132,6 +154,7 @@ class RequestJournal:
             last_seq=self.last_seq,
             num_cached_tokens=self._num_cached if self.has_started else None,
             candidates=tuple(candidates) if self.last_seq else (),
+            steps=tuple(self._steps),
         )
         return replace(self.request, fork_of=None, resume_point=resumed)
 
@@ -178,7 +201,7 @@ class RecoverableRequest:
     """A request from its submit to its terminal event.
 
     `call` waits for the engine's answer until the request `is_accepted`. `scores`: prompt log-probabilities, kept until
-    the `Started` event arrives.
+    the `Started` event arrives. `trial_goal`: the progress at which its trial ends.
     """
 
     call: int
@@ -188,7 +211,7 @@ class RecoverableRequest:
     is_aborted: bool = False
     is_suspect: bool = False
     num_trial_deaths: int = 0
-    trial_goal_tokens: int = 0
+    trial_goal: int = 0
     scores: list[PromptScores] = field(default_factory=list)
 
     @property
@@ -196,16 +219,13 @@ class RecoverableRequest:
         return self.journal.request.request_id
 
     def set_trial_goal(self) -> None:
-        """Set the number of tokens after which the trial of this request ends."""
-        self.trial_goal_tokens = self.journal.num_tokens + TRIAL_TOKENS * self.journal.num_unfinished
+        """Set the progress at which the trial of this request ends."""
+        self.trial_goal = self.journal.progress + TRIAL_TOKENS * self.journal.num_unfinished
 
     @property
     def has_reached_trial_goal(self) -> bool:
         """Whether the request has passed the point where the previous engine process ended."""
-        journal = self.journal
-        if journal.has_independent_candidates:
-            return journal.num_tokens >= self.trial_goal_tokens
-        return journal.has_started
+        return self.journal.progress >= self.trial_goal
 
 
 class RequestRecovery:
@@ -336,6 +356,9 @@ class RequestRecovery:
             self._end(found, error)
 
     def _receive_events(self, notice: Events) -> None:
+        for step in notice.search_steps:
+            if (search := self._by_id.get(step.request_id)) is not None:
+                search.journal.record_search_step(step.record)
         events: list[EngineEvent] = []
         for event in notice.events:
             found = self._by_id.get(event.request_id)
@@ -390,7 +413,7 @@ class RequestRecovery:
                     each, encode_error(RequestPoisonedError(f"this request ended the engine twice: {error.message}"))
                 )
             elif not each.journal.is_resumable:
-                lost = f"{error.message}; the state of this search is lost: send the request again"
+                lost = f"{error.message}; the record of this search is too long to continue it: send the request again"
                 self._end(each, encode_error(OverloadedError(lost, code="engine_unavailable")))
         self._drop_pending()
         return self.num_poisoned - num_before

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -48,7 +48,7 @@ class DrawSpec:
     next_changes: Callable[[], LogitChanges] | None = None
 
 
-class Candidates(msgspec.Struct, frozen=True, gc=False):
+class Candidates(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """The result of one draw: `width` tokens, best first, and the requested top alternatives.
 
     `perturbed`: log-probability + noise of each token, if they were drawn without replacement. `raw_logprobs`: the
@@ -142,12 +142,14 @@ class DroppedCandidate(msgspec.Struct, frozen=True, gc=False):
 class Advance(msgspec.Struct, frozen=True, gc=False):
     """A strategy's response to the candidates of a step: ordered actions, and outputs.
 
-    `finished`: the request is complete; its actions have released every branch.
+    `finished`: the request is complete; its actions have released every branch. `record`: the choices of this step, for
+    `SearchStrategy.replay`.
     """
 
     actions: tuple[BranchAction, ...]
     outputs: tuple[Output, ...]
     finished: bool = False
+    record: bytes = b""
 
 
 class Strategy(Protocol):
@@ -192,6 +194,18 @@ class Strategy(Protocol):
         """Process the sampled candidates and return the actions and outputs that follow from them.
 
         `drawn`: for each branch one result per spec of `draws(branch)`.
+        """
+        ...
+
+
+@runtime_checkable
+class SearchStrategy(Strategy, Protocol):
+    """A strategy whose state cannot be rebuilt from the emitted tokens, so that each `Advance` has a `record`."""
+
+    def replay(self, record: bytes) -> Advance:
+        """Repeat a recorded step, in the state that it began in; return the same actions and outputs.
+
+        Raises: the errors of a grammar.
         """
         ...
 

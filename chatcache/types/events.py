@@ -138,5 +138,15 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     status: int = 500
 
 
+class SearchStep(msgspec.Struct, frozen=True, gc=False):
+    """The choices of one step of a search (`Advance.record`), from which another engine process repeats the step.
+
+    Not an event: it is sent to the supervising process only, before the events of the step.
+    """
+
+    request_id: str
+    record: bytes
+
+
 EngineEvent = Started | Tokens | Beams | CandidateDone | Finished | Failed
 TERMINAL = (Finished, Failed)

@@ -157,12 +157,14 @@ class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
     """What a failed engine process sent for a request, so that the next process continues it.
 
     `last_seq`: number of the last event. `num_cached_tokens`: as in `Started`, None if that event was not sent.
-    `candidates`: all candidates, or none if no token was sent.
+    `candidates`: all candidates of plain sampling, or none if no token was sent. `steps`: the records of all steps of a
+    search (beams, best_of, distinct) so far.
     """
 
     last_seq: int = 0
     num_cached_tokens: int | None = None
     candidates: tuple[SentCandidate, ...] = ()
+    steps: tuple[bytes, ...] = ()
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from chatcache.config import EngineConfig
 from chatcache.tokenizer.chat_template import ChatTemplate
 from chatcache.tokenizer.tokenizer import Tokenizer
-from chatcache.types.events import CandidateDone, EngineEvent, Finished, Started, Tokens
+from chatcache.types.events import CandidateDone, EngineEvent, Finished, SearchStep, Started, Tokens
 from chatcache.types.request import GenerateRequest
 from chatcache.types.stats import EngineHealth, Explanation, ModelInfo, PackedPrompt, PageAccounts, PageMap
 from loadtest.gateway.ticks import NUM_TICKS, TickClock, TickTimes, clock_from_environment, tick_text
@@ -55,6 +55,8 @@ class _Stream:
 
 class ClockEngine:
     """An engine that emits tokens by a clock. Satisfies `loop.StepEngine` and `CacheQueries`."""
+
+    search_steps: Sequence[SearchStep] = ()
 
     def __init__(self, clock: TickClock, times: TickTimes) -> None:
         self.model_info = ModelInfo(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -58,15 +58,15 @@ def the_draw_is_as_wide_as_without_groups(patch: Patch) -> None:
 
 def the_crowd_is_forgotten(patch: Patch) -> None:
     original = BeamGroup.advance
-    patch.setattr(BeamGroup, "advance", lambda self, drawn, crowd: original(self, drawn, Counter()))
+    patch.setattr(BeamGroup, "advance", lambda self, ranked, crowd: original(self, ranked, Counter()))
 
 
 def a_group_fears_itself(patch: Patch) -> None:
     original = BeamGroup.advance
 
-    def advance(self: BeamGroup, drawn: groups.DrawnByBranch, crowd: Counter[int]) -> object:
+    def advance(self: BeamGroup, ranked: Iterable[groups.Continuation], crowd: Counter[int]) -> object:
         crowd.update(beam.node.token for beam in self.beams)
-        return original(self, drawn, crowd)
+        return original(self, ranked, crowd)
 
     patch.setattr(BeamGroup, "advance", advance)
 
@@ -143,13 +143,13 @@ def siblings_share_their_penalties(patch: Patch) -> None:
 
 
 def a_finished_candidate_leaves_the_running(patch: Patch) -> None:
-    original = distinct.DistinctStrategy._best_prefixes
+    original = distinct.DistinctStrategy._select
 
-    def best(self: distinct.DistinctStrategy, drawn: groups.DrawnByBranch) -> list[distinct.RankedPrefix]:
+    def best(self: distinct.DistinctStrategy, drawn: groups.DrawnByBranch) -> list[distinct.SelectedChild]:
         self._ranked = [prefix for prefix in self._ranked if prefix.ended is None]
         return original(self, drawn)
 
-    patch.setattr(distinct.DistinctStrategy, "_best_prefixes", best)
+    patch.setattr(distinct.DistinctStrategy, "_select", best)
 
 
 BEAM_BUGS: list[Callable[[Patch], None]] = [

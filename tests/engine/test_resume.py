@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from chatcache.config import EngineConfig
+from chatcache.decoding.beam_search import BeamStrategy, FinishedHypotheses
 from chatcache.decoding.logit_edits import LogitEdits
-from chatcache.decoding.sampling import SamplingStrategy
+from chatcache.decoding.sampling import BestOfStrategy, SamplingStrategy
 from chatcache.decoding.stopping import START
-from chatcache.engine.engine import Engine
+from chatcache.decoding.unique import DistinctStrategy
+from chatcache.engine import engine as engine_module
+from chatcache.engine.engine import Engine, EventQueue
 from chatcache.engine_process.recovery import RequestJournal
 from chatcache.errors import EngineError
-from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
-from chatcache.types.request import GenerateRequest, SamplingParams, StructuredOutputs
+from chatcache.scheduler.request import LiveRequest
+from chatcache.types.actions import BranchAction, Fork
+from chatcache.types.events import (
+    Beams,
+    CandidateDone,
+    EngineEvent,
+    Failed,
+    Finished,
+    SearchStep,
+    Started,
+    Tokens,
+)
+from chatcache.types.request import BeamSearchParams, GenerateRequest, SamplingParams, StructuredOutputs
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
 
 VOCAB = 256
@@ -35,6 +50,23 @@ KINDS: dict[str, dict[str, Any]] = {
     "grammar": {"structured_outputs": WORD, "n": 2},
     "prompt": {"prompt_logprobs": 1, "seed": 3},
 }  # fmt: skip
+ENDS: dict[str, Any] = {"stop_token_ids": tuple(range(0, VOCAB, 11)), "stop": ("A", "\x01\x02"), "max_tokens": 14}
+SEARCHES: dict[str, SamplingParams | BeamSearchParams] = {
+    "beams": BeamSearchParams(beam_width=5, stream_beams=True, **ENDS | {"stop": ()}),
+    "beam stop strings": BeamSearchParams(
+        beam_width=4, n=3, logprobs=2, prompt_logprobs=1, min_tokens=3, early_stopping="never", **ENDS
+    ),
+    "groups": BeamSearchParams(
+        beam_width=6, num_beam_groups=3, diversity_penalty=0.6, stream_beams=True, logprobs=1, **ENDS
+    ),
+    "beam grammar": BeamSearchParams(beam_width=4, num_beam_groups=2, structured_outputs=WORD, max_tokens=14),
+    "best_of": SamplingParams(n=2, best_of=5, logprobs=1, **ENDS),
+    "best_of grammar": SamplingParams(
+        n=1, best_of=3, seed=5, structured_outputs=WORD, frequency_penalty=0.4, max_tokens=14
+    ),
+    "distinct": SamplingParams(n=5, distinct=True, logprobs=2, min_tokens=2, frequency_penalty=0.5, **ENDS),
+    "distinct grammar": SamplingParams(n=4, distinct=True, seed=9, structured_outputs=WORD, max_tokens=14),
+}
 
 
 def make_engine(*, ahead: bool = False, num_pages: int = 256) -> Engine:
@@ -44,7 +76,7 @@ def make_engine(*, ahead: bool = False, num_pages: int = 256) -> Engine:
 
 
 def make_request(kind: str, name: str = "a") -> GenerateRequest:
-    params = SamplingParams(**({"max_tokens": 24} | KINDS[kind]))
+    params = SEARCHES[kind] if kind in SEARCHES else SamplingParams(**({"max_tokens": 24} | KINDS[kind]))
     return GenerateRequest(request_id=name, prompt=tuple(range(40, 59)), params=params)
 
 
@@ -58,8 +90,12 @@ def run(engine: Engine, *requests: GenerateRequest, most: int = 10_000) -> list[
     return events
 
 
-def resumed(request: GenerateRequest, events: list[EngineEvent]) -> GenerateRequest:
+def resumed(
+    request: GenerateRequest, events: list[EngineEvent], search_steps: Sequence[SearchStep] = ()
+) -> GenerateRequest:
     sent = RequestJournal(request)
+    for step in search_steps:
+        sent.record_search_step(step.record)
     for event in events:
         sent.record(event)
     return sent.resumed_request()
@@ -74,6 +110,8 @@ def visible_output(events: list[EngineEvent]) -> list[object]:
             streams.setdefault(event.index, []).append((event.token_ids, event.logprobs, event.score))
         elif isinstance(event, CandidateDone):
             streams.setdefault(event.index, []).append(replace(event, seq=0))
+        elif isinstance(event, Beams):
+            streams.setdefault(-1, []).append(event.beams)
         elif isinstance(event, Started):
             ends.append(event.prompt_logprobs)
         else:
@@ -89,10 +127,13 @@ class Cuts:
         self.request = make_request(kind)
         self.whole: list[EngineEvent] = []
         self.at_steps: list[int] = []  # how many events had come when a step was over
+        self.search_steps: list[tuple[int, SearchStep]] = []  # with the number of events before each
         self._engine = make_engine(ahead=ahead)
         self._engine.add(self.request)
         while self._engine.has_work():
-            self.whole += self._engine.step()
+            events = self._engine.step()
+            self.search_steps += [(len(self.whole), step) for step in self._engine.search_steps]
+            self.whole += events
             self.at_steps.append(len(self.whole))
         self.at_steps = sorted(set(self.at_steps) - {len(self.whole)})
 
@@ -100,10 +141,20 @@ class Cuts:
         for cut in cuts:
             self.check(cut)
 
-    def check(self, cut: int) -> None:
-        """Resume after `cut` events, together with another request."""
-        first, other = self.whole[:cut], make_request("three", "other")
-        rest = run(self._engine, replace(other, prompt=(9, 8, 7)), resumed(self.request, first))
+    def search_cuts(self) -> list[tuple[int, int]]:
+        """Return (number of steps, number of events) after each step of a search, but not after its last event."""
+        nums_events = [*(num_before for num_before, _ in self.search_steps[1:]), len(self.whole) - 1]
+        return list(enumerate(nums_events, 1))
+
+    def check_after_each_step(self) -> None:
+        for num_steps, cut in self.search_cuts():
+            self.check(cut, num_steps, other="")
+
+    def check(self, cut: int, num_steps: int = 0, other: str = "three") -> None:
+        """Resume after `cut` events and `num_steps` steps of a search, together with another request."""
+        first, steps = self.whole[:cut], [step for _, step in self.search_steps[:num_steps]]
+        others = [replace(make_request(other, "other"), prompt=(9, 8, 7))] if other else []
+        rest = run(self._engine, *others, resumed(self.request, first, steps))
         rest = [event for event in rest if event.request_id == "a"]
         assert [event.seq for event in (*first, *rest)] == list(range(1, cut + len(rest) + 1))
         assert visible_output(first + rest) == visible_output(self.whole), f"cut at {cut}"
@@ -130,16 +181,69 @@ def test_a_request_resumed_within_a_step_continues_identically(kind: str) -> Non
         cuts.check(cut)
 
 
-def test_many_resumed_requests_on_few_pages_continue_identically() -> None:
+@pytest.mark.parametrize("kind", ["beams", "groups", "best_of", "distinct"])
+def test_a_search_resumed_after_any_step_continues_identically(kind: str) -> None:
+    cuts = Cuts(kind)
+    assert len(cuts.search_steps) > 6
+    cuts.check_after_each_step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "ahead"), [(kind, False) for kind in SEARCHES] + [("beams", True), ("best_of", True), ("distinct", True)]
+)
+@pytest.mark.slow
+def test_a_search_resumed_within_any_step_continues_identically(kind: str, ahead: bool) -> None:
+    """Cut before and within the events of each recorded step."""
+    cuts = Cuts(kind, ahead=ahead)
+    start = 1
+    for num_steps, cut in cuts.search_cuts():
+        for each in {start, (start + cut) // 2, max(cut - 1, start)}:
+            cuts.check(each, num_steps)
+        start = cut
+
+
+def test_a_search_whose_start_was_not_sent_starts_again() -> None:
+    cuts = Cuts("beams")
+    cuts.check(0, 1)
+    cuts.check(0, 0)
+
+
+@pytest.mark.parametrize(("num_events", "num_steps"), [(5, 1), (5, 0)])
+def test_a_search_with_missing_records_fails_in_order(num_events: int, num_steps: int) -> None:
+    cuts = Cuts("beams")
+    steps = [step for _, step in cuts.search_steps[:num_steps]]
+    request = resumed(cuts.request, cuts.whole[:num_events], steps or [SearchStep("a", b"\x01")])
+    (end,) = run(make_engine(), request)
+    assert isinstance(end, Failed) and end.seq == num_events + 1
+
+
+@pytest.mark.parametrize(
+    "kinds", [KINDS, pytest.param(("no seed", *SEARCHES), marks=pytest.mark.slow)], ids=["plain", "searches"]
+)
+def test_many_resumed_requests_on_few_pages_continue_identically(kinds: Iterable[str]) -> None:
     """Resumed requests are preempted like any other."""
-    requests = [replace(make_request(kind, kind), prompt=tuple(range(1, 30))) for kind in KINDS]
+    requests = [replace(make_request(kind, kind), prompt=tuple(range(1, 30))) for kind in kinds]
+    requests = [
+        replace(each, params=replace(each.params, max_tokens=30, stop_token_ids=()))
+        if each.request_id in SEARCHES
+        else each
+        for each in requests
+    ]
     alone = {request.request_id: visible_output(run(make_engine(), request)) for request in requests}
     engine = make_engine()
-    first = run(engine, *requests, most=random.Random(5).randrange(40, 120))
+    first: list[EngineEvent] = []
+    steps: dict[str, list[SearchStep]] = {}
+    for request in requests:
+        engine.add(request)
+    while len(first) < random.Random(5).randrange(40, 120):
+        first += engine.step()
+        for step in engine.search_steps:
+            steps.setdefault(step.request_id, []).append(step)
+    assert len(steps) == len(SEARCHES.keys() & kinds)
     sent = {request.request_id: [e for e in first if e.request_id == request.request_id] for request in requests}
     open_ones = [r for r in requests if not sent[r.request_id] or not isinstance(sent[r.request_id][-1], Finished)]
     small = make_engine(num_pages=64)
-    rest = run(small, *(resumed(request, sent[request.request_id]) for request in open_ones))
+    rest = run(small, *(resumed(each, sent[each.request_id], steps.get(each.request_id, ())) for each in open_ones))
     assert small.health().num_preemptions > 0
     for name, expected in alone.items():
         assert visible_output([*sent[name], *(e for e in rest if e.request_id == name)]) == expected
@@ -221,6 +325,81 @@ def _no_tokens(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         SamplingStrategy, "resume", lambda self, candidates: self._wanted.clear() or self._wanted.update((0,)) or ()
     )
+
+
+def _no_suppression(patch: pytest.MonkeyPatch) -> None:
+    original = EventQueue.emit_repeated
+    patch.setattr(EventQueue, "emit_repeated", lambda self, request, outputs, _: original(self, request, outputs, 0))
+
+
+def _no_numbers(patch: pytest.MonkeyPatch) -> None:
+    def emit(self: EventQueue, request: LiveRequest, outputs: Any, last_seq: int) -> None:
+        self._last_seq[request.request_id] = last_seq
+
+    patch.setattr(EventQueue, "emit_repeated", emit)
+
+
+def _no_hypotheses(patch: pytest.MonkeyPatch) -> None:
+    original = BeamStrategy.replay
+
+    def forgetful(self: BeamStrategy, record: bytes) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(FinishedHypotheses, "add", lambda *_: None)
+            return original(self, record)
+
+    patch.setattr(BeamStrategy, "replay", forgetful)
+
+
+def _no_repeated_penalties(patch: pytest.MonkeyPatch) -> None:
+    original = DistinctStrategy.replay
+
+    def forgetful(self: DistinctStrategy, record: bytes) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(LogitEdits, "record", lambda *_: None)
+            return original(self, record)
+
+    patch.setattr(DistinctStrategy, "replay", forgetful)
+
+
+def _no_scores(patch: pytest.MonkeyPatch) -> None:
+    original = BestOfStrategy.replay
+
+    def forgetful(self: BestOfStrategy, record: bytes) -> Any:
+        advance = original(self, record)
+        for candidate in self._inner._candidates.values():  # type: ignore[attr-defined]
+            candidate.score = 0.0
+        return advance
+
+    patch.setattr(BestOfStrategy, "replay", forgetful)
+
+
+def _swapped_forks(patch: pytest.MonkeyPatch) -> None:
+    original = engine_module._repeat_action
+
+    def repeat(branches: dict[int, Any], action: BranchAction) -> None:
+        original(branches, replace(action, parent=min(branches)) if isinstance(action, Fork) else action)
+
+    patch.setattr(engine_module, "_repeat_action", repeat)
+
+
+@pytest.mark.parametrize(
+    ("bug", "kind"),
+    [
+        (_no_suppression, "beams"),
+        (_no_numbers, "groups"),
+        (_no_hypotheses, "beams"),
+        (_no_hypotheses, "groups"),
+        (_no_repeated_penalties, "distinct"),
+        (_no_scores, "best_of"),
+        (_swapped_forks, "beams"),
+        (_swapped_forks, "groups"),
+    ],
+)
+def test_search_resume_check_detects_an_injected_bug(bug: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuts = Cuts(kind)
+    bug(monkeypatch)
+    with pytest.raises((AssertionError, EngineError)):
+        cuts.check_after_each_step()
 
 
 @pytest.mark.parametrize(

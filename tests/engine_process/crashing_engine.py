@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import signal
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
 
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine_process.process import EngineProcess, RestartPolicy
-from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
+from chatcache.types.events import Beams, CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.plan import StepPlan, StepResult
-from chatcache.types.request import GenerateRequest, SamplingParams
+from chatcache.types.request import BeamSearchParams, GenerateRequest, SamplingParams
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
 
 VOCAB = 256
@@ -43,6 +47,25 @@ def build(config: EngineConfig, progress: object) -> Engine:
     return Engine(runner, fake_facts(VOCAB, ()), config, tuple(bytes([byte]) for byte in range(VOCAB)))
 
 
+class KilledRunner(FakeRunner):
+    """The fake runner, except that it kills its process at the output position in the file `kill_at`, once."""
+
+    def __init__(self, kill_at: Path) -> None:
+        super().__init__(fake_capacity(4096, 16, 256, 4096), VOCAB, None)
+        self._kill_at = kill_at
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self._kill_at.exists() and (plan.draws.position >= NUM_PROMPT + int(self._kill_at.read_text())).any():
+            self._kill_at.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().execute(plan)
+
+
+def build_killed(config: EngineConfig, progress: object) -> Engine:
+    """Build an engine with a `KilledRunner`; `model` is its file."""
+    return Engine(KilledRunner(Path(config.model)), fake_facts(VOCAB, ()), config)
+
+
 def process(step_ms: float = 1, policy: RestartPolicy = QUICK) -> EngineProcess:
     config = EngineConfig(model=str(step_ms))
     return EngineProcess(config, "tests.engine_process.crashing_engine:build", policy=policy, log_level="error")
@@ -55,6 +78,19 @@ KINDS: Sequence[dict[str, object]] = (
     {"seed": 11, "repetition_penalty": 1.2, "presence_penalty": 0.4},
     {"n": 2, "frequency_penalty": 0.3, "stop": ("\x01\x02\x03",)},
 )
+
+
+SEARCHES: dict[str, BeamSearchParams | SamplingParams] = {
+    "beams": BeamSearchParams(beam_width=4, max_tokens=12, logprobs=1, stream_beams=True, stop_token_ids=(1, 2, 3)),
+    "diverse beams": BeamSearchParams(beam_width=6, num_beam_groups=3, diversity_penalty=0.5, max_tokens=12),
+    "best_of": SamplingParams(n=2, best_of=4, max_tokens=12, seed=1, presence_penalty=0.5),
+    "distinct": SamplingParams(n=4, distinct=True, max_tokens=12, seed=1),
+}
+
+
+def make_search(kind: str, name: str, max_tokens: int = 12) -> GenerateRequest:
+    params = replace(SEARCHES[kind], max_tokens=max_tokens)
+    return GenerateRequest(request_id=name, prompt=tuple(range(3, 3 + NUM_PROMPT)), params=params)
 
 
 def make_request(number: int, max_tokens: int, **params: object) -> GenerateRequest:
@@ -139,6 +175,8 @@ def visible_output(events: list[EngineEvent]) -> list[object]:
             streams.setdefault(event.index, []).append((event.token_ids, event.logprobs, event.score))
         elif isinstance(event, CandidateDone):
             streams.setdefault(event.index, []).append((event.finish_reason, event.stop_reason, event.score))
+        elif isinstance(event, Beams):
+            streams.setdefault(-1, []).append(event.beams)
     last = events[-1]
     figures = (last.num_prompt_tokens, last.num_output_tokens) if isinstance(last, Finished) else ()
     return [sorted(streams.items()), sum(isinstance(event, Started) for event in events), figures]

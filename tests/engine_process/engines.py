@@ -13,7 +13,7 @@ from chatcache.engine.engine import Engine
 from chatcache.engine_process.process import EngineProcess, RestartPolicy
 from chatcache.engine_process.protocol import MAX_FRAME_BYTES
 from chatcache.errors import ContextLengthError, DeviceLostError, ModelFolderError, UnsupportedParameterError
-from chatcache.types.events import CandidateDone, EngineEvent, Finished, Started, Tokens
+from chatcache.types.events import CandidateDone, EngineEvent, Finished, SearchStep, Started, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import GenerateRequest, SamplingParams
 from chatcache.types.stats import EngineHealth, Explanation, ModelInfo, PackedPrompt, PageAccounts, PageHit, PageMap
@@ -37,6 +37,8 @@ def expected_tokens(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
 
 class CountingEngine:
     """Emits one predictable token per request and step; `step_s` is the duration of a step."""
+
+    search_steps: Sequence[SearchStep] = ()
 
     def __init__(self, step_s: float = 0.0) -> None:
         self.model_info = ModelInfo(name="counting", digest="00", vocab_size=1000, max_model_len=100_000)

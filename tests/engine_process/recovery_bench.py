@@ -16,8 +16,8 @@ from chatcache.engine_process.protocol import (
 )
 from chatcache.engine_process.recovery import RequestRecovery
 from chatcache.errors import EngineError
-from chatcache.types.events import EngineEvent, Finished, Started, Tokens
-from chatcache.types.request import GenerateRequest, SamplingParams
+from chatcache.types.events import EngineEvent, Finished, SearchStep, Started, Tokens
+from chatcache.types.request import GenerateRequest, ResumePoint, SamplingParams
 
 
 class RecoveryBench:
@@ -42,14 +42,15 @@ class RecoveryBench:
 
     def _to_client(self, notice: Reply | PromptScores | Events) -> None:
         if isinstance(notice, Events):
+            assert not notice.search_steps
             for event in notice.events:
                 self.events.setdefault(event.request_id, []).append(event)
         elif not isinstance(notice, PromptScores):
             self.answers.append(notice)
 
-    def submit(self, name: str, *, n: int = 1) -> int:
+    def submit(self, name: str, *, n: int = 1, best_of: int | None = None) -> int:
         call = next(self._calls)
-        params = SamplingParams(n=n, max_tokens=100)
+        params = SamplingParams(n=n, best_of=best_of, max_tokens=100)
         self.recovery.send(Submit(call, GenerateRequest(request_id=name, prompt=(1, 2, 3), params=params)))
         return call
 
@@ -57,6 +58,23 @@ class RecoveryBench:
         """Submit, accept, and emit the first token of each candidate."""
         self.recovery.receive(Answer(self.submit(name, n=n)))
         self.emit(name, *[(index, 7) for index in range(n)], started=True)
+
+    def start_search(self, name: str) -> None:
+        """Submit and accept a search, and report its first step."""
+        self.recovery.receive(Answer(self.submit(name, best_of=3)))
+        self.search(name, b"1", started=True)
+
+    def search(self, name: str, *records: bytes, started: bool = False) -> None:
+        """Report steps of a search, which emit no token."""
+        steps = tuple(SearchStep(name, record) for record in records)
+        events = (Started(name, self._seq(name), 3, 0),) if started else ()
+        self.recovery.receive(Events(events, search_steps=steps))
+
+    def resume_point(self) -> ResumePoint:
+        """Return the resume point of the last submit that the engine received."""
+        last = [command for command in self.sent if isinstance(command, Submit)][-1]
+        assert last.request.resume_point is not None
+        return last.request.resume_point
 
     def emit(self, name: str, *tokens: tuple[int, int], started: bool = False) -> None:
         events: list[EngineEvent] = [Started(name, self._seq(name), 3, 0)] if started else []

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from chatcache.engine_process import recovery
 from chatcache.engine_process.protocol import Abort, Answer, CancelCandidate, Events, Submit
 from chatcache.types.events import CandidateDone, Failed, Finished, Tokens
+from chatcache.types.request import ResumePoint
 from chatcache.types.stats import EngineHealth
 from tests.engine_process.recovery_bench import RecoveryBench
 
@@ -126,6 +130,83 @@ def test_aborts_and_cancellations_pending_at_a_crash_are_applied() -> None:
     bench.crash()
     assert isinstance(bench.events["a"][-1], Finished) and isinstance(bench.events["b"][-1], CandidateDone)
     assert bench.answers[-1] == Answer(call)
+
+
+def test_a_search_is_resumed_from_its_steps_after_a_trial_of_three() -> None:
+    bench = RecoveryBench()
+    bench.start_search("a")
+    bench.search("a", b"2", b"3")
+    bench.start("b")
+    bench.crash()
+    bench.recovery.on_started()
+    assert bench.in_engine == ["a"] and bench.resume_point() == ResumePoint(
+        last_seq=1, num_cached_tokens=0, steps=(b"1", b"2", b"3")
+    )
+    bench.search("a", b"4", b"5")
+    assert Abort("a") not in bench.sent
+    bench.search("a", b"6")
+    assert bench.sent[-1] == Abort("a")
+    bench.finish("a", cancelled=True)
+    assert bench.in_engine == ["b"]
+    bench.emit("b", *[(0, 1)] * 3)
+    assert bench.in_engine == ["b", "a"] and bench.resume_point().steps == (b"1", b"2", b"3", b"4", b"5", b"6")
+
+
+def test_a_search_that_was_not_started_begins_again() -> None:
+    """Its first step was received, but its `Started` event was not."""
+    bench = RecoveryBench()
+    bench.recovery.receive(Answer(bench.submit("a", best_of=3)))
+    bench.search("a", b"1")
+    bench.crash()
+    bench.recovery.on_started()
+    assert bench.resume_point() == ResumePoint()
+    bench.search("a", b"1 again", started=True)
+    bench.crash(is_sure=False)
+    bench.recovery.on_started()
+    assert bench.resume_point().steps == (b"1 again",)
+
+
+def test_a_search_with_a_long_record_fails_at_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "MAX_RECORD_BYTES", 10)
+    bench = RecoveryBench()
+    for name, size in (("a", 9), ("b", 10)):
+        bench.start_search(name)
+        bench.search(name, b"x" * size, b"y" * (size - 9))
+    bench.crash()
+    end = bench.events["b"][-1]
+    assert isinstance(end, Failed) and (end.code, end.status) == ("engine_unavailable", 503)
+    bench.recovery.on_started()
+    assert bench.in_engine == ["a"] and len(bench.resume_point().steps) == 3
+
+
+def test_a_search_that_crashes_the_engine_again_is_poisoned() -> None:
+    bench = RecoveryBench()
+    for name in "ab":
+        bench.start_search(name)
+    bench.crash()
+    bench.recovery.on_started()
+    bench.search("a", b"2", b"3")
+    assert bench.crash() == 1
+    end = bench.events["a"][-1]
+    assert isinstance(end, Failed) and end.code == "request_poisoned"
+    bench.recovery.on_started()
+    assert bench.in_engine == ["b"]
+
+
+def test_a_held_search_can_be_aborted_but_not_its_candidates() -> None:
+    bench = RecoveryBench()
+    for name in "ab":
+        bench.start_search(name)
+    bench.crash()
+    call = bench.drop("a", 0)
+    answer = bench.answers[-1]
+    assert isinstance(answer, Answer) and answer.call == call
+    assert answer.error is not None and answer.error.param == "candidate"
+    bench.abort("a")
+    end = bench.events["a"][-1]
+    assert isinstance(end, Finished) and end.cancelled
+    bench.recovery.on_started()
+    assert bench.in_engine == ["b"]
 
 
 def test_health_counts_held_requests_as_waiting() -> None:

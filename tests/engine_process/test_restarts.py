@@ -8,20 +8,25 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from chatcache.config import EngineConfig
 from chatcache.engine_process import process as children
 from chatcache.engine_process.process import ChildProcess, EngineProcess, RestartPolicy
 from chatcache.engine_process.protocol import Notice
 from chatcache.engine_process.recovery import RequestJournal, RequestRecovery
-from chatcache.types.events import Failed, Finished
-from chatcache.types.request import BeamSearchParams, GenerateRequest, ResumePoint, SamplingParams
+from chatcache.types.events import Failed
+from chatcache.types.request import GenerateRequest, ResumePoint
 from tests.engine_process.crashing_engine import (
+    QUICK,
+    SEARCHES,
     RequestGroup,
     check_same,
     expected_events,
     make_request,
+    make_search,
     poison,
     process,
     until,
@@ -250,30 +255,56 @@ async def test_zombie_check_detects_a_child_that_keeps_its_socket(
         await wake_zombies(1, next(notices_of_old_children))
 
 
-async def test_searches_fail_once_at_a_crash_and_new_ones_run() -> None:
-    def search(number: int) -> GenerateRequest:
-        params = (
-            BeamSearchParams(beam_width=3, max_tokens=1000),
-            SamplingParams(n=1, best_of=3, max_tokens=1000),
-            SamplingParams(n=3, distinct=True, max_tokens=1000),
-        )[number]
-        return GenerateRequest(request_id=f"s{number}", prompt=(1, 2, 3), params=params)
+@pytest.mark.parametrize("kind", SEARCHES)
+async def test_a_search_killed_at_any_step_continues_identically(kind: str, tmp_path: Path) -> None:
+    kill_at, factory = tmp_path / "kill_at", "tests.engine_process.crashing_engine:build_killed"
+    (expected,) = expected_events([make_search(kind, "whole")]).values()
+    async with EngineProcess(EngineConfig(model=str(kill_at)), factory, policy=QUICK, log_level="error") as engine:
+        await engine.wait_loaded()
+        for position in range(12):
+            kill_at.write_text(str(position))
+            search = RequestGroup(engine, [make_search(kind, f"s{position}")])
+            await search.begin()
+            await search.end()
+            check_same(search.events[f"s{position}"], expected)
+            assert engine.num_restarts == position + 1
 
-    searches = [search(number) for number in range(3)]
+
+async def wait_for_search_steps(engine: EngineProcess, num_searches: int, num_steps: int) -> None:
+    """Wait until the searches are submitted, and each has done that many steps more."""
+    await until(lambda: len(engine._recovery._by_id) == num_searches)
+    journals = [each.journal for each in engine._recovery._by_id.values()]
+    goals = [journal.num_search_steps + num_steps for journal in journals]
+    await until(lambda: all(each.num_search_steps >= goal for each, goal in zip(journals, goals, strict=True)))
+
+
+async def test_searches_together_continue_after_several_kills() -> None:
+    searches = [make_search(kind, kind, 150) for kind in SEARCHES]
+    expected = expected_events(searches)
     async with process(step_ms=5) as engine:
         await engine.wait_loaded()
         crowd = RequestGroup(engine, searches)
         await crowd.begin()
-        await until(lambda: all(crowd.events.values()))
-        os.kill(engine.pid or 0, signal.SIGKILL)
+        for number in range(1, 4):
+            await wait_for_search_steps(engine, len(searches), 5)
+            os.kill(engine.pid or 0, signal.SIGKILL)
+            await until(lambda number=number: engine.num_restarts == number)  # type: ignore[misc]
         await crowd.end()
-        for events in crowd.events.values():
-            assert [event.seq for event in events] == list(range(1, len(events) + 1))
-            end = events[-1]
-            assert isinstance(end, Failed) and "signal 9" in end.message
-            assert (end.code, end.status) == ("engine_unavailable", 503), "to be sent again"
-        await until(lambda: engine._ready)
-        after = RequestGroup(engine, [make_request(1, 5)])
-        await after.begin()
-        await after.end()
-        assert isinstance(after.events["r1"][-1], Finished)
+        for name, events in crowd.events.items():
+            check_same(events, expected[name])
+
+
+async def test_kill_check_detects_a_journal_without_search_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Injected bug: a step is missing in the record."""
+    original = RequestJournal.record_search_step
+
+    def record(journal: RequestJournal, step: bytes) -> None:
+        original(journal, step)
+        if len(journal._steps) == 3:
+            del journal._steps[-1]
+
+    monkeypatch.setattr(RequestJournal, "record_search_step", record)
+    with pytest.raises(AssertionError):
+        await test_a_search_killed_at_any_step_continues_identically("distinct", tmp_path)
