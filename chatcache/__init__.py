@@ -8,7 +8,10 @@ Names are resolved on first use, so importing the package loads no model library
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
+
+from chatcache.openmp import limit_spinning
 
 if TYPE_CHECKING:
     from chatcache.llm.async_llm import AsyncLLM as AsyncLLM
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
     from chatcache.types.request import BeamSearchParams as BeamSearchParams
     from chatcache.types.request import SamplingParams as SamplingParams
     from chatcache.types.request import StructuredOutputs as StructuredOutputs
+
+limit_spinning(os.environ)  # before torch is imported
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "SamplingParams", "StructuredOutputs", "__version__"]

@@ -35,6 +35,7 @@ from chatcache.model.sampling.graph_sampler import GraphSampler, TorchGraphSampl
 from chatcache.model.sampling.sampler import Sampler, TokenSampler
 from chatcache.model.static_steps import StepContext, WorkListBuffers
 from chatcache.model.streams import Stream, StreamEvent, Streams, make_streams
+from chatcache.model.thread_count import ThreadCount
 from chatcache.types.plan import I32, I64, KVCapacity, Rows, StepPlan, StepResult
 from chatcache.types.stats import ModelInfo
 
@@ -230,8 +231,10 @@ class Runner:
         streams: Streams | None = None,
         sampler: TokenSampler | None = None,
         prefaulter: PagePrefaulter | None = None,
+        threads: ThreadCount | None = None,
     ) -> None:
         self.facts = facts
+        self._threads = threads or ThreadCount((1,))
         self._prefaulter = prefaulter
         if prefaulter is not None:
             prefaulter.ensure(0)
@@ -281,6 +284,10 @@ class Runner:
         """
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._in_flight.popleft().wait()  # frees its host buffers
+        with self._threads.step():
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
         with self._on_device(plan.step):
             changes = self._tables.apply(plan.forks, plan.updates)
             if self._prefaulter is not None and len(changes.pages):

@@ -57,6 +57,8 @@ from chatcache.model.loading.weights import Weights, WeightSource
 from chatcache.model.runner import AsyncLaunch, Runner, default_async_launch
 from chatcache.model.sampling.graph_sampler import GraphSampler, TorchGraphSampler
 from chatcache.model.sampling.sampler import Sampler, TokenSampler
+from chatcache.model.thread_count import ThreadCount
+from chatcache.openmp import is_spinning_limited
 from chatcache.types.plan import KVCapacity
 from chatcache.types.stats import ModelInfo
 
@@ -154,7 +156,11 @@ def _load(
         report(0.93, "checking that results do not depend on the batch")
         check_determinism(network, kernels, config.page_size, max_model_len)
     prefaulter = PagePrefaulter(pages) if device.type == "cpu" else None
-    runner = Runner(network, kernels, pages, capacity, info_json, async_launch, sampler=sampler, prefaulter=prefaulter)
+    threads = ThreadCount(thread_counts(config.deterministic)) if device.type == "cpu" else None
+    runner = Runner(
+        network, kernels, pages, capacity, info_json, async_launch, sampler=sampler, prefaulter=prefaulter,
+        threads=threads,
+    )  # fmt: skip
     report(0.94, "warming up; the first start compiles kernels")
     runner.warm_up(lambda fraction, what: report(0.94 + 0.06 * fraction, what))
     report(1.0, "ready")
@@ -388,6 +394,14 @@ def limit_threads(weight_bytes: int) -> None:
     most = 1 if weight_bytes <= SINGLE_THREAD_BYTES else allowed_cpus()
     if most < torch.get_num_threads():
         torch.set_num_threads(most)
+    if torch.get_num_threads() > 1 and not is_spinning_limited(os.environ):
+        log.warning("torch was imported before chatcache: its idle threads spin, which slows steps on a busy machine")
+
+
+def thread_counts(deterministic: bool) -> tuple[int, ...]:
+    """Return the numbers of threads that steps may use; with `deterministic`, those that were checked at the start."""
+    count = torch.get_num_threads()
+    return tuple(sorted({1, count})) if deterministic else tuple(range(1, count + 1))
 
 
 def allowed_cpus(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

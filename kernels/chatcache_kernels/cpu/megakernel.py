@@ -1,8 +1,15 @@
-"""Run a queue of kernels in one launch, with a barrier of all threads after each kernel.
+"""Run a queue of kernels in one launch, without waiting for threads that hold no work.
 
 In a decode step a kernel runs for microseconds; starting each from Python and waking threads for it costs as much
-again. Here that cost is paid once a step. At a barrier a thread spins for a while, then yields: when other programs
-need the cores, the thread that the others wait for may not be running.
+again. Here that cost is paid once a step.
+
+A kernel is complete when all its items are taken and every thread that entered it has left it. A thread that the system
+has descheduled between two kernels is not waited for: the others compute its share, and it continues at the kernel that
+they have reached. Only a thread that is descheduled while it holds an item stops the others. They spin for a while and
+then sleep, which frees a core for that thread; if they kept the core (or only yielded), it would have to wait for the
+time slice of whatever program took its own.
+
+Every kernel of a queue must fit this: it writes memory only while it holds an item, and no item waits for another.
 """
 
 from __future__ import annotations
@@ -17,16 +24,18 @@ from llvmlite import ir
 from numba import carray, types
 from numpy.typing import NDArray
 
-from .launch import Launch, compile_kernel, define_job, omp_function
-from .simd import I64, INT64, emit_call, fetch_add, pointer, simd_intrinsic
+from .launch import Launch, compile_kernel, define_job
+from .simd import I64, INT64, emit_call, emit_pointer, fetch_add, pointer, simd_intrinsic
 
-MAX_SPINS = 2000  # polls (tens of microseconds) before a waiting thread first yields
+MAX_SPINS = 2000  # polls (tens of microseconds) before a waiting thread sleeps
+SLEEP_US = 20  # of one sleep; the system adds its timer slack, 50 microseconds on Linux
+LEFT = 1 << 32  # one thread that left a kernel, in its counters
 
-QUEUE_JOB, _PACK_QUEUE = define_job("steps num_steps sched_yield team_size")
+QUEUE_JOB, _PACK_QUEUE = define_job("steps counters num_steps usleep")
 """steps [num_steps, 2] int64: address of a kernel, address of its job.
 
-sched_yield, team_size: addresses of functions without arguments; team_size returns the number of threads in the team
-(0 = one thread). The counters are threads that arrived and threads that started.
+counters [num_steps] int64, zeroed: threads that entered each kernel, and in the upper half threads that left it.
+usleep: address of the C function, 0 if there is none. The first counter of the job is the number of complete kernels.
 """
 
 
@@ -63,17 +72,16 @@ class KernelQueue:
         """Run every call. All are finished when this returns."""
         for jobs in self._jobs:
             jobs.set(next_item=0, next_thread=0)
-        job = _PACK_QUEUE.pack(
-            0, 0, self._steps.ctypes.data, len(self._steps), _sched_yield(), omp_function("omp_get_num_threads")
-        )
+        counters = np.zeros(len(self._steps), np.int64)
+        job = _PACK_QUEUE.pack(0, 0, self._steps.ctypes.data, counters.ctypes.data, len(self._steps), _usleep())
         _queue_kernel()(job, num_threads)
 
 
 @cache
-def _sched_yield() -> int:
-    """Return the address of sched_yield(), 0 if the C library has none."""
+def _usleep() -> int:
+    """Return the address of usleep(), 0 if the C library has none."""
     try:
-        function = ctypes.CDLL(None).sched_yield
+        function = ctypes.CDLL(None).usleep
     except (OSError, AttributeError, TypeError):
         return 0
     return ctypes.cast(function, ctypes.c_void_p).value or 0
@@ -85,18 +93,21 @@ def _queue_kernel() -> Launch:
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, QUEUE_JOB)[0]
-        steps = pointer(INT64, job.steps)
-        size = call_function(job.team_size) if job.team_size != 0 else 1
-        for step in range(job.num_steps):
+        steps, counters = pointer(INT64, job.steps), pointer(INT64, job.counters)
+        step = load_acquire(address, 0)
+        while step < job.num_steps:
+            fetch_add(counters, step, 1)
             call_kernel(steps[2 * step], steps[2 * step + 1])
-            goal, spins = (step + 1) * size, 0
-            arrived = fetch_add(address, 0, 1) + 1
-            while arrived < goal:
+            counts = fetch_add(counters, step, LEFT) + LEFT
+            if counts // LEFT == counts % LEFT:  # every item was taken, and every thread that took one is back
+                fetch_max(address, 0, step + 1)
+            spins = 0
+            while load_acquire(address, 0) <= step:
                 spins += 1
-                if spins > MAX_SPINS and job.sched_yield != 0:
-                    call_function(job.sched_yield)
+                if spins > MAX_SPINS and job.usleep != 0:
+                    call_function(job.usleep, SLEEP_US)
                 spin_hint()
-                arrived = load_acquire(address, 0)
+            step = load_acquire(address, 0)
 
     return compile_kernel(kernel)
 
@@ -116,14 +127,25 @@ def call_kernel(typing: Any, entry: Any, argument: Any) -> Any:
 
 
 @simd_intrinsic
-def call_function(typing: Any, entry: Any) -> Any:
-    """Call the C function `int f(void)` at address `entry`."""
+def call_function(typing: Any, entry: Any, argument: Any) -> Any:
+    """Call the C function `int f(unsigned)` at address `entry`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.IntType(32), [])
-        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), []), I64)
+        kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32)])
+        function = builder.inttoptr(args[0], kind.as_pointer())
+        return builder.sext(builder.call(function, [builder.trunc(args[1], ir.IntType(32))]), I64)
 
-    return types.int64(types.int64), generate
+    return types.int64(types.int64, types.int64), generate
+
+
+@simd_intrinsic
+def fetch_max(typing: Any, source: Any, index: Any, value: Any) -> Any:
+    """Raise a 64-bit element to `value` atomically if it is lower; return its previous value."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("max", emit_pointer(builder, args[0], args[1], I64), args[2], "seq_cst")
+
+    return types.int64(source, types.int64, types.int64), generate
 
 
 @simd_intrinsic

@@ -1,0 +1,188 @@
+"""The number of threads of CPU steps on a simulated machine of some cores, with other busy processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from chatcache.bench.drivers import SHAPES, EngineDriver, write_model
+from chatcache.config import EngineConfig
+from chatcache.factory import build_engine
+from chatcache.model.loading import loader
+from chatcache.model.thread_count import MAX_HOLD_S, MIN_HOLD_S, WINDOW_S, ThreadCount, read_run_delay_s
+from chatcache.types.request import SamplingParams
+
+STEP_S = 0.02  # CPU seconds of a step
+
+
+class Machine:
+    """Runs steps of `STEP_S` CPU seconds; other processes and threads share the cores equally.
+
+    A static split waits for its slowest thread; a balanced one uses every core that it gets.
+    """
+
+    def __init__(self, num_cores: int, *, balanced: bool) -> None:
+        self.num_cores, self.balanced = num_cores, balanced
+        self.num_others = 0
+        self.now_s = self.cpu_s = self.delay_s = 0.0
+        self.count = num_cores
+        self.changes: list[int] = []
+
+    def controller(self, *counts: int) -> ThreadCount:
+        return ThreadCount(
+            counts or tuple(range(1, self.num_cores + 1)),
+            lambda: self.count, self.set_threads, lambda: self.now_s, lambda: self.cpu_s, lambda: self.delay_s,
+        )  # fmt: skip
+
+    def set_threads(self, count: int) -> None:
+        self.count = count
+        self.changes.append(count)
+
+    def run_step(self) -> None:
+        """Threads above the free cores share one each with another process."""
+        num_shared = max(0, min(self.count, self.count + self.num_others - self.num_cores))
+        part_s = STEP_S / self.count
+        if self.balanced:
+            share = min(1.0, self.num_cores / (self.count + self.num_others))
+            wall_s = STEP_S / (self.count * share)
+            self.delay_s += self.count * (1 - share) * wall_s
+        else:
+            wall_s = 2 * part_s if num_shared else part_s
+            self.delay_s += num_shared * part_s
+        self.now_s += wall_s
+        self.cpu_s += STEP_S
+
+    def run(self, threads: ThreadCount, seconds: float) -> dict[int, float]:
+        """Run steps for so long; return the share of the time with each number of threads."""
+        start_s, spent = self.now_s, dict.fromkeys(range(1, self.num_cores + 1), 0.0)
+        while self.now_s < start_s + seconds:
+            count, before_s = self.count, self.now_s
+            with threads.step():
+                self.run_step()
+            spent[count] += (self.now_s - before_s) / seconds
+        return spent
+
+
+def test_static_split_next_to_a_busy_process_uses_one_thread_less_and_logs_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "chatcache.model.thread_count")
+    machine = Machine(2, balanced=False)
+    threads = machine.controller()
+    machine.num_others = 1
+    machine.run(threads, 4 * WINDOW_S)
+    assert machine.count == threads.count == 1
+    assert machine.run(threads, 120)[1] > 0.9
+    assert [record.getMessage() for record in caplog.records] == [
+        "other programs use the CPU: computing with 1 of 2 threads"
+    ]
+
+
+def test_threads_return_after_the_busy_process_has_ended() -> None:
+    machine = Machine(2, balanced=False)
+    threads = machine.controller()
+    machine.num_others = 1
+    machine.run(threads, 60)
+    machine.num_others = 0
+    machine.run(threads, MAX_HOLD_S + 2 * WINDOW_S)
+    assert threads.count == 2
+    assert machine.run(threads, 60)[2] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_static_split_on_many_cores_leaves_one_core_to_the_busy_process() -> None:
+    machine = Machine(16, balanced=False)
+    threads = machine.controller()
+    machine.num_others = 1
+    machine.run(threads, 30)
+    assert machine.run(threads, 60)[15] > 0.9
+
+
+def test_balanced_work_next_to_a_busy_process_keeps_its_threads() -> None:
+    machine = Machine(2, balanced=True)
+    threads = machine.controller()
+    machine.num_others = 1
+    assert machine.run(threads, 120)[2] > 0.95
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_idle_machine_never_changes_the_threads(balanced: bool) -> None:
+    machine = Machine(2, balanced=balanced)
+    machine.run(machine.controller(), 60)
+    assert machine.changes == []
+
+
+def test_trials_wait_longer_after_each_failure() -> None:
+    machine = Machine(2, balanced=True)
+    machine.num_others = 1
+    machine.run(machine.controller(), 60)
+    assert machine.changes.count(1) <= 3 + 60 / MAX_HOLD_S < 60 / MIN_HOLD_S
+
+
+def test_only_allowed_counts_are_used() -> None:
+    machine = Machine(4, balanced=False)
+    threads = machine.controller(1, 4)
+    machine.num_others = 3
+    machine.run(threads, 60)
+    assert set(machine.changes) <= {1, 4}
+    assert machine.changes
+
+
+def test_number_set_by_the_application_is_kept() -> None:
+    machine = Machine(4, balanced=False)
+    threads = machine.controller()
+    machine.count, machine.num_others = 3, 2
+    machine.run(threads, 60)
+    assert machine.changes == []
+
+
+def test_step_that_raises_is_measured_and_raises() -> None:
+    machine = Machine(2, balanced=False)
+    with pytest.raises(ValueError, match="plan"), machine.controller().step():
+        raise ValueError("plan")
+
+
+def test_run_delay_is_the_sum_over_threads(tmp_path: Path) -> None:
+    for name, text in (("1", "5 2000000000 7\n"), ("2", "5 500000000 7\n"), ("3", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "schedstat").write_text(text)
+    (tmp_path / "4").mkdir()  # a thread that has ended
+    assert read_run_delay_s(tmp_path) == 2.5
+    assert read_run_delay_s(tmp_path / "missing") == 0.0
+
+
+@pytest.mark.parametrize(("deterministic", "expected"), [(False, (1, 2, 3)), (True, (1, 3))])
+def test_engine_measures_every_step(
+    deterministic: bool, expected: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deterministic engines use only the numbers of threads that were checked at the start."""
+    made: list[CountingThreads] = []
+
+    class CountingThreads(ThreadCount):
+        def __init__(self, counts: Sequence[int]) -> None:
+            super().__init__(counts, set_threads=lambda count: None)
+            self.counts, self.num_steps = counts, 0
+            made.append(self)
+
+        @contextmanager
+        def step(self) -> Iterator[None]:
+            self.num_steps += 1
+            with super().step():
+                yield
+
+    monkeypatch.setattr(loader, "ThreadCount", CountingThreads)
+    monkeypatch.setattr(loader, "SINGLE_THREAD_BYTES", 0)
+    monkeypatch.setattr(loader, "allowed_cpus", lambda: 3)
+    torch.set_num_threads(3)
+    write_model(SHAPES["tiny"], tmp_path)
+    config = EngineConfig(model=str(tmp_path), kv_memory_bytes=2**22, deterministic=deterministic)
+    engine = build_engine(config, need_tokenizer=False)
+    driver = EngineDriver(engine)
+    driver.run([driver.prompt(8)], SamplingParams(max_tokens=4, ignore_eos=True))
+    (threads,) = made
+    assert threads.counts == expected
+    assert threads.num_steps >= 4

@@ -1,0 +1,73 @@
+"""The wait policy of OpenMP threads: set before torch is loaded, in every entry, unless the user has set one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from chatcache import openmp
+
+VARIABLES = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY", "OMP_WAIT_POLICY")
+ENTRIES = {
+    "llm": "from chatcache import LLM",
+    "llm_module": "from chatcache.llm import LLM",
+    "command": "import chatcache.cli.main",
+    "engine_process": "import chatcache.engine_process.worker",
+    "bench": "import chatcache.bench.engine_bench",
+}
+
+
+def run_python(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    paths = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.run(
+        [sys.executable, "-c", script], env={**kept, "PYTHONPATH": paths, **environment},
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_entry_sets_the_spin_count_before_openmp_is_loaded(entry: str) -> None:
+    """libgomp prints the settings in effect when torch loads it."""
+    if not torch.__config__.parallel_info().count("OpenMP") or sys.platform != "linux":
+        pytest.skip("torch does not use libgomp here")
+    done = run_python(f"{ENTRIES[entry]}\nimport torch", OMP_DISPLAY_ENV="verbose")
+    assert f"GOMP_SPINCOUNT = '{openmp.SPIN_COUNT}'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"GOMP_SPINCOUNT": openmp.SPIN_COUNT, "KMP_BLOCKTIME": openmp.BLOCK_TIME_MS}),
+        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7", "KMP_BLOCKTIME": openmp.BLOCK_TIME_MS}),
+        ({"KMP_BLOCKTIME": "7"}, {"GOMP_SPINCOUNT": openmp.SPIN_COUNT, "KMP_BLOCKTIME": "7"}),
+        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
+    ],
+    ids=str,
+)
+def test_limit_spinning_keeps_the_users_values(
+    given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch")
+    environment = dict(given)
+    assert openmp.is_spinning_limited(environment) == bool(given)
+    openmp.limit_spinning(environment)
+    assert environment == expected
+    assert openmp.is_spinning_limited(environment)
+
+
+def test_limit_spinning_after_torch_sets_nothing() -> None:
+    environment: dict[str, str] = {}
+    openmp.limit_spinning(environment)
+    assert environment == {}
+
+
+def test_import_of_chatcache_loads_no_torch_and_sets_the_environment() -> None:
+    script = "import chatcache, os, sys; print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)"
+    assert run_python(script).stdout.split() == [openmp.SPIN_COUNT, "False"]
+    assert run_python(script, GOMP_SPINCOUNT="7").stdout.split() == ["7", "False"]
