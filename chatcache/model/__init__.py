@@ -5,6 +5,6 @@ KV pages, runs the network and returns the sampled tokens. The package depends o
 on `chatcache_kernels`, and knows nothing of the engine.
 
 Reading order: `runner`, `eager`, `page_tables`, `attention`, `decoder`, `linear`, `sampling.sampler`, `sampling.ops`,
-`streams`; then, for GPUs, `static_steps`, `cuda_graphs`, `sampling.graph_sampler`, `sampling.device_sampler`;
+`streams`; then, for GPUs, `static_steps`, `cuda_graphs`, `sampling.device_sampler`;
 then `loading.loader` and the rest.
 """

@@ -1,9 +1,8 @@
-"""Decode steps captured as CUDA graphs at warm-up and replayed.
+"""Decode steps captured as CUDA graphs at warm-up and replayed, up to the logits.
 
-A step of R rows runs as the smallest captured size that holds them. `fill` returns None for a step that has other than
-plain decode rows, is larger than the largest captured size, changes more page-table cells than it has rows, or needs a
-longer work list than fits; `eager` runs such a step. On a device without graphs `no_capture` makes the same steps
-ordinary calls.
+A step of R rows runs as the smallest captured size that holds them. `fill` returns None for a step that computes more
+than one token of a row, scores prompts, is larger than the largest captured size, or needs a longer work list than
+fits; `eager` runs such a step. On a device without graphs `no_capture` makes the same steps ordinary calls.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 
 from chatcache.model.page_tables import PageTables, TableChanges
-from chatcache.model.sampling.graph_sampler import is_plain_decode
 from chatcache.model.static_steps import (
     Arrays,
     Replay,
@@ -27,11 +25,11 @@ from chatcache.model.static_steps import (
     WorkListBuffers,
     fill_padding,
     fill_rows,
-    fits_changes,
     input_specs,
+    no_changes,
 )
 from chatcache.model.streams import Layout
-from chatcache.types.plan import StepPlan, StepResult
+from chatcache.types.plan import StepPlan
 
 Capture = Callable[[Replay], Replay]
 """Captures a step's work and returns the function that replays it."""
@@ -84,39 +82,30 @@ class CudaCapture:
 
 
 @dataclass(frozen=True, slots=True)
-class HostBuffers:
-    """Host memory for the inputs and outputs of one step in flight."""
-
-    inputs: Tensor
-    outputs: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class CaptureKey:
-    """Identifies a captured step: batch size, number of work lists, kind of sampling.
-
-    `size_index`: index of its batch size; `num_lists`: number of work lists; `kind`: kind of sampling, as
-    `GraphSampler` defines it.
-    """
+    """Identifies a captured step: the index of its batch size, and the number of its work lists."""
 
     size_index: int
     num_lists: int
-    kind: int
 
 
 @dataclass(frozen=True, slots=True)
 class FilledStep:
-    """A step whose inputs have been written to the host buffers `buffer_index`."""
+    """A step whose inputs have been written to the host buffer `buffer_index`.
+
+    `changes`: page-table changes that do not fit the buffer, to be applied before the step.
+    """
 
     key: CaptureKey
     num_rows: int
     buffer_index: int
+    changes: TableChanges | None
 
 
 class DecodeGraphs:
     """Captured decode steps of a runner, one per `CaptureKey`.
 
-    At most `NUM_HOST_BUFFERS` steps may be between `fill` and `result`.
+    At most `NUM_HOST_BUFFERS` steps may be between `fill` and their end on the device.
     """
 
     def __init__(
@@ -131,24 +120,17 @@ class DecodeGraphs:
         self._slots = context.slots
         self._sizes = np.array(sizes)
         device, variants = self._slots.tables.device, list(zip(sizes, work_buffers, strict=True))
-        num_bytes = max(
-            Layout(input_specs(size, context.sampler, work_buffers)).num_bytes for size, work_buffers in variants
-        )
+        num_bytes = max(Layout(input_specs(size, work_buffers)).num_bytes for size, work_buffers in variants)
         self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        num_bytes = max(Layout(context.sampler.output_specs(size)).num_bytes for size in sizes)
-        self._outputs = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        geometry = context.network.geometry
+        self._logits = torch.zeros(max(sizes), geometry.vocab_size, dtype=geometry.dtype, device=device)
         self._steps = [
-            StaticStep(size, context, work_buffers, self._inputs, self._outputs) for size, work_buffers in variants
+            StaticStep(size, context, work_buffers, self._inputs, self._logits) for size, work_buffers in variants
         ]
         pinned = device.type == "cuda"
-        self._buffers = [
-            HostBuffers(_host(self._inputs, pinned), _host(self._outputs, pinned)) for _ in range(NUM_HOST_BUFFERS)
-        ]
+        self._buffers = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(NUM_HOST_BUFFERS)]
         self._input_arrays: list[list[Arrays]] = [
-            [step.layout.arrays(buffers.inputs.numpy()) for step in self._steps] for buffers in self._buffers
-        ]
-        self._output_arrays: list[list[Arrays]] = [
-            [step.output_layout.arrays(buffers.outputs.numpy()) for step in self._steps] for buffers in self._buffers
+            [step.layout.arrays(buffer.numpy()) for step in self._steps] for buffer in self._buffers
         ]
         self._replays: dict[CaptureKey, Replay] = {}
         self._next_buffer = 0
@@ -161,24 +143,23 @@ class DecodeGraphs:
     def capture(self, capture: Capture, progress: Progress) -> None:
         """Capture every step, the largest first.
 
-        A step that cannot be captured is logged, and steps of that kind then run eagerly.
+        A step that cannot be captured is logged, and steps of that size then run eagerly.
         """
         keys = [
-            CaptureKey(index, num_lists, kind)
+            CaptureKey(index, num_lists)
             for index, step in enumerate(self._steps)
             for num_lists in range(1, step.max_lists + 1)
-            for kind in range(self._context.sampler.num_kinds)
         ]
         started_s, free_bytes = time.perf_counter(), _free_bytes(self._inputs.device)
         for done, key in enumerate(reversed(keys)):
             index, step = key.size_index, self._steps[key.size_index]
             progress(done / len(keys), f"decode step of {step.size} rows")
-            fill_padding(self._input_arrays[0][index], self._context.sampler, self._slots, step.work_buffers)
-            self._inputs.copy_(self._buffers[0].inputs)
+            fill_padding(self._input_arrays[0][index], self._slots, step.work_buffers)
+            self._inputs.copy_(self._buffers[0])
 
             def work(step: StaticStep = step, key: CaptureKey = key) -> None:
                 with torch.inference_mode():
-                    step.run(key.num_lists, key.kind)
+                    step.run(key.num_lists)
 
             try:
                 self._replays[key] = capture(work)
@@ -191,17 +172,16 @@ class DecodeGraphs:
         log.info("captured %d decode steps in %.1f s, %.0f MiB", self.num_captured, elapsed_s, used_mib)
 
     def fill(self, plan: StepPlan, changes: TableChanges) -> FilledStep | None:
-        """Write a step's inputs into the next host buffers; return None if no captured step fits.
+        """Write a step's inputs into the next host buffer; return None if no captured step fits.
 
         Raises: ValueError for a token at a position that has no page.
         """
-        kind = self._context.sampler.kind(plan.draws) if is_plain_decode(plan) else None
-        if kind is None:
-            return None
         rows = plan.rows
         count = len(rows.slot)
+        if not count or plan.scores is not None or (rows.num_tokens != 1).any():
+            return None
         index = int(np.searchsorted(self._sizes, count))
-        if index == len(self._sizes) or not fits_changes(changes, int(self._sizes[index])):
+        if index == len(self._sizes):
             return None
         step, inputs = self._steps[index], self._input_arrays[self._next_buffer][index]
         cells = self._tables.decode_cells(rows.slot, rows.start)
@@ -209,32 +189,26 @@ class DecodeGraphs:
         if step.work_buffers is not None:
             work = self._tables.decode_work(rows.slot, rows.start)
             num_lists = step.work_buffers.fill(inputs, work, count) if work is not None else None
-        key = CaptureKey(index, num_lists or 0, kind)
+        key = CaptureKey(index, num_lists or 0)
         if key not in self._replays:
             return None
-        fill_rows(inputs, rows, cells, changes, self._slots)
-        self._context.sampler.fill(inputs, plan.draws, inputs["slot"])
-        buffers, self._next_buffer = self._next_buffer, (self._next_buffer + 1) % NUM_HOST_BUFFERS
-        return FilledStep(key, count, buffers)
+        fits = len(changes.at) <= step.size
+        fill_rows(inputs, rows, cells, changes if fits else no_changes(), self._slots)
+        buffer, self._next_buffer = self._next_buffer, (self._next_buffer + 1) % NUM_HOST_BUFFERS
+        return FilledStep(key, count, buffer, None if fits else changes)
 
-    def run(self, filled: FilledStep) -> None:
-        """Enqueue the copy of the inputs to the device, the step, and the copy of the outputs back."""
-        buffers, step = self._buffers[filled.buffer_index], self._steps[filled.key.size_index]
-        size, output_bytes = step.layout.num_bytes, step.output_layout.num_bytes
-        self._inputs[:size].copy_(buffers.inputs[:size], non_blocking=True)
+    def run(self, filled: FilledStep) -> Tensor:
+        """Enqueue the copy of the inputs to the device, and the step.
+
+        Return its logits [R, V], valid until the next step runs.
+        """
+        size = self._steps[filled.key.size_index].layout.num_bytes
+        if filled.changes is not None:
+            self._slots.apply(filled.changes)
+        self._inputs[:size].copy_(self._buffers[filled.buffer_index][:size], non_blocking=True)
         self._replays[filled.key]()
-        buffers.outputs[:output_bytes].copy_(self._outputs[:output_bytes], non_blocking=True)
-
-    def result(self, filled: FilledStep) -> StepResult:
-        """Return the sampled tokens, once the device has finished the step."""
-        return self._context.sampler.result(
-            self._output_arrays[filled.buffer_index][filled.key.size_index], filled.num_rows
-        )
+        return self._logits[: filled.num_rows]
 
 
 def _free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
-
-
-def _host(like: Tensor, pinned: bool) -> Tensor:
-    return torch.zeros(len(like), dtype=torch.uint8, pin_memory=pinned)

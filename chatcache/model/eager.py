@@ -70,10 +70,12 @@ class EagerRunner:
         if layout is None:
             return empty_result
         whole = StepPart.whole(plan)
-        done = self._attempt(whole, layout, self._tokens(plan.rows))
-        if len(done) == 1:
-            return done[0][1]
-        return lambda: join_results(whole, [(part, finish()) for part, finish in done])
+        return _join(whole, self._attempt(whole, layout, self._tokens(plan.rows)))
+
+    def draw(self, plan: StepPlan, logits: Tensor) -> Finish:
+        """Enqueue the draws of a step that has computed the logits [R, V] of all its rows."""
+        whole = StepPart.whole(plan)
+        return _join(whole, self._attempt_draws(whole, logits)) if len(plan.draws.row) else empty_result
 
     def apply_changes(self, changes: TableChanges) -> None:
         """Apply changes of the page tables to the device's mirror, if it has one."""
@@ -103,6 +105,19 @@ class EagerRunner:
         # outside of `except` the error is released, and with it the tensors that its frames hold
         self._free_cached_memory(part)
         return [done for half in halves for done in self._attempt(half, None, tokens)]
+
+    def _attempt_draws(self, part: StepPart, logits: Tensor) -> list[tuple[StepPart, Finish]]:
+        """Enqueue the draws of a part; if they do not fit in memory, one half after the other."""
+        draws, count = part.draws, len(part.draws.row)
+        try:
+            return [(part, self._draw(logits, draws.row.astype(np.intp), draws, part.rows))]
+        except RuntimeError as error:
+            if count == 1 or not is_out_of_memory(error):
+                raise
+        self._free_cached_memory(part)
+        halves = np.array_split(np.arange(count), 2)
+        parts = [replace(part, draws=_draws(draws, half, 0), drawn=part.drawn[half]) for half in halves]
+        return [done for half in parts for done in self._attempt_draws(half, logits)]
 
     def _free_cached_memory(self, part: StepPart) -> None:
         """Release torch's cached memory; log a warning the first time."""
@@ -174,6 +189,12 @@ class EagerRunner:
         row = np.searchsorted(np.cumsum(rows.num_tokens), at, side="right")
         places, slots = upload((at, rows.slot[row].astype(np.int64)), self._device)
         return tokens.index_copy(0, places, self._slots.last_token.index_select(0, slots).long())
+
+
+def _join(whole: StepPart, done: list[tuple[StepPart, Finish]]) -> Finish:
+    if len(done) == 1:
+        return done[0][1]
+    return lambda: join_results(whole, [(part, finish()) for part, finish in done])
 
 
 def empty_result() -> StepResult:

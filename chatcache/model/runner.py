@@ -31,7 +31,6 @@ from chatcache.model.device_errors import device_lost_error
 from chatcache.model.eager import EagerRunner, Finish
 from chatcache.model.host_memory import PagePrefaulter
 from chatcache.model.page_tables import DeviceSlots, PageTables, StepLayout, TableChanges
-from chatcache.model.sampling.graph_sampler import GraphSampler, TorchGraphSampler
 from chatcache.model.sampling.sampler import Sampler, TokenSampler
 from chatcache.model.static_steps import StepContext, WorkListBuffers
 from chatcache.model.streams import Stream, StreamEvent, Streams, make_streams
@@ -181,12 +180,11 @@ class AsyncLaunch:
 
     sizes: Sequence[int]
     capture: Capture = no_capture
-    sampler: GraphSampler | None = None
 
     @property
     def num_graphs(self) -> int:
-        """Return the maximum number of captured steps: sizes x kinds, with and without shared pages."""
-        return 2 * len(self.sizes) * (self.sampler.num_kinds if self.sampler is not None else 1)
+        """Return the maximum number of captured steps: each size with and without shared pages."""
+        return 2 * len(self.sizes)
 
 
 class LaunchedStep:
@@ -258,10 +256,7 @@ class Runner:
         self._capture: Capture = no_capture
         self._static: DecodeGraphs | None = None
         if async_launch is not None and slots is not None and async_launch.sizes:
-            graph_sampler = async_launch.sampler or TorchGraphSampler(network.geometry.vocab_size, device)
-            self._static = self._static_steps(
-                StepContext(network, kernels, pages, slots, graph_sampler), async_launch.sizes
-            )
+            self._static = self._static_steps(StepContext(network, kernels, pages, slots), async_launch.sizes)
             self._capture = async_launch.capture
         self._in_flight: deque[LaunchedStep] = deque()
 
@@ -360,22 +355,19 @@ class Runner:
         self, plan: StepPlan, changes: TableChanges, filled: FilledStep | None, layout: StepLayout | None
     ) -> Finish:
         """Enqueue a step; return the function that reads its result."""
-        static = self._static
-        if filled is not None and static is not None:
-            self._streams.main.submit(lambda: self._replay(plan, filled, static))
-            return lambda: static.result(filled)
         finishes: list[Finish] = []
-        self._streams.main.submit(lambda: finishes.append(self._run(plan, changes, layout)))
+        static, eager = self._static, self._eager
+
+        def run() -> None:
+            with torch.inference_mode():
+                if filled is None or static is None:
+                    finishes.append(eager.run(plan, changes, layout))
+                else:
+                    eager.copy_pages(plan.copies)
+                    finishes.append(eager.draw(plan, static.run(filled)))
+
+        self._streams.main.submit(run)
         return lambda: finishes[0]()
-
-    def _replay(self, plan: StepPlan, filled: FilledStep, static: DecodeGraphs) -> None:
-        with torch.inference_mode():
-            self._eager.copy_pages(plan.copies)
-            static.run(filled)
-
-    def _run(self, plan: StepPlan, changes: TableChanges, layout: StepLayout | None) -> Finish:
-        with torch.inference_mode():
-            return self._eager.run(plan, changes, layout)
 
     def _wait(self, step: int, mark: StreamEvent, finish: Finish) -> StepResult:
         with self._on_device(step):

@@ -1,16 +1,14 @@
-"""Decode steps on buffers with fixed addresses, which CUDA graphs can capture and replay.
+"""Decode steps up to the logits, on buffers with fixed addresses, which CUDA graphs can capture and replay.
 
 There is one `StaticStep` per batch size. A step of fewer rows is padded: a padding row is token 0 at position 0 of the
 padding slot, whose table holds null pages only. It writes its keys and values to the null page (page 0 is never
-allocated, and no branch reads it), attends to that page alone, and its token goes to the padding slot and is ignored.
+allocated, and no branch reads it), and attends to that page alone; its logits are ignored.
 
-    host     | tokens | positions | ... | draws | work list |     pinned, two buffers used in turn
+    host     | tokens | positions | ... | work list |     pinned, two buffers used in turn
                                 | one copy
-    device   | tokens | positions | ... | draws | work list |
+    device   | tokens | positions | ... | work list |
                                 | replay
-    device   | drawn tokens | log-probabilities | faults |
-                                | one copy, and an event
-    host     | drawn tokens | ...                               pinned, two buffers used in turn
+    device   | logits of each row |                       drawn from outside of the captured step, by any sampler
 """
 
 from __future__ import annotations
@@ -28,9 +26,8 @@ from torch import Tensor
 
 from chatcache.model.attention import AttentionBackend, AttentionStep, Network
 from chatcache.model.page_tables import DeviceSlots, TableChanges
-from chatcache.model.sampling.graph_sampler import ArraySpecs, GraphSampler
-from chatcache.model.streams import Layout
-from chatcache.types.plan import I64, Draws, Rows
+from chatcache.model.streams import ArraySpecs, Layout
+from chatcache.types.plan import I64, Rows
 
 SHARED_PIECES = 16  # splits of shared keys per row of a full batch
 
@@ -155,16 +152,15 @@ def empty_work() -> AttentionWork:
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """The network, kernels, pages, slots and sampler that all static steps of a runner use."""
+    """The network, kernels, pages and slots that all static steps of a runner use."""
 
     network: Network
     kernels: AttentionBackend
     pages: KVPages
     slots: DeviceSlots
-    sampler: GraphSampler
 
 
-def input_specs(size: int, sampler: GraphSampler, work_buffers: WorkListBuffers | None) -> ArraySpecs:
+def input_specs(size: int, work_buffers: WorkListBuffers | None) -> ArraySpecs:
     """Return the dtype and shape of each input array of a step of `size` rows, by name.
 
     `start` is `positions` in the type that attention needs; `cells` are the KV cells of the new tokens; `changed_at`
@@ -172,22 +168,21 @@ def input_specs(size: int, sampler: GraphSampler, work_buffers: WorkListBuffers 
     """
     wide: ArraySpecs = dict.fromkeys(("tokens", "positions", "slot", "cells", "changed_at"), (np.int64, (size,)))
     narrow: ArraySpecs = dict.fromkeys(("start", "changed_pages"), (np.int32, (size,)))
-    return {**wide, **narrow, **sampler.input_specs(size), **(work_buffers.specs() if work_buffers is not None else {})}
+    return {**wide, **narrow, **(work_buffers.specs() if work_buffers is not None else {})}
 
 
 class StaticStep:
-    """Decode step of `size` rows, on the first bytes of buffers that all sizes share."""
+    """Decode step of `size` rows, on the first bytes and the first logits of buffers that all sizes share."""
 
     def __init__(
-        self, size: int, context: StepContext, work_buffers: WorkListBuffers | None, inputs: Tensor, outputs: Tensor
+        self, size: int, context: StepContext, work_buffers: WorkListBuffers | None, inputs: Tensor, logits: Tensor
     ) -> None:
         self.size = size
         self.work_buffers = work_buffers
-        self.layout = Layout(input_specs(size, context.sampler, work_buffers))
-        self.output_layout = Layout(context.sampler.output_specs(size))
+        self.layout = Layout(input_specs(size, work_buffers))
         self._context = context
         self._inputs = self.layout.tensors(inputs)
-        self._outputs = self.output_layout.tensors(outputs)
+        self._logits = logits[:size]
         device = inputs.device
         self._ones = torch.ones(size, dtype=torch.int32, device=device)
         self._offsets = torch.arange(size + 1, dtype=torch.int32, device=device)
@@ -197,8 +192,8 @@ class StaticStep:
         """Return how many attention work lists a step can have at most."""
         return len(self.work_buffers.heights) if self.work_buffers is not None else 1
 
-    def run(self, num_lists: int, kind: int) -> None:
-        """Run the device's part of a step with `num_lists` work lists and sampling of this kind."""
+    def run(self, num_lists: int) -> None:
+        """Run the device's part of a step with `num_lists` work lists."""
         context, inputs = self._context, self._inputs
         slots = context.slots
         slots.write(inputs["changed_at"], inputs["changed_pages"])
@@ -216,16 +211,15 @@ class StaticStep:
             work=self._work(num_lists),
         )
         step = AttentionStep(context.kernels, context.pages, batch)
-        logits = context.network.forward(tokens, inputs["positions"], step, None)
-        context.sampler.draw(logits, inputs, self._outputs, slots.last_token, kind)
+        self._logits.copy_(context.network.forward(tokens, inputs["positions"], step, None))
 
     def _work(self, num_lists: int) -> AttentionWork | None:
         return self.work_buffers.work(self._inputs, num_lists) if self.work_buffers is not None else None
 
 
-def fits_changes(changes: TableChanges, size: int) -> bool:
-    """Return whether a step of `size` rows can carry these page-table changes."""
-    return len(changes.at) <= size
+def no_changes() -> TableChanges:
+    """Return page-table changes without any."""
+    return TableChanges(np.zeros(0, np.int64), np.zeros(0, np.int32))
 
 
 def fill_rows(
@@ -248,20 +242,9 @@ def fill_rows(
     inputs["changed_pages"][num_changes:] = 0
 
 
-def fill_padding(
-    inputs: Mapping[str, NDArray[Any]], sampler: GraphSampler, slots: DeviceSlots, work_buffers: WorkListBuffers | None
-) -> None:
+def fill_padding(inputs: Mapping[str, NDArray[Any]], slots: DeviceSlots, work_buffers: WorkListBuffers | None) -> None:
     """Write a step of padding rows only, which is what a capture runs."""
     none = np.zeros(0, np.int32)
-    fill_rows(
-        inputs, Rows(none, none, none, none), none.astype(np.int64), TableChanges(none.astype(np.int64), none), slots
-    )
+    fill_rows(inputs, Rows(none, none, none, none), none.astype(np.int64), no_changes(), slots)
     if work_buffers is not None:
         work_buffers.fill(inputs, empty_work(), 0)
-    sampler.fill(inputs, empty_draws(), inputs["slot"])
-
-
-def empty_draws() -> Draws:
-    """Return a `Draws` without draws."""
-    i, f = np.zeros(0, np.int32), np.zeros(0, np.float32)
-    return Draws(i, i, i.astype(np.uint64), i, i, f, i, f, f, i)

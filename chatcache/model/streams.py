@@ -14,7 +14,7 @@ results back the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -152,6 +152,10 @@ def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]
     return list(layout.tensors(pinned.to(device, non_blocking=True)).values())
 
 
+ArraySpecs = dict[str, tuple[DTypeLike, tuple[int, ...]]]
+"""The dtype and the shape of several arrays, by name."""
+
+
 class Layout:
     """Offsets of several arrays in one buffer, each a multiple of 128 bytes.
 
@@ -159,7 +163,7 @@ class Layout:
     0            128             256         384               num_bytes
     """
 
-    def __init__(self, parts: Mapping[str, tuple[DTypeLike, tuple[int, ...]]]) -> None:
+    def __init__(self, parts: ArraySpecs) -> None:
         self._parts: dict[str, tuple[int, int, np.dtype[Any], tuple[int, ...]]] = {}
         end = 0
         for name, (kind, shape) in parts.items():

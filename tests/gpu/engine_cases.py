@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from bench.check.model import SynchronousRunner
 from chatcache_kernels import triton, work_list
+from torch import Tensor
 
 from chatcache.bench.drivers import RandomWeights, Shape, write_config
 from chatcache.config import EngineConfig
@@ -159,9 +160,9 @@ def count_replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     replayed: list[int] = []
     run = DecodeGraphs.run
 
-    def counted(steps: DecodeGraphs, ready: FilledStep) -> None:
+    def counted(steps: DecodeGraphs, ready: FilledStep) -> Tensor:
         replayed.append(ready.num_rows)
-        run(steps, ready)
+        return run(steps, ready)
 
     monkeypatch.setattr(DecodeGraphs, "run", counted)
     return replayed

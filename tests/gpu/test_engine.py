@@ -46,7 +46,7 @@ def test_triton_equals_the_reference(case: str, expected: Expected, tmp_path: Pa
     assert_same(outcome(case, tmp_path, "triton", "cuda"), expected(case))
 
 
-@pytest.mark.parametrize("case", ["n_best", "chunked", "swapped"])
+@pytest.mark.parametrize("case", ["n_best", "chunked", "swapped", "mixed", "beams"])
 def test_steps_are_replayed(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the test above says little about graphs."""
     replayed = count_replays(monkeypatch)

@@ -68,7 +68,7 @@ def test_random_plans_on_the_gpu_equal_the_cpu(
     if captured:
         assert isinstance(runner._static, DecodeGraphs)
         assert runner._static.num_captured >= len(ahead.sizes)
-    outcome = live(make_runner(), runner, Life(np.random.default_rng(SEED), plain=0.8), 400)
+    outcome = live(make_runner(), runner, Life(np.random.default_rng(SEED), decode_only=0.8), 400)
     assert outcome.differing() is None, f"seed {SEED}"
     assert outcome.num_unseen > 300
     runner.close()

@@ -16,10 +16,10 @@ from chatcache_kernels import reference
 from torch import Tensor
 
 from chatcache.model.attention import AttentionBackend, AttentionStep, Geometry, allocate_kv_pages
-from chatcache.model.loading.loader import choose_graph_sampler, choose_sampler
+from chatcache.model.loading.loader import choose_sampler
 from chatcache.model.runner import AsyncLaunch, Runner
 from chatcache.model.streams import Streams
-from chatcache.types.plan import I32, PENDING_TOKEN, KVCapacity, LogitEdit, Rows, StepPlan, StepResult
+from chatcache.types.plan import I32, PENDING_TOKEN, KVCapacity, LogitEdit, LogitMask, Rows, StepPlan, StepResult
 from chatcache.types.stats import ModelInfo
 from tests.model.drive import make_draws
 
@@ -80,8 +80,6 @@ def make_runner(
     capacity = KVCapacity(NUM_PAGES, SIZE, NUM_SLOTS, MAX_LEN, num_host_pages=NUM_HOST_PAGES)
     backend = "triton" if "triton" in getattr(kernels, "__name__", "") else "reference"
     sampler = choose_sampler(backend, VOCAB, network.geometry.device)
-    if ahead is not None:
-        ahead = replace(ahead, sampler=choose_graph_sampler(backend, VOCAB, network.geometry.device))
     return Runner(network, kernels, pages, capacity, FACTS, ahead, streams, sampler)
 
 
@@ -96,11 +94,11 @@ class Branch:
 
 
 class Life:
-    """Generates random plans. `plain`: probability of a plain decode step."""
+    """Generates random plans. `decode_only`: probability of a step without prompts, half of which draw plainly."""
 
-    def __init__(self, noise: np.random.Generator, plain: float = 0.7, swaps: bool = True) -> None:
+    def __init__(self, noise: np.random.Generator, decode_only: float = 0.7, swaps: bool = True) -> None:
         self.noise = noise
-        self.plain = plain
+        self.decode_only = decode_only
         self.swaps = swaps
         self.branches: dict[int, Branch] = {}  # by slot
         self.away: list[Branch] = []
@@ -115,12 +113,13 @@ class Life:
         self.moves = {name: [] for name in ("forks", "updates", "copies", "out", "back")}
         self.num_steps += 1
         self._come_and_go()
-        is_plain = self.noise.random() < self.plain
+        decode_only = self.noise.random() < self.decode_only
+        is_plain = decode_only and self.noise.random() < 0.5
         grants: list[tuple[int, int]] = []
         for slot, branch in list(self.branches.items()):
             missing = len(branch.tokens) - branch.num_computed
             count = missing if missing == 1 else int(self.noise.integers(1, missing + 1))
-            if (is_plain and missing > 1) or self.noise.random() < 0.1 or not self._reserve(slot, branch, count):
+            if (decode_only and missing > 1) or self.noise.random() < 0.1 or not self._reserve(slot, branch, count):
                 continue
             grants.append((slot, count))
         self.noise.shuffle(grants)
@@ -241,7 +240,7 @@ class Life:
             np.array([count for _, count in grants], np.int32),
             np.array(tokens, np.int32),
         )
-        specs, edits = [], []
+        specs, edits, masks = [], [], []
         for row, (slot, count) in enumerate(grants):
             if starts[row] + count == len(self.branches[slot].tokens):
                 specs.append(self._spec(row, starts[row] + count, is_plain))
@@ -249,6 +248,9 @@ class Life:
                     ids = self.noise.permutation(VOCAB)[:3].astype(np.int32)
                     scale = np.ones(3, np.float32)
                     edits.append(LogitEdit(len(specs) - 1, ids, scale, scale * np.float32(2.5)))
+                if not is_plain and self.noise.random() < 0.2:
+                    words = self.noise.integers(1, 1 << 32, -(-VOCAB // 32), np.uint32)
+                    masks.append(LogitMask(len(specs) - 1, words))
         names = {name: np.array(pairs, np.int32) for name, pairs in self.moves.items()}
         return StepPlan(
             step=self.num_steps,
@@ -256,7 +258,7 @@ class Life:
             updates=names["updates"].reshape(-1, 3),
             copies=names["copies"].reshape(-1, 2),
             rows=rows,
-            draws=make_draws(specs, edits),
+            draws=make_draws(specs, edits, masks),
             swaps_out=names["out"].reshape(-1, 2),
             swaps_in=names["back"].reshape(-1, 2),
         )

@@ -15,11 +15,10 @@ from chatcache_kernels.triton.sampling_ops import gumbel, random_bits
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chatcache.model.sampling.device_sampler import DeviceSampler, TritonGraphSampler
+from chatcache.model.sampling.device_sampler import DeviceSampler
 from chatcache.model.sampling.ops import draw_keys, token_base
 from chatcache.model.sampling.ops import gumbel as cpu_gumbel
-from chatcache.model.sampling.sampler import NOT_FINITE, Sampler
-from chatcache.model.streams import Layout
+from chatcache.model.sampling.sampler import Sampler
 from chatcache.types.plan import Draws, LogitEdit, LogitMask, StepResult
 from tests.model.drive import make_draws
 
@@ -238,29 +237,3 @@ def test_tokens_of_single_draws_are_stored_in_their_slots() -> None:
     result = DeviceSampler(320, CPU).enqueue(logits, index, draws, np.array([3, 5, -1, 0, 8, -1], np.int32), last)
     tokens = result.result().tokens[:, 0].tolist()
     assert last.tolist() == [tokens[3], -7, -7, tokens[0], -7, -7, -7, -7, tokens[4]]
-
-
-@pytest.mark.parametrize("filtered", [False, True])
-def test_graph_sampler_equals_the_cpu_sampler_and_padding_rows_are_harmless(filtered: bool) -> None:
-    rng = np.random.default_rng(SEED)
-    size, count, vocab_size = 8, 5, 500
-    logits = torch.randn(size, vocab_size).to(torch.bfloat16)
-    logits[3, 7] = torch.nan
-    logits[6] = torch.nan  # a padding row
-    top_p = rng.choice([0.5, 0.9], count).astype(np.float32) if filtered else np.ones(count, np.float32)
-    _, draws = random_draws(rng, count, 1, top_p=top_p, row=np.arange(count, dtype=np.int32))
-    plain = TritonGraphSampler(vocab_size, CPU)
-    assert plain.kind(draws) == int(filtered)
-    given, drawn = Layout(plain.input_specs(size)), Layout(plain.output_specs(size))
-    up = torch.randint(0, 255, (given.num_bytes,), dtype=torch.uint8)
-    down = torch.randint(0, 255, (drawn.num_bytes,), dtype=torch.uint8)
-    last = torch.full((20,), -7, dtype=torch.int32)
-    plain.fill(given.arrays(up.numpy()), draws, np.array([4, 1, 9, 2, 7, 19, 19, 19]))
-    plain.draw(logits, given.tensors(up), drawn.tensors(down), last, int(filtered))
-    got = plain.result(drawn.arrays(down.numpy()), count)
-    want = Sampler(vocab_size, CPU).sample(logits, np.arange(count), draws)
-    np.testing.assert_array_equal(got.tokens, want.tokens)
-    np.testing.assert_allclose(got.logprobs, want.logprobs, rtol=1e-5)
-    assert got.faults == want.faults == ((3, NOT_FINITE),)
-    assert last[[4, 1, 9, 7]].tolist() == want.tokens[[0, 1, 2, 4], 0].tolist()
-    assert 0 <= last[2] < vocab_size and 0 <= last[19] < vocab_size, "a padding row must store a valid token id"

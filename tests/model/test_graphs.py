@@ -18,15 +18,16 @@ from chatcache_kernels.work_list import plan_work
 
 from chatcache.model import cuda_graphs, static_steps
 from chatcache.model.cuda_graphs import DecodeGraphs, capture_sizes
+from chatcache.model.eager import EagerRunner, Finish
 from chatcache.model.page_tables import DeviceSlots
 from chatcache.model.runner import AsyncLaunch
-from chatcache.model.sampling.graph_sampler import TorchGraphSampler, is_plain_decode
-from chatcache.model.static_steps import Replay, WorkListBuffers
-from chatcache.types.plan import PENDING_TOKEN, Rows, StepPlan
+from chatcache.model.sampling.sampler import Sampler
+from chatcache.model.static_steps import Replay, WorkListBuffers, no_changes
+from chatcache.types.plan import PENDING_TOKEN, LogitEdit, LogitMask, Rows, Scores, StepPlan
 from tests.model import listed
 from tests.model.drive import make_draws
 from tests.model.lazy_streams import lazy_streams
-from tests.model.lives import MAX_LEN, NUM_SLOTS, SIZE, Life, Outcome, Reader, live, make_runner
+from tests.model.lives import MAX_LEN, NUM_SLOTS, SIZE, VOCAB, Life, Outcome, Reader, live, make_runner, same
 
 SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 
@@ -53,13 +54,13 @@ class Counting:
 
 
 def run(kernels: Any = listed, sizes: list[int] | None = None, steps: int = 120) -> tuple[Outcome, int]:
-    """Return what came of a life of mostly plain steps, and how many of them were replayed."""
+    """Return what came of a life of mostly decode steps, and how many of them were replayed."""
     noise = np.random.default_rng(SEED)
     counting = Counting()
     ahead = AsyncLaunch(capture_sizes(NUM_SLOTS) if sizes is None else sizes, counting)
     runner = make_runner(ahead, lazy_streams(False, False), kernels)
     runner.warm_up()
-    outcome = live(make_runner(), runner, Life(noise, plain=0.85), steps)
+    outcome = live(make_runner(), runner, Life(noise, decode_only=0.85), steps)
     return outcome, counting.num_replays
 
 
@@ -101,13 +102,6 @@ def leave_cells(given: Any, rows: Any, cells: Any, changes: Any, slots: DeviceSl
     given["cells"][len(cells) :] = before[len(cells) :]
 
 
-def leave_slots(given: Any, rows: Any, cells: Any, changes: Any, slots: DeviceSlots) -> None:
-    """Make padding rows store their tokens in slots of the last step."""
-    before = given["slot"].copy()
-    fill_rows(given, rows, cells, changes, slots)
-    given["slot"][len(cells) :] = before[len(cells) :]
-
-
 def stale_tokens(given: Any, rows: Any, cells: Any, changes: Any, slots: DeviceSlots) -> None:
     """Take a token that the host has not received from the old buffer."""
     before = given["tokens"].copy()
@@ -124,7 +118,7 @@ def forget_changes(given: Any, rows: Any, cells: Any, changes: Any, slots: Devic
 fill_rows = static_steps.fill_rows
 
 
-@pytest.mark.parametrize("bug", [leave_cells, leave_slots, stale_tokens, forget_changes])
+@pytest.mark.parametrize("bug", [leave_cells, stale_tokens, forget_changes])
 @pytest.mark.slow
 def test_injected_stale_input_is_detected(bug: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "fill_rows", bug)
@@ -139,11 +133,26 @@ def test_injected_single_host_buffer_is_detected(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_injected_wrong_slot_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    def draw(self: TorchGraphSampler, logits: Any, given: Any, drawn: Any, last_token: Any, kind: int) -> None:
-        plain(self, logits, {**given, "slot": given["slot"].roll(1)}, drawn, last_token, kind)
+    original = EagerRunner.draw
 
-    plain = TorchGraphSampler.draw
-    monkeypatch.setattr(TorchGraphSampler, "draw", draw)
+    def draw(self: EagerRunner, plan: StepPlan, logits: torch.Tensor) -> Finish:
+        return original(self, replace(plan, rows=replace(plan.rows, slot=np.roll(plan.rows.slot, 1))), logits)
+
+    monkeypatch.setattr(EagerRunner, "draw", draw)
+    assert is_broken(), f"seed {SEED}"
+
+
+@pytest.mark.slow
+def test_injected_logits_of_another_row_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = EagerRunner.draw
+    monkeypatch.setattr(EagerRunner, "draw", lambda self, plan, logits: original(self, plan, logits.roll(1, 0)))
+    assert is_broken(), f"seed {SEED}"
+
+
+@pytest.mark.slow
+def test_injected_loss_of_changes_beyond_the_buffer_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = DecodeGraphs.run
+    monkeypatch.setattr(DecodeGraphs, "run", lambda self, filled: original(self, replace(filled, changes=None)))
     assert is_broken(), f"seed {SEED}"
 
 
@@ -179,19 +188,54 @@ def plan_of(tokens: list[int], **draw: Any) -> StepPlan:
     return StepPlan(1, none, none, none[:, :2], rows, make_draws([{"row": row, **draw} for row in range(count)]))
 
 
-def test_is_plain_decode_accepts_single_plain_draws_only() -> None:
+def is_replayed(plan: StepPlan) -> bool:
+    runner = make_runner(AsyncLaunch([1, 4]))
+    runner.warm_up()
+    runner._tables.rows[:] = 1
+    assert runner._static is not None
+    return runner._static.fill(plan, no_changes()) is not None
+
+
+def test_steps_of_single_tokens_are_replayed_whatever_they_draw() -> None:
     plan = plan_of([1, 2, PENDING_TOKEN])
-    assert is_plain_decode(plan)
-    assert is_plain_decode(plan_of([1], temperature=1.0, top_p=0.5))
-    assert not is_plain_decode(plan_of([]))
-    assert not is_plain_decode(plan_of([1], width=2)) and not is_plain_decode(plan_of([1], num_top=1))
-    assert not is_plain_decode(replace(plan, draws=make_draws([{"row": row} for row in (0, 1, 1)])))
-    assert not is_plain_decode(replace(plan, draws=make_draws([{"row": row} for row in (0, 1)])))
+    assert is_replayed(plan) and not is_replayed(plan_of([])) and not is_replayed(plan_of([1] * 5))
+    assert is_replayed(plan_of([1, 2], width=2, num_top=3, top_p=0.5))
+    edit = LogitEdit(0, np.zeros(1, np.int32), np.ones(1, np.float32), np.ones(1, np.float32))
+    mask = LogitMask(0, np.full(2, 7, np.uint32))
+    assert is_replayed(replace(plan, draws=replace(plan.draws, edits=(edit,), masks=(mask,))))
+    assert is_replayed(replace(plan, draws=make_draws([{"row": row} for row in (0, 1, 1)])))
+    assert is_replayed(replace(plan, draws=make_draws([])))
     rows = plan.rows
     longer = replace(
         rows, num_tokens=rows.num_tokens + np.array([0, 0, 1], np.int32), tokens=np.arange(4, dtype=np.int32)
     )
-    assert not is_plain_decode(replace(plan, rows=longer))
+    assert not is_replayed(replace(plan, rows=longer))
+    zero = np.zeros(1, np.int32)
+    assert not is_replayed(replace(plan, scores=Scores(zero, zero, zero)))
+
+
+def test_draws_of_a_replayed_step_that_do_not_fit_memory_run_in_halves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    original, sizes = Sampler.enqueue, list[int]()
+
+    def enqueue(self: Sampler, logits: Any, index: Any, *args: Any) -> Any:
+        sizes.append(len(index))
+        if len(index) > 2:
+            raise torch.OutOfMemoryError(f"{len(index)} draws")
+        return original(self, logits, index, *args)
+
+    rng = np.random.default_rng(SEED)
+    logits = torch.from_numpy(rng.standard_normal((3, VOCAB), np.float32))
+    plan = plan_of([1, 2, 3], temperature=1.0)
+    draws = make_draws([{"row": row, "temperature": 1.0, "num_top": row} for row in (0, 1, 1, 2, 2)])
+    masks = (LogitMask(3, np.array([8, 0], np.uint32)),)
+    plan = replace(plan, draws=replace(draws, masks=masks))
+    runner = make_runner(AsyncLaunch([4]))
+    whole = runner._eager.draw(plan, logits)()
+    monkeypatch.setattr(Sampler, "enqueue", enqueue)
+    assert same(runner._eager.draw(plan, logits)(), whole) and sizes == [5, 3, 2, 1, 2]
+    assert whole.tokens[3, 0] == 3 and "run in halves" in caplog.text
 
 
 def test_work_list_larger_than_the_buffers_does_not_fit() -> None:

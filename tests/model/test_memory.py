@@ -91,7 +91,7 @@ def test_split_step_equals_the_whole_step(max_tokens: int, caplog: pytest.LogCap
 @pytest.mark.slow
 def test_random_plans_in_split_steps_equal_whole_steps() -> None:
     runner = make_runner(AsyncLaunch([]), network=Reader(4))
-    outcome = live(make_runner(), runner, Life(np.random.default_rng(SEED), plain=0.5), 60)
+    outcome = live(make_runner(), runner, Life(np.random.default_rng(SEED), decode_only=0.5), 60)
     assert outcome.differing() is None, f"seed {SEED}"
 
 

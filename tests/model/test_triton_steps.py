@@ -28,7 +28,7 @@ def test_random_plans_on_triton_kernels_equal_the_reference(monkeypatch: pytest.
     monkeypatch.setattr(static_steps, "SPLIT_TOKENS", 16)
     runner = make_runner(AsyncLaunch(capture_sizes(NUM_SLOTS)), lazy_streams(False, False), triton)
     runner.warm_up()
-    plain, life, num_unseen = make_runner(), Life(np.random.default_rng(SEED), plain=0.85), 0
+    plain, life, num_unseen = make_runner(), Life(np.random.default_rng(SEED), decode_only=0.85), 0
     for _ in range(8):  # as a rule one round is enough
         outcome = live(plain, runner, life, 25)
         assert outcome.differing() is None, f"seed {SEED}"

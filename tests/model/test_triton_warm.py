@@ -59,7 +59,7 @@ def test_no_kernel_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> No
     runner = make_runner(AsyncLaunch(capture_sizes(NUM_SLOTS)), lazy_streams(False, False), triton)
     runner.warm_up()
     warm = set(launched)
-    live(make_runner(), runner, Life(np.random.default_rng(SEED), plain=0.6), 20)
+    live(make_runner(), runner, Life(np.random.default_rng(SEED), decode_only=0.6), 20)
     assert {"paged_attention_kernel", "merge_states_kernel", "copy_words_kernel", "write_pages_kernel"} <= {
         str(one[0]) for one in launched
     }

@@ -15,7 +15,6 @@ import logging
 import math
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,6 @@ from chatcache.model.loading.memory_budget import (
 )
 from chatcache.model.loading.weights import Weights, WeightSource
 from chatcache.model.runner import AsyncLaunch, Runner, default_async_launch
-from chatcache.model.sampling.graph_sampler import GraphSampler, TorchGraphSampler
 from chatcache.model.sampling.sampler import Sampler, TokenSampler
 from chatcache.model.thread_count import ThreadCount
 from chatcache.openmp import is_spinning_limited
@@ -127,8 +125,6 @@ def _load(
         )
     report(0.91, "measuring memory")
     sampler = choose_sampler(backend, geometry.vocab_size, device)
-    if async_launch is not None and async_launch.sampler is None:
-        async_launch = replace(async_launch, sampler=choose_graph_sampler(backend, geometry.vocab_size, device))
     num_graphs = async_launch.num_graphs if async_launch is not None else 0
     config = limit_kv_memory(config, total_memory_bytes(device))
     budget = _budget(config, network, kernels, sampler, max_model_len, num_graphs)
@@ -378,15 +374,6 @@ def choose_sampler(backend: str, vocab_size: int, device: torch.device) -> Token
     from chatcache.model.sampling.device_sampler import DeviceSampler
 
     return DeviceSampler(vocab_size, device)
-
-
-def choose_graph_sampler(backend: str, vocab_size: int, device: torch.device) -> GraphSampler:
-    """Return the sampler of captured steps."""
-    if backend != "triton":
-        return TorchGraphSampler(vocab_size, device)
-    from chatcache.model.sampling.device_sampler import TritonGraphSampler
-
-    return TritonGraphSampler(vocab_size, device)
 
 
 def limit_threads(weight_bytes: int) -> None:

@@ -96,7 +96,7 @@ def measure_budget(
     """Run the largest step that a scheduler may plan, and measure its memory.
 
     Captured steps share one memory pool, which holds what the largest of them needs: no more than the measured step,
-    plus the partial results of attention.
+    plus the partial results of attention. Their logits are in one more buffer.
     """
     free_bytes = gauge.free_bytes()
     step = _LargestStep(network, kernels, sampler, page_size, max_model_len, max_num_seqs, max_num_batched_tokens)
@@ -107,7 +107,8 @@ def measure_budget(
         num_tokens = free_bytes // geometry.page_bytes(page_size) * page_size
         work_buffers = WorkListBuffers.sized_for(max_num_seqs, geometry.group, max_model_len, num_tokens)
         states = 4 * work_buffers.num_states * geometry.num_heads * (geometry.head_dim + 1)
-        graph_bytes = step_bytes + states + num_graphs * GRAPH_BYTES
+        logits = max_num_seqs * geometry.vocab_size * geometry.dtype.itemsize
+        graph_bytes = step_bytes + states + logits + num_graphs * GRAPH_BYTES
     return Budget(free_bytes, step_bytes, graph_bytes)
 
 

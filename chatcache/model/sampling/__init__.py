@@ -1,4 +1,4 @@
 """Sampling: from logits to tokens, on the host or on the device.
 
-Reading order: `sampler`, `ops`, `graph_sampler`, `device_sampler`.
+Reading order: `sampler`, `ops`, `device_sampler`.
 """

@@ -11,7 +11,6 @@ The draws of a step are grouped by what one kernel launch can do:
     ranking   top alternatives            from raw rows, each row once
 
 `DevicePromptScorer` scores prompt tokens with the same kernels, which read the logits in their own dtype.
-`TritonGraphSampler` is the sampler of captured steps, filters included.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from chatcache_kernels.triton.launch import contiguous_last_dim
 from numpy.typing import NDArray
 from torch import Tensor
 
-from chatcache.model.sampling.graph_sampler import ArraySpecs
 from chatcache.model.sampling.ops import (
     WORD_BITS,
     Index,
@@ -37,7 +35,7 @@ from chatcache.model.sampling.ops import (
     token_base,
 )
 from chatcache.model.sampling.sampler import NOT_FINITE, NOTHING_LEFT, score_targets
-from chatcache.model.streams import Download, Layout, to_device, upload
+from chatcache.model.streams import ArraySpecs, Download, Layout, to_device, upload
 from chatcache.types.plan import F32, I32, I64, Draws, LogitEdit, LogitMask, Rows, Scores, StepResult
 
 NUM_FIELDS = fields.NUM_FIELDS
@@ -57,35 +55,20 @@ def filter_limits(draws: Draws, vocab_size: int) -> tuple[I32, F32, F32]:
 
 
 def fill_table(table: NDArray[Any], draws: Draws, rows: NDArray[np.integer[Any]], vocab_size: int) -> None:
-    """Write draws into the first columns of `table`, int32 [NUM_FIELDS, N].
+    """Write draws into `table`, int32 [NUM_FIELDS, D].
 
-    `rows` [D] are the logits rows of the draws. Later columns become greedy draws from row 0. The caller adds masks,
-    slots and targets.
+    `rows` [D] are the logits rows of the draws. The caller adds masks, slots and targets.
     """
-    count = len(rows)
-    table[:, count:] = 0
     for field in (fields.MASK, fields.SLOT, fields.TARGET):
         table[field.value] = -1
-    used = table[:, :count]
-    used[fields.ROW.value] = used[fields.RAW_ROW.value] = rows
-    used[fields.KEY_LOW.value], used[fields.KEY_HIGH.value] = draw_keys(draws.seed, draws.lane, draws.position)
-    used[fields.TEMPERATURE.value] = draws.temperature.astype(np.float32).view(np.int32)
+    table[fields.ROW.value] = table[fields.RAW_ROW.value] = rows
+    table[fields.KEY_LOW.value], table[fields.KEY_HIGH.value] = draw_keys(draws.seed, draws.lane, draws.position)
+    table[fields.TEMPERATURE.value] = draws.temperature.astype(np.float32).view(np.int32)
     top_k, top_p, floor = filter_limits(draws, vocab_size)
-    used[fields.TOP_K.value] = top_k
-    used[fields.TOP_P.value] = top_p.view(np.int32)
-    used[fields.LOG_MIN_P.value] = floor.view(np.int32)
-    used[fields.FILTERED.value] = (top_k > 0) | (top_p < 1) | (floor > -np.inf)
-
-
-def has_filters(draws: Draws, vocab_size: int) -> bool:
-    """Return whether any draw has a filter that can drop tokens."""
-    top_k, top_p, floor = filter_limits(draws, vocab_size)
-    return bool(((top_k > 0) | (top_p < 1) | (floor > -np.inf)).any())
-
-
-def set_slots(table: NDArray[Any], slots: NDArray[np.integer[Any]]) -> None:
-    """Set the slot that stores each column's token for the next step. Shape: slots [N]."""
-    table[fields.SLOT.value] = slots
+    table[fields.TOP_K.value] = top_k
+    table[fields.TOP_P.value] = top_p.view(np.int32)
+    table[fields.LOG_MIN_P.value] = floor.view(np.int32)
+    table[fields.FILTERED.value] = (top_k > 0) | (top_p < 1) | (floor > -np.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,14 +347,6 @@ class DeviceSampler:
                 seed = i32.astype(np.uint64)
                 draws = Draws(i32, width, seed, i32, i32, temperature, i32, top_p, f32, top, some, masks)
                 self.sample(logits, np.zeros(4, np.intp), draws)
-        self._warm_up_graph_sampler(logits)
-
-    def _warm_up_graph_sampler(self, logits: Tensor) -> None:
-        """Compile the kernels that `TritonGraphSampler` launches."""
-        table = to_device(ranking_launch(np.zeros(1, np.intp), 1).table, self.device)
-        draws = sampling.DrawBatch(logits, logits, self._base, table, None, True, self._launch_config)
-        ids, faults = torch.empty(2, 1, dtype=torch.int32, device=self.device)
-        sampling.draw(draws, self._no_slot, ids, torch.empty(1, device=self.device), faults)
 
     def prompt_scorer(self, rows: Rows, scores: Scores) -> DevicePromptScorer:
         """Return the scorer for a step's `Scores`."""
@@ -443,45 +418,3 @@ class DeviceSampler:
                 sampling.rank_tokens(draws, sampling.RankedTokens(tokens, logprobs, perturbed, raw_logprobs, faults))
             else:
                 sampling.draw(draws, last, tokens, logprobs, faults)
-
-
-class TritonGraphSampler:
-    """Sampler of captured steps in Triton. Satisfies `graph_sampler.GraphSampler`.
-
-    The results are those of `Sampler`. Kind 1 has filters, kind 0 has none.
-    """
-
-    num_kinds = 2
-
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
-        self._base = token_base(vocab_size, device)
-
-    def input_specs(self, size: int) -> ArraySpecs:
-        return {"draws": (np.int32, (NUM_FIELDS, size))}
-
-    def output_specs(self, size: int) -> ArraySpecs:
-        return {"ids": (np.int32, (size,)), "logprobs": (np.float32, (size,)), "faults": (np.int32, (size,))}
-
-    def kind(self, draws: Draws) -> int | None:
-        return int(has_filters(draws, self._vocab_size))
-
-    def fill(self, inputs: Mapping[str, NDArray[Any]], draws: Draws, slot: I64) -> None:
-        fill_table(inputs["draws"], draws, np.arange(len(draws.row)), self._vocab_size)
-        set_slots(inputs["draws"], slot)
-
-    def draw(
-        self, logits: Tensor, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], last_token: Tensor, kind: int
-    ) -> None:
-        raw = contiguous_last_dim(logits)
-        draws = sampling.DrawBatch(raw, raw, self._base, inputs["draws"], None, has_filters=kind == 1)
-        sampling.draw(draws, last_token, outputs["ids"], outputs["logprobs"], outputs["faults"])
-
-    def result(self, outputs: Mapping[str, NDArray[Any]], count: int) -> StepResult:
-        tokens, logprobs = outputs["ids"][:count, None].copy(), outputs["logprobs"][:count, None].copy()
-        fault = outputs["faults"][:count]
-        faulty = np.flatnonzero(fault)
-        tokens[faulty], logprobs[faulty] = -1, -np.inf
-        none_i, none_f = np.zeros((count, 0), np.int32), np.zeros((count, 0), np.float32)
-        faults = tuple((int(draw), MESSAGES[int(fault[draw])]) for draw in faulty)
-        return StepResult(tokens, logprobs, none_i, none_f, faults, none_f, none_f)
