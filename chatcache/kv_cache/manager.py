@@ -35,12 +35,12 @@ from chatcache.kv_cache.page_hash import (
 from chatcache.kv_cache.page_table import (
     PUBLIC_OWNER,
     PageTable,
+    cut_prefix,
     freeze_prefix,
     owner_id,
     record_owner,
     release_prefix,
     rewind,
-    thaw_prefix,
 )
 from chatcache.kv_cache.pool import NULL_PAGE, InvariantError, PagePool
 from chatcache.kv_cache.prefix_match import PrefixMatch, empty_match, explain, match_device, match_device_and_host
@@ -365,6 +365,7 @@ class KVCache:
     def truncate(self, table: PageTable, num_tokens: int, scope: CacheScope | None = None) -> None:
         """Remove all but the first `num_tokens` tokens of the table; later tokens belong to `scope`.
 
+        O(own pages removed). A fork in the middle of a branch is O(1): it owns one page and cuts the shared prefix.
         Without a scope later tokens are private, even if public tokens were removed, as other tokens may follow.
         """
         if not 0 <= num_tokens <= table.num_tokens:
@@ -374,11 +375,16 @@ class KVCache:
         if num_tokens < table.num_tokens or scope is not None:
             num_public_pages = scope.num_public_tokens // self.page_size if scope is not None else 0
             rewind(self.pool, table, self.page_size, num_tokens, num_public_pages)
-        while num_tokens < table.num_prefix_pages * self.page_size:
-            thaw_prefix(self.pool, table)
-        num_left = self.num_pages_for(num_tokens) - table.num_prefix_pages
-        self.pool.release(table.own_pages[num_left:])
-        del table.own_pages[num_left:]
+        num_full, num_pages = num_tokens // self.page_size, self.num_pages_for(num_tokens)
+        if num_full < table.num_prefix_pages:
+            tail = [table.page_at(num_full)] if num_pages > num_full else []
+            self.pool.retain(tail)
+            self.pool.release(table.own_pages)
+            table.own_pages = tail
+            cut_prefix(self.pool, table, num_full)
+        else:
+            self.pool.release(table.own_pages[num_pages - table.num_prefix_pages :])
+            del table.own_pages[num_pages - table.num_prefix_pages :]
         table.num_tokens = table.num_reserved = num_tokens
         table.num_matched_tokens = min(table.num_matched_tokens, num_tokens)
         table.changed_from = min(table.changed_from, table.num_pages)

@@ -7,8 +7,9 @@ whatever the length of the branch:
                                   +--> SharedPrefix: 62 full pages, refs = 2 --parent--> SharedPrefix or None
     table B  own_pages [17] ------'         page 17: the partly filled last page at the time of the fork
 
-A shared prefix is immutable and holds one reference to each of its pages, however many tables stand on it. A table
-holds its own pages itself. Only the last own page can be partly filled, and only full pages move into a prefix.
+A shared prefix holds one reference to each of its pages, however many tables stand on it. Its pages never change; a
+fork in its middle splits it into two prefixes. A table holds its own pages itself. Only the last own page can be partly
+filled, and only full pages move into a prefix.
 
 Each page also has an owner, the namespace that wrote it, which the page map shows to tenants. A page key does not say
 for which namespace it was computed, so the owner is recorded when a table reserves cells to write and when a truncated
@@ -30,16 +31,33 @@ PUBLIC_OWNER = 1
 class SharedPrefix:
     """Full pages that several tables share.
 
-    `refs` counts the tables and prefixes that stand on it.
+    `refs` counts the tables and prefixes that stand on it. It has the table entries from `start` up to, not including,
+    `_stop`; `_list` begins with entry `_first`. The parts of a split prefix share the list, so that a split is O(1).
     """
 
-    __slots__ = ("pages", "parent", "refs", "start")
+    __slots__ = ("_first", "_list", "_stop", "parent", "refs", "start")
 
     def __init__(self, parent: SharedPrefix | None, start: int, pages: list[int]) -> None:
         self.parent = parent
-        self.start = start
-        self.pages = pages
+        self.start = self._first = start
+        self._stop = start + len(pages)
+        self._list = pages
         self.refs = 1
+
+    @property
+    def pages(self) -> list[int]:
+        """Return the pages. O(pages)."""
+        return self._list[self.start - self._first : self._stop - self._first]
+
+    def page_at(self, index: int) -> int:
+        """Return the page of table entry `index`."""
+        return self._list[index - self._first]
+
+    def split(self, index: int) -> None:
+        """Move the pages before table entry `index` into a new parent. O(1)."""
+        parent = SharedPrefix(self.parent, self.start, [])
+        parent._first, parent._list, parent._stop = self._first, self._list, index
+        self.parent, self.start = parent, index
 
 
 class PageTable:
@@ -110,7 +128,7 @@ class PageTable:
         """Return the page of table entry `index`."""
         if index >= self.num_prefix_pages:
             return self.own_pages[index - self.num_prefix_pages]
-        return next(prefix.pages[index - prefix.start] for prefix in self.shared_prefixes() if index >= prefix.start)
+        return next(prefix.page_at(index) for prefix in self.shared_prefixes() if index >= prefix.start)
 
     def pop_changes(self) -> tuple[int, list[int]]:
         """Return (first index, pages from there on) of the entries changed since the last call."""
@@ -130,20 +148,26 @@ def freeze_prefix(table: PageTable, num_pages: int) -> None:
     table.num_prefix_pages += num_pages
 
 
-def thaw_prefix(pool: PagePool, table: PageTable) -> None:
-    """Turn the table's last shared prefix back into own pages.
+def cut_prefix(pool: PagePool, table: PageTable, num_pages: int) -> None:
+    """Reduce the shared prefixes of a table to their first `num_pages` pages.
 
-    The table can then be truncated within these pages.
+    A prefix that is cut in the middle is split in two, and the other tables on it stand on both parts.
     """
     prefix = table.shared_prefix
-    if prefix is None:
-        raise InvariantError("the table has no shared prefix to turn back into own pages")
-    pool.retain(prefix.pages)
-    table.own_pages = prefix.pages + table.own_pages
+    while prefix is not None and prefix.start >= num_pages:
+        prefix = _step_down(pool, table, prefix)
+    if prefix is not None and num_pages < table.num_prefix_pages:
+        prefix.split(num_pages)
+        _step_down(pool, table, prefix)
+
+
+def _step_down(pool: PagePool, table: PageTable, prefix: SharedPrefix) -> SharedPrefix | None:
+    """Move a table from its last shared prefix to the one before; return that."""
     table.shared_prefix, table.num_prefix_pages = prefix.parent, prefix.start
     if prefix.parent is not None:
         prefix.parent.refs += 1
     release_prefix(pool, prefix)
+    return table.shared_prefix
 
 
 def release_prefix(pool: PagePool, prefix: SharedPrefix | None) -> None:

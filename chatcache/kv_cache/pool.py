@@ -10,8 +10,13 @@ A page is *published* while the index maps its key to it: its contents are final
 may match it. A published page is never written; a sole holder that wants to write unpublishes it first (see
 `KVCache.reserve`).
 
+Requests that compute the same tokens at the same time fill several pages with the same contents. The first one is
+published; the others are *duplicates* as long as they are held. If the published page is evicted or unpublished, its
+oldest duplicate is published in its place. So the pages that follow can still be reached.
+
 Eviction order, a contract: blank pages first, then idle pages, least recently released first. A table releases its
-last page first, and every table that holds a page also holds all pages before it, so a chain is evicted from its end.
+last page first, and every table that holds a page also holds all pages before it, or duplicates of them. The release
+of a duplicate counts as a release of the published page. So a chain is evicted from its end.
 """
 
 from __future__ import annotations
@@ -51,6 +56,7 @@ class PagePool:
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._content: list[PageContent | None] = [None] * num_pages
         self._index: dict[bytes, int] = {}
+        self._duplicates: dict[bytes, dict[int, None]] = {}  # by key: held, unpublished pages, oldest first
         self._children = ChildIndex()  # published pages by parent key
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # keys, oldest first, for `was_evicted`
         self.num_evictions = 0
@@ -132,9 +138,12 @@ class PagePool:
                 content = contents[page]
                 if content is None:
                     self._blank.append(page)
-                elif self._index.get(content.key) == page:
+                elif (published := self._index.get(content.key)) == page:
                     self._idle[page] = None
                 else:
+                    is_duplicate = self._remove_duplicate(page, content.key)
+                    if is_duplicate and published is not None and published in self._idle:
+                        self._idle.move_to_end(published)
                     contents[page] = None
                     self._blank.append(page)
             elif left < 0:
@@ -158,13 +167,15 @@ class PagePool:
         for page, content in zip(pages, contents, strict=True):
             if not refs[page]:
                 raise InvariantError(f"the contents of page {page} were set, but it has no holder")
+            if (old := page_contents[page]) is not None and old.key != content.key:
+                self._remove_duplicate(page, old.key)
             page_contents[page] = content
 
     def publish(self, page: int, content: PageContent) -> None:
         """Record the contents of a held page and add it to the index, so that it can be matched.
 
         Call only after the step that computed the page was executed. If a page with the same key is already published,
-        that page stays in the index and this one remains unpublished.
+        that page stays in the index and this one becomes its duplicate.
         """
         self.publish_all((page,), (content,))
 
@@ -174,21 +185,40 @@ class PagePool:
         for page, content in zip(pages, contents, strict=True):
             if index(content.key, page) == page:
                 add_child(content.parent, page)
+            else:
+                self._duplicates.setdefault(content.key, {})[page] = None
 
     def unpublish(self, page: int) -> None:
-        """Remove a published page from the index, so that it cannot be matched.
+        """Remove a page from the index, so that it cannot be matched; its oldest duplicate takes its place.
 
         Its holders keep it.
         """
         content = self._content[page]
-        if content is None or self._index.get(content.key) != page:
+        if content is None:
+            return
+        if self._index.get(content.key) != page:
+            self._remove_duplicate(page, content.key)
             return
         del self._index[content.key]
         self._children.remove(content.parent, page)
+        if (heir := next(iter(self._duplicates.get(content.key, ())), None)) is not None:
+            self._remove_duplicate(heir, content.key)
+            self._index[content.key] = heir
+            self._children.add(content.parent, heir)
         if page in self._idle:
             del self._idle[page]
             self._content[page] = None
             self._blank.append(page)
+
+    def _remove_duplicate(self, page: int, key: bytes) -> bool:
+        """Forget a duplicate; return whether the page was one."""
+        duplicates = self._duplicates.get(key)
+        if duplicates is None or page not in duplicates:
+            return False
+        del duplicates[page]
+        if not duplicates:
+            del self._duplicates[key]
+        return True
 
     def find(self, content: PageContent) -> int | None:
         """Return the published page with exactly this content, or None."""
@@ -274,6 +304,7 @@ class PagePool:
 
         Idle pages become blank; held pages stay with their holders.
         """
+        self._duplicates.clear()
         for page in list(self._index.values()):
             self.unpublish(page)
 
@@ -326,6 +357,8 @@ class PagePool:
                 yield f"page {page} is idle but cannot be matched"
             elif content is not None and page not in self._children.get(content.parent):
                 yield f"page {page} is in the index but not among its parent's children"
+        if self._duplicates:
+            yield f"{len(self._duplicates)} pages are duplicates though no request is running"
         for page in self._blank[first : first + num_pages]:
             if self.refs[page] or self._content[page] is not None:
                 yield f"page {page} is blank but held, or its contents are recorded"
@@ -339,6 +372,13 @@ class PagePool:
                 yield f"page {page} is in the index but not among its parent's children"
         if len(self._children) != len(self._index):
             yield "a page is among its parent's children but not in the index"
+        for key, pages in self._duplicates.items():
+            for page in pages:
+                content = self._content[page]
+                if not self.refs[page] or content is None or content.key != key:
+                    yield f"page {page} is a duplicate, but it is not held or has other contents"
+                elif self._index.get(key, page) == page:
+                    yield f"page {page} is a duplicate, but no other page with its contents is published"
 
 
 def num_common_tokens(a: bytes, b: bytes) -> int:

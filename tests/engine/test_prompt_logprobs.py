@@ -9,7 +9,7 @@ import pytest
 
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.types.events import EngineEvent, Failed, Started, TokenLogprob
+from chatcache.types.events import EngineEvent, Failed, Started, TokenLogprob, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import BeamSearchParams, ForkPoint, GenerateRequest, Params, SamplingParams
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts, history_of
@@ -145,3 +145,26 @@ def test_prompt_logprobs_with_a_nan_fail_their_request_only() -> None:
     assert [event.request_id for event in failed] == ["bad"] and "not numbers" in failed[0].message
     assert started(events, "good").prompt_logprobs == expected(PROMPT[::-1], 2)
     assert eng.cache.explain(PROMPT).num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("num_top", [None, 2])
+def test_history_is_found_after_eviction_of_equal_pages(num_top: int | None) -> None:
+    """A request for prompt log-probabilities computes pages that exist; those may be evicted before its own."""
+    eng = engine(runner(64))
+    eng.add(ask("first", num_top=None))
+    run(eng)
+    params = SamplingParams(max_tokens=60, ignore_eos=True, prompt_logprobs=num_top)
+    eng.add(ask("again", params=params))
+    events = [event for _ in range(5) for event in eng.step()]
+    for number in range(3):
+        eng.add(ask(f"other{number}", tuple((number * 17 + i * 5) % VOCAB for i in range(80)), num_top=None))
+    events += run(eng)
+    tokens = [
+        token
+        for event in events
+        if isinstance(event, Tokens) and event.request_id == "again"
+        for token in event.token_ids
+    ]
+    assert eng.health().num_evictions > 20
+    explanation = eng.cache.explain((*PROMPT, *tokens, 1))
+    assert explanation.num_cached_tokens == len(PROMPT) + 59, explanation.reason

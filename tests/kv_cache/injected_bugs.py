@@ -9,7 +9,7 @@ import pytest
 from chatcache.kv_cache.copy_on_write import CopyOnWrite, PageCopy
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import TOKEN_BYTES
-from chatcache.kv_cache.page_table import PageTable
+from chatcache.kv_cache.page_table import PageTable, SharedPrefix
 from chatcache.kv_cache.pool import PagePool
 
 Patch = pytest.MonkeyPatch
@@ -68,6 +68,16 @@ def fork_does_not_retain_the_last_page(patch: Patch) -> None:
         return child
 
     patch.setattr(KVCache, "fork", fork)
+
+
+def duplicate_published_after_it_was_written(patch: Patch) -> None:
+    """A page stays the heir of a published page although its table was truncated and wrote other tokens to it."""
+    patch.setattr(PagePool, "_remove_duplicate", lambda self, page, key: False)
+
+
+def shared_prefix_split_at_the_wrong_page(patch: Patch) -> None:
+    original = SharedPrefix.split
+    patch.setattr(SharedPrefix, "split", lambda self, index: original(self, max(index - 1, self.start)))
 
 
 def partial_match_too_long(patch: Patch) -> None:

@@ -288,7 +288,7 @@ class CacheSimulation:
         self.texts = [*self.texts[-7:], (branch.tokens, self.scope_of(branch))]
         num_full = table.num_tokens // self.page_size
         in_step = bool(self.planned or self.fresh or self.copies)
-        whole = self.matching and not in_step and all(pool.is_published(page) for page in pages[:num_full])
+        whole = self.matching and not in_step and all(map(self.is_reachable, pages[:num_full]))
         alone = bool(table.tail_tokens) and pool.refs[pages[num_full]] == 1
         if alone and (content := pool.content(pages[num_full])) is not None:
             alone = content.parent == table.key  # else it has a public key, and keeps it
@@ -315,6 +315,11 @@ class CacheSimulation:
             assert match.num_tokens >= (len(tokens) if alone else num_full * self.page_size), (
                 "a closed branch was not matched"
             )
+
+    def is_reachable(self, page: int) -> bool:
+        """Return whether this page, or another one with the same contents, is published."""
+        content = self.kv.pool.content(page)
+        return content is not None and self.kv.pool.find(content) is not None
 
     def scope_of(self, branch: SimulatedBranch) -> CacheScope:
         """Return the scope of the branch's page keys; after a truncation, public tokens are private."""

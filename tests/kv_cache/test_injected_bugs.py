@@ -21,10 +21,12 @@ from chatcache.kv_cache.prefix_match import PrefixMatch
 from tests.kv_cache.injected_bugs import (
     copied_page_not_sent_to_the_runner,
     double_free,
+    duplicate_published_after_it_was_written,
     evicted_page_stays_in_the_index,
     fork_does_not_retain_the_last_page,
     missed_decrement,
     partial_match_too_long,
+    shared_prefix_split_at_the_wrong_page,
     shared_tail_written_in_place,
 )
 from tests.kv_cache.simulation import run_simulation
@@ -239,6 +241,8 @@ BUGS: list[Callable[[Patch], None]] = [
     fork_does_not_retain_the_last_page,
     fork_does_not_retain_the_shared_prefix,
     fork_keeps_the_parents_reservation,
+    duplicate_published_after_it_was_written,
+    shared_prefix_split_at_the_wrong_page,
     partial_match_too_long,
     last_token_matched,
     namespace_not_mixed_in,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from functools import partial, partialmethod
+from typing import Any
 
 import pytest
 
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import encode_tokens
-from chatcache.kv_cache.page_table import PageTable
+from chatcache.kv_cache.page_table import PageTable, SharedPrefix
+from chatcache.kv_cache.pool import PagePool
 from chatcache.kv_cache.stats import check_invariants
 from tests.kv_cache.helpers import open_and_fill, token_range, write
 
@@ -118,3 +122,36 @@ def test_thousand_forks_written_in_one_step_share_one_copy_source() -> None:
     assert {copy.src for copy in copies} == {tables[-1].page_at(255)} and len({copy.dst for copy in copies}) == 1000
     kv.complete_step()
     check_invariants(kv, tables)
+
+
+@pytest.mark.parametrize("cut", [0.0, 0.25, 0.5, 0.99])
+def test_fork_in_the_middle_touches_a_constant_number_of_pages(cut: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    for num_tokens in (200, 20_000):
+        kv = KVCache(num_tokens // 4 + 8, 4, "digest")
+        table = open_and_fill(kv, [number % 50_000 for number in range(num_tokens)])
+        older = kv.fork(table)
+        num_touched = 0
+
+        def count(original: Any, self: PagePool, pages: Sequence[int]) -> None:
+            nonlocal num_touched
+            num_touched += len(pages)
+            original(self, pages)
+
+        with monkeypatch.context() as patch:
+            for name in ("retain", "release"):
+                patch.setattr(PagePool, name, partialmethod(partial(count, getattr(PagePool, name))))
+            patch.setattr(SharedPrefix, "pages", property(lambda self: pytest.fail("all pages were listed")))
+            child = kv.fork(table)
+            num_kept = int(num_tokens * cut) // 4 * 4 + 2
+            kv.truncate(child, num_kept)
+        assert child.pages() == table.pages()[: kv.num_pages_for(num_kept)]
+        check_invariants(kv, [table, older, child])
+        kv.close(table)
+        check_invariants(kv, [older, child])
+        counts.append(num_touched)
+        kv.close(older)
+        check_invariants(kv, [child])
+        kv.close(child)
+        check_invariants(kv, [])
+    assert counts[0] == counts[1] <= 2
