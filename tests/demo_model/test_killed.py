@@ -11,7 +11,8 @@ from chatcache.config import EngineConfig
 from chatcache.engine_process.process import EngineProcess, RestartPolicy
 from chatcache.factory import BUILD_ENGINE, load_tokenizer
 from chatcache.types.events import CandidateDone, Finished, Tokens
-from chatcache.types.request import GenerateRequest, SamplingParams
+from chatcache.types.request import BeamSearchParams, GenerateRequest, SamplingParams
+from tests.engine_process.crashing_engine import RequestGroup, check_same, wait_for_search_steps
 
 pytestmark = pytest.mark.slow
 
@@ -50,3 +51,33 @@ async def test_the_text_of_a_killed_engine_is_that_of_an_undisturbed_one() -> No
         assert engine.num_restarts == 1
     assert [tokenizer.decode(ids) for ids in killed] == [tokenizer.decode(ids) for ids in undisturbed]
     assert killed == undisturbed and len(set(map(tuple, killed))) == 2
+
+
+SEARCHES: dict[str, BeamSearchParams | SamplingParams] = {
+    "beams": BeamSearchParams(beam_width=5, max_tokens=40, ignore_eos=True, logprobs=1, stream_beams=True),
+    "diverse beams": BeamSearchParams(beam_width=4, num_beam_groups=2, diversity_penalty=0.5, max_tokens=40, n=2),
+    "best_of": SamplingParams(n=2, best_of=4, max_tokens=40, seed=2, ignore_eos=True, presence_penalty=0.2),
+    "distinct": SamplingParams(n=4, distinct=True, max_tokens=40, seed=3, ignore_eos=True),
+}
+
+
+@pytest.mark.parametrize("kind", SEARCHES)
+async def test_a_search_of_a_killed_engine_is_that_of_an_undisturbed_one(kind: str) -> None:
+    prompt = tuple(load_tokenizer(CONFIG).encode(PROMPT))
+    requests = [
+        GenerateRequest(request_id=f"{kind} {number}", prompt=prompt, params=SEARCHES[kind]) for number in range(4)
+    ]
+    async with EngineProcess(CONFIG, BUILD_ENGINE, policy=RestartPolicy(first_delay_s=0.01)) as engine:
+        await engine.wait_loaded()
+        group = RequestGroup(engine, requests[:1])
+        await group.begin()
+        await group.end()
+        (expected,) = group.events.values()
+        for number, num_steps in enumerate((1, 12, 24), 1):
+            group = RequestGroup(engine, requests[number : number + 1])
+            await group.begin()
+            await wait_for_search_steps(engine, 1, num_steps)
+            os.kill(engine.pid or 0, signal.SIGKILL)
+            await group.end()
+            assert engine.num_restarts == number
+            check_same(group.events[requests[number].request_id], expected)

@@ -160,6 +160,14 @@ async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         await asyncio.sleep(0.005)
 
 
+async def wait_for_search_steps(engine: EngineProcess, num_searches: int, num_steps: int) -> None:
+    """Wait until the searches are submitted, and each has done that many steps more."""
+    await until(lambda: len(engine._recovery._by_id) == num_searches)
+    journals = [each.journal for each in engine._recovery._by_id.values()]
+    goals = [journal.num_search_steps + num_steps for journal in journals]
+    await until(lambda: all(each.num_search_steps >= goal for each, goal in zip(journals, goals, strict=True)))
+
+
 def check_same(found: list[EngineEvent], expected: list[EngineEvent]) -> None:
     """Check for gaps, repetitions and one end, and for bit-equality with an undisturbed run."""
     assert [event.seq for event in found] == list(range(1, len(found) + 1)), "a gap, or something twice"

@@ -30,6 +30,7 @@ from tests.engine_process.crashing_engine import (
     poison,
     process,
     until,
+    wait_for_search_steps,
 )
 from tests.engine_process.test_process import is_alive
 
@@ -268,14 +269,6 @@ async def test_a_search_killed_at_any_step_continues_identically(kind: str, tmp_
             await search.end()
             check_same(search.events[f"s{position}"], expected)
             assert engine.num_restarts == position + 1
-
-
-async def wait_for_search_steps(engine: EngineProcess, num_searches: int, num_steps: int) -> None:
-    """Wait until the searches are submitted, and each has done that many steps more."""
-    await until(lambda: len(engine._recovery._by_id) == num_searches)
-    journals = [each.journal for each in engine._recovery._by_id.values()]
-    goals = [journal.num_search_steps + num_steps for journal in journals]
-    await until(lambda: all(each.num_search_steps >= goal for each, goal in zip(journals, goals, strict=True)))
 
 
 async def test_searches_together_continue_after_several_kills() -> None:
