@@ -189,7 +189,7 @@ class SamplingStrategy:
         if not any(each.tokens for each in candidates):
             self._wanted -= gone
             return ()
-        self._started, self._has_result = True, bool(gone)
+        self._started, self._has_result = True, any(each.has_result for each in candidates)
         ends: list[Finish] = []
         for each in candidates:
             if each.index in gone:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from chatcache.errors import InvalidRequestError
-from chatcache.types.events import FINISH_LENGTH, FINISH_STOP
+from chatcache.types.events import FINISH_LENGTH, FINISH_STOP, STOP_DEAD_END
 from chatcache.types.request import Params
 from chatcache.types.stats import ModelInfo
 
@@ -25,7 +25,7 @@ class StopResult:
     stop_reason: str | int | None = None
 
 
-DEAD_END = StopResult(FINISH_LENGTH, "constraint_dead_end")
+DEAD_END = StopResult(FINISH_LENGTH, STOP_DEAD_END)
 """The grammar requires more text, but no token of the vocabulary continues it; the text is cut off."""
 
 

@@ -70,6 +70,7 @@ class _Candidate:
     tokens: bytearray = field(default_factory=bytearray)
     score: float = 0.0
     is_done: bool = False
+    has_result: bool = False
 
 
 class RequestJournal:
@@ -125,7 +126,8 @@ class RequestJournal:
                 candidate.score = event.score
         elif isinstance(event, CandidateDone):
             if self._candidates:
-                self._candidates[event.index].is_done = True
+                candidate = self._candidates[event.index]
+                candidate.is_done, candidate.has_result = True, event.is_result
         elif isinstance(event, Started):
             self.has_started, self._num_cached = True, event.num_cached_tokens
 
@@ -147,7 +149,7 @@ class RequestJournal:
             self._steps.clear()
             self._num_record_bytes = 0
         candidates = (
-            SentCandidate(index, bytes(each.tokens), each.score, each.is_done)
+            SentCandidate(index, bytes(each.tokens), each.score, each.is_done, each.has_result)
             for index, each in enumerate(self._candidates)
         )
         resumed = ResumePoint(

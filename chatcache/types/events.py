@@ -10,6 +10,7 @@ import msgspec
 FINISH_STOP = "stop"
 FINISH_LENGTH = "length"
 FINISH_CANCELLED = "cancelled"
+STOP_DEAD_END = "constraint_dead_end"
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
@@ -108,6 +109,12 @@ class CandidateDone(msgspec.Struct, frozen=True, tag="done"):
     stop_reason: str | int | None = None
     score: float = 0.0
     num_pages_freed: int = 0
+
+    @property
+    def is_result(self) -> bool:
+        """Whether it was neither dropped nor cut off by a dead end of its grammar."""
+        is_dead_end = (self.finish_reason, self.stop_reason) == (FINISH_LENGTH, STOP_DEAD_END)
+        return self.finish_reason != FINISH_CANCELLED and not is_dead_end
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):

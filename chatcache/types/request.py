@@ -144,13 +144,14 @@ class ForkPoint(msgspec.Struct, frozen=True):
 class SentCandidate(msgspec.Struct, frozen=True):
     """The tokens of a candidate that were sent to the client before the engine process failed.
 
-    `tokens`: little-endian int32. `score`: the last one sent.
+    `tokens`: little-endian int32. `score`: the last one sent. `has_result`: it is done, and `CandidateDone.is_result`.
     """
 
     index: int
     tokens: bytes = b""
     score: float = 0.0
     is_done: bool = False
+    has_result: bool = False
 
 
 class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,6 +32,7 @@ from chatcache.types.events import (
     Tokens,
 )
 from chatcache.types.request import BeamSearchParams, GenerateRequest, SamplingParams, StructuredOutputs
+from tests.engine import test_isolation
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
 
 VOCAB = 256
@@ -215,6 +216,36 @@ def test_a_search_with_missing_records_fails_in_order(num_events: int, num_steps
     request = resumed(cuts.request, cuts.whole[:num_events], steps or [SearchStep("a", b"\x01")])
     (end,) = run(make_engine(), request)
     assert isinstance(end, Failed) and end.seq == num_events + 1
+
+
+@pytest.mark.parametrize("kind", ["n", "best_of", "distinct", "beams"])
+def test_a_resumed_request_fails_if_and_only_if_all_candidates_end_in_dead_ends(kind: str) -> None:
+    constraint = StructuredOutputs(regex="([a-f][0-9]|[g-z][a-z][0-9]|z[a-z]{3})")
+    engine = test_isolation.engine()
+    num_failed = num_cuts = 0
+    for seed in range(10):
+        fields: dict[str, Any] = {"best_of": {"n": 1, "best_of": 3}, "distinct": {"n": 3, "distinct": True}}
+        params = SamplingParams(seed=seed, structured_outputs=constraint, **fields.get(kind, {"n": 3}))
+        search = BeamSearchParams(beam_width=2, structured_outputs=constraint)
+        asked = test_isolation.request("a", (3, 4, 5 + seed), search if kind == "beams" else params)
+        whole: list[EngineEvent] = []
+        cuts: list[tuple[int, int]] = []
+        steps: list[SearchStep] = []
+        engine.add(asked)
+        while engine.has_work():
+            whole += engine.step()
+            steps += engine.search_steps
+            cuts.append((len(whole), len(steps)))
+        for num_events, num_steps in cuts[:-1]:
+            first = whole[:num_events]
+            if not first:
+                continue
+            rest = run(engine, resumed(asked, first, steps[:num_steps]))
+            assert [*first, *rest][:-1] == whole[:-1]
+            assert type(rest[-1]) is type(whole[-1])
+            num_cuts += 1
+        num_failed += isinstance(whole[-1], Failed)
+    assert num_failed and num_cuts > num_failed
 
 
 @pytest.mark.parametrize(
