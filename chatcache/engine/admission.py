@@ -295,6 +295,7 @@ class RequestValidator:
             strategy,
             self._num_accepted,
             num_public_tokens=request.num_public_tokens,
+            cache_salt=request.cache_salt,
             conversation_id=request.conversation_id,
             priority=request.priority if self._config.scheduling_policy == PRIORITY else 0,
             fork_of=request.fork_of,

@@ -91,7 +91,13 @@ class EngineClient(Protocol):
     async def health(self) -> EngineHealth: ...
 
     async def explain(
-        self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
+        self,
+        prompt: Sequence[int],
+        namespace: str = "",
+        num_public_tokens: int = 0,
+        *,
+        cache_salt: str = "",
+        operator: bool = False,
     ) -> Explanation:
         """Report which pages of a prompt are cached, and why the first missing page is not.
 

@@ -304,7 +304,13 @@ class CacheInspector:
         return self._page_map.read(None if operator else namespace)
 
     def explain(
-        self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
+        self,
+        prompt: Sequence[int],
+        namespace: str = "",
+        num_public_tokens: int = 0,
+        *,
+        cache_salt: str = "",
+        operator: bool = False,
     ) -> Explanation:
         """Report which pages of a prompt are cached, and why the first missing page is not.
 
@@ -312,7 +318,7 @@ class CacheInspector:
         Raises: InvalidRequestError, ContextLengthError.
         """
         check_prompt(prompt, num_public_tokens, self._vocab_size, self._max_model_len)
-        chain = self._kv.hash_pages(prompt, CacheScope(namespace, num_public_tokens))
+        chain = self._kv.hash_pages(prompt, CacheScope(namespace, num_public_tokens, cache_salt))
         return self._kv.explain(chain, self._recent_namespaces if operator else ())
 
     def num_pages_held(self, request_id: str) -> int:

@@ -240,9 +240,10 @@ class EngineClientBase:
         await self._call(partial(CancelCandidate, request_id=request_id, index=index))
 
     async def explain(
-        self, prompt: Sequence[int], namespace: str, num_public_tokens: int, operator: bool
+        self, prompt: Sequence[int], namespace: str, num_public_tokens: int, cache_salt: str, operator: bool
     ) -> Explanation:
-        value = await self._call(lambda call: Explain(call, tuple(prompt), namespace, num_public_tokens, operator))
+        scope = namespace, num_public_tokens, cache_salt
+        value = await self._call(lambda call: Explain(call, tuple(prompt), *scope, operator))
         return cast(Explanation, value)
 
     async def count_cached_tokens(self, prompts: Sequence[PackedPrompt], namespace: str) -> list[int]:

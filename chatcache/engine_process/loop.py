@@ -109,7 +109,13 @@ class CacheQueries(Protocol):
     """Queries about the engine's page cache. `engine.CacheInspector` implements them."""
 
     def explain(
-        self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
+        self,
+        prompt: Sequence[int],
+        namespace: str = "",
+        num_public_tokens: int = 0,
+        *,
+        cache_salt: str = "",
+        operator: bool = False,
     ) -> Explanation: ...
     def count_cached_tokens(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]: ...
     def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap: ...
@@ -190,8 +196,11 @@ def _call(engine: StepEngine, command: Call) -> Reply:
         case CancelCandidate(call, request_id, index):
             engine.cancel_candidate(request_id, index)
             return Answer(call)
-        case Explain(call, prompt, namespace, num_public_tokens, operator):
-            return ExplainReply(call, engine.cache.explain(prompt, namespace, num_public_tokens, operator=operator))
+        case Explain(call, prompt, namespace, num_public_tokens, cache_salt, operator):
+            explanation = engine.cache.explain(
+                prompt, namespace, num_public_tokens, cache_salt=cache_salt, operator=operator
+            )
+            return ExplainReply(call, explanation)
         case CountCached(call, prompts, namespace):
             return Answer(call, value=engine.cache.count_cached_tokens(prompts, namespace))
         case MapPages(call, namespace, operator):

@@ -323,10 +323,16 @@ class EngineProcess:
         return health
 
     async def explain(
-        self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
+        self,
+        prompt: Sequence[int],
+        namespace: str = "",
+        num_public_tokens: int = 0,
+        *,
+        cache_salt: str = "",
+        operator: bool = False,
     ) -> Explanation:
         self._check(prompt)
-        return await self._client.explain(prompt, namespace, num_public_tokens, operator)
+        return await self._client.explain(prompt, namespace, num_public_tokens, cache_salt, operator)
 
     async def count_cached_tokens(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
         self._check()

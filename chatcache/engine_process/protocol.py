@@ -119,6 +119,7 @@ class Explain(msgspec.Struct, frozen=True, tag="explain"):
     prompt: tuple[int, ...]
     namespace: str = ""
     num_public_tokens: int = 0
+    cache_salt: str = ""
     operator: bool = False
 
 

@@ -111,10 +111,16 @@ class ThreadedEngine:
         return self._client.health or EngineHealth(ready=False, detail="loading")
 
     async def explain(
-        self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
+        self,
+        prompt: Sequence[int],
+        namespace: str = "",
+        num_public_tokens: int = 0,
+        *,
+        cache_salt: str = "",
+        operator: bool = False,
     ) -> Explanation:
         await self.wait_loaded()
-        return await self._client.explain(prompt, namespace, num_public_tokens, operator)
+        return await self._client.explain(prompt, namespace, num_public_tokens, cache_salt, operator)
 
     async def count_cached_tokens(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
         await self.wait_loaded()

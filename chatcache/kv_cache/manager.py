@@ -146,16 +146,24 @@ class KVCache:
         The match must be newer than the last change of the cache.
         """
         self.pool.retain(match.pages)
-        namespace, num_public_tokens = match.scope.namespace, match.scope.num_public_tokens
-        num_public_pages = num_public_tokens // self.page_size
-        return PageTable(match.key, namespace, num_public_pages, match.num_tokens, match.tail_tokens, list(match.pages))
+        scope = match.scope
+        return PageTable(
+            match.key,
+            scope.namespace,
+            scope.num_public_tokens // self.page_size,
+            match.num_tokens,
+            match.tail_tokens,
+            list(match.pages),
+            salt=scope.salt,
+        )
 
     def restore(self, match: PrefixMatch) -> PageTable | None:
         """Create a page table from a match, and load its pages that are only on the host.
 
         Returns None if too few pages are free for the loads.
         """
-        table = PageTable(match.key, match.scope.namespace, match.scope.num_public_tokens // self.page_size)
+        scope = match.scope
+        table = PageTable(match.key, scope.namespace, scope.num_public_tokens // self.page_size, salt=scope.salt)
         return table if self.extend(table, match) else None
 
     def extend(self, table: PageTable, match: PrefixMatch) -> bool:
@@ -295,7 +303,9 @@ class KVCache:
             content = hash_page(table.key, tail[start : start + size])
             self._publish(table.own_pages[index - table.num_prefix_pages], content)
             index += 1
-            table.key = namespace_hash(content.key, table.namespace) if index == table.num_public_pages else content.key
+            table.key = content.key
+            if index == table.num_public_pages:
+                table.key = namespace_hash(content.key, table.namespace, table.salt)
         table.tail_tokens = tail[len(tail) // size * size :]
 
     def _publish(self, page: int, content: PageContent) -> None:
@@ -357,6 +367,7 @@ class KVCache:
             own_pages,
             prefix,
             num_prefix_pages,
+            salt=table.salt,
         )
         child.num_matched_tokens = table.num_matched_tokens
         child.changed_from = min(table.changed_from, num_prefix_pages + len(own_pages))
@@ -370,7 +381,7 @@ class KVCache:
         """
         if not 0 <= num_tokens <= table.num_tokens:
             raise InvariantError(f"cannot truncate a table of {table.num_tokens} tokens to {num_tokens}")
-        if scope is not None and scope.namespace != table.namespace:
+        if scope is not None and (scope.namespace, scope.salt) != (table.namespace, table.salt):
             raise InvariantError(f"a table of namespace {table.namespace!r} cannot continue in {scope.namespace!r}")
         if num_tokens < table.num_tokens or scope is not None:
             num_public_pages = scope.num_public_tokens // self.page_size if scope is not None else 0

@@ -9,6 +9,8 @@ all that is needed to find a page that was computed before.
 The chain starts at the root key of the model and runs through the public pages (a system prompt that the operator
 declared as shared), whose keys are the same for all tenants. At the end of the public pages, or at once if there are
 none, the tenant's namespace is hashed into the chain: all later keys belong to that tenant, whatever the tokens are.
+A request may add a salt, which is hashed in after the namespace: it divides the pages of a tenant further, and no salt
+leads to the pages of another tenant.
 
 Keys are BLAKE2b-256 and stable across processes and machines. Tokens are hashed as little-endian int32. They are also
 stored next to the key and compared on every hit, so that not even a hash collision can return the wrong page.
@@ -27,9 +29,10 @@ from numpy.typing import NDArray
 TOKEN_BYTES = 4
 KEY_BYTES = 32
 
-# Hashers without input: copying one is twice as fast as creating one. `person` separates the three kinds of hashes.
+# Hashers without input: copying one is twice as fast as creating one. `person` separates the kinds of hashes.
 _MODEL = blake2b(digest_size=KEY_BYTES, person=b"chatcache model")
 _TENANT = blake2b(digest_size=KEY_BYTES, person=b"chatcache tenant")
+_SALT = blake2b(digest_size=KEY_BYTES, person=b"chatcache salt")
 _PAGE = blake2b(digest_size=KEY_BYTES, person=b"chatcache page")
 
 
@@ -56,14 +59,18 @@ def root_hash(model_digest: str, page_size: int) -> bytes:
     return hasher.digest()
 
 
-def namespace_hash(key: bytes, namespace: str) -> bytes:
-    """Return the key that a namespace's first private page follows.
+def namespace_hash(key: bytes, namespace: str, salt: str = "") -> bytes:
+    """Return the key that the first private page of a namespace, or of a salt within it, follows.
 
     `key` is the key of the last public page.
     """
     hasher = _TENANT.copy()
     hasher.update(key + namespace.encode("utf-8", "surrogatepass"))
-    return hasher.digest()
+    if not salt:
+        return hasher.digest()
+    salted = _SALT.copy()
+    salted.update(hasher.digest() + salt.encode("utf-8", "surrogatepass"))
+    return salted.digest()
 
 
 def hash_page(parent: bytes, tokens: bytes) -> PageContent:
@@ -114,14 +121,15 @@ def encode_tokens(tokens: Sequence[int] | NDArray[np.int32]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class CacheScope:
-    """Which tenants may reuse a prompt's pages.
+    """Which requests may reuse a prompt's pages.
 
-    All tenants may reuse the public pages, and `namespace` alone the others. A page is public if all of its tokens are
-    among the first `num_public_tokens`; a page on the border is private.
+    All tenants may reuse the public pages, and requests of `namespace` with the same `salt` the others. A page is
+    public if all of its tokens are among the first `num_public_tokens`; a page on the border is private.
     """
 
     namespace: str = ""
     num_public_tokens: int = 0
+    salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +169,6 @@ def hash_pages(root: bytes, data: bytes, page_bytes: int, scope: CacheScope) -> 
     parents = [root, *public]
     if len(public) < num_public:
         return PageHashChain(data, page_bytes, scope, public, parents)
-    parents[-1] = namespace_hash(parents[-1], scope.namespace)
+    parents[-1] = namespace_hash(parents[-1], scope.namespace, scope.salt)
     private = hash_page_run(parents[-1], pages[num_public:])
     return PageHashChain(data, page_bytes, scope, public + private, parents + private)

@@ -66,8 +66,8 @@ class PageTable:
     `num_tokens` tokens are computed and stored; the cells from there up to `num_reserved` belong to this table alone
     and may be written. `key` is the key of the last full page and `tail_tokens` the tokens after it (little-endian
     int32), which are on the partly filled last page. The first `num_public_pages` pages get keys that all namespaces
-    share, later pages keys of `namespace`. Entries from `changed_from` on have not been sent to the runner yet.
-    The first `num_matched_tokens` tokens were found in the cache; the request computed all others itself.
+    share, later pages keys of `namespace` and `salt`. Entries from `changed_from` on have not been sent to the runner
+    yet. The first `num_matched_tokens` tokens were found in the cache; the request computed all others itself.
     """
 
     __slots__ = (
@@ -80,6 +80,7 @@ class PageTable:
         "num_reserved",
         "num_tokens",
         "own_pages",
+        "salt",
         "shared_prefix",
         "tail_tokens",
     )
@@ -94,9 +95,12 @@ class PageTable:
         own_pages: list[int] | None = None,
         shared_prefix: SharedPrefix | None = None,
         num_prefix_pages: int = 0,
+        *,
+        salt: str = "",
     ) -> None:
         self.key = key
         self.namespace = namespace
+        self.salt = salt
         self.num_public_pages = num_public_pages
         self.num_tokens = self.num_reserved = self.num_matched_tokens = num_tokens
         self.tail_tokens = tail_tokens
@@ -198,7 +202,7 @@ def rewind(pool: PagePool, table: PageTable, page_size: int, num_tokens: int, nu
     if index < table.num_public_pages:
         table.num_public_pages = max(index, num_public_pages)
         if table.num_public_pages == index:
-            table.key = namespace_hash(table.key, table.namespace)
+            table.key = namespace_hash(table.key, table.namespace, table.salt)
     table.tail_tokens = tokens[: num_left * TOKEN_BYTES]
 
 

@@ -195,5 +195,6 @@ def _check_table(kv: KVCache, table: PageTable) -> None:
     full = pages[: table.num_tokens // kv.page_size]
     if full and (content := kv.pool.content(full[-1])) is not None:
         at_border = len(full) == table.num_public_pages
-        if table.key != (namespace_hash(content.key, table.namespace) if at_border else content.key):
+        border_key = namespace_hash(content.key, table.namespace, table.salt)
+        if table.key != (border_key if at_border else content.key):
             raise InvariantError(f"a table of {table.num_tokens} tokens has a wrong key")

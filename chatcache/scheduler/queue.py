@@ -237,7 +237,8 @@ def find_fork(request: LiveRequest, running: Sequence[LiveRequest], decode_batch
     if point is None or request.num_cached_tokens is not None or request.num_prompt_top is not None:
         return None
     same = (other for other in running if other.request_id == point.request_id)
-    source = next((other for other in same if other.namespace == request.namespace), None)
+    scope = request.namespace, request.cache_salt
+    source = next((other for other in same if (other.namespace, other.cache_salt) == scope), None)
     best: LiveFork | None = None
     for branch in source.branches.values() if source is not None else ():
         if branch.table is None:

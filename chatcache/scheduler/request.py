@@ -90,6 +90,7 @@ class LiveRequest:
     strategy: Strategy
     arrival: int
     num_public_tokens: int = 0
+    cache_salt: str = ""
     conversation_id: str = ""
     priority: int = 0
     fork_of: ForkPoint | None = None
@@ -129,7 +130,7 @@ class LiveRequest:
 
     @property
     def scope(self) -> CacheScope:
-        return CacheScope(self.namespace, self.num_public_tokens)
+        return CacheScope(self.namespace, self.num_public_tokens, self.cache_salt)
 
     @property
     def service_order(self) -> int:

@@ -172,6 +172,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt to continue, and how.
 
     `namespace`: the cache namespace of the authenticated tenant, set by the server and never by a client.
+    `cache_salt`: set by the client; within the namespace only requests with the same salt share private pages.
     `num_public_tokens`: leading tokens (a shared system prompt) whose full pages all namespaces share.
     `conversation_id`: groups requests in statistics only. `priority`: smaller is served sooner, with
     `scheduling_policy="priority"`. `fork_of`: a hint that the prompt has the same first tokens as that candidate, of
@@ -184,6 +185,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: tuple[int, ...]
     params: Params
     namespace: str = ""
+    cache_salt: str = ""
     num_public_tokens: int = 0
     conversation_id: str = ""
     priority: int = 0

@@ -213,3 +213,15 @@ def test_a_hundred_forks_copy_no_page_until_they_write() -> None:
     assert eng.health().num_running == 101
     assert eng.health().num_pages_in_use <= before + 100, "a tail each, and nothing else"
     assert eng.health().num_page_copies <= 100
+
+
+@pytest.mark.parametrize(("salt", "num_cached"), [("a", 30), ("b", 0), ("", 0)])
+def test_a_running_branch_is_forked_with_the_same_salt_only(salt: str, num_cached: int) -> None:
+    eng = engine()
+    eng.add(ask("source", PROMPT, cache_salt="a"))
+    begun = steps(eng, 10)
+    prompt = (*PROMPT, *output(begun, "source"))
+    assert len(prompt) == 31
+    eng.add(ask("fork", prompt, fork_of=ForkPoint("source"), cache_salt=salt))
+    assert cached(steps(eng), "fork") == num_cached
+    assert eng.scheduler.num_live_forks == (salt == "a")

@@ -106,12 +106,20 @@ class CountingEngine:
         return self
 
     def explain(
-        self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
+        self,
+        prompt: Sequence[int],
+        namespace: str = "",
+        num_public_tokens: int = 0,
+        *,
+        cache_salt: str = "",
+        operator: bool = False,
     ) -> Explanation:
         """Fail in namespace "bug"; in "big", return more than a frame holds."""
         if namespace == "bug":
             raise KeyError("planted")
-        detail = "x" * MAX_FRAME_BYTES if namespace == "big" else f"{namespace} {num_public_tokens} {operator}"
+        detail = (
+            "x" * MAX_FRAME_BYTES if namespace == "big" else f"{namespace}{cache_salt} {num_public_tokens} {operator}"
+        )
         pages = (PageHit(0, 16, "idle", public=True), PageHit(1, 3, "missing"))
         return Explanation(num_tokens=len(prompt), num_cached_tokens=16, page_size=16, pages=pages, detail=detail)
 

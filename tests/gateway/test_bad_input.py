@@ -105,7 +105,6 @@ def test_parameter_at_its_bound_is_accepted_and_beyond_it_refused(
         ("guided_json", {}),
         ("continue_final_message", True),
         ("chat_template", "x"),
-        ("cache_salt", "x"),
         ("diversity_penalty", 0.5),
         ("num_beam_groups", 2),
         ("stream_beams", True),

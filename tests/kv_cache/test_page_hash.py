@@ -163,3 +163,32 @@ def test_hash_page_run_equals_repeated_hash_page() -> None:
 def test_namespace_hash_of_similar_names_differs() -> None:
     names = ["", "?", "\ud800", "\ud801", "a", "A", "a\0", "page", "\ufffd"]
     assert len({namespace_hash(ROOT, name) for name in names}) == len(names)
+
+
+def test_salts_give_other_keys_than_any_namespace() -> None:
+    names = ["", "a", "b", "ab", "=a", "a\0b"]
+    keys = {namespace_hash(ROOT, name, salt) for name in names for salt in names}
+    assert len(keys) == len(names) ** 2, "an empty salt is no salt"
+    assert namespace_hash(ROOT, "a") == namespace_hash(ROOT, "a", "")
+
+
+def test_pages_of_a_salt_are_found_with_it_only() -> None:
+    kv = KVCache(64, 4, "digest")
+    tokens = list(range(1, 20))
+    scopes = [CacheScope(name, num_public, salt) for name in "ab" for salt in ("", "s", "t") for num_public in (0, 8)]
+    for num_public in (0, 8):
+        for scope in scopes:
+            if scope.num_public_tokens != num_public:
+                continue
+            assert find_match(kv, [*tokens, 0], scope).num_tokens == (8 if kv.pool.num_idle and num_public else 0)
+            table = open_and_fill(kv, tokens, scope)
+            check_invariants(kv, [table])
+            fork = kv.fork(table)
+            kv.truncate(fork, 6, scope)
+            write(kv, fork, [90, 91, 92])
+            kv.close(fork)
+            kv.close(table)
+            check_invariants(kv, [])
+            assert find_match(kv, [*tokens, 0], scope).num_tokens == len(tokens)
+            assert find_match(kv, [*tokens[:6], 90, 91, 92, 0], scope).num_tokens == 9
+        kv = KVCache(64, 4, "digest")

@@ -55,7 +55,11 @@ async def explain(request: Request) -> Response:
     async with gateway.tokenize_throttle.acquire(principal.owner, len(await request.body())):
         messages, prompt = await _prompt(fields, model, principal, gateway.model_name, functions)
         explanation = await gateway.engine.explain(
-            prompt.token_ids, principal.tenant, prompt.num_public_tokens, operator=gateway.is_open
+            prompt.token_ids,
+            principal.tenant,
+            prompt.num_public_tokens,
+            cache_salt=fields.cache_salt or "",
+            operator=gateway.is_open,
         )
         if messages:
             ends = await asyncio.to_thread(

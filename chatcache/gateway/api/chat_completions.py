@@ -82,6 +82,7 @@ async def chat_completions(request: Request) -> Response:
             prompt=prompt.token_ids,
             params=params,
             namespace=principal.tenant,
+            cache_salt=base.cache_salt or "",
             num_public_tokens=prompt.num_public_tokens,
             priority=gateway.priority(base.priority),
         )

@@ -75,6 +75,7 @@ async def completions(request: Request) -> Response:
                 prompt=prompt,
                 params=params,
                 namespace=principal.tenant,
+                cache_salt=base.cache_salt or "",
                 priority=priority,
             )
             for at, prompt in enumerate(prompts)

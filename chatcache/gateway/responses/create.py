@@ -136,6 +136,7 @@ async def _start(
             prompt=planned.prompt.token_ids,
             params=params,
             namespace=principal.tenant,
+            cache_salt=fields.cache_salt or "",
             num_public_tokens=planned.prompt.num_public_tokens,
             conversation_id=planned.conversation_id if request.store else "",
             priority=gateway.priority(fields.priority),

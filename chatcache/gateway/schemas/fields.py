@@ -57,7 +57,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "continue_final_message": (False,),
     "truncate_prompt_tokens": (),
     "return_tokens_as_token_ids": (False,),
-    "cache_salt": (),
     "prompt_embeds": (),
     "logits_processors": ([],),
     "kv_transfer_params": (),

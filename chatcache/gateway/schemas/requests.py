@@ -134,6 +134,7 @@ Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 ShortText = Annotated[str, Meta(max_length=512)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
 SchemaName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 IdempotencyKey = Annotated[str, Meta(pattern="^[!-~]{1,255}$")]
 Id = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -227,6 +228,7 @@ class CompletionBase(msgspec.Struct, frozen=True):
     prompt_logprobs: TopLogprobs | None = None
     response_format: ResponseFormat | None = None
     priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
 
 
 class ChatFields(msgspec.Struct, frozen=True):
@@ -276,6 +278,7 @@ class ResponseFields(msgspec.Struct, frozen=True):
     explain: bool | None = None
     text: TextOptions | None = None
     priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
 
 
 class ExplainFields(msgspec.Struct, frozen=True):
@@ -290,6 +293,7 @@ class ExplainFields(msgspec.Struct, frozen=True):
     conversation: Id | ConversationRef | None = None
     previous_response_id: Id | None = None
     previous_item_id: Id | None = None
+    cache_salt: CacheSalt | None = None
 
 
 class WarmthFields(msgspec.Struct, frozen=True):

@@ -108,7 +108,7 @@ class Prewarmer:
                     self._principal, RequestCost(0, max_tokens=0, is_opportunistic=True)
                 ) as ticket:
                     ticket.add_tokens(len(prefix))
-                    num_cached_here = await self._compute(prefix, prompt.num_public_tokens)
+                    num_cached_here = await self._compute(prefix, prompt.num_public_tokens, fields.cache_salt or "")
                     ticket.add_tokens(-num_cached_here)
             except RateLimitError:  # prefill is optional, so a rate limit is no error
                 is_idle = False
@@ -130,7 +130,7 @@ class Prewarmer:
         health = await self._gateway.health()
         return health.ready and health.num_running == 0 and health.num_waiting == 0
 
-    async def _compute(self, tokens: tuple[int, ...], num_public_tokens: int) -> int:
+    async def _compute(self, tokens: tuple[int, ...], num_public_tokens: int, cache_salt: str) -> int:
         """Prefill a prompt in the engine; return how many of its tokens were already cached."""
         engine = self._gateway.engine
         request = GenerateRequest(
@@ -138,6 +138,7 @@ class Prewarmer:
             prompt=tokens,
             params=SamplingParams(temperature=0.0, max_tokens=1),
             namespace=self._principal.tenant,
+            cache_salt=cache_salt,
             num_public_tokens=min(num_public_tokens, len(tokens)),
             priority=MAX_PRIORITY if self._gateway.scheduling_policy == "priority" else 0,
         )
