@@ -14,7 +14,8 @@ Selection and stopping follow `transformers.generate(num_beams=...)` (version 5)
 
 Differences, all in cases where transformers would return or extend a sequence of score -1e9: beams that end are never
 extended, and a vocabulary smaller than the width yields fewer beams. Stop strings are matched in the output only.
-`min_tokens` excludes terminal ids without renormalising the rest, as `min_new_tokens` does.
+`min_tokens` excludes terminal ids without renormalising the rest, as `min_new_tokens` does. Penalties, biases and bans
+change the log-softmax without renormalising it, as the logits processors of transformers do.
 
 Diverse beam search (Vijayakumar et al. 2018): the beams are divided into groups, and each group is a beam search of its
 own. Within a step the groups choose one after another; the log-probability of a token is reduced by
@@ -27,7 +28,7 @@ different groups with the same tokens share one branch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -36,7 +37,9 @@ import msgspec
 import numpy as np
 
 from chatcache.decoding.grammar.state import Constraint, GrammarDeadEndError, GrammarState, advance_candidate
+from chatcache.decoding.logit_edits import LogitEdits
 from chatcache.decoding.stopping import DEAD_END, START, StopProgress, StopResult, StopRules
+from chatcache.decoding.token_bans import TokenMasks
 from chatcache.decoding.token_tree import NO_SCORE, BranchReassignment, CandidateStream, Node, TokenTree
 from chatcache.types.actions import (
     Advance,
@@ -113,6 +116,7 @@ class Beam:
     total: float = 0.0
     progress: StopProgress = START
     grammar_state: GrammarState | None = None
+    edits: LogitEdits | None = None
 
 
 class Continuation(NamedTuple):
@@ -135,7 +139,12 @@ class BeamGroup:
     """
 
     def __init__(
-        self, params: BeamSearchParams, rules: StopRules, tree: TokenTree, constraint: Constraint | None = None
+        self,
+        params: BeamSearchParams,
+        rules: StopRules,
+        tree: TokenTree,
+        constraint: Constraint | None,
+        edits: LogitEdits | None,
     ) -> None:
         self._rules = rules
         self._constraint = constraint
@@ -145,7 +154,7 @@ class BeamGroup:
         self._with_logprobs = params.logprobs is not None
         self._num_ranked = num_ranked_continuations(self._width, rules)
         self.hypotheses = FinishedHypotheses(params, self._width, rules.max_tokens)
-        self.beams = [Beam(tree.root)]
+        self.beams = [Beam(tree.root, edits=edits)]
         self.selected: list[Continuation] = []
         self.has_dead_end = False  # a continuation was dropped, as the grammar does not go on after it
         tree.root.num_refs += 1
@@ -188,7 +197,7 @@ class BeamGroup:
             self.selected.append(continuation)
             node = self._tree.add(beam.node, token, continuation.logprob)
             if why is None:
-                self.beams.append(Beam(node, total, progress, grammar_state))
+                self.beams.append(Beam(node, total, progress, grammar_state, _edits_after(beam, token)))
             else:
                 node.ended = True
                 ended.append(Hypothesis(self.hypotheses.score(total, progress.num_tokens), node, why))
@@ -227,6 +236,14 @@ class BeamGroup:
             yield Continuation(owner, int(tokens[place]), float(totals[place]), entry)
 
 
+def _edits_after(beam: Beam, token: int) -> LogitEdits | None:
+    if beam.edits is None:
+        return None
+    edits = beam.edits.fork()
+    edits.record(token)
+    return edits
+
+
 def num_ranked_continuations(width: int, rules: StopRules) -> int:
     """Return how many continuations of a group are ranked per step."""
     return max(2, 1 + len(rules.terminal_ids)) * width
@@ -254,18 +271,30 @@ class BeamStrategy:
     """
 
     def __init__(
-        self, params: BeamSearchParams, rules: StopRules, *, vocab_size: int, constraint: Constraint | None = None
+        self,
+        params: BeamSearchParams,
+        rules: StopRules,
+        *,
+        prompt: Sequence[int],
+        vocab_size: int,
+        constraint: Constraint | None = None,
     ) -> None:
         self._params = params
-        self._constraint = constraint
+        self._masks = TokenMasks(params, constraint)
+        edits = LogitEdits(params, prompt)
+        self._has_edits = not edits.is_empty
         self._num_returned = params.n if params.n is not None else params.beam_width
-        # Temperature 0: a draw of width 1 (one beam, no terminal ids) is the argmax, not a sample.
-        width = min(num_draws_needed(params, rules, constraint), vocab_size)
+        # Temperature 0: a draw of width 1 (one beam, no terminal ids) is the argmax, not a sample. It would edit the
+        # logits instead of the log-softmax.
+        width = min(max(num_draws_needed(params, rules, constraint), 1 + self._has_edits), vocab_size)
         self._spec = DrawSpec(width=width, temperature=0.0, num_top=params.logprobs or 0)
         self._tree = TokenTree()
         self._stream = CandidateStream(self._tree, self._num_returned, with_logprobs=params.logprobs is not None)
         self._branches = BranchReassignment(self._tree.root)
-        self._groups = [BeamGroup(params, rules, self._tree, constraint) for _ in range(params.num_beam_groups)]
+        initial = edits if self._has_edits else None
+        self._groups = [
+            BeamGroup(params, rules, self._tree, constraint, initial) for _ in range(params.num_beam_groups)
+        ]
         self._returnable: list[Hypothesis] = []  # the best so far
         self._num_streamed = 0
 
@@ -282,15 +311,18 @@ class BeamStrategy:
         return True
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
-        if self._constraint is None:
+        if self._masks.is_empty and not self._has_edits:
             return (self._spec,)
-        next_changes = partial(self._changes, self._constraint, branch)
-        return (replace(self._spec, mask=next_changes()[1], next_changes=next_changes),)
+        next_changes = partial(self._changes, branch)
+        edit, mask = next_changes()
+        return (replace(self._spec, edit=edit, mask=mask, next_changes=next_changes),)
 
-    def _changes(self, constraint: Constraint, branch: int) -> LogitChanges:
-        """Return the mask of a branch: that of any of its beams, which have the same tokens."""
+    def _changes(self, branch: int) -> LogitChanges:
+        """Return the edit and the mask of a branch: those of any of its beams, which have the same tokens."""
         beam = next(beam for group in self._groups for beam in group.beams if beam.node.branch == branch)
-        return None, constraint.mask(beam.grammar_state, beam.progress.num_tokens)
+        # `min_tokens` is enforced by the ranking of continuations.
+        edit = None if beam.edits is None else beam.edits.edit(ban=False)
+        return edit, self._masks.mask(beam.grammar_state, beam.progress.num_tokens)
 
     def drop(self, index: int) -> DroppedCandidate | None:
         raise cannot_drop_error("beams")

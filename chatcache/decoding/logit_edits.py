@@ -5,8 +5,8 @@ For a token that occurs `c` times in the output (`seen`: in the prompt or output
     l = l / repetition if l > 0 else l * repetition        if seen      (CTRL, Keskar et al. 2019; as transformers)
     l = l + bias - presence * [c > 0] - frequency * c                   (as OpenAI)
 
-and -inf while the token is banned. A step costs one table update, and a copy of the table only if the penalty of a
-token that is already in it changes.
+and -inf while the token is banned (`min_tokens`, bad words, repeated n-grams). A step costs one table update, and a
+copy of the table only if the penalty of a token that is already in it changes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from copy import copy
 
 import numpy as np
 
+from chatcache.decoding.token_bans import TokenBans
 from chatcache.types.plan import F32, I32
-from chatcache.types.request import SamplingParams
+from chatcache.types.request import DecodingParams
 
 Edit = tuple[I32, F32, F32]
 
@@ -29,12 +30,15 @@ class LogitEdits:
     keeps them. A token is appended behind them, and a change of a row copies its column.
     """
 
-    def __init__(self, params: SamplingParams, prompt: Sequence[int], bannable: Sequence[int] = ()) -> None:
+    def __init__(self, params: DecodingParams, prompt: Sequence[int], bannable: Sequence[int] = ()) -> None:
         self._repetition = params.repetition_penalty
         self._presence = params.presence_penalty
         self._frequency = params.frequency_penalty
         self._counting = self._repetition != 1.0 or self._presence != 0.0 or self._frequency != 0.0
-        bias = params.logit_bias or {}
+        bad_tokens = {ids[0]: -np.inf for ids in params.bad_words_ids if len(ids) == 1}
+        bias = {**(params.logit_bias or {}), **bad_tokens}
+        bans = TokenBans(params, prompt)
+        self._bans = None if bans.is_empty else bans
         self._always_applies = self._counting or bool(bias)
         seen = sorted(set(prompt)) if self._repetition != 1.0 else []
         ids = list(dict.fromkeys((*seen, *bias, *bannable)))
@@ -53,21 +57,22 @@ class LogitEdits:
     @property
     def is_empty(self) -> bool:
         """True if `edit` always returns None."""
-        return not self._counting and self._size == 0
+        return not self._counting and self._size == 0 and self._bans is None
 
     @property
     def is_fixed(self) -> bool:
         """True if `edit` always returns the same."""
-        return not self._counting and not len(self._bannable)
+        return not self._counting and not len(self._bannable) and self._bans is None
 
     def fork(self) -> LogitEdits:
         """Return an independent copy for a forked branch.
 
         O(rows), or the table itself without penalties.
         """
-        if not self._counting:
+        if not self._counting and self._bans is None:
             return self
         copied = copy(self)
+        copied._bans = None if self._bans is None else self._bans.fork()
         copied._row, copied._count = dict(self._row), dict(self._count)
         copied._ids, copied._scale, copied._add = self._ids.copy(), self._scale.copy(), self._add.copy()
         copied._edit = None
@@ -75,6 +80,8 @@ class LogitEdits:
 
     def record(self, token: int) -> None:
         """Count an output token."""
+        if self._bans is not None:
+            self._bans.record(token)
         if not self._counting:
             return
         row = self._row.get(token)
@@ -94,6 +101,11 @@ class LogitEdits:
 
     def edit(self, *, ban: bool) -> Edit | None:
         """Return (ids, scale, add), each [num_edited]; None without edits."""
+        edit = self._table_edit(ban=ban)
+        banned = self._bans.banned_ids() if self._bans is not None else None
+        return _with_bans(edit, banned) if banned else edit
+
+    def _table_edit(self, *, ban: bool) -> Edit | None:
         if self._edit is None or ban != self._is_banned:
             size = self._size
             if size == 0 or not (ban or self._always_applies):
@@ -114,3 +126,18 @@ class LogitEdits:
             self._add = np.concatenate((self._add, np.zeros(room, dtype=np.float32)))
         self._ids[row], self._add[row] = token, add
         self._row[token], self._size, self._edit = row, row + 1, None
+
+
+def _with_bans(edit: Edit | None, banned: set[int]) -> Edit:
+    """Return an edit that also bans these ids."""
+    new = np.array(sorted(banned), dtype=np.int32)
+    if edit is None:
+        return new, np.ones(len(new), np.float32), np.full(len(new), -np.inf, np.float32)
+    ids, scale, add = edit
+    add = np.where(np.isin(ids, new), np.float32(-np.inf), add)
+    new = new[~np.isin(new, ids)]
+    return (
+        np.concatenate((ids, new)),
+        np.concatenate((scale, np.ones(len(new), np.float32))),
+        np.concatenate((add, np.full(len(new), -np.inf, np.float32))),
+    )

@@ -17,6 +17,7 @@ import msgspec
 from chatcache.decoding.grammar.state import Constraint, GrammarDeadEndError, GrammarState, advance_candidate
 from chatcache.decoding.logit_edits import LogitEdits
 from chatcache.decoding.stopping import DEAD_END, START, StopProgress, StopResult, StopRules
+from chatcache.decoding.token_bans import TokenMasks
 from chatcache.types.actions import (
     Advance,
     BranchAction,
@@ -54,7 +55,6 @@ class SamplerSpec:
         width: int = 1,
     ) -> None:
         self._rules = rules
-        self._constraint = constraint
         self.spec = DrawSpec(
             width=width,
             seed=seed,
@@ -66,6 +66,7 @@ class SamplerSpec:
         )
         bannable = rules.terminal_ids if rules.min_tokens > 0 and constraint is None else ()
         self.edits = LogitEdits(params, prompt, bannable)
+        self._masks = TokenMasks(params, constraint)
 
         self.has_fixed_changes = self.edits.is_fixed and constraint is None
 
@@ -79,7 +80,7 @@ class SamplerSpec:
     def changes(self, edits: LogitEdits, progress: StopProgress, grammar_state: GrammarState | None) -> LogitChanges:
         """Return the edit and the mask of a branch in the given state."""
         edit = edits.edit(ban=progress.num_tokens < self._rules.min_tokens)
-        return edit, None if self._constraint is None else self._constraint.mask(grammar_state, progress.num_tokens)
+        return edit, self._masks.mask(grammar_state, progress.num_tokens)
 
 
 ROOT = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
+from msgspec.structs import replace
+
 from chatcache.decoding.beam_search import BeamStrategy
 from chatcache.decoding.grammar.compiler import GrammarFuture, check_structured_outputs
 from chatcache.decoding.grammar.state import Constraint
@@ -14,6 +16,7 @@ from chatcache.decoding.unique import DistinctStrategy
 from chatcache.errors import InvalidRequestError
 from chatcache.types.actions import Strategy
 from chatcache.types.request import (
+    ALL_LOGPROBS,
     MAX_BRANCHES,
     MAX_STOP_STRINGS,
     MAX_TOP_LOGPROBS,
@@ -43,10 +46,12 @@ def make_strategy(
     Raises: InvalidRequestError for stop strings without `token_bytes`.
     """
     params = request.params
+    if params.logprobs == ALL_LOGPROBS:
+        params = replace(params, logprobs=facts.vocab_size)
     rules = StopRules.of(params, facts, max_tokens=max_tokens, token_bytes=token_bytes)
     constraint = None if grammar_future is None else Constraint(grammar_future, rules)
     if isinstance(params, BeamSearchParams):
-        return BeamStrategy(params, rules, vocab_size=facts.vocab_size, constraint=constraint)
+        return BeamStrategy(params, rules, prompt=request.prompt, vocab_size=facts.vocab_size, constraint=constraint)
     if params.distinct:
         return DistinctStrategy(
             params,
@@ -70,6 +75,8 @@ MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_TOKENS = 256
 
 
 def validate_params(params: Params, vocab_size: int) -> None:
@@ -94,19 +101,9 @@ def _validate_sampling(params: SamplingParams, vocab_size: int) -> None:
     _check_number("top_p", params.top_p, 0.0, 1.0, open_low=True)
     _check_integer("top_k", params.top_k, -1, vocab_size)
     _check_number("min_p", params.min_p, 0.0, 1.0)
-    _check_number("repetition_penalty", params.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
-    _check_number("presence_penalty", params.presence_penalty, -2.0, 2.0)
-    _check_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
     if params.seed is not None:
         _check_integer("seed", params.seed, -(2**63), 2**64 - 1)
     _validate_distinct(params)
-    if params.logit_bias is not None:
-        if not isinstance(params.logit_bias, dict):
-            raise InvalidRequestError("logit_bias must be a map from token id to bias", param="logit_bias")
-        _check_length("logit_bias", params.logit_bias, "entries", MAX_LOGIT_BIAS_ENTRIES)
-        for token, bias in params.logit_bias.items():
-            _check_integer("logit_bias", token, 0, vocab_size - 1, what="token id")
-            _check_number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, what=f"of token {token}")
 
 
 def _validate_distinct(params: SamplingParams) -> None:
@@ -153,8 +150,10 @@ def _validate_shared(params: Params, vocab_size: int) -> None:
         _check_integer("max_tokens", params.max_tokens, 1, MAX_TOKENS)
     _check_integer("min_tokens", params.min_tokens, 0, MAX_TOKENS if params.max_tokens is None else params.max_tokens)
     for name in ("logprobs", "prompt_logprobs"):
-        if getattr(params, name) is not None:
-            _check_integer(name, getattr(params, name), 0, MAX_TOP_LOGPROBS)
+        value = getattr(params, name)
+        if value is not None and (name, value) != ("logprobs", ALL_LOGPROBS):
+            _check_integer(name, value, 0, MAX_TOP_LOGPROBS)
+    _validate_logit_changes(params, vocab_size)
     if params.structured_outputs is not None:
         check_structured_outputs(params.structured_outputs)
     for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
@@ -165,6 +164,36 @@ def _validate_shared(params: Params, vocab_size: int) -> None:
     _check_length("stop_token_ids", params.stop_token_ids, "ids", MAX_STOP_TOKEN_IDS)
     for token in params.stop_token_ids:
         _check_integer("stop_token_ids", token, 0, vocab_size - 1, what="entry")
+
+
+def _validate_logit_changes(params: Params, vocab_size: int) -> None:
+    _check_number("repetition_penalty", params.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
+    _check_number("presence_penalty", params.presence_penalty, -2.0, 2.0)
+    _check_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
+    if params.logit_bias is not None:
+        if not isinstance(params.logit_bias, dict):
+            raise InvalidRequestError("logit_bias must be a map from token id to bias", param="logit_bias")
+        _check_length("logit_bias", params.logit_bias, "entries", MAX_LOGIT_BIAS_ENTRIES)
+        for token, bias in params.logit_bias.items():
+            _check_integer("logit_bias", token, 0, vocab_size - 1, what="token id")
+            _check_number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, what=f"of token {token}")
+    _check_integer("no_repeat_ngram_size", params.no_repeat_ngram_size, 0, MAX_TOKENS)
+    if params.bad_words:
+        raise InvalidRequestError("bad_words need a model with a tokenizer; pass bad_words_ids", param="bad_words")
+    _check_length("bad_words_ids", params.bad_words_ids, "sequences", MAX_BAD_WORDS)
+    for sequence in params.bad_words_ids:
+        if not 1 <= len(sequence) <= MAX_BAD_WORD_TOKENS:
+            raise InvalidRequestError(
+                f"bad_words_ids must have 1 to {MAX_BAD_WORD_TOKENS} token ids each, got {len(sequence)}",
+                param="bad_words_ids",
+            )
+        for token in sequence:
+            _check_integer("bad_words_ids", token, 0, vocab_size - 1, what="token id")
+    if params.allowed_token_ids is not None:
+        if not params.allowed_token_ids:
+            raise InvalidRequestError("allowed_token_ids must have at least 1 id", param="allowed_token_ids")
+        for token in params.allowed_token_ids:
+            _check_integer("allowed_token_ids", token, 0, vocab_size - 1, what="entry")
 
 
 def _check_bool(name: str, value: object) -> None:

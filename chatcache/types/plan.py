@@ -88,8 +88,9 @@ class Draws:
 
     width 1: sample one token (`temperature` 0 is argmax; ties go to the lowest id). The noise is keyed by (seed, lane,
     position), so a draw depends on nothing else. The last row of a prompt is drawn n times for n candidates.
-    width > 1, temperature 0 (beam search): the `width` most likely tokens with their log-softmax after edits, without
-    temperature, best first, ties to the lower id. A mask removes tokens without renormalising the others.
+    width > 1, temperature 0 (beam search): the `width` most likely tokens with their log-softmax, without temperature,
+    best first, ties to the lower id. Edits change the log-softmax instead of the logits; neither they nor a mask
+    renormalise it.
     width > 1, temperature > 0: `width` tokens without replacement (Gumbel top-k), in descending order of
     log-probability + noise, both of which are reported; log-probabilities after edits, masks, temperature and filters.
     num_top: how many top alternatives of the raw log-softmax to report in addition.
@@ -150,10 +151,10 @@ class StepResult:
     """The candidates of each draw, in draw order, and the prompt scores.
 
     Shapes, with W = max width and L = max num_top: tokens, logprobs [D, W]; top_tokens, top_logprobs [D, L]; perturbed
-    and raw_logprobs [D, W], or [D, 0] if no draw is without replacement. Unused cells are id -1 and -inf.
+    and raw_logprobs [D, W], or [D, 0] if no draw needs them. Unused cells are id -1 and -inf.
     Draws of width 1 report logprobs of the raw log-softmax (before edits and temperature), wider ones those described
-    at `Draws`, and in `raw_logprobs` those of the raw log-softmax. `faults`: (draw, message) for rows whose logits are
-    not finite or whose sampling failed; their candidates must not be used, and their request must end.
+    at `Draws`, and in `raw_logprobs` those of the raw log-softmax if they differ. `faults`: (draw, message) for rows
+    whose logits are not finite or whose sampling failed; their candidates must not be used, and their request must end.
     Prompt scores are parallel to `Scores.targets` (T of them): scores [T], score_tokens and score_logprobs
     [T, max num_top], nan where there is no target. A nan where there is a target means logits that are not finite: the
     request of that row must end.

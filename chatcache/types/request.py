@@ -12,6 +12,7 @@ MAX_N = 64  # candidates of one request to a server
 MAX_BRANCHES = 1024  # candidates or beams of one request to an engine
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+ALL_LOGPROBS = -1  # `logprobs` of the whole vocabulary
 MAX_PROMPT_LOGPROBS = 700_000  # prompt tokens x (alternatives + 1): the most that one response carries
 
 
@@ -43,31 +44,27 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
         _as_tuples(self, "choice", "special_token_ids")
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, tag="sampling"):
-    """How to sample `n` candidates for one prompt.
+class DecodingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters that sampling and beam search have in common.
 
-    `temperature == 0` is greedy. `top_k` of 0 or -1, `top_p` of 1 and `min_p` of 0 each disable that filter.
-    `max_tokens=None` allows as many tokens as the context and the KV pool permit. Sampled tokens depend on (seed,
-    candidate index, position) only; with `seed=None` the engine chooses a seed.
+    `max_tokens=None` allows as many tokens as the context and the KV pool permit. Penalties, biases and bans change the
+    logits of a draw; in beam search they change the log-softmax, which is not normalised again, as in `transformers`.
 
-    If `best_of` is more than `n`, that many candidates are sampled, and the `n` with the best mean raw log-probability
-    per token are returned at the end, best first. `distinct` samples without replacement: no two candidates are equal,
-    and each score is the exact log-probability of its candidate (stochastic beam search, Kool et al. 2019).
-    `prompt_logprobs`: how many top alternatives to report for each prompt token except the first.
+    `no_repeat_ngram_size`: no n-gram of this size occurs twice in prompt and output; 0 allows it. `bad_words`: texts
+    that must not occur in the output, tokenised with and without a leading space; the engine reads `bad_words_ids`,
+    their token ids. `allowed_token_ids`: only these tokens can be generated. `logprobs`: how many top alternatives to
+    report for each token; -1 for the whole vocabulary. `prompt_logprobs`: the same for each prompt token except the
+    first.
     """
 
-    n: int = 1
-    best_of: int | None = None
-    distinct: bool = False
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
-    seed: int | None = None
+    no_repeat_ngram_size: int = 0
+    bad_words: tuple[str, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -80,10 +77,34 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, tag="sampling"):
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
-        _as_tuples(self, "stop", "stop_token_ids")
+        _as_tuples(self, "stop", "stop_token_ids", "bad_words")
+        force_setattr(self, "bad_words_ids", tuple(tuple(ids) for ids in self.bad_words_ids))
+        if self.allowed_token_ids is not None:
+            _as_tuples(self, "allowed_token_ids")
 
 
-class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, tag="beam"):
+class SamplingParams(DecodingParams, frozen=True, kw_only=True, tag="sampling"):
+    """How to sample `n` candidates for one prompt.
+
+    `temperature == 0` is greedy. `top_k` of 0 or -1, `top_p` of 1 and `min_p` of 0 each disable that filter. Sampled
+    tokens depend on (seed, candidate index, position) only; with `seed=None` the engine chooses a seed.
+
+    If `best_of` is more than `n`, that many candidates are sampled, and the `n` with the best mean raw log-probability
+    per token are returned at the end, best first. `distinct` samples without replacement: no two candidates are equal,
+    and each score is the exact log-probability of its candidate (stochastic beam search, Kool et al. 2019).
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    distinct: bool = False
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+
+
+class BeamSearchParams(DecodingParams, frozen=True, kw_only=True, tag="beam"):
     """Beam search as defined by `transformers.generate(num_beams=...)`.
 
     Returns the best `n` hypotheses. `early_stopping`: True stops at `beam_width` finished hypotheses, False when no
@@ -98,24 +119,11 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, tag="beam"):
 
     beam_width: int = 4
     n: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
     length_penalty: float = 1.0
     early_stopping: bool | str = False
     num_beam_groups: int = 1
     diversity_penalty: float = 0.0
     stream_beams: bool = False
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    structured_outputs: StructuredOutputs | None = None
-
-    def __post_init__(self) -> None:
-        _as_tuples(self, "stop", "stop_token_ids")
 
 
 Params = SamplingParams | BeamSearchParams

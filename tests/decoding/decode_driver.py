@@ -84,10 +84,12 @@ def draw(logits: F32, spec: DrawSpec, position: int) -> Candidates:
     raw, top = log_softmax(logits), top_alternatives(logits, spec.num_top)
     changed = edited(logits, spec)
     if spec.width > 1:
-        scores = log_softmax(changed)
+        scores = edited(raw, spec)
         may = allowed(len(logits), spec)
         best = [token for token in np.argsort(-scores, kind="stable").tolist() if may[token]][: spec.width]
-        return Candidates(tuple(best), tuple(scores[best].tolist()), top)
+        best = [token for token in best if scores[token] > -np.inf]
+        raw_scores = () if spec.edit is None else tuple(raw[best].tolist())
+        return Candidates(tuple(best), tuple(scores[best].tolist()), top, raw_logprobs=raw_scores)
     changed = np.where(allowed(len(logits), spec), changed, np.float32(-np.inf))
     assert changed.max() > -np.inf
     if spec.temperature == 0:

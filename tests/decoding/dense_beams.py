@@ -35,7 +35,9 @@ def beam_run(
     if grammar is not None:
         rules = StopRules.of(params, facts, max_tokens=max_tokens, token_bytes=BYTES)
         constraint = cast(Any, ToyConstraint(grammar, params.min_tokens))
-        return run(BeamStrategy(params, rules, vocab_size=vocab_size, constraint=constraint), PROMPT, logits)
+        return run(
+            BeamStrategy(params, rules, prompt=PROMPT, vocab_size=vocab_size, constraint=constraint), PROMPT, logits
+        )
     request = GenerateRequest(request_id="r", prompt=PROMPT, params=params)
     return run(make_strategy(request, facts, seed=0, max_tokens=max_tokens, token_bytes=BYTES), PROMPT, logits)
 

@@ -7,12 +7,15 @@ small pages that beams cross again and again. Distinct candidates score what tra
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+from transformers import LogitsProcessor
 
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
@@ -20,7 +23,7 @@ from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import Runner
 from chatcache.types.events import CandidateDone, Failed, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
-from tests.model.families import Sample, make_sample
+from tests.model.families import VOCAB, Sample, make_sample
 
 MAX_TOKENS = 20
 EOS = (5, 21, 33, 60)
@@ -32,6 +35,23 @@ class Search:
     prompt: tuple[int, ...]
     params: Params
     eos: tuple[int, ...]
+
+
+class AddToTokens(LogitsProcessor):  # type: ignore[misc]
+    """logit_bias, presence_penalty and frequency_penalty, which generate does not have."""
+
+    def __init__(self, params: BeamSearchParams, num_prompt: int) -> None:
+        self._params = params
+        self._num_prompt = num_prompt
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        for token, bias in (self._params.logit_bias or {}).items():
+            scores[:, token] += bias
+        for row, tokens in enumerate(input_ids[:, self._num_prompt :].tolist()):
+            for token, count in Counter(tokens).items():
+                scores[row, token] -= self._params.presence_penalty + self._params.frequency_penalty * count
+        return scores
 
 
 @dataclass(frozen=True)
@@ -73,6 +93,10 @@ class Shape:
             length_penalty=params.length_penalty if params.beam_width > 1 else None,
             early_stopping=params.early_stopping if params.beam_width > 1 else None,
             eos_token_id=list(search.eos) or None,
+            repetition_penalty=params.repetition_penalty,
+            no_repeat_ngram_size=params.no_repeat_ngram_size or None,
+            bad_words_ids=[list(ids) for ids in params.bad_words_ids] or None,
+            logits_processor=[AddToTokens(params, prompt.shape[1])],
             pad_token_id=0,
             do_sample=False,
             return_dict_in_generate=True,
@@ -140,6 +164,68 @@ def test_other_ends_equal_generate(shape: Shape) -> None:
         params = [BeamSearchParams(beam_width=w, max_tokens=MAX_TOKENS, min_tokens=min_tokens) for w in (2, 5)]
         prompts = shape.sample.prompts[1:3]
         agree(shape, [Search(prompt, param, eos) for prompt, param in zip(prompts, params, strict=True)])
+
+
+def changed_params(shape: Shape, prompt: tuple[int, ...], width: int) -> list[BeamSearchParams]:
+    """Every change of the logits alone and all together; bad words are pairs of tokens of the unchanged outputs."""
+    plain = BeamSearchParams(beam_width=width, max_tokens=MAX_TOKENS)
+    outputs = [tokens for tokens, _ in shape.theirs(Search(prompt, plain, EOS))]
+    pairs = {pair for tokens in outputs for pair in itertools.pairwise(tokens) if pair[0] != prompt[-1]}
+    words = (*sorted(pairs)[:6], (outputs[0][0],))
+    changes: dict[str, Any] = {
+        "repetition_penalty": 1.3,
+        "presence_penalty": 2.0,
+        "frequency_penalty": 2.0,
+        "logit_bias": {outputs[0][1]: -2.0, 40: 1.5, EOS[0]: -1.0},
+        "no_repeat_ngram_size": 1,
+        "bad_words_ids": words,
+    }
+    alone = [msgspec.structs.replace(plain, **{name: value}) for name, value in changes.items()]
+    together = {**changes, "repetition_penalty": 0.8, "no_repeat_ngram_size": 2}
+    return [*alone, msgspec.structs.replace(plain, **together)]
+
+
+@pytest.mark.parametrize("width", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_penalties_biases_and_bans_equal_generate(shape: Shape, width: int) -> None:
+    """Side by side with unchanged searches, token for token and score for score."""
+    prompt = shape.sample.prompts[1]
+    plain = BeamSearchParams(beam_width=width, max_tokens=MAX_TOKENS)
+    every = [plain, *changed_params(shape, prompt, width)]
+    agree(shape, [Search(prompt, params, EOS) for params in every])
+    outputs = [[tokens for tokens, _ in shape.theirs(Search(prompt, params, EOS))] for params in every]
+    unchanged = [params for params, got in zip(every[1:], outputs[1:], strict=True) if got == outputs[0]]
+    assert not unchanged, "every change matters"
+
+
+def test_allowed_token_ids_leave_only_these_tokens(shape: Shape) -> None:
+    """As transformers with a bias of minus infinity on every other token."""
+    allowed, prompt = (2, 7, 11, 40, 90), shape.sample.prompts[1]
+    params = BeamSearchParams(beam_width=3, max_tokens=MAX_TOKENS, allowed_token_ids=allowed)
+    biased = msgspec.structs.replace(
+        params,
+        allowed_token_ids=None,
+        logit_bias={token: -torch.inf for token in range(VOCAB) if token not in allowed},
+    )
+    (got,), want = shape.ours([Search(prompt, params, EOS)]), shape.theirs(Search(prompt, biased, EOS))
+    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in want]
+    assert {token for tokens, _ in got for token in tokens} <= set(allowed)
+
+
+def test_logprobs_of_changed_beams_are_those_of_the_model(shape: Shape) -> None:
+    prompt = shape.sample.prompts[1]
+    params = BeamSearchParams(beam_width=3, max_tokens=6, repetition_penalty=1.4, logprobs=0)
+    engine = Engine(shape.runner, shape.runner.facts, EngineConfig(page_size=8, max_num_batched_tokens=96))
+    engine.add(GenerateRequest(request_id="beams", prompt=prompt, params=params))
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    while engine.has_work():
+        for event in engine.step():
+            if isinstance(event, Tokens) and event.index == 0:
+                tokens += event.token_ids
+                logprobs += [entry.logprob for entry in event.logprobs]
+    with torch.inference_mode():
+        raw = shape.sample.oracle(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    assert logprobs == pytest.approx(raw.gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist(), abs=1e-4)
 
 
 def test_distinct_candidates_score_their_probability(shape: Shape) -> None:

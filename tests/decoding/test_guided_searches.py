@@ -106,7 +106,7 @@ def search_among_pits(fatal: frozenset[int]) -> Run:
     params = BeamSearchParams(beam_width=4, num_beam_groups=2, diversity_penalty=1.0)
     rules = StopRules(max_tokens=5, eos_ids=(9,))
     constraint = cast(Any, Pits(Anything(VOCAB, (9,), 0), fatal))
-    strategy = BeamStrategy(params, rules, vocab_size=VOCAB, constraint=constraint)
+    strategy = BeamStrategy(params, rules, prompt=(1,), vocab_size=VOCAB, constraint=constraint)
     return run(strategy, (1,), TableModel(VOCAB, 3))
 
 

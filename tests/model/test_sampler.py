@@ -191,14 +191,17 @@ def test_greedy_draw_takes_the_lowest_id_of_equals_and_reports_raw_logprobs() ->
     assert np.isneginf(result.top_logprobs[1, 2:]).all()
 
 
-def test_wide_draws_are_the_top_of_the_edited_log_softmax() -> None:
+def test_wide_greedy_draws_edit_the_log_softmax_without_renormalising_it() -> None:
     logits = torch.tensor([[0.5, 2.0, 2.0, -1.0, 2.0]])
-    edit = LogitEdit(1, *(np.array(x, t) for x, t in (([1, 3], "i4"), ([2.0, 2.0], "f4"), ([-np.inf, 5.0], "f4"))))
+    edit = LogitEdit(1, *(np.array(x, t) for x, t in (([1, 3], "i4"), ([2.0, 2.0], "f4"), ([-np.inf, 8.0], "f4"))))
     result = draw(logits, [{"width": 2}, {"width": 4}, {"width": 9}], [edit])
-    edited = torch.tensor([0.5, -torch.inf, 2.0, 3.0, 2.0]).log_softmax(-1).numpy()
+    raw = logits[0].log_softmax(-1).numpy()
+    edited = np.array([raw[0], -np.inf, raw[2], 2 * raw[3] + 8.0, raw[4]])  # not normalised again
     assert result.tokens.tolist() == [[1, 2, -1, -1, -1], [3, 2, 4, 0, -1], [1, 2, 4, 0, 3]]
     np.testing.assert_allclose(result.logprobs[1, :4], edited[[3, 2, 4, 0]], rtol=1e-6)
     assert np.isneginf(result.logprobs[0, 2:]).all()
+    assert result.raw_logprobs is not None and np.isneginf(result.raw_logprobs[[0, 2]]).all()
+    np.testing.assert_allclose(result.raw_logprobs[1, :4], raw[[3, 2, 4, 0]], rtol=1e-6)
     assert not result.faults
 
 
@@ -279,7 +282,7 @@ def test_masks_allow_their_tokens_only(vocab_size: int) -> None:
     assert result.tokens[0, 0] == max(allowed[0], key=lambda token: raw[token])
     want = sorted(allowed[1], key=lambda token: -edited[token])[: wide["width"]]
     assert result.tokens[1].tolist() == want + [-1] * (result.tokens.shape[1] - len(want))
-    logprobs = edited - np.log(np.exp(edited).sum())  # of all tokens: what is left out is not handed to the others
+    logprobs = edited - np.log(np.exp(raw if wide["width"] > 1 else edited).sum())  # not normalised again
     np.testing.assert_allclose(result.logprobs[1, : len(want)], logprobs[want], rtol=1e-5, atol=1e-6)
     assert result.tokens[2, 0] in allowed[2]
     drawn = result.tokens[3][result.tokens[3] >= 0].tolist()

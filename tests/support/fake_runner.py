@@ -166,7 +166,7 @@ class FakeRunner:
         top_tokens, top_logprobs = _blank(num_draws, num_top)
         distinct = (draws.width > 1) & (draws.temperature > 0)
         _, perturbed = _blank(num_draws, width if distinct.any() else 0)
-        raw_logprobs = perturbed.copy()
+        _, raw_logprobs = _blank(num_draws, width if distinct.any() or draws.edits else 0)
         faults: list[tuple[int, str]] = []
         edits = {edit.draw: edit for edit in draws.edits}
         masks = {mask.draw: mask for mask in draws.masks}
@@ -183,10 +183,12 @@ class FakeRunner:
                 tokens[draw, : len(ids)], logprobs[draw, : len(ids)], perturbed[draw, : len(ids)] = ids, values, noisy
                 raw_logprobs[draw, : len(ids)] = log_softmax(raw)[ids]
             elif draws.width[draw] > 1:
-                every = log_softmax(allowed_logits(raw, edits.get(draw), None))  # a mask does not renormalise
+                every = allowed_logits(log_softmax(raw), edits.get(draw), None)  # neither edits nor masks renormalise
                 ids, values = top_candidates(np.where(logits > -np.inf, every, -np.inf), int(draws.width[draw]))
                 count = int((values > -np.inf).sum())
                 tokens[draw, :count], logprobs[draw, :count] = ids[:count], values[:count]
+                if draw in edits:
+                    raw_logprobs[draw, :count] = log_softmax(raw)[ids[:count]]
             else:
                 tokens[draw, 0] = draw_greedily_or_not(logits, draws, draw)
                 logprobs[draw, 0] = log_softmax(raw)[tokens[draw, 0]]

@@ -31,6 +31,7 @@ from chatcache.model.sampling.ops import (
     WORD_BITS,
     Index,
     draw_keys,
+    edits_log_softmax,
     select_draws,
     token_base,
 )
@@ -91,10 +92,12 @@ class SamplingLaunch:
 class Edits:
     """Logit edits as single cells.
 
-    Shapes: sources [E] int64, the raw row of each edited copy; rows, ids, scale, add [K].
+    Shapes: sources [E] int64, the raw row of each edited copy; normalised int64, the copies that are turned into a
+    log-softmax before they are edited; rows, ids, scale, add [K].
     """
 
     sources: I64
+    normalised: I64
     rows: I32
     ids: I32
     scale: F32
@@ -112,7 +115,10 @@ def flatten_edits(draws: Draws, index: Index, vocab_size: int) -> tuple[Edits, I
     scale = np.concatenate([none, *(edit.scale for edit in draws.edits)])
     add = np.concatenate([none, *(edit.add for edit in draws.edits)])
     known = (ids >= 0) & (ids < vocab_size)  # the tokenizer's EOS id may be outside the model's vocabulary
-    cells = Edits(index[edited].astype(np.int64), rows[known], ids[known].astype(np.int32), scale[known], add[known])
+    normalised = np.flatnonzero(edits_log_softmax(draws)[edited])
+    cells = Edits(
+        index[edited].astype(np.int64), normalised, rows[known], ids[known].astype(np.int32), scale[known], add[known]
+    )
     return cells, copy
 
 
@@ -210,7 +216,8 @@ def result_of(step_draws: StepDraws, arrays: Arrays) -> StepResult:
     tokens = np.full((num_draws, int(width.max(initial=1))), -1, np.int32)
     logprobs = np.full(tokens.shape, -np.inf, np.float32)
     perturbed = np.full((num_draws, tokens.shape[1] if warm.any() else 0), -np.inf, np.float32)
-    raw_logprobs = perturbed.copy()
+    edited = edits_log_softmax(draws)
+    raw_logprobs = np.full((num_draws, tokens.shape[1] if draws.edits or warm.any() else 0), -np.inf, np.float32)
     fault = np.zeros(num_draws, np.int32)
     for place, launch in enumerate(step_draws.launches):
         which, columns = launch.indices, slice(max(launch.size, 1))
@@ -222,14 +229,26 @@ def result_of(step_draws: StepDraws, arrays: Arrays) -> StepResult:
         tokens[which, columns] = read("tokens", -1, used)
         logprobs[which, columns] = read("logprobs", -np.inf, used)
         if launch.size and warm[which].any():
-            used = used & warm[which, None]
-            perturbed[which, columns] = read("perturbed", -np.inf, used)
-            raw_logprobs[which, columns] = read("raw_logprobs", -np.inf, used)
+            perturbed[which, columns] = read("perturbed", -np.inf, used & warm[which, None])
+        if launch.size and raw_logprobs.size:
+            raw_logprobs[which, columns] = read("raw_logprobs", -np.inf, used & (warm | edited)[which, None])
         fault[which] = arrays[f"faults {place}"]
+    for edit in draws.edits:
+        if edited[edit.draw]:
+            logprobs[edit.draw] = edited_logprobs(raw_logprobs[edit.draw], tokens[edit.draw], edit)
     for values, rest in ((tokens, -1), (logprobs, -np.inf), (perturbed, -np.inf), (raw_logprobs, -np.inf)):
         values[fault > 0] = rest
     faults = tuple((int(draw), MESSAGES[int(fault[draw])]) for draw in np.flatnonzero(fault))
     return StepResult(tokens, logprobs, *_top_alternatives(step_draws, arrays), faults, perturbed, raw_logprobs)
+
+
+def edited_logprobs(logprobs: F32, tokens: I32, edit: LogitEdit) -> F32:
+    """Apply an edit to the log-probabilities of some tokens. Shapes: logprobs, tokens [W]."""
+    order = np.argsort(edit.ids)
+    at = order[np.minimum(np.searchsorted(edit.ids, tokens, sorter=order), len(order) - 1)]
+    found = edit.ids[at] == tokens
+    changed = np.where(logprobs > 0, logprobs / edit.scale[at], logprobs * edit.scale[at]) + edit.add[at]
+    return np.where(found, changed, logprobs).astype(np.float32)
 
 
 def _top_alternatives(step_draws: StepDraws, arrays: Arrays) -> tuple[I32, F32]:
@@ -379,9 +398,10 @@ class DeviceSampler:
         all_launches = [*launches, ranking] if ranking is not None else launches
         step_draws = StepDraws(draws, index, tuple(launches), ranking, self.vocab_size)
         down = Download(Layout(output_specs(all_launches)), self.device)
-        sources, rows, ids, scale, add, bits, *tables = upload(
+        sources, normalised, rows, ids, scale, add, bits, *tables = upload(
             (
                 edits.sources,
+                edits.normalised,
                 edits.rows,
                 edits.ids,
                 edits.scale,
@@ -394,6 +414,8 @@ class DeviceSampler:
         changed = raw
         if len(edits.sources):
             changed = raw.index_select(0, sources).float()
+            if len(normalised):
+                changed[normalised] -= changed[normalised].logsumexp(-1, keepdim=True)
             sampling.apply_edits(changed, rows, ids, scale, add)
         self._launch(raw, changed, bits, all_launches, tables, self._no_slot if last is None else last, down.tensors())
         down.start()

@@ -289,6 +289,14 @@ def select_draws(draws: Draws, which: Index) -> Draws:
     return Draws(**{name: getattr(draws, name)[which] for name in fields})
 
 
+def edits_log_softmax(draws: Draws) -> Flags:
+    """Return which draws edit the log-softmax instead of the logits: those of beam search."""
+    flags = np.zeros(len(draws.row), bool)
+    flags[[edit.draw for edit in draws.edits]] = True
+    flags &= (draws.width > 1) & (draws.temperature <= 0)
+    return flags
+
+
 def apply_edits(logits: Tensor, edits: Sequence[LogitEdit]) -> None:
     """Apply all logit edits in place. Shapes: logits [D, V] float32, one row per draw."""
     if not edits:

@@ -33,6 +33,7 @@ from chatcache.model.sampling.ops import (
     apply_temperature,
     argmax,
     draw_keys,
+    edits_log_softmax,
     gumbel,
     gumbel_argmax,
     log_sum_exp,
@@ -140,16 +141,18 @@ class Sampler:
         num_draws = len(index)
         width = np.minimum(draws.width, self.vocab_size)
         wide, warm = draws.width > 1, draws.temperature > 0
-        arrays = _ResultArrays.empty(num_draws, int(width.max(initial=1)), noisy=bool((wide & warm).any()))
+        arrays = _ResultArrays.empty(
+            num_draws, int(width.max(initial=1)), noisy=bool((wide & warm).any() or draws.edits)
+        )
         raw = logits.float()
         lse = log_sum_exp(raw)
-        view = _LogitsView.of(raw, index, draws)
+        view = _LogitsView.of(raw, index, draws, lse)
         empty = np.zeros(num_draws, bool)
         if not wide.all():
             empty[~wide] = self._draw_single(view, np.flatnonzero(~wide), draws, lse, arrays)
         best, noisy = np.flatnonzero(wide & ~warm), np.flatnonzero(wide & warm)
         if best.size:
-            empty[best] = self._draw_greedy_wide(view, best, width[best], arrays)
+            empty[best] = self._draw_greedy_wide(view, best, width[best], lse, arrays)
         if noisy.size:
             empty[noisy] = self._draw_without_replacement(
                 view, noisy, width[noisy], select_draws(draws, noisy), lse, arrays
@@ -199,7 +202,9 @@ class Sampler:
             chosen[at] = ids.gather(-1, best).squeeze(-1)
         return chosen
 
-    def _draw_greedy_wide(self, view: _LogitsView, which: Index, width: NDArray[Any], arrays: _ResultArrays) -> Flags:
+    def _draw_greedy_wide(
+        self, view: _LogitsView, which: Index, width: NDArray[Any], raw_lse: Tensor, arrays: _ResultArrays
+    ) -> Flags:
         """Fill wide draws at temperature 0 with their most likely tokens.
 
         Return which of them had no allowed token.
@@ -212,6 +217,10 @@ class Sampler:
         used: Flags = (np.arange(size) < width[:, None]) & np.isfinite(logprobs)
         arrays.tokens[which, :size] = np.where(used, ids.cpu().numpy(), -1)
         arrays.logprobs[which, :size] = np.where(used, logprobs, -np.inf)
+        if view.edited.any():
+            at = view.where[self._to_device(which)][:, None]
+            raw_logprobs = (view.raw[at, ids] - raw_lse[at]).cpu().numpy()
+            arrays.raw_logprobs[which, :size] = np.where(used & view.edited[which, None], raw_logprobs, -np.inf)
         lost: Flags = ~used[:, 0]
         return lost
 
@@ -297,27 +306,34 @@ class _LogitsView:
     """Logits as each draw reads them.
 
     Shapes: raw [U, V]; changed [D, V], None without edits and masks; where [D], rows of raw; unmasked [D], log-sum-exp
-    before the masks, None without masks or wide draws. `identity`: whether `where` is 0 .. U - 1.
+    before the masks, None without changes or wide draws; edited [D]: draws whose log-softmax is edited (its log-sum-exp
+    is 0) instead of the logits. `identity`: whether `where` is 0 .. U - 1.
     """
 
     raw: Tensor
     changed: Tensor | None
     where: Tensor
     unmasked: Tensor | None
+    edited: Flags
     identity: bool
 
     @classmethod
-    def of(cls, raw: Tensor, index: Index, draws: Draws) -> _LogitsView:
+    def of(cls, raw: Tensor, index: Index, draws: Draws, lse: Tensor) -> _LogitsView:
+        """Apply the edits and masks. Shapes: lse [U], log-sum-exp of the raw rows."""
         identity = len(index) == len(raw) and bool((index == np.arange(len(index))).all())
         where = to_device(index, raw.device)
         changed = unmasked = None
+        edited = edits_log_softmax(draws)
         if draws.edits or draws.masks:
             changed = raw.clone() if identity else raw[where]
+            normalised = to_device(np.flatnonzero(edited), raw.device)
+            changed[normalised] -= lse[where[normalised]][:, None]
             apply_edits(changed, draws.edits)
-            if draws.masks and (draws.width > 1).any():
+            if (draws.width > 1).any():
                 unmasked = log_sum_exp(changed)
+                unmasked[normalised] = 0.0
             apply_masks(changed, draws.masks)
-        return cls(raw, changed, where, unmasked, identity)
+        return cls(raw, changed, where, unmasked, edited, identity)
 
     def changed_rows(self, which: Index) -> Tensor:
         """Return the logits that some draws (ascending) read, edits and masks applied.
