@@ -223,7 +223,7 @@ def test_a_resumed_request_fails_if_and_only_if_all_candidates_end_in_dead_ends(
     constraint = StructuredOutputs(regex="([a-f][0-9]|[g-z][a-z][0-9]|z[a-z]{3})")
     engine = test_isolation.engine()
     num_failed = num_cuts = 0
-    for seed in range(10):
+    for seed in range(16):
         fields: dict[str, Any] = {"best_of": {"n": 1, "best_of": 3}, "distinct": {"n": 3, "distinct": True}}
         params = SamplingParams(seed=seed, structured_outputs=constraint, **fields.get(kind, {"n": 3}))
         search = BeamSearchParams(beam_width=2, structured_outputs=constraint)
