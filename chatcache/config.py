@@ -29,6 +29,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     of the KV memory, at most 1 GiB; 0 disables swapping.
 
     `max_queued_requests`, `max_queued_tokens`: limits of the waiting queue; a single request may have more tokens.
+    `max_prefill_time_s`: seconds of a step for prompts while other requests run; 0 for no limit, None for 0.05 on CPUs
+    and no limit on GPUs.
     `scheduling_policy`: fair (between namespaces, by virtual token counters) | fcfs | priority (smaller first).
     `preemption_mode`: auto (by measured cost) | swap | recompute. `deterministic`: makes logits independent, to the
     bit, of batching, chunking, caching and preemption; slower. `strict`: a violated invariant found by the idle
@@ -46,6 +48,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int = 16
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    max_prefill_time_s: float | None = None
     enable_prefix_caching: bool = True
     max_queued_requests: int = 1024
     max_queued_tokens: int = 2**20

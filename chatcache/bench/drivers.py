@@ -12,12 +12,13 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 from safetensors.torch import save_file
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from chatcache.errors import EngineError, ModelFolderError
 from chatcache.types.events import EngineEvent, Failed, Finished, Started, Tokens
-from chatcache.types.request import BeamSearchParams, GenerateRequest, Params
+from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
 from chatcache.types.stats import ModelInfo
 
 if TYPE_CHECKING:
@@ -63,6 +64,16 @@ class RunTimes:
     @property
     def decode_tokens_per_s(self) -> float:
         return self.num_decoded / sum(self.decode_s)
+
+
+@dataclass(slots=True)
+class MixedTimes:
+    """Seconds between two tokens of a stream, without and with long prompts, and until first tokens."""
+
+    gap_alone_s: list[float] = field(default_factory=list)
+    gap_s: list[float] = field(default_factory=list)
+    question_s: list[float] = field(default_factory=list)
+    long_prompt_s: list[float] = field(default_factory=list)
 
 
 class Driver(Protocol):
@@ -148,6 +159,45 @@ class EngineDriver:
             num_waiting -= sum(isinstance(event, Started) for event in self.step())
         self.step()
         return request_ids
+
+    def run_mixed(
+        self, num_streams: int, stream_tokens: int, prompt_tokens: int, question_tokens: int, repeats: int
+    ) -> MixedTimes:
+        """Time running streams while a long prompt, and a short question one step later, arrive again and again."""
+        times, greedy = MixedTimes(), SamplingParams(temperature=0.0, ignore_eos=True)
+        streams = self.start_decoding([self.prompt(stream_tokens) for _ in range(num_streams)], greedy)
+        for _ in range(8):
+            self._timed_step(streams, times.gap_alone_s)
+        for _ in range(repeats):
+            first = msgspec.structs.replace(greedy, max_tokens=1)
+            self._timed_requests(streams, [self.prompt(prompt_tokens), self.prompt(question_tokens)], first, times)
+        self.abort(streams)
+        return times
+
+    def _timed_requests(
+        self, streams: Collection[str], prompts: list[Prompt], params: Params, times: MixedTimes
+    ) -> None:
+        """Submit a long prompt, and a question one step later; step until both have their first token."""
+        names: list[str] = []
+        submitted_s: list[float] = []
+        started_s: dict[str, float] = {}
+        while len(started_s) < 2:
+            if len(names) < 2:
+                names += self.submit([prompts[len(names)]], params)
+                submitted_s.append(time.perf_counter())
+            for request_id in self._timed_step(streams, times.gap_s):
+                started_s[request_id] = time.perf_counter()
+        for name, start_s, target in zip(names, submitted_s, (times.long_prompt_s, times.question_s), strict=True):
+            target.append(started_s[name] - start_s)
+
+    def _timed_step(self, streams: Collection[str], gaps_s: list[float]) -> set[str]:
+        """Run a step, record its seconds for each stream, and return the requests that started in it."""
+        start = time.perf_counter()
+        events = self.step()
+        gaps_s += [time.perf_counter() - start] * sum(
+            isinstance(event, Tokens) and event.request_id in streams for event in events
+        )
+        return {event.request_id for event in events if isinstance(event, Started)}
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Cancel the requests and step until the engine is idle."""

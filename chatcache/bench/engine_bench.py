@@ -1,4 +1,4 @@
-"""`chatcache bench latency | throughput | beam | prefix`: speed next to measured limits.
+"""`chatcache bench latency [--mixed] | throughput | beam | prefix`: speed next to measured limits.
 
 Everything that a figure is compared with is measured in the same run.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from chatcache import factory
@@ -129,6 +130,31 @@ def latency(bench: EngineBench) -> list[Figure]:
     ]
 
 
+NUM_STREAMS = 8
+STREAM_TOKENS = 64
+QUESTION_TOKENS = 30
+
+
+def mixed_latency(bench: EngineBench) -> list[Figure]:
+    """Measure 8 running streams, and the first token of short questions, while long prompts arrive."""
+    load, driver = bench.load, bench.driver
+    if not isinstance(driver, EngineDriver):
+        raise TypeError(f"only this engine runs mixed requests, not {type(driver).__name__}")
+    times = driver.run_mixed(NUM_STREAMS, STREAM_TOKENS, load.prompt_tokens, QUESTION_TOKENS, load.repeats)
+    alone_ms = statistics.median(times.gap_alone_s) * 1e3
+    p50, p99 = (float(each) * 1e3 for each in np.percentile(times.gap_s, (50, 99)))
+    question_ms, long_ms = (statistics.median(each) * 1e3 for each in (times.question_s, times.long_prompt_s))
+    without = "without long prompts (less is better)"
+    return [
+        compare(f"inter-token latency of {NUM_STREAMS} streams, p50", p50, "ms", alone_ms, without),
+        compare(f"inter-token latency of {NUM_STREAMS} streams, p99", p99, "ms", alone_ms, without),
+        compare(
+            f"time to first token, {QUESTION_TOKENS} tokens", question_ms, "ms", long_ms, "the long prompt before it"
+        ),
+        Figure(f"time to first token, {load.prompt_tokens} tokens", long_ms, "ms"),
+    ]
+
+
 def throughput(bench: EngineBench) -> list[Figure]:
     """Measure decode speed by batch size, then a mixed queue from submission to end."""
     load, figures = bench.load, []
@@ -206,6 +232,7 @@ def _total_times(driver: Driver, uncached: Driver, load: Load) -> tuple[list[flo
 
 BENCHMARKS: dict[str, Callable[[EngineBench], list[Figure]]] = {
     "latency": latency,
+    "mixed": mixed_latency,
     "throughput": throughput,
     "beam": beam,
     "prefix": prefix,

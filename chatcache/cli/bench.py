@@ -26,7 +26,22 @@ ShapeName = Annotated[
     Literal["tiny", "smollm2-135m", "qwen3-0.6b", "llama3-8b"] | None,
     typer.Option("--shape", help="Random weights of this shape instead of MODEL.", show_default=False),
 ]
-PromptTokens = Annotated[int, options.integer_option(min=16, max=2**20, help="Length of the prompts.")]
+Mixed = Annotated[
+    bool,
+    typer.Option(
+        "--mixed", help="Latency of running streams and short questions while long prompts arrive.", show_default=False
+    ),
+]
+PromptTokens = Annotated[
+    int | None,
+    options.integer_option(
+        "--prompt-tokens",
+        min=16,
+        max=2**20,
+        help="Length of the prompts; default: 512, with --mixed 6000.",
+        show_default=False,
+    ),
+]
 OutputTokens = Annotated[int, options.integer_option(min=4, max=2**20, help="Tokens to generate per request.")]
 Batch = Annotated[
     list[int],
@@ -46,7 +61,8 @@ def bench(
     model: options.Model = "",
     named_model: NamedModel = "",
     shape: ShapeName = None,
-    prompt_tokens: PromptTokens = 512,
+    mixed: Mixed = False,
+    prompt_tokens: PromptTokens = None,
     output_tokens: OutputTokens = 64,
     batch: Batch = [1, 8, 32],  # noqa: B006 (typer copies it)
     repeats: Repeats = 3,
@@ -61,6 +77,7 @@ def bench(
     page_size: options.PageSize = 16,
     max_num_seqs: options.MaxNumSeqs = 256,
     max_num_batched_tokens: options.MaxNumBatchedTokens = 2048,
+    max_prefill_time: options.MaxPrefillTime = None,
     deterministic: options.Deterministic = False,
 ) -> None:
     """Measure the engine and the limits of the machine (kv: pages and scheduling, no model)."""
@@ -68,6 +85,8 @@ def bench(
         raise typer.BadParameter(
             f"{named_model!r} and the argument MODEL, {model!r}, differ; give one of them.", param_hint="--model"
         )
+    if mixed and which != "latency":
+        raise typer.BadParameter(f"it is an option of bench latency, not of bench {which}.", param_hint="--mixed")
     if which == "kv":
         _bench_kv(page_size, repeats, as_json, out)
         return
@@ -83,12 +102,14 @@ def bench(
         page_size=page_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        max_prefill_time_s=max_prefill_time,
         deterministic=deterministic,
     )
+    prompt_tokens = prompt_tokens or (6000 if mixed else 512)
     load = Load(prompt_tokens=prompt_tokens, output_tokens=output_tokens, batches=tuple(batch), repeats=repeats)
     with Console(stderr=True).status("loading") as status:
         report = run_engine_bench(
-            which,
+            "mixed" if mixed else which,
             config,
             load,
             shape=shape,

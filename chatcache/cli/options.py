@@ -218,6 +218,17 @@ MaxNumSeqs = Annotated[
 MaxNumBatchedTokens = Annotated[
     int, _flag("max-num-batched-tokens", "Maximum number of tokens computed per step.", min=16, max=2**20)
 ]
+MaxPrefillTime = Annotated[
+    float | None,
+    _flag(
+        "max-prefill-time",
+        "Seconds per step for prompts while other requests run; 0: no limit; default: 0.05 on CPUs, no limit on GPUs.",
+        number=float,
+        min=0,
+        max=3600,
+        show_default=False,
+    ),
+]
 MaxQueuedRequests = Annotated[
     int,
     _flag(

@@ -270,10 +270,20 @@ def _restore_branches(request: LiveRequest, resumed: ResumePoint) -> tuple[Finis
 GRAMMAR_WAIT_S = 0.005
 
 
-def build_scheduler(config: EngineConfig, capacity: KVCapacity, digest: str) -> Scheduler:
+CPU_PREFILL_TIME_S = 0.05
+
+
+def max_prefill_time_s(config: EngineConfig, device: str) -> float:
+    """Return the configured time of a step for prompts, or the default of the device; 0 for no limit."""
+    if config.max_prefill_time_s is not None:
+        return config.max_prefill_time_s
+    return CPU_PREFILL_TIME_S if device == "cpu" else 0.0
+
+
+def build_scheduler(config: EngineConfig, capacity: KVCapacity, digest: str, device: str) -> Scheduler:
     """Build a scheduler with an empty page pool.
 
-    `digest`: of the model, part of every page hash.
+    `digest`: of the model, part of every page hash. `device`: of the model.
 
     Raises: InvalidRequestError for an unknown policy, or one that this runner does not support.
     """
@@ -283,6 +293,7 @@ def build_scheduler(config: EngineConfig, capacity: KVCapacity, digest: str) -> 
         KVCache(capacity.num_pages, capacity.page_size, digest, config.enable_prefix_caching, num_host_pages),
         num_slots=min(config.max_num_seqs, capacity.num_slots),
         max_num_batched_tokens=config.max_num_batched_tokens,
+        max_prefill_time_s=max_prefill_time_s(config, device),
         cost=CostModel(config.preemption_mode, capacity.swap_page_s),
         counters=VirtualTokenCounter() if config.scheduling_policy == FAIR else None,
     )
@@ -315,7 +326,7 @@ class Engine:
         capacity = runner.capacity()
         limits = (model_info.max_model_len, capacity.max_model_len, config.max_model_len or capacity.max_model_len)
         self._max_model_len = min(limits)
-        self._scheduler = build_scheduler(config, capacity, model_info.digest)
+        self._scheduler = build_scheduler(config, capacity, model_info.digest, model_info.device)
         self._kv = self._scheduler.kv
         self._pipeline = StepPipeline(runner, self._scheduler, clock)
         self._device_error: DeviceLostError | None = None

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Self
 
+import msgspec
+
 from chatcache.decoding.strategy import validate_params
 from chatcache.engine.engine import Engine
 from chatcache.errors import ChatcacheError, DeviceLostError, InvalidRequestError, OverloadedError
@@ -29,6 +31,8 @@ class LLM(LLMBase):
     """
 
     def _start(self) -> None:
+        # No limit, because no client waits for the next token.
+        self.config = msgspec.structs.replace(self.config, max_prefill_time_s=0.0)
         engine, self._runner = self._load_engine()
         self._open: Engine | None = engine
 

@@ -71,12 +71,17 @@ class Start(NamedTuple):
     match: PrefixMatch
     fork: LiveFork | None
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of computed tokens to start on."""
+        return self.match.num_tokens if self.fork is None else self.fork.num_tokens
+
 
 class WaitingQueue:
     """All requests without pages, new and preempted.
 
     One queue, or with fair scheduling (`counters`) one per namespace. `num_prompt_tokens` counts the tokens of all
-    waiting prompts, `num_forks` the requests that hint at a running one.
+    waiting prompts.
     """
 
     def __init__(self, kv: KVCache, decode_batch: DecodeBatch, counters: VirtualTokenCounter | None = None) -> None:
@@ -87,7 +92,6 @@ class WaitingQueue:
         self._num_requests = 0
         self.num_prompt_tokens = 0
         self._sizes: dict[str, tuple[int, int]] = {}  # by namespace: waiting requests and their prompt tokens
-        self.num_forks = 0
 
     def __len__(self) -> int:
         return self._num_requests
@@ -113,7 +117,6 @@ class WaitingQueue:
         self.num_prompt_tokens += len(request.prompt)
         num_requests, num_tokens = self.namespace_size(request.namespace)
         self._sizes[request.namespace] = num_requests + 1, num_tokens + len(request.prompt)
-        self.num_forks += request.fork_of is not None
 
     def remove(self, request: LiveRequest) -> None:
         name = self._queue_name(request)
@@ -125,7 +128,6 @@ class WaitingQueue:
         self._sizes[request.namespace] = num_requests - 1, num_tokens - len(request.prompt)
         if num_requests == 1:
             del self._sizes[request.namespace]
-        self.num_forks -= request.fork_of is not None
         if not queue:
             del self._queues[name]
             if self._counters is not None:
@@ -134,15 +136,13 @@ class WaitingQueue:
     def _queue_name(self, request: LiveRequest) -> str:
         return "" if self._counters is None else request.namespace
 
-    def find_start(self, running: Sequence[LiveRequest], num_slots: int, *, forks: bool = False) -> Start | None:
+    def find_start(self, running: Sequence[LiveRequest], num_slots: int, max_tokens: int | None = None) -> Start | None:
         """Find the next request in service order, if it can start now. A query.
 
         A request for which too few pages or rows are free blocks all requests after it. Two kinds are skipped without
         blocking others: a request whose next page is being computed by a running request, as it will soon find that
         page, and a request that must not start now so that no request is preempted more than MAX_PREEMPTIONS times.
-
-        A running branch can be forked only before any token of the step is granted, so the scheduler first looks for
-        requests that start as forks (`forks=True`), and for all others after it has granted tokens to running ones.
+        With `max_tokens`, requests that have more tokens to compute are skipped, too.
         """
         for request in self._in_service_order():
             if running and max(request, running[0], key=_service_order).num_preemptions >= MAX_PREEMPTIONS:
@@ -152,9 +152,11 @@ class WaitingQueue:
             start = self._resolve_start(request, running)
             if start.fork is None and self._awaits_running_prefill(start):
                 continue
+            if max_tokens is not None and request.leader.num_tokens - start.num_tokens > max_tokens:
+                continue
             if running and not self._fits(start):
                 return None
-            return start if forks == (start.fork is not None) else None
+            return start
         return None
 
     def _in_service_order(self) -> Iterator[LiveRequest]:
@@ -212,7 +214,7 @@ class WaitingQueue:
         one page per branch for later tokens.
         """
         request, match, batch, page_size = start.request, start.match, self._decode_batch, self._kv.page_size
-        num_full = (match.num_tokens if start.fork is None else start.fork.num_tokens) // page_size
+        num_full = start.num_tokens // page_size
         num_here = num_full - sum(1 for entry, _ in match.loads if entry < num_full)
         unbatched = batch.unbatched_requests
         missing = sum(num_missing_pages(self._kv, other) for other in (request, *unbatched))

@@ -46,7 +46,14 @@ from chatcache.scheduler.decode_batch import DecodeBatch
 from chatcache.scheduler.fairness import FairnessAccounting, VirtualTokenCounter
 from chatcache.scheduler.preemption import CostModel, SwapTracker
 from chatcache.scheduler.queue import Start, WaitingQueue, preemption_key
-from chatcache.scheduler.request import Branch, LiveRequest
+from chatcache.scheduler.request import LiveRequest
+from chatcache.scheduler.token_budget import (
+    MAX_PARTIAL_PREFILLS,
+    MIN_PREFILL_TOKENS,
+    share_tokens,
+    split_among_branches,
+    token_demand,
+)
 from chatcache.types.actions import BranchAction
 from chatcache.types.events import CacheMiss
 from chatcache.types.plan import I32
@@ -55,7 +62,10 @@ _service_order = attrgetter("service_order")
 
 
 class Scheduler:
-    """Schedules requests over one KV cache and the runner's page-table rows. Single-threaded."""
+    """Schedules requests over one KV cache and the runner's page-table rows. Single-threaded.
+
+    `max_prefill_time_s`: limits the part of prompts in a step, see `token_budget`; 0 for no limit.
+    """
 
     def __init__(
         self,
@@ -63,11 +73,13 @@ class Scheduler:
         *,
         num_slots: int,
         max_num_batched_tokens: int,
+        max_prefill_time_s: float = 0.0,
         cost: CostModel | None = None,
         counters: VirtualTokenCounter | None = None,
     ) -> None:
         self.kv = kv
         self.max_num_batched_tokens = max_num_batched_tokens
+        self._max_prefill_time_s = max_prefill_time_s
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_page_copies = 0
@@ -93,8 +105,7 @@ class Scheduler:
         if self._is_budget_tight:
             self._decode_batch.remove_all()
         self._started.clear()
-        if self.waiting.num_forks:
-            self._start_forks()
+        self._admit()
         batch = BatchBuilder(self.max_num_batched_tokens, self._decode_batch)
         self._decode_batch.remove_ineligible()
         decode_updates = self._decode_batch.advance_pages()
@@ -102,8 +113,7 @@ class Scheduler:
         for request in unbatched:
             if request.num_waiting_branches:
                 self._branches.reattach(request)
-        if not self._grant_running(unbatched, batch):
-            self._admit(batch)
+        self._grant_running(unbatched, batch)
         if batch.is_empty:
             return None
         self.num_steps += 1
@@ -136,27 +146,65 @@ class Scheduler:
         """
         return self._num_branches > self.max_num_batched_tokens
 
-    def _grant_running(self, requests: list[LiveRequest], batch: BatchBuilder) -> bool:
-        """Grant tokens to these requests in preemption order; return whether one was preempted."""
-        num_preemptions = self.num_preemptions
-        num_later = sum(request.num_unbatched for request in requests)
+    def _admit(self) -> None:
+        """Start waiting requests while this step has tokens for them.
+
+        Before any token is granted, because a running branch can be forked only then.
+        """
+        if not len(self.waiting):
+            return
+        demands = [token_demand(request) for request in self._decode_batch.unbatched_requests]
+        prompts = [num_tokens for _, num_tokens in demands if num_tokens]
+        num_decoding = self._decode_batch.num_branches + sum(num_single for num_single, _ in demands)
+        while num_decoding < self.max_num_batched_tokens:
+            num_tokens = self._num_prefill_tokens(num_decoding, is_shared=bool(prompts))
+            is_full = len(prompts) >= MAX_PARTIAL_PREFILLS and sum(prompts) >= num_tokens
+            max_tokens = num_tokens if is_full else None
+            start = self.waiting.find_start(self.running, self._rows.num_unreserved, max_tokens)
+            if start is None:
+                return
+            self._start(start)
+            num_single, num_wanted = token_demand(start.request)
+            num_decoding += num_single
+            prompts += [num_wanted] if num_wanted else []
+
+    def _num_prefill_tokens(self, num_decoding: int, *, is_shared: bool) -> int:
+        """Return how many tokens of a step can go to prompts, while `num_decoding` branches decode."""
+        num_tokens = max(self.max_num_batched_tokens - num_decoding, 1)
+        if not self._max_prefill_time_s or not (num_decoding or is_shared):
+            return num_tokens
+        seconds_per_token = self.swaps.cost.prefill.seconds_per_token()
+        if seconds_per_token is None:  # nothing was measured yet
+            return num_tokens
+        return min(num_tokens, max(int(self._max_prefill_time_s / seconds_per_token), MIN_PREFILL_TOKENS))
+
+    def _share_prefill(self, requests: list[LiveRequest]) -> dict[LiveRequest, int]:
+        """Return how many tokens each request gets in this step, besides those of branches that decode one."""
+        demands = [token_demand(request) for request in requests]
+        prompts = [(request, wanted) for request, (_, wanted) in zip(requests, demands, strict=True) if wanted]
+        if not prompts:
+            return {}
+        num_decoding = self._decode_batch.num_branches + sum(num_single for num_single, _ in demands)
+        num_tokens = self._num_prefill_tokens(num_decoding, is_shared=len(prompts) > 1)
+        groups = [request.namespace if self._fairness is not None else "" for request, _ in prompts]
+        shares = share_tokens([wanted for _, wanted in prompts], num_tokens, groups)
+        return {request: share for (request, _), share in zip(prompts, shares, strict=True)}
+
+    def _grant_running(self, requests: list[LiveRequest], batch: BatchBuilder) -> None:
+        """Grant tokens to these requests, which are in preemption order, and preempt the last if pages run out."""
+        shares = self._share_prefill(requests)
         for request in requests:
-            if request not in self._decode_batch.unbatched_requests:
-                continue  # preempted for an earlier request
-            num_later -= request.num_unbatched
-            while not self._grant(request, batch, num_later):
+            while request in self._decode_batch.unbatched_requests:  # not preempted
+                if self._grant(request, batch, shares.get(request, 0)):
+                    break
                 victim = max(self.running, key=self._preemption_key)
                 if victim is self.running[0]:
                     raise InvariantError(f"request {request.request_id} does not fit an otherwise empty pool")
-                num_later -= victim.num_unbatched if victim is not request else 0
                 self._preempt(victim)
-                if victim is request:
-                    return True
-        return self.num_preemptions > num_preemptions
 
-    def _grant(self, request: LiveRequest, batch: BatchBuilder, num_later: int = 0) -> bool:
+    def _grant(self, request: LiveRequest, batch: BatchBuilder, num_prefill: int) -> bool:
         """Grant tokens to all branches of a request; False, and none, if too few pages are free."""
-        wants = split_token_budget(request, batch.budget, num_later)
+        wants = split_among_branches(request, batch.budget, num_prefill)
         goals = [(t, t.num_tokens + n) for b, n in wants if (t := b.table) and t.num_tokens + n > t.num_reserved]
         if goals:
             copies = self.kv.reserve(goals)
@@ -168,24 +216,6 @@ class Scheduler:
         for branch, num_tokens in wants:
             batch.add(branch, num_tokens)
         return True
-
-    def _admit(self, batch: BatchBuilder) -> None:
-        """Start waiting requests while the budget lasts."""
-        while batch.budget > 0 and len(self.waiting):
-            start = self.waiting.find_start(self.running, self._rows.num_unreserved)
-            if start is None:
-                return
-            self._start(start)
-            if not self._grant(start.request, batch):
-                if len(self.running) == 1:
-                    raise InvariantError(f"request {start.request.request_id} does not fit an empty pool")
-                self._preempt(start.request)
-                return
-
-    def _start_forks(self) -> None:
-        """Start requests that fork a running branch, before any token of this step is granted."""
-        while (start := self.waiting.find_start(self.running, self._rows.num_unreserved, forks=True)) is not None:
-            self._start(start)
 
     def _start(self, start: Start) -> None:
         """Move a request from the queue to the running ones, on its fork or match."""
@@ -400,34 +430,7 @@ class AsyncScheduling:
         if not len(self._waiting):
             return False
         num_rows = self._rows.num_unreserved
-        if budget > self._decode_batch.num_branches and self._waiting.find_start(running, num_rows) is not None:
-            return True
-        return self._waiting.num_forks > 0 and self._waiting.find_start(running, num_rows, forks=True) is not None
-
-
-def split_token_budget(request: LiveRequest, budget: int, num_later: int) -> list[tuple[Branch, int]]:
-    """Split a step's remaining token budget among a request's branches.
-
-    Branches in the decode batch are left out: their tokens are not part of this budget. A chunk of a long prompt leaves
-    one token for each of the `num_later` branches served after this request. The last tokens of a lockstep request
-    (beam search) are all computed in the same step, so that its branches are sampled together.
-    """
-    branches = request.branches.values()
-    gaps = [(b, b.num_tokens - b.table.num_tokens) for b in branches if b.table is not None and not b.in_decode_batch]
-    if len(gaps) == 1 and gaps[0][1] == 1 and budget > 0 and not request.num_waiting_branches:
-        return gaps
-    if request.lockstep:
-        num_wanted = sum(gap for _, gap in gaps)
-        available = budget if num_wanted == len(gaps) else budget - num_later
-        if num_wanted > available or request.num_waiting_branches:
-            gaps = [(branch, gap - 1) for branch, gap in gaps]
-    wants: list[tuple[Branch, int]] = []
-    for branch, gap in gaps:
-        num_tokens = min(gap, 1 if gap == 1 else max(budget - num_later, 1), budget)
-        if num_tokens > 0:
-            wants.append((branch, num_tokens))
-            budget -= num_tokens
-    return wants
+        return budget > self._decode_batch.num_branches and self._waiting.find_start(running, num_rows) is not None
 
 
 def cache_miss_reason(kv: KVCache, start: Start) -> CacheMiss | None:

@@ -80,6 +80,16 @@ def test_bench_command_prints_and_writes_json(tmp_path: Path) -> None:
     assert torch.get_num_threads() == json.loads(result.stdout)["num_threads"]
 
 
+def test_bench_command_with_mixed_reports_streams_and_questions() -> None:
+    options = ["--shape", "tiny", "--repeats", "2", "--attention-backend", "reference", "--dtype", "float32", "--json"]
+    result = CliRunner().invoke(app, ["bench", "latency", "--mixed", "--prompt-tokens", "200", *options])
+    assert result.exit_code == 0, result.output
+    figures = {figure["name"]: figure for figure in json.loads(result.stdout)["figures"]}
+    assert figures["time to first token, 30 tokens"]["value"] <= figures["time to first token, 200 tokens"]["value"]
+    assert "inter-token latency of 8 streams, p99" in figures
+    assert CliRunner().invoke(app, ["bench", "beam", "--mixed"]).exit_code == 2
+
+
 @pytest.mark.slow
 def test_bench_command_takes_model_as_argument_or_option(tmp_path: Path) -> None:
     write_model(SHAPES["tiny"], tmp_path / "mine", seed=3)

@@ -60,7 +60,7 @@ def test_a_failed_step_fails_its_requests_and_the_engine_continues() -> None:
 
 
 def test_requests_without_a_row_continue_after_a_failed_step() -> None:
-    eng = engine(CrashingRunner(fake_capacity(), VOCAB), max_num_batched_tokens=8)
+    eng = engine(CrashingRunner(fake_capacity(), VOCAB), max_num_batched_tokens=1)  # "b" gets no token before "a" ends
     eng.add(request("a", num_tokens=40))
     eng.add(request("b", prompt=tuple(range(30, 50))))
     events = drain(eng)

@@ -62,13 +62,14 @@ def test_plan_equal_prompt_waits_for_the_running_prefill() -> None:
     driver.add(range(1, 19))
     duplicate = driver.add([*range(1, 19), 30])
     other = driver.add([50, 51])
-    assert rows(driver.step()) == [("r0", 0, 0, 10)]
-    assert rows(driver.step()) == [("r0", 0, 10, 8), ("r2", 0, 0, 2)], "the other request is not blocked"
-    for leader in (driver.scheduler.running[0].leader, other.leader):
-        driver.scheduler.apply(leader.request, [Extend(0, 5)])
+    assert rows(driver.step()) == [("r0", 0, 0, 8), ("r2", 0, 0, 2)], "the other request is not blocked"
+    driver.scheduler.apply(other, [Extend(0, 5)])
+    assert rows(driver.step()) == [("r0", 0, 8, 9), ("r2", 0, 2, 1)]
+    driver.scheduler.apply(other, [Extend(0, 5)])
+    assert duplicate.num_cached_tokens is None
     step = driver.step()
     assert duplicate.num_cached_tokens == 16
-    assert ("r1", 0, 16, 3) in rows(step)
+    assert rows(step) == [("r0", 0, 17, 1), ("r1", 0, 16, 3), ("r2", 0, 3, 1)]
 
 
 def test_preempted_request_restarts_on_its_cached_pages() -> None:
