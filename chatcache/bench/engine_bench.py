@@ -1,4 +1,4 @@
-"""`chatcache bench latency [--mixed] | throughput | beam | prefix`: speed next to measured limits.
+"""`chatcache bench latency [--mixed] | throughput | beam | prefix | contention`: speed next to measured limits.
 
 Everything that a figure is compared with is measured in the same run.
 """
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from chatcache import factory
+from chatcache.bench.contention import NUM_BUSY, speeds_by_busy_processes
 from chatcache.bench.device import Roofline, measure_limits
 from chatcache.bench.drivers import SHAPES, Driver, EngineDriver, RunTimes, TransformersDriver, write_model
 from chatcache.bench.report import Figure, compare, figure_table
@@ -26,7 +27,8 @@ from chatcache.types.request import BeamSearchParams, Params, SamplingParams
 from chatcache.types.stats import ModelInfo
 
 MAX_BUFFER_BYTES = 2**30
-COMPARABLE = ("latency", "throughput", "beam")
+BUSY_GOAL = ">= 0.65"  # next to one busy process, with two threads on two cores
+COMPARABLE = ("latency", "throughput", "beam", "contention")
 """The benchmarks that transformers can run, too."""
 
 
@@ -230,12 +232,32 @@ def _total_times(driver: Driver, uncached: Driver, load: Load) -> tuple[list[flo
     return on, off
 
 
+def contention(bench: EngineBench) -> list[Figure]:
+    """Measure decode speed by batch size next to busy processes, against the idle machine."""
+    load, figures = bench.load, []
+    prompt_tokens = max(load.prompt_tokens // 8, 8)
+    for batch in load.batches:
+
+        def measure(batch: int = batch) -> float:
+            prompts = [bench.driver.prompt(prompt_tokens) for _ in range(batch)]
+            return bench.driver.run(prompts, _greedy(load.output_tokens)).decode_tokens_per_s
+
+        speeds = speeds_by_busy_processes(measure, (0, *NUM_BUSY), load.repeats)
+        figures.append(Figure(f"decode, batch {batch}, idle", speeds[0], "tokens/s"))
+        figures += [
+            compare(f"decode, batch {batch}, {count} busy", speeds[count], "tokens/s", speeds[0], "idle", goal)
+            for count, goal in zip(NUM_BUSY, (BUSY_GOAL, ""), strict=True)
+        ]
+    return figures
+
+
 BENCHMARKS: dict[str, Callable[[EngineBench], list[Figure]]] = {
     "latency": latency,
     "mixed": mixed_latency,
     "throughput": throughput,
     "beam": beam,
     "prefix": prefix,
+    "contention": contention,
 }
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from chatcache.bench.kv_bench import KVReport
 
 Which = Annotated[
-    Literal["latency", "throughput", "beam", "prefix", "kv"],
+    Literal["latency", "throughput", "beam", "prefix", "contention", "kv"],
     typer.Argument(help="What to measure.", show_default=False),
 ]
 NamedModel = Annotated[str, typer.Option("--model", help="Same as the argument MODEL.", show_default=False)]
@@ -45,7 +45,9 @@ PromptTokens = Annotated[
 OutputTokens = Annotated[int, options.integer_option(min=4, max=2**20, help="Tokens to generate per request.")]
 Batch = Annotated[
     list[int],
-    options.integer_option("--batch", min=1, max=4096, help="Batch size of throughput; may be given several times."),
+    options.integer_option(
+        "--batch", min=1, max=4096, help="Batch size of throughput and contention; may be given several times."
+    ),
 ]
 Repeats = Annotated[int, options.integer_option(min=1, max=1000, help="Repetitions; the median is reported.")]
 Compare = Annotated[

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from chatcache.bench.contention import NUM_BUSY, busy_processes
 
 NUM_OUTPUT_TOKENS = 64
 
 
 class Engine(Protocol):
-    """A running engine that executes commands."""
+    """A running engine that executes commands, on `cpus` (None: on all)."""
+
+    @property
+    def cpus(self) -> Collection[int] | None: ...
 
     def execute(self, **command: Any) -> dict[str, Any]: ...
 
@@ -72,6 +77,17 @@ def decode(batch: int, length: int = 64, n: int = 1) -> Callable[[Engine, Prompt
     return measure
 
 
+def share_of_idle(batch: int, num_busy: int) -> Callable[[Engine, Prompts], float]:
+    """Return a function that measures decode speed next to busy processes, relative to that without them."""
+
+    def measure(engine: Engine, prompts: Prompts) -> float:
+        idle = decode(batch)(engine, prompts)
+        with busy_processes(num_busy, engine.cpus):
+            return decode(batch)(engine, prompts) / idle
+
+    return measure
+
+
 def prefill(length: int) -> Callable[[Engine, Prompts], float]:
     """Return a function that measures the tokens/s of one prompt until the first new token."""
     return lambda engine, prompts: length / seconds(engine, prompts(1, length), 1)
@@ -107,5 +123,10 @@ CASES = (
     Case("prefill 2048", "latency", "tokens/s", True, prefill(2048)),
     Case("first token, 2k anew", "prefix", "ms", False, first_token(cached=False)),
     Case("first token, 2k cached + 16", "prefix", "ms", False, first_token(cached=True)),
+    *(
+        Case(f"decode, batch {batch}, {count} busy", "contention", "of idle", True, share_of_idle(batch, count))
+        for batch in (1, 8)
+        for count in NUM_BUSY
+    ),
 )
 GROUPS = (*dict.fromkeys(case.group for case in CASES), "start")

@@ -33,7 +33,7 @@ class Peer:
 class EngineProcess:
     """A running engine.
 
-    `start_s`: seconds from the start of the process until it accepts commands.
+    `cpus`: those it runs on. `start_s`: seconds from the start of the process until it accepts commands.
     """
 
     def __init__(self, peer: Peer, num_threads: int, log: Path) -> None:
@@ -56,10 +56,11 @@ class EngineProcess:
                 stdin=subprocess.PIPE, stdout=out, stderr=out, pass_fds=[child_end], env=environment,
             )  # fmt: skip
         os.close(child_end)
+        self.cpus: list[int] | None = None
         if hasattr(os, "sched_setaffinity"):
-            allowed = sorted(os.sched_getaffinity(0))
+            self.cpus = sorted(os.sched_getaffinity(0))[:num_threads]
             with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(self._process.pid, allowed[:num_threads])
+                os.sched_setaffinity(self._process.pid, self.cpus)
         self._results = os.fdopen(results)
         self._read()
         self.start_s = time.perf_counter() - start

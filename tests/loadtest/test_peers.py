@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loadtest.peers import engines
+from loadtest.peers import cases, engines
 from loadtest.peers.__main__ import compare_medians, main, prepare_model, vocab_size
 from loadtest.peers.cases import CASES, Prompts, UnsupportedError
 from loadtest.peers.engines import EngineProcess, Peer, PeerError, find_peers
 
 DRIVER = """
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 sys.path.insert(0, {drivers!r})
 from serve import UnsupportedError, serve
 
@@ -34,14 +38,17 @@ serve(Engine())
 
 
 class Recorder:
-    """An engine that records every command."""
+    """An engine that records every command, and is half as fast next to busy processes."""
+
+    cpus = None
 
     def __init__(self) -> None:
         self.commands: list[dict[str, Any]] = []
+        self.busy: list[int] = []
 
     def execute(self, **command: Any) -> dict[str, Any]:
         self.commands.append(command)
-        return {"s": 0.5 * command["max_tokens"]}
+        return {"s": 0.5 * command["max_tokens"] * (1 + min(1, len(self.busy)))}
 
 
 @pytest.fixture
@@ -62,17 +69,28 @@ def test_engine_process_executes_commands_until_stopped(peer: Peer, tmp_path: Pa
     process.stop()
 
 
-def test_cases_send_the_commands_of_their_names() -> None:
-    commands = {}
+def test_cases_send_the_commands_of_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands, counts = {}, []
+
+    @contextmanager
+    def busy_processes(count: int, cpus: None) -> Iterator[None]:
+        counts.append(count)
+        recorder.busy.append(count)
+        yield
+        recorder.busy.clear()
+
+    monkeypatch.setattr(cases, "busy_processes", busy_processes)
     for case in CASES:
         recorder = Recorder()
         value = case.measure(recorder, Prompts("1", 100))
         commands[case.name] = [
             (len(c["prompts"]), len(c["prompts"][0]), c["max_tokens"], c["n"]) for c in recorder.commands
         ]
-        assert value > 0
+        assert value == 0.5 if case.group == "contention" else value > 0
+    assert counts == [1, 2, 1, 2]
     assert commands["decode, batch 32"] == [(32, 64, 1, 1), (32, 64, 65, 1)]
     assert commands["n = 8 after 1k"] == [(1, 1024, 1, 8), (1, 1024, 65, 8)]
+    assert commands["decode, batch 8, 2 busy"] == 2 * [(8, 64, 1, 1), (8, 64, 65, 1)]
     assert commands["beam 8, 512 + 64"] == [(1, 512, 64, 8)]
     assert commands["first token, 2k cached + 16"] == [(1, 2048, 1, 1), (1, 2064, 1, 1)]
     decode = next(case for case in CASES if case.name == "decode, batch 8")
@@ -133,6 +151,8 @@ def test_main_drops_a_failed_engine_and_continues(
 
 def test_unsupported_command_raises() -> None:
     class Refuses:
+        cpus = None
+
         def execute(self, **command: Any) -> dict[str, Any]:
             return {"unsupported": "no"}
 

@@ -1,0 +1,42 @@
+"""Measure speed next to other busy processes, in rounds that alternate with the idle machine.
+
+Imports nothing but the standard library: `loadtest.peers` uses it for other engines.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+NUM_BUSY = (1, 2)  # busy processes
+_SPIN = "print(flush=True)\nwhile True: pass"
+
+
+@contextmanager
+def busy_processes(count: int, cpus: Collection[int] | None = None) -> Iterator[None]:
+    """Run processes that each use one core without pause; on `cpus`, by default on those of this process."""
+    with ExitStack() as stack:
+        for _ in range(count):
+            process = stack.enter_context(subprocess.Popen([sys.executable, "-S", "-c", _SPIN], stdout=subprocess.PIPE))
+            stack.callback(process.kill)
+            if cpus is not None and hasattr(os, "sched_setaffinity"):
+                os.sched_setaffinity(process.pid, cpus)
+            assert process.stdout is not None
+            process.stdout.readline()  # it runs
+        yield
+
+
+def speeds_by_busy_processes(
+    measure: Callable[[], float], counts: Sequence[int], num_rounds: int, cpus: Collection[int] | None = None
+) -> dict[int, float]:
+    """Return the median of `measure` for each number of busy processes, of interleaved rounds."""
+    values: dict[int, list[float]] = {count: [] for count in counts}
+    for _ in range(num_rounds):
+        for count in counts:
+            with busy_processes(count, cpus):
+                values[count].append(measure())
+    return {count: statistics.median(each) for count, each in values.items()}

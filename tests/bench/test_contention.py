@@ -1,0 +1,61 @@
+"""Busy processes of `bench contention`: they run while a speed is measured, on the CPUs given, and end after it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from chatcache.bench.contention import busy_processes, speeds_by_busy_processes
+
+
+def children_cpu_s() -> float:
+    """Return the CPU seconds of the child processes that have ended."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+def live_children() -> list[int]:
+    tasks = Path("/proc/self/task").glob("*/children")
+    return [int(each) for task in tasks for each in task.read_text().split()]
+
+
+def num_busy() -> int:
+    """Return the number of child processes that wait for nothing."""
+    states = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in live_children()]
+    return states.count("R")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+@pytest.mark.parametrize("fails", [False, True])
+def test_busy_processes_run_and_end(fails: bool) -> None:
+    before, cpu_s = live_children(), children_cpu_s()
+    cpu = min(os.sched_getaffinity(0))
+    try:
+        with busy_processes(2, [cpu]):
+            mine = set(live_children()) - set(before)
+            assert len(mine) == 2
+            assert all(os.sched_getaffinity(pid) == {cpu} for pid in mine)
+            time.sleep(0.2)
+            if fails:
+                raise InterruptedError
+    except InterruptedError:
+        assert fails
+    assert set(live_children()) == set(before)
+    assert children_cpu_s() > cpu_s
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+def test_speeds_are_medians_of_rounds_with_each_number_of_processes() -> None:
+    seen: list[int] = []
+    base = num_busy()
+    values = iter((9.0, 5.0, 1.0, 5.0, 5.0, 7.0))
+
+    def measure() -> float:
+        seen.append(num_busy() - base)
+        return next(values)
+
+    assert speeds_by_busy_processes(measure, (0, 2), 3) == {0: 5.0, 2: 5.0}
+    assert seen == [0, 2, 0, 2, 0, 2]
