@@ -39,6 +39,7 @@ class LogitEdits:
         bias = {**(params.logit_bias or {}), **bad_tokens}
         bans = TokenBans(params, prompt)
         self._bans = None if bans.is_empty else bans
+        self.is_recording = self._counting or self._bans is not None
         self._always_applies = self._counting or bool(bias)
         seen = sorted(set(prompt)) if self._repetition != 1.0 else []
         ids = list(dict.fromkeys((*seen, *bias, *bannable)))
@@ -79,7 +80,7 @@ class LogitEdits:
         return copied
 
     def record(self, token: int) -> None:
-        """Count an output token."""
+        """Count an output token. Has no effect unless `is_recording`."""
         if self._bans is not None:
             self._bans.record(token)
         if not self._counting:

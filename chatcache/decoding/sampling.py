@@ -159,7 +159,8 @@ class SamplingStrategy:
                 actions.append(Extend(branch, candidate.tokens[0]) if alive else self._release(branch))
         elif ROOT in drawn:
             self._start(drawn[ROOT], actions, outputs)
-        return Advance(tuple(actions), tuple(outputs), finished=self._started and self._has_finished())
+        finished = self._started and not self._candidates and self._has_finished()
+        return Advance(tuple(actions), tuple(outputs), finished)
 
     def _has_finished(self) -> bool:
         """Return whether no candidate is live. Raises: GrammarDeadEndError if all of them ended in dead ends."""
@@ -241,9 +242,14 @@ class SamplingStrategy:
         return _Candidate(index, self._drawing, spec, self._drawing.edits.fork(), grammar_state)
 
     def _advance_state(self, lane: _Candidate, token: int) -> StopResult | None:
-        lane.edits.record(token)
-        lane.progress, ended = advance_candidate(self._rules, lane.progress, token, lane.grammar_state)
-        self._has_result = self._has_result or (ended is not None and ended is not DEAD_END)
+        if lane.edits.is_recording:
+            lane.edits.record(token)
+        if lane.grammar_state is None:
+            lane.progress, ended = self._rules.advance(lane.progress, token)
+        else:
+            lane.progress, ended = advance_candidate(self._rules, lane.progress, token, lane.grammar_state)
+        if ended is not None and ended is not DEAD_END:
+            self._has_result = True
         return ended
 
     def _release(self, branch: int) -> Release:

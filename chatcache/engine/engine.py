@@ -105,6 +105,10 @@ class EventQueue:
 
     def emit_output(self, request: LiveRequest, output: Output) -> None:
         match output:
+            case Emit(index, (token,), logprobs, score):  # most outputs
+                name, request.num_output_tokens = request.request_id, request.num_output_tokens + 1
+                seq = self._last_seq[name] = self._last_seq[name] + 1
+                self._events.append(Tokens(name, seq, index, (token,), logprobs, score))
             case Emit():
                 self._tokens(request, output)
             case Finish(index, finish_reason, stop_reason, score):
@@ -515,7 +519,7 @@ class Engine:
         for request, error in errors.items():
             self._fail(request, error, discard=True)
         self._advance(step, completed.result, errors)
-        if self._pipeline:
+        if completed.is_committed:  # because the next step was launched
             self._scheduler.reconcile(step, completed.result.tokens[:, 0])
 
     def _fail_device(self, error: DeviceLostError) -> None:

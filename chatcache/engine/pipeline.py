@@ -44,15 +44,17 @@ def check_shapes(plan: StepPlan, result: StepResult) -> None:
     draws = plan.draws
     num_draws = len(draws.row)
     width, num_top = int(draws.width.max(initial=0)), int(draws.num_top.max(initial=0))
-    _check_pair("tokens", result.tokens, result.logprobs, num_draws, width)
-    _check_pair("top_tokens", result.top_tokens, result.top_logprobs, num_draws, num_top)
+    pairs = [
+        ("tokens", result.tokens, result.logprobs, num_draws, width),
+        ("top_tokens", result.top_tokens, result.top_logprobs, num_draws, num_top),
+    ]
     if ((draws.width > 1) & (draws.temperature > 0)).any():
         for name, values in (("perturbed", result.perturbed), ("raw_logprobs", result.raw_logprobs)):
             if values is None or values.shape != result.tokens.shape:
                 raise ValueError(
                     f"{name} has shape {None if values is None else values.shape}, not {result.tokens.shape}"
                 )
-    if any(not 0 <= draw < num_draws for draw, _ in result.faults):
+    if result.faults and any(not 0 <= draw < num_draws for draw, _ in result.faults):
         raise ValueError(f"a fault names a draw that the plan does not have; it has {num_draws}")
     if plan.scores is not None:
         count = len(plan.scores.targets)
@@ -60,18 +62,16 @@ def check_shapes(plan: StepPlan, result: StepResult) -> None:
             raise ValueError("prompt scores were requested and are missing")
         if result.scores.shape != (count,):
             raise ValueError(f"scores have shape {result.scores.shape}, not {(count,)}")
-        _check_pair("score_tokens", result.score_tokens, result.score_logprobs, count,
-                    int(plan.scores.num_top.max(initial=0)))  # fmt: skip
-
-
-def _check_pair(name: str, tokens: I32, logprobs: F32, num_rows: int, num_columns: int) -> None:
-    shape = tokens.shape
-    if len(shape) != 2 or shape[0] != num_rows or shape[1] < num_columns or logprobs.shape != shape:
-        raise ValueError(
-            f"{name} has shape {shape}, its log-probabilities {logprobs.shape}; not {num_rows, num_columns}"
-        )
-    if tokens.dtype.kind not in "iu":
-        raise ValueError(f"{name} are {tokens.dtype}, not token ids")
+        num_top = int(plan.scores.num_top.max(initial=0))
+        pairs.append(("score_tokens", result.score_tokens, result.score_logprobs, count, num_top))
+    for name, tokens, logprobs, num_rows, num_columns in pairs:
+        shape = tokens.shape
+        if len(shape) != 2 or shape[0] != num_rows or shape[1] < num_columns or logprobs.shape != shape:
+            raise ValueError(
+                f"{name} has shape {shape}, its log-probabilities {logprobs.shape}; not {num_rows, num_columns}"
+            )
+        if tokens.dtype.kind not in "iu":
+            raise ValueError(f"{name} are {tokens.dtype}, not token ids")
 
 
 def select_rows(result: StepResult, which: I32) -> StepResult:
@@ -95,19 +95,18 @@ def invalid_samples(draws: Draws, result: StepResult, vocab_size: int) -> list[t
     tokens, logprobs = result.tokens, result.logprobs
     if not len(tokens):
         return []
-    wrong = _find_invalid(tokens, logprobs, vocab_size)
+    found: list[BoolArray] = []
+    for ids, values in ((tokens, logprobs), (result.top_tokens, result.top_logprobs)):
+        found.append((ids >= vocab_size) | (ids < -1) | ((ids >= 0) & np.isnan(values)))
+    wrong, wrong_tops = found
     wrong[:, 0] |= tokens[:, 0] < 0
     if tokens.shape[1] > 1:
         wrong &= np.arange(tokens.shape[1]) < draws.width[:, None]
     if result.top_tokens.shape[1]:
-        wrong = np.hstack([wrong, _find_invalid(result.top_tokens, result.top_logprobs, vocab_size)])
+        wrong = np.hstack([wrong, wrong_tops])
     if not wrong.any():
         return []
     return [(draw, _describe_invalid(draw, result, vocab_size)) for draw in np.flatnonzero(wrong.any(axis=1)).tolist()]
-
-
-def _find_invalid(tokens: I32, logprobs: F32, vocab_size: int) -> BoolArray:
-    return (tokens >= vocab_size) | (tokens < -1) | ((tokens >= 0) & np.isnan(logprobs))
 
 
 def _describe_invalid(draw: int, result: StepResult, vocab_size: int) -> str:
@@ -120,13 +119,13 @@ def _describe_invalid(draw: int, result: StepResult, vocab_size: int) -> str:
 
 def build_candidates(draws: Draws, result: StepResult) -> list[Candidates]:
     """Convert the result's arrays into one `Candidates` per draw, without unused cells (id -1)."""
-    if result.tokens.shape[1] == 1 and result.top_tokens.shape[1] == 0:
-        pairs = zip(result.tokens[:, 0].tolist(), result.logprobs[:, 0].tolist(), strict=True)
-        return [Candidates((token,), (logprob,)) for token, logprob in pairs]
     tokens, logprobs = result.tokens.tolist(), result.logprobs.tolist()
     tops: list[tuple[tuple[int, float], ...]] = [()] * len(tokens)
     if result.top_tokens.shape[1]:
         tops = pair_top_logprobs(result.top_tokens, result.top_logprobs)
+    all_used = (draws.width == result.tokens.shape[1]).all() and (result.tokens >= 0).all()
+    if all_used and (result.perturbed is None or not result.perturbed.shape[1]):
+        return list(map(Candidates, map(tuple, tokens), map(tuple, logprobs), tops))
     noisy, raw = _rows(result.perturbed, len(tokens)), _rows(result.raw_logprobs, len(tokens))
     candidates: list[Candidates] = []
     for draw, (ids, width) in enumerate(zip(tokens, draws.width.tolist(), strict=True)):
@@ -156,6 +155,8 @@ def pair_top_logprobs(tokens: I32, logprobs: F32) -> list[tuple[tuple[int, float
     Shapes: [N, L] both.
     """
     rows = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+    if (tokens >= 0).all():
+        return [tuple(zip(*row, strict=True)) for row in rows]
     return [tuple(pair for pair in zip(*row, strict=True) if pair[0] >= 0) for row in rows]
 
 
@@ -196,7 +197,9 @@ class CompletedStep(NamedTuple):
     def collect_errors(self, vocab_size: int) -> dict[LiveRequest, Exception]:
         """Append prompt scores to the requests; return the failed requests and their errors."""
         step, result = self.step, self.result
-        faults = dict(step.faults) | collect_scores(step, result)
+        faults = dict(step.faults)
+        if step.plan.scores is not None:
+            faults |= collect_scores(step, result)
         for draw, message in (*result.faults, *invalid_samples(step.plan.draws, result, vocab_size)):
             faults.setdefault(step.request_of_draw(draw), EngineError(message))
         return faults
@@ -228,6 +231,7 @@ class _LaunchedStep:
     """A step on the device.
 
     `plan` is what was launched, `step` the part whose requests have not ended.
+    `is_ahead`: it was launched before the previous step was collected.
     `is_interrupted`: waiting for it was interrupted (KeyboardInterrupt), so the step counts as failed.
     """
 
@@ -235,6 +239,7 @@ class _LaunchedStep:
     plan: StepPlan
     handle: StepHandle
     started_s: float
+    is_ahead: bool = False
     is_committed: bool = False
     is_interrupted: bool = False
 
@@ -272,20 +277,20 @@ class StepPipeline:
         ):
             return
         if self._scheduler.can_schedule_ahead(oldest.step):
-            self._drop_finished_rows(oldest)
+            oldest.step = self._scheduler.drop_finished_rows(oldest.step)
             self._scheduler.commit(oldest.step)
             oldest.is_committed = True
-            self._launch(self._scheduler.plan_ahead())
+            self._launch(self._scheduler.plan_ahead(), is_ahead=True)
             self.num_ahead += 1
 
-    def _launch(self, step: Step) -> None:
+    def _launch(self, step: Step, *, is_ahead: bool = False) -> None:
         started_s = self._clock()
         handle: StepHandle
         try:
             handle = self._runner.launch(step.plan)
         except Exception as error:
             handle = FailedLaunch(error)
-        self._steps.append(_LaunchedStep(step, step.plan, handle, started_s))
+        self._steps.append(_LaunchedStep(step, step.plan, handle, started_s, is_ahead))
 
     def collect(self) -> CompletedStep:
         """Wait for the oldest step and return it with its result.
@@ -310,15 +315,11 @@ class StepPipeline:
         self._steps.popleft()
         rows = oldest.plan.rows
         self._scheduler.swaps.cost.prefill.record(len(rows.tokens), len(rows.slot), self._clock() - oldest.started_s)
-        if not oldest.is_committed:
-            self._drop_finished_rows(oldest)
+        if oldest.is_ahead and not oldest.is_committed:  # requests may have ended while it was on the device
+            oldest.step = self._scheduler.drop_finished_rows(oldest.step)
         if oldest.step.kept_draws is not None:
             result = select_rows(result, oldest.step.kept_draws)
         return CompletedStep(oldest.step, result, oldest.is_committed)
-
-    def _drop_finished_rows(self, oldest: _LaunchedStep) -> None:
-        """Remove the rows of requests that ended while the step was on the device."""
-        oldest.step = self._scheduler.drop_finished_rows(oldest.step)
 
     def drain(self) -> list[Step]:
         """Wait for all launched steps, discard their results and return the steps.

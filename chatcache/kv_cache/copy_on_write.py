@@ -28,15 +28,15 @@ class PageCopy(NamedTuple):
 class CopyOnWrite:
     """Copy-on-write state of one pool for the step being planned.
 
-    The source page of each copy is retained until the step is over, so that it cannot be evicted before it is read,
-    even if all its tables are closed meanwhile.
+    `sources`: the source pages of the copies. They are retained until the step is over, so that they cannot be evicted
+    before they are read, even if all their tables are closed meanwhile.
     """
 
     def __init__(self, pool: PagePool, host: HostKVCache | None, page_size: int) -> None:
         self._pool = pool
         self._host = host
         self._page_size = page_size
-        self._sources: set[int] = set()
+        self.sources: set[int] = set()
 
     def tail_page(self, table: PageTable) -> int:
         """Return the table's partly filled last page."""
@@ -68,8 +68,8 @@ class CopyOnWrite:
         """Replace the table's last page by page `dst`; return the page copy for the step."""
         index = table.num_tokens // self._page_size
         src = table.own_pages[index - table.num_prefix_pages]
-        if src not in self._sources:
-            self._sources.add(src)
+        if src not in self.sources:
+            self.sources.add(src)
             self._pool.retain((src,))
         self._pool.release((src,))
         table.own_pages[index - table.num_prefix_pages] = dst
@@ -99,10 +99,10 @@ class CopyOnWrite:
 
     def release_sources(self) -> None:
         """Release the source pages of this step's copies, when the step was executed or aborted."""
-        for page in self._sources:
+        for page in self.sources:
             self._pool.release((page,))
-        self._sources.clear()
+        self.sources.clear()
 
     def _num_holders(self, page: int) -> int:
         """Count the tables that hold the page; the reference that a pending copy holds is left out."""
-        return self._pool.refs[page] - (page in self._sources)
+        return self._pool.refs[page] - (page in self.sources)

@@ -242,7 +242,8 @@ class KVCache:
         for page, content in self.host.complete_step() if self.host is not None else ():
             if self.pool.refs[page]:
                 self._publish(page, content)
-        self._copy_on_write.release_sources()
+        if self._copy_on_write.sources:
+            self._copy_on_write.release_sources()
 
     def abort_step(self) -> None:
         """Cancel the copies of a failed step.

@@ -107,7 +107,8 @@ class Step:
         answers: dict[LiveRequest, dict[int, tuple[Candidates, ...]]] = {}
         for branch, first, count in self.drawn:
             answers.setdefault(branch.request, {})[branch.id] = tuple(candidates[first : first + count])
-        for branch, candidate in zip(self.decode_rows.branches, candidates[self._first_decode_draw :], strict=True):
+        first = self._first_decode_draw if self.drawn else 0
+        for branch, candidate in zip(self.decode_rows.branches, candidates[first:], strict=True):
             request = branch.request
             if request in answers:
                 answers[request][branch.id] = (candidate,)
@@ -144,10 +145,6 @@ class BatchBuilder:
     def budget(self) -> int:
         return self._num_left - self._decode_batch.num_branches
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.granted and not self._decode_batch.num_branches
-
     def add_copies(self, copies: Iterable[PageCopy]) -> None:
         self._copies += copies
 
@@ -179,16 +176,23 @@ class BatchBuilder:
         """
         faults: list[tuple[LiveRequest, Exception]] = []
         decode_rows = self._decode_batch.plan_rows(faults)
-        drawn, draws = self._draws(faults)
+        swaps_out = _to_array(swaps[0], columns=2) if swaps[0] else _EMPTY[2]
+        swaps_in = _to_array(swaps[1], columns=2) if swaps[1] else _EMPTY[2]
+        fork_rows = _to_array(forks) if forks else _EMPTY[3]
+        if not self.granted:
+            rows, draws = decode_rows.rows, decode_rows.draws
+            plan = StepPlan(step, fork_rows, decode_updates, _EMPTY[2], rows, draws, swaps_out, swaps_in)
+            return Step(plan, [], [], decode_rows, faults, [])
+        drawn, granted_draws = self._draws(faults)
         plan = StepPlan(
             step=step,
-            forks=_to_array(forks),
+            forks=fork_rows,
             updates=_concat(self._updates, decode_updates),
             copies=_to_array(self._copies, columns=2),
             rows=self._rows(decode_rows.rows),
-            draws=self._append_decode_draws(draws, decode_rows.draws),
-            swaps_out=_to_array(swaps[0], columns=2),
-            swaps_in=_to_array(swaps[1], columns=2),
+            draws=self._append_decode_draws(granted_draws, decode_rows.draws),
+            swaps_out=swaps_out,
+            swaps_in=swaps_in,
             scores=_scores(self._scored),
         )
         return Step(plan, self.granted, drawn, decode_rows, faults, self._scored)
@@ -215,8 +219,6 @@ class BatchBuilder:
 
     def _rows(self, decode_rows: Rows) -> Rows:
         """Concatenate the rows granted one by one and those of the decode batch."""
-        if not self.granted:
-            return decode_rows
         tokens = np.frombuffer(b"".join([tokens for _, tokens in self.granted]), "<i4").astype(np.int32)
         return Rows(
             slot=_concat(self._slots, decode_rows.slot),
@@ -227,8 +229,7 @@ class BatchBuilder:
 
     def _append_decode_draws(self, draws: Draws | None, decode_draws: Draws) -> Draws:
         """Append the draws of the decode batch, whose rows come after the granted ones."""
-        if self.granted:
-            decode_draws = relocate_draws(decode_draws, decode_draws.row + len(self.granted), decode_draws.position)
+        decode_draws = relocate_draws(decode_draws, decode_draws.row + len(self.granted), decode_draws.position)
         return decode_draws if draws is None else concat_draws(draws, decode_draws)
 
 

@@ -25,14 +25,14 @@ from chatcache.types.actions import BranchAction, Extend, Fork, Release
 class RowAllocator:
     """The runner's page-table rows: which are free, and which to copy before the next step.
 
-    `num_reserved` counts the rows that all running requests may need at once.
+    `num_reserved` counts the rows that all running requests may need at once. `forks`: the row copies to make.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.num_reserved = 0
         self._free = list(range(num_slots - 1, -1, -1))
-        self._forks: list[tuple[int, int, int]] = []
+        self.forks: list[tuple[int, int, int]] = []
 
     @property
     def num_free(self) -> int:
@@ -41,10 +41,6 @@ class RowAllocator:
     @property
     def num_unreserved(self) -> int:
         return self.num_slots - self.num_reserved
-
-    @property
-    def has_forks(self) -> bool:
-        return bool(self._forks)
 
     def acquire(self) -> int:
         return self._free.pop()
@@ -57,12 +53,12 @@ class RowAllocator:
         """Acquire a row that starts with the first `num_pages` entries of row `src`."""
         slot = self.acquire()
         if num_pages:
-            self._forks.append((src, slot, num_pages))
+            self.forks.append((src, slot, num_pages))
         return slot
 
     def pop_forks(self) -> list[tuple[int, int, int]]:
         """Return the recorded row copies (src slot, dst slot, num_pages), in order, and forget them."""
-        forks, self._forks = self._forks, []
+        forks, self.forks = self.forks, []
         return forks
 
 
@@ -190,19 +186,6 @@ class BranchManager:
             for branch in released:
                 self.close(branch)
 
-    def extend_in_batch(self, request: LiveRequest, actions: Sequence[BranchAction]) -> bool:
-        """Apply a single Extend to a request whose only branch is in the decode batch.
-
-        The fast path of `apply` for plain decoding. Returns False, and changes nothing, if this is another case.
-        """
-        if len(actions) != 1 or len(request.branches) != 1 or not isinstance(action := actions[0], Extend):
-            return False
-        branch = request.branches.get(action.branch)
-        if branch is None or not branch.in_decode_batch or not self._decode_batch.awaits_token(branch):
-            return False
-        self._decode_batch.extend(branch, action.token)
-        return True
-
     def move_to_decode_batch(self, request: LiveRequest) -> None:
         """Move the request's eligible branches into the decode batch."""
         for branch in request.branches.values():
@@ -211,9 +194,7 @@ class BranchManager:
 
     def _extend(self, request: LiveRequest, action: Extend) -> None:
         branch = self._drawn_branch(request, action.branch)
-        if branch.in_decode_batch:
-            self._decode_batch.extend(branch, action.token)
-        else:
+        if not branch.in_decode_batch or not self._decode_batch.extend(branch, action.token):
             branch.append(action.token)
 
     def _fork(self, request: LiveRequest, action: Fork) -> tuple[Branch, Branch]:

@@ -192,10 +192,14 @@ class DecodeBatch:
         """Return whether a branch in the batch was sampled, and not extended since."""
         return self._next_token_view[self._entry_view[branch.slot]] == AWAITING_TOKEN
 
-    def extend(self, branch: Branch, token: int) -> None:
-        """Append `token` to a branch in the batch that was sampled."""
-        self._next_token_view[self._entry_view[branch.slot]] = token
+    def extend(self, branch: Branch, token: int) -> bool:
+        """Append `token` to a branch in the batch; return False, and change nothing, if it was not sampled."""
+        entry = self._entry_view[branch.slot]
+        if self._next_token_view[entry] != AWAITING_TOKEN:
+            return False
+        self._next_token_view[entry] = token
         branch.append(token)
+        return True
 
     def num_missing_pages(self) -> int:
         """Count the branches that need another page for their newest token."""
@@ -213,7 +217,8 @@ class DecodeBatch:
         for branch in self._flushed_full:
             self.remove(branch)
         self._flushed_full.clear()
-        self._compact()
+        if not self._is_compact:
+            self._compact()
         undecided = (self._next_token[: self._num_entries] == AWAITING_TOKEN).nonzero()[0]
         if len(undecided):
             for branch in self._branches[undecided].tolist():
@@ -224,7 +229,8 @@ class DecodeBatch:
 
         If too few pages are free, all these branches are removed from the batch instead.
         """
-        self._compact()
+        if not self._is_compact:
+            self._compact()
         count = self._num_entries
         full = (self._cell[:count] == self._end[:count]).nonzero()[0]
         if not len(full):
@@ -247,7 +253,8 @@ class DecodeBatch:
 
         Appends to `faults` the requests whose strategy raised when asked for edits and masks.
         """
-        self._compact()
+        if not self._is_compact:
+            self._compact()
         count, cached = self._num_entries, self._cached_rows
         if cached is None:
             slots, ones, numbers = self._slot[:count].copy(), np.ones(count, np.int32), np.arange(count, dtype=np.int32)
@@ -257,12 +264,11 @@ class DecodeBatch:
             self._cached_rows = cached
             self._row[:count] = numbers
         start, rows = self._num_computed[:count].copy(), cached.rows
-        draws = relocate_draws(cached.draws, cached.draws.row, start + 1)
+        draws = replace(cached.draws, position=start + 1)
         if cached.changes:
             draws = _with_changes(draws, cached, faults)
-        return replace(
-            cached, rows=Rows(rows.slot, start, rows.num_tokens, self._next_token[:count].copy()), draws=draws
-        )
+        rows = Rows(rows.slot, start, rows.num_tokens, self._next_token[:count].copy())
+        return DecodeRows(cached.branches, rows, draws, cached.changes)
 
     def active_rows(self, rows: DecodeRows) -> I32 | None:
         """Return the indices of the last planned rows that are still valid; None for all. A query.

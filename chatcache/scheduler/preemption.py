@@ -113,6 +113,8 @@ class SwapTracker:
 
         Call when the step that loaded the pages was executed.
         """
+        if not self._returning:
+            return
         for request in [request for request in self._returning if not request.num_waiting_branches]:
             self._returning.remove(request)
             self.release(request)

@@ -54,7 +54,7 @@ from chatcache.scheduler.token_budget import (
     split_among_branches,
     token_demand,
 )
-from chatcache.types.actions import BranchAction
+from chatcache.types.actions import BranchAction, Extend
 from chatcache.types.events import CacheMiss
 from chatcache.types.plan import I32
 
@@ -102,23 +102,22 @@ class Scheduler:
 
     def plan(self) -> Step | None:
         """Plan one step: grant tokens, pages and rows. None if there is no request."""
-        if self._is_budget_tight:
+        if self._num_branches > self.max_num_batched_tokens:
             self._decode_batch.remove_all()
         self._started.clear()
-        self._admit()
+        if len(self.waiting):
+            self._admit()
         batch = BatchBuilder(self.max_num_batched_tokens, self._decode_batch)
         self._decode_batch.remove_ineligible()
         decode_updates = self._decode_batch.advance_pages()
-        unbatched = sorted(self._decode_batch.unbatched_requests, key=self._preemption_key)
-        for request in unbatched:
-            if request.num_waiting_branches:
-                self._branches.reattach(request)
-        self._grant_running(unbatched, batch)
-        if batch.is_empty:
+        if self._decode_batch.unbatched_requests:
+            self._grant_running(batch)
+        if not batch.granted and not self._decode_batch.num_branches:
             return None
         self.num_steps += 1
         swaps = self.kv.host.pending_copies() if self.kv.host is not None else ((), ())
-        return batch.build(self.num_steps, self._rows.pop_forks(), decode_updates, swaps)
+        forks = self._rows.pop_forks() if self._rows.forks else []
+        return batch.build(self.num_steps, forks, decode_updates, swaps)
 
     def can_schedule_ahead(self, step: Step) -> bool:
         """Return whether `plan_ahead` is possible before the results of `step`. A query.
@@ -151,8 +150,6 @@ class Scheduler:
 
         Before any token is granted, because a running branch can be forked only then.
         """
-        if not len(self.waiting):
-            return
         demands = [token_demand(request) for request in self._decode_batch.unbatched_requests]
         prompts = [num_tokens for _, num_tokens in demands if num_tokens]
         num_decoding = self._decode_batch.num_branches + sum(num_single for num_single, _ in demands)
@@ -190,8 +187,12 @@ class Scheduler:
         shares = share_tokens([wanted for _, wanted in prompts], num_tokens, groups)
         return {request: share for (request, _), share in zip(prompts, shares, strict=True)}
 
-    def _grant_running(self, requests: list[LiveRequest], batch: BatchBuilder) -> None:
-        """Grant tokens to these requests, which are in preemption order, and preempt the last if pages run out."""
+    def _grant_running(self, batch: BatchBuilder) -> None:
+        """Grant tokens to the requests outside the decode batch, and preempt the last if pages run out."""
+        requests = sorted(self._decode_batch.unbatched_requests, key=self._preemption_key)
+        for request in requests:
+            if request.num_waiting_branches:
+                self._branches.reattach(request)
         shares = self._share_prefill(requests)
         for request in requests:
             while request in self._decode_batch.unbatched_requests:  # not preempted
@@ -313,8 +314,10 @@ class Scheduler:
 
         Raises: EngineError if the actions break the contract of `types.actions`; the request must then be finished.
         """
-        if self._branches.extend_in_batch(request, actions):
-            return
+        if len(actions) == 1 and len(request.branches) == 1 and isinstance(action := actions[0], Extend):
+            branch = request.branches.get(action.branch)
+            if branch is not None and branch.in_decode_batch and self._decode_batch.extend(branch, action.token):
+                return
         num_before = len(request.branches)
         try:
             self._branches.apply(request, actions)
@@ -422,7 +425,7 @@ class AsyncScheduling:
 
         `step` is the last planned one, and `budget` the maximum number of tokens in a step.
         """
-        if step.granted or step.has_swaps or self._decode_batch.unbatched_requests or self._rows.has_forks:
+        if step.granted or step.has_swaps or self._decode_batch.unbatched_requests or self._rows.forks:
             return False
         return self._decode_batch.can_schedule_ahead() and not self._can_start_request(running, budget)
 
