@@ -27,10 +27,13 @@ different groups with the same tokens share one branch.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 import msgspec
@@ -108,8 +111,7 @@ class FinishedHypotheses:
 DrawnByBranch = Mapping[int, tuple[Candidates, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Beam:
+class Beam(msgspec.Struct, frozen=True, gc=False):
     """A live beam. `total`: summed log-probability, a float32 value."""
 
     node: Node
@@ -185,8 +187,12 @@ class BeamGroup:
             if len(self.beams) == self._width and rank >= self._width:
                 break
             beam, token, total = old[continuation.beam], continuation.token, continuation.total
-            grammar_state = None if self._constraint is None else self._constraint.fork(beam.grammar_state)
-            progress, why = advance_candidate(self._rules, beam.progress, token, grammar_state)
+            grammar_state = None
+            if self._constraint is None:
+                progress, why = self._rules.advance(beam.progress, token)
+            else:
+                grammar_state = self._constraint.fork(beam.grammar_state)
+                progress, why = advance_candidate(self._rules, beam.progress, token, grammar_state)
             if why is DEAD_END:
                 self.has_dead_end = True
                 self.selected.append(continuation)  # it is dropped again where the step is repeated
@@ -217,23 +223,25 @@ class BeamGroup:
     ) -> Iterator[Continuation]:
         drawings = [drawn[beam.node.branch][0] for beam in beams]
         sizes = [len(drawing.tokens) for drawing in drawings]
-        tokens = np.concatenate([np.array(drawing.tokens, dtype=np.int64) for drawing in drawings])
-        logprobs = np.concatenate([np.array(drawing.logprobs, dtype=np.float32) for drawing in drawings])
-        owners = np.repeat(np.arange(len(beams)), sizes)
-        places = np.concatenate([np.arange(size) for size in sizes])
-        scores = logprobs
+        starts = list(accumulate(sizes, initial=0))
+        tokens = [token for drawing in drawings for token in drawing.tokens]
+        scores = np.array([logprob for drawing in drawings for logprob in drawing.logprobs], np.float32)
         if earlier_tokens and self._penalty:
-            scores = logprobs - np.array(
-                [self._penalty * earlier_tokens[token] for token in tokens.tolist()], np.float32
-            )
-        totals = scores + np.array([beam.total for beam in beams], dtype=np.float32)[owners]
+            scores = scores - np.array([self._penalty * earlier_tokens[token] for token in tokens], np.float32)
+        totals = scores + np.repeat(np.array([beam.total for beam in beams], np.float32), sizes)
         # All beams have the same length. A grammar mask has already excluded the banned ids.
         banned = self._rules.banned_ids(beams[0].progress) if self._constraint is None else ()
-        possible = np.flatnonzero((tokens >= 0) & (logprobs > -np.inf) & ~np.isin(tokens, banned))
-        for place in possible[np.argsort(-totals[possible], kind="stable")[: self._num_ranked]].tolist():
-            owner = int(owners[place])
-            entry = drawings[owner].logprob_at(int(places[place])) if self._with_logprobs else None
-            yield Continuation(owner, int(tokens[place]), float(totals[place]), entry)
+        num_left, values = self._num_ranked, totals.tolist()
+        for place in np.argsort(-totals, kind="stable").tolist():
+            token, total = tokens[place], values[place]
+            if not num_left or not total > -inf:
+                return
+            if token < 0 or token in banned:
+                continue
+            num_left -= 1
+            owner = bisect_right(starts, place) - 1
+            entry = drawings[owner].logprob_at(place - starts[owner]) if self._with_logprobs else None
+            yield Continuation(owner, token, total, entry)
 
 
 def _edits_after(beam: Beam, token: int) -> LogitEdits | None:
@@ -297,6 +305,7 @@ class BeamStrategy:
         ]
         self._returnable: list[Hypothesis] = []  # the best so far
         self._num_streamed = 0
+        self._streamed: tuple[Node, int] | None = None  # the prefix, and how many candidates got it
 
     @property
     def max_branches(self) -> int:
@@ -366,6 +375,9 @@ class BeamStrategy:
         num_kept = sum(len(group.hypotheses.best) for group in self._groups)
         self._num_streamed = max(self._num_streamed, min(self._num_returned, num_beams + num_kept))
         node = self._tree.advance_common_prefix()
+        if self._streamed == (node, self._num_streamed):
+            return
+        self._streamed = node, self._num_streamed
         for index in range(self._num_streamed):
             yield from self._stream.emit(index, node)
 

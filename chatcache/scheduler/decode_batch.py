@@ -92,10 +92,7 @@ class DecodeBatch:
         self._page_tokens = np.zeros((num_slots, kv.page_size), "<i4")  # by slot: the tokens of the page being filled
         self._cells = self._page_tokens.reshape(-1)
         self._entry = np.zeros(num_slots, np.int32)  # entry of the branch, by slot
-        self._entry_view, self._next_token_view = (
-            self._entry.data,
-            self._next_token.data,
-        )  # faster for single cells
+        self._entry_view, self._next_token_view = self._entry.data, self._next_token.data  # faster for single cells
         self._arrays: list[NDArray[Any]] = [
             *(self._branches, self._tables, self._changes, self._slot, self._service_order),
             *(self._num_computed, self._num_reported),
@@ -114,10 +111,10 @@ class DecodeBatch:
         Asks its strategy once, for all steps, what to draw.
         """
         request, table = branch.request, branch.table
-        if table is None or branch.num_tokens != table.num_tokens + 1 or not request.strategy.has_fixed_draws:
-            return
-        if table.changed_from < table.num_pages or table.num_reserved == table.num_tokens:
-            return  # its pages are not sent to the runner yet, or it has no cell of its own for the token
+        if table is None or table.num_reserved == table.num_tokens or branch.num_tokens != table.num_tokens + 1:
+            return  # it has no cell of its own for the token, or more tokens to compute
+        if table.changed_from < table.num_pages or not request.strategy.has_fixed_draws:
+            return  # its pages are not sent to the runner yet
         specs = request.strategy.draws(branch.id)
         if len(specs) != 1:
             return
