@@ -112,13 +112,15 @@ class AsyncLLM(LLMBase):
         self._check_priority(is_given=priority != 0)
         request_id = str(next(self._numbers)) if request_id is None else request_id
         async with self._open_requests:
-            encoded = await asyncio.to_thread(source, params or SamplingParams())
+            params = params or SamplingParams()
+            self._check_logprobs([params], (await self._engine.wait_loaded()).vocab_size)
+            encoded = await asyncio.to_thread(source, params)
             await self._submit(
                 GenerateRequest(
                     request_id=request_id, prompt=encoded.token_ids, params=encoded.params, priority=priority
                 )
             )
-            collector, is_last = Collector(request_id, encoded, self._tokenizer), False
+            collector, is_last = Collector(request_id, encoded, self._tokenizer, self._token_text), False
             try:
                 async for event in self._engine.events(request_id):
                     is_last = collector.take(event)

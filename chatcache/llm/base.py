@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from chatcache import factory
-from chatcache.config import PAGE_SIZES, EngineConfig, parse_size
+from chatcache.config import PAGE_SIZES, EngineConfig, format_size, parse_size
 from chatcache.engine.engine import Engine
 from chatcache.errors import InvalidRequestError
 from chatcache.llm.prompts import PromptReader
+from chatcache.model.loading.memory_budget import free_host_bytes
 from chatcache.model.runner import Runner
+from chatcache.types.request import ALL_LOGPROBS, Params, num_branches
+
+ENTRY_BYTES = 400  # of one alternative, in events and output
 
 
 class LLMBase:
@@ -69,6 +75,7 @@ class LLMBase:
         )
         self._tokenizer = factory.load_tokenizer(self.config) if factory.has_tokenizer(self.config) else None
         self._reader = PromptReader(self._tokenizer, self.config.model)
+        self._token_text = functools.cache(self._decode_token) if self._tokenizer is not None else None
         self._numbers = itertools.count()
         self._start()
 
@@ -90,6 +97,26 @@ class LLMBase:
             return Engine(runner, runner.facts, self.config), runner
         special_ids = tokenizer.special_ids
         return Engine(runner, runner.facts, self.config, tokenizer.token_bytes, special_ids=special_ids), runner
+
+    def _decode_token(self, token: int) -> str:
+        return self._reader.tokenizer.decode([token], skip_special_tokens=False)
+
+    def _check_logprobs(self, params: Sequence[Params], vocab_size: int) -> None:
+        """Verify that the log-probabilities of whole vocabularies (`logprobs=-1`) of these requests fit in memory.
+
+        Raises: InvalidRequestError, also without `max_tokens`, which is the only bound.
+        """
+        every = [each for each in params if each.logprobs == ALL_LOGPROBS]
+        if any(each.max_tokens is None for each in every):
+            raise InvalidRequestError("logprobs=-1 needs max_tokens", param="max_tokens")
+        num_entries = sum(num_branches(each) * (each.max_tokens or 0) * vocab_size for each in every)
+        num_free = free_host_bytes()
+        if num_entries * ENTRY_BYTES > num_free:
+            raise InvalidRequestError(
+                f"logprobs=-1 of {len(every)} prompts x candidates x max_tokens x {vocab_size} tokens needs about "
+                f"{format_size(num_entries * ENTRY_BYTES)} of memory; {format_size(num_free)} are free",
+                param="logprobs",
+            )
 
     def _check_priority(self, *, is_given: bool) -> None:
         if is_given and self.config.scheduling_policy != "priority":

@@ -12,7 +12,7 @@ from chatcache.decoding.strategy import validate_params
 from chatcache.engine.engine import Engine
 from chatcache.errors import ChatcacheError, DeviceLostError, InvalidRequestError, OverloadedError
 from chatcache.llm.base import LLMBase
-from chatcache.llm.outputs import Collector, RequestOutput
+from chatcache.llm.outputs import Collector, RequestOutput, TokenText
 from chatcache.llm.prompts import EncodedPrompt, Message, Prompt, PromptSource
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
 from chatcache.types.stats import EngineHealth, Explanation, PageAccounts
@@ -137,16 +137,18 @@ class LLM(LLMBase):
         if isinstance(params, Sequence):
             each = list(params)
         else:
+            params = self._reader.resolve(params)
             validate_params(params, self._engine.model_info.vocab_size)
             each = [params] * len(sources)
         if len(each) != len(sources):
             raise InvalidRequestError(f"{len(sources)} prompts but {len(each)} params", param="sampling_params")
+        self._check_logprobs(each, self._engine.model_info.vocab_size)
         self._check_priority(is_given=priority is not None)
         ranks = [0] * len(sources) if priority is None else list(priority)
         if len(ranks) != len(sources):
             raise InvalidRequestError(f"{len(sources)} prompts but {len(ranks)} priorities", param="priority")
         with _progress_bar(len(sources), is_shown=use_tqdm) as advance:
-            batch = _Batch(self._engine, self._tokenizer, advance)
+            batch = _Batch(self._engine, self._tokenizer, self._token_text, advance)
             try:
                 return batch.run([(str(next(self._numbers)), *one) for one in zip(sources, each, ranks, strict=True)])
             except BaseException:
@@ -157,9 +159,16 @@ class LLM(LLMBase):
 class _Batch:
     """The requests of one call: submitted as the engine's queue has space, collected as they end."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, advance: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer | None,
+        token_text: TokenText | None,
+        advance: Callable[[int], None],
+    ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
+        self._token_text = token_text
         self._advance = advance
         self._running: dict[str, Collector] = {}
         self._outputs: dict[str, RequestOutput] = {}
@@ -215,11 +224,13 @@ class _Batch:
         except ChatcacheError as error:
             self._reject(request.request_id, encoded, error)
         else:
-            self._running[request.request_id] = Collector(request.request_id, encoded, self._tokenizer)
+            self._running[request.request_id] = Collector(
+                request.request_id, encoded, self._tokenizer, self._token_text
+            )
         return True
 
     def _reject(self, request_id: str, encoded: EncodedPrompt, error: ChatcacheError) -> None:
-        collector = Collector(request_id, encoded, self._tokenizer)
+        collector = Collector(request_id, encoded, self._tokenizer, self._token_text)
         collector.reject(error)
         self._finish(request_id, collector)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,7 @@ class Logprob:
 
 
 LogprobRow = dict[int, Logprob]
+TokenText = Callable[[int], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +89,12 @@ class RequestOutput:
 class _Candidate:
     """One candidate as far as it was generated."""
 
-    def __init__(self, index: int, prompt: EncodedPrompt, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, index: int, prompt: EncodedPrompt, tokenizer: Tokenizer | None, token_text: TokenText | None
+    ) -> None:
         self._index = index
         self._params = prompt.params
-        self._tokenizer = tokenizer
+        self._token_text = token_text
         self._token_ids: list[int] = []
         self._logprobs: list[LogprobRow] | None = None if prompt.params.logprobs is None else []
         self._total = 0.0
@@ -105,7 +108,7 @@ class _Candidate:
         self._token_ids += event.token_ids
         self._score = event.score
         if self._logprobs is not None:
-            rows = _logprob_rows(event.token_ids, event.logprobs, self._tokenizer)
+            rows = _logprob_rows(event.token_ids, event.logprobs, self._token_text)
             self._logprobs += [row for row in rows if row is not None]
             self._total += sum(scored.logprob for scored in event.logprobs)
         if self._stream is not None:
@@ -138,13 +141,19 @@ class _Candidate:
 
 
 class Collector:
-    """Collects the events of one request into its `RequestOutput`."""
+    """Collects the events of one request into its `RequestOutput`.
 
-    def __init__(self, request_id: str, prompt: EncodedPrompt, tokenizer: Tokenizer | None) -> None:
+    `token_text` decodes one token for log-probabilities; None without a tokenizer.
+    """
+
+    def __init__(
+        self, request_id: str, prompt: EncodedPrompt, tokenizer: Tokenizer | None, token_text: TokenText | None
+    ) -> None:
         self.error: ChatcacheError | None = None
         self._request_id = request_id
         self._prompt = prompt
         self._tokenizer = tokenizer
+        self._token_text = token_text
         self._candidates: dict[int, _Candidate] = {}
         self._num_cached = 0
         self._prompt_logprobs: list[LogprobRow | None] | None = None
@@ -161,7 +170,7 @@ class Collector:
             case Started():
                 self._num_cached = event.num_cached_tokens
                 if self._prompt.params.prompt_logprobs is not None:
-                    rows = _logprob_rows(self._prompt.token_ids, event.prompt_logprobs, self._tokenizer)
+                    rows = _logprob_rows(self._prompt.token_ids, event.prompt_logprobs, self._token_text)
                     self._prompt_logprobs = list(rows)
             case Beams():
                 self._live_beams.append(event.beams)
@@ -193,7 +202,7 @@ class Collector:
 
     def _candidate(self, index: int) -> _Candidate:
         if index not in self._candidates:
-            self._candidates[index] = _Candidate(index, self._prompt, self._tokenizer)
+            self._candidates[index] = _Candidate(index, self._prompt, self._tokenizer, self._token_text)
         return self._candidates[index]
 
 
@@ -222,13 +231,12 @@ def _text_stream(prompt: EncodedPrompt, tokenizer: Tokenizer) -> IncrementalDeto
 
 
 def _logprob_rows(
-    token_ids: Sequence[int], entries: Sequence[TokenLogprob | None], tokenizer: Tokenizer | None
+    token_ids: Sequence[int], entries: Sequence[TokenLogprob | None], token_text: TokenText | None
 ) -> Iterator[LogprobRow | None]:
     """Yield the row of each token: its own entry first, then the alternatives."""
 
     def entry(token: int, logprob: float, rank: int | None) -> Logprob:
-        text = tokenizer.decode([token], skip_special_tokens=False) if tokenizer else None
-        return Logprob(logprob, rank, text)
+        return Logprob(logprob, rank, token_text(token) if token_text is not None else None)
 
     for token, scored in zip(token_ids, entries, strict=True):
         if scored is None:

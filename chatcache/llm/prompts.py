@@ -15,6 +15,7 @@ from chatcache.conversations.replies.parser import ReplyContext
 from chatcache.errors import InvalidRequestError
 from chatcache.gateway.api.params import constrain_to_tools, parse_tool_choice
 from chatcache.gateway.schemas.requests import ToolChoiceFields, ToolFields
+from chatcache.tokenizer.bad_words import resolve_bad_words
 from chatcache.tokenizer.chat_template import parse_arguments, unescape
 from chatcache.tokenizer.reply_format import detect_format
 from chatcache.types.request import Params
@@ -90,9 +91,15 @@ class PromptReader:
             prompt = prompt.get("prompt") if given is None else given
         if isinstance(prompt, str):
             tokenizer, text = self.tokenizer, prompt
-            return lambda params: EncodedPrompt(text, tuple(tokenizer.encode(text, add_special_tokens=True)), params)
+            return lambda params: EncodedPrompt(
+                text, tuple(tokenizer.encode(text, add_special_tokens=True)), self.resolve(params)
+            )
         token_ids = _token_ids(prompt)
-        return lambda params: EncodedPrompt(None, token_ids, params)
+        return lambda params: EncodedPrompt(None, token_ids, self.resolve(params))
+
+    def resolve(self, params: Params) -> Params:
+        """Return the parameters with `bad_words` as token ids. Raises: InvalidRequestError."""
+        return resolve_bad_words(params, self.tokenizer) if params.bad_words else params
 
     def chats(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], tools: Any, tool_choice: Any
@@ -118,7 +125,7 @@ class PromptReader:
                 token_ids = tuple(tokenizer.encode_rendered(text))
                 if context is not None:
                     params = constrain_to_tools(params, use, form, tokenizer, token_ids)
-                return EncodedPrompt(unescape(text), token_ids, params, context)
+                return EncodedPrompt(unescape(text), token_ids, self.resolve(params), context)
 
             return encode
 

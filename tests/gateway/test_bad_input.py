@@ -34,6 +34,8 @@ BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
         [{"0": -100, str(VOCAB - 1): 100}],
         [{"0": 101}, {"0": -101}, {"x": 1}, {str(VOCAB): 1}, {"-1": 1}, []],
     ),
+    ("bad_words", [[], ["x", " a b"]], [[""], [" "], ["x"] * 65, ["x" * 257], [3], "x"]),
+    ("allowed_token_ids", [[0], [1, VOCAB - 1]], [[], [-1], [VOCAB], ["1"], 1]),
     ("ignore_eos", [True, False], [1, "true"]),
     ("distinct", [True, False], [1, "yes"]),
     ("skip_special_tokens", [True, False], [0]),
@@ -66,7 +68,8 @@ BEAM_BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("distinct", [False], [True, 1]),
     ("temperature", [0, 1], [0.5]),
     ("top_p", [1], [0.5]),
-    ("presence_penalty", [0], [1]),
+    ("presence_penalty", [-2, 2], [-2.1, 2.1]),
+    ("bad_words", [["x"]], [[""], "x"]),
 ]
 CASES = [
     *((CHAT, {"messages": USER, "max_tokens": 2}, *bounds) for bounds in BOUNDS + CHAT_BOUNDS),
@@ -101,7 +104,7 @@ def test_parameter_at_its_bound_is_accepted_and_beyond_it_refused(
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
         ("modalities", ["audio"]),
-        ("bad_words", ["x"]),
+        ("logits_processors", ["x"]),
         ("guided_json", {}),
         ("continue_final_message", True),
         ("chat_template", "x"),

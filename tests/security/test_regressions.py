@@ -151,7 +151,6 @@ def test_request_with_too_many_items_is_refused(server: Server, path: str, body:
         ("kv_transfer_params", {"remote_block_ids": [1]}),
         ("mm_processor_kwargs", {"x": 1}),
         ("cache_salt", "\x00" * 999),
-        ("allowed_token_ids", [0]),
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

@@ -69,7 +69,7 @@ async def chat_completions(request: Request) -> Response:
     ignored = unknown_fields(body, CompletionBase, ChatFields, SamplingFields)
     messages = to_messages(chat.messages, "messages")
     model = await gateway.require_model(base.model)
-    sampling_params = to_params(sampling, _route_params(base, chat, sampling), model.tokenizer.vocab_size)
+    sampling_params = to_params(sampling, _route_params(base, chat, sampling), model.tokenizer)
     reply_format = model.service.reply_format
     tools = parse_tool_choice(reply_format, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     principal = principal_of(request)

@@ -56,7 +56,7 @@ async def completions(request: Request) -> Response:
     ignored = unknown_fields(body, CompletionBase, CompletionFields, SamplingFields)
     route_params = _route_params(base, fields, sampling)
     model = await gateway.require_model(base.model)
-    params = to_params(sampling, route_params, model.tokenizer.vocab_size)
+    params = to_params(sampling, route_params, model.tokenizer)
     work = request_cost(params, _num_chars(fields.prompt), _num_prompts(fields.prompt))
     async with gateway.admission.acquire(principal, work) as permit:
         prompts = await _tokenize_prompts(fields, model.service)

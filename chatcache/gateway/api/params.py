@@ -28,6 +28,7 @@ from chatcache.gateway.schemas.requests import (
     ToolChoiceFields,
     ToolFields,
 )
+from chatcache.tokenizer.bad_words import encode_bad_words
 from chatcache.tokenizer.reply_format import ReplyFormat, decode_prompt_end
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.tokenizer.tool_grammar import CallableFunction, ToolChoice, build_tool_grammar
@@ -41,10 +42,6 @@ _NEUTRAL_FOR_BEAMS: Mapping[str, tuple[object, ...]] = {
     "top_p": (1,),
     "top_k": (0, -1),
     "min_p": (0,),
-    "repetition_penalty": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
     "distinct": (False,),
     "best_of": (1,),
 }
@@ -67,14 +64,15 @@ class RouteParams(NamedTuple):
     stream_beams: bool = False
 
 
-def to_params(fields: SamplingFields, route: RouteParams, vocab_size: int) -> Params:
+def to_params(fields: SamplingFields, route: RouteParams, tokenizer: Tokenizer) -> Params:
     """Build the engine's parameters. Raises: InvalidRequestError, UnsupportedParameterError."""
     max_tokens = route.max_tokens
     if fields.min_tokens is not None and max_tokens is not None and fields.min_tokens > max_tokens:
         raise InvalidRequestError(f"min_tokens must be at most max_tokens ({max_tokens})", param="min_tokens")
-    check_tokens(fields.stop_token_ids or (), vocab_size, "stop_token_ids")
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        check_tokens(getattr(fields, name) or (), tokenizer.vocab_size, name)
     if fields.beam_width is not None or fields.use_beam_search:
-        return _beam_params(fields, route)
+        return _beam_params(fields, route, tokenizer)
     for name, neutral in _NEUTRAL_FOR_SAMPLING.items():
         value = getattr(fields, name)
         if value is not None and value not in neutral:
@@ -91,18 +89,20 @@ def to_params(fields: SamplingFields, route: RouteParams, vocab_size: int) -> Pa
         top_p=_default(fields.top_p, 1.0),
         top_k=_default(fields.top_k, 0),
         min_p=_default(fields.min_p, 0.0),
-        repetition_penalty=_default(fields.repetition_penalty, 1.0),
-        presence_penalty=_default(fields.presence_penalty, 0.0),
-        frequency_penalty=_default(fields.frequency_penalty, 0.0),
-        logit_bias=_logit_bias(fields.logit_bias, vocab_size),
         seed=fields.seed,
-        **_common_params(fields, route),
+        **_common_params(fields, route, tokenizer),
     )
 
 
-def _common_params(fields: SamplingFields, route: RouteParams) -> dict[str, Any]:
+def _common_params(fields: SamplingFields, route: RouteParams, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the parameters that `SamplingParams` and `BeamSearchParams` have in common."""
     return {
+        "repetition_penalty": _default(fields.repetition_penalty, 1.0),
+        "presence_penalty": _default(fields.presence_penalty, 0.0),
+        "frequency_penalty": _default(fields.frequency_penalty, 0.0),
+        "logit_bias": _logit_bias(fields.logit_bias, tokenizer.vocab_size),
+        "bad_words_ids": encode_bad_words(fields.bad_words or (), tokenizer),
+        "allowed_token_ids": None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids),
         "max_tokens": route.max_tokens,
         "min_tokens": _default(fields.min_tokens, 0),
         "stop": _stop_strings(fields),
@@ -116,7 +116,7 @@ def _common_params(fields: SamplingFields, route: RouteParams) -> dict[str, Any]
     }
 
 
-def _beam_params(fields: SamplingFields, route: RouteParams) -> BeamSearchParams:
+def _beam_params(fields: SamplingFields, route: RouteParams, tokenizer: Tokenizer) -> BeamSearchParams:
     for name, neutral in _NEUTRAL_FOR_BEAMS.items():
         value = getattr(fields, name)
         if value is not None and value not in neutral:
@@ -135,7 +135,7 @@ def _beam_params(fields: SamplingFields, route: RouteParams) -> BeamSearchParams
         num_beam_groups=_default(fields.num_beam_groups, 1),
         diversity_penalty=_default(fields.diversity_penalty, 0.0),
         stream_beams=route.stream_beams,
-        **_common_params(fields, route),
+        **_common_params(fields, route, tokenizer),
     )
 
 

@@ -114,7 +114,7 @@ async def _start(
     reply_prefix = await find_running_reply(gateway, principal.owner, fields)
     tools = parse_response_tools(model, fields)
     request = build_turn_request(fields, principal.owner, gateway.model_name, tools.functions, reply_prefix)
-    sampling_params = to_params(sampling, _route_params(fields, sampling, extended), model.tokenizer.vocab_size)
+    sampling_params = to_params(sampling, _route_params(fields, sampling, extended), model.tokenizer)
     if fields.generate is False:
         sampling_params = SamplingParams(temperature=0.0, max_tokens=1)  # the one token is discarded
     cost = request_cost(sampling_params, sum(len(message["content"]) for message in request.input))

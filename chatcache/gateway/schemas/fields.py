@@ -44,8 +44,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "moderation": (),
     "suffix": ("",),
     "prompt_logprobs": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),

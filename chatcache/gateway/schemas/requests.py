@@ -123,6 +123,8 @@ Tools = Annotated[list[ToolFields], Meta(max_length=MAX_TOOLS)]
 
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 64
+MAX_BAD_WORDS = 64
+MAX_ALLOWED_TOKEN_IDS = 300_000  # more than any vocabulary has
 MAX_WARMTH = 100  # conversations of one question
 _INT32_MAX = 2**31 - 1
 
@@ -195,6 +197,8 @@ class SamplingFields(msgspec.Struct, frozen=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
+    bad_words: Annotated[list[StopString], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=_INT32_MAX)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
