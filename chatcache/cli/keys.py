@@ -92,12 +92,20 @@ def create(
             await keys.create(record)
             return len(await keys.list()) == 1
 
+    path = Path(db).absolute()
+    is_new_file = not redis and not path.exists()
     is_first = asyncio.run(run())
+    if is_new_file:
+        typer.echo(
+            f"chatcache: {path} did not exist and was created. Start the server with --db {path}; a server with "
+            "another file does not have this key, and stays open if it has no other.",
+            err=True,
+        )
     if as_json:
         typer.echo(json.dumps({"key": key, **_public_fields(record)}))
         return
     typer.echo(key)
-    where = "the Redis server" if redis else str(Path(db).absolute())
+    where = "the Redis server" if redis else str(path)
     typer.echo(f"{record.id} for {record.owner}, in {where}. The key is not shown again.", err=True)
     typer.echo("Clients send it as `Authorization: Bearer KEY`; the page asks for it once.", err=True)
     if is_first:

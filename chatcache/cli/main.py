@@ -51,6 +51,10 @@ def settings(
     ] = False,
 ) -> None:
     """Read the settings file into the defaults of the commands."""
+    source = context.get_parameter_source("config")
+    if source is not None and source.name != "DEFAULT" and (config.is_dir() or not config.exists()):
+        hint = env("config") if source.name == "ENVIRONMENT" else "--config"
+        raise typer.BadParameter(f"no such file: {config.absolute()}.", param_hint=hint)
     try:
         values = read_config_file(config)
         for old in sorted(values.keys() & {name.replace("-", "_") for name in RENAMED_OPTIONS}):

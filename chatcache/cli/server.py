@@ -140,18 +140,19 @@ class Banner:
         ]
 
     def _unused(self, health: EngineHealth, page_bytes: int) -> str:
-        """Return a note for the KV row if --kv-memory is larger than the pages that can be used."""
+        """Return a note for the KV row if --kv-memory is larger than the memory in use (the log says why)."""
         given = self._kv_memory_bytes or 0
         is_large = given - health.kv_bytes > 2 * page_bytes
-        return f" of the {format_size(given)} of --kv-memory: more cannot be used" if is_large else ""
+        return f" (--kv-memory asked for {format_size(given)})" if is_large else ""
 
     def _waste(self, health: EngineHealth, page_bytes: int) -> str:
         """Return a note on KV memory without tokens: bytes outside pages, partly filled last pages."""
         text = f"up to {health.page_size - 1} unused tokens in a branch's last page"
         if self._kv_memory_bytes is None:
             return text
-        unused = self._kv_memory_bytes - health.num_pages * page_bytes
-        share = unused / self._kv_memory_bytes
+        held = health.kv_bytes if self._unused(health, page_bytes) else self._kv_memory_bytes
+        unused = held - health.num_pages * page_bytes
+        share = unused / held
         return f"{format_size(max(unused, 0))} of the memory is in no page ({share:.1%}); {text}"
 
     def _access(self) -> str:

@@ -15,10 +15,10 @@ from tests.chaos.runner import report, run_plan
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--store", choices=("sqlite", "redis"), help="default: drawn from the seed")
-    parser.add_argument("--store", choices=("sqlite", "redis"), help="default: as the seed draws it")
     parser.add_argument("--clients", type=int, default=NUM_CLIENTS)
-    parser.add_argument("--out", type=Path, help="folder for the history and the output of the processes")
+    parser.add_argument("--until-step", type=int, metavar="K", help="only the faults before step K")
     parser.add_argument("--out", type=Path, help="folder for the history and the output of the processes")
     args = parser.parse_args(argv)
     plan = make_plan(args.seed, args.minutes, args.store, args.clients).up_to(args.until_step)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
+from tests.chaos.__main__ import main
 from tests.chaos.plan import FAULTS, REDIS_FAULTS, make_plan
 
 
@@ -30,3 +33,13 @@ def test_plan_has_a_fault_every_few_seconds_and_all_kinds() -> None:
     assert {fault.name for fault in plan.faults} == set(FAULTS | REDIS_FAULTS)
     assert all(str(fault) for fault in plan.faults)
     assert not {fault.name for fault in make_plan(1, 60, "sqlite").faults} & set(REDIS_FAULTS)
+
+
+def test_command_help_lists_the_options_of_a_repeated_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert all(
+        f"  {name} " in text for name in ("--minutes", "--seed", "--store", "--clients", "--until-step", "--out")
+    )

@@ -31,8 +31,9 @@ def shown(engine: EngineConfig, server: ServerConfig, health: EngineHealth = HEA
     [
         (EngineConfig(), "127 pages of 16 tokens, 4 KiB each, 512 KiB in all"),
         (EngineConfig(), "waste up to 15 unused tokens in a branch's last page"),
-        # 127 pages of 4 KiB in 2 MiB leave 1.504 MiB
-        (EngineConfig(kv_memory_bytes=2**21), "waste 1.504 MiB of the memory is in no page (75.2%); up to 15 unused"),
+        # 127 pages of 4 KiB leave 4 KiB of 512 KiB, and 8 KiB of 516 KiB
+        (EngineConfig(kv_memory_bytes=2**21), "waste 4 KiB of the memory is in no page (0.8%); up to 15 unused"),
+        (EngineConfig(kv_memory_bytes=129 * 4096), "waste 8 KiB of the memory is in no page (1.6%); up to 15 unused"),
         (EngineConfig(), "swap 256 host pages, 1 MiB"),
         (EngineConfig(), "float32 on cpu, cpu attention context"),
         (EngineConfig(deterministic=True), "float32 on cpu, cpu attention, deterministic"),
@@ -95,7 +96,6 @@ async def test_banner_waits_for_a_store_that_does_not_answer_before_it_shows_rea
 
 
 def test_kv_memory_beyond_what_can_be_used_is_named_next_to_the_size_in_use() -> None:
-    assert "512 KiB in all of the 900 GiB of --kv-memory: more cannot be used" in shown(
-        EngineConfig(kv_memory_bytes=900 * 2**30), ServerConfig()
-    )
-    assert "more cannot be used" not in shown(EngineConfig(kv_memory_bytes=HEALTH.kv_bytes + 4096), ServerConfig())
+    text = shown(EngineConfig(kv_memory_bytes=900 * 2**30), ServerConfig())
+    assert "512 KiB in all (--kv-memory asked for 900 GiB) waste 4 KiB" in text
+    assert "asked for" not in shown(EngineConfig(kv_memory_bytes=HEALTH.kv_bytes + 4096), ServerConfig())

@@ -80,6 +80,15 @@ def test_created_key_is_stored_as_a_digest_only(tmp_path: Path) -> None:
     db.close()
 
 
+def test_create_in_a_new_file_names_the_file_and_the_option_of_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "new.db"
+    for flags in ([], ["--json"]):
+        path.unlink(missing_ok=True)
+        result = call("create", "--tenant", "acme", "--db", str(path), *flags)
+        assert f"{path} did not exist and was created. Start the server with --db {path}" in result.stderr
+    assert "did not exist" not in call("create", "--tenant", "acme", "--db", str(path)).stderr
+
+
 def test_list_shows_limits_and_revocation(store: tuple[str, str]) -> None:
     limits = ["--requests-per-minute", "60", "--tokens-per-minute", "7000", "--max-concurrent", "2"]
     created = json.loads(

@@ -282,6 +282,18 @@ def test_config_option_selects_the_settings_file(seen: Seen) -> None:
     assert [server.port for _, server in seen] == [5, 5]
 
 
+@pytest.mark.parametrize("name", ["nope.toml", "folder"])
+def test_missing_settings_file_is_refused_unless_it_is_the_default_one(seen: Seen, name: str) -> None:
+    Path("folder").mkdir()
+    by_flag = CliRunner().invoke(app, ["--config", name, "serve"])
+    by_variable = CliRunner().invoke(app, ["serve"], env={"CHATCACHE_CONFIG": name})
+    assert (by_flag.exit_code, by_variable.exit_code) == (2, 2) and not seen
+    for result, source in ((by_flag, "--config"), (by_variable, "CHATCACHE_CONFIG")):
+        text = "".join(result.output.replace("│", "").split())
+        assert "nosuchfile" in text and name in text and source in text
+    assert serve(env={"CHATCACHE_CONFIG": ""}).exit_code == 0
+
+
 @pytest.mark.slow
 def test_help_imports_no_server_and_no_model_library() -> None:
     """`chatcache --help` answers at once, because commands import what they need when they run."""

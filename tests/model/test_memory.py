@@ -18,7 +18,7 @@ from chatcache.model import eager
 from chatcache.model.attention import choose_backend
 from chatcache.model.device_errors import device_lost_error, is_out_of_memory
 from chatcache.model.eager import StepPart, split_step
-from chatcache.model.loading.loader import limit_kv_memory, plan_capacity
+from chatcache.model.loading.loader import describe_kv_limit, limit_kv_memory, plan_capacity
 from chatcache.model.loading.memory_budget import (
     GRAPH_BYTES,
     SLACK_SHARE,
@@ -183,12 +183,13 @@ def test_no_memory_for_pages_is_reported_with_the_numbers() -> None:
         plan_capacity(config, geometry, MAX_LEN, Budget(3 << 30, 5 << 29, 1 << 30))
 
 
-def test_kv_memory_beyond_the_machine_is_replaced_by_a_share_of_free_memory(caplog: pytest.LogCaptureFixture) -> None:
+def test_kv_memory_beyond_the_machine_is_replaced_by_a_share_of_free_memory() -> None:
     config = EngineConfig(kv_memory_bytes=900 << 30, page_size=8)
-    assert limit_kv_memory(config, 900 << 30) is config and not caplog.records
+    assert limit_kv_memory(config, 900 << 30) is config
     limited = limit_kv_memory(config, 23 << 30)
     assert (limited.kv_memory_bytes, limited.page_size) == (None, 8)
-    assert "kv_memory 900 GiB is more than the 23 GiB of this device: a share of its free memory is used" in caplog.text
+    text = describe_kv_limit(900 << 30, 23 << 30, 5 << 28)
+    assert text == "kv_memory 900 GiB is more than the 23 GiB of this device: 1.25 GiB are used"
     total = total_memory_bytes(torch.device("cpu"))
     assert free_host_bytes() <= total <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

@@ -126,9 +126,12 @@ def _load(
     report(0.91, "measuring memory")
     sampler = choose_sampler(backend, geometry.vocab_size, device)
     num_graphs = async_launch.num_graphs if async_launch is not None else 0
-    config = limit_kv_memory(config, total_memory_bytes(device))
+    asked, total = config.kv_memory_bytes, total_memory_bytes(device)
+    config = limit_kv_memory(config, total)
     budget = _budget(config, network, kernels, sampler, max_model_len, num_graphs)
     capacity = plan_capacity(config, geometry, max_model_len, budget)
+    if asked is not None and config.kv_memory_bytes is None:
+        log.warning("%s", describe_kv_limit(asked, total, capacity.kv_bytes))
     report(0.92, f"allocating {capacity.num_pages} KV pages")
     pages = allocate_kv_pages(kernels, geometry, capacity.num_pages, capacity.page_size)
     int8 = make_linear if isinstance(make_linear, Int8LinearFactory) else None
@@ -159,7 +162,7 @@ def _load(
     )  # fmt: skip
     report(0.94, "warming up; the first start compiles kernels")
     runner.warm_up(lambda fraction, what: report(0.94 + 0.06 * fraction, what))
-    report(1.0, "ready")
+    report(1.0, "model loaded")
     return runner
 
 
@@ -224,12 +227,16 @@ def _bounded(config: EngineConfig, max_context: int) -> int:
 
 
 def limit_kv_memory(config: EngineConfig, total_bytes: int) -> EngineConfig:
-    """Return the config without `kv_memory_bytes` if the device has less memory, with a warning."""
+    """Return the config without `kv_memory_bytes` if the device has less memory."""
     if config.kv_memory_bytes is None or config.kv_memory_bytes <= total_bytes:
         return config
-    given, total = format_size(config.kv_memory_bytes), format_size(total_bytes)
-    log.warning("kv_memory %s is more than the %s of this device: a share of its free memory is used", given, total)
     return msgspec.structs.replace(config, kv_memory_bytes=None)
+
+
+def describe_kv_limit(asked_bytes: int, total_bytes: int, used_bytes: int) -> str:
+    """Return a sentence for the log about a `kv_memory_bytes` that is larger than the device's memory."""
+    asked, total, used = map(format_size, (asked_bytes, total_bytes, used_bytes))
+    return f"kv_memory {asked} is more than the {total} of this device: {used} are used"
 
 
 def plan_capacity(
