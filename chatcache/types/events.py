@@ -96,10 +96,11 @@ class Beams(msgspec.Struct, frozen=True, tag="beams"):
 class CandidateDone(msgspec.Struct, frozen=True, tag="done"):
     """Candidate `index` ended.
 
-    `stop_reason` is the stop string or stop token id that matched, else None. A stop token or EOS token that ended the
-    candidate is included in its `Tokens`, so that the history is token-exact, and left out of its text. `score` is the
-    cumulative log-probability (sampling) or the length-penalised beam score. `num_pages_freed`: pages freed by a
-    dropped candidate (`finish_reason` "cancelled"), whose event may come before `Started`.
+    `stop_reason` is the stop string or stop token id that matched, "constraint_dead_end" if no token continues the
+    text within its grammar, else None. A stop token or EOS token that ended the candidate is included in its `Tokens`,
+    so that the history is token-exact, and left out of its text. `score` is the cumulative log-probability (sampling)
+    or the length-penalised beam score. `num_pages_freed`: pages freed by a dropped candidate (`finish_reason`
+    "cancelled"), whose event may come before `Started`.
     """
 
     request_id: str

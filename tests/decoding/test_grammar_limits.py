@@ -10,9 +10,11 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from chatcache.decoding.grammar import compiler as constraint_checker
@@ -263,9 +265,42 @@ def test_a_walk_that_takes_too_much_memory_ends_its_request(
 ) -> None:
     guide = Constraint(compiled(StructuredOutputs(regex="a+"), own), RULES).fork(None)
     sizes = iter((10 << 20, 300 << 20))
+    faulted = iter((0, 400 << 20))
     monkeypatch.setattr(own, "resident_bytes", lambda: next(sizes))
+    monkeypatch.setattr(own, "faulted_bytes", lambda: next(faulted))
     with pytest.raises(InvalidRequestError, match="took too much: 290 MiB of memory"):
         walk(guide, b"a")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is measured on Linux only")
+@pytest.mark.parametrize("in_other_thread", [True, False])
+def test_a_walk_is_not_charged_with_memory_of_other_threads(
+    own: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, in_other_thread: bool
+) -> None:
+    monkeypatch.setattr(constraint, "MAX_GROWTH_BYTES", 96 << 20)
+    monkeypatch.setattr(constraint, "START_CPU_S", 60.0)
+    guide = Constraint(compiled(StructuredOutputs(regex="a+"), own), RULES).fork(None)
+    arrays: list[np.ndarray[Any, Any]] = []
+    step = GrammarState._step
+
+    def grow() -> None:
+        arrays.append(np.ones(128 << 20, np.uint8))
+
+    def growing_step(self: GrammarState, tokens: list[int]) -> None:
+        if in_other_thread:
+            other.submit(grow).result()
+        else:
+            grow()
+        step(self, tokens)
+
+    monkeypatch.setattr(GrammarState, "_step", growing_step)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(int).result()  # start the thread
+        if in_other_thread:
+            assert walk(guide, b"a")
+        else:
+            with pytest.raises(InvalidRequestError, match="MiB of memory"):
+                walk(guide, b"a")
 
 
 HUNGRY = r"[\p{L}\s]{1,500}"

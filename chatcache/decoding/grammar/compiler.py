@@ -354,6 +354,7 @@ MAX_GROWTH_BYTES = 256 << 20  # of all cached grammars together
 MAX_REASON_CHARS = 300
 DEAD_END = "NoExtension"  # prefix of the library's message if no token matches
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+HUGE_PAGE_BYTES = 2 << 20
 _STATE = re.compile(r"<(?:non-verbose/|backtrace|state)>")
 _LISTING = re.compile(r"\s*(\d+ \||\^+\s*$)")  # a line of the grammar, or the caret under it
 
@@ -475,6 +476,19 @@ class GrammarCompiler:
     def resident_bytes(self) -> int:
         """Return the resident memory of this process in bytes; 0 if unknown."""
         return int(os.pread(self._statm, 128, 0).split()[1]) * PAGE_BYTES if self._statm >= 0 else 0
+
+    def faulted_bytes(self) -> int:
+        """Return the most memory that the calling thread can have begun to use so far; 0 if unknown.
+
+        Memory is counted for a process, not for a thread; but a thread causes a page fault for all memory that it is
+        the first to write, and each fault adds a huge page at most.
+        """
+        if self._statm < 0:
+            return 0
+        import resource  # not on Windows
+
+        usage = resource.getrusage(resource.RUSAGE_THREAD)
+        return (usage.ru_minflt + usage.ru_majflt) * HUGE_PAGE_BYTES
 
     def record_growth(self, grammar: str, compiled: CompiledGrammar, num_bytes: int) -> None:
         """Add to the memory use of a grammar; drop the oldest grammars beyond MAX_GROWTH_BYTES."""

@@ -158,10 +158,11 @@ class Constraint:
     def run_within_budget(self, compiled: CompiledGrammar, walk: Any) -> None:
         """Run grammar work and charge its CPU time and memory to the request.
 
+        The memory is the growth of the process, as far as this thread can have caused it.
         Raises: InvalidRequestError if the budget is exceeded; EngineError if the library fails.
         """
-        memory = self._future.compiler.resident_bytes
-        began, before = time.thread_time(), memory()
+        compiler = self._future.compiler
+        began, resident, faulted = time.thread_time(), compiler.resident_bytes(), compiler.faulted_bytes()
         try:
             walk()
         except (_GrammarError, KeyboardInterrupt, SystemExit):
@@ -171,10 +172,10 @@ class Constraint:
         finally:
             self._num_steps += 1
             self._cpu_s += time.thread_time() - began
-            grown = max(memory() - before, 0)
-            if grown:
+            grown = min(compiler.resident_bytes() - resident, compiler.faulted_bytes() - faulted)
+            if grown > 0:
                 self._growth_bytes += grown
-                self._future.compiler.record_growth(self._future.grammar, compiled, grown)
+                compiler.record_growth(self._future.grammar, compiled, grown)
         self._check_budget()
 
     def _check_budget(self) -> None:
