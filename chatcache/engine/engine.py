@@ -540,7 +540,7 @@ class Engine:
                     raise EngineError("the request has no branch left, but it is not finished")
             except Exception as error:
                 log.warning("request %s failed while decoding", request.request_id, exc_info=True)
-                self._fail(request, error)
+                self._fail(request, error, discard=not isinstance(error, InvalidRequestError))
             else:
                 if advance.record:
                     self._search_steps.append(SearchStep(request.request_id, advance.record))
@@ -564,7 +564,7 @@ class Engine:
     def _fail(self, request: LiveRequest, error: Exception, *, discard: bool = False) -> None:
         """End a request with an error.
 
-        `discard`: the pages that it computed may be wrong, after an invalid result or a failed step.
+        `discard`: the pages that it computed may be wrong, after an invalid result, a failed step or an internal error.
         """
         if request in self._grammar_queue:
             self._grammar_queue.remove(request)
