@@ -46,6 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "penalties": {
         "n": 2, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.7, "logit_bias": {5: 4.0}
     },
+    "bans": {"n": 2, "seed": 2, "no_repeat_ngram_size": 1, "allowed_token_ids": tuple(range(60, 120))},
     "stop strings": {"stop": ("A", "\x01\x02", "zz"), "min_tokens": 3, "n": 4},
     "ends early": {"n": 5, "stop_token_ids": tuple(range(0, VOCAB, 9)), "min_tokens": 2, "logprobs": 0},
     "grammar": {"structured_outputs": WORD, "n": 2},
@@ -59,6 +60,15 @@ SEARCHES: dict[str, SamplingParams | BeamSearchParams] = {
     ),
     "groups": BeamSearchParams(
         beam_width=6, num_beam_groups=3, diversity_penalty=0.6, stream_beams=True, logprobs=1, **ENDS
+    ),
+    "beam penalties": BeamSearchParams(
+        beam_width=4,
+        logprobs=1,
+        repetition_penalty=1.5,
+        frequency_penalty=1.0,
+        no_repeat_ngram_size=1,
+        bad_words_ids=((5, 6), (7,)),
+        max_tokens=14,
     ),
     "beam grammar": BeamSearchParams(beam_width=4, num_beam_groups=2, structured_outputs=WORD, max_tokens=14),
     "best_of": SamplingParams(n=2, best_of=5, logprobs=1, **ENDS),

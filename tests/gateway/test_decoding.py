@@ -14,6 +14,7 @@ from websockets.sync.client import ClientConnection
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.engine.engine import Engine
 from chatcache.gateway.api import completions
+from chatcache.tokenizer.bad_words import encode_bad_words
 from chatcache.types.events import CandidateDone, Started, TokenLogprob, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
@@ -31,6 +32,31 @@ SEARCHES: dict[str, tuple[dict[str, Any], Params]] = {
     "groups": (
         {"beam_width": 6, "n": 6, "num_beam_groups": 3, "diversity_penalty": 2.5},
         BeamSearchParams(beam_width=6, num_beam_groups=3, diversity_penalty=2.5, max_tokens=9),
+    ),
+    "beams with changed logits": (
+        {
+            "beam_width": 4,
+            "n": 3,
+            "repetition_penalty": 1.3,
+            "presence_penalty": 0.5,
+            "frequency_penalty": 0.25,
+            "logit_bias": {"40": 2.0},
+            "bad_words": ["e", "t"],
+        },
+        BeamSearchParams(
+            beam_width=4,
+            n=3,
+            repetition_penalty=1.3,
+            presence_penalty=0.5,
+            frequency_penalty=0.25,
+            logit_bias={40: 2.0},
+            bad_words_ids=encode_bad_words(["e", "t"], tiny_tokenizer()),
+            max_tokens=9,
+        ),
+    ),
+    "allowed tokens": (
+        {"n": 2, "best_of": 3, "seed": 3, "allowed_token_ids": [40, 41, 42]},
+        SamplingParams(n=2, best_of=3, seed=3, allowed_token_ids=(40, 41, 42), max_tokens=9),
     ),
     "vLLM's spelling": (
         {"use_beam_search": True, "n": 4, "num_beam_groups": 2, "diversity_penalty": 1, "length_penalty": 0.5},
