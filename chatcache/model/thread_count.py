@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 WINDOW_S = 0.25  # seconds in steps that one measurement covers
-MIN_WAITING = 0.25  # threads without a core, on average, that count as contention
+MIN_WAITING = 0.4  # threads without a core, on average, that count as contention
 MIN_GAIN = 1.1  # cores that more threads must get, relative to fewer
 MIN_HOLD_S, MAX_HOLD_S = 2.0, 15.0  # between trials; doubled after each that fails
 
@@ -38,7 +38,8 @@ def read_run_delay_s(tasks: Path = Path("/proc/self/task")) -> float:
     try:
         for task in os.listdir(tasks):
             try:
-                total_ns += int((tasks / task / "schedstat").read_text().split()[1])
+                with open(f"{tasks}/{task}/schedstat", "rb") as file:
+                    total_ns += int(file.read().split()[1])
             except (OSError, IndexError, ValueError):  # the thread has ended, or nothing is counted
                 continue
     except OSError:
@@ -95,15 +96,15 @@ class ThreadCount:
             self._wall_s += now_s - wall_s
             self._cpu_s += self._cpu_clock() - cpu_s
             if self._wall_s >= WINDOW_S:
-                waiting = (self._run_delay() - self._delay_s) / self._wall_s
+                delay_s = self._run_delay()
+                waiting = (delay_s - self._delay_s) / self._wall_s
                 self._evaluate(now_s, self._cpu_s / self._wall_s, waiting)
-                self._wall_s, self._cpu_s, self._delay_s = 0.0, 0.0, None
+                self._wall_s, self._cpu_s, self._delay_s = 0.0, 0.0, delay_s
 
     def _evaluate(self, now_s: float, cores: float, waiting: float) -> None:
         """End a trial, or begin one: `cores` were used and `waiting` threads had none, on average."""
         if self._get_threads() != self.count:
-            self._counts = self._counts[:1]  # the application has chosen a number
-            return
+            return  # the application has chosen a number
         trial, self._trial = self._trial, None
         if trial is not None:
             is_kept = self._is_kept(trial, cores, waiting)

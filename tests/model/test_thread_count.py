@@ -29,6 +29,7 @@ class Machine:
     def __init__(self, num_cores: int, *, balanced: bool) -> None:
         self.num_cores, self.balanced = num_cores, balanced
         self.num_others = 0
+        self.max_cores = float(num_cores)  # that the work can use
         self.now_s = self.cpu_s = self.delay_s = 0.0
         self.count = num_cores
         self.changes: list[int] = []
@@ -54,7 +55,7 @@ class Machine:
         else:
             wall_s = 2 * part_s if num_shared else part_s
             self.delay_s += num_shared * part_s
-        self.now_s += wall_s
+        self.now_s += max(wall_s, STEP_S / self.max_cores)
         self.cpu_s += STEP_S
 
     def run(self, threads: ThreadCount, seconds: float) -> dict[int, float]:
@@ -92,6 +93,17 @@ def test_threads_return_after_the_busy_process_has_ended() -> None:
     machine.run(threads, MAX_HOLD_S + 2 * WINDOW_S)
     assert threads.count == 2
     assert machine.run(threads, 60)[2] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_threads_return_even_if_the_work_cannot_use_them() -> None:
+    """Work that is mostly serial gets no more cores from more threads; next to no other process that is no reason."""
+    machine = Machine(2, balanced=False)
+    threads = machine.controller()
+    machine.num_others = 1
+    machine.run(threads, 60)
+    machine.num_others, machine.max_cores = 0, 1.0
+    machine.run(threads, MAX_HOLD_S + 3 * WINDOW_S)
+    assert threads.count == 2
 
 
 def test_static_split_on_many_cores_leaves_one_core_to_the_busy_process() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from chatcache.model.loading import loader
 from chatcache.model.loading.loader import SINGLE_THREAD_BYTES, allowed_cpus, limit_threads
 
 CPUS = len(os.sched_getaffinity(0))
@@ -43,3 +44,24 @@ def test_limit_threads_gives_small_models_one_thread_and_never_raises_it() -> No
     torch.set_num_threads(64)
     limit_threads(SINGLE_THREAD_BYTES + 1)
     assert torch.get_num_threads() == allowed_cpus()
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "policy", "warns"), [(2, {}, True), (2, {"OMP_WAIT_POLICY": "x"}, False), (1, {}, False)]
+)
+def test_limit_threads_warns_of_unlimited_spinning(
+    num_threads: int,
+    policy: dict[str, str],
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Threads spin without limit if the script has imported torch before chatcache, and has set no policy."""
+    for name in ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in policy.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(loader, "allowed_cpus", lambda: 2)
+    torch.set_num_threads(num_threads)
+    limit_threads(SINGLE_THREAD_BYTES + 1)
+    assert ("torch was imported before chatcache" in caplog.text) == warns
