@@ -171,7 +171,7 @@ def _miss_reason(
     diverged = _nearest_continuation(pool, match.key, chain.page_tokens(index), len(match.tail_tokens)) if at else b""
     if diverged:
         return DIVERGED, f"the cached continuation has different tokens from token {at} on", diverged
-    return NEVER_COMPUTED, f"no continuation of this prompt from token {at} on has been computed", b""
+    return NEVER_COMPUTED, f"no continuation of this prompt from token {at} on is known", b""
 
 
 def _was_evicted(pool: PagePool, chain: PageHashChain, match: PrefixMatch, index: int) -> bool:
