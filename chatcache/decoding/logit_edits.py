@@ -102,6 +102,8 @@ class LogitEdits:
 
     def edit(self, *, ban: bool) -> Edit | None:
         """Return (ids, scale, add), each [num_edited]; None without edits."""
+        if self._edit is not None and ban == self._is_banned and self._bans is None:
+            return self._edit
         edit = self._table_edit(ban=ban)
         banned = self._bans.banned_ids() if self._bans is not None else None
         return _with_bans(edit, banned) if banned else edit

@@ -28,8 +28,6 @@ from chatcache.types.plan import I32, Draws, Rows, Scores, StepPlan, StepResult
 
 Index = NDArray[np.intp]
 
-DRAW_FIELDS = ("row", "width", "seed", "lane", "position", "temperature", "top_k", "top_p", "min_p", "num_top")
-
 Finish = Callable[[], StepResult]
 """Waits for the device and returns the result of a step."""
 log = logging.getLogger(__name__)
@@ -316,11 +314,11 @@ def _tokens(part: StepPart, middle: int) -> tuple[StepPart, StepPart]:
 
 def _draws(draws: Draws, which: Index, first_row: int) -> Draws:
     """Return some of the draws, with row numbers counted from `first_row`."""
-    cut = {name: getattr(draws, name)[which] for name in DRAW_FIELDS}
-    cut["row"] = cut["row"] - np.int32(first_row)
+    cut = draws.select(which)
     place = {int(draw): new for new, draw in enumerate(which)}
-    return Draws(
-        **cut,
+    return replace(
+        cut,
+        row=cut.row - np.int32(first_row),
         edits=tuple(structs.replace(edit, draw=place[edit.draw]) for edit in draws.edits if edit.draw in place),
         masks=tuple(structs.replace(mask, draw=place[mask.draw]) for mask in draws.masks if mask.draw in place),
     )

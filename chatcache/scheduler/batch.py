@@ -18,8 +18,6 @@ from chatcache.scheduler.decode_batch import (
     DecodeRows,
     concat_draws,
     pack_draws,
-    relocate_draws,
-    select_draws,
 )
 from chatcache.scheduler.request import Branch, LiveRequest
 from chatcache.types.actions import Candidates, DrawSpec
@@ -75,7 +73,7 @@ class Step:
         branches, all_rows = self.decode_rows.branches, self.plan.rows
         fields = (all_rows.slot, all_rows.start, all_rows.num_tokens, all_rows.tokens)
         kept_rows = Rows(*(field[rows] for field in fields))
-        draws = select_draws(self.plan.draws, rows)
+        draws = replace(self.plan.draws.select(rows), row=np.arange(len(rows), dtype=np.int32))
         decode_rows = DecodeRows([branches[row] for row in rows.tolist()], kept_rows, draws)
         return replace(
             self, plan=replace(self.plan, rows=kept_rows, draws=draws), decode_rows=decode_rows, kept_draws=rows
@@ -229,7 +227,7 @@ class BatchBuilder:
 
     def _append_decode_draws(self, draws: Draws | None, decode_draws: Draws) -> Draws:
         """Append the draws of the decode batch, whose rows come after the granted ones."""
-        decode_draws = relocate_draws(decode_draws, decode_draws.row + len(self.granted), decode_draws.position)
+        decode_draws = replace(decode_draws, row=decode_draws.row + len(self.granted))
         return decode_draws if draws is None else concat_draws(draws, decode_draws)
 
 

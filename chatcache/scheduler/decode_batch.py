@@ -86,7 +86,7 @@ class DecodeBatch:
         self._cell = np.zeros(num_slots, np.int64)  # index into `_cells` of the next token
         self._end = np.zeros(num_slots, np.int64)  # index into `_cells` after the last cell of its page
         self._row = np.full(num_slots, NO_ROW, np.int32)  # row in the last planned step
-        self._draws = default_draws(num_slots)
+        self._draws = pack_draws([DrawSpec()] * num_slots, [0] * num_slots, [0] * num_slots)
         self._changes = np.full(num_slots, None, object)  # `LogitChanges`, or the function that returns them
         self._num_changing = 0  # entries with such a function
         self._page_tokens = np.zeros((num_slots, kv.page_size), "<i4")  # by slot: the tokens of the page being filled
@@ -98,7 +98,7 @@ class DecodeBatch:
             *(self._num_computed, self._num_reported),
             *(self._num_pages, self._next_token, self._cell, self._end, self._row),
         ]
-        self._arrays += draw_arrays(self._draws)
+        self._arrays += self._draws.arrays()
         self._flushed_full: list[Branch] = []  # branches whose full page was flushed
         self._is_compact = True
         self._cached_rows: DecodeRows | None = None  # reused until a branch is added or removed
@@ -255,7 +255,7 @@ class DecodeBatch:
         count, cached = self._num_entries, self._cached_rows
         if cached is None:
             slots, ones, numbers = self._slot[:count].copy(), np.ones(count, np.int32), np.arange(count, dtype=np.int32)
-            draws = relocate_draws(copy_draws(self._draws, count), numbers, numbers)
+            draws = Draws.of([numbers, *(array[:count].copy() for array in self._draws.arrays()[1:])])
             changes = [each for each in enumerate(self._changes[:count].tolist()) if each[1] is not None]
             cached = DecodeRows(self._branches[:count].tolist(), Rows(slots, ones, ones, ones), draws, changes)
             self._cached_rows = cached
@@ -364,17 +364,11 @@ def pack_draws(specs: Sequence[DrawSpec], rows: Sequence[int], positions: Sequen
 
 def concat_draws(first: Draws, second: Draws) -> Draws:
     """Append `second` to `first`."""
-    pairs, shift = zip(draw_arrays(first), draw_arrays(second), strict=True), len(first.row)
+    pairs, shift = zip(first.arrays(), second.arrays(), strict=True), len(first.row)
     edits = [LogitEdit(edit.draw + shift, edit.ids, edit.scale, edit.add) for edit in second.edits]
     masks = [LogitMask(mask.draw + shift, mask.words) for mask in second.masks]
-    return replace(
-        _draws([np.concatenate(pair) for pair in pairs]), edits=(*first.edits, *edits), masks=(*first.masks, *masks)
-    )
-
-
-def relocate_draws(draws: Draws, row: I32, position: I32) -> Draws:
-    """Return the same draws from other rows and positions, sharing all other arrays."""
-    return replace(draws, row=row, position=position)
+    draws = Draws.of([np.concatenate(pair) for pair in pairs])
+    return replace(draws, edits=(*first.edits, *edits), masks=(*first.masks, *masks))
 
 
 def _with_changes(draws: Draws, rows: DecodeRows, faults: list[tuple[LiveRequest, Exception]]) -> Draws:
@@ -394,30 +388,6 @@ def _with_changes(draws: Draws, rows: DecodeRows, faults: list[tuple[LiveRequest
     return replace(draws, edits=tuple(edits), masks=tuple(masks))
 
 
-def select_draws(draws: Draws, which: I32) -> Draws:
-    """Return the draws at these indices, numbered as rows 0, 1, 2, ... Without edits and masks."""
-    _, *rest = draw_arrays(draws)
-    return _draws((np.arange(len(which), dtype=np.int32), *(array[which] for array in rest)))
-
-
-def draw_arrays(draws: Draws) -> tuple[NDArray[Any], ...]:
-    """Return the arrays of `draws` in the order of the constructor's parameters."""
-    return (
-        *(draws.row, draws.width, draws.seed, draws.lane, draws.position),
-        *(draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.num_top),
-    )
-
-
-def _draws(arrays: Sequence[NDArray[Any]]) -> Draws:
-    row, width, seed, lane, position, temperature, top_k, top_p, min_p, num_top = arrays
-    return Draws(row, width, seed, lane, position, temperature, top_k, top_p, min_p, num_top)
-
-
-def default_draws(num_draws: int) -> Draws:
-    """Return a table of default draws, whose cells are overwritten one by one."""
-    return pack_draws([DrawSpec()] * num_draws, [0] * num_draws, [0] * num_draws)
-
-
 def write_draw(table: Draws, index: int, spec: DrawSpec) -> None:
     """Write a draw spec without edit and mask into row `index` of a table of draws."""
     table.width[index] = spec.width
@@ -428,8 +398,3 @@ def write_draw(table: Draws, index: int, spec: DrawSpec) -> None:
     table.top_p[index] = spec.top_p
     table.min_p[index] = spec.min_p
     table.num_top[index] = spec.num_top
-
-
-def copy_draws(table: Draws, count: int) -> Draws:
-    """Copy the first `count` draws of a table of draws."""
-    return _draws([array[:count].copy() for array in draw_arrays(table)])

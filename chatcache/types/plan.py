@@ -21,7 +21,9 @@ position p of a branch is stored in page table[slot, p // P] at offset p % P:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -110,6 +112,21 @@ class Draws:
     num_top: I32
     edits: tuple[LogitEdit, ...] = ()
     masks: tuple[LogitMask, ...] = ()
+
+    @classmethod
+    def of(cls, arrays: Sequence[NDArray[Any]]) -> Draws:
+        """Return draws with these `arrays`, without edits and masks."""
+        row, width, seed, lane, position, temperature, top_k, top_p, min_p, num_top = arrays
+        return cls(row, width, seed, lane, position, temperature, top_k, top_p, min_p, num_top)
+
+    def arrays(self) -> list[NDArray[Any]]:
+        """Return the arrays in the order of the constructor's parameters."""
+        row, width, seed, lane, position = self.row, self.width, self.seed, self.lane, self.position
+        return [row, width, seed, lane, position, self.temperature, self.top_k, self.top_p, self.min_p, self.num_top]
+
+    def select(self, which: NDArray[np.integer[Any]]) -> Draws:
+        """Return the draws at these indices, without edits and masks."""
+        return Draws.of([array[which] for array in self.arrays()])
 
 
 @dataclass(frozen=True, slots=True)

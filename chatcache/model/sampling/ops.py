@@ -283,10 +283,7 @@ class Filters:
 
 def select_draws(draws: Draws, which: Index) -> Draws:
     """Return some of the draws, without edits and masks."""
-    if len(which) == len(draws.row):
-        return draws
-    fields = ("row", "width", "seed", "lane", "position", "temperature", "top_k", "top_p", "min_p", "num_top")
-    return Draws(**{name: getattr(draws, name)[which] for name in fields})
+    return draws if len(which) == len(draws.row) else draws.select(which)
 
 
 def edits_log_softmax(draws: Draws) -> Flags:
