@@ -127,7 +127,7 @@ def format_size(num_bytes: float) -> str:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read a configuration file, with settings named like the flags (- and _ are the same).
+    """Read a configuration file, with the names of its settings as written.
 
     A missing file has no settings. Raises: InvalidRequestError, naming the file, if it is not flat TOML.
     """
@@ -144,7 +144,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
             raise InvalidRequestError(
                 f"{path}: [{name}] is a table; put settings at the top level, named like the flags"
             )
-    return {name.replace("-", "_"): value for name, value in settings.items()}
+    return settings
 
 
 def settings_by_command(
@@ -152,15 +152,17 @@ def settings_by_command(
 ) -> dict[str, Any]:
     """Return for each command those settings for which it has a flag.
 
-    `commands`: the names of the flags of each command. Raises: InvalidRequestError for a setting that no command has.
+    `settings`: named like the flags; - and _ are the same. `commands`: the parameter names of each command, with _.
+    Raises: InvalidRequestError for a setting that no command has.
     """
     known = {name for flags in commands.values() for name in flags}
-    for name in settings:
-        if name not in known:
-            raise InvalidRequestError(f"{path}: unknown setting {name!r}")
-    return {
-        command: {name: settings[name] for name in flags if name in settings} for command, flags in commands.items()
-    }
+    for written in settings:
+        if (name := written.replace("-", "_")) not in known:
+            meant = suggest_corrections([name], known).get(name, "").replace("_", "-")
+            hint = f"; did you mean {meant!r}?" if meant else ""
+            raise InvalidRequestError(f"{path}: unknown setting {written!r}{hint}")
+    values = {name.replace("-", "_"): value for name, value in settings.items()}
+    return {command: {name: values[name] for name in flags if name in values} for command, flags in commands.items()}
 
 
 def suggest_corrections(names: Iterable[str], known: Iterable[str]) -> dict[str, str]:

@@ -18,7 +18,12 @@ import typer
 from chatcache.auth import owner_name
 from chatcache.cli import options
 from chatcache.config import ServerConfig, format_size
-from chatcache.conversations.store import ConversationStore, OwnerAssignment, StoreUnusableError
+from chatcache.conversations.store import (
+    ConversationStore,
+    OwnerAssignment,
+    StoreUnavailableError,
+    StoreUnusableError,
+)
 from chatcache.errors import ChatcacheError, InvalidRequestError
 from chatcache.storage.sqlite import SqliteSnapshot, SqliteStore, back_up
 from chatcache.transfer.archive import (
@@ -152,6 +157,19 @@ def assign_owner(
         )
 
 
+def check_redis(url: str) -> None:
+    """Check that the Redis server of --redis can be used. Raises: StoreUnusableError, StoreUnavailableError."""
+    from chatcache.storage.redis import check_server
+
+    try:
+        check_server(url)
+    except StoreUnavailableError as error:
+        raise StoreUnavailableError(
+            f"the Redis server of --redis does not answer: {error.message.removesuffix('.')}; "
+            "start it, or correct the URL"
+        ) from error
+
+
 @contextlib.asynccontextmanager
 async def open_source(db: str, redis: str) -> AsyncIterator[ConversationSource]:
     """Open the store for reading.
@@ -165,9 +183,9 @@ async def open_source(db: str, redis: str) -> AsyncIterator[ConversationSource]:
         finally:
             await snapshot.close()
         return
-    from chatcache.storage.redis import RedisStore, check_server
+    from chatcache.storage.redis import RedisStore
 
-    check_server(redis)
+    check_redis(redis)
     store = RedisStore(redis, timeout_s=REDIS_TIMEOUT_S)
     try:
         yield store
@@ -182,9 +200,9 @@ async def _open_store(db: str, redis: str) -> AsyncIterator[ConversationStore]:
     Raises: StoreUnusableError, StoreUnavailableError.
     """
     if redis:
-        from chatcache.storage.redis import RedisStore, check_server
+        from chatcache.storage.redis import RedisStore
 
-        check_server(redis)
+        check_redis(redis)
         store: ConversationStore = RedisStore(redis, timeout_s=REDIS_TIMEOUT_S)
     else:
         store = SqliteStore(db, server_may_run=True)

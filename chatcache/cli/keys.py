@@ -15,9 +15,8 @@ import typer
 
 from chatcache.auth import MAX_NAME_CHARS, KeyRecord, KeyStore, new_key
 from chatcache.cli import options
-from chatcache.cli.db import open_source
+from chatcache.cli.db import check_redis, open_source
 from chatcache.config import ServerConfig
-from chatcache.conversations.store import StoreUnavailableError
 from chatcache.errors import ChatcacheError, InvalidRequestError
 from chatcache.storage.open import open_keys
 
@@ -120,7 +119,10 @@ def create(
 
 @app.command("list")
 def list_(context: typer.Context, db: options.Db = DB, redis: options.RedisUrl = "", as_json: Json = False) -> None:
-    """List all keys, including revoked ones, without their secrets."""
+    """List all keys, including revoked ones, without their secrets.
+
+    With --json, each key is one JSON object on its own line; without keys nothing is printed.
+    """
     options.refuse_two_stores(context)
 
     async def run() -> list[KeyRecord]:
@@ -131,6 +133,9 @@ def list_(context: typer.Context, db: options.Db = DB, redis: options.RedisUrl =
     if as_json:
         for record in records:
             typer.echo(json.dumps(_public_fields(record)))
+        return
+    if not records:
+        typer.echo("There are no keys: the server is open, unless it has a key of --api-key.")
         return
     rows = [("ID", "OWNER", "NAME", "CREATED", "ACCESS", "LIMITS"), *map(_row, records)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -169,10 +174,7 @@ async def _open_keys(db: str, redis: str, *, must_exist: bool = False) -> AsyncI
     Raises: ChatcacheError, StoreUnusableError, StoreUnavailableError.
     """
     if redis:
-        from chatcache.storage.redis import check_server
-
-        with contextlib.suppress(StoreUnavailableError):  # opening the keys tries again, with a longer timeout
-            await asyncio.to_thread(check_server, redis)
+        await asyncio.to_thread(check_redis, redis)
     elif must_exist:
         await asyncio.to_thread(_check_file_exists, Path(db))
     async with open_keys(ServerConfig(db=db, redis=redis)) as keys:

@@ -53,13 +53,12 @@ def settings(
     """Read the settings file into the defaults of the commands."""
     source = context.get_parameter_source("config")
     if source is not None and source.name != "DEFAULT" and (config.is_dir() or not config.exists()):
-        hint = env("config") if source.name == "ENVIRONMENT" else "--config"
-        raise typer.BadParameter(f"no such file: {config.absolute()}.", param_hint=hint)
+        raise typer.BadParameter(f"no such file: {config.absolute()}.", param_hint="--config")
     try:
         values = read_config_file(config)
-        for old in sorted(values.keys() & {name.replace("-", "_") for name in RENAMED_OPTIONS}):
-            new = RENAMED_OPTIONS[old.replace("_", "-")]
-            raise InvalidRequestError(f"{config}: the setting {old!r} is now called {new!r}")
+        for old in values:
+            if new := RENAMED_OPTIONS.get(old.replace("_", "-")):
+                raise InvalidRequestError(f"{config}: the setting {old!r} is now called {new!r}")
         context.default_map = _nest_groups(settings_by_command(values, _parameter_names(context.command), config))
     except InvalidRequestError as error:
         raise typer.BadParameter(error.message, param_hint="--config") from None

@@ -52,11 +52,30 @@ class CommandGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = _describe_bad_value(error)
+            raise
         except Exception as error:  # NoSuchOption: Typer exports no public name for it
             name = str(getattr(error, "option_name", "")).removeprefix("--")
+            if name == "config":
+                ctx.fail("--config belongs in front of the command: chatcache --config FILE COMMAND.")
             if name in RENAMED_OPTIONS:
                 ctx.fail(f"The option --{name} is now called --{RENAMED_OPTIONS[name]}.")
             raise
+
+
+def _describe_bad_value(error: Any) -> str:
+    """Return the message of a BadParameter, with the environment variable or file that contains the value."""
+    message = str(error.message).removeprefix("Value error, ")  # Typer's prefix
+    params = () if error.ctx is None else error.ctx.command.params
+    for param in params:
+        if param is error.param or error.param_hint in param.opts:
+            source = _source_of(error.ctx, param.name)
+            if source == "the settings file":
+                source += f" {error.ctx.find_root().params['config']}"
+            if source and source != "a flag":
+                return f"{message.removesuffix('.')} (given by {source})."
+    return message
 
 
 def env(name: str) -> str:
@@ -89,8 +108,12 @@ def _number(kind: type[int] | type[float], low: float, high: float | None) -> Ca
         except (TypeError, ValueError, OverflowError):
             whole = "a whole number" if kind is int else "a number"
             raise typer.BadParameter(f"{str(value)!r} is not {whole} {bounds}.") from None
-        if not low <= number <= (math.inf if high is None else high):
+        if math.isnan(number):
             raise typer.BadParameter(f"{value} is not a number {bounds}.")
+        if number < low:
+            raise typer.BadParameter(f"must be at least {low}, got {value}.")
+        if high is not None and number > high:
+            raise typer.BadParameter(f"must be at most {high}, got {value}.")
         return number
 
     return read

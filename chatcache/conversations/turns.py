@@ -122,7 +122,9 @@ class TurnService:
         cut_item = point.prefix.to_item() if point.prefix is not None else None
         if cut_item is not None:
             point = replace(point, path=(*point.path, cut_item))
-        if not request.input and (not point.path or point.path[-1].role == "assistant"):
+        if not request.input and not point.path:
+            raise InvalidRequestError("input is required", param="input", code="missing_required_parameter")
+        if not request.input and point.path[-1].role == "assistant":
             raise InvalidRequestError("input is empty: only a user message can be answered again", param="input")
         messages = _messages(request, point)
         prompt = await asyncio.to_thread(self._assemble, request, point, messages)

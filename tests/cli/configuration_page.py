@@ -30,8 +30,9 @@ A setting is taken from the first of these places that has it:
    `CHATCACHE_KV_MEMORY=2GiB`. Several values of one option are separated by spaces. A misspelt variable that
    resembles a known one is reported at the start, and one that resembles `CHATCACHE_API_KEY` keeps
    `chatcache serve` from starting without a key;
-3. `chatcache.toml` in the working directory (or the file given with `chatcache --config FILE`): one flat table with
-   the flags' names, for example `kv-memory = "2GiB"`. Unknown names are refused;
+3. `chatcache.toml` in the working directory, or the file given with `chatcache --config FILE serve` or
+   `CHATCACHE_CONFIG` (which must exist): one flat table with the flags' names, for example `kv-memory = "2GiB"`.
+   Unknown names are refused;
 4. the default.
 
 Of `--db` and `--redis`, give one: both together are refused, except that a Redis server of a flag or variable replaces

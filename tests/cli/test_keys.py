@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 from chatcache.cli.main import app
 from chatcache.config import ServerConfig
 from chatcache.errors import ChatcacheError
+from chatcache.storage.sqlite import SqliteStore
 from tests.gateway.serving import Server, wait_until
 from tests.support.redis_servers import RedisServer, redis_server
 
@@ -69,6 +70,13 @@ def test_created_key_is_printed_once_and_accepted_until_revoked(store: tuple[str
             assert hashlib.sha256(key.encode()).hexdigest() not in listing
         assert call("revoke", shown[0]["id"], *store).exit_code == 0
         wait_until(lambda: status(key) == 401, "the key to be refused", PATIENCE_S)
+
+
+def test_list_without_keys_reports_an_open_server(tmp_path: Path) -> None:
+    path = tmp_path / "chat.db"
+    SqliteStore(str(path), server_may_run=True)
+    assert call("list", "--db", str(path)).stdout.startswith("There are no keys: the server is open")
+    assert call("list", "--json", "--db", str(path)).stdout == ""
 
 
 def test_created_key_is_stored_as_a_digest_only(tmp_path: Path) -> None:
@@ -142,6 +150,7 @@ def test_keys_report_an_unreachable_redis(tmp_path: Path) -> None:
     for args in (["list"], ["create", "--tenant", "acme"]):
         result = call(*args, "--redis", "redis://127.0.0.1:1/0")
         assert isinstance(result.exception, ChatcacheError) and "does not answer" in result.exception.message
+        assert "start it, or correct the URL" in result.exception.message and result.stderr == "", "one line, by main()"
         assert "cck_" not in result.stdout, "a key that is stored nowhere is not shown"
 
 

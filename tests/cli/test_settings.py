@@ -19,6 +19,7 @@ from chatcache.cli.options import RENAMED_OPTIONS
 from chatcache.config import EngineConfig, ServerConfig, format_size, parse_size, read_config_file, settings_by_command
 from chatcache.errors import InvalidRequestError
 
+NO_FRAME = str.maketrans("", "", "│'")
 Seen = list[tuple[EngineConfig, ServerConfig]]
 
 
@@ -260,7 +261,10 @@ def test_invalid_value_is_refused_by_flag_name(seen: Seen, name: str, value: str
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("prot = 1", "unknown setting 'prot'"),
+        ("prot = 1", "unknown setting 'prot'; did you mean 'port'?"),
+        ('kv-memroy = "2GiB"', "unknown setting 'kv-memroy'; did you mean 'kv-memory'?"),
+        ("kv_memroy = 1\nport = 1", "unknown setting 'kv_memroy'; did you mean 'kv-memory'?"),
+        ("colour = 1", "unknown setting 'colour' "),
         ("[serve]\nport = 1", "[serve] is a table"),
         ("port = ", "Invalid"),
         ("port = 70000", "--port"),
@@ -271,7 +275,7 @@ def test_bad_settings_file_is_refused(seen: Seen, text: str, reason: str) -> Non
     Path("chatcache.toml").write_text(text)
     result = serve()
     assert result.exit_code == 2
-    assert reason in " ".join(result.output.split())
+    assert reason in " ".join(result.output.replace("│", " ").split())
     assert not seen
 
 
@@ -280,6 +284,24 @@ def test_config_option_selects_the_settings_file(seen: Seen) -> None:
     assert CliRunner().invoke(app, ["--config", "other.toml", "serve"]).exit_code == 0
     assert CliRunner().invoke(app, ["serve"], env={"CHATCACHE_CONFIG": "other.toml"}).exit_code == 0
     assert [server.port for _, server in seen] == [5, 5]
+
+
+@pytest.mark.parametrize(("name", "value"), [("port", "x"), ("root-path", "no-slash"), ("device", "tpu")])
+def test_bad_value_names_the_variable_or_file_that_contains_it(seen: Seen, name: str, value: str) -> None:
+    by_flag, by_variable = serve(f"--{name}", value), serve(env={variable(name): value})
+    Path("chatcache.toml").write_text(f'{name} = "{value}"')
+    by_file = serve()
+    assert {by_flag.exit_code, by_variable.exit_code, by_file.exit_code} == {2} and not seen
+    texts = ["".join(each.output.translate(NO_FRAME).split()) for each in (by_flag, by_variable, by_file)]
+    assert all(f"Invalidvaluefor--{name}:{value}" in text for text in texts)
+    assert "given" not in texts[0]
+    assert f"(givenbytheenvironmentvariable{variable(name)})." in texts[1]
+    assert "(givenbythesettingsfilechatcache.toml)." in texts[2]
+
+
+def test_config_option_of_a_command_is_refused_with_its_place() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--config", "x.toml"])
+    assert result.exit_code == 2 and "chatcache --config FILE COMMAND" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["nope.toml", "folder"])
@@ -409,10 +431,10 @@ def test_serve_with_the_api_key_in_a_misspelt_variable_is_refused(seen: Seen, en
     [
         (("--port", "abc"), "'abc' is not a whole number from 0 to 65535"),
         (("--port", "8000.5"), "'8000.5' is not a whole number from 0 to 65535"),
-        (("--port", "70000"), "70000 is not a number from 0 to 65535"),
+        (("--port", "70000"), "must be at most 65535, got 70000"),
         (("--drain-timeout", "soon"), "'soon' is not a number from 0 to 86400"),
         (("--drain-timeout", "nan"), "nan is not a number from 0 to 86400"),
-        (("--max-model-len", "8"), "8 is not a number from 16 to 16777216"),
+        (("--max-model-len", "8"), "must be at least 16, got 8"),
     ],
 )
 def test_serve_number_out_of_range_names_the_range(seen: Seen, arguments: tuple[str, str], words: str) -> None:
@@ -427,8 +449,8 @@ def test_serve_number_out_of_range_names_the_range(seen: Seen, arguments: tuple[
     [
         (("bench", "kv", "--batch", "many"), "'many' is not a whole number from 1 to 4096"),
         (("chat", "--temperature", "hot"), "'hot' is not a number from 0 to 2"),
-        (("chat", "--top-p", "0"), "0 is not a number from 1e-06 to 1"),
-        (("keys", "create", "--tenant", "a", "--max-concurrent", "0"), "0 is not a number of 1 or more"),
+        (("chat", "--top-p", "0"), "must be at least 1e-06, got 0"),
+        (("keys", "create", "--tenant", "a", "--max-concurrent", "0"), "must be at least 1, got 0"),
         (("keys", "create", "--tenant", "a", "--max-concurrent", "x"), "'x' is not a whole number of 1 or more"),
     ],
 )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import pytest
 
+from chatcache.errors import InvalidRequestError
+from chatcache.gateway.schemas.fields import parse_fields
 from tests.gateway.serving import MAX_MODEL_LEN, Server, tiny_tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -96,6 +99,55 @@ def test_parameter_at_its_bound_is_accepted_and_beyond_it_refused(
         assert (error["param"] or "").startswith(name), (value, error)
         assert name in error["message"] or "tool" in error["message"], error
         assert headers["x-request-id"]
+
+
+class Bounded(msgspec.Struct):
+    """Fields with each kind of limit."""
+
+    at_most: Annotated[float, msgspec.Meta(le=2)] = 0
+    above: Annotated[float, msgspec.Meta(gt=0, lt=0.5)] = 0.1
+    count: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    names: Annotated[list[Annotated[str, msgspec.Meta(min_length=1, max_length=3)]], msgspec.Meta(max_length=2)] = []
+    text: str | list[str] = ""
+    entries: Annotated[dict[str, bool], msgspec.Meta(max_length=1)] = {}
+    kind: Literal["a", "b"] = "a"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"at_most": 2.5}, "at_most must be at most 2"),
+        ({"above": 0}, "above must be greater than 0"),
+        ({"above": 0.5}, "above must be less than 0.5"),
+        ({"count": 0}, "count must be at least 1"),
+        ({"count": "x"}, "count must be an integer or null, got a string"),
+        ({"names": ["a"] * 3}, "names must have at most 2 elements"),
+        ({"names": [""]}, "names[0] must have at least 1 character"),
+        ({"names": ["abcd"]}, "names[0] must have at most 3 characters"),
+        ({"text": {}}, "text must be a string or an array, got an object"),
+        ({"entries": {"a": True, "b": True}}, "entries must have at most 1 entry"),
+        ({"kind": "c"}, "kind: invalid enum value 'c'"),
+    ],
+)
+def test_error_of_a_field_names_the_limit_in_plain_words(body: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_fields(body, Bounded)
+    assert (caught.value.message, caught.value.param) == (message, message.split()[0].rstrip(":"))
+
+
+def test_response_without_input_is_refused_as_a_missing_parameter(server: Server) -> None:
+    without_input: list[dict[str, Any]] = [{}, {"input": []}]
+    for body in without_input:
+        status, _, answer = server.post("/v1/responses", **body)
+        error = answer["error"]
+        assert (status, error["code"], error["param"]) == (400, "missing_required_parameter", "input")
+        assert error["message"] == "input is required"
+
+
+def test_temperature_of_beam_search_is_refused_with_the_accepted_values(server: Server) -> None:
+    status, _, answer = server.post(CHAT, messages=USER, beam_width=2, temperature=0.7)
+    assert (status, answer["error"]["code"]) == (400, "unsupported_parameter")
+    assert answer["error"]["message"] == "temperature has no effect in beam search: leave it out, or send 0 or 1"
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,10 @@ def _beam_params(fields: SamplingFields, route: RouteParams, tokenizer: Tokenize
     for name, neutral in _NEUTRAL_FOR_BEAMS.items():
         value = getattr(fields, name)
         if value is not None and value not in neutral:
-            raise UnsupportedParameterError(f"{name} has no meaning in beam search; leave it out", param=name)
+            allowed = " or ".join(msgspec.json.encode(each).decode() for each in neutral)
+            raise UnsupportedParameterError(
+                f"{name} has no effect in beam search: leave it out, or send {allowed}", param=name
+            )
     if fields.beam_width is not None:
         width, num_returned = fields.beam_width, _default(fields.n, 1)
     else:

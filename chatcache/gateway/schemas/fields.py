@@ -94,7 +94,39 @@ def parse_fields(body: Mapping[str, Any], kind: type[Fields]) -> Fields:
             param = f"{param}.{missing.group(1)}" if param else missing.group(1)
             raise InvalidRequestError(f"{param} is required", param=param, code="missing_required_parameter") from None
         param = param.replace("[...]", "")
-        raise InvalidRequestError(f"{param}: {message[:1].lower()}{message[1:]}", param=param or None) from None
+        raise InvalidRequestError(_describe_limit(param, message), param=param or None) from None
+
+
+_LIMIT = re.compile(r"Expected `(\w+)` (of length )?(<=|>=|<|>) ([-+.\w]+)")
+_TYPE = re.compile(r"Expected `([\w| ]+)`, got `(\w+)`")
+_COMPARISONS = {"<=": "at most", ">=": "at least", "<": "less than", ">": "greater than"}
+_UNITS = {"str": "character", "array": "element", "object": "entry"}
+_TYPES = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "a boolean",
+    "array": "an array",
+    "object": "an object",
+}
+
+
+def _describe_limit(param: str, message: str) -> str:
+    """Rephrase msgspec's message about a field without its notation of types."""
+    subject = param or "the body"
+    if limit := _LIMIT.fullmatch(message):
+        kind, is_length, sign, number = limit.groups()
+        number = number.removesuffix(".0")
+        if not is_length:
+            return f"{subject} must be {_COMPARISONS[sign]} {number}"
+        unit = _UNITS.get(kind, "element")
+        if number != "1":
+            unit = unit.removesuffix("y") + "ies" if unit.endswith("y") else f"{unit}s"
+        return f"{subject} must have {_COMPARISONS[sign]} {number} {unit}"
+    if types := _TYPE.fullmatch(message):
+        expected = " or ".join(_TYPES.get(kind, kind) for kind in types[1].split(" | "))
+        return f"{subject} must be {expected}, got {_TYPES.get(types[2], types[2])}"
+    return f"{subject}: {message[:1].lower()}{message[1:]}"
 
 
 def unknown_fields(body: Mapping[str, Any], *kinds: type[msgspec.Struct]) -> tuple[str, ...]:
