@@ -28,6 +28,7 @@ from chatcache.types.request import (
     GenerateRequest,
     Params,
     num_branches,
+    num_gang_branches,
 )
 from chatcache.types.stats import ModelInfo
 
@@ -134,9 +135,11 @@ def check_branches(params: Params, max_branches: int) -> None:
 def resolve_max_tokens(request: GenerateRequest, capacity: KVCapacity, max_model_len: int) -> int:
     """Return the token limit of each branch: `max_tokens`, or as many as context and pool allow.
 
+    All beams and distinct candidates need their pages together; other candidates can run one after the other.
+
     Raises: ContextLengthError if the request could not finish even if it had the whole pool.
     """
-    num_prompt, branches, params = len(request.prompt), num_branches(request.params), request.params
+    num_prompt, branches, params = len(request.prompt), num_gang_branches(request.params), request.params
     num_pages = capacity.num_pages - 1
     most = max_tokens_that_fit(num_prompt, branches, capacity.page_size, num_pages)
     if params.max_tokens is None and most >= 1:
@@ -150,8 +153,9 @@ def resolve_max_tokens(request: GenerateRequest, capacity: KVCapacity, max_model
         )
     worst = worst_case_pages(num_prompt, max_tokens, branches, capacity.page_size)
     if worst > num_pages:
+        where = f" in {branches} branches" if branches > 1 else ""
         raise ContextLengthError(
-            f"{num_prompt} prompt tokens and max_tokens {max_tokens} in {branches} branches may need {worst} pages of "
+            f"{num_prompt} prompt tokens and max_tokens {max_tokens}{where} may need {worst} pages of "
             f"{capacity.page_size} tokens; the KV memory has {num_pages}, enough for max_tokens {max(most, 0)}",
             param="max_tokens",
         )

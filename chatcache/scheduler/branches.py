@@ -2,6 +2,7 @@
 
     the strategy forks a branch   fork the page table (no page is copied), and copy the runner's row
     the request is preempted      detach: each branch releases its pages and chooses the branch to fork from later
+    pages run out                 suspend_last: one branch releases its pages, and is forked again as below
     the request starts again      its leader computes; each other branch is forked again (reattach) when its fork source
                                   has computed the tokens they share, so that the request shares as many pages as before
 
@@ -60,6 +61,12 @@ class RowAllocator:
         """Return the recorded row copies (src slot, dst slot, num_pages), in order, and forget them."""
         forks, self.forks = self.forks, []
         return forks
+
+
+def num_missing_pages(kv: KVCache, branch: Branch) -> int:
+    """Count the pages that the present tokens of a branch need, beyond those it has or will share."""
+    num_pages = branch.num_shared_tokens // kv.page_size if branch.table is None else branch.table.num_pages
+    return max(kv.num_pages_for(branch.num_tokens) - num_pages, 0)
 
 
 class BranchManager:
@@ -131,13 +138,27 @@ class BranchManager:
         """Release all pages and rows of a request, and choose fork sources for the next start."""
         for branch in request.branches.values():
             self.close(branch)
+        request.num_waiting_branches = 0
         request.choose_fork_sources()
 
-    def reattach(self, request: LiveRequest) -> None:
-        """Start waiting branches whose fork source has computed the tokens they share."""
+    def suspend_last(self, request: LiveRequest) -> None:
+        """Release the pages and the row of the last branch that has any; the others continue."""
+        self.close(next(branch for branch in reversed(request.branches.values()) if branch.table is not None))
+        request.num_waiting_branches += 1
+        request.choose_fork_sources()
+
+    def reattach(self, request: LiveRequest, num_free_pages: int) -> int:
+        """Start waiting branches whose fork source has computed the tokens they share.
+
+        Those of a lockstep request all start. Others start while their present tokens and one more page each fit into
+        `num_free_pages`; returns how many of these are left.
+        """
         for branch in request.branches.values():
             if branch.table is not None:
                 continue
+            num_pages = num_missing_pages(self._kv, branch) + 1
+            if not request.lockstep and num_pages > num_free_pages:
+                break
             source = branch.fork_source
             if source is None:  # all branches that it could have been forked from have ended
                 self.start(branch, self._match(branch))
@@ -147,6 +168,8 @@ class BranchManager:
                 continue
             branch.fork_source, branch.num_shared_tokens = None, 0
             request.num_waiting_branches -= 1
+            num_free_pages -= num_pages
+        return num_free_pages
 
     def _reattach(self, branch: Branch, source: Branch) -> None:
         """Fork a waiting branch from its source, and extend it by its own pages if still cached."""

@@ -17,9 +17,13 @@ Bound: no request is preempted more than MAX_PREEMPTIONS times. After so many it
 rule 2 it remains the first until it ends, and by rule 1 the first is not preempted. This assumes only that service
 order is total and constant; it holds for priorities and fair scheduling, where later requests can precede earlier ones.
 
-Progress: each step computes tokens of the first running request, which fits an otherwise empty pool. With the bound, a
-finite number of requests computes a finite number of tokens, so there is neither deadlock nor livelock. A request
-waits forever only if requests that precede it arrive forever, which first come, first served excludes.
+Candidates of one request do not need their pages together. When even the first running request alone outgrows the pool,
+its last branches wait without pages until other branches of it have ended (`BranchManager.suspend_last`). Beams are
+drawn together, so a beam search whose branches cannot fit the pool together is rejected.
+
+Progress: each step computes tokens of the first running request, of which one branch fits an otherwise empty pool. With
+the bound, a finite number of requests computes a finite number of tokens, so there is neither deadlock nor livelock. A
+request waits forever only if requests that precede it arrive forever, which first come, first served excludes.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ import numpy as np
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import TOKEN_BYTES
 from chatcache.kv_cache.prefix_match import PrefixMatch
+from chatcache.scheduler.branches import num_missing_pages
 from chatcache.scheduler.decode_batch import DecodeBatch
 from chatcache.scheduler.fairness import VirtualTokenCounter
 from chatcache.scheduler.request import Branch, LiveRequest
@@ -211,15 +216,24 @@ class WaitingQueue:
         """Count the free pages needed to start a request without preempting another soon.
 
         These are the pages for its own tokens, those that the running branches still need for the tokens they have, and
-        one page per branch for later tokens.
+        one page per branch for later tokens. Of candidates that do not fit the pool together, the first counts. Waiting
+        branches of running requests count if their request precedes this one.
         """
         request, match, batch, page_size = start.request, start.match, self._decode_batch, self._kv.page_size
         num_full = start.num_tokens // page_size
         num_here = num_full - sum(1 for entry, _ in match.loads if entry < num_full)
-        unbatched = batch.unbatched_requests
-        missing = sum(num_missing_pages(self._kv, other) for other in (request, *unbatched))
-        growth = request.max_branches + sum(other.num_unbatched for other in unbatched) + batch.num_branches
-        return missing + batch.num_missing_pages() - num_here + match.num_idle + growth
+        own = sum(num_missing_pages(self._kv, branch) for branch in request.branches.values()) + request.max_branches
+        if own > self._kv.pool.num_usable and not request.lockstep:
+            own = num_missing_pages(self._kv, request.leader) + 1
+        running = [
+            branch
+            for other in batch.unbatched_requests
+            for branch in other.branches.values()
+            if not branch.in_decode_batch and (branch.table is not None or other.service_order < request.service_order)
+        ]
+        missing = sum(num_missing_pages(self._kv, branch) for branch in running)
+        growth = len(running) + batch.num_branches
+        return own + missing + batch.num_missing_pages() - num_here + match.num_idle + growth
 
 
 def preemption_key(request: LiveRequest, first: LiveRequest) -> tuple[bool, bool, int]:
@@ -260,18 +274,3 @@ def _num_common(head: bytes, tokens: bytes) -> int:
         return len(head) // TOKEN_BYTES
     different = np.frombuffer(head, "<i4") != np.frombuffer(tokens[: len(head)], "<i4")
     return int(np.argmax(different))
-
-
-def num_missing_pages(kv: KVCache, request: LiveRequest) -> int:
-    """Count the pages that the request's present tokens still need.
-
-    Pages that it has, and those that its branches share, are not counted. Branches in the decode batch are left out:
-    see `DecodeBatch.num_missing_pages`.
-    """
-    total = 0
-    for branch in request.branches.values():
-        if branch.in_decode_batch:
-            continue
-        has = branch.num_shared_tokens // kv.page_size if branch.table is None else branch.table.num_pages
-        total += max(kv.num_pages_for(branch.num_tokens) - has, 0)
-    return total

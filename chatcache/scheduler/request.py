@@ -79,9 +79,9 @@ class LiveRequest:
     `accepted_s`, `admitted_s` (first start) and `first_token_s` are values of `time.perf_counter`.
 
     While the request waits, `hash_chain` holds the page keys of its first branch. While it runs, `pending_keys` are the
-    keys of the pages that it is computing, `num_waiting_branches` of its branches wait for their fork source, and
-    `num_batched` of them are in the decode batch. Before it was preempted it computed tokens from `num_matched_tokens`
-    on, none by default.
+    keys of the pages that it is computing, `num_waiting_branches` of its branches wait for pages or their fork source,
+    and `num_batched` of them are in the decode batch. Before it was preempted it computed tokens from
+    `num_matched_tokens` on, none by default.
     """
 
     request_id: str
@@ -157,6 +157,11 @@ class LiveRequest:
         """The branch that computes first when the request starts; the others fork from it."""
         return next(iter(self.branches.values()))
 
+    @property
+    def num_attached(self) -> int:
+        """Number of branches with pages, of a running request."""
+        return len(self.branches) - self.num_waiting_branches
+
     def tables(self) -> list[PageTable]:
         return [branch.table for branch in self.branches.values() if branch.table is not None]
 
@@ -171,6 +176,9 @@ class LiveRequest:
         for branch in self.branches.values():
             if branch.table is not None:
                 continue
+            if branch.fork_source is not None and branch.fork_source.table is not None:
+                candidates.append(branch)
+                continue  # what they share does not change
             branch.fork_source, branch.num_shared_tokens = None, 0
             for other in candidates:
                 num_common = min(num_common_tokens(branch, other), branch.num_tokens - 1, other.num_tokens - 1)

@@ -41,7 +41,7 @@ from chatcache.kv_cache.page_table import PageTable
 from chatcache.kv_cache.pool import InvariantError
 from chatcache.kv_cache.prefix_match import NEVER_COMPUTED
 from chatcache.scheduler.batch import BatchBuilder, Step
-from chatcache.scheduler.branches import BranchManager, RowAllocator
+from chatcache.scheduler.branches import BranchManager, RowAllocator, num_missing_pages
 from chatcache.scheduler.decode_batch import DecodeBatch
 from chatcache.scheduler.fairness import FairnessAccounting, VirtualTokenCounter
 from chatcache.scheduler.preemption import CostModel, SwapTracker
@@ -105,6 +105,8 @@ class Scheduler:
         if self._num_branches > self.max_num_batched_tokens:
             self._decode_batch.remove_all()
         self._started.clear()
+        for request in [r for r in self._decode_batch.unbatched_requests if not r.num_attached]:
+            self._requeue(request)  # its branches with pages have ended
         if len(self.waiting):
             self._admit()
         batch = BatchBuilder(self.max_num_batched_tokens, self._decode_batch)
@@ -144,6 +146,24 @@ class Scheduler:
         The decode batch, which computes a token of each of its branches, cannot be used then.
         """
         return self._num_branches > self.max_num_batched_tokens
+
+    def _reattach(self, requests: list[LiveRequest]) -> None:
+        """Start waiting branches of running requests, if their fork source is ready and enough pages are free."""
+        if not any(request.num_waiting_branches for request in requests):
+            return
+        attached = [
+            branch
+            for request in requests
+            for branch in request.branches.values()
+            if branch.table is not None and not branch.in_decode_batch
+        ]
+        num_needed = (
+            sum(num_missing_pages(self.kv, branch) + 1 for branch in attached) + self._decode_batch.num_branches
+        )
+        num_free = self.kv.pool.num_free - num_needed
+        for request in requests:
+            if request.num_waiting_branches:
+                num_free = self._branches.reattach(request, num_free)
 
     def _admit(self) -> None:
         """Start waiting requests while this step has tokens for them.
@@ -190,18 +210,19 @@ class Scheduler:
     def _grant_running(self, batch: BatchBuilder) -> None:
         """Grant tokens to the requests outside the decode batch, and preempt the last if pages run out."""
         requests = sorted(self._decode_batch.unbatched_requests, key=self._preemption_key)
-        for request in requests:
-            if request.num_waiting_branches:
-                self._branches.reattach(request)
+        self._reattach(requests)
         shares = self._share_prefill(requests)
         for request in requests:
             while request in self._decode_batch.unbatched_requests:  # not preempted
                 if self._grant(request, batch, shares.get(request, 0)):
                     break
                 victim = max(self.running, key=self._preemption_key)
-                if victim is self.running[0]:
+                if victim is not self.running[0]:
+                    self._preempt(victim)
+                elif victim.num_attached > 1 and not victim.lockstep:
+                    self._branches.suspend_last(victim)
+                else:
                     raise InvariantError(f"request {request.request_id} does not fit an otherwise empty pool")
-                self._preempt(victim)
 
     def _grant(self, request: LiveRequest, batch: BatchBuilder, num_prefill: int) -> bool:
         """Grant tokens to all branches of a request; False, and none, if too few pages are free."""
@@ -237,8 +258,6 @@ class Scheduler:
         else:
             self._branches.start(request.leader, match)
         request.num_waiting_branches = len(request.branches) - 1
-        if request.num_waiting_branches:
-            self._branches.reattach(request)  # branches that can be forked at once
         num_matched = match.num_tokens // self.kv.page_size
         request.pending_keys = frozenset(request.hash_chain.keys[num_matched:] if request.hash_chain else ())
         request.hash_chain = None

@@ -136,6 +136,12 @@ def num_branches(params: Params) -> int:
     return params.n if params.best_of is None else params.best_of
 
 
+def num_gang_branches(params: Params) -> int:
+    """Return how many branches need their pages together: all beams or distinct candidates, else one."""
+    is_gang = isinstance(params, BeamSearchParams) or params.distinct
+    return num_branches(params) if is_gang else 1
+
+
 MAX_PRIORITY = 2**11 - 1
 
 

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from chatcache.scheduler.request import worst_case_pages
-from chatcache.types.request import BeamSearchParams, ForkPoint, GenerateRequest, SamplingParams, num_branches
+from chatcache.types.request import (
+    BeamSearchParams,
+    ForkPoint,
+    GenerateRequest,
+    SamplingParams,
+    num_branches,
+    num_gang_branches,
+)
 from tests.engine.oracle import NARROW, VOCAB, WANDER, RandomForks, expected_answer
 from tests.engine.workloads import Arrival, Workload
 
@@ -130,8 +137,9 @@ def workloads(draw: st.DrawFn, tight: bool = False, calm: bool = False) -> Workl
             request = draw(requests(number, tight, calm))
             arrivals.append(Arrival(request, step, cancelled_at, draw(drops(request, step))))
     page_size = draw(st.sampled_from([1, 2, 4, 8, 16]))
+    branches_at_least = draw(st.sampled_from([num_branches, num_gang_branches]))
     largest = max(
-        worst_case_pages(len(r.prompt), r.params.max_tokens or 1, num_branches(r.params), page_size)
+        worst_case_pages(len(r.prompt), r.params.max_tokens or 1, branches_at_least(r.params), page_size)
         for r in (arrival.request for arrival in arrivals)
     )
     num_host_pages = draw(st.sampled_from([12, 40, 300] if tight else [0, 3, 20, 300]))

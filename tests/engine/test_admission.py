@@ -27,7 +27,7 @@ from tests.support.fake_runner import FakeRunner, fake_capacity
         (request(params=BeamSearchParams(beam_width=17)), InvalidRequestError, "beam_width must be at most 16"),
         (request(""), InvalidRequestError, "request_id"),
         (
-            request(params=SamplingParams(n=16, max_tokens=1000)),
+            request(params=BeamSearchParams(beam_width=16, max_tokens=1000)),
             ContextLengthError,
             "in 16 branches may need 1009 pages",
         ),

@@ -13,11 +13,12 @@ import pytest
 
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
+from chatcache.errors import ContextLengthError
 from chatcache.scheduler import queue
 from chatcache.scheduler.queue import MAX_PREEMPTIONS
-from chatcache.types.events import Finished
+from chatcache.types.events import Finished, Tokens
 from chatcache.types.plan import StepPlan, StepResult
-from chatcache.types.request import GenerateRequest, SamplingParams
+from chatcache.types.request import BeamSearchParams, GenerateRequest, SamplingParams
 from tests.engine.workloads import step_and_watch
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
 
@@ -133,3 +134,66 @@ def test_no_request_of_unknown_length_is_preempted_more_than_five_times(monkeypa
     monkeypatch.setattr(queue, "MAX_PREEMPTIONS", 10**6)
     with pytest.raises(AssertionError, match=r"preempted 6 times"):
         most_preemptions()
+
+
+def answers(
+    num_pages: int, *requests: GenerateRequest, budget: int = 2048
+) -> tuple[dict[tuple[str, int], list[int]], int]:
+    """Return the tokens of each candidate, and the number of steps."""
+    config = EngineConfig(strict=True, max_num_batched_tokens=budget, enable_prefix_caching=False)
+    engine = Engine(FakeRunner(fake_capacity(num_pages, 16, 64, 300), 64), fake_facts(64, max_model_len=300), config)
+    for request in requests:
+        engine.add(request)
+    tokens: dict[tuple[str, int], list[int]] = {}
+    num_steps = 0
+    while engine.has_work():
+        for event in step_and_watch(engine):
+            if isinstance(event, Tokens):
+                tokens.setdefault((event.request_id, event.index), []).extend(event.token_ids)
+        num_steps += 1
+        assert num_steps < 5000, "the engine stalls"
+        if num_steps % 16 == 0:
+            engine.cache.check()
+    return tokens, num_steps
+
+
+def n_best(name: str, n: int, max_tokens: int | None) -> GenerateRequest:
+    params = SamplingParams(n=n, max_tokens=max_tokens, seed=5, ignore_eos=True)
+    prompt = tuple(1 + i % 60 for i in range(20 + len(name)))
+    return GenerateRequest(request_id=name, prompt=prompt, params=params)
+
+
+def test_candidates_that_do_not_all_fit_run_in_parts() -> None:
+    """24 candidates of 70 tokens need 121 pages; 50 hold less than half of them."""
+    tokens, num_steps = answers(51, n_best("many", 24, 70))
+    assert tokens == answers(1600, n_best("many", 24, 70))[0]
+    assert len(tokens) == 24 and num_steps < 5 * 70
+
+
+def test_candidates_without_max_tokens_are_not_cut_by_their_number() -> None:
+    tokens, _ = answers(24, n_best("open", 4, None))
+    assert [len(each) for each in tokens.values()] == [300 - 24] * 4
+    assert tokens == answers(1600, n_best("open", 4, None))[0]
+
+
+def test_candidates_in_parts_leave_pages_to_other_requests() -> None:
+    requests = n_best("before", 1, 90), n_best("many", 16, 60), n_best("later", 2, 40)
+    tokens, _ = answers(40, *requests)
+    assert tokens == answers(1600, *requests)[0] and len(tokens) == 19
+
+
+def test_beams_that_do_not_all_fit_are_refused_with_numbers() -> None:
+    request = GenerateRequest(
+        request_id="beams", prompt=(1,) * 20, params=BeamSearchParams(beam_width=16, max_tokens=250)
+    )
+    with pytest.raises(ContextLengthError, match="in 16 branches may need 257 pages"):
+        answers(64, request)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_random_candidates_on_64_pages_equal_those_on_many(seed: int) -> None:
+    draw = random.Random(seed)
+    requests = [n_best("x" * k, draw.choice((1, 3, 8, 20)), draw.choice((None, 20, 60))) for k in range(1, 7)]
+    budget = draw.choice((24, 64, 2048))
+    assert answers(64, *requests, budget=budget)[0] == answers(1600, *requests)[0]
