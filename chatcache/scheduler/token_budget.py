@@ -1,6 +1,6 @@
 """The token budget of a step: how many tokens of each prompt are computed in it.
 
-Branches that decode come first, with one token each. What is left of `max_num_batched_tokens` is shared by the requests
+Branches that decode come first, with one token each. The rest of `max_num_batched_tokens` is shared by the requests
 that have more to compute, prompts and preempted requests alike:
 
 - While other branches decode or several requests share it, their part takes at most about `max_prefill_time_s` seconds,
