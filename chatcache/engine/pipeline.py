@@ -124,7 +124,9 @@ def build_candidates(draws: Draws, result: StepResult) -> list[Candidates]:
     if result.top_tokens.shape[1]:
         tops = pair_top_logprobs(result.top_tokens, result.top_logprobs)
     all_used = (draws.width == result.tokens.shape[1]).all() and (result.tokens >= 0).all()
-    if all_used and (result.perturbed is None or not result.perturbed.shape[1]):
+    has_perturbed = result.perturbed is not None and result.perturbed.shape[1]
+    has_raw = result.raw_logprobs is not None and result.raw_logprobs.shape[1]
+    if all_used and not has_perturbed and not has_raw:
         return list(map(Candidates, map(tuple, tokens), map(tuple, logprobs), tops))
     noisy, raw = _rows(result.perturbed, len(tokens)), _rows(result.raw_logprobs, len(tokens))
     candidates: list[Candidates] = []

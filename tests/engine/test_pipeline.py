@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 
 from chatcache.engine.engine import Engine
+from chatcache.engine.pipeline import build_candidates
 from chatcache.engine.protocols import StepHandle
+from chatcache.scheduler.decode_batch import pack_draws
 from chatcache.scheduler.scheduler import Scheduler
+from chatcache.types.actions import DrawSpec
 from chatcache.types.events import EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
@@ -437,3 +440,14 @@ def test_an_interrupted_wait_leaves_the_engine_working(when: int, num_aborted: i
     clean = engine()
     clean.add(request("a", params=LONG))
     assert output(drain(eng)) == output(drain(clean))
+
+
+def test_build_candidates_keeps_raw_logprobs_of_draws_without_noise() -> None:
+    ids, values = np.array([[3, 5], [7, 2]], np.int32), np.array([[-1.0, -2.0], [-0.5, -4.0]], np.float32)
+    none = np.zeros((2, 0), np.int32)
+    raw = np.array([[-1.5, -2.5], [-np.inf, -np.inf]], np.float32)
+    draws = pack_draws([DrawSpec(width=2, temperature=0.0)] * 2, [0, 1], [4, 4])
+    result = StepResult(ids, values, none, none.astype(np.float32), (), none.astype(np.float32), raw)
+    first, second = build_candidates(draws, result)
+    assert (first.tokens, first.logprobs, first.raw_logprobs) == ((3, 5), (-1.0, -2.0), (-1.5, -2.5))
+    assert (second.tokens, second.logprobs, second.raw_logprobs) == ((7, 2), (-0.5, -4.0), ())

@@ -217,7 +217,7 @@ def result_of(step_draws: StepDraws, arrays: Arrays) -> StepResult:
     logprobs = np.full(tokens.shape, -np.inf, np.float32)
     perturbed = np.full((num_draws, tokens.shape[1] if warm.any() else 0), -np.inf, np.float32)
     edited = edits_log_softmax(draws)
-    raw_logprobs = np.full((num_draws, tokens.shape[1] if draws.edits or warm.any() else 0), -np.inf, np.float32)
+    raw_logprobs = np.full((num_draws, tokens.shape[1] if edited.any() or warm.any() else 0), -np.inf, np.float32)
     fault = np.zeros(num_draws, np.int32)
     for place, launch in enumerate(step_draws.launches):
         which, columns = launch.indices, slice(max(launch.size, 1))

@@ -141,8 +141,9 @@ class Sampler:
         num_draws = len(index)
         width = np.minimum(draws.width, self.vocab_size)
         wide, warm = draws.width > 1, draws.temperature > 0
+        has_noise = bool((wide & warm).any())
         arrays = _ResultArrays.empty(
-            num_draws, int(width.max(initial=1)), noisy=bool((wide & warm).any() or draws.edits)
+            num_draws, int(width.max(initial=1)), noisy=has_noise, raw=has_noise or bool(edits_log_softmax(draws).any())
         )
         raw = logits.float()
         lse = log_sum_exp(raw)
@@ -288,12 +289,12 @@ class _ResultArrays:
     raw_logprobs: F32
 
     @classmethod
-    def empty(cls, num_draws: int, width: int, *, noisy: bool) -> _ResultArrays:
+    def empty(cls, num_draws: int, width: int, *, noisy: bool, raw: bool) -> _ResultArrays:
         return cls(
             np.full((num_draws, width), -1, np.int32),
             np.full((num_draws, width), -np.inf, np.float32),
             np.full((num_draws, width if noisy else 0), -np.inf, np.float32),
-            np.full((num_draws, width if noisy else 0), -np.inf, np.float32),
+            np.full((num_draws, width if raw else 0), -np.inf, np.float32),
         )
 
     def clear(self, draw: int) -> None:
