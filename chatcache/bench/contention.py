@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import IO, cast
 
 NUM_BUSY = (1, 2)  # busy processes
 _SPIN = "print(flush=True)\nwhile True: pass"
@@ -25,8 +26,7 @@ def busy_processes(count: int, cpus: Collection[int] | None = None) -> Iterator[
             stack.callback(process.kill)
             if cpus is not None and hasattr(os, "sched_setaffinity"):
                 os.sched_setaffinity(process.pid, cpus)
-            assert process.stdout is not None
-            process.stdout.readline()  # it runs
+            cast(IO[bytes], process.stdout).readline()  # it runs
         yield
 
 

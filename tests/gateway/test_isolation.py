@@ -161,5 +161,5 @@ def test_cache_counts_exclude_pages_of_other_tenants(tmp_path: Path, num_probes:
 
 def test_isolation_check_finds_missing_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Injected bug: page hashes do not include the tenant."""
-    monkeypatch.setattr(chain, "namespace_hash", lambda key, namespace: namespace_hash(key, ""))
+    monkeypatch.setattr(chain, "namespace_hash", lambda key, namespace, salt="": namespace_hash(key, "", salt))
     assert counted(tmp_path, 100).foreign > 0

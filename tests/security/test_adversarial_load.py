@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from chatcache import factory as compose
 from chatcache.config import EngineConfig
@@ -83,7 +84,9 @@ class LeakingEdits(FakeRunner):
 
     def execute(self, plan: StepPlan) -> StepResult:
         draws, num_draws = plan.draws, len(plan.draws.row)
-        edits = {(edit.draw + 1) % num_draws: replace(edit, draw=(edit.draw + 1) % num_draws) for edit in draws.edits}
+        edits = {
+            (edit.draw + 1) % num_draws: structs.replace(edit, draw=(edit.draw + 1) % num_draws) for edit in draws.edits
+        }
         edits |= {edit.draw: edit for edit in draws.edits}
         return super().execute(replace(plan, draws=replace(draws, edits=tuple(edits.values()))))
 
