@@ -11,6 +11,7 @@ from tests.support import structure
 
 MAX_LINES = 700
 MAX_MODULES = 260
+MAX_SINGLE_IMPORTERS = 40  # modules that only one other imports, besides entry points
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "chatcache"
@@ -168,3 +169,9 @@ def test_no_module_is_longer_than_the_limit() -> None:
 
 def test_number_of_modules_is_bounded() -> None:
     assert len(structure.modules()) <= MAX_MODULES
+
+
+def test_few_modules_have_a_single_importer() -> None:
+    importers = structure.import_graph() | structure.imported_by_programs()
+    single = [name for name in structure.single_importers(importers) if not structure.is_registered(importers, name)]
+    assert len(single) <= MAX_SINGLE_IMPORTERS, single

@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TREES = {"chatcache": ROOT / "chatcache", "chatcache_kernels": ROOT / "kernels" / "chatcache_kernels"}
+PROGRAMS = (ROOT / "kernels" / "bench", ROOT / "loadtest")  # use the packages; their modules are not counted
 COMPOSITION = "chatcache"  # the top-level package exports LLM lazily: its import is no dependency of a layer
 # Tables of entry points: each route handler, command and benchmark is imported by one of them only.
 REGISTRIES = {
@@ -54,6 +55,12 @@ def import_graph() -> Graph:
     """Module -> modules that it imports; imports inside functions and under TYPE_CHECKING count."""
     known = modules()
     return {name: imported(name, path, known) for name, path in known.items()}
+
+
+def imported_by_programs() -> Graph:
+    """Return the modules of the packages that each file of the benchmarks and load tests imports."""
+    known = modules()
+    return {str(path): imported("", path, known) for folder in PROGRAMS for path in sorted(folder.rglob("*.py"))}
 
 
 def by_package(graph: Mapping[str, set[str]]) -> Graph:
@@ -111,13 +118,14 @@ def is_registered(graph: Mapping[str, set[str]], name: str) -> bool:
 def main() -> None:
     """Print the figures."""
     graph = import_graph()
+    importers = graph | imported_by_programs()
     lines = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
     sizes = sorted(lines.values())
     longest = max(lines, key=lambda name: lines[name])
-    single = sorted(single_importers(graph), key=lambda name: lines[name])
+    single = sorted(single_importers(importers), key=lambda name: lines[name])
     print(f"files {len(sizes)}, lines {sum(sizes)}")
     print(f"median {statistics.median(sizes):g}, mean {statistics.mean(sizes):.0f}, max {lines[longest]} ({longest})")
-    registered = [name for name in single if is_registered(graph, name)]
+    registered = [name for name in single if is_registered(importers, name)]
     print(f"modules with a single importer: {len(single)}, of which entry points in a table: {len(registered)}")
     for name in single:
         print(f"    {lines[name]:4} {name}{'  (entry point)' if name in registered else ''}")
