@@ -33,7 +33,10 @@ def busy_processes(count: int, cpus: Collection[int] | None = None) -> Iterator[
 def speeds_by_busy_processes(
     measure: Callable[[], float], counts: Sequence[int], num_rounds: int, cpus: Collection[int] | None = None
 ) -> dict[int, float]:
-    """Return the median of `measure` for each number of busy processes, of interleaved rounds."""
+    """Measure next to each of these numbers of busy processes; return the medians.
+
+    Each round measures all of them once, so that changes of the machine affect all alike.
+    """
     values: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(num_rounds):
         for count in counts:

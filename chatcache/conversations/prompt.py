@@ -152,7 +152,7 @@ class Function:
         return {"type": "function", "function": {"name": self.name, **described, "parameters": parameters}}
 
     def to_echo(self) -> dict[str, Any]:
-        """Return the function in the form of the response object and of `Turn.echo["tools"]`."""
+        """Return the function as the response object repeats it in `tools`; `Turn.echo["tools"]` stores the same."""
         return {
             "type": "function",
             "name": self.name,

@@ -169,7 +169,7 @@ class EagerRunner:
         return self._network.forward(tokens, positions, step, to_device(layout.last[drawn], self._device))
 
     def _step(self, layout: StepLayout) -> tuple[AttentionStep, Tensor]:
-        """Return what the layers attend with, and the positions of the new tokens, [T]."""
+        """Return the inputs of the layers: the arguments of attention, and the positions of the new tokens, [T]."""
         batch, positions = layout.to(self._device, self._slots)
         return AttentionStep(self._kernels, self._pages, batch), positions
 

@@ -363,7 +363,8 @@ class Receipt(msgspec.Struct):
 class Response(msgspec.Struct):
     """A response.
 
-    `receipt`: of a cancelled response. `saved`: false while the store has not saved the output.
+    `receipt`: only if the response was cancelled: how quickly it stopped and how many pages that freed.
+    `saved`: false while the store has not saved the output.
 
     The fields after `conversation` repeat the request.
     """

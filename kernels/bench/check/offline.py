@@ -118,7 +118,10 @@ def run(context: StageContext, name: str) -> None:
 
 
 def run_transformers(context: StageContext, name: str) -> None:
-    """Measure the queue of shorter answers in transformers, for `compare_stages`."""
+    """Measure the throughput of Hugging Face transformers on the request queue, for `compare_stages`.
+
+    Answers are shorter by PEER_FACTOR, so that it ends in time.
+    """
     queue = make_queue(*QUEUES[context.size]).shorter(PEER_FACTOR)
     model = _load_transformers(context, name)
 
