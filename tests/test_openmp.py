@@ -14,7 +14,7 @@ from chatcache import openmp
 VARIABLES = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY", "OMP_WAIT_POLICY")
 ENTRIES = {
     "llm": "from chatcache import LLM",
-    "llm_module": "from chatcache.llm import LLM",
+    "llm_module": "from chatcache.llm.llm import LLM",
     "command": "import chatcache.cli.main",
     "engine_process": "import chatcache.engine_process.worker",
     "bench": "import chatcache.bench.engine_bench",

@@ -208,6 +208,8 @@ def test_cancelling_while_pages_are_restored_changes_no_other_candidate(num_host
     assert live.num_waiting_branches == (0 if num_host_pages else 3)
     eng.cancel_candidate("a", dropped)
     assert live.num_waiting_branches == sum(branch.table is None for branch in live.branches.values())
+    sources = [branch.fork_source for branch in live.branches.values() if branch.fork_source is not None]
+    assert all(source.id in live.branches for source in sources), "a branch waits for one that has ended"
     eng.cache.check()
     events = [event for event in events + drain(eng) if event.request_id == "a"]
     check_others(events, request(params=SamplingParams(n=4, max_tokens=24, seed=9, ignore_eos=True)), {dropped})

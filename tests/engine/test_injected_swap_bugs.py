@@ -59,17 +59,17 @@ def swapping(seed: int) -> Workload:
 def leaving(ahead: str) -> Workload:
     """Six candidates fill the pool while one answer decodes; then they are swapped out.
 
-    The step that copies their pages out fails.
+    The step that copies their pages out fails. They cannot start again at once: the next step could be planned ahead.
     """
     small = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.0)
     wide = SamplingParams(n=6, max_tokens=30, ignore_eos=True, seed=94)
     requests = [
-        GenerateRequest(request_id="steady", prompt=(27,), params=small),
+        GenerateRequest(request_id="decodes", prompt=(27,) * 105, params=small),
         GenerateRequest(request_id="leaves", prompt=(27, 20, 16, 9), params=wide),
     ]
     return Workload(
         tuple(Arrival(request, 0, None) for request in requests),
-        num_pages=19,
+        num_pages=26,
         page_size=16,
         num_slots=32,
         budget=512,
@@ -236,4 +236,4 @@ def test_pages_copied_out_by_a_failed_step_are_not_restored(ahead: str) -> None:
     workload = leaving(ahead)
     assert_equals_alone(workload)
     answers = run(workload)
-    assert answers["steady"].failed and not answers["leaves"].failed
+    assert answers["decodes"].failed and not answers["leaves"].failed

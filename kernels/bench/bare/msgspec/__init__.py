@@ -2,13 +2,15 @@
 
 Only `gpu_check.py` and test runs with `bare/pytest.ini` put this folder on the path, and only where msgspec is missing.
 Structs are dataclasses here: `frozen` gives them a hash but does not prevent assignment, options such as `gc` and `tag`
-are ignored, and encoding is not supported.
+are ignored, and nothing can be decoded.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, dataclass_transform
+
+from msgspec import msgpack as msgpack
 
 
 @dataclass_transform()
