@@ -46,6 +46,7 @@ from chatcache.types.actions import (
     Advance,
     BeamUpdate,
     BranchAction,
+    DroppedCandidate,
     Emit,
     Extend,
     Finish,
@@ -253,7 +254,7 @@ def _restore_branches(request: LiveRequest, resumed: ResumePoint) -> tuple[Finis
     sent_tokens = {each.index: each.tokens for each in resumed.candidates}
     request.num_output_tokens = sum(map(len, sent_tokens.values())) // TOKEN_BYTES
     if not request.num_output_tokens:
-        request.max_branches -= sum(each.is_done for each in resumed.candidates)
+        request.max_branches = sum(not each.is_done for each in resumed.candidates)
         return ends
     request.branches = {
         index: Branch(
@@ -269,6 +270,21 @@ def _restore_branches(request: LiveRequest, resumed: ResumePoint) -> tuple[Finis
     request.max_branches = len(request.branches)
     request.choose_fork_sources()
     return ends
+
+
+def _drop_candidate(request: LiveRequest, index: int) -> DroppedCandidate | None:
+    """Drop a candidate, in the resume point of a request that was not resumed yet; None if it has ended."""
+    resumed = request.resume_point
+    if resumed is None or not resumed.candidates:
+        return request.strategy.drop(index)
+    live = [each.index for each in resumed.candidates if not each.is_done]
+    if index not in live:
+        return None
+    if len(live) == 1:
+        return DroppedCandidate(is_last=True)
+    candidates = [replace(each, is_done=each.is_done or each.index == index) for each in resumed.candidates]
+    request.resume_point = replace(resumed, candidates=tuple(candidates))
+    return DroppedCandidate(score=resumed.candidates[index].score)
 
 
 GRAMMAR_WAIT_S = 0.005
@@ -414,7 +430,7 @@ class Engine:
         without a branch of their own.
         """
         request = self._requests.get(request_id)
-        dropped = request.strategy.drop(index) if request is not None else None
+        dropped = _drop_candidate(request, index) if request is not None else None
         if request is None or dropped is None:
             return
         if dropped.is_last:

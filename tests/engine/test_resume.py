@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from msgspec.structs import replace
 
 from chatcache.config import EngineConfig
 from chatcache.decoding.beam_search import BeamStrategy, FinishedHypotheses
+from chatcache.decoding.grammar.compiler import GrammarChecker
 from chatcache.decoding.logit_edits import LogitEdits
 from chatcache.decoding.sampling import BestOfStrategy, SamplingStrategy
 from chatcache.decoding.stopping import START
@@ -307,6 +309,32 @@ def test_a_cancelled_candidate_stays_cancelled_after_resume() -> None:
             (2, "length"),
         ]
         assert not [event for event in rest if isinstance(event, Tokens) and event.index == 1]
+
+
+@pytest.mark.parametrize("num_events", [0, 6])
+def test_candidates_are_cancelled_once_while_a_resumed_request_waits_for_its_grammar(
+    num_events: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(n=4, seed=1, max_tokens=12, structured_outputs=WORD)
+    request = replace(make_request("grammar"), params=params)
+    engine = make_engine()
+    events = run(engine, request, most=num_events)
+    engine.cancel_candidate("a", 1)
+    events += engine.pop_events()
+    gate = threading.Event()
+    monkeypatch.setattr(GrammarChecker, "check", lambda *_: "" if gate.wait(30) else "?")
+    other = make_engine()
+    other.add(resumed(request, events))
+    assert other.is_compiling_grammar("a")
+    for index in (1, 2, 2):
+        other.cancel_candidate("a", index)
+    gate.set()
+    rest = other.pop_events()
+    ended = [(end.index, end.finish_reason) for end in (*events, *rest) if isinstance(end, CandidateDone)]
+    assert ended == [(1, "cancelled"), (2, "cancelled")]
+    rest = run(other)
+    assert {event.index for event in rest if isinstance(event, Tokens | CandidateDone)} == {0, 3}
+    assert isinstance(rest[-1], Finished) and not rest[-1].cancelled
 
 
 def test_a_full_queue_accepts_resumed_requests() -> None:
