@@ -23,13 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatcache.engine.protocols import ModelRunner, StepHandle
-from chatcache.errors import DeviceLostError, EngineError
+from chatcache.errors import DeviceLostError, EngineError, InvalidRequestError
 from chatcache.scheduler.batch import Step
 from chatcache.scheduler.request import LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
 from chatcache.types.actions import Candidates
 from chatcache.types.events import TokenLogprob
-from chatcache.types.plan import F32, I32, Draws, StepPlan, StepResult
+from chatcache.types.plan import F32, I32, NOTHING_LEFT, Draws, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +203,8 @@ class CompletedStep(NamedTuple):
         if step.plan.scores is not None:
             faults |= collect_scores(step, result)
         for draw, message in (*result.faults, *invalid_samples(step.plan.draws, result, vocab_size)):
-            faults.setdefault(step.request_of_draw(draw), EngineError(message))
+            error = InvalidRequestError if message == NOTHING_LEFT else EngineError  # the request banned every token
+            faults.setdefault(step.request_of_draw(draw), error(message))
         return faults
 
 

@@ -44,6 +44,9 @@ def _no_pairs() -> I32:
     return np.zeros((0, 2), np.int32)
 
 
+NOTHING_LEFT = "no token is left to draw: every one is banned"  # a fault of the request, see `StepResult.faults`
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The branches that compute tokens in this step: prefill chunks and decode tokens alike.

@@ -10,7 +10,7 @@ import pytest
 
 from chatcache.scheduler.decode_batch import pack_draws
 from chatcache.types.actions import DrawSpec
-from chatcache.types.plan import Rows, Scores, StepPlan, StepResult
+from chatcache.types.plan import NOTHING_LEFT, Rows, Scores, StepPlan, StepResult
 from tests.support.fake_runner import FakeRunner, fake_capacity, history_of
 from tests.support.fake_sampling import log_softmax
 
@@ -102,7 +102,7 @@ def test_a_mask_leaves_its_tokens_only() -> None:
     assert set(result.tokens[1, :3].tolist()) == set(allowed) and (result.tokens[1, 3:] == -1).all()
     assert result.logprobs[1, :3].tolist() == log_softmax(logits)[result.tokens[1, :3]].tolist(), "of all the logits"
     nothing = draw(runner, DrawSpec(mask=np.zeros(2, np.uint32)), DrawSpec(temperature=0.0))
-    assert nothing.faults == ((0, "no token is allowed"),)
+    assert nothing.faults == ((0, NOTHING_LEFT),)
 
 
 def test_draws_without_replacement_follow_the_exact_distribution() -> None:

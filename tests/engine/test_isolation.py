@@ -112,6 +112,14 @@ def test_an_invalid_result_after_a_preemption_unpublishes_what_the_request_compu
     assert eng.cache.explain((*bad[:-1], 62)).num_cached_tokens == 33, "only what `warm` computed is left"
 
 
+def test_bans_of_every_token_that_a_grammar_allows_fail_the_request_as_invalid() -> None:
+    eng = engine()
+    params = SamplingParams(allowed_token_ids=(27,), structured_outputs=StructuredOutputs(regex="[a-z]{3}"))
+    eng.add(request("bad", (3, 4, 5), params))
+    failed = failure(drain(eng))
+    assert (failed.status, failed.message) == (400, "no token is left to draw: every one is banned")
+
+
 class CrashingRunner(FakeRunner):
     crash_at = 0
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from chatcache.model.sampling.device_sampler import DeviceSampler
 from chatcache.model.sampling.ops import draw_keys, gumbel, token_base, top_tokens
-from chatcache.model.sampling.sampler import NOT_FINITE, NOTHING_LEFT, Sampler
-from chatcache.types.plan import LogitEdit, LogitMask, StepResult
+from chatcache.model.sampling.sampler import NOT_FINITE, Sampler
+from chatcache.types.plan import NOTHING_LEFT, LogitEdit, LogitMask, StepResult
 from tests.model.drive import CPU, KERNELS, make_draws
 
 NUM_DRAWS = 20_000

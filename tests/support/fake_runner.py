@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from chatcache.engine.protocols import StepHandle
-from chatcache.types.plan import F32, I32, U64, Draws, KVCapacity, Scores, StepPlan, StepResult
+from chatcache.types.plan import F32, I32, NOTHING_LEFT, U64, Draws, KVCapacity, Scores, StepPlan, StepResult
 from chatcache.types.stats import ModelInfo
 from tests.support.fake_device import FakeDevice
 from tests.support.fake_sampling import (
@@ -182,7 +182,7 @@ class FakeRunner:
             raw = self.logits(histories[row])
             logits = allowed_logits(raw, edits.get(draw), masks.get(draw))
             if logits.max() == -np.inf:
-                faults.append((draw, "no token is allowed"))
+                faults.append((draw, NOTHING_LEFT))
             elif distinct[draw]:
                 ids, values, noisy = draw_without_replacement(logits, draws, draw, int(draws.width[draw]))
                 tokens[draw, : len(ids)], logprobs[draw, : len(ids)], perturbed[draw, : len(ids)] = ids, values, noisy

@@ -35,9 +35,9 @@ from chatcache.model.sampling.ops import (
     select_draws,
     token_base,
 )
-from chatcache.model.sampling.sampler import NOT_FINITE, NOTHING_LEFT, score_targets
+from chatcache.model.sampling.sampler import NOT_FINITE, score_targets
 from chatcache.model.streams import ArraySpecs, Download, Layout, to_device, upload
-from chatcache.types.plan import F32, I32, I64, Draws, LogitEdit, LogitMask, Rows, Scores, StepResult
+from chatcache.types.plan import F32, I32, I64, NOTHING_LEFT, Draws, LogitEdit, LogitMask, Rows, Scores, StepResult
 
 NUM_FIELDS = fields.NUM_FIELDS
 

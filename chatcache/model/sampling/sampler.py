@@ -42,13 +42,12 @@ from chatcache.model.sampling.ops import (
     top_tokens,
 )
 from chatcache.model.streams import to_device
-from chatcache.types.plan import F32, I32, I64, Draws, Rows, Scores, StepResult
+from chatcache.types.plan import F32, I32, I64, NOTHING_LEFT, Draws, Rows, Scores, StepResult
 
 PART_BYTES = 256 << 20
 CHUNK_BYTES = 16 << 20
 
 NOT_FINITE = "the model produced logits that are not finite"
-NOTHING_LEFT = "no token is left to draw: every one is banned"
 
 
 class PendingDraws(Protocol):
