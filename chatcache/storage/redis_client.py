@@ -63,11 +63,13 @@ class RefusedCommand:
 class RedisConnection:
     """A bounded pool of connections to one server.
 
-    Belongs to one event loop from its first use on. `greet` checks the layout of the stored data at every connection
-    after a start or an outage, because the server may contain other data by then.
+    Belongs to one event loop from its first use on. `check_layout` checks the layout of the stored data whenever the
+    server is connected for the first time or after an outage, because it may contain other data by then.
     """
 
-    def __init__(self, url: str, greet: Callable[[Client], Awaitable[None]], *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, url: str, check_layout: Callable[[Client], Awaitable[None]], *, timeout_s: float = TIMEOUT_S
+    ) -> None:
         """Configure the connections. Raises: StoreUnusableError for an invalid URL."""
         try:
             self._client = _client(url, timeout_s, timeout_s)
@@ -77,7 +79,7 @@ class RedisConnection:
             raise StoreUnusableError(f"not a URL of a Redis server: {error}") from None
         kwargs = self._client.connection_pool.connection_kwargs
         self.address = kwargs.get("path") or f"{kwargs.get('host', 'localhost')}:{kwargs.get('port', 6379)}"
-        self._check_layout = greet
+        self._check_layout = check_layout
         self._slots = asyncio.Semaphore(_NUM_CONNECTIONS)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._down_reason: str | None = "not connected yet"
@@ -205,7 +207,13 @@ class RedisConnection:
             self._num_waiting -= 1
 
     async def _ping_once(self) -> None:
-        """Ping the server on behalf of all waiting callers, unless it is known to be silent."""
+        """Ping the server on behalf of all waiting callers, unless it is known to be silent.
+
+        The first connection takes the place of the ping: until it ends, nothing is known.
+        """
+        if self._connect_task is not None and not self._connect_task.done():
+            await asyncio.wait([self._connect_task])
+            return
         if self._down_reason is None and (self._ping_task is None or self._ping_task.done()):
             self._ping_task = asyncio.create_task(self._ping())
         if self._ping_task is not None:

@@ -38,7 +38,7 @@ def continuations(runner: Runner, prompts: list[tuple[int, ...]]) -> Iterator[tu
 def error_of(runner: Runner, oracle: Any, prompts: list[tuple[int, ...]]) -> float:
     """Return |bf16 - float32| / |float32|, the same weights in both.
 
-    It is the median over places: a token between two experts may go to the other one.
+    It is the median over positions: a token whose router scores are nearly equal may go to another expert.
     """
     with torch.no_grad():
         for weight in oracle.parameters():
@@ -61,7 +61,7 @@ def test_bf16_logits_are_close_to_float32(
         monkeypatch.setattr(loader, "is_native", lambda *_: False)
     torch.manual_seed(sum(map(ord, name)))
     oracle = save_random(FAMILIES[name].config(), tmp_path, norms_at=0.0 if "gemma" in name else 1.0, std=STD)
-    torch.seed()
+    torch.manual_seed(5)  # not random ones: about one in 300 sends an early token to another expert, and so changes all
     prompts = [tuple(torch.randint(0, VOCAB, (length,)).tolist()) for length in LENGTHS]
     error = error_of(load(tmp_path, dtype="bfloat16", attention_backend="auto"), oracle, prompts)
     assert 1e-5 < error < TOLERANCE, error  # exactly equal would mean that it was no bfloat16

@@ -72,6 +72,22 @@ async def test_acknowledged_writes_survive_kills_of_the_server(mortal_redis: Red
     assert delay.subtract_from(slowest_s) < 1.0
 
 
+async def test_first_calls_wait_for_a_slow_connection(mortal_redis: RedisServer) -> None:
+    """Calls with one order wait for each other; those that wait do not take a connection in progress for an outage."""
+
+    async def check_layout(_: object) -> None:
+        await asyncio.sleep(3 * redis_client._PROBE_S)
+
+    async def ping(client: redis_client.Client) -> bool:
+        return bool(await client.ping())
+
+    connection = redis_client.RedisConnection(mortal_redis.url, check_layout)
+    try:
+        assert await asyncio.gather(*(connection.run(ping, order="same") for _ in range(3))) == [True] * 3
+    finally:
+        await connection.close()
+
+
 async def test_hanging_server_is_refused_within_a_second_and_recovers(mortal_redis: RedisServer) -> None:
     store = RedisStore(mortal_redis.url, lease_s=1.5)
     await store.create(HEAD)
