@@ -123,11 +123,12 @@ def test_kernels_do_not_import_the_package() -> None:
 
 
 def test_loadtest_imports_only_report_and_contention() -> None:
-    """The load test measures any server; measured processes of our own are the exception."""
+    """The load test measures any server; measured processes of our own and the studies are the exceptions."""
     allowed = ("chatcache.bench.report.", "chatcache.bench.contention.")
     drivers = ROOT / "loadtest" / "peers" / "drivers"
     measured = {ROOT / "loadtest" / "gateway" / name for name in ("clock_engine.py", "servers.py")}
-    for path in set((ROOT / "loadtest").rglob("*.py")) - set(drivers.glob("chatcache_*.py")) - measured:
+    studies = set((ROOT / "loadtest" / "studies").glob("*.py"))
+    for path in set((ROOT / "loadtest").rglob("*.py")) - set(drivers.glob("chatcache_*.py")) - measured - studies:
         names = [name for _, name in _imports(path) if name.split(".")[0] == "chatcache"]
         assert all(name.startswith(allowed) for name in names), path
 

@@ -41,7 +41,7 @@ from chatcache.scheduler.batch import Step
 from chatcache.scheduler.fairness import FAIR, VirtualTokenCounter
 from chatcache.scheduler.preemption import RECOMPUTE, CostModel
 from chatcache.scheduler.request import Branch, LiveRequest
-from chatcache.scheduler.scheduler import Scheduler
+from chatcache.scheduler.scheduler import Reservation, Scheduler
 from chatcache.types.actions import (
     Advance,
     BeamUpdate,
@@ -300,7 +300,9 @@ def max_prefill_time_s(config: EngineConfig, device: str) -> float:
     return CPU_PREFILL_TIME_S if device == "cpu" else 0.0
 
 
-def build_scheduler(config: EngineConfig, capacity: KVCapacity, digest: str, device: str) -> Scheduler:
+def build_scheduler(
+    config: EngineConfig, capacity: KVCapacity, digest: str, device: str, reservation: Reservation | None = None
+) -> Scheduler:
     """Build a scheduler with an empty page pool.
 
     `digest`: of the model, part of every page hash. `device`: of the model.
@@ -316,6 +318,7 @@ def build_scheduler(config: EngineConfig, capacity: KVCapacity, digest: str, dev
         max_prefill_time_s=max_prefill_time_s(config, device),
         cost=CostModel(config.preemption_mode, capacity.swap_page_s),
         counters=VirtualTokenCounter() if config.scheduling_policy == FAIR else None,
+        reservation=reservation,
     )
 
 
@@ -328,7 +331,7 @@ class Engine:
 
     Stop strings and structured outputs need `token_bytes` (the bytes that each token adds to the text) and
     `special_ids` (tokens that add no text). Tests may replace `make_strategy` and the `clock` (seconds) that times the
-    runner.
+    runner; studies may add a `reservation` to the scheduler.
     """
 
     def __init__(
@@ -341,12 +344,13 @@ class Engine:
         special_ids: Collection[int] = (),
         make_strategy: StrategyFactory = make_strategy,
         clock: Callable[[], float] = time.perf_counter,
+        reservation: Reservation | None = None,
     ) -> None:
         self._model_info = model_info
         capacity = runner.capacity()
         limits = (model_info.max_model_len, capacity.max_model_len, config.max_model_len or capacity.max_model_len)
         self._max_model_len = min(limits)
-        self._scheduler = build_scheduler(config, capacity, model_info.digest, model_info.device)
+        self._scheduler = build_scheduler(config, capacity, model_info.digest, model_info.device, reservation)
         self._kv = self._scheduler.kv
         self._pipeline = StepPipeline(runner, self._scheduler, clock)
         self._device_error: DeviceLostError | None = None

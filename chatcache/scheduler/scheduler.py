@@ -34,6 +34,7 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator, Sequence
 from operator import attrgetter
+from typing import Protocol
 
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import TOKEN_BYTES
@@ -61,10 +62,29 @@ from chatcache.types.plan import I32
 _service_order = attrgetter("service_order")
 
 
+class Reservation(Protocol):
+    """A further condition for running requests, besides free pages and rows: contiguous memory, a fixed batch.
+
+    It lets studies compare other memory management under the same scheduling; servers have none.
+    """
+
+    def reserve(self, request: LiveRequest) -> bool:
+        """Reserve for a request that is about to start; False if it must wait, and all after it.
+
+        Invariant: a reservation that holds nothing accepts any request, otherwise no step could be planned.
+        """
+        ...
+
+    def release(self, request: LiveRequest) -> None:
+        """Release what a running request holds, because it ended or was preempted."""
+        ...
+
+
 class Scheduler:
     """Schedules requests over one KV cache and the runner's page-table rows. Single-threaded.
 
     `max_prefill_time_s`: limits the part of prompts in a step, see `token_budget`; 0 for no limit.
+    `reservation`: a further condition for running requests, or None.
     """
 
     def __init__(
@@ -76,8 +96,10 @@ class Scheduler:
         max_prefill_time_s: float = 0.0,
         cost: CostModel | None = None,
         counters: VirtualTokenCounter | None = None,
+        reservation: Reservation | None = None,
     ) -> None:
         self.kv = kv
+        self._reservation = reservation
         self.max_num_batched_tokens = max_num_batched_tokens
         self._max_prefill_time_s = max_prefill_time_s
         self.num_steps = 0
@@ -178,7 +200,7 @@ class Scheduler:
             is_full = len(prompts) >= MAX_PARTIAL_PREFILLS and sum(prompts) >= num_tokens
             max_tokens = num_tokens if is_full else None
             start = self.waiting.find_start(self.running, self._rows.num_unreserved, max_tokens)
-            if start is None:
+            if start is None or not (self._reservation is None or self._reservation.reserve(start.request)):
                 return
             self._start(start)
             num_single, num_wanted = token_demand(start.request)
@@ -269,6 +291,8 @@ class Scheduler:
     def _stop(self, request: LiveRequest) -> None:
         """Remove a request, whose branches were closed or detached, from the running ones."""
         del self.running[bisect_left(self.running, request.service_order, key=_service_order)]
+        if self._reservation is not None:
+            self._reservation.release(request)
         self.swaps.on_stop(request)
         self._decode_batch.unbatched_requests.discard(request)
         self._rows.num_reserved -= request.max_branches

@@ -9,7 +9,7 @@ from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.stats import check_invariants
 from chatcache.scheduler.batch import Step
 from chatcache.scheduler.request import Branch, LiveRequest
-from chatcache.scheduler.scheduler import Scheduler
+from chatcache.scheduler.scheduler import Reservation, Scheduler
 from chatcache.types.actions import Advance, Candidates, DrawSpec, DroppedCandidate, Extend
 
 P = 4
@@ -36,9 +36,16 @@ class FakeStrategy:
 class SchedulerDriver:
     """A scheduler over a small cache, and helpers to run steps."""
 
-    def __init__(self, num_pages: int = 64, num_slots: int = 8, budget: int = 64, caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_pages: int = 64,
+        num_slots: int = 8,
+        budget: int = 64,
+        caching: bool = True,
+        reservation: Reservation | None = None,
+    ) -> None:
         self.kv = KVCache(num_pages, P, "digest", caching)
-        self.scheduler = Scheduler(self.kv, num_slots=num_slots, max_num_batched_tokens=budget)
+        self.scheduler = Scheduler(self.kv, num_slots=num_slots, max_num_batched_tokens=budget, reservation=reservation)
         self.arrivals = 0
 
     def add(self, prompt: Sequence[int], max_branches: int = 1, lockstep: bool = False) -> LiveRequest:
