@@ -114,4 +114,4 @@ def _read_csv(lines: Sequence[str]) -> list[Mapping[str, Any]]:
 
 def _column(row: Mapping[str, Any], names: Sequence[str]) -> int:
     lower = {key.strip().lower(): value for key, value in row.items() if key is not None}
-    return int(next(lower[name] for name in names if name in lower))
+    return int(lower[next((name for name in names if name in lower), names[0])])
