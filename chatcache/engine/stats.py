@@ -25,7 +25,6 @@ from chatcache.kv_cache.stats import (
     fractional_pages,
     page_cells,
     page_states,
-    page_usage,
 )
 from chatcache.scheduler.request import LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
@@ -164,7 +163,7 @@ def with_page_usage(health: EngineHealth, kv: KVCache, usage: PageUsage) -> Engi
         num_pages_idle=kv.pool.num_idle,
         num_pages_shared=usage.num_shared,
         num_evictions=kv.pool.num_evictions,
-        waste_fraction=usage.waste_fraction,
+        slots=usage.slots,
     )
     if kv.host is None:
         return health
@@ -210,7 +209,7 @@ class PageUsageCache:
         """Return the usage, at most USAGE_INTERVAL_S old."""
         now = self._clock()
         if self._usage is None or now - self._counted_at >= USAGE_INTERVAL_S:
-            self._usage = page_usage(self._scheduler.kv, self._scheduler.tables())
+            self._usage = self._scheduler.page_usage()
             self._counted_at = now
         return self._usage
 
@@ -284,7 +283,7 @@ class CacheInspector:
 
     def stats(self) -> PageUsage:
         """Return the page usage. O(pages held): for metrics and tests."""
-        return page_usage(self._kv, self._scheduler.tables())
+        return self._scheduler.page_usage()
 
     def page_accounts(self) -> PageAccounts:
         """Divide the pages in use among requests, conversations and namespaces. O(pages held)."""

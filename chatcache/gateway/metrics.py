@@ -13,6 +13,7 @@ from functools import wraps
 from itertools import accumulate
 from typing import Any, cast
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -177,8 +178,10 @@ def page_states(health: EngineHealth) -> dict[str, int]:
 def _pages(health: EngineHealth) -> Iterator[Metric]:
     yield _labelled(GaugeMetricFamily, "chatcache_kv_pages", "KV pages by state.", "state", page_states(health))
     yield GaugeMetricFamily("chatcache_kv_bytes", "Bytes of the page pool.", health.kv_bytes)
+    slots = msgspec.structs.asdict(health.slots)
+    yield _labelled(GaugeMetricFamily, "chatcache_kv_slots", "Token slots of the page pool by use.", "state", slots)
     yield GaugeMetricFamily(
-        "chatcache_kv_waste_ratio", "Share of token slots in held pages that hold no token.", health.waste_fraction
+        "chatcache_kv_waste_ratio", "Share of token slots in held pages that hold no token.", health.slots.waste
     )
     num_held = health.num_host_pages_in_use
     host = {"active": num_held, "free": health.num_host_pages - num_held}

@@ -27,6 +27,7 @@ from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import namespace_hash
 from chatcache.kv_cache.page_table import PUBLIC_OWNER, PageTable, SharedPrefix, owner_id
 from chatcache.kv_cache.pool import InvariantError
+from chatcache.types.stats import SlotUsage
 
 LETTERS = "fiopas"  # in ascending order of use: a cell of several pages shows the last of its letters
 FREE, IDLE, OTHER, PINNED, ACTIVE, SHARED = range(len(LETTERS))
@@ -37,7 +38,7 @@ MAX_CELLS = 4096
 class PageUsage:
     """Page counts of one cache.
 
-    `num_shared`: pages in more than one table. `waste_fraction`: the part of the cells in used pages without a token.
+    `num_shared`: pages in more than one table. `slots` divides the whole pool by use.
     """
 
     num_pages: int
@@ -45,11 +46,14 @@ class PageUsage:
     num_idle: int
     num_blank: int
     num_shared: int
-    waste_fraction: float
+    slots: SlotUsage
 
 
-def page_usage(kv: KVCache, tables: Collection[PageTable]) -> PageUsage:
-    """Count the pages by use, given the tables of all live branches. About 30 ns per held page."""
+def page_usage(kv: KVCache, tables: Collection[PageTable], num_kept_free: int = 0) -> PageUsage:
+    """Count pages and slots by use, given the tables of all live branches. About 30 ns per held page.
+
+    Admission keeps `num_kept_free` pages free for running requests: the pages that are allocated next.
+    """
     pool, size = kv.pool, kv.page_size
     num_tables = num_tables_by_page(pool.num_pages, tables)
     num_filled: dict[int, int] = {}  # cells with a token, by last page of a table
@@ -61,13 +65,21 @@ def page_usage(kv: KVCache, tables: Collection[PageTable]) -> PageUsage:
             num_ends[page] += 1
     num_held = int(np.count_nonzero(num_tables))
     num_empty = sum(size - max(n, 0) for page, n in num_filled.items() if num_ends[page] == num_tables[page])
+    num_tokens, num_blank = num_held * size - num_empty, pool.num_free - pool.num_idle
+    num_kept_free = min(num_kept_free, pool.num_free)
     return PageUsage(
         num_pages=pool.num_usable,
         num_in_use=pool.num_in_use,
         num_idle=pool.num_idle,
-        num_blank=pool.num_free - pool.num_idle,
+        num_blank=num_blank,
         num_shared=int(np.count_nonzero(num_tables > 1)),
-        waste_fraction=num_empty / (num_held * size) if num_held else 0.0,
+        slots=SlotUsage(
+            token=num_tokens,
+            empty=pool.num_in_use * size - num_tokens,
+            kept_free=num_kept_free * size,
+            cached=min(pool.num_idle, pool.num_free - num_kept_free) * size,
+            free=max(num_blank - num_kept_free, 0) * size,
+        ),
     )
 
 

@@ -215,25 +215,34 @@ class WaitingQueue:
     def _num_pages_needed(self, start: Start) -> int:
         """Count the free pages needed to start a request without preempting another soon.
 
-        These are the pages for its own tokens, those that the running branches still need for the tokens they have, and
-        one page per branch for later tokens. Of candidates that do not fit the pool together, the first counts. Waiting
-        branches of running requests count if their request precedes this one.
+        These are the pages for its own tokens, those kept free for the running branches, and one page per branch for
+        later tokens. Of candidates that do not fit the pool together, the first counts.
         """
-        request, match, batch, page_size = start.request, start.match, self._decode_batch, self._kv.page_size
+        request, match, page_size = start.request, start.match, self._kv.page_size
         num_full = start.num_tokens // page_size
         num_here = num_full - sum(1 for entry, _ in match.loads if entry < num_full)
         own = sum(num_missing_pages(self._kv, branch) for branch in request.branches.values()) + request.max_branches
         if own > self._kv.pool.num_usable and not request.lockstep:
             own = num_missing_pages(self._kv, request.leader) + 1
+        return own + self.num_pages_kept_free(request) - num_here + match.num_idle
+
+    def num_pages_kept_free(self, request: LiveRequest | None = None) -> int:
+        """Count the free pages that admission keeps for running branches. A query.
+
+        These are the pages that they still need for the tokens they have, and one page per branch for later tokens.
+        Waiting branches of running requests count if their request precedes `request`, or if that is None.
+        """
+        batch = self._decode_batch
         running = [
             branch
             for other in batch.unbatched_requests
             for branch in other.branches.values()
-            if not branch.in_decode_batch and (branch.table is not None or other.service_order < request.service_order)
+            if not branch.in_decode_batch
+            and (branch.table is not None or request is None or other.service_order < request.service_order)
         ]
         missing = sum(num_missing_pages(self._kv, branch) for branch in running)
         growth = len(running) + batch.num_branches
-        return own + missing + batch.num_missing_pages() - num_here + match.num_idle + growth
+        return missing + batch.num_missing_pages() + growth
 
 
 def preemption_key(request: LiveRequest, first: LiveRequest) -> tuple[bool, bool, int]:

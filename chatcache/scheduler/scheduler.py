@@ -41,6 +41,7 @@ from chatcache.kv_cache.page_hash import TOKEN_BYTES
 from chatcache.kv_cache.page_table import PageTable
 from chatcache.kv_cache.pool import InvariantError
 from chatcache.kv_cache.prefix_match import NEVER_COMPUTED
+from chatcache.kv_cache.stats import PageUsage, page_usage
 from chatcache.scheduler.batch import BatchBuilder, Step
 from chatcache.scheduler.branches import BranchManager, RowAllocator, num_missing_pages
 from chatcache.scheduler.decode_batch import DecodeBatch
@@ -453,6 +454,10 @@ class Scheduler:
         """Return every open page table, with all computed tokens committed."""
         self._decode_batch.flush_all()
         return [table for request in self.running for table in request.tables()]
+
+    def page_usage(self) -> PageUsage:
+        """Return how pages and slots are used. O(pages held): for metrics and tests."""
+        return page_usage(self.kv, self.tables(), self.waiting.num_pages_kept_free())
 
 
 class AsyncScheduling:

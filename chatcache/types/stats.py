@@ -18,6 +18,36 @@ class Durations(msgspec.Struct, frozen=True, array_like=True):
     total_s: float = 0.0
 
 
+class SlotUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """What the slots of the page pool are used for; a slot stores the KV of one token.
+
+    Every slot counts once, so the fields add up to the size of the pool. Units: slots.
+
+    `token`: holds a token of a running request, once however many requests share it. `empty`: on a page that requests
+    hold, without a token. `kept_free`: on the free pages that admission keeps for requests that run already. `cached`:
+    on other pages that no request holds, whose tokens can be matched. `free`: on all other pages.
+
+    Source: Kwon et al. (SOSP 2023), Figure 2, which reports the share of `token` and calls the rest waste.
+    """
+
+    token: int = 0
+    empty: int = 0
+    kept_free: int = 0
+    cached: int = 0
+    free: int = 0
+
+    def shares(self) -> dict[str, float]:
+        """Return each part as a fraction of all slots. The fractions add up to 1, or are all 0 without a pool."""
+        counts: dict[str, int] = msgspec.structs.asdict(self)
+        num_slots = sum(counts.values()) or 1
+        return {part: count / num_slots for part, count in counts.items()}
+
+    @property
+    def waste(self) -> float:
+        """The fraction of the slots on held pages that hold no token."""
+        return self.empty / (self.token + self.empty) if self.token else 0.0
+
+
 class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
     """Engine statistics for `/readyz`, `/metrics`, `chatcache bench` and the web page.
 
@@ -35,7 +65,7 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
     num_pages_idle: int = 0
     kv_bytes: int = 0
     num_pages_shared: int = 0
-    waste_fraction: float = 0.0
+    slots: SlotUsage = SlotUsage()
     num_host_pages: int = 0
     num_host_pages_in_use: int = 0
     num_running: int = 0

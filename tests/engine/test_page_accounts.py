@@ -19,6 +19,7 @@ from chatcache.types.request import GenerateRequest, SamplingParams
 from chatcache.types.stats import PageAccounts
 from tests.engine.generated_workloads import workloads
 from tests.engine.workloads import Workload
+from tests.kv_cache.slot_oracle import check_slots
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
 
 
@@ -42,6 +43,28 @@ def check_accounts(engine: Engine) -> PageAccounts:
     return accounts
 
 
+def check_usage(engine: Engine) -> None:
+    """Compare the slot usage with a count of all slots."""
+    scheduler = engine.scheduler
+    usage, num_kept_free = engine.cache.stats(), scheduler.waiting.num_pages_kept_free()
+    check_slots(scheduler.kv, scheduler.tables(), usage, num_kept_free)
+
+
+def test_page_usage_shows_the_pages_that_admission_keeps_free() -> None:
+    """Two requests decode on a pool of 12 pages; a third one fits the free pages, but not those left to it."""
+    engine = chat_engine(num_pages=13)
+    for name, first in (("a", 1), ("b", 100)):
+        engine.add(request(name, tuple(range(first, first + 64))))
+    engine.step(), engine.step()
+    engine.add(request("c", tuple(range(200, 230))))
+    engine.step()
+    slots = engine.cache.stats().slots
+    assert engine.health().num_waiting == 1 and engine.health().slots == slots
+    assert (slots.kept_free, slots.free) == (2 * 16, 0), "a page for each running branch, of which none has room left"
+    assert slots.token == 2 * 66 and slots.empty == 2 * 14
+    check_usage(engine)
+
+
 def with_conversations(workload: Workload) -> Workload:
     arrivals = tuple(
         replace(a, request=msgspec.structs.replace(a.request, conversation_id=("", "chat 1", "chat 2")[i % 3]))
@@ -63,6 +86,7 @@ def test_page_accounts_in_every_step_add_up_to_the_pages_in_use(workload: Worklo
     step = 0
     while engine.has_work():
         check_accounts(engine)
+        check_usage(engine)
         engine.step()
         step += 1
         for arrival in workload.arrivals:
@@ -141,7 +165,7 @@ def test_page_usage_of_a_chat_load_wastes_under_four_percent() -> None:
                 texts[event.request_id] += event.token_ids
         usage = engine.cache.stats()
         if usage.num_in_use:
-            wastes.append(usage.waste_fraction)
+            wastes.append(usage.slots.waste)
         for name in turns:
             if 0 < turns[name] < 3 and name not in engine._requests:
                 send(name)

@@ -10,7 +10,7 @@ import pytest
 from websockets.sync.client import ClientConnection
 
 from chatcache.conversations.turns import ConversationPrompts
-from chatcache.types.stats import PackedPrompt
+from chatcache.types.stats import PackedPrompt, SlotUsage
 from tests.gateway.frames import LONG, ask, receive, send, until_end
 from tests.gateway.serving import PAGE_SIZE, Server, post_bytes, slowed, tiny_tokenizer, wait_until
 from tests.gateway.test_rest import converse
@@ -129,6 +129,8 @@ def test_page_accounts_of_an_open_server_add_up(server: Server, socket: ClientCo
         assert [charge["id"] for charge in held["conversations"]] == [response["conversation"]["id"]]
         assert held["requests"][0]["pages"] == held["pages_in_use"] > 0
         assert sum(held["pool"][state] for state in ("active", "shared", "cached", "free")) == server.num_pages - 1
+        slots = held["pool"]["slots"]
+        assert sum(slots.values()) == pytest.approx(1, abs=1e-5) and set(slots) == set(SlotUsage().shares())
         assert held["pool"]["active"] + held["pool"]["shared"] > 0 and held["pool"]["page_size"] == PAGE_SIZE
         send(socket, "response.cancel", response_id=response["id"])
         until_end(socket)

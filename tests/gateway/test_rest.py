@@ -17,7 +17,7 @@ from chatcache.errors import ModelFolderError
 from chatcache.gateway.metrics import Metrics
 from chatcache.storage.sqlite import SqliteStore
 from chatcache.tokenizer.tokenizer import Tokenizer
-from chatcache.types.stats import EngineHealth
+from chatcache.types.stats import EngineHealth, SlotUsage
 from tests.gateway.responding import occupied
 from tests.gateway.serving import (
     MAX_MODEL_LEN,
@@ -130,7 +130,7 @@ def test_every_field_of_engine_health_has_a_metric() -> None:
         num_pages_in_use=30,
         num_pages_shared=12,
         num_pages_idle=25,
-        waste_fraction=0.03,
+        slots=SlotUsage(token=970, empty=30, kept_free=100, cached=200, free=700),
         num_host_pages=40,
         num_host_pages_in_use=7,
         num_preemptions=9,
@@ -148,6 +148,11 @@ def test_every_field_of_engine_health_has_a_metric() -> None:
         ("chatcache_kv_pages", "shared"): 12,
         ("chatcache_kv_pages", "cached"): 25,
         ("chatcache_kv_pages", "free"): 45,
+        ("chatcache_kv_slots", "token"): 970,
+        ("chatcache_kv_slots", "empty"): 30,
+        ("chatcache_kv_slots", "kept_free"): 100,
+        ("chatcache_kv_slots", "cached"): 200,
+        ("chatcache_kv_slots", "free"): 700,
         ("chatcache_kv_waste_ratio",): 0.03,
         ("chatcache_kv_host_pages", "active"): 7,
         ("chatcache_kv_host_pages", "free"): 33,

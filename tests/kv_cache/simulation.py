@@ -17,8 +17,9 @@ from chatcache.kv_cache.page_hash import TOKEN_BYTES, CacheScope, encode_tokens
 from chatcache.kv_cache.page_table import PageTable
 from chatcache.kv_cache.pool import PagePool
 from chatcache.kv_cache.prefix_match import PrefixMatch
-from chatcache.kv_cache.stats import check_invariants
+from chatcache.kv_cache.stats import check_invariants, page_usage
 from tests.kv_cache.page_map_oracle import KeyOwners, check_map
+from tests.kv_cache.slot_oracle import check_slots
 
 POISON = -1
 PUBLIC = "public"
@@ -379,7 +380,10 @@ class CacheSimulation:
                 kv, [branch.table for branch in self.branches], [swapped.host_pages for swapped in self.swapped]
             )
         if self.num_steps % MAP_EVERY == 0:
-            check_map(kv, self.key_owners, [branch.table for branch in self.branches], NAMESPACES)
+            tables = [branch.table for branch in self.branches]
+            check_map(kv, self.key_owners, tables, NAMESPACES)
+            num_kept_free = self.num_steps % pool.num_pages
+            check_slots(kv, tables, page_usage(kv, tables, num_kept_free), num_kept_free)
         held = {page for branch in self.branches for page in branch.table.pages()}
         assert pool.num_in_use == len(held) and len(pool._blank) + pool.num_idle + len(held) == pool.num_usable
         poison(pool, self.memory, 0)

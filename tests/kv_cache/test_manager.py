@@ -214,10 +214,19 @@ def test_commit_beyond_the_reservation_raises() -> None:
         kv.commit(table, encode_tokens([1]))
 
 
-def test_page_usage_waste_is_the_empty_part_of_last_pages() -> None:
-    kv = cache()
+def test_page_usage_divides_all_slots_by_use() -> None:
+    kv = cache(num_pages=13)
+    kv.close(open_and_fill(kv, token_range(8, 70)))
     a, b = open_and_fill(kv, token_range(6)), open_and_fill(kv, token_range(3, 40))
-    assert page_usage(kv, [a, b]).waste_fraction == pytest.approx(3 / 12)
+    child = kv.fork(a)
+    slots = page_usage(kv, [a, b, child], num_kept_free=4).slots
+    assert (slots.token, slots.empty, slots.cached) == (9, 3, 8), "shared tokens count once"
+    assert (slots.kept_free, slots.free) == (16, 12)
+    assert sum(slots.shares().values()) == pytest.approx(1) and slots.waste == pytest.approx(3 / 12)
+    slots = page_usage(kv, [a, b, child], num_kept_free=8).slots
+    assert (slots.kept_free, slots.free, slots.cached) == (32, 0, 4), "cached pages are evicted after all blank pages"
+    slots = page_usage(kv, [a, b, child], num_kept_free=99).slots
+    assert (slots.kept_free, slots.free, slots.cached) == (36, 0, 0)
 
 
 def test_pop_changes_returns_each_change_once() -> None:

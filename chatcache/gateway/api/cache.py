@@ -35,6 +35,7 @@ from chatcache.gateway.schemas.server import (
     CacheWarmth,
     Charge,
     Pool,
+    SlotShares,
     Warmth,
 )
 from chatcache.tokenizer.tokenizer import Tokenizer
@@ -215,7 +216,8 @@ def _pool(health: EngineHealth) -> Pool:
     return Pool(
         page_size=health.page_size,
         **page_states(health),
-        waste=round(health.waste_fraction, 4),
+        slots=SlotShares(**{part: round(share, 6) for part, share in health.slots.shares().items()}),
+        waste=round(health.slots.waste, 4),
         host_pages=health.num_host_pages,
         host_pages_in_use=health.num_host_pages_in_use,
     )

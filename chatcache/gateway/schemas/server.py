@@ -159,8 +159,22 @@ class Charge(msgspec.Struct):
     pages: float
 
 
+class SlotShares(msgspec.Struct):
+    """Fractions of all token slots of the pool, by use; together 1.
+
+    `token`: holds a token of a running request; `empty`: on a held page, without a token; `kept_free`: on free pages
+    that admission keeps for running requests; `cached`: on other reusable pages; `free`: on all other pages.
+    """
+
+    token: float
+    empty: float
+    kept_free: float
+    cached: float
+    free: float
+
+
 class Pool(msgspec.Struct):
-    """Number of pages in each state.
+    """Number of pages in each state, and what their token slots hold.
 
     `waste`: the fraction of the token positions on held pages that hold no token.
     """
@@ -170,6 +184,7 @@ class Pool(msgspec.Struct):
     shared: int
     cached: int
     free: int
+    slots: SlotShares
     waste: float
     host_pages: int
     host_pages_in_use: int
