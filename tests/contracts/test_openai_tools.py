@@ -204,8 +204,8 @@ def test_responses_sent_again_as_input_hit_the_cache(client: openai.OpenAI, serv
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "web_search"}, {"type": "namespace", "tools": []}]}, "tools[1].name"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"tools": FLAT * 70}, "tools"),
         ({"tools": [*FLAT, FLAT[0]]}, "tools"),

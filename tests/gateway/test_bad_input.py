@@ -163,7 +163,6 @@ def test_temperature_of_beam_search_is_refused_with_the_accepted_values(server: 
         ("diversity_penalty", 0.5),
         ("num_beam_groups", 2),
         ("stream_beams", True),
-        ("reasoning_effort", "high"),
     ],
 )
 def test_unsupported_field_is_refused_by_its_name(server: Server, field: str, value: object) -> None:

@@ -19,7 +19,7 @@ from chatcache.gateway.schemas.requests import CallFields, MessageFields, Part
 Value = TypeVar("Value")
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_TEXT_PARTS = ("text", "input_text", "output_text")
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _REASONING_PARTS = ("text", "reasoning_text", "summary_text")
 
 
@@ -59,7 +59,7 @@ class _MessageReader:
         self._open: _Assistant | None = None
 
     def read(self, item: MessageFields, where: str) -> None:
-        match item.type:
+        match item.type or "message":
             case "message":
                 self._message(item, where)
             case "reasoning":
@@ -72,10 +72,8 @@ class _MessageReader:
                 self.flush()
                 call_id = _required(item.call_id, f"{where}.call_id")
                 self.messages.append(tool_message(_text(item.output, where, _TEXT_PARTS, "output"), call_id))
-            case _:
-                raise UnsupportedParameterError(
-                    f"{where}.type {item.type[:40]!r} is not supported", param=f"{where}.type"
-                )
+            case kind:
+                raise UnsupportedParameterError(f"{where}.type {kind[:40]!r} is not supported", param=f"{where}.type")
 
     def flush(self) -> None:
         """Complete the assistant message. Reasoning without a message or a call after it is dropped."""
@@ -104,10 +102,11 @@ class _MessageReader:
             self.messages.append(Message(role=ROLES[role], content=_text(item.content, where, _TEXT_PARTS)))
 
     def _assistant(self, item: MessageFields, where: str) -> None:
-        if item.content is None and not item.tool_calls:
+        content = item.content if item.content is not None else item.refusal
+        if content is None and not item.tool_calls:
             raise _missing(f"{where}.content")
         calls = [_tool_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(item.tool_calls or ())]
-        text = _text(item.content, where, _TEXT_PARTS) if item.content is not None else ""
+        text = _text(content, where, _TEXT_PARTS) if content is not None else ""
         reasoning = item.reasoning_content or item.reasoning or ""
         begun = self._open
         if begun is None or begun.text is not None or begun.calls or reasoning:
@@ -122,6 +121,8 @@ class _MessageReader:
         name, arguments = _required(item.name, f"{where}.name"), _required(item.arguments, f"{where}.arguments")
         if not 1 <= len(name) <= 256:
             raise InvalidRequestError(f"{where}.name must have 1 to 256 characters", param=f"{where}.name")
+        if item.namespace:
+            name = f"{item.namespace}.{name}"
         self._open = self._open if self._open is not None else _Assistant()
         self._open.calls.append(ToolCall(call_id, name, arguments))
 
@@ -144,7 +145,8 @@ def _text(content: str | Sequence[Part] | None, where: str, kinds: Sequence[str]
             raise UnsupportedParameterError(
                 f"{where}.{name}[{at}]: only text parts are supported", param=f"{where}.{name}[{at}].type"
             )
-        texts.append(_required(part.text, f"{where}.{name}[{at}].text"))
+        field = "refusal" if part.type == "refusal" else "text"
+        texts.append(_required(getattr(part, field), f"{where}.{name}[{at}].{field}"))
     return "\n".join(texts)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -16,6 +16,7 @@ import msgspec
 from chatcache.conversations.prompt import Function
 from chatcache.errors import InvalidRequestError, UnsupportedParameterError
 from chatcache.gateway.schemas.requests import (
+    MAX_TOOLS,
     CompletionBase,
     ConversationRef,
     FunctionFields,
@@ -314,15 +315,18 @@ def parse_tool_choice(
 ) -> ToolUse:
     """Parse `tools`, `tool_choice` and `parallel_tool_calls` for a model with that reply format.
 
+    Tools that are not functions are left out; `fields.unknown_fields` names them as ignored.
+
     Raises: InvalidRequestError, UnsupportedParameterError with the name of the field.
     """
-    if not tools:
+    tools = tools or ()
+    if not reply_format.supports_tools and any(tool.type in ToolFields.executed_types for tool in tools):
+        raise UnsupportedParameterError("tools: this model's chat template does not support them", param="tools")
+    functions = tuple(_parse_functions(tools, "tools"))
+    if not functions:
         if choice not in (None, "none", "auto"):
             raise UnsupportedParameterError("tool_choice needs tools", param="tool_choice")
         return NO_TOOLS
-    if not reply_format.supports_tools:
-        raise UnsupportedParameterError("tools: this model's chat template does not support them", param="tools")
-    functions = tuple(_parse_function(tool, f"tools[{at}]") for at, tool in enumerate(tools))
     _check_functions(functions)
     mode, names = _parse_choice(choice, functions)
     echo = msgspec.to_builtins(choice) if choice is not None else "auto"
@@ -386,11 +390,20 @@ def _content_schema(outputs: StructuredOutputs) -> str | None:
     return json.dumps(schema) if isinstance(schema, dict) else None
 
 
+def _parse_functions(tools: Sequence[ToolFields], param: str, namespace: str = "") -> Iterator[Function]:
+    """Yield the functions among the tools; those of a namespace are named `namespace.name`."""
+    for at, tool in enumerate(tools):
+        where = f"{param}[{at}]"
+        if tool.type == "function":
+            function = _parse_function(tool, where)
+            yield replace(function, name=f"{namespace}.{function.name}") if namespace else function
+        elif tool.type == "namespace" and not namespace:
+            if tool.name is None:
+                raise InvalidRequestError(f"{where}.name is required", param=f"{where}.name")
+            yield from _parse_functions(tool.tools or (), f"{where}.tools", tool.name)
+
+
 def _parse_function(tool: ToolFields, where: str) -> Function:
-    if tool.type != "function":
-        raise UnsupportedParameterError(
-            f"{where}.type {tool.type[:40]!r} is not supported: only functions are", param=f"{where}.type"
-        )
     given = tool.function
     if given is None:
         if tool.name is None:
@@ -412,6 +425,8 @@ def _check_schema(schema: Mapping[str, Any], param: str) -> None:
 
 def _check_functions(functions: Sequence[Function]) -> None:
     names = [function.name for function in functions]
+    if len(names) > MAX_TOOLS:
+        raise InvalidRequestError(f"tools must have at most {MAX_TOOLS} functions, got {len(names)}", param="tools")
     for at, name in enumerate(names):
         if name in names[:at]:
             raise InvalidRequestError(f"tools[{at}]: there are two functions {name!r}", param="tools")

@@ -35,11 +35,9 @@ from chatcache.gateway.limits.admission import request_cost
 from chatcache.gateway.responses.registry import LoggedResponse, Run
 from chatcache.gateway.responses.run import LiveResponse, RunOptions
 from chatcache.gateway.responses.steering import queued_input
-from chatcache.gateway.schemas.fields import parse_fields, unknown_fields
+from chatcache.gateway.schemas.fields import LOGPROBS, parse_fields, unknown_fields
 from chatcache.gateway.schemas.requests import ResponseFields, SamplingFields
 from chatcache.types.request import ForkPoint, GenerateRequest, Params, SamplingParams
-
-LOGPROBS = "message.output_text.logprobs"
 
 
 async def start_response(

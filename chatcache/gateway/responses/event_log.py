@@ -165,7 +165,7 @@ class OutputTexts:
             item: OutputItem = fields["item"]
             item_type = str(item.__struct_config__.tag)
             head = {"item_id": item.id, "output_index": fields["output_index"], "type": item_type}
-            head |= _present(item, "name", "call_id", "candidate", "status")
+            head |= _present(item, "namespace", "name", "call_id", "candidate", "status")
             self._outputs[item.id] = _Output(head, _TEXT_NAMES.get(item_type, "text"))
         elif kind == _DONE and (output := self._outputs.get(fields["item"].id)) is not None:
             output.head |= _present(fields["item"], "status", "finish_reason", "score")

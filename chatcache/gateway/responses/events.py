@@ -158,9 +158,10 @@ class CandidateEventWriter:
         started_call, arguments = self._calls[-1], "".join(self._arguments)
         self._arguments = []
         call = ToolCall(started_call.call_id, started_call.name, arguments)
+        item = call_item(item_id, self._candidate, call, status)
         position = self._call_position(number)
-        self._log.append("response.function_call_arguments.done", **position, name=call.name, arguments=arguments)
-        self._end_item(call_item(item_id, self._candidate, call, status))
+        self._log.append("response.function_call_arguments.done", **position, name=item.name, arguments=arguments)
+        self._end_item(item)
 
     def _add_item(self, item: OutputItem) -> None:
         index = self._output_index[item.id] = next(self._output_indexes)

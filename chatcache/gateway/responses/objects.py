@@ -105,7 +105,17 @@ def reasoning_item(item_id: str, candidate: int, text: str | None, status: str =
 
 
 def call_item(item_id: str, candidate: int, call: ToolCall, status: str) -> FunctionCall:
-    return FunctionCall(item_id, cast(ItemStatus, status), call.call_id, call.name, call.arguments, candidate)
+    """Build the item of a call; a qualified name is split into the namespace and the name."""
+    namespace, _, name = call.name.rpartition(".")
+    return FunctionCall(
+        item_id,
+        cast(ItemStatus, status),
+        call.call_id,
+        name,
+        call.arguments,
+        candidate,
+        namespace=namespace or UNSET,
+    )
 
 
 def reasoning_id(item_id: str) -> str:

@@ -104,7 +104,8 @@ def _unfinished_item(text: Mapping[str, Any]) -> OutputItem:
     """Build an output item that is still being generated."""
     item_id, candidate = text["item_id"], text["candidate"]
     if text["type"] == "function_call":
-        call = ToolCall(text["call_id"], text["name"], text["arguments"])
+        name = ".".join(filter(None, (text.get("namespace"), text["name"])))
+        call = ToolCall(text["call_id"], name, text["arguments"])
         return call_item(item_id, candidate, call, IN_PROGRESS)
     if text["type"] == "reasoning":
         return reasoning_item(item_id, candidate, text["text"], IN_PROGRESS)

@@ -1,12 +1,14 @@
-"""Parse request fields; classify the others as without effect, unsupported or unknown."""
+"""Parse request fields; classify the others as without effect, ignored, unsupported or unknown."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from chatcache.errors import InvalidRequestError, UnsupportedParameterError
 
@@ -16,11 +18,23 @@ Fields = TypeVar("Fields", bound=msgspec.Struct)
 WITHOUT_EFFECT = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls", "prediction"),
-        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "access_programs", "max_tool_calls"),
+        *("prompt_cache_retention", "prompt_cache_options", "access_programs", "max_tool_calls"),
         *("request_id", "session_id", "stream_interval", "spaces_between_special_tokens"),
-        *("type", "stream", "stream_id", "stream_options", "include"),
+        *("type", "stream", "stream_id", "stream_options"),
     }
 )
+# Fields that agents and SDKs send by default and that have no meaning here. They are named as ignored, like unknown
+# fields, except for the listed values.
+IGNORED: Mapping[str, tuple[object, ...]] = {
+    "reasoning": (),
+    "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "truncation": ("disabled",),
+    "prompt_cache_key": (),
+    "client_metadata": ({},),
+}
+# Values of `include` that have a meaning here; the others are named as ignored.
+LOGPROBS = "message.output_text.logprobs"
 # Fields that would change the result and are not supported. The listed values mean "off" and are accepted.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "tools": ([],),
@@ -31,10 +45,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "text": ({}, {"format": {"type": "text"}}),
     "modalities": (["text"],),
     "audio": (),
-    "truncation": ("disabled",),
-    "reasoning": ({},),
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
     "web_search_options": (),
     "background": (False,),
     "generate": (True,),
@@ -130,18 +140,83 @@ def _describe_limit(param: str, message: str) -> str:
 
 
 def unknown_fields(body: Mapping[str, Any], *kinds: type[msgspec.Struct]) -> tuple[str, ...]:
-    """List the unknown fields, for the `x-chatcache-ignored` header.
+    """List the fields that are ignored, nested ones with their path, for the `x-chatcache-ignored` header.
 
-    Raises: UnsupportedParameterError for a field that is known and not supported.
+    A tool that is not executed is listed as `tools.` and its type. `body` has been parsed as all of `kinds`. Raises:
+    UnsupportedParameterError for a field that is known and not supported.
     """
-    known = frozenset(name for kind in kinds for name in kind.__struct_fields__)
-    rest = [name for name in body if name not in known]
-    for name in rest:
-        value = body[name]
-        if name in UNSUPPORTED and value is not None and not any(_same(value, off) for off in UNSUPPORTED[name]):
-            hint = f"; send {_EQUIVALENTS[name]}" if name in _EQUIVALENTS else ""
-            raise UnsupportedParameterError(f"{name} is not supported here{hint}", param=name)
-    return tuple(name for name in rest if name not in WITHOUT_EFFECT and name not in UNSUPPORTED)
+    nested: dict[str, tuple[type[msgspec.Struct], ...]] = {}
+    for kind in kinds:
+        nested |= _struct_fields(kind)
+    found: dict[str, None] = {}
+    for name, value in body.items():
+        if name == "include" and isinstance(value, list):
+            found |= dict.fromkeys(f"include.{each}" for each in value if each != LOGPROBS)
+        elif name in nested:
+            found |= dict.fromkeys(_ignored_below(value, nested[name], name))
+        elif name in IGNORED:
+            found |= dict.fromkeys(_ignored_values(name, value))
+        elif name in UNSUPPORTED:
+            _check_unsupported(name, value)
+        elif name not in WITHOUT_EFFECT:
+            found[name] = None
+    return tuple(found)
+
+
+def _check_unsupported(name: str, value: object) -> None:
+    if value is not None and not any(_same(value, off) for off in UNSUPPORTED[name]):
+        hint = f"; send {_EQUIVALENTS[name]}" if name in _EQUIVALENTS else ""
+        raise UnsupportedParameterError(f"{name} is not supported here{hint}", param=name)
+
+
+def _ignored_values(name: str, value: object) -> Iterator[str]:
+    """Name a field of `IGNORED` unless it has no value; of an object, the members that have one."""
+    if isinstance(value, dict):
+        yield from (f"{name}.{member}" for member, each in value.items() if each is not None)
+    elif value is not None and value not in IGNORED[name]:
+        yield name
+
+
+def _ignored_below(value: object, kinds: tuple[type[msgspec.Struct], ...], path: str) -> Iterator[str]:
+    """Name the ignored fields inside a value that was parsed as one of `kinds`, or as a list of them."""
+    if not kinds or value is None:
+        return
+    if isinstance(value, list):
+        for each in value:
+            yield from _ignored_below(each, kinds, path)
+    elif isinstance(value, dict):
+        kind = kinds[0]
+        executed = getattr(kind, "executed_types", None)
+        if executed is not None and value.get("type", "function") not in executed:
+            yield f"{path}.{value['type']}"
+            return
+        nested, without_effect = _struct_fields(kind), getattr(kind, "without_effect", ())
+        for name, each in value.items():
+            if name in nested:
+                if nested[name]:
+                    yield from _ignored_below(each, nested[name], f"{path}.{name}")
+            elif each is not None and name not in without_effect:
+                yield f"{path}.{name}"
+
+
+@cache
+def _struct_fields(kind: type[msgspec.Struct]) -> dict[str, tuple[type[msgspec.Struct], ...]]:
+    """Return the fields of a struct, each with the structs that its value, or each of its elements, may be."""
+    described = inspect.type_info(kind)
+    assert isinstance(described, inspect.StructType)
+    return {field.encode_name: tuple(_structs_of(field.type)) for field in described.fields}
+
+
+def _structs_of(kind: inspect.Type) -> Iterator[type[msgspec.Struct]]:
+    if isinstance(kind, inspect.Metadata):
+        yield from _structs_of(kind.type)
+    elif isinstance(kind, inspect.StructType):
+        yield kind.cls
+    elif isinstance(kind, inspect.ListType):
+        yield from _structs_of(kind.item_type)
+    elif isinstance(kind, inspect.UnionType):
+        for option in kind.types:
+            yield from _structs_of(option)
 
 
 def ignored_header(names: tuple[str, ...]) -> dict[str, str]:

@@ -1,12 +1,13 @@
 """Types of request bodies and query strings: names, bounds and defaults of all fields.
 
 `fields.parse_fields` reads one body as several structs: those of its route, and the sampling fields that routes share.
-`None` means absent, because many clients send null for fields that are not set.
+`None` means absent, because many clients send null for fields that are not set. `fields.unknown_fields` names the other
+fields of a struct, except those in its class variable `without_effect`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -22,8 +23,13 @@ CallId = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 class Part(msgspec.Struct, frozen=True):
+    """A part of a message. `refusal`: the text of a part of type `refusal`."""
+
+    without_effect: ClassVar = frozenset({"annotations", "logprobs"})  # of output parts that are sent back
+
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 Parts = Annotated[list[Part], Meta(max_length=MAX_PARTS)]
@@ -39,6 +45,8 @@ class CalledFields(msgspec.Struct, frozen=True):
 class CallFields(msgspec.Struct, frozen=True):
     """A call in an assistant's message."""
 
+    without_effect: ClassVar = frozenset({"index"})
+
     id: CallId
     function: CalledFields | None = None
     type: str = "function"
@@ -49,19 +57,28 @@ class MessageFields(msgspec.Struct, frozen=True):
 
     Its `role` or `type` determines the required fields.
 
-    Responses: `function_call` has `call_id`, `name` and `arguments`; `function_call_output` `call_id` and `output`;
-    `reasoning` `content` or `summary`.
+    Responses: `function_call` has `call_id`, `name`, `arguments` and, for a function of a namespace, `namespace`;
+    `function_call_output` `call_id` and `output`; `reasoning` `content` or `summary`; `item_reference` the `id` of a
+    stored item.
     """
+
+    # Of output items and answers that are sent back.
+    without_effect: ClassVar = frozenset(
+        {"status", "phase", "candidate", "finish_reason", "score", "annotations", "parent_id", "response_id"}
+    )
 
     role: str | None = None
     content: str | Parts | None = None
-    type: str = "message"
+    type: str | None = None
+    id: str | None = None
+    refusal: str | None = None
     tool_calls: Annotated[list[CallFields], Meta(max_length=MAX_CALLS)] | None = None
     tool_call_id: CallId | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     call_id: CallId | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
     output: str | Parts | None = None
     summary: Parts | None = None
@@ -80,7 +97,12 @@ class FunctionFields(msgspec.Struct, frozen=True):
 
 
 class ToolFields(msgspec.Struct, frozen=True):
-    """A tool: its `function` in chat completions, the function's own fields in Responses."""
+    """A tool: its `function` in chat completions, the function's own fields in Responses.
+
+    `tools`: the functions of a tool of type `namespace`. Tools of types that are not executed are ignored.
+    """
+
+    executed_types: ClassVar = frozenset({"function", "namespace"})
 
     type: str = "function"
     function: FunctionFields | None = None
@@ -88,6 +110,7 @@ class ToolFields(msgspec.Struct, frozen=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    tools: Annotated[list[ToolFields], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class NamedFunction(msgspec.Struct, frozen=True):
@@ -178,11 +201,10 @@ class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     strict: bool | None = None
 
 
-class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TextOptions(msgspec.Struct, frozen=True):
     """`text` of the Responses API: the format of the output."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
 
 
 class SamplingFields(msgspec.Struct, frozen=True):

@@ -235,7 +235,7 @@ class Reasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
 class FunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
     """A function call of a candidate.
 
-    `arguments`: the generated JSON text, which may be cut off.
+    `arguments`: the generated JSON text, which may be cut off. `namespace`: of a function of a namespace.
     """
 
     id: str
@@ -246,6 +246,7 @@ class FunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
     candidate: int
     parent_id: str | UnsetType | None = UNSET
     response_id: str | UnsetType | None = UNSET
+    namespace: str | UnsetType = UNSET
 
 
 class FunctionCallOutput(msgspec.Struct, tag_field="type", tag="function_call_output"):

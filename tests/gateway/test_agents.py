@@ -1,0 +1,160 @@
+"""What agents and SDKs send by default: tools that are not executed, hints without a meaning, unknown nested fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.gateway.described import Described
+from tests.gateway.scripted import ScriptedServer, scripted
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+SHELL = {"type": "function", "name": "shell", "strict": False, "parameters": {"type": "object"}}
+NAMESPACE = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Other agents.",
+    "tools": [{"type": "function", "name": "spawn", "parameters": {"type": "object"}}, {"type": "custom", "name": "x"}],
+}
+# The shape of the first request of Codex 0.169.
+CODEX: dict[str, Any] = {
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Rules."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello."}]},
+    ],
+    "tools": [SHELL, NAMESPACE, {"type": "web_search", "external_web_access": False}],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"summary": "auto"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "key",
+    "client_metadata": {"session": "s"},
+}
+CODEX_IGNORED = [
+    *("tools.tools.custom", "tools.web_search", "reasoning.summary", "include.reasoning.encrypted_content"),
+    *("prompt_cache_key", "client_metadata.session"),
+]
+
+
+@pytest.fixture(scope="module")
+def module_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
+    with scripted(tmp_path_factory.mktemp("db"), "hermes") as server:
+        yield server
+
+
+@pytest.fixture
+def server(module_server: ScriptedServer) -> Iterator[ScriptedServer]:
+    yield module_server
+    module_server.wait_idle()
+
+
+def ask(server: ScriptedServer, path: str = RESPONSES, **body: object) -> dict[str, Any]:
+    status, _, answer = server.post(path, **body)
+    assert status == 200, answer
+    result: dict[str, Any] = answer
+    return result
+
+
+def test_request_of_codex_is_answered_and_names_what_was_ignored(server: ScriptedServer) -> None:
+    server.say("Hi.")
+    status, headers, answer = server.post(RESPONSES, **CODEX)
+    assert status == 200, answer
+    assert sorted(answer["ignored"]) == sorted(CODEX_IGNORED)
+    assert sorted(headers["x-chatcache-ignored"].split(", ")) == sorted(CODEX_IGNORED)
+    assert [tool["name"] for tool in answer["tools"]] == ["shell", "agents.spawn"]
+
+
+def test_function_of_a_namespace_is_called_by_its_qualified_name(server: ScriptedServer) -> None:
+    server.say('<tool_call>\n{"name": "agents.spawn", "arguments": {"task": "x"}}\n</tool_call>')
+    first = ask(server, **CODEX)
+    (call,) = first["output"]
+    assert (call["namespace"], call["name"], call["arguments"]) == ("agents", "spawn", '{"task": "x"}')
+    Described(server.request("GET", "/openapi.json")[2]).check("POST", RESPONSES, 200, first)
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "done"}
+    server.say("Done.")
+    second = ask(server, **{**CODEX, "input": [*CODEX["input"], call, result]})
+    assert second["output"][0]["content"][0]["text"] == "Done."
+    used, cached = first["usage"], second["usage"]["input_tokens_details"]["cached_tokens"]
+    assert cached >= used["input_tokens"] + used["output_tokens"] - 8  # the call went back as it was generated
+
+
+def test_streamed_call_of_a_namespace_has_the_name_in_all_events(server: ScriptedServer) -> None:
+    server.say('<tool_call>\n{"name": "agents.spawn", "arguments": {}}\n</tool_call>')
+    _, data = server.stream(RESPONSES, **CODEX)
+    assert data.count(b'"namespace":"agents"') == 3  # item added, item done, response completed
+    assert b'"name":"spawn"' in data and b'"name":"agents.spawn","arguments"' not in data
+
+
+def test_only_tools_that_are_not_executed_leave_no_tools(server: ScriptedServer) -> None:
+    server.say("Hi.")
+    answer = ask(server, input="Hello.", tools=[{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}])
+    assert (answer["tools"], answer["ignored"]) == ([], ["tools.web_search", "tools.custom"])
+    status, _, refused = server.post(RESPONSES, input="Hi", tools=[{"type": "web_search"}], tool_choice="required")
+    assert (status, refused["error"]["param"]) == (400, "tool_choice")
+
+
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        ({"reasoning": {"effort": None}}, None),
+        ({"reasoning": {"effort": "low", "summary": "auto"}}, "reasoning.effort, reasoning.summary"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "disabled"}, None),
+        ({"include": ["nonsense", "message.output_text.logprobs"]}, "include.nonsense"),
+        ({"input": [{"role": "user", "content": "Hi", "zzz": 1, "status": "completed", "yyy": None}]}, "input.zzz"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": "Hi", "cache": 1}]}]},
+            "input.content.cache",
+        ),
+        ({"tools": [{**SHELL, "output_schema": {}}]}, "tools.output_schema"),
+    ],
+)
+def test_response_field_without_a_meaning_is_named(
+    server: ScriptedServer, fields: dict[str, object], ignored: str | None
+) -> None:
+    server.say("Hi.")
+    status, headers, answer = server.post(RESPONSES, **{"input": "Hello.", "max_output_tokens": 1, **fields})
+    assert status == 200, answer
+    assert headers.get("x-chatcache-ignored") == ignored
+
+
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        ({"reasoning_effort": "high", "verbosity": "low"}, "reasoning_effort, verbosity"),
+        ({"stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "zzz": 1}}]}, "tools.function.zzz"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.custom"),
+        (
+            {"messages": [{"role": "user", "content": "Hi", "zzz": {}}, {"role": "user", "content": "a", "zzz": 1}]},
+            "messages.zzz",
+        ),
+    ],
+)
+def test_chat_field_without_a_meaning_is_named(server: ScriptedServer, fields: dict[str, object], ignored: str) -> None:
+    server.say("Hi.")
+    messages = [{"role": "user", "content": "Hello."}]
+    status, headers, answer = server.post(CHAT, **{"messages": messages, "max_tokens": 1, **fields})
+    assert status == 200, answer
+    assert headers["x-chatcache-ignored"] == ignored
+
+
+def test_refusals_in_the_history_are_text(server: ScriptedServer) -> None:
+    part = {"type": "refusal", "refusal": "I cannot."}
+    counts = []
+    for message in ({"content": [part]}, {"content": "I cannot."}):
+        history = [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", **message},
+            {"role": "user", "content": "?"},
+        ]
+        counts.append(ask(server, f"{RESPONSES}/input_tokens", input=history)["input_tokens"])
+    assert counts[0] == counts[1]
+    server.say("Ok.")
+    refused = {"role": "assistant", "content": None, "refusal": "I cannot."}
+    answer = ask(server, CHAT, messages=[{"role": "user", "content": "Hi"}, refused, {"role": "user", "content": "?"}])
+    assert answer["usage"]["prompt_tokens"] == counts[0]
