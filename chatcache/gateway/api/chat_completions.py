@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from chatcache.conversations.prompt import Message
 from chatcache.conversations.replies.events import CallDelta, ReplyDelta, ReplyDone
-from chatcache.conversations.replies.service import is_ranked, num_candidates
+from chatcache.conversations.replies.service import Reply, is_ranked, num_candidates
 from chatcache.conversations.tree import new_id
 from chatcache.errors import InvalidRequestError
 from chatcache.gateway.api.generation import (
@@ -25,6 +27,7 @@ from chatcache.gateway.api.logprobs import chat_logprobs, prompt_logprobs
 from chatcache.gateway.api.messages import to_messages
 from chatcache.gateway.api.params import (
     RouteParams,
+    ToolUse,
     check_stream,
     constrain_to_tools,
     parse_tool_choice,
@@ -34,7 +37,7 @@ from chatcache.gateway.api.params import (
     to_params,
 )
 from chatcache.gateway.auth.principal import principal_of
-from chatcache.gateway.context import Gateway, gateway_of
+from chatcache.gateway.context import Gateway, Model, gateway_of
 from chatcache.gateway.json_codec import preencoded
 from chatcache.gateway.limits.admission import request_cost
 from chatcache.gateway.middleware import cancel_on_disconnect, read_json
@@ -57,7 +60,7 @@ from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unkno
 from chatcache.gateway.schemas.requests import ChatFields, CompletionBase, SamplingFields
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import FINISH_STOP
-from chatcache.types.request import GenerateRequest
+from chatcache.types.request import GenerateRequest, Params
 
 
 async def chat_completions(request: Request) -> Response:
@@ -72,32 +75,21 @@ async def chat_completions(request: Request) -> Response:
     sampling_params = to_params(sampling, _route_params(base, chat, sampling), model.tokenizer)
     reply_format = model.service.reply_format
     tools = parse_tool_choice(reply_format, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
-    principal = principal_of(request)
-    work = request_cost(sampling_params, sum(len(message["content"]) for message in messages))
-    async with gateway.admission.acquire(principal, work) as permit:
-        prompt = await model.service.prompt(messages, principal.tenant, tools.functions)
-        params = constrain_to_tools(sampling_params, tools, reply_format, model.tokenizer, prompt.token_ids)
-        engine_request = GenerateRequest(
-            request_id=new_id("chatcmpl", "-"),
-            prompt=prompt.token_ids,
-            params=params,
-            namespace=principal.tenant,
-            cache_salt=base.cache_salt or "",
-            num_public_tokens=prompt.num_public_tokens,
-            priority=gateway.priority(base.priority),
-        )
-        writer = _writer(base, chat, engine_request, gateway, model.tokenizer)
-        limit_name = "max_completion_tokens" if chat.max_completion_tokens is not None else None
-        can_reason = sampling_params.structured_outputs is None or params is not sampling_params
-        starting = model.service.start(
-            engine_request, prompt.text, functions=tools.names, thinks=can_reason, owner=principal.owner
-        )
-        with (
-            rename_error_params(max_tokens=limit_name),
-            rename_constraint_param(sampling.structured_outputs, "response_format", "tools" if tools.limits else None),
-        ):
-            reply = await cancel_on_disconnect(request, starting)
-        permit.attach(reply)
+    chat_request = ChatRequest(
+        request_id=new_id("chatcmpl", "-"),
+        messages=messages,
+        tools=tools,
+        params=sampling_params,
+        cache_salt=base.cache_salt or "",
+        priority=gateway.priority(base.priority),
+    )
+    limit_name = "max_completion_tokens" if chat.max_completion_tokens is not None else None
+    with (
+        rename_error_params(max_tokens=limit_name),
+        rename_constraint_param(sampling.structured_outputs, "response_format", "tools" if tools.limits else None),
+    ):
+        reply = await start_chat(request, model, chat_request)
+    writer = _writer(base, chat, reply.request, gateway, model.tokenizer)
     return await respond(
         request,
         lambda: reply_events(reply, gateway.metrics),
@@ -106,6 +98,46 @@ async def chat_completions(request: Request) -> Response:
         stream=bool(base.stream),
         headers=ignored_header(ignored),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A stateless chat to generate, in the terms that all APIs share."""
+
+    request_id: str
+    messages: Sequence[Message]
+    tools: ToolUse
+    params: Params
+    cache_salt: str = ""
+    priority: int = 0
+
+
+async def start_chat(request: Request, model: Model, chat: ChatRequest) -> Reply:
+    """Admit a chat, assemble its prompt and submit it to the engine. The caller closes the reply.
+
+    Raises: as `AdmissionController.acquire`, `ChatService.prompt` and `ChatService.start`; ClientDisconnect.
+    """
+    gateway, service, principal = gateway_of(request), model.service, principal_of(request)
+    cost = request_cost(chat.params, sum(len(message["content"]) for message in chat.messages))
+    async with gateway.admission.acquire(principal, cost) as permit:
+        prompt = await service.prompt(chat.messages, principal.tenant, chat.tools.functions)
+        params = constrain_to_tools(chat.params, chat.tools, service.reply_format, model.tokenizer, prompt.token_ids)
+        engine_request = GenerateRequest(
+            request_id=chat.request_id,
+            prompt=prompt.token_ids,
+            params=params,
+            namespace=principal.tenant,
+            cache_salt=chat.cache_salt,
+            num_public_tokens=prompt.num_public_tokens,
+            priority=chat.priority,
+        )
+        can_reason = chat.params.structured_outputs is None or params is not chat.params
+        starting = service.start(
+            engine_request, prompt.text, functions=chat.tools.names, thinks=can_reason, owner=principal.owner
+        )
+        reply = await cancel_on_disconnect(request, starting)
+        permit.attach(reply)
+    return reply
 
 
 def _writer(
