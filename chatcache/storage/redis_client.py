@@ -87,6 +87,7 @@ class RedisConnection:
         self._num_waiting = 0
         self._ping_task: asyncio.Task[None] | None = None
         self._reconnect_task: asyncio.Task[None] | None = None
+        self._is_closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(
@@ -135,6 +136,7 @@ class RedisConnection:
     async def close(self) -> None:
         """Finish running work, then close all connections."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._is_closed = True  # redis-py sometimes turns a cancellation into a connection error
         tasks = [task for task in (self._connect_task, self._ping_task, self._reconnect_task) if task is not None]
         for task in tasks:
             task.cancel()
@@ -245,6 +247,8 @@ class RedisConnection:
 
     async def _reconnect(self) -> None:
         while self._down_reason is not None:
+            if self._is_closed:
+                return
             await asyncio.sleep(_PROBE_S)
             await self._try_connect()
         log.warning("the store at %s answers again", self.address)

@@ -88,6 +88,31 @@ async def test_first_calls_wait_for_a_slow_connection(mortal_redis: RedisServer)
         await connection.close()
 
 
+async def test_close_ends_a_reconnection_that_takes_its_cancellation_for_an_error(
+    mortal_redis: RedisServer,
+) -> None:
+    is_checking, was_cancelled = asyncio.Event(), asyncio.Event()
+
+    async def check_layout(_: object) -> None:
+        is_checking.set()
+        try:
+            await asyncio.sleep(0.01 if connection._reconnect_task is None else 3600)
+        except asyncio.CancelledError:
+            if was_cancelled.is_set():
+                raise
+            was_cancelled.set()
+        raise ConnectionError
+
+    connection = redis_client.RedisConnection(mortal_redis.url, check_layout)
+    with pytest.raises(StoreUnavailableError):
+        await connection.run(lambda client: client.ping())
+    is_checking.clear()
+    await is_checking.wait()
+    async with asyncio.timeout(20):
+        await connection.close()
+    assert was_cancelled.is_set()
+
+
 async def test_hanging_server_is_refused_within_a_second_and_recovers(mortal_redis: RedisServer) -> None:
     store = RedisStore(mortal_redis.url, lease_s=1.5)
     await store.create(HEAD)
