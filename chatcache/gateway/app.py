@@ -104,6 +104,7 @@ def _middleware(
                 expose_headers=[
                     "x-request-id",
                     "x-chatcache-ignored",
+                    "x-chatcache-max-tokens",
                     "retry-after",
                     "idempotent-replayed",
                     *RATE_HEADERS,

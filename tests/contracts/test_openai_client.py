@@ -148,7 +148,12 @@ def test_second_turn_hits_the_whole_history(client: openai.OpenAI) -> None:
     [
         ({"n": 0}, openai.BadRequestError, "invalid_value", "n"),
         ({"model": "nope"}, openai.NotFoundError, "model_not_found", "model"),
-        ({"max_tokens": MAX_MODEL_LEN * 2}, openai.BadRequestError, "context_length_exceeded", None),
+        (
+            {"messages": [{"role": "user", "content": "wood " * 3000}]},
+            openai.BadRequestError,
+            "context_length_exceeded",
+            None,
+        ),
         ({"tools": [{"type": "function"}]}, openai.BadRequestError, "unsupported_parameter", "tools"),
     ],
 )

@@ -158,3 +158,50 @@ def test_refusals_in_the_history_are_text(server: ScriptedServer) -> None:
     refused = {"role": "assistant", "content": None, "refusal": "I cannot."}
     answer = ask(server, CHAT, messages=[{"role": "user", "content": "Hi"}, refused, {"role": "user", "content": "?"}])
     assert answer["usage"]["prompt_tokens"] == counts[0]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", RESPONSES])
+@pytest.mark.parametrize("excess", [0, 1, 100_000])
+def test_limit_beyond_the_context_is_clamped_and_reported(server: ScriptedServer, path: str, excess: int) -> None:
+    prompts: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": [{"role": "user", "content": "Hi"}]},
+        "/v1/completions": {"prompt": ["Hi", "Hi there, all of you"]},
+        RESPONSES: {"input": "Hi"},
+    }
+    prompt = prompts[path]
+    name = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    server.say("Hi.")
+    usage = ask(server, path, **prompt, **{name: 1})["usage"]
+    longest = usage.get("prompt_tokens", usage.get("input_tokens"))
+    if path == "/v1/completions":
+        longest = ask(server, path, prompt=prompt["prompt"][1])["usage"]["prompt_tokens"]
+    room = server.max_model_len - longest
+    server.say("Hi.")
+    status, headers, answer = server.post(path, **prompt, **{name: room + excess})
+    assert status == 200, answer
+    reported = str(answer["max_output_tokens"]) if path == RESPONSES else headers.get("x-chatcache-max-tokens")
+    assert reported == (None if path != RESPONSES and not excess else str(room))
+
+
+def test_item_references_are_replaced_by_the_stored_items(server: ScriptedServer) -> None:
+    server.say('<think>hm</think>Look.\n<tool_call>\n{"name": "shell", "arguments": {"a": 1}}\n</tool_call>')
+    user = {"role": "user", "content": "Look around."}
+    first = ask(server, input=[user], tools=[SHELL])
+    assert [item["type"] for item in first["output"]] == ["reasoning", "message", "function_call"]
+    result = {"type": "function_call_output", "call_id": first["output"][2]["call_id"], "output": "ok"}
+    references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    counts = [
+        ask(server, f"{RESPONSES}/input_tokens", input=[user, *items, result], tools=[SHELL])["input_tokens"]
+        for items in (first["output"], references, [{"id": each["id"]} for each in references])
+    ]
+    assert len(set(counts)) == 1
+    server.say("Done.")
+    second = ask(server, input=[user, *references, result], tools=[SHELL])
+    assert second["usage"]["input_tokens"] == counts[0] and "ignored" not in second
+
+
+@pytest.mark.parametrize("item_id", ["msg_0000", "rs_", "fc_1_2", "", "conv_x"])
+def test_reference_to_an_unknown_item_is_refused_by_its_field(server: ScriptedServer, item_id: str) -> None:
+    given = [{"role": "user", "content": "Hi"}, {"type": "item_reference", "id": item_id}]
+    status, _, answer = server.post(RESPONSES, input=given)
+    assert (status, answer["error"]["param"]) == (400, "input[1].id"), answer

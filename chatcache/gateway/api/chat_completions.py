@@ -29,6 +29,9 @@ from chatcache.gateway.api.params import (
     RouteParams,
     ToolUse,
     check_stream,
+    clamp_max_tokens,
+    clamped_header,
+    clamped_limit,
     constrain_to_tools,
     parse_tool_choice,
     rename_constraint_param,
@@ -72,7 +75,8 @@ async def chat_completions(request: Request) -> Response:
     ignored = unknown_fields(body, CompletionBase, ChatFields, SamplingFields)
     messages = to_messages(chat.messages, "messages")
     model = await gateway.require_model(base.model)
-    sampling_params = to_params(sampling, _route_params(base, chat, sampling), model.tokenizer)
+    route_params = _route_params(base, chat, sampling)
+    sampling_params = to_params(sampling, route_params, model.tokenizer)
     reply_format = model.service.reply_format
     tools = parse_tool_choice(reply_format, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     chat_request = ChatRequest(
@@ -90,13 +94,16 @@ async def chat_completions(request: Request) -> Response:
     ):
         reply = await start_chat(request, model, chat_request)
     writer = _writer(base, chat, reply.request, gateway, model.tokenizer)
+    limit = clamped_limit(
+        route_params.max_tokens, reply.request.params, len(reply.request.prompt), gateway.max_model_len
+    )
     return await respond(
         request,
         lambda: reply_events(reply, gateway.metrics),
         (reply,),
         writer,
         stream=bool(base.stream),
-        headers=ignored_header(ignored),
+        headers=ignored_header(ignored) | clamped_header(limit),
     )
 
 
@@ -115,13 +122,19 @@ class ChatRequest:
 async def start_chat(request: Request, model: Model, chat: ChatRequest) -> Reply:
     """Admit a chat, assemble its prompt and submit it to the engine. The caller closes the reply.
 
+    A limit on its length beyond the context is clamped; `clamped_limit` of the reply's request reports that.
+
     Raises: as `AdmissionController.acquire`, `ChatService.prompt` and `ChatService.start`; ClientDisconnect.
     """
     gateway, service, principal = gateway_of(request), model.service, principal_of(request)
-    cost = request_cost(chat.params, sum(len(message["content"]) for message in chat.messages))
+    sampling_params = clamp_max_tokens(chat.params, 0, gateway.max_model_len)
+    cost = request_cost(sampling_params, sum(len(message["content"]) for message in chat.messages))
     async with gateway.admission.acquire(principal, cost) as permit:
         prompt = await service.prompt(chat.messages, principal.tenant, chat.tools.functions)
-        params = constrain_to_tools(chat.params, chat.tools, service.reply_format, model.tokenizer, prompt.token_ids)
+        sampling_params = clamp_max_tokens(sampling_params, len(prompt.token_ids), gateway.max_model_len)
+        params = constrain_to_tools(
+            sampling_params, chat.tools, service.reply_format, model.tokenizer, prompt.token_ids
+        )
         engine_request = GenerateRequest(
             request_id=chat.request_id,
             prompt=prompt.token_ids,
@@ -131,7 +144,7 @@ async def start_chat(request: Request, model: Model, chat: ChatRequest) -> Reply
             num_public_tokens=prompt.num_public_tokens,
             priority=chat.priority,
         )
-        can_reason = chat.params.structured_outputs is None or params is not chat.params
+        can_reason = sampling_params.structured_outputs is None or params is not sampling_params
         starting = service.start(
             engine_request, prompt.text, functions=chat.tools.names, thinks=can_reason, owner=principal.owner
         )

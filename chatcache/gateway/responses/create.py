@@ -10,17 +10,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from chatcache.conversations.fork_points import ReplyPrefix, TurnRequest
 from chatcache.conversations.prompt import Function
 from chatcache.conversations.replies.service import Reply, num_candidates
 from chatcache.conversations.store import Claim, IdempotencyConflictError
+from chatcache.conversations.tree import ConversationTree
 from chatcache.conversations.turns import PlannedTurn
-from chatcache.errors import InvalidRequestError, UnsupportedParameterError
+from chatcache.errors import InvalidRequestError, NotFoundError, UnsupportedParameterError
+from chatcache.gateway.api.conversations import find_item
 from chatcache.gateway.api.idempotency import IdempotencyKey
 from chatcache.gateway.api.messages import input_messages
 from chatcache.gateway.api.params import (
     RouteParams,
     ToolUse,
+    clamp_max_tokens,
+    clamped_limit,
     constrain_to_tools,
     conversation_id,
     parse_tool_choice,
@@ -36,7 +42,7 @@ from chatcache.gateway.responses.registry import LoggedResponse, Run
 from chatcache.gateway.responses.run import LiveResponse, RunOptions
 from chatcache.gateway.responses.steering import queued_input
 from chatcache.gateway.schemas.fields import LOGPROBS, parse_fields, unknown_fields
-from chatcache.gateway.schemas.requests import ResponseFields, SamplingFields
+from chatcache.gateway.schemas.requests import MessageFields, ResponseFields, SamplingFields
 from chatcache.types.request import ForkPoint, GenerateRequest, Params, SamplingParams
 
 
@@ -111,8 +117,10 @@ async def _start(
     )
     reply_prefix = await find_running_reply(gateway, principal.owner, fields)
     tools = parse_response_tools(model, fields)
-    request = build_turn_request(fields, principal.owner, gateway.model_name, tools.functions, reply_prefix)
+    given = await resolve_references(gateway, principal.owner, fields.input)
+    request = build_turn_request(fields, given, principal.owner, gateway.model_name, tools.functions, reply_prefix)
     sampling_params = to_params(sampling, _route_params(fields, sampling, extended), model.tokenizer)
+    sampling_params = clamp_max_tokens(sampling_params, 0, gateway.max_model_len)
     if fields.generate is False:
         sampling_params = SamplingParams(temperature=0.0, max_tokens=1)  # the one token is discarded
     cost = request_cost(sampling_params, sum(len(message["content"]) for message in request.input))
@@ -122,13 +130,17 @@ async def _start(
             tools = replace(
                 tools, names=frozenset(each.name for each in planned.request.functions) or None, limits=None
             )
+        num_tokens = len(planned.prompt.token_ids)
+        sampling_params = clamp_max_tokens(sampling_params, num_tokens, gateway.max_model_len)
         params = constrain_to_tools(
             sampling_params, tools, model.service.reply_format, model.tokenizer, planned.prompt.token_ids
         )
         has_reasoning = sampling_params.structured_outputs is None or params is not sampling_params
-        planned = replace(
-            planned, turn=replace(planned.turn, echo=_echo_fields(fields, params, planned, tools, ignored))
-        )
+        echo = _echo_fields(fields, params, planned, tools, ignored)
+        limit = clamped_limit(fields.max_output_tokens, params, num_tokens, gateway.max_model_len)
+        if limit is not None:
+            echo["max_output_tokens"] = limit
+        planned = replace(planned, turn=replace(planned.turn, echo=echo))
         engine_request = GenerateRequest(
             request_id=planned.turn.id,
             prompt=planned.prompt.token_ids,
@@ -241,14 +253,50 @@ def parse_response_tools(model: Model, fields: ResponseFields) -> ToolUse:
     return parse_tool_choice(model.service.reply_format, fields.tools, fields.tool_choice, fields.parallel_tool_calls)
 
 
+async def resolve_references(
+    gateway: Gateway, owner: str, given: str | list[MessageFields] | None
+) -> str | list[MessageFields] | None:
+    """Replace each `item_reference` of an `input` by the stored item of this owner that it names.
+
+    Raises: InvalidRequestError with the field of a reference to an unknown item.
+    """
+    if given is None or isinstance(given, str):
+        return given
+    trees: dict[str, ConversationTree] = {}
+    resolved: list[MessageFields] = []
+    for at, item in enumerate(given):
+        if item.type == "item_reference" or (item.type is None and item.role is None and item.id is not None):
+            item = await _stored_item(gateway, owner, item.id or "", f"input[{at}].id", trees)
+        resolved.append(item)
+    return resolved
+
+
+async def _stored_item(
+    gateway: Gateway, owner: str, item_id: str, param: str, trees: dict[str, ConversationTree]
+) -> MessageFields:
+    """Return a stored item as an input item. `trees`: conversations loaded so far, by the ids of their messages."""
+    message_id = f"msg_{item_id.split('_')[1]}" if item_id.startswith(("rs_", "fc_")) else item_id
+    try:
+        tree = trees.get(message_id)
+        if tree is None:
+            store = gateway.opened_store()
+            await gateway.pending_saves.flush(message_id)
+            tree = await store.load(owner, await store.locate(owner, message_id))
+            trees |= dict.fromkeys(tree.items, tree)
+        return msgspec.convert(msgspec.to_builtins(find_item(tree, item_id)[1]), MessageFields)
+    except NotFoundError:
+        raise InvalidRequestError(f"{param}: no stored item {item_id[:128]!r}", param=param) from None
+
+
 def build_turn_request(
     fields: ResponseFields,
+    given: str | list[MessageFields] | None,
     owner: str,
     model_name: str,
     functions: tuple[Function, ...] = (),
     reply_prefix: ReplyPrefix | None = None,
 ) -> TurnRequest:
-    """Convert the fields of a request into a turn request.
+    """Convert the fields of a request into a turn request. `given`: its input, without references.
 
     Raises: InvalidRequestError, UnsupportedParameterError.
     """
@@ -256,7 +304,7 @@ def build_turn_request(
     return TurnRequest(
         owner=owner,
         model=model_name,
-        input=input_messages(fields.input),
+        input=input_messages(given),
         instructions=fields.instructions,
         conversation_id=conversation_id(fields.conversation),
         previous_response_id=fields.previous_response_id,

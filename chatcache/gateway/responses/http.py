@@ -32,6 +32,7 @@ from chatcache.gateway.responses.create import (
     build_turn_request,
     find_running_reply,
     parse_response_tools,
+    resolve_references,
     start_idempotent_response,
     start_response,
 )
@@ -222,7 +223,8 @@ async def count_input_tokens(request: Request) -> Response:
     model = await gateway.require_model(fields.model)
     functions = parse_response_tools(model, fields).functions
     running = await find_running_reply(gateway, owner, fields)
-    turn = build_turn_request(fields, owner, gateway.model_name, functions, running)
+    given = await resolve_references(gateway, owner, fields.input)
+    turn = build_turn_request(fields, given, owner, gateway.model_name, functions, running)
     async with gateway.tokenize_throttle.acquire(owner, len(await request.body())):
         planned = await model.conversations.plan(turn)
     result = InputTokens("response.input_tokens", len(planned.prompt.token_ids))

@@ -25,7 +25,7 @@ from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.errors import INTERNAL_ERROR
 from chatcache.gateway.limits.rate_limits import SECOND_NS, RequestCost, TokenBucket
 from chatcache.gateway.middleware import parse_json
-from chatcache.gateway.responses.create import build_turn_request, parse_response_tools
+from chatcache.gateway.responses.create import build_turn_request, parse_response_tools, resolve_references
 from chatcache.gateway.responses.registry import Run
 from chatcache.gateway.responses.run import dropped_fields
 from chatcache.gateway.responses.steering import (
@@ -94,10 +94,10 @@ class Prewarmer:
         fields = parse_fields(body, ResponseFields)
         unknown_fields(body, ResponseFields)
         model = await self._gateway.require_model(fields.model)
+        owner, functions = self._principal.owner, parse_response_tools(model, fields).functions
+        given = await resolve_references(self._gateway, owner, fields.input)
         planned = await model.conversations.plan(
-            build_turn_request(
-                fields, self._principal.owner, self._gateway.model_name, parse_response_tools(model, fields).functions
-            )
+            build_turn_request(fields, given, owner, self._gateway.model_name, functions)
         )
         prompt = planned.prompt
         num_done, num_cached, is_idle = 0, 0, True
