@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from websockets.sync.client import ClientConnection, connect
 
+from chatcache.gateway.websocket import streams
 from tests.gateway.described import Described
+from tests.gateway.frames import send, until_end
 from tests.gateway.scripted import ScriptedServer, scripted
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -35,7 +38,7 @@ CODEX: dict[str, Any] = {
 }
 CODEX_IGNORED = [
     *("tools.tools.custom", "tools.web_search", "reasoning.summary", "include.reasoning.encrypted_content"),
-    *("prompt_cache_key", "client_metadata.session"),
+    *("prompt_cache_key", "client_metadata"),
 ]
 
 
@@ -205,3 +208,57 @@ def test_reference_to_an_unknown_item_is_refused_by_its_field(server: ScriptedSe
     given = [{"role": "user", "content": "Hi"}, {"type": "item_reference", "id": item_id}]
     status, _, answer = server.post(RESPONSES, input=given)
     assert (status, answer["error"]["param"]) == (400, "input[1].id"), answer
+
+
+CALL = '<tool_call>\n{"name": "shell", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.fixture
+def socket(server: ScriptedServer) -> Iterator[ClientConnection]:
+    with connect(f"ws://127.0.0.1:{server.port}{RESPONSES}", max_size=None) as connection:
+        yield connection
+
+
+def create(socket: ClientConnection, **body: object) -> dict[str, Any]:
+    """Send a request of Codex's WebSocket mode and return the final response, or the error."""
+    send(socket, **{**CODEX, **body})
+    last = until_end(socket)[-1]
+    answer: dict[str, Any] = last.get("response", last)
+    return answer
+
+
+def test_unstored_response_continues_on_the_same_socket(server: ScriptedServer, socket: ClientConnection) -> None:
+    server.say("-")
+    warm = create(socket, generate=False, input=CODEX["input"][:1])
+    server.say(CALL)
+    first = create(socket, previous_response_id=warm["id"], input=CODEX["input"][1:])
+    assert first["previous_response_id"] == warm["id"] and not first["store"]
+    (call,) = first["output"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}
+    server.say("Done.")
+    second = create(socket, previous_response_id=first["id"], input=[result])
+    whole = ask(server, f"{RESPONSES}/input_tokens", input=[*CODEX["input"], call, result], tools=CODEX["tools"])
+    assert second["usage"]["input_tokens"] == whole["input_tokens"]
+    used = first["usage"]["input_tokens"] + first["usage"]["output_tokens"]
+    assert second["usage"]["input_tokens_details"]["cached_tokens"] >= used - 8
+    assert server.request("GET", f"{RESPONSES}/{second['id']}")[0] == 404
+
+
+def test_unstored_response_is_unknown_elsewhere_and_after_it_was_continued(
+    server: ScriptedServer, socket: ClientConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.say("Hi.")
+    first = create(socket)
+    place = {"previous_response_id": first["id"], "input": "And?"}
+    status, _, answer = server.post(RESPONSES, **place)
+    assert (status, answer["error"]["code"]) == (404, "previous_response_not_found")
+    server.say("Well.")
+    second = create(socket, **place)
+    assert second["status"] == "completed"
+    assert create(socket, **place)["error"]["code"] == "previous_response_not_found"
+    monkeypatch.setattr(streams, "MAX_UNSTORED_CHARS", 10)
+    server.say("So.")
+    third = create(socket, previous_response_id=second["id"], input="And then?")
+    assert third["status"] == "completed"
+    last = create(socket, previous_response_id=third["id"], input="More?")
+    assert last["error"]["code"] == "previous_response_not_found"

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from chatcache.conversations.fork_points import ReplyPrefix, TurnRequest
-from chatcache.conversations.prompt import Function
+from chatcache.conversations.prompt import Function, Message
 from chatcache.conversations.replies.service import Reply, num_candidates
 from chatcache.conversations.store import Claim, IdempotencyConflictError
 from chatcache.conversations.tree import ConversationTree
@@ -45,6 +45,8 @@ from chatcache.gateway.schemas.fields import LOGPROBS, parse_fields, unknown_fie
 from chatcache.gateway.schemas.requests import MessageFields, ResponseFields, SamplingFields
 from chatcache.types.request import ForkPoint, GenerateRequest, Params, SamplingParams
 
+NONE_UNSTORED: Mapping[str, tuple[Message, ...]] = {}
+
 
 async def start_response(
     gateway: Gateway,
@@ -53,17 +55,19 @@ async def start_response(
     *,
     extended: bool = False,
     idempotency_key: IdempotencyKey | None = None,
+    unstored: Mapping[str, tuple[Message, ...]] = NONE_UNSTORED,
 ) -> LiveResponse:
     """Validate, plan and submit a response and store its input; then it runs by itself.
 
-    `extended`: the client reads `chatcache.v1` frames. If the caller is cancelled after the submit, the response still
-    starts. Steering input that waits for the same previous response is put before the input of the body.
+    `extended`: the client reads `chatcache.v1` frames. `unstored`: by response id, the messages up to the end
+    of responses that were not stored and may be continued. If the caller is cancelled after the submit, the response
+    still starts. Steering input that waits for the same previous response is put before the input of the body.
 
     Raises: any ChatcacheError. Then nothing runs and nothing was stored (after StoreUnavailableError: perhaps).
     """
     previous = _response_with_steers(gateway, principal.owner, body)
     if previous is None:
-        return await _start(gateway, principal, body, extended, idempotency_key)
+        return await _start(gateway, principal, body, extended, idempotency_key, unstored)
     steers, previous.steers = previous.steers, ()
     try:
         return await _start(
@@ -106,6 +110,7 @@ async def _start(
     body: Mapping[str, Any],
     extended: bool,
     idempotency_key: IdempotencyKey | None = None,
+    unstored: Mapping[str, tuple[Message, ...]] = NONE_UNSTORED,
 ) -> LiveResponse:
     fields, sampling = parse_fields(body, ResponseFields), parse_fields(body, SamplingFields)
     ignored = unknown_fields(body, ResponseFields, SamplingFields)
@@ -119,6 +124,8 @@ async def _start(
     tools = parse_response_tools(model, fields)
     given = await resolve_references(gateway, principal.owner, fields.input)
     request = build_turn_request(fields, given, principal.owner, gateway.model_name, tools.functions, reply_prefix)
+    if (history := unstored.get(fields.previous_response_id or "")) is not None:
+        request = replace(request, input=(*history, *request.input), previous_response_id=None)
     sampling_params = to_params(sampling, _route_params(fields, sampling, extended), model.tokenizer)
     sampling_params = clamp_max_tokens(sampling_params, 0, gateway.max_model_len)
     if fields.generate is False:
@@ -141,6 +148,8 @@ async def _start(
         if limit is not None:
             echo["max_output_tokens"] = limit
         planned = replace(planned, turn=replace(planned.turn, echo=echo))
+        if history is not None and not request.store:
+            planned = replace(planned, turn=replace(planned.turn, previous_response_id=fields.previous_response_id))
         engine_request = GenerateRequest(
             request_id=planned.turn.id,
             prompt=planned.prompt.token_ids,

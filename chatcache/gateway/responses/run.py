@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from chatcache.conversations.fork_points import ReplyPrefix
+from chatcache.conversations.prompt import Message, message_from_item
 from chatcache.conversations.replies.events import (
     DeltaBatcher,
     ReplyBeams,
@@ -263,6 +264,18 @@ class LiveResponse:
             self._publish_conversation(self._conversation)
         self._detach_timer.start()
         self.task = asyncio.create_task(self._run_while_authorized(), name=self.id)
+
+    @property
+    def history(self) -> tuple[Message, ...]:
+        """All messages up to the end of a response that is not stored, for a response that continues it.
+
+        Empty for a stored response, and unless this one has completed or reached its limit.
+        """
+        if self._conversation is not None or self._cancelled_s is not None or self.log.terminal == "response.failed":
+            return ()
+        outputs = self._writer.outputs
+        reply = (message_from_item(main_output(outputs, COMPLETED)),) if outputs else ()
+        return (*self._planned.request.input, *reply)
 
     def candidate_index(self, item_id: str) -> int | None:
         """Return the index of the candidate that will be stored under this message id."""

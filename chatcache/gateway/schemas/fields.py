@@ -170,8 +170,8 @@ def _check_unsupported(name: str, value: object) -> None:
 
 
 def _ignored_values(name: str, value: object) -> Iterator[str]:
-    """Name a field of `IGNORED` unless it has no value; of an object, the members that have one."""
-    if isinstance(value, dict):
+    """Name a field of `IGNORED` unless it has no value; of `reasoning`, the members that have one."""
+    if name == "reasoning" and isinstance(value, dict):
         yield from (f"{name}.{member}" for member, each in value.items() if each is not None)
     elif value is not None and value not in IGNORED[name]:
         yield name

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
+from chatcache.conversations.prompt import Message
 from chatcache.errors import ChatcacheError, InvalidRequestError, OverloadedError, UnsupportedParameterError
 from chatcache.gateway.api.idempotency import IdempotencyKey
 from chatcache.gateway.auth.principal import Principal
@@ -19,6 +20,7 @@ from chatcache.gateway.errors import INTERNAL_ERROR
 from chatcache.gateway.responses.create import start_idempotent_response, start_response
 from chatcache.gateway.responses.event_log import LogFrame, LogReader
 from chatcache.gateway.responses.registry import LoggedResponse
+from chatcache.gateway.responses.run import LiveResponse
 from chatcache.gateway.responses.state import stream_expired_error
 from chatcache.gateway.schemas.fields import parse_fields
 from chatcache.gateway.schemas.requests import CreateFields
@@ -31,8 +33,34 @@ MAX_QUEUED = 16
 MAX_RESUMED = 32
 _MAX_ENDED = 256
 _MAX_UNACKED_S = 30.0
+MAX_UNSTORED_CHARS = 8 << 20
 
 StreamId = str | None
+
+
+class UnstoredHistories(dict[str, tuple[Message, ...]]):
+    """The messages of the responses of one connection that are not stored, for `previous_response_id`.
+
+    The oldest are removed beyond `MAX_UNSTORED_CHARS`, and the one that a new response continues.
+    """
+
+    def record(self, run: LiveResponse, continued: object) -> None:
+        """Record a response that has ended, and remove the one that it `continued`."""
+        if run.history:
+            if isinstance(continued, str):
+                self.pop(continued, None)
+            self[run.id] = run.history
+            sizes = {name: _num_chars(messages) for name, messages in self.items()}
+            total = sum(sizes.values())
+            for name, num_chars in sizes.items():
+                if total > MAX_UNSTORED_CHARS:
+                    del self[name]
+                    total -= num_chars
+
+
+def _num_chars(messages: Sequence[Message]) -> int:
+    """Return the approximate size of messages, with their calls."""
+    return sum(len(each["content"]) + len(str(each.get("tool_calls", ""))) for each in messages)
 
 
 class StreamMultiplexer:
@@ -48,6 +76,7 @@ class StreamMultiplexer:
         self._num_resumed = 0
         self._open_readers: dict[str, tuple[LogReader, StreamId]] = {}
         self._terminals: dict[str, str | None] = {}
+        self._unstored = UnstoredHistories()
 
     def enqueue(self, body: dict[str, Any]) -> None:
         """Queue a `response.create` in its stream.
@@ -129,7 +158,7 @@ class StreamMultiplexer:
 
     async def _respond(self, stream_id: StreamId, body: Mapping[str, Any]) -> None:
         try:
-            logged = await self._start_or_find(body)
+            run, logged = await self._start_or_find(body)
             reader = logged.log.reader(extended=self._extended)
         except Exception as error:
             if not isinstance(error, ChatcacheError):
@@ -137,28 +166,33 @@ class StreamMultiplexer:
             await self._sender.send_error(error if isinstance(error, ChatcacheError) else INTERNAL_ERROR, stream_id)
             return
         await self._forward(logged, stream_id, reader)
+        if run is not None:
+            self._unstored.record(run, body.get("previous_response_id"))
 
-    async def _start_or_find(self, body: Mapping[str, Any]) -> LoggedResponse:
+    async def _start_or_find(self, body: Mapping[str, Any]) -> tuple[LiveResponse | None, LoggedResponse]:
         """Start a response, or find the one that was created with the same idempotency key.
 
         Raises: any ChatcacheError.
         """
         key_text = parse_fields(body, CreateFields).idempotency_key
         if key_text is None:
-            return (await start_response(self._gateway, self._principal, body, extended=self._extended)).logged
+            run = await start_response(
+                self._gateway, self._principal, body, extended=self._extended, unstored=self._unstored
+            )
+            return run, run.logged
         body = {name: value for name, value in body.items() if name != "idempotency_key"}
         idempotency_key = IdempotencyKey.create(key_text, "response", body)
-        run = await start_idempotent_response(
+        started = await start_idempotent_response(
             self._gateway, self._principal, body, idempotency_key, extended=self._extended
         )
-        if not isinstance(run, str):
-            return run.logged
-        found = self._gateway.responses.find(self._principal.owner, run)
+        if not isinstance(started, str):
+            return started, started.logged
+        found = self._gateway.responses.find(self._principal.owner, started)
         if found is None:
-            raise stream_expired_error(run)
+            raise stream_expired_error(started)
         if found.id in self._open_readers:
             raise InvalidRequestError("the response is being sent on this connection already", param="idempotency_key")
-        return found
+        return None, found
 
     async def _forward(self, logged: LoggedResponse, stream_id: StreamId, reader: LogReader) -> None:
         """Send the frames of a response, then those of its successors."""
