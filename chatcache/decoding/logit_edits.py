@@ -51,7 +51,7 @@ class LogitEdits:
         self._scale[: len(seen)] = self._repetition
         self._bias = bias
         self._add: F32 = np.array([bias.get(token, 0.0) for token in ids], dtype=np.float32)
-        self._count: dict[int, int] = {}
+        self._counts = [0] * len(ids)  # by row: how often the token occurs in the output
         self._edit: Edit | None = None  # the last one returned, while it is valid
         self._is_banned = False  # in the last one
 
@@ -74,7 +74,7 @@ class LogitEdits:
             return self
         copied = copy(self)
         copied._bans = None if self._bans is None else self._bans.fork()
-        copied._row, copied._count = dict(self._row), dict(self._count)
+        copied._row, copied._counts = dict(self._row), self._counts[:]
         copied._ids, copied._scale, copied._add = self._ids.copy(), self._scale.copy(), self._add.copy()
         copied._edit = None
         return copied
@@ -86,11 +86,16 @@ class LogitEdits:
         if not self._counting:
             return
         row = self._row.get(token)
-        count = self._count[token] = self._count.get(token, 0) + 1
-        add = self._bias.get(token, 0.0) - self._presence - self._frequency * count
-        if row is None:
-            self._append(token, add)
+        if row is None:  # also without a bias
+            self._row[token] = row = self._size
+            if row == len(self._ids):
+                self._grow()
+            self._ids[row], self._add[row] = token, -self._presence - self._frequency
+            self._counts.append(1)
+            self._size, self._edit = row + 1, None
             return
+        count = self._counts[row] = self._counts[row] + 1
+        add = self._bias.get(token, 0.0) - self._presence - self._frequency * count
         if count == 1 and self._scale[row] != self._repetition:
             self._scale = self._scale.copy()
             self._scale[row] = self._repetition
@@ -102,33 +107,24 @@ class LogitEdits:
 
     def edit(self, *, ban: bool) -> Edit | None:
         """Return (ids, scale, add), each [num_edited]; None without edits."""
-        if self._edit is not None and ban == self._is_banned and self._bans is None:
-            return self._edit
-        edit = self._table_edit(ban=ban)
+        edit, size = self._edit, self._size
+        if edit is None or ban != self._is_banned:
+            edit = None
+            if size and (ban or self._always_applies):
+                add = self._add[:size]
+                if ban:
+                    add = add.copy()
+                    add[self._bannable] = -np.inf
+                edit = self._edit = self._ids[:size], self._scale[:size], add
+                self._is_banned = ban
         banned = self._bans.banned_ids() if self._bans is not None else None
         return _with_bans(edit, banned) if banned else edit
 
-    def _table_edit(self, *, ban: bool) -> Edit | None:
-        if self._edit is None or ban != self._is_banned:
-            size = self._size
-            if size == 0 or not (ban or self._always_applies):
-                return None
-            add = self._add[:size]
-            if ban:
-                add = add.copy()
-                add[self._bannable] = -np.inf
-            self._edit, self._is_banned = (self._ids[:size], self._scale[:size], add), ban
-        return self._edit
-
-    def _append(self, token: int, add: float) -> None:
-        row = self._size
-        if row == len(self._ids):
-            room = max(16, row)
-            self._ids = np.concatenate((self._ids, np.zeros(room, dtype=np.int32)))
-            self._scale = np.concatenate((self._scale, np.full(room, self._repetition, dtype=np.float32)))
-            self._add = np.concatenate((self._add, np.zeros(room, dtype=np.float32)))
-        self._ids[row], self._add[row] = token, add
-        self._row[token], self._size, self._edit = row, row + 1, None
+    def _grow(self) -> None:
+        room = max(16, self._size)
+        self._ids = np.concatenate((self._ids, np.zeros(room, dtype=np.int32)))
+        self._scale = np.concatenate((self._scale, np.full(room, self._repetition, dtype=np.float32)))
+        self._add = np.concatenate((self._add, np.zeros(room, dtype=np.float32)))
 
 
 def _with_bans(edit: Edit | None, banned: set[int]) -> Edit:

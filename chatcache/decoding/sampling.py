@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from struct import iter_unpack
+from typing import Protocol
 
 import msgspec
 
@@ -38,6 +40,19 @@ from chatcache.types.events import TokenLogprob
 from chatcache.types.request import SamplingParams, SentCandidate
 
 
+class DecodingState(Protocol):
+    """What the changed logits of a branch depend on."""
+
+    @property
+    def edits(self) -> LogitEdits: ...
+
+    @property
+    def progress(self) -> StopProgress: ...
+
+    @property
+    def grammar_state(self) -> GrammarState | None: ...
+
+
 class SamplerSpec:
     """Sampling parameters of a request as draw specifications.
 
@@ -54,7 +69,7 @@ class SamplerSpec:
         prompt: Sequence[int],
         width: int = 1,
     ) -> None:
-        self._rules = rules
+        self._min_tokens = rules.min_tokens
         self.spec = DrawSpec(
             width=width,
             seed=seed,
@@ -66,21 +81,20 @@ class SamplerSpec:
         )
         bannable = rules.terminal_ids if rules.min_tokens > 0 and constraint is None else ()
         self.edits = LogitEdits(params, prompt, bannable)
-        self._masks = TokenMasks(params, constraint)
-
+        masks = TokenMasks(params, constraint)
+        self._masks = None if masks.is_empty else masks
         self.has_fixed_changes = self.edits.is_fixed and constraint is None
 
-    def draw_spec(
-        self, spec: DrawSpec, edits: LogitEdits, progress: StopProgress, grammar_state: GrammarState | None
-    ) -> DrawSpec:
+    def draw_spec(self, spec: DrawSpec, state: DecodingState) -> DrawSpec:
         """Return the draw specification of a branch in the given state."""
-        edit, mask = self.changes(edits, progress, grammar_state)
+        edit, mask = self.changes(state)
         return spec if edit is None and mask is None else replace(spec, edit=edit, mask=mask)
 
-    def changes(self, edits: LogitEdits, progress: StopProgress, grammar_state: GrammarState | None) -> LogitChanges:
+    def changes(self, state: DecodingState) -> LogitChanges:
         """Return the edit and the mask of a branch in the given state."""
-        edit = edits.edit(ban=progress.num_tokens < self._rules.min_tokens)
-        return edit, self._masks.mask(grammar_state, progress.num_tokens)
+        num_tokens = state.progress.num_tokens
+        edit = state.edits.edit(ban=num_tokens < self._min_tokens)
+        return edit, None if self._masks is None else self._masks.mask(state.grammar_state, num_tokens)
 
 
 ROOT = 0
@@ -91,15 +105,11 @@ class _Candidate:
     """State of a live candidate. `score`: cumulative raw log-probability of its tokens."""
 
     index: int
-    drawing: SamplerSpec
     spec: DrawSpec
     edits: LogitEdits
     grammar_state: GrammarState | None = None
     progress: StopProgress = START
     score: float = 0.0
-
-    def changes(self) -> LogitChanges:
-        return self.drawing.changes(self.edits, self.progress, self.grammar_state)
 
 
 class SamplingStrategy:
@@ -142,12 +152,12 @@ class SamplingStrategy:
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         if self._started:
             lane = self._candidates[branch]
-            edit, mask = lane.changes()
-            next_changes = None if self._drawing.has_fixed_changes else lane.changes
+            edit, mask = self._drawing.changes(lane)
+            next_changes = None if self._drawing.has_fixed_changes else partial(self._drawing.changes, lane)
             return (replace(lane.spec, edit=edit, mask=mask, next_changes=next_changes),)
         if branch != ROOT:
             raise KeyError(branch)
-        root = self._drawing.draw_spec(self._drawing.spec, self._drawing.edits, START, None)
+        root = self._drawing.draw_spec(self._drawing.spec, _Candidate(ROOT, self._drawing.spec, self._drawing.edits))
         return (root, *(replace(root, lane=lane) for lane in range(1, self._num_candidates)))
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
@@ -239,7 +249,7 @@ class SamplingStrategy:
     def _new_candidate(self, index: int) -> _Candidate:
         grammar_state = None if self._constraint is None else self._constraint.fork(None)
         spec = replace(self._drawing.spec, lane=index)
-        return _Candidate(index, self._drawing, spec, self._drawing.edits.fork(), grammar_state)
+        return _Candidate(index, spec, self._drawing.edits.fork(), grammar_state)
 
     def _advance_state(self, lane: _Candidate, token: int) -> StopResult | None:
         if lane.edits.is_recording:

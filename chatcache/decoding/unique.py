@@ -123,7 +123,7 @@ class DistinctStrategy:
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         prefix = self._live[branch]
-        return (self._drawing.draw_spec(prefix.spec, prefix.edits, prefix.progress, prefix.grammar_state),)
+        return (self._drawing.draw_spec(prefix.spec, prefix),)
 
     def drop(self, index: int) -> DroppedCandidate | None:
         raise cannot_drop_error("distinct candidates")

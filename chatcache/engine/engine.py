@@ -105,11 +105,12 @@ class EventQueue:
         self._events.append(Started(request.request_id, seq, request.num_prompt_tokens, cached, scores, report))
 
     def emit_output(self, request: LiveRequest, output: Output) -> None:
+        if type(output) is Emit and len(tokens := output.token_ids) == 1:  # most outputs
+            name, request.num_output_tokens = request.request_id, request.num_output_tokens + 1
+            seq = self._last_seq[name] = self._last_seq[name] + 1
+            self._events.append(Tokens(name, seq, output.index, tokens, output.logprobs, output.score))
+            return
         match output:
-            case Emit(index, (token,), logprobs, score):  # most outputs
-                name, request.num_output_tokens = request.request_id, request.num_output_tokens + 1
-                seq = self._last_seq[name] = self._last_seq[name] + 1
-                self._events.append(Tokens(name, seq, index, (token,), logprobs, score))
             case Emit():
                 self._tokens(request, output)
             case Finish(index, finish_reason, stop_reason, score):

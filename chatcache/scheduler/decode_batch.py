@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import TOKEN_BYTES
-from chatcache.scheduler.request import Branch, LiveRequest
+from chatcache.scheduler.request import Branch, LiveRequest, encode_token
 from chatcache.types.actions import DrawSpec, LogitChanges
 from chatcache.types.plan import I32, PENDING_TOKEN, Draws, LogitEdit, LogitMask, Rows
 
@@ -195,7 +195,8 @@ class DecodeBatch:
         if self._next_token_view[entry] != AWAITING_TOKEN:
             return False
         self._next_token_view[entry] = token
-        branch.append(token)
+        branch.outputs += encode_token(token)  # as `Branch.append`, without a call
+        branch.num_tokens += 1
         return True
 
     def num_missing_pages(self) -> int:

@@ -19,7 +19,7 @@ from chatcache.types.request import ForkPoint, ResumePoint
 ARRIVAL_BITS = 31
 MAX_TOKENS = 2**31 - 1
 
-_INT32 = Struct("<i").pack
+encode_token = Struct("<i").pack
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +43,7 @@ class Branch:
     num_shared_tokens: int = 0
 
     def append(self, token: int) -> None:
-        self.outputs += _INT32(token)
+        self.outputs += encode_token(token)
         self.num_tokens += 1
 
     def tokens(self) -> I32:

@@ -128,8 +128,9 @@ class Scheduler:
         if self._num_branches > self.max_num_batched_tokens:
             self._decode_batch.remove_all()
         self._started.clear()
-        for request in [r for r in self._decode_batch.unbatched_requests if not r.num_attached]:
-            self._requeue(request)  # its branches with pages have ended
+        for request in list(self._decode_batch.unbatched_requests):
+            if not request.num_attached:
+                self._requeue(request)  # its branches with pages have ended
         if len(self.waiting):
             self._admit()
         batch = BatchBuilder(self.max_num_batched_tokens, self._decode_batch)
