@@ -1,8 +1,9 @@
-"""A bounded memo of generated replies, for clients that resend the whole history as text."""
+"""Bounded memos of generated replies and tool calls, for clients that resend the whole history."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 from array import array
 from collections import OrderedDict
@@ -49,6 +50,42 @@ class TokenMemo:
             self._known.move_to_end(key)
             ids, raw = found
             return Known(reply if raw is None else raw, tuple(ids))
+
+
+class ArgumentMemo:
+    """A bounded map from the id of a tool call to the arguments that the model wrote.
+
+    Some clients send a call back with its arguments parsed and written anew (Anthropic's API has them as an object):
+    other spacing and escapes would be other tokens, and the cached pages of the history would not match. Bounded by the
+    number of characters; the least recently used are evicted, which costs only cache hits.
+    """
+
+    def __init__(self, max_chars: int = 8_000_000) -> None:
+        self._max_chars = max_chars
+        self._num_chars = 0
+        self._known: OrderedDict[tuple[str, str], str] = OrderedDict()
+
+    def remember(self, namespace: str, call_id: str, arguments: str) -> None:
+        self._num_chars += len(arguments) - len(self._known.pop((namespace, call_id), ""))
+        self._known[namespace, call_id] = arguments
+        while self._num_chars > self._max_chars:
+            _, dropped = self._known.popitem(last=False)
+            self._num_chars -= len(dropped)
+
+    def recall(self, namespace: str, call_id: str, arguments: str) -> str:
+        """Return the arguments as the model wrote them, or `arguments` if they have another value."""
+        written = self._known.get((namespace, call_id))
+        if written is None or not _is_same_json(written, arguments):
+            return arguments
+        self._known.move_to_end((namespace, call_id))
+        return written
+
+
+def _is_same_json(one: str, other: str) -> bool:
+    try:
+        return one == other or bool(json.loads(one) == json.loads(other))
+    except (ValueError, RecursionError):
+        return False
 
 
 def _key(namespace: str, head: str, reply: str) -> bytes:

@@ -100,9 +100,13 @@ def _middleware(
                 CORSMiddleware,
                 allow_origins=config.cors_origins,
                 allow_methods=["GET", "POST", "DELETE"],
-                allow_headers=["authorization", "content-type", "idempotency-key", "x-request-id"],
+                allow_headers=[
+                    *("authorization", "content-type", "idempotency-key", "x-request-id"),
+                    *("x-api-key", "anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access"),
+                ],
                 expose_headers=[
                     "x-request-id",
+                    "request-id",
                     "x-chatcache-ignored",
                     "x-chatcache-max-tokens",
                     "retry-after",

@@ -1,4 +1,7 @@
-"""Errors of the gateway and their responses: every error has the same JSON envelope."""
+"""Errors of the gateway and their responses.
+
+Every error has the same JSON envelope, except for the paths of the Messages API, which have Anthropic's.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,27 @@ from http import HTTPStatus
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from chatcache.conversations.store import StaleRevisionError
 from chatcache.errors import ChatcacheError, OverloadedError, QuotaExceededError, RateLimitError, RequestPoisonedError
 from chatcache.gateway.json_codec import encode
+from chatcache.gateway.schemas.anthropic import MessagesError, MessagesErrorDetail
 from chatcache.gateway.schemas.errors import Error, ErrorDetail
 from chatcache.gateway.schemas.responses import ConflictDetail, Conversation
 
+REQUEST_ID = "chatcache.request_id"  # key of the request id in the ASGI scope
+MESSAGES_PATH = "/v1/messages"
 _RETRY_AFTER_S = 1
+# Anthropic's error types by status; other statuses are `invalid_request_error` or `api_error`.
+_MESSAGES_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class AuthenticationError(ChatcacheError):
@@ -105,8 +121,23 @@ def json_response(value: object, status: int = 200, headers: Mapping[str, str] |
     return Response(encode(value), status, headers, media_type="application/json")
 
 
-def error_response(error: ChatcacheError) -> Response:
-    return json_response(Error(error_body(error)), error.status, error_headers(error))
+def is_messages_api(scope: Scope) -> bool:
+    """Whether the path of the request belongs to Anthropic's Messages API."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+
+
+def messages_error(error: ChatcacheError, scope: Scope) -> MessagesError:
+    """Build the error body of the Messages API."""
+    default = "invalid_request_error" if error.status < 500 else "api_error"
+    detail = MessagesErrorDetail(_MESSAGES_ERROR_TYPES.get(error.status, default), error.message)
+    return MessagesError(detail, scope.get(REQUEST_ID))
+
+
+def error_response(error: ChatcacheError, scope: Scope) -> Response:
+    """Build the response to a request that failed, in the envelope of the API that its path belongs to."""
+    body = messages_error(error, scope) if is_messages_api(scope) else Error(error_body(error))
+    return json_response(body, error.status, error_headers(error))
 
 
 async def on_chatcache_error(request: Request, error: Exception) -> Response:
@@ -137,4 +168,4 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 def _error_response(request: Request, error: ChatcacheError) -> Response:
     request.app.state.gateway.metrics.record_refusal(error)
-    return error_response(error)
+    return error_response(error, request.scope)

@@ -24,10 +24,12 @@ from chatcache.errors import ChatcacheError
 from chatcache.gateway.auth.principal import find_principal
 from chatcache.gateway.errors import (
     INTERNAL_ERROR,
+    REQUEST_ID,
     BodyTimeoutError,
     BodyTooLargeError,
     UnsupportedMediaTypeError,
     error_response,
+    is_messages_api,
 )
 from chatcache.gateway.json_codec import decode_object
 from chatcache.gateway.limits.rate_limits import RateLimiter
@@ -40,7 +42,6 @@ Result = TypeVar("Result")
 
 # Decoding this many bytes takes milliseconds at worst; larger bodies are decoded in a thread.
 _INLINE_BYTES = 16_384
-REQUEST_ID = "chatcache.request_id"
 CLIENT_CLOSED_REQUEST = 499
 _ACCEPTED_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _MIN_BYTES_PER_S = 1024
@@ -72,6 +73,8 @@ class RequestContextMiddleware:
                 status = message.get("status", 101)
                 headers_out = MutableHeaders(scope=message)
                 headers_out["x-request-id"] = request_id
+                if is_messages_api(scope):
+                    headers_out["request-id"] = request_id
                 if (principal := find_principal(scope)) is not None:
                     headers_out.update(self._limiter.headers(principal))
                 if headers_out.get("content-type", "").startswith("text/event-stream"):
@@ -160,7 +163,7 @@ def _too_large(max_bytes: int) -> BodyTooLargeError:
 
 
 async def _send_error(error: ChatcacheError, scope: Scope, receive: Receive, send: Send) -> None:
-    response: Response = error_response(error)
+    response: Response = error_response(error, scope)
     # On a WebSocket scope Starlette sends this as a denial: an HTTP response to the handshake.
     await response(scope, receive, send)
 

@@ -59,6 +59,7 @@ def document(routes: Iterable[Entry], version: str, root_path: str = "") -> Sche
             },
             "securitySchemes": {
                 "key": {"type": "http", "scheme": "bearer"},
+                "api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
                 "session": {"type": "apiKey", "in": "cookie", "name": COOKIE_NAME},
             },
         },
@@ -74,10 +75,14 @@ def document(routes: Iterable[Entry], version: str, root_path: str = "") -> Sche
 
 def _components(operations: Sequence[Operation], sockets: Sequence[Socket]) -> dict[str, Schema]:
     """Collect all schemas by name. The structs of a request body are merged into one schema."""
-    types: list[object] = [Error]
+    types: list[object] = []
     bodies: dict[str, Body] = {}
     for operation in operations:
-        types += [kind for kind in (operation.response, operation.stream, *operation.error_bodies.values()) if kind]
+        types += [
+            kind
+            for kind in (operation.response, operation.stream, operation.error, *operation.error_bodies.values())
+            if kind
+        ]
         if operation.body is not None:
             bodies[operation.body.name] = operation.body
     for socket in sockets:
@@ -106,7 +111,7 @@ def _operation(operation: Operation) -> Schema:
         "summary": operation.summary,
         "parameters": [*_path_parameters(operation), *_query_parameters(operation), *_headers(operation)],
         "responses": _responses(operation),
-        "security": [{}, {"key": []}, {"session": []}] if _needs_key(operation) else [],
+        "security": [{}, {"key": []}, {"api_key": []}, {"session": []}] if _needs_key(operation) else [],
     }
     if operation.body is not None:
         content = {"application/json": {"schema": _ref(operation.body.name)}}
@@ -125,14 +130,14 @@ def _responses(operation: Operation) -> Schema:
         content = {"application/json": {"schema": _schema(operation.response)}}
     content |= {media_type: {"schema": {"type": "string"}} for media_type in operation.text_types}
     if operation.stream is not None:
-        content["text/event-stream"] = {"schema": _event(operation.stream)}
+        content["text/event-stream"] = {"schema": _event(operation.stream, has_done=operation.error is Error)}
     statuses = {*operation.errors, *_COMMON_ERRORS, *(_KEY_ERRORS if _needs_key(operation) else ())}
     statuses |= set(_BODY_ERRORS if operation.body is not None else ())
     failures = {
         str(status): _response(status, {"application/json": {"schema": _schema(kind)}})
         for status, kind in operation.error_bodies.items()
     }
-    errors = {str(status): {"$ref": f"#/components/responses/{status}"} for status in sorted(statuses)}
+    errors = {str(status): _error(status, operation.error) for status in sorted(statuses)}
     return {"200": _response(200, content), **errors, **failures}
 
 
@@ -140,15 +145,23 @@ def _needs_key(operation: Operation) -> bool:
     return operation.permission != "open"
 
 
-def _event(kind: object) -> Schema:
+def _event(kind: object, *, has_done: bool) -> Schema:
     """Describe one server-sent event, like `itemSchema` of OpenAPI 3.2; 3.1 has no such field."""
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _schema(kind)}
+    end = [{"const": "[DONE]"}] if has_done else []
     return {
-        "description": "One event of the stream. The data of the last event is [DONE].",
+        "description": f"One event of the stream.{' The data of the last event is [DONE].' if has_done else ''}",
         "type": "object",
-        "properties": {"data": {"anyOf": [data, {"const": "[DONE]"}]}},
+        "properties": {"data": {"anyOf": [data, *end]}},
         "required": ["data"],
     }
+
+
+def _error(status: int, kind: type[msgspec.Struct]) -> Schema:
+    """Describe an error response; those with the common envelope are components."""
+    if kind is Error:
+        return {"$ref": f"#/components/responses/{status}"}
+    return _response(status, {"application/json": {"schema": _ref(kind.__name__)}})
 
 
 def _error_responses(operations: Sequence[Operation]) -> Schema:

@@ -14,6 +14,7 @@ from starlette.routing import Mount, Route
 
 from chatcache.gateway import health, static
 from chatcache.gateway.api import cache, conversations, files, models, sessions, tokens
+from chatcache.gateway.api.anthropic_messages import count_tokens, create_message
 from chatcache.gateway.api.chat_completions import chat_completions
 from chatcache.gateway.api.completions import completions
 from chatcache.gateway.context import gateway_of
@@ -21,7 +22,7 @@ from chatcache.gateway.json_codec import encode
 from chatcache.gateway.openapi import document
 from chatcache.gateway.responses import http
 from chatcache.gateway.routing import Body, Entry, Operation, PageFiles, Socket
-from chatcache.gateway.schemas import requests, responses
+from chatcache.gateway.schemas import anthropic, requests, responses
 from chatcache.gateway.schemas.completions import ChatCompletion, ChatCompletionChunk, Completion
 from chatcache.gateway.schemas.server import (
     Alive,
@@ -71,6 +72,15 @@ ROUTES: tuple[Entry, ...] = (
         "Continue one or several texts or token sequences",
         body=Body("CompletionRequest", (requests.CompletionFields, requests.CompletionBase, requests.SamplingFields)),
         response=Completion, stream=Completion, errors=_LIMITED),
+    Operation("POST", "/v1/messages", create_message, "key",
+        "Generate a message in Anthropic's format; the server stores nothing but KV cache pages",
+        body=Body("MessageRequest", (anthropic.MessagesPrompt, anthropic.MessagesOptions)),
+        response=anthropic.AssistantMessage, stream=anthropic.MessagesEvent, error=anthropic.MessagesError,
+        errors=_LIMITED),
+    Operation("POST", "/v1/messages/count_tokens", count_tokens, "key",
+        "Count the prompt tokens of a message request; computes and stores nothing",
+        body=Body("CountTokensRequest", (anthropic.MessagesPrompt,)), response=anthropic.TokenCount,
+        error=anthropic.MessagesError, errors=_LIMITED),
     Operation("POST", "/v1/responses", http.create_response, "key",
         "Generate a response in a stored conversation: continue it, start one, or branch off at any message",
         body=Body("ResponseRequest", (*_RESPONSE_FIELDS, requests.DeliveryFields)), response=responses.Response,

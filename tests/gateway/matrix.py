@@ -91,6 +91,8 @@ CALLS: Mapping[RouteKey, Sequence[Call]] = {
     ("GET", "/v1/models/{id:path}"): [Call("key", f"/v1/models/{MODEL}")],
     ("POST", "/v1/chat/completions"): [Call("key", "/v1/chat/completions", _CHAT)],
     ("POST", "/v1/completions"): [Call("key", "/v1/completions", {"prompt": "Hi", "max_tokens": 1})],
+    ("POST", "/v1/messages"): [Call("key", "/v1/messages", _CHAT)],
+    ("POST", "/v1/messages/count_tokens"): [Call("key", "/v1/messages/count_tokens", _CHAT)],
     ("POST", "/v1/responses"): [
         Call("key", "/v1/responses", _NEXT),
         *(owner("/v1/responses", _NEXT | key) for key in _CONTINUATIONS),

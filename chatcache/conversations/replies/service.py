@@ -24,6 +24,7 @@ from chatcache.conversations.prompt import (
     PromptLimits,
     SharedSystemPrompts,
     assemble,
+    assistant_message,
     link_tool_results,
     reply_key,
     template_variables,
@@ -38,8 +39,8 @@ from chatcache.conversations.replies.events import (
     ReplyStarted,
 )
 from chatcache.conversations.replies.parser import TAIL_TOKENS, ParsedDelta, ReplyContext
-from chatcache.conversations.token_memo import TokenMemo
-from chatcache.conversations.tree import Turn
+from chatcache.conversations.token_memo import ArgumentMemo, TokenMemo
+from chatcache.conversations.tree import ToolCall, Turn
 from chatcache.engine.protocols import EngineClient
 from chatcache.errors import ChatcacheError
 from chatcache.tokenizer.detokenizer import IncrementalDetokenizer
@@ -91,6 +92,11 @@ class Candidate:
     def raw(self) -> str:
         """The whole output of the model, without special tokens that carry no meaning."""
         return self._prefix_text + self._stream.text
+
+    @property
+    def tool_calls(self) -> Sequence[ToolCall]:
+        """The calls so far."""
+        return self._parser.calls
 
     @property
     def reply_key(self) -> str:
@@ -259,15 +265,17 @@ class ChatService:
         self.tokenizer = tokenizer
         self.reply_format = reply_format if reply_format is not None else ReplyFormat()
         self.token_memo = token_memo if token_memo is not None else TokenMemo()
+        self._argument_memo = ArgumentMemo()
         self._shared_prompts = shared_prompts if shared_prompts is not None else SharedSystemPrompts()
         self._live: dict[str, tuple[str, GenerateRequest]] = {}  # by request id, with the owner
 
     async def prompt(self, messages: Sequence[Message], namespace: str, functions: Sequence[Function] = ()) -> Prompt:
         """Assemble a stateless chat's prompt; replies of this server in it keep their token ids.
 
+        Calls of this server keep the arguments as they were written, if the client sends them in another notation.
         Raises: InvalidRequestError for the result of an unknown call, or messages that the template rejects.
         """
-        messages = link_tool_results(messages, "messages")
+        messages = [self._restore_arguments(each, namespace) for each in link_tool_results(messages, "messages")]
 
         def known(index: int, head: str, message: Message) -> Known | None:
             return self.token_memo.recall(namespace, head, reply_key(message["content"], tool_calls_of(message)))
@@ -335,6 +343,18 @@ class ChatService:
         """Memorise a finished candidate for clients that will resend it as text."""
         ids = (*candidate.prompt, *candidate.stored_ids)
         self.token_memo.remember(request.namespace, rendering, candidate.reply_key, ids, candidate.raw)
+        for call in candidate.tool_calls:
+            self._argument_memo.remember(request.namespace, call.call_id, call.arguments)
+
+    def _restore_arguments(self, message: Message, namespace: str) -> Message:
+        calls = tool_calls_of(message)
+        if not calls:
+            return message
+        recall = self._argument_memo.recall
+        restored = [
+            ToolCall(each.call_id, each.name, recall(namespace, each.call_id, each.arguments)) for each in calls
+        ]
+        return assistant_message(message["content"], message.get("reasoning_content", ""), restored)
 
 
 class ReplyObserver(Protocol):

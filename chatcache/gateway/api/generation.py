@@ -21,7 +21,7 @@ from chatcache.conversations.replies.events import ReplyDelta, ReplyDone, ReplyE
 from chatcache.conversations.replies.service import Reply
 from chatcache.errors import EngineError
 from chatcache.gateway.api.logprobs import num_alternatives
-from chatcache.gateway.api.sse import EventStream, sse_frames
+from chatcache.gateway.api.sse import OPENAI_FORMAT, EventStream, SseFormat, sse_frames
 from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.errors import ShuttingDownError
 from chatcache.gateway.json_codec import encode
@@ -170,6 +170,7 @@ async def respond(
     *,
     stream: bool,
     headers: dict[str, str],
+    format: SseFormat = OPENAI_FORMAT,
 ) -> Response:
     """Respond with a stream or one body.
 
@@ -185,10 +186,11 @@ async def respond(
 
     if stream:
         return EventStream(
-            sse_frames(serializer.chunks(events())),
+            sse_frames(serializer.chunks(events()), format),
             keep_alive_s=gateway.config.sse_keep_alive_interval_s,
             on_end=close,
             headers=headers,
+            format=format,
         )
     try:
         body = await cancel_on_disconnect(request, collect(events(), serializer))

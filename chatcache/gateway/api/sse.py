@@ -1,4 +1,4 @@
-"""Server-sent events in the form that OpenAI's clients parse.
+"""Server-sent events in the form that clients parse; by default those of OpenAI.
 
 Lines end with LF, an event is one `data:` line without id, and `[DONE]` ends the stream. Framing and keep-alive
 comments differ from sse-starlette's, because other forms break real clients; its response class detects disconnects and
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 
 import anyio
 from sse_starlette import EventSourceResponse
@@ -37,10 +38,32 @@ def sse_frame(event: object) -> bytes:
     return b"data: " + encode(event) + b"\n\n"
 
 
+def named_sse_frame(name: str, event: object) -> bytes:
+    """Encode one event with an `event:` line."""
+    return b"event: " + name.encode() + b"\n" + sse_frame(event)
+
+
+@dataclass(frozen=True, slots=True)
+class SseFormat:
+    """How an API writes its events.
+
+    `end`: the frame after the last event, b"" for none. `final`: beginnings of the frames after which none follows.
+    """
+
+    encode_event: Callable[[object], bytes] = sse_frame
+    encode_error: Callable[[ChatcacheError], bytes] = lambda error: sse_frame(Error(error_body(error)))
+    end: bytes = DONE
+    final: tuple[bytes, ...] = (DONE, _ERROR_PREFIX)
+    keep_alive: bytes = KEEP_ALIVE
+
+
+OPENAI_FORMAT = SseFormat()
+
+
 class EventStream(EventSourceResponse):  # type: ignore[misc]  # sse-starlette ships without types
     """Streams frames as SSE. `on_end` runs exactly once when the response ends, also on errors.
 
-    `keep_alive`, a comment, is sent when nothing was sent for `keep_alive_s`; 0 sends none.
+    `format.keep_alive` is sent when nothing was sent for `keep_alive_s`; 0 sends none.
     """
 
     def __init__(
@@ -50,7 +73,7 @@ class EventStream(EventSourceResponse):  # type: ignore[misc]  # sse-starlette s
         keep_alive_s: float,
         on_end: Callable[[], Awaitable[None]],
         headers: dict[str, str],
-        keep_alive: bytes = KEEP_ALIVE,
+        format: SseFormat = OPENAI_FORMAT,
     ) -> None:
         super().__init__(
             frames,
@@ -61,15 +84,14 @@ class EventStream(EventSourceResponse):  # type: ignore[misc]  # sse-starlette s
         )
         self._on_end = on_end
         self._keep_alive_s = keep_alive_s
-        self._keep_alive = keep_alive
+        self._format = format
         self._last = b""  # last chunk sent
         self._last_send_s = time.monotonic()  # start of the last send
         self._is_sending = False
 
     def closing_frame(self, error: ChatcacheError) -> bytes:
         """Build the final frame of a stream that is cut off: the error, or b"" if its end was sent."""
-        has_ended = self._last == DONE or self._last.startswith(_ERROR_PREFIX)
-        return b"" if has_ended else sse_frame(Error(error_body(error)))
+        return b"" if self._last.startswith(self._format.final) else self._format.encode_error(error)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[_SCOPE_KEY] = self
@@ -109,7 +131,7 @@ class EventStream(EventSourceResponse):  # type: ignore[misc]  # sse-starlette s
             else:
                 self._last_send_s = time.monotonic()
                 if self._keep_alive_s:
-                    await send({"type": "http.response.body", "body": self._keep_alive, "more_body": True})
+                    await send({"type": "http.response.body", "body": self._format.keep_alive, "more_body": True})
 
 
 def stream_of(scope: Scope) -> EventStream | None:
@@ -118,14 +140,15 @@ def stream_of(scope: Scope) -> EventStream | None:
     return stream
 
 
-async def sse_frames(events: AsyncIterator[object]) -> AsyncGenerator[bytes, None]:
-    """Encode events up to `[DONE]`. An exception ends the stream with one error event instead."""
+async def sse_frames(events: AsyncIterator[object], format: SseFormat = OPENAI_FORMAT) -> AsyncGenerator[bytes, None]:
+    """Encode events up to the end frame. An exception ends the stream with one error event instead."""
     try:
         async for event in events:
-            yield sse_frame(event)
-        yield DONE
+            yield format.encode_event(event)
+        if format.end:
+            yield format.end
     except ChatcacheError as error:
-        yield sse_frame(Error(error_body(error)))
+        yield format.encode_error(error)
     except Exception:
         log.exception("a stream failed")
-        yield sse_frame(Error(error_body(INTERNAL_ERROR)))
+        yield format.encode_error(INTERNAL_ERROR)

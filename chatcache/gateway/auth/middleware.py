@@ -110,10 +110,15 @@ def read_session_cookie(headers: Headers) -> Session | None:
 
 
 def read_api_key(scope: Scope, headers: Headers) -> str | None:
-    """Read the API key from the Authorization header or the WebSocket subprotocols, unchecked."""
+    """Read the API key, unchecked.
+
+    It is in the Authorization header, in x-api-key (Anthropic's clients) or in the WebSocket subprotocols.
+    """
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()
+    if key := headers.get("x-api-key", "").strip():
+        return key
     if scope["type"] == "websocket":
         offered: list[str] = scope.get("subprotocols", [])
         for protocol in offered:

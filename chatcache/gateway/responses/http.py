@@ -22,7 +22,7 @@ from chatcache.errors import ChatcacheError, InvalidRequestError, NotFoundError
 from chatcache.gateway.api.conversations import edit_conversation, listed_items, store_of
 from chatcache.gateway.api.idempotency import REPLAYED_HEADER, IdempotencyKey
 from chatcache.gateway.api.pagination import PageQuery, paginate
-from chatcache.gateway.api.sse import EventStream
+from chatcache.gateway.api.sse import EventStream, SseFormat
 from chatcache.gateway.auth.principal import owner_of, principal_of
 from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.errors import json_response
@@ -51,6 +51,7 @@ from chatcache.gateway.schemas.responses import DeletedResponse, InputTokens
 
 # openai-python treats any blank line as the end of an event, so a ping contains none.
 PING = b": keep-alive\n"
+_FORMAT = SseFormat(keep_alive=PING)
 JSON_TYPE = "application/json"
 
 
@@ -122,7 +123,7 @@ class LogStream(EventStream):
         super().__init__(
             self._frames(),
             keep_alive_s=gateway.config.sse_keep_alive_interval_s,
-            keep_alive=PING,
+            format=_FORMAT,
             on_end=self._count_disconnect,
             headers=headers,
         )
