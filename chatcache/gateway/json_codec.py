@@ -39,7 +39,7 @@ def decode_object(data: bytes | str) -> dict[str, Any]:
     except RecursionError:
         raise _invalid(f"JSON may nest at most {MAX_DEPTH} deep") from None
     except msgspec.MsgspecError as error:
-        raise _invalid(f"not valid JSON: {error}") from None
+        raise _invalid(f"not valid JSON: {_describe(str(error), data)}") from None
     except ValueError as error:
         raise _invalid(str(error)) from None
     return value
@@ -66,6 +66,22 @@ def preencoded(value: Value) -> Value:
 def _escape(match: re.Match[str]) -> str:
     units = match.group().encode("utf-16-be")
     return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
+
+
+def _describe(message: str, data: bytes | str) -> str:
+    """Rephrase msgspec's message about invalid JSON.
+
+    Of a lone surrogate at the end of a string, msgspec reports that the data is truncated.
+    """
+    if "Number out of range" in message:
+        return "a number is out of range"
+    if "truncated" not in message and "surrogate" not in message:
+        return message.removeprefix("JSON is malformed: ")
+    try:
+        json.loads(data)
+    except (ValueError, RecursionError):
+        return "it ends too early" if "truncated" in message else message.removeprefix("JSON is malformed: ")
+    return "a string has a lone surrogate"
 
 
 def _check_size(raw: bytes) -> None:

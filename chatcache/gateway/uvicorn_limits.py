@@ -227,6 +227,7 @@ class BoundedHttp(_StallGuard, HttpToolsProtocol):
 
     _in_head = True
     _num_head_bytes = 0  # received since the last complete head or body chunk
+    _num_field_bytes = 0  # of the current head: its URL and header lines
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -245,15 +246,24 @@ class BoundedHttp(_StallGuard, HttpToolsProtocol):
         if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse()
 
+    def on_url(self, url: bytes) -> None:
+        self._num_field_bytes += len(url)
+        super().on_url(url)
+
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # uvicorn would add trailers of a body to the request head
+            self._num_field_bytes += len(name) + len(value) + len(": \r\n")
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start a request, unless too many are pipelined.
+        """Start a request, unless its head is too large or too many are pipelined.
 
         Raises: ConnectionError, which the parser reports as an invalid request.
         """
+        num_bytes, self._num_field_bytes = self._num_field_bytes, 0
+        if num_bytes > MAX_HEAD_BYTES:
+            self._refuse()
+            raise ConnectionError("the head is too large")
         if len(self.pipeline) >= MAX_PIPELINED:
             raise ConnectionError("too many pipelined requests")
         self._in_head, self._num_head_bytes = False, 0
@@ -312,6 +322,8 @@ class BoundedHttp(_StallGuard, HttpToolsProtocol):
         self._send_error(b"400 Bad Request", InvalidRequestError("this is not HTTP/1.1", code="invalid_http"))
 
     def _send_error(self, status: bytes, error: InvalidRequestError) -> None:
+        if self.transport.is_closing():
+            return
         if not self._is_responding:
             body = encode(Error(error_body(error)))
             self.transport.write(

@@ -63,6 +63,25 @@ def test_ambiguous_or_invalid_json_is_refused(name: str) -> None:
     caught.value.message.encode("ascii")
 
 
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b'{"a": "\\ud800"}', "a string has a lone surrogate"),
+        (b'{"a": "\\ud800 x"}', "a string has a lone surrogate"),
+        (b'{"a": "\\udc00"}', "a string has a lone surrogate"),
+        (b'{"a": "\\ud800', "it ends too early"),
+        (b'{"a"', "it ends too early"),
+        (b"", "it ends too early"),
+        (b'{"a": 1e999}', "a number is out of range"),
+        (b'{"a": 1,}', "trailing comma in object (byte 8)"),
+    ],
+)
+def test_message_names_the_problem(data: bytes, message: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        decode_object(data)
+    assert caught.value.message == f"not valid JSON: {message}"
+
+
 def test_brackets_inside_strings_do_not_count() -> None:
     """However many: a log or a program is a legitimate message."""
     text = '{"a": [1, "\\"]}:' * 50_000

@@ -73,6 +73,20 @@ async def test_head_over_the_limit_is_refused_with_431(port: int) -> None:
     writer.close()
 
 
+@pytest.mark.parametrize("body", [b"", b"b" * 10])
+@pytest.mark.parametrize("earlier", [False, True])
+async def test_head_over_the_limit_in_one_write_is_refused_once(port: int, body: bytes, earlier: bool) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    if earlier:
+        writer.write(HEAD % 0 + b"\r\n")
+        assert await answer(reader) == (200, b"0")
+    writer.write(HEAD % len(body) + b"X: " + b"x" * MAX_HEAD_BYTES + b"\r\n\r\n" + body)
+    status, text = await answer(reader)
+    assert status == 431 and b"request_head_too_large" in text
+    assert await reader.read() == b""
+    writer.close()
+
+
 @pytest.mark.parametrize("begun", [b"", b"GET / HT", HEAD % 0 + b"\r\nGET / HT"], ids=["silent", "first", "second"])
 async def test_incomplete_head_is_closed_after_the_timeout(
     port: int, monkeypatch: pytest.MonkeyPatch, begun: bytes

@@ -90,13 +90,14 @@ def test_input_items_accept_every_role(server: Server, socket: ClientConnection)
     assert ask(socket, input="More", previous_response_id=response["id"])["usage"]["input_tokens"] > 0
 
 
-def test_unstored_response_is_not_found(server: Server, socket: ClientConnection) -> None:
+def test_unstored_response_is_not_found_elsewhere(server: Server, socket: ClientConnection) -> None:
     before = server.request("GET", "/v1/conversations")[2]["data"]
     response = ask(socket, input="Hello", store=False)
     assert response["conversation"] is None and response["store"] is False
     assert server.request("GET", "/v1/conversations")[2]["data"] == before
-    send(socket, input="x", previous_response_id=response["id"])
-    assert receive(socket)["error"]["code"] == "previous_response_not_found"
+    status, _, answer = server.post("/v1/responses", input="x", previous_response_id=response["id"])
+    assert (status, answer["error"]["code"]) == (404, "previous_response_not_found")
+    assert ask(socket, input="x", previous_response_id=response["id"])["conversation"] is not None
 
 
 def test_beam_search_returns_the_best_first(socket: ClientConnection) -> None:
