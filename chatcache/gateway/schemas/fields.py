@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import inspect
@@ -202,8 +202,7 @@ def _ignored_below(value: object, kinds: tuple[type[msgspec.Struct], ...], path:
 @cache
 def _struct_fields(kind: type[msgspec.Struct]) -> dict[str, tuple[type[msgspec.Struct], ...]]:
     """Return the fields of a struct, each with the structs that its value, or each of its elements, may be."""
-    described = inspect.type_info(kind)
-    assert isinstance(described, inspect.StructType)
+    described = cast(inspect.StructType, inspect.type_info(kind))
     return {field.encode_name: tuple(_structs_of(field.type)) for field in described.fields}
 
 
