@@ -262,3 +262,40 @@ def test_unstored_response_is_unknown_elsewhere_and_after_it_was_continued(
     assert third["status"] == "completed"
     last = create(socket, previous_response_id=third["id"], input="More?")
     assert last["error"]["code"] == "previous_response_not_found"
+
+
+def test_final_message_is_continued(server: ScriptedServer) -> None:
+    user = {"role": "user", "content": "Count."}
+    server.say("One, two, three.")
+    whole = ask(server, CHAT, messages=[user], return_token_ids=True)
+    begun = {"role": "assistant", "content": "One, two,"}
+    server.say(" three.")
+    rest = ask(
+        server,
+        CHAT,
+        messages=[user, begun],
+        continue_final_message=True,
+        add_generation_prompt=False,
+        return_token_ids=True,
+    )
+    assert rest["choices"][0]["message"]["content"] == " three."
+    prompt, first = rest["prompt_token_ids"], whole["prompt_token_ids"]
+    assert prompt[: len(first)] == first and server.tokenizer.decode(prompt[len(first) :]) == "One, two,"
+    cached = rest["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= len(first) - 4
+
+
+@pytest.mark.parametrize(
+    ("last", "fields"),
+    [
+        ({"role": "user", "content": "Hi"}, {}),
+        ({"role": "assistant", "content": "Hi", "reasoning_content": "hm"}, {}),
+        ({"role": "assistant", "content": "Hi"}, {"add_generation_prompt": True}),
+    ],
+)
+def test_final_message_that_cannot_be_continued_is_refused(
+    server: ScriptedServer, last: dict[str, str], fields: dict[str, bool]
+) -> None:
+    messages = [{"role": "user", "content": "Hi"}, last]
+    status, _, answer = server.post(CHAT, messages=messages, continue_final_message=True, **fields)
+    assert (status, answer["error"]["param"]) == (400, "continue_final_message")

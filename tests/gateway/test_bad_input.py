@@ -158,7 +158,7 @@ def test_temperature_of_beam_search_is_refused_with_the_accepted_values(server: 
         ("modalities", ["audio"]),
         ("logits_processors", ["x"]),
         ("guided_json", {}),
-        ("continue_final_message", True),
+        ("add_generation_prompt", False),
         ("chat_template", "x"),
         ("diversity_penalty", 0.5),
         ("num_beam_groups", 2),

@@ -269,13 +269,23 @@ class ChatService:
         self._shared_prompts = shared_prompts if shared_prompts is not None else SharedSystemPrompts()
         self._live: dict[str, tuple[str, GenerateRequest]] = {}  # by request id, with the owner
 
-    async def prompt(self, messages: Sequence[Message], namespace: str, functions: Sequence[Function] = ()) -> Prompt:
+    async def prompt(
+        self,
+        messages: Sequence[Message],
+        namespace: str,
+        functions: Sequence[Function] = (),
+        *,
+        continues: bool = False,
+    ) -> Prompt:
         """Assemble a stateless chat's prompt; replies of this server in it keep their token ids.
 
         Calls of this server keep the arguments as they were written, if the client sends them in another notation.
+        `continues`: the prompt ends with the text of the last message, the beginning of the reply.
+
         Raises: InvalidRequestError for the result of an unknown call, or messages that the template rejects.
         """
         messages = [self._restore_arguments(each, namespace) for each in link_tool_results(messages, "messages")]
+        begun = messages.pop()["content"] if continues else ""
 
         def known(index: int, head: str, message: Message) -> Known | None:
             return self.token_memo.recall(namespace, head, reply_key(message["content"], tool_calls_of(message)))
@@ -283,9 +293,13 @@ class ChatService:
         def assembled() -> Prompt:
             prompt = assemble(self.tokenizer, messages, known, template_variables(functions), self.limits)
             num_public = self._shared_prompts.count_shared_tokens(self.tokenizer, messages, prompt)
+            if begun:
+                text = self.tokenizer.escape_reply(begun)
+                ids = (*prompt.token_ids, *self.tokenizer.encode_after(prompt.text, text))
+                prompt = replace(prompt, text=prompt.text + text, token_ids=ids)
             return replace(prompt, num_public_tokens=num_public) if num_public else prompt
 
-        num_chars = sum(len(message["content"]) + _CHARS_PER_MESSAGE for message in messages)
+        num_chars = len(begun) + sum(len(message["content"]) + _CHARS_PER_MESSAGE for message in messages)
         if num_chars <= _INLINE_CHARS and len(functions) <= _INLINE_FUNCTIONS:
             return assembled()
         return await asyncio.to_thread(assembled)

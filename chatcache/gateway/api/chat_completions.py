@@ -14,7 +14,7 @@ from chatcache.conversations.prompt import Message
 from chatcache.conversations.replies.events import CallDelta, ReplyDelta, ReplyDone
 from chatcache.conversations.replies.service import Reply, is_ranked, num_candidates
 from chatcache.conversations.tree import new_id
-from chatcache.errors import InvalidRequestError
+from chatcache.errors import InvalidRequestError, UnsupportedParameterError
 from chatcache.gateway.api.generation import (
     ChunkWriter,
     CompleteReply,
@@ -86,6 +86,7 @@ async def chat_completions(request: Request) -> Response:
         params=sampling_params,
         cache_salt=base.cache_salt or "",
         priority=gateway.priority(base.priority),
+        continues=_continues(chat, messages),
     )
     limit_name = "max_completion_tokens" if chat.max_completion_tokens is not None else None
     with (
@@ -109,7 +110,10 @@ async def chat_completions(request: Request) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A stateless chat to generate, in the terms that all APIs share."""
+    """A stateless chat to generate, in the terms that all APIs share.
+
+    `continues`: the last message is the beginning of the reply.
+    """
 
     request_id: str
     messages: Sequence[Message]
@@ -117,6 +121,7 @@ class ChatRequest:
     params: Params
     cache_salt: str = ""
     priority: int = 0
+    continues: bool = False
 
 
 async def start_chat(request: Request, model: Model, chat: ChatRequest) -> Reply:
@@ -130,7 +135,7 @@ async def start_chat(request: Request, model: Model, chat: ChatRequest) -> Reply
     sampling_params = clamp_max_tokens(chat.params, 0, gateway.max_model_len)
     cost = request_cost(sampling_params, sum(len(message["content"]) for message in chat.messages))
     async with gateway.admission.acquire(principal, cost) as permit:
-        prompt = await service.prompt(chat.messages, principal.tenant, chat.tools.functions)
+        prompt = await service.prompt(chat.messages, principal.tenant, chat.tools.functions, continues=chat.continues)
         sampling_params = clamp_max_tokens(sampling_params, len(prompt.token_ids), gateway.max_model_len)
         params = constrain_to_tools(
             sampling_params, chat.tools, service.reply_format, model.tokenizer, prompt.token_ids
@@ -145,12 +150,34 @@ async def start_chat(request: Request, model: Model, chat: ChatRequest) -> Reply
             priority=chat.priority,
         )
         can_reason = sampling_params.structured_outputs is None or params is not sampling_params
+        can_reason = can_reason and not chat.continues
         starting = service.start(
             engine_request, prompt.text, functions=chat.tools.names, thinks=can_reason, owner=principal.owner
         )
         reply = await cancel_on_disconnect(request, starting)
         permit.attach(reply)
     return reply
+
+
+def _continues(chat: ChatFields, messages: Sequence[Message]) -> bool:
+    """Check `continue_final_message` and `add_generation_prompt`.
+
+    Raises: InvalidRequestError, UnsupportedParameterError.
+    """
+    if not chat.continue_final_message:
+        if chat.add_generation_prompt is False:
+            raise UnsupportedParameterError(
+                "add_generation_prompt is not supported here without continue_final_message",
+                param="add_generation_prompt",
+            )
+        return False
+    param = "continue_final_message"
+    if chat.add_generation_prompt:
+        raise InvalidRequestError(f"{param} and add_generation_prompt exclude each other", param=param)
+    last = messages[-1]
+    if last["role"] != "assistant" or "tool_calls" in last or "reasoning_content" in last:
+        raise InvalidRequestError(f"{param}: the last message must be an assistant's text", param=param)
+    return True
 
 
 def _writer(

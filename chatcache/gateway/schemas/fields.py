@@ -108,6 +108,7 @@ def parse_fields(body: Mapping[str, Any], kind: type[Fields]) -> Fields:
 
 
 _LIMIT = re.compile(r"Expected `(\w+)` (of length )?(<=|>=|<|>) ([-+.\w]+)")
+_PATTERN = re.compile(r"Expected `str` matching regex '(.+)'")
 _TYPE = re.compile(r"Expected `([\w| ]+)`, got `(\w+)`")
 _COMPARISONS = {"<=": "at most", ">=": "at least", "<": "less than", ">": "greater than"}
 _UNITS = {"str": "character", "array": "element", "object": "entry"}
@@ -133,6 +134,8 @@ def _describe_limit(param: str, message: str) -> str:
         if number != "1":
             unit = unit.removesuffix("y") + "ies" if unit.endswith("y") else f"{unit}s"
         return f"{subject} must have {_COMPARISONS[sign]} {number} {unit}"
+    if pattern := _PATTERN.fullmatch(message):
+        return f"{subject} must match {pattern[1]}"
     if types := _TYPE.fullmatch(message):
         expected = " or ".join(_TYPES.get(kind, kind) for kind in types[1].split(" | "))
         return f"{subject} must be {expected}, got {_TYPES.get(types[2], types[2])}"

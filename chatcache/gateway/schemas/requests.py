@@ -263,6 +263,8 @@ class ChatFields(msgspec.Struct, frozen=True):
     tool_choice: str | ToolChoiceFields | None = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: Count | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
 
