@@ -10,7 +10,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 from starlette.requests import Request
@@ -326,8 +326,7 @@ def _sse_format(request: Request) -> SseFormat:
 
 
 def _encode_event(event: object) -> bytes:
-    assert isinstance(event, msgspec.Struct)
-    return named_sse_frame(str(event.__struct_config__.tag), event)
+    return named_sse_frame(str(cast(msgspec.Struct, event).__struct_config__.tag), event)
 
 
 class _Piece(NamedTuple):
