@@ -106,11 +106,13 @@ pytest: $(VENV)/.installed-test web
 	$(PYTEST) $(ARGS)
 
 # Clients of the contract tests outside the environment: npm packages, and litellm, which pins older dependencies.
-NODE_CLIENTS := tests/contracts/node
-clients: $(NODE_CLIENTS)/node_modules/.installed $(VENV)/litellm/.installed
+# Codex and opencode are programs of 400 MB each. `npm ci` refuses a lock file without the packages of other platforms,
+# which a registry may lack.
+NODE_CLIENTS := $(addprefix tests/contracts/,node codex opencode)
+clients: $(NODE_CLIENTS:=/node_modules/.installed) $(VENV)/litellm/.installed
 
-$(NODE_CLIENTS)/node_modules/.installed: $(NODE_CLIENTS)/package-lock.json | $(VENV)/.node
-	cd $(NODE_CLIENTS) && PATH="$$PATH:$(CURDIR)/$(BIN)" && npm ci --no-audit --no-fund --loglevel=error
+$(NODE_CLIENTS:=/node_modules/.installed): %/node_modules/.installed: %/package-lock.json | $(VENV)/.node
+	cd $* && PATH="$$PATH:$(CURDIR)/$(BIN)" && npm $(if $(filter %/opencode,$*),install --no-save,ci) --no-audit --no-fund --loglevel=error
 	@touch $@
 
 $(VENV)/litellm/.installed: tests/contracts/litellm/requirements.txt $(VENV)/pyvenv.cfg
@@ -145,4 +147,4 @@ gpu-check:
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) kernels/bench/gpu_check.py --out $(OUT) $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist web/node_modules $(NODE_CLIENTS)/node_modules chatcache/gateway/static
+	rm -rf $(VENV) build dist web/node_modules $(NODE_CLIENTS:=/node_modules) chatcache/gateway/static

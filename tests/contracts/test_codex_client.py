@@ -1,0 +1,86 @@
+"""Test OpenAI's Codex, unchanged, against a server with a scripted model: tool call, its result, second turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contracts.agents import AgentServer, agent_server, executable, run_json, tool_call
+from tests.gateway.serving import MODEL
+
+pytestmark = pytest.mark.slow
+
+CALL = tool_call("exec_command", {"cmd": "echo sum-$((40+2))"})
+CONFIG = """
+model = "{model}"
+model_provider = "local"
+approval_policy = "never"
+sandbox_mode = "danger-full-access"
+{extra}
+[model_providers.local]
+name = "local"
+base_url = "{url}/v1"
+wire_api = "responses"
+supports_websockets = {websockets}
+"""
+
+
+def answer(prompt: str) -> str:
+    turn = prompt.rpartition("What is the sum?")[2]
+    if "And now?" in turn:
+        return "Still the same."
+    return "It is done." if "sum-42" in turn else CALL
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[AgentServer]:
+    with agent_server(tmp_path, answer) as running:
+        yield running
+        running.wait_idle()
+
+
+def codex(
+    server: AgentServer, folder: Path, *arguments: str, websockets: bool, extra: str = ""
+) -> list[dict[str, Any]]:
+    home = folder / "home"
+    home.mkdir(exist_ok=True)
+    flag = str(websockets).lower()
+    (home / "config.toml").write_text(CONFIG.format(model=MODEL, url=server.url, websockets=flag, extra=extra))
+    command = [executable("codex", "codex"), "exec", "--json", "--skip-git-repo-check", *arguments]
+    return run_json(command, folder, CODEX_HOME=str(home))
+
+
+def messages(events: list[dict[str, Any]]) -> list[str]:
+    items = [event["item"] for event in events if event["type"] == "item.completed"]
+    return [item["text"] for item in items if item["type"] == "agent_message"]
+
+
+@pytest.mark.parametrize("websockets", [False, True], ids=["http", "websocket"])
+def test_codex_calls_a_tool_and_continues_with_its_prefix_cached(
+    server: AgentServer, tmp_path: Path, websockets: bool
+) -> None:
+    first = codex(server, tmp_path, "What is the sum?", websockets=websockets)
+    assert messages(first) == ["It is done."]
+    (run,) = (
+        event["item"]
+        for event in first
+        if event["type"] == "item.completed" and event["item"]["type"] == "command_execution"
+    )
+    assert (run["aggregated_output"], run["exit_code"]) == ("sum-42\n", 0)
+    called, resulted = len(server.prompts) - 2, len(server.prompts) - 1
+    assert called == websockets  # over WebSocket, a request without generation comes first
+    server.check_only_new_were_computed(called, resulted)
+    usage = first[-1]["usage"]
+    num_input = sum(len(prompt) for prompt, _ in server.prompts[called:])
+    assert usage["input_tokens"] == num_input
+    computed = sum(server.num_computed(at) for at in (called, resulted))
+    # The last token of each reply is generated, but not computed.
+    assert computed == num_input - usage["cached_input_tokens"] + usage["output_tokens"] - 2
+
+    second = codex(server, tmp_path, "resume", "--last", "And now?", websockets=websockets)
+    assert messages(second) == ["Still the same."]
+    assert second[-1]["usage"]["cached_input_tokens"] > len(server.prompts[resulted][0])
+    server.check_only_new_were_computed(resulted, len(server.prompts) - 1)
