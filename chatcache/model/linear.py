@@ -1,6 +1,7 @@
 """Linear layers, y = x W^T + b, with the weight laid out for the machine that runs them.
 
-In 8 bits (`--quantization int8`) a weight has one scale per output; activations, embeddings and norms keep their type.
+In 8 bits (`--quantization int8`) a weight has one scale per output; embeddings and norms keep their type. Activations
+keep theirs with AMX and in float32; with AVX512-VNNI they are quantised to 8 bits, each 32 with a scale of their own.
 Each linear layer, the output head included, is quantised as soon as it is read, so the whole model is never in memory
 in its stored precision. An output head tied to the embeddings gets 8-bit weights of its own. The same packed weight
 serves any number of tokens, and a token's result does not depend on the other tokens, so `deterministic` needs no other
@@ -99,25 +100,26 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> Linear | None:
 
 
 class Int8Linear:
-    """A linear layer with 8-bit weights.
+    """A linear layer with 8-bit weights, packed for activations of the weight's dtype.
 
     Shapes: codes, scales as in `chatcache_kernels.cpu.int8`; bias [out].
     """
 
-    __slots__ = ("bias", "codes", "is_unpadded", "scales")
+    __slots__ = ("bias", "codes", "is_unpadded", "scales", "unit")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, arena: HostArena) -> None:
-        from chatcache_kernels.cpu.int8 import pack_numbers, quantise
+        from chatcache_kernels.cpu.int8 import choose_unit, pack_numbers, quantise
 
         numbers, self.scales = quantise(weight)
-        self.codes = arena.copy(pack_numbers(numbers))
+        self.unit = choose_unit(weight.dtype)
+        self.codes = arena.copy(pack_numbers(numbers, self.unit))
         self.bias = None if bias is None else bias.float()
         self.is_unpadded = self.codes.numel() == weight.numel()  # the panels needed no padding
 
     def __call__(self, x: Tensor) -> Tensor:
         from chatcache_kernels.cpu.int8 import multiply
 
-        return multiply(x, self.codes, self.scales, self.bias)
+        return multiply(x, self.codes, self.scales, self.bias, self.unit)
 
 
 class Int8LinearFactory:

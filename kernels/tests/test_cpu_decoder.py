@@ -44,7 +44,7 @@ class PlainLinear:
         if self.numbers is None or self.scales is None:
             return PackedLinear(matmul.pack_weight(self.weight), self.bias)
         bias = None if self.bias is None else self.bias.float()
-        return PackedLinear(int8.pack_numbers(self.numbers), bias, self.scales)
+        return PackedLinear(int8.pack_numbers(self.numbers, int8.choose_unit(torch.bfloat16)), bias, self.scales)
 
     def quantised(self) -> PlainLinear:
         """Return the layer with weights rounded to int8 codes, in float32."""
@@ -171,13 +171,22 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return float((got.float() - expected).norm() / expected.norm())
 
 
+def use_int8_in_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply as on a CPU without AMX and AVX512-VNNI."""
+    monkeypatch.setattr(int8, "choose_unit", lambda dtype: "floats")
+
+
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("in_int8", [False, True], ids=["bf16", "int8"])
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int8-floats"])
 @pytest.mark.parametrize("options", [{}, {"bias": True}, {"head_norms": True}, {"windows": True}], ids=str)
-def test_decoder_logits_and_pages_equal_torch(options: dict[str, bool], in_int8: bool) -> None:
+def test_decoder_logits_and_pages_equal_torch(
+    options: dict[str, bool], weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if weights == "int8-floats":
+        use_int8_in_floats(monkeypatch)
     torch.set_num_threads(random.choice((1, 2)))
     model = Model.draw(3, **options)
-    model = model.quantised() if in_int8 else model
+    model = model.quantised() if weights != "bf16" else model
     ours, theirs = stores(3)
     few = MegakernelDecoder(model.packed(), ours)
     for starts, counts in (

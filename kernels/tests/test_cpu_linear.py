@@ -9,16 +9,19 @@ import random
 
 import pytest
 import torch
-from chatcache_kernels.cpu import int8, matmul
+from chatcache_kernels.cpu import fused, int8, matmul, vnni
 from chatcache_kernels.cpu.bf16 import has_amx, has_avx512_bf16
 from chatcache_kernels.cpu.int8 import pack_numbers, quantise
+from chatcache_kernels.cpu.simd import BFLOAT16
 from torch import Tensor
+from torch.nn import functional
 
 pytestmark = pytest.mark.usefixtures("fresh_random")
 
 
 UNITS = ["floats", *(["pairs"] if has_avx512_bf16() else []), *(["tiles"] if has_amx() else [])]
-WAYS = [(torch.float32, "floats"), *((torch.bfloat16, unit) for unit in UNITS)]
+INT8_UNITS = ["floats", *(["vnni"] if vnni.has_avx512_vnni() else []), *(["tiles"] if has_amx() else [])]
+WAYS = [(torch.float32, "floats"), *((torch.bfloat16, unit) for unit in INT8_UNITS)]
 
 
 def make_int8_layer(num_tokens: int, num_outputs: int, num_inputs: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,16 +30,27 @@ def make_int8_layer(num_tokens: int, num_outputs: int, num_inputs: int) -> tuple
     return torch.randn(num_tokens, num_inputs), torch.randn(num_outputs, num_inputs) * sizes, torch.randn(num_outputs)
 
 
+def round_to_int16(x: Tensor) -> Tensor:
+    """Return activations rounded to 16 bits, with a scale for each 512 inputs of a token, as float64."""
+    groups = functional.pad(x.float(), (0, -x.shape[1] % 512)).view(len(x), -(-x.shape[1] // 512), 512)
+    largest = groups.abs().amax(2, keepdim=True)
+    factors = torch.full_like(largest, 32767.0) / largest  # `32767 / largest` would multiply by a rounded reciprocal
+    numbers = (groups * factors.nan_to_num(posinf=0.0)).round()
+    rounded = numbers.double() * (largest * (1 / 32767)).double()
+    return rounded.flatten(1)[:, : x.shape[1]]
+
+
 def check_int8_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, unit: str) -> None:
     """Compare with float64 over the quantised weights."""
     numbers, scales = quantise(weight)
     kept = numbers.double() * scales.double()[:, None]
-    got = int8.multiply(x, pack_numbers(numbers), scales, bias, unit)
+    got = int8.multiply(x, pack_numbers(numbers, unit), scales, bias, unit)
+    assert got.dtype == x.dtype
+    x = round_to_int16(x) if unit == "vnni" else x
+    rounding = 2.0**-8 if got.dtype == torch.bfloat16 else 2.0**-22
     expected = x.double() @ kept.T + (0 if bias is None else bias.double())
     size = x.double().abs() @ kept.abs().T + (0 if bias is None else bias.double().abs())
     assert got.shape == expected.shape
-    assert got.dtype == x.dtype
-    rounding = 2.0**-8 if x.dtype == torch.bfloat16 else 2.0**-22
     assert bool(((got.double() - expected).abs() <= expected.abs() * rounding + size * 2**-20).all())
 
 
@@ -46,7 +60,7 @@ def check_int8_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, unit: st
 def test_int8_multiply_equals_torch(dtype: torch.dtype, unit: str, num_tokens: int) -> None:
     torch.set_num_threads(random.choice((1, 3)))
     for num_outputs, num_inputs in (
-        (32 * random.randint(1, 9), 32 * random.randint(1, 9)),
+        (32 * random.randint(1, 9), 32 * random.randint(1, 35)),
         (random.randint(1, 200), random.randint(1, 200)),
     ):
         x, weight, bias = make_int8_layer(num_tokens, num_outputs, num_inputs)
@@ -54,7 +68,7 @@ def test_int8_multiply_equals_torch(dtype: torch.dtype, unit: str, num_tokens: i
             check_int8_multiply(x.to(dtype), weight, each, unit)
 
 
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("unit", INT8_UNITS)
 def test_int8_multiply_of_many_tokens_equals_torch(unit: str) -> None:
     """Use more tokens than an item, more panels than are widened at once, and partial ends."""
     torch.set_num_threads(random.choice((1, 2)))
@@ -78,7 +92,7 @@ def test_int8_multiply_does_not_depend_on_other_tokens(dtype: torch.dtype, unit:
     x, weight, bias = make_int8_layer(70, 96, 160)
     x = x.to(dtype)
     numbers, scales = quantise(weight)
-    codes = pack_numbers(numbers)
+    codes = pack_numbers(numbers, unit)
     alone = torch.cat([int8.multiply(row[None], codes, scales, bias, unit) for row in x])
     assert torch.equal(int8.multiply(x, codes, scales, bias, unit), alone)
 
@@ -89,12 +103,43 @@ def test_int8_multiply_keeps_non_finite_values_in_their_token_and_output(dtype: 
     x[2, 7], x[3, 9] = torch.nan, torch.inf
     weight[5, 1], weight[33, 2] = torch.inf, torch.nan
     numbers, scales = quantise(weight)
-    got = int8.multiply(x.to(dtype), pack_numbers(numbers), scales, None, unit)
+    got = int8.multiply(x.to(dtype), pack_numbers(numbers, unit), scales, None, unit)
     assert got[2].isnan().all()
     assert not got[3][numbers[:, 9] != 0].isfinite().any()
     assert got[:, [5, 33]].isnan().all()
     others = [output for output in range(64) if output not in (5, 33)]
     assert got[[0, 1, 4]][:, others].isfinite().all()
+
+
+@pytest.mark.requires_vnni
+def test_vnni_multiply_is_as_exact_as_bf16_inputs() -> None:
+    """Inputs in float64 against those rounded to 16 bits, with an outlier in one group of 512."""
+    x, weight, _ = make_int8_layer(33, 96, 1120)
+    x[:, 600] = 1e4
+    x, (numbers, scales) = x.bfloat16(), quantise(weight)
+    kept = numbers.double() * scales.double()[:, None]
+    got = int8.multiply(x, pack_numbers(numbers, "vnni"), scales, None, "vnni").double()
+    expected, first = x.double() @ kept.T, x[:, :512].double().abs().amax(1, keepdim=True) * kept[:, :512].abs().sum(1)
+    second = x[:, 512:].double().abs().amax(1, keepdim=True) * kept[:, 512:].abs().sum(1)
+    assert bool(((got - expected).abs() <= expected.abs() * 2**-8 + (first + second) * 2**-16).all())
+
+
+@pytest.mark.requires_vnni
+def test_norm_and_activation_quantise_as_the_separate_kernel() -> None:
+    x, weight = torch.randn(7, 192).bfloat16(), torch.rand(96).bfloat16()
+    out, quantised = torch.empty(7, 96).bfloat16(), torch.empty(7, vnni.row_bytes(96), dtype=torch.uint8)
+    silu = fused._PACK_SILU.pack(0, 0, x.data_ptr(), out.data_ptr(), quantised.data_ptr(), 7, 96, 1)
+    rows = x[:, :96].contiguous()
+    norm = fused._PACK_NORM.pack(
+        0, 0, rows.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0, quantised.data_ptr(), 7, 96, 1, 1e-5
+    )
+    for launch, job, expected in (
+        (fused.silu_kernel(BFLOAT16, quantise=True), silu, fused.silu_mul(x)),
+        (fused.norm_kernel(BFLOAT16, quantise=True), norm, fused.rms_norm(rows, weight, 1e-5)),
+    ):
+        launch(job, 2)
+        assert torch.equal(out, expected)
+        assert torch.equal(quantised, vnni.quantise_tokens(expected))
 
 
 def test_quantise_rounds_to_nearest_code_of_the_row() -> None:
@@ -114,12 +159,13 @@ def test_quantise_rounds_to_nearest_code_of_the_row() -> None:
 def test_widen_codes_by_table_and_by_conversion_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Test every number from -127 to 127 in every position of a tile row."""
     numbers = (torch.arange(32 * 512).view(32, 512) % 255 - 127).to(torch.int8)
-    scales, codes, x = torch.rand(32) + 0.5, pack_numbers(numbers), torch.randn(3, 512).bfloat16()
+    unit = "tiles" if has_amx() else "floats"
+    scales, codes, x = torch.rand(32) + 0.5, pack_numbers(numbers, unit), torch.randn(3, 512).bfloat16()
     expected = x.double() @ (numbers.double() * scales.double()[:, None]).T
-    got = int8.multiply(x, codes, scales, None, UNITS[-1])
+    got = int8.multiply(x, codes, scales, None, unit)
     assert bool(((got.double() - expected).abs() <= expected.abs() * 2**-8 + 0.5).all())
     monkeypatch.setattr(int8, "has_avx512_vbmi", lambda: False)
-    assert torch.equal(int8.multiply(x, codes, scales, None, UNITS[-1]), got)
+    assert torch.equal(int8.multiply(x, codes, scales, None, unit), got)
 
 
 def make_bf16_layer(num_tokens: int, num_outputs: int, num_inputs: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -59,6 +59,12 @@ def _has_byte_tables() -> bool:
     return has_avx512_vbmi()
 
 
+def _has_byte_products() -> bool:
+    from chatcache_kernels.cpu.vnni import has_avx512_vnni
+
+    return has_avx512_vnni()
+
+
 def _has_interpreter() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -89,6 +95,7 @@ REQUIREMENTS: Mapping[str, Requirement] = {
     "interpreter": Requirement("Triton kernels are compiled here; tests/gpu runs these cases", _has_interpreter),
     "requires_amx": Requirement("the CPU has no AMX", _has_amx),
     "requires_vbmi": Requirement("the CPU has no AVX512-VBMI", _has_byte_tables),
+    "requires_vnni": Requirement("the CPU has no AVX512-VNNI", _has_byte_products),
     "traced": Requirement("the system forbids strace", _can_trace),
     "requires_populate": Requirement("the system has no MADV_POPULATE_WRITE", _can_populate),
     "linux": Requirement("the system is not Linux", _is_linux),

@@ -48,23 +48,26 @@ def dot_pairs(typing: Any, native: Any, sums: Any, a: Any, b: Any) -> Any:
 
     `native` (a literal) selects AVX512-BF16, which needs 16 lanes.
     """
-    lanes = sums.lanes
-    wide = ir.VectorType(F32, lanes)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, total, *pairs = args
-        if native.literal_value:
-            halves = [builder.bitcast(x, ir.VectorType(_BFloat(), 2 * lanes)) for x in pairs]
-            return emit_call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", wide, total, *halves)
-        bits = ir.VectorType(I32, lanes)
-        sixteen, upper = ir.Constant(bits, [16] * lanes), ir.Constant(bits, [0xFFFF0000] * lanes)
-        words = [builder.bitcast(x, bits) for x in pairs]
-        low = [builder.bitcast(builder.shl(x, sixteen), wide) for x in words]
-        high = [builder.bitcast(builder.and_(x, upper), wide) for x in words]
-        name = f"llvm.fmuladd.v{lanes}f32"
-        return emit_call(builder, name, wide, *high, emit_call(builder, name, wide, *low, total))
+        return emit_dot_pairs(builder, native.literal_value, *args[1:])
 
     return sums(native, sums, a, b), generate
+
+
+def emit_dot_pairs(builder: Any, native: bool, total: Any, *pairs: Any) -> Any:
+    """Emit `dot_pairs`."""
+    wide, lanes = total.type, total.type.count
+    if native:
+        halves = [builder.bitcast(x, ir.VectorType(_BFloat(), 2 * lanes)) for x in pairs]
+        return emit_call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", wide, total, *halves)
+    bits = ir.VectorType(I32, lanes)
+    sixteen, upper = ir.Constant(bits, [16] * lanes), ir.Constant(bits, [0xFFFF0000] * lanes)
+    words = [builder.bitcast(x, bits) for x in pairs]
+    low = [builder.bitcast(builder.shl(x, sixteen), wide) for x in words]
+    high = [builder.bitcast(builder.and_(x, upper), wide) for x in words]
+    name = f"llvm.fmuladd.v{lanes}f32"
+    return emit_call(builder, name, wide, *high, emit_call(builder, name, wide, *low, total))
 
 
 @simd_intrinsic

@@ -1,8 +1,8 @@
 """Run a decode step of a whole pre-norm decoder (Llama, Mistral, Qwen) in one launch.
 
-Each layer is nine kernel calls of a `KernelQueue` over buffers at fixed addresses. Values that change every step (the
-number of tokens, the tables of their pages) are written into the jobs before the queue runs. The kernels are those of
-the other modules. Activations are bf16.
+Each layer is nine or ten kernel calls of a `KernelQueue` over buffers at fixed addresses. Values that change every step
+(the number of tokens, the tables of their pages) are written into the jobs before the queue runs. The kernels are those
+of the other modules. Activations are bf16.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ import torch
 from torch import Tensor
 
 from ..types import AttentionBatch, HeadNorms, KVPages
-from . import attention_decode, attention_shared, fused, int8, matmul, megakernel, rope
+from . import attention_decode, attention_shared, fused, int8, matmul, megakernel, rope, vnni
 from .attention_decode import MAX_DECODE_QUERIES, decode_fields, register_lanes
 from .attention_shared import shared_fields
-from .bf16 import has_amx
 from .launch import Launch
 from .megakernel import KernelCalls, KernelQueue
 from .simd import BFLOAT16
 
 MAX_TOKENS = 64  # of a step, and rows of the buffers; oneDNN is faster for more (measured)
-MAX_TOKENS_WITHOUT_AMX = 8  # on a CPU without AMX
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +31,7 @@ class PackedLinear:
     """Weights of a linear layer.
 
     Shapes: weight as returned by `matmul.pack_weight`, bias [out]. With scales [out], weight is as returned by
-    `int8.pack_numbers` and bias is float32.
+    `int8.pack_numbers` for the unit of bf16 activations and bias is float32.
     """
 
     weight: Tensor
@@ -90,7 +88,12 @@ class DecoderWeights:
         """Return the scratch bytes that a thread needs for the largest matrix product."""
         panels = [self.head, *(x for each in self.layers for x in (each.qkv, each.out, each.gate_up, each.down))]
         widest = max([int8.scratch_bytes(each.num_inputs) for each in panels if each.scales is not None], default=0)
-        return max(4 * matmul.SCRATCH_FLOATS, widest)
+        return max(4 * matmul.SCRATCH_FLOATS, widest, vnni.SUMS_BYTES)
+
+    @property
+    def quantises_activations(self) -> bool:
+        """Return whether the layers multiply activations quantised to int8."""
+        return self.head.scales is not None and int8.choose_unit(torch.bfloat16) == "vnni"
 
     def is_supported(self, pages: KVPages) -> bool:
         """Return whether every kernel supports these shapes and dtypes."""
@@ -113,8 +116,7 @@ class MegakernelDecoder:
         """Build the kernel call queues. Raises: ValueError for shapes that `is_supported` rejects."""
         if not weights.is_supported(pages):
             raise ValueError("this model's shapes need torch in every layer")
-        one_form = weights.head.scales is not None
-        self.max_tokens = MAX_TOKENS if has_amx() or one_form else MAX_TOKENS_WITHOUT_AMX
+        self.max_tokens = MAX_TOKENS
         self._weights, self._pages = weights, pages
         self._num_threads = torch.get_num_threads()
         self._few = max(1, MAX_DECODE_QUERIES * pages.num_kv_heads // weights.num_heads)
@@ -153,7 +155,7 @@ class MegakernelDecoder:
             counts = np.full(len(jobs.records), len(tokens))
             counts[len(counts) - every :] = len(drawn)
             jobs.set(**{name: counts})
-            if name == "num_tokens" and jobs is not self._rope:
+            if "configs" in (jobs.records.dtype.names or ()):  # of AMX
                 configs = matmul.tile_configs(len(tokens)), matmul.tile_configs(len(drawn))
                 jobs.set(
                     configs=np.where(np.arange(len(counts)) < len(counts) - every, *(c.data_ptr() for c in configs))
@@ -180,21 +182,26 @@ class MegakernelDecoder:
         norms = [layers[0].attention_norm]
         for index, layer in enumerate(layers):
             norms += [layer.mlp_norm, layers[index + 1].attention_norm if index + 1 < count else w.norm]
+        quantises = w.quantises_activations
         norm = KernelCalls(
-            fused.norm_kernel(BFLOAT16), fused.NORM_JOB, len(norms), x=b.y.data_ptr(), out=b.h.data_ptr(),
-            residual=b.x.data_ptr(), total=b.x.data_ptr(), weight=[each.data_ptr() for each in norms], width=hidden,
-            rows_per_item=1, eps=w.eps,
+            fused.norm_kernel(BFLOAT16, quantises), fused.NORM_JOB, len(norms), x=b.y.data_ptr(), out=b.h.data_ptr(),
+            residual=b.x.data_ptr(), total=b.x.data_ptr(), quantised=b.quantised.data_ptr(),
+            weight=[each.data_ptr() for each in norms], width=hidden, rows_per_item=1, eps=w.eps,
         )  # fmt: skip
         norm.records[0]["x"], norm.records[0]["residual"], norm.records[0]["total"] = b.x.data_ptr(), 0, 0
         for name in ("residual", "total"):
             norm.records[name][-2:] = b.x_drawn.data_ptr()
         silu = KernelCalls(
-            fused.silu_kernel(BFLOAT16), fused.SILU_JOB, count, gate_up=b.gates.data_ptr(), out=b.gated.data_ptr(),
-            width=b.gated.shape[1], rows_per_item=1,
+            fused.silu_kernel(BFLOAT16, quantises), fused.SILU_JOB, count, gate_up=b.gates.data_ptr(),
+            out=b.gated.data_ptr(), quantised=b.quantised.data_ptr(), width=b.gated.shape[1], rows_per_item=1,
         )  # fmt: skip
+        quantise = KernelCalls(
+            vnni.quantise_kernel(), vnni.QUANTISE_JOB, count, x=b.mixed.data_ptr(), out=b.quantised.data_ptr(),
+            num_inputs=b.mixed.shape[1], tokens_per_item=1,
+        ) if quantises else None  # fmt: skip
         qkv = self._linear([layer.qkv for layer in layers], b.h, b.qkv)
         out = self._linear([layer.out for layer in layers], b.mixed, b.y)
-        out.records["x"][-1] = b.mixed_drawn.data_ptr()
+        (out if quantise is None else quantise).records["x"][-1] = b.mixed_drawn.data_ptr()
         gate_up = self._linear([layer.gate_up for layer in layers], b.h, b.gates)
         down = self._linear([layer.down for layer in layers], b.gated, b.y)
         self._head = self._linear([w.head], b.h, b.h)
@@ -205,6 +212,7 @@ class MegakernelDecoder:
             for index in range(count):
                 steps += [(qkv, index), (self._rope, index), (attend, index)]
                 steps += [(self._pick, 0), (self._pick, 1)] if index == count - 1 else []
+                steps += [(quantise, index)] if quantise is not None else []
                 steps += [(out, index), (norm, 2 * index + 1), (gate_up, index), (silu, index)]
                 steps += [(down, index), (norm, 2 * index + 2)]
             return KernelQueue([*steps, (self._head, 0)])
@@ -214,6 +222,7 @@ class MegakernelDecoder:
         self._counted = [
             (qkv, "num_tokens", 0), (out, "num_tokens", 1), (gate_up, "num_tokens", 1), (down, "num_tokens", 1),
             (self._head, "num_tokens", 1), (norm, "num_rows", 2), (silu, "num_rows", 1),
+            *([(quantise, "num_tokens", 1)] if quantise is not None else []),
         ]  # fmt: skip
 
     def _rows(self, *pairs: Tensor) -> KernelCalls:
@@ -237,13 +246,18 @@ class MegakernelDecoder:
             "num_inputs": [each.num_inputs for each in panels],
             "num_outputs": [each.num_outputs for each in panels],
         }
+        scratch = self._buffers.scratch.data_ptr()
         launch, layout = matmul.multiply_kernel(), matmul.MATMUL_JOB
         if panels[0].scales is not None:
-            launch, layout = int8.multiply_kernel(torch.bfloat16), int8.INT8_JOB
             layers["scales"] = [each.scales.data_ptr() for each in panels if each.scales is not None]
-            layers |= {"groups_per_item": -(-self.max_tokens // matmul.GROUP_TOKENS), "panels_per_item": 1}
-            layers["scratch_bytes_per_thread"] = self._weights.scratch_bytes
-        scratch = self._buffers.scratch.data_ptr()
+            if self._weights.quantises_activations:
+                launch, layout, x = vnni.multiply_kernel(), vnni.MULTIPLY_JOB, self._buffers.quantised
+                layers["blocks_per_item"] = vnni.BLOCKS_PER_ITEM
+            else:
+                unit = int8.choose_unit(torch.bfloat16)
+                launch, layout = int8.widening_kernel(torch.bfloat16, unit), int8.INT8_JOB
+                layers |= {"groups_per_item": -(-self.max_tokens // matmul.GROUP_TOKENS), "panels_per_item": 1}
+                layers["scratch_bytes_per_thread"] = self._weights.scratch_bytes
         return KernelCalls(launch, layout, len(panels), x=x.data_ptr(), out=out.data_ptr(), scratch=scratch, **layers)
 
     def _rope_jobs(self) -> KernelCalls:
@@ -306,6 +320,7 @@ class _Buffers:
     mixed_drawn: Tensor
     cos: Tensor
     sin: Tensor
+    quantised: Tensor
     scratch: Tensor
 
     @classmethod
@@ -315,5 +330,7 @@ class _Buffers:
         widths = (hidden, hidden, hidden, layer.qkv.num_outputs, heads, heads, gates, gates // 2, hidden, heads)
         buffers = [torch.empty(num_tokens, width, dtype=torch.bfloat16) for width in widths]
         buffers += [torch.empty(num_tokens, half) for _ in range(2)]
+        widest = vnni.row_bytes(max(hidden, heads, gates // 2)) if weights.quantises_activations else 0
+        buffers.append(torch.empty(num_tokens * widest, dtype=torch.uint8))
         buffers.append(torch.empty(torch.get_num_threads() * weights.scratch_bytes, dtype=torch.uint8))
         return cls(*buffers)

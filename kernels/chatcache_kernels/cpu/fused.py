@@ -35,11 +35,13 @@ from .simd import (
     store,
     zeros,
 )
+from .vnni import quantise_row
 
 LANES = 16
 
-NORM_JOB, _PACK_NORM = define_job("x residual weight out total num_rows width rows_per_item", "eps")
-SILU_JOB, _PACK_SILU = define_job("gate_up out num_rows width rows_per_item")
+NORM_JOB, _PACK_NORM = define_job("x residual weight out total quantised num_rows width rows_per_item", "eps")
+SILU_JOB, _PACK_SILU = define_job("gate_up out quantised num_rows width rows_per_item")
+"""`quantised`: address of the rows of `out` quantised for `vnni`; used only by kernels made with `quantise`."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -75,7 +77,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         return reference.silu_mul(gate_up)
     gate_up = gate_up.contiguous()
     out = torch.empty(num_rows, width, dtype=gate_up.dtype)
-    job = _PACK_SILU.pack(0, 0, gate_up.data_ptr(), out.data_ptr(), num_rows, width, rows_per_item(num_rows))
+    job = _PACK_SILU.pack(0, 0, gate_up.data_ptr(), out.data_ptr(), 0, num_rows, width, rows_per_item(num_rows))
     silu_kernel(KINDS[gate_up.dtype])(job, choose_num_threads(gate_up.numel()))
     return out
 
@@ -103,17 +105,17 @@ def _launch_norm(x: Tensor, residual: int, weight: Tensor, out: Tensor, summed: 
     width = x.shape[-1]
     num_rows = x.numel() // width
     job = _PACK_NORM.pack(
-        0, 0, x.data_ptr(), residual, weight.data_ptr(), out.data_ptr(), summed, num_rows, width,
+        0, 0, x.data_ptr(), residual, weight.data_ptr(), out.data_ptr(), summed, 0, num_rows, width,
         rows_per_item(num_rows), eps,
     )  # fmt: skip
     norm_kernel(KINDS[x.dtype])(job, choose_num_threads(x.numel()))
 
 
 @cache
-def norm_kernel(kind: int) -> Launch:
+def norm_kernel(kind: int, quantise: bool = False) -> Launch:
     """Return the launcher of the RMSNorm kernel. Its argument record is a NORM_JOB.
 
-    Without a residual to add, the fields `residual` and `total` are 0.
+    Without a residual to add, the fields `residual` and `total` are 0. `quantise`: also quantise the bf16 result.
     """
 
     def kernel(address: Any) -> None:
@@ -135,6 +137,8 @@ def norm_kernel(kind: int) -> Launch:
             for i in range(0, width, LANES):
                 value = mul(load(zero, source, row * width + i), scale)
                 store(out, row * width + i, mul(value, load(zero, weight, i)))
+            if quantise:
+                quantise_row(job.out, row, width, job.quantised)
             row += 1
             if row % job.rows_per_item == 0:
                 row = fetch_add(address, 0, job.rows_per_item)
@@ -142,13 +146,16 @@ def norm_kernel(kind: int) -> Launch:
     return compile_kernel(kernel)
 
 
-def silu_kernel(kind: int) -> Launch:
-    """Return the launcher of the gated SiLU kernel. Its argument record is a SILU_JOB."""
-    return _silu_kernel(kind, kind == BFLOAT16 and has_avx512_bf16())
+def silu_kernel(kind: int, quantise: bool = False) -> Launch:
+    """Return the launcher of the gated SiLU kernel. Its argument record is a SILU_JOB.
+
+    `quantise`: also quantise the bf16 result.
+    """
+    return _silu_kernel(kind, kind == BFLOAT16 and has_avx512_bf16(), quantise)
 
 
 @cache
-def _silu_kernel(kind: int, coarse: bool) -> Launch:
+def _silu_kernel(kind: int, coarse: bool, quantise: bool) -> Launch:
     """Return the launcher of the gated SiLU kernel for one element type.
 
     `coarse`: use approximations within bf16 precision, in half the time.
@@ -171,6 +178,8 @@ def _silu_kernel(kind: int, coarse: bool) -> Launch:
                 else:
                     value = mul(div(gate, add(one, exp2(power))), up)
                 store(out, row * width + i, value)
+            if quantise:
+                quantise_row(job.out, row, width, job.quantised)
             row += 1
             if row % job.rows_per_item == 0:
                 row = fetch_add(address, 0, job.rows_per_item)

@@ -1,9 +1,10 @@
-"""Linear layers with int8 weights and one scale per output; activations are not quantised.
+"""Linear layers with int8 weights and one scale per output.
 
-Half the weight bytes of bf16 are read. Weights are packed in the panels of `matmul`. A thread widens a panel to bf16,
-which is exact, into a buffer that fits its core's cache, and multiplies it with its tokens from there, so one packed
-form serves a few or hundreds of tokens. Ways to multiply, best first: AMX tiles, pairs by AVX512-BF16, pairs widened to
-float32 (the only one for float32 activations). In each, the order of a token's sum does not depend on other tokens.
+Half the weight bytes of bf16 are read. Ways to multiply (`unit`), best first: AMX tiles; AVX512-VNNI, which quantises
+activations too (`vnni`); pairs widened to float32 (the only one for float32 activations). In each, the order of a
+token's sum does not depend on other tokens. The first and the last are in this module: weights are packed in panels of
+32 outputs, 32 inputs at a time. A thread widens a panel to bf16, which is exact, into a buffer that fits its core's
+cache, and multiplies it with its tokens from there, so one packed form serves a few or hundreds of tokens.
 
 A code is a sign bit and 7 bits of magnitude; two rows of a tile interleave, eight codes each, as `widen_codes` reads
 them. Every magnitude up to 127 is a bf16 number. With AVX512-VBMI the two bytes of the result are two table look-ups by
@@ -13,8 +14,8 @@ On one core with AMX and 14 GB/s of memory bandwidth, a weight of 576 x 3072 fro
 microseconds for 1, 32 and 64 tokens (bf16 panels: 278, 353 and 484); from the cache, 128, 512 and 2048 tokens ran at
 0.95, 0.85 and 0.78 of oneDNN's bf16 speed. Unpacking the weight for torch was slower up to 1024 tokens.
 
-Shapes: x [num_tokens, in] bf16 or float32, codes [out / 32, in / 32, 2, 16 * 32] uint8, scales, bias [out] float32
--> [num_tokens, out].
+Shapes: x [num_tokens, in] bf16 or float32, codes [out / 32, in / 32, 2, 512] uint8 (those of `vnni` differ), scales,
+bias [out] float32 -> [num_tokens, out].
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from numba import carray, types
 from torch import Tensor
 from torch.nn import functional
 
+from . import vnni
 from .bf16 import (
     CONFIG_BYTES,
     TILE_BYTES,
@@ -87,14 +89,23 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     return numbers, scales
 
 
-def pack_numbers(numbers: Tensor) -> Tensor:
-    """Pack int8 numbers into codes in the order in which the kernel reads them.
+def choose_unit(dtype: torch.dtype) -> str:
+    """Return the fastest way to multiply (tiles | vnni | floats) that this CPU has for activations of a dtype."""
+    if dtype != torch.bfloat16:
+        return "floats"
+    return "tiles" if has_amx() else "vnni" if vnni.has_avx512_vnni() else "floats"
 
-    Zeros fill up whole panels. Shapes: numbers [out, in] int8 -> [out / 32, in / 32, 2, 512] uint8.
+
+def pack_numbers(numbers: Tensor, unit: str) -> Tensor:
+    """Pack int8 numbers into codes in the order in which the kernel of a `unit` reads them.
+
+    Zeros fill up whole panels. Shapes: numbers [out, in] int8 -> codes as in the module docstring.
     """
     rows, columns = (-(-size // PANEL) * PANEL for size in numbers.shape)
     if (rows, columns) != tuple(numbers.shape):
         numbers = functional.pad(numbers, (0, columns - numbers.shape[1], 0, rows - numbers.shape[0]))
+    if unit == "vnni":
+        return vnni.pack_numbers(numbers)
     codes = torch.where(numbers < 0, numbers.neg() | -128, numbers).view(torch.uint8)
     # out = (panel, tile, 4 runs of 4), in = (step, 8 row pairs, 2 rows, 2): a row is 16 outputs of 2 inputs
     parts = codes.view(rows // PANEL, 2, 4, 4, columns // PANEL, 8, 2, 2)
@@ -201,11 +212,10 @@ bias may be 0. scratch: `scratch_bytes_per_thread` bytes for each thread, at lea
 """
 
 
-def multiply(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None, unit: str | None = None) -> Tensor:
-    """Apply a linear layer with int8 weights: x @ (numbers * scales).T + bias.
+def multiply(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, unit: str) -> Tensor:
+    """Apply a linear layer with int8 weights packed for a `unit`: x @ (numbers * scales).T + bias.
 
-    The number of outputs is len(scales). Shapes: see the module docstring. `unit` selects the way to multiply (tiles |
-    pairs | floats) in tests; None is the fastest this CPU supports for the dtype of x.
+    The number of outputs is len(scales). Shapes: see the module docstring.
     """
     num_outputs, padded = len(scales), codes.shape[0] * PANEL
     num_inputs = codes.shape[1] * PANEL
@@ -214,7 +224,14 @@ def multiply(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = Non
     if padded != num_outputs:
         scales = functional.pad(scales, (0, padded - num_outputs))
         bias = None if bias is None else functional.pad(bias, (0, padded - num_outputs))
-    x = x.contiguous()
+    arguments = x.contiguous(), codes, scales, bias
+    out = vnni.multiply(*arguments) if unit == "vnni" else _multiply_widened(*arguments, unit)
+    return out if padded == num_outputs else out[:, :num_outputs].contiguous()
+
+
+def _multiply_widened(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, unit: str) -> Tensor:
+    """Apply a linear layer of whole panels, widening the weights."""
+    num_inputs, padded = x.shape[1], codes.shape[0] * PANEL
     out = torch.empty(len(x), padded, dtype=x.dtype)
     threads, each = torch.get_num_threads(), scratch_bytes(num_inputs)
     scratch, configs = torch.empty(threads * each, dtype=torch.uint8), tile_configs(len(x))
@@ -223,8 +240,8 @@ def multiply(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = Non
         out.data_ptr(), scratch.data_ptr(), configs.data_ptr(), len(x), num_inputs, padded,
         *choose_blocking(len(x), num_inputs, codes.shape[0], threads), each,
     )  # fmt: skip
-    multiply_kernel(x.dtype, unit)(job, threads)
-    return out if padded == num_outputs else out[:, :num_outputs].contiguous()
+    widening_kernel(x.dtype, unit)(job, threads)
+    return out
 
 
 def scratch_bytes(num_inputs: int) -> int:
@@ -248,16 +265,14 @@ def choose_blocking(num_tokens: int, num_inputs: int, num_panels: int, num_threa
     return groups, max(1, min(fit, num_panels * blocks // min_items))
 
 
-def multiply_kernel(dtype: torch.dtype, unit: str | None = None) -> Launch:
-    """Return the launcher of the int8 multiplication kernel for activations of one dtype.
+def widening_kernel(dtype: torch.dtype, unit: str) -> Launch:
+    """Return the launcher of the kernel that widens weights, for activations of a dtype and a `unit`.
 
-    Its argument record is an INT8_JOB. `unit`: as in `multiply`.
+    Its argument record is an INT8_JOB.
     """
-    best = "tiles" if has_amx() else "pairs" if has_avx512_bf16() else "floats"
-    unit = "floats" if dtype == torch.float32 else unit or best
     if unit == "tiles":
         return _tile_kernel(has_avx512_vbmi(), has_avx512_bf16())
-    return _row_kernel(has_avx512_vbmi(), KINDS[dtype], unit == "pairs")
+    return _row_kernel(has_avx512_vbmi(), KINDS[dtype])
 
 
 @helper
@@ -389,7 +404,7 @@ def _write_sums(native: bool, job: Any, token: int, panel: int, sums: int, more:
 
 
 @helper
-def _write_outputs(native: bool, kind: int, job: Any, token: int, output: int, value: Any) -> None:
+def _write_outputs(kind: int, job: Any, token: int, output: int, value: Any) -> None:
     """Scale 16 sums of a token, add the bias, and store them as outputs."""
     scale = load(value, pointer(FLOAT32, job.scales), output)
     if job.bias != 0:
@@ -398,17 +413,17 @@ def _write_outputs(native: bool, kind: int, job: Any, token: int, output: int, v
         value = mul(value, scale)
     at = token * job.num_outputs + output
     if kind == BFLOAT16:
-        store_bf16(native, pointer(BFLOAT16, job.out), at, value)
+        store_bf16(False, pointer(BFLOAT16, job.out), at, value)
     else:
         store(pointer(FLOAT32, job.out), at, value)
 
 
 @cache
-def _row_kernel(tables: bool, kind: int, native: bool) -> Launch:
-    """Return the launcher of the int8 multiplication kernel that does not need AMX.
+def _row_kernel(tables: bool, kind: int) -> Launch:
+    """Return the launcher of the int8 multiplication kernel that computes in float32.
 
     Each thread takes a panel of outputs, widens its weights to bf16 and multiplies them with up to 4 tokens at a time.
-    `tables`: widen by table look-up; `kind`: element type of activations and outputs; `native`: use AVX512-BF16.
+    `tables`: widen by table look-up; `kind`: element type of activations and outputs.
     """
 
     def kernel(address: Any) -> None:
@@ -423,10 +438,10 @@ def _row_kernel(tables: bool, kind: int, native: bool) -> Launch:
             token = block * job.groups_per_item * GROUP_TOKENS
             end = min(job.num_tokens, token + job.groups_per_item * GROUP_TOKENS)
             while token + 4 <= end:
-                _multiply_4_tokens(native, kind, job, token, panel, weight)
+                _multiply_4_tokens(kind, job, token, panel, weight)
                 token += 4
             while token < end:
-                _multiply_1_token(native, kind, job, token, panel, weight)
+                _multiply_1_token(kind, job, token, panel, weight)
                 token += 1
             item = fetch_add(address, 0, 1)
 
@@ -434,20 +449,20 @@ def _row_kernel(tables: bool, kind: int, native: bool) -> Launch:
 
 
 @helper
-def _add_pair(native: bool, kind: int, total: Any, weights: Any, x: int, pair: int) -> Any:
+def _add_pair(kind: int, total: Any, weights: Any, x: int, pair: int) -> Any:
     """Add to the sums `total` of 16 outputs the products of their weights with a pair of inputs.
 
     `x`: address of the token's inputs; `pair`: index of the pair.
     """
     if kind == BFLOAT16:
-        return dot_pairs(native, total, weights, splat(total, pointer(FLOAT32, x)[pair]))
+        return dot_pairs(False, total, weights, splat(total, pointer(FLOAT32, x)[pair]))
     inputs = pointer(FLOAT32, x)
     total = fma(low_half(weights), splat(total, inputs[2 * pair]), total)
     return fma(high_half(weights), splat(total, inputs[2 * pair + 1]), total)
 
 
 @helper
-def _multiply_1_token(native: bool, kind: int, job: Any, token: int, panel: int, weight: int) -> None:
+def _multiply_1_token(kind: int, job: Any, token: int, panel: int, weight: int) -> None:
     """Compute the 32 outputs of a panel for one token; `weight`: address of the widened panel."""
     x = job.x + token * job.num_inputs * (2 if kind == BFLOAT16 else 4)
     weights, zero = pointer(FLOAT32, weight), zeros(16)
@@ -455,14 +470,14 @@ def _multiply_1_token(native: bool, kind: int, job: Any, token: int, panel: int,
     for step in range(job.num_inputs // PANEL):
         for row in range(16):
             at, pair = step * 2 * 256 + row * 16, step * 16 + row
-            a = _add_pair(native, kind, a, load(zero, weights, at), x, pair)
-            b = _add_pair(native, kind, b, load(zero, weights, at + 256), x, pair)
-    _write_outputs(native, kind, job, token, panel * PANEL, a)
-    _write_outputs(native, kind, job, token, panel * PANEL + 16, b)
+            a = _add_pair(kind, a, load(zero, weights, at), x, pair)
+            b = _add_pair(kind, b, load(zero, weights, at + 256), x, pair)
+    _write_outputs(kind, job, token, panel * PANEL, a)
+    _write_outputs(kind, job, token, panel * PANEL + 16, b)
 
 
 @helper
-def _multiply_4_tokens(native: bool, kind: int, job: Any, token: int, panel: int, weight: int) -> None:
+def _multiply_4_tokens(kind: int, job: Any, token: int, panel: int, weight: int) -> None:
     """Compute the 32 outputs of a panel for four tokens; `weight`: address of the widened panel."""
     width = job.num_inputs * (2 if kind == BFLOAT16 else 4)
     x0 = job.x + token * width
@@ -473,13 +488,13 @@ def _multiply_4_tokens(native: bool, kind: int, job: Any, token: int, panel: int
         for row in range(16):
             at, pair = step * 2 * 256 + row * 16, step * 16 + row
             even, odd = load(zero, weights, at), load(zero, weights, at + 256)
-            a0, b0 = _add_pair(native, kind, a0, even, x0, pair), _add_pair(native, kind, b0, odd, x0, pair)
-            a1, b1 = _add_pair(native, kind, a1, even, x1, pair), _add_pair(native, kind, b1, odd, x1, pair)
-            a2, b2 = _add_pair(native, kind, a2, even, x2, pair), _add_pair(native, kind, b2, odd, x2, pair)
-            a3, b3 = _add_pair(native, kind, a3, even, x3, pair), _add_pair(native, kind, b3, odd, x3, pair)
+            a0, b0 = _add_pair(kind, a0, even, x0, pair), _add_pair(kind, b0, odd, x0, pair)
+            a1, b1 = _add_pair(kind, a1, even, x1, pair), _add_pair(kind, b1, odd, x1, pair)
+            a2, b2 = _add_pair(kind, a2, even, x2, pair), _add_pair(kind, b2, odd, x2, pair)
+            a3, b3 = _add_pair(kind, a3, even, x3, pair), _add_pair(kind, b3, odd, x3, pair)
     for half in range(2):
         output = panel * PANEL + 16 * half
-        _write_outputs(native, kind, job, token, output, a0 if half == 0 else b0)
-        _write_outputs(native, kind, job, token + 1, output, a1 if half == 0 else b1)
-        _write_outputs(native, kind, job, token + 2, output, a2 if half == 0 else b2)
-        _write_outputs(native, kind, job, token + 3, output, a3 if half == 0 else b3)
+        _write_outputs(kind, job, token, output, a0 if half == 0 else b0)
+        _write_outputs(kind, job, token + 1, output, a1 if half == 0 else b1)
+        _write_outputs(kind, job, token + 2, output, a2 if half == 0 else b2)
+        _write_outputs(kind, job, token + 3, output, a3 if half == 0 else b3)

@@ -1,12 +1,14 @@
 """Linear layers of few tokens in bf16. Limited by reading the weight once from memory.
 
 oneDNN does the same for many tokens, but each call costs tens of microseconds, as much as reading a weight at decode.
-Here a weight is packed in the order in which it is read: panels of 32 outputs; in a panel 32 inputs at a time, as two
-tiles of 16 outputs; a tile is 16 rows of (input pair, output). An item is one panel for up to 32 tokens. Ways to
+Here a weight is packed in the order in which it is read: panels of 32 outputs; in a panel 2 inputs at a time, as two
+registers of (16 outputs, input pair). For AMX, 32 inputs are two interleaved tiles. Reading in strictly ascending order
+keeps the hardware prefetcher close to the read bandwidth: with the two tiles one after the other and software
+prefetches it was a third of that (Zen 4, one thread, one token). An item is one panel for up to 32 tokens. Ways to
 multiply, best first: AMX tiles, pairs by AVX512-BF16, pairs widened to float32. In the last two a token's sum does not
 depend on other tokens.
 
-Shapes: x [num_tokens, in] bf16, packed [out / 32, in / 32, 2, 16, 16, 2] bf16 -> [num_tokens, out] bf16. 32 must divide
+Shapes: x [num_tokens, in] bf16, packed [out / 32, in / 32, 16, 2, 16, 2] bf16 -> [num_tokens, out] bf16. 32 must divide
 in and out.
 """
 
@@ -17,14 +19,15 @@ from functools import cache
 from typing import Any
 
 import torch
-from numba import carray
+from llvmlite import ir
+from numba import carray, types
 from torch import Tensor
 
 from .bf16 import (
     CONFIG_BYTES,
     TILE_BYTES,
     TILE_ROWS,
-    dot_pairs,
+    emit_dot_pairs,
     has_amx,
     has_avx512_bf16,
     store_bf16,
@@ -37,7 +40,23 @@ from .bf16 import (
     tile_store,
 )
 from .launch import Launch, compile_kernel, define_job, helper
-from .simd import BFLOAT16, FLOAT32, add, fetch_add, load, pointer, prefetch, splat, zeros
+from .simd import (
+    BFLOAT16,
+    F32,
+    FLOAT32,
+    I64,
+    add,
+    emit_constant,
+    emit_load,
+    emit_loop,
+    emit_splat,
+    fetch_add,
+    load,
+    pointer,
+    simd_intrinsic,
+    vector_type,
+    zeros,
+)
 
 PANEL = 32  # outputs of an item, and inputs of a step
 GROUP_TOKENS = 2 * TILE_ROWS  # tokens of an item
@@ -46,19 +65,19 @@ SCRATCH_FLOATS = 4 * TILE_BYTES // 4  # per thread
 MATMUL_JOB, PACK_MATMUL_JOB = define_job("x weight bias out scratch configs num_tokens num_inputs num_outputs")
 """Addresses of contiguous arrays and sizes. bias may be 0.
 
-For AMX only: scratch: SCRATCH_FLOATS for each thread; configs: `tile_configs(T)`.
+scratch: SCRATCH_FLOATS for each thread. configs: `tile_configs(T)`, for AMX only.
 """
 
 
 def pack_weight(weight: Tensor, keep: Callable[[Tensor], Tensor] = Tensor.contiguous) -> Tensor:
     """Return the weight in the order in which the kernel reads it.
 
-    Shapes: weight [out, in] -> [out / 32, in / 32, 2, 16, 16, 2]. `keep` makes the contiguous copy in memory of the
+    Shapes: weight [out, in] -> [out / 32, in / 32, 16, 2, 16, 2]. `keep` makes the contiguous copy in memory of the
     caller's choice; an address that is a multiple of 64 is fastest.
     """
     num_outputs, num_inputs = weight.shape
     parts = weight.view(num_outputs // PANEL, 2, 16, num_inputs // PANEL, 16, 2)
-    return keep(parts.permute(0, 3, 1, 4, 2, 5))
+    return keep(parts.permute(0, 3, 4, 1, 2, 5))
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -148,8 +167,8 @@ def _multiply_amx(native: bool, job: Any, token: int, panel: int, scratch: int) 
     tile_clear(3)
     for step in range(job.num_inputs // PANEL):
         tile_load(4, x + 64 * step, stride)
-        tile_load(6, weight, 64)
-        tile_load(7, weight + TILE_BYTES, 64)
+        tile_load(6, weight, 128)
+        tile_load(7, weight + 64, 128)
         tile_dot(0, 4, 6)
         tile_dot(1, 4, 7)
         if more:
@@ -188,61 +207,72 @@ def _pair_kernel(native: bool) -> Launch:
     def kernel(address: Any) -> None:
         job = carray(address, 1, MATMUL_JOB)[0]
         num_panels, num_groups = job.num_outputs // PANEL, (job.num_tokens + GROUP_TOKENS - 1) // GROUP_TOKENS
-        item = fetch_add(address, 0, 1)
+        item, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
+        sums, stride, steps = job.scratch + thread * SCRATCH_FLOATS * 4, 2 * job.num_inputs, job.num_inputs // PANEL
         while item < num_panels * num_groups:
             panel, group = divmod(item, num_groups)
             token, end = group * GROUP_TOKENS, min((group + 1) * GROUP_TOKENS, job.num_tokens)
-            while token + 4 <= end:
-                _multiply_4_tokens(native, job, token, panel)
-                token += 4
+            weight = job.weight + panel * PANEL * stride
             while token < end:
-                _multiply_1_token(native, job, token, panel)
-                token += 1
+                count, x = end - token, job.x + token * stride
+                if count >= 8:
+                    count = 8
+                    dot_block(native, 8, x, stride, weight, steps, sums)
+                elif count >= 4:
+                    count = 4
+                    dot_block(native, 4, x, stride, weight, steps, sums)
+                elif count >= 2:
+                    count = 2
+                    dot_block(native, 2, x, stride, weight, steps, sums)
+                else:
+                    dot_block(native, 1, x, stride, weight, steps, sums)
+                _write_block(native, job, token, count, panel, sums)
+                token += count
             item = fetch_add(address, 0, 1)
 
     return compile_kernel(kernel)
 
 
 @helper
-def _multiply_1_token(native: bool, job: Any, token: int, panel: int) -> None:
-    """Compute the 32 outputs of a panel for one token."""
-    x = pointer(FLOAT32, job.x + 2 * token * job.num_inputs)
-    weight = pointer(FLOAT32, job.weight + 2 * panel * PANEL * job.num_inputs)
-    zero = zeros(16)
-    a, b = zero, zero
-    for step in range(job.num_inputs // PANEL):
-        at = step * 2 * 256
-        for row in range(16):
-            prefetch(weight, at + row * 16 + 2048)
-            prefetch(weight, at + row * 16 + 256 + 2048)
-            pair = splat(zero, x[step * 16 + row])
-            a = dot_pairs(native, a, load(zero, weight, at + row * 16), pair)
-            b = dot_pairs(native, b, load(zero, weight, at + row * 16 + 256), pair)
-    _write_outputs(native, job, token, panel * PANEL, a)
-    _write_outputs(native, job, token, panel * PANEL + 16, b)
+def _write_block(native: bool, job: Any, token: int, count: int, panel: int, sums: int) -> None:
+    """Write the outputs of `count` tokens for one panel from their sums [count, 32] float32."""
+    source, zero = pointer(FLOAT32, sums), zeros(16)
+    for row in range(count):
+        for half in range(0, PANEL, 16):
+            value = load(zero, source, row * PANEL + half)
+            _write_outputs(native, job, token + row, panel * PANEL + half, value)
 
 
-@helper
-def _multiply_4_tokens(native: bool, job: Any, token: int, panel: int) -> None:
-    """Compute the 32 outputs of a panel for four tokens."""
-    width = job.num_inputs // 2
-    x = pointer(FLOAT32, job.x + 4 * token * width)
-    weight = pointer(FLOAT32, job.weight + 2 * panel * PANEL * job.num_inputs)
-    zero = zeros(16)
-    a0, a1, a2, a3, b0, b1, b2, b3 = zero, zero, zero, zero, zero, zero, zero, zero
-    for step in range(job.num_inputs // PANEL):
-        for row in range(16):
-            at, pair = step * 2 * 256 + row * 16, step * 16 + row
-            even, odd = load(zero, weight, at), load(zero, weight, at + 256)
-            x0, x1 = splat(zero, x[pair]), splat(zero, x[pair + width])
-            x2, x3 = splat(zero, x[pair + 2 * width]), splat(zero, x[pair + 3 * width])
-            a0, b0 = dot_pairs(native, a0, even, x0), dot_pairs(native, b0, odd, x0)
-            a1, b1 = dot_pairs(native, a1, even, x1), dot_pairs(native, b1, odd, x1)
-            a2, b2 = dot_pairs(native, a2, even, x2), dot_pairs(native, b2, odd, x2)
-            a3, b3 = dot_pairs(native, a3, even, x3), dot_pairs(native, b3, odd, x3)
-    for half in range(2):
-        output = panel * PANEL + 16 * half
-        _write_outputs(native, job, token, output, a0 if half == 0 else b0)
-        _write_outputs(native, job, token + 1, output, a1 if half == 0 else b1)
-        _write_outputs(native, job, token + 2, output, a2 if half == 0 else b2)
-        _write_outputs(native, job, token + 3, output, a3 if half == 0 else b3)
+@simd_intrinsic
+def dot_block(typing: Any, native: Any, count: Any, x: Any, stride: Any, weight: Any, num_steps: Any, sums: Any) -> Any:
+    """Multiply `count` (a literal) tokens with a panel; write the sums [count, 32] float32.
+
+    `x`, `weight`, `sums`: addresses; `stride`: bytes from one token to the next. There is at least one step of 32
+    inputs. `native`: as in `dot_pairs`.
+    """
+    num, wide = count.literal_value, vector_type(16)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, _, x, stride, weight, num_steps, sums = args
+
+        def multiply_step(step: Any, totals: list[Any]) -> list[Any]:
+            panel = builder.add(weight, builder.mul(step, ir.Constant(I64, 2 * PANEL * PANEL)))
+            inputs = [builder.add(row, builder.mul(step, ir.Constant(I64, 2 * PANEL))) for row in rows]
+            for pair in range(PANEL // 2):
+                weights = [emit_load(builder, wide, panel, 128 * pair + 64 * half) for half in range(2)]
+                for row in range(num):
+                    numbers = emit_splat(builder, emit_load(builder, F32, inputs[row], 4 * pair), 16)
+                    for place in (2 * row, 2 * row + 1):
+                        operands = totals[place], weights[place % 2], numbers
+                        totals[place] = emit_dot_pairs(builder, native.literal_value, *operands)
+            return totals
+
+        rows = [builder.add(x, builder.mul(stride, ir.Constant(I64, row))) for row in range(num)]
+        starts = [emit_constant(16, 0.0)] * (2 * num)
+        for place, total in enumerate(emit_loop(builder, num_steps, starts, multiply_step)):
+            target = builder.add(sums, ir.Constant(I64, 64 * place))
+            builder.store(total, builder.inttoptr(target, wide.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    numbers = (types.int64,) * 5
+    return types.void(native, count, *numbers), generate

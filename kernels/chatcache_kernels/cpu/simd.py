@@ -60,6 +60,32 @@ def emit_pointer(builder: Any, pointer: Any, index: Any, element: ir.Type) -> An
     return builder.gep(base, [index], source_etype=element)
 
 
+def emit_load(builder: Any, kind: ir.Type, address: Any, offset: int = 0) -> Any:
+    """Emit an unaligned load from an integer address plus `offset` bytes."""
+    place = builder.inttoptr(builder.add(address, ir.Constant(I64, offset)), kind.as_pointer())
+    return builder.load(place, align=1, typ=kind)
+
+
+def emit_loop(builder: Any, count: Any, carried: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+    """Emit a loop of at least one round; return the values that its last round leaves.
+
+    `carried`: values before the first round; body(round, values) emits a round and returns the values after it.
+    """
+    before, loop, after = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("done")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    index, values = builder.phi(I64), [builder.phi(each.type) for each in carried]
+    following = body(index, list(values))
+    end = builder.add(index, ir.Constant(I64, 1))
+    starts = [ir.Constant(I64, 0), *carried]
+    for phi, start, value in zip([index, *values], starts, [end, *following], strict=True):
+        phi.add_incoming(start, before)
+        phi.add_incoming(value, builder.block)
+    builder.cbranch(builder.icmp_signed("<", end, count), loop, after)
+    builder.position_at_end(after)
+    return following
+
+
 LOG2E = 1.4426950408889634
 FLOAT32, BFLOAT16, FLOAT16, INT32, INT64 = range(5)  # element kinds in memory
 
