@@ -16,12 +16,13 @@ from starlette.types import Scope
 from chatcache.conversations.store import StaleRevisionError
 from chatcache.errors import ChatcacheError, OverloadedError, QuotaExceededError, RateLimitError, RequestPoisonedError
 from chatcache.gateway.json_codec import encode
-from chatcache.gateway.schemas.anthropic import MessagesError, MessagesErrorDetail
+from chatcache.gateway.schemas.anthropic import ErrorCode, MessagesError, MessagesErrorDetail
 from chatcache.gateway.schemas.errors import Error, ErrorDetail
 from chatcache.gateway.schemas.responses import ConflictDetail, Conversation
 
 REQUEST_ID = "chatcache.request_id"  # key of the request id in the ASGI scope
 MESSAGES_PATH = "/v1/messages"
+THREAD_NOT_FOUND = "thread_not_found"
 _RETRY_AFTER_S = 1
 # Anthropic's error types by status; other statuses are `invalid_request_error` or `api_error`.
 _MESSAGES_ERROR_TYPES = {
@@ -131,6 +132,8 @@ def messages_error(error: ChatcacheError, scope: Scope) -> MessagesError:
     """Build the error body of the Messages API."""
     default = "invalid_request_error" if error.status < 500 else "api_error"
     detail = MessagesErrorDetail(_MESSAGES_ERROR_TYPES.get(error.status, default), error.message)
+    if error.code == THREAD_NOT_FOUND:
+        detail.details = ErrorCode(error.code)
     return MessagesError(detail, scope.get(REQUEST_ID))
 
 

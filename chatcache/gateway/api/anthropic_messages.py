@@ -10,16 +10,17 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatcache.conversations.prompt import Message, assistant_message, tool_message
+from chatcache.conversations.prompt import Message, assistant_message, tool_calls_of, tool_message
 from chatcache.conversations.replies.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
 from chatcache.conversations.tree import ToolCall, new_id
-from chatcache.errors import ContextLengthError, InvalidRequestError, UnsupportedParameterError
+from chatcache.errors import ContextLengthError, InvalidRequestError, NotFoundError, UnsupportedParameterError
 from chatcache.gateway.api.chat_completions import ChatRequest, start_chat
 from chatcache.gateway.api.generation import CompleteReply, reply_events, respond
 from chatcache.gateway.api.params import (
@@ -78,12 +79,13 @@ from chatcache.gateway.schemas.requests import (
     ToolChoiceFields,
     ToolFields,
 )
+from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import FINISH_STOP
 from chatcache.types.request import StructuredOutputs
 
 Value = TypeVar("Value")
 
-API_VERSION = "2023-06-01"
+API_VERSIONS = ("2023-06-01", "2026-10-21")  # equal in what this server has of them
 SIGNATURE = "chatcache"  # clients drop thinking blocks without a signature
 # Claude Code begins its system prompt with a line that has this prefix and changes with the version and the session.
 BILLING_LINE = "x-anthropic-billing-header:"
@@ -93,11 +95,10 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 async def create_message(request: Request) -> Response:
     """POST /v1/messages: stateless, streamed or not."""
     gateway = gateway_of(request)
-    _check_version(request)
     body = await read_json(request)
     prompt, options = parse_fields(body, MessagesPrompt), parse_fields(body, MessagesOptions)
-    converted = _convert(request, body, prompt)
     model = await gateway.require_model(prompt.model)
+    converted = _convert(request, model, body, prompt)
     tools = _tool_use(model, prompt)
     sampling = SamplingFields(
         temperature=options.temperature, top_p=options.top_p, top_k=options.top_k, stop=options.stop_sequences
@@ -131,25 +132,15 @@ async def create_message(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """POST /v1/messages/count_tokens: length of the prompt. Nothing is computed or stored."""
     gateway, principal = gateway_of(request), principal_of(request)
-    _check_version(request)
     body = await read_json(request)
     prompt = parse_fields(body, MessagesPrompt)
-    converted = _convert(request, body, prompt)
     model = await gateway.require_model(prompt.model)
+    converted = _convert(request, model, body, prompt)
     functions = _tool_use(model, prompt).functions
     with _rename_context_error():
         async with gateway.tokenize_throttle.acquire(principal.owner, len(await request.body())):
             assembled = await model.service.prompt(converted.messages, principal.tenant, functions)
     return json_response(TokenCount(len(assembled.token_ids)), headers=ignored_header(converted.ignored))
-
-
-def _check_version(request: Request) -> None:
-    version = request.headers.get("anthropic-version", API_VERSION)
-    if version != API_VERSION:
-        raise InvalidRequestError(
-            f"anthropic-version: {version[:40]!r} is not supported; this server has {API_VERSION}",
-            param="anthropic-version",
-        )
 
 
 @contextlib.contextmanager
@@ -211,12 +202,21 @@ class _Converted(NamedTuple):
     ignored: tuple[str, ...]
 
 
-def _convert(request: Request, body: dict[str, Any], prompt: MessagesPrompt) -> _Converted:
+def _convert(request: Request, model: Model, body: dict[str, Any], prompt: MessagesPrompt) -> _Converted:
     """Convert the system prompt and the messages. Raises: InvalidRequestError, UnsupportedParameterError."""
     ignored = dict.fromkeys(unknown_fields(body, MessagesPrompt, MessagesOptions))
     if "anthropic-beta" in request.headers:
         ignored["anthropic-beta"] = None
+    if request.headers.get("anthropic-version", API_VERSIONS[0]) not in API_VERSIONS:
+        ignored["anthropic-version"] = None
+    if prompt.thread is not None:
+        if prompt.thread.type == "continue":
+            raise NotFoundError(
+                "thread: this server holds no threads; send all messages", param="thread", code="thread_not_found"
+            )
+        ignored["thread"] = None
     messages: list[Message] = []
+    late_role = "system" if _accepts_late_system(model.tokenizer) else "user"
     if prompt.system:
         blocks = [prompt.system] if isinstance(prompt.system, str) else [block.text for block in prompt.system]
         if any(text.startswith(BILLING_LINE) for text in blocks):
@@ -224,7 +224,10 @@ def _convert(request: Request, body: dict[str, Any], prompt: MessagesPrompt) -> 
         if texts := [text for text in map(_without_billing_line, blocks) if text]:
             messages.append(Message(role="system", content="\n".join(texts)))
     for at, message in enumerate(prompt.messages):
-        messages += _messages(message, f"messages[{at}]")
+        for each in _messages(message, f"messages[{at}]"):
+            if each["role"] == "system" and messages:
+                each["role"] = late_role
+            _append(messages, each)
         for block in message.content if isinstance(message.content, list) else ():
             if block.is_error:
                 ignored["messages.content.is_error"] = None
@@ -235,6 +238,30 @@ def _convert(request: Request, body: dict[str, Any], prompt: MessagesPrompt) -> 
             "messages: the last one must not be the assistant's; this server does not continue it", param="messages"
         )
     return _Converted(tuple(messages), tuple(ignored))
+
+
+@lru_cache(maxsize=4)
+def _accepts_late_system(tokenizer: Tokenizer) -> bool:
+    """Whether the chat template renders a system message that follows another message."""
+    late = "late instructions"
+    messages = [Message(role="user", content="Hello"), Message(role="system", content=late)]
+    try:
+        return late in tokenizer.render(messages)
+    except InvalidRequestError:
+        return False
+
+
+def _append(messages: list[Message], message: Message) -> None:
+    """Append a message; consecutive ones of the user or the assistant are one turn."""
+    last = messages[-1] if messages else None
+    if last is None or last["role"] != message["role"] or message["role"] not in ("user", "assistant"):
+        messages.append(message)
+    elif message["role"] == "user":
+        messages[-1] = Message(role="user", content=f"{last['content']}\n{message['content']}")
+    else:
+        reasoning = last.get("reasoning_content", "") + message.get("reasoning_content", "")
+        calls = (*tool_calls_of(last), *tool_calls_of(message))
+        messages[-1] = assistant_message(last["content"] + message["content"], reasoning, calls)
 
 
 def _without_billing_line(text: str) -> str:

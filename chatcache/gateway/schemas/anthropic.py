@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from chatcache.gateway.schemas.requests import (
     MAX_MESSAGES,
@@ -113,6 +113,16 @@ class OutputConfig(msgspec.Struct, frozen=True):
     format: OutputFormat | None = None
 
 
+class ThreadParam(msgspec.Struct, frozen=True):
+    """A conversation that the server holds, which this server does not: `create` is named as ignored.
+
+    `continue` is refused as an unknown thread, whereupon clients send the whole history.
+    """
+
+    type: Literal["create", "continue"]
+    previous_message_id: str | None = None
+
+
 class MessagesPrompt(msgspec.Struct, frozen=True):
     """The fields that determine the prompt; `count_tokens` takes the same ones."""
 
@@ -123,6 +133,7 @@ class MessagesPrompt(msgspec.Struct, frozen=True):
     tool_choice: ToolChoiceParam | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
+    thread: ThreadParam | None = None
     thinking: NamedAsIgnored | None = None
     context_management: NamedAsIgnored | None = None
 
@@ -255,9 +266,16 @@ class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
     """The last event."""
 
 
+class ErrorCode(msgspec.Struct):
+    error_code: str
+
+
 class MessagesErrorDetail(msgspec.Struct):
+    """`details`: for errors that clients recover from by themselves."""
+
     type: str
     message: str
+    details: ErrorCode | UnsetType = UNSET
 
 
 class MessagesError(msgspec.Struct, tag_field="type", tag="error"):
