@@ -36,7 +36,7 @@ from chatcache.types.actions import (
     Strategy,
     cannot_drop_error,
 )
-from chatcache.types.events import TokenLogprob
+from chatcache.types.events import TokenLogprob, is_dead_end
 from chatcache.types.request import SamplingParams, SentCandidate
 
 
@@ -131,7 +131,7 @@ class SamplingStrategy:
         self._constraint = constraint
         self._num_candidates = params.n if params.best_of is None else params.best_of
         self._num_top = params.logprobs
-        self._drawing = SamplerSpec(params, rules, constraint, seed=seed, prompt=prompt)
+        self._sampler_spec = SamplerSpec(params, rules, constraint, seed=seed, prompt=prompt)
         self._candidates: dict[int, _Candidate] = {}
         self._wanted = set(range(self._num_candidates))  # candidates not dropped before the first draw
         self._started = False
@@ -150,33 +150,37 @@ class SamplingStrategy:
         return self._started
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
+        sampler = self._sampler_spec
         if self._started:
-            lane = self._candidates[branch]
-            edit, mask = self._drawing.changes(lane)
-            next_changes = None if self._drawing.has_fixed_changes else partial(self._drawing.changes, lane)
-            return (replace(lane.spec, edit=edit, mask=mask, next_changes=next_changes),)
+            candidate = self._candidates[branch]
+            edit, mask = sampler.changes(candidate)
+            next_changes = None if sampler.has_fixed_changes else partial(sampler.changes, candidate)
+            return (replace(candidate.spec, edit=edit, mask=mask, next_changes=next_changes),)
         if branch != ROOT:
             raise KeyError(branch)
-        root = self._drawing.draw_spec(self._drawing.spec, _Candidate(ROOT, self._drawing.spec, self._drawing.edits))
+        root = sampler.draw_spec(sampler.spec, _Candidate(ROOT, sampler.spec, sampler.edits))
         return (root, *(replace(root, lane=lane) for lane in range(1, self._num_candidates)))
 
     def advance(self, drawn: Mapping[int, tuple[Candidates, ...]]) -> Advance:
         actions: list[BranchAction] = []
         outputs: list[Output] = []
         if self._started:
-            for branch, (candidate,) in drawn.items():
-                alive = self._append(self._candidates[branch], candidate, outputs)
-                actions.append(Extend(branch, candidate.tokens[0]) if alive else self._release(branch))
+            for branch, (each,) in drawn.items():
+                alive = self._append(self._candidates[branch], each, outputs)
+                actions.append(Extend(branch, each.tokens[0]) if alive else self._release(branch))
         elif ROOT in drawn:
             self._start(drawn[ROOT], actions, outputs)
-        finished = self._started and not self._candidates and self._has_finished()
-        return Advance(tuple(actions), tuple(outputs), finished)
+        self._check_has_result()
+        return Advance(tuple(actions), tuple(outputs), self._has_finished)
 
+    @property
     def _has_finished(self) -> bool:
-        """Return whether no candidate is live. Raises: GrammarDeadEndError if all of them ended in dead ends."""
-        if not self._candidates and not self._has_result:
+        return self._started and not self._candidates
+
+    def _check_has_result(self) -> None:
+        """Raise GrammarDeadEndError if all candidates ended in dead ends."""
+        if self._has_finished and not self._has_result:
             raise GrammarDeadEndError
-        return not self._candidates
 
     def drop(self, index: int) -> DroppedCandidate | None:
         alive = self._candidates.keys() if self._started else self._wanted
@@ -206,15 +210,15 @@ class SamplingStrategy:
         for each in candidates:
             if each.index in gone:
                 continue
-            lane, ended = self._new_candidate(each.index), None
+            candidate, ended = self._new_candidate(each.index), None
             for (token,) in iter_unpack("<i", each.tokens):
-                ended = self._advance_state(lane, token)
-            lane.score = each.score
+                ended = self._advance_state(candidate, token)
+            candidate.score = each.score
             if ended is None:
-                self._candidates[lane.index] = lane
+                self._candidates[candidate.index] = candidate
             else:
-                ends.append(Finish(lane.index, ended.finish_reason, ended.stop_reason, lane.score))
-        self._has_finished()
+                ends.append(Finish(candidate.index, ended.finish_reason, ended.stop_reason, candidate.score))
+        self._check_has_result()
         return tuple(ends)
 
     @property
@@ -222,42 +226,43 @@ class SamplingStrategy:
         """Indexes of the candidates that have started and not ended."""
         return tuple(self._candidates)
 
-    def _start(self, candidates: tuple[Candidates, ...], actions: list[BranchAction], outputs: list[Output]) -> None:
+    def _start(self, drawn: tuple[Candidates, ...], actions: list[BranchAction], outputs: list[Output]) -> None:
         """Turn the draws of the root into candidates: forks first, then the step of the root itself."""
         self._started = True
-        for index, candidate in enumerate(candidates):
+        for index, each in enumerate(drawn):
             if index not in self._wanted:
                 continue  # dropped; it was drawn because draws are made for all candidates together
-            lane = self._candidates[index] = self._new_candidate(index)
-            if not self._append(lane, candidate, outputs):
+            candidate = self._candidates[index] = self._new_candidate(index)
+            if not self._append(candidate, each, outputs):
                 del self._candidates[index]
             elif index != ROOT:
-                actions.append(Fork(ROOT, index, candidate.tokens[0]))
-        actions.append(Extend(ROOT, candidates[ROOT].tokens[0]) if ROOT in self._candidates else Release(ROOT))
+                actions.append(Fork(ROOT, index, each.tokens[0]))
+        actions.append(Extend(ROOT, drawn[ROOT].tokens[0]) if ROOT in self._candidates else Release(ROOT))
 
-    def _append(self, lane: _Candidate, candidate: Candidates, outputs: list[Output]) -> bool:
+    def _append(self, candidate: _Candidate, drawn: Candidates, outputs: list[Output]) -> bool:
         """Append a token to a candidate; return False if the candidate ends with it."""
-        token, logprob = candidate.tokens[0], candidate.logprobs[0]
-        lane.score += logprob
-        ended = self._advance_state(lane, token)
-        logprobs = (TokenLogprob(logprob, candidate.top),) if self._num_top is not None else ()
-        outputs.append(Emit(lane.index, (token,), logprobs, lane.score))
+        token, logprob = drawn.tokens[0], drawn.logprobs[0]
+        candidate.score += logprob
+        ended = self._advance_state(candidate, token)
+        logprobs = (TokenLogprob(logprob, drawn.top),) if self._num_top is not None else ()
+        outputs.append(Emit(candidate.index, (token,), logprobs, candidate.score))
         if ended is not None:
-            outputs.append(Finish(lane.index, ended.finish_reason, ended.stop_reason, lane.score))
+            outputs.append(Finish(candidate.index, ended.finish_reason, ended.stop_reason, candidate.score))
         return ended is None
 
     def _new_candidate(self, index: int) -> _Candidate:
         grammar_state = None if self._constraint is None else self._constraint.fork(None)
-        spec = replace(self._drawing.spec, lane=index)
-        return _Candidate(index, spec, self._drawing.edits.fork(), grammar_state)
+        spec = replace(self._sampler_spec.spec, lane=index)
+        return _Candidate(index, spec, self._sampler_spec.edits.fork(), grammar_state)
 
-    def _advance_state(self, lane: _Candidate, token: int) -> StopResult | None:
-        if lane.edits.is_recording:
-            lane.edits.record(token)
-        if lane.grammar_state is None:
-            lane.progress, ended = self._rules.advance(lane.progress, token)
+    def _advance_state(self, candidate: _Candidate, token: int) -> StopResult | None:
+        if candidate.edits.is_recording:
+            candidate.edits.record(token)
+        if candidate.grammar_state is None:
+            candidate.progress, ended = self._rules.advance(candidate.progress, token)
         else:
-            lane.progress, ended = advance_candidate(self._rules, lane.progress, token, lane.grammar_state)
+            state = candidate.grammar_state
+            candidate.progress, ended = advance_candidate(self._rules, candidate.progress, token, state)
         if ended is not None and ended is not DEAD_END:
             self._has_result = True
         return ended
@@ -321,21 +326,22 @@ class BestOfStrategy:
 
     def _record(self, output: Output) -> None:
         if isinstance(output, Emit):
-            drawn = self._outputs_by_index.setdefault(output.index, _CandidateOutput())
-            drawn.tokens += output.token_ids
-            drawn.logprobs += output.logprobs
+            collected = self._outputs_by_index.setdefault(output.index, _CandidateOutput())
+            collected.tokens += output.token_ids
+            collected.logprobs += output.logprobs
         elif isinstance(output, Finish):
             self._outputs_by_index.setdefault(output.index, _CandidateOutput()).done = output
 
     def _best_outputs(self) -> tuple[Output, ...]:
-        done = [(drawn, drawn.done) for _, drawn in sorted(self._outputs_by_index.items()) if drawn.done is not None]
-        done.sort(key=lambda pair: (_is_dead_end(pair[1]), -pair[1].score / max(len(pair[0].tokens), 1)))
+        done = [(each, each.done) for _, each in sorted(self._outputs_by_index.items()) if each.done is not None]
+        done.sort(key=lambda pair: _rank(*pair))
         outputs: list[Output] = []
-        for index, (drawn, end) in enumerate(done[: self._num_returned]):
-            outputs.append(Emit(index, tuple(drawn.tokens), tuple(drawn.logprobs)))
+        for index, (each, end) in enumerate(done[: self._num_returned]):
+            outputs.append(Emit(index, tuple(each.tokens), tuple(each.logprobs)))
             outputs.append(Finish(index, end.finish_reason, end.stop_reason, end.score))
         return tuple(outputs)
 
 
-def _is_dead_end(end: Finish) -> bool:
-    return (end.finish_reason, end.stop_reason) == (DEAD_END.finish_reason, DEAD_END.stop_reason)
+def _rank(output: _CandidateOutput, end: Finish) -> tuple[bool, float]:
+    """Return the sort key of an ended candidate: dead ends last, then by mean token log-probability."""
+    return is_dead_end(end.finish_reason, end.stop_reason), -end.score / max(len(output.tokens), 1)

@@ -97,12 +97,12 @@ class DistinctStrategy:
         self._num_candidates = params.n
         self._with_logprobs = params.logprobs is not None
         width = min(max(params.n, 2), vocab_size)  # a draw of width 1 does not return its noise
-        self._drawing = SamplerSpec(params, rules, constraint, seed=seed, prompt=prompt, width=width)
+        self._sampler_spec = SamplerSpec(params, rules, constraint, seed=seed, prompt=prompt, width=width)
         self._tree = TokenTree()
         self._stream = CandidateStream(self._tree, params.n, with_logprobs=self._with_logprobs)
         self._branches = BranchReassignment(self._tree.root)
         self._ranked = [
-            RankedPrefix(self._tree.root, 0.0, 0.0, START, self._drawing.edits, self._drawing.spec)
+            RankedPrefix(self._tree.root, 0.0, 0.0, START, self._sampler_spec.edits, self._sampler_spec.spec)
         ]  # best value first
         self._live = {0: self._ranked[0]}  # by branch
         self._tree.root.num_refs += 1
@@ -123,7 +123,7 @@ class DistinctStrategy:
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
         prefix = self._live[branch]
-        return (self._drawing.draw_spec(prefix.spec, prefix),)
+        return (self._sampler_spec.draw_spec(prefix.spec, prefix),)
 
     def drop(self, index: int) -> DroppedCandidate | None:
         raise cannot_drop_error("distinct candidates")

@@ -13,6 +13,11 @@ FINISH_CANCELLED = "cancelled"
 STOP_DEAD_END = "constraint_dead_end"
 
 
+def is_dead_end(finish_reason: str, stop_reason: str | int | None) -> bool:
+    """Return whether a candidate was cut off because no token continues its text; a stop string may spell the same."""
+    return finish_reason == FINISH_LENGTH and stop_reason == STOP_DEAD_END
+
+
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     """The natural log-probability of a token under the raw logits, and the `top` alternatives."""
 
@@ -114,8 +119,7 @@ class CandidateDone(msgspec.Struct, frozen=True, tag="done"):
     @property
     def is_result(self) -> bool:
         """Whether it was neither dropped nor cut off by a dead end of its grammar."""
-        is_dead_end = (self.finish_reason, self.stop_reason) == (FINISH_LENGTH, STOP_DEAD_END)
-        return self.finish_reason != FINISH_CANCELLED and not is_dead_end
+        return self.finish_reason != FINISH_CANCELLED and not is_dead_end(self.finish_reason, self.stop_reason)
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):

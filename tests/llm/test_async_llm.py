@@ -99,7 +99,7 @@ async def test_generate_invalid_or_failing_request_raises_and_others_continue(
     original = SamplingStrategy.advance
 
     def advance(self: SamplingStrategy, drawn: Any) -> Any:
-        if self._drawing.spec.seed == 7:
+        if self._sampler_spec.spec.seed == 7:
             raise EngineError("this request fails")
         return original(self, drawn)
 

@@ -166,7 +166,7 @@ def test_generate_request_that_fails_while_decoding_keeps_its_tokens_and_the_oth
     original, num_steps = SamplingStrategy.advance, [0]
 
     def advance(self: SamplingStrategy, drawn: Any) -> Any:
-        if self._drawing.spec.seed == 7:
+        if self._sampler_spec.spec.seed == 7:
             num_steps[0] += 1
             if num_steps[0] == 5:
                 raise EngineError("the fifth step fails")

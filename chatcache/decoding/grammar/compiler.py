@@ -352,7 +352,7 @@ LIMITS: dict[str, Any] = {
 MAX_GRAMMARS = 64
 MAX_GROWTH_BYTES = 256 << 20  # of all cached grammars together
 MAX_REASON_CHARS = 300
-DEAD_END = "NoExtension"  # prefix of the library's message if no token matches
+NO_EXTENSION = "NoExtension"  # prefix of the library's message if no token matches
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 HUGE_PAGE_BYTES = 2 << 20
 _STATE = re.compile(r"<(?:non-verbose/|backtrace|state)>")
@@ -470,7 +470,7 @@ class GrammarCompiler:
         words = np.zeros(-(-self._tokenizer.vocab_size // 32), np.uint32)
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if matcher.is_error():
-            return words[: len(self.text_tokens)] * 0 if matcher.get_error().startswith(DEAD_END) else None
+            return words[: len(self.text_tokens)] * 0 if matcher.get_error().startswith(NO_EXTENSION) else None
         return words[: len(self.text_tokens)] & self.allowed_tokens
 
     def resident_bytes(self) -> int:
