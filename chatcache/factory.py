@@ -36,8 +36,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, *, need
     tokenizer = load_tokenizer(config) if need_tokenizer or has_tokenizer(config) else None
     runner = load_runner(config, progress)
     if tokenizer is None:
-        return Engine(runner, runner.facts, config)
-    engine = Engine(runner, runner.facts, config, tokenizer.token_bytes, special_ids=tokenizer.special_ids)
+        return Engine(runner, runner.model_info, config)
+    engine = Engine(runner, runner.model_info, config, tokenizer.token_bytes, special_ids=tokenizer.special_ids)
     engine.start_grammar_compiler()
     return engine
 

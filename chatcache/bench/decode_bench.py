@@ -120,10 +120,10 @@ def _start(mode: str, num_branches: int, num_steps: int) -> tuple[Engine, _Rando
     capacity = KVCapacity(num_pages + 1, PAGE_SIZE, num_branches, PROMPT_TOKENS + num_tokens)
     runner = _RandomRunner(capacity)
     config = EngineConfig(max_num_seqs=num_branches, max_num_batched_tokens=num_branches * PROMPT_TOKENS)
-    facts = ModelInfo(
+    model_info = ModelInfo(
         name="bench", digest="00" * 32, vocab_size=VOCAB_SIZE, max_model_len=capacity.max_model_len, eos_token_ids=(0,)
     )
-    engine = Engine(runner, facts, config, make_strategy=_grammar_strategy if mode == GRAMMAR else make_strategy)
+    engine = Engine(runner, model_info, config, make_strategy=_grammar_strategy if mode == GRAMMAR else make_strategy)
     random = np.random.default_rng(0)
     for number in range(num_branches // width):
         prompt = tuple(random.integers(2, VOCAB_SIZE, PROMPT_TOKENS - number % PAGE_SIZE).tolist())
@@ -148,10 +148,10 @@ def _params(mode: str, max_tokens: int, width: int) -> Params:
 
 
 def _grammar_strategy(
-    request: GenerateRequest, facts: ModelInfo, *, seed: int, max_tokens: int, token_bytes: object
+    request: GenerateRequest, model_info: ModelInfo, *, seed: int, max_tokens: int, token_bytes: object
 ) -> Strategy:
     params = cast("SamplingParams", request.params)
-    rules = StopRules.of(params, facts, max_tokens=max_tokens, token_bytes=None)
+    rules = StopRules.of(params, model_info, max_tokens=max_tokens, token_bytes=None)
     grammar = cast("Constraint", _AnyTokenGrammar())
     return SamplingStrategy(params, rules, seed=seed % 2**64, prompt=request.prompt, constraint=grammar)
 

@@ -80,7 +80,7 @@ class Driver(Protocol):
     """Interface of an engine in a benchmark: make new prompts, run a batch to its end."""
 
     @property
-    def facts(self) -> ModelInfo: ...
+    def model_info(self) -> ModelInfo: ...
 
     def prompt(self, num_tokens: int) -> Prompt:
         """Return a prompt that was not used before."""
@@ -96,13 +96,13 @@ class EngineDriver:
 
     def __init__(self, engine: Engine, seed: int = 0) -> None:
         self.engine = engine
-        self.facts: ModelInfo = engine.model_info
+        self.model_info: ModelInfo = engine.model_info
         self._random = np.random.default_rng(seed)
         self._numbers = itertools.count()
 
     def prompt(self, num_tokens: int) -> Prompt:
         """Return a prompt that was not used before."""
-        return tuple(self._random.integers(0, self.facts.vocab_size, num_tokens).tolist())
+        return tuple(self._random.integers(0, self.model_info.vocab_size, num_tokens).tolist())
 
     def run(self, prompts: list[Prompt], params: Params) -> RunTimes:
         """Submit all prompts at once and step to the end.
@@ -224,28 +224,28 @@ class TransformersDriver:
     It has no pages (`peak_pages` stays 0), caches nothing between calls, and pads shorter prompts on the left.
     """
 
-    def __init__(self, folder: Path, facts: ModelInfo, seed: int = 1) -> None:
+    def __init__(self, folder: Path, model_info: ModelInfo, seed: int = 1) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.disable_progress_bar()
 
-        self.facts = facts
-        dtype = getattr(torch, facts.dtype)
+        self.model_info = model_info
+        dtype = getattr(torch, model_info.dtype)
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-        self._model.to(facts.device).eval()
+        self._model.to(model_info.device).eval()
         self._random = np.random.default_rng(seed)
 
     def prompt(self, num_tokens: int) -> Prompt:
         """Return a prompt that was not used before."""
-        return tuple(self._random.integers(0, self.facts.vocab_size, num_tokens).tolist())
+        return tuple(self._random.integers(0, self.model_info.vocab_size, num_tokens).tolist())
 
     def run(self, prompts: list[Prompt], params: Params) -> RunTimes:
         """Generate for all prompts as one batch."""
         run, marks = RunTimes(), []
         longest = max(map(len, prompts))
         padding = [longest - len(prompt) for prompt in prompts]
-        device = self.facts.device
+        device = self.model_info.device
         ids = torch.tensor([(0,) * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)], device=device)
         mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding], device=device)
 

@@ -291,14 +291,14 @@ def run_engine_bench(
             write_model(SHAPES[shape], Path(scratch))
             config = msgspec.structs.replace(config, model=scratch, served_model_name=shape)
         engine = factory.build_engine(config, lambda _, detail: on_progress(detail), need_tokenizer=False)
-        facts, health = engine.model_info, engine.health()
+        model_info, health = engine.model_info, engine.health()
         on_progress("measuring the machine")
-        limits = measure_limits(min(facts.step_bytes, MAX_BUFFER_BYTES), facts.dtype, facts.device)
+        limits = measure_limits(min(model_info.step_bytes, MAX_BUFFER_BYTES), model_info.dtype, model_info.device)
         roofline = Roofline(
             limits,
-            step_bytes=facts.step_bytes,
+            step_bytes=model_info.step_bytes,
             kv_token_bytes=health.kv_bytes / ((health.num_pages + 1) * health.page_size),
-            layer_params=count_matmul_params(factory.model_folder(config), facts),
+            layer_params=count_matmul_params(factory.model_folder(config), model_info),
         )
 
         def build_uncached() -> EngineDriver:
@@ -309,18 +309,18 @@ def run_engine_bench(
         figures = _run(name, bench, on_progress)
         if compare_with_transformers:
             on_progress("loading transformers")
-            peer = replace(bench, driver=TransformersDriver(factory.model_folder(config), facts))
+            peer = replace(bench, driver=TransformersDriver(factory.model_folder(config), model_info))
             figures += compare_with_peer(figures, _run(name, peer, on_progress), "transformers")
     return EngineReport(
         bench=name,
         model=factory.served_name(config),
-        num_parameters=facts.num_parameters,
-        weight_bytes=facts.weight_bytes,
-        step_bytes=facts.step_bytes,
-        dtype=facts.dtype,
-        quantization=facts.quantization,
-        device=facts.device,
-        attention=facts.attention,
+        num_parameters=model_info.num_parameters,
+        weight_bytes=model_info.weight_bytes,
+        step_bytes=model_info.step_bytes,
+        dtype=model_info.dtype,
+        quantization=model_info.quantization,
+        device=model_info.device,
+        attention=model_info.attention,
         page_size=health.page_size,
         read_bytes_per_s=limits.read_bytes_per_s,
         matmul_flops_per_s=limits.matmul_flops_per_s,
@@ -351,11 +351,11 @@ def compare_with_peer(ours: Sequence[Figure], theirs: Sequence[Figure], peer_nam
     return found
 
 
-def count_matmul_params(folder: Path, facts: ModelInfo) -> int:
+def count_matmul_params(folder: Path, model_info: ModelInfo) -> int:
     """Return the parameters a prompt token is multiplied with: all but the embedding tables.
 
     Only a prompt's last token reaches the output head, and input embeddings are looked up.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     tables = 1 if config.get("tie_word_embeddings", True) else 2
-    return facts.num_parameters - tables * facts.vocab_size * int(config.get("hidden_size", 0))
+    return model_info.num_parameters - tables * model_info.vocab_size * int(config.get("hidden_size", 0))

@@ -105,20 +105,24 @@ class Banner:
         while not self._key_cache.is_loaded:  # noqa: ASYNC110 - the key cache has no event for it
             await asyncio.sleep(POLL_S)
 
-    def show_ready(self, facts: ModelInfo, health: EngineHealth) -> None:
+    def show_ready(self, model_info: ModelInfo, health: EngineHealth) -> None:
         """Print the model, the KV memory, the access rules, and the URL."""
         table = Table.grid(padding=(0, 2))
-        for name, text in self._rows(facts, health):
+        for name, text in self._rows(model_info, health):
             table.add_row(f"[dim]{name}[/]", text)
         self._console.print(table)
 
-    def _rows(self, facts: ModelInfo, health: EngineHealth) -> list[tuple[str, str]]:
+    def _rows(self, model_info: ModelInfo, health: EngineHealth) -> list[tuple[str, str]]:
         page_bytes = health.kv_bytes // (health.num_pages + 1)  # num_pages excludes the null page
         num_tokens = health.num_pages * health.page_size
+        context = model_info.max_model_len
         num_shared_prompts = len(self._server.shared_system_prompts)
         return [
-            ("model", f"[bold]{self._name}[/]  {facts.num_parameters / 1e6:,.1f} M parameters"),
-            ("compute", f"{facts.precision} on {facts.device}, {facts.attention} attention{self._deterministic}"),
+            ("model", f"[bold]{self._name}[/]  {model_info.num_parameters / 1e6:,.1f} M parameters"),
+            (
+                "compute",
+                f"{model_info.precision} on {model_info.device}, {model_info.attention} attention{self._deterministic}",
+            ),
             (
                 "KV pages",
                 f"{health.num_pages:,} pages of {health.page_size} tokens, {format_size(page_bytes)} each, "
@@ -128,7 +132,7 @@ class Banner:
             *_swap_row(health, page_bytes),
             (
                 "context",
-                f"{facts.max_model_len:,} tokens; {num_tokens / facts.max_model_len:.1f} such contexts fit at once",
+                f"{context:,} tokens; {num_tokens / context:.1f} such contexts fit at once",
             ),
             *(
                 [("shared", f"{num_shared_prompts} system prompt(s) shared by all tenants")]
@@ -273,9 +277,9 @@ async def _show_start(engine: EngineProcess, banner: Banner) -> None:
     """Show that the model is loading, that the store does not answer yet, then the ready banner."""
     with contextlib.suppress(ChatcacheError):  # `_watch` shows why the engine failed
         async with _running(banner.show_loading(engine)):
-            facts = await engine.wait_loaded()
+            model_info = await engine.wait_loaded()
         await banner.wait_for_store()
-        banner.show_ready(facts, await engine.health())
+        banner.show_ready(model_info, await engine.health())
         reduce_gc()
 
 

@@ -71,7 +71,9 @@ class StopRules:
         self._token_bytes: Sequence[bytes] = token_bytes or ()
 
     @classmethod
-    def of(cls, params: Params, facts: ModelInfo, *, max_tokens: int, token_bytes: Sequence[bytes] | None) -> StopRules:
+    def of(
+        cls, params: Params, model_info: ModelInfo, *, max_tokens: int, token_bytes: Sequence[bytes] | None
+    ) -> StopRules:
         """Build the rules of a request.
 
         Raises: InvalidRequestError for stop strings without a tokenizer.
@@ -79,7 +81,7 @@ class StopRules:
         return cls(
             max_tokens=max_tokens,
             min_tokens=params.min_tokens,
-            eos_ids=() if params.ignore_eos else facts.eos_token_ids,
+            eos_ids=() if params.ignore_eos else model_info.eos_token_ids,
             stop_ids=params.stop_token_ids,
             stop_strings=params.stop,
             token_bytes=token_bytes,

@@ -30,7 +30,7 @@ from chatcache.types.stats import ModelInfo
 
 def make_strategy(
     request: GenerateRequest,
-    facts: ModelInfo,
+    model_info: ModelInfo,
     *,
     seed: int,
     max_tokens: int,
@@ -47,18 +47,20 @@ def make_strategy(
     """
     params = request.params
     if params.logprobs == ALL_LOGPROBS:
-        params = replace(params, logprobs=facts.vocab_size)
-    rules = StopRules.of(params, facts, max_tokens=max_tokens, token_bytes=token_bytes)
+        params = replace(params, logprobs=model_info.vocab_size)
+    rules = StopRules.of(params, model_info, max_tokens=max_tokens, token_bytes=token_bytes)
     constraint = None if grammar_future is None else Constraint(grammar_future, rules)
     if isinstance(params, BeamSearchParams):
-        return BeamStrategy(params, rules, prompt=request.prompt, vocab_size=facts.vocab_size, constraint=constraint)
+        return BeamStrategy(
+            params, rules, prompt=request.prompt, vocab_size=model_info.vocab_size, constraint=constraint
+        )
     if params.distinct:
         return DistinctStrategy(
             params,
             rules,
             seed=seed % 2**64,
             prompt=request.prompt,
-            vocab_size=facts.vocab_size,
+            vocab_size=model_info.vocab_size,
             constraint=constraint,
         )
     lanes = SamplingStrategy(params, rules, seed=seed % 2**64, prompt=request.prompt, constraint=constraint)

@@ -224,14 +224,14 @@ class Runner:
         kernels: AttentionBackend,
         pages: KVPages,
         capacity: KVCapacity,
-        facts: ModelInfo,
+        model_info: ModelInfo,
         async_launch: AsyncLaunch | None = None,
         streams: Streams | None = None,
         sampler: TokenSampler | None = None,
         prefaulter: PagePrefaulter | None = None,
         threads: ThreadCount | None = None,
     ) -> None:
-        self.facts = facts
+        self.model_info = model_info
         self._threads = threads or ThreadCount((1,))
         self._prefaulter = prefaulter
         if prefaulter is not None:

@@ -46,7 +46,7 @@ def answers(folder: Path) -> list[list[int]]:
         model=str(folder), dtype="float32", attention_backend="reference", kv_memory_bytes=2**20, device="cpu"
     )
     runner = load_model(config, weights=weights)
-    engine = Engine(runner, runner.facts, config)
+    engine = Engine(runner, runner.model_info, config)
     prompt = EngineDriver(engine).prompt(40)
     kinds: list[Params] = [
         SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),

@@ -11,7 +11,7 @@ from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.factory import build_engine
 from chatcache.types.request import BeamSearchParams, Params, SamplingParams
-from tests.support.fake_runner import FakeRunner, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_model_info
 
 LOADS: list[tuple[list[int], Params]] = [
     ([40], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)),
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def fake_driver(caching: bool = True) -> EngineDriver:
     config = EngineConfig(enable_prefix_caching=caching)
-    return EngineDriver(Engine(FakeRunner(eos_every=0), fake_facts(), config))
+    return EngineDriver(Engine(FakeRunner(eos_every=0), fake_model_info(), config))
 
 
 def greedy(num_tokens: int, n: int = 1) -> SamplingParams:

@@ -56,8 +56,8 @@ def test_random_weights_depend_on_seed_only(tmp_path: Path) -> None:
         weights = RandomWeights(shape, "cpu", dtype=torch.float32, seed=seed, std=0.2)
         config = msgspec.structs.replace(QUICK, model=str(tmp_path))
         runner = load_model(config, weights=weights)
-        assert runner.facts.digest == load_model(config, weights=weights).facts.digest
-        engine = Engine(runner, runner.facts, config)
+        assert runner.model_info.digest == load_model(config, weights=weights).model_info.digest
+        engine = Engine(runner, runner.model_info, config)
         engine.add(GenerateRequest(request_id="a", prompt=tuple(range(20)), params=greedy(8)))
         events = [event for _ in range(20) if engine.has_work() for event in engine.step()]
         texts.append([event.token_ids for event in events if isinstance(event, Tokens)])

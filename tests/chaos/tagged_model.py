@@ -20,7 +20,7 @@ from chatcache.tokenizer.chat_template import ChatTemplate
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.plan import F32, I32, U64, KVCapacity, StepPlan, StepResult
 from tests.chaos.tagged_text import TAG, choices_at
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 STEP_S = "CHAOS_STEP_S"
 MAX_MODEL_LEN = 1024
@@ -116,8 +116,8 @@ def build_engine(config: EngineConfig, progress: Callable[[float, str], None]) -
     words = tokenizer()
     capacity = fake_capacity(_NUM_PAGES, _PAGE_SIZE, max_model_len=MAX_MODEL_LEN, num_host_pages=_NUM_HOST_PAGES)
     runner = TaggedTextRunner(capacity, delay_s=float(os.environ.get(STEP_S, "0")))
-    facts = fake_facts(words.vocab_size, words.eos_token_ids, MAX_MODEL_LEN)
-    return Engine(runner, facts, config, words.token_bytes, special_ids=words.special_ids)
+    model_info = fake_model_info(words.vocab_size, words.eos_token_ids, MAX_MODEL_LEN)
+    return Engine(runner, model_info, config, words.token_bytes, special_ids=words.special_ids)
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer:

@@ -12,7 +12,7 @@ from chatcache.config import EngineConfig, ServerConfig
 from chatcache.engine.engine import Engine
 from chatcache.gateway.context import Gateway
 from tests.gateway.serving import MAX_MODEL_LEN, tiny_tokenizer
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 STEP_S = 0.02
 
@@ -22,8 +22,8 @@ def build_engine(config: EngineConfig, progress: object) -> Engine:
     eos = tokenizer.eos_token_ids
     capacity = fake_capacity(4096, 4, max_model_len=MAX_MODEL_LEN)
     runner = FakeRunner(capacity, tokenizer.vocab_size, eos[0], eos_every=0, delay_s=STEP_S)
-    facts = fake_facts(tokenizer.vocab_size, eos, MAX_MODEL_LEN)
-    return Engine(runner, facts, config, tokenizer.token_bytes, special_ids=tokenizer.special_ids)
+    model_info = fake_model_info(tokenizer.vocab_size, eos, MAX_MODEL_LEN)
+    return Engine(runner, model_info, config, tokenizer.token_bytes, special_ids=tokenizer.special_ids)
 
 
 async def _do_nothing(*_: object) -> None:

@@ -15,14 +15,14 @@ from chatcache.gateway.auth.keys import ApiKeyCache
 from chatcache.storage.sqlite import SqliteStore
 from chatcache.types.stats import EngineHealth, ModelInfo
 
-FACTS = ModelInfo(name="m", digest="00", vocab_size=10, max_model_len=2048, dtype="float32", attention="cpu")
+MODEL_INFO = ModelInfo(name="m", digest="00", vocab_size=10, max_model_len=2048, dtype="float32", attention="cpu")
 HEALTH = EngineHealth(ready=True, page_size=16, num_pages=127, kv_bytes=128 * 4096, num_host_pages=256)
 
 
 def shown(engine: EngineConfig, server: ServerConfig, health: EngineHealth = HEALTH) -> str:
     out = io.StringIO()
     console = Console(file=out, width=160, highlight=False)
-    Banner(engine, server, ("127.0.0.1", 1), console).show_ready(FACTS, health)
+    Banner(engine, server, ("127.0.0.1", 1), console).show_ready(MODEL_INFO, health)
     return " ".join(out.getvalue().split())
 
 
@@ -67,12 +67,12 @@ async def test_banner_access_row_names_keys_or_reachability(host: str, api_keys:
     output = io.StringIO()
     config = ServerConfig(host=host, api_keys=api_keys)
     banner = Banner(EngineConfig(), config, (host, 1), Console(file=output, width=200), key_cache)
-    banner.show_ready(FACTS, HEALTH)
+    banner.show_ready(MODEL_INFO, HEALTH)
     assert text in output.getvalue()
     if not api_keys:
         await store.keys.create(new_key("acme")[1])
         await key_cache.refresh()
-        banner.show_ready(FACTS, HEALTH)
+        banner.show_ready(MODEL_INFO, HEALTH)
         assert "1 API key(s)" in output.getvalue(), "stored keys are counted"
     await key_cache.close()
     await store.close()

@@ -35,15 +35,15 @@ def distinct_run(
     grammar: ToyGrammar | None = None,
 ) -> Run:
     """Run the strategy on a toy model."""
-    facts = ModelInfo(name="toy", digest="00", vocab_size=vocab_size, max_model_len=1000, eos_token_ids=eos)
+    model_info = ModelInfo(name="toy", digest="00", vocab_size=vocab_size, max_model_len=1000, eos_token_ids=eos)
     if grammar is not None:
-        rules = StopRules.of(params, facts, max_tokens=max_tokens, token_bytes=BYTES)
+        rules = StopRules.of(params, model_info, max_tokens=max_tokens, token_bytes=BYTES)
         constraint = cast(Any, ToyConstraint(grammar, params.min_tokens))
         shape = {"seed": params.seed or 0, "prompt": PROMPT, "vocab_size": vocab_size, "constraint": constraint}
         return run(DistinctStrategy(params, rules, **shape), PROMPT, logits)
     request = GenerateRequest(request_id="r", prompt=PROMPT, params=params)
     seed = params.seed or 0
-    return run(make_strategy(request, facts, seed=seed, max_tokens=max_tokens, token_bytes=BYTES), PROMPT, logits)
+    return run(make_strategy(request, model_info, seed=seed, max_tokens=max_tokens, token_bytes=BYTES), PROMPT, logits)
 
 
 @dataclass(frozen=True)

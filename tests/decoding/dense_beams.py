@@ -31,15 +31,15 @@ def beam_run(
     grammar: ToyGrammar | None = None,
 ) -> Run:
     """Run the strategy on a toy model."""
-    facts = ModelInfo(name="toy", digest="00", vocab_size=vocab_size, max_model_len=1000, eos_token_ids=eos)
+    model_info = ModelInfo(name="toy", digest="00", vocab_size=vocab_size, max_model_len=1000, eos_token_ids=eos)
     if grammar is not None:
-        rules = StopRules.of(params, facts, max_tokens=max_tokens, token_bytes=BYTES)
+        rules = StopRules.of(params, model_info, max_tokens=max_tokens, token_bytes=BYTES)
         constraint = cast(Any, ToyConstraint(grammar, params.min_tokens))
         return run(
             BeamStrategy(params, rules, prompt=PROMPT, vocab_size=vocab_size, constraint=constraint), PROMPT, logits
         )
     request = GenerateRequest(request_id="r", prompt=PROMPT, params=params)
-    return run(make_strategy(request, facts, seed=0, max_tokens=max_tokens, token_bytes=BYTES), PROMPT, logits)
+    return run(make_strategy(request, model_info, seed=0, max_tokens=max_tokens, token_bytes=BYTES), PROMPT, logits)
 
 
 @dataclass

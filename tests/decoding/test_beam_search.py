@@ -22,9 +22,9 @@ Ends = Callable[[tuple[int, ...]], bool]
 def beam_run(
     params: BeamSearchParams, logits: Logits, *, vocab_size: int, eos: tuple[int, ...], max_tokens: int
 ) -> Run:
-    facts = ModelInfo(name="toy", digest="00", vocab_size=vocab_size, max_model_len=1000, eos_token_ids=eos)
+    model_info = ModelInfo(name="toy", digest="00", vocab_size=vocab_size, max_model_len=1000, eos_token_ids=eos)
     request = GenerateRequest(request_id="r", prompt=PROMPT, params=params)
-    return run(make_strategy(request, facts, seed=0, max_tokens=max_tokens, token_bytes=BYTES), PROMPT, logits)
+    return run(make_strategy(request, model_info, seed=0, max_tokens=max_tokens, token_bytes=BYTES), PROMPT, logits)
 
 
 def beam(

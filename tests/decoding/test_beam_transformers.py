@@ -63,8 +63,8 @@ class Shape:
 
     def ours(self, searches: list[Search]) -> list[Ranked]:
         """Answer all searches (of one set of EOS ids) side by side."""
-        facts = msgspec.structs.replace(self.runner.facts, eos_token_ids=searches[0].eos)
-        engine = Engine(self.runner, facts, EngineConfig(page_size=8, max_num_batched_tokens=96))
+        model_info = msgspec.structs.replace(self.runner.model_info, eos_token_ids=searches[0].eos)
+        engine = Engine(self.runner, model_info, EngineConfig(page_size=8, max_num_batched_tokens=96))
         for number, search in enumerate(searches):
             engine.add(GenerateRequest(request_id=str(number), prompt=search.prompt, params=search.params))
         tokens: dict[tuple[str, int], list[int]] = {}
@@ -214,7 +214,7 @@ def test_allowed_token_ids_leave_only_these_tokens(shape: Shape) -> None:
 def test_logprobs_of_changed_beams_are_those_of_the_model(shape: Shape) -> None:
     prompt = shape.sample.prompts[1]
     params = BeamSearchParams(beam_width=3, max_tokens=6, repetition_penalty=1.4, logprobs=0)
-    engine = Engine(shape.runner, shape.runner.facts, EngineConfig(page_size=8, max_num_batched_tokens=96))
+    engine = Engine(shape.runner, shape.runner.model_info, EngineConfig(page_size=8, max_num_batched_tokens=96))
     engine.add(GenerateRequest(request_id="beams", prompt=prompt, params=params))
     tokens: list[int] = []
     logprobs: list[float] = []

@@ -17,12 +17,12 @@ from tests.decoding.decode_driver import Run, TableModel, run
 
 PROMPT = (1, 2, 3)
 VOCAB_SIZE = 12
-FACTS = ModelInfo(name="toy", digest="00", vocab_size=VOCAB_SIZE, max_model_len=99, eos_token_ids=(0,))
+MODEL_INFO = ModelInfo(name="toy", digest="00", vocab_size=VOCAB_SIZE, max_model_len=99, eos_token_ids=(0,))
 
 
 def sample(params: SamplingParams, model: TableModel, seed: int, shuffle: random.Random | None = None) -> Run:
     request = GenerateRequest(request_id="r", prompt=PROMPT, params=params)
-    strategy = make_strategy(request, FACTS, seed=seed, max_tokens=9, token_bytes=None)
+    strategy = make_strategy(request, MODEL_INFO, seed=seed, max_tokens=9, token_bytes=None)
     return run(strategy, PROMPT, model, shuffle=shuffle)
 
 
@@ -60,7 +60,7 @@ def test_the_best_of_all_candidates_come_back_in_order(
 def test_nothing_is_emitted_before_the_end() -> None:
     params = SamplingParams(n=1, best_of=2, ignore_eos=True)
     request = GenerateRequest(request_id="r", prompt=PROMPT, params=params)
-    strategy = make_strategy(request, FACTS, seed=1, max_tokens=2, token_bytes=None)
+    strategy = make_strategy(request, MODEL_INFO, seed=1, max_tokens=2, token_bytes=None)
     assert strategy.max_branches == 2 and len(strategy.draws(0)) == 2
     first = strategy.advance({0: (Candidates((5,), (-1.0,)), Candidates((6,), (-9.0,)))})
     assert first.outputs == () and len(first.actions) == 2
@@ -71,5 +71,5 @@ def test_nothing_is_emitted_before_the_end() -> None:
 def test_as_many_as_asked_for_stream_as_ever() -> None:
     params = SamplingParams(n=2, best_of=2, ignore_eos=True)
     request = GenerateRequest(request_id="r", prompt=PROMPT, params=params)
-    strategy = make_strategy(request, FACTS, seed=1, max_tokens=5, token_bytes=None)
+    strategy = make_strategy(request, MODEL_INFO, seed=1, max_tokens=5, token_bytes=None)
     assert strategy.advance({0: (Candidates((5,), (-1.0,)), Candidates((6,), (-9.0,)))}).outputs

@@ -33,7 +33,17 @@ from chatcache.decoding.stopping import StopRules
 from chatcache.errors import ChatcacheError, EngineError, InvalidRequestError
 from chatcache.types.request import BeamSearchParams, SamplingParams, StructuredOutputs
 from tests.decoding.decode_driver import TableModel, run
-from tests.decoding.toy_vocab import EOS, FACTS, PIECES, PROMPT, VOCAB_SIZE, compiled, facts_of, strategy_of, text_of
+from tests.decoding.toy_vocab import (
+    EOS,
+    MODEL_INFO,
+    PIECES,
+    PROMPT,
+    VOCAB_SIZE,
+    compiled,
+    model_info_of,
+    strategy_of,
+    text_of,
+)
 
 RULES = StopRules(max_tokens=99, eos_ids=(EOS,))
 
@@ -41,7 +51,7 @@ RULES = StopRules(max_tokens=99, eos_ids=(EOS,))
 @pytest.fixture
 def own() -> GrammarCompiler:
     """Compiled grammars that a test may spoil."""
-    return GrammarCompiler(PIECES, FACTS, (EOS,))
+    return GrammarCompiler(PIECES, MODEL_INFO, (EOS,))
 
 
 def slow_schema(count: int = 500) -> str:
@@ -137,21 +147,21 @@ def test_what_is_prepared_is_not_done_again(own: GrammarCompiler) -> None:
     tokenizer = own._tokenizer
     compiled(StructuredOutputs(regex="a"), own)
     assert tokenizer is not None and own._tokenizer is tokenizer
-    GrammarCompiler(None, FACTS).load_vocabulary()
+    GrammarCompiler(None, MODEL_INFO).load_vocabulary()
 
 
 def test_without_a_tokenizer_a_constraint_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="need a model with a tokenizer"):
-        GrammarCompiler(None, FACTS).start(StructuredOutputs(regex="a"))
+        GrammarCompiler(None, MODEL_INFO).start(StructuredOutputs(regex="a"))
 
 
 @pytest.mark.parametrize("vocab_size", [260, 288])
 @pytest.mark.parametrize("eos", [(), (EOS,), (EOS, 999), (65,)])
 def test_tables_of_any_length(vocab_size: int, eos: tuple[int, ...]) -> None:
     """Logits wider or narrower than the tokenizer, EOS beyond them, EOS that is text, no EOS at all."""
-    facts = facts_of(vocab_size, eos)
+    model_info = model_info_of(vocab_size, eos)
     params = SamplingParams(n=6, structured_outputs=StructuredOutputs(regex="[AB]{1,3}"))
-    strategy = strategy_of(params, within=GrammarCompiler(PIECES, facts), facts=facts)
+    strategy = strategy_of(params, within=GrammarCompiler(PIECES, model_info), model_info=model_info)
     for outcome in run(strategy, PROMPT, TableModel(vocab_size)).outcomes.values():
         body = outcome.tokens[:-1] if outcome.tokens[-1] in eos else outcome.tokens
         assert 1 <= len(text_of(body)) <= 3 and set(text_of(body)) <= (set(b"B") if 65 in eos else set(b"AB"))
@@ -340,7 +350,7 @@ def test_a_library_that_panics_ends_the_request(own: GrammarCompiler) -> None:
 
 def few_words() -> GrammarCompiler:
     """A vocabulary without "c"."""
-    return GrammarCompiler([piece if piece in (b"a", b"b", b"ab") else b"" for piece in PIECES], FACTS)
+    return GrammarCompiler([piece if piece in (b"a", b"b", b"ab") else b"" for piece in PIECES], MODEL_INFO)
 
 
 def test_a_dead_end_ends_a_sample_and_drops_a_beam() -> None:

@@ -19,14 +19,14 @@ from tests.decoding.decode_driver import Logits, Outcome, Run, TableModel, draw,
 PROMPT = (1, 2, 3, 4)
 VOCAB_SIZE = 16
 BYTES = tuple(bytes([0x61 + i]) for i in range(VOCAB_SIZE))
-FACTS = ModelInfo(name="toy", digest="00", vocab_size=VOCAB_SIZE, max_model_len=999, eos_token_ids=(0,))
+MODEL_INFO = ModelInfo(name="toy", digest="00", vocab_size=VOCAB_SIZE, max_model_len=999, eos_token_ids=(0,))
 
 
 def sample(
     params: SamplingParams, logits: Logits, *, seed: int = 0, max_tokens: int = 12, shuffle: random.Random | None = None
 ) -> Run:
     request = GenerateRequest(request_id="r", prompt=PROMPT, params=params)
-    strategy = make_strategy(request, FACTS, seed=seed, max_tokens=max_tokens, token_bytes=BYTES)
+    strategy = make_strategy(request, MODEL_INFO, seed=seed, max_tokens=max_tokens, token_bytes=BYTES)
     return run(strategy, PROMPT, logits, shuffle=shuffle)
 
 
@@ -148,7 +148,7 @@ def test_logprobs_zero_reports_the_chosen_token_only() -> None:
 def test_filters_reach_the_draw() -> None:
     params = SamplingParams(n=3, top_k=-1, top_p=0.5, min_p=0.1, temperature=0.4, logprobs=7)
     request = GenerateRequest(request_id="r", prompt=PROMPT, params=params)
-    strategy = make_strategy(request, FACTS, seed=-1, max_tokens=5, token_bytes=None)
+    strategy = make_strategy(request, MODEL_INFO, seed=-1, max_tokens=5, token_bytes=None)
     want = DrawSpec(seed=2**64 - 1, temperature=0.4, top_k=0, top_p=0.5, min_p=0.1, num_top=7)
     assert strategy.draws(0) == tuple(replace(want, lane=lane) for lane in range(3))
     assert strategy.max_branches == 3 and not strategy.lockstep
@@ -185,6 +185,6 @@ def test_the_driver_edits_as_the_plan_says() -> None:
     logits = TableModel(VOCAB_SIZE, 0)(PROMPT)
     params = SamplingParams(repetition_penalty=2.0)
     request = GenerateRequest(request_id="r", prompt=(int(logits.argmax()), int(logits.argmin())), params=params)
-    (spec,) = make_strategy(request, FACTS, seed=0, max_tokens=5, token_bytes=None).draws(0)
+    (spec,) = make_strategy(request, MODEL_INFO, seed=0, max_tokens=5, token_bytes=None).draws(0)
     changed = edited(logits, spec)
     assert changed[logits.argmax()] == logits.max() / 2 and changed[logits.argmin()] == logits.min() * 2

@@ -18,17 +18,17 @@ VOCAB_SIZE = 288  # a model's logits may be wider than its tokenizer
 PROMPT = (65, 66)
 
 
-def facts_of(vocab_size: int = VOCAB_SIZE, eos: tuple[int, ...] = (EOS,)) -> ModelInfo:
+def model_info_of(vocab_size: int = VOCAB_SIZE, eos: tuple[int, ...] = (EOS,)) -> ModelInfo:
     return ModelInfo(name="toy", digest="00", vocab_size=vocab_size, max_model_len=9999, eos_token_ids=eos)
 
 
-FACTS = facts_of()
+MODEL_INFO = model_info_of()
 
 
 @functools.cache
 def grammars() -> GrammarCompiler:
     """One set of compiled grammars for all tests that do not break it."""
-    return GrammarCompiler(PIECES, FACTS, (EOS, CONTROL))
+    return GrammarCompiler(PIECES, MODEL_INFO, (EOS, CONTROL))
 
 
 def text_of(tokens: Sequence[int]) -> bytes:
@@ -49,14 +49,14 @@ def strategy_of(
     seed: int = 0,
     max_tokens: int = 40,
     within: GrammarCompiler | None = None,
-    facts: ModelInfo = FACTS,
+    model_info: ModelInfo = MODEL_INFO,
 ) -> Strategy:
     """The strategy of a constrained request."""
     request = GenerateRequest(request_id="r", prompt=PROMPT, params=params)
     grammar_future = compiled(params.structured_outputs, within) if params.structured_outputs is not None else None
     return make_strategy(
         request,
-        facts,
+        model_info,
         seed=seed,
         max_tokens=max_tokens,
         token_bytes=PIECES,

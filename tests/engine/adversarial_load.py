@@ -15,7 +15,7 @@ from chatcache.engine.engine import Engine
 from chatcache.errors import ChatcacheError, OverloadedError, RateLimitError
 from chatcache.types.events import Finished, Started, Tokens
 from chatcache.types.request import GenerateRequest, SamplingParams
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 VOCAB, PAGE = 64, 8
 SLOTS = 6
@@ -55,7 +55,7 @@ class AdversarialLoad:
             strict=True,
         )
         runner = FakeRunner(fake_capacity(SLOTS * (NUM_PROMPT + NUM_OUTPUT) // PAGE * 4, PAGE), VOCAB)
-        self._engine = Engine(runner, fake_facts(VOCAB), config)
+        self._engine = Engine(runner, fake_model_info(VOCAB), config)
         self._rng = np.random.default_rng(self.seed)
         self._asked: dict[str, int] = {}  # when, by request
         idle = {f"polite{number}": int(self._rng.integers(NUM_OUTPUT)) for number in range(self.num_polite)}

@@ -8,7 +8,7 @@ from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.types.events import EngineEvent, Tokens
 from chatcache.types.request import GenerateRequest, Params, SamplingParams
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 VOCAB = 64
 
@@ -17,7 +17,7 @@ def engine(runner: FakeRunner | None = None, **settings: Any) -> Engine:
     factory = settings.pop("make_strategy", None)
     runner = runner or FakeRunner(fake_capacity(), VOCAB)
     extra = {"make_strategy": factory} if factory else {}
-    return Engine(runner, fake_facts(VOCAB), EngineConfig(**({"strict": True} | settings)), **extra)
+    return Engine(runner, fake_model_info(VOCAB), EngineConfig(**({"strict": True} | settings)), **extra)
 
 
 def request(

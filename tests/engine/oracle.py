@@ -25,11 +25,11 @@ from chatcache.types.actions import Strategy as DecodeStrategy
 from chatcache.types.events import CandidateDone, TokenLogprob, Tokens
 from chatcache.types.plan import StepResult
 from chatcache.types.request import GenerateRequest
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts, history_of
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info, history_of
 from tests.support.fake_sampling import log_softmax, top_candidates
 
 VOCAB = 32
-FACTS = fake_facts(vocab_size=VOCAB)
+MODEL_INFO = fake_model_info(vocab_size=VOCAB)
 WANDER = "wander"  # a namespace prefix that asks for the wandering strategy
 NARROW = "wander narrow"  # for the one that draws a single token each time, and does not always take it
 
@@ -95,11 +95,11 @@ class RandomForks:
             self._outputs[branch] = (*before, tokens[0])
 
 
-def strategy_for(request: GenerateRequest, facts: Any, **settings: Any) -> DecodeStrategy:
+def strategy_for(request: GenerateRequest, model_info: Any, **settings: Any) -> DecodeStrategy:
     """Create the strategy of a request; `wander` namespaces use RandomForks."""
     if request.namespace.startswith(WANDER):
         return RandomForks(settings["seed"], settings["max_tokens"], 1 if request.namespace == NARROW else 3)
-    return make_strategy(request, facts, **settings)
+    return make_strategy(request, model_info, **settings)
 
 
 @dataclass
@@ -146,7 +146,7 @@ def expected_answer(request: GenerateRequest, *, seed: int = 0) -> Answer:
     runner = FakeRunner(fake_capacity(2), VOCAB)
     max_tokens = request.params.max_tokens or 16
     seed = getattr(request.params, "seed", None) or seed
-    strategy = strategy_for(request, FACTS, seed=seed, max_tokens=max_tokens, token_bytes=None)
+    strategy = strategy_for(request, MODEL_INFO, seed=seed, max_tokens=max_tokens, token_bytes=None)
     branches = {0: list(request.prompt)}
     answer, finished = Answer(prompt=prompt_scores(request, runner)), False
     while not finished:

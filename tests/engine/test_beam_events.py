@@ -6,14 +6,14 @@ from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.types.events import Beams, CandidateDone, EngineEvent, Finished, Started, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 VOCAB = 64
 PROMPT = tuple(range(1, 21))
 
 
 def events_of(params: Params) -> list[EngineEvent]:
-    engine = Engine(FakeRunner(fake_capacity(), VOCAB), fake_facts(VOCAB), EngineConfig())
+    engine = Engine(FakeRunner(fake_capacity(), VOCAB), fake_model_info(VOCAB), EngineConfig())
     engine.add(GenerateRequest(request_id="a", prompt=PROMPT, params=params))
     events: list[EngineEvent] = []
     while engine.has_work():

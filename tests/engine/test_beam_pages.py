@@ -10,7 +10,7 @@ from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 VOCAB = 64
 PAGE_SIZE = 16
@@ -59,7 +59,7 @@ class WatchedRunner(FakeRunner):
 def run(searches: list[Params], num_prompt_tokens: int, num_pages: int = 2048) -> tuple[PageCounts, Engine]:
     """Run the searches on different prompts and record every step twice."""
     runner = WatchedRunner(fake_capacity(num_pages=num_pages, page_size=PAGE_SIZE), VOCAB, eos_every=40)
-    engine = Engine(runner, fake_facts(VOCAB), EngineConfig(page_size=PAGE_SIZE))
+    engine = Engine(runner, fake_model_info(VOCAB), EngineConfig(page_size=PAGE_SIZE))
     runner.engine, runner.ledger = engine, PageCounts()
     for number, params in enumerate(searches):
         prompt = tuple((number * 17 + i * i) % (VOCAB - 1) + 1 for i in range(num_prompt_tokens))

@@ -10,7 +10,7 @@ from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.types.events import Started, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 VOCAB = 64
 BYTES = [bytes([0x30 + token]) for token in range(VOCAB)]
@@ -18,7 +18,7 @@ BYTES = [bytes([0x30 + token]) for token in range(VOCAB)]
 
 def engine(page_size: int) -> Engine:
     runner = FakeRunner(fake_capacity(num_pages=4096, page_size=page_size), VOCAB, eos_every=20)
-    return Engine(runner, fake_facts(VOCAB), EngineConfig(page_size=page_size), token_bytes=BYTES)
+    return Engine(runner, fake_model_info(VOCAB), EngineConfig(page_size=page_size), token_bytes=BYTES)
 
 
 def outputs(eng: Engine, prompt: tuple[int, ...], params: Params) -> tuple[list[tuple[int, ...]], int]:

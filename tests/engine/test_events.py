@@ -9,11 +9,11 @@ from chatcache.engine import engine as outbox
 from chatcache.engine.engine import Engine
 from chatcache.types.events import EngineEvent, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest
-from tests.support.fake_runner import FakeRunner, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_model_info
 
 
 def events() -> list[EngineEvent]:
-    engine = Engine(FakeRunner(), fake_facts(), EngineConfig())
+    engine = Engine(FakeRunner(), fake_model_info(), EngineConfig())
     params = BeamSearchParams(beam_width=3, max_tokens=50, logprobs=2, ignore_eos=True)
     engine.add(GenerateRequest(request_id="r", prompt=(1, 2, 3), params=params))
     found: list[EngineEvent] = []

@@ -20,7 +20,7 @@ from chatcache.scheduler.scheduler import Scheduler
 from chatcache.types.events import Failed, Finished
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
 from tests.engine.workloads import step_and_watch
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 SEED = int(os.environ.get("CHATCACHE_TEST_SEED", 17))
 NUM_PAGES = 64
@@ -44,7 +44,7 @@ class Trace:
             max_num_seqs=16,
             scheduling_policy=draw.choice(("fcfs", "fcfs", "priority", "fair")),
         )
-        self.engine = Engine(FakeRunner(capacity, VOCAB), fake_facts(VOCAB), config)
+        self.engine = Engine(FakeRunner(capacity, VOCAB), fake_model_info(VOCAB), config)
         self.num_refused = self.num_finished = self.num_preemptions = 0
 
     def play(self) -> None:

@@ -21,7 +21,7 @@ from chatcache.scheduler.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT, VirtualTok
 from chatcache.scheduler.queue import MAX_EXAMINED
 from chatcache.types.events import Finished, Started, Tokens
 from chatcache.types.request import GenerateRequest, SamplingParams
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 VOCAB = 64
 PAGES, PAGE = 24, 8
@@ -37,7 +37,7 @@ class ServiceMeter:
         config = EngineConfig(
             scheduling_policy=policy, max_num_batched_tokens=64, max_queued_requests=10_000, strict=True
         )
-        self.engine = Engine(runner, fake_facts(VOCAB), config)
+        self.engine = Engine(runner, fake_model_info(VOCAB), config)
         self.served: Counter[str] = Counter()
         self.started: list[str] = []
         self.finished: list[str] = []
@@ -250,7 +250,7 @@ def test_priority_under_another_policy_is_ignored() -> None:
 )
 def test_an_unknown_policy_raises(settings: dict[str, str], words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words) as refusal:
-        Engine(FakeRunner(fake_capacity()), fake_facts(), EngineConfig(**settings))  # type: ignore[arg-type]
+        Engine(FakeRunner(fake_capacity()), fake_model_info(), EngineConfig(**settings))  # type: ignore[arg-type]
     assert refusal.value.param == next(iter(settings))
 
 

@@ -12,7 +12,7 @@ from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import PageHashChain
 from chatcache.types.events import EngineEvent, Finished, Started, Tokens
 from chatcache.types.request import BeamSearchParams, ForkPoint, GenerateRequest, Params, SamplingParams
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 VOCAB, PAGE = 64, 16
 PROMPT = tuple(range(1, 22))  # one page and five tokens
@@ -20,7 +20,7 @@ PROMPT = tuple(range(1, 22))  # one page and five tokens
 
 def engine(num_pages: int = 200, **settings: Any) -> Engine:
     runner = FakeRunner(fake_capacity(num_pages, PAGE), VOCAB)
-    return Engine(runner, fake_facts(VOCAB), EngineConfig(**({"strict": True} | settings)))
+    return Engine(runner, fake_model_info(VOCAB), EngineConfig(**({"strict": True} | settings)))
 
 
 def ask(name: str, prompt: tuple[int, ...], params: Params | None = None, **fields: Any) -> GenerateRequest:

@@ -18,7 +18,7 @@ from chatcache.errors import InvalidRequestError, OverloadedError, RateLimitErro
 from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams, StructuredOutputs
 from tests.decoding.toy_vocab import CONTROL, EOS, PIECES, VOCAB_SIZE, text_of
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 REGEX = StructuredOutputs(regex="(ab|[0-9]{2}|é)+x")
 SCHEMA = StructuredOutputs(
@@ -29,7 +29,7 @@ SCHEMA = StructuredOutputs(
 def engine(num_pages: int = 512, **settings: Any) -> Engine:
     runner = FakeRunner(fake_capacity(num_pages, page_size=4, num_host_pages=64), VOCAB_SIZE, eos=EOS)
     config = EngineConfig(strict=True, **settings)
-    return Engine(runner, fake_facts(VOCAB_SIZE, (EOS,)), config, PIECES, special_ids=(EOS, CONTROL))
+    return Engine(runner, fake_model_info(VOCAB_SIZE, (EOS,)), config, PIECES, special_ids=(EOS, CONTROL))
 
 
 def request(name: str, params: Params, length: int = 6) -> GenerateRequest:
@@ -165,7 +165,7 @@ def test_add_of_an_obviously_invalid_grammar_raises() -> None:
         eng.add(request("bad", SamplingParams(structured_outputs=StructuredOutputs(json="{"))))
     with pytest.raises(InvalidRequestError, match="exactly one of"):
         eng.add(request("bad", BeamSearchParams(structured_outputs=StructuredOutputs())))
-    plain = Engine(FakeRunner(fake_capacity(), VOCAB_SIZE), fake_facts(VOCAB_SIZE), EngineConfig())
+    plain = Engine(FakeRunner(fake_capacity(), VOCAB_SIZE), fake_model_info(VOCAB_SIZE), EngineConfig())
     with pytest.raises(InvalidRequestError, match="need a model with a tokenizer"):
         plain.add(request("bad", MIXED["greedy"]))
     assert not eng.has_work() and not plain.has_work()

@@ -15,7 +15,7 @@ from chatcache.errors import InvalidRequestError
 from chatcache.types.events import EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.plan import Draws, StepPlan, StepResult
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 VOCAB = 64
 
@@ -48,7 +48,7 @@ class Saboteur(FakeRunner):
 
 
 def engine(runner: FakeRunner, **settings: Any) -> Engine:
-    return Engine(runner, fake_facts(VOCAB), EngineConfig(strict=True, **settings))
+    return Engine(runner, fake_model_info(VOCAB), EngineConfig(strict=True, **settings))
 
 
 def drain(eng: Engine) -> dict[str, list[EngineEvent]]:

@@ -12,12 +12,12 @@ from chatcache.engine.invariants import MAX_PAGES_PER_CHECK
 from chatcache.kv_cache.pool import ChildIndex, InvariantError, PagePool
 from chatcache.types.events import Finished
 from chatcache.types.request import GenerateRequest, SamplingParams
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 
 def engine(*, strict: bool = False, num_pages: int = 64) -> Engine:
     runner = FakeRunner(fake_capacity(num_pages, num_host_pages=32), 64)
-    eng = Engine(runner, fake_facts(64), EngineConfig(strict=strict))
+    eng = Engine(runner, fake_model_info(64), EngineConfig(strict=strict))
     eng._invariant_checker._strict = strict  # in tests all are, unless they say otherwise
     return eng
 

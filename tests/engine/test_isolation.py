@@ -13,7 +13,7 @@ from chatcache.scheduler.scheduler import Scheduler
 from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Started
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams, StructuredOutputs
 from tests.engine.driver import VOCAB, drain, output
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 LETTERS = [b"", *(bytes([97 + letter]) for letter in range(26)), *([b""] * 37)]  # no digits
 SYSTEM = tuple((number * 7) % 60 + 1 for number in range(160))  # ten pages, public
@@ -24,7 +24,7 @@ SOME_DEAD_ENDS = StructuredOutputs(regex="([a-f][0-9]|[g-z][a-z])[a-z]{3}")
 def engine(runner: FakeRunner | None = None, **settings: Any) -> Engine:
     runner = runner or FakeRunner(fake_capacity(512), VOCAB, eos=0, eos_every=0)
     config = EngineConfig(**({"strict": True} | settings))
-    return Engine(runner, fake_facts(VOCAB, (0,)), config, LETTERS, special_ids=[0])
+    return Engine(runner, fake_model_info(VOCAB, (0,)), config, LETTERS, special_ids=[0])
 
 
 def request(name: str, prompt: Sequence[int], params: Params | None = None, **fields: Any) -> GenerateRequest:

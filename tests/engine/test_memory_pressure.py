@@ -20,7 +20,7 @@ from chatcache.types.events import Finished, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import BeamSearchParams, GenerateRequest, SamplingParams
 from tests.engine.workloads import step_and_watch
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 PAGE = 4
 NUM_PAGES = 240
@@ -46,7 +46,7 @@ def steps_per_token(max_tokens: int | None, *, seed: int, num_requests: int, ste
     draw = random.Random(seed)
     capacity = fake_capacity(NUM_PAGES + 1, PAGE, 64, CONTEXT)
     config = EngineConfig(page_size=PAGE, enable_prefix_caching=False, preemption_mode="recompute", strict=True)
-    engine = Engine(HiddenLengths(capacity, 64), fake_facts(64, max_model_len=CONTEXT), config)
+    engine = Engine(HiddenLengths(capacity, 64), fake_model_info(64, max_model_len=CONTEXT), config)
     born: dict[str, tuple[int, int]] = {}
     num_steps = num_waited = num_tokens = most = 0
     while len(born) < num_requests or engine.has_work():
@@ -94,7 +94,7 @@ class Trace:
             max_num_batched_tokens=draw.choice((7, 64)),
             scheduling_policy=draw.choice(("fcfs", "priority", "priority", "priority", "fair")),
         )
-        self._engine = Engine(FakeRunner(capacity, 32, eos_every=60), fake_facts(32), config)
+        self._engine = Engine(FakeRunner(capacity, 32, eos_every=60), fake_model_info(32), config)
 
     def most_preemptions(self, num_requests: int) -> int:
         """Run the trace to its end; return the most preemptions of one request."""
@@ -141,7 +141,9 @@ def answers(
 ) -> tuple[dict[tuple[str, int], list[int]], int]:
     """Return the tokens of each candidate, and the number of steps."""
     config = EngineConfig(strict=True, max_num_batched_tokens=budget, enable_prefix_caching=False)
-    engine = Engine(FakeRunner(fake_capacity(num_pages, 16, 64, 300), 64), fake_facts(64, max_model_len=300), config)
+    engine = Engine(
+        FakeRunner(fake_capacity(num_pages, 16, 64, 300), 64), fake_model_info(64, max_model_len=300), config
+    )
     for request in requests:
         engine.add(request)
     tokens: dict[tuple[str, int], list[int]] = {}

@@ -20,7 +20,7 @@ from chatcache.types.stats import PageAccounts
 from tests.engine.generated_workloads import workloads
 from tests.engine.workloads import Workload
 from tests.kv_cache.slot_oracle import check_slots
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 
 def expected_charges(engine: Engine) -> dict[str, float]:
@@ -97,7 +97,7 @@ def test_page_accounts_in_every_step_add_up_to_the_pages_in_use(workload: Worklo
 
 def chat_engine(num_pages: int = 4096) -> Engine:
     capacity = fake_capacity(num_pages, page_size=16, num_slots=256)
-    return Engine(FakeRunner(capacity, 512), fake_facts(512), EngineConfig())
+    return Engine(FakeRunner(capacity, 512), fake_model_info(512), EngineConfig())
 
 
 def request(name: str, prompt: tuple[int, ...], n: int = 1, max_tokens: int = 40, **fields: Any) -> GenerateRequest:

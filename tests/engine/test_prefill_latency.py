@@ -11,7 +11,7 @@ from chatcache.engine.engine import Engine
 from chatcache.types.events import Started, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import GenerateRequest, SamplingParams
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 VOCAB = 64
 TOKEN_S = 0.001
@@ -43,7 +43,7 @@ class TimedEngine:
             scheduling_policy=policy,
             strict=True,
         )
-        self.engine = Engine(self.runner, fake_facts(VOCAB), config, clock=lambda: self.runner.now_s)
+        self.engine = Engine(self.runner, fake_model_info(VOCAB), config, clock=lambda: self.runner.now_s)
 
     def ask(self, name: str, num_prompt: int, max_tokens: int = 2, namespace: str = "") -> None:
         prompt = tuple(1 + (7 * i + sum(map(ord, name))) % (VOCAB - 1) for i in range(num_prompt))

@@ -12,7 +12,7 @@ from chatcache.engine.engine import Engine
 from chatcache.types.events import EngineEvent, Failed, Started, TokenLogprob, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import BeamSearchParams, ForkPoint, GenerateRequest, Params, SamplingParams
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts, history_of
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info, history_of
 from tests.support.fake_sampling import log_softmax, top_candidates
 
 VOCAB, PAGE = 64, 4
@@ -24,7 +24,7 @@ def runner(num_pages: int = 100, num_host_pages: int = 0) -> FakeRunner:
 
 
 def engine(fake: FakeRunner | None = None, **settings: Any) -> Engine:
-    return Engine(fake or runner(), fake_facts(VOCAB), EngineConfig(**({"strict": True} | settings)))
+    return Engine(fake or runner(), fake_model_info(VOCAB), EngineConfig(**({"strict": True} | settings)))
 
 
 def ask(name: str = "a", prompt: tuple[int, ...] = PROMPT, num_top: int | None = 2, **fields: Any) -> GenerateRequest:

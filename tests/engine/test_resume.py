@@ -35,7 +35,7 @@ from chatcache.types.events import (
 )
 from chatcache.types.request import BeamSearchParams, GenerateRequest, SamplingParams, StructuredOutputs
 from tests.engine import test_isolation
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 VOCAB = 256
 BYTES = tuple(bytes([byte]) for byte in range(VOCAB))
@@ -85,7 +85,7 @@ SEARCHES: dict[str, SamplingParams | BeamSearchParams] = {
 def make_engine(*, ahead: bool = False, num_pages: int = 256) -> Engine:
     capacity = fake_capacity(num_pages, 4, 64, 1024, has_async_launch=ahead)
     runner = FakeRunner(capacity, VOCAB, None, lazy=ahead)
-    return Engine(runner, fake_facts(VOCAB, ()), EngineConfig(strict=True), BYTES)
+    return Engine(runner, fake_model_info(VOCAB, ()), EngineConfig(strict=True), BYTES)
 
 
 def make_request(kind: str, name: str = "a") -> GenerateRequest:
@@ -340,7 +340,7 @@ def test_candidates_are_cancelled_once_while_a_resumed_request_waits_for_its_gra
 def test_a_full_queue_accepts_resumed_requests() -> None:
     capacity = fake_capacity(256, 4, 64, 1024)
     engine = Engine(
-        FakeRunner(capacity, VOCAB, None), fake_facts(VOCAB, ()), EngineConfig(max_queued_requests=1), BYTES
+        FakeRunner(capacity, VOCAB, None), fake_model_info(VOCAB, ()), EngineConfig(max_queued_requests=1), BYTES
     )
     for number in range(5):
         engine.add(resumed(make_request("seeded", f"r{number}"), []))

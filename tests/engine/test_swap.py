@@ -12,7 +12,7 @@ from chatcache.engine.engine import Engine
 from chatcache.types.events import EngineEvent, Failed, Finished, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 VOCAB, PAGE = 64, 4
 
@@ -41,7 +41,7 @@ def engine(
     extra = {"clock": clock} if clock else {}
     chosen: dict[str, Any] = {"preemption_mode": "swap", "strict": True} | settings
     return Engine(
-        runner or RecordingRunner(num_pages, num_host_pages), fake_facts(VOCAB), EngineConfig(**chosen), **extra
+        runner or RecordingRunner(num_pages, num_host_pages), fake_model_info(VOCAB), EngineConfig(**chosen), **extra
     )
 
 

@@ -10,14 +10,14 @@ from chatcache.engine.stats import MAX_REMEMBERED_NAMESPACES
 from chatcache.errors import InvalidRequestError
 from chatcache.types.events import EngineEvent, Started
 from chatcache.types.request import ForkPoint, GenerateRequest, SamplingParams
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 VOCAB = 64
 PUBLIC = tuple(i % 60 + 1 for i in range(40))
 
 
 def engine(num_pages: int = 512) -> Engine:
-    return Engine(FakeRunner(fake_capacity(num_pages), VOCAB), fake_facts(VOCAB), EngineConfig())
+    return Engine(FakeRunner(fake_capacity(num_pages), VOCAB), fake_model_info(VOCAB), EngineConfig())
 
 
 def request(request_id: str, namespace: str, own: tuple[int, ...], num_public_tokens: int = 40) -> GenerateRequest:
@@ -62,7 +62,7 @@ def test_tenants_arriving_together_compute_the_system_prompt_once() -> None:
 def test_a_live_fork_beyond_the_public_prefix_is_private() -> None:
     """The fork starts from a public prompt that is being computed, and adds private tokens."""
     runner = FakeRunner(fake_capacity(), VOCAB)
-    eng = Engine(runner, fake_facts(VOCAB), EngineConfig(max_num_batched_tokens=20))
+    eng = Engine(runner, fake_model_info(VOCAB), EngineConfig(max_num_batched_tokens=20))
     eng.add(request("a", "tenant:a", (7,) * 30))
     eng.step()
     secret = (*PUBLIC[:20], *(9,) * 30)

@@ -11,7 +11,7 @@ from chatcache.kv_cache.pool import PagePool
 from chatcache.types.events import FINISH_CANCELLED, CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import GenerateRequest
-from tests.engine.oracle import FACTS, VOCAB, WANDER, Answer, expected_answer, strategy_for
+from tests.engine.oracle import MODEL_INFO, VOCAB, WANDER, Answer, expected_answer, strategy_for
 from tests.support.fake_runner import POISON, FakeRunner, fake_capacity
 
 AUDIT_EVERY = 5  # not every step: an audit makes the scheduler tell the tables what it has put off
@@ -82,7 +82,7 @@ class Workload:
             scheduling_policy=self.policy,
             strict=True,
         )
-        return Engine(runner, FACTS, config, make_strategy=strategy_for), runner
+        return Engine(runner, MODEL_INFO, config, make_strategy=strategy_for), runner
 
 
 def poison_free_pages(engine: Engine, runner: FakeRunner) -> None:

@@ -18,7 +18,7 @@ from chatcache.engine_process.process import EngineProcess, RestartPolicy
 from chatcache.types.events import Beams, CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import BeamSearchParams, GenerateRequest, SamplingParams
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 VOCAB = 256
 NUM_PROMPT = 20
@@ -44,7 +44,7 @@ def build(config: EngineConfig, progress: object) -> Engine:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     capacity = fake_capacity(4096, 16, 256, 4096, has_async_launch=True)
     runner = CrashingRunner(capacity, VOCAB, None, delay_s=float(config.model or 0) / 1000)
-    return Engine(runner, fake_facts(VOCAB, ()), config, tuple(bytes([byte]) for byte in range(VOCAB)))
+    return Engine(runner, fake_model_info(VOCAB, ()), config, tuple(bytes([byte]) for byte in range(VOCAB)))
 
 
 class KilledRunner(FakeRunner):
@@ -63,7 +63,7 @@ class KilledRunner(FakeRunner):
 
 def build_killed(config: EngineConfig, progress: object) -> Engine:
     """Build an engine with a `KilledRunner`; `model` is its file."""
-    return Engine(KilledRunner(Path(config.model)), fake_facts(VOCAB, ()), config)
+    return Engine(KilledRunner(Path(config.model)), fake_model_info(VOCAB, ()), config)
 
 
 def process(step_ms: float = 1, policy: RestartPolicy = QUICK) -> EngineProcess:

@@ -17,7 +17,7 @@ from chatcache.types.events import CandidateDone, EngineEvent, Finished, SearchS
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import GenerateRequest, SamplingParams
 from chatcache.types.stats import EngineHealth, Explanation, ModelInfo, PackedPrompt, PageAccounts, PageHit, PageMap
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 LOST = "the device is lost: an illegal memory access"
 FAST = RestartPolicy(max_deaths=3, first_delay_s=0.01)
@@ -157,12 +157,12 @@ def build(config: EngineConfig, progress: Callable[[float, str], None]) -> Count
 
 def build_fake(config: EngineConfig, progress: Callable[[float, str], None]) -> Engine:
     """Build the real engine over the fake runner."""
-    return Engine(FakeRunner(delay_s=0.001), fake_facts(), config)
+    return Engine(FakeRunner(delay_s=0.001), fake_model_info(), config)
 
 
 def build_small(config: EngineConfig, progress: Callable[[float, str], None]) -> Engine:
     """Build the real engine over the fake runner with few pages."""
-    return Engine(FakeRunner(fake_capacity(64, 4)), fake_facts(), config)
+    return Engine(FakeRunner(fake_capacity(64, 4)), fake_model_info(), config)
 
 
 class WaitingEngine(Engine):
@@ -181,7 +181,7 @@ class WaitingEngine(Engine):
 
 def build_waiting(config: EngineConfig, progress: object) -> Engine:
     """Build an engine that waits for seven of eight candidates to be cancelled."""
-    return WaitingEngine(FakeRunner(delay_s=0.001), fake_facts(), config)
+    return WaitingEngine(FakeRunner(delay_s=0.001), fake_model_info(), config)
 
 
 class LosingRunner(FakeRunner):
@@ -196,7 +196,7 @@ class LosingRunner(FakeRunner):
 def build_losing(config: EngineConfig, progress: object) -> Engine:
     """Build an engine that will lose its device; `model` "ahead" launches asynchronously."""
     capacity = fake_capacity(has_async_launch=config.model == "ahead")
-    return Engine(LosingRunner(capacity, eos=None, delay_s=0.03), fake_facts(eos=()), config)
+    return Engine(LosingRunner(capacity, eos=None, delay_s=0.03), fake_model_info(eos=()), config)
 
 
 def request(name: str, max_tokens: int = 16, prompt: tuple[int, ...] = (1, 2, 3)) -> GenerateRequest:
@@ -213,4 +213,4 @@ def process(model: str = "", policy: RestartPolicy = FAST) -> EngineProcess:
 def build_spelling(config: EngineConfig, progress: object) -> Engine:
     """Build the real engine over the fake runner with one byte per token."""
     runner = FakeRunner(vocab_size=256, eos=None)
-    return Engine(runner, fake_facts(256, ()), config, tuple(bytes([byte]) for byte in range(256)))
+    return Engine(runner, fake_model_info(256, ()), config, tuple(bytes([byte]) for byte in range(256)))

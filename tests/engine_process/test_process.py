@@ -194,8 +194,8 @@ async def test_while_loading_requests_are_rejected_and_health_reports_progress()
 
 async def test_a_prompt_longer_than_the_context_is_not_sent() -> None:
     async with process() as engine:
-        facts = await engine.wait_loaded()
-        with pytest.raises(ContextLengthError, match=f"{facts.max_model_len}"):
+        model_info = await engine.wait_loaded()
+        with pytest.raises(ContextLengthError, match=f"{model_info.max_model_len}"):
             await engine.submit(request("r", prompt=(2**31 - 1,) * 5_000_000))
         await engine.submit(request("r", 1))
 

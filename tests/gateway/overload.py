@@ -29,7 +29,7 @@ from chatcache.engine.engine import Engine
 from chatcache.tokenizer.tokenizer import Tokenizer
 from tests.gateway.keyed import give
 from tests.gateway.serving import MAX_MODEL_LEN, parse_head, tiny_tokenizer
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 NUM_SLOTS, MAX_QUEUED = 8, 64
 STEP_S = 0.05
@@ -46,8 +46,8 @@ def build_engine(config: EngineConfig, progress: Callable[[float, str], None]) -
     words = tiny_tokenizer()
     eos = words.eos_token_ids
     runner = FakeRunner(fake_capacity(2048, 4, max_model_len=MAX_MODEL_LEN), words.vocab_size, eos[0], delay_s=STEP_S)
-    facts = fake_facts(words.vocab_size, eos, MAX_MODEL_LEN)
-    return Engine(runner, facts, config, words.token_bytes, special_ids=words.special_ids)
+    model_info = fake_model_info(words.vocab_size, eos, MAX_MODEL_LEN)
+    return Engine(runner, model_info, config, words.token_bytes, special_ids=words.special_ids)
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer:

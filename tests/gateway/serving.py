@@ -28,7 +28,7 @@ from chatcache.kv_cache.stats import PageUsage
 from chatcache.tokenizer.chat_template import ChatTemplate
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.plan import StepPlan, StepResult
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 from tests.support.invariant_checks import MAX_STRICT_PAGES
 from tests.tokenizer.tokenizers import backend_of
 
@@ -109,7 +109,7 @@ class Server:
         eos = tokenizer.eos_token_ids
         capacity = fake_capacity(self.num_pages, PAGE_SIZE, max_model_len=self.max_model_len)
         self.runner = self.runner_class(capacity, tokenizer.vocab_size, eos[0], eos_every=self.eos_every)
-        facts = fake_facts(tokenizer.vocab_size, eos, self.max_model_len)
+        model_info = fake_model_info(tokenizer.vocab_size, eos, self.max_model_len)
         self.engine_gate = threading.Event()
         self.engine_gate.set()
         self.inner: Engine | None = None
@@ -121,7 +121,7 @@ class Server:
                 return self.inner
             special = tokenizer.special_ids
             self.inner = CheckedEngine(
-                self.runner, facts, self.engine_config, tokenizer.token_bytes, special_ids=special
+                self.runner, model_info, self.engine_config, tokenizer.token_bytes, special_ids=special
             )
             return self.inner
 

@@ -20,7 +20,7 @@ from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
 from tests.gateway.frames import Frame, receive, send, until_end
 from tests.gateway.serving import MAX_MODEL_LEN, Server, hurry, slowed, tiny_tokenizer, wait_until
-from tests.support.fake_runner import FakeRunner, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_model_info
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -71,8 +71,8 @@ def fresh_engine() -> Engine:
     tokenizer = tiny_tokenizer()
     eos = tokenizer.eos_token_ids
     runner = FakeRunner(vocab_size=tokenizer.vocab_size, eos=eos[0])
-    facts = fake_facts(tokenizer.vocab_size, eos, MAX_MODEL_LEN)
-    return Engine(runner, facts, EngineConfig(), tokenizer.token_bytes)
+    model_info = fake_model_info(tokenizer.vocab_size, eos, MAX_MODEL_LEN)
+    return Engine(runner, model_info, EngineConfig(), tokenizer.token_bytes)
 
 
 def direct(params: Params) -> list[tuple[list[int], float]]:

@@ -88,7 +88,7 @@ def build(
                 mock.patch.multiple("chatcache.model.runner", WARMUP_PROMPT_TOKENS=(1, 2), WARMUP_CONTEXT_TOKENS=PAGE)
             )
         runner = load_model(config, weights=RandomWeights(TINY, device, seed=SEED, std=0.2), async_launch=graphs)
-    return Engine(SynchronousRunner(runner) if in_order else runner, runner.facts, config)
+    return Engine(SynchronousRunner(runner) if in_order else runner, runner.model_info, config)
 
 
 def prompt_of(num_tokens: int, number: int = 0) -> Prompt:

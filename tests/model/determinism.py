@@ -182,7 +182,7 @@ class Way:
             enable_prefix_caching=self.cache,
             preemption_mode=self.preemption,
         )
-        return Engine(recorder, recorder.runner.facts, config)
+        return Engine(recorder, recorder.runner.model_info, config)
 
     def ordered(self, requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
         if self.order in (1, -1):

@@ -25,7 +25,7 @@ from tests.model.drive import make_draws
 
 VOCAB, LAYERS, HEADS, KV_HEADS, DIM, SIZE = 53, 2, 2, 1, 16, 8
 NUM_PAGES, NUM_HOST_PAGES, NUM_SLOTS, MAX_LEN = 40, 24, 9, 64
-FACTS = ModelInfo(name="reader", digest="00", vocab_size=VOCAB, max_model_len=MAX_LEN, eos_token_ids=())
+MODEL_INFO = ModelInfo(name="reader", digest="00", vocab_size=VOCAB, max_model_len=MAX_LEN, eos_token_ids=())
 
 
 class Reader:
@@ -80,7 +80,7 @@ def make_runner(
     capacity = KVCapacity(NUM_PAGES, SIZE, NUM_SLOTS, MAX_LEN, num_host_pages=NUM_HOST_PAGES)
     backend = "triton" if "triton" in getattr(kernels, "__name__", "") else "reference"
     sampler = choose_sampler(backend, VOCAB, network.geometry.device)
-    return Runner(network, kernels, pages, capacity, FACTS, ahead, streams, sampler)
+    return Runner(network, kernels, pages, capacity, MODEL_INFO, ahead, streams, sampler)
 
 
 @dataclass

@@ -229,8 +229,8 @@ def test_sharded_weights_are_read(folder: Path, sample_of: Get, load: Load) -> N
     for shard in set(shards.values()):
         save_file({name: tensors[name] for name in names if shards[name] == shard}, folder / shard)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    facts = load(folder).facts
-    assert facts.num_parameters == sum(tensor.numel() for tensor in tensors.values())
+    model_info = load(folder).model_info
+    assert model_info.num_parameters == sum(tensor.numel() for tensor in tensors.values())
 
 
 def test_transformers_4_config_is_equivalent(folder: Path, load: Load, sample_of: Get) -> None:
@@ -243,13 +243,13 @@ def test_transformers_4_config_is_equivalent(folder: Path, load: Load, sample_of
 
 
 def test_digest_depends_on_config_weights_and_dtype(folder: Path, load: Load) -> None:
-    digests = [load(folder).facts.digest, load(folder).facts.digest]
+    digests = [load(folder).model_info.digest, load(folder).model_info.digest]
     assert digests[0] == digests[1]
-    digests.append(load(folder, dtype="bfloat16").facts.digest)
+    digests.append(load(folder, dtype="bfloat16").model_info.digest)
     set_weights(folder, lambda tensors: tensors[NORM][3:4].add_(1e-3))
-    digests.append(load(folder).facts.digest)
+    digests.append(load(folder).model_info.digest)
     set_config(folder, rms_norm_eps=1e-5)
-    digests.append(load(folder).facts.digest)
+    digests.append(load(folder).model_info.digest)
     assert len(set(digests)) == 4
 
 
@@ -265,8 +265,13 @@ def test_load_model_reports_model_info_capacity_and_progress(folder: Path, load:
         served_model_name="me",
     )
     runner = load_model(config, lambda fraction, what: said.append((fraction, what)))
-    facts, capacity = runner.facts, runner.capacity()
-    assert (facts.name, facts.vocab_size, facts.eos_token_ids, facts.max_model_len) == ("me", 199, (5, 7), 100)
+    model_info, capacity = runner.model_info, runner.capacity()
+    assert (model_info.name, model_info.vocab_size, model_info.eos_token_ids, model_info.max_model_len) == (
+        "me",
+        199,
+        (5, 7),
+        100,
+    )
     assert (capacity.page_size, capacity.num_slots, capacity.max_model_len) == (16, 3, 100)
     assert capacity.num_pages == 1 + 3 * 7  # what three whole contexts can use
     assert capacity.kv_bytes == capacity.num_pages * 16 * 2 * 3 * 2 * 32 * 4

@@ -46,7 +46,7 @@ def sample(request: pytest.FixtureRequest, sample_of: Get, monkeypatch: pytest.M
 
 def continue_all(runner: Runner, config: EngineConfig, sample: Sample, rounds: int) -> list[list[tuple[int, ...]]]:
     """Answer all prompts at once through a real engine, `rounds` times over the same cache."""
-    engine = Engine(runner, runner.facts, config)
+    engine = Engine(runner, runner.model_info, config)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
     answers: list[list[tuple[int, ...]]] = []
     for number in range(rounds):

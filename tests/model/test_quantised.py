@@ -71,10 +71,10 @@ def test_int8_logits_equal_the_dequantised_model(name: str, sample_of: Get, load
 
 def test_model_info_reports_quantised_sizes(sample_of: Get, load: Load) -> None:
     folder = sample_of("llama").folder
-    plain, int8 = load(folder).facts, load(folder, quantization="int8").facts
+    plain, int8 = load(folder).model_info, load(folder, quantization="int8").model_info
     assert (plain.quantization, plain.precision) == ("none", "float32")
     assert (int8.quantization, int8.precision) == ("int8", "float32, int8 weights")
-    assert int8.digest != plain.digest == load(folder, quantization="none").facts.digest
+    assert int8.digest != plain.digest == load(folder, quantization="none").model_info.digest
     assert int8.num_parameters == plain.num_parameters
     assert plain.step_bytes == plain.weight_bytes == 4 * plain.num_parameters  # tied
     table = 4 * VOCAB * 64
@@ -82,7 +82,7 @@ def test_model_info_reports_quantised_sizes(sample_of: Get, load: Load) -> None:
     weights, outputs = 3 * (128 * 64 + 64 * 64 + 192 * 64 + 96 * 64), 3 * (128 + 64 + 192 + 64)
     padding = (224 - VOCAB) * 64  # of the head, to whole panels
     assert int8.step_bytes == weights + VOCAB * 64 + padding + 4 * (outputs + VOCAB) + 4 * 7 * 64
-    untied = load(sample_of("qwen2").folder).facts
+    untied = load(sample_of("qwen2").folder).model_info
     assert untied.step_bytes == untied.weight_bytes - table
 
 

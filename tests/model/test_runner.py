@@ -93,7 +93,7 @@ def test_engine_accepts_steps_without_draws(sample_of: Get, load: Load) -> None:
     """A prompt alone, longer than a step: its first chunks have no draws."""
     sample = sample_of("llama")
     runner = load(sample.folder)
-    engine = Engine(runner, runner.facts, EngineConfig(page_size=8, max_num_batched_tokens=9))
+    engine = Engine(runner, runner.model_info, EngineConfig(page_size=8, max_num_batched_tokens=9))
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     engine.add(GenerateRequest(request_id="one", prompt=sample.prompts[3], params=params))
     events = [event for _ in range(30) if engine.has_work() for event in engine.step()]

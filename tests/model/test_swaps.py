@@ -67,8 +67,8 @@ def test_random_plans_move_pages_as_documented(backend: str) -> None:
     for memory in (store.k, store.v):
         memory.zero_()
     capacity = KVCapacity(PAGES, SIZE, SLOTS, 4 * SIZE, num_host_pages=HOST_PAGES)
-    facts = ModelInfo(name="writer", digest="00", vocab_size=4, max_model_len=4 * SIZE, eos_token_ids=())
-    runner = Runner(Writer(), kernels, store, capacity, facts)
+    model_info = ModelInfo(name="writer", digest="00", vocab_size=4, max_model_len=4 * SIZE, eos_token_ids=())
+    runner = Runner(Writer(), kernels, store, capacity, model_info)
     expected = torch.zeros(LAYERS, PAGES, SIZE, HEADS, DIM)
     host = torch.zeros(LAYERS, HOST_PAGES, SIZE, HEADS, DIM)
     runner.execute(swap_plan(out=[(0, page) for page in range(HOST_PAGES)]))  # the room holds nothing defined yet

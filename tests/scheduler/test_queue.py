@@ -9,7 +9,7 @@ from chatcache.engine.engine import Engine
 from chatcache.scheduler import queue
 from chatcache.types.events import Finished
 from chatcache.types.request import GenerateRequest, SamplingParams
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ def times_preempted(num_host_pages: int) -> int:
     runner = FakeRunner(fake_capacity(120, 1, 32, 512, num_host_pages), VOCAB)
     preemption = "swap" if num_host_pages else "recompute"
     config = EngineConfig(scheduling_policy="priority", preemption_mode=preemption, strict=True)
-    engine = Engine(runner, fake_facts(VOCAB), config)
+    engine = Engine(runner, fake_model_info(VOCAB), config)
     engine.add(ask("patient", 5, 100, priority=9))
     (patient,) = engine.scheduler.waiting
     finished = set[str]()

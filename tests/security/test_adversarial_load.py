@@ -17,7 +17,7 @@ from chatcache.scheduler.request import LiveRequest
 from chatcache.types.plan import StepPlan, StepResult
 from tests.security.adversarial_load import NUM_REFERENCES, LoadResult, LoadRun
 from tests.security.adversarial_requests import Adversary
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 SEED = int(os.environ.get("CHATCACHE_TEST_SEED", 16))
 VOCAB = 96
@@ -28,7 +28,7 @@ Patch = pytest.MonkeyPatch
 def fake_engine(runner_class: type[FakeRunner] = FakeRunner, *, ahead: bool = False, num_pages: int = 400) -> Engine:
     runner = runner_class(fake_capacity(num_pages, num_host_pages=200, has_async_launch=ahead), VOCAB)
     config = EngineConfig(strict=True, max_num_batched_tokens=256, max_num_seqs=64)
-    return Engine(runner, fake_facts(VOCAB), config, PIECES, special_ids=(0,))
+    return Engine(runner, fake_model_info(VOCAB), config, PIECES, special_ids=(0,))
 
 
 def run_load(engine: Engine, num_requests: int, seed: int = SEED, *, structures: bool = True) -> LoadResult:

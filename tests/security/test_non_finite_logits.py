@@ -98,7 +98,7 @@ def corrupted_network(runner: Runner) -> Iterator[CorruptingNetwork]:
 
 
 def build_engine(runner: Runner) -> Engine:
-    return Engine(runner, runner.facts, EngineConfig(strict=True, max_num_seqs=NUM_ROWS))
+    return Engine(runner, runner.model_info, EngineConfig(strict=True, max_num_seqs=NUM_ROWS))
 
 
 def run_uncorrupted(runner: Runner, num_steps: int) -> dict[str, TokenEvents]:

@@ -51,7 +51,7 @@ def fake_capacity(
     )
 
 
-def fake_facts(vocab_size: int = 64, eos: tuple[int, ...] = (0,), max_model_len: int = 4096) -> ModelInfo:
+def fake_model_info(vocab_size: int = 64, eos: tuple[int, ...] = (0,), max_model_len: int = 4096) -> ModelInfo:
     return ModelInfo(
         name="fake",
         digest="00" * 32,

@@ -15,7 +15,7 @@ from chatcache.tokenizer.reply_format import ReplyFormat, ReplyParser, detect_fo
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.tokenizer.tool_grammar import CallableFunction, ToolChoice, build_tool_grammar
 from chatcache.types.request import StructuredOutputs
-from tests.support.fake_runner import fake_facts
+from tests.support.fake_runner import fake_model_info
 from tests.tokenizer.families import FAMILIES, tokenizer_of
 
 SCHEMA = json.dumps(
@@ -42,8 +42,8 @@ TWO["qwen3"] = TWO["opened"] = TWO["hermes"]
 @cache
 def vocabulary(name: str) -> Any:
     tokenizer = tokenizer_of(name)
-    facts = fake_facts(tokenizer.vocab_size, tokenizer.eos_token_ids, 100)
-    known = _Vocabulary(tokenizer.token_bytes, facts, tokenizer.special_ids)
+    model_info = fake_model_info(tokenizer.vocab_size, tokenizer.eos_token_ids, 100)
+    known = _Vocabulary(tokenizer.token_bytes, model_info, tokenizer.special_ids)
     return llguidance.LLTokenizer(known, eos_token=[known.eos_token_id])
 
 

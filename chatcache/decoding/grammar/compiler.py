@@ -377,11 +377,11 @@ class GrammarCompiler:
     """
 
     def __init__(
-        self, token_bytes: Sequence[bytes] | None, facts: ModelInfo, special_ids: Collection[int] = ()
+        self, token_bytes: Sequence[bytes] | None, model_info: ModelInfo, special_ids: Collection[int] = ()
     ) -> None:
         self._token_bytes = token_bytes
-        self._facts = facts
-        self._special_ids = frozenset(special_ids) | frozenset(facts.eos_token_ids)
+        self._model_info = model_info
+        self._special_ids = frozenset(special_ids) | frozenset(model_info.eos_token_ids)
         self._cache: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()
         self._growth_bytes = 0
         self._library: Any = None
@@ -398,13 +398,13 @@ class GrammarCompiler:
         """Bit mask of the tokens with text."""
         pieces = enumerate(self._token_bytes or ())
         text_ids = [token for token, piece in pieces if piece and token not in self._special_ids]
-        return to_bitmask(text_ids, self._facts.vocab_size)
+        return to_bitmask(text_ids, self._model_info.vocab_size)
 
     @cached_property
     def allowed_tokens(self) -> U32:
         """Bit mask of all tokens a grammar can allow: text, and special tokens except EOS."""
-        ends = set(self._facts.eos_token_ids)
-        named = to_bitmask([token for token in self._special_ids if token not in ends], self._facts.vocab_size)
+        ends = set(self._model_info.eos_token_ids)
+        named = to_bitmask([token for token in self._special_ids if token not in ends], self._model_info.vocab_size)
         return self.text_tokens | named
 
     def start(self, outputs: StructuredOutputs, namespace: str = "") -> GrammarFuture:
@@ -524,7 +524,7 @@ class GrammarCompiler:
         return self.compile(grammar)
 
     def _build_tokenizer(self) -> None:
-        vocabulary = _Vocabulary(self._token_bytes or (), self._facts, self._special_ids)
+        vocabulary = _Vocabulary(self._token_bytes or (), self._model_info, self._special_ids)
         self._tokenizer = self._library.LLTokenizer(vocabulary, eos_token=[vocabulary.eos_token_id])
 
     def _has_library(self) -> bool:
@@ -567,8 +567,8 @@ class _Vocabulary:
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, token_bytes: Sequence[bytes], facts: ModelInfo, special_ids: Collection[int]) -> None:
-        size = facts.vocab_size
+    def __init__(self, token_bytes: Sequence[bytes], model_info: ModelInfo, special_ids: Collection[int]) -> None:
+        size = model_info.vocab_size
         blank = [b""] * max(size - len(token_bytes), 0)
         # An end of its own, beyond the model's ids: when a candidate may end is said by `is_accepting`.
         self.tokens = [*token_bytes[:size], *blank, b"<end>"]

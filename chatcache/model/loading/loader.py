@@ -137,7 +137,7 @@ def _load(
     int8 = make_linear if isinstance(make_linear, Int8LinearFactory) else None
     arch = network.arch if isinstance(network, Decoder) else None
     weight_bytes, step_bytes = weight_sizes(weights.num_parameters, dtype, arch, int8)
-    info_json = ModelInfo(
+    model_info = ModelInfo(
         name=config.served_model_name or model_name(config.model),
         digest=_digest(raw, weights, f"{dtype} {config.quantization}", max_model_len),
         vocab_size=geometry.vocab_size,
@@ -157,7 +157,7 @@ def _load(
     prefaulter = PagePrefaulter(pages) if device.type == "cpu" else None
     threads = ThreadCount(thread_counts(config.deterministic)) if device.type == "cpu" else None
     runner = Runner(
-        network, kernels, pages, capacity, info_json, async_launch, sampler=sampler, prefaulter=prefaulter,
+        network, kernels, pages, capacity, model_info, async_launch, sampler=sampler, prefaulter=prefaulter,
         threads=threads,
     )  # fmt: skip
     report(0.94, "warming up; the first start compiles kernels")

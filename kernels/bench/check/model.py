@@ -56,14 +56,14 @@ class LoadedModel:
         The previous engine must be idle.
         """
         runner = self.runner if ahead else SynchronousRunner(self.runner)
-        return EngineDriver(Engine(runner, self.runner.facts, self.config), seed)
+        return EngineDriver(Engine(runner, self.runner.model_info, self.config), seed)
 
 
-def roofline_of(shape: Shape, facts: ModelInfo, limits: Limits) -> Roofline:
+def roofline_of(shape: Shape, model_info: ModelInfo, limits: Limits) -> Roofline:
     """Return the roofline of a model of this shape; an untied input embedding is not read."""
     head_params = shape.vocab_size * shape.hidden
-    read_params = facts.num_parameters - (0 if shape.tied else head_params)
-    itemsize = facts.weight_bytes // facts.num_parameters
+    read_params = model_info.num_parameters - (0 if shape.tied else head_params)
+    itemsize = model_info.weight_bytes // model_info.num_parameters
     return Roofline(
         limits,
         step_bytes=read_params * itemsize,
@@ -133,9 +133,11 @@ def load(context: StageContext, name: str, limits: Limits, **settings: Any) -> L
     start = time.perf_counter()
     runner = load_model(config, weights=RandomWeights(shape, context.device))
     context.add(Figure(f"{name}: start to ready, random weights", time.perf_counter() - start, "s"))
-    facts = runner.facts
-    context.note(f"{name}", {"attention": facts.attention, "dtype": facts.dtype, "pages": runner.capacity().num_pages})
-    return LoadedModel(name, runner, config, roofline_of(shape, facts, limits))
+    model_info = runner.model_info
+    context.note(
+        f"{name}", {"attention": model_info.attention, "dtype": model_info.dtype, "pages": runner.capacity().num_pages}
+    )
+    return LoadedModel(name, runner, config, roofline_of(shape, model_info, limits))
 
 
 def run(context: StageContext, name: str) -> None:

@@ -20,7 +20,7 @@ from chatcache.errors import InvalidRequestError
 from chatcache.types.events import CandidateDone, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
 from tests.gateway.serving import tiny_tokenizer
-from tests.support.fake_runner import FakeRunner, fake_capacity, fake_facts
+from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 USER = [Message(role="user", content="Hello")]
 
@@ -32,8 +32,8 @@ class Rig:
         tokenizer = tiny_tokenizer()
         eos = tokenizer.eos_token_ids
         self.runner = FakeRunner(fake_capacity(1024, 4, max_model_len=1024), tokenizer.vocab_size, eos[0])
-        facts = fake_facts(tokenizer.vocab_size, eos, 1024)
-        self.engine = ThreadedEngine(lambda: Engine(self.runner, facts, EngineConfig(), tokenizer.token_bytes))
+        model_info = fake_model_info(tokenizer.vocab_size, eos, 1024)
+        self.engine = ThreadedEngine(lambda: Engine(self.runner, model_info, EngineConfig(), tokenizer.token_bytes))
         self.service = ChatService(self.engine, tokenizer)
         self._number = 0
 
