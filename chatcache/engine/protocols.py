@@ -8,7 +8,7 @@ from typing import Protocol
 from chatcache.types.events import EngineEvent
 from chatcache.types.plan import KVCapacity, StepPlan, StepResult
 from chatcache.types.request import GenerateRequest
-from chatcache.types.stats import EngineHealth, Explanation, PackedPrompt, PageAccounts, PageMap
+from chatcache.types.stats import EngineHealth, ExplainQuery, Explanation, PackedPrompt, PageAccounts, PageMap
 
 
 class StepHandle(Protocol):
@@ -90,18 +90,8 @@ class EngineClient(Protocol):
 
     async def health(self) -> EngineHealth: ...
 
-    async def explain(
-        self,
-        prompt: Sequence[int],
-        namespace: str = "",
-        num_public_tokens: int = 0,
-        *,
-        cache_salt: str = "",
-        operator: bool = False,
-    ) -> Explanation:
+    async def explain(self, query: ExplainQuery) -> Explanation:
         """Report which pages of a prompt are cached, and why the first missing page is not.
-
-        An `operator` may also learn what other namespaces have computed; a tenant must not.
 
         Raises: ContextLengthError, InvalidRequestError for a prompt that no request could have.
         """

@@ -33,6 +33,7 @@ from chatcache.types.stats import (
     DURATION_BOUNDS_S,
     Durations,
     EngineHealth,
+    ExplainQuery,
     Explanation,
     ModelInfo,
     PackedPrompt,
@@ -302,23 +303,15 @@ class CacheInspector:
         """
         return self._page_map.read(None if operator else namespace)
 
-    def explain(
-        self,
-        prompt: Sequence[int],
-        namespace: str = "",
-        num_public_tokens: int = 0,
-        *,
-        cache_salt: str = "",
-        operator: bool = False,
-    ) -> Explanation:
+    def explain(self, query: ExplainQuery) -> Explanation:
         """Report which pages of a prompt are cached, and why the first missing page is not.
 
-        An `operator` also sees pages cached by other recent namespaces; a tenant must not.
         Raises: InvalidRequestError, ContextLengthError.
         """
-        check_prompt(prompt, num_public_tokens, self._vocab_size, self._max_model_len)
-        chain = self._kv.hash_pages(prompt, CacheScope(namespace, num_public_tokens, cache_salt))
-        return self._kv.explain(chain, self._recent_namespaces if operator else ())
+        check_prompt(query.prompt, query.num_public_tokens, self._vocab_size, self._max_model_len)
+        scope = CacheScope(query.namespace, query.num_public_tokens, query.cache_salt)
+        chain = self._kv.hash_pages(query.prompt, scope)
+        return self._kv.explain(chain, self._recent_namespaces if query.operator else ())
 
     def num_pages_held(self, request_id: str) -> int:
         """Return the number of distinct pages that a request holds; 0 if it is unknown or waiting."""

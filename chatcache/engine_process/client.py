@@ -35,7 +35,7 @@ from chatcache.engine_process.protocol import (
 from chatcache.errors import ChatcacheError, InvalidRequestError, NotFoundError
 from chatcache.types.events import TERMINAL, EngineEvent, Failed, Started, Tokens
 from chatcache.types.request import GenerateRequest
-from chatcache.types.stats import EngineHealth, Explanation, PackedPrompt, PageAccounts, PageMap
+from chatcache.types.stats import EngineHealth, ExplainQuery, Explanation, PackedPrompt, PageAccounts, PageMap
 
 RETENTION_S = 60.0
 PRUNE_EVENTS = 256
@@ -239,12 +239,8 @@ class EngineClientBase:
     async def cancel_candidate(self, request_id: str, index: int) -> None:
         await self._call(partial(CancelCandidate, request_id=request_id, index=index))
 
-    async def explain(
-        self, prompt: Sequence[int], namespace: str, num_public_tokens: int, cache_salt: str, operator: bool
-    ) -> Explanation:
-        scope = namespace, num_public_tokens, cache_salt
-        value = await self._call(lambda call: Explain(call, tuple(prompt), *scope, operator))
-        return cast(Explanation, value)
+    async def explain(self, query: ExplainQuery) -> Explanation:
+        return cast(Explanation, await self._call(partial(Explain, query=query)))
 
     async def count_cached_tokens(self, prompts: Sequence[PackedPrompt], namespace: str) -> list[int]:
         counts: list[int] = []

@@ -36,7 +36,15 @@ from chatcache.engine_process.protocol import (
 from chatcache.errors import ChatcacheError, EngineError, InvalidRequestError
 from chatcache.types.events import EngineEvent, Failed, SearchStep
 from chatcache.types.request import GenerateRequest
-from chatcache.types.stats import EngineHealth, Explanation, ModelInfo, PackedPrompt, PageAccounts, PageMap
+from chatcache.types.stats import (
+    EngineHealth,
+    ExplainQuery,
+    Explanation,
+    ModelInfo,
+    PackedPrompt,
+    PageAccounts,
+    PageMap,
+)
 
 log = logging.getLogger(__name__)
 
@@ -108,15 +116,7 @@ class StepEngine(Protocol):
 class CacheQueries(Protocol):
     """Queries about the engine's page cache. `engine.CacheInspector` implements them."""
 
-    def explain(
-        self,
-        prompt: Sequence[int],
-        namespace: str = "",
-        num_public_tokens: int = 0,
-        *,
-        cache_salt: str = "",
-        operator: bool = False,
-    ) -> Explanation: ...
+    def explain(self, query: ExplainQuery) -> Explanation: ...
     def count_cached_tokens(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]: ...
     def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap: ...
     def page_accounts(self) -> PageAccounts: ...
@@ -196,11 +196,8 @@ def _call(engine: StepEngine, command: Call) -> Reply:
         case CancelCandidate(call, request_id, index):
             engine.cancel_candidate(request_id, index)
             return Answer(call)
-        case Explain(call, prompt, namespace, num_public_tokens, cache_salt, operator):
-            explanation = engine.cache.explain(
-                prompt, namespace, num_public_tokens, cache_salt=cache_salt, operator=operator
-            )
-            return ExplainReply(call, explanation)
+        case Explain(call, query):
+            return ExplainReply(call, engine.cache.explain(query))
         case CountCached(call, prompts, namespace):
             return Answer(call, value=engine.cache.count_cached_tokens(prompts, namespace))
         case MapPages(call, namespace, operator):

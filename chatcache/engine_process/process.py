@@ -50,7 +50,15 @@ from chatcache.errors import ChatcacheError, ContextLengthError, EngineError, In
 from chatcache.logs import LogFormat
 from chatcache.types.events import EngineEvent
 from chatcache.types.request import GenerateRequest
-from chatcache.types.stats import EngineHealth, Explanation, ModelInfo, PackedPrompt, PageAccounts, PageMap
+from chatcache.types.stats import (
+    EngineHealth,
+    ExplainQuery,
+    Explanation,
+    ModelInfo,
+    PackedPrompt,
+    PageAccounts,
+    PageMap,
+)
 
 log = logging.getLogger(__name__)
 
@@ -322,17 +330,9 @@ class EngineProcess:
             return msgspec.structs.replace(health, ready=False, detail=f"no step for {silent_s:.0f} s")
         return health
 
-    async def explain(
-        self,
-        prompt: Sequence[int],
-        namespace: str = "",
-        num_public_tokens: int = 0,
-        *,
-        cache_salt: str = "",
-        operator: bool = False,
-    ) -> Explanation:
-        self._check(prompt)
-        return await self._client.explain(prompt, namespace, num_public_tokens, cache_salt, operator)
+    async def explain(self, query: ExplainQuery) -> Explanation:
+        self._check(query.prompt)
+        return await self._client.explain(query)
 
     async def count_cached_tokens(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
         self._check()

@@ -30,7 +30,15 @@ from chatcache.errors import (
 from chatcache.logs import LogFormat
 from chatcache.types.events import EngineEvent, SearchStep, Started, TokenLogprob
 from chatcache.types.request import GenerateRequest
-from chatcache.types.stats import EngineHealth, Explanation, ModelInfo, PackedPrompt, PageAccounts, PageMap
+from chatcache.types.stats import (
+    EngineHealth,
+    ExplainQuery,
+    Explanation,
+    ModelInfo,
+    PackedPrompt,
+    PageAccounts,
+    PageMap,
+)
 
 _ERROR_TYPES: dict[str, type[ChatcacheError]] = {
     kind.__name__: kind
@@ -116,11 +124,7 @@ class Explain(msgspec.Struct, frozen=True, tag="explain"):
     """Explain which pages of a prompt are cached, see `EngineClient.explain`."""
 
     call: int
-    prompt: tuple[int, ...]
-    namespace: str = ""
-    num_public_tokens: int = 0
-    cache_salt: str = ""
-    operator: bool = False
+    query: ExplainQuery
 
 
 class CountCached(msgspec.Struct, frozen=True, tag="count_cached"):

@@ -26,7 +26,15 @@ from chatcache.engine_process.protocol import (
 from chatcache.errors import ChatcacheError, EngineError, InvalidRequestError, ModelFolderError
 from chatcache.types.events import EngineEvent
 from chatcache.types.request import GenerateRequest
-from chatcache.types.stats import EngineHealth, Explanation, ModelInfo, PackedPrompt, PageAccounts, PageMap
+from chatcache.types.stats import (
+    EngineHealth,
+    ExplainQuery,
+    Explanation,
+    ModelInfo,
+    PackedPrompt,
+    PageAccounts,
+    PageMap,
+)
 
 log = logging.getLogger(__name__)
 
@@ -110,17 +118,9 @@ class ThreadedEngine:
             return EngineHealth(ready=False, detail=self._error.message)
         return self._client.health or EngineHealth(ready=False, detail="loading")
 
-    async def explain(
-        self,
-        prompt: Sequence[int],
-        namespace: str = "",
-        num_public_tokens: int = 0,
-        *,
-        cache_salt: str = "",
-        operator: bool = False,
-    ) -> Explanation:
+    async def explain(self, query: ExplainQuery) -> Explanation:
         await self.wait_loaded()
-        return await self._client.explain(prompt, namespace, num_public_tokens, cache_salt, operator)
+        return await self._client.explain(query)
 
     async def count_cached_tokens(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
         await self.wait_loaded()

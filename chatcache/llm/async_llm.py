@@ -14,7 +14,7 @@ from chatcache.llm.outputs import Collector, RequestOutput
 from chatcache.llm.prompts import Message, Prompt, PromptSource
 from chatcache.model.runner import Runner
 from chatcache.types.request import GenerateRequest, Params, SamplingParams
-from chatcache.types.stats import EngineHealth, Explanation
+from chatcache.types.stats import EngineHealth, ExplainQuery, Explanation
 
 RETRY_S = 0.05
 
@@ -83,7 +83,7 @@ class AsyncLLM(LLMBase):
     async def explain(self, prompt: Prompt) -> Explanation:
         """Report which part of a prompt is cached, and why not more; nothing is computed or stored."""
         encoded = self._reader.prompt(prompt)(SamplingParams())
-        return await self._engine.explain(encoded.token_ids, operator=True)
+        return await self._engine.explain(ExplainQuery(tuple(encoded.token_ids), operator=True))
 
     async def health(self) -> EngineHealth:
         """Return the size of the KV memory and counters since the start."""

@@ -15,7 +15,7 @@ from chatcache.llm.base import LLMBase
 from chatcache.llm.outputs import Collector, RequestOutput, TokenText
 from chatcache.llm.prompts import EncodedPrompt, Message, Prompt, PromptSource
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
-from chatcache.types.stats import EngineHealth, Explanation, PageAccounts
+from chatcache.types.stats import EngineHealth, ExplainQuery, Explanation, PageAccounts
 
 if TYPE_CHECKING:
     from chatcache.tokenizer.tokenizer import Tokenizer
@@ -93,7 +93,7 @@ class LLM(LLMBase):
         Raises: InvalidRequestError or ContextLengthError for a prompt that can never run.
         """
         encoded = self._reader.prompt(prompt)(SamplingParams())
-        return self._engine.cache.explain(encoded.token_ids, operator=True)
+        return self._engine.cache.explain(ExplainQuery(tuple(encoded.token_ids), operator=True))
 
     def accounts(self) -> PageAccounts:
         """Return how many pages each running request holds; none between calls of `generate`."""

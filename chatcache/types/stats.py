@@ -128,6 +128,19 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     diverged_tokens: tuple[int, ...] = ()
 
 
+class ExplainQuery(msgspec.Struct, frozen=True):
+    """A prompt whose cached pages are to be explained, with the scope of its pages.
+
+    `operator`: the answer may also report what other namespaces have computed; an answer to a tenant must not.
+    """
+
+    prompt: tuple[int, ...]
+    namespace: str = ""
+    num_public_tokens: int = 0
+    cache_salt: str = ""
+    operator: bool = False
+
+
 class PackedPrompt(msgspec.Struct, frozen=True):
     """A prompt's token ids as little-endian int32, for cache look-ups of many prompts."""
 

@@ -15,7 +15,15 @@ from chatcache.tokenizer.chat_template import ChatTemplate
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import CandidateDone, EngineEvent, Finished, SearchStep, Started, Tokens
 from chatcache.types.request import GenerateRequest
-from chatcache.types.stats import EngineHealth, Explanation, ModelInfo, PackedPrompt, PageAccounts, PageMap
+from chatcache.types.stats import (
+    EngineHealth,
+    ExplainQuery,
+    Explanation,
+    ModelInfo,
+    PackedPrompt,
+    PageAccounts,
+    PageMap,
+)
 from loadtest.gateway.ticks import NUM_TICKS, TickClock, TickTimes, clock_from_environment, tick_text
 
 NUM_BYTE_TOKENS = 257  # 256 bytes and the end of a turn
@@ -54,7 +62,7 @@ class _Stream:
 
 
 class ClockEngine:
-    """An engine that emits tokens by a clock. Satisfies `loop.StepEngine` and `CacheQueries`."""
+    """An engine that emits tokens by a clock. Satisfies `StepEngine` and `CacheQueries` of `engine_process.loop`."""
 
     search_steps: Sequence[SearchStep] = ()
 
@@ -125,10 +133,8 @@ class ClockEngine:
     def cache(self) -> Self:
         return self
 
-    def explain(
-        self, prompt: Sequence[int], namespace: str = "", num_public_tokens: int = 0, *, operator: bool = False
-    ) -> Explanation:
-        return Explanation(num_tokens=len(prompt), num_cached_tokens=0, page_size=16, pages=())
+    def explain(self, query: ExplainQuery) -> Explanation:
+        return Explanation(num_tokens=len(query.prompt), num_cached_tokens=0, page_size=16, pages=())
 
     def count_cached_tokens(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
         return [0] * len(prompts)

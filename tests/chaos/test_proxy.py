@@ -59,6 +59,14 @@ class Connection:
         self._writer.close()
 
 
+async def _exchange(proxy: Proxy, data: bytes) -> Connection:
+    """Return a new connection on which `data` has been echoed."""
+    connection = await Connection.begin(proxy)
+    connection.send(data)
+    assert await connection.receive(len(data)) == data
+    return connection
+
+
 async def test_proxy_forwards_data_with_the_set_delay(proxy: Proxy) -> None:
     connection = await Connection.begin(proxy)
     connection.send(b"hello")
@@ -82,25 +90,18 @@ async def test_stalled_data_arrives_after_heal(proxy: Proxy) -> None:
 
 
 async def test_cut_resets_the_connection_after_the_set_bytes(proxy: Proxy) -> None:
-    connection = await Connection.begin(proxy)
-    connection.send(b"x")
-    assert await connection.receive(1) == b"x"
+    connection = await _exchange(proxy, b"x")
     proxy.cut(3)
     connection.send(b"abcdef")
     with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
         await connection.receive(6)
     assert proxy.num_cut == 1
     connection.end()
-    connection = await Connection.begin(proxy)
-    connection.send(b"again")
-    assert await connection.receive(5) == b"again"
-    connection.end()
+    (await _exchange(proxy, b"again")).end()
 
 
 async def test_refuse_rejects_connections_until_heal(proxy: Proxy) -> None:
-    connection = await Connection.begin(proxy)
-    connection.send(b"x")
-    assert await connection.receive(1) == b"x"
+    connection = await _exchange(proxy, b"x")
     await proxy.refuse()
     with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
         await connection.receive(1)
@@ -108,10 +109,7 @@ async def test_refuse_rejects_connections_until_heal(proxy: Proxy) -> None:
         await Connection.begin(proxy)
     connection.end()
     await proxy.heal()
-    connection = await Connection.begin(proxy)
-    connection.send(b"back")
-    assert await connection.receive(4) == b"back"
-    connection.end()
+    (await _exchange(proxy, b"back")).end()
 
 
 async def test_half_open_connection_stays_half_open_after_heal(proxy: Proxy) -> None:

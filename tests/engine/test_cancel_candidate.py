@@ -21,6 +21,7 @@ from chatcache.scheduler.scheduler import Scheduler
 from chatcache.types.actions import DroppedCandidate
 from chatcache.types.events import FINISH_CANCELLED, CandidateDone, EngineEvent, Finished, Started, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
+from chatcache.types.stats import ExplainQuery
 from tests.engine.driver import VOCAB, drain, engine, output, request
 from tests.support.fake_runner import FakeRunner, fake_capacity
 
@@ -236,7 +237,7 @@ def test_pages_of_a_cancelled_candidate_are_cached() -> None:
     events = steps(eng, 25)
     eng.cancel_candidate("a", 1)
     line = (*request(num_tokens=18).prompt, *output(events, index=1))
-    assert eng.cache.explain((*line, 1)).num_cached_tokens == len(line) - 1
+    assert eng.cache.explain(ExplainQuery((*line, 1))).num_cached_tokens == len(line) - 1
     drain(eng)
 
 

@@ -15,7 +15,7 @@ from chatcache.kv_cache.manager import PROBE_PAGES
 from chatcache.kv_cache.page_hash import encode_tokens
 from chatcache.types.events import Tokens
 from chatcache.types.request import GenerateRequest, SamplingParams
-from chatcache.types.stats import PackedPrompt
+from chatcache.types.stats import ExplainQuery, PackedPrompt
 from tests.engine.driver import drain, engine, request
 from tests.engine.generated_workloads import workloads
 from tests.engine.workloads import Workload
@@ -24,7 +24,8 @@ from tests.engine.workloads import Workload
 def check_counts(engine: Engine, prompts: Sequence[tuple[Sequence[int], int]], namespace: str) -> None:
     packed = [PackedPrompt(encode_tokens(tokens), num_public) for tokens, num_public in prompts]
     explained = [
-        engine.cache.explain(tokens, namespace, num_public).num_cached_tokens for tokens, num_public in prompts
+        engine.cache.explain(ExplainQuery(tuple(tokens), namespace, num_public)).num_cached_tokens
+        for tokens, num_public in prompts
     ]
     assert engine.cache.count_cached_tokens(packed, namespace) == explained
 

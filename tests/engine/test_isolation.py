@@ -12,6 +12,7 @@ from chatcache.engine.engine import Engine
 from chatcache.scheduler.scheduler import Scheduler
 from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Started
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams, StructuredOutputs
+from chatcache.types.stats import ExplainQuery
 from tests.engine.driver import VOCAB, drain, output
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
@@ -71,7 +72,7 @@ def test_a_dead_end_keeps_the_history_of_another_running_request() -> None:
     eng.add(request("bad", (*history, 4), SamplingParams(max_tokens=8, structured_outputs=DEAD_END)))
     events += drain(eng)
     assert failure(events).request_id == "bad"
-    explanation = eng.cache.explain((*history, 3, *output(events, "chat")[:30], 1))
+    explanation = eng.cache.explain(ExplainQuery((*history, 3, *output(events, "chat")[:30], 1)))
     assert (explanation.num_cached_tokens, explanation.reason) == (351, "")
 
 
@@ -79,7 +80,7 @@ def test_pages_of_a_request_that_failed_while_decoding_are_found_again() -> None
     eng = engine()
     eng.add(request("bad", SYSTEM, SamplingParams(max_tokens=8, structured_outputs=DEAD_END)))
     failure(drain(eng))
-    explanation = eng.cache.explain((*SYSTEM, 63))
+    explanation = eng.cache.explain(ExplainQuery((*SYSTEM, 63)))
     assert (explanation.num_cached_tokens, explanation.reason) == (160, ""), "its prompt was computed correctly"
 
 
@@ -90,7 +91,7 @@ def test_an_invalid_result_unpublishes_only_what_the_request_computed(num_host_p
     num_cached(eng, "warm", (*SYSTEM, 1, 2))
     eng.add(request("bad", (*SYSTEM, *range(1, 40), 63)))
     assert failure(drain(eng)).message == "the logits are not finite"
-    explanation = eng.cache.explain((*SYSTEM, *range(1, 40), 62))
+    explanation = eng.cache.explain(ExplainQuery((*SYSTEM, *range(1, 40), 62)))
     assert explanation.num_cached_tokens == 162, "the prompt of `warm`, and nothing that the request computed"
     assert num_cached(eng, "after", (*SYSTEM, 8, 6, 7)) == 160
 
@@ -109,7 +110,7 @@ def test_an_invalid_result_after_a_preemption_unpublishes_what_the_request_compu
     eng.step()
     assert live.leader.table is not None and live.leader.table.num_tokens > 160, "it matched its own pages"
     failure(drain(eng))
-    assert eng.cache.explain((*bad[:-1], 62)).num_cached_tokens == 33, "only what `warm` computed is left"
+    assert eng.cache.explain(ExplainQuery((*bad[:-1], 62))).num_cached_tokens == 33, "only what `warm` computed is left"
 
 
 def test_bans_of_every_token_that_a_grammar_allows_fail_the_request_as_invalid() -> None:
@@ -137,7 +138,7 @@ def test_a_failed_step_keeps_matched_pages() -> None:
     eng.step()
     runner.crash_at = eng.scheduler.num_steps + 1
     failure(drain(eng))
-    assert eng.cache.explain((*SYSTEM, *range(9, 49), 1)).num_cached_tokens == 160
+    assert eng.cache.explain(ExplainQuery((*SYSTEM, *range(9, 49), 1))).num_cached_tokens == 160
 
 
 @pytest.mark.parametrize("kind", ["n", "best_of", "distinct"])

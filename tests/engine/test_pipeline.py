@@ -21,6 +21,7 @@ from chatcache.types.actions import DrawSpec
 from chatcache.types.events import EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
+from chatcache.types.stats import ExplainQuery
 from tests.engine.driver import VOCAB, drain, engine, output, request
 from tests.support.fake_runner import POISON, FakeRunner, fake_capacity
 
@@ -150,7 +151,7 @@ def test_a_failed_step_fails_the_next_one_and_neither_is_cached(lazy: bool) -> N
     history = (*range(1, 5), *output(begun, "a"))
     assert len(history) == 16, "a page, all but its last cell seen"
     for length in range(2, 17):
-        assert eng.cache.explain((*history[:length], 60)).num_cached_tokens == 0
+        assert eng.cache.explain(ExplainQuery((*history[:length], 60))).num_cached_tokens == 0
     rest = drain(eng)
     eng.add(request("again", prompt=(*history, 60), params=LONG))
     again = drain(eng)
@@ -223,7 +224,7 @@ def test_an_invalid_row_fails_its_request_only_while_its_next_row_runs(lazy: boo
     assert [e for e in events if isinstance(e, Failed)] == [Failed("a", events[-1].seq, "the logits are not finite")]
     assert runner.log[-2:] == ["launch 14", "result 13"], "its page was full and named"
     history = (*range(1, 5), *output(events, "a"))
-    assert eng.cache.explain((*history, 60)).num_cached_tokens == 0
+    assert eng.cache.explain(ExplainQuery((*history, 60))).num_cached_tokens == 0
     events += drain(eng)
     clean = engine()
     clean.add(request("b", prompt=tuple(range(30, 34)), params=LONG))
@@ -244,7 +245,7 @@ def test_abort_while_a_row_is_on_the_device_frees_pages_at_once(lazy: bool) -> N
     free = [page for page in range(1, 12) if not eng._kv.pool.refs[page] and not eng._kv.pool.is_published(page)]
     runner.cells[free] = POISON
     eng.cache.check()
-    num_cached = eng.cache.explain((*range(30, 50), *output(events, "b"), 60)).num_cached_tokens
+    num_cached = eng.cache.explain(ExplainQuery((*range(30, 50), *output(events, "b"), 60))).num_cached_tokens
     assert num_cached == 20 + seen - 1, "the last token's cell is being computed; its result was not read"
     eng.add(request("c", prompt=(*range(30, 50), *output(events, "b"), 60), params=LONG))
     events += drain(eng)
@@ -273,7 +274,7 @@ def test_queries_between_two_steps_change_nothing(lazy: bool) -> None:
         assert eng.cache.page_accounts().num_pages_in_use == eng.health().num_pages_in_use
         if eng._requests:
             assert eng.cache.page_accounts().requests["a"] == pytest.approx(eng.health().num_pages_in_use)
-        num_cached = eng.cache.explain((*request().prompt, *output(events, index=1), 1)).num_cached_tokens
+        num_cached = eng.cache.explain(ExplainQuery((*request().prompt, *output(events, index=1), 1))).num_cached_tokens
         assert num_cached <= 20 + len(output(events, index=1))
     assert num_on_the_way > 40 and not eng._pipeline
     clean = engine()

@@ -12,6 +12,7 @@ from chatcache.engine.engine import Engine
 from chatcache.types.events import EngineEvent, Failed, Started, TokenLogprob, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import BeamSearchParams, ForkPoint, GenerateRequest, Params, SamplingParams
+from chatcache.types.stats import ExplainQuery
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info, history_of
 from tests.support.fake_sampling import log_softmax, top_candidates
 
@@ -144,7 +145,7 @@ def test_prompt_logprobs_with_a_nan_fail_their_request_only() -> None:
     failed = [event for event in events if isinstance(event, Failed)]
     assert [event.request_id for event in failed] == ["bad"] and "not numbers" in failed[0].message
     assert started(events, "good").prompt_logprobs == expected(PROMPT[::-1], 2)
-    assert eng.cache.explain(PROMPT).num_cached_tokens == 0
+    assert eng.cache.explain(ExplainQuery(PROMPT)).num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("num_top", [None, 2])
@@ -166,5 +167,5 @@ def test_history_is_found_after_eviction_of_equal_pages(num_top: int | None) -> 
         for token in event.token_ids
     ]
     assert eng.health().num_evictions > 20
-    explanation = eng.cache.explain((*PROMPT, *tokens, 1))
+    explanation = eng.cache.explain(ExplainQuery((*PROMPT, *tokens, 1)))
     assert explanation.num_cached_tokens == len(PROMPT) + 59, explanation.reason

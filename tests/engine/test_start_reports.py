@@ -9,7 +9,7 @@ import pytest
 from chatcache.engine.engine import Engine
 from chatcache.types.events import EngineEvent, Started, StartReport
 from chatcache.types.request import ForkPoint, SamplingParams
-from chatcache.types.stats import Explanation
+from chatcache.types.stats import ExplainQuery, Explanation
 from tests.engine.driver import VOCAB, drain, engine, output, request
 from tests.support.fake_runner import FakeRunner, fake_capacity
 
@@ -34,7 +34,7 @@ def test_start_report_equals_the_explanation_before(num_pages: int) -> None:
     reasons, num_copied = set(), 0
     for number in range(60):
         prompt = draws.choice(prompts)[: draws.randrange(2, 50)] + (draws.randrange(1, 4),) * draws.randrange(3)
-        reported: Explanation = eng.cache.explain(prompt)
+        reported: Explanation = eng.cache.explain(ExplainQuery(prompt))
         before = eng.health().num_page_copies
         name = f"r{number}"
         eng.add(request(name, prompt=prompt, params=SamplingParams(n=3, seed=1, max_tokens=4), explain=True))

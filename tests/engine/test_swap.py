@@ -12,6 +12,7 @@ from chatcache.engine.engine import Engine
 from chatcache.types.events import EngineEvent, Failed, Finished, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
+from chatcache.types.stats import ExplainQuery
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 VOCAB, PAGE = 64, 4
@@ -222,7 +223,7 @@ def test_a_failed_request_leaves_nothing_on_the_host() -> None:
     assert [e.request_id for e in events if isinstance(e, Failed)] == ["new"]
     runner.plans.clear()
     prompt = (*long_one("new", 30).prompt, *outputs(events, "new")[0])
-    assert eng.cache.explain(prompt).num_cached_tokens == 0
+    assert eng.cache.explain(ExplainQuery(prompt)).num_cached_tokens == 0
 
 
 def test_reset_prefix_cache_clears_the_host_pages() -> None:
@@ -231,4 +232,4 @@ def test_reset_prefix_cache_clears_the_host_pages() -> None:
     eng.add(long_one("new", 30))
     step_until(eng, lambda: not eng.has_work())
     assert eng.cache.reset_prefix_cache()
-    assert eng.cache.explain(long_one("new", 30).prompt).num_cached_tokens == 0
+    assert eng.cache.explain(ExplainQuery(long_one("new", 30).prompt)).num_cached_tokens == 0

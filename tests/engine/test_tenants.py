@@ -10,6 +10,7 @@ from chatcache.engine.stats import MAX_REMEMBERED_NAMESPACES
 from chatcache.errors import InvalidRequestError
 from chatcache.types.events import EngineEvent, Started
 from chatcache.types.request import ForkPoint, GenerateRequest, SamplingParams
+from chatcache.types.stats import ExplainQuery
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 VOCAB = 64
@@ -75,7 +76,7 @@ def test_a_live_fork_beyond_the_public_prefix_is_private() -> None:
     )
     eng.add(fork)
     drain(eng)
-    explanation = eng.cache.explain((*secret, 1), "tenant:b", num_public_tokens=40)
+    explanation = eng.cache.explain(ExplainQuery((*secret, 1), "tenant:b", num_public_tokens=40))
     assert explanation.num_cached_tokens == 20, "the beginning of the system prompt, and not a word after it"
 
 
@@ -90,7 +91,7 @@ def test_explain_does_not_run_the_prompt() -> None:
     eng.add(request("a", "tenant:a", (7,) * 30))
     drain(eng)
     before = eng.health()
-    explanation = eng.cache.explain((*PUBLIC, *(7,) * 20, 8, 8), "tenant:a", 40)
+    explanation = eng.cache.explain(ExplainQuery((*PUBLIC, *(7,) * 20, 8, 8), "tenant:a", 40))
     assert (explanation.reason, explanation.at_token, explanation.num_cached_tokens) == ("diverged", 60, 60)
     assert explanation.diverged_tokens[:10] == (7,) * 10 and [page.public for page in explanation.pages] == [
         True,
@@ -98,13 +99,15 @@ def test_explain_does_not_run_the_prompt() -> None:
         False,
         False,
     ]
-    assert eng.cache.explain((*PUBLIC, 7, 7), "tenant:b", 40).reason == "never_computed", "no word of another tenant"
-    assert eng.cache.explain((*PUBLIC, 7, 7), "tenant:b", 40, operator=True).reason == "other_namespace"
+    assert eng.cache.explain(ExplainQuery((*PUBLIC, 7, 7), "tenant:b", 40)).reason == "never_computed", (
+        "no word of another tenant"
+    )
+    assert eng.cache.explain(ExplainQuery((*PUBLIC, 7, 7), "tenant:b", 40, operator=True)).reason == "other_namespace"
     assert eng.health() == before
     with pytest.raises(InvalidRequestError, match="prompt"):
-        eng.cache.explain(())
+        eng.cache.explain(ExplainQuery(()))
     with pytest.raises(InvalidRequestError, match="num_public_tokens"):
-        eng.cache.explain((1, 2), num_public_tokens=3)
+        eng.cache.explain(ExplainQuery((1, 2), num_public_tokens=3))
 
 
 def test_recent_namespaces_are_bounded() -> None:
@@ -115,4 +118,4 @@ def test_recent_namespaces_are_bounded() -> None:
         eng.add(request("b", f"tenant:{number}", ()))
         eng.abort("b")
         eng.step()
-    assert eng.cache.explain((*PUBLIC, 7, 7), "tenant:b", 40, operator=True).reason == "never_computed"
+    assert eng.cache.explain(ExplainQuery((*PUBLIC, 7, 7), "tenant:b", 40, operator=True)).reason == "never_computed"

@@ -16,7 +16,16 @@ from chatcache.errors import ContextLengthError, DeviceLostError, ModelFolderErr
 from chatcache.types.events import CandidateDone, EngineEvent, Finished, SearchStep, Started, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import GenerateRequest, SamplingParams
-from chatcache.types.stats import EngineHealth, Explanation, ModelInfo, PackedPrompt, PageAccounts, PageHit, PageMap
+from chatcache.types.stats import (
+    EngineHealth,
+    ExplainQuery,
+    Explanation,
+    ModelInfo,
+    PackedPrompt,
+    PageAccounts,
+    PageHit,
+    PageMap,
+)
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 LOST = "the device is lost: an illegal memory access"
@@ -105,23 +114,13 @@ class CountingEngine:
     def cache(self) -> Self:
         return self
 
-    def explain(
-        self,
-        prompt: Sequence[int],
-        namespace: str = "",
-        num_public_tokens: int = 0,
-        *,
-        cache_salt: str = "",
-        operator: bool = False,
-    ) -> Explanation:
+    def explain(self, query: ExplainQuery) -> Explanation:
         """Fail in namespace "bug"; in "big", return more than a frame holds."""
-        if namespace == "bug":
+        if query.namespace == "bug":
             raise KeyError("planted")
-        detail = (
-            "x" * MAX_FRAME_BYTES if namespace == "big" else f"{namespace}{cache_salt} {num_public_tokens} {operator}"
-        )
+        detail = "x" * MAX_FRAME_BYTES if query.namespace == "big" else repr(query)
         pages = (PageHit(0, 16, "idle", public=True), PageHit(1, 3, "missing"))
-        return Explanation(num_tokens=len(prompt), num_cached_tokens=16, page_size=16, pages=pages, detail=detail)
+        return Explanation(num_tokens=len(query.prompt), num_cached_tokens=16, page_size=16, pages=pages, detail=detail)
 
     def count_cached_tokens(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
         return [len(each.tokens) + each.num_public_tokens + len(namespace) for each in prompts]

@@ -10,7 +10,7 @@ from chatcache.engine_process.process import EngineProcess
 from chatcache.engine_process.threaded import ThreadedEngine
 from chatcache.errors import ContextLengthError, EngineError, InvalidRequestError, NotFoundError
 from chatcache.types.events import EngineEvent, Failed, Finished, Tokens
-from chatcache.types.stats import PackedPrompt, PageAccounts
+from chatcache.types.stats import ExplainQuery, PackedPrompt, PageAccounts
 from tests.engine_process.engines import CountingEngine, expected_tokens, request
 
 Client = ThreadedEngine | EngineProcess
@@ -106,8 +106,8 @@ async def test_calls_reach_the_engine(client: Client) -> None:
 
 
 async def test_explain_and_page_accounts_return_typed_results(client: Client) -> None:
-    explanation = await client.explain([1, 2, 3], "tenant", 2, operator=True)
-    assert explanation == CountingEngine().explain((1, 2, 3), "tenant", 2, operator=True)
+    explanation = await client.explain(ExplainQuery((1, 2, 3), "tenant", 2, operator=True))
+    assert explanation == CountingEngine().explain(ExplainQuery((1, 2, 3), "tenant", 2, operator=True))
     for arguments in (("tenant", False), ("", True)):
         pages = await client.page_map(arguments[0], operator=arguments[1])
         assert pages == CountingEngine().page_map(arguments[0], operator=arguments[1])
@@ -124,7 +124,7 @@ async def test_explain_and_page_accounts_return_typed_results(client: Client) ->
 
 async def test_a_failed_call_raises_and_the_engine_continues(client: Client) -> None:
     with pytest.raises(EngineError) as caught:
-        await client.explain([1], "bug")
+        await client.explain(ExplainQuery((1,), "bug"))
     assert "planted" not in caught.value.message
     await client.submit(request("r", 3))
     assert len(tokens_of(await collect(client, "r"))) == 3

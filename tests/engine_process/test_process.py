@@ -21,6 +21,7 @@ from chatcache.engine_process.process import EngineProcess, RestartPolicy
 from chatcache.engine_process.protocol import MAX_FRAME_BYTES
 from chatcache.errors import ContextLengthError, EngineError, InvalidRequestError, ModelFolderError, OverloadedError
 from chatcache.types.events import Failed, Finished, Started, Tokens
+from chatcache.types.stats import ExplainQuery
 from tests.engine_process.engines import FAST, expected_tokens, process, request, until
 
 
@@ -211,18 +212,18 @@ async def test_invalid_and_too_large_commands_raise_and_the_engine_continues() -
         for body in sends:
             engine._child._transport.write(struct.pack(">I", len(body)) + body)
         with pytest.raises(EngineError, match="too large"):
-            await engine.explain([1], "big")
+            await engine.explain(ExplainQuery((1,), "big"))
         with pytest.raises(InvalidRequestError):
-            await engine.explain([1], "\ud800")
+            await engine.explain(ExplainQuery((1,), "\ud800"))
         with pytest.raises(InvalidRequestError):
-            await engine.explain([2**70])
+            await engine.explain(ExplainQuery((2**70,)))
         with pytest.raises(InvalidRequestError, match="frame limit"):
-            await engine.explain([1], "x" * MAX_FRAME_BYTES)
+            await engine.explain(ExplainQuery((1,), "x" * MAX_FRAME_BYTES))
         with pytest.raises(InvalidRequestError, match="cannot decode"):
-            await engine.explain(["1"])  # type: ignore[list-item]
+            await engine.explain(ExplainQuery(("1",)))  # type: ignore[arg-type]
         with pytest.raises(ContextLengthError):
-            await engine.explain([1] * 5_000_000)
-        assert (await engine.explain([1])).num_tokens == 1
+            await engine.explain(ExplainQuery((1,) * 5_000_000))
+        assert (await engine.explain(ExplainQuery((1,)))).num_tokens == 1
         assert isinstance([event async for event in engine.events("running")][-1], Finished)
         assert engine.pid == child and engine.num_restarts == 0
 

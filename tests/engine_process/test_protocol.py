@@ -26,14 +26,14 @@ from chatcache.types.events import (
     Tokens,
 )
 from chatcache.types.request import MAX_PROMPT_LOGPROBS, MAX_TOP_LOGPROBS, BeamSearchParams, GenerateRequest
-from chatcache.types.stats import EngineHealth, Explanation, PageAccounts, PageHit
+from chatcache.types.stats import EngineHealth, ExplainQuery, Explanation, PageAccounts, PageHit
 
 COMMANDS: list[messages.Command] = [
     messages.Boot("a:b", EngineConfig(model="x", kv_memory_bytes=1 << 30)),
     messages.Submit(7, GenerateRequest(request_id="r", prompt=(1, 2), params=BeamSearchParams(early_stopping="never"))),
     messages.Abort("r"),
     messages.Invoke(3, "stats"),
-    messages.Explain(4, (1, 2, 3), "tenant", 2),
+    messages.Explain(4, ExplainQuery((1, 2, 3), "tenant", 2)),
     messages.Stop(),
 ]
 NOTICES: list[messages.Notice] = [

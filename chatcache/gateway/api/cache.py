@@ -39,7 +39,7 @@ from chatcache.gateway.schemas.server import (
     Warmth,
 )
 from chatcache.tokenizer.tokenizer import Tokenizer
-from chatcache.types.stats import EngineHealth, Explanation, PackedPrompt, PageAccounts
+from chatcache.types.stats import EngineHealth, ExplainQuery, Explanation, PackedPrompt, PageAccounts
 
 _SHOWN_TOKENS = 16
 
@@ -55,13 +55,14 @@ async def explain(request: Request) -> Response:
     ends = None
     async with gateway.tokenize_throttle.acquire(principal.owner, len(await request.body())):
         messages, prompt = await _prompt(fields, model, principal, gateway.model_name, functions)
-        explanation = await gateway.engine.explain(
-            prompt.token_ids,
+        query = ExplainQuery(
+            tuple(prompt.token_ids),
             principal.tenant,
             prompt.num_public_tokens,
-            cache_salt=fields.cache_salt or "",
+            fields.cache_salt or "",
             operator=gateway.is_open,
         )
+        explanation = await gateway.engine.explain(query)
         if messages:
             ends = await asyncio.to_thread(
                 message_token_offsets, model.tokenizer, messages, prompt, template_variables(functions)
