@@ -86,15 +86,10 @@ def create(
         hint = f"--{(error.param or '').replace('_', '-')}"
         raise typer.BadParameter(f"{error.message}.", param_hint=hint) from None
 
-    async def run() -> bool:
-        async with _open_keys(db, redis) as keys:
-            await keys.create(record)
-            return len(await keys.list()) == 1
-
-    path = Path(db).absolute()
-    is_new_file = not redis and not path.exists()
-    is_first = asyncio.run(run())
+    is_new_file = not redis and not Path(db).exists()
+    is_first = asyncio.run(_save(record, db, redis))
     if is_new_file:
+        path = Path(db).absolute()
         typer.echo(
             f"chatcache: {path} did not exist and was created. Start the server with --db {path}; a server with "
             "another file does not have this key, and stays open if it has no other.",
@@ -102,15 +97,27 @@ def create(
         )
     if as_json:
         typer.echo(json.dumps({"key": key, **_public_fields(record)}))
-        return
-    typer.echo(key)
-    where = "the Redis server" if redis else str(path)
+    else:
+        typer.echo(key)
+        _print_notes(record, db, redis, is_first=is_first)
+
+
+async def _save(record: KeyRecord, db: str, redis: str) -> bool:
+    """Store a new key; return whether it is the only one of the store."""
+    async with _open_keys(db, redis) as keys:
+        await keys.create(record)
+        return len(await keys.list()) == 1
+
+
+def _print_notes(record: KeyRecord, db: str, redis: str, *, is_first: bool) -> None:
+    """Print to stderr where a new key is stored and what it changes."""
+    where = "the Redis server" if redis else str(Path(db).absolute())
     typer.echo(f"{record.id} for {record.owner}, in {where}. The key is not shown again.", err=True)
     typer.echo("Clients send it as `Authorization: Bearer KEY`; the page asks for it once.", err=True)
     if is_first:
         typer.echo("From now on every client needs a key.", err=True)
         if asyncio.run(_has_unowned_conversations(db, redis)):
-            flags = f"--tenant {tenant}{f' --user {user}' if user else ''}"
+            flags = f"--tenant {record.tenant}{f' --user {record.user}' if record.user else ''}"
             typer.echo(
                 f"Earlier conversations have no owner; `chatcache db assign-owner {flags}` (same store) assigns one.",
                 err=True,

@@ -102,45 +102,27 @@ def _load(
         raise ModelFolderError(f"deterministic works on CPUs only, and this model would run on {device}")
     check_quantization(config.quantization, device)
     backend, kernels = choose_backend(config.attention_backend, device, deterministic=config.deterministic)
-    if device.type == "cpu":
-        reuse_freed_memory()
-        limit_threads(weights.num_parameters * (1 if config.quantization == "int8" else dtype.itemsize))
-    elif dtype == torch.float32:
-        torch.set_float32_matmul_precision("highest")  # the process may have enabled TF32 before
-    make_linear: LinearFactory = fast_linear
-    with as_model_folder_error(folder / "config.json"):
-        native = is_native(raw, folder / "config.json")
-    if native:
-        make_linear = choose_linear(config, weights.num_parameters * dtype.itemsize, dtype, device)
-    elif config.quantization != "none":
-        raise ModelFolderError(
-            f"{folder / 'config.json'}: quantization {config.quantization} needs a family that the native decoder runs,"
-            f" and {raw['model_type']} runs through transformers"
-        )
+    _configure_torch(device, dtype, weights.num_parameters * (1 if config.quantization == "int8" else dtype.itemsize))
+    make_linear = _linear_factory(config, folder, raw, weights.num_parameters * dtype.itemsize, dtype, device)
     network, max_model_len = _load_network(config, folder, raw, weights, dtype, device, make_linear, report)
-    geometry = network.geometry
+    vocab_size = network.geometry.vocab_size
     if async_launch is None:
         async_launch = default_async_launch(
             device, config.max_num_seqs, capturable=backend == "triton" and isinstance(network, Decoder)
         )
     report(0.91, "measuring memory")
-    sampler = choose_sampler(backend, geometry.vocab_size, device)
+    sampler = choose_sampler(backend, vocab_size, device)
     num_graphs = async_launch.num_graphs if async_launch is not None else 0
-    asked, total = config.kv_memory_bytes, total_memory_bytes(device)
-    config = limit_kv_memory(config, total)
-    budget = _budget(config, network, kernels, sampler, max_model_len, num_graphs)
-    capacity = plan_capacity(config, geometry, max_model_len, budget)
-    if asked is not None and config.kv_memory_bytes is None:
-        log.warning("%s", describe_kv_limit(asked, total, capacity.kv_bytes))
+    capacity = _measure_capacity(config, network, kernels, sampler, max_model_len, num_graphs)
     report(0.92, f"allocating {capacity.num_pages} KV pages")
-    pages = allocate_kv_pages(kernels, geometry, capacity.num_pages, capacity.page_size)
+    pages = allocate_kv_pages(kernels, network.geometry, capacity.num_pages, capacity.page_size)
     int8 = make_linear if isinstance(make_linear, Int8LinearFactory) else None
     arch = network.arch if isinstance(network, Decoder) else None
     weight_bytes, step_bytes = weight_sizes(weights.num_parameters, dtype, arch, int8)
     model_info = ModelInfo(
         name=config.served_model_name or model_name(config.model),
         digest=_digest(raw, weights, f"{dtype} {config.quantization}", max_model_len),
-        vocab_size=geometry.vocab_size,
+        vocab_size=vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=eos,
         weight_bytes=weight_bytes,
@@ -164,6 +146,35 @@ def _load(
     runner.warm_up(lambda fraction, what: report(0.94 + 0.06 * fraction, what))
     report(1.0, "model loaded")
     return runner
+
+
+def _configure_torch(device: torch.device, dtype: torch.dtype, weight_bytes: int) -> None:
+    """Set the process-wide options of torch and the allocator for a model."""
+    if device.type == "cpu":
+        reuse_freed_memory()
+        limit_threads(weight_bytes)
+    elif dtype == torch.float32:
+        torch.set_float32_matmul_precision("highest")  # the process may have enabled TF32 before
+
+
+def _linear_factory(
+    config: EngineConfig, folder: Path, raw: dict[str, Any], weight_bytes: int, dtype: torch.dtype, device: torch.device
+) -> LinearFactory:
+    """Return the linear layers for a model.
+
+    Raises: ModelFolderError for a quantization that the model's decoder does not support.
+    """
+    where = folder / "config.json"
+    with as_model_folder_error(where):
+        native = is_native(raw, where)
+    if native:
+        return choose_linear(config, weight_bytes, dtype, device)
+    if config.quantization != "none":
+        raise ModelFolderError(
+            f"{where}: quantization {config.quantization} needs a family that the native decoder runs,"
+            f" and {raw['model_type']} runs through transformers"
+        )
+    return fast_linear
 
 
 def _load_network(
@@ -276,6 +287,25 @@ def plan_capacity(
     num_host_pages = _num_host_pages(config, page_bytes, num_pages)
     num_slots, kv_bytes = config.max_num_seqs, num_pages * page_bytes
     return KVCapacity(num_pages, config.page_size, num_slots, max_model_len, kv_bytes, num_host_pages)
+
+
+def _measure_capacity(
+    config: EngineConfig,
+    network: Network,
+    kernels: AttentionBackend,
+    sampler: TokenSampler,
+    max_model_len: int,
+    num_graphs: int,
+) -> KVCapacity:
+    """Measure the memory and compute the number of KV pages; log a limit that the device cannot satisfy."""
+    geometry = network.geometry
+    asked, total = config.kv_memory_bytes, total_memory_bytes(geometry.device)
+    config = limit_kv_memory(config, total)
+    budget = _budget(config, network, kernels, sampler, max_model_len, num_graphs)
+    capacity = plan_capacity(config, geometry, max_model_len, budget)
+    if asked is not None and config.kv_memory_bytes is None:
+        log.warning("%s", describe_kv_limit(asked, total, capacity.kv_bytes))
+    return capacity
 
 
 def _budget(
