@@ -7,15 +7,20 @@ shows how long a request waited, and how much of it was computed again.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from chatcache.config import EngineConfig
+from chatcache.decoding.sampling import SamplingStrategy
 from chatcache.engine.engine import Engine
 from chatcache.errors import ContextLengthError
 from chatcache.scheduler import queue
-from chatcache.scheduler.queue import MAX_PREEMPTIONS
+from chatcache.scheduler.queue import MAX_PREEMPTIONS, Start, WaitingQueue
+from chatcache.scheduler.request import LiveRequest
 from chatcache.types.events import Finished, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import BeamSearchParams, GenerateRequest, SamplingParams
@@ -38,20 +43,48 @@ class HiddenLengths(FakeRunner):
         return StepResult(tokens, np.full(tokens.shape, -1, np.float32), nothing.astype(np.int32), nothing.astype("f4"))
 
 
-def steps_per_token(max_tokens: int | None, *, seed: int, num_requests: int, steps_between: float) -> tuple[float, int]:
-    """Return the mean number of steps per output token, and the most preemptions of one request.
+class Load(NamedTuple):
+    """A pool, and prompts and answers with gamma-distributed lengths that are more than it holds."""
 
-    `max_tokens=0`: each request names its true length.
-    """
+    num_pages: int
+    page_size: int
+    context: int
+    mean_lengths: tuple[int, int]  # of prompts and answers
+    max_length: int
+    strict: bool = True
+
+
+SMALL = Load(NUM_PAGES, PAGE, CONTEXT, (40, 84), 370)
+# The pool of OPT-13B on one A100 in the PagedAttention paper, with the context of a current model and the lengths of
+# ShareGPT.
+FULL_SIZE = Load(981, 16, 40_960, (161, 338), 1500, strict=False)
+NUM_FIRST_STEPS = 1500  # until the pages of FULL_SIZE are in use
+
+
+class Usage(NamedTuple):
+    """What a load cost. `pages_in_use`: mean share of the pages once the pool had filled, while requests arrived."""
+
+    steps_per_token: float
+    most_preemptions: int
+    pages_in_use: float
+
+
+def usage(max_tokens: int | None, *, seed: int, num_requests: int, steps_between: float, load: Load = SMALL) -> Usage:
+    """Run a load to its end. `max_tokens=0`: each request names its true length."""
     draw = random.Random(seed)
-    capacity = fake_capacity(NUM_PAGES + 1, PAGE, 64, CONTEXT)
-    config = EngineConfig(page_size=PAGE, enable_prefix_caching=False, preemption_mode="recompute", strict=True)
-    engine = Engine(HiddenLengths(capacity, 64), fake_model_info(64, max_model_len=CONTEXT), config)
+    capacity = fake_capacity(load.num_pages + 1, load.page_size, 64 if load is SMALL else 256, load.context)
+    config = EngineConfig(
+        page_size=load.page_size, enable_prefix_caching=False, preemption_mode="recompute", strict=load.strict
+    )
+    engine = Engine(HiddenLengths(capacity, 64), fake_model_info(64, max_model_len=load.context), config)
     born: dict[str, tuple[int, int]] = {}
     num_steps = num_waited = num_tokens = most = 0
+    shares: list[float] = []
     while len(born) < num_requests or engine.has_work():
         if len(born) < num_requests and num_steps >= len(born) * steps_between:
-            prompt, answer = (min(max(round(draw.gammavariate(1, mean)), 1), 370) for mean in (40, 84))
+            prompt, answer = (
+                min(max(round(draw.gammavariate(1, mean)), 1), load.max_length) for mean in load.mean_lengths
+            )
             params = SamplingParams(
                 max_tokens=answer if max_tokens == 0 else max_tokens, seed=prompt + answer - 1, temperature=0.0
             )
@@ -60,17 +93,19 @@ def steps_per_token(max_tokens: int | None, *, seed: int, num_requests: int, ste
             engine.add(GenerateRequest(request_id=name, prompt=(1,) * prompt, params=params))
         events = engine.step()
         num_steps += 1
+        if num_steps > NUM_FIRST_STEPS and len(born) < num_requests:
+            shares.append(engine.scheduler.kv.pool.num_in_use / load.num_pages)
         most = max((most, *(request.num_preemptions for request in engine.scheduler.requests())))
         for event in events:
             if isinstance(event, Finished):
                 start, length = born[event.request_id]
                 num_waited, num_tokens = num_waited + num_steps - start, num_tokens + length
-    return num_waited / num_tokens, most
+    return Usage(num_waited / num_tokens, most, fmean(shares or [0.0]))
 
 
 def test_unknown_lengths_cost_no_more_steps_than_known_ones() -> None:
     known, none = (
-        steps_per_token(max_tokens, seed=0, num_requests=60, steps_between=10)[0] for max_tokens in (0, None)
+        usage(max_tokens, seed=0, num_requests=60, steps_between=10).steps_per_token for max_tokens in (0, None)
     )
     assert none <= known * 1.05
 
@@ -78,9 +113,38 @@ def test_unknown_lengths_cost_no_more_steps_than_known_ones() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "most"), [(0, 3.0), (1, 1.8), (2, 2.6)])
 def test_unknown_lengths_under_long_pressure_cost_no_more_steps(seed: int, most: float) -> None:
-    known, unknown = (steps_per_token(m, seed=seed, num_requests=150, steps_between=11) for m in (0, None))
-    assert unknown[0] <= known[0] * 1.05 and unknown[0] < most
-    assert unknown[1] <= MAX_PREEMPTIONS
+    known, unknown = (usage(m, seed=seed, num_requests=150, steps_between=11) for m in (0, None))
+    assert unknown.steps_per_token <= known.steps_per_token * 1.05 and unknown.steps_per_token < most
+    assert unknown.most_preemptions <= MAX_PREEMPTIONS
+
+
+def check_full_size(seed: int) -> None:
+    unknown = usage(None, seed=seed, num_requests=600, steps_between=12, load=FULL_SIZE)
+    assert unknown.steps_per_token < 1.5, f"{unknown}"
+    assert unknown.pages_in_use > 0.8, f"{unknown}"
+    assert unknown.most_preemptions <= MAX_PREEMPTIONS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_unknown_lengths_on_981_pages_cost_few_steps_and_leave_few_pages_idle(seed: int) -> None:
+    check_full_size(seed)
+
+
+@pytest.mark.slow
+def test_full_size_load_detects_a_stop_of_admission_after_three_preemptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The injected bug: once a request was preempted three times, none starts that may need the whole pool."""
+    original = WaitingQueue.find_start
+
+    def find_start(
+        self: WaitingQueue, running: Sequence[LiveRequest], num_slots: int, max_tokens: int | None = None
+    ) -> Start | None:
+        is_stopped = any(request.num_preemptions >= 3 for request in (*running, *self))
+        return None if running and is_stopped else original(self, running, num_slots, max_tokens)
+
+    monkeypatch.setattr(WaitingQueue, "find_start", find_start)
+    with pytest.raises(AssertionError, match="steps_per_token"):
+        check_full_size(0)
 
 
 class Trace:
@@ -170,6 +234,18 @@ def test_candidates_that_do_not_all_fit_run_in_parts() -> None:
     tokens, num_steps = answers(51, n_best("many", 24, 70))
     assert tokens == answers(1600, n_best("many", 24, 70))[0]
     assert len(tokens) == 24 and num_steps < 5 * 70
+
+
+@pytest.mark.slow
+def test_64_candidates_of_100_tokens_on_203_pages_run_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need 450 pages: their prompt, and seven of their own each."""
+    request = n_best("many", 64, 100)
+    tokens, num_steps = answers(203, request)
+    assert [len(each) for each in tokens.values()] == [100] * 64 and 150 < num_steps < 500
+    assert tokens == answers(1600, request)[0]
+    monkeypatch.setattr(SamplingStrategy, "lockstep", True)  # the injected bug: all candidates at once, or none
+    with pytest.raises(ContextLengthError, match="in 64 branches may need"):
+        answers(203, request)
 
 
 def test_candidates_without_max_tokens_are_not_cut_by_their_number() -> None:
