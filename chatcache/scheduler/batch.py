@@ -143,8 +143,10 @@ class BatchBuilder:
     def budget(self) -> int:
         return self._num_left - self._decode_batch.num_branches
 
-    def add_copies(self, copies: Iterable[PageCopy]) -> None:
+    def add_copies(self, copies: Iterable[PageCopy], updates: Iterable[tuple[int, int, int]] = ()) -> None:
+        """Add page copies, and updates of the runner's page tables."""
         self._copies += copies
+        self._updates += updates
 
     def add(self, branch: Branch, num_tokens: int) -> None:
         """Grant the branch its next `num_tokens` tokens, for which pages are reserved."""
@@ -179,7 +181,8 @@ class BatchBuilder:
         fork_rows = _to_array(forks) if forks else _EMPTY[3]
         if not self.granted:
             rows, draws = decode_rows.rows, decode_rows.draws
-            plan = StepPlan(step, fork_rows, decode_updates, _EMPTY[2], rows, draws, swaps_out, swaps_in)
+            updates, copies = _concat(self._updates, decode_updates), _to_array(self._copies, columns=2)
+            plan = StepPlan(step, fork_rows, updates, copies, rows, draws, swaps_out, swaps_in)
             return Step(plan, [], [], decode_rows, faults, [])
         drawn, granted_draws = self._draws(faults)
         plan = StepPlan(

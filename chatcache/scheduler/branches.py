@@ -72,7 +72,7 @@ def num_missing_pages(kv: KVCache, branch: Branch) -> int:
 class BranchManager:
     """The operations on branches, over one KV cache and one set of runner rows.
 
-    A branch leaves the decode batch before its page table is used or changed.
+    A branch leaves the decode batch before its page table is changed. A fork that its strategy makes leaves it there.
     """
 
     def __init__(self, kv: KVCache, rows: RowAllocator, decode_batch: DecodeBatch) -> None:
@@ -225,7 +225,10 @@ class BranchManager:
         parent = self._drawn_branch(request, action.parent)
         if action.child in request.branches or parent.table is None:
             raise EngineError(f"branch {action.child} already exists")
-        self._decode_batch.remove(parent)
+        if self._decode_batch.can_fork(parent):
+            self._decode_batch.flush(parent)
+        else:
+            self._decode_batch.remove(parent)
         child = parent.fork(action.child, action.token)
         child.table = self._kv.fork(parent.table)
         request.branches[child.id] = child
@@ -239,7 +242,7 @@ class BranchManager:
         branch = request.branches.pop(action.branch, None)
         if branch is None:
             raise EngineError(f"branch {action.branch} was released but does not exist")
-        self._decode_batch.remove(branch)
+        self._decode_batch.remove(branch, keep_tail=action.keep_tail)
         if branch.table is None:
             request.num_waiting_branches -= 1
         else:
@@ -266,6 +269,8 @@ class BranchManager:
         for parent, child in forks:
             if id(child) not in inherited and child.table is not None:
                 child.slot = self._rows.fork(rows[id(parent)], child.table.changed_from)
+                if parent.in_decode_batch:
+                    self._decode_batch.fork(parent, child)
 
     def _drawn_branch(self, request: LiveRequest, branch_id: int) -> Branch:
         branch = request.branches.get(branch_id)

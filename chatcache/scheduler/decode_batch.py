@@ -11,13 +11,16 @@ whole batch, without calls to its page table, and to its strategy only for those
     next_token       52    3    -   11   90
 
     add_if_eligible   a sampled branch was extended, and needs no decision in its next step
-    remove            the branch is about to be forked, closed or preempted, or there is no page left for it
+    fork              a branch of the batch was forked by its strategy: its entry is copied
+    remove            the branch is about to be closed or preempted, or there is no page left for it
 
 Once in `page_size` steps the page of a branch is full; `advance_pages` then appends a page for all such branches.
+`reserve` gives pages to all branches that have no cell to write to, as they share their last page with a fork.
 
 The page table of a branch in the batch lags by up to one page. The tokens computed into its last page are kept in this
 module, and committed to the table when the page is full or on `flush`. Code that reads the number of tokens of a table
-flushes first; code that changes a table removes its branch from the batch first, which flushes as well.
+flushes first; code that changes a table removes its branch from the batch first, which flushes as well. A fork only
+flushes: it changes nothing but what `reserve` reads.
 
 Asynchronous scheduling: a step can be planned while the tokens sampled by the previous step are still on the device.
 The rows of its plan then contain PENDING_TOKEN, and `advance` records their tokens when they are known, before the next
@@ -29,12 +32,13 @@ its token is sampled again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from chatcache.kv_cache.copy_on_write import PageCopy
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import TOKEN_BYTES
 from chatcache.scheduler.request import Branch, LiveRequest, encode_token
@@ -45,7 +49,55 @@ MASK_64 = 2**64 - 1
 AWAITING_TOKEN = PENDING_TOKEN  # drawn, and not extended since
 NO_ROW = -1
 ORDINAL_BITS = 20
+_NO_CHANGES = DrawSpec()
 _NO_UPDATES = np.zeros((0, 3), np.int32)
+
+
+def pack_draws(specs: Sequence[DrawSpec], rows: Sequence[int], positions: Sequence[int]) -> Draws:
+    """Pack draw specs as arrays: one draw of each spec from its row at its position."""
+    return Draws(
+        row=np.array(rows, np.int32),
+        width=np.array([spec.width for spec in specs], np.int32),
+        seed=np.array([spec.seed & MASK_64 for spec in specs], np.uint64),
+        lane=np.array([spec.lane for spec in specs], np.int32),
+        position=np.array(positions, np.int32),
+        temperature=np.array([spec.temperature for spec in specs], np.float32),
+        top_k=np.array([spec.top_k for spec in specs], np.int32),
+        top_p=np.array([spec.top_p for spec in specs], np.float32),
+        min_p=np.array([spec.min_p for spec in specs], np.float32),
+        num_top=np.array([spec.num_top for spec in specs], np.int32),
+        edits=tuple(LogitEdit(draw, *spec.edit) for draw, spec in enumerate(specs) if spec.edit is not None),
+        masks=tuple(LogitMask(draw, spec.mask) for draw, spec in enumerate(specs) if spec.mask is not None),
+    )
+
+
+def concat_draws(first: Draws, second: Draws) -> Draws:
+    """Append `second` to `first`."""
+    pairs, shift = zip(first.arrays(), second.arrays(), strict=True), len(first.row)
+    edits = [LogitEdit(edit.draw + shift, edit.ids, edit.scale, edit.add) for edit in second.edits]
+    masks = [LogitMask(mask.draw + shift, mask.words) for mask in second.masks]
+    draws = Draws.of([np.concatenate(pair) for pair in pairs])
+    return replace(draws, edits=(*first.edits, *edits), masks=(*first.masks, *masks))
+
+
+_DRAW_FIELDS = tuple(field.name for field in fields(Draws))[:10]  # the arrays
+_ENTRY = np.dtype(
+    [
+        ("is_used", np.bool_),
+        ("is_unreserved", np.bool_),  # the table has no cell of its own for the next token
+        ("slot", np.int32),
+        ("service_order", np.int64),
+        ("num_computed", np.int32),
+        ("num_reported", np.int32),  # tokens counted in `LiveRequest.num_computed_tokens`
+        ("num_pages", np.int32),
+        ("next_token", np.int32),
+        ("cell", np.int64),  # index into `_cells` of the next token
+        ("end", np.int64),  # index into `_cells` after the last cell of its page
+        ("planned_row", np.int32),  # in the last planned step
+        *((name, array.dtype) for name, array in zip(_DRAW_FIELDS, pack_draws((), (), ()).arrays(), strict=True)),
+    ],
+    align=True,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +117,9 @@ class DecodeRows:
 class DecodeBatch:
     """The branches in the decode batch, as arrays.
 
-    An array has one entry per branch, or one per runner row where a comment says so. `unbatched_requests`: running
-    requests with a branch outside the batch, which the scheduler serves one by one.
+    An array has one entry per branch, or one per runner row where a comment says so; those of `_ENTRY` are columns of
+    `_entries`. `unbatched_requests`: running requests with a branch outside the batch, which the scheduler serves one
+    by one.
     """
 
     def __init__(self, kv: KVCache, num_slots: int) -> None:
@@ -74,32 +127,24 @@ class DecodeBatch:
         self.num_branches = 0
         self._kv = kv
         self._num_entries = 0
-        self._is_used = np.zeros(num_slots, bool)
-        self._branches = np.full(num_slots, None, object)
-        self._tables = np.full(num_slots, None, object)
-        self._slot = np.zeros(num_slots, np.int32)
-        self._service_order = np.zeros(num_slots, np.int64)
-        self._num_computed = np.zeros(num_slots, np.int32)
-        self._num_reported = np.zeros(num_slots, np.int32)  # tokens counted in `LiveRequest.num_computed_tokens`
-        self._num_pages = np.zeros(num_slots, np.int32)
-        self._next_token = np.zeros(num_slots, np.int32)
-        self._cell = np.zeros(num_slots, np.int64)  # index into `_cells` of the next token
-        self._end = np.zeros(num_slots, np.int64)  # index into `_cells` after the last cell of its page
-        self._row = np.full(num_slots, NO_ROW, np.int32)  # row in the last planned step
-        self._draws = pack_draws([DrawSpec()] * num_slots, [0] * num_slots, [0] * num_slots)
-        self._changes = np.full(num_slots, None, object)  # `LogitChanges`, or the function that returns them
+        capacity = 2 * num_slots  # with holes, so that the entries are not compacted for each fork of a step
+        self._branches = np.full(capacity, None, object)
+        self._tables = np.full(capacity, None, object)
+        self._changes = np.full(capacity, None, object)  # `LogitChanges`, or the function that returns them
+        self._entries = entries = np.zeros(capacity, _ENTRY)
+        self._is_used, self._is_unreserved = entries["is_used"], entries["is_unreserved"]
+        self._slot, self._service_order = entries["slot"], entries["service_order"]
+        self._num_computed, self._num_reported = entries["num_computed"], entries["num_reported"]
+        self._num_pages, self._next_token, self._row = entries["num_pages"], entries["next_token"], entries["planned_row"]
+        self._cell, self._end = entries["cell"], entries["end"]
+        self._draws = Draws.of([entries[name] for name in _DRAW_FIELDS])
+        self._specs = entries[list(_DRAW_FIELDS)]
         self._num_changing = 0  # entries with such a function
         self._page_tokens = np.zeros((num_slots, kv.page_size), "<i4")  # by slot: the tokens of the page being filled
         self._cells = self._page_tokens.reshape(-1)
         self._entry = np.zeros(num_slots, np.int32)  # entry of the branch, by slot
         self._entry_view, self._next_token_view = self._entry.data, self._next_token.data  # faster for single cells
-        self._arrays: list[NDArray[Any]] = [
-            *(self._branches, self._tables, self._changes, self._slot, self._service_order),
-            *(self._num_computed, self._num_reported),
-            *(self._num_pages, self._next_token, self._cell, self._end, self._row),
-        ]
-        self._arrays += self._draws.arrays()
-        self._flushed_full: list[Branch] = []  # branches whose full page was flushed
+        self._arrays: list[NDArray[Any]] = [self._entries, self._branches, self._tables, self._changes]
         self._is_compact = True
         self._cached_rows: DecodeRows | None = None  # reused until a branch is added or removed
 
@@ -121,39 +166,73 @@ class DecodeBatch:
         if self._num_entries == len(self._slot):
             self._compact()
         entry, slot, size = self._num_entries, branch.slot, self._kv.page_size
-        write_draw(self._draws, entry, spec := specs[0])  # first, as it raises for a spec that does not fit the arrays
+        spec = specs[0]
+        self._specs[entry] = (  # first, as it raises for a spec that does not fit the arrays
+            *(0, spec.width, spec.seed & MASK_64, spec.lane, 0),
+            *(spec.temperature, spec.top_k, spec.top_p, spec.min_p, spec.num_top),
+        )
+        self._num_computed[entry] = self._num_reported[entry] = table.num_tokens
+        self._num_pages[entry] = table.num_pages
+        self._row[entry], self._is_unreserved[entry] = NO_ROW, False
+        self._end[entry] = end = (slot + 1) * size
+        self._cell[entry] = end - (table.num_reserved - table.num_tokens)
+        self._page_tokens[slot, : table.num_tail_tokens] = np.frombuffer(table.tail_tokens, "<i4")
+        self._append(branch, spec)
+
+    def can_fork(self, branch: Branch) -> bool:
+        """Return whether a branch can be forked within the batch: it is in it, and no step is planned ahead of it."""
+        return branch.in_decode_batch and bool(self._draws.width[self._entry_view[branch.slot]] > 1)
+
+    def fork(self, parent: Branch, child: Branch) -> None:
+        """Add a branch that was forked from a branch of the batch, which was flushed before.
+
+        `reserve` gives cells to both of them. Asks the strategy for draws only if they have edits or masks.
+        """
+        if self._num_entries == len(self._slot):
+            self._compact()
+        entry, source, slot = self._num_entries, self._entry_view[parent.slot], child.slot
+        has_changes = self._changes[source] is not None
+        spec = child.request.strategy.draws(child.id)[0] if has_changes else _NO_CHANGES
+        self._is_unreserved[source] = True
+        self._entries[entry] = self._entries[source]
+        self._num_reported[entry], self._row[entry] = self._num_computed[source], NO_ROW
+        end = (slot + 1) * self._kv.page_size
+        self._cell[entry] += end - self._end[source]
+        self._end[entry] = end
+        self._page_tokens[slot] = self._page_tokens[parent.slot]
+        self._append(child, spec)
+
+    def _append(self, branch: Branch, spec: DrawSpec) -> None:
+        """Complete the entry of a branch after the last one."""
+        entry, slot, request = self._num_entries, branch.slot, branch.request
         has_changes = spec.edit is not None or spec.mask is not None
         self._changes[entry] = spec.next_changes or ((spec.edit, spec.mask) if has_changes else None)
         self._num_changing += spec.next_changes is not None
         self._is_used[entry] = branch.in_decode_batch = True
-        self._branches[entry], self._tables[entry] = branch, table
+        self._branches[entry], self._tables[entry] = branch, branch.table
         self._slot[entry], self._entry[slot] = slot, entry
-        self._service_order[entry] = (request.service_order << ORDINAL_BITS) + min(branch.ordinal, 2**ORDINAL_BITS - 1)
-        self._num_computed[entry] = self._num_reported[entry] = table.num_tokens
-        self._num_pages[entry] = table.num_pages
-        self._row[entry] = NO_ROW
         self._next_token[entry] = int.from_bytes(branch.outputs[-TOKEN_BYTES:], "little", signed=True)
-        self._end[entry] = end = (slot + 1) * size
-        self._cell[entry] = end - (table.num_reserved - table.num_tokens)
-        self._page_tokens[slot, : table.num_tail_tokens] = np.frombuffer(table.tail_tokens, "<i4")
-        self._is_compact = self._is_compact and (
-            entry == 0 or bool(self._service_order[entry - 1] < self._service_order[entry])
-        )
+        order = (request.service_order << ORDINAL_BITS) + min(branch.ordinal, 2**ORDINAL_BITS - 1)
+        self._service_order[entry] = order
+        self._is_compact = self._is_compact and (entry == 0 or bool(self._service_order[entry - 1] < order))
         self._cached_rows = None
         self._num_entries += 1
         self.num_branches += 1
         request.num_batched += 1
 
-    def remove(self, branch: Branch, *, discard: bool = False) -> None:
+    def remove(self, branch: Branch, *, discard: bool = False, keep_tail: bool = True) -> None:
         """Remove a branch, if it is in the batch.
 
-        Its page table is updated, unless the table is to be discarded.
+        Its page table is updated, unless it is to be discarded, or closed without keeping its partly filled page.
         """
         if not branch.in_decode_batch:
             return
         entry = self._entry_view[branch.slot]
         if not discard:
-            self._commit_to_table(branch, entry)
+            if keep_tail or self._cell[entry] == self._end[entry]:
+                self._commit_to_table(branch, entry)
+            else:
+                self._report(branch, entry)
         self._num_changing -= callable(self._changes[entry])
         self._branches[entry] = self._tables[entry] = self._changes[entry] = None
         self._is_used[entry] = branch.in_decode_batch = self._is_compact = False
@@ -168,12 +247,15 @@ class DecodeBatch:
             return
         entry = self._entry_view[branch.slot]
         self._commit_to_table(branch, entry)
-        if self._cell[entry] == self._end[entry]:
-            self._flushed_full.append(branch)
+        self._is_unreserved[entry] |= self._cell[entry] == self._end[entry]
 
     def _commit_to_table(self, branch: Branch, entry: int) -> None:
         table, num_computed, stop = self._tables[entry], int(self._num_computed[entry]), int(self._cell[entry])
         self._kv.commit(table, self._cells[stop - (num_computed - table.num_tokens) : stop].tobytes())
+        self._report(branch, entry)
+
+    def _report(self, branch: Branch, entry: int) -> None:
+        num_computed = int(self._num_computed[entry])
         branch.request.num_computed_tokens += num_computed - int(self._num_reported[entry])
         self._num_reported[entry] = num_computed
 
@@ -207,20 +289,40 @@ class DecodeBatch:
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def remove_ineligible(self) -> None:
-        """Remove two rare kinds of branches, which the scheduler handles one by one.
-
-        These are branches whose full page was already flushed, and branches that were not extended since they were
-        sampled, which have nothing to compute.
-        """
-        for branch in self._flushed_full:
-            self.remove(branch)
-        self._flushed_full.clear()
+        """Remove branches that were not extended since they were sampled, as they have nothing to compute."""
         if not self._is_compact:
             self._compact()
         undecided = (self._next_token[: self._num_entries] == AWAITING_TOKEN).nonzero()[0]
         if len(undecided):
             for branch in self._branches[undecided].tolist():
                 self.remove(branch)
+
+    def reserve(self) -> tuple[Sequence[PageCopy], list[tuple[int, int, int]]]:
+        """Allocate pages for branches without a cell of their own; return page copies and table updates.
+
+        If too few pages are free, all these branches are removed from the batch instead.
+        """
+        if not self._is_compact:
+            self._compact()
+        entries = self._is_unreserved[: self._num_entries].nonzero()[0]
+        if not len(entries):
+            return (), []
+        branches, tables = self._branches[entries].tolist(), self._tables[entries].tolist()
+        copies = self._kv.reserve([(table, table.num_tokens + 1) for table in tables])
+        if copies is None:
+            for branch in branches:
+                self.remove(branch)
+            return (), []
+        updates: list[tuple[int, int, int]] = []
+        for branch, table in zip(branches, tables, strict=True):
+            if table.changed_from < table.num_pages:
+                first, pages = table.pop_changes()
+                updates += [(branch.slot, first + i, page) for i, page in enumerate(pages)]
+                branch.request.num_copied_pages += bool(table.tail_tokens)
+        self._num_pages[entries] = [table.num_pages for table in tables]
+        self._cell[entries] = self._end[entries] - [table.num_reserved - table.num_tokens for table in tables]
+        self._is_unreserved[entries] = False
+        return copies, updates
 
     def advance_pages(self) -> I32:
         """Append a page to each branch whose last page is full; return table updates [U, 3].
@@ -297,7 +399,7 @@ class DecodeBatch:
         if (
             not count
             or self._num_changing
-            or self._flushed_full
+            or self._is_unreserved[:count].any()
             or (self._row[:count] == NO_ROW).any()
             or (self._draws.width[:count] != 1).any()
         ):
@@ -340,36 +442,9 @@ class DecodeBatch:
         for array in self._arrays:
             array[:count] = array[entries]
         self._branches[count:] = self._tables[count:] = self._changes[count:] = None
-        self._is_used[:count], self._is_used[count:] = True, False
+        self._is_used[count:] = False
         self._entry[self._slot[:count]] = np.arange(count, dtype=np.int32)
         self._is_compact = True
-
-
-def pack_draws(specs: Sequence[DrawSpec], rows: Sequence[int], positions: Sequence[int]) -> Draws:
-    """Pack draw specs as arrays: one draw of each spec from its row at its position."""
-    return Draws(
-        row=np.array(rows, np.int32),
-        width=np.array([spec.width for spec in specs], np.int32),
-        seed=np.array([spec.seed & MASK_64 for spec in specs], np.uint64),
-        lane=np.array([spec.lane for spec in specs], np.int32),
-        position=np.array(positions, np.int32),
-        temperature=np.array([spec.temperature for spec in specs], np.float32),
-        top_k=np.array([spec.top_k for spec in specs], np.int32),
-        top_p=np.array([spec.top_p for spec in specs], np.float32),
-        min_p=np.array([spec.min_p for spec in specs], np.float32),
-        num_top=np.array([spec.num_top for spec in specs], np.int32),
-        edits=tuple(LogitEdit(draw, *spec.edit) for draw, spec in enumerate(specs) if spec.edit is not None),
-        masks=tuple(LogitMask(draw, spec.mask) for draw, spec in enumerate(specs) if spec.mask is not None),
-    )
-
-
-def concat_draws(first: Draws, second: Draws) -> Draws:
-    """Append `second` to `first`."""
-    pairs, shift = zip(first.arrays(), second.arrays(), strict=True), len(first.row)
-    edits = [LogitEdit(edit.draw + shift, edit.ids, edit.scale, edit.add) for edit in second.edits]
-    masks = [LogitMask(mask.draw + shift, mask.words) for mask in second.masks]
-    draws = Draws.of([np.concatenate(pair) for pair in pairs])
-    return replace(draws, edits=(*first.edits, *edits), masks=(*first.masks, *masks))
 
 
 def _with_changes(draws: Draws, rows: DecodeRows, faults: list[tuple[LiveRequest, Exception]]) -> Draws:
@@ -387,15 +462,3 @@ def _with_changes(draws: Draws, rows: DecodeRows, faults: list[tuple[LiveRequest
         if mask is not None:
             masks.append(LogitMask(draw, mask))
     return replace(draws, edits=tuple(edits), masks=tuple(masks))
-
-
-def write_draw(table: Draws, index: int, spec: DrawSpec) -> None:
-    """Write a draw spec without edit and mask into row `index` of a table of draws."""
-    table.width[index] = spec.width
-    table.seed[index] = spec.seed & MASK_64
-    table.lane[index] = spec.lane
-    table.temperature[index] = spec.temperature
-    table.top_k[index] = spec.top_k
-    table.top_p[index] = spec.top_p
-    table.min_p[index] = spec.min_p
-    table.num_top[index] = spec.num_top
