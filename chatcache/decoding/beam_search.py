@@ -27,14 +27,12 @@ different groups with the same tokens share one branch.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -58,6 +56,7 @@ from chatcache.types.actions import (
 from chatcache.types.events import FINISH_LENGTH, LiveBeam, TokenLogprob
 from chatcache.types.request import BeamSearchParams
 
+_T = TypeVar("_T")
 _F32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -131,6 +130,7 @@ class Continuation(NamedTuple):
 
 
 _SELECTED = msgspec.msgpack.Decoder(list[list[Continuation]])
+_ENCODER = msgspec.msgpack.Encoder()
 
 
 class BeamGroup:
@@ -150,6 +150,7 @@ class BeamGroup:
     ) -> None:
         self._rules = rules
         self._constraint = constraint
+        self._may_end = constraint is not None or rules.has_stop_strings  # with any token
         self._tree = tree
         self._width = params.beam_width // params.num_beam_groups
         self._penalty = params.diversity_penalty
@@ -170,11 +171,14 @@ class BeamGroup:
         """
         old, self.beams = self.beams, []
         ended = self._select(old, ranked)
-        earlier_tokens.update(beam.node.token for beam in self.beams)
-        earlier_tokens.update(h.node.token for h in ended if h.ended.finish_reason == FINISH_LENGTH)
-        self.hypotheses.add(ended)
+        if self._penalty:
+            earlier_tokens.update(beam.node.token for beam in self.beams)
+            earlier_tokens.update(h.node.token for h in ended if h.ended.finish_reason == FINISH_LENGTH)
+        if ended:
+            self.hypotheses.add(ended)
+        release = self._tree.release
         for beam in old:
-            self._tree.release(beam.node)
+            release(beam.node)
         if self.beams and self.hypotheses.is_done(self.beams[0].total, self.beams[0].progress.num_tokens):
             self._finish()
         return ended
@@ -182,28 +186,36 @@ class BeamGroup:
     def _select(self, old: list[Beam], ranked: Iterable[Continuation]) -> list[Hypothesis]:
         """Fill `beams` with the best continuations that do not end; return those that ended."""
         ended: list[Hypothesis] = []
-        self.selected = []
+        self.selected, width, add = [], self._width, self._tree.add
+        num_tokens = old[0].progress.num_tokens + 1  # all beams have the same length
+        rules, unended = self._rules, StopProgress(num_tokens)
+        may_end = self._may_end or num_tokens >= rules.max_tokens
         for rank, continuation in enumerate(ranked):
-            if len(self.beams) == self._width and rank >= self._width:
+            num_beams = len(self.beams)
+            if num_beams == width and rank >= width:
                 break
-            beam, token, total = old[continuation.beam], continuation.token, continuation.total
-            grammar_state = None
-            if self._constraint is None:
-                progress, why = self._rules.advance(beam.progress, token)
+            position, token, total, logprob = continuation
+            beam, grammar_state, why = old[position], None, None
+            if not may_end and token not in rules.terminal_ids:
+                progress = unended
+            elif self._constraint is None:
+                progress, why = rules.advance(beam.progress, token)
             else:
                 grammar_state = self._constraint.fork(beam.grammar_state)
-                progress, why = advance_candidate(self._rules, beam.progress, token, grammar_state)
+                progress, why = advance_candidate(rules, beam.progress, token, grammar_state)
             if why is DEAD_END:
                 self.has_dead_end = True
                 self.selected.append(continuation)  # it is dropped again where the step is repeated
                 continue
-            has_room = len(self.beams) < self._width if why is None else rank < self._width
-            if not has_room:
+            if num_beams == width if why is None else rank >= width:
                 continue
             self.selected.append(continuation)
-            node = self._tree.add(beam.node, token, continuation.logprob)
+            node = add(beam.node, token, logprob)
             if why is None:
-                self.beams.append(Beam(node, total, progress, grammar_state, _edits_after(beam, token)))
+                edits = beam.edits and beam.edits.fork()
+                if edits is not None:
+                    edits.record(token)
+                self.beams.append(Beam(node, total, progress, grammar_state, edits))
             else:
                 node.ended = True
                 ended.append(Hypothesis(self.hypotheses.score(total, progress.num_tokens), node, why))
@@ -222,34 +234,28 @@ class BeamGroup:
         self, beams: list[Beam], drawn: DrawnByBranch, earlier_tokens: Counter[int]
     ) -> Iterator[Continuation]:
         drawings = [drawn[beam.node.branch][0] for beam in beams]
-        sizes = [len(drawing.tokens) for drawing in drawings]
-        starts = list(accumulate(sizes, initial=0))
-        tokens = [token for drawing in drawings for token in drawing.tokens]
-        scores = np.array([logprob for drawing in drawings for logprob in drawing.logprobs], np.float32)
+        width = max([len(drawing.tokens) for drawing in drawings])
+        scores = np.array([_pad(drawing.logprobs, width, -inf) for drawing in drawings], np.float32)
         if earlier_tokens and self._penalty:
-            scores = scores - np.array([self._penalty * earlier_tokens[token] for token in tokens], np.float32)
-        totals = scores + np.repeat(np.array([beam.total for beam in beams], np.float32), sizes)
+            counts = [[earlier_tokens[token] for token in _pad(drawing.tokens, width, 0)] for drawing in drawings]
+            scores -= (self._penalty * np.array(counts)).astype(np.float32)
+        totals = (scores + np.array([[beam.total] for beam in beams], np.float32)).ravel()
         # All beams have the same length. A grammar mask has already excluded the banned ids.
         banned = self._rules.banned_ids(beams[0].progress) if self._constraint is None else ()
-        num_left, values = self._num_ranked, totals.tolist()
-        for place in np.argsort(-totals, kind="stable").tolist():
-            token, total = tokens[place], values[place]
+        num_left, order = self._num_ranked, (-totals).argsort(kind="stable")
+        for cell, total in zip(order.tolist(), totals[order].tolist(), strict=True):
             if not num_left or not total > -inf:
                 return
+            owner, index = divmod(cell, width)
+            token = drawings[owner].tokens[index]
             if token < 0 or token in banned:
                 continue
             num_left -= 1
-            owner = bisect_right(starts, place) - 1
-            entry = drawings[owner].logprob_at(place - starts[owner]) if self._with_logprobs else None
-            yield Continuation(owner, token, total, entry)
+            yield Continuation(owner, token, total, drawings[owner].logprob_at(index) if self._with_logprobs else None)
 
 
-def _edits_after(beam: Beam, token: int) -> LogitEdits | None:
-    if beam.edits is None:
-        return None
-    edits = beam.edits.fork()
-    edits.record(token)
-    return edits
+def _pad(values: tuple[_T, ...], width: int, value: _T) -> tuple[_T, ...]:
+    return values if len(values) == width else values + (value,) * (width - len(values))
 
 
 def num_ranked_continuations(width: int, rules: StopRules) -> int:
@@ -357,7 +363,7 @@ class BeamStrategy:
             raise GrammarDeadEndError  # no beam is left and no hypothesis was found
         actions = self._branches.reassign(list(dict.fromkeys(beam.node for beam in beams)))
         outputs = self._emit_common_prefix(len(beams)) if beams else self._final_outputs()
-        return Advance(actions, (*outputs, *self._live_beams(beams)), not beams, msgspec.msgpack.encode(selected))
+        return Advance(actions, (*outputs, *self._live_beams(beams)), not beams, _ENCODER.encode(selected))
 
     def _update_returnable(self, ended: list[Hypothesis]) -> None:
         """Update the hypotheses that may be returned; release all others."""

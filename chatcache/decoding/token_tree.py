@@ -46,10 +46,6 @@ class Node:
             raise LookupError("the root has no parent")
         return self.parent
 
-    def is_removed(self) -> bool:
-        """Return True if the node is no longer part of the tree."""
-        return self.parent is not None and self.parent.children.get(self.token) is not self
-
     def path_below(self, above: Node) -> list[Node]:
         """Return the nodes below `above` down to this one.
 
@@ -131,19 +127,19 @@ class BranchReassignment:
         released first, so that the number of live branches never exceeds that before or after the step. The nodes are
         distinct and their parents are live.
         """
-        children_by_branch: dict[int, list[Node]] = {node.branch: [] for node in self._live}
+        forks: list[BranchAction] = []
+        extended: dict[int, BranchAction] = {}
         for node in nodes:
-            parent = node.get_parent().branch
-            siblings = children_by_branch[parent]
-            node.branch = self._new_id() if siblings else parent
-            siblings.append(node)
-        childless = [node for node in self._live if not children_by_branch[node.branch]]
+            parent = node.parent.branch if node.parent is not None else 0
+            if parent in extended:
+                forks.append(Fork(parent, self._next, node.token))
+                node.branch, self._next = self._next, self._next + 1
+            else:
+                extended[parent] = Extend(parent, node.token)
+                node.branch = parent
+        releases = self._release([node for node in self._live if node.branch not in extended])
         self._live = list(nodes)
-        actions = self._release(childless)
-        for branch, children in children_by_branch.items():
-            actions += [Fork(branch, child.branch, child.token) for child in children[1:]]
-            actions += [Extend(branch, child.token) for child in children[:1]]
-        return tuple(actions)
+        return (*releases, *forks, *extended.values())
 
     def _release(self, childless: Sequence[Node]) -> list[BranchAction]:
         """Release branches; publish the partial tail page only where a candidate ended.
@@ -155,20 +151,11 @@ class BranchReassignment:
         actions: list[BranchAction] = []
         kept: set[Node] = set()
         for node in childless:
-            remaining = _deepest_remaining(node)
+            remaining = node
+            while remaining.parent is not None and remaining.parent.children.get(remaining.token) is not remaining:
+                remaining = remaining.get_parent()  # up to the deepest one that is still in the tree
             keep_tail = remaining not in kept and any(child.ended for child in remaining.children.values())
             if keep_tail:
                 kept.add(remaining)
             actions.append(Release(node.branch, keep_tail))
         return actions
-
-    def _new_id(self) -> int:
-        self._next += 1
-        return self._next - 1
-
-
-def _deepest_remaining(node: Node) -> Node:
-    """Return the deepest ancestor (or the node itself) that is still in the tree."""
-    while node.is_removed():
-        node = node.get_parent()
-    return node

@@ -218,7 +218,8 @@ class KVCache:
         wants = [want for want in wants if want[1] > want[0].num_reserved]
         if not wants:
             return ()
-        fresh = [max(self.num_pages_for(goal) - table.num_pages, 0) for table, goal in wants]
+        size = self.page_size
+        fresh = [max(-(-goal // size) - table.num_prefix_pages - len(table.own_pages), 0) for table, goal in wants]
         forced, optional = self._copy_on_write.tables_to_copy([table for table, _ in wants])
         pages = self.pool.allocate(sum(fresh) + len(forced) + len(optional))
         copying = forced | optional
@@ -232,9 +233,10 @@ class KVCache:
                 copies.append(self._copy_on_write.copy_tail(table, pages.pop()))
             elif table.tail_tokens:
                 self._copy_on_write.unpublish_tail(table)
-            table.own_pages += [pages.pop() for _ in range(num_fresh)]
-            table.num_reserved = table.num_pages * self.page_size
-            record_owner(self.pool.owners, table, table.num_tokens // self.page_size)
+            if num_fresh:
+                table.own_pages += [pages.pop() for _ in range(num_fresh)]
+            table.num_reserved = (table.num_prefix_pages + len(table.own_pages)) * size
+            record_owner(self.pool.owners, table, table.num_tokens // size)
         return tuple(copies)
 
     def complete_step(self) -> None:

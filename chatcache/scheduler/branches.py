@@ -195,16 +195,22 @@ class BranchManager:
         """
         forks: list[tuple[Branch, Branch]] = []  # (parent, child)
         released: list[Branch] = []
+        num_extended, batch = 0, self._decode_batch
         try:
             for action in actions:
                 if isinstance(action, Extend):
-                    self._extend(request, action)
+                    branch = request.branches.get(action.branch)
+                    if branch is None or not (branch.in_decode_batch and batch.extend(branch, action.token)):
+                        self._drawn_branch(request, action.branch).append(action.token)
+                    num_extended += 1
                 elif isinstance(action, Fork):
                     forks.append(self._fork(request, action))
                 else:
                     released.append(self._release(request, action))
-            self._check_all_advanced(request)
-            self._assign_rows(forks, released)
+            if len(request.branches) != num_extended + len(forks) or len(request.branches) > request.max_branches:
+                self._check_all_advanced(request)
+            if forks:
+                self._assign_rows(forks, released)
         finally:
             for branch in released:
                 self.close(branch)
@@ -214,11 +220,6 @@ class BranchManager:
         for branch in request.branches.values():
             if not branch.in_decode_batch:
                 self._decode_batch.add_if_eligible(branch)
-
-    def _extend(self, request: LiveRequest, action: Extend) -> None:
-        branch = self._drawn_branch(request, action.branch)
-        if not branch.in_decode_batch or not self._decode_batch.extend(branch, action.token):
-            branch.append(action.token)
 
     def _fork(self, request: LiveRequest, action: Fork) -> tuple[Branch, Branch]:
         """Create the child branch with a fork of its parent's table; `_assign_rows` gives it a row."""

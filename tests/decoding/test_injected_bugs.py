@@ -122,9 +122,9 @@ def the_wrong_child_inherits(patch: Patch) -> None:
 
     def reassign(self: token_tree.BranchReassignment, nodes: list[Node]) -> tuple[object, ...]:
         actions = list(original(self, nodes))
-        for i, (one, other) in enumerate(itertools.pairwise(actions)):
+        for (i, one), (j, other) in itertools.permutations(enumerate(actions), 2):
             if isinstance(one, Fork) and isinstance(other, Extend) and one.parent == other.branch:
-                actions[i], actions[i + 1] = Fork(one.parent, one.child, other.token), Extend(other.branch, one.token)
+                actions[i], actions[j] = Fork(one.parent, one.child, other.token), Extend(other.branch, one.token)
         return tuple(actions)
 
     patch.setattr(token_tree.BranchReassignment, "reassign", reassign)
