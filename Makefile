@@ -106,9 +106,9 @@ pytest: $(VENV)/.installed-test web
 	$(PYTEST) $(ARGS)
 
 # Clients of the contract tests outside the environment: npm packages, and litellm, which pins older dependencies.
-# Codex and opencode are programs of 400 MB each. `npm ci` refuses a lock file without the packages of other platforms,
+# Codex, opencode and Claude Code are programs of 200 to 400 MB each. `npm ci` refuses a lock file without the packages of other platforms,
 # which a registry may lack.
-NODE_CLIENTS := $(addprefix tests/contracts/,node codex opencode)
+NODE_CLIENTS := $(addprefix tests/contracts/,node codex opencode claude)
 clients: $(NODE_CLIENTS:=/node_modules/.installed) $(VENV)/litellm/.installed
 
 $(NODE_CLIENTS:=/node_modules/.installed): %/node_modules/.installed: %/package-lock.json | $(VENV)/.node
