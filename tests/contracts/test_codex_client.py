@@ -21,7 +21,7 @@ approval_policy = "never"
 sandbox_mode = "danger-full-access"
 {extra}
 [model_providers.local]
-name = "local"
+name = "{name}"
 base_url = "{url}/v1"
 wire_api = "responses"
 supports_websockets = {websockets}
@@ -43,12 +43,13 @@ def server(tmp_path: Path) -> Iterator[AgentServer]:
 
 
 def codex(
-    server: AgentServer, folder: Path, *arguments: str, websockets: bool, extra: str = ""
+    server: AgentServer, folder: Path, *arguments: str, websockets: bool, name: str = "local", extra: str = ""
 ) -> list[dict[str, Any]]:
     home = folder / "home"
     home.mkdir(exist_ok=True)
     flag = str(websockets).lower()
-    (home / "config.toml").write_text(CONFIG.format(model=MODEL, url=server.url, websockets=flag, extra=extra))
+    config = CONFIG.format(model=MODEL, url=server.url, name=name, websockets=flag, extra=extra)
+    (home / "config.toml").write_text(config)
     command = [executable("codex", "codex"), "exec", "--json", "--skip-git-repo-check", *arguments]
     return run_json(command, folder, CODEX_HOME=str(home))
 
@@ -84,3 +85,26 @@ def test_codex_calls_a_tool_and_continues_with_its_prefix_cached(
     assert messages(second) == ["Still the same."]
     assert second[-1]["usage"]["cached_input_tokens"] > len(server.prompts[resulted][0])
     server.check_only_new_were_computed(resulted, len(server.prompts) - 1)
+
+
+@pytest.mark.parametrize("websockets", [False, True], ids=["http", "websocket"])
+@pytest.mark.parametrize("name", ["local", "OpenAI"])
+def test_codex_compacts_a_long_conversation_and_goes_on(tmp_path: Path, name: str, websockets: bool) -> None:
+    """A provider named OpenAI compacts on the server; for others, Codex asks the model for a summary itself."""
+
+    def answer(prompt: str) -> str:
+        if "SUMMARY-7" in prompt:
+            return "It is done."
+        commands = ("seq 1 1000", "echo on")
+        num_results = prompt.count("<tool_response>\n")
+        return tool_call("exec_command", {"cmd": commands[num_results]}) if num_results < 2 else "SUMMARY-7"
+
+    with agent_server(tmp_path, answer) as server:
+        limit = "model_auto_compact_token_limit = 33000"
+        events = codex(server, tmp_path, "Count.", websockets=websockets, name=name, extra=limit)
+        assert messages(events) == ["It is done."]
+        lengths = [len(prompt) for prompt, _ in server.prompts]
+        assert max(lengths) > 33_000 > lengths[-1]
+        if name == "OpenAI":  # otherwise the request for a summary has no tools, hence another prefix
+            server.check_only_new_were_computed(len(lengths) - 3, len(lengths) - 2)
+        server.wait_idle()

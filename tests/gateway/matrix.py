@@ -61,7 +61,7 @@ def owner(path: str, body: object = None) -> Call:
     return Call("owner", path, body)
 
 
-_CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+_CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
 _NEXT = {"input": "Hi", "max_output_tokens": 1}
 _CONV, _ITEM = "/v1/conversations/<conversation>", "/v1/conversations/<conversation>/items/<answered>"
 _RESP = "/v1/responses/<response>"
@@ -96,6 +96,13 @@ CALLS: Mapping[RouteKey, Sequence[Call]] = {
     ("POST", "/v1/responses"): [
         Call("key", "/v1/responses", _NEXT),
         *(owner("/v1/responses", _NEXT | key) for key in _CONTINUATIONS),
+        owner(
+            "/v1/responses", {**_NEXT, "input": [{"type": "item_reference", "id": "<answered>"}, *_CHAT["messages"]]}
+        ),
+    ],
+    ("POST", "/v1/responses/compact"): [
+        Call("key", "/v1/responses/compact", {"input": "Hi"}),
+        owner("/v1/responses/compact", {"input": "Hi", "previous_response_id": "<response>"}),
     ],
     ("POST", "/v1/responses/input_tokens"): [
         Call("key", "/v1/responses/input_tokens", {"input": "Hi"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -299,3 +300,60 @@ def test_final_message_that_cannot_be_continued_is_refused(
     messages = [{"role": "user", "content": "Hi"}, last]
     status, _, answer = server.post(CHAT, messages=messages, continue_final_message=True, **fields)
     assert (status, answer["error"]["param"]) == (400, "continue_final_message")
+
+
+def test_compaction_trigger_yields_a_summary_that_replaces_the_history(
+    server: ScriptedServer, socket: ClientConnection
+) -> None:
+    server.say("Hi there.")
+    first = ask(server, **CODEX)
+    history = [*CODEX["input"], *first["output"]]
+    described = Described(server.request("GET", "/openapi.json")[2])
+    for over_socket in (False, True):
+        server.say("They greeted.")
+        body = {**CODEX, "input": [*history, {"type": "compaction_trigger"}]}
+        compacted = create(socket, **body) if over_socket else ask(server, **body)
+        described.check("POST", RESPONSES, 200, compacted)
+        assert (compacted["status"], compacted["store"]) == ("completed", False)
+        (item,) = compacted["output"]
+        assert item["type"] == "compaction" and "They greeted." not in json.dumps(compacted)
+        used = first["usage"]["input_tokens"] + first["usage"]["output_tokens"]
+        assert compacted["usage"]["input_tokens_details"]["cached_tokens"] >= used - 8
+    user = {"role": "user", "content": "Go on."}
+    counts = [
+        ask(server, f"{RESPONSES}/input_tokens", input=[given, user])["input_tokens"]
+        for given in (item, {"role": "user", "content": "Summary of the conversation so far:\n\nThey greeted."})
+    ]
+    assert counts[0] == counts[1]
+
+
+def test_compact_route_keeps_the_messages_of_the_user(server: ScriptedServer) -> None:
+    server.say("Hi.")
+    first = ask(server, input="Hello there.")
+    server.say("A greeting.")
+    status, headers, answer = server.post(
+        f"{RESPONSES}/compact", previous_response_id=first["id"], input="More.", reasoning={"summary": "auto"}
+    )
+    assert status == 200, answer
+    Described(server.request("GET", "/openapi.json")[2]).check("POST", f"{RESPONSES}/compact", 200, answer)
+    *kept, compaction = answer["output"]
+    assert [item["content"][0]["text"] for item in kept] == ["Hello there.", "More."]
+    assert (answer["object"], compaction["type"]) == ("response.compaction", "compaction")
+    assert headers["x-chatcache-ignored"] == "reasoning.summary"
+    server.say("An end.")
+    again = server.post(f"{RESPONSES}/compact", input=answer["output"])[2]
+    assert [item["type"] for item in again["output"]] == ["message", "message", "compaction"]
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ([{"type": "compaction", "encrypted_content": "gAAAA"}], "input[0].encrypted_content"),
+        ([{"type": "compaction", "encrypted_content": "chatcache.?"}], "input[0].encrypted_content"),
+        ([{"type": "compaction"}], "input[0].encrypted_content"),
+        ([{"type": "compaction_trigger"}, {"role": "user", "content": "Hi"}], "input[0].type"),
+    ],
+)
+def test_invalid_compaction_is_refused_by_its_field(server: ScriptedServer, given: object, param: str) -> None:
+    status, _, answer = server.post(RESPONSES, input=given)
+    assert (status, answer["error"]["param"]) == (400, param)

@@ -14,6 +14,7 @@ from typing import TypeVar
 from chatcache.conversations.prompt import Message, assistant_message, tool_message
 from chatcache.conversations.tree import ToolCall
 from chatcache.errors import InvalidRequestError, UnsupportedParameterError
+from chatcache.gateway.api.compaction import SUMMARY_HEAD, decode_summary
 from chatcache.gateway.schemas.requests import CallFields, MessageFields, Part
 
 Value = TypeVar("Value")
@@ -72,6 +73,11 @@ class _MessageReader:
                 self.flush()
                 call_id = _required(item.call_id, f"{where}.call_id")
                 self.messages.append(tool_message(_text(item.output, where, _TEXT_PARTS, "output"), call_id))
+            case "compaction":
+                self.flush()
+                param = f"{where}.encrypted_content"
+                summary = decode_summary(_required(item.encrypted_content, param), param)
+                self.messages.append(Message(role="user", content=SUMMARY_HEAD + summary))
             case kind:
                 raise UnsupportedParameterError(f"{where}.type {kind[:40]!r} is not supported", param=f"{where}.type")
 

@@ -19,6 +19,7 @@ from chatcache.conversations.store import Claim, IdempotencyConflictError
 from chatcache.conversations.tree import ConversationTree
 from chatcache.conversations.turns import PlannedTurn
 from chatcache.errors import InvalidRequestError, NotFoundError, UnsupportedParameterError
+from chatcache.gateway.api.compaction import is_compaction, to_summary_request
 from chatcache.gateway.api.conversations import find_item
 from chatcache.gateway.api.idempotency import IdempotencyKey
 from chatcache.gateway.api.messages import input_messages
@@ -114,6 +115,11 @@ async def _start(
 ) -> LiveResponse:
     fields, sampling = parse_fields(body, ResponseFields), parse_fields(body, SamplingFields)
     ignored = unknown_fields(body, ResponseFields, SamplingFields)
+    compacts = is_compaction(fields)
+    if compacts:
+        fields = to_summary_request(fields)
+        if (sampling.n or 1) > 1 or sampling.beam_width is not None or sampling.use_beam_search:
+            raise InvalidRequestError("a compaction has one candidate", param="n")
     if fields.background and fields.store is False:
         raise InvalidRequestError("background needs store: the response could not be retrieved", param="background")
     model = await gateway.require_model(fields.model)
@@ -173,7 +179,8 @@ async def _start(
     async def start_successor(successor: Mapping[str, Any]) -> str:
         return (await _start(gateway, principal, successor, extended)).id
 
-    options = RunOptions(principal, body, fields.generate is not False, _ttl_s(gateway, fields), start_successor)
+    ttl_s, generate = _ttl_s(gateway, fields), fields.generate is not False
+    options = RunOptions(principal, body, generate, ttl_s, start_successor, compacts)
     claim = idempotency_key.claim(planned.turn.id) if idempotency_key is not None else None
     opening = asyncio.create_task(_open_conversation(gateway, model, planned, reply, options, claim))
     opening.add_done_callback(lambda task: task.cancelled() or task.exception())

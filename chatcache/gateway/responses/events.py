@@ -49,6 +49,7 @@ from chatcache.conversations.tree import (
 )
 from chatcache.conversations.turns import PlannedTurn, output_item
 from chatcache.errors import ChatcacheError
+from chatcache.gateway.api.compaction import encode_summary
 from chatcache.gateway.api.logprobs import EncodedLogprobs, encoded_list, encoded_logprobs
 from chatcache.gateway.responses.event_log import ResponseLog
 from chatcache.gateway.responses.objects import (
@@ -63,7 +64,7 @@ from chatcache.gateway.responses.objects import (
     response_object,
 )
 from chatcache.gateway.schemas.completions import TokenLogprob
-from chatcache.gateway.schemas.responses import OutputItem, OutputMessage, ReasoningText, Receipt, Response
+from chatcache.gateway.schemas.responses import Compaction, OutputItem, OutputMessage, ReasoningText, Receipt, Response
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import FINISH_CANCELLED, FINISH_STOP, StartReport
 
@@ -313,6 +314,26 @@ class ResponseEventWriter:
     def _response(self, status: str, usage: Usage | None = None) -> Response:
         turn = replace(self._turn, status=status, usage=usage)
         return response_object(turn, self._output(), incomplete_reason(turn, self.outputs))
+
+
+class CompactionEventWriter(ResponseEventWriter):
+    """Writes the events of a compaction: the reply is a summary, sent as one item at its end.
+
+    A summary that was cut at its limit counts as complete.
+    """
+
+    def delta(self, event: ReplyDelta) -> None:
+        """Ignore a delta: the summary is sent as a whole."""
+
+    def done(self, event: ReplyDone) -> None:
+        self._outputs[event.index] = output_item(self._turn, self.item_ids[event.index], event, time.time())
+        item = Compaction(new_id("cmp"), encode_summary(event.text))
+        self._wire_outputs[event.index] = item
+        for kind in ("response.output_item.added", "response.output_item.done"):
+            self._log.append(kind, output_index=event.index, item=item)
+
+    def status(self, event: ReplyFinished) -> str:
+        return super().status(event) if event.cancelled else COMPLETED
 
 
 def to_usage(event: ReplyFinished) -> Usage:

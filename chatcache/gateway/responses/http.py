@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from chatcache.conversations.prompt import Message
 from chatcache.conversations.store import ConversationStore, StaleRevisionError
-from chatcache.conversations.tree import ConversationTree, plan_response_deletion
-from chatcache.errors import ChatcacheError, InvalidRequestError, NotFoundError
+from chatcache.conversations.tree import COMPLETED, ConversationTree, new_id, plan_response_deletion
+from chatcache.errors import ChatcacheError, EngineError, InvalidRequestError, NotFoundError
+from chatcache.gateway.api.compaction import SUMMARY_HEAD, with_trigger
 from chatcache.gateway.api.conversations import edit_conversation, listed_items, store_of
 from chatcache.gateway.api.idempotency import REPLAYED_HEADER, IdempotencyKey
 from chatcache.gateway.api.pagination import PageQuery, paginate
@@ -27,6 +30,7 @@ from chatcache.gateway.auth.principal import owner_of, principal_of
 from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.json_codec import encode
+from chatcache.gateway.limits.admission import CHARS_PER_TOKEN
 from chatcache.gateway.middleware import cancel_on_disconnect, read_json
 from chatcache.gateway.responses.create import (
     build_turn_request,
@@ -46,8 +50,17 @@ from chatcache.gateway.responses.state import (
     stream_expired_error,
 )
 from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unknown_fields
-from chatcache.gateway.schemas.requests import DeliveryFields, ResponseFields, SamplingFields
-from chatcache.gateway.schemas.responses import DeletedResponse, InputTokens
+from chatcache.gateway.schemas.requests import CompactFields, DeliveryFields, ResponseFields, SamplingFields
+from chatcache.gateway.schemas.responses import (
+    CompactedResponse,
+    Compaction,
+    DeletedResponse,
+    InputText,
+    InputTokens,
+    ResponseFailure,
+    ResponseUsage,
+    RetainedMessage,
+)
 
 # openai-python treats any blank line as the end of an event, so a ping contains none.
 PING = b": keep-alive\n"
@@ -78,6 +91,47 @@ async def create_response(request: Request) -> Response:
     with run.log.reader():
         await cancel_on_disconnect(request, _wait_until_finished(gateway, run))
     return Response(encode_logged_response(run.log), headers=headers, media_type=JSON_TYPE)
+
+
+async def compact_response(request: Request) -> Response:
+    """POST /v1/responses/compact: replace a conversation by its user's messages and a summary. Stores nothing."""
+    gateway, body = gateway_of(request), await read_json(request)
+    parse_fields(body, CompactFields)
+    ignored = unknown_fields(body, CompactFields)
+    known = {name: value for name, value in body.items() if name in CompactFields.__struct_fields__}
+    summary_request = {**known, "input": with_trigger(body.get("input")), "store": False}
+    run = await cancel_on_disconnect(request, start_response(gateway, principal_of(request), summary_request))
+    with run.log.reader():
+        await cancel_on_disconnect(request, _wait_until_finished(gateway, run))
+    ended = msgspec.json.decode(encode_logged_response(run.log), type=_EndedCompaction)
+    if ended.status != COMPLETED:
+        raise EngineError(ended.error.message if ended.error is not None else f"the compaction was {ended.status}")
+    kept = _retained_messages(run.prompt_messages[:-1], gateway.max_model_len * CHARS_PER_TOKEN // 4)
+    result = CompactedResponse(run.id, "response.compaction", ended.created_at, [*kept, *ended.output], ended.usage)
+    return json_response(result, headers=ignored_header(ignored))
+
+
+class _EndedCompaction(msgspec.Struct):
+    """The fields of the response object of a compaction that its result has."""
+
+    status: str
+    created_at: int
+    output: list[Compaction]
+    usage: ResponseUsage
+    error: ResponseFailure | None = None
+
+
+def _retained_messages(messages: Sequence[Message], max_chars: int) -> list[RetainedMessage]:
+    """Return the latest messages of the user, except earlier summaries, up to a total length."""
+    kept: list[RetainedMessage] = []
+    for message in reversed(messages):
+        text = message["content"]
+        if message["role"] == "user" and not text.startswith(SUMMARY_HEAD):
+            max_chars -= len(text)
+            if max_chars < 0:
+                break
+            kept.append(RetainedMessage(new_id("msg"), "user", "completed", [InputText(text)]))
+    return kept[::-1]
 
 
 async def _replay_response(

@@ -17,6 +17,7 @@ from chatcache.gateway.schemas.responses import (
     OutputMessage,
     Reasoning,
     ReasoningText,
+    ReplyItem,
     Response,
     ResponseText,
     ResponseUsage,
@@ -71,13 +72,13 @@ def response_object(turn: Turn, output: Sequence[OutputItem], incomplete: str | 
 
 def output_items(
     item: Item, logprobs: list[TokenLogprob] | None = None, score: float | None = None
-) -> tuple[OutputItem, ...]:
+) -> tuple[ReplyItem, ...]:
     """Convert a finished candidate into output items: its reasoning, its text, its calls.
 
     A candidate without calls has a message, even if it is empty.
     """
     parts = item.parts
-    items: list[OutputItem] = []
+    items: list[ReplyItem] = []
     if parts.reasoning:
         items.append(reasoning_item(reasoning_id(item.id), item.index, parts.reasoning))
     if item.text or not parts.tool_calls:

@@ -33,7 +33,7 @@ from chatcache.gateway.context import Gateway, Model
 from chatcache.gateway.errors import INTERNAL_ERROR
 from chatcache.gateway.metrics import Metrics, record_reply_metrics
 from chatcache.gateway.responses.event_log import ResponseLog
-from chatcache.gateway.responses.events import ResponseEventWriter, to_usage
+from chatcache.gateway.responses.events import CompactionEventWriter, ResponseEventWriter, to_usage
 from chatcache.gateway.responses.steering import (
     Steer,
     SteerQueue,
@@ -215,7 +215,8 @@ class RunOptions:
     """Settings of a response that come from its request.
 
     `ttl_s`: grace period after the last reader, None to run until complete; it becomes zero when the key is revoked.
-    `start_successor` starts a response that continues this one, and returns its id.
+    `start_successor` starts a response that continues this one, and returns its id. `compacts`: the reply is a summary
+    of its prompt.
     """
 
     principal: Principal
@@ -223,6 +224,7 @@ class RunOptions:
     generate: bool
     ttl_s: float | None
     start_successor: Callable[[Mapping[str, Any]], Awaitable[str]]
+    compacts: bool = False
 
 
 class LiveResponse:
@@ -246,7 +248,8 @@ class LiveResponse:
         self._planned = planned
         self._conversation = conversation
         self._reply = reply
-        self._writer = ResponseEventWriter(self.log, planned, model.tokenizer, reply)
+        writer = CompactionEventWriter if options.compacts else ResponseEventWriter
+        self._writer = writer(self.log, planned, model.tokenizer, reply)
         self._options = options
         self._drops = CandidateCancellations(reply, self.log, gateway.metrics)
         self._detach_timer = DetachTimer(self.log, options.ttl_s, self.cancel)
@@ -266,12 +269,19 @@ class LiveResponse:
         self.task = asyncio.create_task(self._run_while_authorized(), name=self.id)
 
     @property
+    def prompt_messages(self) -> tuple[Message, ...]:
+        """The messages of the prompt, instructions included."""
+        return self._planned.messages
+
+    @property
     def history(self) -> tuple[Message, ...]:
         """All messages up to the end of a response that is not stored, for a response that continues it.
 
         Empty for a stored response, and unless this one has completed or reached its limit.
         """
         if self._conversation is not None or self._cancelled_s is not None or self.log.terminal == "response.failed":
+            return ()
+        if self._options.compacts:
             return ()
         outputs = self._writer.outputs
         reply = (message_from_item(main_output(outputs, COMPLETED)),) if outputs else ()

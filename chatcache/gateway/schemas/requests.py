@@ -59,7 +59,7 @@ class MessageFields(msgspec.Struct, frozen=True):
 
     Responses: `function_call` has `call_id`, `name`, `arguments` and, for a function of a namespace, `namespace`;
     `function_call_output` `call_id` and `output`; `reasoning` `content` or `summary`; `item_reference` the `id` of a
-    stored item.
+    stored item; `compaction` has `encrypted_content`; a `compaction_trigger` is the last item.
     """
 
     # Of output items and answers that are sent back.
@@ -82,6 +82,7 @@ class MessageFields(msgspec.Struct, frozen=True):
     arguments: str | None = None
     output: str | Parts | None = None
     summary: Parts | None = None
+    encrypted_content: str | None = None
 
 
 class FunctionFields(msgspec.Struct, frozen=True):
@@ -306,6 +307,17 @@ class ResponseFields(msgspec.Struct, frozen=True):
     explain: bool | None = None
     text: TextOptions | None = None
     priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+
+
+class CompactFields(msgspec.Struct, frozen=True):
+    """A conversation to replace by a summary. `tools`: those of its requests, so that their prompt is reused."""
+
+    model: ShortText | None = None
+    input: str | Annotated[list[MessageFields], Meta(max_length=MAX_MESSAGES)] | None = None
+    instructions: str | None = None
+    previous_response_id: Id | None = None
+    tools: Tools | None = None
     cache_salt: CacheSalt | None = None
 
 

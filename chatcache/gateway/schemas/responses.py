@@ -337,7 +337,34 @@ class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
     score: float | UnsetType = UNSET
 
 
-OutputItem = OutputMessage | Reasoning | FunctionCall
+class Compaction(msgspec.Struct, tag_field="type", tag="compaction"):
+    """A summary that replaces the items before it in the `input` of later requests; clients need not read it."""
+
+    id: str
+    encrypted_content: str
+
+
+ReplyItem = OutputMessage | Reasoning | FunctionCall
+OutputItem = ReplyItem | Compaction
+
+
+class RetainedMessage(msgspec.Struct, tag_field="type", tag="message"):
+    """A user's message that a compaction keeps."""
+
+    id: str
+    role: Literal["user"]
+    status: Literal["completed"]
+    content: list[InputText]
+
+
+class CompactedResponse(msgspec.Struct):
+    """The result of a compaction: the `input` that replaces the conversation."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[RetainedMessage | Compaction]
+    usage: ResponseUsage
 
 
 class ResponseRef(msgspec.Struct):
