@@ -152,8 +152,8 @@ async def test_http_chat_client_deltas_add_up_to_the_servers_answer(server: Serv
 async def test_http_chat_client_raises_the_servers_error_message(server: Server) -> None:
     client = HttpChatClient(server.url, None)
     await client.connect()
-    with pytest.raises(EngineError, match=r"HTTP 400: .*max_tokens"):
-        await collect(client, SamplingParams(max_tokens=100_000))
+    with pytest.raises(EngineError, match=r"HTTP 400: .*temperature"):
+        await collect(client, SamplingParams(temperature=3.0))
     await client.close()
 
 

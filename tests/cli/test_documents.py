@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import re
 import shlex
@@ -11,6 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from loadtest.open_loop.command import add_arguments
 from tests.cli.configuration_page import PAGE, commands, page, parameters
 from tests.gateway.documents import ALL_PAGES, ROOT, command_lines
 
@@ -24,7 +26,8 @@ FOREIGN = {
         "--appendonly",
         "--appendfsync",
         "--data-binary",
-    ),  # docker, redis-server, curl
+        "--enable-prompt-tokens-details",
+    ),  # docker, redis-server, curl, vLLM
     *("--users", "--turns", "--minutes", "--seed", "--out", "--repeats"),  # our load test and fault injection
     *("--rootdir", "--tune", "--arch", "--only"),  # pytest, the kernels' benchmarks
 }
@@ -33,7 +36,10 @@ COMMANDS = [line for document in ALL_PAGES for line in command_lines(document, "
 
 def _flags_of_the_cli() -> set[str]:
     every = [option for _, command in commands() for option in parameters(command) if option.is_option]
-    return {flag for option in every for flag in option.flags} | {"--help", "--version", "--config"}
+    load = argparse.ArgumentParser()
+    add_arguments(load)
+    flags = {flag for option in every for flag in option.flags} | set(load._option_string_actions)
+    return flags | {"--help", "--version", "--config"}
 
 
 def _flags_shown(text: str) -> set[str]:
