@@ -363,6 +363,20 @@ def test_late_system_message_joins_the_turn_of_the_user_if_the_template_refuses_
     assert prompt == f"[system]Be kind.[user]{user}[assistant]Five Six[user]Seven[assistant]"
 
 
+def test_zero_max_tokens_caches_the_prompt_without_an_answer(client: httpx.Client, server: ScriptedServer) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Prewarmed. " * 9, "cache_control": CACHED}]}]
+    server.say("Never seen")
+    warmed = ask(client, max_tokens=0, messages=messages)
+    assert (warmed["content"], warmed["stop_reason"]) == ([], "max_tokens")
+    assert warmed["usage"]["cache_creation_input_tokens"] > 20
+    server.say("Never seen")
+    events = events_of(client, max_tokens=0, messages=messages)
+    assert [event["type"] for event in events] == ["message_start", "message_delta", "message_stop"]
+    server.say("Yes")
+    usage = ask(client, messages=messages)["usage"]
+    assert usage["cache_read_input_tokens"] >= comparable(warmed)["usage"][0] - PAGE_SIZE
+
+
 def test_count_is_the_prompt_of_the_message(client: httpx.Client, server: ScriptedServer) -> None:
     fields = {"messages": USER, "tools": TOOLS, "system": "Be kind.", "tool_choice": {"type": "auto"}}
     response = client.post(COUNT, json=fields)
@@ -389,7 +403,7 @@ ORPHAN = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "x"}
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text is required"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [*USER, {"role": "assistant", "content": "{"}]}, "messages: the last one"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"max_tokens": -1}, "max_tokens must be at least 0"),
         ({"temperature": 3}, "temperature must be at most 2"),
         ({"stop_sequences": ["a"] * 17}, "stop_sequences must have at most 16"),
         ({"tools": [{"name": "a b", "input_schema": SCHEMA}]}, "tools[0].name"),

@@ -100,6 +100,8 @@ async def create_message(request: Request) -> Response:
     model = await gateway.require_model(prompt.model)
     converted = _convert(request, model, body, prompt)
     tools = _tool_use(model, prompt)
+    is_prewarming = options.max_tokens == 0
+    max_tokens = 1 if is_prewarming else options.max_tokens
     sampling = SamplingFields(
         temperature=options.temperature, top_p=options.top_p, top_k=options.top_k, stop=options.stop_sequences
     )
@@ -107,9 +109,7 @@ async def create_message(request: Request) -> Response:
         request_id=new_id("msg"),
         messages=converted.messages,
         tools=tools,
-        params=to_params(
-            sampling, RouteParams(options.max_tokens, None, structured_outputs=_format(prompt)), model.tokenizer
-        ),
+        params=to_params(sampling, RouteParams(max_tokens, None, structured_outputs=_format(prompt)), model.tokenizer),
     )
     with (
         _rename_context_error(),
@@ -117,12 +117,14 @@ async def create_message(request: Request) -> Response:
         rename_constraint_param(None, "output_config.format", "tools" if tools.limits else None),
     ):
         reply = await start_chat(request, model, chat)
-    limit = clamped_limit(options.max_tokens, reply.request.params, len(reply.request.prompt), gateway.max_model_len)
+    limit = clamped_limit(max_tokens, reply.request.params, len(reply.request.prompt), gateway.max_model_len)
     return await respond(
         request,
         lambda: reply_events(reply, gateway.metrics),
         (reply,),
-        MessageWriter(gateway, reply.request.request_id, reports_writes=_has_cache_control(prompt)),
+        MessageWriter(
+            gateway, reply.request.request_id, reports_writes=_has_cache_control(prompt), is_silent=is_prewarming
+        ),
         stream=bool(options.stream),
         headers=ignored_header(converted.ignored) | clamped_header(limit),
         format=_sse_format(request),
@@ -451,18 +453,19 @@ def _object(text: str) -> dict[str, Any]:
 class MessageWriter:
     """Converts the events of a reply to the body or the events of one message.
 
-    `reports_writes`: report the computed prompt tokens as written to the cache.
+    `reports_writes`: report the computed prompt tokens as written to the cache. `is_silent`: leave out the content.
     """
 
-    def __init__(self, gateway: Gateway, message_id: str, *, reports_writes: bool) -> None:
+    def __init__(self, gateway: Gateway, message_id: str, *, reports_writes: bool, is_silent: bool = False) -> None:
         self._id = message_id
         self._model = gateway.model_name
         self._reports_writes = reports_writes
+        self._is_silent = is_silent
 
     def body(self, reply: CompleteReply) -> AssistantMessage:
         (done,) = reply.dones
         stop = _stop(done)
-        content = _content(reply.deltas.get(0, ()))
+        content = [] if self._is_silent else _content(reply.deltas.get(0, ()))
         return self._message(content, self._usage(reply.finished), stop.stop_reason, stop.stop_sequence)
 
     async def chunks(self, events: AsyncIterator[ReplyEvent]) -> AsyncIterator[object]:
@@ -473,7 +476,7 @@ class MessageWriter:
                 counts = ReplyFinished(event.num_prompt_tokens, event.num_cached_tokens, num_output_tokens=0)
                 yield MessageStart(self._message([], self._usage(counts)))
             elif isinstance(event, ReplyDelta):
-                for each in blocks.push(event):
+                for each in () if self._is_silent else blocks.push(event):
                     yield each
             elif isinstance(event, ReplyDone):
                 for each in blocks.close():

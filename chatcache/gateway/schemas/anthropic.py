@@ -15,13 +15,12 @@ from chatcache.gateway.schemas.requests import (
     MAX_PARTS,
     MAX_TOOLS,
     CallId,
-    Count,
     ShortText,
     StopString,
 )
 from chatcache.types.request import MAX_STOP_STRINGS
 
-MAX_TOP_K = 2**31 - 1
+_INT32_MAX = 2**31 - 1
 
 
 class CacheControl(msgspec.Struct, frozen=True):
@@ -139,14 +138,17 @@ class MessagesPrompt(msgspec.Struct, frozen=True):
 
 
 class MessagesOptions(msgspec.Struct, frozen=True):
-    """The other fields of a message request. A `max_tokens` beyond the context is reduced to what fits."""
+    """The other fields of a message request.
 
-    max_tokens: Count | None = None
+    `max_tokens`: 0 computes and caches the prompt only; more than the context holds is reduced to what fits.
+    """
+
+    max_tokens: Annotated[int, Meta(ge=0, le=_INT32_MAX)] | None = None
     stream: bool | None = None
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0, le=MAX_TOP_K)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=_INT32_MAX)] | None = None
     metadata: dict[str, Any] | None = None
 
 
