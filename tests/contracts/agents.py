@@ -78,6 +78,7 @@ class AgentServer(ScriptedServer):
         """Return how many tokens were computed from prompt `at` until the next one was sent."""
         assert isinstance(self.runner, AgentRunner)
         ends = [*(before for _, before in self.prompts), self.runner.num_computed]
+        at %= len(self.prompts)
         return ends[at + 1] - ends[at]
 
     def check_only_new_were_computed(self, earlier: int, later: int) -> None:
@@ -119,19 +120,28 @@ def executable(package: str, name: str) -> str:
     return str(found)
 
 
-def run_json(command: Sequence[str], folder: Path, **environment: str) -> list[dict[str, Any]]:
-    """Run an agent that prints JSON lines, in an empty home, and return them."""
+def start(command: Sequence[str], folder: Path, **environment: str) -> subprocess.Popen[bytes]:
+    """Start an agent in an empty home."""
     kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
-    done = subprocess.run(
+    return subprocess.Popen(
         command,
         cwd=folder,
         env={**kept, "HOME": str(folder), **environment},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=120,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
-    assert done.returncode == 0, (done.stdout[-3000:] + done.stderr[-3000:]).decode()
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(b"{")]
+
+
+def run_json(command: Sequence[str], folder: Path, **environment: str) -> list[dict[str, Any]]:
+    """Run an agent that prints JSON lines, in an empty home, and return them."""
+    with start(command, folder, **environment) as agent:
+        try:
+            output, errors = agent.communicate(timeout=120)
+        finally:
+            agent.kill()
+    assert agent.returncode == 0, (output[-3000:] + errors[-3000:]).decode()
+    return [json.loads(line) for line in output.splitlines() if line.startswith(b"{")]
 
 
 def tool_call(name: str, arguments: dict[str, Any]) -> str:

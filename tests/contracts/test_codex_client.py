@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.contracts.agents import AgentServer, agent_server, executable, run_json, tool_call
-from tests.gateway.serving import MODEL
+from tests.contracts.agents import AgentServer, agent_server, executable, run_json, start, tool_call
+from tests.gateway.serving import MODEL, slowed, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -42,16 +43,18 @@ def server(tmp_path: Path) -> Iterator[AgentServer]:
         running.wait_idle()
 
 
-def codex(
+def command(
     server: AgentServer, folder: Path, *arguments: str, websockets: bool, name: str = "local", extra: str = ""
-) -> list[dict[str, Any]]:
-    home = folder / "home"
-    home.mkdir(exist_ok=True)
+) -> list[str]:
+    """Configure Codex in the folder and return its command."""
     flag = str(websockets).lower()
     config = CONFIG.format(model=MODEL, url=server.url, name=name, websockets=flag, extra=extra)
-    (home / "config.toml").write_text(config)
-    command = [executable("codex", "codex"), "exec", "--json", "--skip-git-repo-check", *arguments]
-    return run_json(command, folder, CODEX_HOME=str(home))
+    (folder / "config.toml").write_text(config)
+    return [executable("codex", "codex"), "exec", "--json", "--skip-git-repo-check", *arguments]
+
+
+def codex(server: AgentServer, folder: Path, *arguments: str, **options: Any) -> list[dict[str, Any]]:
+    return run_json(command(server, folder, *arguments, **options), folder, CODEX_HOME=str(folder))
 
 
 def messages(events: list[dict[str, Any]]) -> list[str]:
@@ -108,3 +111,17 @@ def test_codex_compacts_a_long_conversation_and_goes_on(tmp_path: Path, name: st
         if name == "OpenAI":  # otherwise the request for a summary has no tools, hence another prefix
             server.check_only_new_were_computed(len(lengths) - 3, len(lengths) - 2)
         server.wait_idle()
+
+
+@pytest.mark.parametrize("websockets", [False, True], ids=["http", "websocket"])
+def test_interrupted_codex_leaves_nothing_running(tmp_path: Path, websockets: bool) -> None:
+    with agent_server(tmp_path, lambda prompt: "word " * 5000) as server, slowed(server, 0.05):
+        arguments = command(server, tmp_path, "Tell me a long story.", websockets=websockets)
+        with start(arguments, tmp_path, CODEX_HOME=str(tmp_path)) as agent:
+            try:
+                wait_until(lambda: len(server.prompts) > websockets and server.num_computed(-1) > 100, "a reply")
+                agent.send_signal(signal.SIGINT)
+                agent.communicate(timeout=30)
+            finally:
+                agent.kill()
+        server.wait_idle()  # its whole reply would take minutes
