@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.contracts.node_clients import run
+from tests.contracts.agents import agent_server, tool_call
+from tests.contracts.node_clients import FOLDER, run
 from tests.gateway.serving import PAGE_SIZE, Server, failing_after, slowed
 
 pytestmark = pytest.mark.slow
@@ -94,3 +96,16 @@ def test_ai_sdk_accepts_every_chunk(server: Server) -> None:
     usage = received["stream"]["usage"]
     assert usage["inputTokens"] > 0 and usage["outputTokens"] == received["whole"]["usage"]["outputTokens"]
     assert usage["inputTokens"] - PAGE_SIZE <= usage["cachedInputTokens"] <= usage["inputTokens"]
+
+
+def test_ai_sdk_default_provider_refers_to_stored_items(tmp_path: Path) -> None:
+    if not (FOLDER / "node_modules" / "@ai-sdk" / "openai").is_dir():
+        pytest.skip("@ai-sdk/openai is not installed: make clients")
+    call = f"<think>Add.</think>Let me add.\n{tool_call('add', {'a': 40, 'b': 2})}"
+    with agent_server(tmp_path, lambda prompt: "It is 42." if "sum-42" in prompt else call) as server:
+        received = run("aisdk_openai.mjs", url=server.url)
+        server.wait_idle()
+    assert received["text"] == "It is 42."
+    assert received["items"][1].count("item_reference") == 2  # the reasoning and the message
+    first, second = received["usages"]
+    assert second["cachedInputTokens"] >= first["inputTokens"]
