@@ -214,6 +214,7 @@ def plot(runs: Sequence[Run], path: Path, title: str = "") -> list[Path]:
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib import ticker
 
     figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
     figure.suptitle(title or "Open-loop load")
@@ -232,6 +233,9 @@ def plot(runs: Sequence[Run], path: Path, title: str = "") -> list[Path]:
             axis.set_ylim(0, None)
         else:
             axis.set_yscale("log")
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 5)))
+            axis.yaxis.set_minor_formatter("{x:g}")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)

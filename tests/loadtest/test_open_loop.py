@@ -227,7 +227,7 @@ async def test_arrivals_do_not_wait_for_replies() -> None:
         await all_arrived.wait()
         writer.write(answer(stream_of(2)))
 
-    async with scripted(handler) as server:
+    async with asyncio.timeout(60), scripted(handler) as server:
         generator = LoadGenerator(server, plan_of(30), timeout_s=60)
         results, _ = await generator.run()
     assert not any(result.error for result in results) and generator.max_in_flight == 30
