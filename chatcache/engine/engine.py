@@ -540,7 +540,7 @@ class Engine:
         for request, error in errors.items():
             self._fail(request, error, discard=True)
         self._advance(step, completed.result, errors)
-        if completed.is_committed:  # because the next step was launched
+        if completed.is_committed and step.decode_rows.branches:  # because the next step was launched
             self._scheduler.reconcile(step, completed.result.tokens[:, 0])
 
     def _fail_device(self, error: DeviceLostError) -> None:

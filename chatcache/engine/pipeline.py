@@ -4,8 +4,8 @@
     collect   wait for the oldest step's result
 
 With asynchronous scheduling two steps are launched, so that the device does not wait for the host. The engine calls
-`fill`, then `collect`: between two engine steps at most one step is on the device, and it only decodes. An abort in
-between frees pages at once, see `Scheduler.can_schedule_ahead`.
+`fill`, then `collect`: between two engine steps at most one step is on the device. An abort in between frees pages at
+once, see `scheduler.scheduler`.
 
 Results are not trusted: a wrong shape fails all requests of the step, an invalid value fails the request it belongs to.
 """
@@ -75,10 +75,12 @@ def check_shapes(plan: StepPlan, result: StepResult) -> None:
 
 
 def select_rows(result: StepResult, which: I32) -> StepResult:
-    """Return these rows of the result of a step that sampled one token per row."""
+    """Return the part of a result that belongs to these draws."""
     positions = {draw: position for position, draw in enumerate(which.tolist())}
     return replace(
         result,
+        perturbed=None if result.perturbed is None else result.perturbed[which],
+        raw_logprobs=None if result.raw_logprobs is None else result.raw_logprobs[which],
         tokens=result.tokens[which],
         logprobs=result.logprobs[which],
         top_tokens=result.top_tokens[which],
@@ -257,6 +259,7 @@ class StepPipeline:
         self._scheduler = scheduler
         self._clock = clock
         self._steps: deque[_LaunchedStep] = deque()
+        self._collected_s = 0.0  # when the last step was collected; the next one ran from then on
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -283,8 +286,9 @@ class StepPipeline:
             oldest.step = self._scheduler.drop_finished_rows(oldest.step)
             self._scheduler.commit(oldest.step)
             oldest.is_committed = True
-            self._launch(self._scheduler.plan_ahead(), is_ahead=True)
-            self.num_ahead += 1
+            if (following := self._scheduler.plan_ahead()) is not None:
+                self._launch(following, is_ahead=True)
+                self.num_ahead += 1
 
     def _launch(self, step: Step, *, is_ahead: bool = False) -> None:
         started_s = self._clock()
@@ -317,7 +321,8 @@ class StepPipeline:
             raise
         self._steps.popleft()
         rows = oldest.plan.rows
-        self._scheduler.swaps.cost.prefill.record(len(rows.tokens), len(rows.slot), self._clock() - oldest.started_s)
+        started_s, self._collected_s = max(oldest.started_s, self._collected_s), self._clock()
+        self._scheduler.swaps.cost.prefill.record(len(rows.tokens), len(rows.slot), self._collected_s - started_s)
         if oldest.is_ahead and not oldest.is_committed:  # requests may have ended while it was on the device
             oldest.step = self._scheduler.drop_finished_rows(oldest.step)
         if oldest.step.kept_draws is not None:

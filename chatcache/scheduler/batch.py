@@ -68,15 +68,34 @@ class Step:
     scored: list[ScoredRow]
     kept_draws: I32 | None = None
 
-    def select_decode_rows(self, rows: I32) -> Step:
-        """Return a copy of a decode-only step with only these of its rows."""
-        branches, all_rows = self.decode_rows.branches, self.plan.rows
-        fields = (all_rows.slot, all_rows.start, all_rows.num_tokens, all_rows.tokens)
-        kept_rows = Rows(*(field[rows] for field in fields))
-        draws = replace(self.plan.draws.select(rows), row=np.arange(len(rows), dtype=np.int32))
-        decode_rows = DecodeRows([branches[row] for row in rows.tolist()], kept_rows, draws)
+    def without_ended_rows(self, decode_rows: I32) -> Step:
+        """Return a copy with only these rows of the decode batch, and those granted rows whose branch has pages."""
+        plan, num_granted = self.plan, len(self.granted)
+        kept = np.zeros(len(plan.rows.slot), bool)
+        kept[:num_granted] = [branch.table is not None for branch, _ in self.granted]
+        kept[num_granted + decode_rows] = True
+        kept_draws = np.flatnonzero(kept[plan.draws.row]).astype(np.int32)
+        tokens = plan.rows.tokens[np.repeat(kept, plan.rows.num_tokens)]
+        rows = Rows(plan.rows.slot[kept], plan.rows.start[kept], plan.rows.num_tokens[kept], tokens)
+        draws = plan.draws.select(kept_draws)
+        draws = replace(draws, row=(np.cumsum(kept, dtype=np.int32) - 1)[draws.row])
+        drawn: list[DrawnBranch] = []
+        for branch, _, count in self.drawn:
+            if branch.table is not None:
+                drawn.append(DrawnBranch(branch, drawn[-1].first_draw + drawn[-1].num_draws if drawn else 0, count))
+        decoding = self.decode_rows
+        fields = (decoding.rows.slot, decoding.rows.start, decoding.rows.num_tokens, decoding.rows.tokens)
         return replace(
-            self, plan=replace(self.plan, rows=kept_rows, draws=draws), decode_rows=decode_rows, kept_draws=rows
+            self,
+            plan=replace(plan, rows=rows, draws=draws),
+            granted=[row for row, is_kept in zip(self.granted, kept.tolist(), strict=False) if is_kept],
+            drawn=drawn,
+            decode_rows=DecodeRows(
+                [decoding.branches[row] for row in decode_rows.tolist()],
+                Rows(*(field[decode_rows] for field in fields)),
+                decoding.draws.select(decode_rows),
+            ),
+            kept_draws=kept_draws,
         )
 
     @property

@@ -396,13 +396,12 @@ class DecodeBatch:
         """Return whether the batch can be planned again before the last step returns its tokens.
 
         That is so if the step samples one token of each branch, no edit or mask depends on it, and pages are free for
-        the branches whose last page it fills. A query.
+        the branches whose last page it fills. So it is for an empty batch. A query.
         """
         self._compact()
         count = self._num_entries
         if (
-            not count
-            or self._num_changing
+            self._num_changing
             or self._is_unreserved[:count].any()
             or (self._row[:count] == NO_ROW).any()
             or (self._draws.width[:count] != 1).any()

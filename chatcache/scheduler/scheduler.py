@@ -12,12 +12,13 @@ Asynchronous scheduling plans a step while the previous one is still on the devi
              | commit n+1, whose tokens are now known  | plan n+2 ...
 
 Which cells step n writes is known at its launch; only the tokens it samples are not. So n+1 can be planned if nothing
-in it depends on those tokens: every branch is in the decode batch and samples one token, and no start, fork, page copy,
-swap or preemption would be planned. Otherwise the engine collects step n first, and plans as usual.
+in it depends on those tokens: every branch that n samples is in the decode batch and samples one token, and no start,
+fork, swap or preemption would be planned. Prompts may be computed in both steps, but n must not complete one, as the
+strategy then decides what follows. Otherwise the engine collects step n first, and plans as usual.
 
-- A branch can end while its next row is on the device. The row then computes one more cell, which is not used. The
-  branch's pages can be freed, matched, swapped or allocated again at once, because all later steps execute after that
-  row, and because the row writes after the tokens that the page's key stands for. The row's result is dropped
+- A branch can end while its next row is on the device. The row then computes cells that are not used. The branch's
+  pages can be freed, matched, swapped or allocated again at once, because all later steps execute after that row, and
+  because the row writes after the tokens that the page's key stands for. The row's result is dropped
   (`drop_finished_rows`). A branch that continues with a token other than the sampled one also loses its row
   (`reconcile`), and computes its own token in a later step.
 - No step is planned ahead of one that swaps pages: if that step failed, the requests that were swapped out would have
@@ -35,6 +36,8 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator, Sequence
 from operator import attrgetter
 from typing import Protocol
+
+import numpy as np
 
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import TOKEN_BYTES
@@ -113,7 +116,6 @@ class Scheduler:
         self._rows = RowAllocator(num_slots)
         self._decode_batch = DecodeBatch(kv, num_slots)
         self.waiting = WaitingQueue(kv, self._decode_batch, counters)
-        self._async_scheduling = AsyncScheduling(self._decode_batch, self.waiting, self._rows)
         self._branches = BranchManager(kv, self._rows, self._decode_batch)
         self._num_branches = 0  # of all running requests
         self._started: set[LiveRequest] = set()  # requests started in this plan
@@ -149,22 +151,35 @@ class Scheduler:
         return batch.build(self.num_steps, forks, decode_updates, swaps)
 
     def can_schedule_ahead(self, step: Step) -> bool:
-        """Return whether `plan_ahead` is possible before the results of `step`. A query.
+        """Return whether the next step is the same whatever tokens `step`, the last planned one, samples. A query."""
+        if step.drawn or step.scored or step.has_swaps or self._rows.forks or self._is_budget_tight:
+            return False
+        unbatched = self._decode_batch.unbatched_requests
+        if not self.running or any(r.num_waiting_branches or token_demand(r)[0] for r in unbatched):
+            return False  # a branch waits, or decodes outside the batch
+        return self._decode_batch.can_schedule_ahead() and not self._can_start_request()
 
-        `step` is the last planned one.
+    def _can_start_request(self) -> bool:
+        if not len(self.waiting) or self.max_num_batched_tokens <= self._decode_batch.num_branches:
+            return False
+        return self.waiting.find_start(self.running, self._rows.num_unreserved) is not None
+
+    def plan_ahead(self) -> Step | None:
+        """Plan the next step before the results of the last one; tokens sampled by that one are PENDING_TOKEN.
+
+        Requires that `can_schedule_ahead` holds for the last step, and that it is committed. Prompts get tokens as far
+        as pages are free. None if nothing can be computed.
         """
-        return not self._is_budget_tight and self._async_scheduling.can_schedule_ahead(
-            step, self.running, self.max_num_batched_tokens
-        )
-
-    def plan_ahead(self) -> Step:
-        """Plan the next step before the results of the last one; its tokens are PENDING_TOKEN.
-
-        Requires that `can_schedule_ahead` holds for the last step, and that it is committed.
-        """
-        self.num_steps += 1
+        batch = BatchBuilder(self.max_num_batched_tokens, self._decode_batch)
         decode_updates = self._decode_batch.advance_pages()
-        return BatchBuilder(self.max_num_batched_tokens, self._decode_batch).build(self.num_steps, [], decode_updates)
+        requests = sorted(self._decode_batch.unbatched_requests, key=self._preemption_key)
+        shares = self._share_prefill(requests)
+        for request in requests:
+            self._grant(request, batch, shares.get(request, 0))
+        if not batch.granted and not self._decode_batch.num_branches:
+            return None
+        self.num_steps += 1
+        return batch.build(self.num_steps, [], decode_updates)
 
     @property
     def _is_budget_tight(self) -> bool:
@@ -335,7 +350,10 @@ class Scheduler:
     def drop_finished_rows(self, step: Step) -> Step:
         """Return the last planned step without rows of branches that ended or left. A query."""
         rows = self._decode_batch.active_rows(step.decode_rows)
-        return step if rows is None else step.select_decode_rows(rows)
+        if rows is None and all(branch.table is not None for branch, _ in step.granted):
+            return step
+        all_rows = np.arange(len(step.decode_rows.branches), dtype=np.int32)
+        return step.without_ended_rows(all_rows if rows is None else rows)
 
     def commit(self, step: Step, faulty: Collection[LiveRequest] = ()) -> None:
         """Record a step as executed, or as launched if the next one is planned ahead.
@@ -381,7 +399,7 @@ class Scheduler:
 
         Branches that continue with another token leave the decode batch, and lose their row in that next step.
         """
-        self._decode_batch.reconcile(step.plan.rows.slot, drawn)
+        self._decode_batch.reconcile(step.plan.rows.slot[step.plan.draws.row], drawn)
 
     def finish(self, request: LiveRequest, *, discard: bool = False) -> int:
         """End a running or waiting request; return how many pages became free.
@@ -462,30 +480,6 @@ class Scheduler:
     def page_usage(self) -> PageUsage:
         """Return how pages and slots are used. O(pages held): for metrics and tests."""
         return page_usage(self.kv, self.tables(), self.waiting.num_pages_kept_free())
-
-
-class AsyncScheduling:
-    """Decides whether the next step can be planned before the results of the last one."""
-
-    def __init__(self, decode_batch: DecodeBatch, waiting: WaitingQueue, rows: RowAllocator) -> None:
-        self._decode_batch = decode_batch
-        self._waiting = waiting
-        self._rows = rows
-
-    def can_schedule_ahead(self, step: Step, running: Sequence[LiveRequest], budget: int) -> bool:
-        """Return whether the next step is the same whatever tokens `step` samples. A query.
-
-        `step` is the last planned one, and `budget` the maximum number of tokens in a step.
-        """
-        if step.granted or step.has_swaps or self._decode_batch.unbatched_requests or self._rows.forks:
-            return False
-        return self._decode_batch.can_schedule_ahead() and not self._can_start_request(running, budget)
-
-    def _can_start_request(self, running: Sequence[LiveRequest], budget: int) -> bool:
-        if not len(self._waiting):
-            return False
-        num_rows = self._rows.num_unreserved
-        return budget > self._decode_batch.num_branches and self._waiting.find_start(running, num_rows) is not None
 
 
 def cache_miss_reason(kv: KVCache, start: Start) -> CacheMiss | None:

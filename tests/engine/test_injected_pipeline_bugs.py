@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from chatcache.kv_cache.pool import InvariantError
 from chatcache.scheduler.batch import Step
 from chatcache.scheduler.decode_batch import NO_ROW, DecodeBatch, DecodeRows
 from chatcache.scheduler.request import LiveRequest
-from chatcache.scheduler.scheduler import AsyncScheduling, Scheduler
+from chatcache.scheduler.scheduler import Scheduler
 from chatcache.types.plan import I32
 from tests.engine.generated_workloads import until_it_fails, workloads
 from tests.engine.workloads import Workload, assert_equals_alone
@@ -95,11 +95,32 @@ def sampled_token_not_reconciled(patch: Patch) -> None:
     patch.setattr(DecodeBatch, "reconcile", lambda self, slots, drawn: None)
 
 
-def ahead_of_a_step_with_prefill(patch: Patch) -> None:
-    def is_clear(self: AsyncScheduling, step: Step, running: Sequence[LiveRequest], budget: int) -> bool:
-        return self._decode_batch.can_schedule_ahead()
+def ahead_of_a_step_that_completes_a_prompt(patch: Patch) -> None:
+    patch.setattr(Scheduler, "can_schedule_ahead", lambda self, step: self._decode_batch.can_schedule_ahead())
 
-    patch.setattr(AsyncScheduling, "can_schedule_ahead", is_clear)
+
+def prompt_rows_of_ended_requests_kept(patch: Patch) -> None:
+    original = Scheduler.drop_finished_rows
+
+    def drop(self: Scheduler, step: Step) -> Step:
+        kept = original(self, step)
+        return step if step.drawn else kept
+
+    patch.setattr(Scheduler, "drop_finished_rows", drop)
+
+
+def prompt_computed_twice(patch: Patch) -> None:
+    """The step ahead repeats the part of a prompt that the step on the device computes."""
+    original = Scheduler.plan_ahead
+
+    def plan_ahead(self: Scheduler) -> Step | None:
+        for request in self._decode_batch.unbatched_requests:
+            for branch in request.branches.values():
+                if branch.table is not None and branch.table.tail_tokens:
+                    branch.table.num_tokens -= 1
+        return original(self)
+
+    patch.setattr(Scheduler, "plan_ahead", plan_ahead)
 
 
 def wide_draws_followed(patch: Patch) -> None:
@@ -134,8 +155,10 @@ def full_page_one_step_early(patch: Patch) -> None:
     """The next step is planned before the step ahead is committed."""
     original = Scheduler.plan_ahead
 
-    def plan_ahead(self: Scheduler) -> Step:
+    def plan_ahead(self: Scheduler) -> Step | None:
         step = original(self)
+        if step is None:
+            return None
         start: I32 = step.plan.rows.start - 1
         return replace(step, plan=replace(step.plan, rows=replace(step.plan.rows, start=start)))
 
@@ -152,7 +175,9 @@ BUGS: list[Callable[[Patch], None]] = [
     step_after_a_failed_one_is_not_awaited,
     requests_of_later_steps_continue_after_a_failure,
     sampled_token_not_reconciled,
-    ahead_of_a_step_with_prefill,
+    ahead_of_a_step_that_completes_a_prompt,
+    prompt_rows_of_ended_requests_kept,
+    prompt_computed_twice,
     wide_draws_followed,
     changing_edits_followed,
     full_page_one_step_early,

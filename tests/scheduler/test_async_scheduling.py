@@ -34,7 +34,9 @@ def plan_next(driver: SchedulerDriver, step: Step) -> Step:
     """Commit `step` and plan the next one ahead."""
     assert driver.scheduler.can_schedule_ahead(step)
     driver.scheduler.commit(driver.scheduler.drop_finished_rows(step))
-    return driver.scheduler.plan_ahead()
+    following = driver.scheduler.plan_ahead()
+    assert following is not None
+    return following
 
 
 def extend_all(driver: SchedulerDriver, step: Step, token: int) -> None:
@@ -225,3 +227,59 @@ def test_plan_ahead_never_asks_for_draws_again() -> None:
         extend_all(driver, step, token)
         step = following
     assert request.leader.num_tokens == 14
+
+
+def test_a_step_that_computes_part_of_a_prompt_is_followed() -> None:
+    ahead, synchronous = SchedulerDriver(budget=8), SchedulerDriver(budget=8)
+    for driver in (ahead, synchronous):
+        start_decoding(driver, [1, 2])
+        driver.add(list(range(100, 130)))
+    step, num_followed = planned(ahead), 0
+    for token in range(50, 57):
+        expected = synchronous.step(audit=False)
+        assert step.plan.step == expected.plan.step
+        for name in ("slot", "start", "num_tokens"):
+            assert getattr(step.plan.rows, name).tolist() == getattr(expected.plan.rows, name).tolist()
+        assert step.plan.updates.tolist() == expected.plan.updates.tolist()
+        assert step.plan.draws.position.tolist() == expected.plan.draws.position.tolist()
+        following = None
+        if ahead.scheduler.can_schedule_ahead(step):
+            following, num_followed = plan_next(ahead, step), num_followed + 1
+            assert following.plan.rows.tokens[-1] == PENDING_TOKEN
+        else:
+            ahead.scheduler.commit(step)
+        for driver, one in ((ahead, step), (synchronous, expected)):
+            for branch in [row.branch for row in one.drawn] + one.decode_rows.branches:
+                driver.scheduler.apply(branch.request, [Extend(branch.id, token)])
+        step = following or planned(ahead)
+    assert num_followed >= 4, "all but the step that completes the prompt, and those without draws to enter the batch"
+    ahead.check()
+
+
+def test_prompt_rows_of_an_ended_request_are_dropped() -> None:
+    driver = SchedulerDriver(budget=8)
+    (request,) = start_decoding(driver, [1, 2])
+    prompt = driver.add(list(range(100, 113)))
+    step = planned(driver)
+    following = plan_next(driver, step)
+    assert [branch.request for branch in following.branches()] == [prompt, request] and following.drawn
+    extend_all(driver, step, 43)
+    driver.scheduler.finish(prompt)
+    current = driver.scheduler.drop_finished_rows(following)
+    assert (current.branches(), current.drawn) == ([request.leader], [])
+    assert current.kept_draws is not None and current.kept_draws.tolist() == [1]
+    assert current.plan.draws.row.tolist() == [0] and current.plan.rows.tokens.tolist() == [PENDING_TOKEN]
+    driver.scheduler.commit(current)
+    extend_all(driver, current, 44)
+    driver.check()
+
+
+def test_prompts_are_not_computed_ahead_without_free_pages() -> None:
+    driver = SchedulerDriver(budget=8)
+    prompt = driver.add(list(range(100, 130)))
+    step = planned(driver)
+    assert driver.scheduler.can_schedule_ahead(step)
+    assert driver.kv.pool.allocate(driver.kv.pool.num_free)
+    driver.scheduler.commit(step)
+    assert driver.scheduler.plan_ahead() is None and driver.scheduler.num_steps == 1
+    assert prompt.num_preemptions == 0
