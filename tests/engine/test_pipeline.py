@@ -178,6 +178,90 @@ def until_failed(eng: Engine) -> list[EngineEvent]:
     return events
 
 
+class ChunkRecorder(RecordingRunner):
+    """Records the steps that compute a part of a prompt."""
+
+    def __init__(self, num_pages: int = 512, **settings: Any) -> None:
+        super().__init__(num_pages, **settings)
+        self.chunks: list[int] = []
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        if (plan.rows.num_tokens > 1).any():
+            self.chunks.append(plan.step)
+        return super().launch(plan)
+
+    def num_followed(self) -> int:
+        """Count the steps with a part of a prompt whose next step was launched before their result was read."""
+        launched = [step for step in self.chunks if f"launch {step + 1}" in self.log]
+        return sum(self.log.index(f"launch {step + 1}") < self.log.index(f"result {step}") for step in launched)
+
+
+def long_prompts() -> list[GenerateRequest]:
+    prompts = {"a": range(1, 5), "b": range(1, 151), "c": range(60, 140)}
+    return [request(name, prompt=tuple(i * i % VOCAB for i in prompt), params=LONG) for name, prompt in prompts.items()]
+
+
+def outputs(events: list[EngineEvent]) -> dict[str, list[int]]:
+    return {name: output(events, name) for name in ("a", "b", "c")}
+
+
+def outputs_of_long_prompts() -> dict[str, list[int]]:
+    clean = engine()
+    for one in long_prompts():
+        clean.add(one)
+    return outputs(drain(clean))
+
+
+@LAZY
+def test_steps_with_parts_of_prompts_are_followed_with_the_same_events(lazy: bool) -> None:
+    runner = ChunkRecorder(lazy=lazy)
+    settings = {"max_num_batched_tokens": 24}
+    expected = stream(ChunkRecorder(has_async_launch=False), long_prompts(), **settings)
+    assert stream(runner, long_prompts(), **settings) == expected
+    assert runner.num_followed() >= 5
+
+
+@pytest.mark.slow
+@LAZY
+@pytest.mark.parametrize("when", range(1, 13))
+def test_a_failed_step_between_parts_of_prompts_leaves_nothing_wrong_in_the_cache(lazy: bool, when: int) -> None:
+    runner = ChunkRecorder(lazy=lazy)
+    eng = engine(runner, max_num_batched_tokens=24)
+    runner.fails = {when: RuntimeError("secret")}
+    for one in long_prompts():
+        eng.add(one)
+    begun = until_failed(eng)
+    events = begun + drain(eng)
+    failed = {event.request_id for event in events if isinstance(event, Failed)}
+    expected = outputs_of_long_prompts()
+    for name in expected.keys() - failed:
+        assert output(events, name) == expected[name]
+    for one in long_prompts():
+        eng.add(one)
+    assert outputs(drain(eng)) == expected and not runner.device.num_refused
+    eng.cache.check()
+
+
+@pytest.mark.slow
+@LAZY
+@pytest.mark.parametrize("when", range(1, 13))
+def test_abort_between_parts_of_a_prompt_frees_its_pages_at_once(lazy: bool, when: int) -> None:
+    runner = ChunkRecorder(lazy=lazy)
+    eng = engine(runner, max_num_batched_tokens=24)
+    for one in long_prompts():
+        eng.add(one)
+    events = [event for _ in range(when) for event in eng.step()]
+    eng.abort("b")
+    assert eng.cache.num_pages_held("b") == 0
+    pool = eng._kv.pool
+    runner.cells[[page for page in range(1, 512) if not pool.refs[page] and not pool.is_published(page)]] = POISON
+    eng.cache.check()
+    eng.add(long_prompts()[1])
+    rest, expected = drain(eng), outputs_of_long_prompts()
+    assert output(rest, "b") == expected["b"] and not runner.device.num_refused
+    assert output(events + rest, "a") == expected["a"] and output(events + rest, "c") == expected["c"]
+
+
 @LAZY
 def test_a_failed_launch_fails_its_step_and_not_the_one_before(lazy: bool) -> None:
     class Refusing(RecordingRunner):
