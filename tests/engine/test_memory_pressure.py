@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from chatcache.config import EngineConfig
-from chatcache.decoding.sampling import SamplingStrategy
+from chatcache.engine import admission
 from chatcache.engine.engine import Engine
 from chatcache.errors import ContextLengthError
 from chatcache.scheduler import queue
@@ -23,7 +23,7 @@ from chatcache.scheduler.queue import MAX_PREEMPTIONS, Start, WaitingQueue
 from chatcache.scheduler.request import LiveRequest
 from chatcache.types.events import Finished, Tokens
 from chatcache.types.plan import StepPlan, StepResult
-from chatcache.types.request import BeamSearchParams, GenerateRequest, SamplingParams
+from chatcache.types.request import BeamSearchParams, GenerateRequest, SamplingParams, num_branches
 from tests.engine.workloads import step_and_watch
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
@@ -243,7 +243,7 @@ def test_64_candidates_of_100_tokens_on_203_pages_run_in_parts(monkeypatch: pyte
     tokens, num_steps = answers(203, request)
     assert [len(each) for each in tokens.values()] == [100] * 64 and 150 < num_steps < 500
     assert tokens == answers(1600, request)[0]
-    monkeypatch.setattr(SamplingStrategy, "lockstep", True)  # the injected bug: all candidates at once, or none
+    monkeypatch.setattr(admission, "num_gang_branches", num_branches)  # the injected bug: all at once, or none
     with pytest.raises(ContextLengthError, match="in 64 branches may need"):
         answers(203, request)
 
