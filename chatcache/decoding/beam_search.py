@@ -159,6 +159,7 @@ class BeamGroup:
         self.hypotheses = FinishedHypotheses(params, self._width, rules.max_tokens)
         self.beams = [Beam(tree.root, edits=edits)]
         self.selected: list[Continuation] = []
+        self.is_banned = False  # all continuations of a beam were banned
         self.has_dead_end = False  # a continuation was dropped, as the grammar does not go on after it
         tree.root.num_refs += 1
 
@@ -234,7 +235,10 @@ class BeamGroup:
         self, beams: list[Beam], drawn: DrawnByBranch, earlier_tokens: Counter[int]
     ) -> Iterator[Continuation]:
         drawings = [drawn[beam.node.branch][0] for beam in beams]
-        width = max([len(drawing.tokens) for drawing in drawings])
+        sizes = [len(drawing.tokens) for drawing in drawings]
+        width = max(sizes)
+        if not min(sizes):
+            self.has_dead_end = self.is_banned = True
         scores = np.array([_pad(drawing.logprobs, width, -inf) for drawing in drawings], np.float32)
         if earlier_tokens and self._penalty:
             counts = [[earlier_tokens[token] for token in _pad(drawing.tokens, width, 0)] for drawing in drawings]
@@ -360,7 +364,9 @@ class BeamStrategy:
         self._update_returnable(ended)
         beams = [beam for group in self._groups for beam in group.beams]
         if not beams and not self._returnable and any(group.has_dead_end for group in self._groups):
-            raise GrammarDeadEndError  # no beam is left and no hypothesis was found
+            raise GrammarDeadEndError(
+                is_banned=any(group.is_banned for group in self._groups)
+            )  # no beam is left and no hypothesis was found
         actions = self._branches.reassign(list(dict.fromkeys(beam.node for beam in beams)))
         outputs = self._emit_common_prefix(len(beams)) if beams else self._final_outputs()
         return Advance(actions, (*outputs, *self._live_beams(beams)), not beams, _ENCODER.encode(selected))

@@ -135,6 +135,7 @@ class SamplingStrategy:
         self._candidates: dict[int, _Candidate] = {}
         self._wanted = set(range(self._num_candidates))  # candidates not dropped before the first draw
         self._started = False
+        self._is_banned = False  # all tokens of a draw were banned
         self._has_result = False  # a candidate has ended, and not in a dead end of the grammar
 
     @property
@@ -180,7 +181,7 @@ class SamplingStrategy:
     def _check_has_result(self) -> None:
         """Raise GrammarDeadEndError if all candidates ended in dead ends."""
         if self._has_finished and not self._has_result:
-            raise GrammarDeadEndError
+            raise GrammarDeadEndError(is_banned=self._is_banned)
 
     def drop(self, index: int) -> DroppedCandidate | None:
         alive = self._candidates.keys() if self._started else self._wanted
@@ -240,7 +241,11 @@ class SamplingStrategy:
         actions.append(Extend(ROOT, drawn[ROOT].tokens[0]) if ROOT in self._candidates else Release(ROOT))
 
     def _append(self, candidate: _Candidate, drawn: Candidates, outputs: list[Output]) -> bool:
-        """Append a token to a candidate; return False if the candidate ends with it."""
+        """Append a token to a candidate; return False if the candidate ends."""
+        if not drawn.tokens:
+            self._is_banned = True
+            outputs.append(Finish(candidate.index, DEAD_END.finish_reason, DEAD_END.stop_reason, candidate.score))
+            return False
         token, logprob = drawn.tokens[0], drawn.logprobs[0]
         candidate.score += logprob
         ended = self._advance_state(candidate, token)

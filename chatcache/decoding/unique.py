@@ -106,6 +106,7 @@ class DistinctStrategy:
         ]  # best value first
         self._live = {0: self._ranked[0]}  # by branch
         self._tree.root.num_refs += 1
+        self._is_banned = False  # all tokens of a draw were banned
         self._num_streamed = 1
         self._num_done = 0
 
@@ -142,7 +143,7 @@ class DistinctStrategy:
             if prefix not in kept:
                 self._tree.release(prefix.node)
         if all(prefix.ended is DEAD_END for prefix in self._ranked):
-            raise GrammarDeadEndError
+            raise GrammarDeadEndError(is_banned=self._is_banned)
         live = [prefix for prefix in self._ranked if prefix.ended is None]
         actions = self._branches.reassign([prefix.node for prefix in live])
         self._live = {prefix.node.branch: prefix for prefix in live}
@@ -158,10 +159,10 @@ class DistinctStrategy:
         while offers and len(best) < self._num_candidates:
             negative, rank, place = heappop(offers)
             prefix = self._ranked[rank]
-            if prefix.ended is not None:
+            candidates = drawn[prefix.node.branch][0] if prefix.ended is None else None
+            if candidates is None or not candidates.tokens:
                 best.append(SelectedChild(rank))
                 continue
-            candidates = drawn[prefix.node.branch][0]
             score = prefix.score + candidates.logprobs[place]
             logprob = candidates.logprob_at(place) if self._with_logprobs else None
             best.append(SelectedChild(rank, candidates.tokens[place], score, -negative, logprob))
@@ -176,8 +177,12 @@ class DistinctStrategy:
         return best
 
     def _child(self, prefix: RankedPrefix, selected: SelectedChild) -> RankedPrefix:
-        """Return the selected child of `prefix`, or `prefix` itself if it has ended."""
+        """Return the selected child of `prefix`, or `prefix` itself if it has ended or has no child."""
         _, token, score, value, logprob = selected
+        if token is None and prefix.ended is None:
+            self._is_banned = prefix.node.ended = True
+            prefix.node.num_refs += 1  # `prefix` gives up its own
+            return replace(prefix, ended=DEAD_END)
         if token is None:
             return prefix
         node = self._tree.add(prefix.node, token, logprob)

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatcache.engine.protocols import ModelRunner, StepHandle
-from chatcache.errors import DeviceLostError, EngineError, InvalidRequestError
+from chatcache.errors import DeviceLostError, EngineError
 from chatcache.scheduler.batch import Step
 from chatcache.scheduler.request import LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
@@ -102,6 +102,7 @@ def invalid_samples(draws: Draws, result: StepResult, vocab_size: int) -> list[t
         found.append((ids >= vocab_size) | (ids < -1) | ((ids >= 0) & np.isnan(values)))
     wrong, wrong_tops = found
     wrong[:, 0] |= tokens[:, 0] < 0
+    wrong[_draws_without_token(result)] = False
     if tokens.shape[1] > 1:
         wrong &= np.arange(tokens.shape[1]) < draws.width[:, None]
     if result.top_tokens.shape[1]:
@@ -120,12 +121,15 @@ def _describe_invalid(draw: int, result: StepResult, vocab_size: int) -> str:
 
 
 def build_candidates(draws: Draws, result: StepResult) -> list[Candidates]:
-    """Convert the result's arrays into one `Candidates` per draw, without unused cells (id -1)."""
+    """Convert the result's arrays into one `Candidates` per draw, without unused cells (id -1).
+
+    It is empty for a draw without an allowed token.
+    """
     tokens, logprobs = result.tokens.tolist(), result.logprobs.tolist()
     tops: list[tuple[tuple[int, float], ...]] = [()] * len(tokens)
     if result.top_tokens.shape[1]:
         tops = pair_top_logprobs(result.top_tokens, result.top_logprobs)
-    all_used = (draws.width == result.tokens.shape[1]).all() and (result.tokens >= 0).all()
+    all_used = not result.faults and (draws.width == result.tokens.shape[1]).all() and (result.tokens >= 0).all()
     has_perturbed = result.perturbed is not None and result.perturbed.shape[1]
     has_raw = result.raw_logprobs is not None and result.raw_logprobs.shape[1]
     if all_used and not has_perturbed and not has_raw:
@@ -143,7 +147,14 @@ def build_candidates(draws: Draws, result: StepResult) -> list[Candidates]:
                 tuple(raw[draw][:used]),
             )
         )
+    for draw in _draws_without_token(result):
+        candidates[draw] = Candidates((), ())
     return candidates
+
+
+def _draws_without_token(result: StepResult) -> list[int]:
+    """Return the draws for which every token is banned."""
+    return [draw for draw, message in result.faults if message == NOTHING_LEFT]
 
 
 def _rows(values: F32 | None, num_draws: int) -> list[list[float]]:
@@ -205,8 +216,8 @@ class CompletedStep(NamedTuple):
         if step.plan.scores is not None:
             faults |= collect_scores(step, result)
         for draw, message in (*result.faults, *invalid_samples(step.plan.draws, result, vocab_size)):
-            error = InvalidRequestError if message == NOTHING_LEFT else EngineError  # the request banned every token
-            faults.setdefault(step.request_of_draw(draw), error(message))
+            if message != NOTHING_LEFT:
+                faults.setdefault(step.request_of_draw(draw), EngineError(message))
         return faults
 
 

@@ -51,6 +51,7 @@ class DrawSpec:
 class Candidates(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """The result of one draw: `width` tokens, best first, and the requested top alternatives.
 
+    Fewer tokens if not so many are allowed, none if all are banned: the branch has then reached a dead end.
     `perturbed`: log-probability + noise of each token, if they were drawn without replacement. `raw_logprobs`: the
     log-probabilities under the model's own softmax, if `logprobs` are those of another distribution.
     """

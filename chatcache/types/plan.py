@@ -44,7 +44,7 @@ def _no_pairs() -> I32:
     return np.zeros((0, 2), np.int32)
 
 
-NOTHING_LEFT = "no token is left to draw: every one is banned"  # a fault of the request, see `StepResult.faults`
+NOTHING_LEFT = "no token is left to draw: every one is banned"  # ends a branch, see `StepResult.faults`
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +175,7 @@ class StepResult:
     Draws of width 1 report logprobs of the raw log-softmax (before edits and temperature), wider ones those described
     at `Draws`, and in `raw_logprobs` those of the raw log-softmax if they differ. `faults`: (draw, message) for rows
     whose logits are not finite or whose sampling failed; their candidates must not be used, and their request must end.
+    With the message NOTHING_LEFT only the branch ends: its draw has no candidates.
     Prompt scores are parallel to `Scores.targets` (T of them): scores [T], score_tokens and score_logprobs
     [T, max num_top], nan where there is no target. A nan where there is a target means logits that are not finite: the
     request of that row must end.

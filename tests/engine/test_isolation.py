@@ -121,6 +121,42 @@ def test_bans_of_every_token_that_a_grammar_allows_fail_the_request_as_invalid()
     assert (failed.status, failed.message) == (400, "no token is left to draw: every one is banned")
 
 
+BANNED_SECOND: dict[str, Any] = {
+    "structured_outputs": StructuredOutputs(regex="[a-m]|[n-y]z"),
+    "allowed_token_ids": tuple(range(1, 26)),  # all letters except z
+}
+
+
+@pytest.mark.parametrize("kind", ["n", "best_of", "distinct", "beams"])
+def test_bans_of_every_token_end_one_candidate_only(kind: str) -> None:
+    sampled: dict[str, Any] = {"n": {"n": 4}, "best_of": {"n": 3, "best_of": 4}, "distinct": {"n": 4, "distinct": True}}
+    num_dead = num_failed = 0
+    for seed in range(12):
+        eng = engine()
+        params: Params = (
+            BeamSearchParams(beam_width=4, max_tokens=8, **BANNED_SECOND)
+            if kind == "beams"
+            else SamplingParams(seed=seed, max_tokens=8, **sampled[kind], **BANNED_SECOND)
+        )
+        eng.add(request("r", (3, 4, 5 + seed), params))
+        events = drain(eng)
+        ends = [event for event in events if isinstance(event, CandidateDone)]
+        dead = [event.stop_reason == "constraint_dead_end" for event in ends]
+        num_dead += sum(dead)
+        if isinstance(events[-1], Failed):
+            num_failed += 1
+            assert all(dead) and (events[-1].code, events[-1].status) == ("constraint_dead_end", 400)
+            assert events[-1].message == "no token is left to draw: every one is banned"
+            continue
+        assert isinstance(events[-1], Finished) and not all(dead)
+        for end in ends:
+            text = b"".join(LETTERS[token] for token in output(events, "r", end.index)).decode()
+            if kind == "beams" and end.score == -1e9:
+                continue  # fewer than four beams have a result
+            assert len(text) == 1 and (text in "abcdefghijklm") == (end.finish_reason == "stop"), text
+    assert (num_dead or kind == "beams") and num_failed < 6
+
+
 class CrashingRunner(FakeRunner):
     crash_at = 0
 

@@ -100,6 +100,26 @@ def test_responses_accept_the_flat_text_format(socket: ClientConnection) -> None
     assert is_plate(text_of(plate))
 
 
+def test_response_cut_off_by_a_dead_end_reports_it_as_the_reason(server: Server, socket: ClientConnection) -> None:
+    fields = {
+        "structured_outputs": {"regex": "[a-m]|[n-y]z"},
+        "bad_words": ["z"],
+        "n": 12,
+        "seed": 1,
+        "ignore_eos": False,
+    }
+    response = ask(socket, input="Say", max_output_tokens=9, **fields)
+    assert {(item["finish_reason"], item["content"][0]["text"] < "n") for item in response["output"]} == {
+        ("stop", True),
+        ("length", False),
+    }
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "constraint_dead_end"})
+    stored = server.request("GET", f"/v1/responses/{response['id']}")[2]
+    assert stored["incomplete_details"] == response["incomplete_details"]
+    limited = ask(socket, input="Say", max_output_tokens=1, **{**fields, "structured_outputs": {"regex": "[a-y]{9}"}})
+    assert limited["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
 NAMED = {"name": "pet", "schema": SCHEMA}
 
 

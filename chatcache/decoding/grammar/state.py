@@ -19,7 +19,7 @@ from chatcache.decoding.grammar.compiler import PARAM, CompiledGrammar, GrammarF
 from chatcache.decoding.stopping import DEAD_END, StopProgress, StopResult, StopRules
 from chatcache.errors import EngineError, InvalidRequestError
 from chatcache.types.events import FINISH_LENGTH, FINISH_STOP
-from chatcache.types.plan import U32
+from chatcache.types.plan import NOTHING_LEFT, U32
 
 # CPU and memory budget of a request's grammar: a base amount and an amount per token.
 START_CPU_S = 0.25
@@ -29,12 +29,15 @@ MAX_REBUILD_S = 0.1
 
 
 class GrammarDeadEndError(InvalidRequestError):
-    """The grammar requires more text, but no token of the vocabulary matches it."""
+    """The grammar requires more text, but no token of the vocabulary matches it, or (`is_banned`) all are banned."""
 
     code = "constraint_dead_end"
 
-    def __init__(self) -> None:
-        super().__init__(f"{PARAM}: no token of this model continues the text that was generated", param=PARAM)
+    def __init__(self, *, is_banned: bool = False) -> None:
+        if is_banned:
+            super().__init__(NOTHING_LEFT)
+        else:
+            super().__init__(f"{PARAM}: no token of this model continues the text that was generated", param=PARAM)
 
 
 class _GrammarError(Exception):

@@ -66,7 +66,7 @@ from chatcache.gateway.responses.objects import (
 from chatcache.gateway.schemas.completions import TokenLogprob
 from chatcache.gateway.schemas.responses import Compaction, OutputItem, OutputMessage, ReasoningText, Receipt, Response
 from chatcache.tokenizer.tokenizer import Tokenizer
-from chatcache.types.events import FINISH_CANCELLED, FINISH_STOP, StartReport
+from chatcache.types.events import FINISH_CANCELLED, FINISH_LENGTH, FINISH_STOP, StartReport, is_dead_end
 
 
 class CandidateEventWriter:
@@ -199,6 +199,7 @@ class ResponseEventWriter:
         self._is_parsed = reply.is_parsed
         self._has_output = False
         self._is_cut = False
+        self._length_ends: list[bool] = []  # for each candidate that was cut off: whether by a dead end
 
     @property
     def outputs(self) -> tuple[Item, ...]:
@@ -232,10 +233,17 @@ class ResponseEventWriter:
 
     def done(self, event: ReplyDone) -> None:
         self._begin_output()
+        if event.finish_reason == FINISH_LENGTH:
+            self._length_ends.append(is_dead_end(event.finish_reason, event.stop_reason))
         item = self._outputs[event.index] = output_item(self._turn, self.item_ids[event.index], event, time.time())
         logprobs = self._logprobs[event.index].as_list()
         score = event.score if self._is_ranked else None
         self._wire_outputs |= self._candidates[event.index].done(item, logprobs, score)
+
+    @property
+    def ended_in_dead_ends(self) -> bool:
+        """Whether dead ends, and no limit of tokens, cut candidates off."""
+        return bool(self._length_ends) and all(self._length_ends)
 
     def mark_incomplete(self, reason: str) -> Turn:
         """Record why the response ends early without being cancelled; return the turn to store."""

@@ -46,7 +46,7 @@ from chatcache.gateway.responses.steering import (
 )
 from chatcache.gateway.schemas import responses as schemas
 from chatcache.gateway.schemas.responses import Receipt
-from chatcache.types.events import FINISH_CANCELLED
+from chatcache.types.events import FINISH_CANCELLED, STOP_DEAD_END
 
 log = logging.getLogger(__name__)
 
@@ -425,6 +425,8 @@ class LiveResponse:
             self._planned = replace(self._planned, turn=turn)
         elif event.cancelled:
             self._receipt = self._stop_receipt(event)
+        elif self._writer.ended_in_dead_ends:
+            self._planned = replace(self._planned, turn=self._writer.mark_incomplete(STOP_DEAD_END))
         is_saved = await self._store(self._writer.status(event), usage)
         self._writer.finished(event, self._receipt, is_saved=is_saved)
 
