@@ -157,7 +157,7 @@ class LoadGenerator:
             self._num_in_flight -= 1
         planned_s, times = self._start_s + result.planned_s, completion.token_times_s
         result.lag_s = completion.started_s - planned_s
-        result.latency_s = (times[-1] if times and not completion.error else completion.ended_s) - planned_s
+        result.latency_s = (completion.ended_s if completion.error else completion.finished_s) - planned_s
         result.ttft_s = times[0] - planned_s if times else None
         result.gaps_s = [later - earlier for earlier, later in pairwise(times)]
         result.num_reported_prompt_tokens = completion.num_prompt_tokens

@@ -203,10 +203,12 @@ def _file_tokenizer(path: Path) -> TokenCounter:
 class Completion:
     """What one request returned. Times are seconds of the event loop's clock.
 
-    `token_times_s`: arrival of each event with text or tokens. `error`: name of the failure, or "". `detail`: its text.
+    `token_times_s`: arrival of each event with text or tokens. `finished_s`: of the last event of the reply. `error`:
+    name of the failure, or "". `detail`: its text.
     """
 
     started_s: float = 0.0
+    finished_s: float = 0.0
     ended_s: float = 0.0
     token_times_s: list[float] = field(default_factory=list)
     num_prompt_tokens: int = 0
@@ -313,6 +315,7 @@ def _read_events(events: Sequence[tuple[float, bytes]], found: Completion) -> No
             found.detail = str(error.get("message"))[:300]
             return
         choices = chunk.get("choices") or []
+        found.finished_s = at_s if choices else found.finished_s
         ids = [token for choice in choices for token in choice.get("token_ids") or ()]
         text = "".join(choice.get("text") or "" for choice in choices)
         if ids or text:
@@ -322,6 +325,10 @@ def _read_events(events: Sequence[tuple[float, bytes]], found: Completion) -> No
         _read_usage(chunk.get("usage"), found)
     if not found.error and not is_complete:
         found.error = "stream ended early"
+    if (
+        found.num_output_tokens and found.finished_s and not found.token_times_s
+    ):  # tokens without text, such as a part of a character
+        found.token_times_s.append(found.finished_s)
     if not found.error and not found.token_times_s:
         found.error = "no tokens"
 
