@@ -16,7 +16,7 @@ SIZE   := $(if $(GPU),about 3 GB to download and 8 GB on disk,about 350 MB to do
 TORCH  := $(shell sed -n 's/^ *"\(torch[<>=].*\)",$$/\1/p' pyproject.toml)
 TORCH_INDEX ?= $(if $(GPU),,$(if $(filter Linux,$(shell uname -s)),https://download.pytorch.org/whl/cpu))
 
-.PHONY: help install serve test test-all pytest clients lint format bench web web-test gpu-check loadtest lock audit clean
+.PHONY: help install serve test test-all pytest clients lint format bench web web-test gpu-check loadtest studies lock audit clean
 
 help:
 	@echo "make serve      install, then chat page + API with the demo model on http://127.0.0.1:8000"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-all   the second tier, too: process kills, soak, fuzz, every client"
 	@echo "make bench      decode and prefill speed next to the limits of this machine"
 	@echo "make loadtest   16 users x 5 turns against a running server"
+	@echo "make studies    the figures of the vLLM paper, simulated and measured (20 minutes; ARGS=--quick: 2)"
 	@echo "make web        build the chat page    make lint | format | gpu-check | audit | clean"
 	@echo "ARGS='...' is passed on, e.g. make serve ARGS='Qwen/Qwen3-0.6B --port 9000'"
 
@@ -131,6 +132,10 @@ bench: install
 loadtest: $(VENV)/.installed
 	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(PIP) install -q -e '.[loadtest]'
 	$(BIN)/python -m loadtest $(ARGS)
+
+studies: $(VENV)/.installed
+	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(PIP) install -q -e '.[loadtest]'
+	$(BIN)/python -m loadtest.studies $(ARGS)
 
 # The versions that the Docker image installs: those of this environment, which the tests ran with.
 lock: $(VENV)/.installed-test

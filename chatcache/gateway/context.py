@@ -151,7 +151,6 @@ class Gateway:
     load_error: str | None = None
     engine_seen_ready: bool = False
     max_model_len: int = 0
-    max_branch_len: int = 0  # tokens of one candidate that fit in the context and in the KV pages; the last needs none
     scheduling_policy: str = ""
     responses: ResponseRegistry = field(default_factory=ResponseRegistry)
     hub: ConversationHub = field(default_factory=ConversationHub)
@@ -211,7 +210,6 @@ class Gateway:
         if health.ready:
             self.engine_seen_ready = True
             self.max_model_len = self.prompt_limits.max_model_len = health.max_model_len
-            self.max_branch_len = min(health.max_model_len, health.num_pages * health.page_size + 1)
             self.scheduling_policy = health.scheduling_policy
             self.model_name = self.model_name or health.model
         return health

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
-from chatcache.config import ServerConfig
 from chatcache.gateway.websocket import streams
 from tests.gateway.described import Described
 from tests.gateway.frames import send, until_end
 from tests.gateway.scripted import ScriptedServer, scripted
-from tests.gateway.serving import PAGE_SIZE, Server
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 SHELL = {"type": "function", "name": "shell", "strict": False, "parameters": {"type": "object"}}
@@ -360,17 +357,3 @@ def test_compact_route_keeps_the_messages_of_the_user(server: ScriptedServer) ->
 def test_invalid_compaction_is_refused_by_its_field(server: ScriptedServer, given: object, param: str) -> None:
     status, _, answer = server.post(RESPONSES, input=given)
     assert (status, answer["error"]["param"]) == (400, param)
-
-
-@pytest.mark.parametrize("excess", [0, 1])
-def test_limit_beyond_the_kv_pages_is_clamped_to_what_fits(tmp_path: Path, excess: int) -> None:
-    with Server(ServerConfig(db=str(tmp_path / "chat.db")), num_pages=17, eos_every=0) as server:
-        server.wait_ready()
-        room = 16 * PAGE_SIZE + 1 - 2  # the last token is not stored
-        status, headers, answer = server.post(
-            "/v1/completions", prompt=[3, 4], max_tokens=room + excess, ignore_eos=True
-        )
-        assert status == 200, answer
-        assert headers.get("x-chatcache-max-tokens") == (str(room) if excess else None)
-        assert answer["usage"]["completion_tokens"] == room
-        server.wait_idle()

@@ -117,7 +117,7 @@ async def create_message(request: Request) -> Response:
         rename_constraint_param(None, "output_config.format", "tools" if tools.limits else None),
     ):
         reply = await start_chat(request, model, chat)
-    limit = clamped_limit(max_tokens, reply.request.params, len(reply.request.prompt), gateway.max_branch_len)
+    limit = clamped_limit(max_tokens, reply.request.params, len(reply.request.prompt), gateway.max_model_len)
     return await respond(
         request,
         lambda: reply_events(reply, gateway.metrics),

@@ -96,7 +96,7 @@ async def chat_completions(request: Request) -> Response:
         reply = await start_chat(request, model, chat_request)
     writer = _writer(base, chat, reply.request, gateway, model.tokenizer)
     limit = clamped_limit(
-        route_params.max_tokens, reply.request.params, len(reply.request.prompt), gateway.max_branch_len
+        route_params.max_tokens, reply.request.params, len(reply.request.prompt), gateway.max_model_len
     )
     return await respond(
         request,
@@ -132,11 +132,11 @@ async def start_chat(request: Request, model: Model, chat: ChatRequest) -> Reply
     Raises: as `AdmissionController.acquire`, `ChatService.prompt` and `ChatService.start`; ClientDisconnect.
     """
     gateway, service, principal = gateway_of(request), model.service, principal_of(request)
-    sampling_params = clamp_max_tokens(chat.params, 0, gateway.max_branch_len)
+    sampling_params = clamp_max_tokens(chat.params, 0, gateway.max_model_len)
     cost = request_cost(sampling_params, sum(len(message["content"]) for message in chat.messages))
     async with gateway.admission.acquire(principal, cost) as permit:
         prompt = await service.prompt(chat.messages, principal.tenant, chat.tools.functions, continues=chat.continues)
-        sampling_params = clamp_max_tokens(sampling_params, len(prompt.token_ids), gateway.max_branch_len)
+        sampling_params = clamp_max_tokens(sampling_params, len(prompt.token_ids), gateway.max_model_len)
         params = constrain_to_tools(
             sampling_params, chat.tools, service.reply_format, model.tokenizer, prompt.token_ids
         )

@@ -59,8 +59,8 @@ async def completions(request: Request) -> Response:
     ignored = unknown_fields(body, CompletionBase, CompletionFields, SamplingFields)
     route_params = _route_params(base, fields, sampling)
     model = await gateway.require_model(base.model)
-    max_branch_len = gateway.max_branch_len
-    params = clamp_max_tokens(to_params(sampling, route_params, model.tokenizer), 0, max_branch_len)
+    max_model_len = gateway.max_model_len
+    params = clamp_max_tokens(to_params(sampling, route_params, model.tokenizer), 0, max_model_len)
     work = request_cost(params, _num_chars(fields.prompt), _num_prompts(fields.prompt))
     async with gateway.admission.acquire(principal, work) as permit:
         prompts = await _tokenize_prompts(fields, model.service)
@@ -77,7 +77,7 @@ async def completions(request: Request) -> Response:
             GenerateRequest(
                 request_id=f"{completion_id}-{at}",
                 prompt=prompt,
-                params=clamp_max_tokens(params, len(prompt), max_branch_len),
+                params=clamp_max_tokens(params, len(prompt), max_model_len),
                 namespace=principal.tenant,
                 cache_salt=base.cache_salt or "",
                 priority=priority,
@@ -91,7 +91,7 @@ async def completions(request: Request) -> Response:
             replies = await cancel_on_disconnect(request, _submit_all(model.service, requests, principal.owner))
         permit.attach(*replies)
         clamped = [
-            clamped_limit(route_params.max_tokens, each.params, len(each.prompt), max_branch_len) for each in requests
+            clamped_limit(route_params.max_tokens, each.params, len(each.prompt), max_model_len) for each in requests
         ]
         limit = min((limit for limit in clamped if limit is not None), default=None)
 

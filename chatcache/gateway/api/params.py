@@ -143,19 +143,19 @@ def _beam_params(fields: SamplingFields, route: RouteParams, tokenizer: Tokenize
     )
 
 
-def clamp_max_tokens(params: Params, num_prompt_tokens: int, max_branch_len: int) -> Params:
-    """Remove a `max_tokens` beyond the context or the KV pages, so that the engine generates as many tokens as fit.
+def clamp_max_tokens(params: Params, num_prompt_tokens: int, max_model_len: int) -> Params:
+    """Remove a `max_tokens` beyond the context, so that the engine generates as many tokens as fit.
 
     Agents send a constant limit, whatever the length of the context and of the prompt.
     """
-    if params.max_tokens is None or num_prompt_tokens + params.max_tokens <= max_branch_len:
+    if params.max_tokens is None or num_prompt_tokens + params.max_tokens <= max_model_len:
         return params
     return msgspec.structs.replace(params, max_tokens=None)
 
 
-def clamped_limit(wanted: int | None, params: Params, num_prompt_tokens: int, max_branch_len: int) -> int | None:
+def clamped_limit(wanted: int | None, params: Params, num_prompt_tokens: int, max_model_len: int) -> int | None:
     """Return the limit that replaced the `wanted` one in `params`; None if it was not clamped."""
-    return max_branch_len - num_prompt_tokens if wanted is not None and params.max_tokens is None else None
+    return max_model_len - num_prompt_tokens if wanted is not None and params.max_tokens is None else None
 
 
 def clamped_header(limit: int | None) -> dict[str, str]:

@@ -133,7 +133,7 @@ async def _start(
     if (history := unstored.get(fields.previous_response_id or "")) is not None:
         request = replace(request, input=(*history, *request.input), previous_response_id=None)
     sampling_params = to_params(sampling, _route_params(fields, sampling, extended), model.tokenizer)
-    sampling_params = clamp_max_tokens(sampling_params, 0, gateway.max_branch_len)
+    sampling_params = clamp_max_tokens(sampling_params, 0, gateway.max_model_len)
     if fields.generate is False:
         sampling_params = SamplingParams(temperature=0.0, max_tokens=1)  # the one token is discarded
     cost = request_cost(sampling_params, sum(len(message["content"]) for message in request.input))
@@ -144,13 +144,13 @@ async def _start(
                 tools, names=frozenset(each.name for each in planned.request.functions) or None, limits=None
             )
         num_tokens = len(planned.prompt.token_ids)
-        sampling_params = clamp_max_tokens(sampling_params, num_tokens, gateway.max_branch_len)
+        sampling_params = clamp_max_tokens(sampling_params, num_tokens, gateway.max_model_len)
         params = constrain_to_tools(
             sampling_params, tools, model.service.reply_format, model.tokenizer, planned.prompt.token_ids
         )
         has_reasoning = sampling_params.structured_outputs is None or params is not sampling_params
         echo = _echo_fields(fields, params, planned, tools, ignored)
-        limit = clamped_limit(fields.max_output_tokens, params, num_tokens, gateway.max_branch_len)
+        limit = clamped_limit(fields.max_output_tokens, params, num_tokens, gateway.max_model_len)
         if limit is not None:
             echo["max_output_tokens"] = limit
         planned = replace(planned, turn=replace(planned.turn, echo=echo))
