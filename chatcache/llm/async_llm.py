@@ -11,7 +11,7 @@ from chatcache.engine_process.threaded import ThreadedEngine
 from chatcache.errors import OverloadedError
 from chatcache.llm.base import LLMBase
 from chatcache.llm.outputs import Collector, RequestOutput
-from chatcache.llm.prompts import Message, Prompt, PromptSource
+from chatcache.llm.prompts import Message, Prompt, PromptSource, check_params_type
 from chatcache.model.runner import Runner
 from chatcache.types.request import GenerateRequest, Params, SamplingParams
 from chatcache.types.stats import EngineHealth, ExplainQuery, Explanation
@@ -113,6 +113,7 @@ class AsyncLLM(LLMBase):
         request_id = str(next(self._numbers)) if request_id is None else request_id
         async with self._open_requests:
             params = params or SamplingParams()
+            check_params_type(params)
             self._check_logprobs([params], (await self._engine.wait_loaded()).vocab_size)
             encoded = await asyncio.to_thread(source, params)
             await self._submit(

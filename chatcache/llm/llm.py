@@ -13,7 +13,7 @@ from chatcache.engine.engine import Engine
 from chatcache.errors import ChatcacheError, DeviceLostError, InvalidRequestError, OverloadedError
 from chatcache.llm.base import LLMBase
 from chatcache.llm.outputs import Collector, RequestOutput, TokenText
-from chatcache.llm.prompts import EncodedPrompt, Message, Prompt, PromptSource
+from chatcache.llm.prompts import EncodedPrompt, Message, Prompt, PromptSource, check_params_type
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
 from chatcache.types.stats import EngineHealth, ExplainQuery, Explanation, PageAccounts
 
@@ -136,7 +136,10 @@ class LLM(LLMBase):
     ) -> list[RequestOutput]:
         if isinstance(params, Sequence):
             each = list(params)
+            for one in each:
+                check_params_type(one)
         else:
+            check_params_type(params)
             params = self._reader.resolve(params)
             validate_params(params, self._engine.model_info.vocab_size)
             each = [params] * len(sources)
@@ -144,6 +147,8 @@ class LLM(LLMBase):
             raise InvalidRequestError(f"{len(sources)} prompts but {len(each)} params", param="sampling_params")
         self._check_logprobs(each, self._engine.model_info.vocab_size)
         self._check_priority(is_given=priority is not None)
+        if priority is not None and not isinstance(priority, Sequence):
+            raise InvalidRequestError(f"priority must be a list of integers, got {priority!r:.100}", param="priority")
         ranks = [0] * len(sources) if priority is None else list(priority)
         if len(ranks) != len(sources):
             raise InvalidRequestError(f"{len(sources)} prompts but {len(ranks)} priorities", param="priority")

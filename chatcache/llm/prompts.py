@@ -83,7 +83,9 @@ class PromptReader:
 
         Raises: InvalidRequestError for an object of another type, and for text without a tokenizer.
         """
-        return [self.prompt(each) for each in ([prompts] if _is_single(prompts) else prompts)]
+        if _is_single(prompts):
+            return [self.prompt(prompts)]
+        return [self.prompt(each) for each in prompts]
 
     def prompt(self, prompt: Any) -> PromptSource:
         if isinstance(prompt, Mapping):
@@ -108,7 +110,7 @@ class PromptReader:
 
         Raises: InvalidRequestError for a model without a chat template, and for invalid tools.
         """
-        several: Any = [messages] if not messages or isinstance(messages[0], dict) else messages
+        several = _list_chats(messages)
         tokenizer = self.tokenizer
         if not tokenizer.has_chat_template:
             raise InvalidRequestError("this model has no chat template: use generate instead", param="messages")
@@ -137,6 +139,8 @@ def _is_single(prompts: Any) -> bool:
         return True
     if hasattr(prompts, "ndim"):
         return bool(prompts.ndim < 2)
+    if not (hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__")):
+        raise _prompt_error()
     return len(prompts) > 0 and hasattr(prompts[0], "__index__") and getattr(prompts[0], "ndim", 0) == 0
 
 
@@ -154,11 +158,39 @@ def _token_ids(prompt: Any) -> tuple[int, ...]:
                 return tuple(operator.index(token) for token in values)
         except TypeError:
             pass
-    raise InvalidRequestError(
+    raise _prompt_error()
+
+
+def _prompt_error() -> InvalidRequestError:
+    return InvalidRequestError(
         "a prompt is text, token ids (a list, a numpy array or a torch tensor of one dimension), "
         "or a dict with prompt_token_ids or prompt",
         param="prompts",
     )
+
+
+def check_params_type(params: object) -> None:
+    """Raise InvalidRequestError unless `params` are those of a request."""
+    if not isinstance(params, Params):
+        kind = type(params).__name__
+        raise InvalidRequestError(
+            f"sampling_params must be SamplingParams or BeamSearchParams, got {kind}", param="sampling_params"
+        )
+
+
+def _list_chats(messages: Any) -> Sequence[Sequence[Message]]:
+    """Return one chat, or each of several. Raises: InvalidRequestError for objects of other types."""
+    chats: Any = [messages] if not messages or (_is_list(messages) and isinstance(messages[0], dict)) else messages
+    if not (_is_list(chats) and all(_is_list(chat) and all(isinstance(m, dict) for m in chat) for chat in chats)):
+        raise InvalidRequestError(
+            "messages must be a list of messages, each a dict with role and content, or a list of such lists",
+            param="messages",
+        )
+    return cast(Sequence[Sequence[Message]], chats)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _convert(value: Any, kind: Any, param: str) -> Any:

@@ -5,8 +5,13 @@ Names and defaults are those of vLLM where it has them, and those of the OpenAI 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import msgspec
 from msgspec.structs import force_setattr
+
+from chatcache.errors import InvalidRequestError
 
 MAX_N = 64  # candidates of one request to a server
 MAX_BRANCHES = 1024  # candidates or beams of one request to an engine
@@ -17,12 +22,22 @@ MAX_PROMPT_LOGPROBS = 700_000  # prompt tokens x (alternatives + 1): the most th
 
 
 def _as_tuples(params: msgspec.Struct, *fields: str) -> None:
-    """Convert fields to tuples, so that `stop="x"`, `stop=["x"]` and `stop=None` are accepted."""
+    """Convert fields to tuples, so that `stop="x"`, `stop=["x"]` and `stop=None` are accepted.
+
+    Raises: InvalidRequestError for a value that is not iterable.
+    """
     for field in fields:
         value = getattr(params, field)
         if not isinstance(value, tuple):
             one = isinstance(value, str | int)
-            force_setattr(params, field, () if value is None else (value,) if one else tuple(value))
+            force_setattr(params, field, () if value is None else (value,) if one else _as_tuple(field, value))
+
+
+def _as_tuple(field: str, value: Iterable[Any]) -> tuple[Any, ...]:
+    try:
+        return tuple(value)
+    except TypeError:
+        raise InvalidRequestError(f"{field} must be a list, got {value!r:.100}", param=field) from None
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +93,8 @@ class DecodingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _as_tuples(self, "stop", "stop_token_ids", "bad_words")
-        force_setattr(self, "bad_words_ids", tuple(tuple(ids) for ids in self.bad_words_ids))
+        words = _as_tuple("bad_words_ids", self.bad_words_ids)
+        force_setattr(self, "bad_words_ids", tuple(_as_tuple("bad_words_ids", ids) for ids in words))
         if self.allowed_token_ids is not None:
             _as_tuples(self, "allowed_token_ids")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,39 @@ def test_a_stop_string_cuts_the_text(llm: LLM, as_list: bool) -> None:
     candidate = llm.generate("Hello", params)[0].outputs[0]
     assert candidate.text == whole[: whole.index(stop)]
     assert (candidate.finish_reason, candidate.stop_reason) == ("stop", stop)
+
+
+ABSURD_CALLS: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "prompts is an integer": ("prompts", lambda llm: llm.generate(5)),
+    "prompts is missing": ("prompts", lambda llm: llm.generate(None)),
+    "prompts is a set": ("prompts", lambda llm: llm.beam_search({1, 2})),
+    "params is an integer": ("sampling_params", lambda llm: llm.generate([1], 5)),
+    "params is a text": ("sampling_params", lambda llm: llm.generate([1], "x")),
+    "params is a list of integers": ("sampling_params", lambda llm: llm.generate([1], [5])),
+    "temperature is a text": ("temperature", lambda llm: llm.generate([1], SamplingParams(temperature="x"))),  # type: ignore[arg-type]
+    "n is missing": ("n", lambda llm: llm.generate([1], SamplingParams(n=None))),  # type: ignore[arg-type]
+    "priority is an integer": ("priority", lambda llm: llm.generate([1], priority=5)),
+    "messages is an integer": ("messages", lambda llm: llm.chat(5)),
+    "messages is a text": ("messages", lambda llm: llm.chat("x")),
+    "messages has an integer": ("messages", lambda llm: llm.chat([5])),
+    "messages has a list of integers": ("messages", lambda llm: llm.chat([[5]])),
+}
+
+
+@pytest.mark.parametrize("name", ABSURD_CALLS)
+def test_a_call_with_an_argument_of_another_type_raises_an_error_that_names_it(llm: LLM, name: str) -> None:
+    param, call = ABSURD_CALLS[name]
+    with pytest.raises(InvalidRequestError) as caught:
+        call(llm)
+    assert caught.value.param == param and param in caught.value.message.replace("a prompt", "prompts")
+
+
+@pytest.mark.parametrize("field", ["stop", "stop_token_ids", "bad_words", "bad_words_ids", "allowed_token_ids"])
+def test_params_with_a_list_field_of_another_type_raise_an_error_that_names_it(field: str) -> None:
+    fields: dict[str, Any] = {field: object()}
+    with pytest.raises(InvalidRequestError, match=f"{field} must be a list, got <object") as caught:
+        SamplingParams(**fields)
+    assert caught.value.param == field
 
 
 def test_the_same_prefix_is_computed_once_until_the_cache_is_reset(llm: LLM) -> None:
