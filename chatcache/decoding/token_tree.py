@@ -99,15 +99,19 @@ class CandidateStream:
 
     def __init__(self, tree: TokenTree, num_candidates: int, *, with_logprobs: bool) -> None:
         self._emitted = [tree.root] * num_candidates
+        self._last_path: tuple[Node, Node, tuple[int, ...], tuple[TokenLogprob, ...]] = (tree.root, tree.root, (), ())
         self._with_logprobs = with_logprobs
 
     def emit(self, index: int, node: Node) -> Iterator[Emit]:
         """Emit the tokens of candidate `index` down to `node` that were not emitted before."""
-        path = node.path_below(self._emitted[index])
-        self._emitted[index] = node
-        if path:
+        above, self._emitted[index] = self._emitted[index], node
+        if above is node:
+            return
+        if self._last_path[:2] != (above, node):  # usually several candidates in turn get the same tokens
+            path = node.path_below(above)
             entries = tuple(step.logprob for step in path if step.logprob is not None) if self._with_logprobs else ()
-            yield Emit(index, tuple(step.token for step in path), entries)
+            self._last_path = above, node, tuple(step.token for step in path), entries
+        yield Emit(index, *self._last_path[2:])
 
 
 class BranchReassignment:

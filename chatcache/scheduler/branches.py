@@ -212,8 +212,12 @@ class BranchManager:
             if forks:
                 self._assign_rows(forks, released)
         finally:
-            for branch in released:
-                self.close(branch)
+            self._release_rows(released)
+
+    def _release_rows(self, released: list[Branch]) -> None:
+        for branch in released:
+            self._rows.release(branch.slot)
+            branch.slot = -1
 
     def move_to_decode_batch(self, request: LiveRequest) -> None:
         """Move the request's eligible branches into the decode batch."""
@@ -259,17 +263,14 @@ class BranchManager:
         The row of a released parent goes to its first child; other children get a copy of the parent's row. So no row
         is written that another child still has to be copied from.
         """
-        rows = {id(parent): parent.slot for parent, _ in forks}
-        inherited: set[int] = set()
+        rows = [parent.slot for parent, _ in forks]
         for parent, child in forks:
-            if parent in released and parent.slot >= 0:
+            if parent.table is None and parent.slot >= 0:  # it was released
                 child.slot, parent.slot = parent.slot, -1
-                inherited.add(id(child))
-        for branch in released:
-            self.close(branch)
-        for parent, child in forks:
-            if id(child) not in inherited and child.table is not None:
-                child.slot = self._rows.fork(rows[id(parent)], child.table.changed_from)
+        self._release_rows(released)
+        for (parent, child), row in zip(forks, rows, strict=True):
+            if child.slot < 0 and child.table is not None:
+                child.slot = self._rows.fork(row, child.table.changed_from)
                 if parent.in_decode_batch:
                     self._decode_batch.fork(parent, child)
 
