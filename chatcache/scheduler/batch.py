@@ -197,10 +197,12 @@ class BatchBuilder:
         decode_rows = self._decode_batch.plan_rows(faults)
         swaps_out = _to_array(swaps[0], columns=2) if swaps[0] else _EMPTY[2]
         swaps_in = _to_array(swaps[1], columns=2) if swaps[1] else _EMPTY[2]
+        # A request that was preempted in this plan leaves its copies; their target may have been allocated again.
+        copies = _to_array(list({copy.dst: copy for copy in self._copies}.values()), columns=2)
         fork_rows = _to_array(forks) if forks else _EMPTY[3]
         if not self.granted:
             rows, draws = decode_rows.rows, decode_rows.draws
-            updates, copies = _concat(self._updates, decode_updates), _to_array(self._copies, columns=2)
+            updates = _concat(self._updates, decode_updates)
             plan = StepPlan(step, fork_rows, updates, copies, rows, draws, swaps_out, swaps_in)
             return Step(plan, [], [], decode_rows, faults, [])
         drawn, granted_draws = self._draws(faults)
@@ -208,7 +210,7 @@ class BatchBuilder:
             step=step,
             forks=fork_rows,
             updates=_concat(self._updates, decode_updates),
-            copies=_to_array(self._copies, columns=2),
+            copies=copies,
             rows=self._rows(decode_rows.rows),
             draws=self._append_decode_draws(granted_draws, decode_rows.draws),
             swaps_out=swaps_out,

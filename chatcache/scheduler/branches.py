@@ -107,16 +107,16 @@ class BranchManager:
         if branch.table is not None:
             branch.table.num_matched_tokens = min(branch.table.num_matched_tokens, branch.request.num_matched_tokens)
 
-    def close(self, branch: Branch, *, discard: bool = False) -> None:
+    def close(self, branch: Branch, *, discard: bool = False, keep_tail: bool = True) -> None:
         """Release a branch's pages and row, if it has any.
 
-        `discard`: the pages that it computed must not be matched afterwards.
+        `discard`: the pages that it computed must not be matched afterwards. `keep_tail=False`: the last one must not.
         """
         self._decode_batch.remove(branch, discard=discard)
         if (table := branch.table) is not None:
             if table.num_tokens > table.num_matched_tokens:
                 branch.request.num_matched_tokens = min(branch.request.num_matched_tokens, table.num_matched_tokens)
-            self._kv.close(table, discard=discard)
+            self._kv.close(table, discard=discard, keep_tail=keep_tail)
             branch.table = None
         self._rows.release(branch.slot)
         branch.slot = -1

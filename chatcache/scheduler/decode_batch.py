@@ -119,11 +119,12 @@ class DecodeBatch:
 
     An array has one entry per branch, or one per runner row where a comment says so; those of `_ENTRY` are columns of
     `_entries`. `unbatched_requests`: running requests with a branch outside the batch, which the scheduler serves one
-    by one.
+    by one. `copied_requests`: those for which the last `reserve` returned page copies, which are not made yet.
     """
 
     def __init__(self, kv: KVCache, num_slots: int) -> None:
         self.unbatched_requests: set[LiveRequest] = set()
+        self.copied_requests: set[LiveRequest] = set()
         self.num_branches = 0
         self._kv = kv
         self._num_entries = 0
@@ -306,6 +307,7 @@ class DecodeBatch:
 
         If too few pages are free, all these branches are removed from the batch instead.
         """
+        self.copied_requests.clear()
         if not self._is_compact:
             self._compact()
         entries = self._is_unreserved[: self._num_entries].nonzero()[0]
@@ -322,7 +324,9 @@ class DecodeBatch:
             if table.changed_from < table.num_pages:
                 first, pages = table.pop_changes()
                 updates += [(branch.slot, first + i, page) for i, page in enumerate(pages)]
-                branch.request.num_copied_pages += bool(table.tail_tokens)
+                if table.tail_tokens:
+                    branch.request.num_copied_pages += 1
+                    self.copied_requests.add(branch.request)
         self._num_pages[entries] = [table.num_pages for table in tables]
         self._cell[entries] = self._end[entries] - [table.num_reserved - table.num_tokens for table in tables]
         self._is_unreserved[entries] = False

@@ -334,7 +334,11 @@ class Scheduler:
         if request not in self._started:
             for branch in request.branches.values():
                 self._decode_batch.remove(branch)
-            self.swaps.swap_out_if_cheaper(request)
+            if request in self._decode_batch.copied_requests:  # the contents of its last pages are not there yet
+                for branch in request.branches.values():
+                    self._branches.close(branch, keep_tail=False)
+            else:
+                self.swaps.swap_out_if_cheaper(request)
             self.num_preemptions += 1
             request.num_preemptions += 1
         self._requeue(request)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import CacheScope
+from chatcache.scheduler.preemption import RECOMPUTE, SWAP, CostModel
 from chatcache.scheduler.request import LiveRequest
+from chatcache.scheduler.scheduler import Scheduler
 from chatcache.types.actions import DrawSpec, Extend, Fork, Release
 from tests.scheduler.driver import FakeStrategy, P, SchedulerDriver, drawn, rows
 
@@ -176,3 +179,56 @@ def test_newest_request_is_preempted_when_pages_run_out() -> None:
     driver.check()
     driver.scheduler.finish(old)
     assert rows(driver.decode())[0][:2] == ("r1", 0) and new.leader.num_tokens == num_tokens + 1
+
+
+class WideStrategy(FakeStrategy):
+    """A strategy that draws two tokens of each branch, as a beam search does."""
+
+    def draws(self, branch: int) -> tuple[DrawSpec, ...]:
+        return (DrawSpec(width=2, temperature=0.0),)
+
+
+def forked_within_the_batch(driver: SchedulerDriver) -> LiveRequest:
+    """Run a request until it is forked while it is in the decode batch; a prompt before it is still computed."""
+    driver.add(list(range(100, 140)))
+    request = LiveRequest("w", [1, 2], "", WideStrategy(2, lockstep=True), 99)
+    driver.scheduler.add(request)
+    driver.step(audit=False)
+    driver.scheduler.apply(request, [Extend(0, 41)])
+    assert request.leader.in_decode_batch
+    driver.step(audit=False)
+    driver.scheduler.apply(request, [Fork(0, 1, 9), Extend(0, 42)])
+    assert [branch.in_decode_batch for branch in request.branches.values()] == [True, True]
+    return request
+
+
+def test_forked_branches_stay_in_the_batch_and_one_gets_a_copy_of_the_last_page() -> None:
+    driver = SchedulerDriver(budget=8)
+    request = forked_within_the_batch(driver)
+    driver.check()
+    step = driver.step(audit=False)
+    first, second = request.tables()
+    assert step.decode_rows.branches == list(request.branches.values())
+    assert step.plan.rows.tokens[-2:].tolist() == [42, 9] and step.plan.rows.start[-2:].tolist() == [3, 3]
+    assert step.plan.forks.tolist() == [[request.leader.slot, request.branches[1].slot, 1]]
+    copied = {tuple(pair) for pair in step.plan.copies.tolist()}
+    assert copied in ({(second.own_pages[-1], first.own_pages[-1])}, {(first.own_pages[-1], second.own_pages[-1])})
+    assert request.num_copied_pages == driver.scheduler.num_page_copies == 1
+    driver.scheduler.apply(request, [Extend(0, 5), Extend(1, 6)])
+    step = driver.step()
+    assert step.plan.rows.tokens[-2:].tolist() == [5, 6] and len(step.plan.copies) == 0
+    assert num_cached(driver, [1, 2, 41, 42]) == num_cached(driver, [1, 2, 41, 9]) == P
+
+
+@pytest.mark.parametrize("mode", [SWAP, RECOMPUTE])
+def test_pages_to_be_copied_are_neither_swapped_out_nor_cached_when_their_request_is_preempted(mode: str) -> None:
+    driver = SchedulerDriver(budget=8)
+    driver.kv = KVCache(64, P, "digest", num_host_pages=16)
+    driver.scheduler = Scheduler(driver.kv, num_slots=8, max_num_batched_tokens=8, cost=CostModel(mode))
+    request = forked_within_the_batch(driver)
+    assert driver.kv.pool.allocate(driver.kv.pool.num_free - 1)
+    step = driver.scheduler.plan()  # the last page goes to the fork, and none is left for the prompt
+    assert step is not None and request.num_preemptions == 1
+    targets = step.plan.copies[:, 1].tolist()
+    assert not set(step.plan.swaps_out[:, 0].tolist()) & set(targets) and len(set(targets)) == len(targets)
+    assert num_cached(driver, [1, 2, 41]) == 0
