@@ -171,16 +171,14 @@ class SamplingStrategy:
                 actions.append(Extend(branch, each.tokens[0]) if alive else self._release(branch))
         elif ROOT in drawn:
             self._start(drawn[ROOT], actions, outputs)
-        self._check_has_result()
-        return Advance(tuple(actions), tuple(outputs), self._has_finished)
-
-    @property
-    def _has_finished(self) -> bool:
-        return self._started and not self._candidates
+        finished = self._started and not self._candidates
+        if finished:
+            self._check_has_result()
+        return Advance(tuple(actions), tuple(outputs), finished)
 
     def _check_has_result(self) -> None:
         """Raise GrammarDeadEndError if all candidates ended in dead ends."""
-        if self._has_finished and not self._has_result:
+        if not self._candidates and not self._has_result:
             raise GrammarDeadEndError(is_banned=self._is_banned)
 
     def drop(self, index: int) -> DroppedCandidate | None:

@@ -198,11 +198,13 @@ class BatchBuilder:
         swaps_out = _to_array(swaps[0], columns=2) if swaps[0] else _EMPTY[2]
         swaps_in = _to_array(swaps[1], columns=2) if swaps[1] else _EMPTY[2]
         # A request that was preempted in this plan leaves its copies; their target may have been allocated again.
-        copies = _to_array(list({copy.dst: copy for copy in self._copies}.values()), columns=2)
+        copies = _EMPTY[2]
+        if self._copies:
+            copies = _to_array(list({copy.dst: copy for copy in self._copies}.values()), columns=2)
         fork_rows = _to_array(forks) if forks else _EMPTY[3]
         if not self.granted:
             rows, draws = decode_rows.rows, decode_rows.draws
-            updates = _concat(self._updates, decode_updates)
+            updates = _concat(self._updates, decode_updates) if self._updates else decode_updates
             plan = StepPlan(step, fork_rows, updates, copies, rows, draws, swaps_out, swaps_in)
             return Step(plan, [], [], decode_rows, faults, [])
         drawn, granted_draws = self._draws(faults)

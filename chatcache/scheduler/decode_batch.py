@@ -119,13 +119,15 @@ class DecodeBatch:
 
     An array has one entry per branch, or one per runner row where a comment says so; those of `_ENTRY` are columns of
     `_entries`. `unbatched_requests`: running requests with a branch outside the batch, which the scheduler serves one
-    by one. `copied_requests`: those for which the last `reserve` returned page copies, which are not made yet.
+    by one. `has_unreserved`: some branches have no cell to write to; call `reserve`. `copied_requests`: those for which
+    it returned page copies in this plan, which are not made yet.
     """
 
     def __init__(self, kv: KVCache, num_slots: int) -> None:
         self.unbatched_requests: set[LiveRequest] = set()
         self.copied_requests: set[LiveRequest] = set()
         self.num_branches = 0
+        self.has_unreserved = False
         self._kv = kv
         self._num_entries = 0
         capacity = 2 * num_slots  # with holes, so that the entries are not compacted for each fork of a step
@@ -198,7 +200,7 @@ class DecodeBatch:
         entry, source, slot = self._num_entries, self._entry_view[parent.slot], child.slot
         has_changes = self._changes[source] is not None
         spec = child.request.strategy.draws(child.id)[0] if has_changes else _NO_CHANGES
-        self._is_unreserved[source] = True
+        self._is_unreserved[source] = self.has_unreserved = True
         self._entries[entry] = self._entries[source]
         self._num_reported[entry], self._row[entry] = self._num_computed[source], NO_ROW
         end = (slot + 1) * self._kv.page_size
@@ -252,7 +254,8 @@ class DecodeBatch:
             return
         entry = self._entry_view[branch.slot]
         self._commit_to_table(branch, entry)
-        self._is_unreserved[entry] |= self._cell[entry] == self._end[entry]
+        if self._cell[entry] == self._end[entry]:
+            self._is_unreserved[entry] = self.has_unreserved = True
 
     def _commit_to_table(self, branch: Branch, entry: int) -> None:
         table, num_computed, stop = self._tables[entry], int(self._num_computed[entry]), int(self._cell[entry])
@@ -307,7 +310,7 @@ class DecodeBatch:
 
         If too few pages are free, all these branches are removed from the batch instead.
         """
-        self.copied_requests.clear()
+        self.has_unreserved = False
         if not self._is_compact:
             self._compact()
         entries = self._is_unreserved[: self._num_entries].nonzero()[0]
@@ -406,7 +409,7 @@ class DecodeBatch:
         count = self._num_entries
         if (
             self._num_changing
-            or self._is_unreserved[:count].any()
+            or self.has_unreserved
             or (self._row[:count] == NO_ROW).any()
             or (self._draws.width[:count] != 1).any()
         ):

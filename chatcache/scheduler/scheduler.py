@@ -137,9 +137,11 @@ class Scheduler:
             self._admit()
         batch = BatchBuilder(self.max_num_batched_tokens, self._decode_batch)
         self._decode_batch.remove_ineligible()
-        copies, updates = self._decode_batch.reserve()
-        batch.add_copies(copies, updates)
-        self.num_page_copies += len(copies)
+        self._decode_batch.copied_requests.clear()
+        if self._decode_batch.has_unreserved:
+            copies, updates = self._decode_batch.reserve()
+            batch.add_copies(copies, updates)
+            self.num_page_copies += len(copies)
         decode_updates = self._decode_batch.advance_pages()
         if self._decode_batch.unbatched_requests:
             self._grant_running(batch)
