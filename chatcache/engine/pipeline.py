@@ -102,7 +102,8 @@ def invalid_samples(draws: Draws, result: StepResult, vocab_size: int) -> list[t
         found.append((ids >= vocab_size) | (ids < -1) | ((ids >= 0) & np.isnan(values)))
     wrong, wrong_tops = found
     wrong[:, 0] |= tokens[:, 0] < 0
-    wrong[_draws_without_token(result)] = False
+    if result.faults:
+        wrong[_draws_without_token(result)] = False
     if tokens.shape[1] > 1:
         wrong &= np.arange(tokens.shape[1]) < draws.width[:, None]
     if result.top_tokens.shape[1]:
