@@ -1,4 +1,4 @@
-"""AMX prefill attention against `reference`, on random shapes; needs a CPU with AMX."""
+"""bf16 prefill attention against `reference`, on random shapes, by AMX and by AVX512-BF16."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ from chatcache_kernels.cpu import attention_prefill
 from chatcache_kernels.types import AttentionBatch, KVPages
 
 pytestmark = [
-    pytest.mark.requires_amx,
-    pytest.mark.usefixtures("poisoned_memory", "fresh_random"),
+    pytest.mark.requires_avx512_bf16,
+    pytest.mark.usefixtures("poisoned_memory", "fresh_random", "unit"),
 ]
+
+
+@pytest.fixture(params=["pairs", pytest.param("tiles", marks=pytest.mark.requires_amx)])
+def unit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply by AVX512-BF16 or by AMX."""
+    monkeypatch.setattr(attention_prefill, "has_amx", lambda: request.param == "tiles")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +55,22 @@ def build_case(
     return Case(batch, torch.randn(batch.slots.numel(), heads, head_dim).bfloat16(), *stores)
 
 
-def run_amx_kernel(case: Case, least: int = 1, **options: object) -> torch.Tensor:
+def run_kernel(case: Case, least: int = 1, **options: object) -> torch.Tensor:
     """Run the kernel over rows of at least `least` tokens; outputs of other rows stay NaN."""
-    assert attention_prefill.can_use_amx(case.q, case.paged)
+    assert attention_prefill.can_use_bf16(case.q, case.paged)
     out = torch.full_like(case.q, torch.nan)
     given = {"scale": 0.2, "window": None, "softcap": None, "sinks": None, **options}
-    attention_prefill.prefill_attention_amx(case.q, out, case.paged, 1, case.batch, least, **given)  # type: ignore[arg-type]
+    attention_prefill.prefill_attention_bf16(case.q, out, case.paged, 1, case.batch, least, **given)  # type: ignore[arg-type]
     return out
 
 
 def check(case: Case, **options: object) -> None:
     given = {"scale": 0.2, **options}
     expected = reference.paged_attention(case.q.float(), case.plain, 1, case.batch, **given)  # type: ignore[arg-type]
-    torch.testing.assert_close(run_amx_kernel(case, 1, **options).float(), expected, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(run_kernel(case, 1, **options).float(), expected, atol=1e-2, rtol=1e-2)
 
 
-def test_amx_prefill_of_random_batches_equals_reference() -> None:
+def test_bf16_prefill_of_random_batches_equals_reference() -> None:
     for trial in range(12):
         torch.set_num_threads(1 + trial % 3)
         kv_heads, group = random.choice([1, 2, 3, 5]), random.choice([1, 2, 3, 5, 8])
@@ -81,13 +87,13 @@ def test_amx_prefill_of_random_batches_equals_reference() -> None:
 
 
 @pytest.mark.parametrize("start", [127, 128, 129, 4090])
-def test_amx_prefill_at_block_boundaries_equals_reference(start: int) -> None:
+def test_bf16_prefill_at_block_boundaries_equals_reference(start: int) -> None:
     case = build_case([(start, 33), (start - 33, 1)], 9, 3)
     check(case)
     check(case, window=start // 2)
 
 
-def test_amx_prefill_with_growing_scores_rescales() -> None:
+def test_bf16_prefill_with_growing_scores_rescales() -> None:
     """Scores grow from key to key, by more and by less than the rescale threshold."""
     for scale in (0.01, 0.05, 3.0):
         case = build_case([(0, 300)], 2, 1)
@@ -99,35 +105,35 @@ def test_amx_prefill_with_growing_scores_rescales() -> None:
         check(case, scale=scale)
 
 
-def test_amx_prefill_leaves_short_rows_unchanged() -> None:
+def test_bf16_prefill_leaves_short_rows_unchanged() -> None:
     case = build_case([(40, 3), (9, 50), (0, 49)])
-    out = run_amx_kernel(case, least=50)
+    out = run_kernel(case, least=50)
     assert out[:3].isnan().all() and out[3:53].isfinite().all() and out[53:].isnan().all()
 
 
-def test_amx_prefill_does_not_depend_on_other_rows() -> None:
+def test_bf16_prefill_does_not_depend_on_other_rows() -> None:
     """Outputs are bit-identical for other batches, item sizes and numbers of threads."""
     case = build_case([(200, 300), (0, 77)], 6, 2)
     every: list[dict[str, object]] = [{}, {"window": 150}, {"softcap": 5.0}]
     for options in every:
         torch.set_num_threads(1)
-        together = run_amx_kernel(case, 1, **options)
+        together = run_kernel(case, 1, **options)
         tables, starts, news = case.batch.tables, case.batch.start, case.batch.num_tokens
         for row, part in ((0, slice(0, 300)), (1, slice(300, 377))):
             only = slice(row, row + 1)
             batch = AttentionBatch.build(tables[only], starts[only], news[only], 16)
             torch.set_num_threads(3)
-            alone = run_amx_kernel(Case(batch, case.q[part].contiguous(), case.plain, case.paged), 1, **options)
+            alone = run_kernel(Case(batch, case.q[part].contiguous(), case.plain, case.paged), 1, **options)
             assert torch.equal(alone, together[part])
         batch = AttentionBatch.build(tables[:1], starts[:1] + 210, news[:1] - 210, 16)
-        late = run_amx_kernel(Case(batch, case.q[210:300].contiguous(), case.plain, case.paged), 1, **options)
+        late = run_kernel(Case(batch, case.q[210:300].contiguous(), case.plain, case.paged), 1, **options)
         assert torch.equal(late, together[210:300])
 
 
-def test_prefill_without_amx_uses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_without_avx512_bf16_uses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     case = build_case([(30, 150), (0, 90)])
-    with_tiles = cpu.paged_attention(case.q, case.paged, 1, case.batch, 0.2)
-    monkeypatch.setattr(attention_prefill, "can_use_amx", lambda *_: False)
+    with_kernel = cpu.paged_attention(case.q, case.paged, 1, case.batch, 0.2)
+    monkeypatch.setattr(attention_prefill, "can_use_bf16", lambda *_: False)
     without = cpu.paged_attention(case.q, case.paged, 1, case.batch, 0.2)
-    assert not torch.equal(with_tiles, without)
-    torch.testing.assert_close(with_tiles, without, atol=2e-2, rtol=2e-2)
+    assert not torch.equal(with_kernel, without)
+    torch.testing.assert_close(with_kernel, without, atol=2e-2, rtol=2e-2)

@@ -23,7 +23,7 @@ def test_warm_up_runs_a_prompt_longer_than_the_decode_kernel_takes(monkeypatch: 
         lengths.add(len(q))
         return prefill_attention_torch(q, *args)
 
-    monkeypatch.setattr(attention_prefill, "can_use_amx", lambda q, pages: False)
+    monkeypatch.setattr(attention_prefill, "can_use_bf16", lambda q, pages: False)
     monkeypatch.setattr(attention, "prefill_attention_torch", note)
     monkeypatch.setattr(runner_module, "WARMUP_LONG_TOKENS", 24)  # the contexts of these runner_module are short
     monkeypatch.setattr(attention, "MAX_DECODE_QUERIES", 8)

@@ -53,6 +53,12 @@ def _has_amx() -> bool:
     return has_amx()
 
 
+def _has_avx512_bf16() -> bool:
+    from chatcache_kernels.cpu.bf16 import has_avx512_bf16
+
+    return has_avx512_bf16()
+
+
 def _has_byte_tables() -> bool:
     from chatcache_kernels.cpu.int8 import has_avx512_vbmi
 
@@ -94,6 +100,7 @@ REQUIREMENTS: Mapping[str, Requirement] = {
     "gpu": Requirement("no CUDA device", has_gpu),
     "interpreter": Requirement("Triton kernels are compiled here; tests/gpu runs these cases", _has_interpreter),
     "requires_amx": Requirement("the CPU has no AMX", _has_amx),
+    "requires_avx512_bf16": Requirement("the CPU has no AVX512-BF16", _has_avx512_bf16),
     "requires_vbmi": Requirement("the CPU has no AVX512-VBMI", _has_byte_tables),
     "requires_vnni": Requirement("the CPU has no AVX512-VNNI", _has_byte_products),
     "traced": Requirement("the system forbids strace", _can_trace),

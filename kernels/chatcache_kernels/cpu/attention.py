@@ -46,8 +46,10 @@ def paged_attention(
     max_decode_tokens = batch.max_new_tokens
     if max_decode_tokens > few:
         counts, offsets = batch.num_tokens.tolist(), batch.offsets.tolist()
-        if attention_prefill.can_use_amx(q, pages):
-            attention_prefill.prefill_attention_amx(q, out, pages, layer, batch, few + 1, scale, window, softcap, sinks)
+        if attention_prefill.can_use_bf16(q, pages):
+            attention_prefill.prefill_attention_bf16(
+                q, out, pages, layer, batch, few + 1, scale, window, softcap, sinks
+            )
         else:
             for row in (r for r, count in enumerate(counts) if count > few):
                 part = slice(offsets[row], offsets[row + 1])

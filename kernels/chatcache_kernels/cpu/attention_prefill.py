@@ -1,12 +1,12 @@
 """Paged attention for rows of many new tokens: prefill, chunks, a turn after a long history.
 
-With AMX (bf16, `prefill_attention_amx`): an item is (row, some of its tokens, key head), all G query heads of those
+With AVX512-BF16 (`prefill_attention_bf16`): an item is (row, some of its tokens, key head), all G query heads of those
 tokens against every key they see. A block of BLOCK_KEYS keys and values is repacked for AMX tiles (rows of pages
 interleaved in pairs, which fits both [D, P] keys and [P, D] values), then all queries pass over it, 32 at a time:
-scores by tiles, online softmax in float32 registers, weights rounded to bf16, weighted values by tiles. Blocks in a
-query's future, or before its window, are skipped. Results do not depend on the item, the batch or the threads. The
-running maximum is lazy: sums are rescaled only if a score exceeds it by RESCALE_THRESHOLD, so most lines need no
-reduction over lanes.
+scores by tiles, online softmax in float32 registers, weights rounded to bf16, weighted values by tiles (without AMX, by
+`dot_rows` over the same layout). Blocks in a query's future, or before its window, are skipped. Results do not depend
+on the item, the batch or the threads. The running maximum is lazy: sums are rescaled only if a score exceeds it by
+RESCALE_THRESHOLD, so most lines need no reduction over lanes.
 
 M = number of queries of an item rounded up to a multiple of 32; query m = token * G + head in group; E = D rounded up
 to 32. Scratch of a thread: acc [M, D] float32, q [M, E] bf16, row_sums [M, 16] float32 (by lane), row_max [M] float32,
@@ -19,7 +19,8 @@ is built. A sliding window needs a mask over the few keys that a block of querie
 softcap: such scores are computed in float32, a block of queries at a time.
 
 On one core of a Sapphire Rapids, 9 heads of 64 over 3 key heads, page size 16: 2,048 tokens took 9 ms with AMX and 20
-ms with torch; 32 tokens after 2,048 took 0.4 ms and 1.5 ms.
+ms with torch; 32 tokens after 2,048 took 0.4 ms and 1.5 ms. On one core of a Zen 4 without AMX, 2,048 tokens took 29 ms
+and 79 ms, 512 tokens 2.2 and 9.8 ms.
 
 Source: Dao (2023), FlashAttention-2; Milakov and Gimelshein (2018).
 """
@@ -38,9 +39,11 @@ from torch import Tensor
 from ..types import AttentionBatch, KVPages
 from .attention_decode import apply_softcap
 from .bf16 import (
+    ROWS,
     TILE_BYTES,
     TILE_ROWS,
     any_lane_greater,
+    dot_rows,
     exp2_approx,
     has_amx,
     has_avx512_bf16,
@@ -238,11 +241,38 @@ def pack_keys_values(job: Any, zero: Any, part: Any, thread: int, row: int, head
 
 
 @helper
-def multiply_qk(job: Any, thread: int, m: int, more: bool, columns: int) -> None:
-    """Compute the scores of queries m .. m + 31 against the block's first `columns` keys.
+def multiply_qk(job: Any, thread: int, m: int, num: int, columns: int) -> None:
+    """Compute the scores of queries m .. m + num - 1 against the block's first `columns` keys."""
+    wide = (job.head_dim + 31) // 32 * 32
+    _, q, _, _, _, keys, _, scores, _, _ = scratch_layout(job, thread)
+    half = wide // 32 * TILE_BYTES
+    for row in range(0, num, ROWS):
+        for column in range(0, columns, 32):
+            tiles, out = keys + column // 16 * half, scores + 4 * (row * BLOCK_KEYS + column)
+            x = q + (m + row) * 2 * wide
+            dot_rows(2, False, x, 2 * wide, tiles, TILE_BYTES, half, wide // 32, out, 4 * BLOCK_KEYS)
 
-    Without `more`, of queries m .. m + 15 only.
-    """
+
+@helper
+def multiply_pv(job: Any, thread: int, m: int, num: int, columns: int) -> None:
+    """Add the weighted values of the block's first `columns` keys to acc of queries m .. m + num - 1."""
+    dim = job.head_dim
+    acc, _, _, _, _, _, values, _, weights, _ = scratch_layout(job, thread)
+    step_bytes = dim // 16 * TILE_BYTES
+    for row in range(0, num, ROWS):
+        x = weights + row * 2 * BLOCK_KEYS
+        for d in range(0, dim, 32):
+            tiles, out = values + d // 16 * TILE_BYTES, acc + 4 * ((m + row) * dim + d)
+            if d + 16 < dim:
+                dot_rows(2, True, x, 2 * BLOCK_KEYS, tiles, step_bytes, TILE_BYTES, columns // 32, out, 4 * dim)
+            else:
+                dot_rows(1, True, x, 2 * BLOCK_KEYS, tiles, step_bytes, TILE_BYTES, columns // 32, out, 4 * dim)
+
+
+@helper
+def multiply_qk_amx(job: Any, thread: int, m: int, num: int, columns: int) -> None:
+    """Compute what `multiply_qk` does by AMX, for up to 32 queries."""
+    more = num > TILE_ROWS
     wide = (job.head_dim + 31) // 32 * 32
     _, q, _, _, _, keys, _, scores, _, _ = scratch_layout(job, thread)
     q += m * 2 * wide
@@ -271,11 +301,9 @@ def multiply_qk(job: Any, thread: int, m: int, more: bool, columns: int) -> None
 
 
 @helper
-def multiply_pv(job: Any, thread: int, m: int, more: bool, columns: int) -> None:
-    """Add the weighted values of the block's first `columns` keys to acc of queries m .. m + 31.
-
-    Without `more`, of queries m .. m + 15 only.
-    """
+def multiply_pv_amx(job: Any, thread: int, m: int, num: int, columns: int) -> None:
+    """Compute what `multiply_pv` does by AMX, for up to 32 queries."""
+    more = num > TILE_ROWS
     dim = job.head_dim
     acc, _, _, _, _, _, values, _, weights, _ = scratch_layout(job, thread)
     for d in range(0, dim, 32):
@@ -326,13 +354,13 @@ Rows of fewer than min_tokens new tokens are left out. scratch: `scratch_bytes` 
 """
 
 
-def can_use_amx(q: Tensor, pages: KVPages) -> bool:
-    """Return whether the AMX kernel supports this CPU, these dtypes and these shapes."""
+def can_use_bf16(q: Tensor, pages: KVPages) -> bool:
+    """Return whether the bf16 kernel supports this CPU, these dtypes and these shapes."""
     shapes = pages.page_size % 8 == 0 and BLOCK_KEYS % pages.page_size == 0 and pages.head_dim % 16 == 0
-    return shapes and q.dtype == pages.k.dtype == torch.bfloat16 and has_amx() and has_avx512_bf16()
+    return shapes and q.dtype == pages.k.dtype == torch.bfloat16 and has_avx512_bf16()
 
 
-def prefill_attention_amx(
+def prefill_attention_bf16(
     q: Tensor,
     out: Tensor,
     pages: KVPages,
@@ -344,7 +372,7 @@ def prefill_attention_amx(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> None:
-    """Write to `out` the attention of rows with at least `min_tokens` new tokens, using AMX.
+    """Write to `out` the attention of rows with at least `min_tokens` new tokens, by AMX or AVX512-BF16.
 
     Tokens of other rows are left unchanged.
     Shapes: q, out [num_tokens, num_heads, head_dim] bf16. The options are those of `reference.paged_attention`.
@@ -361,7 +389,7 @@ def prefill_attention_amx(
         batch.tables.shape[0], min_tokens, block, batch.tables.stride(0), num_heads, pages.num_kv_heads,
         pages.head_dim, pages.page_size, window or 0, scale, softcap or 0.0,
     )  # fmt: skip
-    prefill_kernel(16 if pages.page_size % 16 == 0 else 8)(job, threads)
+    prefill_kernel(16 if pages.page_size % 16 == 0 else 8, has_amx())(job, threads)
 
 
 def choose_item_tokens(num_tokens: int, num_heads: int, num_kv_heads: int, num_threads: int) -> int:
@@ -378,68 +406,6 @@ def choose_item_tokens(num_tokens: int, num_heads: int, num_kv_heads: int, num_t
 def full_tile_config() -> Tensor:
     """Return the AMX configuration in which all eight tiles have 16 rows."""
     return torch.frombuffer(bytearray(tile_config((TILE_ROWS,) * 8)), dtype=torch.uint8)
-
-
-@cache
-def prefill_kernel(lanes: int) -> Launch:
-    """Return the launcher of the AMX attention kernel for prefill.
-
-    Its argument record is a PREFILL_JOB. `lanes` (16 or 8) divides the page size.
-    """
-
-    def kernel(address: Any) -> None:
-        job = carray(address, 1, PREFILL_JOB)[0]
-        num_tokens, zero, part = pointer(INT32, job.num_tokens), zeros(16), zeros(lanes)
-        item, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
-        base, configured = 0, False
-        for row in range(job.num_rows):
-            blocks = 0
-            if num_tokens[row] >= job.min_tokens:
-                blocks = (num_tokens[row] + job.block_tokens - 1) // job.block_tokens
-            while item < base + blocks * job.num_kv_heads:
-                if not configured:
-                    tile_configure(job.config)
-                    configured = True
-                block, head = divmod(item - base, job.num_kv_heads)
-                _attend_item(
-                    job, zero, part, thread, row, head, (blocks - 1 - block) * job.block_tokens
-                )  # longest first
-                item = fetch_add(address, 0, 1)
-            base += blocks * job.num_kv_heads
-        if configured:
-            tile_release()
-
-    return compile_kernel(kernel)
-
-
-@helper
-def _attend_item(job: Any, zero: Any, part: Any, thread: int, row: int, head: int, token: int) -> None:
-    """Compute attention of a block of a row's new tokens, from `token` on, for one key head."""
-    group = job.num_heads // job.num_kv_heads
-    start, offset = pointer(INT32, job.start)[row] + token, pointer(INT32, job.offsets)[row] + token
-    tokens = min(job.block_tokens, pointer(INT32, job.num_tokens)[row] - token)
-    num, end = tokens * group, start + tokens
-    _load_queries(job, zero, thread, head, offset, start, tokens)
-    low = 0
-    if job.window > 0:
-        low = max(0, start + 1 - job.window) // BLOCK_KEYS * BLOCK_KEYS
-    acc, _, row_maxes, row_sums, limits, _, _, scores, weights, _ = scratch_layout(job, thread)
-    limit = pointer(INT32, limits)
-    for first in range(low, end, BLOCK_KEYS):
-        count = min(BLOCK_KEYS, end - first)
-        pack_keys_values(job, zero, part, thread, row, head, first, count)
-        for m in range(0, num, BLOCK_QUERIES):
-            last = limit[min(m + BLOCK_QUERIES, num) - 1]
-            if last > first and (job.window == 0 or first + count > limit[m] - job.window):
-                columns = (min(last - first, count) + 31) // 32 * 32
-                multiply_qk(job, thread, m, num - m > TILE_ROWS, columns)
-                online_softmax(
-                    zero, scores, weights, row_sums + 64 * m, acc + 4 * job.head_dim * m, row_maxes + 4 * m,
-                    limits + 4 * m, min(BLOCK_QUERIES, num - m), first, columns, job.head_dim, job.window,
-                    np.float32(job.scale), np.float32(job.softcap),
-                )  # fmt: skip
-                multiply_pv(job, thread, m, num - m > TILE_ROWS, columns)
-    _write_outputs(job, zero, thread, head, offset, tokens)
 
 
 @helper
@@ -484,6 +450,79 @@ def _write_outputs(job: Any, zero: Any, thread: int, head: int, offset: int, tok
         for d in range(0, dim, 16):
             value = mul(load(zero, pointer(FLOAT32, acc), m * dim + d), factor)
             store_bf16(True, pointer(BFLOAT16, job.out), target + d, value)
+
+
+def _make_attend_item(qk: Any, pv: Any) -> Any:
+    """Return the helper that computes an item; `qk`, `pv`: `multiply_qk` and `multiply_pv`, or those by AMX."""
+
+    @helper
+    def attend_item(job: Any, zero: Any, part: Any, thread: int, row: int, head: int, token: int) -> None:
+        """Compute attention of a block of a row's new tokens, from `token` on, for one key head."""
+        group = job.num_heads // job.num_kv_heads
+        start, offset = pointer(INT32, job.start)[row] + token, pointer(INT32, job.offsets)[row] + token
+        tokens = min(job.block_tokens, pointer(INT32, job.num_tokens)[row] - token)
+        num, end = tokens * group, start + tokens
+        _load_queries(job, zero, thread, head, offset, start, tokens)
+        low = 0
+        if job.window > 0:
+            low = max(0, start + 1 - job.window) // BLOCK_KEYS * BLOCK_KEYS
+        acc, _, row_maxes, row_sums, limits, _, _, scores, weights, _ = scratch_layout(job, thread)
+        limit = pointer(INT32, limits)
+        for first in range(low, end, BLOCK_KEYS):
+            count = min(BLOCK_KEYS, end - first)
+            pack_keys_values(job, zero, part, thread, row, head, first, count)
+            for m in range(0, num, BLOCK_QUERIES):
+                last = limit[min(m + BLOCK_QUERIES, num) - 1]
+                if last > first and (job.window == 0 or first + count > limit[m] - job.window):
+                    columns = (min(last - first, count) + 31) // 32 * 32
+                    qk(job, thread, m, min(BLOCK_QUERIES, num - m), columns)
+                    online_softmax(
+                        zero, scores, weights, row_sums + 64 * m, acc + 4 * job.head_dim * m, row_maxes + 4 * m,
+                        limits + 4 * m, min(BLOCK_QUERIES, num - m), first, columns, job.head_dim, job.window,
+                        np.float32(job.scale), np.float32(job.softcap),
+                    )  # fmt: skip
+                    pv(job, thread, m, min(BLOCK_QUERIES, num - m), columns)
+        _write_outputs(job, zero, thread, head, offset, tokens)
+
+    return attend_item
+
+
+_attend_item = _make_attend_item(multiply_qk, multiply_pv)
+_attend_item_amx = _make_attend_item(multiply_qk_amx, multiply_pv_amx)
+
+
+@cache
+def prefill_kernel(lanes: int, amx: bool) -> Launch:
+    """Return the launcher of the bf16 attention kernel for prefill.
+
+    Its argument record is a PREFILL_JOB. `lanes` (16 or 8) divides the page size. `amx`: multiply by AMX tiles.
+    """
+
+    def kernel(address: Any) -> None:
+        job = carray(address, 1, PREFILL_JOB)[0]
+        num_tokens, zero, part = pointer(INT32, job.num_tokens), zeros(16), zeros(lanes)
+        item, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
+        base, configured = 0, False
+        for row in range(job.num_rows):
+            blocks = 0
+            if num_tokens[row] >= job.min_tokens:
+                blocks = (num_tokens[row] + job.block_tokens - 1) // job.block_tokens
+            while item < base + blocks * job.num_kv_heads:
+                if amx and not configured:
+                    tile_configure(job.config)
+                    configured = True
+                block, head = divmod(item - base, job.num_kv_heads)
+                token = (blocks - 1 - block) * job.block_tokens  # longest first
+                if amx:  # numba compiles only the branch that is taken
+                    _attend_item_amx(job, zero, part, thread, row, head, token)
+                else:
+                    _attend_item(job, zero, part, thread, row, head, token)
+                item = fetch_add(address, 0, 1)
+            base += blocks * job.num_kv_heads
+        if configured:
+            tile_release()
+
+    return compile_kernel(kernel)
 
 
 TORCH_QUERY_BLOCK = 256  # queries that share one mask or one score matrix

@@ -20,7 +20,9 @@ import torch
 from llvmlite import binding, ir
 from numba import types
 
-from .simd import F32, I8, I32, emit_call, emit_splat, round_bfloat16, simd_intrinsic
+from .simd import F32, I8, I32, I64, emit_call, emit_load, emit_loop, emit_splat, round_bfloat16, simd_intrinsic
+
+ROWS = 8  # of one `dot_rows`: their sums fit the registers
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no name for LLVM's bfloat
@@ -68,6 +70,50 @@ def emit_dot_pairs(builder: Any, native: bool, total: Any, *pairs: Any) -> Any:
     high = [builder.bitcast(builder.and_(x, upper), wide) for x in words]
     name = f"llvm.fmuladd.v{lanes}f32"
     return emit_call(builder, name, wide, *high, emit_call(builder, name, wide, *low, total))
+
+
+@simd_intrinsic
+def dot_rows(
+    typing: Any, halves: Any, keep: Any, x: Any, stride: Any, tiles: Any, step_bytes: Any, half_bytes: Any,
+    num_steps: Any, out: Any, out_stride: Any,
+) -> Any:  # fmt: skip
+    """Multiply ROWS rows of bf16 numbers with tiles of 32 inputs x 16 outputs, as AMX would, by AVX512-BF16.
+
+    `x`, `out`: addresses of the first rows (bf16, float32); `stride`, `out_stride`: bytes from one row to the next.
+    `tiles`: address of the first tile; `step_bytes`, `half_bytes`: bytes to the tile of the next 32 inputs, and of the
+    next 16 outputs. `halves` (a literal): 1 or 2 tiles of outputs. `keep` (a literal): add to `out`.
+    """
+    num_halves, wide = halves.literal_value, ir.VectorType(F32, 16)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, _, x, stride, tiles, step_bytes, half_bytes, num_steps, out, out_stride = args
+
+        def multiply_step(step: Any, totals: list[Any]) -> list[Any]:
+            first = builder.add(tiles, builder.mul(step, step_bytes))
+            parts = [first, builder.add(first, half_bytes)][:num_halves]
+            inputs = [builder.add(row, builder.mul(step, ir.Constant(I64, 64))) for row in rows]
+            for pair in range(16):
+                weights = [emit_load(builder, wide, part, 64 * pair) for part in parts]
+                for row in range(ROWS):
+                    numbers = emit_splat(builder, emit_load(builder, F32, inputs[row], 4 * pair), 16)
+                    for half in range(num_halves):
+                        place = row * num_halves + half
+                        totals[place] = emit_dot_pairs(builder, True, totals[place], weights[half], numbers)
+            return totals
+
+        def place(row: int, half: int) -> Any:
+            at = builder.add(out, builder.mul(out_stride, ir.Constant(I64, row)))
+            return builder.add(at, ir.Constant(I64, 64 * half))
+
+        rows = [builder.add(x, builder.mul(stride, ir.Constant(I64, row))) for row in range(ROWS)]
+        places = [place(row, half) for row in range(ROWS) for half in range(num_halves)]
+        zero = ir.Constant(wide, [0.0] * 16)
+        starts = [emit_load(builder, wide, at) if keep.literal_value else zero for at in places]
+        for at, total in zip(places, emit_loop(builder, num_steps, starts, multiply_step), strict=True):
+            builder.store(total, builder.inttoptr(at, wide.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(halves, keep, *(types.int64,) * 8), generate
 
 
 @simd_intrinsic
