@@ -138,12 +138,8 @@ class DecodeBatch:
         self._is_used, self._is_unreserved = entries["is_used"], entries["is_unreserved"]
         self._slot, self._service_order = entries["slot"], entries["service_order"]
         self._num_computed, self._num_reported = entries["num_computed"], entries["num_reported"]
-        self._num_pages, self._next_token, self._row = (
-            entries["num_pages"],
-            entries["next_token"],
-            entries["planned_row"],
-        )
-        self._cell, self._end = entries["cell"], entries["end"]
+        self._num_pages, self._next_token = entries["num_pages"], entries["next_token"]
+        self._cell, self._end, self._row = entries["cell"], entries["end"], entries["planned_row"]
         self._draws = Draws.of([entries[name] for name in _DRAW_FIELDS])
         self._specs = entries[list(_DRAW_FIELDS)]
         self._num_changing = 0  # entries with such a function
