@@ -7,6 +7,6 @@ PagedAttention", SOSP 2023, arXiv 2309.06180.
 
 Reading order: `reservations` (the memory management that pages are compared with), `cost` (seconds of a step),
 `simulate` (an engine on a virtual clock), `published` (the paper's values), `results` and `report` (rows, panels, the
-files), then the studies: `memory` (Figures 2 and 13), `rates` (12, 14, 16, 17), `sharing` (15), `kernel_tax` (18a),
-`page_sizes` (18b, 19), `batching` (paging or scheduling, length-aware batches), `chunks`, `local_user`, `tails`.
+files), then the studies: `memory` (Figures 2 and 13), `rates` (12, 14, 16, 17), `sharing` (15, shared last pages),
+`batching` (page sizes, paging or scheduling, lengths apart, chunk budgets, one local user).
 """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chatcache.bench.report import format_number
-from loadtest.studies import memory
+from loadtest.studies import batching, memory, rates, sharing
 from loadtest.studies.cost import COSTS, OPT_13B, open_cost
 from loadtest.studies.report import run_facts, save, write_markdown
 from loadtest.studies.results import Context, StudyResult, num_cores
@@ -29,7 +29,18 @@ class Study:
 
 STUDIES: dict[str, Study] = {
     "fig2": Study(memory.run_fig2, 20, 8),
+    "fig12": Study(rates.run_fig12, 150, 35),
     "fig13": Study(memory.run_fig13, 50, 20),
+    "fig14": Study(rates.run_fig14, 60, 15),
+    "fig15": Study(sharing.run_fig15, 40, 20),
+    "fig16": Study(rates.run_fig16, 20, 10),
+    "fig17": Study(rates.run_fig17, 40, 15),
+    "fig18b": Study(batching.run_page_sizes, 20, 6),
+    "paging_or_scheduling": Study(batching.run_paging_or_scheduling, 60, 20),
+    "lengths_apart": Study(batching.run_lengths_apart, 15, 5),
+    "chunks": Study(batching.run_chunks, 15, 5),
+    "local_user": Study(batching.run_local_user, 2, 2),
+    "tails": Study(sharing.run_tails, 5, 2),
 }
 
 

@@ -18,7 +18,7 @@ HEADER = """# Studies: the paper's figures and the questions around them
 
 The paper is Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023
 ([arXiv 2309.06180](https://arxiv.org/abs/2309.06180)). All values are made by `make studies`; see
-[the method](#method). Machine of the real measurements: {machine}.
+[the method](#method). Run on: {machine}.
 {notes}
 """
 

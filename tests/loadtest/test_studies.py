@@ -11,7 +11,7 @@ import pytest
 
 from chatcache.kv_cache.pool import PagePool
 from loadtest.lengths import ALPACA, SHAREGPT
-from loadtest.studies import memory
+from loadtest.studies import batching, memory, sharing
 from loadtest.studies.__main__ import main
 from loadtest.studies.cost import OPT_13B, open_cost
 from loadtest.studies.published import FIG2, FIG13_SHAREGPT, SYSTEMS
@@ -121,6 +121,28 @@ def test_figures_2_and_13_are_within_10_percent_of_the_published_values(name: st
     tokens, batch = _tokens_and_batch(name)
     assert tokens == pytest.approx(FIG2[name][0], rel=0.1)
     assert batch == pytest.approx(FIG13_SHAREGPT[name], rel=0.1)
+
+
+@pytest.mark.slow
+def test_figure_15_parallel_sampling_is_within_5_points_of_the_published_values() -> None:
+    rows = sharing.run_fig15(Context(quick=True)).rows[:3]
+    assert [row.ours for row in rows] == pytest.approx([row.published for row in rows], abs=5)
+
+
+@pytest.mark.parametrize("q", [0.05, 0.3])
+def test_page_fill_is_the_mean_of_simulated_pages(q: float) -> None:
+    rng, fills = random.Random(5), []
+    for _ in range(20_000):
+        fill = 1
+        while fill < 16 and rng.random() >= q:
+            fill += 1
+        fills.append(fill)
+    assert sharing.page_fill(q) == pytest.approx(sum(fills) / len(fills), rel=0.02)
+
+
+def test_local_user_finds_earlier_turns_in_the_cache() -> None:
+    computed, first_on, first_off = (row.ours for row in batching.run_local_user(Context(quick=True)).rows)
+    assert computed < 0.3 and first_on < first_off
 
 
 @pytest.mark.slow

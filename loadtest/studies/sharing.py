@@ -1,0 +1,117 @@
+"""Figure 15: memory that sequences of one request save by sharing; shared last pages: copy on write or fresh pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from loadtest.lengths import ALPACA, SHAREGPT, GammaLengths
+from loadtest.studies import published
+from loadtest.studies.results import SIMULATED, Context, Panel, Published, Row, Series, StudyResult
+from loadtest.studies.simulate import Outcome, System, poisson_trace, simulate
+
+WIDTHS = (2, 4, 6)
+PAGE = 16
+
+
+class _Case(NamedTuple):
+    data: str
+    lengths: GammaLengths
+    rate: float
+    seconds: float
+    is_beam_search: bool
+    paper: dict[int, float] | tuple[float, float]
+
+    @property
+    def name(self) -> str:
+        return f"{'beam search' if self.is_beam_search else 'parallel sampling'}, {self.data}"
+
+    def published(self, width: int) -> Published:
+        return self.paper[width] if isinstance(self.paper, dict) else self.paper
+
+
+def _measure(job: tuple[GammaLengths, float, float, bool, int, System]) -> Outcome:
+    lengths, rate, seconds, is_beam_search, width, system = job
+    trace = poisson_trace(lengths, rate, seconds, 1, width, beam=is_beam_search)
+    return simulate(trace, replace(system, seconds=seconds, warm_up_s=seconds / 5, drain=False))
+
+
+def run_fig15(context: Context) -> StudyResult:
+    """Measure logical and physical pages with 2, 4 and 6 sequences."""
+    cases = [
+        _Case("Alpaca", ALPACA, 4.0, context.pick(120.0, 60.0), False, published.FIG15_PARALLEL_ALPACA),
+        _Case("ShareGPT", SHAREGPT, 0.25, context.pick(600.0, 300.0), False, published.FIG15_PARALLEL_SHAREGPT),
+        _Case("Alpaca", ALPACA, 2.0, context.pick(60.0, 30.0), True, published.FIG15_BEAM_ALPACA),
+    ]
+    system = System(cost=context.cost)
+    jobs = [
+        (case.lengths, case.rate, case.seconds, case.is_beam_search, width, system)
+        for case in cases
+        for width in WIDTHS
+    ]
+    saved = iter([100 * outcome.sharing_saved() for outcome in context.map(_measure, jobs)])
+    rows, panels = [], []
+    for case in cases:
+        ours = {width: next(saved) for width in WIDTHS}
+        rows += [
+            Row("15", f"{case.name}, {width}", value, case.published(width), "%", SIMULATED)
+            for width, value in ours.items()
+        ]
+        labels = tuple(map(str, WIDTHS))
+        series = [Series("ours", labels, tuple(ours.values()))]
+        if isinstance(case.paper, dict):
+            series.append(Series("paper", labels, tuple(case.paper.values()), is_published=True))
+        panels.append(
+            Panel(title=case.name, x_label="sequences per request", y_label="pages saved (%)", kind="bars",
+                  series=tuple(series),
+                  limit=(case.paper[1], "highest in the paper") if isinstance(case.paper, tuple) else None)
+        )  # fmt: skip
+    return StudyResult(
+        name="fig15",
+        title="Figure 15: memory saved by sharing pages (OPT-13B)",
+        question="How much memory does sharing within a request save?",
+        answer=f"Six candidates of Alpaca requests save {rows[2].ours:.0f} % of the pages, of ShareGPT requests, whose "
+        f"prompts are longer, {rows[5].ours:.0f} %; six beams save {rows[8].ours:.0f} %. How many pages beams "
+        f"share depends on "
+        "the log-probabilities, which are random here.",
+        rows=tuple(rows),
+        panels=tuple(panels),
+    )
+
+
+def page_fill(q: float) -> float:
+    """Return the tokens that a page holds when a branch forks with probability q per step and never copies."""
+    return (1 - (1 - q) ** PAGE) / q
+
+
+def run_tails(context: Context) -> StudyResult:
+    """Count copies of shared last pages, and pages filled when forks begin fresh ones."""
+    requests = context.pick(2000, 400)
+    trace = poisson_trace(GammaLengths(200.0, 0.8, 40.0, 0.5), 1.0, float(requests), 2, 2)
+    trace = [each for each in trace if each.output > 1]
+    outcome = simulate(trace, System(cost=context.cost))
+    copied = outcome.num_page_copies / len(outcome.finishes)
+    context.advance(1.0)
+    probabilities = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+    cost = tuple(PAGE / page_fill(q) for q in probabilities)
+    return StudyResult(
+        name="tails",
+        title="A shared last page: copy on write, or leave it and begin a fresh page",
+        question="Copy a shared last page, or abandon it?",
+        answer=f"Copy it. A fork copies one page in {100 * copied:.1f} % of all cases (theory: 15/16, the "
+        f"prompts whose end "
+        "is not the end of a page). Fresh pages copy nothing, but leave each page partly empty: a branch that "
+        "forks again "
+        f"with probability 0.1 per token fills {page_fill(0.1):.1f} of 16 slots, so it takes {cost[3]:.1f} "
+        f"times the pages.",
+        rows=(
+            Row("tails", "forks that copy a page (theory 15/16)", copied, 15 / 16, "", SIMULATED),
+            Row("tails", "pages with fresh tails / copies, q = 0.1 (closed form)", cost[3], None, "x", SIMULATED),
+        ),
+        panels=(
+            Panel(
+                title="fresh pages instead of copies", x_label="probability of a fork per token",
+                y_label="pages / pages with copies", series=(Series("closed form", probabilities, cost),),
+            ),
+        ),
+    )  # fmt: skip
