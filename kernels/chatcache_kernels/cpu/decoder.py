@@ -92,7 +92,7 @@ class DecoderWeights:
 
     @property
     def quantises_activations(self) -> bool:
-        """Return whether the layers multiply activations quantised to int8."""
+        """Return whether the layers multiply activations quantised to int16."""
         return self.head.scales is not None and int8.choose_unit(torch.bfloat16) == "vnni"
 
     def is_supported(self, pages: KVPages) -> bool:
