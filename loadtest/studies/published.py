@@ -36,9 +36,3 @@ FIG15_BEAM_SHAREGPT = (44.3, 66.3)
 FIG16 = {80: 1.67, 341: 3.58}
 
 FIG17_OVER_ORCA = 2.0  # section 6.5, Figure 17: chatbot, over all three Orca systems
-
-FIG18A_TAX = (1.20, 1.26)  # section 7.1: latency of the paged attention kernel over FasterTransformer's
-FIG18B_BEST_SHAREGPT = (16, 128)  # section 7.2: page sizes with the best latency
-FIG18B_BEST_ALPACA = (16, 32)
-FIG19_RECOMPUTE_OVER_SWAP = 1.20  # section 7.3: recomputation takes at most this share of the time of swapping
-FIG19_COMPARABLE = (16, 64)  # page sizes at which both take about the same time

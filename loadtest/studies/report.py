@@ -44,8 +44,12 @@ What is not measured but chosen:
   Max reserves 2,048, Pow2 the prompt and the next power of two of the output, Oracle the true output. They run the same
   scheduler, on `Scheduler(reservation=...)`. Their copies when beams are reordered cost nothing here.
 - *Static batches* of FasterTransformer: the paper's 22 times is its highest ratio over three models. For OPT-13B alone
-  the ratio is the one in the table, about half of that.
-- Simulated times contain no host work of this project; Figures 18a, 19 and the rows marked real do.
+  the ratio is the one in the table, less than half of that.
+- *Short traces.* A sustained rate is the highest one at which a trace of limited length, run to its last request, stays
+  at 0.5 s per token. Short traces, above all quick ones (20 to 450 s), allow higher rates than an hour would; ratios
+  depend less on the length.
+- Figures 18a (kernel cost of paging) and 19 (swap or recompute) need measurements of kernels and are not included.
+- Simulated times contain no host work of this project.
 """
 
 

@@ -29,7 +29,7 @@ FOREIGN = {
         "--enable-prompt-tokens-details",
     ),  # docker, redis-server, curl, vLLM
     *("--users", "--turns", "--minutes", "--seed", "--out", "--repeats"),  # our load test and fault injection
-    *("--rootdir", "--tune", "--arch", "--only"),  # pytest, the kernels' benchmarks
+    *("--rootdir", "--tune", "--arch", "--only", "--quick"),  # pytest, the kernels' benchmarks, studies
 }
 COMMANDS = [line for document in ALL_PAGES for line in command_lines(document, "chatcache")]
 
