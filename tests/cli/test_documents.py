@@ -28,7 +28,15 @@ FOREIGN = {
         "--data-binary",
         "--enable-prompt-tokens-details",
     ),  # docker, redis-server, curl, vLLM
-    *("--users", "--turns", "--minutes", "--seed", "--out", "--repeats"),  # our load test and fault injection
+    *(
+        "--users",
+        "--turns",
+        "--minutes",
+        "--seed",
+        "--out",
+        "--repeats",
+        "--quick",
+    ),  # our load tests and fault injection
     *("--rootdir", "--tune", "--arch", "--only", "--quick"),  # pytest, the kernels' benchmarks, studies
 }
 COMMANDS = [line for document in ALL_PAGES for line in command_lines(document, "chatcache")]
