@@ -179,7 +179,7 @@ def _gap_percentile(outcome: Outcome, share: float) -> float:
 
 
 def _local_day() -> list[tuple[int, ...]]:
-    """Return the prompts of one user: 20 turns, a regenerated answer, an edited question and two branches."""
+    """Return the prompts of one user: 8 turns, a regenerated answer, an edited question and two branches."""
     rng, answer = np.random.default_rng(0), (7,) * 150
     history: tuple[int, ...] = tuple(rng.integers(1000, 50_000, 100).tolist())
     prompts: list[tuple[int, ...]] = []
