@@ -35,7 +35,6 @@ FOREIGN = {
         "--seed",
         "--out",
         "--repeats",
-        "--quick",
     ),  # our load tests and fault injection
     *("--rootdir", "--tune", "--arch", "--only", "--quick"),  # pytest, the kernels' benchmarks, studies
 }
