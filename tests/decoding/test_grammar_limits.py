@@ -208,7 +208,8 @@ def test_a_compile_that_takes_too_much_memory_is_stopped(
     assert checker.check(grammar) == "it takes more than 32 MiB to compile"
 
 
-def test_a_child_that_has_left_is_replaced(checker: GrammarChecker) -> None:
+def test_a_child_that_has_left_is_replaced(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraint_checker, "CLOSE_S", 60.0)
     grammar = to_lark(StructuredOutputs(regex="a"))
     assert checker.check(grammar) == ""
     process = checker._process

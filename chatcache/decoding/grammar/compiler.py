@@ -43,6 +43,7 @@ from chatcache.types.stats import ModelInfo
 
 _NAMED = re.compile(r"<\[(\d+)\]>")
 COMPILE_CPU_S = 1.0
+CLOSE_S = 0.2  # for a child to exit by itself
 COMPILE_WALL_S = 10.0  # generous, for loaded machines
 COMPILE_MEMORY_BYTES = 1 << 30
 COMPILE_STACK_BYTES = 2 << 20  # smaller than the stacks of the engine's threads
@@ -150,7 +151,7 @@ def _close_process(process: subprocess.Popen[bytes]) -> int:
     if process.stdout is not None:
         process.stdout.close()
     try:
-        return process.wait(timeout=0.2)
+        return process.wait(CLOSE_S)
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()
