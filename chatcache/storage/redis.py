@@ -41,7 +41,6 @@ from chatcache.conversations.tree import (
 from chatcache.errors import ChatcacheError, NotFoundError
 from chatcache.storage.redis_client import (
     LEASE_S,
-    TIMEOUT_S,
     Client,
     GatewayHeartbeats,
     Pipe,
@@ -96,10 +95,10 @@ class RedisStore:
     for. Raises: StoreUnusableError for one that rejects the login or contains the data of a newer version.
     """
 
-    def __init__(self, url: str, *, lease_s: float = LEASE_S, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, url: str, *, lease_s: float = LEASE_S, timeout_s: float | None = None) -> None:
         """Configure the store.
 
-        `timeout_s`: how long the server may be silent before it counts as down.
+        `timeout_s`: how long the server may be silent before it counts as down; by default `redis_client.TIMEOUT_S`.
         """
         self._connection = RedisConnection(url, check_layout, timeout_s=timeout_s)
         self.keys = RedisKeys(self._connection)

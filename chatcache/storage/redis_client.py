@@ -68,9 +68,10 @@ class RedisConnection:
     """
 
     def __init__(
-        self, url: str, check_layout: Callable[[Client], Awaitable[None]], *, timeout_s: float = TIMEOUT_S
+        self, url: str, check_layout: Callable[[Client], Awaitable[None]], *, timeout_s: float | None = None
     ) -> None:
-        """Configure the connections. Raises: StoreUnusableError for an invalid URL."""
+        """Configure the connections; `timeout_s` is TIMEOUT_S by default. Raises: StoreUnusableError for a bad URL."""
+        timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
         try:
             self._client = _client(url, timeout_s, timeout_s)
             # For work that takes the server long; outages are detected by the other client.

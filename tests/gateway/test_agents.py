@@ -357,3 +357,15 @@ def test_compact_route_keeps_the_messages_of_the_user(server: ScriptedServer) ->
 def test_invalid_compaction_is_refused_by_its_field(server: ScriptedServer, given: object, param: str) -> None:
     status, _, answer = server.post(RESPONSES, input=given)
     assert (status, answer["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    "tool", [{"type": ["x"]}, {"type": {}}, {"type": 5}, ["x"], "x", {"type": "namespace", "tools": 5}]
+)
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, "/v1/messages"])
+def test_invalid_tool_is_refused_by_its_field(server: ScriptedServer, path: str, tool: object) -> None:
+    prompt = (
+        {"input": "Hi"} if path == RESPONSES else {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    )
+    status, _, answer = server.post(path, tools=[tool], **prompt)
+    assert status == 400 and "tools[" in answer["error"]["message"], answer

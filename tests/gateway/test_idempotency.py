@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
+from chatcache.storage import redis_client
 from tests.gateway.kept import server_on
 from tests.gateway.serving import Server, slowed
 from tests.support.redis_servers import RedisServer, redis_server
@@ -21,7 +22,9 @@ BODY = {"input": "Hello", "max_output_tokens": 8}
 
 @pytest.fixture(scope="module")
 def real_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+    """A server that never goes down: on a busy machine its answers may take long."""
+    with redis_server(tmp_path_factory.mktemp("redis")) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(redis_client, "TIMEOUT_S", redis_client.SLOW_TIMEOUT_S)
         yield server
 
 

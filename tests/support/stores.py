@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from chatcache.conversations.store import ConversationStore
-from chatcache.storage import sqlite_schema
+from chatcache.storage import redis_client, sqlite_schema
 from chatcache.storage.redis import RedisStore
 from chatcache.storage.sqlite import SqliteStore
 from tests.support.redis_servers import RedisServer, redis_server
@@ -27,7 +27,9 @@ def running_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSer
 
 
 @pytest.fixture
-def empty_redis(running_redis: RedisServer) -> RedisServer:
+def empty_redis(running_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> RedisServer:
+    """A server that never goes down: on a busy machine its answers may take long."""
+    monkeypatch.setattr(redis_client, "TIMEOUT_S", redis_client.SLOW_TIMEOUT_S)
     running_redis.admin.flushall()
     return running_redis
 

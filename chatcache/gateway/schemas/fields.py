@@ -145,7 +145,7 @@ def _describe_limit(param: str, message: str) -> str:
 def unknown_fields(body: Mapping[str, Any], *kinds: type[msgspec.Struct]) -> tuple[str, ...]:
     """List the fields that are ignored, nested ones with their path, for the `x-chatcache-ignored` header.
 
-    A tool that is not executed is listed as `tools.` and its type. `body` has been parsed as all of `kinds`. Raises:
+    A tool that is not executed is listed as `tools.` and its type. `body` may be invalid. Raises:
     UnsupportedParameterError for a field that is known and not supported.
     """
     nested: dict[str, tuple[type[msgspec.Struct], ...]] = {}
@@ -181,7 +181,7 @@ def _ignored_values(name: str, value: object) -> Iterator[str]:
 
 
 def _ignored_below(value: object, kinds: tuple[type[msgspec.Struct], ...], path: str) -> Iterator[str]:
-    """Name the ignored fields inside a value that was parsed as one of `kinds`, or as a list of them."""
+    """Name the ignored fields inside a value that should be one of `kinds`, or a list of them."""
     if not kinds or value is None:
         return
     if isinstance(value, list):
@@ -190,8 +190,9 @@ def _ignored_below(value: object, kinds: tuple[type[msgspec.Struct], ...], path:
     elif isinstance(value, dict):
         kind = kinds[0]
         executed = getattr(kind, "executed_types", None)
-        if executed is not None and value.get("type", "function") not in executed:
-            yield f"{path}.{value['type']}"
+        tool_type = str(value.get("type", "function"))
+        if executed is not None and tool_type not in executed:
+            yield f"{path}.{tool_type}"
             return
         nested, without_effect = _struct_fields(kind), getattr(kind, "without_effect", ())
         for name, each in value.items():
