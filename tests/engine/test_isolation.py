@@ -127,7 +127,9 @@ BANNED_SECOND: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["n", "best_of", "distinct", "beams"])
+@pytest.mark.parametrize(
+    "kind", ["n", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("best_of", "distinct", "beams"))]
+)
 def test_bans_of_every_token_end_one_candidate_only(kind: str) -> None:
     sampled: dict[str, Any] = {"n": {"n": 4}, "best_of": {"n": 3, "best_of": 4}, "distinct": {"n": 4, "distinct": True}}
     num_dead = num_failed = 0
