@@ -130,7 +130,6 @@ class Continuation(NamedTuple):
 
 
 _SELECTED = msgspec.msgpack.Decoder(list[list[Continuation]])
-_ENCODER = msgspec.msgpack.Encoder()
 
 
 class BeamGroup:
@@ -369,7 +368,7 @@ class BeamStrategy:
             )  # no beam is left and no hypothesis was found
         actions = self._branches.reassign(list(dict.fromkeys(beam.node for beam in beams)))
         outputs = self._emit_common_prefix(len(beams)) if beams else self._final_outputs()
-        return Advance(actions, (*outputs, *self._live_beams(beams)), not beams, _ENCODER.encode(selected))
+        return Advance(actions, (*outputs, *self._live_beams(beams)), not beams, msgspec.msgpack.encode(selected))
 
     def _update_returnable(self, ended: list[Hypothesis]) -> None:
         """Update the hypotheses that may be returned; release all others."""

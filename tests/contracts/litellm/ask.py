@@ -26,7 +26,7 @@ def main() -> None:
     rebuilt = litellm.stream_chunk_builder(chunks, messages=ASKED["messages"])
     many = litellm.completion(**ASKED, n=3)
     try:
-        litellm.completion(**{**ASKED, "max_tokens": 10_000_000})
+        litellm.completion(**{**ASKED, "messages": [{"role": "user", "content": "word " * 20_000}]})
         refused = ""
     except litellm.ContextWindowExceededError:
         refused = "context"
