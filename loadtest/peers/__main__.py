@@ -55,19 +55,24 @@ def main(argv: list[str] | None = None) -> int:
         for line in missing:
             print(line, flush=True)
         comparison = Comparison(peers, args.threads, Path(scratch))
+
+        def save() -> None:
+            """Write all values so far."""
+            if args.out is not None:
+                model = args.model.name if args.model else f"{args.shape} shape, random weights"
+                parameters = {"dtype": "bfloat16", "threads": args.threads, "repeat": args.repeat, "seed": seed}
+                about = {"model": model, **parameters, "cpu": cpu_name(), "missing": missing}
+                write_json(args.out, {**about, **comparison.as_json()})
+
         try:
             comparison.start(NUM_STARTS if "start" in args.only else 1)
             for case in (case for case in CASES if case.group in args.only):
                 comparison.measure(case, args.repeat, seed, vocab_size(folder))
+                save()
         finally:
             comparison.stop()
     print("\n".join((*comparison.errors, comparison.table())))
     if args.out is not None:
-        model = args.model.name if args.model else f"{args.shape} shape, random weights"
-        parameters = {"dtype": "bfloat16", "threads": args.threads, "repeat": args.repeat, "seed": seed}
-        write_json(
-            args.out, {"model": model, **parameters, "cpu": cpu_name(), "missing": missing, **comparison.as_json()}
-        )
         print(args.out)
     return 1 if comparison.errors else 0
 
