@@ -10,7 +10,7 @@ import pydantic
 import pytest
 from anthropic.types import MessageParam, ToolParam
 
-from tests.gateway.scripted import ScriptedServer, scripted
+from tests.gateway.scripted import ScriptedServer, hermes_server
 from tests.gateway.serving import MODEL, PAGE_SIZE, failing_after
 
 pytestmark = pytest.mark.slow
@@ -30,16 +30,7 @@ CALL = (
 )
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
-    with scripted(tmp_path_factory.mktemp("db"), "hermes") as server:
-        yield server
-
-
-@pytest.fixture
-def server(model: ScriptedServer) -> Iterator[ScriptedServer]:
-    yield model
-    model.wait_idle()
+module_server = hermes_server
 
 
 @pytest.fixture

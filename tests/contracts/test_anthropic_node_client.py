@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.contracts.node_clients import run
-from tests.gateway.scripted import ScriptedServer, scripted
+from tests.gateway.scripted import ScriptedServer, hermes_server
 from tests.gateway.serving import PAGE_SIZE, failing_after, slowed
 
 pytestmark = pytest.mark.slow
@@ -21,16 +20,7 @@ CALL = (
 LONG = "A rather long answer that does not end by itself while the client reads it. " * 3
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
-    with scripted(tmp_path_factory.mktemp("db"), "hermes") as server:
-        yield server
-
-
-@pytest.fixture
-def server(model: ScriptedServer) -> Iterator[ScriptedServer]:
-    yield model
-    model.wait_idle()
+module_server = hermes_server
 
 
 def play(server: ScriptedServer, scenario: str, *arguments: str) -> Any:

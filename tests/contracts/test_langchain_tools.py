@@ -11,7 +11,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
-from tests.gateway.scripted import ScriptedServer, scripted
+from tests.gateway.scripted import ScriptedServer, hermes_server
 from tests.gateway.serving import MODEL, PAGE_SIZE
 
 SAID = (
@@ -28,10 +28,7 @@ def weather(city: str) -> str:
     return f"sunny in {city}"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
-    with scripted(tmp_path_factory.mktemp("db"), "hermes") as server:
-        yield server
+model = hermes_server
 
 
 @pytest.fixture

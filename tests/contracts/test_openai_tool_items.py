@@ -9,12 +9,14 @@ import openai
 import pytest
 from openai.types.responses import FunctionToolParam
 
-from tests.contracts.test_openai_tools import ARGUMENTS, CALLS, FLAT, client, model, server
+from tests.contracts.test_openai_tools import ARGUMENTS, CALLS, FLAT, client
 from tests.gateway.described import Described
-from tests.gateway.scripted import ScriptedServer
+from tests.gateway.scripted import ScriptedServer, hermes_server
 from tests.gateway.serving import MODEL, slowed
 
-__all__ = ["client", "model", "server"]
+__all__ = ["client"]
+
+module_server = hermes_server
 
 KINDS = ["reasoning", "message", "function_call", "function_call"]
 

@@ -11,7 +11,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 from openai.types.responses import FunctionToolParam, ResponseInputParam
 
-from tests.gateway.scripted import ScriptedServer, scripted
+from tests.gateway.scripted import ScriptedServer, hermes_server
 from tests.gateway.serving import MODEL, PAGE_SIZE
 
 PARAMETERS: dict[str, object] = {
@@ -37,16 +37,7 @@ CALLS = (
 ARGUMENTS = ['{"city":  "Z\\u00fcrich"}', "{}"]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
-    with scripted(tmp_path_factory.mktemp("db"), "hermes") as server:
-        yield server
-
-
-@pytest.fixture
-def server(model: ScriptedServer) -> Iterator[ScriptedServer]:
-    yield model
-    model.wait_idle()
+module_server = hermes_server
 
 
 @pytest.fixture

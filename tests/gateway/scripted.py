@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from chatcache.config import ServerConfig
 from chatcache.types.plan import F32, Draws, StepResult
@@ -69,3 +70,10 @@ def scripted(path: Path, family: str, **config: str) -> Iterator[ScriptedServer]
     )
     with server:
         yield server.wait_ready()  # type: ignore[misc]
+
+
+@pytest.fixture(scope="module")
+def hermes_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
+    """A server of the Hermes format. Modules assign it to `module_server`, which `server` of the conftest uses."""
+    with scripted(tmp_path_factory.mktemp("db"), "hermes") as server:
+        yield server

@@ -12,7 +12,7 @@ from websockets.sync.client import ClientConnection, connect
 from chatcache.gateway.websocket import streams
 from tests.gateway.described import Described
 from tests.gateway.frames import send, until_end
-from tests.gateway.scripted import ScriptedServer, scripted
+from tests.gateway.scripted import ScriptedServer, hermes_server
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 SHELL = {"type": "function", "name": "shell", "strict": False, "parameters": {"type": "object"}}
@@ -43,16 +43,7 @@ CODEX_IGNORED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def module_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
-    with scripted(tmp_path_factory.mktemp("db"), "hermes") as server:
-        yield server
-
-
-@pytest.fixture
-def server(module_server: ScriptedServer) -> Iterator[ScriptedServer]:
-    yield module_server
-    module_server.wait_idle()
+module_server = hermes_server
 
 
 def ask(server: ScriptedServer, path: str = RESPONSES, **body: object) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from chatcache.conversations.token_memo import ArgumentMemo
 from chatcache.gateway.api.anthropic_messages import BILLING_LINE, SIGNATURE
 from tests.gateway.described import Described
 from tests.gateway.keyed import Keyed, keyed
-from tests.gateway.scripted import ScriptedServer, scripted
+from tests.gateway.scripted import ScriptedServer, hermes_server
 from tests.gateway.serving import PAGE_SIZE, Server, failing_after, tokenizer_with
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -35,16 +35,7 @@ CALLS = (
 CACHED = {"type": "ephemeral"}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
-    with scripted(tmp_path_factory.mktemp("db"), "hermes") as server:
-        yield server
-
-
-@pytest.fixture
-def server(model: ScriptedServer) -> Iterator[ScriptedServer]:
-    yield model
-    model.wait_idle()
+module_server = hermes_server
 
 
 @pytest.fixture

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.gateway.described import Described
-from tests.gateway.scripted import ScriptedServer, scripted
+from tests.gateway.scripted import ScriptedServer, hermes_server
 
 PARAMETERS = {"type": "object", "properties": {"in": {"type": "string"}}}
 FLAT = [{"type": "function", "name": "weather", "parameters": PARAMETERS}]
@@ -21,10 +20,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Weather?"}], "
 ASKED: dict[str, Any] = {"input": "Weather?", "tools": FLAT, "max_output_tokens": 200}
 
 
-@pytest.fixture(scope="module")
-def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
-    with scripted(tmp_path_factory.mktemp("db"), "hermes") as server:
-        yield server
+hermes = hermes_server
 
 
 @pytest.fixture(scope="module")
