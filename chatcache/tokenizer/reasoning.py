@@ -1,7 +1,7 @@
-"""Streaming parser for reasoning: a <think>...</think> block at the start of a reply.
+"""Streaming parser for reasoning: a block between two markers, such as <think>...</think>, at the start of a reply.
 
-The stream may be split at any character. White space around the tags belongs to neither part. Many chat templates
-write the opening tag in the generation prompt, so that the reply starts inside the block.
+The stream may be split at any character. White space around the markers belongs to neither part. Many chat templates
+write the opening marker in the generation prompt, so that the reply starts inside the block.
 """
 
 from __future__ import annotations
@@ -11,7 +11,21 @@ from dataclasses import dataclass
 
 from chatcache.tokenizer.tool_formats import WHITESPACE, partial_marker_length
 
-OPENING, CLOSING = "<think>", "</think>"
+
+@dataclass(frozen=True, slots=True)
+class ReasoningSyntax:
+    """Markers around the reasoning of a model, without the white space around them.
+
+    A reply that has written `opening` (or whose prompt ends with it) is thinking until it writes `closing`; writing
+    `closing` ends the thought. `always_open`: every reply begins inside the reasoning, although no prompt shows it.
+    """
+
+    opening: str = "<think>"
+    closing: str = "</think>"
+    always_open: bool = False
+
+
+THINK = ReasoningSyntax()
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +39,11 @@ class ReasoningDelta:
 class ReasoningParser:
     """Separates the reasoning block of one candidate from its text while it is generated.
 
-    `begins_inside`: the block is open from the start, and an opening tag is optional.
+    `begins_inside`: the block is open from the start, and an opening marker is optional.
     """
 
-    def __init__(self, *, begins_inside: bool = False) -> None:
+    def __init__(self, syntax: ReasoningSyntax = THINK, *, begins_inside: bool = False) -> None:
+        self._opening, self._closing = syntax.opening, syntax.closing
         self._begins_inside = begins_inside
         self._state: Callable[[str, bool], str] = self._at_start
         self._held = ""
@@ -65,10 +80,10 @@ class ReasoningParser:
 
     def _at_start(self, text: str, last: bool) -> str:
         first = text.lstrip(WHITESPACE)
-        if first.startswith(OPENING):
+        if first.startswith(self._opening):
             self._state = self._inside
-            return first[len(OPENING) :]
-        if not last and OPENING.startswith(first):
+            return first[len(self._opening) :]
+        if not last and self._opening.startswith(first):
             return self._hold(text)
         self._state = self._inside if self._begins_inside else self._after
         self._trims = self._begins_inside
@@ -78,12 +93,12 @@ class ReasoningParser:
         if self._trims:
             text = text.lstrip(WHITESPACE)
             self._trims = not text
-        at = text.find(CLOSING)
+        at = text.find(self._closing)
         if at >= 0:
             self._reasoning.append(text[:at].rstrip(WHITESPACE))
             self._state, self._trims = self._after, True
-            return text[at + len(CLOSING) :]
-        end = len(text) if last else len(text) - partial_marker_length(text, CLOSING)
+            return text[at + len(self._closing) :]
+        end = len(text) if last else len(text) - partial_marker_length(text, self._closing)
         self._reasoning.append(text[:end])
         return self._hold(text[end:])
 

@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from chatcache.tokenizer.reasoning import CLOSING, OPENING, ReasoningDelta, ReasoningParser
+from chatcache.tokenizer.reasoning import THINK, ReasoningDelta, ReasoningParser, ReasoningSyntax
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.tokenizer.tool_formats import HERMES, LLAMA3, MISTRAL, ToolCallSyntax
 from chatcache.tokenizer.tool_parser import ToolCallDelta, ToolCallParser
 
 AUTO, NONE = "auto", "none"
 TOOL_CALLS: Mapping[str, ToolCallSyntax] = {"hermes": HERMES, "llama3_json": LLAMA3, "mistral": MISTRAL}
-REASONING = ("qwen3", "deepseek_r1")
+REASONING: Mapping[str, ReasoningSyntax] = {"qwen3": THINK, "deepseek_r1": replace(THINK, always_open=True)}
+_KNOWN_REASONING = (
+    THINK,
+    ReasoningSyntax("[THINK]", "[/THINK]"),
+    ReasoningSyntax("<|channel>thought", "<channel|>"),
+    ReasoningSyntax("<seed:think>", "</seed:think>"),
+    ReasoningSyntax("Here is my thought process:", "Here is my response:"),
+)
 _TOOLS = re.compile(r"\btools\b")
 _TAIL_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyFormat:
-    """Reasoning and tool-call format of a model; the names are those of vLLM's parsers.
+    """Reasoning and tool-call format of a model.
 
+    `reasoning`: the markers between which the model thinks; None if it does not think.
     `supports_tools`: the chat template renders function definitions. `named_calls`: the model writes the function name
     before the arguments object instead of inside it.
     """
 
     tool_calls: str = NONE
-    reasoning: str = NONE
+    reasoning: ReasoningSyntax | None = None
     supports_tools: bool = False
     named_calls: bool = False
 
@@ -38,17 +46,17 @@ class ReplyFormat:
 
     def starts_in_reasoning(self, prompt_end: str) -> bool:
         """Return True if the reply to a prompt that ends with this text starts with reasoning."""
-        end = prompt_end.rstrip()
-        if self.reasoning == NONE or end.endswith(CLOSING):
+        syntax, end = self.reasoning, prompt_end.rstrip()
+        if syntax is None or end.endswith(syntax.closing):
             return False
-        return self.reasoning == "deepseek_r1" or end.endswith(OPENING)
+        return syntax.always_open or end.endswith(syntax.opening)
 
     def marks(self, *, tools: bool) -> tuple[str, ...]:
         """Return the markers that the parsers need in the text, even if they are special tokens.
 
         `tools`: include those of tool calls.
         """
-        thoughts = (OPENING, CLOSING) if self.reasoning != NONE else ()
+        thoughts = (self.reasoning.opening, self.reasoning.closing) if self.reasoning is not None else ()
         return thoughts + (self.syntax.marks if tools and self.syntax is not None else ())
 
 
@@ -58,12 +66,15 @@ def detect_format(tokenizer: Tokenizer, tool_calls: str = AUTO, reasoning: str =
     A format that is "auto" is detected from the chat template and the vocabulary.
     """
     source, tokens = tokenizer.template_source, tokenizer.added_tokens
-    if reasoning == AUTO:
-        reasoning = "qwen3" if CLOSING in source else NONE
+    thinking = REASONING.get(reasoning) if reasoning != AUTO else _detect_reasoning(source)
     shows_tools = _TOOLS.search(source) is not None
     if tool_calls == AUTO:
         tool_calls = _detect_tool_calls(source, tokens) if shows_tools else NONE
-    return ReplyFormat(tool_calls, reasoning, shows_tools, "[ARGS]" in source)
+    return ReplyFormat(tool_calls, thinking, shows_tools, "[ARGS]" in source)
+
+
+def _detect_reasoning(source: str) -> ReasoningSyntax | None:
+    return next((syntax for syntax in _KNOWN_REASONING if syntax.closing in source), None)
 
 
 def _detect_tool_calls(source: str, tokens: Collection[str]) -> str:
@@ -94,7 +105,8 @@ class ReplyParser:
 
     def __init__(self, form: ReplyFormat, prompt_end: str, names: Collection[str] | None) -> None:
         inside = form.starts_in_reasoning(prompt_end)
-        self._thoughts = ReasoningParser(begins_inside=inside) if form.reasoning != NONE else None
+        syntax = form.reasoning
+        self._thoughts = ReasoningParser(syntax, begins_inside=inside) if syntax is not None else None
         self._calls = ToolCallParser(form.syntax, names) if form.syntax is not None and names is not None else None
 
     @property

@@ -15,7 +15,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from chatcache.tokenizer.reasoning import CLOSING, OPENING
 from chatcache.tokenizer.reply_format import ReplyFormat
 from chatcache.tokenizer.tool_formats import ToolCallSyntax
 
@@ -97,11 +96,12 @@ class _ReasoningRules:
         self._mark = _MarkRules(special)
 
     def lines(self, prompt_end: str) -> list[str]:
-        if self._form.reasoning == "none" or prompt_end.rstrip().endswith(CLOSING):
+        syntax = self._form.reasoning
+        if syntax is None or prompt_end.rstrip().endswith(syntax.closing):
             return []
         inside = self._form.starts_in_reasoning(prompt_end)
-        lead = "thought BLANK?" if inside else f"({self._mark(OPENING)} thought BLANK?)?"
-        return [f"lead: {lead}", *self._mark.until("thought", CLOSING), r"BLANK: /[ \t\r\n]+/"]
+        lead = "thought BLANK?" if inside else f"({self._mark(syntax.opening)} thought BLANK?)?"
+        return [f"lead: {lead}", *self._mark.until("thought", syntax.closing), r"BLANK: /[ \t\r\n]+/"]
 
 
 class _CallRules:

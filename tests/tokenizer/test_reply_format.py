@@ -9,7 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from chatcache.tokenizer.detokenizer import IncrementalDetokenizer
-from chatcache.tokenizer.reply_format import ReplyFormat, ReplyParser, decode_prompt_end, detect_format
+from chatcache.tokenizer.reasoning import THINK
+from chatcache.tokenizer.reply_format import REASONING, ReplyFormat, ReplyParser, decode_prompt_end, detect_format
 from chatcache.tokenizer.tokenizer import Tokenizer, read_tokenizer
 from tests.gateway.serving import tiny_tokenizer
 from tests.tokenizer.families import FAMILIES, TOKENS, backend_with, tokenizer_of
@@ -29,9 +30,9 @@ CHAT: list[dict[str, Any]] = [
     {"role": "tool", "content": "sunny", "tool_call_id": "abcdefgh1", "name": "f"},
 ]
 EXPECTED = {
-    "hermes": ReplyFormat("hermes", "qwen3", supports_tools=True),
-    "qwen3": ReplyFormat("hermes", "qwen3", supports_tools=True),
-    "opened": ReplyFormat("hermes", "qwen3", supports_tools=True),
+    "hermes": ReplyFormat("hermes", THINK, supports_tools=True),
+    "qwen3": ReplyFormat("hermes", THINK, supports_tools=True),
+    "opened": ReplyFormat("hermes", THINK, supports_tools=True),
     "llama3": ReplyFormat("llama3_json", supports_tools=True),
     "mistral": ReplyFormat("mistral", supports_tools=True),
     "mistral named": ReplyFormat("mistral", supports_tools=True, named_calls=True),
@@ -82,7 +83,7 @@ def test_families_render_as_with_transformers(tmp_path: Path, name: str, tools: 
     ],
 )
 def test_where_a_reply_begins(reasoning: str, end: str, inside: bool) -> None:
-    form = ReplyFormat(reasoning=reasoning)
+    form = ReplyFormat(reasoning=REASONING.get(reasoning))
     assert form.starts_in_reasoning(end) is inside
     assert ReplyParser(form, end, None).is_thinking is inside
 
@@ -102,6 +103,6 @@ def test_special_tokens_reach_the_parser_though_people_do_not_see_them() -> None
 
 
 def test_calls_are_text_where_no_function_may_be_called() -> None:
-    parser = ReplyParser(ReplyFormat("hermes", "qwen3"), "", None)
+    parser = ReplyParser(ReplyFormat("hermes", THINK), "", None)
     call = '<tool_call>{"name": "f"}</tool_call>'
     assert parser.push(f"<think>hm</think>\n{call}").text == call

@@ -11,6 +11,7 @@ import llguidance
 import pytest
 
 from chatcache.decoding.grammar.compiler import _Vocabulary, to_lark
+from chatcache.tokenizer.reasoning import THINK
 from chatcache.tokenizer.reply_format import ReplyFormat, ReplyParser, detect_format
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.tokenizer.tool_grammar import CallableFunction, ToolChoice, build_tool_grammar
@@ -48,7 +49,7 @@ def vocabulary(name: str) -> Any:
 
 
 def form_of(tokenizer: Tokenizer) -> ReplyFormat:
-    return replace(detect_format(tokenizer), reasoning="none")
+    return replace(detect_format(tokenizer), reasoning=None)
 
 
 def accepted(name: str, choice: ToolChoice, text: str, *, form: ReplyFormat | None = None, prompt_end: str = "") -> str:
@@ -120,7 +121,7 @@ def test_an_answer_may_have_a_form_of_its_own(name: str) -> None:
     ],
 )
 def test_a_model_may_think_first(end: str, text: str, expected: str) -> None:
-    form = ReplyFormat("hermes", "qwen3")
+    form = ReplyFormat("hermes", THINK)
     call = ONE["qwen3"] % ("f", '{"n": 1}')
     written = text.replace("CALL", call)
     assert accepted("qwen3", REQUIRED, written, form=form, prompt_end=end) == expected

@@ -44,7 +44,7 @@ from chatcache.conversations.tree import ToolCall, Turn
 from chatcache.engine.protocols import EngineClient
 from chatcache.errors import ChatcacheError
 from chatcache.tokenizer.detokenizer import IncrementalDetokenizer
-from chatcache.tokenizer.reply_format import NONE, ReplyFormat
+from chatcache.tokenizer.reply_format import ReplyFormat
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import FINISH_CANCELLED, Beams, CandidateDone, Failed, Finished, Started, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
@@ -331,7 +331,7 @@ class ChatService:
         self._live[request.request_id] = request.namespace if owner is None else owner, request
         reply_format = self.reply_format if rendering is not None else ReplyFormat()
         if not thinks:
-            reply_format = replace(reply_format, reasoning=NONE)
+            reply_format = replace(reply_format, reasoning=None)
         context = ReplyContext(self.tokenizer, reply_format, functions)
         return Reply(self, request, rendering, prefix, context)
 
