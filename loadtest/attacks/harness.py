@@ -1,0 +1,209 @@
+"""The attacked server, the requests of another tenant, and the figures of one attack."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from chatcache.bench.report import Figure, compare, percentiles
+
+MAX_P99_RATIO = 2.0
+MAX_GROWTH_MIB = 64.0
+_START_TIMEOUT_S = 120.0
+_VICTIM_PAUSE_S = 0.02
+_STREAM_TOKENS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A running server. The attacker and the victim belong to different tenants."""
+
+    port: int
+    pid: int
+    attacker_key: str
+    victim_key: str
+
+    def client(self, key: str) -> httpx.AsyncClient:
+        """Return an HTTP client of a tenant without limits on connections or on the time of a request."""
+        return httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{self.port}",
+            headers={"authorization": f"Bearer {key}"},
+            timeout=None,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        )
+
+    def attacker(self) -> httpx.AsyncClient:
+        return self.client(self.attacker_key)
+
+    def rss_mib(self) -> float:
+        """Return the resident memory of the gateway process."""
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """One attack. `run` attacks until it is cancelled; `server_arguments` are passed to `chatcache serve`."""
+
+    name: str
+    summary: str
+    run: Callable[[Target], Awaitable[None]]
+    server_arguments: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class VictimTimes:
+    """Seconds that the requests of the victim took."""
+
+    responses_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+
+    def p99_ms(self) -> dict[str, float]:
+        """Return the 99th percentile by kind of request."""
+        kinds = {"response": self.responses_s, "token gap": self.gaps_s}
+        return {kind: percentiles(values, (99,), scale=1000.0)["p99"] for kind, values in kinds.items() if values}
+
+
+@contextlib.contextmanager
+def running_server(arguments: Sequence[str] = ()) -> Iterator[Target]:
+    """Start `chatcache serve` with the demo model and one key each for the attacker and the victim."""
+    with tempfile.TemporaryDirectory() as folder:
+        database = str(Path(folder) / "chat.db")
+        keys = [_create_key(tenant, database) for tenant in ("attacker", "victim")]
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port: int = probe.getsockname()[1]
+        command = [sys.executable, "-m", "chatcache", "serve", "--port", str(port), "--db", database, *arguments]
+        log = Path(folder) / "server.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output, cwd=folder, env=_environment())
+        try:
+            _wait_ready(f"http://127.0.0.1:{port}/readyz", process)
+            yield Target(port, process.pid, *keys)
+        except BaseException:
+            sys.stderr.write(log.read_text(errors="replace")[-4000:])
+            raise
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def _create_key(tenant: str, database: str) -> str:
+    command = [sys.executable, "-m", "chatcache", "keys", "create", "--tenant", tenant, "--db", database, "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=_environment())
+    key: str = json.loads(done.stdout)["key"]
+    return key
+
+
+def _wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    deadline_s = time.monotonic() + _START_TIMEOUT_S
+    while True:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except (OSError, urllib.error.URLError):
+            if time.monotonic() > deadline_s or process.poll() is not None:
+                raise
+            time.sleep(0.1)
+
+
+async def measure_victim(target: Target, seconds: float) -> VictimTimes:
+    """Send short responses and one stream after another as the victim, for `seconds`."""
+    times, deadline_s = VictimTimes(), time.monotonic() + seconds
+    async with target.client(target.victim_key) as http:
+        await asyncio.gather(_respond(http, times, deadline_s), _stream(http, times, deadline_s))
+    return times
+
+
+async def _respond(http: httpx.AsyncClient, times: VictimTimes, deadline_s: float) -> None:
+    while time.monotonic() < deadline_s:
+        start_s = time.perf_counter()
+        response = await http.post(
+            "/v1/responses", json={"input": f"hi {secrets.token_hex(2)}", "max_output_tokens": 2}
+        )
+        response.raise_for_status()
+        times.responses_s.append(time.perf_counter() - start_s)
+        await asyncio.sleep(_VICTIM_PAUSE_S)
+
+
+async def _stream(http: httpx.AsyncClient, times: VictimTimes, deadline_s: float) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "Tell me a story."}],
+        "stream": True,
+        "ignore_eos": True,
+        "max_tokens": _STREAM_TOKENS,
+    }
+    while time.monotonic() < deadline_s:
+        last_s: float | None = None
+        async with http.stream("POST", "/v1/chat/completions", json=body) as response:
+            response.raise_for_status()
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                now_s = time.perf_counter()
+                if last_s is not None:
+                    times.gaps_s.append(now_s - last_s)
+                last_s = now_s
+
+
+async def measure_attack(attack: Attack, target: Target, seconds: float, settle_s: float) -> list[Figure]:
+    """Return the victim's p99 next to its idle p99, and the memory after the attack next to that before."""
+    await measure_victim(target, settle_s)  # warm caches before memory and latency are read
+    rss_before = target.rss_mib()
+    idle = await measure_victim(target, seconds)
+    async with _running(attack.run(target)):
+        await asyncio.sleep(settle_s)
+        attacked = await measure_victim(target, seconds)
+    await asyncio.sleep(settle_s)
+    rss_after = target.rss_mib()
+    idle_ms = idle.p99_ms()
+    figures = [
+        compare(f"{attack.name}: p99 of a {kind}", value, "ms", idle_ms[kind], "idle", f"<= {MAX_P99_RATIO:g}")
+        for kind, value in attacked.p99_ms().items()
+    ]
+    growth = max(0.0, rss_after - rss_before)
+    name = f"{attack.name}: memory growth ({rss_before:.0f} to {rss_after:.0f} MiB)"
+    return [*figures, compare(name, growth, "MiB", MAX_GROWTH_MIB, "limit", "<= 1")]
+
+
+@contextlib.asynccontextmanager
+async def _running(attack: Awaitable[None]) -> AsyncIterator[None]:
+    """Run an attack meanwhile. Raises: its error, if it ended with one."""
+    task = asyncio.ensure_future(attack)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def repeat(connections: int, send: Callable[[httpx.AsyncClient, int], Awaitable[Any]], target: Target) -> None:
+    """Call `send(client, number of the connection)` again and again on each of several connections of the attacker."""
+
+    async def one(http: httpx.AsyncClient, number: int) -> None:
+        while True:
+            await send(http, number)
+
+    async with target.attacker() as http, asyncio.TaskGroup() as group:
+        for number in range(connections):
+            group.create_task(one(http, number))
