@@ -149,7 +149,7 @@ class BeamGroup:
     ) -> None:
         self._rules = rules
         self._constraint = constraint
-        self._may_end = constraint is not None or rules.has_stop_strings  # with any token
+        self._has_state = constraint is not None or rules.has_stop_strings or rules.thinking is not None
         self._tree = tree
         self._width = params.beam_width // params.num_beam_groups
         self._penalty = params.diversity_penalty
@@ -189,7 +189,7 @@ class BeamGroup:
         self.selected, width, add = [], self._width, self._tree.add
         num_tokens = old[0].progress.num_tokens + 1  # all beams have the same length
         rules, unended = self._rules, StopProgress(num_tokens)
-        may_end = self._may_end or num_tokens >= rules.max_tokens
+        may_end = self._has_state or num_tokens >= rules.max_tokens
         for rank, continuation in enumerate(ranked):
             num_beams = len(self.beams)
             if num_beams == width and rank >= width:
@@ -297,7 +297,7 @@ class BeamStrategy:
         constraint: Constraint | None = None,
     ) -> None:
         self._params = params
-        self._masks = TokenMasks(params, constraint)
+        self._masks = TokenMasks(params, constraint, rules)
         edits = LogitEdits(params, prompt)
         self._has_edits = not edits.is_empty
         self._num_returned = params.n if params.n is not None else params.beam_width
@@ -340,7 +340,7 @@ class BeamStrategy:
         beam = next(beam for group in self._groups for beam in group.beams if beam.node.branch == branch)
         # `min_tokens` is enforced by the ranking of continuations.
         edit = None if beam.edits is None else beam.edits.edit(ban=False)
-        return edit, self._masks.mask(beam.grammar_state, beam.progress.num_tokens)
+        return self._masks.changes(edit, beam.grammar_state, beam.progress)
 
     def drop(self, index: int) -> DroppedCandidate | None:
         raise cannot_drop_error("beams")

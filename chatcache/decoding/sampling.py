@@ -81,9 +81,9 @@ class SamplerSpec:
         )
         bannable = rules.terminal_ids if rules.min_tokens > 0 and constraint is None else ()
         self.edits = LogitEdits(params, prompt, bannable)
-        masks = TokenMasks(params, constraint)
+        masks = TokenMasks(params, constraint, rules)
         self._masks = None if masks.is_empty else masks
-        self.has_fixed_changes = self.edits.is_fixed and constraint is None
+        self.has_fixed_changes = self.edits.is_fixed and constraint is None and rules.thinking is None
 
     def draw_spec(self, spec: DrawSpec, state: DecodingState) -> DrawSpec:
         """Return the draw specification of a branch in the given state."""
@@ -94,7 +94,7 @@ class SamplerSpec:
         """Return the edit and the mask of a branch in the given state."""
         num_tokens = state.progress.num_tokens
         edit = state.edits.edit(ban=num_tokens < self._min_tokens)
-        return edit, None if self._masks is None else self._masks.mask(state.grammar_state, num_tokens)
+        return (edit, None) if self._masks is None else self._masks.changes(edit, state.grammar_state, state.progress)
 
 
 ROOT = 0

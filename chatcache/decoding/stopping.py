@@ -1,7 +1,7 @@
 """Stop rules: EOS, stop token ids, stop strings and length.
 
 Stop strings are matched on bytes, so that neither token boundaries nor split UTF-8 characters can hide one. The state
-per branch is an immutable `StopProgress`, so forking a branch shares it.
+per branch is an immutable `StopProgress`, so forking a branch shares it. It includes the state of the thinking budget.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from chatcache.decoding.thinking import ThinkingRules, ThoughtProgress
 from chatcache.errors import InvalidRequestError
 from chatcache.types.events import FINISH_LENGTH, FINISH_STOP, STOP_DEAD_END
 from chatcache.types.request import Params
@@ -32,11 +33,13 @@ DEAD_END = StopResult(FINISH_LENGTH, STOP_DEAD_END)
 class StopProgress(msgspec.Struct, frozen=True, gc=False):
     """State of the stop rules in one branch.
 
-    Its length and the last bytes that may belong to a stop string.
+    Its length and the last bytes that may belong to a stop string. `thought`: state of the thinking budget, None at the
+    start and without a budget.
     """
 
     num_tokens: int = 0
     last_bytes: bytes = b""
+    thought: ThoughtProgress | None = None
 
 
 START = StopProgress()
@@ -46,7 +49,8 @@ class StopRules:
     """Stop rules of one request, shared by all its branches.
 
     `terminal_ids`: tokens that end a candidate (EOS unless ignored, stop token ids). Neither they nor stop strings end
-    a candidate before `min_tokens` tokens; until then the ids are banned from draws (`banned_ids`).
+    a candidate before `min_tokens` tokens; until then the ids are banned from draws (`banned_ids`). `thinking`: the
+    thinking budget.
     """
 
     def __init__(
@@ -58,9 +62,11 @@ class StopRules:
         stop_ids: Sequence[int] = (),
         stop_strings: Sequence[str] = (),
         token_bytes: Sequence[bytes] | None = None,
+        thinking: ThinkingRules | None = None,
     ) -> None:
         self.max_tokens = max_tokens
         self.min_tokens = min_tokens
+        self.thinking = thinking
         self.terminal_ids: tuple[int, ...] = tuple(dict.fromkeys((*eos_ids, *stop_ids)))
         self._eos_ids = frozenset(eos_ids)
         self._stop_ids = frozenset(stop_ids)
@@ -72,12 +78,22 @@ class StopRules:
 
     @classmethod
     def of(
-        cls, params: Params, model_info: ModelInfo, *, max_tokens: int, token_bytes: Sequence[bytes] | None
+        cls,
+        params: Params,
+        model_info: ModelInfo,
+        *,
+        max_tokens: int,
+        token_bytes: Sequence[bytes] | None,
+        prompt: Sequence[int] = (),
     ) -> StopRules:
         """Build the rules of a request.
 
         Raises: InvalidRequestError for stop strings without a tokenizer.
         """
+        thinking, marks = None, params.thinking_marks
+        if params.thinking_token_budget is not None and marks is not None:
+            prefix = prompt[len(prompt) - marks.num_prefix_tokens :]
+            thinking = ThinkingRules(params.thinking_token_budget, marks, token_bytes or (), prefix)
         return cls(
             max_tokens=max_tokens,
             min_tokens=params.min_tokens,
@@ -85,6 +101,7 @@ class StopRules:
             stop_ids=params.stop_token_ids,
             stop_strings=params.stop,
             token_bytes=token_bytes,
+            thinking=thinking,
         )
 
     @property
@@ -102,7 +119,8 @@ class StopRules:
         tail, stop = progress.last_bytes, None
         if self._stops:
             tail, stop = self._find_stop(progress.last_bytes, token)
-        after = StopProgress(num_tokens, tail)
+        thought = None if self.thinking is None else self.thinking.advance(progress.thought, token)
+        after = StopProgress(num_tokens, tail, thought)
         if token in self._eos_ids:
             return after, StopResult(FINISH_STOP)
         if token in self._stop_ids:

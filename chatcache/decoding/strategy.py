@@ -24,6 +24,7 @@ from chatcache.types.request import (
     GenerateRequest,
     Params,
     SamplingParams,
+    ThinkingMarks,
 )
 from chatcache.types.stats import ModelInfo
 
@@ -48,7 +49,7 @@ def make_strategy(
     params = request.params
     if params.logprobs == ALL_LOGPROBS:
         params = replace(params, logprobs=model_info.vocab_size)
-    rules = StopRules.of(params, model_info, max_tokens=max_tokens, token_bytes=token_bytes)
+    rules = StopRules.of(params, model_info, max_tokens=max_tokens, token_bytes=token_bytes, prompt=request.prompt)
     constraint = None if grammar_future is None else Constraint(grammar_future, rules)
     if isinstance(params, BeamSearchParams):
         return BeamStrategy(
@@ -156,6 +157,7 @@ def _validate_shared(params: Params, vocab_size: int) -> None:
         if value is not None and (name, value) != ("logprobs", ALL_LOGPROBS):
             _check_integer(name, value, 0, MAX_TOP_LOGPROBS)
     _validate_logit_changes(params, vocab_size)
+    _validate_thinking(params, vocab_size)
     if params.structured_outputs is not None:
         check_structured_outputs(params.structured_outputs)
     for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
@@ -166,6 +168,20 @@ def _validate_shared(params: Params, vocab_size: int) -> None:
     _check_length("stop_token_ids", params.stop_token_ids, "ids", MAX_STOP_TOKEN_IDS)
     for token in params.stop_token_ids:
         _check_integer("stop_token_ids", token, 0, vocab_size - 1, what="entry")
+
+
+def _validate_thinking(params: Params, vocab_size: int) -> None:
+    name, marks = "thinking_token_budget", params.thinking_marks
+    if params.thinking_token_budget is None:
+        return
+    _check_integer(name, params.thinking_token_budget, 0, MAX_TOKENS)
+    if marks is None:
+        raise InvalidRequestError(f"{name} needs a model whose reasoning has known markers", param=name)
+    if not isinstance(marks, ThinkingMarks) or not (marks.opening and marks.closing and marks.closing_ids):
+        raise InvalidRequestError("thinking_marks must be a ThinkingMarks with markers", param="thinking_marks")
+    for token in marks.closing_ids:
+        _check_integer("thinking_marks", token, 0, vocab_size - 1, what="entry")
+    _check_integer("thinking_marks", marks.num_prefix_tokens, 0, MAX_TOKENS, what="num_prefix_tokens")
 
 
 def _validate_logit_changes(params: Params, vocab_size: int) -> None:

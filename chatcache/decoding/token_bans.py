@@ -9,7 +9,9 @@ import numpy as np
 
 from chatcache.decoding.grammar.compiler import to_bitmask
 from chatcache.decoding.grammar.state import Constraint, GrammarState
-from chatcache.types.plan import U32
+from chatcache.decoding.stopping import StopProgress, StopRules
+from chatcache.types.actions import LogitChanges
+from chatcache.types.plan import F32, I32, U32
 from chatcache.types.request import DecodingParams
 
 
@@ -66,17 +68,34 @@ class TokenBans:
 
 
 class TokenMasks:
-    """Masks of one request: the tokens that its grammar and its `allowed_token_ids` both allow."""
+    """Masks of one request: the tokens that its grammar and its `allowed_token_ids` both allow.
 
-    def __init__(self, params: DecodingParams, constraint: Constraint | None) -> None:
+    A token that ends the reasoning is forced instead, if the grammar allows it.
+    """
+
+    def __init__(self, params: DecodingParams, constraint: Constraint | None, rules: StopRules | None = None) -> None:
         ids = params.allowed_token_ids
+        self._thinking = None if rules is None else rules.thinking
         self._constraint = constraint
         self._allowed = None if ids is None else to_bitmask(ids, max(ids) + 1)
 
     @property
     def is_empty(self) -> bool:
         """True if every token is always allowed."""
-        return self._constraint is None and self._allowed is None
+        return self._constraint is None and self._allowed is None and self._thinking is None
+
+    def changes(
+        self, edit: tuple[I32, F32, F32] | None, grammar_state: GrammarState | None, progress: StopProgress
+    ) -> LogitChanges:
+        """Return the edit and the mask of a branch; a forced token is drawn without an edit."""
+        forced = None if self._thinking is None else self._thinking.mask(progress.thought)
+        if forced is not None and self._constraint is not None:
+            words = self._constraint.mask(grammar_state, progress.num_tokens)
+            num_words = min(len(words), len(forced))
+            forced = forced if (words[:num_words] & forced[:num_words]).any() else None
+        if forced is not None:
+            return None, forced
+        return edit, self.mask(grammar_state, progress.num_tokens)
 
     def mask(self, grammar_state: GrammarState | None, num_tokens: int) -> U32 | None:
         """Return the mask words of the tokens that may follow `num_tokens` tokens of a branch; None for all."""

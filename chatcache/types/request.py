@@ -59,6 +59,21 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
         _as_tuples(self, "choice", "special_token_ids")
 
 
+class ThinkingMarks(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model marks its reasoning, for the enforcement of a thinking budget.
+
+    `opening`, `closing`: texts around the reasoning block. `closing_ids`: the tokens that end it, which may include
+    white space around the closing text. `is_open`: the prompt opens the block. `num_prefix_tokens`: how many tokens at
+    the end of the prompt belong to the reply already.
+    """
+
+    opening: str
+    closing: str
+    closing_ids: tuple[int, ...]
+    is_open: bool = False
+    num_prefix_tokens: int = 0
+
+
 class DecodingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters that sampling and beam search have in common.
 
@@ -69,7 +84,8 @@ class DecodingParams(msgspec.Struct, frozen=True, kw_only=True):
     that must not occur in the output, tokenised with and without a leading space; the engine reads `bad_words_ids`,
     their token ids. `allowed_token_ids`: only these tokens can be generated. `logprobs`: how many top alternatives to
     report for each token; -1 for the whole vocabulary. `prompt_logprobs`: the same for each prompt token except the
-    first.
+    first. `thinking_token_budget`: how many tokens the reasoning may have before it is ended; the engine reads
+    `thinking_marks` in addition.
     """
 
     repetition_penalty: float = 1.0
@@ -90,6 +106,8 @@ class DecodingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: int | None = None
+    thinking_marks: ThinkingMarks | None = None
 
     def __post_init__(self) -> None:
         _as_tuples(self, "stop", "stop_token_ids", "bad_words")

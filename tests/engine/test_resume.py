@@ -33,13 +33,23 @@ from chatcache.types.events import (
     Started,
     Tokens,
 )
-from chatcache.types.request import BeamSearchParams, GenerateRequest, SamplingParams, StructuredOutputs
+from chatcache.types.request import (
+    BeamSearchParams,
+    GenerateRequest,
+    SamplingParams,
+    StructuredOutputs,
+    ThinkingMarks,
+)
 from tests.engine import test_isolation
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 VOCAB = 256
 BYTES = tuple(bytes([byte]) for byte in range(VOCAB))
 WORD = StructuredOutputs(regex="(ab|ba|c){6,20}")
+THOUGHT: dict[str, Any] = {
+    "thinking_token_budget": 9,
+    "thinking_marks": ThinkingMarks(opening="<", closing=">", closing_ids=(10, 62, 10), is_open=True),
+}
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"seed": 7},
@@ -53,6 +63,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "ends early": {"n": 5, "stop_token_ids": tuple(range(0, VOCAB, 9)), "min_tokens": 2, "logprobs": 0},
     "grammar": {"structured_outputs": WORD, "n": 2},
     "prompt": {"prompt_logprobs": 1, "seed": 3},
+    "thinking": {"n": 3, "seed": 8, **THOUGHT},
 }  # fmt: skip
 ENDS: dict[str, Any] = {"stop_token_ids": tuple(range(0, VOCAB, 11)), "stop": ("A", "\x01\x02"), "max_tokens": 14}
 SEARCHES: dict[str, SamplingParams | BeamSearchParams] = {
@@ -73,6 +84,8 @@ SEARCHES: dict[str, SamplingParams | BeamSearchParams] = {
         max_tokens=14,
     ),
     "beam grammar": BeamSearchParams(beam_width=4, num_beam_groups=2, structured_outputs=WORD, max_tokens=14),
+    "beam thinking": BeamSearchParams(beam_width=4, max_tokens=16, **THOUGHT),
+    "distinct thinking": SamplingParams(n=4, distinct=True, seed=4, max_tokens=16, **THOUGHT),
     "best_of": SamplingParams(n=2, best_of=5, logprobs=1, **ENDS),
     "best_of grammar": SamplingParams(
         n=1, best_of=3, seed=5, structured_outputs=WORD, frequency_penalty=0.4, max_tokens=14
