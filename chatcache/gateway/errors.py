@@ -1,6 +1,6 @@
 """Errors of the gateway and their responses.
 
-Every error has the same JSON envelope, except for the paths of the Messages API, which have Anthropic's.
+Every error has the same JSON envelope, except for the paths of Anthropic's and Ollama's APIs, which have theirs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,21 @@ from chatcache.errors import ChatcacheError, OverloadedError, QuotaExceededError
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.schemas.anthropic import ErrorCode, MessagesError, MessagesErrorDetail
 from chatcache.gateway.schemas.errors import Error, ErrorDetail
+from chatcache.gateway.schemas.ollama import OllamaError
 from chatcache.gateway.schemas.responses import ConflictDetail, Conversation
 
 REQUEST_ID = "chatcache.request_id"  # key of the request id in the ASGI scope
 MESSAGES_PATH = "/v1/messages"
+OLLAMA_PATH = "/api/"
+# Routes of Ollama that manage its models, and those of features that this server has elsewhere or not at all.
+_OLLAMA_REFUSALS = {
+    **dict.fromkeys(
+        ("pull", "push", "create", "copy", "delete", "blobs"),
+        "this server has one model, chosen when it starts (chatcache serve MODEL)",
+    ),
+    **dict.fromkeys(("embed", "embeddings"), "this server computes no embeddings on this route"),
+    **dict.fromkeys(("me", "signout", "web_search", "web_fetch"), "this server does not call ollama.com"),
+}
 THREAD_NOT_FOUND = "thread_not_found"
 _RETRY_AFTER_S = 1
 # Anthropic's error types by status; other statuses are `invalid_request_error` or `api_error`.
@@ -128,6 +139,12 @@ def is_messages_api(scope: Scope) -> bool:
     return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
+def is_ollama_api(scope: Scope) -> bool:
+    """Whether the path of the request belongs to Ollama's API."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path.startswith(OLLAMA_PATH)
+
+
 def messages_error(error: ChatcacheError, scope: Scope) -> MessagesError:
     """Build the error body of the Messages API."""
     default = "invalid_request_error" if error.status < 500 else "api_error"
@@ -139,7 +156,11 @@ def messages_error(error: ChatcacheError, scope: Scope) -> MessagesError:
 
 def error_response(error: ChatcacheError, scope: Scope) -> Response:
     """Build the response to a request that failed, in the envelope of the API that its path belongs to."""
-    body = messages_error(error, scope) if is_messages_api(scope) else Error(error_body(error))
+    body: object = Error(error_body(error))
+    if is_messages_api(scope):
+        body = messages_error(error, scope)
+    elif is_ollama_api(scope):
+        body = OllamaError(error.message)
     return json_response(body, error.status, error_headers(error))
 
 
@@ -154,7 +175,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     status, path = error.status_code, request.scope["path"]
     public_error = ChatcacheError(error.detail or HTTPStatus(status).phrase)
     if status == 404:
-        public_error = ChatcacheError(f"no route {request.method} {path}", code="not_found")
+        public_error = ChatcacheError(_describe_missing(request), code="not_found")
     elif status == 405:
         allowed = (error.headers or {}).get("Allow", "")
         public_error = ChatcacheError(
@@ -167,6 +188,16 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     response = _error_response(request, public_error)
     response.headers.update(error.headers or {})
     return response
+
+
+def _describe_missing(request: Request) -> str:
+    """Describe a route that does not exist; for those of Ollama, say why."""
+    path: str = request.scope["path"]
+    missing = f"no route {request.method} {path}"
+    if not is_ollama_api(request.scope):
+        return missing
+    name = path.removeprefix(request.scope.get("root_path", "")).removeprefix(OLLAMA_PATH).partition("/")[0]
+    return f"{missing}: {reason}" if (reason := _OLLAMA_REFUSALS.get(name)) else missing
 
 
 def _error_response(request: Request, error: ChatcacheError) -> Response:

@@ -11,7 +11,7 @@ import msgspec
 
 from chatcache.gateway.api.idempotency import HEADER, KEY_PATTERN
 from chatcache.gateway.auth.principal import COOKIE_NAME
-from chatcache.gateway.routing import Body, Entry, Operation, Socket
+from chatcache.gateway.routing import SSE, Body, Entry, Operation, Socket
 from chatcache.gateway.schemas.errors import Error
 
 Schema = dict[str, Any]
@@ -130,7 +130,9 @@ def _responses(operation: Operation) -> Schema:
         content = {"application/json": {"schema": _schema(operation.response)}}
     content |= {media_type: {"schema": {"type": "string"}} for media_type in operation.text_types}
     if operation.stream is not None:
-        content["text/event-stream"] = {"schema": _event(operation.stream, has_done=operation.error is Error)}
+        is_sse = operation.stream_media_type == SSE
+        event = _event(operation.stream, has_done=operation.error is Error) if is_sse else _schema(operation.stream)
+        content[operation.stream_media_type] = {"schema": event}
     statuses = {*operation.errors, *_COMMON_ERRORS, *(_KEY_ERRORS if _needs_key(operation) else ())}
     statuses |= set(_BODY_ERRORS if operation.body is not None else ())
     failures = {

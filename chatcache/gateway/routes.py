@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 
 from chatcache.gateway import health, static
-from chatcache.gateway.api import cache, conversations, files, models, sessions, tokens
+from chatcache.gateway.api import cache, conversations, files, models, ollama, sessions, tokens
 from chatcache.gateway.api.anthropic_messages import count_tokens, create_message
 from chatcache.gateway.api.chat_completions import chat_completions
 from chatcache.gateway.api.completions import completions
@@ -23,6 +23,7 @@ from chatcache.gateway.openapi import document
 from chatcache.gateway.responses import http
 from chatcache.gateway.routing import Body, Entry, Operation, PageFiles, Socket
 from chatcache.gateway.schemas import anthropic, requests, responses
+from chatcache.gateway.schemas import ollama as ollama_schemas
 from chatcache.gateway.schemas.completions import ChatCompletion, ChatCompletionChunk, Completion
 from chatcache.gateway.schemas.server import (
     Alive,
@@ -81,6 +82,29 @@ ROUTES: tuple[Entry, ...] = (
         "Count the prompt tokens of a message request; computes and stores nothing",
         body=Body("CountTokensRequest", (anthropic.MessagesPrompt,)), response=anthropic.TokenCount,
         error=anthropic.MessagesError, errors=_LIMITED),
+    Operation("POST", "/api/chat", ollama.chat, "key",
+        "Generate a message in Ollama's format, as a stream of JSON lines or whole",
+        body=Body("OllamaChatRequest", (ollama_schemas.OllamaChat, ollama_schemas.OllamaBase)),
+        response=ollama_schemas.OllamaChatReply, stream=ollama_schemas.OllamaChatReply, stream_media_type=ollama.NDJSON,
+        error=ollama_schemas.OllamaError, errors=_LIMITED),
+    Operation("POST", "/api/generate", ollama.generate, "key",
+        "Generate a reply to one prompt in Ollama's format, or continue a raw prompt",
+        body=Body("OllamaGenerateRequest", (ollama_schemas.OllamaGenerate, ollama_schemas.OllamaBase)),
+        response=ollama_schemas.OllamaGenerateReply, stream=ollama_schemas.OllamaGenerateReply,
+        stream_media_type=ollama.NDJSON, error=ollama_schemas.OllamaError, errors=_LIMITED),
+    Operation("GET", "/api/tags", ollama.tags, "key",
+        "The served model, as Ollama lists it",
+        response=ollama_schemas.OllamaTags, error=ollama_schemas.OllamaError),
+    Operation("GET", "/api/ps", ollama.processes, "key",
+        "The served model once it is loaded, as Ollama lists it",
+        response=ollama_schemas.OllamaProcesses, error=ollama_schemas.OllamaError),
+    Operation("POST", "/api/show", ollama.show, "key",
+        "The chat template, context length and capabilities of the served model, as Ollama shows them",
+        body=Body("OllamaShowRequest", (ollama_schemas.OllamaShow,)), response=ollama_schemas.OllamaModel,
+        error=ollama_schemas.OllamaError, errors=(404, *_NOT_LOADED)),
+    Operation("GET", "/api/version", ollama.version, "open",
+        "The version of Ollama whose API is served",
+        response=ollama_schemas.OllamaVersion, error=ollama_schemas.OllamaError),
     Operation("POST", "/v1/responses", http.create_response, "key",
         "Generate a response in a stored conversation: continue it, start one, or branch off at any message",
         body=Body("ResponseRequest", (*_RESPONSE_FIELDS, requests.DeliveryFields)), response=responses.Response,

@@ -23,6 +23,7 @@ from chatcache.gateway.schemas.errors import Error
 # open: any client. key: a valid key or session, or a server without keys. admin: a key made with --admin.
 Permission = Literal["open", "key", "admin"]
 Handler = Callable[[Request], Awaitable[Response]]
+SSE = "text/event-stream"
 
 
 class Body(NamedTuple):
@@ -39,7 +40,8 @@ class Operation:
 
     `body`: the JSON request body; `upload_types`: media types of a body that is a file instead.
     `response`: type of the body with status 200, None for text of `media_type`; `text_types`: further media types.
-    `stream`: type of each server-sent event, where the client may ask for a stream.
+    `stream`: type of each server-sent event, or of each line of another `stream_media_type`, where the client may ask
+    for a stream.
     `error`: the error envelope; `errors`: statuses with it, besides those that every route has; `error_bodies`: larger
     error bodies.
     `idempotent`: the route reads the `Idempotency-Key` header.
@@ -57,6 +59,7 @@ class Operation:
     media_type: str = "application/json"
     text_types: tuple[str, ...] = ()
     stream: object = None
+    stream_media_type: str = SSE
     error: type[msgspec.Struct] = Error
     errors: tuple[int, ...] = ()
     error_bodies: Mapping[int, object] = field(default_factory=dict)

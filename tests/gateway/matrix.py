@@ -62,6 +62,7 @@ def owner(path: str, body: object = None) -> Call:
 
 
 _CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+_OLLAMA: dict[str, Any] = {"stream": False, "options": {"num_predict": 1}}
 _NEXT = {"input": "Hi", "max_output_tokens": 1}
 _CONV, _ITEM = "/v1/conversations/<conversation>", "/v1/conversations/<conversation>/items/<answered>"
 _RESP = "/v1/responses/<response>"
@@ -93,6 +94,12 @@ CALLS: Mapping[RouteKey, Sequence[Call]] = {
     ("POST", "/v1/completions"): [Call("key", "/v1/completions", {"prompt": "Hi", "max_tokens": 1})],
     ("POST", "/v1/messages"): [Call("key", "/v1/messages", _CHAT)],
     ("POST", "/v1/messages/count_tokens"): [Call("key", "/v1/messages/count_tokens", _CHAT)],
+    ("POST", "/api/chat"): [Call("key", "/api/chat", {**_OLLAMA, "messages": _CHAT["messages"]})],
+    ("POST", "/api/generate"): [Call("key", "/api/generate", {**_OLLAMA, "prompt": "Hi"})],
+    ("GET", "/api/tags"): [Call("key", "/api/tags")],
+    ("GET", "/api/ps"): [Call("key", "/api/ps")],
+    ("POST", "/api/show"): [Call("key", "/api/show", {"model": MODEL})],
+    ("GET", "/api/version"): [Call("open", "/api/version")],
     ("POST", "/v1/responses"): [
         Call("key", "/v1/responses", _NEXT),
         *(owner("/v1/responses", _NEXT | key) for key in _CONTINUATIONS),

@@ -22,7 +22,7 @@ from chatcache.conversations.replies.events import ReplyDelta, ReplyDone, ReplyE
 from chatcache.conversations.tree import ToolCall, new_id
 from chatcache.errors import ContextLengthError, InvalidRequestError, NotFoundError, UnsupportedParameterError
 from chatcache.gateway.api.chat_completions import ChatRequest, start_chat
-from chatcache.gateway.api.generation import CompleteReply, reply_events, respond
+from chatcache.gateway.api.generation import CompleteReply, arguments_object, reply_events, respond
 from chatcache.gateway.api.params import (
     RouteParams,
     ToolUse,
@@ -438,16 +438,7 @@ def _whole_block(first: _Piece, text: str) -> OutputBlock:
             return ThinkingBlock(text, SIGNATURE)
         case "text":
             return TextBlock(text)
-    return ToolUseBlock(first.call_id, first.name, _object(text))
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-        msgspec.json.encode(value)  # escapes may stand for lone surrogates
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    return ToolUseBlock(first.call_id, first.name, arguments_object(text))
 
 
 class MessageWriter:

@@ -10,7 +10,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatcache.conversations.prompt import Message
+from chatcache.conversations.prompt import Message, Prompt
 from chatcache.conversations.replies.events import CallDelta, ReplyDelta, ReplyDone
 from chatcache.conversations.replies.service import Reply, is_ranked, num_candidates
 from chatcache.conversations.tree import new_id
@@ -112,7 +112,7 @@ async def chat_completions(request: Request) -> Response:
 class ChatRequest:
     """A stateless chat to generate, in the terms that all APIs share.
 
-    `continues`: the last message is the beginning of the reply.
+    `continues`: the last message is the beginning of the reply. `raw`: the prompt itself, in place of messages.
     """
 
     request_id: str
@@ -122,6 +122,7 @@ class ChatRequest:
     cache_salt: str = ""
     priority: int = 0
     continues: bool = False
+    raw: str | None = None
 
 
 async def start_chat(request: Request, model: Model, chat: ChatRequest) -> Reply:
@@ -133,13 +134,20 @@ async def start_chat(request: Request, model: Model, chat: ChatRequest) -> Reply
     """
     gateway, service, principal = gateway_of(request), model.service, principal_of(request)
     sampling_params = clamp_max_tokens(chat.params, 0, gateway.max_model_len)
-    cost = request_cost(sampling_params, sum(len(message["content"]) for message in chat.messages))
-    async with gateway.admission.acquire(principal, cost) as permit:
-        prompt = await service.prompt(chat.messages, principal.tenant, chat.tools.functions, continues=chat.continues)
+    num_chars = len(chat.raw or "") + sum(len(message["content"]) for message in chat.messages)
+    async with gateway.admission.acquire(principal, request_cost(sampling_params, num_chars)) as permit:
+        if chat.raw is not None:
+            prompt = Prompt(chat.raw, await service.encode(chat.raw, add_special_tokens=True))
+        else:
+            prompt = await service.prompt(
+                chat.messages, principal.tenant, chat.tools.functions, continues=chat.continues
+            )
         sampling_params = clamp_max_tokens(sampling_params, len(prompt.token_ids), gateway.max_model_len)
-        params = constrain_to_tools(
-            sampling_params, chat.tools, service.reply_format, model.tokenizer, prompt.token_ids
-        )
+        params = sampling_params
+        if chat.raw is None:
+            params = constrain_to_tools(
+                sampling_params, chat.tools, service.reply_format, model.tokenizer, prompt.token_ids
+            )
         engine_request = GenerateRequest(
             request_id=chat.request_id,
             prompt=prompt.token_ids,
@@ -151,8 +159,9 @@ async def start_chat(request: Request, model: Model, chat: ChatRequest) -> Reply
         )
         can_reason = sampling_params.structured_outputs is None or params is not sampling_params
         can_reason = can_reason and not chat.continues
+        rendering = prompt.text if chat.raw is None else None
         starting = service.start(
-            engine_request, prompt.text, functions=chat.tools.names, thinks=can_reason, owner=principal.owner
+            engine_request, rendering, functions=chat.tools.names, thinks=can_reason, owner=principal.owner
         )
         reply = await cancel_on_disconnect(request, starting)
         permit.attach(reply)

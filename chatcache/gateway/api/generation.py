@@ -6,13 +6,15 @@ The engine requests of a response end with it, also when the client disconnects.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+import msgspec
 from msgspec import Raw, structs
 from starlette.requests import Request
 from starlette.responses import Response
@@ -236,6 +238,16 @@ async def reply_events(reply: Reply, metrics: Metrics) -> AsyncIterator[ReplyEve
         if isinstance(event, ReplyFinished) and event.cancelled:
             raise ShuttingDownError("the server is shutting down and ended this generation; try again in a moment")
         yield event
+
+
+def arguments_object(text: str) -> dict[str, Any]:
+    """Parse the arguments of a call for an API that has them as an object; {} if the call is cut off."""
+    try:
+        value = json.loads(text)
+        msgspec.json.encode(value)  # escapes may stand for lone surrogates
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 async def merge_replies(sources: Sequence[AsyncIterator[ReplyEvent]], width: int) -> AsyncIterator[ReplyEvent]:

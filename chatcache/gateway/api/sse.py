@@ -1,4 +1,4 @@
-"""Server-sent events in the form that clients parse; by default those of OpenAI.
+"""Streamed responses in the form that clients parse; by default the server-sent events of OpenAI.
 
 Lines end with LF, an event is one `data:` line without id, and `[DONE]` ends the stream. Framing and keep-alive
 comments differ from sse-starlette's, because other forms break real clients; its response class detects disconnects and
@@ -50,6 +50,8 @@ class SseFormat:
     `end`: the frame after the last event, b"" for none. `final`: beginnings of the frames after which none follows.
     """
 
+    media_type: str = "text/event-stream"
+
     encode_event: Callable[[object], bytes] = sse_frame
     encode_error: Callable[[ChatcacheError], bytes] = lambda error: sse_frame(Error(error_body(error)))
     end: bytes = DONE
@@ -78,6 +80,7 @@ class EventStream(EventSourceResponse):  # type: ignore[misc]  # sse-starlette s
         super().__init__(
             frames,
             headers={"cache-control": "no-cache, no-transform", **headers},
+            media_type=format.media_type,
             ping=keep_alive_s or _SEND_TIMEOUT_S,
             sep="\n",
             shutdown_grace_period=_SHUTDOWN_GRACE_S,
