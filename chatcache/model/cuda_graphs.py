@@ -140,6 +140,11 @@ class DecodeGraphs:
         """Return how many steps have been captured."""
         return len(self._replays)
 
+    @property
+    def num_capturable(self) -> int:
+        """Return how many steps `capture` tries to capture."""
+        return sum(step.max_lists for step in self._steps)
+
     def capture(self, capture: Capture, progress: Progress) -> None:
         """Capture every step, the largest first.
 

@@ -45,20 +45,36 @@ log = logging.getLogger(__name__)
 
 
 class SwapExecutor:
-    """The host pages and the copies to and from them. Without host pages every swap is an error."""
+    """The host pages and the copies to and from them. Without host pages every swap is an error.
+
+    `is_optional`: have no host pages if the system does not allow locked memory.
+    """
 
     def __init__(
-        self, kernels: AttentionBackend, pages: KVPages, num_host_pages: int, streams: Streams | None = None
+        self,
+        kernels: AttentionBackend,
+        pages: KVPages,
+        num_host_pages: int,
+        streams: Streams | None = None,
+        *,
+        is_optional: bool = False,
     ) -> None:
         self._kernels = kernels
         self._pages = pages
         self._device = pages.k.device
         self._streams = streams or make_streams(self._device)
-        self._host = HostPages.allocate(pages, num_host_pages)
         self._unlock: Callable[[], object] = _no_unlock
         if self._device.type == "cuda":  # memory must be unlocked before it is freed, even without close()
-            self._unlock = weakref.finalize(self, _unlock, _lock(self._host), self._host, self._streams.side)
+            self._host, addresses = allocate_locked(pages, num_host_pages, is_optional=is_optional)
+            self._unlock = weakref.finalize(self, _unlock, addresses, self._host, self._streams.side)
+        else:
+            self._host = HostPages.allocate(pages, num_host_pages)
         self._swap_out_event: StreamEvent | None = None  # the next plan may write the swapped-out pages after it
+
+    @property
+    def num_pages(self) -> int:
+        """Return the number of host pages."""
+        return self._host.num_pages
 
     def apply(self, swaps_out: I32, swaps_in: I32, written: I32 | I64 | None = None) -> None:
         """Swap pages out, then in, before work submitted to the main stream from now on needs them.
@@ -142,25 +158,28 @@ def _unlock(addresses: list[int], host: HostPages, side: Stream) -> None:
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
-def _lock(host: HostPages) -> list[int]:
-    """Page-lock the host pages, so that devices can access them; return the addresses to unlock.
+def allocate_locked(pages: KVPages, num_pages: int, *, is_optional: bool) -> tuple[HostPages, list[int]]:
+    """Allocate page-locked host pages, which devices can access; return them with the addresses to unlock.
 
     torch's own pinned allocations are rounded up to powers of two; this locks exactly the pages.
-    Raises: ModelFolderError if the system does not allow that much locked memory.
+    Raises: ModelFolderError if the system does not allow that much locked memory and the pages are not optional.
     """
-    addresses = []
+    host, addresses = HostPages.allocate(pages, num_pages), list[int]()
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     for store in (host.k, host.v):
         size = store.numel() * store.element_size()
-        if not size:
-            continue
-        status = int(torch.cuda.cudart().cudaHostRegister(store.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
+        status = int(cudart.cudaHostRegister(store.data_ptr(), size, 0)) if size else 0
         if status:
-            raise ModelFolderError(
-                f"swap_space_bytes: the system does not lock {size} bytes of memory (CUDA error {status}); lower it"
-            )
-        addresses.append(store.data_ptr())
+            for address in addresses:
+                cudart.cudaHostUnregister(address)
+            problem = f"the system does not lock {size} bytes of memory (CUDA error {status})"
+            if not is_optional:
+                raise ModelFolderError(f"swap_space_bytes: {problem}; lower it")
+            log.warning("%s: preempted requests are computed again instead of swapped", problem)
+            return HostPages.allocate(pages, 0), []
+        addresses += [store.data_ptr()] if size else []
     log.info("swap space: %d pages, locked in memory", host.num_pages)
-    return addresses
+    return host, addresses
 
 
 Progress = Callable[[float, str], None]
@@ -230,13 +249,14 @@ class Runner:
         sampler: TokenSampler | None = None,
         prefaulter: PagePrefaulter | None = None,
         threads: ThreadCount | None = None,
+        *,
+        is_swap_optional: bool = False,
     ) -> None:
         self.model_info = model_info
         self._threads = threads or ThreadCount((1,))
         self._prefaulter = prefaulter
         if prefaulter is not None:
             prefaulter.ensure(0)
-        self._capacity = replace(capacity, has_async_launch=async_launch is not None)
         self._network = network
         self._kernels = kernels
         self._device = device = network.geometry.device
@@ -251,7 +271,10 @@ class Runner:
         slots = DeviceSlots(self._tables, device) if async_launch is not None else None
         self._sampler = sampler or Sampler(network.geometry.vocab_size, device)
         self._streams = streams or make_streams(device)
-        self._swaps = SwapExecutor(kernels, pages, capacity.num_host_pages, self._streams)
+        self._swaps = SwapExecutor(kernels, pages, capacity.num_host_pages, self._streams, is_optional=is_swap_optional)
+        self._capacity = replace(
+            capacity, has_async_launch=async_launch is not None, num_host_pages=self._swaps.num_pages
+        )
         self._eager = EagerRunner(network, kernels, pages, self._tables, slots, self._sampler)
         self._capture: Capture = no_capture
         self._static: DecodeGraphs | None = None
@@ -263,6 +286,11 @@ class Runner:
     def capacity(self) -> KVCapacity:
         """Return the limits that the scheduler plans with."""
         return self._capacity
+
+    @property
+    def captured_steps(self) -> tuple[int, int]:
+        """Return how many decode steps were captured by `warm_up`, and how many it tried to capture."""
+        return (0, 0) if self._static is None else (self._static.num_captured, self._static.num_capturable)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step and wait for it.

@@ -1,7 +1,7 @@
 """Compile Triton kernel variants for several GPU architectures and check limits and PTX.
 
 Needs no GPU.
-The interpreter accepts code that the compiler rejects, and does not check registers; see compile_kernels.py.
+The interpreter accepts code that the compiler rejects, and does not check registers; see bench/aot.py.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-TESTS = Path(__file__).resolve().parent
-ARCHS = [80, 90, 100]
-MAX_VARIANTS = 2  # per kernel, sampled anew in every run; the `long` test compiles all
+ROOT = Path(__file__).resolve().parents[2]
+ARCHS = [90, 86, 120]
+MAX_VARIANTS = 4  # per kernel, sampled anew in every run; the `long` test compiles all
 
 BROKEN_MODULE = """
 import triton
@@ -74,45 +74,62 @@ def variants(arch):
 """
 
 
-def compile_all(arch: int, folder: Path, *options: str, env: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    """Run compile_kernels.py in a new process: in this one, kernels may be interpreted."""
+def run_aot(arch: int, folder: Path, *options: str, env: dict[str, str] | None = None) -> list[dict[str, Any]]:
+    """Run `kernels.bench.aot` in a new process, as kernels may be interpreted in this one."""
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = (str(TESTS.parent), str(folder), variables.get("PYTHONPATH", ""))
+    paths = (str(ROOT), str(ROOT / "kernels"), str(folder), variables.get("PYTHONPATH", ""))
     variables |= {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    command = [sys.executable, str(TESTS / "compile_kernels.py"), "--arch", str(arch), *options]
-    run = subprocess.run(command, env=variables | (env or {}), capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]  # ptxas complains there, too
+    command = [sys.executable, "-m", "kernels.bench.aot", "--lines", "--jobs", "1", "--arch", str(arch), *options]
+    run = subprocess.run(command, cwd=ROOT, env=variables | (env or {}), capture_output=True, text=True, timeout=500)
+    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]  # ptxas complains there, too
+    assert run.returncode == any(line["error"] for line in lines), run.stderr
+    return lines
 
 
 def check(lines: list[dict[str, Any]]) -> None:
     wrong = [f"{line['variant']}\n    {line['error']}" for line in lines if line["error"]]
     assert not wrong, "\n".join(wrong)
-    assert len({line["variant"].split(" ")[0] for line in lines}) >= 6  # kernels
+    assert len({line["kernel"] for line in lines}) >= 14
 
 
-@pytest.mark.parametrize(
-    ("arch", "most"),
-    [pytest.param(80, MAX_VARIANTS, marks=pytest.mark.long), (90, 1), pytest.param(100, 1, marks=pytest.mark.slow)],
-)
-def test_sampled_variants_compile_within_limits(arch: int, most: int, tmp_path: Path) -> None:
-    check(compile_all(arch, tmp_path, "--most", str(most)))
+@pytest.mark.parametrize("arch", ARCHS)
+def test_sampled_variants_compile_within_limits(arch: int, tmp_path: Path) -> None:
+    seed = os.environ["CHATCACHE_TEST_SEED"]
+    check(run_aot(arch, tmp_path, "--most", str(MAX_VARIANTS), "--seed", seed))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
 def test_every_variant_compiles_within_limits(arch: int, tmp_path: Path) -> None:
-    check(compile_all(arch, tmp_path))
+    check(run_aot(arch, tmp_path))
+
+
+def test_gpu_configurations_interpret_and_compile(tmp_path: Path) -> None:
+    """Tests pass in the form that a GPU launches; the forms that they launch compile."""
+    forms = tmp_path / "forms.jsonl"
+    variables = {**os.environ, "TRITON_INTERPRET": "1", "GPU_FORMS": f"90:{forms}"}
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "kernels"), os.environ.get("PYTHONPATH", ""))))
+    tests = ["kernels/tests/test_triton_attention.py", "tests/model/test_triton_sampler.py"]
+    options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-p", "bench.record_launches"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *tests],
+        cwd=ROOT, env=variables, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-3000:]
+    recorded = [json.loads(line) for line in forms.read_text().splitlines()]
+    constants = {name: value for form in recorded for name, value in form[3].items() if name == "BLOCK_N"}
+    assert constants, "no attention was recorded"
+    check(run_aot(90, tmp_path, "--recorded", str(forms), "--most", "1"))
 
 
 def test_broken_kernels_are_reported(tmp_path: Path) -> None:
     (tmp_path / "broken_module.py").write_text(BROKEN_MODULE)
-    lines = compile_all(90, tmp_path, "--module", "broken_module")
+    lines = run_aot(90, tmp_path, "--module", "broken_module")
     errors = [line["error"] for line in lines]
     expected = [
         "unsupported AST node",
         "Mismatched type",
-        "spills:",
+        "bytes per thread",
         "shared memory; this chip has 232448",
         "no 16-byte ld",
     ]
@@ -124,7 +141,7 @@ def test_broken_kernels_are_reported(tmp_path: Path) -> None:
 def test_unlisted_kernel_is_reported(tmp_path: Path) -> None:
     launch = "\ndef launch(x):\n    forgotten[(1,)](x)\n"
     (tmp_path / "broken_module.py").write_text(BROKEN_MODULE + launch)
-    (line,) = compile_all(90, tmp_path, "--module", "broken_module")
+    (line,) = run_aot(90, tmp_path, "--module", "broken_module")
     assert "lists nothing for forgotten" in line["error"]
 
 
@@ -133,7 +150,7 @@ def test_broken_cuobjdump_is_reported(tmp_path: Path) -> None:
     broken.write_text('#!/bin/sh\nif [ "$1" = --version ]; then echo release 12.8, V12.8; else exit 3; fi\n')
     broken.chmod(0o755)
     only = ("--module", "chatcache_kernels.triton.fused", "--match", "silu_mul_kernel *fp32")
-    (line,) = compile_all(90, tmp_path, *only, env={"TRITON_CUOBJDUMP_PATH": str(broken)})
+    (line,) = run_aot(90, tmp_path, *only, env={"TRITON_CUOBJDUMP_PATH": str(broken)})
     assert line["error"].startswith("RuntimeError") and "cuobjdump does not run here" in line["error"]
 
 
@@ -143,13 +160,9 @@ LLAMA = "SLICES=1 GROUP=4 KV_HEADS=8 HEAD_DIM=128"
 
 @pytest.mark.parametrize(("rows", "product"), [(16, "mma.sync"), (128, "wgmma.mma_async")])
 def test_attention_code_prefetches_16_bytes_while_multiplying(rows: int, product: str, tmp_path: Path) -> None:
-    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = (str(TESTS.parent), variables.get("PYTHONPATH", ""))
-    variables |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    command = [sys.executable, str(TESTS / "compile_kernels.py"), "--arch", "90", "--asm", str(tmp_path)]
-    command += ["--module", "chatcache_kernels.triton.attention", "--match", f"{BF16_ATTENTION} ROWS={rows} {LLAMA}"]
-    text = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=True).stdout
-    (line,) = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    match = f"{BF16_ATTENTION} ROWS={rows} {LLAMA}"
+    only = ("--module", "chatcache_kernels.triton.attention", "--match", match)
+    (line,) = run_aot(90, tmp_path, "--asm", str(tmp_path), *only)
     assert line["error"] is None
     (code,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
     copies = re.findall(r"cp\.async\.\w+\.shared\.global .*", code)

@@ -279,6 +279,7 @@ def test_step_that_does_not_fit_memory_is_not_captured(caplog: pytest.LogCapture
     said: list[tuple[float, str]] = []
     runner.warm_up(lambda fraction, what: said.append((fraction, what)))
     assert isinstance(runner._static, DecodeGraphs) and runner._static.num_captured == 1
+    assert runner.captured_steps == (1, 2)
     assert "decode step of 4 rows" in caplog.text
     assert [what for _, what in said] == ["decode step of 4 rows", "decode step of 1 rows"]
     assert said[0][0] == 0 and said[1][0] == 0.5

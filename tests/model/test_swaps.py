@@ -17,7 +17,7 @@ from chatcache.config import EngineConfig
 from chatcache.errors import ModelFolderError
 from chatcache.model.attention import AttentionStep, Geometry, allocate_kv_pages, choose_backend
 from chatcache.model.loading.loader import SWAP_MAX_BYTES, plan_capacity
-from chatcache.model.runner import Runner
+from chatcache.model.runner import Runner, allocate_locked
 from chatcache.types.plan import KVCapacity, Rows, StepPlan
 from chatcache.types.stats import ModelInfo
 from tests.model.drive import Driver, make_draws
@@ -183,3 +183,30 @@ def test_unused_host_pages_take_no_memory() -> None:
     host = HostPages.allocate(store, (1 << 30) // store.page_bytes)
     assert host.num_pages * store.page_bytes == 1 << 30
     assert resident_bytes() - before < 1 << 24
+
+
+class RefusingSystem:
+    """Locks the first store of host pages, and refuses to lock the second."""
+
+    def __init__(self) -> None:
+        self.locked: list[int] = []
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if self.locked:
+            return 1
+        self.locked.append(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> None:
+        self.locked.remove(address)
+
+
+def test_refused_lock_leaves_an_optional_swap_space_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = RefusingSystem()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: system)
+    pages = allocate_kv_pages(choose_backend("reference", GEOMETRY.device)[1], GEOMETRY, PAGES, SIZE)
+    host, addresses = allocate_locked(pages, HOST_PAGES, is_optional=True)
+    assert host.num_pages == 0 and not addresses and not system.locked
+    with pytest.raises(ModelFolderError, match="swap_space_bytes: the system does not lock"):
+        allocate_locked(pages, HOST_PAGES, is_optional=False)
+    assert not system.locked

@@ -140,7 +140,7 @@ def _load(
     threads = ThreadCount(thread_counts(config.deterministic)) if device.type == "cpu" else None
     runner = Runner(
         network, kernels, pages, capacity, model_info, async_launch, sampler=sampler, prefaulter=prefaulter,
-        threads=threads,
+        threads=threads, is_swap_optional=config.swap_space_bytes is None,
     )  # fmt: skip
     report(0.94, "warming up; the first start compiles kernels")
     runner.warm_up(lambda fraction, what: report(0.94 + 0.06 * fraction, what))

@@ -133,6 +133,10 @@ def load(context: StageContext, name: str, limits: Limits, **settings: Any) -> L
     start = time.perf_counter()
     runner = load_model(config, weights=RandomWeights(shape, context.device))
     context.add(Figure(f"{name}: start to ready, random weights", time.perf_counter() - start, "s"))
+    num_captured, num_capturable = runner.captured_steps
+    if num_capturable:
+        figure = compare(f"{name}: captured decode steps", num_captured, "graphs", num_capturable, "planned", ">= 1.00")
+        context.add(figure)
     model_info = runner.model_info
     context.note(
         f"{name}", {"attention": model_info.attention, "dtype": model_info.dtype, "pages": runner.capacity().num_pages}

@@ -17,7 +17,7 @@ INI = ROOT / "kernels" / "bench" / "bare" / "pytest.ini"
 GPU_TESTS = ("tests/gpu", "kernels/tests", "tests/model")
 INTERPRETED = (  # the engine before its parts, because the time limit may stop the run
     "kernels/tests/test_triton_engine.py",
-    "tests/model/test_device_sampler.py",
+    "tests/model/test_triton_sampler.py",
     "kernels/tests",
     "tests/gpu",
 )

@@ -60,7 +60,7 @@ def _recording(launches: list[Variant], wide: bool) -> Iterator[None]:
     launch = JITFunction.run
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
-        launches.append(_variant(kernel, args, given, wide))
+        launches.append(specialize(kernel, args, given, wide=wide))
 
     JITFunction.run = run
     try:
@@ -69,8 +69,8 @@ def _recording(launches: list[Variant], wide: bool) -> Iterator[None]:
         JITFunction.run = launch
 
 
-def _variant(kernel: Any, args: tuple[Any, ...], given: dict[str, Any], wide: bool) -> Variant:
-    """Return the specialisation that Triton would choose for a launch."""
+def specialize(kernel: Any, args: tuple[Any, ...], given: dict[str, Any], *, wide: bool = False) -> Variant:
+    """Return the variant that Triton would compile for a launch of `kernel`, a JITFunction."""
     options = {name: value for name, value in given.items() if name not in kernel.arg_names}
     bound = inspect.signature(kernel.fn).bind(*args, **{n: v for n, v in given.items() if n in kernel.arg_names})
     bound.apply_defaults()

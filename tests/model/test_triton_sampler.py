@@ -20,11 +20,10 @@ from chatcache.model.sampling.ops import draw_keys, token_base
 from chatcache.model.sampling.ops import gumbel as cpu_gumbel
 from chatcache.model.sampling.sampler import Sampler
 from chatcache.types.plan import Draws, LogitEdit, LogitMask, StepResult
-from tests.model.drive import make_draws
+from tests.model.drive import CPU, KERNELS, make_draws
 
 SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 
-CPU = torch.device("cpu")
 SMALL = LaunchConfig(chunk=128, block=64)
 FEW, MANY = (LaunchConfig(rows=rows) if triton.knobs.runtime.interpret else LaunchConfig() for rows in (8, 256))
 
@@ -75,8 +74,10 @@ def test_noise_kernel_matches_its_definition(vocab_size: int) -> None:
     base = token_base(vocab_size, CPU)
     padded = torch.nn.functional.pad(base, (0, -vocab_size % 2048))
     for low, high in zip(lows.tolist(), highs.tolist(), strict=True):
-        bits, noise = torch.empty_like(padded), torch.empty(len(padded))
-        noise_kernel[(len(padded) // 2048,)](padded, bits, noise, low, high, BLOCK=2048)
+        on_device = padded.to(KERNELS)
+        bits, noise = torch.empty_like(on_device), torch.empty(len(padded), device=KERNELS)
+        noise_kernel[(len(padded) // 2048,)](on_device, bits, noise, low, high, BLOCK=2048)
+        bits, noise = bits.cpu(), noise.cpu()
         x = np.uint64(0xFFFFFFFF) & (base.numpy().view(np.uint32).astype(np.uint64) ^ np.uint64(low % 2**32))
         x = x * np.uint64(high % 2**32) % np.uint64(2**32)
         for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97), (15, 1)):
@@ -94,7 +95,7 @@ def test_draws_equal_the_cpu_sampler(num_draws: int) -> None:
     rng = np.random.default_rng(SEED)
     vocab_size, num_rows = 1_500, 300
     logits = torch.from_numpy(rng.normal(0, 2, (num_rows, vocab_size)).astype(np.float32))
-    host, device = Sampler(vocab_size, CPU), DeviceSampler(vocab_size, CPU, MANY)
+    host, device = Sampler(vocab_size, CPU), DeviceSampler(vocab_size, KERNELS, MANY)
     few = num_draws // 5
     filters = {
         "top_k": rng.choice([0, 1, 2, 40, 1499], few).astype(np.int32),
@@ -103,7 +104,9 @@ def test_draws_equal_the_cpu_sampler(num_draws: int) -> None:
     }
     for count, columns in ((num_draws - few, {}), (few, filters)):
         index, draws = random_draws(rng, count, num_rows, **columns)
-        check_draws(device.sample(logits, index, draws), host.sample(logits, index, draws), logits, index, draws)
+        check_draws(
+            device.sample(logits.to(KERNELS), index, draws), host.sample(logits, index, draws), logits, index, draws
+        )
 
 
 @pytest.mark.parametrize(
@@ -118,8 +121,8 @@ def test_draws_over_large_vocabularies_equal_the_cpu_sampler(vocab_size: int) ->
     logits = torch.from_numpy(rng.normal(0, 2.5, (3, vocab_size)).astype(np.float32)).to(torch.bfloat16)
     top_k, top_p = np.array([0, 0, 0, 20, 0, 1000], np.int32), np.array([1, 1, 1, 1, 0.9, 0.9], np.float32)
     index, draws = random_draws(rng, 6, 3, top_k=top_k, top_p=top_p, num_top=np.array([3, 0, 0, 0, 0, 0], np.int32))
-    host, device = Sampler(vocab_size, CPU), DeviceSampler(vocab_size, CPU, FEW)
-    want, got = host.sample(logits, index, draws), device.sample(logits, index, draws)
+    host, device = Sampler(vocab_size, CPU), DeviceSampler(vocab_size, KERNELS, FEW)
+    want, got = host.sample(logits, index, draws), device.sample(logits.to(KERNELS), index, draws)
     check_draws(got, want, logits, index, draws)
     np.testing.assert_array_equal(got.top_tokens, want.top_tokens)
 
@@ -137,7 +140,7 @@ def test_frequencies_are_within_four_sigma_of_softmax(top_p: float) -> None:
     kept /= kept.sum()
     count = 4_000
     draws = make_draws([{"temperature": 1.0, "seed": 5, "position": place, "top_p": top_p} for place in range(count)])
-    tokens = DeviceSampler(12, CPU, MANY).sample(logits, np.zeros(count, np.intp), draws).tokens[:, 0]
+    tokens = DeviceSampler(12, KERNELS, MANY).sample(logits.to(KERNELS), np.zeros(count, np.intp), draws).tokens[:, 0]
     counts = np.bincount(tokens, minlength=12)
     assert (np.abs(counts - count * kept) <= 4 * np.sqrt(count * kept * (1 - kept))).all()
 
@@ -177,7 +180,7 @@ def test_mixed_draws_equal_the_cpu_sampler(vocab_size: int) -> None:
     rng = np.random.default_rng(SEED)
     logits, index, draws = mixed(rng, vocab_size, 5)
     want = Sampler(vocab_size, CPU).sample(logits, index, draws)
-    got = DeviceSampler(vocab_size, CPU, SMALL).sample(logits, index, draws)
+    got = DeviceSampler(vocab_size, KERNELS, SMALL).sample(logits.to(KERNELS), index, draws)
     assert got.faults == want.faults
     for name in ("tokens", "top_tokens"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
@@ -195,7 +198,7 @@ def test_row_with_chunks_of_very_different_magnitude_equals_the_cpu_sampler() ->
     for top_p in (1.0, 0.9):
         columns = {"top_p": np.full(256, top_p, np.float32), "num_top": np.full(256, 2, np.int32)}
         index, draws = random_draws(rng, 256, 5, **columns)
-        got = DeviceSampler(520, CPU, SMALL).sample(logits, index, draws)
+        got = DeviceSampler(520, KERNELS, SMALL).sample(logits.to(KERNELS), index, draws)
         check_draws(got, Sampler(520, CPU).sample(logits, index, draws), logits, index, draws)
 
 
@@ -210,16 +213,18 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        moves = name == "_to_copy" and "device" in (kwargs or {})
+        options = kwargs or {}
+        moves = name == "_to_copy" and "device" in options and not options.get("non_blocking")
         if moves or (name in self.NAMES and name != "_to_copy"):
             self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **options)
 
 
 @pytest.mark.slow
 def test_enqueue_does_not_wait_for_the_device() -> None:
     logits, index, draws = mixed(np.random.default_rng(SEED), 320, 5)
-    sampler = DeviceSampler(320, CPU, SMALL)
+    logits = logits.to(KERNELS)
+    sampler = DeviceSampler(320, KERNELS, SMALL)
     with Waits() as waits:
         pending = sampler.enqueue(logits, index, draws)
     assert not waits.seen
@@ -231,9 +236,9 @@ def test_enqueue_does_not_wait_for_the_device() -> None:
 
 def test_tokens_of_single_draws_are_stored_in_their_slots() -> None:
     rng = np.random.default_rng(SEED)
-    logits = torch.randn(4, 320)
+    logits = torch.randn(4, 320, device=KERNELS)
     index, draws = random_draws(rng, 6, 4, width=np.array([1, 2, 1, 1, 1, 1], np.int32))
-    last = torch.full((9,), -7, dtype=torch.int32)
-    result = DeviceSampler(320, CPU).enqueue(logits, index, draws, np.array([3, 5, -1, 0, 8, -1], np.int32), last)
+    last = torch.full((9,), -7, dtype=torch.int32, device=KERNELS)
+    result = DeviceSampler(320, KERNELS).enqueue(logits, index, draws, np.array([3, 5, -1, 0, 8, -1], np.int32), last)
     tokens = result.result().tokens[:, 0].tolist()
     assert last.tolist() == [tokens[3], -7, -7, tokens[0], -7, -7, -7, -7, tokens[4]]
