@@ -221,6 +221,13 @@ Quantization = Annotated[
     Literal["none", "int8"],
     _flag("quantization", "int8: 8-bit weights, half the bytes of bfloat16; logits differ slightly (CPU only)."),
 ]
+Pooling = Annotated[
+    Literal["auto", "last", "mean"],
+    _flag(
+        "pooling",
+        "Embeddings: the last token's hidden state, or the mean over all; auto: as the model's folder says, else last.",
+    ),
+]
 KVMemory = Annotated[
     int | None,
     _flag(

@@ -32,6 +32,7 @@ def serve(
     dtype: options.Dtype = "auto",
     attention_backend: options.AttentionBackend = "auto",
     quantization: options.Quantization = "none",
+    pooling: options.Pooling = "auto",
     kv_memory: options.KVMemory = None,
     max_model_len: options.MaxModelLen = None,
     page_size: options.PageSize = ENGINE.page_size,

@@ -12,6 +12,7 @@ from hashlib import blake2b
 
 from chatcache.config import EngineConfig
 from chatcache.decoding.grammar.compiler import GrammarCompiler, GrammarFuture
+from chatcache.decoding.pooling import PoolingStrategy, check_pooling
 from chatcache.decoding.strategy import validate_params
 from chatcache.errors import ContextLengthError, InvalidRequestError
 from chatcache.scheduler.fairness import PRIORITY, SCHEDULING_POLICIES
@@ -78,14 +79,21 @@ def check_policies(config: EngineConfig, capacity: KVCapacity) -> None:
         )
 
 
-def check_prompt(prompt: Sequence[int], num_public_tokens: int, vocab_size: int, max_model_len: int) -> None:
+def check_prompt(
+    prompt: Sequence[int], num_public_tokens: int, vocab_size: int, max_model_len: int, *, is_pooled: bool = False
+) -> None:
     """Verify the length and token ids of a prompt, and the size of its public prefix.
 
-    Raises: InvalidRequestError, ContextLengthError.
+    `is_pooled`: no token is generated after it. Raises: InvalidRequestError, ContextLengthError.
     """
     if not prompt:
         raise InvalidRequestError("the prompt is empty; it needs at least 1 token", param="prompt")
-    if len(prompt) >= max_model_len:
+    if is_pooled and len(prompt) > max_model_len:
+        raise ContextLengthError(
+            f"the input has {len(prompt)} tokens; this model's maximum context length is {max_model_len} tokens",
+            param="prompt",
+        )
+    if not is_pooled and len(prompt) >= max_model_len:
         raise ContextLengthError(
             f"the prompt has {len(prompt)} tokens, and at least 1 is to be generated; "
             f"this model's maximum context length is {max_model_len} tokens",
@@ -141,6 +149,14 @@ def resolve_max_tokens(request: GenerateRequest, capacity: KVCapacity, max_model
     """
     num_prompt, branches, params = len(request.prompt), num_gang_branches(request.params), request.params
     num_pages = capacity.num_pages - 1
+    if request.pooling is not None:
+        if worst_case_pages(num_prompt, 1, 1, capacity.page_size) > num_pages:
+            raise ContextLengthError(
+                f"the input has {num_prompt} tokens; "
+                f"the KV memory has {num_pages} pages of {capacity.page_size} tokens",
+                param="prompt",
+            )
+        return 1
     most = max_tokens_that_fit(num_prompt, branches, capacity.page_size, num_pages)
     if params.max_tokens is None and most >= 1:
         return min(max_model_len - num_prompt, most)
@@ -246,7 +262,16 @@ class RequestValidator:
         """
         check_request_id(request.request_id)
         check_priority(request.priority)
-        check_prompt(request.prompt, request.num_public_tokens, self._model_info.vocab_size, self._max_model_len)
+        check_prompt(
+            request.prompt,
+            request.num_public_tokens,
+            self._model_info.vocab_size,
+            self._max_model_len,
+            is_pooled=request.pooling is not None,
+        )
+        if request.pooling is not None:
+            check_pooling(request.pooling, self._model_info)
+            return resolve_max_tokens(request, self._capacity, self._max_model_len)
         validate_params(request.params, self._model_info.vocab_size)
         check_prompt_logprobs(request)
         check_branches(request.params, self._max_branches)
@@ -276,15 +301,18 @@ class RequestValidator:
         Raises: InvalidRequestError for a grammar that is rejected without compiling it.
         """
         outputs = request.params.structured_outputs
-        return None if outputs is None else self._grammars.start(outputs, request.namespace)
+        return (
+            None if outputs is None or request.pooling is not None else self._grammars.start(outputs, request.namespace)
+        )
 
     def create_request(self, request: GenerateRequest, max_tokens: int, grammar: GrammarFuture | None) -> LiveRequest:
         """Create the live request of a checked request.
 
         Raises: InvalidRequestError for parameters that its decoding strategy does not support.
         """
+        pooler = PoolingStrategy(request, self._model_info) if request.pooling is not None else None
         constrained = {} if grammar is None else {"grammar_future": grammar}
-        strategy = self._make_strategy(
+        strategy = pooler or self._make_strategy(
             request,
             self._model_info,
             seed=self._seed(request),
@@ -305,7 +333,8 @@ class RequestValidator:
             fork_of=request.fork_of,
             explain=request.explain,
             resume_point=request.resume_point,
-            num_prompt_top=request.params.prompt_logprobs,
+            num_prompt_top=request.params.prompt_logprobs if pooler is None else None,
+            pooler=pooler,
         )
         self._num_accepted += 1
         return live

@@ -47,6 +47,7 @@ from chatcache.types.actions import (
     BeamUpdate,
     BranchAction,
     DroppedCandidate,
+    Embed,
     Emit,
     Extend,
     Finish,
@@ -58,6 +59,7 @@ from chatcache.types.events import (
     FINISH_CANCELLED,
     Beams,
     CandidateDone,
+    Embedding,
     EngineEvent,
     Failed,
     Finished,
@@ -122,6 +124,8 @@ class EventQueue:
 
             case BeamUpdate(beams):
                 self._events.append(Beams(request.request_id, self._next(request), beams))
+            case Embed(values):
+                self._events.append(Embedding(request.request_id, self._next(request), values))
 
     def emit_repeated(self, request: LiveRequest, outputs: Iterable[Output], last_seq: int) -> None:
         """Emit outputs that follow `Started`, except for the events up to `last_seq`, which were sent.
@@ -571,7 +575,8 @@ class Engine:
         if not request.started:
             request.started = True
             self._totals.record_start(request)
-            self._event_queue.emit_started(request)
+            if request.pooler is None:
+                self._event_queue.emit_started(request)
         num_before = request.num_output_tokens
         for output in advance.outputs:
             self._event_queue.emit_output(request, output)

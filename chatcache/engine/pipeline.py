@@ -64,6 +64,11 @@ def check_shapes(plan: StepPlan, result: StepResult) -> None:
             raise ValueError(f"scores have shape {result.scores.shape}, not {(count,)}")
         num_top = int(plan.scores.num_top.max(initial=0))
         pairs.append(("score_tokens", result.score_tokens, result.score_logprobs, count, num_top))
+    if plan.pools is not None:
+        num_pools = len(plan.pools.row)
+        if result.pooled is None or result.pooled.ndim != 2 or len(result.pooled) != num_pools:
+            shape = None if result.pooled is None else result.pooled.shape
+            raise ValueError(f"pooled has shape {shape}, not {num_pools, 'hidden'}")
     for name, tokens, logprobs, num_rows, num_columns in pairs:
         shape = tokens.shape
         if len(shape) != 2 or shape[0] != num_rows or shape[1] < num_columns or logprobs.shape != shape:
@@ -201,6 +206,21 @@ def collect_scores(step: Step, result: StepResult) -> dict[LiveRequest, Exceptio
     return faults
 
 
+def collect_pools(step: Step, result: StepResult) -> dict[LiveRequest, Exception]:
+    """Add the step's sums of hidden states to the pooled requests; return an error for each sum with a NaN."""
+    if result.pooled is None:
+        return {}
+    faults: dict[LiveRequest, Exception] = {}
+    for (branch, _, num_tokens), hidden in zip(step.pooled, result.pooled, strict=True):
+        if branch.table is None or branch.request.pooler is None:
+            continue  # the request has ended
+        if np.isfinite(hidden).all():
+            branch.request.pooler.add(hidden, num_tokens)
+        else:
+            faults[branch.request] = EngineError("the prompt's hidden states are not numbers")
+    return faults
+
+
 class CompletedStep(NamedTuple):
     """A collected step, without the rows of ended requests, and its result.
 
@@ -211,11 +231,13 @@ class CompletedStep(NamedTuple):
     is_committed: bool
 
     def collect_errors(self, vocab_size: int) -> dict[LiveRequest, Exception]:
-        """Append prompt scores to the requests; return the failed requests and their errors."""
+        """Add prompt scores and pools to the requests; return the failed requests and their errors."""
         step, result = self.step, self.result
         faults = dict(step.faults)
         if step.plan.scores is not None:
             faults |= collect_scores(step, result)
+        if step.pooled:
+            faults |= collect_pools(step, result)
         for draw, message in (*result.faults, *invalid_samples(step.plan.draws, result, vocab_size)):
             if message != NOTHING_LEFT:
                 faults.setdefault(step.request_of_draw(draw), EngineError(message))

@@ -77,7 +77,8 @@ class RequestJournal:
     """What another engine needs to resume a request.
 
     These are the tokens of candidates that are sampled independently, or the recorded steps of a search (beams,
-    best_of, distinct). A search whose records exceed `MAX_RECORD_BYTES` cannot be resumed.
+    best_of, distinct); an embedding is computed again. A search whose records exceed `MAX_RECORD_BYTES` cannot be
+    resumed.
     """
 
     def __init__(self, request: GenerateRequest) -> None:
@@ -91,6 +92,7 @@ class RequestJournal:
         self._num_record_bytes = 0
         params = request.params
         is_plain = isinstance(params, SamplingParams) and not params.distinct and params.best_of in (None, params.n)
+        is_plain = is_plain and request.pooling is None
         self._candidates = [_Candidate() for _ in range(params.n or 1)] if is_plain else []
 
     @property

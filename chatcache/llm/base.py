@@ -28,7 +28,8 @@ class LLMBase:
     `scheduling_policy`: fair (between namespaces; an `LLM` has only one, so it is fcfs) | fcfs | priority.
     `preemption_mode`: what to do when pages run out: auto | swap | recompute; `swap_space`: host memory for swapped
     pages, 0 for none. `deterministic`: logits do not depend, to the bit, on batch, chunking, cache or preemption;
-    slower. `quantization`: None | "int8" for 8-bit weights on CPUs.
+    slower. `quantization`: None | "int8" for 8-bit weights on CPUs. `pooling`: of embeddings: "auto" (as the model
+    folder says, else last) | "last" | "mean".
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class LLMBase:
         dtype: str = "auto",
         attention_backend: str = "auto",
         quantization: str | None = None,
+        pooling: str = "auto",
         kv_memory: int | str | None = None,
         max_model_len: int | None = None,
         page_size: int = 16,
@@ -61,6 +63,7 @@ class LLMBase:
             dtype=dtype,
             attention_backend=attention_backend,
             quantization=quantization or "none",
+            pooling=pooling,
             kv_memory_bytes=None if kv_memory is None else parse_size(kv_memory),
             max_model_len=max_model_len,
             page_size=page_size,

@@ -105,7 +105,10 @@ class AttentionStep:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Sizes of a network that determine its KV pages and its logits."""
+    """Sizes of a network that determine its KV pages and its logits.
+
+    `hidden_size`: of the final hidden states, 0 if the network cannot return them.
+    """
 
     num_layers: int
     num_heads: int
@@ -114,6 +117,7 @@ class Geometry:
     vocab_size: int
     dtype: torch.dtype
     device: torch.device
+    hidden_size: int = 0
 
     @property
     def group(self) -> int:
@@ -146,6 +150,16 @@ class Network(Protocol):
         """Run one step and yield the logits of one part of its tokens after the other.
 
         `parts`: indices of the tokens of each part. The logits of two parts are never in memory at the same time.
+        """
+        ...
+
+    def forward_states(
+        self, tokens: Tensor, positions: Tensor, step: AttentionStep, pooled: Tensor, drawn: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run one step; return the final hidden states of the tokens `pooled`, and the logits of `drawn`.
+
+        Requires `geometry.hidden_size`. The logits are None if no token is drawn.
+        Shapes: tokens, positions [T] int64, pooled [N] int64, drawn [U] int64 -> [N, hidden], [U, V].
         """
         ...
 

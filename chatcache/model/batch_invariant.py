@@ -230,6 +230,18 @@ class TokenByToken:
         for part in parts:
             yield self.forward(tokens, positions, step, part)
 
+    def forward_states(
+        self, tokens: Tensor, positions: Tensor, step: AttentionStep, pooled: Tensor, drawn: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return final hidden states and logits, one forward pass per token for each of the two."""
+        zero = torch.zeros(1, dtype=torch.int64)
+        found: dict[int, Tensor] = {}
+        for token, batch in enumerate(_single_tokens(step.batch)):
+            one, single = slice(token, token + 1), replace(step, batch=batch)
+            found[token] = self._network.forward_states(tokens[one], positions[one], single, zero, zero[:0])[0]
+        states = torch.cat([found[token] for token in pooled.tolist()])
+        return states, self.forward(tokens, positions, step, drawn) if len(drawn) else None
+
 
 def _single_tokens(batch: AttentionBatch) -> Iterator[AttentionBatch]:
     """Yield each new token as its own batch, in order."""

@@ -1,8 +1,8 @@
 """Decode steps captured as CUDA graphs at warm-up and replayed, up to the logits.
 
 A step of R rows runs as the smallest captured size that holds them. `fill` returns None for a step that computes more
-than one token of a row, scores prompts, is larger than the largest captured size, or needs a longer work list than
-fits; `eager` runs such a step. On a device without graphs `no_capture` makes the same steps ordinary calls.
+than one token of a row, scores or pools prompts, is larger than the largest captured size, or needs a longer work list
+than fits; `eager` runs such a step. On a device without graphs `no_capture` makes the same steps ordinary calls.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class DecodeGraphs:
         """
         rows = plan.rows
         count = len(rows.slot)
-        if not count or plan.scores is not None or (rows.num_tokens != 1).any():
+        if not count or plan.scores is not None or plan.pools is not None or (rows.num_tokens != 1).any():
             return None
         index = int(np.searchsorted(self._sizes, count))
         if index == len(self._sizes):

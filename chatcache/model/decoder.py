@@ -102,6 +102,13 @@ class Decoder:
         for part in torch.split(states, [len(part) for part in parts]):
             yield self._head(part)
 
+    def forward_states(
+        self, tokens: Tensor, positions: Tensor, step: AttentionStep, pooled: Tensor, drawn: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return final hidden states and logits; arguments as in `Network.forward_states`."""
+        states = self._states(tokens, positions, step, torch.cat((pooled, drawn)))
+        return states[: len(pooled)], self._head(states[len(pooled) :]) if len(drawn) else None
+
     def _states(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor:
         """Return the hidden states that the output head reads, [U, hidden]."""
         ops, eps = step.kernels, self.arch.rms_norm_eps
@@ -152,7 +159,9 @@ def load_decoder(
         layers.append(_load_layer(a, index, load))
     norm = load("model.norm.weight", a.hidden_size)
     head = make_linear(embedding if a.tied else load("lm_head.weight", a.vocab_size, a.hidden_size), None)
-    geometry = Geometry(a.num_layers, a.num_heads, a.num_kv_heads, a.head_dim, a.vocab_size, dtype, device)
+    geometry = Geometry(
+        a.num_layers, a.num_heads, a.num_kv_heads, a.head_dim, a.vocab_size, dtype, device, a.hidden_size
+    )
     return Decoder(a, geometry, embedding, layers, norm, head)
 
 

@@ -24,7 +24,7 @@ from chatcache.model.device_errors import is_out_of_memory
 from chatcache.model.page_tables import DeviceSlots, PageTables, StepLayout, TableChanges
 from chatcache.model.sampling.sampler import TokenSampler, part_sizes, score_parts, scored_token_indices
 from chatcache.model.streams import to_device, upload
-from chatcache.types.plan import I32, Draws, Rows, Scores, StepPlan, StepResult
+from chatcache.types.plan import F32, I32, Draws, Pools, Rows, Scores, StepPlan, StepResult
 
 Index = NDArray[np.intp]
 
@@ -131,6 +131,8 @@ class EagerRunner:
         own = tokens[part.first_token : part.first_token + len(rows.tokens)]
         rows_drawn, index = np.unique(draws.row, return_inverse=True)
         drawn: Index = rows_drawn.astype(np.intp)
+        if part.pools is not None:
+            return self._pooled(part, part.pools, layout, own, drawn, index)
         if part.scores is not None:
             return self._scored(part, part.scores, layout, own, drawn, index)
         logits = self._forward(layout, own, drawn)
@@ -164,6 +166,27 @@ class EagerRunner:
         score_parts(scorer, parts)
         return lambda: scorer.add_to(read_draws())
 
+    def _pooled(
+        self, part: StepPart, pools: Pools, layout: StepLayout, tokens: Tensor, drawn: Index, index: Index
+    ) -> Finish:
+        """Run the rows, sample, and sum the hidden states of each pool.
+
+        The rows run once more for prompt scores, which few steps need as well, and write the same keys and values.
+        """
+        step, positions = self._step(layout)
+        at = to_device(pooled_token_indices(layout, pools), self._device)
+        states, logits = self._network.forward_states(
+            tokens, positions, step, at, to_device(layout.last[drawn], self._device)
+        )
+        lengths = to_device(pools.num_tokens.astype(np.int64), self._device)
+        sums = torch.segment_reduce(states.float(), "sum", lengths=lengths, axis=0)
+        read_draws: Finish = empty_result
+        if part.scores is not None:
+            read_draws = self._scored(part, part.scores, layout, tokens, drawn, index)
+        elif logits is not None:
+            read_draws = self._draw(logits, index, part.draws, part.rows)
+        return lambda: replace(read_draws(), pooled=sums.cpu().numpy())
+
     def _forward(self, layout: StepLayout, tokens: Tensor, drawn: Index) -> Tensor:
         step, positions = self._step(layout)
         return self._network.forward(tokens, positions, step, to_device(layout.last[drawn], self._device))
@@ -195,6 +218,14 @@ def _join(whole: StepPart, done: list[tuple[StepPart, Finish]]) -> Finish:
     return lambda: join_results(whole, [(part, finish()) for part, finish in done])
 
 
+def pooled_token_indices(layout: StepLayout, pools: Pools) -> Index:
+    """Return the indices of the pooled tokens among the tokens of a step, pool after pool."""
+    counts = pools.num_tokens
+    ends = layout.last[pools.row] + 1
+    starts = np.repeat(ends - np.cumsum(counts), counts)
+    return (starts + np.arange(counts.sum())).astype(np.intp)
+
+
 def empty_result() -> StepResult:
     """Return the result of a step without draws."""
     ids, logprobs = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
@@ -205,22 +236,26 @@ def empty_result() -> StepResult:
 class StepPart:
     """Some rows of a step, or some tokens of one row, with their draws and scores.
 
-    `first_token`: index of the part's first token among the step's tokens; `drawn`, `scored`: indices of the part's
-    draws and score targets among those of the step.
+    `first_token`: index of the part's first token among the step's tokens; `drawn`, `scored`, `pooled`: indices of the
+    part's draws, score targets and pools among those of the step.
     """
 
     rows: Rows
     draws: Draws
     scores: Scores | None
+    pools: Pools | None
     first_token: int
     drawn: Index
     scored: Index
+    pooled: Index
 
     @classmethod
     def whole(cls, plan: StepPlan) -> StepPart:
         """Return the part that holds all rows of a step."""
         targets = len(plan.scores.targets) if plan.scores is not None else 0
-        return cls(plan.rows, plan.draws, plan.scores, 0, np.arange(len(plan.draws.row)), np.arange(targets))
+        pools = len(plan.pools.row) if plan.pools is not None else 0
+        indices = (np.arange(count) for count in (len(plan.draws.row), targets, pools))
+        return cls(plan.rows, plan.draws, plan.scores, plan.pools, 0, *indices)
 
 
 def split_step(part: StepPart) -> tuple[StepPart, StepPart] | None:
@@ -258,6 +293,8 @@ def join_results(whole: StepPart, parts: Sequence[tuple[StepPart, StepResult]]) 
         gather([one.perturbed for one in results], places, num_draws, -np.inf),
         gather([one.raw_logprobs for one in results], places, num_draws, -np.inf),
     )
+    if whole.pools is not None:
+        joined = replace(joined, pooled=_join_pools(parts, len(whole.pools.row)))
     if whole.scores is None:
         return joined
     cells, count = [part.scored for part, _ in parts], len(whole.scores.targets)
@@ -273,6 +310,15 @@ def join_results(whole: StepPart, parts: Sequence[tuple[StepPart, StepResult]]) 
     )
 
 
+def _join_pools(parts: Sequence[tuple[StepPart, StepResult]], num_pools: int) -> F32:
+    """Add up the sums of the parts; a pool whose row was split is in several."""
+    sums = [(part.pooled, result.pooled) for part, result in parts if result.pooled is not None]
+    joined = np.zeros((num_pools, sums[0][1].shape[1]), np.float32)
+    for pooled, values in sums:
+        joined[pooled] += values
+    return joined
+
+
 def _rows(part: StepPart, first: int, last: int) -> StepPart:
     """Return rows first .. last - 1 as a part."""
     rows = part.rows
@@ -281,7 +327,9 @@ def _rows(part: StepPart, first: int, last: int) -> StepPart:
     cut = Rows(rows.slot[first:last], rows.start[first:last], rows.num_tokens[first:last], rows.tokens[begin:end])
     which = np.flatnonzero((part.draws.row >= first) & (part.draws.row < last))
     scores, scored = _scores_of_rows(part, first, last)
-    return StepPart(cut, _draws(part.draws, which, first), scores, part.first_token + begin, part.drawn[which], scored)
+    pools, pooled = _pools_of_rows(part, first, last)
+    draws = _draws(part.draws, which, first)
+    return StepPart(cut, draws, scores, pools, part.first_token + begin, part.drawn[which], scored, pooled)
 
 
 def _scores_of_rows(part: StepPart, first: int, last: int) -> tuple[Scores | None, Index]:
@@ -296,6 +344,15 @@ def _scores_of_rows(part: StepPart, first: int, last: int) -> tuple[Scores | Non
     return cut, part.scored[cells]
 
 
+def _pools_of_rows(part: StepPart, first: int, last: int) -> tuple[Pools | None, Index]:
+    if part.pools is None:
+        return None, part.pooled
+    row, num_tokens = part.pools.row, part.pools.num_tokens
+    inside = (row >= first) & (row < last)
+    cut = Pools(row[inside] - np.int32(first), num_tokens[inside]) if inside.any() else None
+    return cut, part.pooled[inside]
+
+
 def _tokens(part: StepPart, middle: int) -> tuple[StepPart, StepPart]:
     """Split the only row before its token `middle`."""
     rows, scores = part.rows, part.scores
@@ -306,9 +363,17 @@ def _tokens(part: StepPart, middle: int) -> tuple[StepPart, StepPart]:
     if scores is not None:
         first, second = (replace(scores, targets=cut) for cut in (scores.targets[:middle], scores.targets[middle:]))
     none = part.drawn[:0]
+    head_pools = tail_pools = part.pools
+    if part.pools is not None:
+        num_in_tail = np.minimum(part.pools.num_tokens, after)
+        num_in_head = part.pools.num_tokens - num_in_tail
+        tail_pools = Pools(part.pools.row, num_in_tail)
+        head_pools = Pools(part.pools.row, num_in_head) if num_in_head.any() else None
+    head_draws, pooled = _draws(part.draws, none, 0), part.pooled if head_pools is not None else part.pooled[:0]
+    first_token, scored = part.first_token, part.scored
     return (
-        StepPart(head, _draws(part.draws, none, 0), first, part.first_token, none, part.scored[:middle]),
-        StepPart(tail, part.draws, second, part.first_token + middle, part.drawn, part.scored[middle:]),
+        StepPart(head, head_draws, first, head_pools, first_token, none, scored[:middle], pooled),
+        StepPart(tail, part.draws, second, tail_pools, first_token + middle, part.drawn, scored[middle:], part.pooled),
     )
 
 

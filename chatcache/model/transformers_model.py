@@ -13,7 +13,8 @@ and code from the model folder.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,16 @@ def paged_attention(
 
 
 class TransformersNetwork:
-    """A transformers model as an `attention.Network`. Its steps are not captured as CUDA graphs."""
+    """A transformers model as an `attention.Network`. Its steps are not captured as CUDA graphs.
 
-    def __init__(self, model: Any, geometry: Geometry, max_position: int) -> None:
+    `base`: the module without the output head, which returns the final hidden states as `last_hidden_state`.
+    """
+
+    def __init__(self, model: Any, geometry: Geometry, max_position: int, base: nn.Module | None = None) -> None:
         self.geometry = geometry
         self.max_position = max_position
         self._model = model
+        self._base = base
         self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor:
@@ -96,6 +101,34 @@ class TransformersNetwork:
         """
         for part in parts:
             yield self.forward(tokens, positions, step, part)
+
+    def forward_states(
+        self, tokens: Tensor, positions: Tensor, step: AttentionStep, pooled: Tensor, drawn: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return final hidden states and logits; arguments as in `Network.forward_states`."""
+        if self._base is None:
+            raise ValueError("this model returns no hidden states")
+        if not len(drawn):
+            out = self._base(input_ids=tokens[None], position_ids=positions[None], use_cache=False, paged_step=step)
+            return out.last_hidden_state[0, pooled], None
+        with _record_states([self._base]) as recorded:
+            logits = self.forward(tokens, positions, step, drawn)
+        return recorded[-1][1][pooled], logits
+
+
+@contextmanager
+def _record_states(modules: Iterable[nn.Module]) -> Iterator[list[tuple[nn.Module, Tensor]]]:
+    """Append each of `modules` that returns a `last_hidden_state`, with that, [T, hidden], as it is called."""
+    recorded: list[tuple[nn.Module, Tensor]] = []
+
+    def record(module: nn.Module, inputs: object, out: Any) -> None:
+        if isinstance(states := getattr(out, "last_hidden_state", None), Tensor):
+            recorded.append((module, states[0]))
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_hook(record).remove)
+        yield recorded
 
 
 def load_transformers(
@@ -144,7 +177,8 @@ def _wrap(model: Any, where: Path, dtype: torch.dtype, device: torch.device) -> 
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     with torch.inference_mode():
         try:
-            logits = _run(model, zero, zero, probe, {})
+            with _record_states(model.modules()) as recorded:
+                logits = _run(model, zero, zero, probe, {})
         except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
             raise ModelFolderError(f"{where}: {text.model_type} does not run on KV pages: {error!r}") from error
     kinds = set(getattr(text, "layer_types", None) or ()) - LAYER_KINDS
@@ -156,8 +190,11 @@ def _wrap(model: Any, where: Path, dtype: torch.dtype, device: torch.device) -> 
     if reason:
         raise ModelFolderError(f"{where}: {text.model_type} does not run on KV pages: {reason}")
     num_heads, num_kv_heads, head_dim = probe.shapes[0]
-    geometry = Geometry(len(probe.shapes), num_heads, num_kv_heads, head_dim, logits.shape[-1], dtype, device)
-    return TransformersNetwork(model, geometry, _max_position(text))
+    base, hidden_size = (recorded[-1][0], recorded[-1][1].shape[-1]) if recorded else (None, 0)
+    geometry = Geometry(
+        len(probe.shapes), num_heads, num_kv_heads, head_dim, logits.shape[-1], dtype, device, hidden_size
+    )
+    return TransformersNetwork(model, geometry, _max_position(text), base)
 
 
 def _run(

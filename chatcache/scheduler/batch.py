@@ -21,7 +21,7 @@ from chatcache.scheduler.decode_batch import (
 )
 from chatcache.scheduler.request import Branch, LiveRequest
 from chatcache.types.actions import Candidates, DrawSpec
-from chatcache.types.plan import I32, Draws, Rows, Scores, StepPlan
+from chatcache.types.plan import I32, Draws, Pools, Rows, Scores, StepPlan
 
 Swaps = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]
 """Page copies of a step: [(page, host page)] to the host and [(host page, page)] from it."""
@@ -42,8 +42,16 @@ class ScoredRow(NamedTuple):
     num_tokens: int
 
 
+class PooledRow(NamedTuple):
+    """A row of the plan whose last `num_tokens` tokens, of `branch`, are pooled."""
+
+    branch: Branch
+    row: int
+    num_tokens: int
+
+
 class DrawnBranch(NamedTuple):
-    """A branch and its draws in the plan: `num_draws` of them, from `first_draw` on."""
+    """A branch that is ready for its strategy, and its draws in the plan: `num_draws` from `first_draw` on."""
 
     branch: Branch
     first_draw: int
@@ -55,8 +63,9 @@ class Step:
     """A step plan and the branches and requests that its rows, draws and scores belong to.
 
     `granted` is parallel to the plan's first rows: (branch, its new tokens as int32 bytes). `drawn` lists those of them
-    that are sampled. The last rows and draws of the plan belong to `decode_rows`, one each. `faults`: requests whose
-    strategy raised when asked what to draw. `scored`: the requests of the plan's prompt scores, in the same order.
+    that are sampled, or whose prompt is pooled. The last rows and draws of the plan belong to `decode_rows`, one each.
+    `faults`: requests whose strategy raised when asked what to draw. `scored`, `pooled`: the rows of the plan's prompt
+    scores and of its pools, in the same order.
     `kept_draws`: the draws of the launched step that are left in this one; None for all.
     """
 
@@ -66,6 +75,7 @@ class Step:
     decode_rows: DecodeRows
     faults: list[tuple[LiveRequest, Exception]]
     scored: list[ScoredRow]
+    pooled: list[PooledRow]
     kept_draws: I32 | None = None
 
     def without_ended_rows(self, decode_rows: I32) -> Step:
@@ -157,6 +167,7 @@ class BatchBuilder:
         self._copies: list[PageCopy] = []
         self._ready: list[tuple[Branch, int]] = []  # (branch, row) of the branches that are sampled in this step
         self._scored: list[ScoredRow] = []
+        self._pooled: list[PooledRow] = []
 
     @property
     def budget(self) -> int:
@@ -176,8 +187,11 @@ class BatchBuilder:
         stop = start + num_tokens
         if stop == branch.num_tokens:
             self._ready.append((branch, len(self.granted)))
-        if branch.request.max_matched_tokens is not None:
-            self._scored.append(ScoredRow(branch.request, len(self.granted), start, num_tokens))
+        request = branch.request
+        if request.has_unscored_tokens:
+            self._scored.append(ScoredRow(request, len(self.granted), start, num_tokens))
+        if request.pooler is not None and (num_pooled := request.pooler.num_pooled_tokens(start, stop)):
+            self._pooled.append(PooledRow(branch, len(self.granted), num_pooled))
         self.granted.append((branch, branch.span(start, stop)))
         self._slots.append(slot)
         self._starts.append(start)
@@ -206,7 +220,7 @@ class BatchBuilder:
             rows, draws = decode_rows.rows, decode_rows.draws
             updates = _concat(self._updates, decode_updates) if self._updates else decode_updates
             plan = StepPlan(step, fork_rows, updates, copies, rows, draws, swaps_out, swaps_in)
-            return Step(plan, [], [], decode_rows, faults, [])
+            return Step(plan, [], [], decode_rows, faults, [], [])
         drawn, granted_draws = self._draws(faults)
         plan = StepPlan(
             step=step,
@@ -218,8 +232,9 @@ class BatchBuilder:
             swaps_out=swaps_out,
             swaps_in=swaps_in,
             scores=_scores(self._scored),
+            pools=_pools(self._pooled),
         )
-        return Step(plan, self.granted, drawn, decode_rows, faults, self._scored)
+        return Step(plan, self.granted, drawn, decode_rows, faults, self._scored, self._pooled)
 
     def _draws(self, faults: list[tuple[LiveRequest, Exception]]) -> tuple[list[DrawnBranch], Draws | None]:
         drawn: list[DrawnBranch] = []
@@ -229,7 +244,7 @@ class BatchBuilder:
         for branch, row in self._ready:
             try:
                 wanted = branch.request.strategy.draws(branch.id)
-                if not wanted:
+                if not wanted and branch.request.pooler is None:
                     raise ValueError(f"nothing to draw from branch {branch.id}")
             except Exception as error:
                 faults.append((branch.request, error))
@@ -266,6 +281,12 @@ def _scores(scored: Sequence[ScoredRow]) -> Scores | None:
         num_top=np.array([one.request.num_prompt_top for one in scored], np.int32),
         targets=np.array([target for one in scored for target in _targets(one)], np.int32),
     )
+
+
+def _pools(pooled: Sequence[PooledRow]) -> Pools | None:
+    if not pooled:
+        return None
+    return Pools(*(np.array(column, np.int32) for column in list(zip(*pooled, strict=True))[1:]))
 
 
 def _targets(scored: ScoredRow) -> Iterator[int]:

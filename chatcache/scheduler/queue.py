@@ -259,7 +259,7 @@ def find_fork(request: LiveRequest, running: Sequence[LiveRequest], decode_batch
     request was started before.
     """
     point = request.fork_of
-    if point is None or request.num_cached_tokens is not None or request.num_prompt_top is not None:
+    if point is None or request.num_cached_tokens is not None or request.max_matched_tokens is not None:
         return None
     same = (other for other in running if other.request_id == point.request_id)
     scope = request.namespace, request.cache_salt

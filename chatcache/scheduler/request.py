@@ -11,7 +11,7 @@ import numpy as np
 
 from chatcache.kv_cache.page_hash import TOKEN_BYTES, CacheScope, PageHashChain, encode_tokens
 from chatcache.kv_cache.page_table import PageTable
-from chatcache.types.actions import Strategy
+from chatcache.types.actions import Pooler, Strategy
 from chatcache.types.events import CacheMiss, TokenLogprob
 from chatcache.types.plan import I32
 from chatcache.types.request import ForkPoint, ResumePoint
@@ -73,7 +73,7 @@ class LiveRequest:
 
     `arrival`: sequence number; smaller is older. `priority`: smaller is served first, before age is considered.
     `num_prompt_top`: how many alternative tokens to report for each prompt token, None for no prompt log-probabilities;
-    `prompt_scores` are the reports so far, from the second token on.
+    `prompt_scores` are the reports so far, from the second token on. `pooler`: the strategy, if it pools hidden states.
     `explain`: record in `miss` why its first start did not find more in the cache. `resume_point`: where to continue a
     request of a failed engine, until it is queued. `host_pages`: the host pages that it holds while preempted.
     `accepted_s`, `admitted_s` (first start) and `first_token_s` are values of `time.perf_counter`.
@@ -95,6 +95,7 @@ class LiveRequest:
     priority: int = 0
     fork_of: ForkPoint | None = None
     num_prompt_top: int | None = None
+    pooler: Pooler | None = None
     explain: bool = False
     resume_point: ResumePoint | None = None
     max_branches: int = field(init=False)
@@ -138,14 +139,20 @@ class LiveRequest:
         return (self.priority << ARRIVAL_BITS) + self.arrival
 
     @property
+    def has_unscored_tokens(self) -> bool:
+        """Whether prompt tokens still have to be scored."""
+        return self.num_prompt_top is not None and len(self.prompt_scores) < self.num_prompt_tokens - 1
+
+    @property
     def max_matched_tokens(self) -> int | None:
         """Limit on the tokens that may be matched; None for no limit.
 
-        A prompt token whose successor still has to be scored must be computed, for its logits.
+        A prompt token whose successor still has to be scored must be computed, for its logits, and one whose hidden
+        state is pooled, for that.
         """
-        if self.num_prompt_top is None or len(self.prompt_scores) == self.num_prompt_tokens - 1:
-            return None
-        return len(self.prompt_scores)
+        if self.has_unscored_tokens:
+            return len(self.prompt_scores)
+        return None if self.pooler is None else self.pooler.max_matched_tokens
 
     @property
     def num_unbatched(self) -> int:

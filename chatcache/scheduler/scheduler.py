@@ -154,7 +154,7 @@ class Scheduler:
 
     def can_schedule_ahead(self, step: Step) -> bool:
         """Return whether the next step is the same whatever tokens `step`, the last planned one, samples. A query."""
-        if step.drawn or step.scored or step.has_swaps or self._rows.forks or self._is_budget_tight:
+        if step.drawn or step.scored or step.pooled or step.has_swaps or self._rows.forks or self._is_budget_tight:
             return False
         unbatched = self._decode_batch.unbatched_requests
         if not self.running or any(r.num_waiting_branches or token_demand(r)[0] for r in unbatched):

@@ -125,7 +125,14 @@ class BeamUpdate:
     beams: tuple[LiveBeam, ...]
 
 
-Output = Emit | Finish | BeamUpdate
+@dataclass(frozen=True, slots=True)
+class Embed:
+    """Return the embedding of the prompt; `values` are those of `events.Embedding`."""
+
+    values: bytes
+
+
+Output = Emit | Finish | BeamUpdate | Embed
 
 
 class DroppedCandidate(msgspec.Struct, frozen=True, gc=False):
@@ -178,7 +185,7 @@ class Strategy(Protocol):
         ...
 
     def draws(self, branch: int) -> tuple[DrawSpec, ...]:
-        """Return what to draw from the next-token logits of `branch`.
+        """Return what to draw from the next-token logits of `branch`; nothing only if this is a `Pooler`.
 
         It changes no state, and is called again after a preemption.
         """
@@ -208,6 +215,23 @@ class SearchStrategy(Strategy, Protocol):
 
         Raises: the errors of a grammar.
         """
+        ...
+
+
+class Pooler(Strategy, Protocol):
+    """A strategy that needs hidden states of the prompt's tokens instead of draws."""
+
+    @property
+    def max_matched_tokens(self) -> int | None:
+        """Limit on the prompt tokens that may be matched, because later hidden states are needed; None for no limit."""
+        ...
+
+    def num_pooled_tokens(self, start: int, stop: int) -> int:
+        """Return how many of the last prompt tokens from `start` up to, not including, `stop` are to be pooled."""
+        ...
+
+    def add(self, hidden: F32, num_tokens: int) -> None:
+        """Add the sum of the hidden states of the next `num_tokens` tokens. Shape [hidden]."""
         ...
 
 

@@ -1,6 +1,7 @@
 """Events of a request, numbered 1, 2, 3, ... in `seq`, with one terminal event at the end.
 
 Started --> Tokens, Beams, CandidateDone (any number) --> Finished or Failed
+Embedding --> Finished or Failed, for a request with `pooling`
 """
 
 from __future__ import annotations
@@ -122,6 +123,17 @@ class CandidateDone(msgspec.Struct, frozen=True, tag="done"):
         return self.finish_reason != FINISH_CANCELLED and not is_dead_end(self.finish_reason, self.stop_reason)
 
 
+class Embedding(msgspec.Struct, frozen=True, tag="embedding", gc=False):
+    """The embedding of the prompt: little-endian float32 of Euclidean length 1.
+
+    A request that another engine process resumes may repeat it.
+    """
+
+    request_id: str
+    seq: int
+    values: bytes
+
+
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """Terminal event: all candidates ended, or the request was cancelled.
 
@@ -160,5 +172,5 @@ class SearchStep(msgspec.Struct, frozen=True, gc=False):
     record: bytes
 
 
-EngineEvent = Started | Tokens | Beams | CandidateDone | Finished | Failed
+EngineEvent = Started | Tokens | Beams | CandidateDone | Embedding | Finished | Failed
 TERMINAL = (Finished, Failed)

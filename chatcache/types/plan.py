@@ -10,7 +10,8 @@ The runner applies a plan in this order:
     4. `swaps_in`   pages[page] = host[host page]; may read host pages that this plan's swaps_out wrote
     5. `copies`     copy page contents src -> dst, all layers (copy on write); no dst is also a src in one plan
     6. `rows`       write K and V of the new tokens, attend, compute the logits of each drawn row's last token
-    7. `draws`      turn logits into candidates; `scores`: log-probabilities of the prompt's own tokens
+    7. `draws`      turn logits into candidates; `scores`: log-probabilities of the prompt's own tokens;
+                    `pools`: sums of hidden states
 
 Symbols: R rows (branches granted tokens), T new tokens of all rows, D draws, P = `page_size` tokens. The token at
 position p of a branch is stored in page table[slot, p // P] at offset p % P:
@@ -148,6 +149,18 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
+class Pools:
+    """Rows whose final hidden states are summed, for embeddings.
+
+    The final hidden state of a token is what the output head reads, after the last norm. The sum includes the last
+    `num_tokens` of the row's new tokens, at least one. Shapes [P].
+    """
+
+    row: I32
+    num_tokens: I32
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """Everything that the runner does in one step, in the order given in the module's docstring.
 
@@ -164,6 +177,7 @@ class StepPlan:
     swaps_out: I32 = field(default_factory=_no_pairs)
     swaps_in: I32 = field(default_factory=_no_pairs)
     scores: Scores | None = None
+    pools: Pools | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +192,7 @@ class StepResult:
     With the message NOTHING_LEFT only the branch ends: its draw has no candidates.
     Prompt scores are parallel to `Scores.targets` (T of them): scores [T], score_tokens and score_logprobs
     [T, max num_top], nan where there is no target. A nan where there is a target means logits that are not finite: the
-    request of that row must end.
+    request of that row must end. `pooled`: the sum of each of the plan's pools, in the same order, [P, hidden].
     """
 
     tokens: I32
@@ -191,6 +205,7 @@ class StepResult:
     scores: F32 | None = None
     score_tokens: I32 | None = None
     score_logprobs: F32 | None = None
+    pooled: F32 | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,8 +216,19 @@ class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[bytes, ...] = ()
 
 
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to embed a prompt. Names as in vLLM.
+
+    `dimensions`: keep only so many leading dimensions of the embedding, which is then normalised again.
+    """
+
+    dimensions: int | None = None
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt to continue, and how.
+
+    `pooling`: embed the prompt instead, by the model's kind of pooling; `params` then have no effect.
 
     `namespace`: the cache namespace of the authenticated tenant, set by the server and never by a client.
     `cache_salt`: set by the client; within the namespace only requests with the same salt share private pages.
@@ -231,7 +242,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     prompt: tuple[int, ...]
-    params: Params
+    params: Params = SamplingParams()
+    pooling: PoolingParams | None = None
     namespace: str = ""
     cache_salt: str = ""
     num_public_tokens: int = 0

@@ -178,7 +178,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of the loaded model.
 
     `digest` (hex) identifies the weights and is hashed into all page keys. `weight_bytes`: size of the weights in
-    memory, of which every step reads `step_bytes`. `quantization`: none | int8.
+    memory, of which every step reads `step_bytes`. `quantization`: none | int8. `pooling`: last | mean, the kind of
+    the model's embeddings. `hidden_size`: their dimensions, 0 for a model without embeddings.
     """
 
     name: str
@@ -193,6 +194,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     attention: str = ""
     quantization: str = "none"
     step_bytes: int = 0
+    pooling: str = "last"
+    hidden_size: int = 0
 
     @property
     def precision(self) -> str:

@@ -13,7 +13,18 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from chatcache.types.actions import BeamUpdate, Candidates, DrawSpec, Emit, Extend, Finish, Fork, Release, Strategy
+from chatcache.types.actions import (
+    BeamUpdate,
+    Candidates,
+    DrawSpec,
+    Embed,
+    Emit,
+    Extend,
+    Finish,
+    Fork,
+    Release,
+    Strategy,
+)
 from chatcache.types.events import TokenLogprob
 from chatcache.types.plan import F32
 
@@ -142,6 +153,7 @@ def run(strategy: Strategy, prompt: Sequence[int], logits: Logits, *, shuffle: r
         advance = strategy.advance(drawn)
         most_alive = max(most_alive, _apply(branches, set(picked), advance.actions, strategy.max_branches))
         for output in advance.outputs:
+            assert not isinstance(output, Embed)
             if isinstance(output, BeamUpdate):
                 grown.append(output)
                 continue

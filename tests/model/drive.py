@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from chatcache.model.runner import Runner
-from chatcache.types.plan import Draws, LogitEdit, LogitMask, Rows, Scores, StepPlan, StepResult
+from chatcache.types.plan import Draws, LogitEdit, LogitMask, Pools, Rows, Scores, StepPlan, StepResult
 
 CPU = torch.device("cpu")
 KERNELS = CPU if os.environ.get("TRITON_INTERPRET") == "1" else torch.device("cuda", 0)  # as the root conftest decides
@@ -69,7 +69,11 @@ class Driver:
             self.next_page += 1
 
     def feed(
-        self, grants: Mapping[int, Sequence[int]], draws: Draws | None = None, scores: Scores | None = None
+        self,
+        grants: Mapping[int, Sequence[int]],
+        draws: Draws | None = None,
+        scores: Scores | None = None,
+        pools: Pools | None = None,
     ) -> StepResult:
         """Give each slot its new tokens; draw greedily from every row by default."""
         starts = []
@@ -97,6 +101,7 @@ class Driver:
             rows=rows,
             draws=make_draws([{"row": row} for row in range(len(grants))]) if draws is None else draws,
             scores=scores,
+            pools=pools,
         )
         self._forks, self._updates, self._copies, self.steps = [], [], [], self.steps + 1
         return self.runner.execute(plan)

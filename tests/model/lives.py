@@ -49,6 +49,12 @@ class Reader:
         x = self._states(tokens, positions, step)
         return (self._head(x[part]) for part in parts)
 
+    def forward_states(
+        self, tokens: Tensor, positions: Tensor, step: AttentionStep, pooled: Tensor, drawn: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        x = self._states(tokens, positions, step)
+        return x[pooled], self._head(x[drawn]) if len(drawn) else None
+
     def _states(self, tokens: Tensor, positions: Tensor, step: AttentionStep) -> Tensor:
         self.sizes.append(len(tokens))
         if self._max_tokens is not None and len(tokens) > self._max_tokens:

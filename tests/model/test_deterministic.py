@@ -165,6 +165,11 @@ class BatchDependentNetwork:
     ) -> Iterator[Tensor]:
         raise NotImplementedError
 
+    def forward_states(
+        self, tokens: Tensor, positions: Tensor, step: AttentionStep, pooled: Tensor, drawn: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        raise NotImplementedError
+
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_batch_dependent_network_is_rejected_unless_run_token_by_token(wrapped: bool) -> None:

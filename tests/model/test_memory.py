@@ -29,7 +29,7 @@ from chatcache.model.loading.memory_budget import (
 )
 from chatcache.model.runner import AsyncLaunch, Runner
 from chatcache.model.sampling.sampler import Sampler
-from chatcache.types.plan import Draws, LogitEdit, LogitMask, Rows, Scores, StepPlan, StepResult
+from chatcache.types.plan import Draws, LogitEdit, LogitMask, Pools, Rows, Scores, StepPlan, StepResult
 from tests.model.drive import Driver, make_draws
 from tests.model.lives import MAX_LEN, VOCAB, Life, Reader, live, make_runner, same
 
@@ -46,7 +46,7 @@ def short(max_tokens: int) -> tuple[Runner, Reader]:
 def everything(noise: np.random.Generator, runner: Runner) -> StepResult:
     """Run one step with every feature.
 
-    Rows are long and short, undrawn, drawn twice, wide, edited, masked and scored.
+    Rows are long and short, undrawn, drawn twice, wide, edited, masked, scored and pooled.
     """
     driver = Driver(runner)
     sizes = [9, 1, 14, 3, 1]
@@ -65,14 +65,15 @@ def everything(noise: np.random.Generator, runner: Runner) -> StepResult:
     masks = [LogitMask(2, words)]
     rows = np.array([0, 2], np.int32)
     scores = Scores(rows, np.array([0, 2], np.int32), noise.integers(-1, VOCAB, 9 + 14).astype(np.int32))
-    return driver.feed(prompts, make_draws(specs, edits, masks), scores)
+    pools = Pools(np.array([0, 2, 3], np.int32), np.array([1, 12, 3], np.int32))
+    return driver.feed(prompts, make_draws(specs, edits, masks), scores, pools)
 
 
 def equal(got: StepResult, want: StepResult) -> bool:
-    """Whether results are the same, scores too."""
+    """Whether results are the same, scores and pools too."""
     if not same(got, want):
         return False
-    for name in ("scores", "score_tokens", "score_logprobs"):
+    for name in ("scores", "score_tokens", "score_logprobs", "pooled"):
         if not np.allclose(getattr(got, name), getattr(want, name), atol=1e-4, equal_nan=True):
             return False
     return True

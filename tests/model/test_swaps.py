@@ -45,6 +45,11 @@ class Writer:
     ) -> Iterator[Tensor]:
         return (self.forward(tokens, positions, step, part) for part in parts)
 
+    def forward_states(
+        self, tokens: Tensor, positions: Tensor, step: AttentionStep, pooled: Tensor, drawn: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        raise NotImplementedError
+
 
 def cells(tokens: Tensor, layer: int) -> Tensor:
     """Return what `Writer` stores, [T, Hkv, D]."""

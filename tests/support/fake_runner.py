@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from chatcache.engine.protocols import StepHandle
-from chatcache.types.plan import F32, I32, NOTHING_LEFT, U64, Draws, KVCapacity, Scores, StepPlan, StepResult
+from chatcache.types.plan import F32, I32, NOTHING_LEFT, U64, Draws, KVCapacity, Pools, Scores, StepPlan, StepResult
 from chatcache.types.stats import ModelInfo
 from tests.support.fake_device import FakeDevice
 from tests.support.fake_sampling import (
@@ -36,6 +36,15 @@ _POSITION = np.uint64(0x9E37_79B9_7F4A_7C15)
 _TOKEN = np.uint64(0xC2B2_AE3D_27D4_EB4F)
 
 
+FAKE_HIDDEN = 6
+
+
+def fake_states(histories: U64) -> F32:
+    """Return the hidden states of tokens with these history hashes, [N, FAKE_HIDDEN]."""
+    salts = np.arange(1, FAKE_HIDDEN + 1, dtype=np.uint64) * _TOKEN
+    return (mix(histories[:, None] * salts) >> np.uint64(40)).astype(np.float32) / np.float32(2**24)
+
+
 def fake_capacity(
     num_pages: int = 512,
     page_size: int = 16,
@@ -51,13 +60,17 @@ def fake_capacity(
     )
 
 
-def fake_model_info(vocab_size: int = 64, eos: tuple[int, ...] = (0,), max_model_len: int = 4096) -> ModelInfo:
+def fake_model_info(
+    vocab_size: int = 64, eos: tuple[int, ...] = (0,), max_model_len: int = 4096, pooling: str = "last"
+) -> ModelInfo:
     return ModelInfo(
         name="fake",
         digest="00" * 32,
         vocab_size=vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=eos,
+        pooling=pooling,
+        hidden_size=FAKE_HIDDEN,
         device="fake",  # so that no limit depends on the measured time
     )
 
@@ -125,6 +138,8 @@ class FakeRunner:
         histories = self._compute(plan)
         last_tokens = plan.rows.tokens[np.cumsum(plan.rows.num_tokens) - 1].tolist()
         result = self.draw(plan.draws, [history[-1] for history in histories], last_tokens)
+        if plan.pools is not None:
+            result = replace(result, pooled=self._pool(plan.pools, histories))
         if plan.scores is None:
             return result
         scores, score_tokens, score_logprobs = self._score(plan.scores, histories)
@@ -149,6 +164,15 @@ class FakeRunner:
             self.cells[pages, positions % self._capacity.page_size] = cells
             histories.append(np.cumsum(_digests(cells, start), dtype=np.uint64) + history)
         return histories
+
+    def _pool(self, pools: Pools, histories: Sequence[U64]) -> F32:
+        """Sum hidden states, which are hashes of the history, with values between 0 and 1. Shape [P, FAKE_HIDDEN]."""
+        return np.stack(
+            [
+                fake_states(histories[row][-count:]).sum(axis=0)
+                for row, count in zip(pools.row.tolist(), pools.num_tokens.tolist(), strict=True)
+            ]
+        )
 
     def _read(self, slot: int, num_tokens: int) -> tuple[np.uint64, np.uint64]:
         """Read a branch's first cells through its page table: (hash of all of them, last one)."""

@@ -15,6 +15,7 @@ from chatcache.errors import ChatcacheError, ModelFolderError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+POOLING_KINDS = {"mean": "mean", "mean_sqrt_len": "mean", "lasttoken": "last"}  # of sentence-transformers
 PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 MAX_JSON_BYTES = 64 << 20
 CONNECT_TIMEOUT_S = 5.0
@@ -128,6 +129,27 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def read_pooling(folder: Path) -> str | None:
+    """Return the kind of pooling that a sentence-transformers folder declares: last | mean; None without a declaration.
+
+    Raises: ModelFolderError for another kind.
+    """
+    path = folder / "1_Pooling" / "config.json"
+    if not path.is_file():
+        return None
+    config = read_json(path)
+    prefix = "pooling_mode_"
+    names = [name.removeprefix(prefix) for name, value in config.items() if name.startswith(prefix) and value is True]
+    kinds = [name.removesuffix("_tokens") for name in names]
+    mode = config.get("pooling_mode", kinds)
+    kinds = [mode] if isinstance(mode, str) else list(mode)
+    pooling = POOLING_KINDS.get(kinds[0]) if len(kinds) == 1 else None
+    if pooling is None:
+        found = " and ".join(map(str, kinds)) or "of no kind"
+        raise ModelFolderError(f"{path}: pooling {found} is not supported; choose --pooling last or mean")
+    return pooling
+
+
 def check_links(folder: Path) -> None:
     """Verify that no file of a model is a symbolic link out of the folder.
 
@@ -137,7 +159,8 @@ def check_links(folder: Path) -> None:
     allowed_folders = [resolved]
     if resolved.parent.name == "snapshots":  # Hugging Face cache: files are links to blobs
         allowed_folders.append(resolved.parent.parent / "blobs")
-    for file in sorted(path for pattern in PATTERNS for path in folder.glob(pattern)):
+    patterns = (*PATTERNS, "1_Pooling/*.json")
+    for file in sorted(path for pattern in patterns for path in folder.glob(pattern)):
         if not file.is_symlink():
             continue
         try:

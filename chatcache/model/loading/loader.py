@@ -41,6 +41,7 @@ from chatcache.model.loading.files import (
     eos_token_ids,
     model_name,
     read_config,
+    read_pooling,
     resolve_model_path,
     weight_files,
 )
@@ -67,6 +68,7 @@ DUAL_LAYOUT_MAX_SHARE = 1 / 3  # of free memory for weights with two layouts; th
 
 SINGLE_THREAD_BYTES = 32 * 2**20
 Progress = Callable[[float, str], None]
+POOLINGS = ("auto", "last", "mean")
 SWAP_MAX_BYTES = 1024**3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -132,6 +134,8 @@ def _load(
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
         attention=backend,
+        pooling=choose_pooling(config.pooling, folder),
+        hidden_size=network.geometry.hidden_size,
     )
     if config.deterministic:
         report(0.93, "checking that results do not depend on the batch")
@@ -235,6 +239,16 @@ def _bounded(config: EngineConfig, max_context: int) -> int:
     if not 1 <= requested <= max_context:
         raise ModelFolderError(f"max_model_len {requested} is out of bounds: this model allows 1 to {max_context}")
     return requested
+
+
+def choose_pooling(pooling: str, folder: Path) -> str:
+    """Return the kind of pooling, last | mean: as configured, else as the folder says, else last.
+
+    Raises: ModelFolderError for another kind.
+    """
+    if pooling not in POOLINGS:
+        raise ModelFolderError(f"pooling {pooling!r} is not supported; choose {', '.join(POOLINGS)}")
+    return pooling if pooling != "auto" else read_pooling(folder) or "last"
 
 
 def limit_kv_memory(config: EngineConfig, total_bytes: int) -> EngineConfig:

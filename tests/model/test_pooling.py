@@ -1,0 +1,125 @@
+"""Sums of final hidden states equal transformers' `last_hidden_state`, for any chunks and rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModel
+
+from chatcache.errors import ModelFolderError
+from chatcache.model.loading.files import read_pooling
+from chatcache.model.runner import Runner
+from chatcache.types.plan import F32, Pools
+from tests.model.drive import Driver, make_draws
+from tests.model.families import FAMILIES, Sample
+
+Get = Callable[[str], Sample]
+Load = Callable[..., Runner]
+
+
+def hidden_states(sample: Sample, tokens: tuple[int, ...]) -> F32:
+    """Return transformers' hidden states after the last norm, [T, hidden]."""
+    with torch.inference_mode():
+        model = AutoModel.from_pretrained(sample.folder, dtype=torch.float32).eval()
+        states: F32 = model(torch.tensor([tokens])).last_hidden_state[0].numpy()
+    return states
+
+
+def pools_of(rows: list[int], num_tokens: list[int]) -> Pools:
+    return Pools(np.array(rows, np.int32), np.array(num_tokens, np.int32))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_pooled_states_equal_transformers(family: str, sample_of: Get, load: Load) -> None:
+    """One row is pooled at its last token, one over all tokens in two chunks, and one is only drawn."""
+    sample = sample_of(family)
+    last, mean, drawn = sample.prompts[1], sample.prompts[2], sample.prompts[0]
+    runner = load(sample.folder)
+    driver = Driver(runner)
+    first = driver.feed({0: last, 1: mean[:20], 2: drawn}, make_draws([{"row": 2}]), None, pools_of([0, 1], [1, 20]))
+    second = driver.feed({1: mean[20:]}, make_draws([]), None, pools_of([0], [len(mean) - 20]))
+    assert first.pooled is not None and second.pooled is not None
+    assert runner.model_info.hidden_size == first.pooled.shape[1]
+    np.testing.assert_allclose(first.pooled[0], hidden_states(sample, last)[-1], atol=2e-4)
+    total = first.pooled[1] + second.pooled[0]
+    np.testing.assert_allclose(total, hidden_states(sample, mean).sum(axis=0), atol=2e-3)
+    assert first.tokens[0, 0] == sample.answers[0][0]
+
+
+def test_deterministic_states_do_not_depend_on_the_batch(sample_of: Get, load: Load) -> None:
+    for family in ("llama", "gpt2"):
+        sample = sample_of(family)
+        runner = load(sample.folder, deterministic=True, attention_backend="auto")
+        prompt, other = sample.prompts[1], sample.prompts[0]
+        alone = Driver(runner).feed({0: prompt}, make_draws([]), None, pools_of([0], [1])).pooled
+        driver = Driver(runner)
+        driver.feed({1: prompt[:6]}, make_draws([]))
+        together = driver.feed({0: other, 1: prompt[6:]}, make_draws([{"row": 0}]), None, pools_of([1], [1])).pooled
+        assert alone is not None and together is not None
+        np.testing.assert_array_equal(alone, together)
+
+
+def test_cpu_kernels_and_int8_weights_return_states(sample_of: Get, load: Load) -> None:
+    sample = sample_of("llama")
+    prompt = sample.prompts[1]
+    want = hidden_states(sample, prompt)[-1]
+    for options, angle in (({}, 0.9999), ({"dtype": "bfloat16"}, 0.995), ({"quantization": "int8"}, 0.99)):
+        runner = load(sample.folder, **{"attention_backend": "cpu", **options})
+        pooled = Driver(runner).feed({0: prompt}, make_draws([]), None, pools_of([0], [1])).pooled
+        assert pooled is not None and pooled.dtype == np.float32
+        cosine = float(pooled[0] @ want / (np.linalg.norm(pooled[0]) * np.linalg.norm(want)))
+        assert cosine > angle, (options, cosine)
+
+
+@pytest.mark.parametrize(
+    ("config", "pooling"),
+    [
+        ('{"pooling_mode_mean_tokens": true, "pooling_mode_cls_token": false}', "mean"),
+        ('{"pooling_mode_lasttoken": true, "pooling_mode_mean_tokens": false, "include_prompt": true}', "last"),
+        ('{"pooling_mode_mean_sqrt_len_tokens": true}', "mean"),
+        ('{"pooling_mode": "lasttoken"}', "last"),
+        ('{"pooling_mode": ["mean"]}', "mean"),
+    ],
+)
+def test_folder_of_sentence_transformers_declares_its_pooling(
+    config: str, pooling: str, sample_of: Get, load: Load
+) -> None:
+    folder = sample_of("llama").folder
+    path = folder / "1_Pooling" / "config.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(config)
+    try:
+        assert read_pooling(folder) == load(folder).model_info.pooling == pooling
+        assert load(folder, pooling="mean").model_info.pooling == "mean"
+    finally:
+        path.unlink()
+    assert load(folder).model_info.pooling == "last"
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ('{"pooling_mode_cls_token": true}', "pooling cls_token is"),
+        ('{"pooling_mode_mean_tokens": true, "pooling_mode_max_tokens": true}', "mean and max"),
+        ("{}", "of no kind"),
+    ],
+)
+def test_unsupported_pooling_is_rejected_unless_chosen(config: str, found: str, sample_of: Get, load: Load) -> None:
+    folder = sample_of("llama").folder
+    path = folder / "1_Pooling" / "config.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(config)
+    try:
+        with pytest.raises(ModelFolderError, match=f"1_Pooling/config.json: .*{found}.*choose --pooling last or mean"):
+            load(folder)
+        assert load(folder, pooling="last").model_info.pooling == "last"
+    finally:
+        path.unlink()
+
+
+def test_unknown_pooling_is_rejected(sample_of: Get, load: Load) -> None:
+    with pytest.raises(ModelFolderError, match="pooling 'cls' is not supported; choose auto, last, mean"):
+        load(sample_of("llama").folder, pooling="cls")
