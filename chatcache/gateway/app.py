@@ -27,6 +27,7 @@ from chatcache.gateway.metrics import Metrics, instrument_store
 from chatcache.gateway.middleware import BodyLimitMiddleware, RequestContextMiddleware
 from chatcache.gateway.routes import IMPORT_PATH, ROUTES
 from chatcache.gateway.routing import UnknownPath, build_routes
+from chatcache.gateway.tracing import open_tracer
 from chatcache.storage.open import open_store
 from chatcache.tokenizer.tokenizer import Tokenizer
 
@@ -64,6 +65,7 @@ def create_app(
         gateway.store = instrument_store(opened, metrics)
         limiter.usage.store = opened.keys
         await key_cache.open(opened.keys)
+        metrics.tracer = tracer = open_tracer(lambda: gateway.model_name)
         loading = asyncio.create_task(gateway.load(load_tokenizer, gateway.store))
         cleanup = asyncio.create_task(limiter.cleanup_loop())
         try:
@@ -76,6 +78,8 @@ def create_app(
             await asyncio.gather(loading, cleanup, return_exceptions=True)
             await limiter.cleanup()
             await opened.close()
+            if tracer is not None:
+                await tracer.close()
 
     app = Starlette(
         routes=build_routes(ROUTES),

@@ -22,6 +22,7 @@ from chatcache.gateway.schemas.ollama import OllamaError
 from chatcache.gateway.schemas.responses import ConflictDetail, Conversation
 
 REQUEST_ID = "chatcache.request_id"  # key of the request id in the ASGI scope
+ERROR_CODE = "chatcache.error_code"  # key of the error's code, in a request that failed
 MESSAGES_PATH = "/v1/messages"
 OLLAMA_PATH = "/api/"
 # Routes of Ollama that manage its models, and those of features that this server has elsewhere or not at all.
@@ -156,6 +157,7 @@ def messages_error(error: ChatcacheError, scope: Scope) -> MessagesError:
 
 def error_response(error: ChatcacheError, scope: Scope) -> Response:
     """Build the response to a request that failed, in the envelope of the API that its path belongs to."""
+    scope[ERROR_CODE] = error.code
     body: object = Error(error_body(error))
     if is_messages_api(scope):
         body = messages_error(error, scope)

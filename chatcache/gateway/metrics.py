@@ -22,6 +22,7 @@ from chatcache.conversations.replies.events import ReplyDelta, ReplyDone, ReplyE
 from chatcache.conversations.replies.service import Reply
 from chatcache.conversations.store import ConversationStore, StoreUnavailableError
 from chatcache.errors import ChatcacheError
+from chatcache.gateway.tracing import Tracer
 from chatcache.types.stats import DURATION_BOUNDS_S, Durations, EngineHealth
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -32,9 +33,13 @@ _INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.2
 
 
 class Metrics:
-    """The metrics of one application, in a registry of its own (a process may have several)."""
+    """The metrics of one application, in a registry of its own (a process may have several).
+
+    `tracer`: set while spans are recorded.
+    """
 
     def __init__(self) -> None:
+        self.tracer: Tracer | None = None
         self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "Finished HTTP requests and responses.", ("route", "status"))
         self.finished = self._counter("candidates", "Finished candidates.", ("finish_reason",))
@@ -210,8 +215,13 @@ def _labelled(
     return family
 
 
-async def record_reply_metrics(reply: Reply, metrics: Metrics) -> AsyncIterator[ReplyEvent]:
-    """Record metrics of a reply's events while passing them through."""
+def record_reply_metrics(reply: Reply, metrics: Metrics) -> AsyncIterator[ReplyEvent]:
+    """Record metrics of a reply's events, and a span if there is a tracer, while passing them through."""
+    events = _record_reply_metrics(reply, metrics)
+    return events if metrics.tracer is None else metrics.tracer.trace(reply, events)
+
+
+async def _record_reply_metrics(reply: Reply, metrics: Metrics) -> AsyncIterator[ReplyEvent]:
     accepted_s = time.perf_counter()
     last_s: float | None = None
     outcome = "miss"

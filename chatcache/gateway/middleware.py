@@ -66,6 +66,8 @@ class RequestContextMiddleware:
         scope[REQUEST_ID] = request_id
         LOGGED_ID.set(request_id)
         started_s, status, is_stream = time.perf_counter(), 0, False
+        if self._metrics.tracer is not None:
+            self._metrics.tracer.begin_request(scope)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status, is_stream
@@ -100,6 +102,8 @@ class RequestContextMiddleware:
 
     def _record(self, scope: Scope, status: int, duration_s: float) -> None:
         route = _route_of(scope)
+        if self._metrics.tracer is not None:
+            self._metrics.tracer.end_request(scope, route, status)
         self._metrics.requests.labels(route=route, status=str(status)).inc()
         self._metrics.duration.labels(route=route).observe(duration_s)
         method = scope.get("method", "WS")

@@ -386,7 +386,8 @@ class ReplyObserver(Protocol):
 class Reply:
     """One accepted request in progress.
 
-    An async context manager: leaving it early aborts the request. `is_parsed`: candidates may have parts other than
+    An async context manager: leaving it early aborts the request. `is_chat`: the prompt came from the chat template.
+    `is_parsed`: candidates may have parts other than
     text. `num_computed_prompt_tokens`: prompt tokens that the cache lacked; for a reply cut short before its first
     token, all that may have been computed.
     """
@@ -402,6 +403,7 @@ class Reply:
         self.request = request
         self._service = service
         self._rendering = rendering
+        self.is_chat = rendering is not None
         self.is_parsed = context.is_parsed
         self.ended = False
         self.observer: ReplyObserver | None = None
