@@ -23,7 +23,7 @@ from chatcache.errors import ChatcacheError, NotFoundError, OverloadedError, Uns
 from chatcache.gateway.api.idempotency import KeyLocks
 from chatcache.gateway.auth.keys import ApiKeyCache
 from chatcache.gateway.errors import ModelLoadingError
-from chatcache.gateway.limits.admission import AdmissionController, TokenizeThrottle
+from chatcache.gateway.limits.admission import AdmissionController, SocketLimiter, TextThrottle
 from chatcache.gateway.limits.rate_limits import RateLimiter
 from chatcache.gateway.metrics import Metrics
 from chatcache.gateway.responses.registry import ResponseRegistry
@@ -157,7 +157,10 @@ class Gateway:
     pending_saves: PendingSaves = field(default_factory=PendingSaves)
     prompt_limits: PromptLimits = field(default_factory=PromptLimits)
     idempotency_locks: KeyLocks = field(default_factory=KeyLocks)
-    tokenize_throttle: TokenizeThrottle = field(default_factory=TokenizeThrottle)
+    tokenize_throttle: TextThrottle = field(default_factory=TextThrottle)
+    # The decoder holds the interpreter lock, so that a second body at the same time would only delay the event loop.
+    decode_throttle: TextThrottle = field(default_factory=lambda: TextThrottle(1, "decoded"))
+    socket_limiter: SocketLimiter = field(default_factory=SocketLimiter)
     openapi: bytes | None = None
     _interrupted: set[str] = field(default_factory=set)
 

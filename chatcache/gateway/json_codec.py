@@ -12,6 +12,7 @@ import re
 from typing import Any, TypeVar, cast
 
 import msgspec
+import numpy as np
 
 from chatcache.errors import InvalidRequestError
 
@@ -21,27 +22,27 @@ MAX_DEPTH = 32
 MAX_NODES = 100_000
 MAX_VALUES = 1_000_000
 _NON_ASCII = re.compile(r"[^\x00-\x7f]")
-_PUNCTUATION_OR_STRING = re.compile(rb'[\[{:,]|"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_STRUCTURE = b'"[]{}:,'
+_NO_STRUCTURE = bytes(set(range(256)) - set(_STRUCTURE))
+_BRACKET_STEPS = np.zeros(256, np.int8)  # change of the depth
+_BRACKET_STEPS[list(b"[{")], _BRACKET_STEPS[list(b"]}")] = 1, -1
 
 
 def decode_object(data: bytes | str) -> dict[str, Any]:
     """Parse a JSON object. Raises: InvalidRequestError with code "invalid_json"."""
     try:
         raw = data.encode() if isinstance(data, str) else data
-        _check_size(raw)
+        num_members = _check_structure(_structure(raw))
         value = msgspec.json.decode(raw)
-        if not isinstance(value, dict):
-            raise _invalid("the body must be a JSON object")
-        _check_depth(value)
-        json.loads(raw, object_pairs_hook=_object_without_duplicates)
     except UnicodeError:
         raise _invalid("the body must be UTF-8") from None
-    except RecursionError:
-        raise _invalid(f"JSON may nest at most {MAX_DEPTH} deep") from None
     except msgspec.MsgspecError as error:
         raise _invalid(f"not valid JSON: {_describe(str(error), data)}") from None
-    except ValueError as error:
-        raise _invalid(str(error)) from None
+    if not isinstance(value, dict):
+        raise _invalid("the body must be a JSON object")
+    # The decoder keeps the last member of a name. If there was an earlier one, the value has fewer members.
+    if num_members > 1 and _structure(msgspec.json.encode(value)).count(b":") < num_members:
+        raise _invalid("the same key appears twice in one JSON object")
     return value
 
 
@@ -79,45 +80,36 @@ def _describe(message: str, data: bytes | str) -> str:
         return message.removeprefix("JSON is malformed: ")
     try:
         json.loads(data)
-    except (ValueError, RecursionError):
+    except ValueError:
         return "it ends too early" if "truncated" in message else message.removeprefix("JSON is malformed: ")
     return "a string has a lone surrogate"
 
 
-def _check_size(raw: bytes) -> None:
-    """Limit the number of values before parsing: a parsed value costs far more than its bytes.
+def _structure(raw: bytes) -> bytes:
+    """Return the brackets, colons and commas outside strings, of JSON that is valid or invalid from some byte on."""
+    if b"\\" in raw:
+        raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    marks = np.frombuffer(raw.translate(None, _NO_STRUCTURE), np.uint8)
+    is_quote = marks == ord('"')
+    is_outside = ~(np.bitwise_xor.accumulate(is_quote) | is_quote)
+    return bytes(marks[is_outside])
 
-    Brackets and commas inside strings do not count. Strings are searched only if the plain count is over the limit.
+
+def _check_structure(structure: bytes) -> int:
+    """Limit depth and number of values before parsing, because a parsed value costs far more than its bytes.
+
+    Returns the number of members of all objects.
     """
-    num_nodes = raw.count(b"[") + raw.count(b"{") + raw.count(b":")
-    if num_nodes <= MAX_NODES and num_nodes + raw.count(b",") <= MAX_VALUES:
-        return
-    num_nodes = num_values = 0
-    for match in _PUNCTUATION_OR_STRING.finditer(raw):
-        if match.end() - match.start() == 1:
-            num_values += 1
-            num_nodes += match.group() != b","
-            if num_nodes > MAX_NODES:
-                raise _invalid(f"JSON may hold at most {MAX_NODES} objects, arrays and members")
-            if num_values > MAX_VALUES:
-                raise _invalid(f"JSON may hold at most {MAX_VALUES} values")
-
-
-def _check_depth(value: object) -> None:
-    stack: list[tuple[object, int]] = [(value, 1)]
-    while stack:
-        node, depth = stack.pop()
-        if depth > MAX_DEPTH:
-            raise _invalid(f"JSON may nest at most {MAX_DEPTH} deep")
-        children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-        stack += [(child, depth + 1) for child in children if isinstance(child, dict | list)]
-
-
-def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("the same key appears twice in one JSON object")
-    return found
+    num_members = structure.count(b":")
+    num_nodes = structure.count(b"[") + structure.count(b"{") + num_members
+    if num_nodes > MAX_NODES:
+        raise _invalid(f"JSON may hold at most {MAX_NODES} objects, arrays and members")
+    if num_nodes + structure.count(b",") > MAX_VALUES:
+        raise _invalid(f"JSON may hold at most {MAX_VALUES} values")
+    depths = np.cumsum(_BRACKET_STEPS[np.frombuffer(structure, np.uint8)], dtype=np.int32)
+    if depths.max(initial=0) > MAX_DEPTH:
+        raise _invalid(f"JSON may nest at most {MAX_DEPTH} deep")
+    return num_members
 
 
 def _invalid(message: str) -> InvalidRequestError:

@@ -21,7 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chatcache.conversations.tree import new_id
 from chatcache.errors import ChatcacheError
-from chatcache.gateway.auth.principal import find_principal
+from chatcache.gateway.auth.principal import find_principal, optional_principal
+from chatcache.gateway.context import gateway_of
 from chatcache.gateway.errors import (
     INTERNAL_ERROR,
     REQUEST_ID,
@@ -32,6 +33,7 @@ from chatcache.gateway.errors import (
     is_messages_api,
 )
 from chatcache.gateway.json_codec import decode_object
+from chatcache.gateway.limits.admission import UNTHROTTLED_BYTES, TextThrottle
 from chatcache.gateway.limits.rate_limits import RateLimiter
 from chatcache.gateway.metrics import Metrics
 from chatcache.logs import REQUEST_ID as LOGGED_ID
@@ -40,8 +42,6 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# Decoding this many bytes takes milliseconds at worst; larger bodies are decoded in a thread.
-_INLINE_BYTES = 16_384
 CLIENT_CLOSED_REQUEST = 499
 _ACCEPTED_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _MIN_BYTES_PER_S = 1024
@@ -188,7 +188,9 @@ async def read_json(request: Request) -> dict[str, Any]:
     if media_type != "application/json":
         raise UnsupportedMediaTypeError("send JSON with content-type: application/json")
     reject_encoding(request)
-    return await parse_json(await request.body())
+    principal = optional_principal(request)
+    owner = principal.owner if principal is not None else ""
+    return await parse_json(await request.body(), gateway_of(request).decode_throttle, owner)
 
 
 def reject_encoding(request: Request) -> None:
@@ -205,11 +207,17 @@ async def read_optional_json(request: Request) -> dict[str, Any]:
     return await read_json(request) if await request.body() else {}
 
 
-async def parse_json(data: bytes | str) -> dict[str, Any]:
-    """Decode a JSON object, in a thread if it is large. Raises: InvalidRequestError."""
-    if len(data) <= _INLINE_BYTES:
+async def parse_json(data: bytes | str, throttle: TextThrottle, owner: str) -> dict[str, Any]:
+    """Decode a JSON object, in a thread if it is large.
+
+    Large ones are decoded one after another, those of one owner in turn with those of the others.
+
+    Raises: InvalidRequestError; RateLimitError if too many bytes of the owner wait already.
+    """
+    if len(data) <= UNTHROTTLED_BYTES:
         return decode_object(data)
-    return await asyncio.to_thread(decode_object, data)
+    async with throttle.acquire(owner, len(data)):
+        return await asyncio.to_thread(decode_object, data)
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

@@ -7,10 +7,11 @@ import asyncio
 import sys
 
 from chatcache.bench.report import Figure, figure_table
-from loadtest.attacks import large_conversation
+from loadtest.attacks import json_bodies, large_conversation, websocket_frames
 from loadtest.attacks.harness import Attack, measure_attack, running_server
 
-ATTACKS: dict[str, Attack] = {attack.name: attack for attack in (large_conversation.ATTACK,)}
+_ATTACKS = (large_conversation.ATTACK, websocket_frames.ATTACK, json_bodies.ATTACK)
+ATTACKS: dict[str, Attack] = {attack.name: attack for attack in _ATTACKS}
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:

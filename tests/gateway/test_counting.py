@@ -1,20 +1,24 @@
-"""Requests that only tokenise text are throttled, and text above any limit is not tokenised."""
+"""Work on long texts is throttled, and text above any limit is not tokenised."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 
 from chatcache.conversations.prompt import ALWAYS_TOKENISED_CHARS, MAX_PROMPT_CHARS, PromptLimits
 from chatcache.errors import ContextLengthError, RateLimitError
+from chatcache.gateway import middleware
 from chatcache.gateway.limits.admission import (
     MAX_CONCURRENT_TEXTS,
     MAX_QUEUED_BYTES,
     UNTHROTTLED_BYTES,
-    TokenizeThrottle,
+    TextThrottle,
 )
 from chatcache.tokenizer.tokenizer import Tokenizer
 from tests.gateway.serving import Server
@@ -26,7 +30,7 @@ class Turns:
     """Records the owners that hold a slot, each until `release_pages`."""
 
     def __init__(self) -> None:
-        self.counting = TokenizeThrottle()
+        self.counting = TextThrottle()
         self.owners: list[str] = []
         self._gates: dict[str, asyncio.Event] = {}
 
@@ -45,7 +49,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_tokenize_throttle_runs_one_per_owner_and_few_in_total() -> None:
+async def test_text_throttle_runs_one_per_owner_and_few_in_total() -> None:
     turns = Turns()
     jobs = [asyncio.create_task(turns.take(owner)) for owner in "aaabbbcc"]
     await settled()
@@ -59,8 +63,8 @@ async def test_tokenize_throttle_runs_one_per_owner_and_few_in_total() -> None:
     await asyncio.gather(*jobs)
 
 
-async def test_tokenize_throttle_does_not_delay_short_texts() -> None:
-    counting = TokenizeThrottle()
+async def test_text_throttle_does_not_delay_short_texts() -> None:
+    counting = TextThrottle()
     async with asyncio.timeout(60), AsyncExitStack() as stack:  # a short text that waited would wait forever
         for owner in ("a", "b"):
             await stack.enter_async_context(counting.acquire(owner, LONG))
@@ -68,9 +72,9 @@ async def test_tokenize_throttle_does_not_delay_short_texts() -> None:
             await stack.enter_async_context(counting.acquire("a", UNTHROTTLED_BYTES))
 
 
-async def test_tokenize_throttle_limits_queued_bytes_per_owner() -> None:
+async def test_text_throttle_limits_queued_bytes_per_owner() -> None:
     """The largest text alone always passes; finished or cancelled texts do not count."""
-    counting = TokenizeThrottle()
+    counting = TextThrottle()
     async with counting.acquire("a", 2 * MAX_QUEUED_BYTES):
         with pytest.raises(RateLimitError):
             async with counting.acquire("a", LONG):
@@ -84,7 +88,7 @@ async def test_tokenize_throttle_limits_queued_bytes_per_owner() -> None:
         pass
 
 
-async def enter(counting: TokenizeThrottle, owner: str) -> None:
+async def enter(counting: TextThrottle, owner: str) -> None:
     async with counting.acquire(owner, LONG):
         pass
 
@@ -102,11 +106,12 @@ def test_token_counting_routes_use_the_throttle(server: Server, monkeypatch: pyt
     taken: list[int] = []
 
     @asynccontextmanager
-    async def turn(self: TokenizeThrottle, owner: str, num_bytes: int) -> AsyncIterator[None]:
-        taken.append(num_bytes)
+    async def turn(self: TextThrottle, owner: str, num_bytes: int) -> AsyncIterator[None]:
+        if self is server.gateway.tokenize_throttle:
+            taken.append(num_bytes)
         yield
 
-    monkeypatch.setattr(TokenizeThrottle, "acquire", turn)
+    monkeypatch.setattr(TextThrottle, "acquire", turn)
     assert server.post(path, **ROUTES[path])[0] in (200, 400)
     assert len(taken) == 1 and taken[0] > UNTHROTTLED_BYTES
 
@@ -158,3 +163,44 @@ def test_prompt_above_the_limit_is_rejected_before_tokenising(server: Server, mo
         assert status == 400 and answer["error"]["code"] == "context_length_exceeded", path
     assert max(encoded, default=0) < ALWAYS_TOKENISED_CHARS
     assert server.request("DELETE", f"/v1/conversations/{conversation}")[0] == 200
+
+
+async def test_large_bodies_are_decoded_one_at_a_time_and_owners_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that posts many large bodies delays the body of another owner by one decoding at most."""
+    order: list[str] = []
+    num_decoding = 0
+    lock = threading.Lock()
+
+    def decode(data: bytes | str) -> dict[str, Any]:
+        nonlocal num_decoding
+        with lock:
+            num_decoding += 1
+            assert num_decoding == 1
+        time.sleep(0.01)
+        order.append(str(data[0]))
+        with lock:
+            num_decoding -= 1
+        return {}
+
+    monkeypatch.setattr(middleware, "decode_object", decode)
+    throttle = TextThrottle(1, "decoded")
+    await asyncio.gather(*(middleware.parse_json(owner * LONG, throttle, owner) for owner in "aaaabb"))
+    assert order == list("ababaa")
+
+
+def test_large_body_waits_for_the_decoding_throttle_of_its_owner(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    acquire = TextThrottle.acquire
+
+    def recorded(self: TextThrottle, owner: str, num_bytes: int) -> AbstractAsyncContextManager[None]:
+        if self is server.gateway.decode_throttle:
+            taken.append(num_bytes)
+        return acquire(self, owner, num_bytes)
+
+    monkeypatch.setattr(TextThrottle, "acquire", recorded)
+    messages = [{"role": "user", "content": "x"}]
+    for unknown in ("a", "a" * LONG):
+        assert server.post("/v1/chat/completions", messages=messages, max_tokens=1, unknown=unknown)[0] == 200
+    assert len(taken) == 1 and taken[0] > LONG

@@ -21,6 +21,7 @@ from chatcache.gateway import json_codec as jsonio
 from chatcache.gateway import uvicorn_limits as http
 from chatcache.gateway.api import pagination as paging
 from chatcache.gateway.api import params as tooling
+from chatcache.gateway.limits import admission
 from chatcache.gateway.openapi import document
 from chatcache.gateway.routes import OPERATIONS, ROUTES, SOCKETS
 from chatcache.gateway.routing import Body
@@ -233,6 +234,9 @@ def test_limits_in_the_docs_are_those_of_the_code() -> None:
         "`stop`": f"{MAX_STOP_STRINGS}; 64",
         "`top_logprobs`": str(MAX_TOP_LOGPROBS),
         "concurrent streams": f"{lanes.MAX_STREAMS}; {lanes.MAX_QUEUED}",
+        "bytes of": f"{lanes.MAX_QUEUED_BYTES >> 20} MiB (an `error` frame, then close {ws.RATE_LIMITED}); "
+        f"{admission.MAX_OWNER_FRAME_BYTES >> 20} MiB (an `error` frame)",
+        "WebSockets of": f"{admission.MAX_OWNER_SOCKETS} (429)",
         "frames sent": f"{ws.MAX_FRAMES_PER_S:g} a second, {ws.MAX_BURST:g} at once (close {ws.RATE_LIMITED})",
         "fragments": f"{http.MAX_FRAGMENTS:,}; {http.MAX_FRAMES_PER_S:g} a second, {http.MAX_FRAME_BURST:g} at once "
         f"(close {ws.RATE_LIMITED})",

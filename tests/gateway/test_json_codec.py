@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from chatcache.errors import InvalidRequestError
 from chatcache.gateway import json_codec as json_values
 from chatcache.gateway.json_codec import MAX_DEPTH, MAX_NODES, MAX_VALUES, JsonObjectSplitter, decode_object, encode
+from chatcache.gateway.limits.admission import TextThrottle
 from chatcache.gateway.middleware import parse_json
 from tests.gateway.serving import Server
 
@@ -163,7 +164,7 @@ async def test_large_body_is_parsed_outside_the_event_loop() -> None:
 
     turning = asyncio.create_task(turn())
     body = {"a": [{"b": [[number]]} for number in range(20_000)]}
-    assert await parse_json(json.dumps(body)) == body
+    assert await parse_json(json.dumps(body), TextThrottle(), "") == body
     turning.cancel()
     assert turns > 3
 

@@ -1,19 +1,28 @@
-"""Floods of minimal WebSocket frames: the sender is disconnected, others are not delayed."""
+"""Floods of minimal or large WebSocket frames: the sender is disconnected, others are not delayed."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import socket
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from websockets.sync.client import connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
 
+from chatcache.config import ServerConfig
 from chatcache.gateway import uvicorn_limits as http
+from chatcache.gateway.limits import admission
+from chatcache.gateway.responses.run import LiveResponse
+from chatcache.gateway.websocket import streams as lanes
 from chatcache.gateway.websocket.connection import RATE_LIMITED
-from tests.gateway.frames import ask
+from tests.gateway.frames import LONG, Frame, ask, receive
+from tests.gateway.keyed import give
 from tests.gateway.responding import counted, num_tasks
-from tests.gateway.serving import Server, wait_until
+from tests.gateway.serving import Server, slowed, wait_until
 from tests.gateway.test_thousand import _handshake
 
 PING, PONG, PIECE, FIRST_PIECE = 0x89, 0x8A, 0x00, 0x01
@@ -76,3 +85,90 @@ def test_message_with_many_fragments_is_accepted(server: Server, url: str) -> No
             connection.ping()
         assert '"response.created"' in str(connection.recv(timeout=60))
         assert ask(connection, input="and on")["output"]
+
+
+def create_frame(stream: str, num_bytes: int = 0, **fields: object) -> str:
+    return json.dumps({"type": "response.create", "stream_id": stream, **LONG, "x": "a" * num_bytes, **fields})
+
+
+def error_and_close_code(connection: ClientConnection) -> tuple[Frame, int | None]:
+    """Return the last error frame and the code that closed the connection."""
+    errors: list[Frame] = []
+    with contextlib.suppress(ConnectionClosed):
+        while True:
+            frame = receive(connection)
+            errors += [frame] if frame["type"] == "error" else []
+    return errors[-1], connection.protocol.close_code
+
+
+def test_bytes_queued_on_one_websocket_are_limited(
+    server: Server, socket: ClientConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "MAX_QUEUED_BYTES", 30_000)
+    with slowed(server, 0.02):
+        for stream in "ab":
+            socket.send(create_frame(stream))
+        for _ in range(2):
+            socket.send(create_frame("a", 10_000))
+        wait_until(lambda: server.gateway.socket_limiter.num_bytes("") > 20_000, "two frames to wait")
+        assert server.gateway.socket_limiter.num_bytes("") < 30_000
+        socket.send(create_frame("b", 10_000))
+        error, code = error_and_close_code(socket)
+    assert (error["status"], error["error"]["code"], code) == (429, "rate_limit_exceeded", RATE_LIMITED)
+    assert "30000 bytes" in error["error"]["message"]
+    wait_until(lambda: server.gateway.socket_limiter.num_bytes("") == 0, "the frames to be forgotten")
+
+
+def test_bytes_queued_by_one_owner_are_limited_over_all_websockets(
+    server: Server, socket: ClientConnection, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection stays open, and frames are accepted again once others have started."""
+    monkeypatch.setattr(admission, "MAX_OWNER_FRAME_BYTES", 20_000)
+    with slowed(server, 0.02), connect(url) as other:
+        socket.send(create_frame("a"))
+        socket.send(create_frame("a", 15_000))
+        wait_until(lambda: server.gateway.socket_limiter.num_bytes("") > 15_000, "a frame to wait")
+        other.send(create_frame("b", 10_000))
+        frame = receive(other)
+        assert (frame["status"], frame["error"]["code"]) == (429, "rate_limit_exceeded") and frame["stream_id"] == "b"
+        socket.close()
+        wait_until(lambda: server.gateway.socket_limiter.num_bytes("") == 0, "the frame to be forgotten")
+        other.send(create_frame("b", 10_000, max_output_tokens=2))
+        assert receive(other)["type"] == "response.created"
+
+
+def test_waiting_response_create_keeps_its_bytes_only_and_a_running_one_no_unknown_fields(
+    server: Server, socket: ClientConnection
+) -> None:
+    unknown: list[list[int]] = [[]] * 10_000
+    with slowed(server, 0.02):
+        for _ in range(2):
+            socket.send(create_frame("a", x=unknown, instructions="Be kind."))
+        wait_until(lambda: server.gateway.socket_limiter.num_bytes("") > 20_000, "the second to wait")
+        wait_until(lambda: bool(server.gateway.responses.running()), "the first to run")
+        (run,) = server.gateway.responses.running()
+        assert isinstance(run, LiveResponse)
+        expected = {"instructions": "Be kind.", "stream_id": "a", "max_output_tokens": 900, "ignore_eos": True}
+        assert dict(run._options.settings) == expected
+        assert server.gateway.socket_limiter.num_bytes("") < 2 * len(create_frame("a", x=unknown))
+
+
+def test_number_of_websockets_of_one_owner_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other owners are not affected."""
+    monkeypatch.setattr(admission, "MAX_OWNER_SOCKETS", 2)
+    config = ServerConfig(db=str(tmp_path / "chat.db"))
+    ann, bob = give(config, "a"), give(config, "b")
+    with Server(config) as server:
+        server.wait_ready()
+        url = f"ws://127.0.0.1:{server.port}/v1/responses"
+        with connect(url, additional_headers=ann.bearer) as first, connect(url, additional_headers=ann.bearer):
+            with pytest.raises(InvalidStatus) as refused, connect(url, additional_headers=ann.bearer):
+                pass
+            assert refused.value.response.status_code == 429
+            assert json.loads(refused.value.response.body)["error"]["code"] == "rate_limit_exceeded"
+            with connect(url, additional_headers=bob.bearer) as other:
+                assert ask(other, input="Hello")["output"]
+            first.close()
+            wait_until(lambda: server.gateway.socket_limiter.num_sockets(ann.record.owner) == 1, "the first to end")
+            with connect(url, additional_headers=ann.bearer) as again:
+                assert ask(again, input="Hello")["output"]

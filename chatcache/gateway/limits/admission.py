@@ -6,16 +6,18 @@ The limits of the queue are those of the engine (`max_queued_requests`, `max_que
 requests that have been admitted but have not reached the engine yet. One tenant may hold half of the queue. All work
 for the engine passes through `AdmissionController.acquire`, whatever its route.
 
-`TokenizeThrottle` limits requests that only tokenise text and never reach the engine, such as token counts. No key
-limit covers them, and without the throttle a burst of long texts would occupy all worker threads.
+`TextThrottle` limits work on long texts that no key limit covers: decoding large bodies, and tokenising for requests
+that never reach the engine, such as token counts. Without it, a burst of long texts would occupy all worker threads and
+keep the event loop waiting for the interpreter lock. `SocketLimiter` limits the WebSockets of an owner and what they
+queue.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from weakref import WeakValueDictionary
 
 from chatcache.conversations.replies.service import Reply, is_ranked, num_candidates
@@ -29,9 +31,11 @@ from chatcache.types.request import Params, num_branches
 from chatcache.types.stats import EngineHealth
 
 CHARS_PER_TOKEN = 4  # estimate before tokenising; the engine counts exactly
-UNTHROTTLED_BYTES = 16_384  # texts up to this size are tokenised without waiting
+UNTHROTTLED_BYTES = 16_384  # texts up to this size do not wait
 MAX_CONCURRENT_TEXTS = 2
-MAX_QUEUED_BYTES = 32 << 20  # per owner, including the text being tokenised
+MAX_QUEUED_BYTES = 32 << 20  # per owner, including the text being processed
+MAX_OWNER_SOCKETS = 256
+MAX_OWNER_FRAME_BYTES = 16 << 20
 EMPTY_QUEUE = QueueSize(0, 0)
 
 
@@ -193,20 +197,21 @@ def _add(a: QueueSize, b: QueueSize) -> QueueSize:
     return QueueSize(a.num_requests + b.num_requests, a.num_tokens + b.num_tokens)
 
 
-class TokenizeThrottle:
-    """Limits concurrent tokenisation of long texts.
+class TextThrottle:
+    """Limits concurrent work on long texts.
 
-    One text per owner is tokenised at a time, and `MAX_CONCURRENT_TEXTS` in total.
+    One text per owner is processed at a time, and `max_concurrent` in total. `activity`: the work, in errors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_concurrent: int = MAX_CONCURRENT_TEXTS, activity: str = "tokenised") -> None:
+        self._activity = activity
         self._owner_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._slots = asyncio.Semaphore(MAX_CONCURRENT_TEXTS)
+        self._slots = asyncio.Semaphore(max_concurrent)
         self._num_bytes: Counter[str] = Counter()
 
     @asynccontextmanager
     async def acquire(self, owner: str, num_bytes: int) -> AsyncIterator[None]:
-        """Wait until a text of this size may be tokenised; short texts do not wait.
+        """Wait until a text of this size may be processed; short texts do not wait.
 
         Raises: RateLimitError if texts of more than `MAX_QUEUED_BYTES` of the owner are waiting.
         """
@@ -214,7 +219,9 @@ class TokenizeThrottle:
             yield
             return
         if self._num_bytes[owner] + num_bytes > MAX_QUEUED_BYTES and self._num_bytes[owner]:
-            raise RateLimitError(f"{self._num_bytes[owner]} bytes of text are being counted already; try again later")
+            raise RateLimitError(
+                f"{self._num_bytes[owner]} bytes of text already wait to be {self._activity}; try again later"
+            )
         lock = self._owner_locks.get(owner)
         if lock is None:
             lock = self._owner_locks[owner] = asyncio.Lock()
@@ -223,6 +230,53 @@ class TokenizeThrottle:
             async with lock, self._slots:
                 yield
         finally:
-            self._num_bytes[owner] -= num_bytes
-            if not self._num_bytes[owner]:
-                del self._num_bytes[owner]
+            _subtract(self._num_bytes, owner, num_bytes)
+
+
+class SocketLimiter:
+    """Limits the WebSockets of each owner, and the bytes of their frames that wait to become responses.
+
+    On an open server, where all clients are one owner, only the bytes are limited.
+    """
+
+    def __init__(self) -> None:
+        self._num_sockets: Counter[str] = Counter()
+        self._num_bytes: Counter[str] = Counter()
+
+    @contextmanager
+    def connect(self, owner: str) -> Iterator[None]:
+        """Count a WebSocket while it is open. Raises: RateLimitError."""
+        if owner and self._num_sockets[owner] >= MAX_OWNER_SOCKETS:
+            raise RateLimitError(f"{MAX_OWNER_SOCKETS} WebSockets of this user are open; close one first")
+        self._num_sockets[owner] += 1
+        try:
+            yield
+        finally:
+            _subtract(self._num_sockets, owner, 1)
+
+    def num_sockets(self, owner: str) -> int:
+        """Return how many WebSockets are open."""
+        return self._num_sockets[owner]
+
+    def num_bytes(self, owner: str) -> int:
+        """Return the bytes that wait."""
+        return self._num_bytes[owner]
+
+    def add_bytes(self, owner: str, num_bytes: int) -> None:
+        """Count a frame that waits. A single one is never too large. Raises: RateLimitError."""
+        if self._num_bytes[owner] and self._num_bytes[owner] + num_bytes > MAX_OWNER_FRAME_BYTES:
+            raise RateLimitError(
+                f"{self._num_bytes[owner]} bytes of response.create already wait on the WebSockets of this user, "
+                f"at most {MAX_OWNER_FRAME_BYTES} may; try again later"
+            )
+        self._num_bytes[owner] += num_bytes
+
+    def remove_bytes(self, owner: str, num_bytes: int) -> None:
+        """Count a frame no longer."""
+        _subtract(self._num_bytes, owner, num_bytes)
+
+
+def _subtract(counts: Counter[str], owner: str, number: int) -> None:
+    counts[owner] -= number
+    if not counts[owner]:
+        del counts[owner]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -41,7 +41,7 @@ from chatcache.gateway.context import Gateway, Model
 from chatcache.gateway.limits.admission import request_cost
 from chatcache.gateway.responses.registry import LoggedResponse, Run
 from chatcache.gateway.responses.run import LiveResponse, RunOptions
-from chatcache.gateway.responses.steering import queued_input
+from chatcache.gateway.responses.steering import queued_input, response_settings
 from chatcache.gateway.schemas.fields import LOGPROBS, parse_fields, unknown_fields
 from chatcache.gateway.schemas.requests import MessageFields, ResponseFields, SamplingFields
 from chatcache.types.request import ForkPoint, GenerateRequest, Params, SamplingParams
@@ -105,14 +105,21 @@ async def start_idempotent_response(
             return idempotency_key.resolve(error.claim)
 
 
-async def _start(
-    gateway: Gateway,
-    principal: Principal,
-    body: Mapping[str, Any],
-    extended: bool,
-    idempotency_key: IdempotencyKey | None = None,
-    unstored: Mapping[str, tuple[Message, ...]] = NONE_UNSTORED,
-) -> LiveResponse:
+@dataclass(frozen=True, slots=True)
+class _RequestFields:
+    """The fields of a request. `ignored`: names of those without effect. `compacts`: the reply is a summary."""
+
+    response: ResponseFields
+    sampling: SamplingFields
+    ignored: tuple[str, ...]
+    compacts: bool
+
+
+def _read_fields(body: Mapping[str, Any]) -> _RequestFields:
+    """Parse the fields of a request and check their combination.
+
+    Raises: InvalidRequestError, UnsupportedParameterError.
+    """
     fields, sampling = parse_fields(body, ResponseFields), parse_fields(body, SamplingFields)
     ignored = unknown_fields(body, ResponseFields, SamplingFields)
     compacts = is_compaction(fields)
@@ -122,53 +129,35 @@ async def _start(
             raise InvalidRequestError("a compaction has one candidate", param="n")
     if fields.background and fields.store is False:
         raise InvalidRequestError("background needs store: the response could not be retrieved", param="background")
+    return _RequestFields(fields, sampling, ignored, compacts)
+
+
+async def _start(
+    gateway: Gateway,
+    principal: Principal,
+    body: Mapping[str, Any],
+    extended: bool,
+    idempotency_key: IdempotencyKey | None = None,
+    unstored: Mapping[str, tuple[Message, ...]] = NONE_UNSTORED,
+) -> LiveResponse:
+    request_fields = _read_fields(body)
+    fields, sampling = request_fields.response, request_fields.sampling
     model = await gateway.require_model(fields.model)
-    await gateway.pending_saves.flush(
-        fields.previous_response_id, fields.previous_item_id, conversation_id(fields.conversation)
-    )
-    reply_prefix = await find_running_reply(gateway, principal.owner, fields)
     tools = parse_response_tools(model, fields)
-    given = await resolve_references(gateway, principal.owner, fields.input)
-    request = build_turn_request(fields, given, principal.owner, gateway.model_name, tools.functions, reply_prefix)
-    if (history := unstored.get(fields.previous_response_id or "")) is not None:
-        request = replace(request, input=(*history, *request.input), previous_response_id=None)
-    sampling_params = to_params(sampling, _route_params(fields, sampling, extended), model.tokenizer)
-    sampling_params = clamp_max_tokens(sampling_params, 0, gateway.max_model_len)
-    if fields.generate is False:
-        sampling_params = SamplingParams(temperature=0.0, max_tokens=1)  # the one token is discarded
+    request = await _find_turn(gateway, principal.owner, fields, tools, unstored)
+    sampling_params = _sampling_params(gateway, model, request_fields, extended)
     cost = request_cost(sampling_params, sum(len(message["content"]) for message in request.input))
     async with gateway.admission.acquire(principal, cost) as ticket:
         planned = await model.conversations.plan(request)
         if planned.prefix is not None:  # a continued reply keeps its tools
-            tools = replace(
-                tools, names=frozenset(each.name for each in planned.request.functions) or None, limits=None
-            )
-        num_tokens = len(planned.prompt.token_ids)
-        sampling_params = clamp_max_tokens(sampling_params, num_tokens, gateway.max_model_len)
-        params = constrain_to_tools(
-            sampling_params, tools, model.service.reply_format, model.tokenizer, planned.prompt.token_ids
-        )
+            names = frozenset(each.name for each in planned.request.functions)
+            tools = replace(tools, names=names or None, limits=None)
+        prompt = planned.prompt.token_ids
+        sampling_params = clamp_max_tokens(sampling_params, len(prompt), gateway.max_model_len)
+        params = constrain_to_tools(sampling_params, tools, model.service.reply_format, model.tokenizer, prompt)
         has_reasoning = sampling_params.structured_outputs is None or params is not sampling_params
-        echo = _echo_fields(fields, params, planned, tools, ignored)
-        limit = clamped_limit(fields.max_output_tokens, params, num_tokens, gateway.max_model_len)
-        if limit is not None:
-            echo["max_output_tokens"] = limit
-        planned = replace(planned, turn=replace(planned.turn, echo=echo))
-        if history is not None and not request.store:
-            planned = replace(planned, turn=replace(planned.turn, previous_response_id=fields.previous_response_id))
-        engine_request = GenerateRequest(
-            request_id=planned.turn.id,
-            prompt=planned.prompt.token_ids,
-            params=params,
-            namespace=principal.tenant,
-            cache_salt=fields.cache_salt or "",
-            num_public_tokens=planned.prompt.num_public_tokens,
-            conversation_id=planned.conversation_id if request.store else "",
-            priority=gateway.priority(fields.priority),
-            fork_of=ForkPoint(reply_prefix.turn.id, reply_prefix.index) if reply_prefix is not None else None,
-            explain=bool(fields.explain),
-        )
-        start = model.service.start
+        planned = _with_echo(gateway, planned, request_fields, params, tools)
+        start, engine_request = model.service.start, _engine_request(gateway, principal, fields, planned, params)
         renamed = rename_constraint_param(sampling.structured_outputs, "text", "tools" if tools.limits else None)
         with rename_error_params(max_tokens="max_output_tokens"), renamed:
             reply = await start(
@@ -179,12 +168,84 @@ async def _start(
     async def start_successor(successor: Mapping[str, Any]) -> str:
         return (await _start(gateway, principal, successor, extended)).id
 
-    ttl_s, generate = _ttl_s(gateway, fields), fields.generate is not False
-    options = RunOptions(principal, body, generate, ttl_s, start_successor, compacts)
+    options = RunOptions(
+        principal=principal,
+        settings=response_settings(fields, sampling),
+        generate=fields.generate is not False,
+        ttl_s=_ttl_s(gateway, fields),
+        start_successor=start_successor,
+        compacts=request_fields.compacts,
+    )
     claim = idempotency_key.claim(planned.turn.id) if idempotency_key is not None else None
     opening = asyncio.create_task(_open_conversation(gateway, model, planned, reply, options, claim))
     opening.add_done_callback(lambda task: task.cancelled() or task.exception())
     return await asyncio.shield(opening)
+
+
+async def _find_turn(
+    gateway: Gateway,
+    owner: str,
+    fields: ResponseFields,
+    tools: ToolUse,
+    unstored: Mapping[str, tuple[Message, ...]],
+) -> TurnRequest:
+    """Find what the request continues, and resolve the references of its input. Raises: any ChatcacheError."""
+    await gateway.pending_saves.flush(
+        fields.previous_response_id, fields.previous_item_id, conversation_id(fields.conversation)
+    )
+    reply_prefix = await find_running_reply(gateway, owner, fields)
+    given = await resolve_references(gateway, owner, fields.input)
+    request = build_turn_request(fields, given, owner, gateway.model_name, tools.functions, reply_prefix)
+    if (history := unstored.get(fields.previous_response_id or "")) is not None:
+        request = replace(request, input=(*history, *request.input), previous_response_id=None)
+    return request
+
+
+def _sampling_params(gateway: Gateway, model: Model, fields: _RequestFields, extended: bool) -> Params:
+    """Build the engine's parameters, before the prompt is planned.
+
+    Raises: InvalidRequestError, UnsupportedParameterError.
+    """
+    route_params = _route_params(fields.response, fields.sampling, extended)
+    with rename_error_params(max_tokens="max_output_tokens"):
+        params = to_params(fields.sampling, route_params, model.tokenizer)
+        params = clamp_max_tokens(params, 0, gateway.max_model_len)
+    if fields.response.generate is False:
+        return SamplingParams(temperature=0.0, max_tokens=1)  # the one token is discarded
+    return params
+
+
+def _with_echo(
+    gateway: Gateway, planned: PlannedTurn, request_fields: _RequestFields, params: Params, tools: ToolUse
+) -> PlannedTurn:
+    """Add the fields that the response object repeats to the turn."""
+    fields = request_fields.response
+    echo = _echo_fields(fields, params, planned, tools, request_fields.ignored)
+    limit = clamped_limit(fields.max_output_tokens, params, len(planned.prompt.token_ids), gateway.max_model_len)
+    if limit is not None:
+        echo["max_output_tokens"] = limit
+    turn = replace(planned.turn, echo=echo)
+    if not planned.request.store:  # the response that it continues may not be stored either
+        turn = replace(turn, previous_response_id=fields.previous_response_id)
+    return replace(planned, turn=turn)
+
+
+def _engine_request(
+    gateway: Gateway, principal: Principal, fields: ResponseFields, planned: PlannedTurn, params: Params
+) -> GenerateRequest:
+    prefix = planned.request.running_prefix
+    return GenerateRequest(
+        request_id=planned.turn.id,
+        prompt=planned.prompt.token_ids,
+        params=params,
+        namespace=principal.tenant,
+        cache_salt=fields.cache_salt or "",
+        num_public_tokens=planned.prompt.num_public_tokens,
+        conversation_id=planned.conversation_id if planned.request.store else "",
+        priority=gateway.priority(fields.priority),
+        fork_of=ForkPoint(prefix.turn.id, prefix.index) if prefix is not None else None,
+        explain=bool(fields.explain),
+    )
 
 
 async def _open_conversation(

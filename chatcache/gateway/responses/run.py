@@ -214,13 +214,13 @@ class DetachTimer:
 class RunOptions:
     """Settings of a response that come from its request.
 
-    `ttl_s`: grace period after the last reader, None to run until complete; it becomes zero when the key is revoked.
-    `start_successor` starts a response that continues this one, and returns its id. `compacts`: the reply is a summary
-    of its prompt.
+    `settings`: the fields that a successor repeats. `ttl_s`: grace period after the last reader, None to run until
+    complete; it becomes zero when the key is revoked. `start_successor` starts a response that continues this one, and
+    returns its id. `compacts`: the reply is a summary of its prompt.
     """
 
     principal: Principal
-    body: Mapping[str, Any]
+    settings: Mapping[str, Any]
     generate: bool
     ttl_s: float | None
     start_successor: Callable[[Mapping[str, Any]], Awaitable[str]]
@@ -455,7 +455,7 @@ class LiveResponse:
             return
         try:
             self.logged.successor = await self._options.start_successor(
-                successor_body(self._options.body, self.id, steers)
+                successor_body(self._options.settings, self.id, steers)
             )
         except Exception as error:
             if not isinstance(error, ChatcacheError):

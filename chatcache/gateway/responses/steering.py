@@ -10,15 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from chatcache.conversations.tree import Item, new_id
 from chatcache.errors import ChatcacheError
 from chatcache.gateway.json_codec import encode
-from chatcache.gateway.schemas.requests import MAX_MESSAGES
+from chatcache.gateway.schemas.requests import MAX_MESSAGES, ResponseFields, SamplingFields
 
 MAX_PENDING_STEERS = 8
 MAX_PENDING_BYTES = 1024 * 1024
 _FIELDS = frozenset({"type", "previous_response_id", "input"})
 _MESSAGE_FIELDS = frozenset({"type", "role", "content"})
+# Fields of a request that belong to its place in a conversation; a response that continues it does not repeat them.
 _POSITION_FIELDS = ("input", "conversation", "previous_item_id", "previous_response_id", "fork_at", "fork_with", "rev")
 
 
@@ -105,9 +108,16 @@ def _is_content(content: object) -> bool:
     )
 
 
-def successor_body(body: Mapping[str, Any], response_id: str, steers: Sequence[Steer]) -> dict[str, Any]:
+def response_settings(fields: ResponseFields, sampling: SamplingFields) -> dict[str, Any]:
+    """Return the fields of a request that a response which continues it repeats, without unknown ones."""
+    position: dict[str, Any] = dict.fromkeys(_POSITION_FIELDS)
+    fields = msgspec.structs.replace(fields, **position)
+    settings = {**msgspec.to_builtins(fields), **msgspec.to_builtins(sampling)}
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def successor_body(settings: Mapping[str, Any], response_id: str, steers: Sequence[Steer]) -> dict[str, Any]:
     """Build the `response.create` that continues a response with its settings."""
-    settings = {name: value for name, value in body.items() if name not in _POSITION_FIELDS}
     return {**settings, "previous_response_id": response_id, "input": queued_input(steers, None)}
 
 

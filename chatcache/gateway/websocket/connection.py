@@ -46,7 +46,7 @@ from chatcache.gateway.schemas.requests import (
 from chatcache.gateway.schemas.responses import Conversation
 from chatcache.gateway.websocket.frames import CLIENT_GONE, FrameSender
 from chatcache.gateway.websocket.notifications import Subscription
-from chatcache.gateway.websocket.streams import MAX_STREAMS, StreamMultiplexer
+from chatcache.gateway.websocket.streams import MAX_STREAMS, Body, QueueFullError, StreamMultiplexer
 from chatcache.types.events import Failed, Finished, Started
 from chatcache.types.request import MAX_N, MAX_PRIORITY, GenerateRequest, SamplingParams
 
@@ -65,9 +65,14 @@ class Prewarmer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, body: Mapping[str, Any]) -> None:
-        """Cancel the current prefill and start one for this request."""
+        """Cancel the current prefill and start one for this request.
+
+        Raises: InvalidRequestError, UnsupportedParameterError.
+        """
         await self.close()
-        self._task = asyncio.create_task(self._run(body))
+        fields = parse_fields(body, ResponseFields)
+        unknown_fields(body, ResponseFields)
+        self._task = asyncio.create_task(self._run(fields))
 
     async def close(self) -> None:
         if self._task is not None:
@@ -75,10 +80,10 @@ class Prewarmer:
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
 
-    async def _run(self, body: Mapping[str, Any]) -> None:
+    async def _run(self, fields: ResponseFields) -> None:
         with contextlib.suppress(*CLIENT_GONE):
             try:
-                result = await self._prefill(body)
+                result = await self._prefill(fields)
             except Exception as error:
                 if not isinstance(error, ChatcacheError):
                     log.exception("prompt.prewarm failed")
@@ -86,13 +91,11 @@ class Prewarmer:
                 return
             await self._sender.send({"type": "prompt.prewarmed", **result})
 
-    async def _prefill(self, body: Mapping[str, Any]) -> dict[str, object]:
+    async def _prefill(self, fields: ResponseFields) -> dict[str, object]:
         """Compute the prompt in pieces until it is complete or the engine is busy.
 
         Raises: as `start_response` for an invalid request.
         """
-        fields = parse_fields(body, ResponseFields)
-        unknown_fields(body, ResponseFields)
         model = await self._gateway.require_model(fields.model)
         owner, functions = self._principal.owner, parse_response_tools(model, fields).functions
         given = await resolve_references(self._gateway, owner, fields.input)
@@ -165,15 +168,22 @@ MAX_BURST = 1000
 # Frequent messages are checked against the cached keys only; all others also query the store.
 _CACHED_CHECK_TYPES = frozenset({"response.ack"})
 
-Body = dict[str, Any]
 Handler = Callable[[Body], Awaitable[None]]
 
 
 async def responses_socket(socket: WebSocket) -> None:
-    """Accept a WebSocket that was authenticated, and serve it until the client disconnects."""
+    """Accept a WebSocket that was authenticated, and serve it until the client disconnects.
+
+    Raises: RateLimitError if too many are open.
+    """
+    gateway = gateway_of(socket)
+    with gateway.socket_limiter.connect(principal_of(socket).owner):
+        await _serve(socket, gateway)
+
+
+async def _serve(socket: WebSocket, gateway: Gateway) -> None:
     extended = PROTOCOL in socket.scope.get("subprotocols", ())
     await socket.accept(subprotocol=PROTOCOL if extended else None)
-    gateway = gateway_of(socket)
     gateway.metrics.sockets.inc()
     connection = Connection(socket, gateway, extended)
     try:
@@ -197,6 +207,7 @@ class Connection:
         self._sender = FrameSender(socket)
         self._streams = StreamMultiplexer(gateway, principal, self._sender, extended)
         self._prewarmer = Prewarmer(gateway, principal, self._sender)
+        self._text = ""  # of the frame that is being handled
         self._cancelling: dict[str, asyncio.Task[None]] = {}
         self._dropping: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._notify_task: asyncio.Task[None] | None = None
@@ -255,14 +266,27 @@ class Connection:
                 text = message.get("text")
                 if text is None:
                     raise InvalidRequestError("send text frames", code="invalid_json")
-                body = await parse_json(text)
+                body = await parse_json(text, self._gateway.decode_throttle, self._owner)
             except InvalidRequestError as error:
-                await self._sender.send_error(error)
-                await self._sender.close(BAD_MESSAGE, "bad message")
+                await self._refuse(error, BAD_MESSAGE, "bad message")
+                return
+            except RateLimitError as error:
+                await self._refuse(error, RATE_LIMITED, "too many bytes")
                 return
             if not await self._check_key(body):
                 return
-            await self._handle(body)
+            self._text = text
+            try:
+                await self._handle(body)
+            except QueueFullError as error:
+                await self._refuse(error, RATE_LIMITED, "too many bytes wait")
+                return
+            self._text = ""
+
+    async def _refuse(self, error: ChatcacheError, code: int, reason: str) -> None:
+        """Send an error, then close the connection."""
+        await self._sender.send_error(error)
+        await self._sender.close(code, reason)
 
     async def close(self) -> None:
         """Stop all streams and tasks of this connection.
@@ -295,17 +319,20 @@ class Connection:
         return True
 
     async def _handle(self, body: Body) -> None:
+        """Run the handler of a message, and send its error. Raises: QueueFullError."""
         kind = body.get("type")
         handler = self._handlers.get(kind) if isinstance(kind, str) else None
         try:
             if handler is None:
                 raise InvalidRequestError(f"type must be one of {', '.join(self._handlers)}", param="type")
             await handler(body)
+        except QueueFullError:
+            raise
         except ChatcacheError as error:
             await self._sender.send_error(error, body.get("stream_id"))
 
     async def _create(self, body: Body) -> None:
-        self._streams.enqueue(flatten_body(body))
+        self._streams.enqueue(body, self._text.encode())
 
     async def _cancel(self, body: Body) -> None:
         self._start_cancel(self._running(parse_fields(body, CancelFields).response_id))
@@ -450,13 +477,3 @@ def session_frame(gateway: Gateway) -> dict[str, object]:
     }
     model = {"model": gateway.model_name, "max_model_len": gateway.max_model_len or None}
     return {"type": "session.created", "session": {**model, "limits": limits}}
-
-
-def flatten_body(body: Body) -> Body:
-    """Move the fields of a nested `response` object to the top level of `response.create`."""
-    nested = body.get("response")
-    if nested is None:
-        return body
-    if not isinstance(nested, dict):
-        raise InvalidRequestError("response must be an object", param="response")
-    return {**{name: value for name, value in body.items() if name != "response"}, **nested}

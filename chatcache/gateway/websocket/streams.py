@@ -9,14 +9,22 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from chatcache.conversations.prompt import Message
-from chatcache.errors import ChatcacheError, InvalidRequestError, OverloadedError, UnsupportedParameterError
+from chatcache.errors import (
+    ChatcacheError,
+    InvalidRequestError,
+    OverloadedError,
+    RateLimitError,
+    UnsupportedParameterError,
+)
 from chatcache.gateway.api.idempotency import IdempotencyKey
 from chatcache.gateway.auth.principal import Principal
 from chatcache.gateway.context import Gateway
 from chatcache.gateway.errors import INTERNAL_ERROR
+from chatcache.gateway.middleware import parse_json
 from chatcache.gateway.responses.create import start_idempotent_response, start_response
 from chatcache.gateway.responses.event_log import LogFrame, LogReader
 from chatcache.gateway.responses.registry import LoggedResponse
@@ -35,7 +43,25 @@ _MAX_ENDED = 256
 _MAX_UNACKED_S = 30.0
 MAX_UNSTORED_CHARS = 8 << 20
 
+MAX_QUEUED_BYTES = 4 << 20  # of all streams of one WebSocket
+
 StreamId = str | None
+Body = dict[str, Any]
+
+
+class QueueFullError(RateLimitError):
+    """More bytes wait on one WebSocket than are allowed; it is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _WaitingCreate:
+    """A `response.create` that waits: its bytes, because the decoded fields can need far more memory.
+
+    `body`: the fields, of one that does not wait for another.
+    """
+
+    data: bytes
+    body: Body | None
 
 
 class UnstoredHistories(dict[str, tuple[Message, ...]]):
@@ -71,30 +97,37 @@ class StreamMultiplexer:
         self._principal = principal
         self._sender = sender
         self._extended = extended
-        self._queues: dict[StreamId, deque[dict[str, Any]]] = {}
+        self._queues: dict[StreamId, deque[_WaitingCreate]] = {}
+        self._num_queued_bytes = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_resumed = 0
         self._open_readers: dict[str, tuple[LogReader, StreamId]] = {}
         self._terminals: dict[str, str | None] = {}
         self._unstored = UnstoredHistories()
 
-    def enqueue(self, body: dict[str, Any]) -> None:
-        """Queue a `response.create` in its stream.
+    def enqueue(self, body: Body, data: bytes) -> None:
+        """Queue a `response.create` in its stream. `data`: the frame that `body` was decoded from.
 
-        Raises: InvalidRequestError, OverloadedError.
+        Raises: InvalidRequestError, OverloadedError, RateLimitError; QueueFullError if the connection must be closed.
         """
+        body = flatten_body(body)
         stream_id = parse_fields(body, CreateFields).stream_id
         if body.get("background"):
             raise UnsupportedParameterError("background is not supported over WebSocket", param="background")
         queue = self._queues.get(stream_id)
-        if queue is None:
-            if len(self._queues) >= MAX_STREAMS:
-                raise OverloadedError(f"at most {MAX_STREAMS} concurrent streams", param="stream_id")
-            queue = self._queues[stream_id] = deque()
-            self._start_task(self._run_stream(stream_id, queue))
-        if len(queue) >= MAX_QUEUED:
+        if queue is None and len(self._queues) >= MAX_STREAMS:
+            raise OverloadedError(f"at most {MAX_STREAMS} concurrent streams", param="stream_id")
+        if queue is not None and len(queue) >= MAX_QUEUED:
             raise OverloadedError(f"at most {MAX_QUEUED} responses may wait in a stream", param="stream_id")
-        queue.append(body)
+        if self._num_queued_bytes and self._num_queued_bytes + len(data) > MAX_QUEUED_BYTES:
+            raise QueueFullError(f"more than {MAX_QUEUED_BYTES} bytes of response.create wait on this connection")
+        self._gateway.socket_limiter.add_bytes(self._principal.owner, len(data))
+        self._num_queued_bytes += len(data)
+        if queue is not None:
+            queue.append(_WaitingCreate(data, None))
+            return
+        queue = self._queues[stream_id] = deque([_WaitingCreate(data, body)])
+        self._start_task(self._run_stream(stream_id, queue))
 
     def resume(self, logged: LoggedResponse, after: int, stream_id: StreamId) -> None:
         """Send the events of a response after the given sequence number, next to the other streams.
@@ -138,14 +171,20 @@ class StreamMultiplexer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run_stream(self, stream_id: StreamId, queue: deque[dict[str, Any]]) -> None:
+    async def _run_stream(self, stream_id: StreamId, queue: deque[_WaitingCreate]) -> None:
         try:
             while queue:
-                await self._respond(stream_id, queue.popleft())
+                await self._respond(stream_id, queue)
         except CLIENT_GONE:
             pass  # the read loop of the connection notices the disconnect too
         finally:
             del self._queues[stream_id]
+            for waiting in queue:
+                self._remove_bytes(waiting)
+
+    def _remove_bytes(self, waiting: _WaitingCreate) -> None:
+        self._num_queued_bytes -= len(waiting.data)
+        self._gateway.socket_limiter.remove_bytes(self._principal.owner, len(waiting.data))
 
     async def _run_resumed(self, logged: LoggedResponse, reader: LogReader, stream_id: StreamId) -> None:
         try:
@@ -156,9 +195,10 @@ class StreamMultiplexer:
         finally:
             self._num_resumed -= 1
 
-    async def _respond(self, stream_id: StreamId, body: Mapping[str, Any]) -> None:
+    async def _respond(self, stream_id: StreamId, queue: deque[_WaitingCreate]) -> None:
+        """Start the first response of the queue and send it to its end."""
         try:
-            run, logged = await self._start_or_find(body)
+            run, logged, continued = await self._start_next(queue)
             reader = logged.log.reader(extended=self._extended)
         except Exception as error:
             if not isinstance(error, ChatcacheError):
@@ -167,7 +207,23 @@ class StreamMultiplexer:
             return
         await self._forward(logged, stream_id, reader)
         if run is not None:
-            self._unstored.record(run, body.get("previous_response_id"))
+            self._unstored.record(run, continued)
+
+    async def _start_next(self, queue: deque[_WaitingCreate]) -> tuple[LiveResponse | None, LoggedResponse, object]:
+        """Take the first response from the queue and start it; its frame is not kept.
+
+        Returns it as `_start_or_find` does, and the id of the response that it continues. Raises: any ChatcacheError.
+        """
+        waiting = queue.popleft()
+        try:
+            body = waiting.body
+            if body is None:
+                body = flatten_body(
+                    await parse_json(waiting.data, self._gateway.decode_throttle, self._principal.owner)
+                )
+            return *await self._start_or_find(body), body.get("previous_response_id")
+        finally:
+            self._remove_bytes(waiting)
 
     async def _start_or_find(self, body: Mapping[str, Any]) -> tuple[LiveResponse | None, LoggedResponse]:
         """Start a response, or find the one that was created with the same idempotency key.
@@ -236,6 +292,16 @@ class StreamMultiplexer:
                 await self._sender.close_slow_client()
                 raise ConnectionError("the client acknowledges nothing") from None
         return await reader.next()
+
+
+def flatten_body(body: Body) -> Body:
+    """Move the fields of a nested `response` object to the top level of `response.create`."""
+    nested = body.get("response")
+    if nested is None:
+        return body
+    if not isinstance(nested, dict):
+        raise InvalidRequestError("response must be an object", param="response")
+    return {**{name: value for name, value in body.items() if name != "response"}, **nested}
 
 
 def _resumed_frame(logged: LoggedResponse) -> dict[str, object]:
