@@ -15,6 +15,7 @@ from starlette.requests import HTTPConnection
 
 from chatcache.config import ServerConfig
 from chatcache.conversations.prompt import PromptLimits, SharedSystemPrompts
+from chatcache.conversations.prompt_history import PromptHistory
 from chatcache.conversations.replies.service import ChatService
 from chatcache.conversations.store import ConversationStore, StoreUnavailableError
 from chatcache.conversations.turns import ConversationPrompts, TurnService
@@ -161,6 +162,7 @@ class Gateway:
     # The decoder holds the interpreter lock, so that a second body at the same time would only delay the event loop.
     decode_throttle: TextThrottle = field(default_factory=lambda: TextThrottle(1, "decoded"))
     socket_limiter: SocketLimiter = field(default_factory=SocketLimiter)
+    prompt_history: PromptHistory = field(default_factory=PromptHistory)
     openapi: bytes | None = None
     _interrupted: set[str] = field(default_factory=set)
 

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+from array import array
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatcache.conversations.prompt import Message, assistant_message, tool_calls_of, tool_message
+from chatcache.conversations.prompt import Message, Prompt, assistant_message, tool_calls_of, tool_message
+from chatcache.conversations.prompt_history import PromptRecord
 from chatcache.conversations.replies.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
 from chatcache.conversations.tree import ToolCall, new_id
 from chatcache.errors import ContextLengthError, InvalidRequestError, NotFoundError, UnsupportedParameterError
+from chatcache.gateway.api.cache_diagnosis import diagnose, message_diagnostics
 from chatcache.gateway.api.chat_completions import ChatRequest, start_chat
 from chatcache.gateway.api.generation import CompleteReply, arguments_object, reply_events, respond
 from chatcache.gateway.api.params import (
@@ -47,6 +51,7 @@ from chatcache.gateway.schemas.anthropic import (
     ContentBlockStop,
     InputJsonDelta,
     MessageDelta,
+    MessageDiagnostics,
     MessageParam,
     MessagesEvent,
     MessagesOptions,
@@ -105,11 +110,24 @@ async def create_message(request: Request) -> Response:
     sampling = SamplingFields(
         temperature=options.temperature, top_p=options.top_p, top_k=options.top_k, stop=options.stop_sequences
     )
+    message_id = new_id("msg")
+    diagnostics: MessageDiagnostics | None = None
+
+    async def diagnose_prompt(assembled: Prompt) -> None:
+        nonlocal diagnostics
+        record = PromptRecord(converted.messages, tools.functions, array("i", assembled.token_ids))
+        principal = principal_of(request)
+        earlier_id = options.diagnostics.previous_message_id if options.diagnostics is not None else None
+        if earlier_id is not None:
+            diagnostics = message_diagnostics(await diagnose(gateway, principal, assembled, record, earlier_id))
+        gateway.prompt_history.add(principal.owner, message_id, record)
+
     chat = ChatRequest(
-        request_id=new_id("msg"),
+        request_id=message_id,
         messages=converted.messages,
         tools=tools,
         params=to_params(sampling, RouteParams(max_tokens, None, structured_outputs=_format(prompt)), model.tokenizer),
+        on_prompt=diagnose_prompt if options.diagnostics is not None else None,
     )
     with (
         _rename_context_error(),
@@ -123,7 +141,11 @@ async def create_message(request: Request) -> Response:
         lambda: reply_events(reply, gateway.metrics),
         (reply,),
         MessageWriter(
-            gateway, reply.request.request_id, reports_writes=_has_cache_control(prompt), is_silent=is_prewarming
+            gateway,
+            reply.request.request_id,
+            reports_writes=_has_cache_control(prompt),
+            is_silent=is_prewarming,
+            diagnostics=diagnostics if options.diagnostics is not None else UNSET,
         ),
         stream=bool(options.stream),
         headers=ignored_header(converted.ignored) | clamped_header(limit),
@@ -447,11 +469,20 @@ class MessageWriter:
     `reports_writes`: report the computed prompt tokens as written to the cache. `is_silent`: leave out the content.
     """
 
-    def __init__(self, gateway: Gateway, message_id: str, *, reports_writes: bool, is_silent: bool = False) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        message_id: str,
+        *,
+        reports_writes: bool,
+        is_silent: bool = False,
+        diagnostics: MessageDiagnostics | UnsetType | None = UNSET,
+    ) -> None:
         self._id = message_id
         self._model = gateway.model_name
         self._reports_writes = reports_writes
         self._is_silent = is_silent
+        self._diagnostics = diagnostics
 
     def body(self, reply: CompleteReply) -> AssistantMessage:
         (done,) = reply.dones
@@ -484,7 +515,9 @@ class MessageWriter:
         stop_reason: StopReason | None = None,
         stop_sequence: str | None = None,
     ) -> AssistantMessage:
-        return AssistantMessage(self._id, "assistant", self._model, content, stop_reason, stop_sequence, usage)
+        return AssistantMessage(
+            self._id, "assistant", self._model, content, stop_reason, stop_sequence, usage, self._diagnostics
+        )
 
     def _usage(self, counts: ReplyFinished) -> MessageUsage:
         num_computed = counts.num_prompt_tokens - counts.num_cached_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -113,6 +113,7 @@ class ChatRequest:
     """A stateless chat to generate, in the terms that all APIs share.
 
     `continues`: the last message is the beginning of the reply. `raw`: the prompt itself, in place of messages.
+    `on_prompt` is called with the assembled prompt before it is submitted.
     """
 
     request_id: str
@@ -123,6 +124,7 @@ class ChatRequest:
     priority: int = 0
     continues: bool = False
     raw: str | None = None
+    on_prompt: Callable[[Prompt], Awaitable[None]] | None = None
 
 
 async def start_chat(request: Request, model: Model, chat: ChatRequest) -> Reply:
@@ -142,6 +144,8 @@ async def start_chat(request: Request, model: Model, chat: ChatRequest) -> Reply
             prompt = await service.prompt(
                 chat.messages, principal.tenant, chat.tools.functions, continues=chat.continues
             )
+        if chat.on_prompt is not None:
+            await chat.on_prompt(prompt)
         sampling_params = clamp_max_tokens(sampling_params, len(prompt.token_ids), gateway.max_model_len)
         params = sampling_params
         if chat.raw is None:

@@ -6,6 +6,7 @@ HTTP and WebSocket share this path.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,11 +15,13 @@ import msgspec
 
 from chatcache.conversations.fork_points import ReplyPrefix, TurnRequest
 from chatcache.conversations.prompt import Function, Message
+from chatcache.conversations.prompt_history import PromptRecord
 from chatcache.conversations.replies.service import Reply, num_candidates
 from chatcache.conversations.store import Claim, IdempotencyConflictError
 from chatcache.conversations.tree import ConversationTree
 from chatcache.conversations.turns import PlannedTurn
 from chatcache.errors import InvalidRequestError, NotFoundError, UnsupportedParameterError
+from chatcache.gateway.api.cache_diagnosis import diagnose, response_diagnostics
 from chatcache.gateway.api.compaction import is_compaction, to_summary_request
 from chatcache.gateway.api.conversations import find_item
 from chatcache.gateway.api.idempotency import IdempotencyKey
@@ -157,6 +160,7 @@ async def _start(
         params = constrain_to_tools(sampling_params, tools, model.service.reply_format, model.tokenizer, prompt)
         has_reasoning = sampling_params.structured_outputs is None or params is not sampling_params
         planned = _with_echo(gateway, planned, request_fields, params, tools)
+        planned = await _with_diagnosis(gateway, principal, planned, fields)
         start, engine_request = model.service.start, _engine_request(gateway, principal, fields, planned, params)
         renamed = rename_constraint_param(sampling.structured_outputs, "text", "tools" if tools.limits else None)
         with rename_error_params(max_tokens="max_output_tokens"), renamed:
@@ -246,6 +250,28 @@ def _engine_request(
         fork_of=ForkPoint(prefix.turn.id, prefix.index) if prefix is not None else None,
         explain=bool(fields.explain),
     )
+
+
+async def _with_diagnosis(
+    gateway: Gateway, principal: Principal, planned: PlannedTurn, fields: ResponseFields
+) -> PlannedTurn:
+    """Remember the prompt, and compare it with that of the response which the request names, if any."""
+    given = fields.input if isinstance(fields.input, list) else ()
+    record = PromptRecord(
+        planned.messages,
+        planned.request.functions,
+        array("i", planned.prompt.token_ids),
+        is_compacted=any(item.type == "compaction" for item in given),
+    )
+    options = fields.prompt_cache_options
+    if options is not None and (earlier := options.comparison_response_id) is not None:
+        diagnosis = await diagnose(gateway, principal, planned.prompt, record, earlier, fields.cache_salt or "")
+        found = msgspec.to_builtins(response_diagnostics(diagnosis))
+        planned = replace(
+            planned, turn=replace(planned.turn, echo={**planned.turn.echo, "prompt_cache_diagnostics": found})
+        )
+    gateway.prompt_history.add(principal.owner, planned.turn.id, record)
+    return planned
 
 
 async def _open_conversation(

@@ -18,6 +18,7 @@ from chatcache.gateway.schemas.requests import (
     ShortText,
     StopString,
 )
+from chatcache.gateway.schemas.server import CacheLookup
 from chatcache.types.request import MAX_STOP_STRINGS
 
 _INT32_MAX = 2**31 - 1
@@ -122,6 +123,12 @@ class ThreadParam(msgspec.Struct, frozen=True):
     previous_message_id: str | None = None
 
 
+class DiagnosticsParam(msgspec.Struct, frozen=True):
+    """The message whose prompt is compared with this one's; null on the first turn, to have its prompt remembered."""
+
+    previous_message_id: CallId | None = None
+
+
 class MessagesPrompt(msgspec.Struct, frozen=True):
     """The fields that determine the prompt; `count_tokens` takes the same ones."""
 
@@ -150,6 +157,7 @@ class MessagesOptions(msgspec.Struct, frozen=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=_INT32_MAX)] | None = None
     metadata: dict[str, Any] | None = None
+    diagnostics: DiagnosticsParam | None = None
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
@@ -193,8 +201,28 @@ class MessageUsage(msgspec.Struct):
     output_tokens_details: ThinkingTokens
 
 
+class CacheMissReason(msgspec.Struct):
+    """The first difference from the earlier prompt. `cache_missed_input_tokens`: its tokens that were not reused.
+
+    `unavailable`: neither tools nor messages differ; the `lookup` has the reason.
+    """
+
+    type: Literal["system_changed", "tools_changed", "messages_changed", "previous_message_not_found", "unavailable"]
+    cache_missed_input_tokens: int | UnsetType = UNSET
+
+
+class MessageDiagnostics(msgspec.Struct):
+    """Why the prompt of the earlier message could not be reused. `lookup`: what the cache held of this one."""
+
+    cache_miss_reason: CacheMissReason
+    lookup: CacheLookup
+
+
 class AssistantMessage(msgspec.Struct, tag_field="type", tag="message"):
-    """The answer to a message request."""
+    """The answer to a message request.
+
+    `diagnostics`: present if the request has it; null if nothing differs from the earlier prompt.
+    """
 
     id: str
     role: Literal["assistant"]
@@ -203,6 +231,7 @@ class AssistantMessage(msgspec.Struct, tag_field="type", tag="message"):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
+    diagnostics: MessageDiagnostics | UnsetType | None = UNSET
 
 
 class TokenCount(msgspec.Struct):

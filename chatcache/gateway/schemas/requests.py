@@ -280,6 +280,14 @@ class ConversationRef(msgspec.Struct, frozen=True):
     id: Id
 
 
+class PromptCacheOptions(msgspec.Struct, frozen=True):
+    """`comparison_response_id`: a response whose prompt is compared with this one's, for a diagnosis."""
+
+    without_effect: ClassVar = frozenset({"mode", "ttl"})
+
+    comparison_response_id: Id | None = None
+
+
 class ResponseFields(msgspec.Struct, frozen=True):
     """Fields of a response request, besides the sampling fields."""
 
@@ -308,6 +316,7 @@ class ResponseFields(msgspec.Struct, frozen=True):
     text: TextOptions | None = None
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
 
 
 class CompactFields(msgspec.Struct, frozen=True):

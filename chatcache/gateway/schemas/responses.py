@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 from chatcache.conversations import tree
 from chatcache.gateway.schemas.completions import OutputTokensDetails, PromptTokensDetails, TokenLogprob
 from chatcache.gateway.schemas.errors import ErrorDetail
+from chatcache.gateway.schemas.server import CacheLookup
 
 Entry = TypeVar("Entry")
 
@@ -388,6 +389,20 @@ class Receipt(msgspec.Struct):
     stop_latency_ms: float
 
 
+class PromptCacheDiagnostics(msgspec.Struct, omit_defaults=True):
+    """How the prompt reuses that of the compared response. `lookup`: what the cache held of this one.
+
+    `cache_miss`: the prompts differ, and the other fields say how. `unavailable`: neither tools nor input differ; the
+    `lookup` has the reason.
+    """
+
+    type: Literal["cache_hit", "cache_miss", "comparison_response_not_found", "unavailable"]
+    lookup: CacheLookup
+    reason: Literal["input_changed", "tools_changed", "context_compacted"] | UnsetType = UNSET
+    cache_missed_tokens: int | UnsetType = UNSET
+    comparison_reusable_tokens: int | UnsetType = UNSET
+
+
 class Response(msgspec.Struct):
     """A response.
 
@@ -430,6 +445,7 @@ class Response(msgspec.Struct):
     length_penalty: float | UnsetType = UNSET
     num_beam_groups: int | UnsetType = UNSET
     diversity_penalty: float | UnsetType = UNSET
+    prompt_cache_diagnostics: PromptCacheDiagnostics | UnsetType = UNSET
     ignored: list[str] | UnsetType = UNSET
     receipt: Receipt | UnsetType = UNSET
     saved: Literal[False] | UnsetType = UNSET

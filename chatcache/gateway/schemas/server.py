@@ -107,6 +107,14 @@ class MissCause(msgspec.Struct):
     detail: str
 
 
+class CacheLookup(msgspec.Struct):
+    """The cached part of a prompt before its request ran. `miss`: null if all but the last token was cached."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    miss: MissCause | None
+
+
 class CacheMiss(MissCause):
     """The reason for the first page that is not cached.
 
