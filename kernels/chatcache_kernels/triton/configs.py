@@ -128,7 +128,7 @@ SMALL_SHARED_MEMORY: Final = {
 FLOAT32: Final = {
     64: tuple(Config(rows, 16, 8, 2, programs=2, max_registers=128) for rows in (16, 32, 64)),
     128: tuple(Config(rows, 16, 8, 2, programs=2) for rows in (16, 32, 64)),
-    256: tuple(Config(rows, 16, 8, 2, programs=2) for rows in (16, 32, 64)),
+    256: (*(Config(rows, 16, 8, 2, programs=2) for rows in (16, 32)), Config(64, 16, 8, 1, programs=1)),
 }
 INTERPRETER: Final = {
     256: (
