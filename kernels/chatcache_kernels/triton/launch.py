@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import interpreter
 
 EXACT = {"enable_fp_fusion": False}
 """Options of kernels that round as the reference does: no fused multiply-add."""
@@ -34,6 +37,21 @@ def choose_num_warps(tile: int, each: int, most: int = 4) -> int:
 
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+def _convert_one_element_arrays() -> None:
+    """Let the interpreter of Triton 3.6 read loop bounds: numpy 2.4 does not convert its one-element arrays."""
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+
+
+if INTERPRETED.value and triton.__version__.startswith("3.6."):
+    _convert_one_element_arrays()
 
 
 @triton.jit
