@@ -19,6 +19,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 ALL_LOGPROBS = -1  # `logprobs` of the whole vocabulary
 MAX_PROMPT_LOGPROBS = 700_000  # prompt tokens x (alternatives + 1): the most that one response carries
+MAX_OUTPUT_LOGPROBS = 300_000  # max_tokens x candidates x (alternatives + 1): likewise
 
 
 def _as_tuples(params: msgspec.Struct, *fields: str) -> None:

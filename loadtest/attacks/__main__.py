@@ -7,10 +7,10 @@ import asyncio
 import sys
 
 from chatcache.bench.report import Figure, figure_table
-from loadtest.attacks import json_bodies, large_conversation, websocket_frames
+from loadtest.attacks import json_bodies, large_conversation, output_logprobs, websocket_frames
 from loadtest.attacks.harness import Attack, measure_attack, running_server
 
-_ATTACKS = (large_conversation.ATTACK, websocket_frames.ATTACK, json_bodies.ATTACK)
+_ATTACKS = (large_conversation.ATTACK, websocket_frames.ATTACK, output_logprobs.ATTACK, json_bodies.ATTACK)
 ATTACKS: dict[str, Attack] = {attack.name: attack for attack in _ATTACKS}
 
 

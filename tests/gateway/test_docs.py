@@ -29,7 +29,7 @@ from chatcache.gateway.schemas import requests as wire
 from chatcache.gateway.schemas import requests as wire_messages
 from chatcache.gateway.websocket import connection as ws
 from chatcache.gateway.websocket import streams as lanes
-from chatcache.types.request import MAX_N, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
+from chatcache.types.request import MAX_N, MAX_OUTPUT_LOGPROBS, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
 from tests.gateway.described import Described
 from tests.gateway.documents import ALL_PAGES, API_PAGES, DOCS, FRONT_PAGE, ROOT, command_lines, documented, prose
 from tests.gateway.frames import receive
@@ -233,6 +233,8 @@ def test_limits_in_the_docs_are_those_of_the_code() -> None:
         f"{tooling.MAX_SCHEMA_BYTES >> 10} KiB; {tooling.MAX_TOOLS_BYTES >> 10} KiB",
         "`stop`": f"{MAX_STOP_STRINGS}; 64",
         "`top_logprobs`": str(MAX_TOP_LOGPROBS),
+        "log-probabilities of": f"{MAX_OUTPUT_LOGPROBS:,} (400); without `max_tokens`, that is the limit "
+        "(`x-chatcache-max-tokens`)",
         "concurrent streams": f"{lanes.MAX_STREAMS}; {lanes.MAX_QUEUED}",
         "bytes of": f"{lanes.MAX_QUEUED_BYTES >> 20} MiB (an `error` frame, then close {ws.RATE_LIMITED}); "
         f"{admission.MAX_OWNER_FRAME_BYTES >> 20} MiB (an `error` frame)",

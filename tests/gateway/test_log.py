@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import tracemalloc
 from collections.abc import Coroutine
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatcache.errors import InvalidRequestError, NotFoundError
+from chatcache.gateway.responses import event_log
 from chatcache.gateway.responses.event_log import MAX_LAG_FRAMES, LogFrame, LogReader, ResponseLog
 from chatcache.gateway.responses.registry import KEEP_ENDED_S, ResponseRegistry, Run
 from chatcache.gateway.schemas.responses import OutputMessage
@@ -216,6 +218,63 @@ def test_log_without_readers_is_compressed() -> None:
         assert log.num_bytes < raw / 4
 
     run(work())
+
+
+LOGPROBS = [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": [{"token": "b", "logprob": -1.0}] * 20}]
+
+
+def fill_with_logprobs(log: ResponseLog, num_candidates: int, num_deltas: int) -> None:
+    """Fill a log with the four frames that repeat the log-probabilities of each candidate."""
+    entries = json.dumps(LOGPROBS)[1:-1].encode()
+    for _ in range(num_deltas):
+        for index in range(num_candidates):
+            log.append(
+                "response.output_text.delta", item_id=index, delta="a", logprobs=log.logprobs.add(index, entries)
+            )
+    for index in range(num_candidates):
+        for kind in ("response.output_text.done", "response.content_part.done"):
+            log.append(kind, item_id=index, logprobs=log.logprobs.all_of(index))
+    items = [{"logprobs": log.logprobs.all_of(index)} for index in range(num_candidates)]
+    log.append("response.completed", response={"output": items})
+    log.close()
+
+
+def test_log_stores_logprobs_once_and_readers_receive_them_in_every_frame() -> None:
+    num_candidates, num_deltas = 8, 200
+    once = num_candidates * num_deltas * len(json.dumps(LOGPROBS))
+    log = ResponseLog("resp_1")
+    tracemalloc.start()
+    fill_with_logprobs(log, num_candidates, num_deltas)
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert log.num_bytes < once / 3 and num_bytes < once / 2
+
+    async def check() -> None:
+        frames = await read(log)
+        assert frames == await read(log, after=-1)
+        for frame in frames:
+            if frame["type"] == "response.output_text.delta":
+                assert frame["logprobs"] == LOGPROBS
+            elif frame["type"] == "response.completed":
+                assert frame["response"]["output"] == [{"logprobs": LOGPROBS * num_deltas}] * num_candidates
+            else:
+                assert frame["logprobs"] == LOGPROBS * num_deltas
+        with log.reader() as reader:
+            while batch := await reader.next():
+                largest = max(len(frame.data) for frame in batch)
+                assert sum(len(frame.data) for frame in batch) <= event_log.MAX_RESOLVED_BYTES + largest
+
+    run(check())
+
+
+def test_snapshot_reports_the_logprobs_that_it_lacks() -> None:
+    for has_logprobs in (False, True):
+        log = ResponseLog("resp_1")
+        fill(log, 10)
+        if has_logprobs:
+            log.logprobs.add(0, b"{}")
+        (snapshot,) = [frame for frame in log.snapshot(0)[2] if frame.kind == "response.snapshot"]
+        assert json.loads(snapshot.data).get("omitted") == (["message.output_text.logprobs"] if has_logprobs else None)
 
 
 async def first_of(reader: LogReader) -> tuple[LogFrame, ...]:

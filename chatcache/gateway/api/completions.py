@@ -60,7 +60,8 @@ async def completions(request: Request) -> Response:
     route_params = _route_params(base, fields, sampling)
     model = await gateway.require_model(base.model)
     max_model_len = gateway.max_model_len
-    params = clamp_max_tokens(to_params(sampling, route_params, model.tokenizer), 0, max_model_len)
+    params = to_params(sampling, route_params, model.tokenizer)
+    params = clamp_max_tokens(params, 0, max_model_len, _num_prompts(fields.prompt))
     work = request_cost(params, _num_chars(fields.prompt), _num_prompts(fields.prompt))
     async with gateway.admission.acquire(principal, work) as permit:
         prompts = await _tokenize_prompts(fields, model.service)
@@ -77,7 +78,7 @@ async def completions(request: Request) -> Response:
             GenerateRequest(
                 request_id=f"{completion_id}-{at}",
                 prompt=prompt,
-                params=clamp_max_tokens(params, len(prompt), max_model_len),
+                params=clamp_max_tokens(params, len(prompt), max_model_len, len(prompts)),
                 namespace=principal.tenant,
                 cache_salt=base.cache_salt or "",
                 priority=priority,

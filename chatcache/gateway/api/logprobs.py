@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
-from typing import cast
-
-from msgspec import Raw
 
 from chatcache.gateway.json_codec import encode, preencoded
 from chatcache.gateway.schemas import completions as schemas
@@ -14,6 +12,7 @@ from chatcache.types.events import TokenLogprob
 
 # JSON has no infinity; OpenAI uses this value for probability 0.
 MIN_LOGPROB = -9999.0
+_CHUNK_BYTES = 16 * 1024
 
 
 def chat_logprobs(
@@ -35,39 +34,50 @@ def chat_logprobs(
 class EncodedLogprobs:
     """A growing list of `chat_logprobs` entries, kept as JSON to save memory.
 
-    The JSON has a tenth of the size of the objects.
+    The JSON has a tenth of the size of the objects. All but its end is compressed, to another tenth.
     """
 
     def __init__(self) -> None:
-        self._data = bytearray()
+        self._chunks: list[bytes] = []  # compressed, each of `_CHUNK_BYTES`
+        self._num_chunk_bytes = 0  # of memory
+        self._tail = bytearray()
 
-    def extend(self, entries: bytes) -> None:
-        """Add entries as `encoded_logprobs` returns them."""
-        if self._data and entries:
-            self._data += b","
-        self._data += entries
+    def __len__(self) -> int:
+        """Size of the JSON in bytes."""
+        return len(self._chunks) * _CHUNK_BYTES + len(self._tail)
 
-    def pop_all(self) -> bytes:
-        """Remove and return all entries."""
-        taken = bytes(self._data)
-        self._data.clear()
-        return taken
+    @property
+    def num_bytes(self) -> int:
+        """Approximate memory use."""
+        return self._num_chunk_bytes + len(self._tail)
 
-    def as_list(self) -> list[schemas.TokenLogprob]:
-        return encoded_list(self._data)
+    def extend(self, entries: bytes) -> tuple[int, int]:
+        """Add entries as `encoded_logprobs` returns them; return where they begin and end."""
+        if len(self) and entries:
+            self._tail += b","
+        start = len(self)
+        self._tail += entries
+        end = len(self)
+        while len(self._tail) >= 2 * _CHUNK_BYTES:  # readers that keep up never decompress
+            self._chunks.append(zlib.compress(self._tail[:_CHUNK_BYTES], 1))
+            del self._tail[:_CHUNK_BYTES]
+            self._num_chunk_bytes += len(self._chunks[-1])
+        return start, end
+
+    def read(self, start: int, end: int) -> bytes:
+        """Return the entries between two positions."""
+        first, tail_start = start // _CHUNK_BYTES, len(self._chunks) * _CHUNK_BYTES
+        chunks = self._chunks[first : -(-end // _CHUNK_BYTES)]
+        data = b"".join(map(zlib.decompress, chunks))
+        if end > tail_start:
+            data += self._tail[max(0, start - tail_start) : end - tail_start]
+        offset = start - first * _CHUNK_BYTES if chunks else 0
+        return data[offset : offset + end - start]
 
 
 def encoded_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> bytes:
     """Encode the entries of `chat_logprobs`, without the brackets around them."""
     return encode(chat_logprobs(tokenizer, ids, logprobs))[1:-1]
-
-
-def encoded_list(entries: bytes | bytearray) -> list[schemas.TokenLogprob]:
-    """Return encoded entries as a JSON list that msgspec copies into the body unchanged.
-
-    The declared type is that of the decoded list, as the schema requires it.
-    """
-    return cast(list[schemas.TokenLogprob], Raw(b"[%s]" % entries))
 
 
 def prompt_logprobs(

@@ -33,7 +33,14 @@ from chatcache.tokenizer.bad_words import encode_bad_words
 from chatcache.tokenizer.reply_format import ReplyFormat, decode_prompt_end
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.tokenizer.tool_grammar import CallableFunction, ToolChoice, build_tool_grammar
-from chatcache.types.request import BeamSearchParams, Params, SamplingParams, StructuredOutputs
+from chatcache.types.request import (
+    MAX_OUTPUT_LOGPROBS,
+    BeamSearchParams,
+    Params,
+    SamplingParams,
+    StructuredOutputs,
+    num_branches,
+)
 
 Number = TypeVar("Number", int, float)
 
@@ -143,19 +150,37 @@ def _beam_params(fields: SamplingFields, route: RouteParams, tokenizer: Tokenize
     )
 
 
-def clamp_max_tokens(params: Params, num_prompt_tokens: int, max_model_len: int) -> Params:
+def clamp_max_tokens(params: Params, num_prompt_tokens: int, max_model_len: int, num_prompts: int = 1) -> Params:
     """Remove a `max_tokens` beyond the context, so that the engine generates as many tokens as fit.
 
-    Agents send a constant limit, whatever the length of the context and of the prompt.
+    Agents send a constant limit, whatever the length of the context and of the prompt. Without a limit, as many tokens
+    are generated as one response can carry log-probabilities of.
+
+    Raises: InvalidRequestError for a `max_tokens` with too many log-probabilities.
     """
-    if params.max_tokens is None or num_prompt_tokens + params.max_tokens <= max_model_len:
+    room = max_model_len - num_prompt_tokens
+    if params.max_tokens is not None and params.max_tokens > room:
+        params = msgspec.structs.replace(params, max_tokens=None)
+    if params.logprobs is None:
         return params
-    return msgspec.structs.replace(params, max_tokens=None)
+    num_per_token = num_prompts * num_branches(params) * (params.logprobs + 1)
+    most = MAX_OUTPUT_LOGPROBS // num_per_token
+    if params.max_tokens is None:
+        return msgspec.structs.replace(params, max_tokens=most) if room > most else params
+    if params.max_tokens > most:
+        raise InvalidRequestError(
+            f"max_tokens {params.max_tokens} with {num_per_token} log-probabilities per token is more than one answer "
+            f"carries: max_tokens x n x (top_logprobs + 1) must be at most {MAX_OUTPUT_LOGPROBS}",
+            param="max_tokens",
+        )
+    return params
 
 
 def clamped_limit(wanted: int | None, params: Params, num_prompt_tokens: int, max_model_len: int) -> int | None:
     """Return the limit that replaced the `wanted` one in `params`; None if it was not clamped."""
-    return max_model_len - num_prompt_tokens if wanted is not None and params.max_tokens is None else None
+    if params.max_tokens is None:
+        return max_model_len - num_prompt_tokens if wanted is not None else None
+    return params.max_tokens if params.logprobs is not None and params.max_tokens != wanted else None
 
 
 def clamped_header(limit: int | None) -> dict[str, str]:

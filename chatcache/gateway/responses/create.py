@@ -42,6 +42,7 @@ from chatcache.gateway.api.params import (
 from chatcache.gateway.auth.principal import Principal
 from chatcache.gateway.context import Gateway, Model
 from chatcache.gateway.limits.admission import request_cost
+from chatcache.gateway.responses.objects import HAS_LOGPROBS
 from chatcache.gateway.responses.registry import LoggedResponse, Run
 from chatcache.gateway.responses.run import LiveResponse, RunOptions
 from chatcache.gateway.responses.steering import queued_input, response_settings
@@ -456,4 +457,6 @@ def _echo_fields(
     else:
         names = ("beam_width", "length_penalty", "num_beam_groups", "diversity_penalty")
         echo |= {name: getattr(params, name) for name in names}
+    if params.logprobs is not None:
+        echo[HAS_LOGPROBS] = True
     return echo | ({"ignored": ignored} if ignored else {})

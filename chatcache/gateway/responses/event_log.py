@@ -5,7 +5,8 @@ and never delays the engine.
 
 `FrameStore` keeps the encoded frames. Frames of one response differ in a few words, so old segments are compressed to
 about a tenth. `OutputTexts` collects the text of each output item for `response.snapshot`. `BeamTree` keeps the live
-beams as one tree, for readers that missed its growth:
+beams as one tree, for readers that missed its growth. Log-probabilities are repeated by four frames and are most of a
+response that has them, so frames only refer to `LogprobStore`, and a reader gets the entries:
 
     0 -- 1 -- 3 -- 6 (live)        sent: 1 3 6 7, live: 6 7
           \    `--- 7 (live)
@@ -18,15 +19,18 @@ import asyncio
 import zlib
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from msgspec import UNSET, Raw
 
 from chatcache.errors import InvalidRequestError
+from chatcache.gateway.api.logprobs import EncodedLogprobs
 from chatcache.gateway.json_codec import encode
+from chatcache.gateway.schemas.completions import TokenLogprob
+from chatcache.gateway.schemas.fields import LOGPROBS
 from chatcache.gateway.schemas.responses import OutputItem
 
 SEGMENT_FRAMES = 64
@@ -238,9 +242,50 @@ class BeamTree:
             node_id = removed.parent
 
 
+_REFERENCE = b"\x00"  # encloses a reference; never in JSON, which escapes control characters
+
+
+class LogprobStore:
+    """The log-probabilities of the output tokens, once for each candidate, for frames that refer to them."""
+
+    def __init__(self) -> None:
+        self._entries: defaultdict[int, EncodedLogprobs] = defaultdict(EncodedLogprobs)
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    @property
+    def num_bytes(self) -> int:
+        """Approximate memory use."""
+        return sum(entries.num_bytes for entries in self._entries.values())
+
+    def add(self, candidate: int, entries: bytes) -> list[TokenLogprob]:
+        """Add entries (of `encoded_logprobs`) and return the reference to them, as the value of a frame's field."""
+        return self._reference(candidate, *self._entries[candidate].extend(entries))
+
+    def all_of(self, candidate: int) -> list[TokenLogprob]:
+        """Return the reference to all entries of a candidate so far; the empty list if it has none."""
+        found = self._entries.get(candidate)
+        return self._reference(candidate, 0, len(found)) if found is not None else []
+
+    def resolve(self, frame: LogFrame) -> LogFrame:
+        """Replace the references in a frame by the entries."""
+        if _REFERENCE not in frame.data:
+            return frame
+        parts = frame.data.split(_REFERENCE)
+        for at in range(1, len(parts), 2):
+            candidate, start, end = map(int, parts[at].split())
+            parts[at] = b"[%s]" % self._entries[candidate].read(start, end)
+        return frame._replace(data=b"".join(parts))
+
+    def _reference(self, candidate: int, start: int, end: int) -> list[TokenLogprob]:
+        return cast(list[TokenLogprob], Raw(b"\x00%d %d %d\x00" % (candidate, start, end)))
+
+
 TERMINAL = frozenset({"response.completed", "response.incomplete", "response.failed"})
 MAX_LAG_FRAMES = 256
 MAX_LAG_BYTES = 256 * 1024
+MAX_RESOLVED_BYTES = 64 * 1024  # of the frames that a reader gets at once, unless a single one is larger
 _MILESTONES = frozenset({"response.created", "response.output_item.done", *TERMINAL})
 _SNAPSHOT_KINDS = ("response.progress", "conversation.updated")  # a snapshot includes the newest of each
 
@@ -265,6 +310,7 @@ class ResponseLog:
         self.num_readers = 0
         self.on_reader_count: Callable[[int], None] | None = None
         self._frames = FrameStore()
+        self.logprobs = LogprobStore()
         self._texts = OutputTexts()
         self._beams = BeamTree()
         self._terminal: _Terminal | None = None
@@ -286,7 +332,7 @@ class ResponseLog:
     @property
     def num_bytes(self) -> int:
         """Approximate memory use."""
-        return self._frames.num_bytes + self._texts.num_bytes + self._beams.num_bytes
+        return self._frames.num_bytes + self._texts.num_bytes + self._beams.num_bytes + self.logprobs.num_bytes
 
     def append(self, kind: str, **fields: object) -> None:
         """Add a numbered frame."""
@@ -328,9 +374,15 @@ class ResponseLog:
             )
         return LogReader(self, self._frames, after, extended)
 
-    def milestones(self) -> list[LogFrame]:
-        """Return `response.created`, all finished output items and the terminal frame."""
-        return [self._frames.from_position(position)[0] for position in self._milestones]
+    def milestones(self) -> Iterator[LogFrame]:
+        """Yield the terminal frame, or `response.created` and all finished output items before the end."""
+        positions = [self._terminal.position] if self._terminal is not None else self._milestones
+        for position in positions:
+            yield self.logprobs.resolve(self._frames.from_position(position)[0])
+
+    def created(self) -> LogFrame:
+        """Return `response.created`."""
+        return self._frames.from_position(self._milestones[0])[0]
 
     def texts(self) -> list[dict[str, object]]:
         """Return the current text of every output item, as in `response.snapshot`."""
@@ -364,6 +416,8 @@ class ResponseLog:
                 return position, number, []
         first = list(self._frames.from_position(0)[:1]) if position == 0 else []  # `response.created`
         fields = {"response_id": self.response_id, "sequence_number": number, "outputs": self._texts.outputs()}
+        if self.logprobs:
+            fields["omitted"] = [LOGPROBS]
         beams = self.beams()[1]
         merged = LogFrame("response.snapshot", None, encode({"type": "response.snapshot", **fields}))
         notes = sorted(found for found in self._latest_unnumbered.values() if position <= found[0] < end)
@@ -475,12 +529,8 @@ class LogReader:
             self._beams_sent_until, beam_frames = self._log.beams()
             return beam_frames
         start = self._position
-        available = self._frames.from_position(start)
+        available = self._resolve(self._frames.from_position(start))
         self._position += len(available)
-        for frame in available:
-            self._bytes_read += len(frame.data)
-            if frame.number is not None:
-                self.sent_number = frame.number
         if not self._extended:
             return [frame for frame in available if frame.number is not None]
         if start >= self._beams_sent_until:
@@ -488,6 +538,20 @@ class LogReader:
         return [
             frame for at, frame in enumerate(available, start) if frame.kind != BEAM or at >= self._beams_sent_until
         ]
+
+    def _resolve(self, frames: Sequence[LogFrame]) -> Sequence[LogFrame]:
+        """Count frames as read and resolve their references, up to `MAX_RESOLVED_BYTES`."""
+        resolved: list[LogFrame] = []
+        num_bytes = 0
+        for frame in frames:
+            if num_bytes > MAX_RESOLVED_BYTES:
+                break
+            self._bytes_read += len(frame.data)
+            if frame.number is not None:
+                self.sent_number = frame.number
+            resolved.append(self._log.logprobs.resolve(frame))
+            num_bytes += len(resolved[-1].data)
+        return resolved
 
     def _is_lagging(self) -> bool:
         num_frames = self._frames.num_frames - self._position

@@ -50,7 +50,7 @@ from chatcache.conversations.tree import (
 from chatcache.conversations.turns import PlannedTurn, output_item
 from chatcache.errors import ChatcacheError
 from chatcache.gateway.api.compaction import encode_summary
-from chatcache.gateway.api.logprobs import EncodedLogprobs, encoded_list, encoded_logprobs
+from chatcache.gateway.api.logprobs import encoded_logprobs
 from chatcache.gateway.responses.event_log import ResponseLog
 from chatcache.gateway.responses.objects import (
     call_item,
@@ -63,7 +63,6 @@ from chatcache.gateway.responses.objects import (
     reasoning_item,
     response_object,
 )
-from chatcache.gateway.schemas.completions import TokenLogprob
 from chatcache.gateway.schemas.responses import Compaction, OutputItem, OutputMessage, ReasoningText, Receipt, Response
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import FINISH_CANCELLED, FINISH_LENGTH, FINISH_STOP, StartReport, is_dead_end
@@ -91,27 +90,27 @@ class CandidateEventWriter:
         self._log.append("response.content_part.added", **self._content_position(self._item_id), part=output_text(""))
 
     def delta(self, event: ReplyDelta, logprobs: bytes) -> None:
-        """Write a delta. `logprobs`: of its text, from `encoded_logprobs`."""
+        """Write a delta and store `logprobs`, those of its text, from `encoded_logprobs`."""
         if event.reasoning:
             self._reasoning_delta(event.reasoning)
         if event.text or logprobs:
             self._end_reasoning()
             self.begin_message()
             position = self._content_position(self._item_id)
-            self._log.append(
-                "response.output_text.delta", **position, delta=event.text, logprobs=encoded_list(logprobs)
-            )
+            stored = self._log.logprobs.add(self._candidate, logprobs) if logprobs else []
+            self._log.append("response.output_text.delta", **position, delta=event.text, logprobs=stored)
         for call in event.calls:
             self._end_reasoning()
             self._call_delta(call)
 
-    def done(self, item: Item, logprobs: list[TokenLogprob], score: float | None) -> dict[int, OutputItem]:
+    def done(self, item: Item, score: float | None) -> dict[int, OutputItem]:
         """Write the events that end all output items of the candidate.
 
         Return the items by `output_index`.
         """
         self._end_reasoning()
         self._end_call(item.status)
+        logprobs = self._log.logprobs.all_of(self._candidate)
         items = {each.id: each for each in output_items(item, logprobs, score)}
         if self._item_id in items:
             self.begin_message()
@@ -190,8 +189,7 @@ class ResponseEventWriter:
         self._divergence = planned.prompt.divergence
         self._tokenizer = tokenizer
         self.item_ids = tuple(new_id("msg") for _ in range(num_candidates(params)))
-        self._logprobs = [EncodedLogprobs() for _ in self.item_ids]
-        self._held_logprobs = [EncodedLogprobs() for _ in self.item_ids]  # of text that is not sent yet
+        self._held_logprobs: list[list[bytes]] = [[] for _ in self.item_ids]  # of text that is not sent yet
         output_indexes = count()
         self._candidates = [CandidateEventWriter(log, output_indexes, *each) for each in enumerate(self.item_ids)]
         self._outputs: dict[int, Item] = {}
@@ -236,9 +234,8 @@ class ResponseEventWriter:
         if event.finish_reason == FINISH_LENGTH:
             self._length_ends.append(is_dead_end(event.finish_reason, event.stop_reason))
         item = self._outputs[event.index] = output_item(self._turn, self.item_ids[event.index], event, time.time())
-        logprobs = self._logprobs[event.index].as_list()
         score = event.score if self._is_ranked else None
-        self._wire_outputs |= self._candidates[event.index].done(item, logprobs, score)
+        self._wire_outputs |= self._candidates[event.index].done(item, score)
 
     @property
     def ended_in_dead_ends(self) -> bool:
@@ -307,13 +304,13 @@ class ResponseEventWriter:
         Those of tokens whose text is held back are kept until the text is sent.
         """
         held = self._held_logprobs[event.index]
-        held.extend(encoded_logprobs(self._tokenizer, event.token_ids, event.logprobs))
+        held.append(encoded_logprobs(self._tokenizer, event.token_ids, event.logprobs))
         if self._is_parsed and not event.text:
             if event.reasoning or event.calls:
-                held.pop_all()
+                held.clear()
             return b""
-        logprobs = held.pop_all()
-        self._logprobs[event.index].extend(logprobs)
+        logprobs = b",".join(filter(None, held))
+        held.clear()
         return logprobs
 
     def _output(self) -> list[OutputItem]:

@@ -25,6 +25,7 @@ from chatcache.gateway.schemas.responses import (
 from chatcache.gateway.schemas.server import MissCause
 from chatcache.types.events import FINISH_LENGTH
 
+HAS_LOGPROBS = "has_logprobs"  # key of `Turn.echo`, not sent to clients
 # Fields that `Turn.echo` has for every request. An imported turn may lack them.
 _ECHO_DEFAULTS: dict[str, Any] = {
     "conversation": None,

@@ -18,7 +18,7 @@ from chatcache.gateway.responses.steering import Steer
 from chatcache.gateway.schemas.responses import Receipt
 
 KEEP_ENDED_S = 15 * 60.0
-MAX_ENDED_BYTES = 64 * 1024 * 1024
+MAX_ENDED_BYTES = 32 * 1024 * 1024
 
 
 class Run(Protocol):

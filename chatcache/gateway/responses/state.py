@@ -13,6 +13,7 @@ from chatcache.errors import InvalidRequestError, NotFoundError
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.responses.event_log import TERMINAL, ResponseLog
 from chatcache.gateway.responses.objects import (
+    HAS_LOGPROBS,
     call_item,
     incomplete_reason,
     output_items,
@@ -20,6 +21,7 @@ from chatcache.gateway.responses.objects import (
     reasoning_item,
     response_object,
 )
+from chatcache.gateway.schemas.fields import LOGPROBS
 from chatcache.gateway.schemas.responses import OutputItem, OutputMessage, Response
 
 
@@ -34,18 +36,18 @@ class _ItemDone(msgspec.Struct):
     """The frame `response.output_item.done`."""
 
     output_index: int
-    item: dict[str, Any]
+    item: msgspec.Raw
 
 
 def encode_logged_response(log: ResponseLog) -> bytes:
     """Encode the response object: the final one with its receipt, or the current state."""
     milestones = log.milestones()
-    terminal = next((frame for frame in milestones if frame.kind in TERMINAL), None)
-    if terminal is not None:
-        response = _decode_final(terminal.data)
+    first = next(milestones)
+    if first.kind in TERMINAL:
+        response = _decode_final(first.data)
         return _with_member(response, b'"saved":false') if log.is_unsaved else response
-    created = msgspec.json.decode(milestones[0].data, type=_Lifecycle)
-    finished = [msgspec.json.decode(frame.data, type=_ItemDone) for frame in milestones[1:]]
+    created = msgspec.json.decode(first.data, type=_Lifecycle)
+    finished = [msgspec.json.decode(frame.data, type=_ItemDone) for frame in milestones]
     outputs: dict[Any, object] = {text["output_index"]: _unfinished_item(text) for text in log.texts()}
     outputs |= {done.output_index: done.item for done in finished}
     response = msgspec.json.decode(created.response)
@@ -54,15 +56,18 @@ def encode_logged_response(log: ResponseLog) -> bytes:
 
 def encode_created_response(log: ResponseLog) -> bytes:
     """Encode the response object of `response.created`."""
-    return bytes(msgspec.json.decode(log.milestones()[0].data, type=_Lifecycle).response)
+    return bytes(msgspec.json.decode(log.created().data, type=_Lifecycle).response)
 
 
 def stored_response(tree: ConversationTree, response_id: str) -> Response:
-    """Build the response object of a stored response. Log-probabilities are not stored."""
+    """Build the response object of a stored response. It names log-probabilities, which are not stored, as omitted."""
     turn = tree.turns[response_id]
     outputs = tree.outputs(response_id)
     items = [item for output in outputs for item in output_items(output)]
-    return response_object(turn, items, incomplete_reason(turn, outputs))
+    response = response_object(turn, items, incomplete_reason(turn, outputs))
+    if turn.echo.get(HAS_LOGPROBS):
+        response.omitted = [LOGPROBS]
+    return response
 
 
 def stream_expired_error(response_id: str) -> InvalidRequestError:

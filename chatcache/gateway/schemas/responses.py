@@ -407,7 +407,8 @@ class Response(msgspec.Struct):
     """A response.
 
     `receipt`: only if the response was cancelled: how quickly it stopped and how many pages that freed.
-    `saved`: false while the store has not saved the output.
+    `saved`: false while the store has not saved the output. `omitted`: values of `include` whose data the server
+    does not have any more.
 
     The fields after `conversation` repeat the request.
     """
@@ -449,6 +450,7 @@ class Response(msgspec.Struct):
     ignored: list[str] | UnsetType = UNSET
     receipt: Receipt | UnsetType = UNSET
     saved: Literal[False] | UnsetType = UNSET
+    omitted: list[str] | UnsetType = UNSET
 
 
 class DeletedResponse(msgspec.Struct):
