@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from chatcache.llm.async_llm import AsyncLLM as AsyncLLM
     from chatcache.llm.llm import LLM as LLM
     from chatcache.types.request import BeamSearchParams as BeamSearchParams
+    from chatcache.types.request import PoolingParams as PoolingParams
     from chatcache.types.request import SamplingParams as SamplingParams
     from chatcache.types.request import StructuredOutputs as StructuredOutputs
 
 limit_spinning(os.environ)  # before torch is imported
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "SamplingParams", "StructuredOutputs", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "PoolingParams", "SamplingParams", "StructuredOutputs", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -35,7 +36,7 @@ def __getattr__(name: str) -> Any:
         from chatcache.llm.async_llm import AsyncLLM
 
         return AsyncLLM
-    if name in ("SamplingParams", "BeamSearchParams", "StructuredOutputs"):
+    if name in ("SamplingParams", "BeamSearchParams", "PoolingParams", "StructuredOutputs"):
         from chatcache.types import request as params
 
         return getattr(params, name)

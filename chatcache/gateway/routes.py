@@ -17,6 +17,7 @@ from chatcache.gateway.api import cache, conversations, files, models, ollama, s
 from chatcache.gateway.api.anthropic_messages import count_tokens, create_message
 from chatcache.gateway.api.chat_completions import chat_completions
 from chatcache.gateway.api.completions import completions
+from chatcache.gateway.api.embeddings import embeddings, rerank, score
 from chatcache.gateway.context import gateway_of
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.openapi import document
@@ -25,6 +26,14 @@ from chatcache.gateway.routing import Body, Entry, Operation, PageFiles, Socket
 from chatcache.gateway.schemas import anthropic, requests, responses
 from chatcache.gateway.schemas import ollama as ollama_schemas
 from chatcache.gateway.schemas.completions import ChatCompletion, ChatCompletionChunk, Completion
+from chatcache.gateway.schemas.embeddings import (
+    EmbeddingFields,
+    Embeddings,
+    Ranking,
+    RerankFields,
+    ScoreFields,
+    Scores,
+)
 from chatcache.gateway.schemas.server import (
     Alive,
     CacheAccounts,
@@ -73,6 +82,15 @@ ROUTES: tuple[Entry, ...] = (
         "Continue one or several texts or token sequences",
         body=Body("CompletionRequest", (requests.CompletionFields, requests.CompletionBase, requests.SamplingFields)),
         response=Completion, stream=Completion, errors=_LIMITED),
+    Operation("POST", "/v1/embeddings", embeddings, "key",
+        "Embed one or several texts or token sequences",
+        body=Body("EmbeddingRequest", (EmbeddingFields,)), response=Embeddings, errors=_LIMITED),
+    Operation("POST", "/v1/score", score, "key",
+        "The cosine similarity of the embeddings of pairs of texts",
+        body=Body("ScoreRequest", (ScoreFields,)), response=Scores, errors=_LIMITED),
+    Operation("POST", "/v1/rerank", rerank, "key",
+        "Documents in the order of their cosine similarity to a query",
+        body=Body("RerankRequest", (RerankFields,)), response=Ranking, errors=_LIMITED),
     Operation("POST", "/v1/messages", create_message, "key",
         "Generate a message in Anthropic's format; the server stores nothing but KV cache pages",
         body=Body("MessageRequest", (anthropic.MessagesPrompt, anthropic.MessagesOptions)),

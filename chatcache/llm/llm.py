@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import msgspec
 
+from chatcache.decoding.pooling import check_pooling
 from chatcache.decoding.strategy import validate_params
 from chatcache.engine.engine import Engine
 from chatcache.errors import ChatcacheError, DeviceLostError, InvalidRequestError, OverloadedError
 from chatcache.llm.base import LLMBase
-from chatcache.llm.outputs import Collector, RequestOutput, TokenText
+from chatcache.llm.outputs import (
+    Collector,
+    EmbeddingCollector,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
 from chatcache.llm.prompts import EncodedPrompt, Message, Prompt, PromptSource, check_params_type
-from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
+from chatcache.types.events import EngineEvent
+from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, PoolingParams, SamplingParams
 from chatcache.types.stats import EngineHealth, ExplainQuery, Explanation, PageAccounts
 
-if TYPE_CHECKING:
-    from chatcache.tokenizer.tokenizer import Tokenizer
+Output = TypeVar("Output")
+Output_co = TypeVar("Output_co", covariant=True)
 
 
 class LLM(LLMBase):
@@ -87,6 +95,40 @@ class LLM(LLMBase):
         sources = self._reader.chats(messages, tools, tool_choice)
         return self._run(sources, sampling_params or SamplingParams(), use_tqdm)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embed each prompt; return the outputs in the order of the prompts.
+
+        Raises: InvalidRequestError for `dimensions` that the model does not have, or a model without embeddings.
+        """
+        pooling = PoolingParams() if pooling_params is None else pooling_params
+        check_pooling(pooling, self._engine.model_info)
+        sources = self._reader.prompts(prompts)
+        with _progress_bar(len(sources), is_shown=use_tqdm) as advance:
+            batch = _Batch(self._engine, EmbeddingCollector, advance, pooling)
+            return batch.run([(str(next(self._numbers)), each, SamplingParams(), 0) for each in sources])
+
+    def score(
+        self, data_1: str | Sequence[str], data_2: str | Sequence[str], /, *, use_tqdm: bool = True
+    ) -> list[ScoringRequestOutput]:
+        """Return the cosine similarity of the embeddings of pairs of texts.
+
+        One text in `data_1` is compared with each in `data_2`; lists of equal length pair by pair.
+        """
+        first, second = ([each] if isinstance(each, str) else list(each) for each in (data_1, data_2))
+        if not second or len(first) not in (1, len(second)):
+            raise InvalidRequestError(
+                f"data_1 must be one text, or as many as data_2: got {len(first)} and {len(second)}", param="data_1"
+            )
+        outputs = self.embed([*first, *second], use_tqdm=use_tqdm)
+        partners = outputs[: len(first)] * (len(second) // len(first))
+        return list(map(ScoringRequestOutput.of, partners, outputs[len(first) :]))
+
     def explain(self, prompt: Prompt) -> Explanation:
         """Report which part of a prompt is cached, and why not more; nothing is computed or stored.
 
@@ -153,36 +195,58 @@ class LLM(LLMBase):
         if len(ranks) != len(sources):
             raise InvalidRequestError(f"{len(sources)} prompts but {len(ranks)} priorities", param="priority")
         with _progress_bar(len(sources), is_shown=use_tqdm) as advance:
-            batch = _Batch(self._engine, self._tokenizer, self._token_text, advance)
-            try:
-                return batch.run([(str(next(self._numbers)), *one) for one in zip(sources, each, ranks, strict=True)])
-            except BaseException:
-                batch.abandon()
-                raise
+            batch = _Batch(self._engine, self._new_collector, advance)
+            return batch.run([(str(next(self._numbers)), *one) for one in zip(sources, each, ranks, strict=True)])
+
+    def _new_collector(self, request_id: str, prompt: EncodedPrompt) -> Collector:
+        return Collector(request_id, prompt, self._tokenizer, self._token_text)
 
 
-class _Batch:
-    """The requests of one call: submitted as the engine's queue has space, collected as they end."""
+class _Collector(Protocol[Output_co]):
+    """Collects the events of one request into its output."""
+
+    @property
+    def error(self) -> ChatcacheError | None: ...
+
+    def reject(self, error: ChatcacheError) -> None: ...
+
+    def take(self, event: EngineEvent) -> bool: ...
+
+    def output(self) -> Output_co: ...
+
+
+class _Batch(Generic[Output]):
+    """The requests of one call: submitted as the engine's queue has space, collected as they end.
+
+    `pooling`: embed the prompts.
+    """
 
     def __init__(
         self,
         engine: Engine,
-        tokenizer: Tokenizer | None,
-        token_text: TokenText | None,
+        new_collector: Callable[[str, EncodedPrompt], _Collector[Output]],
         advance: Callable[[int], None],
+        pooling: PoolingParams | None = None,
     ) -> None:
         self._engine = engine
-        self._tokenizer = tokenizer
-        self._token_text = token_text
+        self._new_collector = new_collector
         self._advance = advance
-        self._running: dict[str, Collector] = {}
-        self._outputs: dict[str, RequestOutput] = {}
+        self._pooling = pooling
+        self._running: dict[str, _Collector[Output]] = {}
+        self._outputs: dict[str, Output] = {}
 
-    def run(self, requests: Sequence[tuple[str, PromptSource, Params, int]]) -> list[RequestOutput]:
+    def run(self, requests: Sequence[tuple[str, PromptSource, Params, int]]) -> list[Output]:
         """Run requests (id, prompt, params, priority) to the end; return their outputs in this order.
 
         Raises: DeviceLostError, since no later request can run.
         """
+        try:
+            return self._run(requests)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _run(self, requests: Sequence[tuple[str, PromptSource, Params, int]]) -> list[Output]:
         requests_left = iter(requests)
         waiting = self._next(requests_left)
         while waiting is not None or self._engine.has_work():
@@ -194,7 +258,7 @@ class _Batch:
                     self._finish(event.request_id, collector)
         return [self._outputs.pop(request_id) for request_id, *_ in requests]
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Abort all requests after an error or Ctrl-C, so that the next call finds an idle engine."""
         for request_id in self._running:
             self._engine.abort(request_id)
@@ -213,7 +277,11 @@ class _Batch:
                 self._reject(request_id, EncodedPrompt(None, (), params), error)
                 continue
             request = GenerateRequest(
-                request_id=request_id, prompt=encoded.token_ids, params=encoded.params, priority=priority
+                request_id=request_id,
+                prompt=encoded.token_ids,
+                params=encoded.params,
+                pooling=self._pooling,
+                priority=priority,
             )
             return request, encoded
         return None
@@ -229,17 +297,15 @@ class _Batch:
         except ChatcacheError as error:
             self._reject(request.request_id, encoded, error)
         else:
-            self._running[request.request_id] = Collector(
-                request.request_id, encoded, self._tokenizer, self._token_text
-            )
+            self._running[request.request_id] = self._new_collector(request.request_id, encoded)
         return True
 
     def _reject(self, request_id: str, encoded: EncodedPrompt, error: ChatcacheError) -> None:
-        collector = Collector(request_id, encoded, self._tokenizer, self._token_text)
+        collector = self._new_collector(request_id, encoded)
         collector.reject(error)
         self._finish(request_id, collector)
 
-    def _finish(self, request_id: str, collector: Collector) -> None:
+    def _finish(self, request_id: str, collector: _Collector[Output]) -> None:
         self._running.pop(request_id, None)
         if isinstance(collector.error, DeviceLostError):
             raise collector.error

@@ -6,14 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from chatcache.conversations.replies.parser import TAIL_TOKENS, CandidateParser
 from chatcache.conversations.tree import ToolCall
 from chatcache.errors import ChatcacheError, DeviceLostError, EngineError, InvalidRequestError
 from chatcache.llm.prompts import EncodedPrompt
 from chatcache.tokenizer.detokenizer import IncrementalDetokenizer
 from chatcache.types.events import (
+    TERMINAL,
     Beams,
     CandidateDone,
+    Embedding,
     EngineEvent,
     Failed,
     Finished,
@@ -84,6 +88,54 @@ class RequestOutput:
     prompt_logprobs: list[LogprobRow | None] | None = None
     live_beams: list[tuple[LiveBeam, ...]] | None = None
     error: ChatcacheError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """An embedding of Euclidean length 1; empty for a prompt that failed."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """One prompt and its embedding. `num_cached_tokens`: prompt tokens that were not recomputed."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+    error: ChatcacheError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """The cosine similarity of two texts; nan if one of them failed."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput:
+    """A pair of texts and its score. `prompt_token_ids`, `num_cached_tokens`: of both texts."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+    error: ChatcacheError | None = None
+
+    @classmethod
+    def of(cls, first: EmbeddingRequestOutput, second: EmbeddingRequestOutput) -> ScoringRequestOutput:
+        """Return the score of two embedded texts."""
+        pairs = zip(first.outputs.embedding, second.outputs.embedding, strict=False)
+        error = first.error or second.error
+        score = float("nan") if error is not None else max(-1.0, min(1.0, sum(a * b for a, b in pairs)))
+        ids = first.prompt_token_ids + second.prompt_token_ids
+        num_cached = first.num_cached_tokens + second.num_cached_tokens
+        return cls(second.request_id, ScoringOutput(score), ids, num_cached, error=error)
 
 
 class _Candidate:
@@ -204,6 +256,41 @@ class Collector:
         if index not in self._candidates:
             self._candidates[index] = _Candidate(index, self._prompt, self._tokenizer, self._token_text)
         return self._candidates[index]
+
+
+class EmbeddingCollector:
+    """Collects the events of one request with `pooling` into its `EmbeddingRequestOutput`."""
+
+    def __init__(self, request_id: str, prompt: EncodedPrompt) -> None:
+        self.error: ChatcacheError | None = None
+        self._request_id = request_id
+        self._prompt = prompt
+        self._embedding: list[float] = []
+        self._num_cached = 0
+
+    def reject(self, error: ChatcacheError) -> None:
+        """Record that the engine did not accept the request."""
+        self.error = error
+
+    def take(self, event: EngineEvent) -> bool:
+        """Record an event; return whether it was the last. A failure is stored in `error`."""
+        if isinstance(event, Embedding):
+            self._embedding = np.frombuffer(event.values, "<f4").tolist()
+        elif isinstance(event, Failed):
+            self.reject(error_of(event))
+        elif isinstance(event, Finished):
+            self._num_cached = event.num_cached_tokens
+        return isinstance(event, TERMINAL)
+
+    def output(self) -> EmbeddingRequestOutput:
+        """Return the embedding."""
+        return EmbeddingRequestOutput(
+            self._request_id,
+            EmbeddingOutput(self._embedding),
+            list(self._prompt.token_ids),
+            self._num_cached,
+            error=self.error,
+        )
 
 
 def error_of(event: Failed) -> ChatcacheError:

@@ -37,6 +37,12 @@ VALID: dict[str, list[Message]] = {
         {"prompt": ["Hi", [1, 2]], "max_tokens": 1, "echo": True, "logprobs": 1},
         {"prompt": [1, 2, 3], "max_tokens": 1, "prompt_logprobs": 1, "structured_outputs": {"choice": ["a", "b"]}},
     ],
+    "/v1/embeddings": [
+        {"input": ["Hi", "there"], "encoding_format": "base64", "dimensions": 2, "user": "x"},
+        {"input": [[1, 2], [3]], "model": None, "priority": 0, "cache_salt": "x"},
+    ],
+    "/v1/score": [{"text_1": "Hi", "text_2": ["there", "you"]}, {"queries": ["a"], "documents": "b"}],
+    "/v1/rerank": [{"query": "Hi", "documents": ["there", {"text": "you"}], "top_n": 1, "return_documents": False}],
     "/v1/responses": [
         {"input": "Hi", "max_output_tokens": 2, "metadata": {"a": "b"}, "include": ["message.output_text.logprobs"]},
         {"input": [{"type": "message", "role": "user", "content": "Hi"}], "max_output_tokens": 2, "store": False},

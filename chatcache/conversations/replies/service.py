@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import anyio
 
@@ -42,11 +42,11 @@ from chatcache.conversations.replies.parser import TAIL_TOKENS, ParsedDelta, Rep
 from chatcache.conversations.token_memo import ArgumentMemo, TokenMemo
 from chatcache.conversations.tree import ToolCall, Turn
 from chatcache.engine.protocols import EngineClient
-from chatcache.errors import ChatcacheError
+from chatcache.errors import ChatcacheError, OverloadedError
 from chatcache.tokenizer.detokenizer import IncrementalDetokenizer
 from chatcache.tokenizer.reply_format import ReplyFormat
 from chatcache.tokenizer.tokenizer import Tokenizer
-from chatcache.types.events import FINISH_CANCELLED, Beams, CandidateDone, Failed, Finished, Started, Tokens
+from chatcache.types.events import FINISH_CANCELLED, Beams, CandidateDone, Embedding, Failed, Finished, Started, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
 
 
@@ -236,6 +236,14 @@ class ReplyFailedError(ChatcacheError):
         self.type = "invalid_request_error" if 400 <= event.status < 500 else "server_error"
 
 
+class EmbeddedPrompt(NamedTuple):
+    """The embedding of a prompt, as in `events.Embedding`, and its token counts."""
+
+    values: bytes
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
 def num_candidates(params: Params) -> int:
     """Return how many candidates a request returns."""
     if isinstance(params, SamplingParams):
@@ -334,6 +342,35 @@ class ChatService:
             reply_format = replace(reply_format, reasoning=None)
         context = ReplyContext(self.tokenizer, reply_format, functions)
         return Reply(self, request, rendering, prefix, context)
+
+    async def embed(self, request: GenerateRequest, owner: str) -> EmbeddedPrompt:
+        """Embed the prompt of a request with `pooling`; leaving early aborts it.
+
+        Raises: the errors of `EngineClient.submit`, ReplyFailedError, OverloadedError if the server ended the request.
+        """
+        await self.engine.submit(request)
+        self._live[request.request_id] = owner, request
+        values, end = b"", None
+        try:
+            async for event in self.engine.events(request.request_id):
+                if isinstance(event, Embedding):
+                    values = event.values
+                elif isinstance(event, Finished | Failed):
+                    end = event
+        finally:
+            self.discard(request)
+            if end is None:
+                await self.abort(request)
+        if isinstance(end, Failed):
+            raise ReplyFailedError(end)
+        if end is None or end.cancelled:
+            raise OverloadedError("the server ended this request; send it again", code="engine_unavailable")
+        return EmbeddedPrompt(values, end.num_prompt_tokens, end.num_cached_tokens)
+
+    async def abort(self, request: GenerateRequest) -> None:
+        """Abort a request, also during cancellation."""
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + _ABORT_TIMEOUT_S):
+            await self.engine.abort(request.request_id)
 
     def live_requests_of(self, owner: str) -> dict[str, str]:
         """Return the running requests of an owner, each with its conversation ("" for none)."""
@@ -500,5 +537,4 @@ class Reply:
         # A slow reader has not received all tokens that were computed.
         self.num_tokens = max(self.num_tokens, self._service.engine.num_tokens_sent(self.request.request_id))
         self._end()
-        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + _ABORT_TIMEOUT_S):
-            await self._service.engine.abort(self.request.request_id)
+        await self._service.abort(self.request)
