@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from chatcache.auth import namespace_of
 from chatcache.conversations.prompt import Function, Message, functions_from_echo
@@ -84,7 +85,8 @@ class TurnRequest:
     `previous_response_id`, else the active leaf of `conversation_id`; without all three the turn begins a new
     conversation. `fork_at`: keep only that many tokens of the reply at the position. `fork_with`: a token id to put
     after them. `running_prefix`: the beginning of a reply that is still being generated. `rev`: the expected revision
-    of the conversation.
+    of the conversation. `template_kwargs`: variables of the chat template. `preserve_thinking`: whether earlier replies
+    keep their reasoning in the prompt; None for the conversation's setting.
     """
 
     owner: str
@@ -100,6 +102,8 @@ class TurnRequest:
     running_prefix: ReplyPrefix | None = None
     functions: tuple[Function, ...] = ()
     rev: int | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    preserve_thinking: bool | None = None
 
     @property
     def namespace(self) -> str:

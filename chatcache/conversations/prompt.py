@@ -23,7 +23,7 @@ share. It uses the server's own list only: a client selects a shared prompt by s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, NotRequired, Protocol, TypedDict
 
@@ -35,6 +35,8 @@ MAX_PROMPT_CHARS = 8 << 20  # for any model
 ALWAYS_TOKENISED_CHARS = 64 << 10  # always tokenised, so that the error can state the number of tokens
 _MAX_CHARS_PER_NORMALISED = 4  # characters that a tokenizer may normalise to one
 MAX_LOOKBACK = 8
+MAX_SEAM_CHARS = 256  # that a template writes between the text of a reply and its calls
+_REPLY_MARK = "\ue000chatcache-reply\ue000"
 MAX_RENDERED_CHARS = 2_000_000  # bound on the renderings made to find the message of a divergence
 NO_VARIABLES: Mapping[str, Any] = {}
 TOOL = "tool"
@@ -121,7 +123,7 @@ class Prompt:
 
     `token_ids[:num_reused]` were stored ids, up to and including message `base_message` (None: nothing was reused). The
     first `num_public_tokens` are an operator-declared system prompt. `divergence`: the latest known reply is not in
-    `text` as it was generated.
+    `text` as it was generated. `keeps_reasoning`: the ids contain reasoning that the template left out of `text`.
     """
 
     text: str
@@ -131,6 +133,17 @@ class Prompt:
     is_append_only: bool = True
     num_public_tokens: int = 0
     divergence: Divergence | None = None
+    keeps_reasoning: bool = False
+
+    @property
+    def key(self) -> str:
+        """The text under which a reply to this prompt is remembered."""
+        return recall_key(self.text, keeps_reasoning=self.keeps_reasoning)
+
+
+def recall_key(head: str, *, keeps_reasoning: bool) -> str:
+    """Return the key of the replies that follow a rendering."""
+    return f"{head}\0{keeps_reasoning}" if keeps_reasoning else head
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +186,13 @@ def assemble(
     known: ReplyLookup = no_known_reply,
     variables: Mapping[str, Any] = NO_VARIABLES,
     limits: PromptLimits | None = None,
+    kept_until: str = "",
 ) -> Prompt:
     """Render `messages` with the generation prompt, and reuse the token ids of known replies.
 
-    Only the text after the latest known reply is tokenised. `variables` (tools) are passed to the template. Raises:
-    ContextLengthError beyond `limits`.
+    Only the text after the latest known reply is tokenised. `variables` (tools) are passed to the template.
+    `kept_until`: the marker that ends the model's reasoning; replies then stay as they were generated, even if the
+    template leaves their reasoning out. Raises: ContextLengthError beyond `limits`.
     """
     text = tokenizer.render(messages, add_generation_prompt=True, **variables)
     if limits is not None:
@@ -190,6 +205,13 @@ def assemble(
         head = tokenizer.render(messages[:index], add_generation_prompt=True, **variables)
         reply = known(index, head, messages[index])
         cut = _end_of_reply(text, head, tokenizer, messages[index], reply)
+        if cut is None and reply is not None and kept_until:
+            answer = reply.raw.rpartition(kept_until)[2].strip()
+            after = _text_after_reply(tokenizer, messages, index, variables, answer)
+            if after is not None:
+                suffix = tokenizer.encode_after(reply.raw, after)
+                prompt = Prompt(text, (*reply.ids, *suffix), len(reply.ids), index, append_only)
+                break
         if cut is None:
             append_only = False
             if reply is not None and mismatch is None:
@@ -200,10 +222,12 @@ def assemble(
             break
     if prompt is None:
         prompt = Prompt(text, tuple(tokenizer.encode_rendered(text)), is_append_only=append_only)
+    if kept_until:
+        prompt = replace(prompt, keeps_reasoning=True)
     if mismatch is None:
         return prompt
     where = _divergence(tokenizer, messages, variables, prompt, *mismatch)
-    return Prompt(text, prompt.token_ids, prompt.num_reused, prompt.base_message, append_only, divergence=where)
+    return replace(prompt, is_append_only=append_only, divergence=where)
 
 
 def _end_of_reply(text: str, head: str, tokenizer: Renderer, message: Message, reply: Known | None) -> int | None:
@@ -222,6 +246,33 @@ def _end_of_reply(text: str, head: str, tokenizer: Renderer, message: Message, r
     for form in (written, written.strip()):
         if text.startswith(form, len(head)):
             return len(head) + len(form)
+    return None
+
+
+def _text_after_reply(
+    tokenizer: Renderer, messages: Sequence[Message], index: int, variables: Mapping[str, Any], answer: str
+) -> str | None:
+    """Return what the template writes after reply `index`, whose reasoning it may leave out; None if not found.
+
+    `answer`: the reply without its reasoning.
+    """
+    message, content = messages[index], messages[index]["content"].strip()
+    if not answer.startswith(content):
+        return None
+    probe: Message = {**message, "content": _REPLY_MARK}
+    probe.pop("reasoning_content", None)
+    try:
+        text = tokenizer.render([*messages[:index], probe, *messages[index + 1 :]], True, **variables)
+    except InvalidRequestError:
+        return None
+    _, mark, after = text.rpartition(_REPLY_MARK)
+    calls = answer[len(content) :].strip()
+    if not mark or not calls:
+        return after if mark else None
+    for place in range(min(len(after), MAX_SEAM_CHARS)):
+        end = _end_of_raw(after, place, calls) if after.startswith(calls[0], place) else None
+        if end is not None:
+            return after[end:]
     return None
 
 
@@ -344,9 +395,9 @@ def _call(call: dict[str, Any]) -> ToolCall:
     return ToolCall(call["id"], call["function"]["name"], source)
 
 
-def template_variables(functions: Sequence[Function]) -> dict[str, Any]:
-    """Return the template variables that declare the functions."""
-    return {"tools": [function.to_template() for function in functions]} if functions else {}
+def template_variables(functions: Sequence[Function], kwargs: Mapping[str, Any] = NO_VARIABLES) -> dict[str, Any]:
+    """Return the template variables: those that the client set, and the one that declares the functions."""
+    return {**kwargs, **({"tools": [function.to_template() for function in functions]} if functions else {})}
 
 
 def functions_from_echo(tools: object) -> tuple[Function, ...]:

@@ -12,16 +12,19 @@ import re
 import unicodedata
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from chatcache.auth import namespace_of
 from chatcache.conversations.fork_points import TurnRequest
-from chatcache.conversations.prompt import Message, functions_from_echo
+from chatcache.conversations.prompt import Message
 from chatcache.conversations.replies.service import ChatService, Reply
 from chatcache.conversations.tree import ConversationTree, Item, new_id
-from chatcache.conversations.turns import TurnService
+from chatcache.conversations.turns import TurnService, setup_of
 from chatcache.errors import InvalidRequestError
 from chatcache.types.request import GenerateRequest, SamplingParams
 
 MAX_TITLE_CHARS = 60
+MAX_THINKING_TOKENS = 32
 MAX_TITLE_WORDS = 10  # a few more than asked for; a longer answer is not a title
 _THOUGHTS = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 _LABEL = re.compile(r"(?i)^(?:title|titel|titre|título)\s*[:：]\s*")
@@ -66,30 +69,36 @@ class SideTasks:
         head = tree.conversation
         last = _last_reply(tree)
         turn = tree.turn_of(last)
-        functions = functions_from_echo(turn.echo.get("tools")) if turn is not None else ()
+        setup = setup_of(turn) if turn is not None else {}
         planned = await self._turns.plan(
             TurnRequest(
                 owner=head.owner,
                 model=model,
                 input=(Message(role="user", content=task.question),),
-                instructions=turn.instructions if turn is not None else None,
                 conversation_id=head.id,
                 previous_item_id=last.id,
                 store=False,
-                functions=functions,
+                **setup,
             )
         )
+        params = SamplingParams(temperature=0.0, max_tokens=task.max_tokens)
+        marks = self._service.thinking.marks(planned.prompt.token_ids)
+        if marks is not None:  # the template's own switch would make another prompt
+            max_tokens = task.max_tokens + MAX_THINKING_TOKENS + len(marks.closing_ids)
+            params = replace(
+                params, max_tokens=max_tokens, thinking_token_budget=MAX_THINKING_TOKENS, thinking_marks=marks
+            )
         request = GenerateRequest(
             request_id=new_id(task.name),
             prompt=planned.prompt.token_ids,
-            params=SamplingParams(temperature=0.0, max_tokens=task.max_tokens),
+            params=params,
             namespace=namespace_of(head.owner),
             num_public_tokens=planned.prompt.num_public_tokens,
             conversation_id=head.id,
             priority=priority,
         )
-        names = {function.name for function in functions} or None
-        return await self._service.start(request, planned.prompt.text, functions=names, owner=head.owner)
+        names = {function.name for function in planned.request.functions} or None
+        return await self._service.start(request, planned.prompt.key, functions=names, owner=head.owner)
 
 
 def clean_title(text: str) -> str:

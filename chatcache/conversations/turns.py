@@ -14,8 +14,9 @@ import asyncio
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from chatcache.auth import namespace_of
 from chatcache.conversations.fork_points import (
@@ -38,6 +39,7 @@ from chatcache.conversations.prompt import (
     link_tool_results,
     message_from_item,
     parts_from_message,
+    recall_key,
     reply_key,
     template_variables,
     tool_calls_of,
@@ -60,11 +62,13 @@ from chatcache.conversations.tree import (
 )
 from chatcache.errors import EngineError, InvalidRequestError
 from chatcache.tokenizer.reply_format import ReplyFormat
+from chatcache.tokenizer.thinking import KEEPS, KWARGS, ThinkingControls, check_template_kwargs
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import FINISH_STOP, TokenLogprob
 from chatcache.types.request import MAX_TOP_LOGPROBS, GenerateRequest, SamplingParams
 from chatcache.types.stats import PackedPrompt
 
+PRESERVE_THINKING = "preserve_thinking"  # also the key of the setting in a conversation's metadata
 _TITLE_CHARS = 60
 MAX_CACHED_BYTES = 32 * 1024 * 1024
 _EMPTY_PROMPT = Prompt("", ())
@@ -105,9 +109,9 @@ class TurnService:
         self.store = store
         self._limits = limits
         self._tokenizer = tokenizer
-        self._resolver = ContinuationResolver(
-            store, tokenizer, reply_format if reply_format is not None else ReplyFormat()
-        )
+        reply_format = reply_format if reply_format is not None else ReplyFormat()
+        self._thinking = ThinkingControls(tokenizer, reply_format)
+        self._resolver = ContinuationResolver(store, tokenizer, reply_format)
         self._token_memo = token_memo if token_memo is not None else TokenMemo()
         self._shared_prompts = shared_prompts if shared_prompts is not None else SharedSystemPrompts()
 
@@ -126,6 +130,7 @@ class TurnService:
             raise InvalidRequestError("input is required", param="input", code="missing_required_parameter")
         if not request.input and point.path[-1].role == "assistant":
             raise InvalidRequestError("input is empty: only a user message can be answered again", param="input")
+        request = self._with_setting(request, point.tree.conversation if point.tree is not None else None)
         messages = _messages(request, point)
         prompt = await asyncio.to_thread(self._assemble, request, point, messages)
         now = time.time()
@@ -167,9 +172,7 @@ class TurnService:
             raise InvalidRequestError("only a stored reply can be continued", param="fork_at")
         if request.functions and not _has_tools_of(origin, request):
             raise InvalidRequestError("a continued reply keeps its own tools: leave them out", param="tools")
-        request = replace(
-            request, instructions=origin.instructions, functions=functions_from_echo(origin.echo.get("tools"))
-        )
+        request = replace(request, **setup_of(origin))
         messages, prompt = await self._prompt_of_ids(request, point, (*prefix.prompt, *prefix.ids))
         turn = replace(
             origin,
@@ -189,8 +192,7 @@ class TurnService:
         Raises: InvalidRequestError for a message whose tokens are not stored.
         """
         turn, prompt = require_generated(tree, item, "item_id")
-        functions = functions_from_echo(turn.echo.get("tools"))
-        request = TurnRequest(tree.conversation.owner, turn.model, instructions=turn.instructions, functions=functions)
+        request = TurnRequest(tree.conversation.owner, turn.model, **setup_of(turn))
         ids = (*prompt, *item.token_ids[:num_tokens])
         return (await self._prompt_of_ids(request, ContinuationPoint(tree, tree.path(item.parent_id)), ids))[1]
 
@@ -214,7 +216,8 @@ class TurnService:
     ) -> tuple[tuple[Message, ...], Prompt]:
         """Return the messages of a prompt whose token ids are given, and the prompt."""
         messages = _messages(request, point)
-        head = await asyncio.to_thread(self._tokenizer.render, messages, **template_variables(request.functions))
+        variables = template_variables(request.functions, request.template_kwargs)
+        head = await asyncio.to_thread(self._tokenizer.render, messages, **variables)
         prompt = Prompt(head, ids, num_reused=len(ids))
         num_public = self._shared_prompts.count_shared_tokens(self._tokenizer, messages, prompt)
         return messages, replace(prompt, num_public_tokens=num_public)
@@ -243,7 +246,14 @@ class TurnService:
             )
         now = planned.turn.created_at
         conversation = Conversation(
-            planned.conversation_id, request.owner, now, now, title or "", active_leaf=leaf, rev=1
+            planned.conversation_id,
+            request.owner,
+            now,
+            now,
+            title or "",
+            active_leaf=leaf,
+            metadata={PRESERVE_THINKING: "true"} if request.preserve_thinking else {},
+            rev=1,
         )
         await self.store.create(conversation, items, planned.turn, claim=claim)
         return conversation
@@ -293,8 +303,17 @@ class TurnService:
             return tree.conversation
         return await self.complete(conversation, planned, outputs, status, usage)
 
+    def _with_setting(self, request: TurnRequest, conversation: Conversation | None) -> TurnRequest:
+        """Resolve whether the request keeps the reasoning of earlier replies, by the conversation's setting."""
+        keeps = request.preserve_thinking
+        if keeps is None:
+            keeps = conversation is not None and conversation.metadata.get(PRESERVE_THINKING) == "true"
+        kwargs = {**request.template_kwargs, **self._thinking.keeps} if keeps else request.template_kwargs
+        return replace(request, preserve_thinking=keeps, template_kwargs=kwargs)
+
     def _assemble(self, request: TurnRequest, point: ContinuationPoint, messages: Sequence[Message]) -> Prompt:
         offset = len(messages) - len(point.path) - len(request.input)
+        kept_until = self._thinking.closing_marker if request.preserve_thinking else ""
 
         def known(index: int, head: str, message: Message) -> Known | None:
             position = index - offset
@@ -302,11 +321,13 @@ class TurnService:
             stored = _stored(point.tree, point.path[position], request) if is_in_path and point.tree else None
             if stored is not None:
                 return stored
+            head = recall_key(head, keeps_reasoning=bool(kept_until))
             return self._token_memo.recall(
                 request.namespace, head, reply_key(message["content"], tool_calls_of(message))
             )
 
-        prompt = assemble(self._tokenizer, messages, known, template_variables(request.functions), self._limits)
+        variables = template_variables(request.functions, request.template_kwargs)
+        prompt = assemble(self._tokenizer, messages, known, variables, self._limits, kept_until)
         num_public = self._shared_prompts.count_shared_tokens(self._tokenizer, messages, prompt)
         return replace(prompt, num_public_tokens=num_public)
 
@@ -365,6 +386,10 @@ def _stored(tree: ConversationTree, item: Item, request: TurnRequest) -> Known |
     # The ids belong to the prompt as it was then: other instructions or tools make another prompt now.
     if turn is None or turn.instructions != request.instructions or not _has_tools_of(turn, request):
         return None
+    if _kwargs_of(turn, KEEPS) != _without(request.template_kwargs, KEEPS):
+        return None
+    if turn.echo.get(PRESERVE_THINKING) and not request.preserve_thinking:
+        return None
     ids = tree.token_sequence(item)
     return Known(item.parts.raw or item.text, ids) if ids else None
 
@@ -381,6 +406,31 @@ def _base(point: ContinuationPoint, prompt: Prompt, *, offset: int) -> tuple[str
     if not ids or ids != prompt.token_ids[: prompt.num_reused]:
         return None, prompt.token_ids
     return item.id, prompt.token_ids[prompt.num_reused :]
+
+
+def setup_of(turn: Turn) -> dict[str, Any]:
+    """Return the fields of a `TurnRequest` that determine the prompt of a stored turn besides its messages."""
+    return {
+        "instructions": turn.instructions,
+        "functions": functions_from_echo(turn.echo.get("tools")),
+        "template_kwargs": _kwargs_of(turn),
+        "preserve_thinking": bool(turn.echo.get(PRESERVE_THINKING)),
+    }
+
+
+def _kwargs_of(turn: Turn, left_out: Collection[str] = ()) -> dict[str, Any]:
+    kwargs = turn.echo.get(KWARGS)
+    if not isinstance(kwargs, dict):
+        return {}
+    try:
+        check_template_kwargs(kwargs, ())  # an imported turn may have any
+    except InvalidRequestError:
+        return {}
+    return _without(kwargs, left_out)
+
+
+def _without(kwargs: Mapping[str, Any], left_out: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in left_out}
 
 
 def _has_tools_of(turn: Turn, request: TurnRequest) -> bool:
@@ -497,8 +547,7 @@ async def active_path_prompt(conversations: TurnService, tree: ConversationTree)
         request = TurnRequest(
             tree.conversation.owner,
             model="",
-            instructions=turn.instructions if turn is not None else None,
-            functions=functions_from_echo(turn.echo.get("tools")) if turn is not None else (),
+            **(setup_of(turn) if turn is not None else {}),
         )
         return await conversations.assemble_prompt(request, ContinuationPoint(tree, path))
     except InvalidRequestError:  # a template may reject the messages: two of one role, calls without a result

@@ -69,14 +69,15 @@ _STORED = (404, *_NOT_LOADED)  # no such conversation, message or response
 _LIMITED = (404, 429, 503)
 _CONFLICT: Mapping[int, object] = {409: responses.Conflict}
 _NOT_READY: Mapping[int, object] = {503: NotReady}
-_RESPONSE_FIELDS = (requests.ResponseFields, requests.SamplingFields)
+_RESPONSE_FIELDS = (requests.ResponseFields, requests.SamplingFields, requests.ThinkingFields)
 
 # One entry per method and path; the document lists the paths in this order.
 # fmt: off
 ROUTES: tuple[Entry, ...] = (
     Operation("POST", "/v1/chat/completions", chat_completions, "key",
         "Generate a chat completion; the server stores nothing but KV cache pages",
-        body=Body("ChatCompletionRequest", (requests.ChatFields, requests.CompletionBase, requests.SamplingFields)),
+        body=Body("ChatCompletionRequest",
+                  (requests.ChatFields, requests.CompletionBase, requests.SamplingFields, requests.ThinkingFields)),
         response=ChatCompletion, stream=ChatCompletionChunk, errors=_LIMITED),
     Operation("POST", "/v1/completions", completions, "key",
         "Continue one or several texts or token sequences",
@@ -133,7 +134,8 @@ ROUTES: tuple[Entry, ...] = (
         error_bodies=_CONFLICT),
     Operation("POST", "/v1/responses/compact", http.compact_response, "key",
         "Replace a conversation by its user's messages and a summary by the model; stores nothing",
-        body=Body("CompactRequest", (requests.CompactFields,)), response=responses.CompactedResponse, errors=_LIMITED),
+        body=Body("CompactRequest", (requests.CompactFields, requests.ThinkingFields)),
+        response=responses.CompactedResponse, errors=_LIMITED),
     Operation("GET", "/v1/responses/{id}", http.get_response, "key",
         "A response in its present state, or its events from any number on while the server keeps them",
         query=requests.RetrieveQuery, response=responses.Response, stream=responses.ResponseEvent,
@@ -205,13 +207,15 @@ ROUTES: tuple[Entry, ...] = (
         response=Model, errors=(404,)),
     Operation("POST", "/tokenize", models.tokenize, "key",
         "The token ids of a text, or of a chat rendered by the chat template",
-        body=Body("TokenizeRequest", (requests.TokenizeFields,)), response=Tokens, errors=_LIMITED),
+        body=Body("TokenizeRequest", (requests.TokenizeFields, requests.ThinkingFields)),
+        response=Tokens, errors=_LIMITED),
     Operation("POST", "/detokenize", models.detokenize, "key",
         "The text of token ids",
         body=Body("DetokenizeRequest", (requests.DetokenizeFields,)), response=Text, errors=_LIMITED),
     Operation("POST", "/v1/cache/explain", cache.explain, "key",
         "The cached pages of a prompt, and the reason for the first miss; computes and stores nothing",
-        body=Body("ExplainRequest", (requests.ExplainFields,)), response=CacheExplanation, errors=_LIMITED),
+        body=Body("ExplainRequest", (requests.ExplainFields, requests.ThinkingFields)),
+        response=CacheExplanation, errors=_LIMITED),
     Operation("GET", "/v1/cache/accounts", cache.page_accounts, "key",
         "The pages held by each request and conversation; a shared page counts in fractions",
         response=CacheAccounts, errors=_NOT_LOADED),
@@ -258,7 +262,7 @@ ROUTES: tuple[Entry, ...] = (
             "response.drop": Body("ResponseDrop", (requests.DropFields,)),
             "response.ack": Body("ResponseAck", (requests.AckFields,)),
             "conversation.subscribe": Body("ConversationSubscribe", ()),
-            "prompt.prewarm": Body("PromptPrewarm", (requests.ResponseFields,)),
+            "prompt.prewarm": Body("PromptPrewarm", (requests.ResponseFields, requests.ThinkingFields)),
         }),
     PageFiles(Route("/", static.index)),
     PageFiles(Mount("/assets", static.Assets("assets"))),

@@ -70,9 +70,10 @@ class AsyncLLM(LLMBase):
         priority: int = 0,
         tools: Sequence[dict[str, Any]] | None = None,
         tool_choice: str | dict[str, Any] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation, as `generate` and `LLM.chat`."""
-        (source,) = self._reader.chats([messages], tools, tool_choice)
+        (source,) = self._reader.chats([messages], tools, tool_choice, chat_template_kwargs)
         async for output in self._stream(source, sampling_params, request_id, priority):
             yield output
 

@@ -86,13 +86,15 @@ class LLM(LLMBase):
         *,
         tools: Sequence[dict[str, Any]] | None = None,
         tool_choice: str | dict[str, Any] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, through the model's chat template.
 
         `tools`, `tool_choice`: as in the Chat Completions API. The calls are in `tool_calls` of each candidate, its
         `text` is the rest of the reply, and a `strict` function or `tool_choice="required"` constrains the reply.
+        `chat_template_kwargs`: variables of the template, such as `enable_thinking`.
         """
-        sources = self._reader.chats(messages, tools, tool_choice)
+        sources = self._reader.chats(messages, tools, tool_choice, chat_template_kwargs)
         return self._run(sources, sampling_params or SamplingParams(), use_tqdm)
 
     def embed(

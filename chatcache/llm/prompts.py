@@ -5,9 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from chatcache.conversations.prompt import Message as TemplateMessage
 from chatcache.conversations.prompt import link_tool_results, template_variables
@@ -18,6 +20,7 @@ from chatcache.gateway.schemas.requests import ToolChoiceFields, ToolFields
 from chatcache.tokenizer.bad_words import resolve_bad_words
 from chatcache.tokenizer.chat_template import parse_arguments, unescape
 from chatcache.tokenizer.reply_format import detect_format
+from chatcache.tokenizer.thinking import ThinkingControls
 from chatcache.types.request import Params
 
 if TYPE_CHECKING:
@@ -78,6 +81,10 @@ class PromptReader:
             raise InvalidRequestError(f"{self._model}: this model has no tokenizer; pass token ids")
         return self._tokenizer
 
+    @cached_property
+    def _thinking(self) -> ThinkingControls:
+        return ThinkingControls(self.tokenizer, detect_format(self.tokenizer))
+
     def prompts(self, prompts: Any) -> list[PromptSource]:
         """Return the source of one prompt or of each of several; rows of a matrix are prompts.
 
@@ -93,22 +100,34 @@ class PromptReader:
             prompt = prompt.get("prompt") if given is None else given
         if isinstance(prompt, str):
             tokenizer, text = self.tokenizer, prompt
-            return lambda params: EncodedPrompt(
-                text, tuple(tokenizer.encode(text, add_special_tokens=True)), self.resolve(params)
-            )
-        token_ids = _token_ids(prompt)
-        return lambda params: EncodedPrompt(None, token_ids, self.resolve(params))
 
-    def resolve(self, params: Params) -> Params:
-        """Return the parameters with `bad_words` as token ids. Raises: InvalidRequestError."""
+            def encode(params: Params) -> EncodedPrompt:
+                token_ids = tuple(tokenizer.encode(text, add_special_tokens=True))
+                return EncodedPrompt(text, token_ids, self.resolve(params, token_ids))
+
+            return encode
+        token_ids = _token_ids(prompt)
+        return lambda params: EncodedPrompt(None, token_ids, self.resolve(params, token_ids))
+
+    def resolve(self, params: Params, prompt: Sequence[int] = ()) -> Params:
+        """Return the parameters with `bad_words` and the markers of the reasoning as token ids.
+
+        Raises: InvalidRequestError.
+        """
+        if params.thinking_token_budget is not None:
+            params = replace(params, thinking_marks=self._thinking.marks(prompt))
         return resolve_bad_words(params, self.tokenizer) if params.bad_words else params
 
     def chats(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], tools: Any, tool_choice: Any
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        tools: Any,
+        tool_choice: Any,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> list[PromptSource]:
-        """Return the source of one chat or of each of several.
+        """Return the source of one chat or of each of several. `kwargs`: variables of the chat template.
 
-        Raises: InvalidRequestError for a model without a chat template, and for invalid tools.
+        Raises: InvalidRequestError for a model without a chat template, and for invalid tools or variables.
         """
         several = _list_chats(messages)
         tokenizer = self.tokenizer
@@ -119,7 +138,8 @@ class PromptReader:
         choice = _convert(tool_choice, str | ToolChoiceFields | None, "tool_choice")
         use = parse_tool_choice(form, given, choice, None)
         context = ReplyContext(tokenizer, form, use.names) if given else None
-        variables = template_variables(use.functions)
+        self._thinking.check_kwargs(kwargs or {})
+        variables = template_variables(use.functions, kwargs or {})
 
         def source(chat: Sequence[Message]) -> PromptSource:
             def encode(params: Params) -> EncodedPrompt:
@@ -127,7 +147,7 @@ class PromptReader:
                 token_ids = tuple(tokenizer.encode_rendered(text))
                 if context is not None:
                     params = constrain_to_tools(params, use, form, tokenizer, token_ids)
-                return EncodedPrompt(unescape(text), token_ids, self.resolve(params), context)
+                return EncodedPrompt(unescape(text), token_ids, self.resolve(params, token_ids), context)
 
             return encode
 

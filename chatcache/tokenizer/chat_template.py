@@ -23,7 +23,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -110,13 +110,15 @@ log = logging.getLogger(__name__)
 class ChatTemplate:
     """One compiled template. `variables` (bos_token, eos_token, ...) are visible to it.
 
+    `variable_names`: those that it reads besides. `reserved_names`: those that a chat's own variables may not replace.
+
     Raises: ModelFolderError naming `origin` when it does not compile.
     """
 
     def __init__(self, source: str, *, origin: str, variables: Mapping[str, Any]) -> None:
         self.source = source
         try:
-            self._template = _compile(source)
+            self._template, read = _compile(source)
         except jinja2.TemplateError as error:
             line = getattr(error, "lineno", None)
             raise ModelFolderError(
@@ -125,6 +127,8 @@ class ChatTemplate:
         except Exception as error:  # nested too deeply, a number of too many digits, ...
             raise ModelFolderError(f"{origin}: the chat template does not compile: {type(error).__name__}") from error
         self._variables = dict(variables)
+        self.reserved_names = frozenset({*RESERVED_NAMES, *self._variables, *self._template.environment.globals})
+        self.variable_names = frozenset(read) - self.reserved_names
 
     def check(self, origin: str) -> None:
         """Render a one-message chat as a check at load time.
@@ -190,7 +194,8 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def _compile(source: str) -> jinja2.Template:
+def _compile(source: str) -> tuple[jinja2.Template, set[str]]:
+    """Compile a template; also return the names of the variables that it reads."""
     environment = _environment()
     for name in RESERVED_NAMES:
         if name in source:
@@ -198,7 +203,8 @@ def _compile(source: str) -> jinja2.Template:
     tree = environment.parse(source)
     if any(tree.find(kind) is not None for kind in (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)):
         raise jinja2.TemplateSyntaxError("a chat template may not load others", 1)
-    return environment.from_string(CostLimiter().visit(tree))
+    read = meta.find_undeclared_variables(tree)
+    return environment.from_string(CostLimiter().visit(tree)), read
 
 
 def _append_end_mark(chat: list[dict[str, Any]]) -> None:

@@ -206,6 +206,16 @@ class Tokenizer:
         return self._template.source if self._template is not None else ""
 
     @property
+    def template_variables(self) -> frozenset[str]:
+        """Names of the variables that the chat template reads, such as `enable_thinking`."""
+        return self._template.variable_names if self._template is not None else frozenset()
+
+    @property
+    def reserved_variables(self) -> frozenset[str]:
+        """Names of the variables that have a meaning of their own in the chat template."""
+        return self._template.reserved_names if self._template is not None else frozenset()
+
+    @property
     def added_tokens(self) -> tuple[str, ...]:
         """Texts of the added tokens (special or not), longest first."""
         return self._added
@@ -286,14 +296,13 @@ class Tokenizer:
 
         `variables` (tools, enable_thinking, ...) are passed to it.
 
-        Special tokens that occur in the text of a message or tool are escaped, so that `encode_after` encodes them
-        as ordinary text.
+        Special tokens that occur in the text of a message, tool or variable are escaped, so that `encode_after`
+        encodes them as ordinary text.
         Raises: InvalidRequestError (param "messages") if the model has no template or the template rejects the chat.
         """
         if self._template is None:
             raise InvalidRequestError("this model has no chat template: use completions instead", param="messages")
-        if variables.get("tools"):
-            variables["tools"] = self._in_messages.escape(variables["tools"])
+        variables = {name: self._in_messages.escape(value) for name, value in variables.items()}
         return self._template.render(
             [self._escaper(message.get("role")).escape(dict(message)) for message in messages],
             add_generation_prompt=add_generation_prompt,

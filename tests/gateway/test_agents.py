@@ -277,11 +277,14 @@ def test_final_message_is_continued(server: ScriptedServer) -> None:
     assert cached >= len(first) - 4
 
 
+CALL_JSON = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
 @pytest.mark.parametrize(
     ("last", "fields"),
     [
         ({"role": "user", "content": "Hi"}, {}),
-        ({"role": "assistant", "content": "Hi", "reasoning_content": "hm"}, {}),
+        ({"role": "assistant", "content": "Hi", "tool_calls": [CALL_JSON]}, {}),
         ({"role": "assistant", "content": "Hi"}, {"add_generation_prompt": True}),
     ],
 )

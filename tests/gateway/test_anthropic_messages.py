@@ -285,8 +285,7 @@ def test_request_of_claude_code_is_accepted_and_its_ignored_fields_named(
     response = client.post(f"{MESSAGES}?beta=true", json=body, headers={"anthropic-beta": "claude-code-20250219"})
     assert response.status_code == 200 and response.json()["stop_reason"] == "tool_use"
     assert set(response.headers["x-chatcache-ignored"].split(", ")) == {
-        *("system.cache_control.ttl", "tools.web_search_20250305", "thinking.type", "context_management.edits"),
-        *("output_config.effort", "anthropic-beta"),
+        *("system.cache_control.ttl", "tools.web_search_20250305", "output_config.effort", "anthropic-beta"),
     }
     assert client.head("/").status_code == 200
 
@@ -313,9 +312,9 @@ def rendered(server: Server, body: dict[str, Any]) -> str:
     assert service is not None
     prompt = service.prompt
 
-    async def recorded(messages: Sequence[Message], *arguments: Any) -> Prompt:
+    async def recorded(messages: Sequence[Message], *arguments: Any, **options: Any) -> Prompt:
         counted.append(messages)
-        return await prompt(messages, *arguments)
+        return await prompt(messages, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(service, "prompt", recorded)
@@ -378,6 +377,7 @@ def test_count_is_the_prompt_of_the_message(client: httpx.Client, server: Script
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+USED = {"type": "tool_use", "id": "toolu_9", "name": "weather", "input": {}}
 ORPHAN = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "x"}
 
 
@@ -393,7 +393,7 @@ ORPHAN = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "x"}
         ({"messages": [{"role": "user", "content": [ORPHAN]}]}, "toolu_1"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text is required"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [*USER, {"role": "assistant", "content": "{"}]}, "messages: the last one"),
+        ({"messages": [*USER, {"role": "assistant", "content": [USED]}]}, "messages: the last one has a tool_use"),
         ({"max_tokens": -1}, "max_tokens must be at least 0"),
         ({"temperature": 3}, "temperature must be at most 2"),
         ({"stop_sequences": ["a"] * 17}, "stop_sequences must have at most 16"),

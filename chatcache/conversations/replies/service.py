@@ -8,15 +8,16 @@ Submits an engine request and yields parsed text events of its candidates.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import anyio
 
 from chatcache.conversations.fork_points import ReplyPrefix, build_prefix, check_fork_at, fork_token_ids
 from chatcache.conversations.prompt import (
+    NO_VARIABLES,
     Function,
     Known,
     Message,
@@ -26,6 +27,7 @@ from chatcache.conversations.prompt import (
     assemble,
     assistant_message,
     link_tool_results,
+    recall_key,
     reply_key,
     template_variables,
     tool_calls_of,
@@ -45,6 +47,7 @@ from chatcache.engine.protocols import EngineClient
 from chatcache.errors import ChatcacheError, OverloadedError
 from chatcache.tokenizer.detokenizer import IncrementalDetokenizer
 from chatcache.tokenizer.reply_format import ReplyFormat
+from chatcache.tokenizer.thinking import ThinkingControls
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import FINISH_CANCELLED, Beams, CandidateDone, Embedding, Failed, Finished, Started, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
@@ -221,6 +224,7 @@ class Candidate:
 
 
 # Rendering and tokenising this much text takes about a millisecond; longer prompts are assembled on a thread.
+_NOTHING = Message(role="assistant", content="")
 _INLINE_CHARS = 4_000
 _CHARS_PER_MESSAGE = 40  # the rendering cost of an empty message, in characters
 _INLINE_FUNCTIONS = 2
@@ -272,6 +276,7 @@ class ChatService:
         self.limits = limits if limits is not None else PromptLimits()
         self.tokenizer = tokenizer
         self.reply_format = reply_format if reply_format is not None else ReplyFormat()
+        self.thinking = ThinkingControls(tokenizer, self.reply_format)
         self.token_memo = token_memo if token_memo is not None else TokenMemo()
         self._argument_memo = ArgumentMemo()
         self._shared_prompts = shared_prompts if shared_prompts is not None else SharedSystemPrompts()
@@ -284,33 +289,49 @@ class ChatService:
         functions: Sequence[Function] = (),
         *,
         continues: bool = False,
+        kwargs: Mapping[str, Any] = NO_VARIABLES,
+        keeps_reasoning: bool = False,
     ) -> Prompt:
         """Assemble a stateless chat's prompt; replies of this server in it keep their token ids.
 
         Calls of this server keep the arguments as they were written, if the client sends them in another notation.
-        `continues`: the prompt ends with the text of the last message, the beginning of the reply.
+        `continues`: the prompt ends with the text of the last message, the beginning of the reply. `kwargs`: variables
+        of the chat template. `keeps_reasoning`: replies stay as they were generated, even if the template leaves their
+        reasoning out.
 
         Raises: InvalidRequestError for the result of an unknown call, or messages that the template rejects.
         """
         messages = [self._restore_arguments(each, namespace) for each in link_tool_results(messages, "messages")]
-        begun = messages.pop()["content"] if continues else ""
+        begun = messages.pop() if continues else None
+        variables = template_variables(functions, {**kwargs, **(self.thinking.keeps if keeps_reasoning else {})})
+        kept_until = self.thinking.closing_marker if keeps_reasoning else ""
 
         def known(index: int, head: str, message: Message) -> Known | None:
+            head = recall_key(head, keeps_reasoning=bool(kept_until))
             return self.token_memo.recall(namespace, head, reply_key(message["content"], tool_calls_of(message)))
 
         def assembled() -> Prompt:
-            prompt = assemble(self.tokenizer, messages, known, template_variables(functions), self.limits)
+            prompt = assemble(self.tokenizer, messages, known, variables, self.limits, kept_until)
             num_public = self._shared_prompts.count_shared_tokens(self.tokenizer, messages, prompt)
-            if begun:
-                text = self.tokenizer.escape_reply(begun)
+            if begun is not None:
+                text = self.tokenizer.escape_reply(self._begun_reply(begun, prompt.text))
                 ids = (*prompt.token_ids, *self.tokenizer.encode_after(prompt.text, text))
                 prompt = replace(prompt, text=prompt.text + text, token_ids=ids)
             return replace(prompt, num_public_tokens=num_public) if num_public else prompt
 
-        num_chars = len(begun) + sum(len(message["content"]) + _CHARS_PER_MESSAGE for message in messages)
+        num_chars = sum(len(message["content"]) + _CHARS_PER_MESSAGE for message in (*messages, begun or _NOTHING))
         if num_chars <= _INLINE_CHARS and len(functions) <= _INLINE_FUNCTIONS:
             return assembled()
         return await asyncio.to_thread(assembled)
+
+    def _begun_reply(self, begun: Message, rendering: str) -> str:
+        """Return the beginning of a reply, after its reasoning if it has some or the prompt opens it."""
+        syntax, reasoning = self.reply_format.reasoning, begun.get("reasoning_content", "")
+        is_open = self.reply_format.starts_in_reasoning(rendering)
+        if syntax is None or not (reasoning or is_open):
+            return begun["content"]
+        opening = "" if is_open else syntax.opening
+        return f"{opening}{reasoning}{self.thinking.closing_text}{begun['content']}"
 
     async def encode(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
         """Tokenise raw text. Raises: ContextLengthError."""

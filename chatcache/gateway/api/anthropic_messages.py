@@ -38,6 +38,7 @@ from chatcache.gateway.api.params import (
     to_params,
 )
 from chatcache.gateway.api.sse import SseFormat, named_sse_frame
+from chatcache.gateway.api.thinking import Thinking, ThinkingSwitch, resolve_thinking
 from chatcache.gateway.auth.principal import principal_of
 from chatcache.gateway.context import Gateway, Model, gateway_of
 from chatcache.gateway.errors import json_response, messages_error
@@ -49,6 +50,7 @@ from chatcache.gateway.schemas.anthropic import (
     ContentBlockDelta,
     ContentBlockStart,
     ContentBlockStop,
+    ContextEdit,
     InputJsonDelta,
     MessageDelta,
     MessageDiagnostics,
@@ -91,6 +93,7 @@ from chatcache.types.request import StructuredOutputs
 Value = TypeVar("Value")
 
 API_VERSIONS = ("2023-06-01", "2026-10-21")  # equal in what this server has of them
+CLEAR_THINKING = "clear_thinking_20251015"
 SIGNATURE = "chatcache"  # clients drop thinking blocks without a signature
 # Claude Code begins its system prompt with a line that has this prefix and changes with the version and the session.
 BILLING_LINE = "x-anthropic-billing-header:"
@@ -103,7 +106,8 @@ async def create_message(request: Request) -> Response:
     body = await read_json(request)
     prompt, options = parse_fields(body, MessagesPrompt), parse_fields(body, MessagesOptions)
     model = await gateway.require_model(prompt.model)
-    converted = _convert(request, model, body, prompt)
+    thinking = _thinking(model, prompt)
+    converted = _convert(request, model, body, prompt, thinking)
     tools = _tool_use(model, prompt)
     is_prewarming = options.max_tokens == 0
     max_tokens = 1 if is_prewarming else options.max_tokens
@@ -128,6 +132,8 @@ async def create_message(request: Request) -> Response:
         tools=tools,
         params=to_params(sampling, RouteParams(max_tokens, None, structured_outputs=_format(prompt)), model.tokenizer),
         on_prompt=diagnose_prompt if options.diagnostics is not None else None,
+        continues=converted.continues,
+        thinking=thinking,
     )
     with (
         _rename_context_error(),
@@ -159,11 +165,19 @@ async def count_tokens(request: Request) -> Response:
     body = await read_json(request)
     prompt = parse_fields(body, MessagesPrompt)
     model = await gateway.require_model(prompt.model)
-    converted = _convert(request, model, body, prompt)
+    thinking = _thinking(model, prompt)
+    converted = _convert(request, model, body, prompt, thinking)
     functions = _tool_use(model, prompt).functions
     with _rename_context_error():
         async with gateway.tokenize_throttle.acquire(principal.owner, len(await request.body())):
-            assembled = await model.service.prompt(converted.messages, principal.tenant, functions)
+            assembled = await model.service.prompt(
+                converted.messages,
+                principal.tenant,
+                functions,
+                continues=converted.continues,
+                kwargs=thinking.kwargs,
+                keeps_reasoning=bool(thinking.preserves),
+            )
     return json_response(TokenCount(len(assembled.token_ids)), headers=ignored_header(converted.ignored))
 
 
@@ -209,6 +223,26 @@ def _format(prompt: MessagesPrompt) -> StructuredOutputs | None:
     return StructuredOutputs(json=msgspec.json.encode(wanted.schema).decode()) if wanted is not None else None
 
 
+def _thinking(model: Model, prompt: MessagesPrompt) -> Thinking:
+    """Resolve the controls of the reasoning. Raises: InvalidRequestError, UnsupportedParameterError."""
+    given, config = prompt.thinking, prompt.output_config
+    edits = (prompt.context_management.edits if prompt.context_management is not None else None) or ()
+    keeps = any(map(_keeps_thinking, edits))
+    return resolve_thinking(
+        model.service.thinking,
+        switch=ThinkingSwitch(given.type != "disabled", "thinking.type") if given is not None else None,
+        effort=config.effort if config is not None else None,
+        effort_name="output_config.effort",
+        budget=given.budget_tokens if given is not None else None,
+        budget_name="thinking.budget_tokens",
+        preserves=True if keeps and model.service.thinking.can_reason else None,
+    )
+
+
+def _keeps_thinking(edit: ContextEdit) -> bool:
+    return edit.type == CLEAR_THINKING and edit.keep == "all"
+
+
 def _has_cache_control(prompt: MessagesPrompt) -> bool:
     blocks: list[SystemBlock | ToolParam | ContentBlock | ResultBlock] = [*(prompt.tools or ())]
     blocks += prompt.system if isinstance(prompt.system, list) else ()
@@ -220,15 +254,24 @@ def _has_cache_control(prompt: MessagesPrompt) -> bool:
 
 
 class _Converted(NamedTuple):
-    """The messages of a chat, and the names of the ignored fields."""
+    """The messages of a chat, and the names of the ignored fields.
+
+    `continues`: the last message is the beginning of the answer.
+    """
 
     messages: tuple[Message, ...]
     ignored: tuple[str, ...]
+    continues: bool = False
 
 
-def _convert(request: Request, model: Model, body: dict[str, Any], prompt: MessagesPrompt) -> _Converted:
+def _convert(
+    request: Request, model: Model, body: dict[str, Any], prompt: MessagesPrompt, thinking: Thinking
+) -> _Converted:
     """Convert the system prompt and the messages. Raises: InvalidRequestError, UnsupportedParameterError."""
-    ignored = dict.fromkeys(unknown_fields(body, MessagesPrompt, MessagesOptions))
+    ignored = dict.fromkeys((*unknown_fields(body, MessagesPrompt, MessagesOptions), *thinking.ignored))
+    edits = prompt.context_management.edits if prompt.context_management is not None else None
+    if edits and not (thinking.preserves and all(map(_keeps_thinking, edits))):
+        ignored["context_management.edits"] = None
     if "anthropic-beta" in request.headers:
         ignored["anthropic-beta"] = None
     if request.headers.get("anthropic-version", API_VERSIONS[0]) not in API_VERSIONS:
@@ -257,11 +300,12 @@ def _convert(request: Request, model: Model, body: dict[str, Any], prompt: Messa
                 ignored["messages.content.is_error"] = None
             if block.type == "redacted_thinking":
                 ignored["messages.content.redacted_thinking"] = None
-    if prompt.messages[-1].role == "assistant":
-        raise UnsupportedParameterError(
-            "messages: the last one must not be the assistant's; this server does not continue it", param="messages"
+    continues = messages[-1]["role"] == "assistant"
+    if continues and "tool_calls" in messages[-1]:
+        raise InvalidRequestError(
+            "messages: the last one has a tool_use without a tool_result, and cannot be continued", param="messages"
         )
-    return _Converted(tuple(messages), tuple(ignored))
+    return _Converted(tuple(messages), tuple(ignored), continues)
 
 
 @lru_cache(maxsize=4)

@@ -16,6 +16,7 @@ from chatcache.errors import InvalidRequestError, NotFoundError
 from chatcache.gateway.api.conversations import store_of
 from chatcache.gateway.api.messages import input_messages, to_messages
 from chatcache.gateway.api.params import check_tokens, conversation_id, parse_tool_choice
+from chatcache.gateway.api.thinking import Thinking, parse_thinking
 from chatcache.gateway.auth.principal import Principal, principal_of, tenant_of
 from chatcache.gateway.context import Model, gateway_of
 from chatcache.gateway.errors import json_response
@@ -23,7 +24,7 @@ from chatcache.gateway.metrics import page_states
 from chatcache.gateway.middleware import read_json
 from chatcache.gateway.responses.objects import TEMPLATE_CHANGED, miss_cause
 from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unknown_fields
-from chatcache.gateway.schemas.requests import ExplainFields, WarmthFields
+from chatcache.gateway.schemas.requests import ExplainFields, ThinkingFields, WarmthFields
 from chatcache.gateway.schemas.server import (
     CacheAccounts,
     CacheDivergence,
@@ -49,12 +50,14 @@ async def explain(request: Request) -> Response:
     gateway, principal = gateway_of(request), principal_of(request)
     body = await read_json(request)
     fields = parse_fields(body, ExplainFields)
-    ignored = unknown_fields(body, ExplainFields)
+    thinking_fields = parse_fields(body, ThinkingFields)
+    ignored = unknown_fields(body, ExplainFields, ThinkingFields)
     model = await gateway.require_model(fields.model)
+    thinking = parse_thinking(thinking_fields, model.service.thinking)
     functions = parse_tool_choice(model.service.reply_format, fields.tools, "none", None).functions
     ends = None
     async with gateway.tokenize_throttle.acquire(principal.owner, len(await request.body())):
-        messages, prompt = await _prompt(fields, model, principal, gateway.model_name, functions)
+        messages, prompt = await _prompt(fields, model, principal, gateway.model_name, functions, thinking)
         query = ExplainQuery(
             tuple(prompt.token_ids),
             principal.tenant,
@@ -65,7 +68,11 @@ async def explain(request: Request) -> Response:
         explanation = await gateway.engine.explain(query)
         if messages:
             ends = await asyncio.to_thread(
-                message_token_offsets, model.tokenizer, messages, prompt, template_variables(functions)
+                message_token_offsets,
+                model.tokenizer,
+                messages,
+                prompt,
+                template_variables(functions, thinking.kwargs),
             )
     result = CacheExplanation(
         object="cache.explanation",
@@ -79,7 +86,7 @@ async def explain(request: Request) -> Response:
         divergence=_divergence(prompt, model.tokenizer),
         messages=_messages(messages, ends, explanation.num_cached_tokens) if ends is not None else None,
     )
-    return json_response(result, headers=ignored_header(ignored))
+    return json_response(result, headers=ignored_header((*thinking.ignored, *ignored)))
 
 
 async def page_accounts(request: Request) -> Response:
@@ -99,7 +106,12 @@ async def page_accounts(request: Request) -> Response:
 
 
 async def _prompt(
-    fields: ExplainFields, model: Model, principal: Principal, model_name: str, functions: tuple[Function, ...]
+    fields: ExplainFields,
+    model: Model,
+    principal: Principal,
+    model_name: str,
+    functions: tuple[Function, ...],
+    thinking: Thinking,
 ) -> tuple[Sequence[Message], Prompt]:
     """Build the prompt that a request with these fields would have, and its messages.
 
@@ -116,7 +128,10 @@ async def _prompt(
         raise InvalidRequestError("instructions go with input; messages have a system message", param="instructions")
     if fields.messages is not None:
         messages = to_messages(fields.messages, "messages")
-        return messages, await model.service.prompt(messages, principal.tenant, functions)
+        keeps = bool(thinking.preserves)
+        return messages, await model.service.prompt(
+            messages, principal.tenant, functions, kwargs=thinking.kwargs, keeps_reasoning=keeps
+        )
     if fields.prompt is not None:
         return (), Prompt("", await _raw_prompt(fields.prompt, model))
     planned = await model.conversations.plan(
@@ -129,6 +144,8 @@ async def _prompt(
             previous_response_id=fields.previous_response_id,
             previous_item_id=fields.previous_item_id,
             functions=functions,
+            template_kwargs=thinking.kwargs,
+            preserve_thinking=thinking.preserves,
         )
     )
     return planned.messages, planned.prompt

@@ -39,6 +39,7 @@ from chatcache.gateway.api.params import (
     structured_outputs,
     to_params,
 )
+from chatcache.gateway.api.thinking import NO_THINKING, Thinking, limit_thinking, parse_thinking
 from chatcache.gateway.auth.principal import principal_of
 from chatcache.gateway.context import Gateway, Model, gateway_of
 from chatcache.gateway.json_codec import preencoded
@@ -60,7 +61,7 @@ from chatcache.gateway.schemas.completions import (
     Usage,
 )
 from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unknown_fields
-from chatcache.gateway.schemas.requests import ChatFields, CompletionBase, SamplingFields
+from chatcache.gateway.schemas.requests import ChatFields, CompletionBase, SamplingFields, ThinkingFields
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import FINISH_STOP
 from chatcache.types.request import GenerateRequest, Params
@@ -71,14 +72,14 @@ async def chat_completions(request: Request) -> Response:
     gateway = gateway_of(request)
     body = await read_json(request)
     base, chat = parse_fields(body, CompletionBase), parse_fields(body, ChatFields)
-    sampling = parse_fields(body, SamplingFields)
-    ignored = unknown_fields(body, CompletionBase, ChatFields, SamplingFields)
+    sampling, thinking_fields = parse_fields(body, SamplingFields), parse_fields(body, ThinkingFields)
+    ignored = unknown_fields(body, CompletionBase, ChatFields, SamplingFields, ThinkingFields)
     messages = to_messages(chat.messages, "messages")
     model = await gateway.require_model(base.model)
     route_params = _route_params(base, chat, sampling)
     sampling_params = to_params(sampling, route_params, model.tokenizer)
-    reply_format = model.service.reply_format
-    tools = parse_tool_choice(reply_format, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+    thinking = parse_thinking(thinking_fields, model.service.thinking)
+    tools = parse_tool_choice(model.service.reply_format, chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     chat_request = ChatRequest(
         request_id=new_id("chatcmpl", "-"),
         messages=messages,
@@ -86,7 +87,8 @@ async def chat_completions(request: Request) -> Response:
         params=sampling_params,
         cache_salt=base.cache_salt or "",
         priority=gateway.priority(base.priority),
-        continues=_continues(chat, messages),
+        continues=_continues(chat, messages, can_reason=model.service.thinking.can_reason),
+        thinking=thinking,
     )
     limit_name = "max_completion_tokens" if chat.max_completion_tokens is not None else None
     with (
@@ -104,7 +106,7 @@ async def chat_completions(request: Request) -> Response:
         (reply,),
         writer,
         stream=bool(base.stream),
-        headers=ignored_header(ignored) | clamped_header(limit),
+        headers=ignored_header((*thinking.ignored, *ignored)) | clamped_header(limit),
     )
 
 
@@ -125,6 +127,7 @@ class ChatRequest:
     continues: bool = False
     raw: str | None = None
     on_prompt: Callable[[Prompt], Awaitable[None]] | None = None
+    thinking: Thinking = NO_THINKING
 
 
 async def start_chat(request: Request, model: Model, chat: ChatRequest) -> Reply:
@@ -142,7 +145,12 @@ async def start_chat(request: Request, model: Model, chat: ChatRequest) -> Reply
             prompt = Prompt(chat.raw, await service.encode(chat.raw, add_special_tokens=True))
         else:
             prompt = await service.prompt(
-                chat.messages, principal.tenant, chat.tools.functions, continues=chat.continues
+                chat.messages,
+                principal.tenant,
+                chat.tools.functions,
+                continues=chat.continues,
+                kwargs=chat.thinking.kwargs,
+                keeps_reasoning=bool(chat.thinking.preserves),
             )
         if chat.on_prompt is not None:
             await chat.on_prompt(prompt)
@@ -152,6 +160,10 @@ async def start_chat(request: Request, model: Model, chat: ChatRequest) -> Reply
             params = constrain_to_tools(
                 sampling_params, chat.tools, service.reply_format, model.tokenizer, prompt.token_ids
             )
+        can_reason = sampling_params.structured_outputs is None or params is not sampling_params
+        can_reason = can_reason and not chat.continues
+        if can_reason and chat.raw is None:
+            params = limit_thinking(params, chat.thinking, service.thinking, prompt.token_ids)
         engine_request = GenerateRequest(
             request_id=chat.request_id,
             prompt=prompt.token_ids,
@@ -161,9 +173,7 @@ async def start_chat(request: Request, model: Model, chat: ChatRequest) -> Reply
             num_public_tokens=prompt.num_public_tokens,
             priority=chat.priority,
         )
-        can_reason = sampling_params.structured_outputs is None or params is not sampling_params
-        can_reason = can_reason and not chat.continues
-        rendering = prompt.text if chat.raw is None else None
+        rendering = prompt.key if chat.raw is None else None
         starting = service.start(
             engine_request, rendering, functions=chat.tools.names, thinks=can_reason, owner=principal.owner
         )
@@ -172,8 +182,8 @@ async def start_chat(request: Request, model: Model, chat: ChatRequest) -> Reply
     return reply
 
 
-def _continues(chat: ChatFields, messages: Sequence[Message]) -> bool:
-    """Check `continue_final_message` and `add_generation_prompt`.
+def _continues(chat: ChatFields, messages: Sequence[Message], *, can_reason: bool) -> bool:
+    """Check `continue_final_message` and `add_generation_prompt`. `can_reason`: replies may begin with reasoning.
 
     Raises: InvalidRequestError, UnsupportedParameterError.
     """
@@ -188,7 +198,7 @@ def _continues(chat: ChatFields, messages: Sequence[Message]) -> bool:
     if chat.add_generation_prompt:
         raise InvalidRequestError(f"{param} and add_generation_prompt exclude each other", param=param)
     last = messages[-1]
-    if last["role"] != "assistant" or "tool_calls" in last or "reasoning_content" in last:
+    if last["role"] != "assistant" or "tool_calls" in last or ("reasoning_content" in last and not can_reason):
         raise InvalidRequestError(f"{param}: the last message must be an assistant's text", param=param)
     return True
 

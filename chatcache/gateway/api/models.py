@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatcache.conversations.prompt import Function, link_tool_results, template_variables
+from chatcache.conversations.prompt import link_tool_results, template_variables
 from chatcache.errors import InvalidRequestError
 from chatcache.gateway.api.messages import to_messages
 from chatcache.gateway.api.params import check_tokens, parse_tool_choice
+from chatcache.gateway.api.thinking import parse_thinking
 from chatcache.gateway.auth.principal import owner_of
 from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.middleware import read_json
 from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unknown_fields
-from chatcache.gateway.schemas.requests import DetokenizeFields, TokenizeFields
+from chatcache.gateway.schemas.requests import DetokenizeFields, ThinkingFields, TokenizeFields
 from chatcache.gateway.schemas.server import Model, Models, Text, Tokens, Version
 from chatcache.tokenizer.tokenizer import Tokenizer
 
@@ -56,25 +58,28 @@ async def tokenize(request: Request) -> Response:
     gateway = gateway_of(request)
     body = await read_json(request)
     fields = parse_fields(body, TokenizeFields)
-    ignored = unknown_fields(body, TokenizeFields)
+    thinking_fields = parse_fields(body, ThinkingFields)
+    ignored = unknown_fields(body, TokenizeFields, ThinkingFields)
     model = await gateway.require_model(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise InvalidRequestError("send either prompt or messages", param="prompt")
+    thinking = parse_thinking(thinking_fields, model.service.thinking)
     functions = parse_tool_choice(model.service.reply_format, fields.tools, "none", None).functions
+    variables = template_variables(functions, thinking.kwargs)
     async with gateway.tokenize_throttle.acquire(owner_of(request), len(await request.body())):
-        ids = await asyncio.to_thread(_token_ids, fields, model.tokenizer, functions)
+        ids = await asyncio.to_thread(_token_ids, fields, model.tokenizer, variables)
     result = Tokens(len(ids), ids, gateway.max_model_len)
     if fields.return_token_strs:
         result.token_strs = [model.tokenizer.token_bytes[token].decode("utf-8", "replace") for token in ids]
-    return json_response(result, headers=ignored_header(ignored))
+    return json_response(result, headers=ignored_header((*thinking.ignored, *ignored)))
 
 
-def _token_ids(fields: TokenizeFields, tokenizer: Tokenizer, functions: Sequence[Function]) -> list[int]:
+def _token_ids(fields: TokenizeFields, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> list[int]:
     if fields.messages is None:
         return list(tokenizer.encode(fields.prompt or "", add_special_tokens=fields.add_special_tokens is not False))
     messages = link_tool_results(to_messages(fields.messages, "messages"), "messages")
     generation = fields.add_generation_prompt is not False
-    text = tokenizer.render(messages, add_generation_prompt=generation, **template_variables(functions))
+    text = tokenizer.render(messages, add_generation_prompt=generation, **variables)
     return list(tokenizer.encode_rendered(text, add_special_tokens=bool(fields.add_special_tokens)))
 
 

@@ -19,7 +19,7 @@ from chatcache.conversations.prompt_history import PromptRecord
 from chatcache.conversations.replies.service import Reply, num_candidates
 from chatcache.conversations.store import Claim, IdempotencyConflictError
 from chatcache.conversations.tree import ConversationTree
-from chatcache.conversations.turns import PlannedTurn
+from chatcache.conversations.turns import PRESERVE_THINKING, PlannedTurn
 from chatcache.errors import InvalidRequestError, NotFoundError, UnsupportedParameterError
 from chatcache.gateway.api.cache_diagnosis import diagnose, response_diagnostics
 from chatcache.gateway.api.compaction import is_compaction, to_summary_request
@@ -39,6 +39,7 @@ from chatcache.gateway.api.params import (
     structured_outputs,
     to_params,
 )
+from chatcache.gateway.api.thinking import NO_THINKING, Thinking, limit_thinking, parse_thinking
 from chatcache.gateway.auth.principal import Principal
 from chatcache.gateway.context import Gateway, Model
 from chatcache.gateway.limits.admission import request_cost
@@ -47,7 +48,8 @@ from chatcache.gateway.responses.registry import LoggedResponse, Run
 from chatcache.gateway.responses.run import LiveResponse, RunOptions
 from chatcache.gateway.responses.steering import queued_input, response_settings
 from chatcache.gateway.schemas.fields import LOGPROBS, parse_fields, unknown_fields
-from chatcache.gateway.schemas.requests import MessageFields, ResponseFields, SamplingFields
+from chatcache.gateway.schemas.requests import MessageFields, ResponseFields, SamplingFields, ThinkingFields
+from chatcache.tokenizer.thinking import KWARGS
 from chatcache.types.request import ForkPoint, GenerateRequest, Params, SamplingParams
 
 NONE_UNSTORED: Mapping[str, tuple[Message, ...]] = {}
@@ -115,6 +117,7 @@ class _RequestFields:
 
     response: ResponseFields
     sampling: SamplingFields
+    thinking: ThinkingFields
     ignored: tuple[str, ...]
     compacts: bool
 
@@ -125,7 +128,8 @@ def _read_fields(body: Mapping[str, Any]) -> _RequestFields:
     Raises: InvalidRequestError, UnsupportedParameterError.
     """
     fields, sampling = parse_fields(body, ResponseFields), parse_fields(body, SamplingFields)
-    ignored = unknown_fields(body, ResponseFields, SamplingFields)
+    thinking = parse_fields(body, ThinkingFields)
+    ignored = unknown_fields(body, ResponseFields, SamplingFields, ThinkingFields)
     compacts = is_compaction(fields)
     if compacts:
         fields = to_summary_request(fields)
@@ -133,7 +137,7 @@ def _read_fields(body: Mapping[str, Any]) -> _RequestFields:
             raise InvalidRequestError("a compaction has one candidate", param="n")
     if fields.background and fields.store is False:
         raise InvalidRequestError("background needs store: the response could not be retrieved", param="background")
-    return _RequestFields(fields, sampling, ignored, compacts)
+    return _RequestFields(fields, sampling, thinking, ignored, compacts)
 
 
 async def _start(
@@ -148,7 +152,8 @@ async def _start(
     fields, sampling = request_fields.response, request_fields.sampling
     model = await gateway.require_model(fields.model)
     tools = parse_response_tools(model, fields)
-    request = await _find_turn(gateway, principal.owner, fields, tools, unstored)
+    thinking = parse_thinking(request_fields.thinking, model.service.thinking)
+    request = await _find_turn(gateway, principal.owner, fields, tools, thinking, unstored)
     sampling_params = _sampling_params(gateway, model, request_fields, extended)
     cost = request_cost(sampling_params, sum(len(message["content"]) for message in request.input))
     async with gateway.admission.acquire(principal, cost) as ticket:
@@ -160,13 +165,16 @@ async def _start(
         sampling_params = clamp_max_tokens(sampling_params, len(prompt), gateway.max_model_len)
         params = constrain_to_tools(sampling_params, tools, model.service.reply_format, model.tokenizer, prompt)
         has_reasoning = sampling_params.structured_outputs is None or params is not sampling_params
-        planned = _with_echo(gateway, planned, request_fields, params, tools)
+        if has_reasoning:
+            num_prefix = len(planned.prefix.ids) if planned.prefix is not None else 0
+            params = limit_thinking(params, thinking, model.service.thinking, prompt, num_prefix)
+        planned = _with_echo(gateway, planned, request_fields, params, tools, thinking)
         planned = await _with_diagnosis(gateway, principal, planned, fields)
         start, engine_request = model.service.start, _engine_request(gateway, principal, fields, planned, params)
         renamed = rename_constraint_param(sampling.structured_outputs, "text", "tools" if tools.limits else None)
         with rename_error_params(max_tokens="max_output_tokens"), renamed:
             reply = await start(
-                engine_request, planned.prompt.text, planned.prefix, tools.names, has_reasoning, principal.owner
+                engine_request, planned.prompt.key, planned.prefix, tools.names, has_reasoning, principal.owner
             )
         ticket.attach(reply)
 
@@ -175,7 +183,7 @@ async def _start(
 
     options = RunOptions(
         principal=principal,
-        settings=response_settings(fields, sampling),
+        settings=response_settings(fields, sampling, request_fields.thinking),
         generate=fields.generate is not False,
         ttl_s=_ttl_s(gateway, fields),
         start_successor=start_successor,
@@ -192,6 +200,7 @@ async def _find_turn(
     owner: str,
     fields: ResponseFields,
     tools: ToolUse,
+    thinking: Thinking,
     unstored: Mapping[str, tuple[Message, ...]],
 ) -> TurnRequest:
     """Find what the request continues, and resolve the references of its input. Raises: any ChatcacheError."""
@@ -200,7 +209,7 @@ async def _find_turn(
     )
     reply_prefix = await find_running_reply(gateway, owner, fields)
     given = await resolve_references(gateway, owner, fields.input)
-    request = build_turn_request(fields, given, owner, gateway.model_name, tools.functions, reply_prefix)
+    request = build_turn_request(fields, given, owner, gateway.model_name, tools.functions, reply_prefix, thinking)
     if (history := unstored.get(fields.previous_response_id or "")) is not None:
         request = replace(request, input=(*history, *request.input), previous_response_id=None)
     return request
@@ -221,11 +230,17 @@ def _sampling_params(gateway: Gateway, model: Model, fields: _RequestFields, ext
 
 
 def _with_echo(
-    gateway: Gateway, planned: PlannedTurn, request_fields: _RequestFields, params: Params, tools: ToolUse
+    gateway: Gateway,
+    planned: PlannedTurn,
+    request_fields: _RequestFields,
+    params: Params,
+    tools: ToolUse,
+    thinking: Thinking,
 ) -> PlannedTurn:
     """Add the fields that the response object repeats to the turn."""
     fields = request_fields.response
-    echo = _echo_fields(fields, params, planned, tools, request_fields.ignored)
+    echo = _echo_fields(fields, params, planned, tools, (*thinking.ignored, *request_fields.ignored))
+    echo |= _echo_thinking(thinking, planned)
     limit = clamped_limit(fields.max_output_tokens, params, len(planned.prompt.token_ids), gateway.max_model_len)
     if limit is not None:
         echo["max_output_tokens"] = limit
@@ -399,6 +414,7 @@ def build_turn_request(
     model_name: str,
     functions: tuple[Function, ...] = (),
     reply_prefix: ReplyPrefix | None = None,
+    thinking: Thinking = NO_THINKING,
 ) -> TurnRequest:
     """Convert the fields of a request into a turn request. `given`: its input, without references.
 
@@ -419,6 +435,8 @@ def build_turn_request(
         rev=fields.rev,
         running_prefix=reply_prefix,
         functions=functions,
+        template_kwargs=thinking.kwargs,
+        preserve_thinking=thinking.preserves,
     )
 
 
@@ -460,3 +478,14 @@ def _echo_fields(
     if params.logprobs is not None:
         echo[HAS_LOGPROBS] = True
     return echo | ({"ignored": ignored} if ignored else {})
+
+
+def _echo_thinking(thinking: Thinking, planned: PlannedTurn) -> dict[str, object]:
+    """Return the reasoning controls that the response object repeats, and those that later turns compare."""
+    request = planned.request
+    echo: dict[str, object] = {"reasoning": {"effort": thinking.effort, "summary": None}}
+    if thinking.budget is not None:
+        echo["thinking_token_budget"] = thinking.budget
+    if request.template_kwargs:
+        echo[KWARGS] = dict(request.template_kwargs)
+    return echo | ({PRESERVE_THINKING: True} if request.preserve_thinking else {})

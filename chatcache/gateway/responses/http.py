@@ -26,6 +26,7 @@ from chatcache.gateway.api.conversations import edit_conversation, listed_items,
 from chatcache.gateway.api.idempotency import REPLAYED_HEADER, IdempotencyKey
 from chatcache.gateway.api.pagination import PageQuery, paginate
 from chatcache.gateway.api.sse import EventStream, SseFormat
+from chatcache.gateway.api.thinking import parse_thinking
 from chatcache.gateway.auth.principal import owner_of, principal_of
 from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.errors import json_response
@@ -50,7 +51,13 @@ from chatcache.gateway.responses.state import (
     stream_expired_error,
 )
 from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unknown_fields
-from chatcache.gateway.schemas.requests import CompactFields, DeliveryFields, ResponseFields, SamplingFields
+from chatcache.gateway.schemas.requests import (
+    CompactFields,
+    DeliveryFields,
+    ResponseFields,
+    SamplingFields,
+    ThinkingFields,
+)
 from chatcache.gateway.schemas.responses import (
     CompactedResponse,
     Compaction,
@@ -73,17 +80,18 @@ async def create_response(request: Request) -> Response:
     gateway = gateway_of(request)
     body = await read_json(request)
     delivery = parse_fields(body, DeliveryFields)
-    headers = ignored_header(unknown_fields(body, DeliveryFields, ResponseFields, SamplingFields))
+    ignored = unknown_fields(body, DeliveryFields, ResponseFields, SamplingFields, ThinkingFields)
     principal, idempotency_key = principal_of(request), IdempotencyKey.from_request(request, "response", body)
     # A stored response starts even if the client has disconnected: resending the request would duplicate it.
     if idempotency_key is not None:
         run = await start_idempotent_response(gateway, principal, body, idempotency_key)
         if isinstance(run, str):
-            return await _replay_response(request, run, delivery, headers | REPLAYED_HEADER)
+            return await _replay_response(request, run, delivery, ignored_header(ignored) | REPLAYED_HEADER)
     elif delivery.store is not False:
         run = await start_response(gateway, principal, body)
     else:
         run = await cancel_on_disconnect(request, start_response(gateway, principal, body))
+    headers = ignored_header(run.ignored)
     if delivery.stream:
         return LogStream(gateway, run.log.reader(), headers)
     if delivery.background:
@@ -97,8 +105,9 @@ async def compact_response(request: Request) -> Response:
     """POST /v1/responses/compact: replace a conversation by its user's messages and a summary. Stores nothing."""
     gateway, body = gateway_of(request), await read_json(request)
     parse_fields(body, CompactFields)
-    ignored = unknown_fields(body, CompactFields)
-    known = {name: value for name, value in body.items() if name in CompactFields.__struct_fields__}
+    ignored = unknown_fields(body, CompactFields, ThinkingFields)
+    names = {*CompactFields.__struct_fields__, *ThinkingFields.__struct_fields__}
+    known = {name: value for name, value in body.items() if name in names}
     summary_request = {**known, "input": with_trigger(body.get("input")), "store": False}
     run = await cancel_on_disconnect(request, start_response(gateway, principal_of(request), summary_request))
     with run.log.reader():
@@ -108,7 +117,7 @@ async def compact_response(request: Request) -> Response:
         raise EngineError(ended.error.message if ended.error is not None else f"the compaction was {ended.status}")
     kept = _retained_messages(run.prompt_messages[:-1], gateway.max_model_len * CHARS_PER_TOKEN // 4)
     result = CompactedResponse(run.id, "response.compaction", ended.created_at, [*kept, *ended.output], ended.usage)
-    return json_response(result, headers=ignored_header(ignored))
+    return json_response(result, headers=ignored_header(tuple(dict.fromkeys((*run.ignored, *ignored)))))
 
 
 class _EndedCompaction(msgspec.Struct):
@@ -274,16 +283,18 @@ async def count_input_tokens(request: Request) -> Response:
     body = await read_json(request)
     fields = parse_fields(body, ResponseFields)
     parse_fields(body, SamplingFields)  # validates the same fields as POST /v1/responses
-    ignored = unknown_fields(body, ResponseFields, SamplingFields)
+    thinking_fields = parse_fields(body, ThinkingFields)
+    ignored = unknown_fields(body, ResponseFields, SamplingFields, ThinkingFields)
     model = await gateway.require_model(fields.model)
     functions = parse_response_tools(model, fields).functions
     running = await find_running_reply(gateway, owner, fields)
     given = await resolve_references(gateway, owner, fields.input)
-    turn = build_turn_request(fields, given, owner, gateway.model_name, functions, running)
+    thinking = parse_thinking(thinking_fields, model.service.thinking)
+    turn = build_turn_request(fields, given, owner, gateway.model_name, functions, running, thinking)
     async with gateway.tokenize_throttle.acquire(owner, len(await request.body())):
         planned = await model.conversations.plan(turn)
     result = InputTokens("response.input_tokens", len(planned.prompt.token_ids))
-    return json_response(result, headers=ignored_header(ignored))
+    return json_response(result, headers=ignored_header((*thinking.ignored, *ignored)))
 
 
 async def _current_response(request: Request) -> Response:

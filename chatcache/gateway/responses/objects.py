@@ -45,6 +45,7 @@ _ECHO_DEFAULTS: dict[str, Any] = {
     "tool_choice": "none",
     "parallel_tool_calls": False,
     "text": {"format": {"type": "text"}},
+    "reasoning": {"effort": None, "summary": None},
 }
 
 

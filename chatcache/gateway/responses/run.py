@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from chatcache.conversations.fork_points import ReplyPrefix
 from chatcache.conversations.prompt import Message, message_from_item
@@ -241,6 +241,7 @@ class LiveResponse:
     ) -> None:
         self.id = planned.turn.id
         self.owner = planned.request.owner
+        self.ignored = tuple(cast(Sequence[str], planned.turn.echo.get("ignored", ())))
         self.conversation_id = conversation.id if conversation is not None else None
         self.log = ResponseLog(self.id)
         self._gateway = gateway

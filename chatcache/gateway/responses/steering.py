@@ -15,7 +15,7 @@ import msgspec
 from chatcache.conversations.tree import Item, new_id
 from chatcache.errors import ChatcacheError
 from chatcache.gateway.json_codec import encode
-from chatcache.gateway.schemas.requests import MAX_MESSAGES, ResponseFields, SamplingFields
+from chatcache.gateway.schemas.requests import MAX_MESSAGES, ResponseFields
 
 MAX_PENDING_STEERS = 8
 MAX_PENDING_BYTES = 1024 * 1024
@@ -108,12 +108,15 @@ def _is_content(content: object) -> bool:
     )
 
 
-def response_settings(fields: ResponseFields, sampling: SamplingFields) -> dict[str, Any]:
-    """Return the fields of a request that a response which continues it repeats, without unknown ones."""
+def response_settings(fields: ResponseFields, *shared: msgspec.Struct) -> dict[str, Any]:
+    """Return the fields of a request that a response which continues it repeats, without unknown ones.
+
+    `shared`: the fields that several routes have.
+    """
     position: dict[str, Any] = dict.fromkeys(_POSITION_FIELDS)
     fields = msgspec.structs.replace(fields, **position)
-    settings = {**msgspec.to_builtins(fields), **msgspec.to_builtins(sampling)}
-    return {name: value for name, value in settings.items() if value is not None}
+    settings = [each for kind in (fields, *shared) for each in msgspec.to_builtins(kind).items()]
+    return {name: value for name, value in settings if value is not None}
 
 
 def successor_body(settings: Mapping[str, Any], response_id: str, steers: Sequence[Steer]) -> dict[str, Any]:

@@ -30,10 +30,6 @@ class CacheControl(msgspec.Struct, frozen=True):
     type: str = "ephemeral"
 
 
-class NamedAsIgnored(msgspec.Struct, frozen=True):
-    """An object without meaning here: all its members are named as ignored."""
-
-
 class ResultBlock(msgspec.Struct, frozen=True):
     """A content block inside a tool result."""
 
@@ -110,7 +106,28 @@ class OutputFormat(msgspec.Struct, frozen=True):
 
 
 class OutputConfig(msgspec.Struct, frozen=True):
+    """The format of the answer, and the effort of the reasoning before it."""
+
+    effort: ShortText | None = None
     format: OutputFormat | None = None
+
+
+class ThinkingParam(msgspec.Struct, frozen=True):
+    """Whether the model reasons. `budget_tokens`: the most tokens of reasoning, after which it is ended."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Meta(ge=0, le=_INT32_MAX)] | None = None
+
+
+class ContextEdit(msgspec.Struct, frozen=True):
+    """An edit of the history. `clear_thinking_20251015` with `keep` "all" keeps the reasoning of all replies."""
+
+    type: str
+    keep: Any = None
+
+
+class ContextManagement(msgspec.Struct, frozen=True):
+    edits: Annotated[list[ContextEdit], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class ThreadParam(msgspec.Struct, frozen=True):
@@ -140,8 +157,8 @@ class MessagesPrompt(msgspec.Struct, frozen=True):
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
     thread: ThreadParam | None = None
-    thinking: NamedAsIgnored | None = None
-    context_management: NamedAsIgnored | None = None
+    thinking: ThinkingParam | None = None
+    context_management: ContextManagement | None = None
 
 
 class MessagesOptions(msgspec.Struct, frozen=True):

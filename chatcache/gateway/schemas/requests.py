@@ -240,6 +240,29 @@ class SamplingFields(msgspec.Struct, frozen=True):
     structured_outputs: StructuredFields | None = None
 
 
+class ReasoningOptions(msgspec.Struct, frozen=True):
+    """`reasoning` of the Responses API: the effort, `none` to `max`. No summaries are written."""
+
+    effort: ShortText | None = None
+
+
+class ThinkingFields(msgspec.Struct, frozen=True):
+    """The fields that control the model's reasoning.
+
+    `reasoning_effort`, `reasoning.effort`: none, minimal, low, medium, high, xhigh or max. `enable_thinking`: the
+    switch of the chat template. `thinking_token_budget`: the most tokens of reasoning, after which it is ended.
+    `preserve_thinking`: earlier replies keep their reasoning in the prompt. `chat_template_kwargs`: variables of the
+    chat template.
+    """
+
+    reasoning_effort: ShortText | None = None
+    reasoning: ReasoningOptions | None = None
+    enable_thinking: bool | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=_INT32_MAX)] | None = None
+    preserve_thinking: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 

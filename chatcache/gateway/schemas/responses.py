@@ -403,6 +403,13 @@ class PromptCacheDiagnostics(msgspec.Struct, omit_defaults=True):
     comparison_reusable_tokens: int | UnsetType = UNSET
 
 
+class ReasoningSettings(msgspec.Struct):
+    """`effort`: the level in effect, null if the request has none or the model has no levels."""
+
+    effort: str | None
+    summary: str | None
+
+
 class Response(msgspec.Struct):
     """A response.
 
@@ -441,6 +448,8 @@ class Response(msgspec.Struct):
     n: int
     temperature: float | None
     top_p: float | None
+    reasoning: ReasoningSettings
+    thinking_token_budget: int | UnsetType = UNSET
     distinct: bool | UnsetType = UNSET
     beam_width: int | UnsetType = UNSET
     length_penalty: float | UnsetType = UNSET

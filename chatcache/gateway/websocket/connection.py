@@ -20,6 +20,7 @@ from starlette.websockets import WebSocket
 
 from chatcache.conversations.tree import new_id
 from chatcache.errors import ChatcacheError, InvalidRequestError, NotFoundError, RateLimitError
+from chatcache.gateway.api.thinking import parse_thinking
 from chatcache.gateway.auth.principal import Principal, principal_of
 from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.errors import INTERNAL_ERROR
@@ -42,6 +43,7 @@ from chatcache.gateway.schemas.requests import (
     ResponseFields,
     ResumeFields,
     SteerFields,
+    ThinkingFields,
 )
 from chatcache.gateway.schemas.responses import Conversation
 from chatcache.gateway.websocket.frames import CLIENT_GONE, FrameSender
@@ -71,8 +73,9 @@ class Prewarmer:
         """
         await self.close()
         fields = parse_fields(body, ResponseFields)
-        unknown_fields(body, ResponseFields)
-        self._task = asyncio.create_task(self._run(fields))
+        thinking = parse_fields(body, ThinkingFields)
+        unknown_fields(body, ResponseFields, ThinkingFields)
+        self._task = asyncio.create_task(self._run(fields, thinking))
 
     async def close(self) -> None:
         if self._task is not None:
@@ -80,10 +83,10 @@ class Prewarmer:
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
 
-    async def _run(self, fields: ResponseFields) -> None:
+    async def _run(self, fields: ResponseFields, thinking_fields: ThinkingFields) -> None:
         with contextlib.suppress(*CLIENT_GONE):
             try:
-                result = await self._prefill(fields)
+                result = await self._prefill(fields, thinking_fields)
             except Exception as error:
                 if not isinstance(error, ChatcacheError):
                     log.exception("prompt.prewarm failed")
@@ -91,7 +94,7 @@ class Prewarmer:
                 return
             await self._sender.send({"type": "prompt.prewarmed", **result})
 
-    async def _prefill(self, fields: ResponseFields) -> dict[str, object]:
+    async def _prefill(self, fields: ResponseFields, thinking_fields: ThinkingFields) -> dict[str, object]:
         """Compute the prompt in pieces until it is complete or the engine is busy.
 
         Raises: as `start_response` for an invalid request.
@@ -99,8 +102,9 @@ class Prewarmer:
         model = await self._gateway.require_model(fields.model)
         owner, functions = self._principal.owner, parse_response_tools(model, fields).functions
         given = await resolve_references(self._gateway, owner, fields.input)
+        thinking = parse_thinking(thinking_fields, model.service.thinking)
         planned = await model.conversations.plan(
-            build_turn_request(fields, given, owner, self._gateway.model_name, functions)
+            build_turn_request(fields, given, owner, self._gateway.model_name, functions, thinking=thinking)
         )
         prompt = planned.prompt
         num_done, num_cached, is_idle = 0, 0, True
