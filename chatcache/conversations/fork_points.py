@@ -161,7 +161,9 @@ class ContinuationResolver:
             if request.rev is not None:
                 raise InvalidRequestError("rev needs a conversation to be the revision of", param="rev")
             return ContinuationPoint(None, ())
-        tree = await self._store.load(owner, conversation_id)
+        end = request.running_prefix.turn.id if request.running_prefix is not None else item_id or response_id
+        limit = 0 if end == ROOT else None
+        tree = await self._store.load_path(owner, conversation_id, end if end != ROOT else None, limit=limit)
         if request.rev is not None and request.rev != tree.conversation.rev:
             raise StaleRevisionError(tree.conversation, request.rev)
         if request.running_prefix is not None:

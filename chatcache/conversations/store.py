@@ -10,7 +10,7 @@ from typing import Protocol
 from chatcache.auth import KeyStore
 from chatcache.conversations.search import SearchHit, SearchQuery
 from chatcache.conversations.tree import Conversation, ConversationTree, Item, MessageDeletion, Turn
-from chatcache.errors import ChatcacheError
+from chatcache.errors import ChatcacheError, InvalidRequestError
 
 
 class StaleRevisionError(ChatcacheError):
@@ -89,6 +89,33 @@ class OwnerAssignment:
 
 
 CLAIM_TTL_S = 24 * 3600
+MAX_ITEMS = 16_384  # per conversation, without imported messages and without the last replies
+
+
+@dataclass(frozen=True, slots=True)
+class ItemQuery:
+    """A page of the messages of a conversation.
+
+    They are those on the path to `leaf` (None: the active leaf), or all by age if `all_branches`. `start`: the first
+    message of the page (None: the newest, or the oldest in ascending order). `limit`: None for all.
+    """
+
+    leaf: str | None = None
+    all_branches: bool = False
+    start: str | None = None
+    limit: int | None = None
+    is_descending: bool = True
+
+
+class ConversationFullError(InvalidRequestError):
+    """A request would add messages beyond the limit of items per conversation."""
+
+    def __init__(self, num_items: int, num_new: int, max_items: int) -> None:
+        super().__init__(
+            f"a conversation has at most {max_items} messages; this one has {num_items} and would get {num_new} more",
+            param="conversation",
+            code="conversation_full",
+        )
 
 
 def encode_cursor(conversation: Conversation) -> str:
@@ -163,7 +190,28 @@ class ConversationStore(Protocol):
         """
         ...
 
-    async def load(self, owner: str, conversation_id: str) -> ConversationTree: ...
+    async def load(self, owner: str, conversation_id: str) -> ConversationTree:
+        """Load the whole tree, which may be large: where a part is enough, use the two methods below."""
+        ...
+
+    async def load_path(
+        self, owner: str, conversation_id: str, end: str | None = None, *, limit: int | None = None
+    ) -> ConversationTree:
+        """Load the part of the tree on the path to `end` (None: the active leaf), root first.
+
+        `end` is a message or a response; of a response, all its input and output messages are loaded, and the path to
+        the first of them. `limit`: only so many messages of the path, those next to its end. The part has the
+        responses that its messages belong to. An unknown `end` has an empty path.
+        """
+        ...
+
+    async def list_items(self, owner: str, conversation_id: str, query: ItemQuery) -> ConversationTree:
+        """Load a page of messages, in its order, with the responses that they belong to.
+
+        A descending page begins at `query.start` even if that is on another path. Raises: NotFoundError for an unknown
+        `leaf`, and for a `start` that is unknown or, in ascending order, not on the path.
+        """
+        ...
 
     async def locate(self, owner: str, member_id: str) -> str:
         """Return the id of the conversation that contains this response or item."""
@@ -180,12 +228,14 @@ class ConversationStore(Protocol):
         title: str | None = None,
         expected_rev: int | None = None,
         claim: Claim | None = None,
+        max_items: int | None = None,
     ) -> Conversation:
         """Add `items` (parents first), insert or replace `turn`, and move the active leaf.
 
         `title` is set if the conversation has none.
 
-        Raises: NotFoundError for a parent or leaf that does not exist (any more).
+        Raises: NotFoundError for a parent or leaf that does not exist (any more); ConversationFullError if there are
+        `items` and the conversation would then have more than `max_items`.
         """
         ...
 

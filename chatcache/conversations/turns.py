@@ -46,7 +46,7 @@ from chatcache.conversations.prompt import (
 )
 from chatcache.conversations.replies.events import ReplyDelta, ReplyDone, ReplyFinished, ReplyStarted
 from chatcache.conversations.replies.service import ChatService, Reply
-from chatcache.conversations.store import Claim, ConversationStore, StaleRevisionError
+from chatcache.conversations.store import MAX_ITEMS, Claim, ConversationStore, StaleRevisionError
 from chatcache.conversations.token_memo import TokenMemo
 from chatcache.conversations.tree import (
     COMPLETED,
@@ -243,6 +243,7 @@ class TurnService:
                 title=title,
                 expected_rev=request.rev,
                 claim=claim,
+                max_items=MAX_ITEMS,
             )
         now = planned.turn.created_at
         conversation = Conversation(
@@ -297,7 +298,7 @@ class TurnService:
         usage: Usage | None,
     ) -> Conversation:
         """Store the result of a turn, unless an earlier attempt with unknown outcome has stored it."""
-        tree = await self.store.load(conversation.owner, conversation.id)
+        tree = await self.store.load_path(conversation.owner, conversation.id, planned.turn.id, limit=0)
         current = tree.turns.get(planned.turn.id)
         if current is not None and current.status == status and all(item.id in tree.items for item in outputs):
             return tree.conversation
@@ -484,7 +485,13 @@ async def add_messages(
         parent_id = (await store.get(owner, conversation_id)).active_leaf
     items = input_items(messages, None if parent_id == ROOT else parent_id, time.time())
     conversation = await store.append(
-        owner, conversation_id, items, active_leaf=items[-1].id, title=title_of(messages), expected_rev=expected_rev
+        owner,
+        conversation_id,
+        items,
+        active_leaf=items[-1].id,
+        title=title_of(messages),
+        expected_rev=expected_rev,
+        max_items=MAX_ITEMS,
     )
     return conversation, items
 
@@ -513,7 +520,7 @@ class ConversationPrompts:
         if kept is not None and rev == head.rev:
             self._cached.move_to_end(conversation_id)
             return kept
-        tree = await store.load(owner, conversation_id)
+        tree = await store.load_path(owner, conversation_id)
         prompt = await active_path_prompt(self._turns, tree)
         packed = PackedPrompt(_packed(prompt.token_ids), prompt.num_public_tokens)
         self._store(conversation_id, tree.conversation.rev, packed)

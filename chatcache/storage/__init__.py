@@ -2,5 +2,5 @@
 
 The contracts are `conversations.store.ConversationStore` and `auth.KeyStore`.
 
-Reading order: open, sqlite, sqlite_schema, sqlite_writer; then redis_layout, redis, redis_client.
+Reading order: open, sqlite, sqlite_schema, sqlite_threads; then redis_layout, redis, redis_reads, redis_client.
 """

@@ -13,7 +13,7 @@ from chatcache.config import ServerConfig
 from chatcache.conversations.store import ConversationStore
 from chatcache.storage.sqlite import SqliteKeys, SqliteStore
 from chatcache.storage.sqlite_schema import migrate, open_error
-from chatcache.storage.sqlite_writer import SqliteWriter
+from chatcache.storage.sqlite_threads import SqliteWriter
 
 
 def open_store(config: ServerConfig) -> ConversationStore:

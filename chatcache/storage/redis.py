@@ -1,33 +1,31 @@
 """The Redis store, on MULTI under WATCH: no scripts and no administrative commands.
 
 Every change watches and rewrites the head of its conversation, so that two changes never mix, and several gateways may
-share a server. `redis_layout` has the keys. A search walks the owner's conversations, newest first, until it has enough
-hits: it selects candidates by their words and reads their messages.
+share a server. `redis_layout` has the keys, `redis_reads` the reading functions.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from chatcache.auth import DAY_S, USAGE_RETENTION_DAYS, WRITER_PREFIX, KeyRecord
-from chatcache.conversations.search import SearchHit, SearchQuery, best_message, make_hit
+from chatcache.conversations.search import SearchHit, SearchQuery
 from chatcache.conversations.store import (
     CLAIM_TTL_S,
     Claim,
+    ConversationFullError,
     IdempotencyConflictError,
+    ItemQuery,
     MergeResult,
     OwnerAssignment,
-    StaleRevisionError,
     StoreUnavailableError,
     StoreUnusableError,
-    decode_cursor,
 )
 from chatcache.conversations.tree import (
     Conversation,
@@ -50,21 +48,22 @@ from chatcache.storage.redis_client import (
 from chatcache.storage.redis_layout import (
     API_KEYS_KEY,
     API_KEYS_VERSION_KEY,
-    IDS_PREFIX,
     RUNNING_KEY,
     SCHEMA_KEY,
     VERSION,
     Head,
     PositionedItem,
-    can_match,
     claim_key,
+    conversation_of_head,
     head_key,
     ids_key,
     index_words,
     items_key,
     list_key,
+    member_entry,
     member_key,
-    owner_from_ids_key,
+    members_key,
+    order_key,
     pack_claim,
     pack_head,
     pack_item,
@@ -72,18 +71,27 @@ from chatcache.storage.redis_layout import (
     turns_key,
     unpack_claim,
     unpack_head,
-    unpack_item,
-    unpack_turn,
     usage_key,
     words_key,
 )
+from chatcache.storage.redis_reads import (
+    Names,
+    Reader,
+    find_conversation_of,
+    list_heads,
+    read_head,
+    read_ids,
+    read_items,
+    read_owners,
+    read_page,
+    read_path,
+    read_tree,
+    run_computation,
+    search,
+)
 
-Reader = Any
 Result = TypeVar("Result")
-_READ_CHUNK = 128
-_INLINE_BYTES = 16_384
 Member = TypeVar("Member", Item, Turn)
-Names = Sequence[str | bytes]
 _KEY = msgspec.msgpack.Decoder(KeyRecord)
 _CHUNK = 1000
 
@@ -154,8 +162,15 @@ class RedisStore:
         return await self.keys.list()
 
     async def load(self, owner: str, conversation_id: str) -> ConversationTree:
-        key = head_key(conversation_id)
-        return await self._read(lambda client: read_tree(client, owner, conversation_id), key)
+        return await self._read_part(owner, conversation_id, read_tree)
+
+    async def load_path(
+        self, owner: str, conversation_id: str, end: str | None = None, *, limit: int | None = None
+    ) -> ConversationTree:
+        return await self._read_part(owner, conversation_id, partial(read_path, end=end, limit=limit))
+
+    async def list_items(self, owner: str, conversation_id: str, query: ItemQuery) -> ConversationTree:
+        return await self._read_part(owner, conversation_id, partial(read_page, query=query))
 
     async def locate(self, owner: str, member_id: str) -> str:
         return await self._read(lambda client: find_conversation_of(client, owner, member_id))
@@ -171,9 +186,13 @@ class RedisStore:
         title: str | None = None,
         expected_rev: int | None = None,
         claim: Claim | None = None,
+        max_items: int | None = None,
     ) -> Conversation:
         async def work(pipe: Pipe) -> Conversation:
             present = await read_head(pipe, owner, conversation_id, expected_rev)
+            num_items = await pipe.hlen(items_key(conversation_id)) if max_items is not None and items else 0
+            if max_items is not None and num_items + len(items) > max_items:
+                raise ConversationFullError(num_items, len(items), max_items)
             await require_free(pipe, owner, claim)
             await require_parents(pipe, conversation_id, items)
             if active_leaf is not None and active_leaf not in {item.id for item in items}:
@@ -264,7 +283,7 @@ class RedisStore:
             pipe.multi()
             remove_members(pipe, items_key(conversation_id), items)
             remove_members(pipe, turns_key(conversation_id), turns)
-            pipe.delete(head_key(conversation_id), words_key(conversation_id))
+            pipe.delete(*(key(conversation_id) for key in (head_key, order_key, members_key, words_key)))
             pipe.zrem(list_key(owner), conversation_id)
             pipe.zrem(ids_key(owner), conversation_id)
             if turns:
@@ -291,6 +310,21 @@ class RedisStore:
     async def _read(self, work: Callable[[Client], Awaitable[Result]], order: str = "") -> Result:
         self._heartbeats.start()
         return await self._connection.run(work, order=order)
+
+    async def _read_part(
+        self, owner: str, conversation_id: str, read: Callable[[Reader, Head], Awaitable[ConversationTree]]
+    ) -> ConversationTree:
+        """Read a part of a tree as it was at one moment. Raises: NotFoundError."""
+
+        async def work(client: Client) -> ConversationTree:
+            # Every change rewrites the head. Without MULTI, which a full server rejects even for reading.
+            while True:
+                head = await read_head(client, owner, conversation_id)
+                part = await read(client, head)
+                if await read_head(client, owner, conversation_id) == head:
+                    return part
+
+        return await self._read(work, head_key(conversation_id))
 
     async def _change(
         self,
@@ -321,6 +355,7 @@ class RedisStore:
         if items:
             placed, words = await run_computation(sum(len(i.text) for i in items), lambda: pack_items(items, first))
             pipe.hset(items_key(name), mapping=placed)
+            put_order(pipe, name, [PositionedItem(first + at, item) for at, item in enumerate(items)])
             pipe.append(words_key(name), words)
         for turn in turns:
             pipe.hset(turns_key(name), turn.id, pack_turn(turn))
@@ -396,9 +431,30 @@ def check_server(url: str) -> None:
 
 
 async def check_layout(client: Client) -> None:
-    """Write the version of the layout, or check the version found. Raises: StoreUnusableError."""
+    """Write the version of the layout, or check the version found and migrate. Raises: StoreUnusableError."""
     await client.set(SCHEMA_KEY, VERSION, nx=True)
-    _check_version(await client.get(SCHEMA_KEY))
+    found = await client.get(SCHEMA_KEY)
+    _check_version(found)
+    if int(found) < VERSION:
+        async for key in client.scan_iter(match=head_key("*"), count=_CHUNK):
+            await _build_order(client, conversation_of_head(key.decode()))
+        await client.set(SCHEMA_KEY, VERSION)
+
+
+async def _build_order(client: Client, conversation_id: str) -> None:
+    """Build the order of the messages of a conversation, which layout 1 did not have. Deleted ones have no id."""
+    async with client.pipeline(transaction=True) as pipe:
+        await pipe.watch(head_key(conversation_id))
+        head = unpack_head(data) if (data := await pipe.get(head_key(conversation_id))) is not None else None
+        placed = await read_items(pipe, conversation_id)
+        pipe.multi()
+        pipe.delete(order_key(conversation_id), members_key(conversation_id))
+        by_position = {each.position: each for each in placed}
+        hole = Item("", None, "user", "")
+        order = [by_position.get(at, PositionedItem(at, hole)) for at in range(head.num_positions if head else 0)]
+        if order:
+            put_order(pipe, conversation_id, order)
+        await pipe.execute()
 
 
 def _check_version(found: bytes) -> None:
@@ -407,138 +463,6 @@ def _check_version(found: bytes) -> None:
         raise StoreUnusableError(
             f"the Redis server was written by a newer chatcache (layout {version}, this one supports {VERSION})"
         )
-
-
-async def read_head(reader: Reader, owner: str, conversation_id: str, expected_rev: int | None = None) -> Head:
-    """Read a conversation's head. Raises: NotFoundError, StaleRevisionError."""
-    found = unpack_head(data) if (data := await reader.get(head_key(conversation_id))) is not None else None
-    if found is None or found.conversation.owner != owner:
-        raise NotFoundError(f"no conversation {conversation_id!r}", param="conversation")
-    if expected_rev is not None and expected_rev != found.conversation.rev:
-        raise StaleRevisionError(found.conversation, expected_rev)
-    return found
-
-
-async def run_computation(num_bytes: int, work: Callable[[], Result]) -> Result:
-    """Run `work`, on a thread if it processes more than `_INLINE_BYTES`."""
-    return work() if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
-
-
-async def read_items(reader: Reader, conversation_id: str) -> list[PositionedItem]:
-    """Read the messages of a conversation in the order in which they were added."""
-    values = await reader.hvals(items_key(conversation_id))
-    return await run_computation(sum(map(len, values)), lambda: sort_items(values))
-
-
-def sort_items(values: Sequence[bytes]) -> list[PositionedItem]:
-    return sorted(map(unpack_item, values), key=lambda each: each.position)
-
-
-async def read_tree(client: Reader, owner: str, conversation_id: str) -> ConversationTree:
-    """Read a whole conversation as it was at one moment. Raises: NotFoundError.
-
-    Every change rewrites the head, so reading the head again shows whether a change came in between.
-    """
-    while True:  # without MULTI, which a full server rejects even for reading
-        async with client.pipeline(transaction=False) as pipe:
-            pipe.get(head_key(conversation_id))
-            pipe.hvals(items_key(conversation_id))
-            pipe.hvals(turns_key(conversation_id))
-            pipe.get(head_key(conversation_id))
-            data, items, turns, data_after = await pipe.execute()
-        if data == data_after:
-            break
-    found = unpack_head(data).conversation if data is not None else None
-    if found is None or found.owner != owner:
-        raise NotFoundError(f"no conversation {conversation_id!r}", param="conversation")
-
-    def grown() -> ConversationTree:
-        by_id = sorted(map(unpack_turn, turns), key=lambda turn: turn.id)
-        return ConversationTree(found, [each.item for each in sort_items(items)], by_id)
-
-    return await run_computation(sum(map(len, (*items, *turns))), grown)
-
-
-async def find_conversation_of(client: Reader, owner: str, member_id: str) -> str:
-    """Return the conversation of a message or response. Raises: NotFoundError."""
-    found = await client.get(member_key(member_id))
-    data = await client.get(head_key(found.decode())) if found is not None else None
-    if data is None or unpack_head(data).conversation.owner != owner:
-        raise NotFoundError(f"no response or message {member_id!r}")
-    name: str = found.decode()
-    return name
-
-
-async def read_ids(client: Reader, owner: str, limit: int, after: str | None) -> Sequence[str]:
-    low = f"({after}" if after else "-"
-    found = await client.zrangebylex(ids_key(owner), low, "+", start=0, num=limit)
-    return tuple(each.decode() for each in found)
-
-
-async def read_owners(client: Reader) -> Sequence[str]:
-    """Return every owner of a conversation, in order."""
-    found = {key.decode() async for key in client.scan_iter(match=f"{IDS_PREFIX}*", count=1000)}
-    return sorted(owner_from_ids_key(key) for key in found)
-
-
-async def list_heads(client: Reader, owner: str, limit: int, after: str | None) -> Sequence[Conversation]:
-    found: list[Conversation] = []
-    async for heads in iter_conversations(client, owner, after, limit):
-        found += heads
-        if len(found) >= limit:
-            break
-    return tuple(found[:limit])
-
-
-async def iter_conversations(
-    client: Reader, owner: str, after: str | None, chunk: int = _READ_CHUNK
-) -> AsyncIterator[list[Conversation]]:
-    """Yield an owner's conversations by `updated_at`, newest first, after a position.
-
-    Raises: NotFoundError.
-
-    Each has the `updated_at` of the list entry, even if it changed since, so that its cursor continues from there.
-    """
-    position = await _position(client, owner, after)
-    while True:
-        entries = await _entries(client, owner, position, chunk)
-        if not entries:
-            return
-        position = entries[-1]
-        heads = await client.mget([head_key(name) for _, name in entries])
-        found = zip(entries, heads, strict=True)
-        yield [replace(unpack_head(data).conversation, updated_at=at) for (at, _), data in found if data is not None]
-
-
-async def _position(client: Reader, owner: str, after: str | None) -> tuple[float, str] | None:
-    if after is None:
-        return None
-    position = decode_cursor(after)
-    if position is None:
-        found = (await read_head(client, owner, after)).conversation
-        return found.updated_at, found.id
-    return position
-
-
-async def _entries(
-    client: Reader, owner: str, position: tuple[float, str] | None, limit: int
-) -> list[tuple[float, str]]:
-    """Return the next entries of an owner's conversation list, newest first.
-
-    An entry is `updated_at` and id. Entries of equal time are sorted by id, the last first.
-    """
-    found: list[tuple[float, str]] = []
-    highest, skip = ("+inf" if position is None else repr(position[0])), 0
-    while len(found) < limit:
-        part = await client.zrevrangebyscore(
-            list_key(owner), highest, "-inf", start=skip, num=limit + 1, withscores=True
-        )
-        entries = [(score, name.decode()) for name, score in part]
-        found += [entry for entry in entries if position is None or entry < position]
-        if len(part) <= limit:
-            break
-        skip += len(part)
-    return found[:limit]
 
 
 def watched_keys(owner: str, claim: Claim | None) -> Sequence[str]:
@@ -603,6 +527,14 @@ def pack_items(items: Sequence[Item], first: int) -> tuple[dict[str, bytes], str
     return placed, index_words(item.text for item in items)
 
 
+def put_order(pipe: Pipe, conversation_id: str, placed: Sequence[PositionedItem]) -> None:
+    """Queue entries of messages at the end of the order, and of the responses they belong to."""
+    pipe.rpush(order_key(conversation_id), *(each.item.id for each in placed))
+    members = {member_entry(each): 0 for each in placed if each.item.response_id is not None}
+    if members:
+        pipe.zadd(members_key(conversation_id), members)
+
+
 def put_index(pipe: Pipe, conversation: Conversation) -> None:
     pipe.zadd(ids_key(conversation.owner), {conversation.id: 0})
     pipe.append(words_key(conversation.id), index_words([conversation.title]))
@@ -639,36 +571,6 @@ def remove_members(pipe: Pipe, key: str, members: Names) -> None:
         names = [each.decode() if isinstance(each, bytes) else each for each in members]
         pipe.hdel(key, *names)
         pipe.delete(*(member_key(name) for name in names))
-
-
-async def search(client: Any, owner: str, query: SearchQuery, limit: int, after: str | None) -> Sequence[SearchHit]:
-    """Return the conversations that match, by `updated_at`, newest first."""
-    hits: list[SearchHit] = []
-    if not query.phrases:
-        return ()
-    async for heads in iter_conversations(client, owner, after):
-        if not heads:
-            continue
-        words: list[bytes | None] = await client.mget([words_key(head.id) for head in heads])
-        for head in await asyncio.to_thread(_candidates, heads, words, query):
-            values = await client.hvals(items_key(head.id))
-            hit = await asyncio.to_thread(_hit, head, values, query)
-            if hit is not None:
-                hits.append(hit)
-            if len(hits) == limit:
-                return tuple(hits)
-    return tuple(hits)
-
-
-def _candidates(heads: Sequence[Conversation], words: Sequence[bytes | None], query: SearchQuery) -> list[Conversation]:
-    found = zip(heads, words, strict=True)
-    return [head for head, data in found if data is not None and can_match(query, data.decode())]
-
-
-def _hit(head: Conversation, values: Sequence[bytes], query: SearchQuery) -> SearchHit | None:
-    newest_first = reversed(sort_items(values))
-    best = best_message(((each.item.id, each.item.role, each.item.text) for each in newest_first), query)
-    return make_hit(head, query, best) if best is not None or query.find(head.title) is not None else None
 
 
 def _put(pipe: Pipe, record: KeyRecord) -> None:

@@ -5,6 +5,8 @@ All keys of one conversation are in one cluster slot (`{...}` in the key):
     chatcache:schema                     the version of this layout
     chatcache:{conv}:head                the conversation, and the position of its next message
     chatcache:{conv}:items               hash: message id -> position and message
+    chatcache:{conv}:order               list: message id by position, those of deleted messages included
+    chatcache:{conv}:members             sorted set: response id, position and id of each message of a response
     chatcache:{conv}:turns               hash: response id -> response
     chatcache:{conv}:words               folded words of titles and messages, a superset: candidates of a search
     chatcache:at:<message or response>   the conversation that contains it
@@ -37,7 +39,7 @@ RUNNING_KEY = f"{PREFIX}running"
 API_KEYS_KEY = f"{PREFIX}{{keys}}"
 API_KEYS_VERSION_KEY = f"{API_KEYS_KEY}:version"
 IDS_PREFIX = f"{PREFIX}ids:"
-VERSION = 1
+VERSION = 2
 
 
 class Head(NamedTuple):
@@ -66,6 +68,29 @@ def head_key(conversation_id: str) -> str:
 
 def items_key(conversation_id: str) -> str:
     return f"{PREFIX}{{{conversation_id}}}:items"
+
+
+def order_key(conversation_id: str) -> str:
+    return f"{PREFIX}{{{conversation_id}}}:order"
+
+
+def members_key(conversation_id: str) -> str:
+    return f"{PREFIX}{{{conversation_id}}}:members"
+
+
+def member_entry(placed: PositionedItem) -> str:
+    """Return the entry of a message that belongs to a response. Entries of a response are sorted by position."""
+    return f"{placed.item.response_id}\0{placed.position:010d}\0{placed.item.id}"
+
+
+def member_range(response_id: str) -> tuple[str, str]:
+    """Return the bounds of the entries of a response, for ZRANGEBYLEX."""
+    return f"[{response_id}\0", f"({response_id}\1"
+
+
+def conversation_of_head(key: str) -> str:
+    """Return the conversation of a `head_key`."""
+    return key[len(PREFIX) + 1 : -len("}:head")]
 
 
 def turns_key(conversation_id: str) -> str:

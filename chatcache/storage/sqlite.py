@@ -1,4 +1,4 @@
-"""The SQLite store: WAL, synchronous=FULL, one writer thread, versioned schema.
+"""The SQLite store: WAL, synchronous=FULL, one writer thread, several reader threads, versioned schema.
 
 `SqliteStore` and `SqliteKeys` implement the contracts; `SqliteSnapshot` and `back_up` copy a file while a server
 writes it. The module-level functions read and write on a given connection.
@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from chatcache.auth import USAGE_RETENTION_DAYS, WRITER_PREFIX, KeyRecord
 from chatcache.conversations.search import SearchHit, SearchQuery
 from chatcache.conversations.store import (
     CLAIM_TTL_S,
     Claim,
+    ConversationFullError,
     IdempotencyConflictError,
+    ItemQuery,
     MergeResult,
     OwnerAssignment,
     StaleRevisionError,
@@ -40,11 +43,11 @@ from chatcache.storage.sqlite_schema import (
     ITEM_COLUMNS,
     MIGRATIONS,
     TURN_COLUMNS,
+    ItemRow,
     assign_owner,
-    index_item,
     index_title,
     insert_conversation,
-    insert_item,
+    insert_items,
     list_condition,
     move_item,
     open_error,
@@ -57,12 +60,17 @@ from chatcache.storage.sqlite_schema import (
     search_conversations,
     update_conversation,
 )
-from chatcache.storage.sqlite_writer import SqliteWriter
+from chatcache.storage.sqlite_threads import SqliteReaders, SqliteThread, SqliteWriter
 
+Result = TypeVar("Result")
 _LIMITS = "requests_per_minute, tokens_per_minute, max_concurrent, tokens_per_day"
 _COLUMNS = f"id, digest, tenant, user, name, is_admin, {_LIMITS}, created_at, revoked_at"
 _MARKS = ", ".join("?" * len(_COLUMNS.split(",")))
 _BACKUP_BUSY_S = 30.0
+_INLINE_CHARS = 16_384  # encoding this much text takes about a millisecond
+_CHARS_PER_ITEM = 100  # the cost of an empty message, in characters
+_KEYS_OWNER = "\0keys"  # of jobs on the tables of keys: no tenant's jobs delay them by more than one
+RESERVE_BYTES = 2**20  # what must fit on the disk before the store is available again
 
 
 class SqliteStore:
@@ -81,15 +89,22 @@ class SqliteStore:
             self._writer = SqliteWriter(
                 path, lambda connection: prepare(connection, Path(path), end_running=not server_may_run)
             )
-            # Searches may read much, so they run on a second thread; it sees all committed data.
-            self._reader = SqliteWriter(path, prepare_reader, begin="BEGIN")
+            # Readers see all committed data. A database in memory belongs to one connection.
+            self._readers: SqliteThread = (
+                SqliteReaders(path, prepare_reader) if str(path) != ":memory:" else self._writer
+            )
         except sqlite3.Error as error:
             raise open_error(Path(path), error) from error
+        self._num_checked_failures = 0
+        self._changes: dict[str, asyncio.Future[Any]] = {}  # by conversation: the last change that is not stored yet
         self.keys = SqliteKeys(self._writer)
 
     async def check(self) -> None:
-        if self._writer.is_failing:
-            await self._writer.run(try_writing)
+        num_failures = self._writer.num_failures
+        if num_failures != self._num_checked_failures:
+            for job in (fill_reserve, free_reserve):  # two commits, because SQLite writes no page that is free again
+                await self._writer.run("", job)
+            self._num_checked_failures = num_failures
 
     async def create(
         self,
@@ -99,35 +114,45 @@ class SqliteStore:
         *,
         claim: Claim | None = None,
     ) -> None:
+        encoded = await _encoded(items)
+
         def job(db: sqlite3.Connection) -> None:
             put_claim(db, conversation.owner, claim)
             _create(db, conversation)
-            _add(db, conversation.id, items, () if turn is None else (turn,))
+            _add(db, conversation.id, encoded, () if turn is None else (turn,))
 
-        await self._writer.run(job)
+        await self._change(conversation.owner, conversation.id, job)
 
     async def find_claim(self, owner: str, key: str) -> Claim | None:
-        return await self._writer.run(lambda db: find_claim(db, owner, key))
+        return await self._readers.run(owner, lambda db: find_claim(db, owner, key))
 
     async def get(self, owner: str, conversation_id: str) -> Conversation:
-        return await self._writer.run(lambda db: read_head(db, owner, conversation_id))
+        return await self._read(owner, conversation_id, lambda db: read_head(db, owner, conversation_id))
 
     async def list(self, owner: str, limit: int, after: str | None = None) -> Sequence[Conversation]:
-        return await self._writer.run(lambda db: list_heads(db, owner, limit, after))
+        return await self._readers.run(owner, lambda db: list_heads(db, owner, limit, after))
 
     async def search(self, owner: str, query: SearchQuery, limit: int, after: str | None = None) -> Sequence[SearchHit]:
-        return await self._reader.run(
-            lambda db: search_conversations(db, owner, query, limit, resolve_cursor(db, owner, after))
+        return await self._readers.run(
+            owner, lambda db: search_conversations(db, owner, query, limit, resolve_cursor(db, owner, after))
         )
 
     async def list_ids(self, owner: str, limit: int, after: str | None = None) -> Sequence[str]:
-        return await self._reader.run(lambda db: read_ids(db, owner, limit, after))
+        return await self._readers.run(owner, lambda db: read_ids(db, owner, limit, after))
 
     async def load(self, owner: str, conversation_id: str) -> ConversationTree:
-        return await self._writer.run(lambda db: read_tree(db, owner, conversation_id))
+        return await self._read(owner, conversation_id, lambda db: read_tree(db, owner, conversation_id))
+
+    async def load_path(
+        self, owner: str, conversation_id: str, end: str | None = None, *, limit: int | None = None
+    ) -> ConversationTree:
+        return await self._read(owner, conversation_id, lambda db: read_path(db, owner, conversation_id, end, limit))
+
+    async def list_items(self, owner: str, conversation_id: str, query: ItemQuery) -> ConversationTree:
+        return await self._read(owner, conversation_id, lambda db: read_items(db, owner, conversation_id, query))
 
     async def locate(self, owner: str, member_id: str) -> str:
-        return await self._writer.run(lambda db: find_conversation_of(db, owner, member_id))
+        return await self._readers.run(owner, lambda db: find_conversation_of(db, owner, member_id))
 
     async def append(
         self,
@@ -140,16 +165,21 @@ class SqliteStore:
         title: str | None = None,
         expected_rev: int | None = None,
         claim: Claim | None = None,
+        max_items: int | None = None,
     ) -> Conversation:
+        encoded = await _encoded(items)
+
         def job(db: sqlite3.Connection) -> Conversation:
             head = read_head(db, owner, conversation_id, expected_rev)
+            if max_items is not None and items:
+                _require_room(db, conversation_id, len(items), max_items)
             put_claim(db, owner, claim)
-            _add(db, conversation_id, items, () if turn is None else (turn,))
+            _add(db, conversation_id, encoded, () if turn is None else (turn,))
             if active_leaf is not None:
                 _require_item(db, conversation_id, active_leaf)
             return _store_change(db, head, head_after_append(head, active_leaf, title))
 
-        return await self._writer.run(job)
+        return await self._change(owner, conversation_id, job)
 
     async def update(
         self,
@@ -168,7 +198,7 @@ class SqliteStore:
             changed = head_after_update(head, title=title, active_leaf=active_leaf, metadata=metadata)
             return _store_change(db, head, changed)
 
-        return await self._writer.run(job)
+        return await self._change(owner, conversation_id, job)
 
     async def delete_messages(
         self, owner: str, conversation_id: str, deletion: MessageDeletion, *, expected_rev: int | None = None
@@ -178,10 +208,12 @@ class SqliteStore:
             _delete_messages(db, conversation_id, deletion)
             return _store_change(db, head, replace(head_after_update(head), active_leaf=deletion.active_leaf))
 
-        return await self._writer.run(job)
+        return await self._change(owner, conversation_id, job)
 
     async def merge(self, conversation: Conversation, items: Sequence[Item], turns: Sequence[Turn]) -> MergeResult:
-        return await self._writer.run(lambda db: _merge(db, conversation, items, turns))
+        return await self._change(
+            conversation.owner, conversation.id, lambda db: _merge(db, conversation, items, turns)
+        )
 
     async def delete(self, owner: str, conversation_id: str, *, expected_rev: int | None = None) -> None:
         def job(db: sqlite3.Connection) -> None:
@@ -190,13 +222,31 @@ class SqliteStore:
             db.execute("PRAGMA defer_foreign_keys = ON")
             db.execute("DELETE FROM conversations WHERE id = ?", (conversation_id,))
 
-        await self._writer.run(job)
+        await self._change(owner, conversation_id, job)
 
     async def assign_owner(self, owner: str, to: str) -> OwnerAssignment:
-        return await self._writer.run(lambda db: assign_owner(db, owner, to))
+        return await self._writer.run(owner, lambda db: assign_owner(db, owner, to))
+
+    async def _change(self, owner: str, conversation_id: str, job: Callable[[sqlite3.Connection], Result]) -> Result:
+        """Change one conversation, all or nothing, even if the caller is cancelled."""
+        done = self._changes[conversation_id] = self._writer.submit(owner, job)
+
+        def forget(_: object) -> None:
+            if self._changes.get(conversation_id) is done:
+                del self._changes[conversation_id]
+
+        done.add_done_callback(forget)
+        return await asyncio.shield(done)
+
+    async def _read(self, owner: str, conversation_id: str, job: Callable[[sqlite3.Connection], Result]) -> Result:
+        """Read one conversation, after the changes of it that were begun before."""
+        change = self._changes.get(conversation_id)
+        if change is not None:
+            await asyncio.wait([change])
+        return await self._readers.run(owner, job)
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._reader.close)
+        await asyncio.to_thread(self._readers.close)
         await asyncio.to_thread(self._writer.close)
 
 
@@ -208,10 +258,12 @@ class SqliteKeys:
 
     async def create(self, record: KeyRecord) -> None:
         row = tuple(getattr(record, column) for column in _COLUMNS.split(", "))
-        await self._writer.run(lambda db: db.execute(f"INSERT INTO keys ({_COLUMNS}) VALUES ({_MARKS})", row).rowcount)
+        await self._writer.run(
+            _KEYS_OWNER, lambda db: db.execute(f"INSERT INTO keys ({_COLUMNS}) VALUES ({_MARKS})", row).rowcount
+        )
 
     async def list(self) -> Sequence[KeyRecord]:
-        return await self._writer.run(list_keys)
+        return await self._writer.run(_KEYS_OWNER, list_keys)
 
     async def revoke(self, key_id: str, at: float) -> KeyRecord:
         def job(db: sqlite3.Connection) -> KeyRecord:
@@ -221,12 +273,12 @@ class SqliteKeys:
                 raise NotFoundError(f"no key {key_id!r}", param="id")
             return _record(row)
 
-        return await self._writer.run(job)
+        return await self._writer.run(_KEYS_OWNER, job)
 
     async def version(self) -> int:
         # Keys are never deleted and never un-revoked: these counts only grow.
         return await self._writer.run(
-            lambda db: int(db.execute("SELECT count(*) + count(revoked_at) FROM keys").fetchone()[0])
+            _KEYS_OWNER, lambda db: int(db.execute("SELECT count(*) + count(revoked_at) FROM keys").fetchone()[0])
         )
 
     async def add_usage(self, day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
@@ -244,11 +296,13 @@ class SqliteKeys:
             )
             db.execute("DELETE FROM usage WHERE day < ?", (day - USAGE_RETENTION_DAYS,))
 
-        await self._writer.run(job)
+        await self._writer.run(_KEYS_OWNER, job)
 
     async def usage(self, day: int) -> Mapping[str, int]:
         query = "SELECT key_id, tokens FROM usage WHERE day = ? AND key_id NOT LIKE ?"
-        return await self._writer.run(lambda db: dict(db.execute(query, (day, f"{WRITER_PREFIX}%")).fetchall()))
+        return await self._writer.run(
+            _KEYS_OWNER, lambda db: dict(db.execute(query, (day, f"{WRITER_PREFIX}%")).fetchall())
+        )
 
 
 class SqliteSnapshot:
@@ -353,6 +407,94 @@ def read_tree(db: sqlite3.Connection, owner: str, conversation_id: str) -> Conve
     return ConversationTree(found, map(row_to_item, items), map(row_to_turn, turns))
 
 
+def read_path(
+    db: sqlite3.Connection, owner: str, conversation_id: str, end: str | None, limit: int | None
+) -> ConversationTree:
+    """Read the part of a tree that `ConversationStore.load_path` returns. Raises: NotFoundError."""
+    head = read_head(db, owner, conversation_id)
+    end = end if end is not None else head.active_leaf
+    turn = db.execute("SELECT parent_id FROM turns WHERE id = ? AND conversation_id = ?", (end, conversation_id))
+    found = turn.fetchone()
+    if found is None:
+        return _partial_tree(db, head, _path_items(db, head.id, end, limit))
+    condition = "WHERE conversation_id = ? AND response_id = ? ORDER BY position"
+    own = [row_to_item(row) for row in db.execute(f"SELECT {ITEM_COLUMNS} FROM items {condition}", (head.id, end))]
+    own_ids = {item.id for item in own}
+    first = next((item.parent_id for item in own if item.parent_id not in own_ids), found[0] or None)
+    return _partial_tree(db, head, (*_path_items(db, head.id, first, limit), *own), end)
+
+
+def read_items(db: sqlite3.Connection, owner: str, conversation_id: str, query: ItemQuery) -> ConversationTree:
+    """Read the page of messages that `ConversationStore.list_items` returns. Raises: NotFoundError."""
+    head = read_head(db, owner, conversation_id)
+    for name, item_id in (("leaf", query.leaf), ("after", query.start)):
+        if item_id is not None:
+            _require_item(db, conversation_id, item_id, name)
+    limit = query.limit if query.limit is not None else -1
+    if query.all_branches:
+        sign, order = ("<=", "DESC") if query.is_descending else (">=", "ASC")
+        after = f"AND position {sign} (SELECT position FROM items WHERE id = :start)" if query.start is not None else ""
+        rows = db.execute(
+            f"SELECT {ITEM_COLUMNS} FROM items WHERE conversation_id = :conversation {after} "
+            f"ORDER BY position {order} LIMIT :limit",
+            {"conversation": head.id, "start": query.start, "limit": limit},
+        )
+        return _partial_tree(db, head, map(row_to_item, rows))
+    leaf = query.leaf if query.leaf is not None else head.active_leaf
+    if query.is_descending:
+        end = query.start if query.start is not None else leaf
+        return _partial_tree(db, head, reversed(_path_items(db, head.id, end, query.limit)))
+    values = {"conversation": head.id, "end": leaf, "start": query.start, "limit": limit}
+    items = [row_to_item(row) for row in db.execute(_ASCENDING_PATH, values)]
+    if query.start is not None and (not items or items[0].id != query.start):
+        raise NotFoundError(f"after: this path has no {query.start[:128]!r}", param="after")
+    return _partial_tree(db, head, items)
+
+
+_COLUMNS_OF_PATH = ", ".join(f"i.{column}" for column in ITEM_COLUMNS.split(", "))
+_PATH = f"""
+    WITH RECURSIVE path (position, parent_id, depth) AS (
+        SELECT position, parent_id, 1 FROM items WHERE id = :end AND conversation_id = :conversation
+        UNION ALL
+        SELECT i.position, i.parent_id, depth + 1 FROM path JOIN items i ON i.id = path.parent_id WHERE depth < :limit
+    )
+    SELECT {_COLUMNS_OF_PATH} FROM path JOIN items i ON i.position = path.position ORDER BY depth DESC
+"""
+# The walk up stops at `start`; then the first rows from there on are read.
+_ASCENDING_PATH = f"""
+    WITH RECURSIVE path (position, id, parent_id, depth) AS (
+        SELECT position, id, parent_id, 1 FROM items WHERE id = :end AND conversation_id = :conversation
+        UNION ALL
+        SELECT i.position, i.id, i.parent_id, depth + 1 FROM path JOIN items i ON i.id = path.parent_id
+        WHERE path.id IS NOT :start
+    )
+    SELECT {_COLUMNS_OF_PATH} FROM (SELECT position, depth FROM path ORDER BY depth DESC LIMIT :limit) page
+    JOIN items i ON i.position = page.position ORDER BY page.depth DESC
+"""
+_UNLIMITED = 2**62
+
+
+def _path_items(db: sqlite3.Connection, conversation_id: str, end: str | None, limit: int | None) -> tuple[Item, ...]:
+    """Return the last `limit` messages of the path to `end`, root first."""
+    if end is None or limit == 0:
+        return ()
+    values = {"conversation": conversation_id, "end": end, "limit": limit if limit is not None else _UNLIMITED}
+    return tuple(row_to_item(row) for row in db.execute(_PATH, values))
+
+
+def _partial_tree(
+    db: sqlite3.Connection, head: Conversation, items: Iterable[Item], response_id: str | None = None
+) -> ConversationTree:
+    """Return a tree of the given messages, with their responses and the one of the given id."""
+    items = tuple(items)
+    names = dict.fromkeys(item.response_id for item in items if item.response_id is not None)
+    if response_id is not None:
+        names[response_id] = None
+    query = f"SELECT {TURN_COLUMNS} FROM turns WHERE id = ? AND conversation_id = ?"
+    rows = (db.execute(query, (name, head.id)).fetchone() for name in names)
+    return ConversationTree(head, items, [row_to_turn(row) for row in rows if row is not None])
+
+
 def find_conversation_of(db: sqlite3.Connection, owner: str, member_id: str) -> str:
     row = db.execute(
         "SELECT c.id FROM conversations c JOIN (SELECT conversation_id FROM items WHERE id = :member UNION "
@@ -394,12 +536,19 @@ def put_claim(db: sqlite3.Connection, owner: str, claim: Claim | None) -> None:
     )
 
 
-def try_writing(db: sqlite3.Connection) -> None:
-    """Write a row to check that the file accepts writes.
+def fill_reserve(db: sqlite3.Connection) -> None:
+    """Write as much as a large request does, to check that the file accepts it.
 
     It is a claim with an empty key, which no request can use.
     """
-    db.execute("INSERT OR REPLACE INTO claims VALUES ('', '', '', '', ?)", (time.time(),))
+    db.execute(
+        "INSERT OR REPLACE INTO claims VALUES ('', '', '', zeroblob(?), ?)", (RESERVE_BYTES, time.time() + CLAIM_TTL_S)
+    )
+
+
+def free_reserve(db: sqlite3.Connection) -> None:
+    """Delete what `fill_reserve` wrote; the file keeps its size, so the next writes have room."""
+    db.execute("DELETE FROM claims WHERE owner = '' AND key = ''")
 
 
 def list_keys(db: sqlite3.Connection) -> Sequence[KeyRecord]:
@@ -416,11 +565,35 @@ def _create(db: sqlite3.Connection, conversation: Conversation) -> None:
     index_title(db, conversation.id, conversation.title)
 
 
-def _add(db: sqlite3.Connection, conversation_id: str, items: Sequence[Item], turns: Sequence[Turn]) -> None:
-    for item in items:
-        if item.parent_id is not None:
-            _require_item(db, conversation_id, item.parent_id)
-        index_item(db, insert_item(db, conversation_id, item), item.text)
+class _Items(NamedTuple):
+    """New messages, encoded before the writer thread has to wait for it."""
+
+    rows: Sequence[ItemRow]
+    parents: Sequence[str]  # of messages whose parent is not among them
+    ids: frozenset[str]
+
+    @classmethod
+    def of(cls, items: Sequence[Item]) -> _Items:
+        before: set[str] = set()
+        parents: dict[str, None] = {}
+        for item in items:
+            if item.parent_id is not None and item.parent_id not in before:
+                parents[item.parent_id] = None
+            before.add(item.id)
+        return cls([ItemRow.of(item) for item in items], list(parents), frozenset(before))
+
+
+async def _encoded(items: Sequence[Item]) -> _Items:
+    """Encode messages, on a thread if they are many or long."""
+    if sum(len(item.text) + len(item.token_ids) + _CHARS_PER_ITEM for item in items) <= _INLINE_CHARS:
+        return _Items.of(items)
+    return await asyncio.to_thread(_Items.of, items)
+
+
+def _add(db: sqlite3.Connection, conversation_id: str, items: _Items, turns: Sequence[Turn]) -> None:
+    for parent_id in items.parents:
+        _require_item(db, conversation_id, parent_id)
+    insert_items(db, conversation_id, items.rows)
     for turn in turns:
         put_turn(db, conversation_id, turn)
 
@@ -447,7 +620,7 @@ def _merge(
         head = read_head(db, conversation.owner, conversation.id)
     new_items = [item for item in items if not _is_held(db, "items", head.id, item.id)]
     new_turns = [turn for turn in turns if not _is_held(db, "turns", head.id, turn.id)]
-    _add(db, head.id, new_items, new_turns)
+    _add(db, head.id, _Items.of(new_items), new_turns)
     if holder is not None and (new_items or new_turns):
         head = _store_change(db, head, head_after_append(head, conversation.active_leaf))
     return MergeResult(head, holder is None, len(new_items), len(new_turns))
@@ -461,10 +634,17 @@ def _is_held(db: sqlite3.Connection, table: str, conversation_id: str, member_id
     return row is not None
 
 
-def _require_item(db: sqlite3.Connection, conversation_id: str, item_id: str) -> None:
+def _require_item(db: sqlite3.Connection, conversation_id: str, item_id: str, param: str | None = None) -> None:
     row = db.execute("SELECT 1 FROM items WHERE id = ? AND conversation_id = ?", (item_id, conversation_id)).fetchone()
     if row is None:
-        raise NotFoundError(f"conversation {conversation_id!r} has no message {item_id!r}")
+        raise NotFoundError(f"conversation {conversation_id!r} has no message {item_id[:128]!r}", param=param)
+
+
+def _require_room(db: sqlite3.Connection, conversation_id: str, num_new: int, max_items: int) -> None:
+    query = "SELECT count(*) FROM items WHERE conversation_id = ?"
+    num_items: int = db.execute(query, (conversation_id,)).fetchone()[0]
+    if num_items + num_new > max_items:
+        raise ConversationFullError(num_items, num_new, max_items)
 
 
 def _store_change(db: sqlite3.Connection, head: Conversation, changed: Conversation) -> Conversation:

@@ -21,7 +21,7 @@ import sqlite3
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -182,17 +182,30 @@ def update_conversation(db: sqlite3.Connection, c: Conversation) -> None:
     )
 
 
-def insert_item(db: sqlite3.Connection, conversation_id: str, item: Item) -> int:
-    """Insert a message and return its position."""
-    parts = msgspec.json.encode(item.parts).decode()
-    row = (item.id, item.parent_id, item.role, item.text, _pack(item.token_ids), item.response_id)
-    row_end = (item.index, item.status, item.finish_reason, item.created_at, parts)
-    position: int = db.execute(
-        f"INSERT INTO items (conversation_id, {ITEM_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
-        "RETURNING position",
-        (conversation_id, *row, *row_end),
-    ).fetchone()[0]
-    return position
+class ItemRow(NamedTuple):
+    """A message as it is written: the columns of its row, and its words for the index."""
+
+    values: tuple[Any, ...]
+    words: str
+
+    @classmethod
+    def of(cls, item: Item) -> ItemRow:
+        parts = msgspec.json.encode(item.parts).decode()
+        row = (item.id, item.parent_id, item.role, item.text, _pack(item.token_ids), item.response_id)
+        row_end = (item.index, item.status, item.finish_reason, item.created_at, parts)
+        return cls((*row, *row_end), fold_words(item.text))
+
+
+def insert_items(db: sqlite3.Connection, conversation_id: str, rows: Sequence[ItemRow]) -> None:
+    """Insert messages and index their words."""
+    last: int = db.execute("SELECT coalesce(max(position), 0) FROM items").fetchone()[0]
+    db.executemany(
+        f"INSERT INTO items (position, conversation_id, {ITEM_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        ((position, conversation_id, *row.values) for position, row in enumerate(rows, last + 1)),
+    )
+    if is_indexed(db):
+        words = ((position, row.words) for position, row in enumerate(rows, last + 1))
+        db.executemany("INSERT INTO item_words (rowid, words) VALUES (?, ?)", words)
 
 
 def move_item(db: sqlite3.Connection, conversation_id: str, item: Item) -> None:
@@ -244,7 +257,7 @@ def row_to_turn(row: Row) -> Turn:
 
 def _pack(token_ids: Sequence[int]) -> bytes:
     """Encode token ids as little-endian 32-bit integers on any machine."""
-    return b"".join(token.to_bytes(4, "little") for token in token_ids)
+    return b"".join(token.to_bytes(4, "little") for token in token_ids) if token_ids else b""
 
 
 def _unpack(data: bytes) -> tuple[int, ...]:
@@ -289,12 +302,6 @@ def ensure_index(db: sqlite3.Connection, path: Path) -> None:
     except BaseException:
         db.execute("ROLLBACK")
         raise
-
-
-def index_item(db: sqlite3.Connection, position: int, text: str) -> None:
-    """Add the words of a new message to the index."""
-    if is_indexed(db):
-        _put(db, "item_words", position, text)
 
 
 def index_title(db: sqlite3.Connection, conversation_id: str, title: str) -> None:

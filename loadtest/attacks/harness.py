@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import secrets
 import socket
@@ -14,7 +15,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,11 +60,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """One attack. `run` attacks until it is cancelled; `server_arguments` are passed to `chatcache serve`."""
+    """One attack.
+
+    `run`, a function of a module, attacks until its process is killed. `server_arguments` are passed to `serve`.
+    """
 
     name: str
     summary: str
-    run: Callable[[Target], Awaitable[None]]
+    run: Callable[[Target], Coroutine[Any, Any, None]]
     server_arguments: tuple[str, ...] = ()
 
 
@@ -170,7 +174,7 @@ async def measure_attack(attack: Attack, target: Target, seconds: float, settle_
     await measure_victim(target, settle_s)  # warm caches before memory and latency are read
     rss_before = target.rss_mib()
     idle = await measure_victim(target, seconds)
-    async with _running(attack.run(target)):
+    with _running(attack, target):
         await asyncio.sleep(settle_s)
         attacked = await measure_victim(target, seconds)
     await asyncio.sleep(settle_s)
@@ -185,19 +189,30 @@ async def measure_attack(attack: Attack, target: Target, seconds: float, settle_
     return [*figures, compare(name, growth, "MiB", MAX_GROWTH_MIB, "limit", "<= 1")]
 
 
-@contextlib.asynccontextmanager
-async def _running(attack: Awaitable[None]) -> AsyncIterator[None]:
-    """Run an attack meanwhile. Raises: its error, if it ended with one."""
-    task = asyncio.ensure_future(attack)
+@contextlib.contextmanager
+def _running(attack: Attack, target: Target) -> Iterator[None]:
+    """Run an attack meanwhile, in a process of its own: it must not slow the measurement down.
+
+    Raises: RuntimeError if the attack ended by itself.
+    """
+    process = multiprocessing.get_context("spawn").Process(target=_attack, args=(attack, target))
+    process.start()
     try:
         yield
+        if process.exitcode is not None:
+            raise RuntimeError(f"{attack.name} ended with exit code {process.exitcode}")
     finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        process.kill()
+        process.join()
 
 
-async def repeat(connections: int, send: Callable[[httpx.AsyncClient, int], Awaitable[Any]], target: Target) -> None:
+def _attack(attack: Attack, target: Target) -> None:
+    asyncio.run(attack.run(target))
+
+
+async def repeat(
+    connections: int, send: Callable[[httpx.AsyncClient, int], Coroutine[Any, Any, None]], target: Target
+) -> None:
     """Call `send(client, number of the connection)` again and again on each of several connections of the attacker."""
 
     async def one(http: httpx.AsyncClient, number: int) -> None:

@@ -17,6 +17,7 @@ from websockets.sync.client import connect
 
 import chatcache
 from chatcache.config import ServerConfig
+from chatcache.conversations.store import MAX_ITEMS
 from chatcache.gateway import json_codec as jsonio
 from chatcache.gateway import uvicorn_limits as http
 from chatcache.gateway.api import pagination as paging
@@ -229,6 +230,7 @@ def test_limits_in_the_docs_are_those_of_the_code() -> None:
         "a body that stops": f"{server.body_timeout_s:g} s (408)",
         "`n`": str(MAX_N),
         "messages of": f"{wire.MAX_MESSAGES}; {wire_messages.MAX_PARTS}; {wire.MAX_PROMPTS}",
+        "stored messages of": f"{MAX_ITEMS:,} (400)",
         "`tools`": f"{wire_messages.MAX_TOOLS}; "
         f"{tooling.MAX_SCHEMA_BYTES >> 10} KiB; {tooling.MAX_TOOLS_BYTES >> 10} KiB",
         "`stop`": f"{MAX_STOP_STRINGS}; 64",

@@ -192,3 +192,46 @@ def test_items_of_another_tenant_are_a_404(locked: Server) -> None:
     for method, url in (("PUT", path), ("DELETE", path), ("POST", item), ("DELETE", "/v1/conversations")):
         status, headers, answer = locked.request(method, url, {}, own)
         assert status == 405 and answer["error"]["code"] == "method_not_allowed" and headers["allow"]
+
+
+def test_pages_split_items_of_one_message(server: Server) -> None:
+    """Reasoning and calls are items of their own; a page may end and begin between items of one message."""
+    items: list[Json] = [user("ask")]
+    for number in range(3):
+        call = {"type": "function_call", "call_id": f"call_{number}", "name": "look", "arguments": "{}"}
+        result = {"type": "function_call_output", "call_id": f"call_{number}", "output": f"found {number}"}
+        items += [call, {**call, "call_id": f"other_{number}"}, result, {**result, "call_id": f"other_{number}"}]
+        items.append(user(f"more {number}"))
+    made = server.post("/v1/conversations", items=items)[2]
+    path = f"/v1/conversations/{made['id']}/items"
+    everything = get(server, f"{path}?limit=100&order=asc")["data"]
+    assert len(everything) == len(items) and not get(server, f"{path}?limit={len(items)}")["has_more"]
+    for order in ("asc", "desc"):
+        for limit in (1, 2, 3):
+            found: list[Json] = []
+            after, has_more = "", True
+            while has_more:
+                page = get(server, f"{path}?order={order}&limit={limit}{after}")
+                found += page["data"]
+                after, has_more = f"&after={page['last_id']}", page["has_more"]
+                assert len(page["data"]) == limit or not has_more
+            assert found == (everything if order == "asc" else everything[::-1])
+    for item in everything:
+        assert get(server, f"{path}/{item['id']}") == item
+
+
+def test_conversation_beyond_the_limit_of_messages_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chatcache.conversations.turns.MAX_ITEMS", 8)
+    talk = server.post("/v1/conversations", items=[user(f"m{number}") for number in range(7)])[2]
+    path = f"/v1/conversations/{talk['id']}"
+    status, _, answer = server.post(f"{path}/items", items=[user("a"), user("b")])
+    assert status == 400 and answer["error"]["code"] == "conversation_full"
+    assert "at most 8 messages" in answer["error"]["message"]
+    asked = {"conversation": talk["id"], "max_output_tokens": 2}
+    status, _, response = server.post("/v1/responses", input="the last", **asked)
+    assert status == 200, "the reply of an accepted request is stored beyond the limit"
+    status, _, answer = server.post("/v1/responses", input="one more", **asked)
+    assert status == 400 and answer["error"]["code"] == "conversation_full"
+    assert len(get(server, f"{path}/items?branches=all")["data"]) == 9
+    assert get(server, f"/v1/responses/{response['id']}")["status"] in ("completed", "incomplete")
+    server.wait_idle()

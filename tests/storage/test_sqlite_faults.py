@@ -18,7 +18,7 @@ from chatcache.cli.server import run_server
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.conversations.store import Claim, ConversationStore, StoreUnavailableError, StoreUnusableError
 from chatcache.conversations.tree import Conversation, Item
-from chatcache.storage import sqlite_schema, sqlite_writer
+from chatcache.storage import sqlite_schema, sqlite_threads
 from chatcache.storage.sqlite import SqliteStore
 
 HEAD = Conversation("conv", "me", 1.0, 1.0)
@@ -84,15 +84,13 @@ async def test_full_disk_refuses_writes_and_keeps_acknowledged_data(tmp_path: Pa
 
 async def test_injected_bug_early_acknowledgement_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that answers when a job is done instead of when it is committed."""
-    original = sqlite_writer._commit
+    original = sqlite_threads.FairQueue.get
 
-    def hasty(connection: sqlite3.Connection, group: list[sqlite_writer.Entry], begin: str) -> bool:
-        def answered(entry: sqlite_writer.Entry) -> sqlite_writer.Job:
-            return lambda db: entry[1].set_result(entry[0](db))
+    def hasty(jobs: sqlite_threads.FairQueue, *, block: bool = True) -> sqlite_threads.Entry:
+        entry = original(jobs, block=block)
+        return entry._replace(job=lambda db: entry.future.set_result(entry.job(db)), future=Future())
 
-        return original(connection, [(answered(entry), Future()) for entry in group], begin)
-
-    monkeypatch.setattr(sqlite_writer, "_commit", hasty)
+    monkeypatch.setattr(sqlite_threads.FairQueue, "get", hasty)
     with pytest.raises(AssertionError, match="acknowledged"):
         await test_full_disk_refuses_writes_and_keeps_acknowledged_data(tmp_path)
 

@@ -7,7 +7,7 @@ clients that support branches name another leaf or request all branches.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 from starlette.requests import Request
@@ -16,7 +16,13 @@ from starlette.responses import Response
 from chatcache.conversations.replies.events import ReplyDone, ReplyFinished
 from chatcache.conversations.replies.service import Reply
 from chatcache.conversations.search import SearchHit, SearchQuery
-from chatcache.conversations.store import ConversationStore, IdempotencyConflictError, StaleRevisionError, encode_cursor
+from chatcache.conversations.store import (
+    ConversationStore,
+    IdempotencyConflictError,
+    ItemQuery,
+    StaleRevisionError,
+    encode_cursor,
+)
 from chatcache.conversations.titles import TITLE, SideTasks, clean_title
 from chatcache.conversations.tree import (
     FORKED,
@@ -184,12 +190,20 @@ async def list_items(request: Request) -> Response:
     query = request.query_params
     if query.get("branches", "all") != "all":
         raise InvalidRequestError('branches must be "all"', param="branches")
-    tree = await store_of(request).load(owner_of(request), request.path_params["id"])
-    data = (
-        _encode_items(tree, query)
-        if len(tree.items) <= _INLINE_ITEMS
-        else await asyncio.to_thread(_encode_items, tree, query)
+    all_branches = "branches" in query
+    page = PageQuery.parse(query, order="asc", limit=None) if all_branches else PageQuery.parse(query)
+    wanted = ItemQuery(
+        leaf=query.get("leaf"),
+        all_branches=all_branches,
+        start=message_id_of(page.after) if page.after is not None else None,
+        limit=page.limit + 2 if page.limit is not None else None,  # the message of `after`, and one of the next page
+        is_descending=page.order == "desc",
     )
+    tree = await store_of(request).list_items(owner_of(request), request.path_params["id"], wanted)
+    if len(tree.items) <= _INLINE_ITEMS:
+        data = _encode_items(tree, page, all_branches=all_branches)
+    else:
+        data = await asyncio.to_thread(_encode_items, tree, page, all_branches=all_branches)
     return Response(data, media_type="application/json")
 
 
@@ -210,9 +224,11 @@ async def create_items(request: Request) -> Response:
 
 async def get_item(request: Request) -> Response:
     """GET .../items/{item_id}: return one item of a conversation."""
-    tree = await store_of(request).load(owner_of(request), request.path_params["id"])
-    _, entry = find_item(tree, request.path_params["item_id"])
-    return json_response(entry)
+    item_id = request.path_params["item_id"]
+    tree = await store_of(request).load_path(
+        owner_of(request), request.path_params["id"], message_id_of(item_id), limit=1
+    )
+    return json_response(find_item(tree, item_id)[1])
 
 
 async def delete_item(request: Request) -> Response:
@@ -256,11 +272,14 @@ async def edit_conversation(
                 raise
 
 
-def _encode_items(tree: ConversationTree, query: Mapping[str, str]) -> bytes:
-    if "branches" in query:
-        entries = [message_item(item, tree.turn_of(item)) for item in tree.items.values()]
-        return encode(paginate(entries, PageQuery.parse(query, order="asc", limit=None)))
-    return encode(paginate(listed_items(tree, _path_to(tree, query.get("leaf"))), PageQuery.parse(query)))
+def _encode_items(tree: ConversationTree, page: PageQuery, *, all_branches: bool) -> bytes:
+    """Encode the page that begins in the first message of `tree`, of which the items are in the order of the page."""
+    items = tree.items.values()
+    if all_branches:
+        return encode(paginate([message_item(item, tree.turn_of(item)) for item in items], page, is_ordered=True))
+    step = 1 if page.order == "asc" else -1
+    entries = [entry for item in items for entry in _listed_items_of(tree, item)[::step]]
+    return encode(paginate(entries, page, is_ordered=True))
 
 
 def listed_items(tree: ConversationTree, items: Iterable[Item]) -> list[schemas.ListedItem]:
@@ -289,10 +308,11 @@ def _listed_items_of(tree: ConversationTree, item: Item) -> list[schemas.ListedI
     return entries
 
 
-def _path_to(tree: ConversationTree, leaf: str | None) -> tuple[Item, ...]:
-    if leaf is not None and leaf not in tree.items:
-        raise NotFoundError(f"no message {leaf[:128]!r} in this conversation", param="leaf")
-    return tree.path(leaf if leaf is not None else tree.conversation.active_leaf)
+def message_id_of(item_id: str) -> str:
+    """Return the id of the message that an item belongs to: reasoning and calls have ids of their own."""
+    if item_id.startswith(("rs_", "fc_")):
+        return f"msg_{item_id.split('_')[1]}"
+    return item_id
 
 
 def find_item(tree: ConversationTree, item_id: str) -> tuple[Item, schemas.ListedItem]:
@@ -300,13 +320,12 @@ def find_item(tree: ConversationTree, item_id: str) -> tuple[Item, schemas.Liste
 
     Raises: NotFoundError.
     """
-    known = tree.items.get(item_id)
-    for item in (known,) if known is not None else tree.items.values():
-        for entry in _listed_items_of(tree, item):
-            if entry.id == item_id:
-                return item, entry
-    if known is not None:
-        return known, message_item(known, tree.turn_of(known))
+    item = tree.items.get(message_id_of(item_id))
+    for entry in _listed_items_of(tree, item) if item is not None else ():
+        if item is not None and entry.id == item_id:
+            return item, entry
+    if item is not None and item.id == item_id:
+        return item, message_item(item, tree.turn_of(item))
     raise NotFoundError(f"no item {item_id[:128]!r} in this conversation", param="item_id")
 
 
@@ -318,7 +337,7 @@ async def generate_title(request: Request) -> Response:
     fields = parse_fields(body, TitleFields)
     ignored = unknown_fields(body, TitleFields)
     model = await gateway.require_model(fields.model)
-    tree = await store.load(owner, request.path_params["id"])
+    tree = await store.load_path(owner, request.path_params["id"])
     before = tree.conversation
     if fields.rev is not None and fields.rev != before.rev:
         raise StaleRevisionError(before, fields.rev)

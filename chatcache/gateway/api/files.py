@@ -37,10 +37,10 @@ _FEED_BYTES = 1 << 18
 
 async def export_conversation(request: Request) -> Response:
     """GET /v1/conversations/{id}/export: lossless JSON, or Markdown to read."""
-    tree = await store_of(request).load(owner_of(request), request.path_params["id"])
     file_format = request.query_params.get("format", "json")
     if file_format not in ("json", "markdown"):
         raise InvalidRequestError('format must be "json" or "markdown"', param="format")
+    tree = await store_of(request).load(owner_of(request), request.path_params["id"])
     items = _select_branch(tree, request.query_params.get("branch"), whole=file_format == "json")
     if file_format == "json":
         digest = await _tokenizer_digest(request)

@@ -48,12 +48,12 @@ def parse_limit(text: str) -> int:
     return int(text)
 
 
-def paginate(entries: Sequence[Entry], query: PageQuery) -> Page[Entry]:
-    """Select one page of `entries`, which are in ascending order.
+def paginate(entries: Sequence[Entry], query: PageQuery, *, is_ordered: bool = False) -> Page[Entry]:
+    """Select one page of `entries`, which are in ascending order, or in that of the page if `is_ordered`.
 
     Raises: NotFoundError if `after` is not the id of an entry.
     """
-    ordered = entries if query.order == "asc" else entries[::-1]
+    ordered = entries if is_ordered or query.order == "asc" else entries[::-1]
     start = 0
     if query.after is not None:
         at = next((at for at, entry in enumerate(ordered) if entry.id == query.after), None)

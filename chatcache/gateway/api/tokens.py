@@ -11,7 +11,7 @@ from chatcache.conversations.fork_points import require_generated
 from chatcache.conversations.tree import ConversationTree, Item
 from chatcache.conversations.turns import Alternatives, TokenAlternatives, read_alternatives
 from chatcache.errors import InvalidRequestError
-from chatcache.gateway.api.conversations import find_item, store_of
+from chatcache.gateway.api.conversations import find_item, message_id_of, store_of
 from chatcache.gateway.api.logprobs import MIN_LOGPROB, token_text
 from chatcache.gateway.auth.principal import owner_of, principal_of
 from chatcache.gateway.context import gateway_of
@@ -61,8 +61,9 @@ async def get_token(request: Request) -> Response:
 
 async def _load_message(request: Request) -> tuple[ConversationTree, Item]:
     """Load the message that the path names. Raises: NotFoundError."""
-    tree = await store_of(request).load(owner_of(request), request.path_params["id"])
-    return tree, find_item(tree, request.path_params["item_id"])[0]
+    item_id = request.path_params["item_id"]
+    tree = await store_of(request).load_path(owner_of(request), request.path_params["id"], message_id_of(item_id))
+    return tree, find_item(tree, item_id)[0]
 
 
 def _parse_number(text: str, name: str, minimum: int, maximum: int) -> int:

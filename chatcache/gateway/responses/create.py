@@ -18,12 +18,11 @@ from chatcache.conversations.prompt import Function, Message
 from chatcache.conversations.prompt_history import PromptRecord
 from chatcache.conversations.replies.service import Reply, num_candidates
 from chatcache.conversations.store import Claim, IdempotencyConflictError
-from chatcache.conversations.tree import ConversationTree
 from chatcache.conversations.turns import PRESERVE_THINKING, PlannedTurn
 from chatcache.errors import InvalidRequestError, NotFoundError, UnsupportedParameterError
 from chatcache.gateway.api.cache_diagnosis import diagnose, response_diagnostics
 from chatcache.gateway.api.compaction import is_compaction, to_summary_request
-from chatcache.gateway.api.conversations import find_item
+from chatcache.gateway.api.conversations import find_item, message_id_of
 from chatcache.gateway.api.idempotency import IdempotencyKey
 from chatcache.gateway.api.messages import input_messages
 from chatcache.gateway.api.params import (
@@ -381,27 +380,21 @@ async def resolve_references(
     """
     if given is None or isinstance(given, str):
         return given
-    trees: dict[str, ConversationTree] = {}
     resolved: list[MessageFields] = []
     for at, item in enumerate(given):
         if item.type == "item_reference" or (item.type is None and item.role is None and item.id is not None):
-            item = await _stored_item(gateway, owner, item.id or "", f"input[{at}].id", trees)
+            item = await _stored_item(gateway, owner, item.id or "", f"input[{at}].id")
         resolved.append(item)
     return resolved
 
 
-async def _stored_item(
-    gateway: Gateway, owner: str, item_id: str, param: str, trees: dict[str, ConversationTree]
-) -> MessageFields:
-    """Return a stored item as an input item. `trees`: conversations loaded so far, by the ids of their messages."""
-    message_id = f"msg_{item_id.split('_')[1]}" if item_id.startswith(("rs_", "fc_")) else item_id
+async def _stored_item(gateway: Gateway, owner: str, item_id: str, param: str) -> MessageFields:
+    """Return a stored item as an input item. Raises: InvalidRequestError."""
+    message_id = message_id_of(item_id)
     try:
-        tree = trees.get(message_id)
-        if tree is None:
-            store = gateway.opened_store()
-            await gateway.pending_saves.flush(message_id)
-            tree = await store.load(owner, await store.locate(owner, message_id))
-            trees |= dict.fromkeys(tree.items, tree)
+        store = gateway.opened_store()
+        await gateway.pending_saves.flush(message_id)
+        tree = await store.load_path(owner, await store.locate(owner, message_id), message_id, limit=1)
         return msgspec.convert(msgspec.to_builtins(find_item(tree, item_id)[1]), MessageFields)
     except NotFoundError:
         raise InvalidRequestError(f"{param}: no stored item {item_id[:128]!r}", param=param) from None

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from chatcache.conversations.prompt import Message
-from chatcache.conversations.store import ConversationStore, StaleRevisionError
+from chatcache.conversations.store import ConversationStore, ItemQuery, StaleRevisionError
 from chatcache.conversations.tree import COMPLETED, ConversationTree, new_id, plan_response_deletion
 from chatcache.errors import ChatcacheError, EngineError, InvalidRequestError, NotFoundError
 from chatcache.gateway.api.compaction import SUMMARY_HEAD, with_trigger
@@ -326,7 +326,7 @@ async def _delete_response(
         store, owner, conversation_id, lambda now: plan_response_deletion(now, response_id)
     )
     if tree.turns[response_id].created_at == tree.conversation.created_at:
-        remaining = await store.load(owner, conversation_id)
+        remaining = await store.list_items(owner, conversation_id, ItemQuery(all_branches=True, limit=1))
         with contextlib.suppress(StaleRevisionError):  # the conversation was continued meanwhile
             if not remaining.items:
                 await store.delete(owner, conversation_id, expected_rev=remaining.conversation.rev)

@@ -77,13 +77,13 @@ def stream_expired_error(response_id: str) -> InvalidRequestError:
 
 
 async def load_response_tree(store: ConversationStore, owner: str, response_id: str) -> ConversationTree:
-    """Load the conversation tree that holds a response.
+    """Load a response with its messages, as a part of its conversation tree.
 
     Raises: NotFoundError, also for a deleted response.
     """
     missing = NotFoundError(f"no response {response_id[:128]!r}", param="response_id")
     try:
-        tree = await store.load(owner, await store.locate(owner, response_id))
+        tree = await store.load_path(owner, await store.locate(owner, response_id), response_id, limit=0)
     except NotFoundError:
         raise missing from None
     turn = tree.turns.get(response_id)
