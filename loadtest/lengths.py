@@ -72,7 +72,7 @@ class ListedLengths:
 
 
 SHAREGPT = GammaLengths(180.4, 1.86, 342.4, 0.84)  # means 161.31 and 337.99 with the limit
-ALPACA = GammaLengths(19.31, 0.7, 58.45, 1.1)
+ALPACA = GammaLengths(19.31, 0.9, 58.45, 1.04)
 NAMED: Mapping[str, LengthDistribution] = {"sharegpt": SHAREGPT, "alpaca": ALPACA}
 
 

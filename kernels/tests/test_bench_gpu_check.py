@@ -26,6 +26,7 @@ from bench.check import (
     sampling,
     small_kernels,
     stages,
+    studies,
     tune,
 )
 from bench.check.context import StageContext
@@ -137,6 +138,15 @@ def test_engine_stage_measures_figures(
     names = [entry["figure"]["name"] for entry in entries_of(context) if "figure" in entry]
     assert len(names) >= 5
     assert any("synchronous over asynchronous" in name for name in names) == (ahead is not None)
+
+
+def test_studies_stage_measures_every_part(context: StageContext) -> None:
+    studies.run(context, "tiny")
+    assert context.num_failures == 0, entries_of(context)
+    figures = {entry["figure"]["name"]: entry["figure"]["value"] for entry in entries_of(context) if "figure" in entry}
+    for part in ("shuffled pages", "swap", "local user", "iteration level, paged", "users", "held slots"):
+        assert any(part in name for name in figures), part
+    assert all(value >= 0 for value in figures.values())
 
 
 def test_make_queue_returns_the_common_workload() -> None:

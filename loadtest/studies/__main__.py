@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chatcache.bench.report import format_number
-from loadtest.studies import batching, memory, rates, sharing
+from loadtest.open_loop.traces import read_trace
+from loadtest.studies import batching, kernels, local_user, memory, rates, recorded, sharing, tails
 from loadtest.studies.cost import COSTS, OPT_13B, open_cost
 from loadtest.studies.report import run_facts, save, write_markdown
 from loadtest.studies.results import Context, StudyResult, num_cores
@@ -28,34 +29,44 @@ class Study:
 
 
 STUDIES: dict[str, Study] = {
-    "fig2": Study(memory.run_fig2, 20, 8),
-    "fig12": Study(rates.run_fig12, 150, 35),
-    "fig13": Study(memory.run_fig13, 50, 20),
-    "fig14": Study(rates.run_fig14, 60, 15),
-    "fig15": Study(sharing.run_fig15, 40, 20),
-    "fig16": Study(rates.run_fig16, 20, 10),
-    "fig17": Study(rates.run_fig17, 40, 15),
-    "fig18b": Study(batching.run_page_sizes, 20, 6),
-    "paging_or_scheduling": Study(batching.run_paging_or_scheduling, 60, 20),
-    "lengths_apart": Study(batching.run_lengths_apart, 15, 5),
-    "chunks": Study(batching.run_chunks, 15, 5),
-    "local_user": Study(batching.run_local_user, 2, 2),
-    "tails": Study(sharing.run_tails, 5, 2),
+    "paging_or_scheduling": Study(batching.run_paging_or_scheduling, 160, 16),
+    "lengths_apart": Study(batching.run_lengths_apart, 15, 4),
+    "fig18a": Study(kernels.run_fig18a, 30, 4),
+    "chunks": Study(batching.run_chunks, 130, 10),
+    "local_user": Study(local_user.run_local_user, 50, 8),
+    "fig18b": Study(batching.run_page_sizes, 80, 10),
+    "fig19": Study(kernels.run_fig19, 80, 10),
+    "tails": Study(tails.run_tails, 3, 1),
+    "fig2": Study(memory.run_fig2, 20, 6),
+    "fig12": Study(rates.run_fig12, 150, 15),
+    "fig13": Study(memory.run_fig13, 50, 10),
+    "fig14": Study(rates.run_fig14, 60, 8),
+    "fig15": Study(sharing.run_fig15, 40, 8),
+    "fig16": Study(rates.run_fig16, 20, 6),
+    "fig17": Study(rates.run_fig17, 40, 7),
+    "trace": Study(recorded.run_trace, 60, 15),
 }
+"""In the order of the report."""
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m loadtest.studies", description=__doc__)
-    parser.add_argument("--only", default=",".join(STUDIES), help=f"studies, by name: {','.join(STUDIES)}")
+    parser.add_argument("--only", default="", help=f"studies, by name: {','.join(STUDIES)}")
     parser.add_argument("--quick", action="store_true", help="shorter traces, fewer points: 2 instead of 20 minutes")
-    parser.add_argument("--trace", type=Path, help="file with lengths of recorded requests for the rate curves")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        help="recorded requests (Azure CSV, or JSON lines with block hashes): adds the study `trace`",
+    )
     parser.add_argument("--cost", default=OPT_13B.name, help=f"step cost: {', '.join(COSTS)} or a JSON file")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder of the report; other studies in it stay")
     parser.add_argument("--processes", type=int, default=num_cores(), help="processes of the simulations")
     parser.add_argument("--device", default="cpu", help="device of the real studies: cpu or cuda")
     parser.add_argument("--note", action="append", default=[], help="remark on this run for the head of the report")
     args = parser.parse_args(argv)
-    args.only = args.only.split(",")
+    args.only = args.only.split(",") if args.only else [name for name in STUDIES if name != "trace" or args.trace]
+    if "trace" in args.only and args.trace is None:
+        parser.error("the study `trace` needs --trace FILE")
     for name in args.only:
         if name not in STUDIES:
             parser.error(f"--only {name}: choose among {', '.join(STUDIES)}")
@@ -63,6 +74,11 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         args.cost = open_cost(args.cost)
     except (OSError, ValueError) as error:
         parser.error(f"--cost: {error}")
+    try:
+        if args.trace is not None:
+            read_trace(args.trace)
+    except (OSError, ValueError) as error:
+        parser.error(f"--trace: {error}")
     return args
 
 
@@ -92,19 +108,27 @@ def main(argv: list[str] | None = None) -> int:
     context = Context(
         quick=args.quick, cost=args.cost, trace=args.trace, device=args.device, num_processes=args.processes
     )
-    path = args.out / "studies.md"
-    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=600) as progress, context.processes():
+    path, console, began_s = args.out / "studies.md", Console(stderr=True), time.perf_counter()
+    bar = Progress(*columns, console=console, speed_estimate_period=600, disable=not console.is_terminal)
+    with bar as progress, context.resources():
         task = progress.add_task("", total=sum(weights.values()))
-        for name, study in chosen.items():
+        for number, (name, study) in enumerate(chosen.items()):
             progress.update(task, description=name)
+            if not console.is_terminal:  # a log gets one line per study instead of the bar
+                done_s, left_s = (sum(list(weights.values())[part]) for part in (slice(number), slice(number, None)))
+                left_s *= (time.perf_counter() - began_s) / done_s if done_s else 1.0
+                console.print(
+                    f"[{number + 1}/{len(chosen)}] {name}; about {left_s:.0f} s left for all", highlight=False
+                )
             context.advance = lambda share, name=name: progress.advance(task, share * weights[name])  # type: ignore[misc]
             start = time.perf_counter()
             result = study.run(context)
             save(result, args.out, run_facts(time.perf_counter() - start, args.quick, args.note))
-            path = write_markdown(args.out, list(STUDIES))
+            path = write_markdown(args.out)
             for row in result.rows:
                 paper = "" if row.published is None else f"  published {row.published}"
-                progress.console.print(f"{name}: {row.quantity}: {format_number(row.ours)} {row.unit}{paper}")
+                text = f"{name}: {row.quantity}: {format_number(row.ours)} {row.unit}{paper}"
+                console.print(text, soft_wrap=True, highlight=False)
     print(path)
     return 0
 

@@ -4,8 +4,8 @@
 
 For OPT-13B on one A100-40GB, `per_context_token` is 819,200 B of keys and values at 1.3 TB/s, `per_prompt_token` is
 26 GFLOP at 130 TFLOP/s, and 16.7 ms of the base are 26 GB of weights at 1.555 TB/s. Two numbers are fitted: the
-remaining 10.3 ms of the base, and `per_row`, by Little's law on the two vLLM bars of the paper's Figure 13. The costs
-of the larger models use the same rates and no further fit: weights and keys are spread over the GPUs, and the 10.3 ms
+remaining 8.8 ms of the base, and `per_row`, by Little's law on the two vLLM bars of the paper's Figure 13. The costs
+of the larger models use the same rates and no further fit: weights and keys are spread over the GPUs, and the 8.8 ms
 of launches and host work grow with the number of layers.
 """
 
@@ -15,8 +15,8 @@ import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-FITTED_BASE_S = 0.0103
-FITTED_ROW_S = 0.2e-3
+FITTED_BASE_S = 0.0088
+FITTED_ROW_S = 0.26e-3
 A100_BYTES_PER_S = 1.555e12
 A100_80GB_BYTES_PER_S = 2.039e12
 KV_READ_SHARE = 1.3 / 1.555

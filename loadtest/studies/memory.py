@@ -29,7 +29,7 @@ def _measure_all(
 
 def run_fig2(context: Context) -> StudyResult:
     """Measure the shares of the KV slots at 4 requests/s."""
-    outcomes = _measure_all(context, SHAREGPT, 4.0, 1.0, WARM_UP_S, context.pick(900.0, 600.0))
+    outcomes = _measure_all(context, SHAREGPT, 4.0, 1.0, *context.pick((WARM_UP_S, 900.0), (200.0, 450.0)))
     shares = {name: tuple(100 * share for share in outcomes[name].memory_mean()) for name in SYSTEMS}
     rows = [
         Row("2", f"slots with token states, {NAMES[name]}", shares[name][0], published.FIG2[name][0], "%", SIMULATED)
@@ -66,8 +66,14 @@ def run_fig2(context: Context) -> StudyResult:
 def run_fig13(context: Context) -> StudyResult:
     """Measure the number of requests in the batch."""
     cases = (
-        ("ShareGPT, 2 requests/s", SHAREGPT, 2.0, WARM_UP_S, context.pick(900.0, 600.0), published.FIG13_SHAREGPT),
-        ("Alpaca, 30 requests/s", ALPACA, 30.0, 60.0, context.pick(300.0, 180.0), published.FIG13_ALPACA),
+        (
+            "ShareGPT, 2 requests/s",
+            SHAREGPT,
+            2.0,
+            *context.pick((WARM_UP_S, 900.0), (200.0, 450.0)),
+            published.FIG13_SHAREGPT,
+        ),
+        ("Alpaca, 30 requests/s", ALPACA, 30.0, 60.0, context.pick(400.0, 140.0), published.FIG13_ALPACA),
     )
     rows: list[Row] = []
     panels: list[Panel] = []

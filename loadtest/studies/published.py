@@ -36,3 +36,6 @@ FIG15_BEAM_SHAREGPT = (44.3, 66.3)
 FIG16 = {80: 1.67, 341: 3.58}
 
 FIG17_OVER_ORCA = 2.0  # section 6.5, Figure 17: chatbot, over all three Orca systems
+
+# Section 7.1, Figure 18a: attention latency of vLLM's kernel over that of FasterTransformer, "20-26% higher"
+FIG18A = (1.20, 1.26)

@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from chatcache.bench.report import cpu_name, format_number, utc_timestamp, write_json
+from loadtest.lengths import ALPACA, SHAREGPT
+from loadtest.studies.cost import FITTED_BASE_S, OPT_13B
 from loadtest.studies.results import Panel, Row, Series, StudyResult
+
+TOPICS: dict[str, tuple[str, ...]] = {
+    "Batching and the kernel": ("paging_or_scheduling", "lengths_apart", "fig18a", "chunks"),
+    "A single user": ("local_user",),
+    "Pages": ("fig18b", "fig19", "tails"),
+    "The other figures of the paper": ("fig2", "fig12", "fig13", "fig14", "fig15", "fig16", "fig17", "trace"),
+}
+"""The studies by topic, in the order of the report."""
 
 COLOURS = ("#1f6fb4", "#e07b1a", "#3a9a4b", "#8a5fb0", "#c0392b", "#6b7280")
 PAPER = "#111111"
@@ -30,15 +40,20 @@ OPT-13B on an A100 with 40 GB. **Real** rows run models and kernels on the machi
 
 What is not measured but chosen:
 
-- *Two fitted constants.* Of the step cost of OPT-13B (27 ms + 0.2 ms per row + 0.63 us per context token + 0.2 ms per
-  prompt token), 10.3 of the 27 ms and the 0.2 ms per row were fitted by Little's law on the two vLLM bars of Figure 13;
-  so these two bars are no predictions. The other terms follow from data sheets: 26 GB of weights at 1.555 TB/s, 819,200
-  B of keys and values per token at 1.3 TB/s, 26 GFLOP per prompt token at 130 TFLOP/s. The larger models have no fit of
-  their own. The bar for Alpaca still comes out lower than the published one, since batches there follow the step time.
-- *Assumed spreads.* The paper publishes mean lengths only. Here they are gamma distributions with a coefficient of
-  variation of 1.86 (prompt) and 0.84 (output) for ShareGPT, chosen so that Figure 2 agrees, and of 0.7 and 1.1 for
-  Alpaca; requests of 2,048 tokens or more are left out.
-- *Assumed beams.* In simulations, log-probabilities of beam candidates are random. Lengths of the questions and
+- *Two fitted constants.* A step of OPT-13B takes {base:.1f} ms + {row:.2f} ms per row + {context:.2f} us per context
+  token + {prompt:.2f} ms per prompt token. {fitted_base:.1f} ms of the base and the time per row were fitted by
+  Little's law on the two vLLM bars of Figure 13, so these are no predictions. The other terms follow from data
+  sheets: 26 GB of weights at 1.555 TB/s, 819,200 B of keys and values per token at 1.3 TB/s, 26 GFLOP per prompt token
+  at 130 TFLOP/s. The larger models have no fit of their own.
+- *The Alpaca bar* is sensitive. At 30 requests/s a longer step means a larger batch, and a larger batch a longer step;
+  1 % more time per step is about 3 % more requests in the batch. A time per row rounded to 0.2 ms gave 100 requests
+  instead of the published 132, and two traces of three minutes differ by 10 %.
+- *Assumed spreads.* The paper publishes mean lengths only. Here they are gamma distributions. Their coefficients of
+  variation are {sharegpt_prompt} (prompt) and {sharegpt_output} (output) for ShareGPT, chosen so that Figure 2 agrees,
+  and {alpaca_prompt} and {alpaca_output} for Alpaca, chosen so that the contiguous bars of Figure 13 and the candidates
+  of Figure 15 agree. Requests of 2,048 tokens or more are left out.
+- *Assumed beams.* In simulations, log-probabilities of beam candidates are random. How likely the best candidate is was
+  chosen so that Figure 15 agrees for Alpaca. Lengths of the questions and
   answers of Figure 16, and rounds and think times of Figure 17, are assumed, too.
 - *Contiguous systems* follow the paper's description of Orca: a buddy allocator with chunks of at most 2,048 tokens;
   Max reserves 2,048, Pow2 the prompt and the next power of two of the output, Oracle the true output. They run the same
@@ -48,8 +63,17 @@ What is not measured but chosen:
 - *Short traces.* A sustained rate is the highest one at which a trace of limited length, run to its last request, stays
   at 0.5 s per token. Short traces, above all quick ones (20 to 450 s), allow higher rates than an hour would; ratios
   depend less on the length.
-- Figures 18a (kernel cost of paging) and 19 (swap or recompute) need measurements of kernels and are not included.
 - Simulated times contain no host work of this project.
+
+Real rows have choices of their own:
+
+- *Models* have random weights in the shape of a known model, bfloat16. Prompts are random tokens.
+- *Queues* have ShareGPT lengths divided by a small number, and a KV memory in which as
+  many of the longest requests fit as in the paper. Everything arrives at once. Static batches save the rows of requests
+  that have ended, which the paper's FasterTransformer computes to the end of the batch.
+- *Repeats* are interleaved: each round runs every variant once, and medians of the rounds are reported.
+- *Figure 18a*: the paper compares with FasterTransformer's kernel. Here the same kernel runs over one run of pages and
+  over shuffled pages, and torch's `scaled_dot_product_attention` over contiguous tensors.
 """
 
 
@@ -74,7 +98,8 @@ def _result_from_json(data: dict[str, Any]) -> StudyResult:
     panels = []
     for panel in data.pop("panels"):
         series = tuple(Series(**{name: _tuples(value) for name, value in each.items()}) for each in panel["series"])
-        panels.append(Panel(**{**panel, "series": series, "limit": _tuples(panel["limit"])}))
+        fixed = {name: _tuples(value) for name, value in panel.items() if name != "series"}
+        panels.append(Panel(**fixed, series=series))
     return StudyResult(rows=rows, panels=tuple(panels), **data)
 
 
@@ -82,22 +107,37 @@ def _tuples(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def write_markdown(out: Path, order: Sequence[str]) -> Path:
+def _method() -> str:
+    return METHOD.format(
+        base=1e3 * OPT_13B.base, row=1e3 * OPT_13B.per_row, context=1e6 * OPT_13B.per_context_token,
+        prompt=1e3 * OPT_13B.per_prompt_token, fitted_base=1e3 * FITTED_BASE_S,
+        sharegpt_prompt=SHAREGPT.prompt_cv, sharegpt_output=SHAREGPT.output_cv, alpaca_prompt=ALPACA.prompt_cv,
+        alpaca_output=ALPACA.output_cv,
+    )  # fmt: skip
+
+
+def write_markdown(out: Path) -> Path:
     """Write `studies.md` from all documents in the folder."""
-    found = load_all(out, order)
+    found = load_all(out, [name for names in TOPICS.values() for name in names])
     runs = [run for run, _ in found]
     machines = sorted({run["machine"] for run in runs})
     notes = "\n".join(f"\n**{note}**" for note in dict.fromkeys(note for run in runs for note in run["notes"]))
     parts = [HEADER.format(machine="; ".join(machines), notes=notes)]
     parts += ["| figure | quantity | published | ours | ratio | | command |", "|---|---|--:|--:|--:|---|---|"]
     for run, result in found:
-        command = f"`make studies ARGS='--only {result.name}{' --quick' if run['quick'] else ''}'`"
+        command = (
+            f"`make studies ARGS='--only {result.name}{run.get('options', '')}{' --quick' if run['quick'] else ''}'`"
+        )
         parts += [_table_row(row, command) for row in result.rows]
     parts += ["", "Ratio: ours / published; for a published range, the nearest bound, and 1 within it.", ""]
     parts += ["## Answers", ""]
-    for _, result in found:
-        parts += [f"**{result.question}** {result.answer} ([{result.name}](#{result.name}))", ""]
-    parts += [METHOD, "## Figures", ""]
+    for topic, names in TOPICS.items():
+        answers = [
+            f"**{result.question}** {result.answer} ([{result.name}](#{result.name}))"
+            for _, result in found if result.name in names
+        ]  # fmt: skip
+        parts += [f"### {topic}", "", *(line for answer in answers for line in (answer, ""))] if answers else []
+    parts += [_method(), "## Figures", ""]
     for run, result in found:
         parts += [
             f"### {result.name}", "", f"{result.title}. Run at {run['at']}, {run['seconds']:.0f} s"
@@ -171,10 +211,14 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
     axis.set_ylabel(panel.y_label)
     axis.grid(axis="y", color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
+    if panel.x_ticks:
+        axis.set_xticks(range(1, len(panel.x_ticks) + 1), panel.x_ticks, fontsize=7)
     if panel.log_y:
         axis.set_yscale("log")
     if panel.y_max is not None:
         axis.set_ylim(axis.get_ylim()[0] if panel.log_y else 0, panel.y_max)
+    elif panel.y_min is not None:
+        axis.set_ylim(panel.y_min, 1.08 * axis.get_ylim()[1])
     if len(panel.series) > 1 or panel.limit is not None:
         axis.legend(fontsize=8, framealpha=0.9)
 
@@ -203,9 +247,13 @@ def _draw_bars(axis: Any, panel: Panel) -> None:
         )
         values = [value if value is not None else float("nan") for value in each.y]
         bars = axis.bar(places, values, width * 0.94, label=each.label, **style)
-        axis.bar_label(bars, [f"{value:.3g}" for value in values], fontsize=7, padding=1)
+        axis.bar_label(bars, [_bar_label(value) for value in values], fontsize=7, padding=1)
     axis.set_xticks(range(len(categories)), [str(each) for each in categories], fontsize=8)
     axis.margins(y=0.14)
+
+
+def _bar_label(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _draw_stack(axis: Any, panel: Panel) -> None:

@@ -68,13 +68,13 @@ class BuddyAllocator:
         self._free[size].add(first)
 
 
-Estimate = Callable[[int, int], int]
-"""(prompt tokens, true output tokens) -> slots to reserve for one sequence."""
+Estimate = Callable[[int, int, int], int]
+"""(prompt tokens, true output tokens, longest context) -> slots to reserve for one sequence."""
 
 ESTIMATES: Mapping[str, Estimate] = {
-    "max": lambda prompt, output: MAX_MODEL_LEN,
-    "pow2": lambda prompt, output: min(prompt + next_power_of_two(output), MAX_MODEL_LEN),
-    "oracle": lambda prompt, output: prompt + output,
+    "max": lambda prompt, output, longest: longest,
+    "pow2": lambda prompt, output, longest: min(prompt + next_power_of_two(output), longest),
+    "oracle": lambda prompt, output, longest: prompt + output,
 }
 
 
@@ -82,17 +82,21 @@ class ContiguousReservation:
     """Reserves one contiguous chunk per sequence of a request.
 
     `output_tokens`: the output length of each request by id, which the oracle knows. `estimate`: a key of ESTIMATES.
+    `max_len`: tokens of the longest context, and of the largest chunk.
     """
 
-    def __init__(self, num_slots: int, estimate: str, output_tokens: Mapping[str, int]) -> None:
-        self.buddy = BuddyAllocator(num_slots // UNIT, MAX_MODEL_LEN // UNIT)
+    def __init__(
+        self, num_slots: int, estimate: str, output_tokens: Mapping[str, int], max_len: int = MAX_MODEL_LEN
+    ) -> None:
+        self.buddy = BuddyAllocator(num_slots // UNIT, max_len // UNIT)
+        self._max_len = max_len
         self._estimate = ESTIMATES[estimate]
         self._output_tokens = output_tokens
         self._chunks: dict[LiveRequest, list[int]] = {}
 
     def num_slots(self, request: LiveRequest) -> int:
         """Return how many slots each sequence of the request reserves, without the rounding of the allocator."""
-        return self._estimate(request.num_prompt_tokens, self._output_tokens[request.request_id])
+        return self._estimate(request.num_prompt_tokens, self._output_tokens[request.request_id], self._max_len)
 
     def reserve(self, request: LiveRequest) -> bool:
         chunks: list[int] = []

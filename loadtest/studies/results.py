@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from loadtest.studies.cost import OPT_13B, StepCost
 
@@ -54,7 +53,10 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """Axes with their series. `kind`: lines | bars | stack. `limit`: a horizontal line and its label."""
+    """Axes with their series. `kind`: lines | bars | stack. `limit`: a horizontal line and its label.
+
+    `x_ticks`: labels of the places 1, 2, 3, ... on the x axis.
+    """
 
     title: str
     x_label: str
@@ -63,8 +65,10 @@ class Panel:
     kind: str = "lines"
     log_x: bool = False
     log_y: bool = False
+    y_min: float | None = None
     y_max: float | None = None
     limit: tuple[float, str] | None = None
+    x_ticks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +85,9 @@ class StudyResult:
 
 @dataclass(slots=True)
 class Context:
-    """Settings of a run, and processes for simulations.
+    """Settings of a run, processes for simulations, and models that stay loaded for several studies.
 
+    `shape`: the model of the real studies, a key of `chatcache.bench.drivers.SHAPES`; "" for that of the device.
     `advance`: receives the share of the present study that was completed by a piece of work.
     """
 
@@ -90,11 +95,17 @@ class Context:
     cost: StepCost = OPT_13B
     trace: Path | None = None
     device: str = "cpu"
+    shape: str = ""
     num_processes: int = 1
     advance: Callable[[float], None] = lambda share: None
     seed: int = 1
-    notes: list[str] = field(default_factory=list)
     _pool: ProcessPoolExecutor | None = None
+    _kept: dict[Hashable, Any] = field(default_factory=dict)
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def shape_name(self) -> str:
+        return self.shape or ("qwen3-0.6b" if self.device.startswith("cuda") else "smollm2-135m")
 
     def pick(self, full: T, quick: T) -> T:
         """Return the value for a quick or a full run."""
@@ -116,31 +127,25 @@ class Context:
             self.advance(share / len(items))
         return [future.result() for future in futures]
 
+    def keep(self, key: Hashable, build: Callable[[], AbstractContextManager[T]]) -> T:
+        """Return what `build` opened when it was first called for this key; it is closed when the run ends."""
+        if key not in self._kept:
+            self._kept[key] = self._stack.enter_context(build())
+        found: T = self._kept[key]
+        return found
+
     @contextmanager
-    def processes(self) -> Iterator[None]:
-        """Run simulations in `num_processes` processes."""
-        if self.num_processes <= 1:
+    def resources(self) -> Iterator[None]:
+        """Run simulations in `num_processes` processes, and close at the end what was kept."""
+        with self._stack:
+            if self.num_processes > 1:
+                self._pool = ProcessPoolExecutor(self.num_processes, mp_context=get_context("spawn"))
+                self._stack.callback(self._pool.shutdown, cancel_futures=True)
             yield
-            return
-        with ProcessPoolExecutor(self.num_processes, mp_context=get_context("spawn")) as self._pool:
-            try:
-                yield
-            finally:
-                self._pool.shutdown(cancel_futures=True)
-                self._pool = None
+        self._pool = None
+        self._kept.clear()
 
 
 def num_cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def median_time_s(run: Callable[[], object], repeats: int, clock: Callable[[], float]) -> float:
-    """Return the median seconds of `run`, after one run without timing."""
-    run()
-    times = []
-    for _ in range(repeats):
-        start = clock()
-        run()
-        times.append(clock() - start)
-    return statistics.median(times)

@@ -32,6 +32,7 @@ VOCAB_SIZE = 50_272  # of OPT
 OUTPUT_TOKEN = 7
 SAMPLE_EVERY = 20  # steps between two samples of the memory
 BEAM_GAP = 1.5  # nats, mean gap between the log-probabilities of successive beam candidates; an assumption
+FIRST_GAP = 0.05  # mean -log-probability of the best candidate over that gap; chosen so that Figure 15b agrees
 
 
 class SimulationError(Exception):
@@ -184,7 +185,7 @@ class VirtualRunner:
         if width > 1:
             tokens += np.arange(width, dtype=np.int32)
             gaps = self._random.exponential(BEAM_GAP, (num_draws, width))
-            gaps[:, 0] *= 0.5
+            gaps[:, 0] *= FIRST_GAP
             logprobs -= np.cumsum(gaps, axis=1, dtype=np.float32)
         return StepResult(tokens, logprobs, tokens[:, :0], logprobs[:, :0])
 

@@ -11,12 +11,12 @@ import pytest
 
 from chatcache.kv_cache.pool import PagePool
 from loadtest.lengths import ALPACA, SHAREGPT
-from loadtest.studies import batching, memory, sharing
-from loadtest.studies.__main__ import main
+from loadtest.studies import memory, recorded, report, results, tails
+from loadtest.studies.__main__ import STUDIES, main
 from loadtest.studies.cost import OPT_13B, open_cost
 from loadtest.studies.published import FIG2, FIG13_SHAREGPT, SYSTEMS
 from loadtest.studies.reservations import BuddyAllocator, ContiguousReservation, next_power_of_two
-from loadtest.studies.results import SIMULATED, Context, Row
+from loadtest.studies.results import REAL, SIMULATED, Context, Row
 from loadtest.studies.simulate import (
     Outcome,
     SimulationError,
@@ -89,7 +89,7 @@ def test_open_cost_file_with_other_keys_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keys"):
         open_cost(str(path))
     assert open_cost("opt13b-a100") is OPT_13B
-    assert OPT_13B.base == pytest.approx(0.027, abs=1e-4) and OPT_13B.per_context_token == pytest.approx(
+    assert OPT_13B.base == pytest.approx(0.0255, abs=1e-4) and OPT_13B.per_context_token == pytest.approx(
         0.63e-6, rel=0.01
     )
 
@@ -123,12 +123,6 @@ def test_figures_2_and_13_are_within_10_percent_of_the_published_values(name: st
     assert batch == pytest.approx(FIG13_SHAREGPT[name], rel=0.1)
 
 
-@pytest.mark.slow
-def test_figure_15_parallel_sampling_is_within_5_points_of_the_published_values() -> None:
-    rows = sharing.run_fig15(Context(quick=True)).rows[:3]
-    assert [row.ours for row in rows] == pytest.approx([row.published for row in rows], abs=5)
-
-
 @pytest.mark.parametrize("q", [0.05, 0.3])
 def test_page_fill_is_the_mean_of_simulated_pages(q: float) -> None:
     rng, fills = random.Random(5), []
@@ -137,12 +131,76 @@ def test_page_fill_is_the_mean_of_simulated_pages(q: float) -> None:
         while fill < 16 and rng.random() >= q:
             fill += 1
         fills.append(fill)
-    assert sharing.page_fill(q) == pytest.approx(sum(fills) / len(fills), rel=0.02)
+    assert tails.page_fill(q) == pytest.approx(sum(fills) / len(fills), rel=0.02)
 
 
-def test_local_user_finds_earlier_turns_in_the_cache() -> None:
-    computed, first_on, first_off = (row.ours for row in batching.run_local_user(Context(quick=True)).rows)
-    assert computed < 0.3 and first_on < first_off
+@pytest.mark.parametrize("q", [0.1, 0.5])
+def test_steady_forks_take_the_pages_of_the_formula(q: float) -> None:
+    copies, trial = tails.trial_of_steady_forks(q, 3_000, False, 1)
+    fresh, _ = tails.trial_of_steady_forks(q, 3_000, True, 1)
+    assert copies == -(-3_000 // tails.PAGE)
+    assert fresh / copies == pytest.approx(tails.PAGE / tails.page_fill(q), rel=0.1)
+    assert trial.num_copies / trial.num_forks == pytest.approx(tails.copy_share(), abs=0.03)
+
+
+@pytest.mark.parametrize("num_branches", [2, 6])
+def test_one_fork_takes_the_pages_of_the_formula(num_branches: int) -> None:
+    fresh, copied = (
+        sum(tails.trial_of_one_fork(num_branches, is_fresh, rng) for _ in range(600)) / 600
+        for is_fresh, rng in ((True, random.Random(3)), (False, random.Random(3)))
+    )
+    assert fresh - copied == pytest.approx(tails.extra_pages(num_branches), abs=0.3)
+
+
+def write_block_trace(path: Path) -> None:
+    """Write 40 requests: half of the prompts share their first block, and the last is the second turn of a chat."""
+    lines = [
+        {
+            "timestamp": 500 * number,
+            "input_length": 700,
+            "output_length": 90,
+            "hash_ids": [number % 2 * 1000 + number, number],
+        }
+        for number in range(39)
+    ]
+    for line in lines[1::2]:
+        line["hash_ids"] = [7, line["timestamp"]]
+    lines[0]["session_id"] = "chat"
+    lines.append({"delay": 2000, "input_length": 30, "output_length": 9, "session_id": "chat"})
+    path.write_text("\n".join(map(json.dumps, lines)))
+
+
+def test_trace_load_keeps_reuse_and_turns_of_a_block_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    write_block_trace(path)
+    load = recorded.TraceLoad(path, 20.0, recorded.fitting_scale(recorded.read_once(path)))
+    arrivals, on_finish = load.arrivals(2.0)
+    outcome = simulate(arrivals, System(prefix_caching=True, num_slots=2**17), on_finish)
+    assert len(outcome.finishes) == len(arrivals) + 1 == 40
+    planned = [turn for each in load.plan(2.0).conversations for turn in each.turns]
+    ideal = sum(turn.num_ideal_cached for turn in planned) + 700 + 90  # of the second turn
+    assert 0.9 * ideal <= outcome.num_cached_tokens <= ideal
+
+
+def test_fitting_scale_fits_95_percent_of_the_requests(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    rows = [f"2023-11-16 18:15:{number % 60:02}.5,{100 * number},10" for number in range(1, 101)]
+    path.write_text("\n".join(("TIMESTAMP,ContextTokens,GeneratedTokens", *rows)))
+    trace = recorded.read_once(path)
+    scale = recorded.fitting_scale(trace)
+    assert sum(scale * (turns[0].num_prompt_tokens + 10) < 2048 for turns in trace) == 95
+    load = recorded.TraceLoad(path, 50.0, scale)
+    assert all(len(each.prompt) + each.output < 2048 for each in load.arrivals(1.0)[0])
+
+
+def test_every_study_has_a_topic_of_the_report() -> None:
+    assert [name for names in report.TOPICS.values() for name in names] == list(STUDIES)
+
+
+def test_main_trace_without_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--only", "trace"])
+    assert "needs --trace" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -158,13 +216,58 @@ def test_buddy_that_never_merges_is_found_by_figure_2(monkeypatch: pytest.Monkey
     assert tokens != pytest.approx(FIG2["oracle"][0], rel=0.1)
 
 
+@pytest.fixture(scope="module")
+def quick_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run all studies, with a trace, and the real ones on a tiny model; return the folder of the report."""
+    out = tmp_path_factory.mktemp("studies")
+    write_block_trace(out / "trace.jsonl")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(results.Context, "shape_name", "tiny")
+        patch.setattr(recorded, "QUICK_S", 15.0)
+        assert main(["--quick", "--out", str(out), "--trace", str(out / "trace.jsonl")]) == 0
+    return out
+
+
+def rows_of(folder: Path, name: str) -> list[Row]:
+    (found,) = report.load_all(folder, [name])
+    return list(found[1].rows)
+
+
 @pytest.mark.slow
-def test_quick_run_writes_report_drawings_and_data(tmp_path: Path) -> None:
-    assert main(["--quick", "--only", "fig2", "--out", str(tmp_path)]) == 0
-    text = (tmp_path / "studies.md").read_text()
-    assert "two fitted constants" in text.lower() and "make studies ARGS='--only fig2 --quick'" in text
-    assert json.loads((tmp_path / "fig2.json").read_text())["run"]["quick"] is True
-    assert (tmp_path / "fig2.svg").exists() and (tmp_path / "fig2.png").stat().st_size < 150_000
+@pytest.mark.parametrize("name", ["fig2", "fig13"])
+def test_quick_figures_2_and_13_are_within_10_percent_of_the_published_values(quick_run: Path, name: str) -> None:
+    rows = [row for row in rows_of(quick_run, name) if row.published]
+    assert len(rows) >= 7
+    assert {row.quantity: row.ratio for row in rows} == {row.quantity: pytest.approx(1.0, abs=0.1) for row in rows}
+
+
+@pytest.mark.slow
+def test_quick_figure_15_is_within_5_points_of_the_published_values(quick_run: Path) -> None:
+    rows = [row for row in rows_of(quick_run, "fig15") if "Alpaca" in row.quantity]
+    assert len(rows) == 9
+    assert {row.quantity: row.ours for row in rows} == {
+        row.quantity: pytest.approx(row.published, abs=5) for row in rows
+    }
+
+
+@pytest.mark.slow
+def test_quick_run_fills_every_row_and_draws_every_study(quick_run: Path) -> None:
+    text = (quick_run / "studies.md").read_text()
+    for name in STUDIES:
+        rows = rows_of(quick_run, name)
+        assert rows and all(row.ours == row.ours for row in rows), name
+        assert f"--only {name}" in text and f"({name}.png)" in text
+        assert (quick_run / f"{name}.svg").exists() and (quick_run / f"{name}.png").stat().st_size < 200_000
+    real = {name for name in STUDIES if any(row.kind == REAL for row in rows_of(quick_run, name))}
+    assert real >= {"fig15", "fig18a", "fig18b", "fig19", "paging_or_scheduling", "local_user", "chunks", "tails"}
+    assert "two fitted constants" in text.lower() and "quick" in text
+
+
+@pytest.mark.slow
+def test_quick_local_user_finds_earlier_turns_in_the_cache(quick_run: Path) -> None:
+    rows = {row.quantity: row.ours for row in rows_of(quick_run, "local_user")}
+    on, off = (rows[f"prompt tokens computed, cache {name}, tiny shape on CPU"] for name in ("on", "off"))
+    assert on < 0.3 * off
 
 
 def test_context_pick_returns_the_value_of_the_mode() -> None:

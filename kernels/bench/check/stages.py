@@ -63,6 +63,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         Stage("sampling", "sampling.run", 20),
         Stage("offline llama3-8b", "offline.run", 60, ("llama3-8b",)),
         Stage("planning", "planning.run", 20),
+        Stage("studies qwen3-0.6b", "studies.run", 60, ("qwen3-0.6b",)),
     ),
     "cpu": (
         Stage("tests", "run_tests.run", 400),
@@ -73,6 +74,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         Stage("sampling", "sampling.run", 60),
         Stage("model smollm2-135m", "model.run", 90, ("smollm2-135m",)),
         Stage("planning", "planning.run", 30),
+        Stage("studies smollm2-135m", "studies.run", 90, ("smollm2-135m",)),
     ),
     "tiny": (
         Stage("tests", "run_tests.run", 120),
@@ -84,6 +86,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         Stage("model tiny", "model.run", 60, ("tiny",)),
         Stage("offline tiny", "offline.run", 60, ("tiny",)),
         Stage("planning", "planning.run", 30),
+        Stage("studies tiny", "studies.run", 60, ("tiny",)),
     ),
 }
 TUNE = Stage("tune attention", "tune.run", 480)
