@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import openai
 import pytest
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage
-from langchain_openai import ChatOpenAI
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, SecretStr
 
-from tests.gateway.serving import MODEL, PAGE_SIZE, Server
+from tests.gateway.serving import MODEL, PAGE_SIZE, Server, tiny_tokenizer
 
 ASKED = [SystemMessage("Be brief."), HumanMessage("Hello, how are you?")]
 
@@ -96,3 +97,39 @@ def test_responses_api_returns_structured_output(chat: ChatOpenAI) -> None:
     assert said.text
     chunks = list(stateful.stream("Hello again!"))
     assert "".join(chunk.text for chunk in chunks)
+
+
+def embedder(server: Server, sends_ids: bool = True) -> OpenAIEmbeddings:
+    return OpenAIEmbeddings(
+        model=MODEL,
+        base_url=f"{server.url}/v1",
+        api_key=SecretStr("unused"),
+        check_embedding_ctx_length=sends_ids,
+        max_retries=0,
+    )
+
+
+def test_embeddings_of_texts(server: Server) -> None:
+    texts = ["Hello there", "How are you?"]
+    client = embedder(server, False)
+    together = client.embed_documents(texts)
+    assert together == [client.embed_query(text) for text in texts]
+    assert together != [together[0]] * 2
+    assert all(sum(value * value for value in each) == pytest.approx(1.0) for each in together)
+
+
+class ServedEncoding:
+    """Replaces tiktoken's encoding, which the client would download, by the tokenizer of the server."""
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        return list(tiny_tokenizer().encode(text, add_special_tokens=True))
+
+
+def test_embeddings_of_token_ids(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default the client tokenises and sends token ids; those of another tokenizer may not exist here."""
+    monkeypatch.setattr("tiktoken.encoding_for_model", lambda name: ServedEncoding())
+    texts = ["Hello there", "How are you?"]
+    assert embedder(server).embed_documents(texts) == embedder(server, False).embed_documents(texts)
+    monkeypatch.setattr(ServedEncoding, "encode_ordinary", lambda self, text: [100_000])
+    with pytest.raises(openai.BadRequestError, match="token ids must be between 0 and"):
+        embedder(server).embed_query("Hello")

@@ -52,6 +52,12 @@ def test_cached_tokens_are_passed_through(results: dict[str, Any]) -> None:
     assert prompt - PAGE_SIZE <= usage["prompt_tokens_details"]["cached_tokens"] <= prompt
 
 
+def test_embeddings_are_normalised(results: dict[str, Any]) -> None:
+    first, second = results["embeddings"]
+    assert first != second
+    assert sum(value * value for value in first) == pytest.approx(1.0)
+
+
 def test_several_candidates_and_a_refused_request(results: dict[str, Any]) -> None:
     assert len(results["texts"]) == 3
     assert results["refused"] == "context"

@@ -14,7 +14,7 @@ from tests.gateway.serving import PAGE_SIZE, Server, failing_after, slowed
 
 pytestmark = pytest.mark.slow
 
-SCENARIOS = ("plain", "streamed", "helper", "responses", "responsesHelper", "socket", "refused")
+SCENARIOS = ("embeddings", "plain", "streamed", "helper", "responses", "responsesHelper", "socket", "refused")
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,15 @@ def test_stream_helper_has_role_and_finish_reason_of_every_choice(results: dict[
     helper = results["helper"]
     assert helper["texts"] == helper["deltas"] and len(set(helper["texts"])) == 3
     assert set(helper["finishes"]) <= {"stop", "length"}
+
+
+def test_embeddings_are_the_same_in_both_encodings(results: dict[str, Any]) -> None:
+    received = results["embeddings"]
+    assert [each["index"] for each in received["plain"]] == [0, 1]
+    for packed, plain in zip(received["packed"], received["plain"], strict=True):
+        assert packed["embedding"] == pytest.approx(plain["embedding"], abs=1e-7) and len(plain["embedding"]) > 3
+    assert len(received["tokens"][0]["embedding"]) == 3
+    assert received["usage"]["prompt_tokens"] == received["usage"]["total_tokens"] > 0
 
 
 def test_responses_stream_continue_and_resume(results: dict[str, Any]) -> None:

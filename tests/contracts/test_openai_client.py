@@ -280,3 +280,27 @@ def test_vllm_fields_are_accepted_from_the_client(client: openai.OpenAI) -> None
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model=MODEL, prompt="x", extra_body={"num_beam_groups": 2})
     assert caught.value.param == "num_beam_groups"
+
+
+def test_embeddings_are_the_same_in_both_encodings(client: openai.OpenAI) -> None:
+    """The client asks for base64 and decodes it, unless asked for floats."""
+    texts = ["Hello there", "How are you?"]
+    packed = client.embeddings.create(model=MODEL, input=texts)
+    plain = client.embeddings.create(model=MODEL, input=texts, encoding_format="float")
+    assert [each.embedding for each in packed.data] == [each.embedding for each in plain.data]
+    assert [each.index for each in packed.data] == [0, 1]
+    assert all(math.hypot(*each.embedding) == pytest.approx(1.0, abs=1e-6) for each in packed.data)
+    ids = [tiny_tokenizer().encode(text, add_special_tokens=True) for text in texts]
+    assert packed.usage.prompt_tokens == packed.usage.total_tokens == sum(map(len, ids))
+    tokens = client.embeddings.create(model=MODEL, input=[list(each) for each in ids], dimensions=3)
+    assert [len(each.embedding) for each in tokens.data] == [3, 3]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.embeddings.create(model=MODEL, input="")
+    assert caught.value.param == "input"
+
+
+async def test_concurrent_embeddings_have_their_own_values(async_client: openai.AsyncOpenAI) -> None:
+    texts = [f"text number {number}" for number in range(40)]
+    alone = await asyncio.gather(*(async_client.embeddings.create(model=MODEL, input=text) for text in texts))
+    together = await async_client.embeddings.create(model=MODEL, input=texts)
+    assert [each.data[0].embedding for each in alone] == [each.embedding for each in together.data]

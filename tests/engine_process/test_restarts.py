@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from chatcache.config import EngineConfig
@@ -17,11 +18,12 @@ from chatcache.engine_process import process as children
 from chatcache.engine_process.process import ChildProcess, EngineProcess, RestartPolicy
 from chatcache.engine_process.protocol import Notice
 from chatcache.engine_process.recovery import RequestJournal, RequestRecovery
-from chatcache.types.events import Failed
-from chatcache.types.request import GenerateRequest, ResumePoint
+from chatcache.types.events import Embedding, Failed, Finished
+from chatcache.types.request import GenerateRequest, PoolingParams, ResumePoint
 from tests.engine_process.crashing_engine import (
     QUICK,
     SEARCHES,
+    VOCAB,
     RequestGroup,
     check_same,
     expected_events,
@@ -33,6 +35,7 @@ from tests.engine_process.crashing_engine import (
     wait_for_search_steps,
 )
 from tests.engine_process.test_process import is_alive
+from tests.support.fake_runner import fake_states, history_of
 
 pytestmark = pytest.mark.slow
 
@@ -301,3 +304,23 @@ async def test_kill_check_detects_a_journal_without_search_steps(
     monkeypatch.setattr(RequestJournal, "record_search_step", record)
     with pytest.raises(AssertionError):
         await test_a_search_killed_at_any_step_continues_identically("distinct", tmp_path)
+
+
+@pytest.mark.parametrize("num_kills", [1, 2])
+async def test_embeddings_of_a_killed_engine_are_computed_again(num_kills: int) -> None:
+    prompts = [tuple((7 * number + index) % VOCAB for index in range(600)) for number in range(24)]
+    async with process(step_ms=40) as engine:
+        await engine.wait_loaded()
+        for number, prompt in enumerate(prompts):
+            await engine.submit(GenerateRequest(request_id=f"e{number}", prompt=prompt, pooling=PoolingParams()))
+        for killed in range(1, num_kills + 1):
+            os.kill(engine.pid or 0, signal.SIGKILL)
+            await until(lambda count=killed: engine.num_restarts == count)  # type: ignore[misc]
+        for number, prompt in enumerate(prompts):
+            *embeddings, end = [event async for event in engine.events(f"e{number}")]
+            assert isinstance(end, Finished) and not end.cancelled
+            last = embeddings[-1]
+            assert isinstance(last, Embedding)
+            state = fake_states(np.array([history_of(prompt)], np.uint64))[0]
+            want = state / np.float32(np.linalg.norm(state))
+            np.testing.assert_allclose(np.frombuffer(last.values, "<f4"), want, atol=1e-6)

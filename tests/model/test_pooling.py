@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -123,3 +125,29 @@ def test_unsupported_pooling_is_rejected_unless_chosen(config: str, found: str, 
 def test_unknown_pooling_is_rejected(sample_of: Get, load: Load) -> None:
     with pytest.raises(ModelFolderError, match="pooling 'cls' is not supported; choose auto, last, mean"):
         load(sample_of("llama").folder, pooling="cls")
+
+
+def test_base_model_without_an_output_head_is_loaded(sample_of: Get, load: Load, tmp_path: Path) -> None:
+    """Embedding models are saved without the prefix `model.` of a causal LM; the head is the tied embedding."""
+    sample = sample_of("llama")
+    AutoModel.from_pretrained(sample.folder, dtype=torch.float32).save_pretrained(tmp_path)
+    config = json.loads((sample.folder / "config.json").read_text())
+    for architecture in ("LlamaForCausalLM", "LlamaModel"):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+        prompt = sample.prompts[1]
+        result = Driver(load(tmp_path)).feed({0: prompt}, None, None, pools_of([0], [1]))
+        assert result.pooled is not None and result.tokens[0, 0] == sample.answers[1][0]
+        np.testing.assert_allclose(result.pooled[0], hidden_states(sample, prompt)[-1], atol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.interpreter
+def test_triton_kernels_return_states(sample_of: Get, load: Load) -> None:
+    sample = sample_of("llama")
+    first, second = sample.prompts[0], sample.prompts[1]
+    driver = Driver(load(sample.folder, attention_backend="triton"))
+    driver.feed({0: second[:9]}, make_draws([]))
+    result = driver.feed({1: first, 0: second[9:]}, make_draws([{"row": 0}]), None, pools_of([0, 1], [5, 1]))
+    assert result.pooled is not None and result.tokens[0, 0] == sample.answers[0][0]
+    np.testing.assert_allclose(result.pooled[0], hidden_states(sample, first).sum(axis=0), atol=1e-3)
+    np.testing.assert_allclose(result.pooled[1], hidden_states(sample, second)[-1], atol=3e-4)

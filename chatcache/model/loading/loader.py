@@ -53,7 +53,7 @@ from chatcache.model.loading.memory_budget import (
     measure_budget,
     total_memory_bytes,
 )
-from chatcache.model.loading.weights import Weights, WeightSource
+from chatcache.model.loading.weights import Weights, WeightSource, as_causal_lm
 from chatcache.model.runner import AsyncLaunch, Runner, default_async_launch
 from chatcache.model.sampling.sampler import Sampler, TokenSampler
 from chatcache.model.thread_count import ThreadCount
@@ -97,7 +97,7 @@ def _load(
 ) -> Runner:
     raw = read_config(folder)
     eos = eos_token_ids(folder, raw)
-    weights = Weights(weight_files(folder)) if weights is None else weights
+    weights = as_causal_lm(Weights(weight_files(folder))) if weights is None else weights
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     if config.deterministic and device.type != "cpu":

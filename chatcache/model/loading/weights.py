@@ -76,6 +76,34 @@ class Entry:
     shape: tuple[int, ...]
 
 
+class BaseModelWeights:
+    """Tensors of a base model under the names of a causal LM: `model.x` for `x`.
+
+    Embedding models are often saved without their output head, and so without that prefix.
+    """
+
+    def __init__(self, weights: WeightSource) -> None:
+        self._weights = weights
+        self.num_parameters = weights.num_parameters
+
+    def __contains__(self, name: str) -> bool:
+        return name.startswith("model.") and name.removeprefix("model.") in self._weights
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return one tensor. Raises: as `WeightSource.get`."""
+        return self._weights.get(name.removeprefix("model."), shape)
+
+    def digest(self) -> str:
+        """Return the digest of the tensors."""
+        return self._weights.digest()
+
+
+def as_causal_lm(weights: WeightSource) -> WeightSource:
+    """Return weights under the names of a causal LM, also for those of a base model."""
+    is_base = "embed_tokens.weight" in weights and "model.embed_tokens.weight" not in weights
+    return BaseModelWeights(weights) if is_base else weights
+
+
 class Weights:
     """All tensors of a model folder by name.
 

@@ -25,6 +25,13 @@ def main() -> None:
     chunks = list(litellm.completion(**ASKED, stream=True, stream_options={"include_usage": True}))
     rebuilt = litellm.stream_chunk_builder(chunks, messages=ASKED["messages"])
     many = litellm.completion(**ASKED, n=3)
+    embedded = litellm.embedding(
+        model=ASKED["model"],
+        input=["Hello there", "How are you?"],
+        api_base=ASKED["api_base"],
+        api_key="unused",
+        encoding_format="float",
+    )
     try:
         litellm.completion(**{**ASKED, "messages": [{"role": "user", "content": "word " * 20_000}]})
         refused = ""
@@ -40,6 +47,7 @@ def main() -> None:
                 "streamed": "".join(c.choices[0].delta.content or "" for c in chunks if c.choices),
                 "rebuilt": rebuilt.model_dump(),
                 "refused": refused,
+                "embeddings": [each["embedding"] for each in embedded.data],
             }
         )
     )

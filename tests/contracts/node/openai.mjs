@@ -120,7 +120,15 @@ async function failing() {
   return { text };
 }
 
-const scenarios = { plain, streamed, helper, left, responses, responsesHelper, socket, refused, failing };
+async function embeddings() {
+  const input = ["Hello there", "How are you?"];
+  const packed = await client.embeddings.create({ model, input }); // the client asks for base64
+  const plain = await client.embeddings.create({ model, input, encoding_format: "float" });
+  const tokens = await client.embeddings.create({ model, input: [[1, 2, 3]], dimensions: 3 });
+  return { packed: packed.data, plain: plain.data, tokens: tokens.data, usage: packed.usage };
+}
+
+const scenarios = { embeddings, plain, streamed, helper, left, responses, responsesHelper, socket, refused, failing };
 const said = {};
 for (const name of process.argv.slice(2)) said[name] = await scenarios[name]();
 console.log(JSON.stringify(said));
