@@ -11,6 +11,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES, GZipMiddleware
 
 from chatcache import __version__
 from chatcache.config import ServerConfig
@@ -30,6 +31,10 @@ from chatcache.gateway.routing import UnknownPath, build_routes
 from chatcache.gateway.tracing import open_tracer
 from chatcache.storage.open import open_store
 from chatcache.tokenizer.tokenizer import Tokenizer
+
+MIN_COMPRESSED_BYTES = 1024
+_COMPRESSION_LEVEL = 3  # half the time of the default, for a few per cent more bytes
+_NOT_COMPRESSED = ("text/*", "application/x-ndjson")  # lines are sent one by one; `static` compresses the page itself
 
 
 def create_app(
@@ -121,6 +126,12 @@ def _middleware(
         )
     return [
         *stack,
+        Middleware(
+            GZipMiddleware,
+            minimum_size=MIN_COMPRESSED_BYTES,
+            compresslevel=_COMPRESSION_LEVEL,
+            exclude_content_types=(*DEFAULT_EXCLUDED_CONTENT_TYPES, *_NOT_COMPRESSED),
+        ),
         Middleware(AuthenticationMiddleware, config, key_cache),
         Middleware(RevocationMiddleware, key_cache),
         Middleware(
