@@ -68,7 +68,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     `api_keys`: if empty, requests need no key, and the default is to listen on the loopback address only. `db`: the
     SQLite file of the conversations, unless `redis` is the URL of the Redis server that stores them.
     `shared_system_prompts`: system prompts whose pages all tenants share. `tool_call_parser`: auto (by the model's chat
-    template) | hermes | llama3_json | mistral | none. `reasoning_parser`: auto | qwen3 | deepseek_r1 | none.
+    template) | hermes | qwen3_coder | llama3_json | pythonic | mistral | none. `reasoning_parser`: auto | qwen3 |
+    deepseek_r1 | none.
 
     `max_import_bytes`: the largest file of conversations that can be imported. `body_timeout_s`: how long a request
     body may pause, and its initial allowance over a rate of 1 KiB/s. `disconnect_grace_period_s`: how long a stored

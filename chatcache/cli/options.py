@@ -384,8 +384,8 @@ SharedSystemPrompt = Annotated[
     ),
 ]
 ToolCallParser = Annotated[
-    Literal["auto", "hermes", "llama3_json", "mistral", "none"],
-    _flag("tool-call-parser", "Syntax of the model's function calls; auto: detected from the chat template."),
+    Literal["auto", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "none"],
+    _flag("tool-call-parser", "Syntax of the model's function calls; auto: derived from the chat template."),
 ]
 ReasoningParser = Annotated[
     Literal["auto", "qwen3", "deepseek_r1", "none"],

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chatcache.auth import namespace_of
-from chatcache.conversations.prompt import Function, Message, functions_from_echo
+from chatcache.conversations.prompt import Function, Message, argument_schemas, functions_from_echo
 from chatcache.conversations.replies.parser import ReplyContext
 from chatcache.conversations.store import ConversationStore, StaleRevisionError
 from chatcache.conversations.tree import (
@@ -182,10 +182,8 @@ class ContinuationResolver:
     def reply_context(self, tree: ConversationTree, item: Item) -> ReplyContext:
         """Return the parsing context with which a stored reply was parsed."""
         turn = tree.turn_of(item)
-        names = (
-            {function.name for function in functions_from_echo(turn.echo.get("tools"))} if turn is not None else set()
-        )
-        return ReplyContext(self._tokenizer, self._reply_format if item.parts.raw else ReplyFormat(), names or None)
+        functions = argument_schemas(functions_from_echo(turn.echo.get("tools")) if turn is not None else ())
+        return ReplyContext(self._tokenizer, self._reply_format if item.parts.raw else ReplyFormat(), functions or None)
 
     async def _locate(self, owner: str, member: str, param: str | None) -> str:
         try:

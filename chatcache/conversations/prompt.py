@@ -175,6 +175,11 @@ class Function:
         }
 
 
+def argument_schemas(functions: Iterable[Function]) -> dict[str, Mapping[str, Any]]:
+    """Return the JSON schema of the arguments of each function, by name."""
+    return {each.name: each.parameters if each.parameters is not None else _NO_PARAMETERS for each in functions}
+
+
 def no_known_reply(index: int, head: str, message: Message) -> Known | None:
     """Return None for every message: the `ReplyLookup` of a conversation without stored replies."""
     return None

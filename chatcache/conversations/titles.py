@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from chatcache.auth import namespace_of
 from chatcache.conversations.fork_points import TurnRequest
-from chatcache.conversations.prompt import Message
+from chatcache.conversations.prompt import Message, argument_schemas
 from chatcache.conversations.replies.service import ChatService, Reply
 from chatcache.conversations.tree import ConversationTree, Item, new_id
 from chatcache.conversations.turns import TurnService, setup_of
@@ -97,8 +97,8 @@ class SideTasks:
             conversation_id=head.id,
             priority=priority,
         )
-        names = {function.name for function in planned.request.functions} or None
-        return await self._service.start(request, planned.prompt.key, functions=names, owner=head.owner)
+        functions = argument_schemas(planned.request.functions) or None
+        return await self._service.start(request, planned.prompt.key, functions=functions, owner=head.owner)
 
 
 def clean_title(text: str) -> str:

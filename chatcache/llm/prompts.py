@@ -19,7 +19,7 @@ from chatcache.gateway.api.params import constrain_to_tools, parse_tool_choice
 from chatcache.gateway.schemas.requests import ToolChoiceFields, ToolFields
 from chatcache.tokenizer.bad_words import resolve_bad_words
 from chatcache.tokenizer.chat_template import parse_arguments, unescape
-from chatcache.tokenizer.reply_format import detect_format
+from chatcache.tokenizer.reply_format import ReplyFormat, detect_format
 from chatcache.tokenizer.thinking import ThinkingControls
 from chatcache.types.request import Params
 
@@ -82,8 +82,12 @@ class PromptReader:
         return self._tokenizer
 
     @cached_property
+    def _reply_format(self) -> ReplyFormat:
+        return detect_format(self.tokenizer)
+
+    @cached_property
     def _thinking(self) -> ThinkingControls:
-        return ThinkingControls(self.tokenizer, detect_format(self.tokenizer))
+        return ThinkingControls(self.tokenizer, self._reply_format)
 
     def prompts(self, prompts: Any) -> list[PromptSource]:
         """Return the source of one prompt or of each of several; rows of a matrix are prompts.
@@ -133,11 +137,11 @@ class PromptReader:
         tokenizer = self.tokenizer
         if not tokenizer.has_chat_template:
             raise InvalidRequestError("this model has no chat template: use generate instead", param="messages")
-        form = detect_format(tokenizer)
+        form = self._reply_format
         given = _convert(tools, list[ToolFields], "tools")
         choice = _convert(tool_choice, str | ToolChoiceFields | None, "tool_choice")
         use = parse_tool_choice(form, given, choice, None)
-        context = ReplyContext(tokenizer, form, use.names) if given else None
+        context = ReplyContext(tokenizer, form, use.schemas) if given else None
         self._thinking.check_kwargs(kwargs or {})
         variables = template_variables(use.functions, kwargs or {})
 

@@ -46,7 +46,8 @@ MAX_DEPTH = 64
 class RawJson(dict[str, Any]):
     """A JSON object that is rendered as the text it was parsed from.
 
-    Templates see the parsed object; the `tojson` filter writes `source`.
+    Templates see the parsed object; the `tojson` filter writes `source`. So do templates that join the arguments with
+    text, or write them as they are (DeepSeek): they expect a string.
     """
 
     __slots__ = ("source",)
@@ -54,6 +55,15 @@ class RawJson(dict[str, Any]):
     def __init__(self, value: dict[str, Any], source: str) -> None:
         super().__init__(value)
         self.source = source
+
+    def __str__(self) -> str:
+        return self.source
+
+    def __add__(self, text: str) -> str:
+        return self.source + text
+
+    def __radd__(self, text: str) -> str:
+        return text + self.source
 
 
 def parse_arguments(source: str) -> RawJson | str:

@@ -279,7 +279,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 _check_number(left.bit_length(), MAX_BITS // MAX_EXPONENT)
             case "%" if isinstance(left, str):
                 _check_format(left, right if isinstance(right, tuple) else (right,))
-        return super().call_binop(context, operator, left, right)
+        return _bounded_result(super().call_binop(context, operator, left, right))
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")

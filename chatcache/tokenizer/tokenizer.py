@@ -220,6 +220,12 @@ class Tokenizer:
         """Texts of the added tokens (special or not), longest first."""
         return self._added
 
+    @cached_property
+    def eos_texts(self) -> tuple[str, ...]:
+        """Texts of the tokens that end a reply."""
+        found = (self._backend.id_to_token(token) for token in self.eos_token_ids)
+        return tuple(text for text in found if text)
+
     def special_ids_of(self, texts: Iterable[str]) -> dict[str, int]:
         """Return the ids of those `texts` that are special tokens."""
         found = {text: self._backend.token_to_id(text) for text in texts}

@@ -1,24 +1,25 @@
 """Grammar that constrains a reply to valid tool calls, in llguidance's Lark notation.
 
-    start: thought? body         body: calls                  if a call is required
+    start: lead? body            body: calls                  if a call is required
                                        calls | answer         if the answer has a JSON schema
                                        text calls | text      otherwise
 
 Text ends where the marker of a call begins. If the marker is a special token, text cannot contain it; any other marker
-is matched by a lazy lexeme, which ends at the first match.
+is matched by a lazy lexeme, which ends at the first match. Arguments that are not JSON: `argument_grammar`.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from chatcache.tokenizer.argument_grammar import LiteralRules, MarkRules, TaggedRules, json_rule, pattern, quoted
+from chatcache.tokenizer.harmony import HARMONY_REASONING
 from chatcache.tokenizer.reply_format import ReplyFormat
-from chatcache.tokenizer.tool_formats import ToolCallSyntax
+from chatcache.tokenizer.template_probes import ID_SLOT
+from chatcache.tokenizer.tool_formats import WHITESPACE, LiteralArguments, TaggedArguments, ToolCallSyntax
 
-_SINGLE_SPACE = {"whitespace_pattern": " "}  # at most one space: otherwise some models emit newlines without end
 _ANY_OBJECT = '{"type": "object"}'
 
 
@@ -60,87 +61,92 @@ def build_tool_grammar(choice: ToolChoice, form: ReplyFormat, special: Mapping[s
     `special`: ids of those markers that are special tokens.
     Raises: ValueError if the format has no tool calls.
     """
-    thought = _ReasoningRules(form, special).lines(prompt_end)
+    if form.is_harmony:
+        return "\n".join(_harmony_rules(choice, form, MarkRules(special), prompt_end))
+    thought = _reasoning_rules(form, MarkRules(special), prompt_end)
     start = [f"start: {'lead ' if thought else ''}body", *thought]
     if not choice.functions:
-        return "\n".join([*start, f"body: {_json_rule(choice.answer or _ANY_OBJECT)}"])
+        return "\n".join([*start, f"body: {json_rule(choice.answer or _ANY_OBJECT)}"])
     if form.syntax is None:
-        raise ValueError(f"no calls in the format {form.tool_calls!r}")
-    return "\n".join([*start, *_CallRules(choice, form, form.syntax, special).lines()])
+        raise ValueError("the format has no calls")
+    return "\n".join([*start, *_CallRules(choice, form.syntax, MarkRules(special)).lines()])
 
 
-class _MarkRules:
-    """Writes markers as grammar terms: a token reference for special tokens, else a string."""
-
-    def __init__(self, special: Mapping[str, int]) -> None:
-        self._special = special
-
-    def is_token(self, text: str) -> bool:
-        return text in self._special
-
-    def __call__(self, text: str) -> str:
-        return f"<[{self._special[text]}]>" if text in self._special else _quoted(text)
-
-    def until(self, name: str, text: str) -> list[str]:
-        """Return the rules named `name` for any text up to and including the marker `text`."""
-        if self.is_token(text):
-            return [f"{name}: ANY_{name.upper()}? {self(text)}", f"ANY_{name.upper()}: /(?s:.+)/"]
-        return [f"{name}[lazy]: /(?s:.*){_pattern(text)}/"]
+def _reasoning_rules(form: ReplyFormat, mark: MarkRules, prompt_end: str) -> list[str]:
+    """Return the grammar rules of the reasoning block."""
+    syntax = form.reasoning
+    if syntax is None or prompt_end.rstrip().endswith(syntax.closing):
+        return []
+    inside = form.starts_in_reasoning(prompt_end)
+    lead = "thought BLANK?" if inside else f"({mark(syntax.opening)} thought BLANK?)?"
+    return [f"lead: {lead}", *mark.until("thought", syntax.closing), r"BLANK: /[ \t\r\n]+/"]
 
 
-class _ReasoningRules:
-    """Grammar rules of the reasoning block."""
-
-    def __init__(self, form: ReplyFormat, special: Mapping[str, int]) -> None:
-        self._form = form
-        self._mark = _MarkRules(special)
-
-    def lines(self, prompt_end: str) -> list[str]:
-        syntax = self._form.reasoning
-        if syntax is None or prompt_end.rstrip().endswith(syntax.closing):
-            return []
-        inside = self._form.starts_in_reasoning(prompt_end)
-        lead = "thought BLANK?" if inside else f"({self._mark(syntax.opening)} thought BLANK?)?"
-        return [f"lead: {lead}", *self._mark.until("thought", syntax.closing), r"BLANK: /[ \t\r\n]+/"]
+def _harmony_rules(choice: ToolChoice, form: ReplyFormat, mark: MarkRules, prompt_end: str) -> list[str]:
+    """Return the grammar of a reply in channels: reasoning, a preamble, and one call or the final text."""
+    next_message = mark("<|end|><|start|>assistant")
+    thought = f"TEXT {next_message}"
+    lead = f"({mark(HARMONY_REASONING.opening)} {thought})*"
+    if form.starts_in_reasoning(prompt_end):
+        lead = f"{thought} {lead}"
+    callees = range(len(choice.functions))
+    bodies = [f"call{k}" for k in callees]
+    final = mark("<|channel|>final<|message|>")
+    if choice.answer or not choice.functions:
+        final = f"{final} answer"
+    else:
+        final = f"{final} TEXT?"
+    if not choice.required or not choice.functions:
+        bodies.append(final)
+    preamble = f"({mark('<|channel|>commentary<|message|>')} {thought})?" if choice.functions else ""
+    rules = [f"start: {lead} {preamble} ({' | '.join(bodies)})", "TEXT: /(?s:.+)/"]
+    if choice.answer or not choice.functions:
+        rules.append(f"answer: {json_rule(choice.answer or _ANY_OBJECT)}")
+    for k, callee in enumerate(choice.functions):
+        rest = f'{mark("<|constrain|>")}? "json" {mark("<|message|>")} arguments{k}'
+        channel = mark("<|channel|>")
+        rules += [
+            f"call{k}: {channel} {quoted(f'commentary to=functions.{callee.name} ')} {rest}"
+            f' | {quoted(f" to=functions.{callee.name}")} {channel} "commentary " {rest}',
+            f"arguments{k}: {json_rule(callee.schema or _ANY_OBJECT)}",
+        ]
+    return rules
 
 
 class _CallRules:
     """Grammar rules of calls and of the text around them."""
 
-    def __init__(
-        self, choice: ToolChoice, form: ReplyFormat, syntax: ToolCallSyntax, special: Mapping[str, int]
-    ) -> None:
+    def __init__(self, choice: ToolChoice, syntax: ToolCallSyntax, mark: MarkRules) -> None:
         self._choice = choice
-        self._form = form
         self._syntax = syntax
-        self._mark = _MarkRules(special)
+        self._mark = mark
+        whole = syntax.section_open + syntax.call_open
+        opening = whole.lstrip(WHITESPACE)
+        self._blank = whole[: len(whole) - len(opening)]
+        self._marker = syntax.marker
+        self._rest = opening[len(self._marker) :] if opening.startswith(self._marker) else opening
 
     def lines(self) -> list[str]:
-        return [
-            *self._body(),
-            f"opened: {self._opened()}",
-            f"more: {self._mark(self._syntax.marker)} opened",
-            *self._objects(),
-        ]
+        return [*self._body(), f"opened: {self._opened()}", *self._callees()]
 
     def _body(self) -> list[str]:
-        marker, bare = self._syntax.marker, self._syntax.allows_bare_object
-        calls = f"{self._mark(marker)} opened"
+        marker, bare = self._marker, self._syntax.allows_bare
+        calls = f"{self._mark(marker)} opened" if marker else "opened"
         if bare:
             calls = f"opened | {calls}" if self._mark.is_token(marker) else "opened"
         if self._choice.required:
-            return [f"body: {calls}"]
-        if self._choice.answer and bare:
+            return [f"body: ({quoted(self._blank)})? {calls}" if self._blank else f"body: {calls}"]
+        if self._choice.answer and bare and self._syntax.is_object:
             return [f"body: {self._either()}"]
         if self._choice.answer:
-            return [f"body: {calls} | answer", f"answer: {_json_rule(self._choice.answer)}"]
+            return [f"body: {calls} | answer", f"answer: {json_rule(self._choice.answer)}"]
         if bare:
-            plain = r"/(?s:[ \t\r\n]*[^{ \t\r\n].*)/"
-            without = "" if self._mark.is_token(marker) else f" & ~/(?s:.*){_pattern(marker)}(?s:.*)/"
+            plain = r"/(?s:[ \t\r\n]*[^BRACKET \t\r\n].*)/".replace("BRACKET", r"\[" if self._syntax.is_list else "{")
+            without = f" & ~/(?s:.*){pattern(marker)}(?s:.*)/" if marker and not self._mark.is_token(marker) else ""
             return [f"body: PLAIN? | {calls}", f"PLAIN: {plain}{without}"]
         if self._mark.is_token(marker):
             return ["body: (ANY? | ANY? " + calls + ")", "ANY: /(?s:.+)/"]
-        text = f"/(?s:.+)/ & ~/(?s:.*){_pattern(marker)}(?s:.*)/"
+        text = f"/(?s:.+)/ & ~/(?s:.*){pattern(marker)}(?s:.*)/"
         return ["body: TEXT? | head opened", f"TEXT: {text}", *self._mark.until("head", marker)]
 
     def _either(self) -> str:
@@ -148,51 +154,50 @@ class _CallRules:
 
         Both are JSON objects and start with a brace, so they are alternatives of one schema.
         """
+        key = json.loads(self._syntax.object_middle.strip(", :"))
         calls = [
             {
                 "type": "object",
-                "properties": {"name": {"const": callee.name}, "parameters": json.loads(callee.schema or _ANY_OBJECT)},
-                "required": ["name", "parameters"],
+                "properties": {"name": {"const": callee.name}, key: json.loads(callee.schema or _ANY_OBJECT)},
+                "required": ["name", key],
                 "additionalProperties": False,
             }
             for callee in self._choice.functions
         ]
-        return _json_rule(json.dumps({"anyOf": [*calls, json.loads(self._choice.answer)]}))
+        return json_rule(json.dumps({"anyOf": [*calls, json.loads(self._choice.answer)]}))
 
     def _opened(self) -> str:
-        """Return the grammar expression for the first call, after its opening marker, and any further calls."""
-        syntax, many = self._syntax, self._choice.parallel
-        if syntax.allows_bare_object:
-            return 'object ("; " object)*' if many else "object"
-        if syntax.allows_list and self._form.named_calls:
-            return "named more?" if many else "named"
-        if syntax.allows_list:
-            return '"[" object (", " object)* "]"' if many else '"[" object "]"'
-        closing = self._mark(next(iter(syntax.separators)))
-        return f'"\\n" object "\\n" {closing}' + (' ("\\n" more)?' if many else "")
+        """Return the grammar expression for the calls, after the marker of the first one."""
+        syntax, mark = self._syntax, self._mark
+        opening = "" if syntax.allows_bare and not syntax.is_list else self._rest
+        close, end = mark(syntax.call_close), mark(syntax.section_close)
+        more = ""
+        if self._choice.parallel:
+            call_open = "" if syntax.allows_bare else syntax.call_open
+            more = f"({mark(syntax.separator + call_open)} callee {close})*"
+        return f"{mark(opening)} callee {close} {more} {end}"
 
-    def _objects(self) -> Sequence[str]:
-        key = "parameters" if self._syntax.allows_bare_object else "arguments"
-        callees = range(len(self._choice.functions))
-        rules = [f"object: {' | '.join(f'object{k}' for k in callees)}"]
-        if self._syntax.name_separator:
-            rules.append(f"named: {' | '.join(f'named{k}' for k in callees)}")
+    def _callees(self) -> Sequence[str]:
+        syntax, mark = self._syntax, self._mark
+        rules = [f"callee: {' | '.join(f'callee{k}' for k in range(len(self._choice.functions)))}"]
+        rules.append("CALL_ID: /[A-Za-z0-9]{9}/")
+        tagged = TaggedRules(syntax.arguments, mark) if isinstance(syntax.arguments, TaggedArguments) else None
+        literal = LiteralRules(syntax.arguments, mark) if isinstance(syntax.arguments, LiteralArguments) else None
         for k, callee in enumerate(self._choice.functions):
-            opening = f'{{"name": {json.dumps(callee.name)}, "{key}": '
-            rules.append(f'object{k}: {_quoted(opening)} arguments{k} "}}"')
-            rules.append(f"arguments{k}: {_json_rule(callee.schema or _ANY_OBJECT)}")
-            if self._syntax.name_separator:
-                rules.append(f"named{k}: {_quoted(callee.name)} {self._mark(self._syntax.name_separator)} arguments{k}")
+            schema = callee.schema or _ANY_OBJECT
+            if syntax.is_object:
+                head = f"{syntax.object_head}{json.dumps(callee.name)}{syntax.object_middle}"
+                rules.append(f"callee{k}: {self._with_id(head)} arguments{k} {self._with_id(syntax.object_tail)}")
+            else:
+                call_id = f"{mark(syntax.id_open)} CALL_ID" if syntax.id_open else ""
+                rules.append(f"callee{k}: {quoted(callee.name)} {call_id} {mark(syntax.name_end)} arguments{k}")
+            if tagged is not None:
+                rules += tagged.lines(f"arguments{k}", json.loads(schema))
+            elif literal is not None:
+                rules += literal.lines(f"arguments{k}", json.loads(schema))
+            else:
+                rules.append(f"arguments{k}: {json_rule(schema)}")
         return rules
 
-
-def _json_rule(schema: str) -> str:
-    return "%json " + json.dumps({"x-guidance": _SINGLE_SPACE, **json.loads(schema)}, ensure_ascii=False)
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text)
-
-
-def _pattern(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")
+    def _with_id(self, text: str) -> str:
+        return " CALL_ID ".join(self._mark(part) for part in text.split(ID_SLOT))

@@ -14,20 +14,28 @@ reported as they arrive, exactly as the model wrote them:
                      `- the call is reported here
 
 White space around calls is not part of the text. If the stream ends within a call, the call keeps the arguments so far.
-Only the outer object must be valid JSON (keys, colons, commas). The end of the arguments is found by brackets and
-quotes
-alone: errors within them are passed to the client unchanged.
+Of calls in JSON, only the outer object must be valid (keys, colons, commas). The end of the arguments is found by
+brackets and quotes alone: errors within them are passed to the client unchanged. Arguments in another notation are
+reported as JSON (`argument_readers`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from chatcache.tokenizer.tool_formats import LIST_SEPARATORS, WHITESPACE, ToolCallSyntax, partial_marker_length
+from chatcache.tokenizer.argument_readers import LiteralReader, TaggedReader
+from chatcache.tokenizer.tool_formats import (
+    WHITESPACE,
+    Functions,
+    LiteralArguments,
+    TaggedArguments,
+    ToolCallSyntax,
+    partial_marker_length,
+)
 
 MAX_NAME_CHARS = 256
 _ARGUMENTS = ("arguments", "parameters")
@@ -84,12 +92,9 @@ class CallObjectReader:
         self._pending.clear()
         return text
 
-    def read(self, text: str, at: int = 0) -> int:
-        """Read `text[at:]`.
-
-        Return the offset where reading stopped: after the name, when finished, or at the end.
-        """
-        had_name = bool(self.name)
+    def read(self, text: str, last: bool = False) -> int:
+        """Read `text`; return the offset where reading stopped: after the name, when finished, or at the end."""
+        at, had_name = 0, bool(self.name)
         while at < len(text) and not self.is_finished and bool(self.name) == had_name:
             at = self._step(text, at)
         return at
@@ -253,52 +258,71 @@ _NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """Delta of call `number` (0, 1, ...). The first delta has the complete name."""
+    """Delta of call `number` (0, 1, ...). The first delta has the complete name.
+
+    `call_id`: the id that the model wrote, in the first delta.
+    """
 
     number: int
     name: str = ""
     arguments: str = ""
+    call_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class ParsedCalls:
-    """Text and calls that a chunk of the stream added."""
+class ParsedText:
+    """Text, reasoning and calls that a chunk of the stream added."""
 
     text: str = ""
+    reasoning: str = ""
     calls: tuple[ToolCallDelta, ...] = ()
+
+
+class _Then(Enum):
+    """What follows a delimiter after a call."""
+
+    MORE = auto()  # further delimiters
+    CALL = auto()
+    TEXT = auto()
 
 
 class ToolCallParser:
     """Separates the tool calls of one candidate from its text while it is generated.
 
-    An object without a marker is a call only if it names one of the functions `names`.
+    An object or list without a marker is a call only if it names one of the `functions`.
     """
 
-    def __init__(self, syntax: ToolCallSyntax, names: Collection[str] = ()) -> None:
+    def __init__(self, syntax: ToolCallSyntax, functions: Functions | None = None) -> None:
         self._syntax = syntax
-        self._names = frozenset(names)
+        self._functions = functions if functions is not None else {}
+        self._markers = _markers(syntax)
+        self._bare = ("{" if syntax.is_object and not syntax.is_list else "[") if syntax.allows_bare else ""
+        self._followers = _followers(syntax, in_list=False)
         self._state: Callable[[str, bool], str] = self._in_text
         self._held = ""
         self._at_start = True
         self._trims = False
         self._attempt: list[str] = []  # input of a possible call whose name is not complete yet
         self._is_bare = False
-        self._separators = syntax.separators
+        self._expected: tuple[str, ...] = ()  # delimiters before the name
+        self._in_list = False
+        self._after = self._followers
         self._name = ""
-        self._object = CallObjectReader()
+        self._call_id: list[str] = []
+        self._object: CallObjectReader | TaggedReader | LiteralReader = CallObjectReader()
         self._number = -1
         self._announced = False
         self._has_emitted = False
         self._texts: list[str] = []
         self._parts: list[ToolCallDelta] = []
 
-    def push(self, text: str) -> ParsedCalls:
+    def push(self, text: str) -> ParsedText:
         """Parse a chunk; return the parts that are now final."""
         if self._is_plain_text(text):
-            return ParsedCalls(text)
+            return ParsedText(text)
         return self._run(text, last=False)
 
-    def finish(self) -> ParsedCalls:
+    def finish(self) -> ParsedText:
         """End the stream; return the text that was held back."""
         return self._run("", last=True)
 
@@ -306,16 +330,16 @@ class ToolCallParser:
         """Return True if nothing is held back and no call can start in `text`."""
         if self._held or self._trims or self._at_start or self._state != self._in_text:
             return False
-        return text != "" and self._syntax.marker[0] not in text and text[-1] not in WHITESPACE
+        return text != "" and text[-1] not in WHITESPACE and not any(mark[0] in text for mark in self._markers)
 
-    def _run(self, text: str, *, last: bool) -> ParsedCalls:
+    def _run(self, text: str, *, last: bool) -> ParsedText:
         rest, self._held = self._held + text, ""
         while rest:
             rest = self._state(rest, last)
         if last and self._attempt:
             self._texts += self._attempt
             self._attempt = []
-        parsed = ParsedCalls("".join(self._texts), tuple(self._parts))
+        parsed = ParsedText("".join(self._texts), calls=tuple(self._parts))
         self._texts.clear()
         self._parts.clear()
         return parsed
@@ -324,23 +348,24 @@ class ToolCallParser:
         if self._trims:
             text = text.lstrip(WHITESPACE)
             self._trims = not text
-        if self._at_start and self._syntax.allows_bare_object:
+        if self._at_start and self._bare:
             first = text.lstrip(WHITESPACE)
-            if first.startswith("{"):
-                return self._begin(text[: len(text) - len(first)], first, bare=True)
+            if first.startswith(self._bare):
+                return self._begin(text[: len(text) - len(first)], first, (), bare=True)
             if not first and not last:
                 return self._hold(text)
-        marker = self._syntax.marker
-        at = text.find(marker)
-        if at >= 0:
+        places = [(at, marker) for marker in self._markers if (at := text.find(marker)) >= 0]
+        if places:
+            at, marker = min(places)
             shown = text[:at].rstrip(WHITESPACE)
             self._emit_text(shown)
-            return self._begin(text[len(shown) : at] + marker, text[at + len(marker) :])
-        end = len(text) if last else len(text) - partial_marker_length(text, marker)
+            return self._begin(text[len(shown) : at] + marker, text[at + len(marker) :], self._markers[marker])
+        held = max((partial_marker_length(text, marker) for marker in self._markers), default=0)
+        end = len(text) if last else len(text) - held
         self._emit_text(text[:end])
         return self._hold(text[end:])
 
-    def _begin(self, opening: str, rest: str, *, bare: bool = False) -> str:
+    def _begin(self, opening: str, rest: str, expected: tuple[str, ...], *, bare: bool = False) -> str:
         """Start to read a possible call after `opening`, its marker or brace; return `rest`.
 
         `opening` is returned as text if no call follows.
@@ -348,34 +373,38 @@ class ToolCallParser:
         self._attempt = [opening]
         self._is_bare = bare
         self._at_start = False
-        self._separators = self._syntax.separators
+        self._in_list = False
+        self._after = self._followers
+        self._expected = expected
         self._state = self._in_head
         return rest
 
     def _in_head(self, text: str, last: bool) -> str:
+        """Read the delimiters before a name or object."""
         text = self._skip_whitespace(text)
         if not text:
             return ""
-        if self._syntax.allows_list and text[0] == "[":
+        syntax = self._syntax
+        if syntax.is_list and not self._in_list and text[0] == "[":
             self._attempt.append("[")
-            self._separators = LIST_SEPARATORS
-            self._state = self._before_object
+            self._in_list = True
+            self._after = _followers(syntax, in_list=True)
             return text[1:]
-        if self._syntax.name_separator and _NAME.match(text):
+        if self._expected:
+            word = self._expected[0]
+            if text.startswith(word):
+                self._attempt.append(word)
+                self._expected = self._expected[1:]
+                return text[len(word) :]
+            return self._hold(text) if word.startswith(text) and not last else self._reject_call(text)
+        if text[0] == "{" and (syntax.is_object or not isinstance(syntax.arguments, LiteralArguments)):
+            return self._open(CallObjectReader(), text)
+        if (not syntax.is_object or (syntax.name_end and not self._in_list)) and _NAME.match(text):
             self._name = ""
-            self._separators = {}
+            self._call_id = []
             self._state = self._in_name
             return text
-        self._state = self._before_object
-        return text
-
-    def _before_object(self, text: str, last: bool) -> str:
-        text = self._skip_whitespace(text)
-        if not text:
-            return ""
-        if text[0] != "{":
-            return self._reject_call(text)
-        return self._open(CallObjectReader(), text)
+        return self._reject_call(text)
 
     def _in_name(self, text: str, last: bool) -> str:
         """Read a function name that precedes its arguments."""
@@ -384,19 +413,58 @@ class ToolCallParser:
             self._name += found[0]
             self._attempt.append(found[0])
             return text[found.end() :]
-        if len(self._name) > MAX_NAME_CHARS:
+        if len(self._name) > MAX_NAME_CHARS or (self._is_bare and self._name not in self._functions):
             return self._reject_call(text)
-        between = self._syntax.name_separator
-        if text.startswith(between):
-            self._attempt.append(between)
-            return self._open(CallObjectReader(self._name), text[len(between) :])
-        if text[0] == "{":
-            return self._open(CallObjectReader(self._name), text)
-        if between.startswith(text) and not last:
+        if self._syntax.id_open and text.startswith(self._syntax.id_open):
+            self._attempt.append(self._syntax.id_open)
+            self._state = self._in_call_id
+            return text[len(self._syntax.id_open) :]
+        self._expected = tuple(self._syntax.name_end.split())
+        self._state = self._after_name
+        if self._syntax.id_open.startswith(text) and self._syntax.id_open and not last:
+            self._state = self._in_name
             return self._hold(text)
-        return self._reject_call(text)
+        return text
 
-    def _open(self, call: CallObjectReader, rest: str) -> str:
+    def _in_call_id(self, text: str, last: bool) -> str:
+        found = _NAME.match(text)
+        if found is not None:
+            self._call_id.append(found[0])
+            self._attempt.append(found[0])
+            return text[found.end() :]
+        self._expected = tuple(self._syntax.name_end.split())
+        self._state = self._after_name
+        return text
+
+    def _after_name(self, text: str, last: bool) -> str:
+        """Read the delimiters between a name and its arguments."""
+        syntax = self._syntax
+        if syntax.name_end[:1].isspace() or len(self._expected) < len(syntax.name_end.split()):
+            text = self._skip_whitespace(text)
+            if not text:
+                return ""
+        if self._expected:
+            word = self._expected[0]
+            if text.startswith(word):
+                self._attempt.append(word)
+                self._expected = self._expected[1:]
+                return text[len(word) :] if self._expected else self._open_arguments(text[len(word) :])
+            if word.startswith(text) and not last:
+                return self._hold(text)
+            if text[0] != "{" or isinstance(syntax.arguments, LiteralArguments):
+                return self._reject_call(text)
+        return self._open_arguments(text)
+
+    def _open_arguments(self, rest: str) -> str:
+        form = self._syntax.arguments
+        schema = self._functions.get(self._name, {})
+        if isinstance(form, TaggedArguments):
+            return self._open(TaggedReader(form, self._name, schema), rest)
+        if isinstance(form, LiteralArguments):
+            return self._open(LiteralReader(form, self._name, self._syntax.call_close.lstrip()[:1]), rest)
+        return self._open(CallObjectReader(self._name), rest)
+
+    def _open(self, call: CallObjectReader | TaggedReader | LiteralReader, rest: str) -> str:
         self._object = call
         self._announced = self._has_emitted = False
         self._state = self._in_call
@@ -405,10 +473,10 @@ class ToolCallParser:
 
     def _in_call(self, text: str, last: bool) -> str:
         call = self._object
-        end = call.read(text)
+        end = call.read(text, last)
         if not self._announced:
             self._attempt.append(text[:end])
-            if self._is_bare and call.name and call.name not in self._names:
+            if self._is_bare and call.name and call.name not in self._functions:
                 return self._reject_call(text[end:])
             self._announce()
         if not self._announced:
@@ -419,6 +487,8 @@ class ToolCallParser:
                 self._emit_arguments("{}")
             self._trims = True
             self._state = self._after_call
+        elif end == 0:
+            return "" if last else self._hold(text)
         return text[end:]
 
     def _announce(self) -> None:
@@ -426,7 +496,8 @@ class ToolCallParser:
             self._announced = True
             self._attempt = []
             self._number += 1
-            self._parts.append(ToolCallDelta(self._number, self._object.name))
+            self._parts.append(ToolCallDelta(self._number, self._object.name, call_id="".join(self._call_id)))
+            self._call_id = []
 
     def _emit_arguments(self, text: str) -> None:
         if text:
@@ -435,12 +506,18 @@ class ToolCallParser:
 
     def _after_call(self, text: str, last: bool) -> str:
         text = text.lstrip(WHITESPACE)
-        for separator, has_next in self._separators.items():
-            if text.startswith(separator):
-                self._attempt = [separator] if has_next else []
-                self._state = self._before_object if has_next else self._in_text
-                return text[len(separator) :]
-        if text and not last and any(separator.startswith(text) for separator in self._separators):
+        for word, (then, expected) in self._after.items():
+            if not text.startswith(word):
+                continue
+            if then is _Then.CALL:
+                self._attempt = [word]
+                self._expected = expected
+                self._state = self._in_head
+            elif then is _Then.TEXT:
+                self._attempt = []
+                self._state = self._in_text
+            return text[len(word) :]
+        if text and not last and any(word.startswith(text) for word in self._after):
             return self._hold(text)
         if text:
             self._state = self._in_text
@@ -469,3 +546,31 @@ class ToolCallParser:
     def _hold(self, text: str) -> str:
         self._held = text
         return ""
+
+
+def _markers(syntax: ToolCallSyntax) -> dict[str, tuple[str, ...]]:
+    """Return the words that start calls anywhere in a reply, each with the delimiters that must follow it.
+
+    The delimiters of a section may be missing.
+    """
+    section, call = syntax.section_lexemes, syntax.call_lexemes
+    starts = [words for words in ((*section, *call), call) if words and words[0] != "[" and words[0][0] != "{"]
+    return {words[0]: words[1:] for words in reversed(starts)}
+
+
+def _followers(syntax: ToolCallSyntax, *, in_list: bool) -> dict[str, tuple[_Then, tuple[str, ...]]]:
+    """Return what may follow the arguments of a call, longest first, each with the delimiters that then follow."""
+    closing, ending = syntax.call_close.split(), syntax.section_close.split()
+    if syntax.is_list and ending:
+        ending = [word for word in (*(["]"] if in_list else []), ending[0].removeprefix("]"), *ending[1:]) if word]
+    separator = syntax.separator.split() if in_list or not syntax.is_list else []
+    opening = () if syntax.allows_bare else syntax.call_lexemes
+    found: dict[str, tuple[_Then, tuple[str, ...]]] = dict.fromkeys((*closing, *ending), (_Then.MORE, ()))
+    if syntax.section_open or syntax.allows_bare:
+        for words in ((*separator, *opening), opening):
+            if words:
+                found.setdefault(words[0], (_Then.CALL, tuple(words[1:])))
+    last = ending if syntax.section_open else closing
+    if last:
+        found[last[-1]] = (_Then.TEXT, ())
+    return dict(sorted(found.items(), key=lambda item: -len(item[0])))

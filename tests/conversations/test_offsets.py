@@ -136,7 +136,7 @@ def test_token_offsets_of_reasoning_and_calls_are_none(case: str) -> None:
     family, pieces, prompt_end = SAID[case]
     tokenizer = tokenizer_of(family)
     form = detect_format(tokenizer)
-    speech = ReplyContext(tokenizer, form, {"weather"})
+    speech = ReplyContext(tokenizer, form, {"weather": {}})
     prompt = tokenizer.encode_after("", prompt_end)
     written = "".join(pieces)
     ids = tokenizer.encode_after("", written)

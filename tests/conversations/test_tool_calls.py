@@ -16,6 +16,7 @@ from chatcache.conversations.prompt import (
     Known,
     Message,
     Prompt,
+    argument_schemas,
     assemble,
     assistant_message,
     functions_from_echo,
@@ -57,7 +58,7 @@ WRITTEN = {
 
 
 def context_of(tokenizer: Tokenizer, functions: tuple[Function, ...] = TOOLS) -> ReplyContext:
-    return ReplyContext(tokenizer, detect_format(tokenizer), frozenset(function.name for function in functions))
+    return ReplyContext(tokenizer, detect_format(tokenizer), argument_schemas(functions))
 
 
 def feed(tokenizer: Tokenizer, prompt: Prompt, ids: list[int]) -> tuple[Candidate, list[ReplyDelta], ReplyDone]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from chatcache.tokenizer.detokenizer import IncrementalDetokenizer
 from chatcache.tokenizer.reasoning import THINK
 from chatcache.tokenizer.reply_format import REASONING, ReplyFormat, ReplyParser, decode_prompt_end, detect_format
 from chatcache.tokenizer.tokenizer import Tokenizer, read_tokenizer
+from chatcache.tokenizer.tool_formats import HERMES, LLAMA3, MISTRAL, ToolCallSyntax
 from tests.gateway.serving import tiny_tokenizer
 from tests.tokenizer.families import FAMILIES, TOKENS, backend_with, tokenizer_of
 from tests.tokenizer.tokenizers import write_folder
@@ -30,12 +32,14 @@ CHAT: list[dict[str, Any]] = [
     {"role": "tool", "content": "sunny", "tool_call_id": "abcdefgh1", "name": "f"},
 ]
 EXPECTED = {
-    "hermes": ReplyFormat("hermes", THINK, supports_tools=True),
-    "qwen3": ReplyFormat("hermes", THINK, supports_tools=True),
-    "opened": ReplyFormat("hermes", THINK, supports_tools=True),
-    "llama3": ReplyFormat("llama3_json", supports_tools=True),
-    "mistral": ReplyFormat("mistral", supports_tools=True),
-    "mistral named": ReplyFormat("mistral", supports_tools=True, named_calls=True),
+    "hermes": ReplyFormat(HERMES, THINK, supports_tools=True),
+    "qwen3": ReplyFormat(HERMES, THINK, supports_tools=True),
+    "opened": ReplyFormat(HERMES, THINK, supports_tools=True),
+    "llama3": ReplyFormat(LLAMA3, supports_tools=True),
+    "mistral": ReplyFormat(replace(MISTRAL, name_end=""), supports_tools=True),
+    "mistral named": ReplyFormat(
+        ToolCallSyntax(call_open="[TOOL_CALLS]", is_object=False, name_end="[ARGS]", id_chars=9), supports_tools=True
+    ),
 }
 
 
@@ -47,9 +51,10 @@ def test_detect_format_from_chat_template(name: str) -> None:
 def test_plain_templates_have_none_and_flags_overrule() -> None:
     assert detect_format(tiny_tokenizer()) == ReplyFormat()
     assert detect_format(tokenizer_of("hermes"), "none", "none") == ReplyFormat(supports_tools=True)
-    assert detect_format(tokenizer_of("hermes"), "mistral", "deepseek_r1").tool_calls == "mistral"
+    assert detect_format(tokenizer_of("hermes"), "mistral", "deepseek_r1").syntax == MISTRAL
     xml = tokenizer_of("hermes").template_source.replace('{"name": "', "<function=")
-    assert detect_format(_with(xml)).tool_calls == "none"
+    syntax = detect_format(_with(xml)).syntax
+    assert syntax is not None and (syntax.call_open, syntax.name_end) == ("<tool_call>\n<function=", '", "arguments": ')
 
 
 def _with(template: str) -> Tokenizer:
@@ -96,13 +101,13 @@ def test_special_tokens_reach_the_parser_though_people_do_not_see_them() -> None
     ids = [marks["[TOOL_CALLS]"], *tokenizer.encode('[{"name": "f", "arguments": {}}]')]
     assert IncrementalDetokenizer(tokenizer).push(ids) == '[{"name": "f", "arguments": {}}]'
     seen = IncrementalDetokenizer(tokenizer, visible_ids=marks.values()).push(ids)
-    parser = ReplyParser(form, decode_prompt_end(tokenizer, ids), {"f"})
+    parser = ReplyParser(form, decode_prompt_end(tokenizer, ids), {"f": {}})
     said, rest = parser.push(seen), parser.finish()
     assert (said.text + rest.text, [call.name for call in said.calls if call.name]) == ("", ["f"])
     assert form.marks(tools=False) == ()
 
 
 def test_calls_are_text_where_no_function_may_be_called() -> None:
-    parser = ReplyParser(ReplyFormat("hermes", THINK), "", None)
+    parser = ReplyParser(ReplyFormat(HERMES, THINK), "", None)
     call = '<tool_call>{"name": "f"}</tool_call>'
     assert parser.push(f"<think>hm</think>\n{call}").text == call

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
-import llguidance
 import pytest
 
-from chatcache.decoding.grammar.compiler import _Vocabulary, to_lark
 from chatcache.tokenizer.reasoning import THINK
 from chatcache.tokenizer.reply_format import ReplyFormat, ReplyParser, detect_format
 from chatcache.tokenizer.tokenizer import Tokenizer
-from chatcache.tokenizer.tool_grammar import CallableFunction, ToolChoice, build_tool_grammar
-from chatcache.types.request import StructuredOutputs
-from tests.support.fake_runner import fake_model_info
+from chatcache.tokenizer.tool_formats import HERMES
+from chatcache.tokenizer.tool_grammar import CallableFunction, ToolChoice
 from tests.tokenizer.families import FAMILIES, tokenizer_of
+from tests.tokenizer.grammar_walk import new_matcher, walk
 
 SCHEMA = json.dumps(
     {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
@@ -40,14 +36,6 @@ TWO = {
 TWO["qwen3"] = TWO["opened"] = TWO["hermes"]
 
 
-@cache
-def vocabulary(name: str) -> Any:
-    tokenizer = tokenizer_of(name)
-    model_info = fake_model_info(tokenizer.vocab_size, tokenizer.eos_token_ids, 100)
-    known = _Vocabulary(tokenizer.token_bytes, model_info, tokenizer.special_ids)
-    return llguidance.LLTokenizer(known, eos_token=[known.eos_token_id])
-
-
 def form_of(tokenizer: Tokenizer) -> ReplyFormat:
     return replace(detect_format(tokenizer), reasoning=None)
 
@@ -56,15 +44,7 @@ def accepted(name: str, choice: ToolChoice, text: str, *, form: ReplyFormat | No
     """ "whole", "open" (more must follow) or "refused"."""
     tokenizer = tokenizer_of(name)
     form = form if form is not None else form_of(tokenizer)
-    special = tokenizer.special_ids_of(form.marks(tools=True))
-    grammar = build_tool_grammar(choice, form, special, prompt_end)
-    lark = to_lark(StructuredOutputs(grammar=grammar, special_token_ids=tuple(special.values())))
-    matcher = llguidance.LLMatcher(vocabulary(name), lark, log_level=0)
-    assert not matcher.is_error(), f"{matcher.get_error()}\n{lark}"
-    for token in tokenizer.encode_after("", text):
-        if not matcher.consume_token(token):
-            return "refused"
-    return "whole" if matcher.is_accepting() else "open"
+    return walk(tokenizer, new_matcher(tokenizer, choice, form, prompt_end), text)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -121,11 +101,11 @@ def test_an_answer_may_have_a_form_of_its_own(name: str) -> None:
     ],
 )
 def test_a_model_may_think_first(end: str, text: str, expected: str) -> None:
-    form = ReplyFormat("hermes", THINK)
+    form = ReplyFormat(HERMES, THINK)
     call = ONE["qwen3"] % ("f", '{"n": 1}')
     written = text.replace("CALL", call)
     assert accepted("qwen3", REQUIRED, written, form=form, prompt_end=end) == expected
-    parser = ReplyParser(form, end, {"f"})
+    parser = ReplyParser(form, end, {"f": {}})
     said, rest = parser.push(written), parser.finish()
     found = [part.name for part in (*said.calls, *rest.calls) if part.name]
     assert (found == ["f"]) is (expected == "whole")

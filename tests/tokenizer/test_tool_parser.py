@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 
 from chatcache.tokenizer.reasoning import ReasoningParser
 from chatcache.tokenizer.tool_formats import HERMES, LLAMA3, MISTRAL, ToolCallSyntax
-from chatcache.tokenizer.tool_parser import ParsedCalls, ToolCallParser
+from chatcache.tokenizer.tool_parser import ParsedText, ToolCallParser
 from tests.tokenizer import oracles as oracle
 from tests.tokenizer.oracles import Call
 
-NAMES = frozenset({"f", "get_weather"})
+FUNCTIONS: dict[str, dict[str, Any]] = {"f": {}, "get_weather": {}}
+NAMES = frozenset(FUNCTIONS)
 FORMATS: dict[str, tuple[ToolCallSyntax, Callable[[str], tuple[str, list[Call]]]]] = {
     "hermes": (HERMES, oracle.hermes),
     "llama3": (LLAMA3, lambda text: oracle.llama3(text, NAMES)),
@@ -46,7 +48,7 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
     return [text[start:end] for start, end in pairwise(ends)]
 
 
-def joined(parts: Sequence[ParsedCalls]) -> tuple[str, list[Call]]:
+def joined(parts: Sequence[ParsedText]) -> tuple[str, list[Call]]:
     """Text and calls as a client adds them up; every call begins with its name, in order."""
     calls: list[Call] = []
     for part in (call for parsed in parts for call in parsed.calls):
@@ -59,7 +61,7 @@ def joined(parts: Sequence[ParsedCalls]) -> tuple[str, list[Call]]:
 
 
 def parse(syntax: ToolCallSyntax, deltas: Sequence[str]) -> tuple[str, list[Call]]:
-    parser = ToolCallParser(syntax, NAMES)
+    parser = ToolCallParser(syntax, FUNCTIONS)
     return joined([*(parser.push(delta) for delta in deltas), parser.finish()])
 
 
@@ -158,7 +160,7 @@ def test_a_long_reply_costs_no_more_than_its_length(name: str) -> None:
     """Beginnings of calls one in another are read once: counted in states, not in seconds."""
     syntax = FORMATS[name][0]
     text = (syntax.marker + '{"a": "') * 2_000
-    parser, num_states = ToolCallParser(syntax, NAMES), 0
+    parser, num_states = ToolCallParser(syntax, FUNCTIONS), 0
     inner = ToolCallParser._in_call
 
     def counted(self: ToolCallParser, text: str, last: bool) -> str:

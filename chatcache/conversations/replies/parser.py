@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from chatcache.conversations.replies.events import CallDelta
 from chatcache.conversations.tree import ReplyParts, ToolCall, new_id
 from chatcache.tokenizer.detokenizer import IncrementalDetokenizer
-from chatcache.tokenizer.reply_format import ParsedText, ReplyFormat, ReplyParser, decode_prompt_end
+from chatcache.tokenizer.reply_format import ReplyFormat, ReplyParser, decode_prompt_end
 from chatcache.tokenizer.tokenizer import Tokenizer
+from chatcache.tokenizer.tool_formats import Functions
+from chatcache.tokenizer.tool_parser import ParsedText
 
 TAIL_TOKENS = 8  # last prompt tokens, which decide whether the first word of a reply keeps its space
+MAX_CALL_ID_CHARS = 64
 _ID_LETTERS = string.ascii_letters + string.digits
 
 
@@ -22,23 +25,23 @@ _ID_LETTERS = string.ascii_letters + string.digits
 class ReplyContext:
     """How replies of one request are parsed.
 
-    `function_names`: callable functions (None: nothing is a call).
+    `functions`: callable functions (None: nothing is a call).
     """
 
     tokenizer: Tokenizer
     reply_format: ReplyFormat = field(default_factory=ReplyFormat)
-    function_names: Collection[str] | None = None
+    functions: Functions | None = None
 
     @cached_property
     def is_parsed(self) -> bool:
         """Whether the output can contain reasoning or calls at all."""
-        return bool(self.reply_format.marks(tools=self.function_names is not None))
+        return bool(self.reply_format.marks(tools=self.functions is not None))
 
     @cached_property
     def mark_ids(self) -> frozenset[int]:
         """Special tokens that are markup for the parser; they are hidden from clients."""
         return frozenset(
-            self.tokenizer.special_ids_of(self.reply_format.marks(tools=self.function_names is not None)).values()
+            self.tokenizer.special_ids_of(self.reply_format.marks(tools=self.functions is not None)).values()
         )
 
     def text_stream(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> IncrementalDetokenizer:
@@ -56,7 +59,7 @@ class ReplyContext:
         if not self.is_parsed:
             return CandidateParser(None, 0, ())
         syntax = self.reply_format.syntax
-        parser = ReplyParser(self.reply_format, decode_prompt_end(self.tokenizer, prompt), self.function_names)
+        parser = ReplyParser(self.reply_format, decode_prompt_end(self.tokenizer, prompt), self.functions)
         return CandidateParser(parser, syntax.id_chars if syntax is not None else 0, call_ids)
 
 
@@ -137,7 +140,7 @@ class CandidateParser:
         deltas: list[CallDelta] = []
         for part in parsed.calls:
             if part.name:
-                self._begin_call(part.name)
+                self._begin_call(part.name, part.call_id)
             self._arguments[part.number].append(part.arguments)
             call_id = self._call_ids[part.number] if part.name else ""
             delta = CallDelta(part.number, part.arguments, call_id, part.name)
@@ -147,11 +150,13 @@ class CandidateParser:
             deltas.append(delta)
         return ParsedDelta(parsed.text, parsed.reasoning, tuple(deltas))
 
-    def _begin_call(self, name: str) -> None:
+    def _begin_call(self, name: str, call_id: str) -> None:
+        """Record a new call. `call_id`: the id that the model wrote, which is used if no other call has it."""
         self._names.append(name)
         self._arguments.append([])
         if len(self._call_ids) < len(self._names):
-            self._call_ids.append(self._new_id())
+            is_usable = call_id and call_id not in self._call_ids and len(call_id) <= MAX_CALL_ID_CHARS
+            self._call_ids.append(call_id if is_usable else self._new_id())
 
     def _new_id(self) -> str:
         if self._id_chars:

@@ -8,7 +8,7 @@ Submits an engine request and yields parsed text events of its candidates.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
@@ -49,6 +49,7 @@ from chatcache.tokenizer.detokenizer import IncrementalDetokenizer
 from chatcache.tokenizer.reply_format import ReplyFormat
 from chatcache.tokenizer.thinking import ThinkingControls
 from chatcache.tokenizer.tokenizer import Tokenizer
+from chatcache.tokenizer.tool_formats import Functions
 from chatcache.types.events import FINISH_CANCELLED, Beams, CandidateDone, Embedding, Failed, Finished, Started, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
 
@@ -345,7 +346,7 @@ class ChatService:
         request: GenerateRequest,
         rendering: str | None = None,
         prefix: ReplyPrefix | None = None,
-        functions: Collection[str] | None = None,
+        functions: Functions | None = None,
         thinks: bool = True,
         owner: str | None = None,
     ) -> Reply:

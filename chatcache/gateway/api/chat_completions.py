@@ -175,7 +175,7 @@ async def start_chat(request: Request, model: Model, chat: ChatRequest) -> Reply
         )
         rendering = prompt.key if chat.raw is None else None
         starting = service.start(
-            engine_request, rendering, functions=chat.tools.names, thinks=can_reason, owner=principal.owner
+            engine_request, rendering, functions=chat.tools.schemas, thinks=can_reason, owner=principal.owner
         )
         reply = await cancel_on_disconnect(request, starting)
         permit.attach(reply)

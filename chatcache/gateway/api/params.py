@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from chatcache.conversations.prompt import Function
+from chatcache.conversations.prompt import Function, argument_schemas
 from chatcache.errors import InvalidRequestError, UnsupportedParameterError
 from chatcache.gateway.schemas.requests import (
     MAX_TOOLS,
@@ -32,6 +32,7 @@ from chatcache.gateway.schemas.requests import (
 from chatcache.tokenizer.bad_words import encode_bad_words
 from chatcache.tokenizer.reply_format import ReplyFormat, decode_prompt_end
 from chatcache.tokenizer.tokenizer import Tokenizer
+from chatcache.tokenizer.tool_formats import Functions
 from chatcache.tokenizer.tool_grammar import CallableFunction, ToolChoice, build_tool_grammar
 from chatcache.types.request import (
     MAX_OUTPUT_LOGPROBS,
@@ -338,12 +339,12 @@ _MODES = ("none", "auto", "required")
 class ToolUse:
     """The tools of a request and how the model may use them.
 
-    `names`: functions that the model may call now, None if it may call none. `choice`: the value of `tool_choice`,
+    `schemas`: functions that the model may call now, None if it may call none. `choice`: the value of `tool_choice`,
     repeated in the response. `limits`: the grammar constraint that enforces the choice, None for none.
     """
 
     functions: tuple[Function, ...] = ()
-    names: frozenset[str] | None = None
+    schemas: Functions | None = None
     choice: object = "none"
     limits: ToolChoice | None = None
     parallel: bool = True
@@ -388,7 +389,8 @@ def parse_tool_choice(
     callees = tuple(_callee(function, enforced=enforced) for function in functions if function.name in names)
     single = not parallel or (isinstance(choice, ToolChoiceFields) and choice.type == "function")
     limits = ToolChoice(callees, required=enforced, parallel=not single)
-    return ToolUse(functions, names, echo, limits, parallel)
+    schemas = argument_schemas(function for function in functions if function.name in names)
+    return ToolUse(functions, schemas, echo, limits, parallel)
 
 
 def constrain_to_tools(

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from chatcache.conversations.fork_points import ReplyPrefix, TurnRequest
-from chatcache.conversations.prompt import Function, Message
+from chatcache.conversations.prompt import Function, Message, argument_schemas
 from chatcache.conversations.prompt_history import PromptRecord
 from chatcache.conversations.replies.service import Reply, num_candidates
 from chatcache.conversations.store import Claim, IdempotencyConflictError
@@ -158,8 +158,7 @@ async def _start(
     async with gateway.admission.acquire(principal, cost) as ticket:
         planned = await model.conversations.plan(request)
         if planned.prefix is not None:  # a continued reply keeps its tools
-            names = frozenset(each.name for each in planned.request.functions)
-            tools = replace(tools, names=names or None, limits=None)
+            tools = replace(tools, schemas=argument_schemas(planned.request.functions) or None, limits=None)
         prompt = planned.prompt.token_ids
         sampling_params = clamp_max_tokens(sampling_params, len(prompt), gateway.max_model_len)
         params = constrain_to_tools(sampling_params, tools, model.service.reply_format, model.tokenizer, prompt)
@@ -173,7 +172,7 @@ async def _start(
         renamed = rename_constraint_param(sampling.structured_outputs, "text", "tools" if tools.limits else None)
         with rename_error_params(max_tokens="max_output_tokens"), renamed:
             reply = await start(
-                engine_request, planned.prompt.key, planned.prefix, tools.names, has_reasoning, principal.owner
+                engine_request, planned.prompt.key, planned.prefix, tools.schemas, has_reasoning, principal.owner
             )
         ticket.attach(reply)
 

@@ -1,0 +1,308 @@
+"""Grammar rules for arguments that are not JSON, from the JSON schema of a function.
+
+Required arguments are always written, optional ones may be left out; both are in the order of the schema. A function
+without a schema of its arguments takes any keys.
+
+Strings in tagged notation have no end mark but the closing tag, so they are lazy lexemes. They are held to `enum`,
+`const`, `minLength`, `maxLength` and `pattern`; other values to their whole schema. Values in literal notation are held
+to types, `enum`, `const`, `items`, `properties` and the alternatives of `anyOf`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from chatcache.tokenizer.argument_readers import resolve, types_of
+from chatcache.tokenizer.tool_formats import WHITESPACE, LiteralArguments, TaggedArguments
+
+_SINGLE_SPACE = {"whitespace_pattern": " "}  # at most one space: otherwise some models emit newlines without end
+_DEFINITIONS = ("$defs", "definitions")
+_KEY = r"/[A-Za-z0-9_.\-]+/"
+MAX_SCHEMA_DEPTH = 16
+MAX_ENUM_VALUES = 256
+_NUMBERS = {"integer": r"/-?(0|[1-9][0-9]*)/", "number": r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?/"}
+
+
+def json_rule(schema: str) -> str:
+    return "%json " + json.dumps({"x-guidance": _SINGLE_SPACE, **json.loads(schema)}, ensure_ascii=False)
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text) if text else ""
+
+
+def pattern(text: str) -> str:
+    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
+
+
+class MarkRules:
+    """Writes delimiters as grammar terms: token references for special tokens, strings for the text between them."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self._special = special
+        tokens = sorted(special, key=len, reverse=True)
+        self._tokens = re.compile("|".join(map(re.escape, tokens))) if tokens else None
+
+    def is_token(self, text: str) -> bool:
+        """Return True if the text starts with a special token."""
+        return self._tokens is not None and self._tokens.match(text) is not None
+
+    def __call__(self, text: str) -> str:
+        terms: list[str] = []
+        at = 0
+        for found in self._tokens.finditer(text) if self._tokens is not None else ():
+            terms += [quoted(text[at : found.start()]), f"<[{self._special[found[0]]}]>"]
+            at = found.end()
+        return " ".join(term for term in (*terms, quoted(text[at:])) if term)
+
+    def until(self, name: str, text: str) -> list[str]:
+        """Return the rules named `name` for any text up to and including the marker `text`."""
+        if self.is_token(text):
+            return [f"{name}: ANY_{name.upper()}? {self(text)}", f"ANY_{name.upper()}: /(?s:.+)/"]
+        if self._tokens is not None and (found := self._tokens.search(text)) is not None:
+            before, rest = text[: found.start()], text[found.start() :]
+            return [f"{name}: ANY_{name.upper()} {self(rest)}", f"ANY_{name.upper()}: /(?s:.*){pattern(before)}/"]
+        return [f"{name}[lazy]: /(?s:.*){pattern(text)}/"]
+
+
+def _with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+    """Return a part of a schema as a schema of its own."""
+    return json.dumps({**{word: root[word] for word in _DEFINITIONS if word in root}, **schema})
+
+
+def _properties(root: Mapping[str, Any]) -> list[tuple[str, Any, bool]] | None:
+    """Return (name, schema, is required) of each property of an object; None if it has none."""
+    schema = resolve(root, root)
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping) or (not properties and schema.get("additionalProperties") is not False):
+        return None
+    required = schema.get("required")
+    names = required if isinstance(required, list) else []
+    return [(name, each, name in names) for name, each in properties.items()]
+
+
+def _enumerated(schema: Mapping[str, Any]) -> list[Any] | None:
+    if "const" in schema:
+        return [schema["const"]]
+    values = schema.get("enum")
+    return values if isinstance(values, list) and len(values) <= MAX_ENUM_VALUES else None
+
+
+Entry = tuple[Callable[[str], str], bool]
+"""(text before -> expression of an argument, is required)"""
+
+
+def _sequence(entries: Sequence[Entry], separator: str) -> str:
+    """Return an expression for entries in order, of which those that are not required may be left out.
+
+    The separator and the key of an argument are one lexeme: the lexer does not go back if a longer one fails.
+    """
+    if not separator:
+        return " ".join(f"({entry('')})" + ("" if is_required else "?") for entry, is_required in entries) or '""'
+    options: list[str] = []
+    for first, (entry, is_required) in enumerate(entries):
+        rest = "".join(f" ({each(separator)})" + ("" if needed else "?") for each, needed in entries[first + 1 :])
+        options.append(f"({entry('')}){rest}")
+        if is_required:
+            break
+    else:
+        options.append('""')
+    return " | ".join(options)
+
+
+class TaggedRules:
+    """Rules of tagged arguments."""
+
+    def __init__(self, form: TaggedArguments, mark: MarkRules) -> None:
+        self._form = form
+        self._mark = mark
+
+    def lines(self, name: str, root: Mapping[str, Any]) -> list[str]:
+        """Return the rules of all arguments of a function, under the given name."""
+        mark, form = self._mark, self._form
+        properties = _properties(root)
+        if properties is None:
+            first, more = mark(form.opening), mark(form.separator + form.opening)
+            entry = f"{_KEY} {mark(form.middle)} {name}_text"
+            return [f"{name}: ({first} {entry} ({more} {entry})*)?", *self._text_rules(f"{name}_text", "")]
+        entries: list[Entry] = []
+        rules: list[str] = []
+        for at, (key, schema, is_required) in enumerate(properties):
+            kinds, added = self._values(f"{name}_{at}", schema, root)
+            entries.append((partial(self._entry, key, kinds), is_required))
+            rules += added
+        return [f"{name}: {_sequence(entries, form.separator)}", *rules]
+
+    def _entry(self, key: str, kinds: Mapping[str, str], before: str) -> str:
+        opening = f"{before}{self._form.opening}{key}"
+        return " | ".join(f"{self._mark(opening + middle)} {rule}" for rule, middle in kinds.items())
+
+    def _values(self, name: str, schema: Any, root: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+        """Return the rules of a value and the delimiter after it: {name: middle}, and the rules themselves."""
+        mark, form = self._mark, self._form
+        resolved = resolve(schema, root)
+        types = types_of(resolved, root)
+        kinds: dict[str, str] = {}
+        rules: list[str] = []
+        if "string" in types:
+            kinds[f"{name}_text"] = form.middle
+            values = _enumerated(resolved)
+            if values is not None:
+                texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+                rules.append(f"{name}_text: {' | '.join(mark(text + form.closing) for text in texts)}")
+            else:
+                rules += self._text_rules(f"{name}_text", _text_pattern(resolved))
+        if types != {"string"} and (form.json_middle or "string" not in types):
+            kinds[f"{name}_json"] = form.json_middle or form.middle
+            value = json_rule(_with_definitions(_without_string(resolved, types), root))
+            rules += [f"{name}_json: {name}_value {mark(form.closing)}", f"{name}_value: {value}"]
+        return kinds, rules
+
+    def _text_rules(self, name: str, shape: str) -> list[str]:
+        """Return the rules of a string and the delimiter after it. `shape`: a pattern of the string, or ""."""
+        closing = self._form.closing
+        core = closing.rstrip(WHITESPACE)
+        tail = self._mark(closing[len(core) :])
+        if shape:
+            if self._mark.is_token(core.lstrip(WHITESPACE)):
+                return [f"{name}: {name.upper()}? {self._mark(closing)}", f"{name.upper()}: /{shape}/"]
+            text = f"/{shape}/ & ~/(?s:.*){pattern(core.strip(WHITESPACE))}(?s:.*)/"
+            return [f"{name}: {name.upper()} {self._mark(closing)}", f"{name.upper()}: {text}"]
+        inner = core.lstrip(WHITESPACE)
+        if inner != core and not self._mark.is_token(inner):  # the parser ends a value at the tag alone
+            text = f"/(?s:.*){pattern(core)}/ & ~/(?s:.*){pattern(inner)}(?s:.+)/"
+            return [f"{name}: {name.upper()} {tail}", f"{name.upper()}: {text}"]
+        if not tail:
+            return self._mark.until(name, core)
+        return [f"{name}: {name}_end {tail}", *self._mark.until(f"{name}_end", core)]
+
+
+def _text_pattern(schema: Mapping[str, Any]) -> str:
+    """Return a pattern of the strings that a schema allows; "" for any string."""
+    shape = schema.get("pattern")
+    if isinstance(shape, str):
+        head = "" if shape.startswith("^") else "(?s:.*)"
+        tail = "" if shape.endswith("$") else "(?s:.*)"
+        return f"{head}({shape.removeprefix('^').removesuffix('$')}){tail}".replace("/", r"\/")
+    least, most = schema.get("minLength"), schema.get("maxLength")
+    if isinstance(least, int) or isinstance(most, int):
+        return f"(?s:.{{{least if isinstance(least, int) else 0},{most if isinstance(most, int) else ''}}})"
+    return ""
+
+
+def _without_string(schema: Mapping[str, Any], types: frozenset[str]) -> Mapping[str, Any]:
+    if "string" not in types:
+        return schema
+    others = sorted(types - {"string"})
+    return {"allOf": [schema, {"type": others}]} if len(others) < 6 else {"type": others}
+
+
+class LiteralRules:
+    """Rules of arguments as literals."""
+
+    def __init__(self, form: LiteralArguments, mark: MarkRules) -> None:
+        self._form = form
+        self._mark = mark
+
+    def lines(self, name: str, root: Mapping[str, Any]) -> list[str]:
+        """Return the rules of all arguments of a function, under the given name."""
+        rules = [f"{name}: {self._object(name, root, root, self._form.assign, self._form.separator, '', 0)}"]
+        return [*rules, *self._extra(name)]
+
+    def _extra(self, name: str) -> Iterator[str]:
+        form, mark = self._form, self._mark
+        colon, comma = mark(form.colon), mark(form.comma)
+        text, key = f"{name}_text", f"{mark(form.key_quote)} {_KEY} {mark(form.key_quote)}".strip()
+        if form.has_escapes:
+            one = r"[^\x00-\x1f\\Q]|\\[\\nrtbfQ]|\\u[0-9a-f]{4}"
+            quotes = ("'", '"')
+            shapes = " | ".join(f"{name.upper()}_TEXT{k}" for k in range(2))
+            yield f"{text}: {shapes}"
+            for k, quote in enumerate(quotes):
+                yield f"{name.upper()}_TEXT{k}: /{quote}({one.replace('Q', quote)})*{quote}/"
+        else:
+            yield f"{text}: {mark(form.quote)} {text}_rest"
+            yield from mark.until(f"{text}_rest", form.quote)
+        yield f"{name}_number: {_NUMBERS['number']}"
+        yield f"{name}_integer: {_NUMBERS['integer']}"
+        yield f'{name}_boolean: "true" | "false" | "True" | "False"'
+        yield f'{name}_null: "null" | "None"'
+        yield f'{name}_array: "[" ({name}_any ({comma} {name}_any)*)? "]"'
+        yield f'{name}_object: "{{" ({key} {colon} {name}_any ({comma} {key} {colon} {name}_any)*)? "}}"'
+        kinds = ("text", "number", "boolean", "null", "array", "object")
+        yield f"{name}_any: {' | '.join(f'{name}_{kind}' for kind in kinds)}"
+
+    def _object(
+        self, name: str, schema: Any, root: Mapping[str, Any], colon: str, comma: str, key_quote: str, depth: int
+    ) -> str:
+        mark = self._mark
+        resolved = resolve(schema, root)
+        properties = _properties(resolved)
+        if properties is None:
+            key = f"{mark(key_quote)} {_KEY} {mark(key_quote)} {mark(colon)} {name}_any"
+            return f"({key} ({mark(comma)} {key})*)?"
+
+        def entry(key: str, value: str, before: str) -> str:
+            return f"{mark(before + key_quote + key + key_quote + colon)} ({value})"
+
+        entries: list[Entry] = [
+            (partial(entry, key, self._value(name, each, root, depth + 1)), is_required)
+            for key, each, is_required in properties
+        ]
+        return f"({_sequence(entries, comma)})"
+
+    def _value(self, name: str, schema: Any, root: Mapping[str, Any], depth: int) -> str:
+        """Return the expression of a value."""
+        resolved = resolve(schema, root)
+        if depth > MAX_SCHEMA_DEPTH:
+            return f"{name}_any"
+        values = _enumerated(resolved)
+        if values is not None:
+            return " | ".join(self._constant(value) for value in values) or f"{name}_any"
+        for word in ("anyOf", "oneOf"):
+            if isinstance(resolved.get(word), list) and resolved[word]:
+                return " | ".join(f"({self._value(name, each, root, depth + 1)})" for each in resolved[word])
+        types = types_of(resolved, root)
+        if len(types) > 5:
+            return f"{name}_any"
+        return " | ".join(self._typed(name, kind, resolved, root, depth) for kind in sorted(types)) or f"{name}_any"
+
+    def _typed(self, name: str, kind: str, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
+        form = self._form
+        if kind == "string":
+            return f"{name}_text"
+        if kind == "object" and isinstance(schema.get("properties"), Mapping):
+            inner = self._object(name, schema, root, form.colon, form.comma, form.key_quote, depth)
+            return f'"{{" {inner} "}}"'
+        if kind == "array" and isinstance(schema.get("items"), Mapping):
+            item = f"({self._value(name, schema['items'], root, depth + 1)})"
+            return f'"[" ({item} ({self._mark(form.comma)} {item})*)? "]"'
+        return f"{name}_{kind}"
+
+    def _constant(self, value: Any) -> str:
+        form, mark = self._form, self._mark
+        match value:
+            case str():
+                inside = json.dumps(value, ensure_ascii=False)[1:-1] if form.has_escapes else value
+                if form.quote == "'":
+                    inside = inside.replace('\\"', '"').replace("'", "\\'")
+                return mark(f"{form.quote}{inside}{form.quote}")
+            case bool():
+                return f'"{str(value).lower()}" | "{value}"'
+            case None:
+                return '"null" | "None"'
+            case list():
+                items = f" {mark(form.comma)} ".join(f"({self._constant(each)})" for each in value)
+                return f'"[" {items} "]"'
+            case dict():
+                items = f" {mark(form.comma)} ".join(
+                    f"{mark(form.key_quote + key + form.key_quote + form.colon)} ({self._constant(each)})"
+                    for key, each in value.items()
+                )
+                return f'"{{" {items} "}}"'
+            case _:
+                return quoted(json.dumps(value))

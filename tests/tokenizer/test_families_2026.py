@@ -1,0 +1,252 @@
+"""Twelve families: what their templates render is what the parser reads, at every split point of the stream.
+
+The syntax is derived from each template (`template_probes`); only gpt-oss has a parser of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import jsonschema
+import pytest
+
+from chatcache.tokenizer.chat_template import RawJson, parse_arguments
+from chatcache.tokenizer.reply_format import ReplyFormat, ReplyParser, detect_format
+from chatcache.tokenizer.tokenizer import Tokenizer
+from chatcache.tokenizer.tool_formats import (
+    HARMONY,
+    JsonArguments,
+    LiteralArguments,
+    TaggedArguments,
+)
+from chatcache.tokenizer.tool_grammar import CallableFunction, ToolChoice
+from chatcache.tokenizer.tool_parser import ParsedText
+from tests.tokenizer.families_2026 import NAMES, family_of, tokenizer_of
+from tests.tokenizer.grammar_walk import draw, new_matcher, walk
+
+PLACE = {
+    "type": "object",
+    "properties": {"lat": {"type": "number"}, "name": {"type": "string"}, "open": {"type": "boolean"}},
+    "required": ["lat", "name"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "exact": {"type": "boolean"},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "place": {"$ref": "#/$defs/place"},
+        "ratio": {"type": "number"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "unit": {"enum": ["C", "F"]},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"place": PLACE},
+}
+ANY: dict[str, Any] = {"type": "object"}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+FUNCTIONS: dict[str, dict[str, Any]] = {"get_weather": WEATHER, "f-2": NOTHING, "look.up": ANY}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "d", "parameters": schema}}
+    for name, schema in FUNCTIONS.items()
+]
+CALLABLE = tuple(CallableFunction(name, json.dumps(schema)) for name, schema in FUNCTIONS.items())
+PIECES = [*"\"'\\{}[],:=()<>&x0 \n\t\u2028", "Zürich", "é🎉", "</b>", "\\n", "<think", "call", "```", "1.5", "null"]
+USER = {"role": "user", "content": "Weather?"}
+
+
+class Sample(NamedTuple):
+    message: dict[str, Any]
+    reply: str  # what a model writes for it
+
+    @property
+    def calls(self) -> list[tuple[str, Any]]:
+        return [(call["function"]["name"], call["function"]["arguments"]) for call in self.message["tool_calls"]]
+
+
+def text_value(rng: random.Random) -> str:
+    return "".join(rng.choice(PIECES) for _ in range(rng.randrange(8)))
+
+
+def arguments_of(rng: random.Random, name: str) -> dict[str, Any]:
+    if name == "f-2":
+        return {}
+    if name == "look.up":
+        return {key: f"w {text_value(rng)}" for key in rng.sample(["a", "b_1", "zz"], rng.randrange(4))}
+    values: dict[str, Any] = {
+        "city": text_value(rng),
+        "days": rng.choice([0, -3, 10**20, 7]),
+        "exact": rng.random() < 0.5,
+        "note": rng.choice([None, f"n {text_value(rng)}"]),
+        "place": {"lat": rng.choice([1.5, -0.25, 3]), "name": text_value(rng), "open": True},
+        "ratio": rng.choice([0.1, 2, -1e-7, 1e22]),
+        "tags": [text_value(rng) for _ in range(rng.randrange(3))],
+        "unit": rng.choice(["C", "F"]),
+    }
+    chosen = {"city", *rng.sample(sorted(values), rng.randrange(len(values)))}
+    return {key: value for key, value in values.items() if key in chosen}
+
+
+def sample(name: str, rng: random.Random) -> Sample:
+    """Draw an assistant's message with calls, and render the reply of the model."""
+    family, tokenizer = family_of(name), tokenizer_of(name)
+    num_calls = rng.randrange(1, 4) if family.several else 1
+    calls = []
+    for _ in range(num_calls):
+        function = rng.choice(sorted(FUNCTIONS))
+        call_id = "".join(rng.choices("abcDEF0123456789", k=9))
+        calls.append({"id": call_id, "type": "function", "function": {"name": function}})
+        calls[-1]["function"] = {"name": function, "arguments": arguments_of(rng, function)}
+    content = rng.choice(["", "I will look. é🎉 [x] <b>{", "Two\n\nlines: 1 < 2"]) if family.texts_before else ""
+    message: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": calls}
+    if family.thought is not None and rng.random() < 0.5:
+        message["reasoning_content"] = 'Hm.\n\nLook {"a": [1]} up <x>'
+    return Sample(message, reply_of(tokenizer, message))
+
+
+def reply_of(tokenizer: Tokenizer, message: dict[str, Any]) -> str:
+    head = tokenizer.render([USER], tools=TOOLS)
+    calls = [
+        {**call, "function": {**call["function"], "arguments": raw_json(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    text = tokenizer.render([USER, {**message, "tool_calls": calls}], add_generation_prompt=False, tools=TOOLS)
+    assert text.startswith(head)
+    reply = text[len(head) :]
+    stops = [stop for stop in tokenizer.eos_texts if reply.endswith(stop)]
+    return reply.removesuffix(stops[0]) if stops else reply
+
+
+def raw_json(arguments: dict[str, Any]) -> RawJson | str:
+    """Return arguments as the server gives them to templates."""
+    return parse_arguments(json.dumps(arguments, ensure_ascii=False))
+
+
+def joined(parts: Sequence[ParsedText]) -> tuple[str, str, list[tuple[str, Any]], list[str]]:
+    """Return text, reasoning, calls and call ids as a client adds them up."""
+    names: list[str] = []
+    ids: list[str] = []
+    arguments: list[str] = []
+    for part in (call for parsed in parts for call in parsed.calls):
+        if part.name:
+            assert part.number == len(names)
+            names.append(part.name)
+            ids.append(part.call_id)
+            arguments.append("")
+        arguments[part.number] += part.arguments
+    calls = [(name, json.loads(text)) for name, text in zip(names, arguments, strict=True)]
+    text = "".join(parsed.text for parsed in parts)
+    return text, "".join(parsed.reasoning for parsed in parts), calls, ids
+
+
+def parse(form: ReplyFormat, chunks: Sequence[str]) -> tuple[str, str, list[tuple[str, Any]], list[str]]:
+    parser = ReplyParser(form, "", FUNCTIONS)
+    return joined([*(parser.push(chunk) for chunk in chunks), parser.finish()])
+
+
+def check(name: str, drawn: Sample, splits: Iterator[list[int]]) -> None:
+    form = detect_format(tokenizer_of(name))
+    for places in splits:
+        ends = sorted({0, len(drawn.reply), *places})
+        chunks = [drawn.reply[start:end] for start, end in pairwise(ends)]
+        text, reasoning, calls, ids = parse(form, chunks)
+        assert calls == drawn.calls, drawn.reply
+        assert text.strip() == drawn.message["content"] and reasoning == drawn.message.get("reasoning_content", "")
+        if name == "mistral ids":
+            assert ids == [call["id"] for call in drawn.message["tool_calls"]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_syntax_is_derived_from_the_template_of_each_family(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    form = detect_format(tokenizer)
+    kinds: dict[str, type[object]] = dict.fromkeys(("qwen3.5", "nemotron3", "glm4", "deepseek v3.2"), TaggedArguments)
+    kinds |= dict.fromkeys(("llama4", "gemma3", "gemma4", "lfm2"), LiteralArguments)
+    assert form.supports_tools and form.syntax is not None
+    assert isinstance(form.syntax.arguments, kinds.get(name, JsonArguments))
+    assert (form.syntax == HARMONY) is family_of(name).harmony
+    thought = family_of(name).thought
+    if thought is not None and not family_of(name).harmony:
+        assert form.reasoning is not None
+        marks = form.reasoning.opening, form.reasoning.closing
+        assert marks == tuple(text.replace("\\n", "") for text in thought)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_as_rendered_are_parsed_at_every_split_point(name: str) -> None:
+    rng = random.Random(name)
+    for _ in range(4):
+        drawn = sample(name, rng)
+        length = len(drawn.reply)
+        check(name, drawn, iter([[], list(range(length)), *([rng.randrange(length + 1)] for _ in range(3))]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_200_generated_call_sets_are_parsed_at_every_split_point(name: str) -> None:
+    rng = random.Random(f"200 {name}")
+    for number in range(200):
+        drawn = sample(name, rng)
+        length = len(drawn.reply)
+        cuts = [[at] for at in range(length + 1)] if number < 20 else [[rng.randrange(length + 1)] for _ in range(10)]
+        several = [rng.sample(range(length + 1), min(length, rng.randrange(1, 9))) for _ in range(10)]
+        check(name, drawn, iter([[], list(range(length)), *cuts, *several]))
+
+
+def grammar_accepts(name: str, rng: random.Random, count: int) -> None:
+    tokenizer = tokenizer_of(name)
+    form = detect_format(tokenizer)
+    for _ in range(count):
+        drawn = sample(name, rng)
+        required = not drawn.message["content"] or form.syntax == HARMONY
+        matcher = new_matcher(tokenizer, ToolChoice(CALLABLE, required=required), form)
+        assert walk(tokenizer, matcher, drawn.reply) == "whole", drawn.reply
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_grammar_accepts_calls_as_rendered(name: str) -> None:
+    grammar_accepts(name, random.Random(f"few {name}"), 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_grammar_accepts_200_generated_call_sets(name: str) -> None:
+    grammar_accepts(name, random.Random(f"accepts {name}"), 200)
+
+
+def check_draws(name: str, rng: random.Random, count: int) -> int:
+    """Check that calls drawn from the grammar are parsed and valid; return how many were complete."""
+    tokenizer = tokenizer_of(name)
+    form = replace(detect_format(tokenizer), reasoning=None)
+    num_complete = 0
+    for _ in range(count):
+        matcher = new_matcher(tokenizer, ToolChoice(CALLABLE, required=True, parallel=rng.random() < 0.5), form)
+        reply = draw(tokenizer, matcher, form, rng, 250)
+        if reply is None:
+            continue
+        num_complete += 1
+        text, _, calls, _ = parse(form, list(reply))
+        assert calls, reply
+        assert form.syntax == HARMONY or not text.strip(), reply
+        for name_of_call, arguments in calls:
+            jsonschema.validate(arguments, FUNCTIONS[name_of_call])
+    return num_complete
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_drawn_from_the_grammar_are_parsed(name: str) -> None:
+    assert check_draws(name, random.Random(f"draws {name}"), 6) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_200_calls_drawn_from_the_grammar_are_parsed(name: str) -> None:
+    assert check_draws(name, random.Random(f"200 draws {name}"), 200) > 60
