@@ -1,7 +1,7 @@
 """What a chat template offers to control a model's reasoning, found by rendering probe chats.
 
 Templates differ in their variables: Qwen, GLM and SmolLM read `enable_thinking`, DeepSeek and Granite `thinking`,
-gpt-oss and Mistral `reasoning_effort`, and a few keep the reasoning of earlier replies if they are told so. A template
+gpt-oss and Mistral `reasoning_effort`, and a few keep the reasoning of earlier replies on request. A template
 has a switch if both of its values are accepted and give different prompts.
 """
 

@@ -61,3 +61,7 @@ def test_embeddings_are_normalised(results: dict[str, Any]) -> None:
 def test_several_candidates_and_a_refused_request(results: dict[str, Any]) -> None:
     assert len(results["texts"]) == 3
     assert results["refused"] == "context"
+
+
+def test_efforts_are_accepted(results: dict[str, Any]) -> None:
+    assert results["efforts"] == [results["whole"]["choices"][0]["message"]["content"]] * 2

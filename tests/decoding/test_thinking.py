@@ -64,6 +64,7 @@ def num_reasoning_tokens(tokens: list[int], *, is_open: bool) -> tuple[int, bool
     ),
 )
 @settings(max_examples=60, deadline=None)
+@pytest.mark.slow
 def test_thinking_budget_any_search_ends_reasoning_within_it(
     kind: str, budget: int, marks: ThinkingMarks, is_open: bool, model: int, extra: dict[str, Any]
 ) -> None:

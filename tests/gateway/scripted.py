@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from chatcache.config import ServerConfig
+from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.plan import F32, Draws, StepResult
 from tests.gateway.serving import Server
 from tests.support.fake_runner import FakeRunner
@@ -56,10 +57,13 @@ class ScriptedServer(Server):
         return scripts
 
 
-@contextlib.contextmanager
-def scripted(path: Path, family: str, **config: str) -> Iterator[ScriptedServer]:
+def scripted(path: Path, family: str, **config: str) -> contextlib.AbstractContextManager[ScriptedServer]:
     """Start a server with a tokenizer of that model family."""
-    tokenizer = tokenizer_of(family)
+    return scripted_with(path, tokenizer_of(family), **config)
+
+
+@contextlib.contextmanager
+def scripted_with(path: Path, tokenizer: Tokenizer, **config: str) -> Iterator[ScriptedServer]:
     server = ScriptedServer(
         ServerConfig(db=str(path / "chat.db"), sse_keep_alive_interval_s=0, **config),  # type: ignore[arg-type]
         load_tokenizer=lambda: tokenizer,

@@ -6,13 +6,13 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from websockets.sync.client import connect
+from websockets.typing import Subprotocol
 
-from chatcache.config import ServerConfig
-from tests.gateway.scripted import ScriptedRunner, ScriptedServer
+from tests.gateway.scripted import ScriptedRunner, ScriptedServer, scripted_with
 from tests.tokenizer.thinking_templates import thinking_tokenizer
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -20,21 +20,6 @@ USER = [{"role": "user", "content": "How many?"}]
 ANSWER = "Six."
 Json = dict[str, Any]
 Start = Callable[[str], ScriptedServer]
-
-
-@contextlib.contextmanager
-def serving(path: Path, name: str) -> Iterator[ScriptedServer]:
-    tokenizer = thinking_tokenizer(name)
-    server = ScriptedServer(
-        ServerConfig(db=str(path / "chat.db"), sse_keep_alive_interval_s=0),
-        load_tokenizer=lambda: tokenizer,
-        tokenizer=tokenizer,
-        max_model_len=4096,
-        runner_class=ScriptedRunner,
-        eos_every=0,
-    )
-    with server:
-        yield server.wait_ready()  # type: ignore[misc]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +30,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 
         def begin(name: str) -> ScriptedServer:
             if name not in running:
-                running[name] = stack.enter_context(serving(tmp_path_factory.mktemp("db"), name))
+                running[name] = stack.enter_context(
+                    scripted_with(tmp_path_factory.mktemp("db"), thinking_tokenizer(name))
+                )
             server = running[name]
             assert isinstance(server.runner, ScriptedRunner)
             server.runner.say([])
@@ -150,6 +137,7 @@ def test_chat_invalid_reasoning_controls_are_refused_by_name(
 
 @pytest.mark.parametrize("name", ["r1", "qwen3.6"])
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
+@pytest.mark.slow
 def test_thinking_budget_is_kept_in_all_draws(start: Start, name: str, temperature: float) -> None:
     """200 draws over the cases, of a model that draws its tokens at random and never ends its reasoning by itself."""
     server, budget = start(name), 40
@@ -354,3 +342,49 @@ def test_chat_continued_message_follows_its_reasoning(start: Start) -> None:
     text = server.tokenizer.decode(answer["prompt_token_ids"], skip_special_tokens=False)
     assert text.endswith("assistant\n<think>\nLet me count.\n</think>\n\nSix,")
     assert answer["choices"][0]["message"]["content"] == " seven."
+
+
+@pytest.mark.parametrize(
+    ("name", "think", "thinks", "ignored"),
+    [
+        ("deepseek", True, True, None),
+        ("deepseek", "high", True, None),
+        ("deepseek", False, False, None),
+        ("r1", False, False, None),
+        ("r1", "low", True, "think"),
+        ("plain", True, False, "think"),
+    ],
+)
+def test_ollama_think_controls_the_reasoning(
+    start: Start, name: str, think: bool | str, thinks: bool, ignored: str | None
+) -> None:
+    server = start(name)
+    server.say("Let me count.</think>" + ANSWER if thinks else ANSWER)
+    answer, named = ask(server, "/api/chat", messages=USER, stream=False, think=think)
+    assert (answer["message"].get("thinking"), named) == ("Let me count." if thinks else None, ignored)
+    assert server.post("/api/chat", messages=USER, stream=False, think="odd")[0] == 400
+
+
+def test_prewarmed_prompt_and_steered_successor_have_the_controls(start: Start) -> None:
+    server = start("graded")
+    fields = {"input": "How many?", "reasoning": {"effort": "low"}, "thinking_token_budget": 20}
+    created: list[Json] = []
+    with connect(f"ws://127.0.0.1:{server.port}{RESPONSES}", subprotocols=[Subprotocol("chatcache.v1")]) as socket:
+        socket.send(json.dumps({"type": "prompt.prewarm", **fields}))
+        while (frame := json.loads(socket.recv()))["type"] != "prompt.prewarmed":
+            pass
+        socket.send(json.dumps({"type": "response.create", "max_output_tokens": 400, "ignore_eos": True, **fields}))
+        while len(created) < 2:
+            event = json.loads(socket.recv())
+            if event["type"] == "response.created":
+                created.append(event["response"])
+            elif event["type"] == "response.output_text.delta":
+                steer = {"type": "response.steer", "previous_response_id": created[0]["id"], "input": "Now."}
+                socket.send(json.dumps(steer))
+                break
+        while len(created) < 2:
+            event = json.loads(socket.recv())
+            created += [event["response"]] if event["type"] == "response.created" else []
+    assert frame["input_tokens"] == ask(server, "/v1/responses/input_tokens", **fields)[0]["input_tokens"]
+    assert created[1]["previous_response_id"] == created[0]["id"]
+    assert (created[1]["reasoning"]["effort"], created[1]["thinking_token_budget"]) == ("low", 20)

@@ -36,6 +36,7 @@ from chatcache.gateway.api.params import (
     to_params,
 )
 from chatcache.gateway.api.sse import SseFormat
+from chatcache.gateway.api.thinking import NO_THINKING, Thinking, ThinkingSwitch, resolve_thinking
 from chatcache.gateway.context import Gateway, Model, gateway_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.json_codec import encode
@@ -89,7 +90,13 @@ async def chat(request: Request) -> Response:
     if not fields.messages:
         return json_response(writer.loaded(), headers=ignored_header(ignored))
     tools = parse_tool_choice(model.service.reply_format, fields.tools, None, None)
-    chat_request = ChatRequest(new_id("chatcmpl", "-"), _messages(fields.messages), tools, _params(base, model))
+    chat_request = ChatRequest(
+        request_id=new_id("chatcmpl", "-"),
+        messages=_messages(fields.messages),
+        tools=tools,
+        params=_params(base, model),
+        thinking=_thinking(base, model),
+    )
     return await _respond(request, model, base, chat_request, writer, ignored)
 
 
@@ -112,7 +119,10 @@ async def generate(request: Request) -> Response:
         tools=NO_TOOLS,
         params=_params(base, model),
         raw=fields.prompt if fields.raw else None,
+        thinking=NO_THINKING if fields.raw else _thinking(base, model),
     )
+    if fields.raw and base.think is not None:
+        ignored = (*ignored, "think")
     return await _respond(request, model, base, chat_request, writer, ignored)
 
 
@@ -293,6 +303,16 @@ class _Timing:
         }
 
 
+def _thinking(base: OllamaBase, model: Model) -> Thinking:
+    """Resolve `think`. Raises: InvalidRequestError, UnsupportedParameterError."""
+    return resolve_thinking(
+        model.service.thinking,
+        switch=ThinkingSwitch(base.think, "think") if isinstance(base.think, bool) else None,
+        effort=base.think if isinstance(base.think, str) else None,
+        effort_name="think",
+    )
+
+
 async def _respond(
     request: Request,
     model: Model,
@@ -312,7 +332,7 @@ async def _respond(
         (reply,),
         writer,
         stream=base.stream is not False,
-        headers=ignored_header(ignored) | clamped_header(limit),
+        headers=ignored_header((*chat_request.thinking.ignored, *ignored)) | clamped_header(limit),
         format=SseFormat(
             media_type=NDJSON,
             encode_event=_encode_line,

@@ -75,7 +75,10 @@ class OllamaOptions(msgspec.Struct, frozen=True):
 
 
 class OllamaBase(msgspec.Struct, frozen=True):
-    """The fields that chat and generate have in common. `stream` is true unless the request says otherwise."""
+    """The fields that chat and generate have in common. `stream` is true unless the request says otherwise.
+
+    `think`: whether the model reasons, or the effort of it.
+    """
 
     model: ShortText | None = None
     stream: bool | None = None
@@ -83,6 +86,7 @@ class OllamaBase(msgspec.Struct, frozen=True):
     options: OllamaOptions | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
+    think: bool | ShortText | None = None
 
 
 class OllamaChat(msgspec.Struct, frozen=True):

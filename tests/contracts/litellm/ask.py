@@ -32,6 +32,10 @@ def main() -> None:
         api_key="unused",
         encoding_format="float",
     )
+    efforts = [
+        litellm.completion(**ASKED, reasoning_effort=effort, allowed_openai_params=["reasoning_effort"])
+        for effort in ("none", "low")
+    ]
     try:
         litellm.completion(**{**ASKED, "messages": [{"role": "user", "content": "word " * 20_000}]})
         refused = ""
@@ -48,6 +52,7 @@ def main() -> None:
                 "rebuilt": rebuilt.model_dump(),
                 "refused": refused,
                 "embeddings": [each["embedding"] for each in embedded.data],
+                "efforts": [each.choices[0].message.content for each in efforts],
             }
         )
     )
