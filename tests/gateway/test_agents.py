@@ -106,6 +106,8 @@ def test_only_tools_that_are_not_executed_leave_no_tools(server: ScriptedServer)
             "input.content.cache",
         ),
         ({"tools": [{**SHELL, "output_schema": {}}]}, "tools.output_schema"),
+        ({"text": {"format": {"type": "text", "zzz": 1}}}, "text.format.zzz"),
+        ({"stream_options": {"include_obfuscation": False, "zzz": 1}}, "stream_options.zzz"),
     ],
 )
 def test_response_field_without_a_meaning_is_named(
@@ -124,6 +126,11 @@ def test_response_field_without_a_meaning_is_named(
         ({"stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
         ({"tools": [{"type": "function", "function": {"name": "f", "zzz": 1}}]}, "tools.function.zzz"),
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.custom"),
+        ({"response_format": {"type": "text", "zzz": 1}}, "response_format.zzz"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "zzz": 1}}},
+            "response_format.json_schema.zzz",
+        ),
         (
             {"messages": [{"role": "user", "content": "Hi", "zzz": {}}, {"role": "user", "content": "a", "zzz": 1}]},
             "messages.zzz",

@@ -267,6 +267,9 @@ def structured_outputs(
     """
     if structured is None:
         if response_format is not None:
+            if response_format.schema is not None:
+                message = "the schema of response_format belongs in response_format.json_schema.schema"
+                raise InvalidRequestError(message, param="response_format")
             return _parse_format(response_format.type, response_format.json_schema, "response_format", ".json_schema")
         if text_format is not None:
             return _parse_format(text_format.type, text_format, "text.format", "")

@@ -176,7 +176,7 @@ class StructuredFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grammar: str | None = None
 
 
-class JsonSchemaFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class JsonSchemaFields(msgspec.Struct, frozen=True):
     """OpenAI's named JSON schema. It is enforced exactly, whether `strict` is set or not."""
 
     name: SchemaName | None = None
@@ -185,14 +185,18 @@ class JsonSchemaFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """OpenAI's `response_format`."""
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """OpenAI's `response_format`.
+
+    `schema`, which other servers read here, is refused, because ignoring it would change the result.
+    """
 
     type: str
     json_schema: JsonSchemaFields | None = None
+    schema: Any = None
 
 
-class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class TextFormat(msgspec.Struct, frozen=True, omit_defaults=True):
     """`text.format` of the Responses API: `response_format` without the nested `json_schema`."""
 
     type: str
@@ -311,11 +315,18 @@ class PromptCacheOptions(msgspec.Struct, frozen=True):
     comparison_response_id: Id | None = None
 
 
+class ResponseStreamOptions(msgspec.Struct, frozen=True):
+    """Options of a stream of events. Events are never padded, so `include_obfuscation` has no effect."""
+
+    include_obfuscation: bool | None = None
+
+
 class ResponseFields(msgspec.Struct, frozen=True):
     """Fields of a response request, besides the sampling fields."""
 
     model: ShortText | None = None
     input: str | Annotated[list[MessageFields], Meta(max_length=MAX_MESSAGES)] | None = None
+    stream_options: ResponseStreamOptions | None = None
     instructions: str | None = None
     tools: Tools | None = None
     tool_choice: str | ToolChoiceFields | None = None
