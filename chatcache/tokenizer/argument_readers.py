@@ -121,7 +121,7 @@ class TaggedReader:
             rf"{re.escape(self._opening)}\s*(?P<key>[^\n]*?)\s*(?:(?P<text>{middle}){json_middle})", re.DOTALL
         )
         self._is_typed = bool(form.json_middle)
-        self._awaits_space = form.middle[-1:].isspace()
+        self._middle_tail = form.middle[len(form.middle.rstrip(WHITESPACE)) :]
         self._closing = form.closing.strip(WHITESPACE)
         self._margin = form.closing[: len(form.closing) - len(form.closing.lstrip(WHITESPACE))]
         self._key: str | None = None
@@ -159,7 +159,8 @@ class TaggedReader:
                 self._pending.append("}" if self._num else "{}")
             return at
         found = self._start.match(rest)
-        if found is None or (found.end() == len(rest) and self._awaits_space and not last):
+        is_cut = found is not None and found.end() == len(rest) and not rest.endswith(self._middle_tail)
+        if found is None or (is_cut and not last):
             self.is_finished = len(rest) > MAX_KEY_CHARS or last
             return at
         self._begin(found["key"], is_text=found["text"] is not None)

@@ -63,16 +63,16 @@ class HarmonyParser:
         return self.push("", last=True)
 
     def _in_header(self, text: str, last: bool) -> str:
-        at = text.find(_MESSAGE)
-        if at >= 0:
-            self._begin(text[:at])
-            return text[at + len(_MESSAGE) :]
         start = text.lstrip(WHITESPACE)
-        is_header = any(start.startswith(word) or word.startswith(start) for word in _HEADER_STARTS)
-        if is_header and len(text) <= MAX_HEADER_CHARS:
-            if not last:
-                self._held = text
-            return ""
+        if any(start.startswith(word) or word.startswith(start) for word in _HEADER_STARTS):
+            end = text.find(_MESSAGE, 0, MAX_HEADER_CHARS)
+            if end >= 0:
+                self._begin(text[:end])
+                return text[end + len(_MESSAGE) :]
+            if len(text) <= MAX_HEADER_CHARS:
+                if not last:
+                    self._held = text
+                return ""
         self._channel = "text"
         return text
 

@@ -250,3 +250,115 @@ def test_calls_drawn_from_the_grammar_are_parsed(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_200_calls_drawn_from_the_grammar_are_parsed(name: str) -> None:
     assert check_draws(name, random.Random(f"200 draws {name}"), 200) > 60
+
+
+def junk(name: str, rng: random.Random) -> str:
+    """Draw text with delimiters in any order, as a confused model might write it."""
+    form = detect_format(tokenizer_of(name))
+    assert form.syntax is not None
+    thought = [form.reasoning.opening, form.reasoning.closing] if form.reasoning is not None else []
+    pieces = [
+        *form.syntax.delimiters,
+        form.syntax.marker,
+        *thought,
+        *PIECES,
+        "get_weather",
+        "city",
+        '"city": "x"',
+        "[(",
+    ]
+    drawn = [rng.choice(pieces) for _ in range(rng.randrange(12))]
+    if rng.random() < 0.7:  # a reply of which a part is missing
+        reply = sample(name, rng).reply
+        at = rng.randrange(len(reply) + 1)
+        drawn.insert(rng.randrange(len(drawn) + 1), reply[:at] + reply[at + rng.randrange(9) :])
+    return "".join(drawn)
+
+
+def check_junk(name: str, rng: random.Random, count: int) -> None:
+    form = detect_format(tokenizer_of(name))
+
+    def raw(chunks: Sequence[str]) -> tuple[str, str, list[tuple[str, str]]]:
+        parser = ReplyParser(form, "", FUNCTIONS)
+        parts = [*(parser.push(chunk) for chunk in chunks), parser.finish()]
+        calls: list[tuple[str, str]] = []
+        for part in (call for parsed in parts for call in parsed.calls):
+            if part.name:
+                calls.append((part.name, ""))
+            calls[part.number] = calls[part.number][0], calls[part.number][1] + part.arguments
+        return "".join(part.text for part in parts), "".join(part.reasoning for part in parts), calls
+
+    for _ in range(count):
+        text = junk(name, rng)
+        expected = raw([text])
+        places = sorted({0, len(text), *(rng.randrange(len(text) + 1) for _ in range(4))})
+        assert raw(list(text)) == expected, text
+        assert raw([text[start:end] for start, end in pairwise(places)]) == expected, text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_broken_replies_are_read_alike_at_every_split_point(name: str) -> None:
+    check_junk(name, random.Random(f"few junk {name}"), 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_1000_broken_replies_are_read_alike_at_every_split_point(name: str) -> None:
+    check_junk(name, random.Random(f"junk {name}"), 1000)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_replies_that_are_cut_off_keep_their_calls_so_far(name: str) -> None:
+    drawn = sample(name, random.Random(f"cut {name}"))
+    form = detect_format(tokenizer_of(name))
+    for length in range(len(drawn.reply)):
+        parser = ReplyParser(form, "", FUNCTIONS)
+        parts = [parser.push(drawn.reply[:length]), parser.finish()]
+        names = [call.name for part in parts for call in part.calls if call.name]
+        assert names == [call for call, _ in drawn.calls][: len(names)]
+
+
+@pytest.mark.parametrize(
+    ("name", "opening"),
+    [
+        ("qwen3.5", "<tool_call>\n<function=get_weather>\n<parameter=city>\n"),
+        ("glm4", "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>"),
+        ("deepseek v3.2", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+         '<｜DSML｜parameter name="city" string="true">'),
+        ("gemma4", '<|tool_call>call:get_weather{city:<|"|>'),
+        ("lfm2", "<|tool_call_start|>[get_weather(city='"),
+        ("llama4", '[get_weather(city="'),
+    ],
+)  # fmt: skip
+def test_strings_are_streamed_as_json_while_they_are_generated(name: str, opening: str) -> None:
+    parser = ReplyParser(detect_format(tokenizer_of(name)), "", FUNCTIONS)
+    first = parser.push(opening)
+    assert [call.name for call in first.calls if call.name] == ["get_weather"]
+    seen = ["".join(call.arguments for call in parser.push(piece).calls) for piece in ("Zü", "ri\u2028", "ch & 9")]
+    start = "".join(call.arguments for call in first.calls)
+    assert start == '{"city": "' and seen == ["Zü", "ri\u2028", "ch & 9"]
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "glm4"])
+def test_values_between_tags_have_the_type_of_the_schema(name: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"},
+            "count": {"type": "integer"},
+            "either": {"type": ["string", "integer"]},
+            "flag": {"type": "boolean"},
+        },
+    }
+    form = detect_format(tokenizer_of(name))
+    arguments = {"text": "12", "count": 12, "either": 7, "flag": True, "unknown": 3, "other": "a b"}
+    message = {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "abcdefgh1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    ]}  # fmt: skip
+    reply = reply_of(tokenizer_of(name), message)
+    for written, expected in ((reply, arguments), (reply.replace("true", "True"), arguments)):
+        parser = ReplyParser(form, "", {"f": schema})
+        assert joined([parser.push(written), parser.finish()])[2] == [("f", expected)]
+    bad = reply.replace("12", "many")
+    parser = ReplyParser(form, "", {"f": schema})
+    assert joined([parser.push(bad), parser.finish()])[2] == [("f", {**arguments, "text": "many", "count": "many"})]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from chatcache.tokenizer.detokenizer import IncrementalDetokenizer
-from chatcache.tokenizer.reasoning import THINK
+from chatcache.tokenizer.reasoning import THINK, ReasoningSyntax
 from chatcache.tokenizer.reply_format import REASONING, ReplyFormat, ReplyParser, decode_prompt_end, detect_format
 from chatcache.tokenizer.tokenizer import Tokenizer, read_tokenizer
-from chatcache.tokenizer.tool_formats import HERMES, LLAMA3, MISTRAL, ToolCallSyntax
+from chatcache.tokenizer.tool_formats import HERMES, LFM2, LLAMA3, MISTRAL, NEMOTRON, PHI4, QWEN3_CODER, ToolCallSyntax
 from tests.gateway.serving import tiny_tokenizer
 from tests.tokenizer.families import FAMILIES, TOKENS, backend_with, tokenizer_of
 from tests.tokenizer.tokenizers import write_folder
@@ -61,6 +62,58 @@ def _with(template: str) -> Tokenizer:
     from chatcache.tokenizer.chat_template import ChatTemplate
 
     return Tokenizer(backend_with(FAMILIES["hermes"]), template=ChatTemplate(template, origin="x", variables=TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("hint", "expected"),
+    [
+        ("Answer with <tool_call>{...}</tool_call>", HERMES),
+        ("Answer with <tool_call><function=name>", QWEN3_CODER),
+        ("Answer with <|tool_call_start|>[name()]<|tool_call_end|>", LFM2),
+        ("Answer with <|tool_call|>", PHI4),
+        ("Answer with <TOOLCALL>", NEMOTRON),
+        ("Answer with <|python_tag|>", LLAMA3),
+        ("Answer with JSON", None),
+    ],
+)
+def test_templates_that_do_not_render_calls_are_detected_by_their_markers(
+    hint: str, expected: ToolCallSyntax | None
+) -> None:
+    source = "{{ tools | tojson if tools }}HINT{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+    assert detect_format(_with(source.replace("HINT", hint))) == ReplyFormat(expected, supports_tools=True)
+
+
+def test_unknown_templates_are_derived() -> None:
+    """A syntax of no family: a section, names in quotes, and arguments between brackets."""
+    calls = (
+        "{% if m.tool_calls %}<<use>>{% for c in m.tool_calls %}run '{{ c.function.name }}' with"
+        "{% for k, v in c.function.arguments.items() %}"
+        " (({{ k }} is {{ v if v is string else v | tojson }})){% endfor %}"
+        " now;{% endfor %}<</use>>{% endif %}"
+    )
+    message = "|{{ m.role }}|{{ m.content }}" + calls
+    source = "{{ tools | tojson if tools }}{% for m in messages %}" + message + "{% endfor %}"
+    tokenizer = _with(source)
+    form = detect_format(tokenizer)
+    arguments = {"in": "Zürich (x) y", "n": [1, "a"]}
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    text = tokenizer.render(
+        [{"role": "assistant", "content": "Look. ", "tool_calls": [call, call]}], add_generation_prompt=False
+    )
+    parser = ReplyParser(form, "", {"f": {"properties": {"in": {"type": "string"}}}})
+    parts = [*(parser.push(character) for character in text.removeprefix("|assistant|")), parser.finish()]
+    found = "".join(part.arguments for parsed in parts for part in parsed.calls if part.number == 1)
+    assert json.loads(found) == arguments
+    assert "".join(parsed.text for parsed in parts) == "Look."
+
+
+def test_reasoning_in_parts_of_the_content_is_derived() -> None:
+    source = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+        "{{ '((mull))' + part.thinking + '((/mull))' if part.type == 'thinking' else part.text }}"
+        "{% endfor %}{% endif %}{% endfor %}"
+    )
+    assert detect_format(_with(source)).reasoning == ReasoningSyntax("((mull))", "((/mull))")
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS])

@@ -1,0 +1,71 @@
+"""Arguments as literals: what Python and JSON read in them, at every split point."""
+
+from __future__ import annotations
+
+import ast
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chatcache.tokenizer.argument_readers import LiteralReader, types_of
+from chatcache.tokenizer.tool_formats import LiteralArguments
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def read(text: str, size: int) -> str:
+    """Read arguments in chunks; return them as JSON text."""
+    reader = LiteralReader(LiteralArguments(), "f", ")")
+    found, held = "", ""
+    for start in range(0, len(text), size):
+        held += text[start : start + size]
+        held = held[reader.read(held) :]
+        found += reader.drain()
+    reader.read(held, last=True)
+    assert reader.is_finished
+    return found + reader.drain()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(st.from_regex("[a-z_]{1,5}", fullmatch=True), VALUES, max_size=3), st.integers(1, 9))
+def test_arguments_written_by_python_or_as_json_are_read(arguments: dict[str, object], size: int) -> None:
+    python = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    as_json = ",".join(f"{key} = {json.dumps(value)}" for key, value in arguments.items())
+    assert json.loads(read(f"{python})", size)) == arguments
+    assert json.loads(read(f"{as_json} )", size)) == arguments
+
+
+@pytest.mark.parametrize("escape", [r"\x41", r"\u00e9", r"\U0001F600", r"\n", r"\\", r"\'", r"\"", r"\q", r"\0", r"\a"])
+def test_escapes_are_those_of_python(escape: str) -> None:
+    expected = ast.literal_eval(f'"{escape}"') if escape != r"\q" else "\\q"
+    for size in (1, 3, 99):
+        assert json.loads(read(f'a="{escape}")', size)) == {"a": expected}
+
+
+@pytest.mark.parametrize("text", ["a=)", "a=[1)", "=1)", "a b)", "a=1 2)", "a={1: 2]", "a=(", 'a="x'])
+def test_broken_literals_end_without_a_closing_brace(text: str) -> None:
+    reader = LiteralReader(LiteralArguments(), "f", ")")
+    reader.read(text, last=True)
+    with pytest.raises(ValueError):
+        json.loads(reader.drain())
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"type": "string"}, {"string"}),
+        ({"$ref": "#/$defs/a"}, {"integer", "null"}),
+        ({"anyOf": [{"const": "x"}, {"enum": [1.5, None]}]}, {"string", "number", "null"}),
+        ({"allOf": [{"type": ["string", "null"]}, {"type": "string"}]}, {"string"}),
+        ({"$ref": "#/$defs/loop"}, {"string", "integer", "number", "boolean", "null", "array", "object"}),
+    ],
+)
+def test_types_of_a_schema(schema: dict[str, object], types: set[str]) -> None:
+    root = {"$defs": {"a": {"type": ["integer", "null"]}, "loop": {"$ref": "#/$defs/loop"}}}
+    assert types_of(schema, root) == types
