@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, 
 from functools import partial
 from typing import Any, Literal, cast
 
+import msgspec
 from msgspec.structs import replace
 
 from chatcache.engine_process.protocol import (
@@ -39,13 +40,15 @@ from chatcache.types.stats import EngineHealth, ExplainQuery, Explanation, Packe
 
 RETENTION_S = 60.0
 PRUNE_EVENTS = 256
+_MAX_DECODED_EVENTS = 2 * PRUNE_EVENTS  # a reader that keeps up never decodes
 MAX_COUNT_BYTES = 4 * 8_192  # of prompt tokens in one CountCached command
 
 
 class EventLog:
     """Events of one request, `seq` 1, 2, 3, ... without a gap; closed by its terminal event.
 
-    Appending never waits: a slow reader costs memory, bounded by the request's length.
+    Appending never waits: a slow reader costs memory, bounded by the request's length. Log-probabilities that it lags
+    behind are kept encoded, in a tenth of the memory of the objects.
     All methods belong to one event loop.
     """
 
@@ -54,7 +57,7 @@ class EventLog:
         self.scores: list[bytes] = []  # encoded prompt log-probabilities (`PromptScores`)
         self.closed = False
         self.num_tokens = 0
-        self._events: list[EngineEvent] = []
+        self._events: list[EngineEvent | bytes] = []  # bytes: an encoded `Tokens`
         self._num_discarded = 0
         self._readers: dict[object, int] = {}  # the last event that each has processed
         self._waiting: list[asyncio.Future[None]] = []
@@ -75,7 +78,7 @@ class EventLog:
         if self.closed or event.seq != self.last_seq + 1:
             state = "closed" if self.closed else "open"
             raise ValueError(f"{self.request_id}: seq {event.seq} after {self.last_seq} in an {state} log")
-        self._events.append(event)
+        self._events.append(event if len(self._events) < _MAX_DECODED_EVENTS else _encode_logprobs(event))
         if isinstance(event, Tokens):
             self.num_tokens += len(event.token_ids)
         self.closed = isinstance(event, TERMINAL)
@@ -98,7 +101,8 @@ class EventLog:
             while True:
                 while position < self.last_seq:
                     position += 1
-                    yield self._events[position - 1 - self._num_discarded]
+                    event = self._events[position - 1 - self._num_discarded]
+                    yield _tokens.decode(event) if isinstance(event, bytes) else event
                     self._advance_reader(reader, position)
                 if self.closed:
                     return
@@ -117,6 +121,14 @@ class EventLog:
             del self._events[:num_done]
             self._num_discarded += num_done
             self.scores.clear()
+
+
+_tokens = msgspec.msgpack.Decoder(Tokens)
+
+
+def _encode_logprobs(event: EngineEvent) -> EngineEvent | bytes:
+    """Encode an event that has log-probabilities."""
+    return msgspec.msgpack.encode(event) if isinstance(event, Tokens) and event.logprobs else event
 
 
 class EventLogs:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tracemalloc
 
+import msgspec
 import pytest
 
 from chatcache.engine_process.client import PRUNE_EVENTS, EventLog, EventLogs
 from chatcache.errors import InvalidRequestError, NotFoundError
-from chatcache.types.events import EngineEvent, Failed, Finished, Tokens
+from chatcache.types.events import EngineEvent, Failed, Finished, TokenLogprob, Tokens
 
 
 def tokens(seq: int) -> Tokens:
@@ -150,3 +152,25 @@ async def test_unread_events_are_not_discarded() -> None:
     for seq in range(2001, 3001):
         log.append(tokens(seq))
     assert log.num_retained == 3000
+
+
+async def test_log_behind_a_stalled_reader_keeps_logprobs_in_a_fraction_of_their_memory() -> None:
+    """The reader still receives all events unchanged."""
+    rng, num_events = random.Random(3), 2000
+
+    def scored(seq: int) -> Tokens:
+        top = tuple((rng.randrange(150_000), -20 * rng.random()) for _ in range(20))
+        return Tokens("r", seq, 1, (rng.randrange(150_000),), (TokenLogprob(-rng.random(), top),), -0.5)
+
+    log, sent = EventLog("r"), [scored(seq) for seq in range(1, num_events + 1)]
+    encoded = list(map(msgspec.msgpack.encode, sent))
+    tracemalloc.start()
+    for data in encoded:  # decoded here, as the engine process sends them
+        log.append(msgspec.msgpack.decode(data, type=Tokens))
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    decoded = [msgspec.msgpack.decode(data, type=Tokens) for data in encoded]
+    num_decoded_bytes = tracemalloc.get_traced_memory()[0] - num_bytes
+    tracemalloc.stop()
+    log.append(finished(num_events + 1))
+    assert decoded == sent and num_bytes < num_decoded_bytes / 2
+    assert [event async for event in log.read()][:-1] == sent
