@@ -34,7 +34,7 @@ class JsonArguments:
 class TaggedArguments:
     """Each argument is written as `opening` KEY `middle` VALUE `closing`; `separator` is between two of them.
 
-    Strings are written as they are, other values as JSON; the schema of the function tells them apart, or
+    Strings are written as they are, other values as JSON; the schema of the function distinguishes them, or
     `json_middle`, which replaces `middle` before values that are not strings.
     """
 

@@ -70,7 +70,7 @@ def _new_trial(fresh: bool, num_pages: int) -> tuple[Trial, PageTable]:
     return Trial(kv, fresh), kv.open(kv.empty_match())
 
 
-def trial_of_steady_forks(q: float, num_tokens: int, fresh: bool, seed: int) -> tuple[int, Trial]:
+def trial_of_repeated_forks(q: float, num_tokens: int, fresh: bool, seed: int) -> tuple[int, Trial]:
     """Return the pages of a branch that forks with probability q after each token.
 
     Both branches write the next token, then one of them ends, as in a beam search.
@@ -82,7 +82,7 @@ def trial_of_steady_forks(q: float, num_tokens: int, fresh: bool, seed: int) -> 
         if rng.random() < q:
             child = trial.fork(table)
             trial.write(child, 1)
-            trial.kv.truncate(child, child.num_tokens - 1)  # the survivor's token is written in the next round
+            trial.kv.truncate(child, child.num_tokens - 1)  # its own token is written in the next round
             trial.kv.close(table)
             table = child
     return trial.kv.pool.num_in_use, trial
@@ -104,8 +104,8 @@ def run_tails(context: Context) -> StudyResult:
     num_tokens, num_trials = context.pick(20_000, 4_000), context.pick(4_000, 500)
     factors, copied = [], 0.0
     for number, q in enumerate(PROBABILITIES):
-        copies, copying = trial_of_steady_forks(q, num_tokens, False, number)
-        fresh, _ = trial_of_steady_forks(q, num_tokens, True, number)
+        copies, copying = trial_of_repeated_forks(q, num_tokens, False, number)
+        fresh, _ = trial_of_repeated_forks(q, num_tokens, True, number)
         factors.append(fresh / copies)
         copied = copying.num_copies / copying.num_forks if q == 0.05 else copied
         context.advance(0.5 / len(PROBABILITIES))

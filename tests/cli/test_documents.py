@@ -36,7 +36,7 @@ FOREIGN = {
         "--out",
         "--repeats",
     ),  # our load tests and fault injection
-    *("--rootdir", "--tune", "--arch", "--only", "--quick"),  # pytest, the kernels' benchmarks, studies
+    *("--rootdir", "--tune", "--arch", "--only", "--quick", "--note"),  # pytest, the kernels' benchmarks, studies
 }
 COMMANDS = [line for document in ALL_PAGES for line in command_lines(document, "chatcache")]
 

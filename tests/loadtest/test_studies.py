@@ -135,9 +135,9 @@ def test_page_fill_is_the_mean_of_simulated_pages(q: float) -> None:
 
 
 @pytest.mark.parametrize("q", [0.1, 0.5])
-def test_steady_forks_take_the_pages_of_the_formula(q: float) -> None:
-    copies, trial = tails.trial_of_steady_forks(q, 3_000, False, 1)
-    fresh, _ = tails.trial_of_steady_forks(q, 3_000, True, 1)
+def test_repeated_forks_take_the_pages_of_the_formula(q: float) -> None:
+    copies, trial = tails.trial_of_repeated_forks(q, 3_000, False, 1)
+    fresh, _ = tails.trial_of_repeated_forks(q, 3_000, True, 1)
     assert copies == -(-3_000 // tails.PAGE)
     assert fresh / copies == pytest.approx(tails.PAGE / tails.page_fill(q), rel=0.1)
     assert trial.num_copies / trial.num_forks == pytest.approx(tails.copy_share(), abs=0.03)

@@ -1,4 +1,4 @@
-"""The SQLite threads: the order of jobs of several owners, commits, reading beside writing."""
+"""The SQLite threads: the order of jobs of several owners, commits, reading while writing."""
 
 from __future__ import annotations
 
