@@ -106,19 +106,20 @@ unexport PYTHONDONTWRITEBYTECODE
 pytest: $(VENV)/.installed-test web
 	$(PYTEST) $(ARGS)
 
-# Clients of the contract tests outside the environment: npm packages, and litellm, which pins older dependencies.
+# Clients of the contract tests outside the environment: npm packages, and litellm and frameworks (openai-agents,
+# instructor), which pin other dependencies.
 # Codex, opencode and Claude Code are programs of 200 to 400 MB each. `npm ci` refuses a lock file without the packages of other platforms,
 # which a registry may lack.
 NODE_CLIENTS := $(addprefix tests/contracts/,node codex opencode claude)
-clients: $(NODE_CLIENTS:=/node_modules/.installed) $(VENV)/litellm/.installed
+clients: $(NODE_CLIENTS:=/node_modules/.installed) $(VENV)/litellm/.installed $(VENV)/frameworks/.installed
 
 $(NODE_CLIENTS:=/node_modules/.installed): %/node_modules/.installed: %/package-lock.json | $(VENV)/.node
 	cd $* && PATH="$$PATH:$(CURDIR)/$(BIN)" && npm $(if $(filter %/opencode,$*),install --no-save,ci) --no-audit --no-fund --loglevel=error
 	@touch $@
 
-$(VENV)/litellm/.installed: tests/contracts/litellm/requirements.txt $(VENV)/pyvenv.cfg
-	$(BIN)/python -m venv $(VENV)/litellm
-	$(VENV)/litellm/bin/python -m pip install -q -r $<
+$(VENV)/litellm/.installed $(VENV)/frameworks/.installed: $(VENV)/%/.installed: tests/contracts/%/requirements.txt $(VENV)/pyvenv.cfg
+	$(BIN)/python -m venv $(VENV)/$*
+	$(VENV)/$*/bin/python -m pip install -q -r $<
 	@touch $@
 
 web-test: web

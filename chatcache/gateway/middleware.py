@@ -179,13 +179,16 @@ def _route_of(scope: Scope) -> str:
     return path if isinstance(path, str) else "unmatched"
 
 
-async def read_json(request: Request) -> dict[str, Any]:
+async def read_json(request: Request, *, any_media_type: bool = False) -> dict[str, Any]:
     """Read the body as a strict JSON object.
+
+    `any_media_type`: for clients of APIs that never look at the content type. Pages of other sites, whose requests need
+    no permission with some content types, are refused by their Origin.
 
     Raises: UnsupportedMediaTypeError, BodyTooLargeError, InvalidRequestError, ClientDisconnect.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
+    if media_type != "application/json" and not any_media_type:
         raise UnsupportedMediaTypeError("send JSON with content-type: application/json")
     reject_encoding(request)
     principal = optional_principal(request)

@@ -13,7 +13,7 @@ from anthropic.types import MessageParam, ToolParam
 from tests.gateway.scripted import ScriptedServer, hermes_server
 from tests.gateway.serving import MODEL, PAGE_SIZE, failing_after
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.client("anthropic (Python)")]
 
 TOOLS: list[ToolParam] = [
     {
@@ -166,6 +166,7 @@ def test_count_tokens_is_the_length_of_the_prompt(client: anthropic.Anthropic, s
     assert count.input_tokens == num_prompt_tokens(message.usage)
 
 
+@pytest.mark.refused("images, an unknown model, a prompt beyond the context: 400 or 404 with the reason")
 def test_refusals_raise_the_classes_of_the_client(client: anthropic.Anthropic) -> None:
     image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
     with pytest.raises(anthropic.BadRequestError, match="blocks of type 'image' are not supported") as refused:

@@ -11,7 +11,7 @@ from tests.contracts.node_clients import run
 from tests.gateway.scripted import ScriptedServer, hermes_server
 from tests.gateway.serving import PAGE_SIZE, failing_after, slowed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.client("anthropic (TypeScript)")]
 
 CALL = (
     "<think>\nI should look.\n</think>\n\nOne moment.\n"
@@ -58,6 +58,7 @@ def test_stream_accumulates_the_whole_message(server: ScriptedServer) -> None:
     assert message["content"][-1]["input"] == {"city": "Zürich"} and message["stop_reason"] == "tool_use"
 
 
+@pytest.mark.refused("images, an unknown model: 400 or 404 with the reason")
 def test_refusals_raise_the_classes_of_the_client(server: ScriptedServer) -> None:
     image, missing = play(server, "refused")
     assert image["kind"] == "bad" and "blocks of type 'image'" in image["message"] and image["id"].startswith("req_")

@@ -10,6 +10,8 @@ from pydantic import BaseModel, SecretStr
 
 from tests.gateway.serving import MODEL, PAGE_SIZE, Server, tiny_tokenizer
 
+pytestmark = pytest.mark.client("langchain-openai")
+
 ASKED = [SystemMessage("Be brief."), HumanMessage("Hello, how are you?")]
 
 
@@ -133,3 +135,11 @@ def test_embeddings_of_token_ids(server: Server, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ServedEncoding, "encode_ordinary", lambda self, text: [100_000])
     with pytest.raises(openai.BadRequestError, match="token ids must be between 0 and"):
         embedder(server).embed_query("Hello")
+
+
+@pytest.mark.refused("400 `unsupported_parameter`: only text parts are supported")
+def test_image_input(chat: ChatOpenAI) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    with pytest.raises(openai.BadRequestError, match="only text parts are supported") as caught:
+        chat.invoke([HumanMessage([part])])
+    assert caught.value.code == "unsupported_parameter"

@@ -14,6 +14,8 @@ from pydantic import SecretStr
 from tests.gateway.scripted import ScriptedServer, hermes_server
 from tests.gateway.serving import MODEL, PAGE_SIZE
 
+pytestmark = pytest.mark.client("langchain-openai")
+
 SAID = (
     "One moment.\n"
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>\n'

@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gateway.serving import MODEL, PAGE_SIZE, Server
+from tests.contracts.environments import run_in
+from tests.gateway.serving import PAGE_SIZE, Server
 
-pytestmark = pytest.mark.slow
-
-SCRIPT = Path(__file__).resolve().parent / "litellm" / "ask.py"
-PYTHON = Path(sys.prefix) / "litellm" / "bin" / "python"
+pytestmark = [pytest.mark.slow, pytest.mark.client("litellm")]
 
 
 @pytest.fixture(scope="module")
 def results(module_server: Server) -> dict[str, Any]:
-    if not PYTHON.exists():
-        pytest.skip("litellm is not installed: make clients")
-    environment = {
-        **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        "SERVER": module_server.url,
-        "MODEL": MODEL,
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise it downloads prices
-        "NO_PROXY": "127.0.0.1",
-    }
-    done = subprocess.run([str(PYTHON), str(SCRIPT)], env=environment, capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr.decode()[-4000:]
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return run_in("litellm", "ask.py", module_server.url)
 
 
 def test_stream_equals_completion(results: dict[str, Any]) -> None:
@@ -58,10 +39,29 @@ def test_embeddings_are_normalised(results: dict[str, Any]) -> None:
     assert sum(value * value for value in first) == pytest.approx(1.0)
 
 
-def test_several_candidates_and_a_refused_request(results: dict[str, Any]) -> None:
+def test_several_candidates_are_returned(results: dict[str, Any]) -> None:
     assert len(results["texts"]) == 3
+
+
+def test_reasoning_effort_and_a_schema_are_accepted(results: dict[str, Any]) -> None:
+    assert set(results["constrained"]) == {"city"}
+
+
+def test_ollama_and_anthropic_providers_return_the_same_chat(results: dict[str, Any]) -> None:
+    for provider in ("ollama_chat", "anthropic"):
+        assert results["providers"][provider]["text"], results["providers"]
+        assert results["providers"][provider]["streamed"]
+
+
+@pytest.mark.refused("400 `context_length_exceeded`, raised as ContextWindowExceededError")
+def test_prompt_beyond_the_context(results: dict[str, Any]) -> None:
     assert results["refused"] == "context"
 
 
 def test_efforts_are_accepted(results: dict[str, Any]) -> None:
     assert results["efforts"] == [results["whole"]["choices"][0]["message"]["content"]] * 2
+
+
+@pytest.mark.refused("400 `unsupported_parameter`: only text parts are supported")
+def test_image_input(results: dict[str, Any]) -> None:
+    assert "only text parts are supported" in results["image"]

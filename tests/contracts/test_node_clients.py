@@ -1,20 +1,18 @@
-"""Test npm `openai` and Vercel's `ai` against the real server; their requirements exceed the Python client's."""
+"""Test npm `openai` against the real server; its requirements exceed the Python client's."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.contracts.agents import agent_server, tool_call
-from tests.contracts.node_clients import FOLDER, run
+from tests.contracts.node_clients import run
 from tests.gateway.serving import PAGE_SIZE, Server, failing_after, slowed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.client("openai (Node)")]
 
-SCENARIOS = ("embeddings", "plain", "streamed", "helper", "responses", "responsesHelper", "socket", "refused")
+SCENARIOS = ("embeddings", "plain", "streamed", "helper", "responses", "responsesHelper", "socket", "refused", "image")
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +80,12 @@ def test_refused_request_raises_its_class(results: dict[str, Any]) -> None:
     assert (refused["code"], refused["param"]) == ("invalid_value", "n")
 
 
+@pytest.mark.refused("400 `unsupported_parameter`: only text parts are supported")
+def test_image_input(results: dict[str, Any]) -> None:
+    assert results["image"]["isBadRequest"] and results["image"]["code"] == "unsupported_parameter"
+    assert "only text parts are supported" in results["image"]["message"]
+
+
 def test_leaving_the_stream_loop_cancels_the_generation(server: Server) -> None:
     with slowed(server, 0.01):
         assert run("openai.mjs", "left", url=server.url)["left"]
@@ -95,26 +99,3 @@ def test_error_during_a_stream_has_the_message_of_the_server(module_server: Serv
     assert received["text"] and received["name"] == "APIError" and received["code"]
     assert "secret" not in received["message"]
     server.wait_idle()
-
-
-def test_ai_sdk_accepts_every_chunk(server: Server) -> None:
-    received = run("aisdk.mjs", url=server.url)
-    assert received["errors"] == []
-    assert received["stream"]["text"] == received["whole"]["text"]
-    assert received["stream"]["finish"] == received["whole"]["finish"] in ("stop", "length")
-    usage = received["stream"]["usage"]
-    assert usage["inputTokens"] > 0 and usage["outputTokens"] == received["whole"]["usage"]["outputTokens"]
-    assert usage["inputTokens"] - PAGE_SIZE <= usage["cachedInputTokens"] <= usage["inputTokens"]
-
-
-def test_ai_sdk_default_provider_refers_to_stored_items(tmp_path: Path) -> None:
-    if not (FOLDER / "node_modules" / "@ai-sdk" / "openai").is_dir():
-        pytest.skip("@ai-sdk/openai is not installed: make clients")
-    call = f"<think>Add.</think>Let me add.\n{tool_call('add', {'a': 40, 'b': 2})}"
-    with agent_server(tmp_path, lambda prompt: "It is 42." if "sum-42" in prompt else call) as server:
-        received = run("aisdk_openai.mjs", url=server.url)
-        server.wait_idle()
-    assert received["text"] == "It is 42."
-    assert received["items"][1].count("item_reference") == 2  # the reasoning and the message
-    first, second = received["usages"]
-    assert second["cachedInputTokens"] >= first["inputTokens"]

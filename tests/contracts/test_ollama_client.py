@@ -13,7 +13,7 @@ from tests.gateway.keyed import keyed
 from tests.gateway.scripted import ScriptedServer, hermes_server
 from tests.gateway.serving import MODEL, PAGE_SIZE, failing_after
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.client("ollama (Python)")]
 
 USER = [{"role": "user", "content": "Weather in Zürich?"}]
 CALL = (
@@ -145,24 +145,28 @@ def test_key_is_sent_from_the_environment(tmp_path: Path, monkeypatch: pytest.Mo
             assert client.chat(MODEL, USER, options={"num_predict": 2}).done
 
 
+@pytest.mark.refused("400: this server reads text only")
 def test_images_are_refused(client: ollama.Client) -> None:
     with pytest.raises(ollama.ResponseError, match="reads text only") as raised:
         client.chat(MODEL, [{"role": "user", "content": "What is this?", "images": [PICTURE]}])
     assert raised.value.status_code == 400
 
 
+@pytest.mark.refused("404: this server has one model, chosen when it starts")
 def test_pull_and_delete_are_refused(client: ollama.Client) -> None:
     for manage in (client.pull, client.delete):
         with pytest.raises(ollama.ResponseError, match="one model, chosen when it starts"):
             manage("llama3")
 
 
+@pytest.mark.refused("400: the model's own chat template is used; context and suffix are not supported")
 def test_template_context_and_suffix_are_refused(client: ollama.Client) -> None:
     for field in ({"template": "{{ .Prompt }}"}, {"context": [1, 2]}, {"suffix": "end"}):
         with pytest.raises(ollama.ResponseError, match=f"{next(iter(field))}.*not supported|chat template"):
             client.generate(MODEL, "Hi", **field)
 
 
+@pytest.mark.refused("404: no such model; the message names the served one")
 def test_other_model_is_refused(client: ollama.Client) -> None:
     with pytest.raises(ollama.ResponseError, match="llama3") as raised:
         client.chat("llama3", USER)

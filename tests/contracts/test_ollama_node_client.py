@@ -11,7 +11,7 @@ from tests.contracts.node_clients import FOLDER, run
 from tests.gateway.scripted import ScriptedServer, hermes_server
 from tests.gateway.serving import MODEL, PAGE_SIZE, slowed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.client("ollama (Node)")]
 
 CALL = (
     "<think>\nI should look.\n</think>\n\nOne moment.\n"
@@ -72,6 +72,7 @@ def test_aborting_a_stream_cancels_the_generation(server: ScriptedServer) -> Non
         server.wait_idle()
 
 
+@pytest.mark.refused("400: this server reads text only; 404: this server has one model, computes no embeddings here")
 def test_images_pull_and_embeddings_are_refused(server: ScriptedServer) -> None:
     images, pull, embeddings = play(server, "refused")
     assert images["status"] == 400 and "reads text only" in images["message"]

@@ -16,7 +16,10 @@ from openai.types.responses import (
 from tests.gateway.serving import MODEL, PAGE_SIZE, Server, slowed
 
 # The client opens the connection in a way that websockets 17 deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:connect.. must be used as a context manager:DeprecationWarning")
+pytestmark = [
+    pytest.mark.client("openai (Python)"),
+    pytest.mark.filterwarnings("ignore:connect.. must be used as a context manager:DeprecationWarning"),
+]
 
 TERMINAL = ("response.completed", "response.incomplete", "response.failed", "error")
 

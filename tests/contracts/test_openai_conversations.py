@@ -12,6 +12,8 @@ from openai.types.conversations.message import Message
 
 from tests.gateway.serving import Server
 
+pytestmark = pytest.mark.client("openai (Python)")
+
 
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:

@@ -15,6 +15,8 @@ from openai.types.responses import Response, ResponseOutputMessage
 from tests.contracts.test_openai_client import collect
 from tests.gateway.serving import MODEL, PAGE_SIZE, Server, slowed, wait_until
 
+pytestmark = pytest.mark.client("openai (Python)")
+
 LONG: dict[str, Any] = {"model": MODEL, "max_output_tokens": 900, "extra_body": {"ignore_eos": True}}
 GREEDY: dict[str, Any] = {"ignore_eos": True, "skip_special_tokens": False}
 

@@ -14,6 +14,8 @@ from tests.gateway.described import Described
 from tests.gateway.scripted import ScriptedServer, hermes_server
 from tests.gateway.serving import MODEL, slowed
 
+pytestmark = pytest.mark.client("openai (Python)")
+
 __all__ = ["client"]
 
 module_server = hermes_server

@@ -14,6 +14,8 @@ from openai.types.responses import FunctionToolParam, ResponseInputParam
 from tests.gateway.scripted import ScriptedServer, hermes_server
 from tests.gateway.serving import MODEL, PAGE_SIZE
 
+pytestmark = pytest.mark.client("openai (Python)")
+
 PARAMETERS: dict[str, object] = {
     "type": "object",
     "properties": {"city": {"type": "string"}},

@@ -204,6 +204,18 @@ def test_unknown_model_and_routes_that_manage_models_are_refused_clearly(client:
     assert "it takes POST" in client.get(CHAT).json()["error"]
 
 
+@pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", None])
+def test_any_content_type_is_accepted_except_from_pages_of_other_sites(
+    client: httpx.Client, server: ScriptedServer, media_type: str | None
+) -> None:
+    server.say("Fine.")
+    headers = {"content-type": media_type} if media_type is not None else {}
+    body = json.dumps({"messages": USER, "stream": False}).encode()
+    assert client.post(CHAT, content=body, headers=headers).json()["message"]["content"] == "Fine."
+    stranger = client.post(CHAT, content=body, headers={**headers, "origin": "http://evil.example"})
+    assert stranger.status_code == 403 and "Origin" in stranger.json()["error"]
+
+
 def test_error_during_a_stream_is_its_last_line(client: httpx.Client, server: ScriptedServer) -> None:
     server.say("One two three four five six seven eight.")
     with failing_after(server, 4):

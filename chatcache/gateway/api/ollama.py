@@ -82,7 +82,7 @@ async def chat(request: Request) -> Response:
     """POST /api/chat: stateless, streamed unless the request says otherwise."""
     gateway = gateway_of(request)
     timing = _Timing()
-    body = await read_json(request)
+    body = await read_json(request, any_media_type=True)
     base, fields = parse_fields(body, OllamaBase), parse_fields(body, OllamaChat)
     ignored = unknown_fields(body, OllamaBase, OllamaChat)
     model = await _require_model(gateway, base.model)
@@ -104,7 +104,7 @@ async def generate(request: Request) -> Response:
     """POST /api/generate: a reply to one prompt, or its continuation (`raw`)."""
     gateway = gateway_of(request)
     timing = _Timing()
-    body = await read_json(request)
+    body = await read_json(request, any_media_type=True)
     base, fields = parse_fields(body, OllamaBase), parse_fields(body, OllamaGenerate)
     ignored = unknown_fields(body, OllamaBase, OllamaGenerate)
     _check_generate(fields)
@@ -150,7 +150,7 @@ async def processes(request: Request) -> Response:
 async def show(request: Request) -> Response:
     """POST /api/show: chat template, context length and abilities of the served model."""
     gateway = gateway_of(request)
-    body = await read_json(request)
+    body = await read_json(request, any_media_type=True)
     fields = parse_fields(body, OllamaShow)
     ignored = unknown_fields(body, OllamaShow)
     model = await _require_model(gateway, fields.model or fields.name)

@@ -19,6 +19,22 @@ ASKED: dict[str, Any] = {
 }
 
 
+def _ask_provider(provider: str) -> dict[str, str]:
+    """Ask over the API of another provider."""
+    asked = {
+        "model": f"{provider}/{os.environ['MODEL']}",
+        "api_base": os.environ["SERVER"],
+        "api_key": "unused",
+        "messages": ASKED["messages"],
+        "max_tokens": 20,
+        "num_retries": 0,
+    }
+    whole = litellm.completion(**asked)
+    chunks = litellm.completion(**asked, stream=True)
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    return {"text": whole.choices[0].message.content, "streamed": streamed}
+
+
 def main() -> None:
     litellm.telemetry = False
     whole = litellm.completion(**ASKED)
@@ -43,6 +59,17 @@ def main() -> None:
         refused = "context"
     except litellm.BadRequestError:
         refused = "bad request"
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    try:
+        litellm.completion(**{**ASKED, "messages": [{"role": "user", "content": [image]}]})
+        shown = ""
+    except litellm.BadRequestError as error:
+        shown = str(error)
+    schema = {"type": "object", "properties": {"city": {"enum": ["Bern", "Basel"]}}, "required": ["city"]}
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": {**schema, "additionalProperties": False}}}
+    constrained = litellm.completion(
+        **ASKED, response_format=form, reasoning_effort="low", allowed_openai_params=["reasoning_effort"]
+    )
     print(
         json.dumps(
             {
@@ -53,6 +80,9 @@ def main() -> None:
                 "refused": refused,
                 "embeddings": [each["embedding"] for each in embedded.data],
                 "efforts": [each.choices[0].message.content for each in efforts],
+                "image": shown,
+                "constrained": json.loads(constrained.choices[0].message.content),
+                "providers": {name: _ask_provider(name) for name in ("ollama_chat", "anthropic")},
             }
         )
     )

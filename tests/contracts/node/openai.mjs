@@ -109,6 +109,16 @@ async function refused() {
   return null;
 }
 
+async function image() {
+  const content = [{ type: "image_url", image_url: { url: "data:image/png;base64,aGk=" } }];
+  try {
+    await client.chat.completions.create({ model, messages: [{ role: "user", content }] });
+  } catch (error) {
+    return { isBadRequest: error instanceof BadRequestError, code: error.code, message: error.message };
+  }
+  return null;
+}
+
 async function failing() {
   const stream = await client.chat.completions.create({ model, messages, stream: true, max_tokens: 200, ignore_eos: true, seed: 11 });
   let text = "";
@@ -128,7 +138,7 @@ async function embeddings() {
   return { packed: packed.data, plain: plain.data, tokens: tokens.data, usage: packed.usage };
 }
 
-const scenarios = { embeddings, plain, streamed, helper, left, responses, responsesHelper, socket, refused, failing };
+const scenarios = { embeddings, plain, streamed, helper, left, responses, responsesHelper, socket, refused, image, failing };
 const said = {};
 for (const name of process.argv.slice(2)) said[name] = await scenarios[name]();
 console.log(JSON.stringify(said));
