@@ -31,7 +31,6 @@ _OLLAMA_REFUSALS = {
         ("pull", "push", "create", "copy", "delete", "blobs"),
         "this server has one model, chosen when it starts (chatcache serve MODEL)",
     ),
-    **dict.fromkeys(("embed", "embeddings"), "this server computes no embeddings on this route"),
     **dict.fromkeys(("me", "signout", "web_search", "web_fetch"), "this server does not call ollama.com"),
 }
 THREAD_NOT_FOUND = "thread_not_found"

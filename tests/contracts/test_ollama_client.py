@@ -111,6 +111,12 @@ def test_model_is_listed_shown_and_loaded(client: ollama.Client) -> None:
     assert client.generate(f"{MODEL}:latest").done_reason == "load"
 
 
+def test_embeddings_are_normalised(client: ollama.Client) -> None:
+    found = client.embed(MODEL, ["Hello there", "How are you?"])
+    assert all(sum(value * value for value in each) == pytest.approx(1.0) for each in found.embeddings)
+    assert list(client.embeddings(MODEL, "How are you?").embedding) == list(found.embeddings[1])
+
+
 async def test_async_client_streams(server: ScriptedServer) -> None:
     server.say("A short answer.")
     client = ollama.AsyncClient(host=server.url, trust_env=False)

@@ -72,9 +72,14 @@ def test_aborting_a_stream_cancels_the_generation(server: ScriptedServer) -> Non
         server.wait_idle()
 
 
-@pytest.mark.refused("400: this server reads text only; 404: this server has one model, computes no embeddings here")
-def test_images_pull_and_embeddings_are_refused(server: ScriptedServer) -> None:
-    images, pull, embeddings = play(server, "refused")
+def test_embeddings_are_normalised(server: ScriptedServer) -> None:
+    found = play(server, "embedded")
+    assert all(sum(value * value for value in each) == pytest.approx(1.0) for each in found["both"]["embeddings"])
+    assert found["one"]["embedding"] == found["both"]["embeddings"][1]
+
+
+@pytest.mark.refused("400: this server reads text only; 404: this server has one model, chosen when it starts")
+def test_images_and_pull_are_refused(server: ScriptedServer) -> None:
+    images, pull = play(server, "refused")
     assert images["status"] == 400 and "reads text only" in images["message"]
-    assert pull["status"] == embeddings["status"] == 404
-    assert "one model, chosen when it starts" in pull["message"] and "embeddings" in embeddings["message"]
+    assert pull["status"] == 404 and "one model, chosen when it starts" in pull["message"]

@@ -99,6 +99,8 @@ CALLS: Mapping[RouteKey, Sequence[Call]] = {
     ("POST", "/v1/messages/count_tokens"): [Call("key", "/v1/messages/count_tokens", _CHAT)],
     ("POST", "/api/chat"): [Call("key", "/api/chat", {**_OLLAMA, "messages": _CHAT["messages"]})],
     ("POST", "/api/generate"): [Call("key", "/api/generate", {**_OLLAMA, "prompt": "Hi"})],
+    ("POST", "/api/embed"): [Call("key", "/api/embed", {"input": "Hi"})],
+    ("POST", "/api/embeddings"): [Call("key", "/api/embeddings", {"prompt": "Hi"})],
     ("GET", "/api/tags"): [Call("key", "/api/tags")],
     ("GET", "/api/ps"): [Call("key", "/api/ps")],
     ("POST", "/api/show"): [Call("key", "/api/show", {"model": MODEL})],

@@ -216,6 +216,50 @@ def test_any_content_type_is_accepted_except_from_pages_of_other_sites(
     assert stranger.status_code == 403 and "Origin" in stranger.json()["error"]
 
 
+def test_embeddings_are_those_of_the_openai_route(client: httpx.Client, described: Described) -> None:
+    texts = ["Hello there", "How are you?"]
+    wanted = client.post("/v1/embeddings", json={"input": texts}).json()
+    answer = client.post("/api/embed", json={"model": f"{MODEL}:latest", "input": texts})
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    described.check("POST", "/api/embed", 200, found)
+    assert found["embeddings"] == [each["embedding"] for each in wanted["data"]]
+    assert found["prompt_eval_count"] == wanted["usage"]["prompt_tokens"]
+    older = client.post("/api/embeddings", json={"model": MODEL, "prompt": texts[1]}).json()
+    described.check("POST", "/api/embeddings", 200, older)
+    assert older["embedding"] == found["embeddings"][1]
+    assert len(client.post("/api/embed", json={"input": "Hi", "dimensions": 3}).json()["embeddings"][0]) == 3
+
+
+def test_text_beyond_the_context_is_shortened_unless_the_client_refuses(client: httpx.Client) -> None:
+    text = "word " * 4500
+    shortened = client.post("/api/embed", json={"input": text})
+    assert shortened.status_code == 200 and shortened.json()["prompt_eval_count"] == 4096
+    refused = client.post("/api/embed", json={"input": text, "truncate": False})
+    assert refused.status_code == 400 and "maximum context length is 4096" in refused.json()["error"]
+
+
+def test_think_false_prevents_reasoning_and_an_unknown_effort_is_refused(
+    client: httpx.Client, server: ScriptedServer
+) -> None:
+    server.say("<think>\nHm.\n</think>\n\nFine.")
+    assert ask(client, think=True)["message"]["thinking"] == "Hm."
+    server.say("<think>\nHm.\n</think>\n\nFine.")
+    assert "thinking" not in ask(client, think=False)["message"]
+    refused = client.post(CHAT, json={"messages": USER, "think": "hard"})
+    assert refused.status_code == 400 and refused.json()["error"].startswith("think must be one of")
+
+
+def test_last_message_of_the_assistant_is_continued(client: httpx.Client, server: ScriptedServer) -> None:
+    server.say(" tower.")
+    begun = {"role": "assistant", "content": "A lighthouse is a"}
+    continued = ask(client, messages=[*USER, begun])
+    assert continued["message"]["content"] == " tower."
+    server.say(" tower.")
+    plain = ask(client)
+    assert continued["prompt_eval_count"] > plain["prompt_eval_count"]
+
+
 def test_error_during_a_stream_is_its_last_line(client: httpx.Client, server: ScriptedServer) -> None:
     server.say("One two three four five six seven eight.")
     with failing_after(server, 4):
@@ -230,7 +274,7 @@ def test_server_routes_respond_as_described(client: httpx.Client, described: Des
         described.check(method, path, answer.status_code, answer.json())
     shown = client.post("/api/show", json={"name": MODEL}).json()
     assert shown["model_info"]["chatcache.context_length"] == 4096
-    assert shown["capabilities"] == ["completion", "tools", "thinking"] and "tools" in shown["template"]
+    assert shown["capabilities"] == ["completion", "embedding", "tools", "thinking"] and "tools" in shown["template"]
     assert client.get("/api/tags").json()["models"][0]["name"] == MODEL
 
 

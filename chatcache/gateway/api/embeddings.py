@@ -55,14 +55,18 @@ Input = str | Sequence[int]
 
 
 class Work(NamedTuple):
-    """The inputs of a call, and the fields that all routes have. `param`: the field of the inputs."""
+    """The inputs of a call, and the fields that all routes have.
+
+    `param`: the field of the inputs. `truncates`: shorten inputs that exceed the context instead of refusing them.
+    """
 
     inputs: Sequence[Input]
     param: str
     model: str | None
-    priority: int | None
-    cache_salt: str | None
+    priority: int | None = None
+    cache_salt: str | None = None
     dimensions: int | None = None
+    truncates: bool = False
 
 
 async def embeddings(request: Request) -> Response:
@@ -73,7 +77,7 @@ async def embeddings(request: Request) -> Response:
     work = Work(
         _split(fields.input), "input", fields.model, fields.priority, fields.cache_salt, dimensions=fields.dimensions
     )
-    embedded = await _embed(request, work)
+    embedded = await embed(request, work)
     name = gateway_of(request).model_name
 
     def respond() -> Response:
@@ -99,7 +103,7 @@ async def score(request: Request) -> Response:
             f"text_1 must be one text, or as many as text_2: got {len(first)} and {len(second)}", param="text_1"
         )
     work = Work([*first, *second], "text_2", fields.model, fields.priority, fields.cache_salt)
-    embedded = await _embed(request, work)
+    embedded = await embed(request, work)
     scores = _cosines(embedded, len(first))
     items = [ScoreItem(index, "score", value) for index, value in enumerate(scores)]
     return json_response(
@@ -115,7 +119,7 @@ async def rerank(request: Request) -> Response:
     ignored = unknown_fields(body, RerankFields)
     texts = [each if isinstance(each, str) else each.text for each in fields.documents]
     work = Work([fields.query, *texts], "documents", fields.model, fields.priority, fields.cache_salt)
-    embedded = await _embed(request, work)
+    embedded = await embed(request, work)
     results = [RankedDocument(index, value) for index, value in enumerate(_cosines(embedded, 1))]
     results.sort(key=lambda each: -each.relevance_score)  # stable: equal documents keep their order
     results = results[: fields.top_n or None]
@@ -153,7 +157,7 @@ def _chosen(texts: Texts | None, others: Texts | None, name: str, other_name: st
     return [chosen] if isinstance(chosen, str) else list(chosen or ())
 
 
-async def _embed(request: Request, work: Work) -> list[EmbeddedPrompt]:
+async def embed(request: Request, work: Work) -> list[EmbeddedPrompt]:
     """Embed the inputs of a call, in order; a text that occurs again is not computed again.
 
     Raises: InvalidRequestError, ContextLengthError, the errors of admission and of the engine.
@@ -198,6 +202,8 @@ def _tokenize(gateway: Gateway, service: ChatService, work: Work) -> list[tuple[
             prompt = tuple(each)
         if not prompt:
             raise InvalidRequestError(f"{work.param}: input {index} has no tokens", param=work.param)
+        if work.truncates:
+            prompt = prompt[:max_model_len]
         if len(prompt) > max_model_len:
             raise ContextLengthError(
                 f"{work.param}: input {index} has {len(prompt)} tokens; "

@@ -1,4 +1,4 @@
-"""Ollama's API for its clients: /api/chat, /api/generate, /api/tags, /api/show, /api/ps, /api/version.
+"""Ollama's API for its clients: /api/chat, /api/generate, /api/embed, /api/tags, /api/show, /api/ps, /api/version.
 
 A request becomes the same stateless chat as one of /v1/chat/completions. A stream is one JSON object per line.
 `OllamaWriter` writes the replies. `gateway.errors` refuses the routes that manage Ollama's models.
@@ -15,15 +15,19 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
+import numpy as np
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from chatcache.conversations.prompt import Message, assistant_message, tool_message
 from chatcache.conversations.replies.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
+from chatcache.conversations.replies.service import EmbeddedPrompt
 from chatcache.conversations.tree import ToolCall, new_id
 from chatcache.errors import InvalidRequestError, UnsupportedParameterError
 from chatcache.gateway.api.chat_completions import ChatRequest, start_chat
+from chatcache.gateway.api.embeddings import Work
+from chatcache.gateway.api.embeddings import embed as embed_inputs
 from chatcache.gateway.api.generation import CompleteReply, arguments_object, reply_events, respond
 from chatcache.gateway.api.logprobs import chat_logprobs
 from chatcache.gateway.api.params import (
@@ -51,6 +55,10 @@ from chatcache.gateway.schemas.ollama import (
     OllamaChat,
     OllamaChatReply,
     OllamaDetails,
+    OllamaEmbed,
+    OllamaEmbeddings,
+    OllamaEmbeddingsReply,
+    OllamaEmbedReply,
     OllamaError,
     OllamaFunction,
     OllamaGenerate,
@@ -90,11 +98,13 @@ async def chat(request: Request) -> Response:
     if not fields.messages:
         return json_response(writer.loaded(), headers=ignored_header(ignored))
     tools = parse_tool_choice(model.service.reply_format, fields.tools, None, None)
+    messages = _messages(fields.messages)
     chat_request = ChatRequest(
         request_id=new_id("chatcmpl", "-"),
-        messages=_messages(fields.messages),
+        messages=messages,
         tools=tools,
         params=_params(base, model),
+        continues=messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
         thinking=_thinking(base, model),
     )
     return await _respond(request, model, base, chat_request, writer, ignored)
@@ -124,6 +134,36 @@ async def generate(request: Request) -> Response:
     if fields.raw and base.think is not None:
         ignored = (*ignored, "think")
     return await _respond(request, model, base, chat_request, writer, ignored)
+
+
+async def embed(request: Request) -> Response:
+    """POST /api/embed: embeddings of texts."""
+    timing = _Timing()
+    body = await read_json(request, any_media_type=True)
+    fields = parse_fields(body, OllamaEmbed)
+    ignored = unknown_fields(body, OllamaEmbed)
+    texts = [fields.input] if isinstance(fields.input, str) else fields.input
+    name = _served_name(gateway_of(request), fields.model)
+    work = Work(texts, "input", name, dimensions=fields.dimensions, truncates=fields.truncate is not False)
+    embedded = await embed_inputs(request, work)
+    result = OllamaEmbedReply(
+        model=fields.model or gateway_of(request).model_name,
+        embeddings=[_vector(each) for each in embedded],
+        total_duration=time.monotonic_ns() - timing.received_ns,
+        load_duration=0,
+        prompt_eval_count=sum(each.num_prompt_tokens for each in embedded),
+    )
+    return json_response(result, headers=ignored_header(ignored))
+
+
+async def embeddings(request: Request) -> Response:
+    """POST /api/embeddings: the embedding of one text, for older clients."""
+    body = await read_json(request, any_media_type=True)
+    fields = parse_fields(body, OllamaEmbeddings)
+    ignored = unknown_fields(body, OllamaEmbeddings)
+    work = Work([fields.prompt], "prompt", _served_name(gateway_of(request), fields.model), truncates=True)
+    (embedded,) = await embed_inputs(request, work)
+    return json_response(OllamaEmbeddingsReply(_vector(embedded)), headers=ignored_header(ignored))
 
 
 async def tags(request: Request) -> Response:
@@ -178,10 +218,13 @@ async def version(request: Request) -> Response:
 
 async def _require_model(gateway: Gateway, name: str | None) -> Model:
     """Return the served model, also by its name with Ollama's default tag. Raises: as `Gateway.require_model`."""
-    model = await gateway.require_model(None)
-    if name is not None and name != gateway.model_name:
-        gateway.check_model(name.removesuffix(_LATEST))
-    return model
+    await gateway.require_model(None)  # the name may be unknown until the model is loaded
+    return await gateway.require_model(_served_name(gateway, name))
+
+
+def _served_name(gateway: Gateway, name: str | None) -> str | None:
+    """Remove Ollama's default tag from a model's name, unless the served model has it."""
+    return name if name is None or name == gateway.model_name else name.removesuffix(_LATEST)
 
 
 def _check_generate(fields: OllamaGenerate) -> None:
@@ -430,11 +473,16 @@ def _calls(done: ReplyDone) -> list[OllamaCall]:
     ]
 
 
+def _vector(embedded: EmbeddedPrompt) -> list[float]:
+    found: list[float] = np.frombuffer(embedded.values, "<f4").tolist()
+    return found
+
+
 def _capabilities(model: Model) -> list[str]:
     reply_format = model.service.reply_format
     has_tools = reply_format.supports_tools and reply_format.syntax is not None
     return [
-        "completion",
+        *("completion", "embedding"),
         *(["tools"] if has_tools else []),
         *(["thinking"] if reply_format.reasoning is not None else []),
     ]

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from chatcache.gateway.schemas.completions import TokenLogprob
+from chatcache.gateway.schemas.embeddings import Text, Texts
 from chatcache.gateway.schemas.requests import (
     MAX_CALLS,
     MAX_MESSAGES,
@@ -90,7 +91,10 @@ class OllamaBase(msgspec.Struct, frozen=True):
 
 
 class OllamaChat(msgspec.Struct, frozen=True):
-    """A chat. Without messages, it only checks that the model is loaded."""
+    """A chat. Without messages, it only checks that the model is loaded.
+
+    A last message of the assistant is the beginning of the answer.
+    """
 
     messages: Annotated[list[OllamaMessage], Meta(max_length=MAX_MESSAGES)] | None = None
     tools: Tools | None = None
@@ -105,6 +109,22 @@ class OllamaGenerate(msgspec.Struct, frozen=True):
     template: str | None = None
     context: Annotated[list[int], Meta(max_length=_INT32_MAX)] | None = None
     images: Images | None = None
+
+
+class OllamaEmbed(msgspec.Struct, frozen=True):
+    """Texts to embed. `truncate`: shorten texts that exceed the context, which is the default."""
+
+    input: Texts
+    model: ShortText | None = None
+    truncate: bool | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=_INT32_MAX)] | None = None
+
+
+class OllamaEmbeddings(msgspec.Struct, frozen=True):
+    """A text to embed, in the form of older clients."""
+
+    prompt: Text
+    model: ShortText | None = None
 
 
 class OllamaShow(msgspec.Struct, frozen=True):
@@ -175,6 +195,20 @@ class OllamaGenerateReply(OllamaReply, kw_only=True):
 
     response: str
     thinking: str | UnsetType = UNSET
+
+
+class OllamaEmbedReply(msgspec.Struct):
+    """An embedding of length 1 for each text. Durations are in nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbeddingsReply(msgspec.Struct):
+    embedding: list[float]
 
 
 class OllamaDetails(msgspec.Struct):

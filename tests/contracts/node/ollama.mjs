@@ -24,6 +24,10 @@ const scenarios = {
   generated: async () => all(await client.generate({ model, prompt: "Count", stream: true, options: { num_predict: 3 } })),
   constrained: () => client.chat({ model, messages, format: parameters }),
   server: async () => ({ list: await client.list(), ps: await client.ps(), show: await client.show({ model }) }),
+  embedded: async () => ({
+    both: await client.embed({ model, input: ["Hello there", "How are you?"] }),
+    one: await client.embeddings({ model, prompt: "How are you?" }),
+  }),
   left: async () => {
     const stream = await client.chat({ model, messages, stream: true });
     for await (const part of stream) {
@@ -35,7 +39,6 @@ const scenarios = {
     const asked = [
       () => client.chat({ model, messages: [{ ...messages[0], images: ["aGk="] }] }),
       () => client.pull({ model: "llama3" }),
-      () => client.embeddings({ model, prompt: "Hi" }),
     ];
     const errors = [];
     for (const ask of asked) {
