@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from chatcache.auth import KeyStore
+from chatcache.conversations.checkpoints import ReplyCheckpoint
 from chatcache.conversations.search import SearchHit, SearchQuery
 from chatcache.conversations.tree import Conversation, ConversationTree, Item, MessageDeletion, Turn
 from chatcache.errors import ChatcacheError, InvalidRequestError
@@ -236,6 +237,14 @@ class ConversationStore(Protocol):
 
         Raises: NotFoundError for a parent or leaf that does not exist (any more); ConversationFullError if there are
         `items` and the conversation would then have more than `max_items`.
+        """
+        ...
+
+    async def checkpoint(self, checkpoints: Sequence[ReplyCheckpoint]) -> None:
+        """Store new output of running responses, to be used if this process dies before they end.
+
+        Responses that a crash left in progress become incomplete, with the messages that their checkpoints hold. Those
+        of a response that has ended are ignored; the end of a response deletes its checkpoints.
         """
         ...
 

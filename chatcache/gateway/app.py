@@ -26,6 +26,7 @@ from chatcache.gateway.limits.admission import AdmissionController
 from chatcache.gateway.limits.rate_limits import RATE_HEADERS, RateLimiter
 from chatcache.gateway.metrics import Metrics, instrument_store
 from chatcache.gateway.middleware import BodyLimitMiddleware, RequestContextMiddleware
+from chatcache.gateway.responses.checkpointer import Checkpointer
 from chatcache.gateway.routes import IMPORT_PATH, ROUTES
 from chatcache.gateway.routing import UnknownPath, build_routes
 from chatcache.gateway.tracing import open_tracer
@@ -73,14 +74,16 @@ def create_app(
         metrics.tracer = tracer = open_tracer(lambda: gateway.model_name)
         loading = asyncio.create_task(gateway.load(load_tokenizer, gateway.store))
         cleanup = asyncio.create_task(limiter.cleanup_loop())
+        checkpoints = asyncio.create_task(Checkpointer(gateway.responses, gateway.store).loop())
         try:
             yield
         finally:
             await key_cache.close()
             await gateway.finish_runs()
-            for task in (loading, cleanup):
+            tasks = (loading, cleanup, checkpoints)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(loading, cleanup, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             await limiter.cleanup()
             await opened.close()
             if tracer is not None:

@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from chatcache.auth import DAY_S, USAGE_RETENTION_DAYS, WRITER_PREFIX, KeyRecord
+from chatcache.conversations.checkpoints import ReplyCheckpoint, end_interrupted, restore
 from chatcache.conversations.search import SearchHit, SearchQuery
 from chatcache.conversations.store import (
     CLAIM_TTL_S,
@@ -28,6 +29,7 @@ from chatcache.conversations.store import (
     StoreUnusableError,
 )
 from chatcache.conversations.tree import (
+    IN_PROGRESS,
     Conversation,
     ConversationTree,
     Item,
@@ -53,6 +55,7 @@ from chatcache.storage.redis_layout import (
     VERSION,
     Head,
     PositionedItem,
+    checkpoint_key,
     claim_key,
     conversation_of_head,
     head_key,
@@ -71,6 +74,7 @@ from chatcache.storage.redis_layout import (
     turns_key,
     unpack_claim,
     unpack_head,
+    unpack_turn,
     usage_key,
     words_key,
 )
@@ -99,8 +103,9 @@ _CHUNK = 1000
 class RedisStore:
     """`ConversationStore` on a Redis server.
 
-    Responses whose gateway died become incomplete within 4/3 of `lease_s`. A server that does not answer yet is waited
-    for. Raises: StoreUnusableError for one that rejects the login or contains the data of a newer version.
+    Responses whose gateway died become incomplete within 4/3 of `lease_s`, with the output of their checkpoints. A
+    server that does not answer yet is waited for. Raises: StoreUnusableError for one that rejects the login or contains
+    the data of a newer version.
     """
 
     def __init__(self, url: str, *, lease_s: float = LEASE_S, timeout_s: float | None = None) -> None:
@@ -110,7 +115,7 @@ class RedisStore:
         """
         self._connection = RedisConnection(url, check_layout, timeout_s=timeout_s)
         self.keys = RedisKeys(self._connection)
-        self._heartbeats = GatewayHeartbeats(self._connection, lease_s)
+        self._heartbeats = GatewayHeartbeats(self._connection, self._end_response, lease_s)
         with contextlib.suppress(StoreUnavailableError):
             check_server(url)
 
@@ -207,6 +212,15 @@ class RedisStore:
 
         return await self._change(conversation_id, work, turn, watched_keys(owner, claim))
 
+    async def checkpoint(self, checkpoints: Sequence[ReplyCheckpoint]) -> None:
+        async def work(client: Client) -> None:
+            async with client.pipeline(transaction=False) as pipe:
+                for each in checkpoints:
+                    pipe.rpushx(checkpoint_key(each.conversation_id, each.response_id), each.data)
+                await pipe.execute()
+
+        await self._connection.run(work)
+
     async def update(
         self,
         owner: str,
@@ -288,6 +302,7 @@ class RedisStore:
             pipe.zrem(ids_key(owner), conversation_id)
             if turns:
                 pipe.hdel(RUNNING_KEY, *turns)
+                pipe.delete(*(checkpoint_key(conversation_id, turn.decode()) for turn in turns))
 
         await self._change(conversation_id, work, is_slow=True)
 
@@ -346,6 +361,27 @@ class RedisStore:
             raise
         self._heartbeats.confirm(turn, stored=True)
         return result
+
+    async def _end_response(self, conversation_id: str, response_id: str, entry: bytes) -> None:
+        """End a response whose process died, with the messages that its checkpoints hold."""
+
+        async def work(pipe: Pipe) -> None:
+            data = await pipe.get(head_key(conversation_id))
+            stored = await pipe.hget(turns_key(conversation_id), response_id)
+            present = await pipe.hget(RUNNING_KEY, response_id)
+            checkpoints = await pipe.lrange(checkpoint_key(conversation_id, response_id), 0, -1)
+            turn = unpack_turn(stored) if stored is not None else None
+            pipe.multi()
+            if present != entry:
+                return
+            pipe.hdel(RUNNING_KEY, response_id)
+            if data is not None and turn is not None and turn.status == IN_PROGRESS:
+                head, items = unpack_head(data), restore(filter(None, checkpoints))
+                changed, ended = end_interrupted(head.conversation, turn, items)
+                await self._add(pipe, Head(changed, head.num_positions), items, (ended,))
+
+        key = head_key(conversation_id)
+        await self._connection.transact((key,), work, order=key)
 
     async def _add(self, pipe: Pipe, head: Head, items: Sequence[Item], turns: Sequence[Turn]) -> None:
         """Queue writes of the new head, of `items` as the last messages, and of responses."""

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -25,15 +25,12 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry as SyncRetry
 
 from chatcache.conversations.store import StoreUnavailableError, StoreUnusableError
-from chatcache.conversations.tree import IN_PROGRESS, INCOMPLETE, Turn
+from chatcache.conversations.tree import IN_PROGRESS, Turn
 from chatcache.storage.redis_layout import (
     API_KEYS_KEY,
     RUNNING_KEY,
     alive_key,
-    head_key,
-    pack_turn,
-    turns_key,
-    unpack_turn,
+    checkpoint_key,
 )
 
 log = logging.getLogger(__name__)
@@ -276,8 +273,19 @@ class GatewayHeartbeats:
     A response in progress belongs to one process. When that process's lease expires, any gateway marks it incomplete.
     """
 
-    def __init__(self, link: RedisConnection, lease_s: float = LEASE_S) -> None:
+    def __init__(
+        self,
+        link: RedisConnection,
+        end_response: Callable[[str, str, bytes], Awaitable[None]],
+        lease_s: float = LEASE_S,
+    ) -> None:
+        """Use a connection.
+
+        `end_response` ends an orphaned response, given its conversation, its id and its entry in the table of running
+        responses, unless the entry has changed.
+        """
         self._connection = link
+        self._end_response = end_response
         self._lease_s = lease_s
         self._process = secrets.token_hex(8)
         self._own_responses: set[str] = set()
@@ -305,13 +313,17 @@ class GatewayHeartbeats:
     def record(self, pipe: Pipe, conversation_id: str, turn: Turn) -> None:
         """Queue, together with the write of a response, an entry in the table of running responses.
 
-        It records that this process runs the response. If the response has ended, its entry is removed.
+        It records that this process runs the response. If the response has ended, its entry is removed. Its list of
+        checkpoints exists as long, because a checkpoint is only added to a list that exists.
         """
+        key = checkpoint_key(conversation_id, turn.id)
         if turn.status == IN_PROGRESS:
             pipe.hset(RUNNING_KEY, turn.id, f"{self._process} {conversation_id}")
+            pipe.rpush(key, b"")
             self.renew(pipe)
         else:
             pipe.hdel(RUNNING_KEY, turn.id)
+            pipe.delete(key)
 
     def renew(self, pipe: Pipe) -> None:
         pipe.set(alive_key(self._process), 1, px=int(self._lease_s * 1000))
@@ -340,7 +352,7 @@ class GatewayHeartbeats:
             await asyncio.sleep(self._lease_s / 3)
 
     async def _end_orphaned(self) -> None:
-        """Mark responses incomplete whose process is not alive."""
+        """End responses whose process is not alive."""
         running: dict[bytes, bytes] = await self._connection.run(lambda client: client.hgetall(RUNNING_KEY))
         is_alive: dict[str, bool] = {self._process: True}
         for response, entry in running.items():
@@ -351,20 +363,6 @@ class GatewayHeartbeats:
             is_run = is_alive[process] and (process != self._process or response.decode() in self._own_responses)
             if not is_run:
                 await self._end_response(conversation_id, response.decode(), entry)
-
-    async def _end_response(self, conversation_id: str, response_id: str, entry: bytes) -> None:
-        async def work(pipe: Pipe) -> None:
-            stored = await pipe.hget(turns_key(conversation_id), response_id)
-            present = await pipe.hget(RUNNING_KEY, response_id)
-            turn = unpack_turn(stored) if stored is not None else None
-            pipe.multi()
-            if present == entry:
-                pipe.hdel(RUNNING_KEY, response_id)
-                if turn is not None and turn.status == IN_PROGRESS:
-                    pipe.hset(turns_key(conversation_id), response_id, pack_turn(replace(turn, status=INCOMPLETE)))
-
-        key = head_key(conversation_id)
-        await self._connection.transact((key,), work, order=key)
 
 
 async def _exists(client: Client, key: str) -> bool:

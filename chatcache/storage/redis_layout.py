@@ -8,6 +8,7 @@ All keys of one conversation are in one cluster slot (`{...}` in the key):
     chatcache:{conv}:order               list: message id by position, those of deleted messages included
     chatcache:{conv}:members             sorted set: response id, position and id of each message of a response
     chatcache:{conv}:turns               hash: response id -> response
+    chatcache:{conv}:checkpoint:<response>  list: an empty entry, then checkpoints; exists while it is in progress
     chatcache:{conv}:words               folded words of titles and messages, a superset: candidates of a search
     chatcache:at:<message or response>   the conversation that contains it
     chatcache:list:{owner}               sorted set: an owner's conversations by `updated_at`
@@ -99,6 +100,10 @@ def turns_key(conversation_id: str) -> str:
 
 def words_key(conversation_id: str) -> str:
     return f"{PREFIX}{{{conversation_id}}}:words"
+
+
+def checkpoint_key(conversation_id: str, response_id: str) -> str:
+    return f"{PREFIX}{{{conversation_id}}}:checkpoint:{response_id}"
 
 
 def member_key(member_id: str) -> str:

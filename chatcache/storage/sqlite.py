@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from chatcache.auth import USAGE_RETENTION_DAYS, WRITER_PREFIX, KeyRecord
+from chatcache.conversations.checkpoints import ReplyCheckpoint
 from chatcache.conversations.search import SearchHit, SearchQuery
 from chatcache.conversations.store import (
     CLAIM_TTL_S,
@@ -29,6 +30,7 @@ from chatcache.conversations.store import (
     decode_cursor,
 )
 from chatcache.conversations.tree import (
+    IN_PROGRESS,
     Conversation,
     ConversationTree,
     Item,
@@ -69,14 +71,14 @@ _MARKS = ", ".join("?" * len(_COLUMNS.split(",")))
 _BACKUP_BUSY_S = 30.0
 _INLINE_CHARS = 16_384  # encoding this much text takes about a millisecond
 _CHARS_PER_ITEM = 100  # the cost of an empty message, in characters
-_KEYS_OWNER = "\0keys"  # of jobs on the tables of keys: no tenant's jobs delay them by more than one
+_SERVER = "\0server"  # the owner of jobs that are not of one tenant: keys, checkpoints, health checks
 RESERVE_BYTES = 2**20  # what must fit on the disk before the store is available again
 
 
 class SqliteStore:
     """`ConversationStore` on one file.
 
-    Responses that a crash left in progress become incomplete at the next start.
+    Responses that a crash left in progress become incomplete at the next start, with the output of their checkpoints.
     Raises: StoreUnusableError naming the file and the reason.
     """
 
@@ -103,7 +105,7 @@ class SqliteStore:
         num_failures = self._writer.num_failures
         if num_failures != self._num_checked_failures:
             for job in (fill_reserve, free_reserve):  # two commits, because SQLite writes no page that is free again
-                await self._writer.run("", job)
+                await self._writer.run(_SERVER, job)
             self._num_checked_failures = num_failures
 
     async def create(
@@ -180,6 +182,14 @@ class SqliteStore:
             return _store_change(db, head, head_after_append(head, active_leaf, title))
 
         return await self._change(owner, conversation_id, job)
+
+    async def checkpoint(self, checkpoints: Sequence[ReplyCheckpoint]) -> None:
+        rows = [(each.response_id, each.data, each.response_id, IN_PROGRESS) for each in checkpoints]
+        query = (
+            "INSERT INTO checkpoints (turn_id, data) "
+            "SELECT ?, ? WHERE EXISTS (SELECT 1 FROM turns WHERE id = ? AND status = ?)"
+        )
+        await self._writer.run(_SERVER, lambda db: db.executemany(query, rows).rowcount)
 
     async def update(
         self,
@@ -259,11 +269,11 @@ class SqliteKeys:
     async def create(self, record: KeyRecord) -> None:
         row = tuple(getattr(record, column) for column in _COLUMNS.split(", "))
         await self._writer.run(
-            _KEYS_OWNER, lambda db: db.execute(f"INSERT INTO keys ({_COLUMNS}) VALUES ({_MARKS})", row).rowcount
+            _SERVER, lambda db: db.execute(f"INSERT INTO keys ({_COLUMNS}) VALUES ({_MARKS})", row).rowcount
         )
 
     async def list(self) -> Sequence[KeyRecord]:
-        return await self._writer.run(_KEYS_OWNER, list_keys)
+        return await self._writer.run(_SERVER, list_keys)
 
     async def revoke(self, key_id: str, at: float) -> KeyRecord:
         def job(db: sqlite3.Connection) -> KeyRecord:
@@ -273,12 +283,12 @@ class SqliteKeys:
                 raise NotFoundError(f"no key {key_id!r}", param="id")
             return _record(row)
 
-        return await self._writer.run(_KEYS_OWNER, job)
+        return await self._writer.run(_SERVER, job)
 
     async def version(self) -> int:
         # Keys are never deleted and never un-revoked: these counts only grow.
         return await self._writer.run(
-            _KEYS_OWNER, lambda db: int(db.execute("SELECT count(*) + count(revoked_at) FROM keys").fetchone()[0])
+            _SERVER, lambda db: int(db.execute("SELECT count(*) + count(revoked_at) FROM keys").fetchone()[0])
         )
 
     async def add_usage(self, day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
@@ -296,12 +306,12 @@ class SqliteKeys:
             )
             db.execute("DELETE FROM usage WHERE day < ?", (day - USAGE_RETENTION_DAYS,))
 
-        await self._writer.run(_KEYS_OWNER, job)
+        await self._writer.run(_SERVER, job)
 
     async def usage(self, day: int) -> Mapping[str, int]:
         query = "SELECT key_id, tokens FROM usage WHERE day = ? AND key_id NOT LIKE ?"
         return await self._writer.run(
-            _KEYS_OWNER, lambda db: dict(db.execute(query, (day, f"{WRITER_PREFIX}%")).fetchall())
+            _SERVER, lambda db: dict(db.execute(query, (day, f"{WRITER_PREFIX}%")).fetchall())
         )
 
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from chatcache.conversations.checkpoints import end_interrupted, restore
 from chatcache.conversations.search import (
     MAX_COMPARED_MESSAGES,
     MessageMatch,
@@ -35,7 +36,7 @@ from chatcache.conversations.search import (
     make_hit,
 )
 from chatcache.conversations.store import OwnerAssignment, StoreUnusableError
-from chatcache.conversations.tree import IN_PROGRESS, INCOMPLETE, Conversation, Item, ReplyParts, Turn, Usage
+from chatcache.conversations.tree import IN_PROGRESS, Conversation, Item, ReplyParts, Turn, Usage
 
 Row = Any  # a tuple as sqlite3 returns it
 CONVERSATION_COLUMNS = "id, owner, created_at, updated_at, title, active_leaf, rev, metadata"
@@ -119,19 +120,25 @@ MIGRATIONS = (
         day INTEGER NOT NULL, key_id TEXT NOT NULL, tokens INTEGER NOT NULL, PRIMARY KEY (day, key_id)
     ) WITHOUT ROWID;
     """,
+    """
+    CREATE TABLE checkpoints (
+        position INTEGER PRIMARY KEY, turn_id TEXT NOT NULL REFERENCES turns (id) ON DELETE CASCADE, data BLOB NOT NULL
+    );
+    CREATE INDEX checkpoints_by_turn ON checkpoints (turn_id, position);
+    """,
 )
 
 
 def prepare(db: sqlite3.Connection, path: Path, *, end_running: bool = True) -> None:
     """Check the file, migrate it and build its search index.
 
-    `end_running`: mark responses that a crash left in progress as incomplete. Raises: StoreUnusableError for a file of
+    `end_running`: end responses that a crash left in progress. Raises: StoreUnusableError for a file of
     a newer version or a damaged one.
     """
     migrate(db, path, check=True)
     ensure_index(db, path)
     if end_running:
-        db.execute("UPDATE turns SET status = ? WHERE status = ?", (INCOMPLETE, IN_PROGRESS))
+        _end_running(db)
 
 
 def migrate(db: sqlite3.Connection, path: Path, *, check: bool = False) -> None:
@@ -155,6 +162,26 @@ def migrate(db: sqlite3.Connection, path: Path, *, check: bool = False) -> None:
         _back_up(db, path, version)
     for step in range(version, len(MIGRATIONS)):
         _migrate_once(db, step)
+
+
+def _end_running(db: sqlite3.Connection) -> None:
+    """Make responses in progress incomplete, and store the messages that their checkpoints hold."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        rows = db.execute(f"SELECT conversation_id, {TURN_COLUMNS} FROM turns WHERE status = ?", (IN_PROGRESS,))
+        for conversation_id, *row in rows.fetchall():
+            turn = row_to_turn(row)
+            held = db.execute("SELECT data FROM checkpoints WHERE turn_id = ? ORDER BY position", (turn.id,))
+            items = restore(data for (data,) in held)
+            found = db.execute(f"SELECT {CONVERSATION_COLUMNS} FROM conversations WHERE id = ?", (conversation_id,))
+            head, ended = end_interrupted(row_to_conversation(found.fetchone()), turn, items)
+            insert_items(db, conversation_id, [ItemRow.of(item) for item in items])
+            put_turn(db, conversation_id, ended)
+            update_conversation(db, head)
+        db.execute("COMMIT")
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
 
 
 def list_condition(owner: str, after: tuple[float, str] | None) -> tuple[str, dict[str, Any]]:
@@ -217,7 +244,8 @@ def move_item(db: sqlite3.Connection, conversation_id: str, item: Item) -> None:
 
 
 def put_turn(db: sqlite3.Connection, conversation_id: str, turn: Turn) -> None:
-    """Insert or replace a response."""
+    """Insert or replace a response. Its checkpoints are deleted."""
+    db.execute("DELETE FROM checkpoints WHERE turn_id = ?", (turn.id,))
     usage = msgspec.json.encode(turn.usage).decode() if turn.usage is not None else None
     echo = msgspec.json.encode(turn.echo).decode()
     row = (turn.id, turn.parent_id, turn.model, turn.created_at, turn.base_item_id, _pack(turn.prompt_ids))

@@ -77,6 +77,13 @@ class IncrementalDetokenizer:
         """All text returned so far."""
         return "".join(self._parts)
 
+    @property
+    def held_text(self) -> str:
+        """The text that `finish` would return now."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.setstate(self._decoder.getstate())
+        return decoder.decode(_visible_bytes(self._held, self._shown), True)
+
     def push(self, token_ids: Iterable[int]) -> str:
         """Append tokens; return the text that is now final."""
         return self._record("".join([self._decode_token(token) for token in token_ids]))

@@ -1,4 +1,7 @@
-"""A gateway in a process of its own, to be killed: `python -m tests.gateway.killable STORE PORT [forgetful] [mute]`."""
+"""A gateway in a process of its own, to be killed: `python -m tests.gateway.killable STORE PORT [MODE ...]`.
+
+Modes: forgetful, mute, scripted (see `main`).
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,25 @@ from chatcache.cli.server import reduce_gc
 from chatcache.config import ServerConfig
 from chatcache.gateway.api.idempotency import IdempotencyKey
 from chatcache.gateway.responses.run import LiveResponse
+from tests.gateway.scripted import ScriptedServer, scripted_server
 from tests.gateway.serving import Server
+from tests.tokenizer.families import tokenizer_of
 
 
 async def _know_nothing(*_: object) -> None:
     return None
 
 
-def main(store: str, port: int, *, is_forgetful: bool, is_mute: bool) -> None:
+LONG = "".join(f"word {number} of many, " for number in range(200))
+CALL = f'<tool_call>\n{{"name": "look", "arguments": {{"at": "{LONG}"}}}}\n</tool_call>'
+REPLIES = (f"<think>{LONG[:300]}</think>{LONG[:300]}{CALL}", LONG)
+
+
+def main(store: str, port: int, *, is_forgetful: bool, is_mute: bool, is_scripted: bool) -> None:
     """Serve until killed.
 
     `is_forgetful`: injected bug, the gateway ignores idempotency keys. `is_mute`: it dies after it has stored its first
-    turn, before any client receives an answer.
+    turn, before any client receives an answer. `is_scripted`: the first request gets `REPLIES`.
     """
     if is_mute:
         LiveResponse.start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
@@ -29,7 +39,10 @@ def main(store: str, port: int, *, is_forgetful: bool, is_mute: bool) -> None:
         IdempotencyKey.find_target = _know_nothing  # type: ignore[method-assign, assignment]
         IdempotencyKey.claim = lambda *_: None  # type: ignore[method-assign, assignment]
     place = {"redis": store} if "://" in store else {"db": store}
-    with Server(ServerConfig(port=port, **place)) as server:  # type: ignore[arg-type]
+    config = ServerConfig(port=port, **place)  # type: ignore[arg-type]
+    with scripted_server(config, tokenizer_of("hermes")) if is_scripted else Server(config) as server:
+        if isinstance(server, ScriptedServer):
+            server.say(*REPLIES)
         server.runner.delay_s = 0.02
         server.wait_ready()
         reduce_gc()
@@ -38,4 +51,10 @@ def main(store: str, port: int, *, is_forgetful: bool, is_mute: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), is_forgetful="forgetful" in sys.argv, is_mute="mute" in sys.argv)
+    main(
+        sys.argv[1],
+        int(sys.argv[2]),
+        is_forgetful="forgetful" in sys.argv,
+        is_mute="mute" in sys.argv,
+        is_scripted="scripted" in sys.argv,
+    )

@@ -64,16 +64,21 @@ def scripted(path: Path, family: str, **config: str) -> contextlib.AbstractConte
 
 @contextlib.contextmanager
 def scripted_with(path: Path, tokenizer: Tokenizer, **config: str) -> Iterator[ScriptedServer]:
-    server = ScriptedServer(
-        ServerConfig(db=str(path / "chat.db"), sse_keep_alive_interval_s=0, **config),  # type: ignore[arg-type]
+    settings = ServerConfig(db=str(path / "chat.db"), sse_keep_alive_interval_s=0, **config)  # type: ignore[arg-type]
+    with scripted_server(settings, tokenizer) as server:
+        yield server.wait_ready()  # type: ignore[misc]
+
+
+def scripted_server(config: ServerConfig, tokenizer: Tokenizer) -> ScriptedServer:
+    """Return a server that is not started yet."""
+    return ScriptedServer(
+        config,
         load_tokenizer=lambda: tokenizer,
         tokenizer=tokenizer,
         max_model_len=4096,
         runner_class=ScriptedRunner,
         eos_every=0,
     )
-    with server:
-        yield server.wait_ready()  # type: ignore[misc]
 
 
 @pytest.fixture(scope="module")

@@ -247,7 +247,7 @@ async def test_conversation_uses_one_slot_and_delete_removes_all_its_keys(empty_
         claim=Claim("k", "d", "r"),
     )
     held = empty_redis.admin.keys("chatcache:{conv}:*")
-    assert len(held) == 6 and len({key_slot(key) for key in held}) == 1
+    assert len(held) == 7 and len({key_slot(key) for key in held}) == 1
     await store.append("me}{", "conv", [], Turn("r", "b", "m", 1.0, status=COMPLETED))
     tree = await store.load("me}{", "conv")
     await store.delete_messages("me}{", "conv", plan_message_deletion(tree, "a"))

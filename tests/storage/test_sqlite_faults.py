@@ -19,7 +19,7 @@ from chatcache.config import EngineConfig, ServerConfig
 from chatcache.conversations.store import Claim, ConversationStore, StoreUnavailableError, StoreUnusableError
 from chatcache.conversations.tree import Conversation, Item
 from chatcache.storage import sqlite_schema, sqlite_threads
-from chatcache.storage.sqlite import SqliteStore
+from chatcache.storage.sqlite import RESERVE_BYTES, SqliteStore
 
 HEAD = Conversation("conv", "me", 1.0, 1.0)
 
@@ -80,6 +80,37 @@ async def test_full_disk_refuses_writes_and_keeps_acknowledged_data(tmp_path: Pa
     db = sqlite3.connect(path)
     assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
     db.close()
+
+
+async def test_check_fails_until_a_large_write_fits(tmp_path: Path) -> None:
+    """After a refused write, room for a few small rows does not make the store available."""
+    store = SqliteStore(tmp_path / "chat.db")
+    await store.create(HEAD)
+
+    async def leave_room(num_pages: int) -> None:
+        def job(db: sqlite3.Connection) -> None:
+            (num_used,) = db.execute("PRAGMA page_count").fetchone()
+            db.execute(f"PRAGMA max_page_count = {num_used + num_pages}")
+
+        await store._writer.run("", job)
+
+    await leave_room(20)
+    await store.check()  # no write was refused yet
+    with pytest.raises(StoreUnavailableError):
+        await store.append("me", "conv", [Item("msg_large", None, "user", "x" * 500_000)])
+    for number in range(2):
+        assert (await store.append("me", "conv", [Item(f"msg_{number}", None, "user", "x")])).rev == number + 1
+        with pytest.raises(StoreUnavailableError):
+            await store.check()
+    await leave_room(2 * RESERVE_BYTES // 4096)
+    await store.check()
+    await store.append("me", "conv", [Item("msg_large", None, "user", "x" * 500_000)])
+    await leave_room(0)
+    await store.check()
+    await store.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "chat.db")) as db:
+        assert db.execute("SELECT count(*) FROM claims").fetchone() == (0,), "nothing is left of the check"
+        assert db.execute("PRAGMA freelist_count").fetchone()[0] > 100, "but there is room for the next writes"
 
 
 async def test_injected_bug_early_acknowledgement_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

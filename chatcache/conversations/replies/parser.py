@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import secrets
 import string
 from collections.abc import Sequence
@@ -126,6 +127,15 @@ class CandidateParser:
             self._texts.append(text)
             return ParsedDelta(text)
         return self._record(self._parser.push(text))
+
+    def copy(self) -> CandidateParser:
+        """Return an independent parser in the same state."""
+        clone = copy.copy(self)
+        clone._parser = copy.deepcopy(self._parser)
+        clone._call_ids, clone._names = self._call_ids.copy(), self._names.copy()
+        clone._texts, clone._reasoning = self._texts.copy(), self._reasoning.copy()
+        clone._arguments = [pieces.copy() for pieces in self._arguments]
+        return clone
 
     def finish(self) -> ParsedDelta:
         """Return the output that was held back."""

@@ -194,6 +194,24 @@ class Candidate:
             return (done,)
         return ReplyDelta(self.index, rest.text, (), (), rest.reasoning, rest.calls), done
 
+    def snapshot(self) -> ReplyDone:
+        """Return the candidate as it would be if the request were cancelled now."""
+        held, parser = self._stream.held_text, self._parser
+        raw = self.raw + held
+        if self._context.is_parsed:
+            parser = parser.copy()
+            parser.push(held)
+            parser.finish()
+        return ReplyDone(
+            index=self.index,
+            text=parser.text if self._context.is_parsed else raw,
+            finish_reason=FINISH_CANCELLED,
+            stop_reason=None,
+            token_ids=(),
+            stored_ids=self.stored_ids,
+            parts=parser.parts(raw),
+        )
+
     def _parse(self, token_ids: Sequence[int]) -> ParsedDelta:
         """Parse token by token, to count the tokens of reasoning."""
         if self._reasoning_finished and len(token_ids) == 1:

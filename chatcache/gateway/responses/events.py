@@ -22,7 +22,7 @@ An item is added with its first content. A candidate without text and calls gets
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -34,7 +34,7 @@ from chatcache.conversations.replies.events import (
     ReplyFinished,
     ReplyStarted,
 )
-from chatcache.conversations.replies.service import Reply, is_ranked, num_candidates
+from chatcache.conversations.replies.service import Candidate, Reply, is_ranked, num_candidates
 from chatcache.conversations.tree import (
     CANCELLED,
     COMPLETED,
@@ -203,6 +203,13 @@ class ResponseEventWriter:
     def outputs(self) -> tuple[Item, ...]:
         """The finished candidates, by index."""
         return tuple(self._outputs[index] for index in sorted(self._outputs))
+
+    def current_outputs(self, candidates: Sequence[Candidate]) -> list[Item]:
+        """Return all candidates that have tokens as messages: the finished ones, and the others as they are now."""
+        running = (each for each in candidates if each.index not in self._outputs and each.num_tokens)
+        now = time.time()
+        found = (output_item(self._turn, self.item_ids[each.index], each.snapshot(), now) for each in running)
+        return [*self._outputs.values(), *found]
 
     @property
     def _finish_reasons(self) -> set[str | None]:

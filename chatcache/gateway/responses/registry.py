@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from chatcache.conversations.checkpoints import ReplyCheckpoint
 from chatcache.conversations.fork_points import ReplyPrefix
 from chatcache.errors import NotFoundError
 from chatcache.gateway.responses.event_log import ResponseLog
@@ -29,6 +30,14 @@ class Run(Protocol):
     conversation_id: str | None  # None for a response that is not stored
     log: ResponseLog
     task: asyncio.Task[None]
+
+    def checkpoint(self) -> ReplyCheckpoint | None:
+        """Return the output since the last checkpoint, None without any or if the response is not stored."""
+        ...
+
+    def confirm_checkpoint(self) -> None:
+        """Take the last checkpoint as stored."""
+        ...
 
     def candidate_index(self, item_id: str) -> int | None:
         """Return the index of the candidate that will be stored under this message id."""

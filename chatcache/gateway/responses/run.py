@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from chatcache.conversations.checkpoints import CheckpointEncoder, ReplyCheckpoint
 from chatcache.conversations.fork_points import ReplyPrefix
 from chatcache.conversations.prompt import Message, message_from_item
 from chatcache.conversations.replies.events import (
@@ -255,6 +256,8 @@ class LiveResponse:
         self._drops = CandidateCancellations(reply, self.log, gateway.metrics)
         self._detach_timer = DetachTimer(self.log, options.ttl_s, self.cancel)
         self._steers = SteerQueue()
+        self._checkpoints = CheckpointEncoder()
+        self._checkpoint_progress = self._pending_progress = (0, 0)  # numbers of tokens and of finished candidates
         self._cancelled_s: float | None = None
         self._interrupted = False
         self._num_tokens_at_cancel = 0
@@ -291,6 +294,22 @@ class LiveResponse:
     def candidate_index(self, item_id: str) -> int | None:
         """Return the index of the candidate that will be stored under this message id."""
         return self._writer.item_ids.index(item_id) if item_id in self._writer.item_ids else None
+
+    def checkpoint(self) -> ReplyCheckpoint | None:
+        """Return the output since the last checkpoint, None without any or if the response is not stored."""
+        if self._conversation is None or not self._options.generate or self.log.terminal is not None:
+            return None
+        progress = self._reply.num_tokens, len(self._writer.outputs)
+        if progress == self._checkpoint_progress:
+            return None
+        self._pending_progress = progress
+        data = self._checkpoints.encode(self._writer.current_outputs(self._reply.candidates))
+        return ReplyCheckpoint(self._conversation.id, self.id, data) if data is not None else None
+
+    def confirm_checkpoint(self) -> None:
+        """Take the last checkpoint as stored."""
+        self._checkpoints.confirm()
+        self._checkpoint_progress = self._pending_progress
 
     async def reply_prefix(self, index: int, num_tokens: int | None, fork_with: int | None) -> ReplyPrefix:
         """Return the beginning of a candidate that is being generated, for a fork to continue.
