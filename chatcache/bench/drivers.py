@@ -26,7 +26,7 @@ from torch import Tensor
 
 from chatcache.errors import EngineError, ModelFolderError
 from chatcache.types.events import EngineEvent, Failed, Finished, Started, Tokens
-from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
+from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, PoolingParams, SamplingParams
 from chatcache.types.stats import ModelInfo
 
 if TYPE_CHECKING:
@@ -90,6 +90,10 @@ class Driver(Protocol):
         """Run one batch to its end."""
         ...
 
+    def embed_s(self, prompts: list[Prompt]) -> float:
+        """Embed one batch by last-token pooling; return the seconds."""
+        ...
+
 
 class EngineDriver:
     """Runs batches through an idle engine."""
@@ -129,6 +133,19 @@ class EngineDriver:
                     run.num_output_tokens += event.num_output_tokens
         run.total_s = time.perf_counter() - start
         return run
+
+    def embed_s(self, prompts: list[Prompt]) -> float:
+        """Embed all prompts as requests that arrive at once; return the seconds.
+
+        Raises: EngineError if a request failed.
+        """
+        start = time.perf_counter()
+        for prompt in prompts:
+            name = str(next(self._numbers))
+            self.engine.add(GenerateRequest(request_id=name, prompt=prompt, pooling=PoolingParams()))
+        while self.engine.has_work():
+            self.step()
+        return time.perf_counter() - start
 
     def submit(self, prompts: Sequence[Prompt], params: Params) -> list[str]:
         """Submit one request for each prompt and return their ids."""
@@ -272,6 +289,15 @@ class TransformersDriver:
         run.decode_s = np.diff(marks).tolist()
         run.num_decoded, run.num_output_tokens = num_rows * (num_steps - 1), num_rows * num_steps
         return run
+
+    def embed_s(self, prompts: list[Prompt]) -> float:
+        """Run prompts of equal length through the base model as one batch; return the seconds."""
+        start = time.perf_counter()
+        with torch.inference_mode():
+            ids = torch.tensor(prompts, device=self.model_info.device)
+            states = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, -1].float()
+            torch.nn.functional.normalize(states, dim=-1).cpu()
+        return time.perf_counter() - start
 
 
 def _generate_options(params: Params) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`chatcache bench latency [--mixed] | throughput | beam | prefix | contention`: speed next to measured limits.
+"""`chatcache bench latency [--mixed] | throughput | beam | prefix | embed | contention`: speed next to measured limits.
 
 Everything that a figure is compared with is measured in the same run.
 """
@@ -28,7 +28,7 @@ from chatcache.types.stats import ModelInfo
 
 MAX_BUFFER_BYTES = 2**30
 BUSY_GOAL = ">= 0.65"  # next to one busy process, with two threads on two cores
-COMPARABLE = ("latency", "throughput", "beam", "contention")
+COMPARABLE = ("latency", "throughput", "beam", "embed", "contention")
 """The benchmarks that transformers can run, too."""
 
 
@@ -251,12 +251,25 @@ def contention(bench: EngineBench) -> list[Figure]:
     return figures
 
 
+def embed(bench: EngineBench) -> list[Figure]:
+    """Measure embeddings by batch size, of prompts of equal length."""
+    load, driver, figures = bench.load, bench.driver, []
+    num_tokens = max(load.prompt_tokens // 8, 8)
+    for batch in load.batches:
+        runs_s = [driver.embed_s([driver.prompt(num_tokens) for _ in range(batch)]) for _ in range(load.repeats + 1)]
+        per_s = batch / statistics.median(runs_s[1:])
+        limit = bench.prefill_limit(batch * num_tokens) / num_tokens
+        figures.append(compare(f"{num_tokens} tokens, batch {batch}", per_s, "embeddings/s", limit, "matmul rate"))
+    return figures
+
+
 BENCHMARKS: dict[str, Callable[[EngineBench], list[Figure]]] = {
     "latency": latency,
     "mixed": mixed_latency,
     "throughput": throughput,
     "beam": beam,
     "prefix": prefix,
+    "embed": embed,
     "contention": contention,
 }
 

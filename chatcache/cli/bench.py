@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from chatcache.bench.kv_bench import KVReport
 
 Which = Annotated[
-    Literal["latency", "throughput", "beam", "prefix", "contention", "kv"],
+    Literal["latency", "throughput", "beam", "prefix", "embed", "contention", "kv"],
     typer.Argument(help="What to measure.", show_default=False),
 ]
 NamedModel = Annotated[str, typer.Option("--model", help="Same as the argument MODEL.", show_default=False)]

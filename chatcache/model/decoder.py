@@ -106,6 +106,9 @@ class Decoder:
         self, tokens: Tensor, positions: Tensor, step: AttentionStep, pooled: Tensor, drawn: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return final hidden states and logits; arguments as in `Network.forward_states`."""
+        fused = self._fused.run_states(tokens, positions, step, pooled, drawn) if self._fused is not None else None
+        if fused is not None:
+            return fused
         states = self._states(tokens, positions, step, torch.cat((pooled, drawn)))
         return states[: len(pooled)], self._head(states[len(pooled) :]) if len(drawn) else None
 
@@ -320,6 +323,18 @@ class FusedDecode:
 
     def run(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor | None:
         """Return the logits of the tokens `drawn` (indices), or None if the kernel does not fit."""
+        kernel = self._kernel_for(tokens, step)
+        return None if kernel is None else kernel.run(tokens, positions, step.batch, drawn)
+
+    def run_states(
+        self, tokens: Tensor, positions: Tensor, step: AttentionStep, pooled: Tensor, drawn: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return hidden states and logits as `Network.forward_states`, or None if the kernel does not fit."""
+        kernel = self._kernel_for(tokens, step)
+        return None if kernel is None else kernel.run_states(tokens, positions, step.batch, pooled, drawn)
+
+    def _kernel_for(self, tokens: Tensor, step: AttentionStep) -> MegakernelDecoder | None:
+        """Return the kernel if it can run this step."""
         from chatcache_kernels import cpu
         from chatcache_kernels.cpu.decoder import MegakernelDecoder
 
@@ -332,7 +347,7 @@ class FusedDecode:
             )
         if self._megakernel is None or not self._megakernel.can_run(step.batch, len(tokens)):
             return None
-        return self._megakernel.run(tokens, positions, step.batch, drawn)
+        return self._megakernel
 
 
 def make_fused_decode(

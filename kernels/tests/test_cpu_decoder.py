@@ -121,6 +121,10 @@ class Model:
 
     def logits(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, pages: KVPages) -> Tensor:
         """Return the logits of all tokens in float32; `pages` are reference pages in float32."""
+        return self.head(self.states(tokens, positions, batch, pages))
+
+    def states(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, pages: KVPages) -> Tensor:
+        """Return the final hidden states of all tokens in float32."""
         x = self.embedding.float()[tokens]
         cos, sin = self.cos[positions], self.sin[positions]
         for index, block in enumerate(self.blocks):
@@ -134,7 +138,7 @@ class Model:
             x = x + block.linears[1](mixed.reshape(len(h), -1))
             gated = reference.silu_mul(block.linears[2](reference.rms_norm(x, block.norms[1].float(), EPS)))
             x = x + block.linears[3](gated)
-        return self.head(reference.rms_norm(x, self.norm.float(), EPS))
+        return reference.rms_norm(x, self.norm.float(), EPS)
 
 
 def make_batch(starts: list[int], counts: list[int]) -> tuple[AttentionBatch, Tensor]:
@@ -205,6 +209,11 @@ def test_decoder_logits_and_pages_equal_torch(
         got = few.run(tokens, positions, batch, drawn)
         assert relative_error(got, expected[drawn]) < 2e-2 or not len(drawn)
         assert relative_error(few.run(tokens, positions, batch, None), expected) < 2e-2
+        pooled = torch.tensor(sorted(set(range(len(tokens))) - set(drawn.tolist())), dtype=torch.long)
+        states, logits = few.run_states(tokens, positions, batch, pooled, drawn)
+        assert logits.shape == got.shape and (relative_error(logits, expected[drawn]) < 2e-2 or not len(drawn))
+        want = model.states(tokens, positions, batch, theirs)[pooled]
+        assert states.shape == want.shape and (relative_error(states, want) < 2e-2 or not len(pooled))
         for layer in range(3):
             pairs = zip(
                 cpu.read_pages(ours, layer, batch.slots), reference.read_pages(theirs, layer, batch.slots), strict=True

@@ -11,8 +11,12 @@ import pytest
 import torch
 from transformers import AutoModel
 
+from chatcache.bench.drivers import SHAPES, write_model
+from chatcache.config import EngineConfig
 from chatcache.errors import ModelFolderError
+from chatcache.model.decoder import Decoder
 from chatcache.model.loading.files import read_pooling
+from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import Runner
 from chatcache.types.plan import F32, Pools
 from tests.model.drive import Driver, make_draws
@@ -74,6 +78,30 @@ def test_cpu_kernels_and_int8_weights_return_states(sample_of: Get, load: Load) 
         assert pooled is not None and pooled.dtype == np.float32
         cosine = float(pooled[0] @ want / (np.linalg.norm(pooled[0]) * np.linalg.norm(want)))
         assert cosine > angle, (options, cosine)
+
+
+@pytest.mark.slow
+def test_short_rows_in_one_kernel_have_the_states_of_torch(tmp_path: Path) -> None:
+    write_model(SHAPES["tiny"], tmp_path)
+    runner = load_model(
+        EngineConfig(model=str(tmp_path), dtype="bfloat16", quantization="int8", kv_memory_bytes=1 << 20, device="cpu")
+    )
+    network = runner._network
+    assert isinstance(network, Decoder) and network._fused is not None
+    results: list[tuple[F32, list[int]]] = []
+    for fused in (network._fused, None):
+        network._fused = fused
+        driver = Driver(runner)
+        driver.feed({0: [1] * 9, 1: [2] * 15, 2: [3] * 4}, make_draws([]))
+        grants = {0: [7], 1: [8, 9], 2: [10]}
+        result = driver.feed(grants, make_draws([{"row": 0}]), None, pools_of([1, 2], [2, 1]))
+        alone = driver.feed({1: [11]}, make_draws([]), None, pools_of([0], [1]))
+        assert result.pooled is not None and alone.pooled is not None
+        results.append((np.concatenate((result.pooled, alone.pooled)), result.tokens.ravel().tolist()))
+    (ours, tokens), (plain, plain_tokens) = results
+    assert tokens == plain_tokens
+    cosines = (ours * plain).sum(axis=1) / np.linalg.norm(ours, axis=1) / np.linalg.norm(plain, axis=1)
+    assert cosines.min() > 0.999
 
 
 @pytest.mark.parametrize(

@@ -134,11 +134,25 @@ class MegakernelDecoder:
         Shapes: tokens, positions [num_tokens], drawn [num_drawn] int64 (None: all) -> [num_drawn, vocab_size] bf16.
         Raises: IndexError for token ids or positions out of range.
         """
+        drawn = torch.arange(len(tokens)) if drawn is None else drawn
+        return self._run(tokens, positions, batch, drawn, len(drawn))
+
+    def run_states(
+        self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, pooled: Tensor, drawn: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Run the model; return the final hidden states of the tokens `pooled`, and the logits of `drawn`.
+
+        No token is in both. Shapes: as `run`, pooled [num_pooled] -> [num_pooled, hidden], [num_drawn, vocab_size].
+        """
+        logits = self._run(tokens, positions, batch, torch.cat((drawn, pooled)), len(drawn))
+        states = self._buffers.h[len(drawn) : len(drawn) + len(pooled)].clone()
+        return states, logits
+
+    def _run(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, picked: Tensor, num_logits: int) -> Tensor:
+        """Run the last layer's end for the tokens `picked`, and the output head for the first `num_logits` of them."""
         _check_indices(tokens, len(self._weights.embedding), "token")
         _check_indices(positions, len(self._weights.cos), "position")
-        if drawn is None:
-            drawn = torch.arange(len(tokens))
-        logits = torch.empty(len(drawn), self._weights.head.num_outputs, dtype=torch.bfloat16)
+        logits = torch.empty(num_logits, self._weights.head.num_outputs, dtype=torch.bfloat16)
         threads = min(self._num_threads, torch.get_num_threads())
         if batch.work is None:
             attend, program = self._attend_rows, self._by_rows
@@ -150,13 +164,14 @@ class MegakernelDecoder:
         self._rope.set(slots=batch.slots.data_ptr(), num_tokens=len(tokens))
         self._embed.set(rows=tokens.data_ptr(), num_rows=len(tokens))
         self._turn.set(rows=positions.data_ptr(), num_rows=len(tokens))
-        self._pick.set(rows=drawn.data_ptr(), num_rows=len(drawn))
+        self._pick.set(rows=picked.data_ptr(), num_rows=len(picked))
         for jobs, name, every in self._counted:
+            num_last = num_logits if jobs is self._head else len(picked)
             counts = np.full(len(jobs.records), len(tokens))
-            counts[len(counts) - every :] = len(drawn)
+            counts[len(counts) - every :] = num_last
             jobs.set(**{name: counts})
             if "configs" in (jobs.records.dtype.names or ()):  # of AMX
-                configs = matmul.tile_configs(len(tokens)), matmul.tile_configs(len(drawn))
+                configs = matmul.tile_configs(len(tokens)), matmul.tile_configs(num_last)
                 jobs.set(
                     configs=np.where(np.arange(len(counts)) < len(counts) - every, *(c.data_ptr() for c in configs))
                 )
