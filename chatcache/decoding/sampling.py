@@ -83,7 +83,9 @@ class SamplerSpec:
         self.edits = LogitEdits(params, prompt, bannable)
         masks = TokenMasks(params, constraint, rules)
         self._masks = None if masks.is_empty else masks
-        self.has_fixed_changes = self.edits.is_fixed and constraint is None and rules.thinking is None
+        has_fixed_changes = self.edits.is_fixed and constraint is None
+        self.has_fixed_changes = has_fixed_changes and rules.thinking is None
+        self._thinking = rules.thinking if has_fixed_changes else None
 
     def draw_spec(self, spec: DrawSpec, state: DecodingState) -> DrawSpec:
         """Return the draw specification of a branch in the given state."""
@@ -95,6 +97,10 @@ class SamplerSpec:
         num_tokens = state.progress.num_tokens
         edit = state.edits.edit(ban=num_tokens < self._min_tokens)
         return (edit, None) if self._masks is None else self._masks.changes(edit, state.grammar_state, state.progress)
+
+    def changes_stay(self, state: DecodingState) -> bool:
+        """Return whether the changes after the next token are certain to be those of now."""
+        return self._thinking is not None and self._thinking.has_no_mask_soon(state.progress.thought)
 
 
 ROOT = 0
@@ -155,8 +161,10 @@ class SamplingStrategy:
         if self._started:
             candidate = self._candidates[branch]
             edit, mask = sampler.changes(candidate)
-            next_changes = None if sampler.has_fixed_changes else partial(sampler.changes, candidate)
-            return (replace(candidate.spec, edit=edit, mask=mask, next_changes=next_changes),)
+            if sampler.has_fixed_changes:
+                return (replace(candidate.spec, edit=edit, mask=mask),)
+            next_changes, stay = partial(sampler.changes, candidate), partial(sampler.changes_stay, candidate)
+            return (replace(candidate.spec, edit=edit, mask=mask, next_changes=next_changes, changes_stay=stay),)
         if branch != ROOT:
             raise KeyError(branch)
         root = sampler.draw_spec(sampler.spec, _Candidate(ROOT, sampler.spec, sampler.edits))

@@ -69,6 +69,11 @@ class ThinkingRules:
         token = self._forced_token(progress or self._start)
         return None if token is None else self._masks[token]
 
+    def has_no_mask_soon(self, progress: ThoughtProgress | None) -> bool:
+        """Return True if neither the next token nor the one after it is forced, whichever the next one is."""
+        progress = progress or self._start
+        return progress.phase == _AFTER or progress.num_tokens + 1 < self._earliest
+
     def _forced_token(self, progress: ThoughtProgress) -> int | None:
         if progress.phase != _INSIDE:
             return None

@@ -134,6 +134,7 @@ class DecodeBatch:
         self._branches = np.full(capacity, None, object)
         self._tables = np.full(capacity, None, object)
         self._changes = np.full(capacity, None, object)  # `LogitChanges`, or the function that returns them
+        self._stay = np.full(capacity, None, object)  # `DrawSpec.changes_stay`
         self._entries = entries = np.zeros(capacity, _ENTRY)
         self._is_used, self._is_unreserved = entries["is_used"], entries["is_unreserved"]
         self._slot, self._service_order = entries["slot"], entries["service_order"]
@@ -147,7 +148,7 @@ class DecodeBatch:
         self._cells = self._page_tokens.reshape(-1)
         self._entry = np.zeros(num_slots, np.int32)  # entry of the branch, by slot
         self._entry_view, self._next_token_view = self._entry.data, self._next_token.data  # faster for single cells
-        self._arrays: list[NDArray[Any]] = [self._entries, self._branches, self._tables, self._changes]
+        self._arrays: list[NDArray[Any]] = [self._entries, self._branches, self._tables, self._changes, self._stay]
         self._is_compact = True
         self._cached_rows: DecodeRows | None = None  # reused until a branch is added or removed
 
@@ -210,6 +211,7 @@ class DecodeBatch:
         entry, slot, request = self._num_entries, branch.slot, branch.request
         has_changes = spec.edit is not None or spec.mask is not None
         self._changes[entry] = spec.next_changes or ((spec.edit, spec.mask) if has_changes else None)
+        self._stay[entry] = spec.changes_stay
         self._num_changing += spec.next_changes is not None
         self._is_used[entry] = branch.in_decode_batch = True
         self._branches[entry], self._tables[entry] = branch, branch.table
@@ -237,7 +239,7 @@ class DecodeBatch:
             else:
                 self._report(branch, entry)
         self._num_changing -= callable(self._changes[entry])
-        self._branches[entry] = self._tables[entry] = self._changes[entry] = None
+        self._branches[entry] = self._tables[entry] = self._changes[entry] = self._stay[entry] = None
         self._is_used[entry] = branch.in_decode_batch = self._is_compact = False
         self._cached_rows = None
         self.num_branches -= 1
@@ -404,13 +406,20 @@ class DecodeBatch:
         self._compact()
         count = self._num_entries
         if (
-            self._num_changing
+            (self._num_changing and not self._changes_stay())
             or self.has_unreserved
             or (self._row[:count] == NO_ROW).any()
             or (self._draws.width[:count] != 1).any()
         ):
             return False
         return int(np.count_nonzero(self._cell[:count] + 1 == self._end[:count])) <= self._kv.pool.num_free
+
+    def _changes_stay(self) -> bool:
+        """Return whether no edit or mask of the next step depends on the tokens of the last one."""
+        entries = range(self._num_entries)
+        return all(
+            (stay := self._stay[entry]) is not None and stay() for entry in entries if callable(self._changes[entry])
+        )
 
     def reconcile(self, slots: I32, drawn: I32) -> None:
         """Remove branches that were extended by a token other than the sampled one.
@@ -447,7 +456,7 @@ class DecodeBatch:
         count = self._num_entries = len(entries)
         for array in self._arrays:
             array[:count] = array[entries]
-        self._branches[count:] = self._tables[count:] = self._changes[count:] = None
+        self._branches[count:] = self._tables[count:] = self._changes[count:] = self._stay[count:] = None
         self._is_used[count:] = False
         self._entry[self._slot[:count]] = np.arange(count, dtype=np.int32)
         self._is_compact = True

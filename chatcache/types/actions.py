@@ -32,7 +32,8 @@ class DrawSpec:
     """One draw from a branch's next-token logits; the fields are those of `plan.Draws`.
 
     `edit` and `mask` as in `LogitChanges`. `next_changes` returns those of the same branch's draw in any later step;
-    None if they stay the same.
+    None if they stay the same. `changes_stay` returns whether they are the same after the next token, whichever it is;
+    None if they never are for certain.
     """
 
     width: int = 1
@@ -46,6 +47,7 @@ class DrawSpec:
     edit: tuple[I32, F32, F32] | None = None
     mask: U32 | None = None
     next_changes: Callable[[], LogitChanges] | None = None
+    changes_stay: Callable[[], bool] | None = None
 
 
 class Candidates(msgspec.Struct, frozen=True, gc=False, array_like=True):

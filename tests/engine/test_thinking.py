@@ -54,3 +54,21 @@ def test_thinking_budget_with_asynchronous_launch_draws_the_same_tokens(num_page
     for name in ("plain", "greedy"):  # requests without a budget are as if alone
         alone = run(256, ahead=True, names=(name,))
         assert all(found[each] == tokens for each, tokens in alone.items())
+
+
+def test_thinking_budget_far_from_its_end_lets_the_next_step_be_launched_ahead() -> None:
+    """Steps are launched ahead except where the next token may be forced."""
+    capacity = fake_capacity(256, 4, 64, 1024, has_async_launch=True)
+    runner = FakeRunner(capacity, VOCAB, None, lazy=True)
+    engine = Engine(runner, fake_model_info(VOCAB, ()), EngineConfig(strict=True), BYTES)
+    params = SamplingParams(seed=1, max_tokens=200, thinking_token_budget=100, thinking_marks=MARKS,
+                            logit_bias={ord(">"): -100.0})  # fmt: skip
+    engine.add(GenerateRequest(request_id="a", prompt=(1, 2, 3), params=params))
+    ahead: set[int] = set()  # numbers of the tokens that steps launched ahead have drawn
+    num_tokens = num_ahead = 0
+    while engine.has_work():
+        num_tokens += sum(len(event.token_ids) for event in engine.step() if isinstance(event, Tokens))
+        if engine.health().num_steps_ahead > num_ahead:
+            num_ahead = engine.health().num_steps_ahead
+            ahead.add(num_tokens)
+    assert set(range(10, 75)) | set(range(110, 190)) <= ahead and not ahead & set(range(86, 100))
