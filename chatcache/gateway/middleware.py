@@ -219,8 +219,7 @@ async def parse_json(data: bytes | str, throttle: TextThrottle, owner: str) -> d
     """
     if len(data) <= UNTHROTTLED_BYTES:
         return decode_object(data)
-    async with throttle.acquire(owner, len(data)):
-        return await asyncio.to_thread(decode_object, data)
+    return await throttle.run(owner, data, decode_object)
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

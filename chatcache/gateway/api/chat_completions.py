@@ -74,6 +74,7 @@ async def chat_completions(request: Request) -> Response:
     base, chat = parse_fields(body, CompletionBase), parse_fields(body, ChatFields)
     sampling, thinking_fields = parse_fields(body, SamplingFields), parse_fields(body, ThinkingFields)
     ignored = unknown_fields(body, CompletionBase, ChatFields, SamplingFields, ThinkingFields)
+    del body  # unknown fields can be large and are not needed while the reply is generated
     messages = to_messages(chat.messages, "messages")
     model = await gateway.require_model(base.model)
     route_params = _route_params(base, chat, sampling)

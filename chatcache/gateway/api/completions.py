@@ -57,6 +57,7 @@ async def completions(request: Request) -> Response:
     base, fields = parse_fields(body, CompletionBase), parse_fields(body, CompletionFields)
     sampling = parse_fields(body, SamplingFields)
     ignored = unknown_fields(body, CompletionBase, CompletionFields, SamplingFields)
+    del body  # unknown fields can be large and are not needed while the reply is generated
     route_params = _route_params(base, fields, sampling)
     model = await gateway.require_model(base.model)
     max_model_len = gateway.max_model_len

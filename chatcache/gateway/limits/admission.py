@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from chatcache.conversations.replies.service import Reply, is_ranked, num_candidates
@@ -29,6 +31,8 @@ from chatcache.gateway.limits.rate_limits import RateLimiter, RequestCost, Reser
 from chatcache.types.queue_limits import QueueSize, check_queue, check_tenant_share
 from chatcache.types.request import Params, num_branches
 from chatcache.types.stats import EngineHealth
+
+Result = TypeVar("Result")
 
 CHARS_PER_TOKEN = 4  # estimate before tokenising; the engine counts exactly
 UNTHROTTLED_BYTES = 16_384  # texts up to this size do not wait
@@ -207,6 +211,7 @@ class TextThrottle:
         self._activity = activity
         self._owner_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._slots = asyncio.Semaphore(max_concurrent)
+        self._threads = ThreadPoolExecutor(max_concurrent)
         self._num_bytes: Counter[str] = Counter()
 
     @asynccontextmanager
@@ -231,6 +236,16 @@ class TextThrottle:
                 yield
         finally:
             _subtract(self._num_bytes, owner, num_bytes)
+
+    async def run(self, owner: str, text: str | bytes, work: Callable[[str | bytes], Result]) -> Result:
+        """Wait for the turn of a text and process it in one of the throttle's own threads.
+
+        The allocator keeps some free memory for each thread that has processed a large text.
+
+        Raises: as `acquire` and `work`.
+        """
+        async with self.acquire(owner, len(text)):
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work, text)
 
 
 class SocketLimiter:

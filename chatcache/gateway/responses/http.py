@@ -91,6 +91,7 @@ async def create_response(request: Request) -> Response:
         run = await start_response(gateway, principal, body)
     else:
         run = await cancel_on_disconnect(request, start_response(gateway, principal, body))
+    del body  # unknown fields can be large and are not needed while the reply is generated
     headers = ignored_header(run.ignored)
     if delivery.stream:
         return LogStream(gateway, run.log.reader(), headers)
