@@ -85,7 +85,7 @@ def test_doctor_warns_of_a_download_and_fails_offline(tmp_path: Path, monkeypatc
 def test_doctor_reports_missing_newer_and_foreign_database_files(tmp_path: Path) -> None:
     path = tmp_path / "chat.db"
     assert "will be created" in settings_finding("Conversations", tmp_path).fact
-    SqliteStore(path)
+    asyncio.run(SqliteStore(path).close())
     assert settings_finding("Conversations", tmp_path).state is State.OK
     with contextlib.closing(sqlite3.connect(path)) as db:
         db.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")

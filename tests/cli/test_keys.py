@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import sqlite3
@@ -74,7 +75,7 @@ def test_created_key_is_printed_once_and_accepted_until_revoked(store: tuple[str
 
 def test_list_without_keys_reports_an_open_server(tmp_path: Path) -> None:
     path = tmp_path / "chat.db"
-    SqliteStore(str(path), server_may_run=True)
+    asyncio.run(SqliteStore(str(path), server_may_run=True).close())
     assert call("list", "--db", str(path)).stdout.startswith("There are no keys: the server is open")
     assert call("list", "--json", "--db", str(path)).stdout == ""
 

@@ -6,7 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatcache.conversations.checkpoints import CheckpointEncoder, restore
+from chatcache.conversations.replies.parser import ReplyContext
 from chatcache.conversations.tree import COMPLETED, INCOMPLETE, Item, ReplyParts, ToolCall
+from chatcache.tokenizer.reply_format import detect_format
+from tests.tokenizer.families import tokenizer_of
 
 pieces = st.text("ab\U0001f389", max_size=6)
 
@@ -78,3 +81,22 @@ def test_end_of_a_candidate_is_a_change() -> None:
     ended = state(0, "a", 1, ReplyParts(), COMPLETED)
     last = encoder.encode([ended])
     assert first is not None and last is not None and restore([first, last]) == [ended]
+
+
+class Uncopied(dict[str, object]):
+    """A schema that must not be copied, because it may be large."""
+
+    def __deepcopy__(self, memo: object) -> None:
+        raise AssertionError("a schema was copied")
+
+
+def test_copied_parser_shares_schemas_and_nothing_else() -> None:
+    tokenizer = tokenizer_of("hermes")
+    context = ReplyContext(tokenizer, detect_format(tokenizer), {"look": Uncopied()})
+    parser = context.new_parser(())
+    parser.push('Hm. <tool_call>\n{"name": "look", "arguments": {"at": "the')
+    clone = parser.copy(context.immutables)
+    clone.push(' house"}}\n</tool_call>')
+    parser.push(' garden"}}\n</tool_call>')
+    assert [each.calls[0].arguments for each in (parser, clone)] == ['{"at": "the garden"}', '{"at": "the house"}']
+    assert parser.calls[0].call_id == clone.calls[0].call_id

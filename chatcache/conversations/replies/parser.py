@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import secrets
 import string
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -44,6 +44,12 @@ class ReplyContext:
         return frozenset(
             self.tokenizer.special_ids_of(self.reply_format.marks(tools=self.functions is not None)).values()
         )
+
+    @cached_property
+    def immutables(self) -> tuple[object, ...]:
+        """What parsers refer to and never change: the format and the functions, whose schemas may be large."""
+        form, functions = self.reply_format, self.functions if self.functions is not None else {}
+        return form, form.syntax, form.reasoning, functions, *functions.values()
 
     def text_stream(self, prompt: Sequence[int], *, skip_special_tokens: bool) -> IncrementalDetokenizer:
         """Return a detokenizer for a stored reply, which EOS and stop tokens do not end."""
@@ -128,10 +134,10 @@ class CandidateParser:
             return ParsedDelta(text)
         return self._record(self._parser.push(text))
 
-    def copy(self) -> CandidateParser:
-        """Return an independent parser in the same state."""
+    def copy(self, shared: Iterable[object] = ()) -> CandidateParser:
+        """Return an independent parser in the same state. `shared`: immutable objects that both may refer to."""
         clone = copy.copy(self)
-        clone._parser = copy.deepcopy(self._parser)
+        clone._parser = copy.deepcopy(self._parser, {id(each): each for each in shared})
         clone._call_ids, clone._names = self._call_ids.copy(), self._names.copy()
         clone._texts, clone._reasoning = self._texts.copy(), self._reasoning.copy()
         clone._arguments = [pieces.copy() for pieces in self._arguments]

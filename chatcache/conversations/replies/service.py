@@ -199,7 +199,7 @@ class Candidate:
         held, parser = self._stream.held_text, self._parser
         raw = self.raw + held
         if self._context.is_parsed:
-            parser = parser.copy()
+            parser = parser.copy(self._context.immutables)
             parser.push(held)
             parser.finish()
         return ReplyDone(
