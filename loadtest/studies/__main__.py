@@ -13,6 +13,7 @@ from chatcache.bench.report import format_number
 from loadtest.open_loop.traces import read_trace
 from loadtest.studies import batching, kernels, local_user, memory, rates, recorded, sharing, tails
 from loadtest.studies.cost import COSTS, OPT_13B, open_cost
+from loadtest.studies.machine import chip_name
 from loadtest.studies.report import run_facts, save, write_markdown
 from loadtest.studies.results import Context, StudyResult, num_cores
 
@@ -123,7 +124,10 @@ def main(argv: list[str] | None = None) -> int:
             context.advance = lambda share, name=name: progress.advance(task, share * weights[name])  # type: ignore[misc]
             start = time.perf_counter()
             result = study.run(context)
-            save(result, args.out, run_facts(time.perf_counter() - start, args.quick, args.note))
+            options = f" --trace {args.trace.name}" if name == "trace" else ""
+            options += f" --device {args.device}" if args.device != "cpu" else ""
+            seconds = time.perf_counter() - start
+            save(result, args.out, run_facts(seconds, args.quick, args.note, options, chip_name(args.device)))
             path = write_markdown(args.out)
             for row in result.rows:
                 paper = "" if row.published is None else f"  published {row.published}"

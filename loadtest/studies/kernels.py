@@ -26,7 +26,7 @@ from chatcache.model.streams import make_streams
 from chatcache.scheduler.preemption import RECOMPUTE, SWAP
 from chatcache.types.request import SamplingParams
 from loadtest.studies import published
-from loadtest.studies.machine import RealModel, RequestLoop, open_model, repeat
+from loadtest.studies.machine import RealModel, RequestLoop, chip_name, open_model, repeat
 from loadtest.studies.results import REAL, Context, Panel, Row, Series, StudyResult
 from loadtest.studies.simulate import Arrival, Outcome
 
@@ -175,7 +175,7 @@ def run_fig18a(context: Context) -> StudyResult:
     rows.append(Row("18a", "decode attention of 8 rows: mixed / equal lengths", mixed / even, None, "x", REAL))
     return StudyResult(
         name="fig18a",
-        title=f"Figure 18a: decode attention over pages of {PAGE} ({context.shape_name} shape, bfloat16)",
+        title=f"Figure 18a: decode attention over pages of {PAGE} ({context.shape_name} shape, {chip_name(device)})",
         question="What does paging cost the attention kernel?",
         answer=f"The paper's kernel is {paper} % slower than one over contiguous memory. Ours takes {tax:.2f} times "
         f"as long over shuffled pages as over one run of pages (median of all batches and contexts; {min(taxes):.2f} "

@@ -16,9 +16,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import msgspec
+import torch
 
 from chatcache.bench.device import synchronize
 from chatcache.bench.drivers import SHAPES, RandomWeights, write_config
+from chatcache.bench.report import cpu_name
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.protocols import StepHandle
@@ -89,6 +91,11 @@ class RealModel:
 def open_model(context: Context, page_size: int = 16) -> RealModel:
     """Return the model with pages of this size; it stays loaded until the run ends."""
     return context.keep(("model", page_size), lambda: _load(context.shape_name, context.device, page_size))
+
+
+def chip_name(device: str) -> str:
+    """Return the name of the processor or GPU."""
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_name()
 
 
 @contextmanager

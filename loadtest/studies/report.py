@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from chatcache.bench.report import cpu_name, format_number, utc_timestamp, write_json
+from chatcache.bench.report import format_number, utc_timestamp, write_json
 from loadtest.lengths import ALPACA, SHAREGPT
 from loadtest.studies.cost import FITTED_BASE_S, OPT_13B
 from loadtest.studies.results import Panel, Row, Series, StudyResult
@@ -161,13 +161,14 @@ def _table_row(row: Row, command: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def run_facts(seconds: float, quick: bool, notes: Sequence[str], machine: str | None = None) -> dict[str, Any]:
-    """Return how and where a study was run."""
+def run_facts(seconds: float, quick: bool, notes: Sequence[str], options: str, machine: str) -> dict[str, Any]:
+    """Return how and where a study was run. `options`: of its command."""
     return {
         "at": utc_timestamp(),
         "seconds": round(seconds, 1),
         "quick": quick,
-        "machine": machine or cpu_name(),
+        "options": options,
+        "machine": machine,
         "notes": list(notes),
     }
 

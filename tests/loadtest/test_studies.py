@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -216,16 +219,33 @@ def test_buddy_that_never_merges_is_found_by_figure_2(monkeypatch: pytest.Monkey
     assert tokens != pytest.approx(FIG2["oracle"][0], rel=0.1)
 
 
+QUICK_GROUPS = (
+    ("fig2", "fig13", "fig15"),
+    ("paging_or_scheduling", "lengths_apart", "fig18a", "chunks", "local_user", "fig18b", "fig19", "tails", "trace"),
+    ("fig12", "fig14", "fig16", "fig17"),
+)
+QuickRun = Callable[[str], Path]
+
+
 @pytest.fixture(scope="module")
-def quick_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run all studies, with a trace, and the real ones on a tiny model; return the folder of the report."""
-    out = tmp_path_factory.mktemp("studies")
-    write_block_trace(out / "trace.jsonl")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(results.Context, "shape_name", "tiny")
-        patch.setattr(recorded, "QUICK_S", 15.0)
-        assert main(["--quick", "--out", str(out), "--trace", str(out / "trace.jsonl")]) == 0
-    return out
+def quick_run(tmp_path_factory: pytest.TempPathFactory) -> QuickRun:
+    """Return a function that runs a study, with its group, and returns the folder of the report.
+
+    Together the groups run what `make studies ARGS=--quick` runs, and a trace; the real studies use a tiny model.
+    """
+
+    @cache
+    def run(group: tuple[str, ...]) -> Path:
+        out = tmp_path_factory.mktemp("studies")
+        write_block_trace(out / "trace.jsonl")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(results.Context, "shape_name", "tiny")
+            patch.setattr(recorded, "QUICK_S", 15.0)
+            command = ["--quick", "--only", ",".join(group), "--out", str(out), "--trace", str(out / "trace.jsonl")]
+            assert main(command) == 0
+        return out
+
+    return lambda name: run(next(group for group in QUICK_GROUPS if name in group))
 
 
 def rows_of(folder: Path, name: str) -> list[Row]:
@@ -235,37 +255,48 @@ def rows_of(folder: Path, name: str) -> list[Row]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fig2", "fig13"])
-def test_quick_figures_2_and_13_are_within_10_percent_of_the_published_values(quick_run: Path, name: str) -> None:
-    rows = [row for row in rows_of(quick_run, name) if row.published]
+def test_quick_figures_2_and_13_are_within_10_percent_of_the_published_values(quick_run: QuickRun, name: str) -> None:
+    rows = [row for row in rows_of(quick_run(name), name) if row.published]
     assert len(rows) >= 7
     assert {row.quantity: row.ratio for row in rows} == {row.quantity: pytest.approx(1.0, abs=0.1) for row in rows}
 
 
 @pytest.mark.slow
-def test_quick_figure_15_is_within_5_points_of_the_published_values(quick_run: Path) -> None:
-    rows = [row for row in rows_of(quick_run, "fig15") if "Alpaca" in row.quantity]
-    assert len(rows) == 9
+def test_quick_figure_15_is_within_5_points_of_the_published_values(quick_run: QuickRun) -> None:
+    found = [row for row in rows_of(quick_run("fig15"), "fig15") if "Alpaca" in row.quantity]
+    rows = [row for row in found if row.kind == SIMULATED]
+    assert len(rows) == 6
     assert {row.quantity: row.ours for row in rows} == {
         row.quantity: pytest.approx(row.published, abs=5) for row in rows
     }
+    demo = [row.ours for row in found if row.kind == REAL]  # a small model, whose beams fork more often
+    assert len(demo) == 3 and 25 < demo[0] < demo[1] < demo[2] < 80
+
+
+REAL_STUDIES = {"fig15", "fig18a", "fig18b", "fig19", "paging_or_scheduling", "local_user", "chunks", "tails"}
 
 
 @pytest.mark.slow
-def test_quick_run_fills_every_row_and_draws_every_study(quick_run: Path) -> None:
-    text = (quick_run / "studies.md").read_text()
-    for name in STUDIES:
-        rows = rows_of(quick_run, name)
-        assert rows and all(row.ours == row.ours for row in rows), name
+@pytest.mark.parametrize("group", QUICK_GROUPS, ids=lambda group: group[0])
+def test_quick_run_fills_every_row_and_draws_every_study(quick_run: QuickRun, group: tuple[str, ...]) -> None:
+    out = quick_run(group[0])
+    text = (out / "studies.md").read_text()
+    for name in group:
+        rows = rows_of(out, name)
+        assert rows and all(math.isfinite(row.ours) for row in rows), name
+        assert any(row.kind == REAL for row in rows) == (name in REAL_STUDIES), name
         assert f"--only {name}" in text and f"({name}.png)" in text
-        assert (quick_run / f"{name}.svg").exists() and (quick_run / f"{name}.png").stat().st_size < 200_000
-    real = {name for name in STUDIES if any(row.kind == REAL for row in rows_of(quick_run, name))}
-    assert real >= {"fig15", "fig18a", "fig18b", "fig19", "paging_or_scheduling", "local_user", "chunks", "tails"}
+        assert (out / f"{name}.svg").exists() and (out / f"{name}.png").stat().st_size < 200_000
     assert "two fitted constants" in text.lower() and "quick" in text
 
 
+def test_quick_groups_are_all_studies() -> None:
+    assert sorted(name for group in QUICK_GROUPS for name in group) == sorted(STUDIES)
+
+
 @pytest.mark.slow
-def test_quick_local_user_finds_earlier_turns_in_the_cache(quick_run: Path) -> None:
-    rows = {row.quantity: row.ours for row in rows_of(quick_run, "local_user")}
+def test_quick_local_user_finds_earlier_turns_in_the_cache(quick_run: QuickRun) -> None:
+    rows = {row.quantity: row.ours for row in rows_of(quick_run("local_user"), "local_user")}
     on, off = (rows[f"prompt tokens computed, cache {name}, tiny shape on CPU"] for name in ("on", "off"))
     assert on < 0.3 * off
 
