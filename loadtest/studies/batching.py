@@ -50,7 +50,7 @@ class Scaled:
         return found
 
 
-FULL_QUEUE, QUICK_QUEUE = Scaled(40, 4), Scaled(20, 16)
+FULL_QUEUE, QUICK_QUEUE = Scaled(30, 4), Scaled(20, 16)
 
 
 def _run_reserved(model: RealModel, how: str, memory: str, queue: Scaled) -> Outcome:
@@ -307,7 +307,7 @@ def run_chunks(context: Context) -> StudyResult:
     p99 = [1e3 * _gap_percentile(outcome, 0.99) for outcome in outcomes]
     speed = [sum(each.num_tokens for each in outcome.finishes) / outcome.seconds for outcome in outcomes]
     first = [statistics.fmean(each.first_token_s - each.arrived_s for each in outcome.finishes) for outcome in outcomes]
-    num_requests, prompt_tokens = context.pick((16, 1024), (6, 600))
+    num_requests, prompt_tokens = context.pick((10, 1024), (6, 600))
     real = measure_chunks(context, budgets, num_requests, prompt_tokens, context.pick(3, 1), 0.7)
     label = open_model(context).label
     rows = [

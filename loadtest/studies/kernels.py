@@ -75,7 +75,7 @@ def paged_decode(shape: Shape, lengths: Sequence[int], order: Order, device: str
         )
         q = torch.randn(len(lengths), shape.num_heads, shape.head_dim).to(torch.bfloat16)
     for store in (pages.k, pages.v):
-        store.normal_()
+        store.copy_(torch.randn(store.shape[2:]))  # the same numbers in each page
     batch = AttentionBatch.build(
         torch.from_numpy(tables), torch.from_numpy(contexts - one), torch.from_numpy(one), page_size
     )
@@ -91,7 +91,7 @@ def contiguous_decode(shape: Shape, num_rows: int, length: int, device: str) -> 
     The query heads of a group are rows of one query [R, Hkv, H / Hkv, D], which is faster than `enable_gqa`.
     """
     size = (shape.num_layers, num_rows, shape.num_kv_heads, length, shape.head_dim)
-    k, v = (torch.empty(size, device=device, dtype=torch.bfloat16).normal_() for _ in "kv")
+    k, v = (torch.empty(size, device=device, dtype=torch.bfloat16).copy_(torch.randn(size[2:])) for _ in "kv")
     group = shape.num_heads // shape.num_kv_heads
     q = torch.randn(num_rows, shape.num_kv_heads, group, shape.head_dim, device=device).to(torch.bfloat16)
 
@@ -255,7 +255,7 @@ def run_fig19(context: Context) -> StudyResult:
     recompute_ms = {size: measure_recompute(model, num_tokens, context.pick(3, 1)) for size, model in models.items()}
     context.advance(0.2)
     cases = {
-        (mode, size): partial(run_preempted, model, mode, context.pick(16, 8))
+        (mode, size): partial(run_preempted, model, mode, context.pick(12, 5))
         for size, model in models.items()
         for mode in (SWAP, RECOMPUTE)
     }

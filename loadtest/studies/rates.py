@@ -145,7 +145,7 @@ LABELS = {**NAMES, "static 5": "static batches of 5"}
 
 def run_fig12(context: Context) -> StudyResult:
     """Draw normalized latency against rate, and compare the rates at 0.5 s per token."""
-    seconds = context.pick(900.0, 250.0)
+    seconds = context.pick(700.0, 200.0)
     load, base = Load(SHAREGPT, seconds, seed=context.seed), System(cost=context.cost)
     jobs = [
         (system_named(name, base), load, rate)
@@ -239,7 +239,7 @@ def _ratio_rows(figure: str, rates: dict[str, tuple[float, float]], paper: Calla
 
 def run_fig14(context: Context) -> StudyResult:
     """Compare sustained rates for several candidates and for beam search."""
-    seconds, base = context.pick(40.0, 12.0), System(cost=context.cost)
+    seconds, base = context.pick(30.0, 12.0), System(cost=context.cost)
     cases = {"basic": (Load(ALPACA, seconds), 30.0, base)}
     for width in context.pick((2, 4, 6), ()):
         cases[f"parallel {width}"] = (Load(ALPACA, seconds, width), 50.0 / width, base)
