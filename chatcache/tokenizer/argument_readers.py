@@ -270,7 +270,7 @@ class LiteralReader:
         for quote in self._quotes:
             if text.startswith(quote, at):
                 return at + len(quote) if self._open_string(quote) else at
-            if quote.startswith(text[at:]) and not last:
+            if len(text) - at < len(quote) and quote.startswith(text[at:]) and not last:
                 return at
         if char in ")]}":
             return self._close(char, at)
@@ -280,7 +280,7 @@ class LiteralReader:
         if found is None:
             return self._break(at)
         if found.end() == len(text) and not last:
-            return at
+            return at if found.end() - at <= MAX_KEY_CHARS else self._break(at)
         return found.end() if self._word(found[0]) else at
 
     def _break(self, at: int) -> int:

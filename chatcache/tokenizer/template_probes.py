@@ -1,7 +1,7 @@
 """Derive the syntax of tool calls and reasoning from a chat template.
 
 The template renders an assistant's message with known names, keys and values, and what it writes around them is the
-syntax. Renderings that differ in one thing tell adjacent delimiters apart:
+syntax. Renderings that differ in one thing separate adjacent delimiters:
 
     one call        <tool_call>\\n<function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n</function>\\n</tool_call>
     no arguments    <tool_call>\\n<function=NAME>\\n</function>\\n</tool_call>     -> where the arguments begin and end
