@@ -124,7 +124,7 @@ def test_beta_client_with_the_options_of_an_agent(client: anthropic.Anthropic, s
     )
     assert response.parse().stop_reason == "end_turn"
     ignored = response.headers["x-chatcache-ignored"].split(", ")
-    assert {"thinking.type", "context_management.edits", "tools.web_search_20250305", "anthropic-beta"} <= {*ignored}
+    assert {"context_management.edits", "tools.web_search_20250305", "anthropic-beta"} <= {*ignored}
     assert int(response.headers["x-chatcache-max-tokens"]) < 20_000
 
 

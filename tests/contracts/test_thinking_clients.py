@@ -47,6 +47,7 @@ def draw_at_random(server: ScriptedServer) -> None:
     server.runner.say([])
 
 
+@pytest.mark.client("openai (Python)")
 def test_openai_chat_effort_none_has_no_reasoning_and_other_levels_have(
     client: openai.OpenAI, server: ScriptedServer
 ) -> None:
@@ -62,6 +63,7 @@ def test_openai_chat_effort_none_has_no_reasoning_and_other_levels_have(
     assert message.content == "Six." and (message.model_extra or {})["reasoning"] == "Let me count."
 
 
+@pytest.mark.client("openai (Python)")
 def test_openai_chat_extra_body_limits_and_switches_reasoning(client: openai.OpenAI, server: ScriptedServer) -> None:
     draw_at_random(server)
     extra = {"thinking_token_budget": 30, "chat_template_kwargs": {"enable_thinking": True}, "ignore_eos": True}
@@ -82,6 +84,7 @@ def test_openai_chat_extra_body_limits_and_switches_reasoning(client: openai.Ope
     assert caught.value.param == "chat_template_kwargs.messages"
 
 
+@pytest.mark.client("openai (Python)")
 def test_openai_responses_effort_reaches_the_model(client: openai.OpenAI, server: ScriptedServer) -> None:
     server.say(REPLY)
     first = client.responses.create(model=MODEL, input="How many?", reasoning={"effort": "medium", "summary": "auto"})
@@ -96,6 +99,7 @@ def test_openai_responses_effort_reaches_the_model(client: openai.OpenAI, server
         client.responses.create(model=MODEL, input="x", reasoning=unknown)
 
 
+@pytest.mark.client("anthropic (Python)")
 def test_anthropic_thinking_is_streamed_limited_and_sent_back(
     messages: anthropic.Anthropic, server: ScriptedServer
 ) -> None:
@@ -119,6 +123,7 @@ def test_anthropic_thinking_is_streamed_limited_and_sent_back(
     assert 0 < details.thinking_tokens <= 46
 
 
+@pytest.mark.client("anthropic (Python)")
 def test_anthropic_prefilled_answer_is_continued(messages: anthropic.Anthropic, server: ScriptedServer) -> None:
     server.say(" 6}")
     message = messages.messages.create(
@@ -128,6 +133,7 @@ def test_anthropic_prefilled_answer_is_continued(messages: anthropic.Anthropic, 
 
 
 @pytest.mark.parametrize("fields", [{"reasoning_effort": "none"}, {"reasoning": {"effort": "none"}}])
+@pytest.mark.client("langchain-openai")
 def test_langchain_effort_none_has_no_reasoning(server: ScriptedServer, fields: dict[str, Any]) -> None:
     server.say("Six.")
     chat = ChatOpenAI(model=MODEL, base_url=f"{server.url}/v1", api_key=SecretStr("unused"), max_retries=0, **fields)
@@ -136,6 +142,7 @@ def test_langchain_effort_none_has_no_reasoning(server: ScriptedServer, fields: 
     assert answer.usage_metadata["output_token_details"]["reasoning"] == 0
 
 
+@pytest.mark.client("ollama (Python)")
 def test_ollama_think_switches_reasoning(server: ScriptedServer) -> None:
     asked = [{"role": "user", "content": "How many?"}]
     with ollama.Client(host=server.url, trust_env=False) as client:
