@@ -156,7 +156,7 @@ def run_fig18a(context: Context) -> StudyResult:
             )
         )  # fmt: skip
     paper = " to ".join(f"{100 * value - 100:.0f}" for value in published.FIG18A)
-    bars = (*(f"{length:,}" for length in lengths), "paper: lowest", "paper: highest")
+    bars = (*(f"{length:,}" for length in lengths), "paper\nlow", "paper\nhigh")
     panels.append(
         Panel(
             title=f"batch {batches[-1]}: shuffled pages over contiguous", x_label="context (tokens)",
