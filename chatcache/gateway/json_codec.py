@@ -74,7 +74,7 @@ def _describe(message: str, data: bytes | str) -> str:
 
     Of a lone surrogate at the end of a string, msgspec reports that the data is truncated.
     """
-    if "Number out of range" in message:
+    if "out of range" in message:
         return "a number is out of range"
     if "truncated" not in message and "surrogate" not in message:
         return message.removeprefix("JSON is malformed: ")

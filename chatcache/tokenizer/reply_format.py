@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,6 +46,8 @@ _KNOWN_REASONING = (
 _TOOLS = re.compile(r"\btools\b")
 _MARK = re.compile(r"(?=(<[^<>\s]+>|\[/?[A-Z_]+\]|｜[^｜<>\s]+｜))")
 _TAIL_TOKENS = 16
+MAX_PROBE_S = 5.0  # after which no more renderings are made to derive a format; together they take about 0.05 s
+MAX_PROBE_CHARS = 50_000  # of one rendering
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +94,17 @@ def detect_format(tokenizer: Tokenizer, tool_calls: str = AUTO, reasoning: str =
     A format that is "auto" is derived from what the chat template renders, else detected from its source and the
     vocabulary. A format that is named replaces a derived one that starts with another marker.
     """
-    source = tokenizer.template_source
+    source, deadline = tokenizer.template_source, time.monotonic() + MAX_PROBE_S
     is_harmony = "<|channel|>" in source and "<|message|>" in source
 
     def render(messages: Sequence[Mapping[str, Any]], **variables: Any) -> str | None:
+        if time.monotonic() > deadline:
+            return None
         try:
-            return tokenizer.render(messages, add_generation_prompt=False, **variables)
+            text = tokenizer.render(messages, add_generation_prompt=False, **variables)
         except InvalidRequestError:
             return None
+        return text if len(text) <= MAX_PROBE_CHARS else None
 
     if reasoning != AUTO:
         thinking = REASONING.get(reasoning)

@@ -218,8 +218,8 @@ def _derive_object(probe: _Probe, single: str) -> ToolCallSyntax | None:
     if where is None:
         return None
     start, end = where
-    name = single.index(f'"{_NAMES[0]}"', start)
-    arguments = _find_json(single, name, _TEXTS)
+    name = single.find(f'"{_NAMES[0]}"', start)
+    arguments = _find_json(single, name, _TEXTS) if name >= 0 else None
     if arguments is None:
         return None
     head, middle, tail = (
@@ -247,7 +247,7 @@ def _derive_named(probe: _Probe, single: str) -> ToolCallSyntax | None:
     if _IDS[0] in name_end:
         id_open, _, name_end = name_end.partition(_IDS[0])
     between, double = None, probe.reply(_TEXTS, _TEXTS)
-    if double is not None and (second := double.find(_NAMES[1])) >= 0:
+    if double is not None and _NAMES[0] in double and (second := double.find(_NAMES[1])) >= 0:
         first = _find_json(double, double.index(_NAMES[0]), _TEXTS)
         between = double[first[1] : second] if first is not None and first[1] <= second else None
     syntax = ToolCallSyntax(is_object=False, name_end=name_end, id_open=id_open, arguments=JSON)
@@ -295,9 +295,9 @@ def _derive_keyed(probe: _Probe, single: str) -> ToolCallSyntax | None:
     separator = separator[len(value_end) :]
     form = _argument_form(probe, texts, numbers, opening, value_end, separator)
     between, double = None, probe.reply(_NUMBERS, _NUMBERS)
-    if double is not None and (second := double.find(_NAMES[1])) >= 0:
-        after = double.index(str(_NUMBERS["key_b"])) + len(str(_NUMBERS["key_b"]))
-        between = double[after + len(value_end) : second]
+    last = str(_NUMBERS["key_b"])
+    if double is not None and last in double and (second := double.find(_NAMES[1])) >= 0:
+        between = double[double.index(last) + len(last) + len(value_end) : second]
     syntax = ToolCallSyntax(is_object=False, name_end=name_end, arguments=form)
     return _split_calls(syntax, single[: single.index(_NAMES[0])], between, closing)
 

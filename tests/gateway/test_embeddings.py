@@ -195,6 +195,12 @@ def test_invalid_scores_are_refused(server: Server) -> None:
     assert refused(server, path, text_1="a", text_2="")["param"] == "text_2"
     long = refused(server, path, text_1="a", text_2="word " * 4000)
     assert (long["code"], long["param"]) == ("context_length_exceeded", "text_2")
+    assert "text_2: input 0" in long["message"]
+    assert refused(server, path, text_1="word " * 4000, text_2="a")["param"] == "text_1"
+    assert refused(server, path, queries="word " * 4000, documents="a")["param"] == "queries"
+    assert refused(server, path, queries="a", documents=["b", "word " * 4000])["param"] == "documents"
+    assert refused(server, "/v1/rerank", query="word " * 4000, documents=["a"])["param"] == "query"
+    assert "documents: input 1" in refused(server, "/v1/rerank", query="a", documents=["b", "word " * 4000])["message"]
 
 
 def test_rerank_orders_documents_by_similarity(server: Server) -> None:

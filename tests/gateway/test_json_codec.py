@@ -74,6 +74,7 @@ def test_ambiguous_or_invalid_json_is_refused(name: str) -> None:
         (b'{"a"', "it ends too early"),
         (b"", "it ends too early"),
         (b'{"a": 1e999}', "a number is out of range"),
+        (b'{"a": %s}' % (b"9" * 5000), "a number is out of range"),
         (b'{"a": 1,}', "trailing comma in object (byte 8)"),
     ],
 )

@@ -197,5 +197,6 @@ def test_too_long_is_refused_with_the_numbers(server: Server) -> None:
     before = server.request("GET", "/v1/conversations?limit=1")[2]["data"]
     status, _, answer = server.post(PATH, input="word " * 2000)
     assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+    assert answer["error"]["param"] == "input"
     assert str(MAX_MODEL_LEN) in answer["error"]["message"]
     assert server.request("GET", "/v1/conversations?limit=1")[2]["data"] == before, "nothing is stored of it"

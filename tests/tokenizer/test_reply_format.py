@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,42 @@ def test_unknown_templates_are_derived() -> None:
     found = "".join(part.arguments for parsed in parts for part in parsed.calls if part.number == 1)
     assert json.loads(found) == arguments
     assert "".join(parsed.text for parsed in parts) == "Look."
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        # two calls lose the arguments of one
+        "<c>{{ c.function.name }}{% if m.tool_calls | length == 1 %}{% for k, v in c.function.arguments.items() %}"
+        "<k>{{ k }}</k><v>{{ v }}</v>{% endfor %}{% endif %}</c>",
+        # the name only as an escape
+        r'{"name": "probe\\u005fone", "arguments": {{ c.function.arguments | tojson }} } {{ c.function.name }}',
+        "{{ '{\"a\":1,' * 200000 }}{{ c.function.name }}",  # over a minute to parse, if it were
+        "{% for i in range(90000) %}{{ '{' * 300 }}{% endfor %}{{ c.function.name }}",
+    ],
+)
+def test_odd_templates_are_derived_in_a_short_time(call: str) -> None:
+    source = (
+        "{{ tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}CALL{% endfor %}{% endfor %}"
+    )
+    start = time.process_time()
+    assert detect_format(_with(source.replace("CALL", call))).supports_tools
+    assert time.process_time() - start < 5
+
+
+def test_slow_templates_are_rendered_until_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = _with("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    times: list[float] = []
+    render = tokenizer.render
+
+    def delayed(*args: Any, **variables: Any) -> str:
+        times.append(4.0)
+        return render(*args, **variables)
+
+    monkeypatch.setattr(tokenizer, "render", delayed)
+    monkeypatch.setattr("chatcache.tokenizer.reply_format.time.monotonic", lambda: sum(times))
+    detect_format(tokenizer)
+    assert len(times) == 2
 
 
 def test_reasoning_in_parts_of_the_content_is_derived() -> None:

@@ -57,7 +57,8 @@ Input = str | Sequence[int]
 class Work(NamedTuple):
     """The inputs of a call, and the fields that all routes have.
 
-    `param`: the field of the inputs. `truncates`: shorten inputs that exceed the context instead of refusing them.
+    `param`: the field of the inputs. `first`: the field of the first inputs, if that is another, and their number.
+    `truncates`: shorten inputs that exceed the context instead of refusing them.
     """
 
     inputs: Sequence[Input]
@@ -67,6 +68,12 @@ class Work(NamedTuple):
     cache_salt: str | None = None
     dimensions: int | None = None
     truncates: bool = False
+    first: tuple[str, int] = ("", 0)
+
+    def position(self, index: int) -> tuple[str, int]:
+        """Return the field of an input and its index there."""
+        name, num_first = self.first
+        return (name, index) if index < num_first else (self.param, index - num_first)
 
 
 async def embeddings(request: Request) -> Response:
@@ -102,7 +109,14 @@ async def score(request: Request) -> Response:
         raise InvalidRequestError(
             f"text_1 must be one text, or as many as text_2: got {len(first)} and {len(second)}", param="text_1"
         )
-    work = Work([*first, *second], "text_2", fields.model, fields.priority, fields.cache_salt)
+    work = Work(
+        [*first, *second],
+        "text_2" if fields.documents is None else "documents",
+        fields.model,
+        fields.priority,
+        fields.cache_salt,
+        first=("text_1" if fields.queries is None else "queries", len(first)),
+    )
     embedded = await embed(request, work)
     scores = _cosines(embedded, len(first))
     items = [ScoreItem(index, "score", value) for index, value in enumerate(scores)]
@@ -118,7 +132,9 @@ async def rerank(request: Request) -> Response:
     fields = parse_fields(body, RerankFields)
     ignored = unknown_fields(body, RerankFields)
     texts = [each if isinstance(each, str) else each.text for each in fields.documents]
-    work = Work([fields.query, *texts], "documents", fields.model, fields.priority, fields.cache_salt)
+    work = Work(
+        [fields.query, *texts], "documents", fields.model, fields.priority, fields.cache_salt, first=("query", 1)
+    )
     embedded = await embed(request, work)
     results = [RankedDocument(index, value) for index, value in enumerate(_cosines(embedded, 1))]
     results.sort(key=lambda each: -each.relevance_score)  # stable: equal documents keep their order
@@ -194,21 +210,22 @@ def _tokenize(gateway: Gateway, service: ChatService, work: Work) -> list[tuple[
     prompts: list[tuple[int, ...]] = []
     num_tokens, tokenizer, max_model_len = 0, service.tokenizer, gateway.max_model_len
     for index, each in enumerate(work.inputs):
+        param, at = work.position(index)
         if isinstance(each, str):
             service.limits.check(len(each))
             prompt = tuple(tokenizer.encode(each, add_special_tokens=True))
         else:
-            check_tokens(each, tokenizer.vocab_size, work.param)
+            check_tokens(each, tokenizer.vocab_size, param)
             prompt = tuple(each)
         if not prompt:
-            raise InvalidRequestError(f"{work.param}: input {index} has no tokens", param=work.param)
+            raise InvalidRequestError(f"{param}: input {at} has no tokens", param=param)
         if work.truncates:
             prompt = prompt[:max_model_len]
         if len(prompt) > max_model_len:
             raise ContextLengthError(
-                f"{work.param}: input {index} has {len(prompt)} tokens; "
+                f"{param}: input {at} has {len(prompt)} tokens; "
                 f"this model's maximum context length is {max_model_len} tokens",
-                param=work.param,
+                param=param,
             )
         num_tokens += len(prompt)
         if num_tokens > MAX_INPUT_TOKENS:

@@ -156,7 +156,8 @@ async def _start(
     sampling_params = _sampling_params(gateway, model, request_fields, extended)
     cost = request_cost(sampling_params, sum(len(message["content"]) for message in request.input))
     async with gateway.admission.acquire(principal, cost) as ticket:
-        planned = await model.conversations.plan(request)
+        with rename_error_params(prompt="input"):
+            planned = await model.conversations.plan(request)
         if planned.prefix is not None:  # a continued reply keeps its tools
             tools = replace(tools, schemas=argument_schemas(planned.request.functions) or None, limits=None)
         prompt = planned.prompt.token_ids
@@ -170,7 +171,7 @@ async def _start(
         planned = await _with_diagnosis(gateway, principal, planned, fields)
         start, engine_request = model.service.start, _engine_request(gateway, principal, fields, planned, params)
         renamed = rename_constraint_param(sampling.structured_outputs, "text", "tools" if tools.limits else None)
-        with rename_error_params(max_tokens="max_output_tokens"), renamed:
+        with rename_error_params(max_tokens="max_output_tokens", prompt="input"), renamed:
             reply = await start(
                 engine_request, planned.prompt.key, planned.prefix, tools.schemas, has_reasoning, principal.owner
             )
