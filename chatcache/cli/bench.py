@@ -82,7 +82,10 @@ def bench(
     max_prefill_time: options.MaxPrefillTime = None,
     deterministic: options.Deterministic = False,
 ) -> None:
-    """Measure the engine and the limits of the machine (kv: pages and scheduling, no model)."""
+    """Measure the engine and the limits of the machine.
+
+    WHICH: latency, throughput, beam, prefill, embed, contention, or kv (pages and scheduling, without a model).
+    """
     if model and named_model and model != named_model:
         raise typer.BadParameter(
             f"{named_model!r} and the argument MODEL, {model!r}, differ; give one of them.", param_hint="--model"

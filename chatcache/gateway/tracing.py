@@ -183,7 +183,7 @@ def open_tracer(model_name: Callable[[], str], environment: Mapping[str, str] = 
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
-        log.warning("no spans are sent: an OTLP endpoint is set, but pip install 'chatcache[otel]' is missing")
+        log.warning("no spans are sent: an OTLP endpoint is set, but the packages of chatcache[otel] are not installed")
         return None
     is_named = "OTEL_SERVICE_NAME" in environment or "service.name=" in environment.get("OTEL_RESOURCE_ATTRIBUTES", "")
     named = {} if is_named else {"service.name": _PROVIDER}

@@ -159,10 +159,14 @@ def check_template_kwargs(kwargs: Variables, reserved: Collection[str], param: s
 
     `reserved`: names in addition to those of the chat itself. Raises: InvalidRequestError naming the variable.
     """
+    if not isinstance(kwargs, Mapping):
+        raise InvalidRequestError(f"{param} must be a dict, got {type(kwargs).__name__}", param=param)
     if len(kwargs) > MAX_KWARGS:
         raise InvalidRequestError(f"{param} must have at most {MAX_KWARGS} entries, got {len(kwargs)}", param=param)
     num_chars = 0
     for name, value in kwargs.items():
+        if not isinstance(name, str):
+            raise InvalidRequestError(f"{param}: names of variables must be text, got {name!r:.64}", param=param)
         where = f"{param}.{name[:MAX_KWARG_NAME_CHARS]}"
         if not name.isidentifier() or not name.isascii() or name.startswith("_") or len(name) > MAX_KWARG_NAME_CHARS:
             raise InvalidRequestError(f"{where}: not a name of a template variable", param=where)

@@ -290,14 +290,22 @@ def _summarize_cell(reports: Sequence[Compiled]) -> str:
 
 def main() -> int:
     """Compile, and print the report."""
-    parser = argparse.ArgumentParser(description="Compile every Triton kernel ahead of time and check the result.")
-    parser.add_argument("--arch", default="90", help=f"compute capabilities, of {','.join(map(str, SHARED_BYTES))}")
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels.bench.aot",
+        description="Compile every Triton kernel ahead of time and check the result.",
+    )
+    capabilities = ", ".join(map(str, SHARED_BYTES))
+    parser.add_argument(
+        "--arch", default="90", help=f"compute capabilities, separated by commas: {capabilities}; default: 90"
+    )
     parser.add_argument("--tests", action="store_true", help="also the forms that the kernel tests launch")
     parser.add_argument("--recorded", type=Path, help="also the forms in this file of `record_launches`")
-    parser.add_argument("--module", action="append", default=[], help="instead of the package's modules and models")
+    parser.add_argument(
+        "--module", action="append", default=[], help="compile this one; default: all modules and models"
+    )
     parser.add_argument("--match", default="", help="only variants whose name contains this")
-    parser.add_argument("--most", type=int, default=0, help="of each kernel no more than these, drawn at random")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31), help="of the draw")
+    parser.add_argument("--most", type=int, default=0, help="maximum number of forms per kernel, drawn at random")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31), help="seed of that draw")
     parser.add_argument("--asm", type=Path, help="write PTX and machine code here")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile")
     parser.add_argument("--lines", action="store_true", help="print a JSON object for each form instead of the table")

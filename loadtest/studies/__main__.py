@@ -51,8 +51,10 @@ STUDIES: dict[str, Study] = {
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m loadtest.studies", description=__doc__)
-    parser.add_argument("--only", default="", help=f"studies, by name: {','.join(STUDIES)}")
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.studies", description="Reproduce the figures of the vLLM paper and write a report."
+    )
+    parser.add_argument("--only", default="", help=f"studies, separated by commas: {', '.join(STUDIES)}")
     parser.add_argument("--quick", action="store_true", help="shorter traces, fewer points: 2 instead of 20 minutes")
     parser.add_argument(
         "--trace",

@@ -111,6 +111,7 @@ class Bounded(msgspec.Struct):
     text: str | list[str] = ""
     entries: Annotated[dict[str, bool], msgspec.Meta(max_length=1)] = {}
     kind: Literal["a", "b"] = "a"
+    mode: Literal["d", "e"] | None = None
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,8 @@ class Bounded(msgspec.Struct):
         ({"names": ["abcd"]}, "names[0] must have at most 3 characters"),
         ({"text": {}}, "text must be a string or an array, got an object"),
         ({"entries": {"a": True, "b": True}}, "entries must have at most 1 entry"),
-        ({"kind": "c"}, "kind: invalid enum value 'c'"),
+        ({"kind": "c"}, "kind must be one of a, b, got 'c'"),
+        ({"mode": "c"}, "mode must be one of d, e, got 'c'"),
     ],
 )
 def test_error_of_a_field_names_the_limit_in_plain_words(body: dict[str, Any], message: str) -> None:

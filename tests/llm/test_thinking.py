@@ -50,6 +50,10 @@ def test_chat_template_kwargs_reach_the_template_and_are_checked(llm_thinking: L
     assert quiet.prompt is not None and quiet.prompt.endswith("<think></think>")
     with pytest.raises(InvalidRequestError, match=r"chat_template_kwargs\.messages is set by the server"):
         llm_thinking.chat(CHAT, params, use_tqdm=False, chat_template_kwargs={"messages": []})
+    invalid: Any
+    for invalid, message in (([1], "must be a dict, got list"), ({1: True}, "names of variables must be text, got 1")):
+        with pytest.raises(InvalidRequestError, match=message):
+            llm_thinking.chat(CHAT, params, use_tqdm=False, chat_template_kwargs=invalid)
 
 
 @pytest.mark.slow

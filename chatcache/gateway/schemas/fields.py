@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 import msgspec
 from msgspec import inspect
@@ -104,11 +104,13 @@ def parse_fields(body: Mapping[str, Any], kind: type[Fields]) -> Fields:
             param = f"{param}.{missing.group(1)}" if param else missing.group(1)
             raise InvalidRequestError(f"{param} is required", param=param, code="missing_required_parameter") from None
         param = param.replace("[...]", "")
-        raise InvalidRequestError(_describe_limit(param, message), param=param or None) from None
+        choices = _list_choices(kind, param)
+        raise InvalidRequestError(_describe_limit(param, message, choices), param=param or None) from None
 
 
 _LIMIT = re.compile(r"Expected `(\w+)` (of length )?(<=|>=|<|>) ([-+.\w]+)")
 _PATTERN = re.compile(r"Expected `str` matching regex '(.+)'")
+_CHOICE = re.compile(r"Invalid enum value (.+)")
 _TYPE = re.compile(r"Expected `([\w| ]+)`, got `(\w+)`")
 _COMPARISONS = {"<=": "at most", ">=": "at least", "<": "less than", ">": "greater than"}
 _UNITS = {"str": "character", "array": "element", "object": "entry"}
@@ -122,9 +124,18 @@ _TYPES = {
 }
 
 
-def _describe_limit(param: str, message: str) -> str:
+def _list_choices(kind: type[msgspec.Struct], param: str) -> list[str]:
+    """List the values of a field that is one of several constants; none for other and for nested fields."""
+    hints = [field.type for field in msgspec.structs.fields(kind) if field.encode_name == param]
+    literals = [part for hint in hints for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
+    return [str(value) for literal in literals for value in get_args(literal)]
+
+
+def _describe_limit(param: str, message: str, choices: Sequence[str] = ()) -> str:
     """Rephrase msgspec's message about a field without its notation of types."""
     subject = param or "the body"
+    if choices and (value := _CHOICE.fullmatch(message)):
+        return f"{subject} must be one of {', '.join(choices)}, got {value[1]}"
     if limit := _LIMIT.fullmatch(message):
         kind, is_length, sign, number = limit.groups()
         number = number.removesuffix(".0")
