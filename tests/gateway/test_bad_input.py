@@ -217,6 +217,7 @@ def test_prompt_over_the_context_length_is_a_400_with_the_lengths(server: Server
     long = [{"role": "user", "content": "wood " * 3000}]
     status, _, answer = server.post(CHAT, messages=long)
     assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+    assert answer["error"]["param"] == "messages"
     assert str(MAX_MODEL_LEN) in answer["error"]["message"]
 
 

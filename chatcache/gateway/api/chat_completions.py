@@ -93,7 +93,7 @@ async def chat_completions(request: Request) -> Response:
     )
     limit_name = "max_completion_tokens" if chat.max_completion_tokens is not None else None
     with (
-        rename_error_params(max_tokens=limit_name),
+        rename_error_params(max_tokens=limit_name, prompt="messages"),
         rename_constraint_param(sampling.structured_outputs, "response_format", "tools" if tools.limits else None),
     ):
         reply = await start_chat(request, model, chat_request)
