@@ -101,6 +101,12 @@ def test_parameter_at_its_bound_is_accepted_and_beyond_it_refused(
         assert headers["x-request-id"]
 
 
+class Inner(msgspec.Struct):
+    """A nested object."""
+
+    mode: Literal["f", "g"] = "f"
+
+
 class Bounded(msgspec.Struct):
     """Fields with each kind of limit."""
 
@@ -112,6 +118,7 @@ class Bounded(msgspec.Struct):
     entries: Annotated[dict[str, bool], msgspec.Meta(max_length=1)] = {}
     kind: Literal["a", "b"] = "a"
     mode: Literal["d", "e"] | None = None
+    inner: Inner | None = None
 
 
 @pytest.mark.parametrize(
@@ -129,6 +136,7 @@ class Bounded(msgspec.Struct):
         ({"entries": {"a": True, "b": True}}, "entries must have at most 1 entry"),
         ({"kind": "c"}, "kind must be one of a, b, got 'c'"),
         ({"mode": "c"}, "mode must be one of d, e, got 'c'"),
+        ({"inner": {"mode": "c"}}, "inner.mode must be one of f, g, got 'c'"),
     ],
 )
 def test_error_of_a_field_names_the_limit_in_plain_words(body: dict[str, Any], message: str) -> None:

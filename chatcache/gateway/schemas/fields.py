@@ -125,10 +125,13 @@ _TYPES = {
 
 
 def _list_choices(kind: type[msgspec.Struct], param: str) -> list[str]:
-    """List the values of a field that is one of several constants; none for other and for nested fields."""
-    hints = [field.type for field in msgspec.structs.fields(kind) if field.encode_name == param]
-    literals = [part for hint in hints for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
-    return [str(value) for literal in literals for value in get_args(literal)]
+    """List the values of a field that is one of several constants; none for other fields and elements of lists."""
+    types: list[Any] = [kind]
+    for name in param.split("."):
+        structs = [each for each in types if isinstance(each, type) and issubclass(each, msgspec.Struct)]
+        hints = [field.type for each in structs for field in msgspec.structs.fields(each) if field.encode_name == name]
+        types = [part for hint in hints for part in (hint, *get_args(hint))]
+    return [str(value) for each in types if get_origin(each) is Literal for value in get_args(each)]
 
 
 def _describe_limit(param: str, message: str, choices: Sequence[str] = ()) -> str:
