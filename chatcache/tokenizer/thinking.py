@@ -151,7 +151,9 @@ MAX_KWARGS = 32
 MAX_KWARG_NAME_CHARS = 64
 MAX_KWARG_DEPTH = 4
 MAX_KWARGS_CHARS = 4096
-_RESERVED = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+_RESERVED = frozenset(
+    {"self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
+)
 
 
 def check_template_kwargs(kwargs: Variables, reserved: Collection[str], param: str = KWARGS) -> None:

@@ -20,12 +20,20 @@ def state(index: int, text: str, ids: int, parts: ReplyParts, status: str = INCO
 
 @st.composite
 def growing(draw: st.DrawFn) -> list[list[Item]]:
-    """States of two candidates: settled text grows, held text at the end may change, calls begin."""
+    """States of two candidates: settled text grows, held text at the end may change, calls begin.
+
+    Output changes only with new tokens.
+    """
     settled = [{"text": "", "reasoning": "", "raw": "", "calls": [], "ids": 0} for _ in range(2)]
     states: list[list[Item]] = []
     for _ in range(draw(st.integers(1, 8))):
         items: list[Item] = []
         for index, each in enumerate(settled):
+            num_new = draw(st.integers(0, 3))
+            if not num_new:
+                items += [item for item in (states[-1] if states else []) if item.index == index]
+                continue
+            each["ids"] += num_new  # type: ignore[operator]
             for part in ("text", "reasoning", "raw"):
                 each[part] += draw(pieces)  # type: ignore[operator]
             calls: list[list[str]] = each["calls"]  # type: ignore[assignment]
@@ -33,7 +41,6 @@ def growing(draw: st.DrawFn) -> list[list[Item]]:
                 calls.append([f"call_{len(calls)}", "look", ""])
             if calls:
                 calls[-1][2] += draw(pieces)
-            each["ids"] += draw(st.integers(0, 3))  # type: ignore[operator]
             held = draw(pieces)
             raw = str(each["raw"]) + held if draw(st.booleans()) or calls else ""
             parts = ReplyParts(str(each["reasoning"]), tuple(ToolCall(*call) for call in calls), raw)

@@ -25,6 +25,8 @@ from tests.model.families import FAMILIES, Sample
 Get = Callable[[str], Sample]
 Load = Callable[..., Runner]
 
+QUICK_FAMILIES = ("qwen3", "gpt2")  # a native one, and one through transformers; the others are in the second tier
+
 
 def hidden_states(sample: Sample, tokens: tuple[int, ...]) -> F32:
     """Return transformers' hidden states after the last norm, [T, hidden]."""
@@ -38,7 +40,10 @@ def pools_of(rows: list[int], num_tokens: list[int]) -> Pools:
     return Pools(np.array(rows, np.int32), np.array(num_tokens, np.int32))
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=() if name in QUICK_FAMILIES else pytest.mark.slow) for name in sorted(FAMILIES)],
+)
 def test_pooled_states_equal_transformers(family: str, sample_of: Get, load: Load) -> None:
     """One row is pooled at its last token, one over all tokens in two chunks, and one is only drawn."""
     sample = sample_of(family)
@@ -55,6 +60,7 @@ def test_pooled_states_equal_transformers(family: str, sample_of: Get, load: Loa
     assert first.tokens[0, 0] == sample.answers[0][0]
 
 
+@pytest.mark.slow
 def test_deterministic_states_do_not_depend_on_the_batch(sample_of: Get, load: Load) -> None:
     for family in ("llama", "gpt2"):
         sample = sample_of(family)

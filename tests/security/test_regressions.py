@@ -157,7 +157,7 @@ def test_request_with_too_many_items_is_refused(server: Server, path: str, body:
 def test_unsupported_dangerous_field_is_refused_by_name(server: Server, path: str, name: str, value: Any) -> None:
     prompt = {"messages": USER} if path == CHAT else {"prompt": "Hi"}
     status, _, answer = server.post(path, **prompt, max_tokens=1, **{name: value})
-    assert (status, answer["error"]["param"]) == (400, name)
+    assert status == 400 and answer["error"]["param"].partition(".")[0] == name
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_image", "file", "input_audio", "video_url"])

@@ -100,7 +100,7 @@ async def test_injected_bug_missing_watch_is_detected(
 async def test_change_with_a_lost_answer_is_not_repeated(empty_redis: RedisServer) -> None:
     """The outcome is unknown to the client (here it was stored), so the client must not repeat it by itself."""
     async with proxied(empty_redis.port) as proxy:
-        store = RedisStore(with_port(empty_redis.url, proxy.port), timeout_s=0.6)
+        store = await asyncio.to_thread(RedisStore, with_port(empty_redis.url, proxy.port), timeout_s=0.6)
         await store.create(HEAD)
 
         async def work(pipe: Any) -> None:
@@ -124,7 +124,7 @@ async def test_change_with_a_lost_answer_is_not_repeated(empty_redis: RedisServe
 async def test_usage_with_a_lost_answer_is_counted_once(empty_redis: RedisServer) -> None:
     """The write was stored, unknown to the client: repeated under the same number it changes nothing."""
     async with proxied(empty_redis.port) as proxy:
-        store = RedisStore(with_port(empty_redis.url, proxy.port), timeout_s=0.6)
+        store = await asyncio.to_thread(RedisStore, with_port(empty_redis.url, proxy.port), timeout_s=0.6)
         await store.keys.add_usage(3, {"key_x": 5}, writer="w", number=1)
         transact = store._connection.transact
 
