@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES, GZipMiddleware
+from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES
 
 from chatcache import __version__
 from chatcache.config import ServerConfig
@@ -25,7 +25,7 @@ from chatcache.gateway.errors import on_chatcache_error, on_http_exception
 from chatcache.gateway.limits.admission import AdmissionController
 from chatcache.gateway.limits.rate_limits import RATE_HEADERS, RateLimiter
 from chatcache.gateway.metrics import Metrics, instrument_store
-from chatcache.gateway.middleware import BodyLimitMiddleware, RequestContextMiddleware
+from chatcache.gateway.middleware import BodyLimitMiddleware, CompressionMiddleware, RequestContextMiddleware
 from chatcache.gateway.responses.checkpointer import Checkpointer
 from chatcache.gateway.routes import IMPORT_PATH, ROUTES
 from chatcache.gateway.routing import UnknownPath, build_routes
@@ -130,7 +130,7 @@ def _middleware(
     return [
         *stack,
         Middleware(
-            GZipMiddleware,
+            CompressionMiddleware,
             minimum_size=MIN_COMPRESSED_BYTES,
             compresslevel=_COMPRESSION_LEVEL,
             exclude_content_types=(*DEFAULT_EXCLUDED_CONTENT_TYPES, *_NOT_COMPRESSED),

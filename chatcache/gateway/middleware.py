@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from sse_starlette.sse import SendTimeoutError
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -45,6 +46,7 @@ Result = TypeVar("Result")
 CLIENT_CLOSED_REQUEST = 499
 _ACCEPTED_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _MIN_BYTES_PER_S = 1024
+_REFUSED_GZIP = re.compile(r"\bgzip\s*;\s*q\s*=\s*0(\.0*)?\s*(,|$)", re.IGNORECASE)
 _START_MESSAGES = ("http.response.start", "websocket.http.response.start", "websocket.accept")
 
 
@@ -112,6 +114,15 @@ class RequestContextMiddleware:
         fields = {"method": method, "route": route, "status": status, "duration_ms": round(duration_s * 1000, 1)}
         line = (scope[REQUEST_ID], *fields.values())
         log.log(level, "%s %s %s %d %.1f ms", *line, extra={"fields": fields})
+
+
+class CompressionMiddleware(GZipMiddleware):
+    """Compresses answers, but not for clients that exclude gzip (`gzip;q=0`)."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _REFUSED_GZIP.search(Headers(scope=scope).get("accept-encoding", "")):
+            scope = {**scope, "headers": [each for each in scope["headers"] if each[0] != b"accept-encoding"]}
+        await super().__call__(scope, receive, send)
 
 
 class BodyLimitMiddleware:

@@ -47,6 +47,13 @@ def test_large_json_answer_is_compressed_if_the_client_accepts_it(server: Server
         assert "accept-encoding" in found["vary"] and found["x-request-id"]
 
 
+@pytest.mark.parametrize(
+    ("accepted", "is_compressed"), [("gzip;q=0", 0), ("br, GZIP ; q=0.0, x", 0), ("gzip;q=0.5", 1)]
+)
+def test_excluded_gzip_is_not_used(server: Server, path: str, accepted: str, is_compressed: int) -> None:
+    assert ("content-encoding" in fetch(server, path, {"accept-encoding": accepted})[0]) == is_compressed
+
+
 def test_small_answers_and_errors_are_not_compressed(server: Server) -> None:
     for path in ("/version", "/v1/conversations/conv_unknown"):
         headers, body = fetch(server, path, GZIP)
