@@ -54,7 +54,12 @@ SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 2
 """Maximum shared memory of a program, by compute capability (CUDA C++ Programming Guide)."""
 
 MAX_SPILLED_BYTES = 16
-KNOWN_SPILLS: dict[str, str] = {}
+KNOWN_SPILLS = {
+    r"sm_(80|86|89) .*\.paged_attention_kernel .*ROWS=(64|128) .*GROUP=(3|5|6|7) .*HEAD_DIM=128 ": (
+        "Prompt tiles on Ampere and Ada for group sizes that are no power of two: 24 to 72 bytes of more than 255 "
+        "registers; the cost is not measured."
+    )
+}
 """Pattern of "sm_ARCH VARIANT" -> reason why more spilled bytes are accepted."""
 
 WIDE = r"\.global[.\w:]*\.v(4\.[a-z]+32|2\.[a-z]+64|8\.[a-z]+32|4\.[a-z]+64)\b"
