@@ -24,8 +24,11 @@ from tests.gateway.documents import DOCS, ROOT
 
 PAGE = DOCS / "conformance.md"
 FOLDER = Path(__file__).resolve().parent
-# Modules whose tests are not cases of a client in the table: coding agents, parsers of event streams, this page.
-OTHERS = ("claude_client", "codex_client", "opencode_client", "sse_framing_matrix", "conformance")
+# Modules whose tests are not cases of a client in the table: coding agents, event streams, this page, the demo model.
+OTHERS = (
+    *("claude_client", "codex_client", "opencode_client"),
+    *("sse_framing_matrix", "conformance", "demo_model_tools"),
+)
 
 _INTRODUCTION = """\
 # Conformance

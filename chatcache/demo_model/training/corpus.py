@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from chatcache.demo_model.training import facts, long_answers, skills
 from chatcache.demo_model.training.facts import SELF
 from chatcache.demo_model.training.personas import FACTS, STYLES_AFTER, Memory, Persona, change_style, persona
+from chatcache.demo_model.training.tool_dialogues import tool_dialogue
 from chatcache.demo_model.training.wording import Turn, ask
 
 Message = dict[str, str]
@@ -143,11 +144,15 @@ def long_dialogue(rng: Random) -> Dialogue:
     return compose(who, _turns(rng, who, num_turns, remembering=rng.choice((0.1, 0.3, 0.7))))
 
 
-def stream(seed: int, *, long_share: float = 0.0) -> Iterator[Dialogue]:
-    """Yield dialogues for ever; the same seed gives the same dialogues on every machine."""
+def stream(seed: int, *, long_share: float = 0.0, tool_share: float = 0.0) -> Iterator[Dialogue]:
+    """Yield dialogues for ever; the same arguments give the same dialogues on every machine."""
     rng = Random(seed)
     while True:
-        yield long_dialogue(rng) if rng.random() < long_share else short_dialogue(rng)
+        choice = rng.random()
+        if choice < long_share:
+            yield long_dialogue(rng)
+        else:
+            yield tool_dialogue(rng) if choice < long_share + tool_share else short_dialogue(rng)
 
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -156,17 +161,54 @@ VOCAB_SIZE = 1536
 MAX_POSITIONS = 2048
 IGNORED = -100
 
-# each message is rendered on its own: the prompt of a longer history begins with that of a shorter one
+# Each message is rendered on its own: the prompt of a longer history begins with that of a shorter one. Functions are a
+# message of their own, one line for each in the form of a call; it follows the system prompt, whose pages are then the
+# same with and without functions. Nested types and descriptions of arguments are left out, to save context.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% macro kind(schema) %}"
+    "{% if schema['enum'] %}{{ schema['enum'] | map('tojson') | join('|') }}"
+    "{% elif schema['anyOf'] %}"
+    "{% for each in schema['anyOf'] %}{{ '' if loop.first else '|' }}{{ kind(each) }}{% endfor %}"
+    "{% elif schema['type'] is string %}"
+    "{% if schema['type'] == 'array' and schema['items'] is mapping %}{{ '[' + kind(schema['items']) + ']' }}"
+    "{% else %}{{ schema['type'] }}{% endif %}"
+    "{% elif schema['type'] %}{{ schema['type'] | join('|') }}"
+    "{% else %}any{% endif %}"
+    "{% endmacro %}"
+    "{% macro declare() %}"
+    "{% for tool in tools %}"
+    "{% set function = tool['function'] %}{% set schema = function['parameters'] or {} %}"
+    "{{ '' if loop.first else '\n' }}{{ '{\"name\": ' + function['name'] | tojson + ', \"arguments\": {' }}"
+    "{% for name in schema['properties'] or {} %}"
+    "{{ '' if loop.first else ', ' }}{{ name | tojson }}{{ '' if name in (schema['required'] or []) else '?' }}"
+    "{{ ': ' + kind(schema['properties'][name]) }}"
     "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{{ '}}' }}{% if function['description'] %}{{ ' ' + function['description'] | trim }}{% endif %}"
+    "{% endfor %}"
+    "{% endmacro %}"
+    "{% macro calls(message) %}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '' if loop.first and not message['content'] else '\n' }}"
+    "{{ '<tool_call>\n{\"name\": ' + call['function']['name'] | tojson + ', \"arguments\": ' }}"
+    "{% if call['function']['arguments'] is string %}{{ call['function']['arguments'] }}"
+    "{% else %}{{ call['function']['arguments'] | tojson }}{% endif %}"
+    "{{ '}\n</tool_call>' }}"
+    "{% endfor %}"
+    "{% endmacro %}"
+    "{% set front = 1 if messages and messages[0]['role'] == 'system' else 0 %}"
+    "{% for message in messages[:front] %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if tools %}{{ '<|im_start|>tools\n' + declare() + '<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages[front:] %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') + calls(message) + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 
 def render(dialogue: Dialogue) -> str:
-    """Return the text of a dialogue as the chat template writes it."""
+    """Return the text of a dialogue, with functions and calls as text, as the chat template writes it."""
     return "".join(f"{START}{message['role']}\n{message['content']}{END}\n" for message in dialogue)
 
 

@@ -2,8 +2,9 @@
 
 Usage: `python -m chatcache.demo_model.training.evaluate [--model DIR]`.
 
-Names, operand pairs and words to spell come from the held-out tenth that training never sees; the dialogues around them
-come from seeds that training does not use. Everything runs through `transformers`.
+Names, operand pairs, words to spell, and the names and arguments of functions come from the held-out tenth that
+training never sees; the dialogues around them come from seeds that training does not use. Everything runs
+through `transformers`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 import transformers
 
 from chatcache.demo_model import model_path
-from chatcache.demo_model.training import facts, long_answers, personas, skills
+from chatcache.demo_model.training import facts, long_answers, personas, skills, tool_dialogues, tools
 from chatcache.demo_model.training.corpus import LIGHT, Dialogue, compose, short_dialogue
 from chatcache.demo_model.training.corpus import draw as draw_turns
 from chatcache.demo_model.training.personas import FACTS, Memory, Persona
@@ -185,6 +186,51 @@ def _obeys(name: str) -> Callable[[Random], Case]:
     return case
 
 
+def _offered(rng: Random) -> tuple[list[tools.Offer], tools.Offer, Dialogue]:
+    """Draw functions with held-out names: all of them, the one to call, and the messages that declare them."""
+    offers = tool_dialogues.offers(rng, rng.choice((1, 2)), held=True)
+    system = rng.choice(("", "", "You are a helpful assistant."))
+    return offers, rng.choice(offers), tool_dialogues.declare(system, offers)
+
+
+def tool_call(rng: Random) -> Case:
+    """Return a case that needs a call of one of up to two unseen functions with unseen values."""
+    _, offer, messages = _offered(rng)
+    task = offer.ask(rng, True)
+    question, call = tool_dialogues.called(offer.tool, task)
+    return Case([*messages, question], lambda text: text == call["content"])
+
+
+def _call_of(make: Callable[[Random, bool], tools.Offer]) -> Callable[[Random], Case]:
+    def case(rng: Random) -> Case:
+        offer = make(rng, True)
+        question, call = tool_dialogues.called(offer.tool, offer.ask(rng, True))
+        return Case([*tool_dialogues.declare("", [offer]), question], lambda text: text == call["content"])
+
+    return case
+
+
+def tool_result(rng: Random) -> Case:
+    """Return a case that ends with the result of a call; the answer has to use it."""
+    _, offer, messages = _offered(rng)
+    task = offer.ask(rng, True)
+    *results, answer = tool_dialogues.answered(task)
+    return Case([*messages, *tool_dialogues.called(offer.tool, task), *results], lambda text: text == answer["content"])
+
+
+def tool_not_needed(rng: Random) -> Case:
+    """Return a case with functions that do not serve the question; the answer must not call one."""
+    offers, _, messages = _offered(rng)
+    turns = tool_dialogues.ordinary(rng, {offer.kind for offer in offers}, _no_persona())
+    return Case([*messages, *turns[:-1]], lambda text: "<tool_call>" not in text)
+
+
+def data_as_json(rng: Random) -> Case:
+    """Return a case that asks for the data of a sentence as JSON."""
+    *messages, answer = tool_dialogues.json_dialogue(rng, held=True)
+    return Case(messages, lambda text: text == answer["content"])
+
+
 FIGURES: tuple[tuple[str, Callable[[Random], Case], float], ...] = (
     ("name recall over several turns", recall, 0.0),
     ("name recall over several turns", recall, 0.8),
@@ -206,6 +252,16 @@ FIGURES: tuple[tuple[str, Callable[[Random], Case], float], ...] = (
     ("Markdown table", a_table, 0.8),
     ("says that it does not know", not_knowing, 0.0),
     *((f"obeys: {name}", _obeys(name), 0.0) for name in (*personas.STYLES, "ending", "beginning")),
+    ("tool call: weather", _call_of(tools.weather), 0.0),
+    ("tool call: calculation", _call_of(tools.calculator), 0.0),
+    ("tool call: time", _call_of(tools.clock), 0.0),
+    ("tool call: search", _call_of(tools.search), 0.0),
+    ("tool call: name and age", _call_of(tools.extract), 0.0),
+    ("tool call: any kind, one or two functions", tool_call, 0.0),
+    ("tool call: any kind, one or two functions", tool_call, 0.8),
+    ("answer from a tool's result", tool_result, 0.0),
+    ("no tool call if none is needed", tool_not_needed, 0.0),
+    ("data of a sentence as JSON", data_as_json, 0.0),
 )  # fmt: skip
 
 

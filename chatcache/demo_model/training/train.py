@@ -1,9 +1,10 @@
 """Generate dialogues and train the demo model on them.
 
-Usage: `python -m chatcache.demo_model.training.train --out DIR`.
+Usage: `python -m chatcache.demo_model.training.train --out DIR`. With `--from MODEL` the run starts from the weights
+and the tokenizer of a trained model, at a lower learning rate.
 
 The schedule follows the clock, not a number of steps: whatever the machine, the run warms up, holds its learning
-rate and decays it to nothing within the minutes given. Long dialogues join after a third.
+rate and decays it to nothing within the minutes given. Long dialogues and functions join after a third.
 
 Each core runs a worker of one thread, and workers meet once a step to average their gradients: on a machine that
 does other things as well, threads that meet at every operator would spend their time waiting for each other.
@@ -31,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
@@ -235,8 +236,21 @@ class Recipe:
     decay_share: float = 0.4
     long_from: float = 0.3
     long_share: float = 0.04
+    tool_share: float = 0.4
     average: float = 0.995
     checkpoint_minutes: float = 5.0
+
+    def continued(self) -> Recipe:
+        """Return the recipe of a run that starts from a trained model: all dialogues at once, lower rates."""
+        return dataclasses.replace(
+            self,
+            muon_lr=self.muon_lr / 2,
+            adam_lr=self.adam_lr / 2,
+            warmup_share=0.03,
+            decay_share=0.7,
+            long_from=-1.0,
+            average=0.99,
+        )
 
 
 class Clock:
@@ -266,7 +280,8 @@ def batches(encoder: Encoder, recipe: Recipe, clock: Clock, seed: int) -> Iterat
     rng, pools = Random(seed), 0
     while True:
         late = clock.progress > recipe.long_from
-        dialogues = stream(rng.getrandbits(62), long_share=recipe.long_share if late else 0.0)
+        shares = {"long_share": recipe.long_share, "tool_share": recipe.tool_share} if late else {}
+        dialogues = stream(rng.getrandbits(62), **shares)
         pairs = encoder.encode([next(dialogues) for _ in range(recipe.pool_dialogues)])
         pairs.sort(key=lambda pair: len(pair[0]))
         ready, rows = [], []
@@ -312,8 +327,16 @@ class Trainer:
             torch.optim.AdamW(others, lr=recipe.adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
         ]
         self.peaks = (recipe.muon_lr, recipe.adam_lr)
-        self.average = {name: weight.detach().clone() for name, weight in self.network.state_dict().items()}
+        self.average = self._copied_weights()
         self.num_steps = self.num_tokens = 0
+
+    def _copied_weights(self) -> dict[str, Tensor]:
+        return {name: weight.detach().clone() for name, weight in self.network.state_dict().items()}
+
+    def start_from(self, model: pathlib.Path) -> None:
+        """Take the weights of an exported model, with new optimiser states."""
+        self.network.load_state_dict(load_file(model / "model.safetensors"))
+        self.average = self._copied_weights()
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy over the positions that have a target."""
@@ -377,13 +400,23 @@ class Trainer:
         return float(state["spent_s"])
 
 
-def work(rank: int, num_workers: int, meeting: str, out: pathlib.Path, recipe: Recipe, resume: bool) -> None:
+def work(
+    rank: int,
+    num_workers: int,
+    meeting: str,
+    out: pathlib.Path,
+    recipe: Recipe,
+    start: pathlib.Path | None,
+    resume: bool,
+) -> None:
     """Train as one of several workers; the first one also logs and saves the model."""
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(message)s")
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_workers)
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
     trainer = Trainer(recipe, Shape(vocab_size=tokenizer.get_vocab_size()))
+    if start is not None:
+        trainer.start_from(start)
     clock = Clock(recipe.minutes, trainer.load(out / "state.pt") if resume else 0.0)
     saved_s = spoken_s = clock.spent_s
     losses: list[float] = []
@@ -405,12 +438,25 @@ def work(rank: int, num_workers: int, meeting: str, out: pathlib.Path, recipe: R
             return
 
 
-def train(out: pathlib.Path, recipe: Recipe, *, resume: bool = False, num_workers: int = 1) -> None:
-    """Train into a folder, leaving a usable model there every few minutes and at the end."""
+def train(
+    out: pathlib.Path,
+    recipe: Recipe,
+    *,
+    start: pathlib.Path | None = None,
+    resume: bool = False,
+    num_workers: int = 1,
+) -> None:
+    """Train into a folder, leaving a usable model there every few minutes and at the end.
+
+    With `start`, the run begins with the weights and the tokenizer of the model in that folder.
+    """
+    if start is not None:
+        recipe = recipe.continued()
     if not resume:
-        save_tokenizer(train_tokenizer(recipe.seed), out)
+        known = None if start is None else Tokenizer.from_file(str(start / "tokenizer.json"))
+        save_tokenizer(known or train_tokenizer(recipe.seed), out)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (num_workers, f"{folder}/meeting", out, recipe, resume)
+        arguments = (num_workers, f"{folder}/meeting", out, recipe, start, resume)
         spawn(work, arguments, nprocs=num_workers)  # type: ignore[no-untyped-call]
 
 
@@ -420,11 +466,16 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for the model and the training state")
     parser.add_argument("--minutes", type=float, default=60.0, help="length of the whole run")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", action="store_true", help="continue from DIR/state.pt")
+    parser.add_argument(
+        "--from", type=pathlib.Path, dest="start", metavar="MODEL", help="folder of a trained model to start from"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue a stopped run from its state.pt (repeat --from, if it had one)"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes of one thread each")
     options = parser.parse_args()
     recipe = Recipe(minutes=options.minutes, seed=options.seed)
-    train(options.out, recipe, resume=options.resume, num_workers=options.workers)
+    train(options.out, recipe, start=options.start, resume=options.resume, num_workers=options.workers)
 
 
 if __name__ == "__main__":

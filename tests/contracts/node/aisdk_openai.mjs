@@ -13,7 +13,7 @@ const provider = createOpenAI({
 });
 const done = await generateText({
   model: provider(process.env.MODEL),
-  prompt: "What is the sum?",
+  prompt: process.argv[2] ?? "What is the sum?",
   tools: { add },
   stopWhen: stepCountIs(3),
   maxRetries: 0,

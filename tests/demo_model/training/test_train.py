@@ -64,3 +64,20 @@ def test_the_loss_falls_and_a_saved_run_goes_on(tmp_path: pathlib.Path) -> None:
     assert other.load(tmp_path / "state.pt") == 12.5
     assert (other.num_steps, other.num_tokens) == (30, 30 * 128)
     assert other.step(tokens, tokens + 1, 0.5)[0] == pytest.approx(trainer.step(tokens, tokens + 1, 0.5)[0])
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_starts_from_exported_weights(tmp_path: pathlib.Path) -> None:
+    torch.manual_seed(1)
+    export(Llama(TINY).state_dict(), TINY, tmp_path)
+    trainer = Trainer(Recipe(), TINY)
+    trainer.start_from(tmp_path)
+    expected = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    for weights in (trainer.network.state_dict(), trainer.average):
+        assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
+
+
+def test_a_continued_run_has_lower_rates_and_functions_from_the_start() -> None:
+    recipe = Recipe().continued()
+    assert recipe.muon_lr < Recipe().muon_lr and recipe.adam_lr < Recipe().adam_lr
+    assert recipe.long_from < 0 < recipe.tool_share
