@@ -30,7 +30,10 @@ FULL_S, QUICK_S = 300.0, 60.0  # of the trace
 
 @dataclass(frozen=True, slots=True)
 class TraceLoad:
-    """The first requests of a trace, stretched or compressed to a rate. Satisfies `rates.Workload`."""
+    """The first requests of a trace, stretched or compressed to a rate. Satisfies `rates.Workload`.
+
+    `seconds`: of arrivals; fewer if the trace has too few requests for the rate.
+    """
 
     path: Path
     seconds: float
@@ -40,7 +43,8 @@ class TraceLoad:
         """Plan the requests of the trace at this rate."""
         trace = read_once(self.path)
         limits = LengthLimits(self.scale, MAX_MODEL_LEN * 3 // 4, MAX_MODEL_LEN // 4 - 1)
-        return plan_trace(trace, scale_to_rate(trace, rate, self.seconds), self.seconds, limits, "studies")
+        seconds = min(self.seconds, sum(map(len, trace)) / rate)
+        return plan_trace(trace, scale_to_rate(trace, rate, seconds), seconds, limits, "studies")
 
     def arrivals(self, rate: float) -> tuple[list[Arrival], OnFinish]:
         """Return the first turns of all conversations, and what follows a turn that ended."""

@@ -155,8 +155,8 @@ def test_one_fork_takes_the_pages_of_the_formula(num_branches: int) -> None:
     assert fresh - copied == pytest.approx(tails.extra_pages(num_branches), abs=0.3)
 
 
-def write_block_trace(path: Path, num_requests: int = 40) -> None:
-    """Write requests: half of the prompts share their first block, and the last is the second turn of a chat."""
+def write_block_trace(path: Path) -> None:
+    """Write 40 requests: half of the prompts share their first block, and the last is the second turn of a chat."""
     lines = [
         {
             "timestamp": 500 * number,
@@ -164,7 +164,7 @@ def write_block_trace(path: Path, num_requests: int = 40) -> None:
             "output_length": 90,
             "hash_ids": [number % 2 * 1000 + number, number],
         }
-        for number in range(num_requests - 1)
+        for number in range(39)
     ]
     for line in lines[1::2]:
         line["hash_ids"] = [7, line["timestamp"]]
@@ -237,7 +237,7 @@ def quick_run(tmp_path_factory: pytest.TempPathFactory) -> QuickRun:
     @cache
     def run(group: tuple[str, ...]) -> Path:
         out = tmp_path_factory.mktemp("studies")
-        write_block_trace(out / "trace.jsonl", 150)
+        write_block_trace(out / "trace.jsonl")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(results.Context, "shape_name", "tiny")
             patch.setattr(recorded, "QUICK_S", 15.0)
