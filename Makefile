@@ -148,9 +148,11 @@ audit: $(VENV)/.installed
 	$(PIP) install -q --upgrade pip pip-audit
 	$(BIN)/pip-audit --skip-editable --ignore-vuln CVE-2025-3000
 
+# `make gpu-check --dry-run` runs the check without a GPU: make runs lines with a `+` in a dry run of its own, too.
 OUT ?= bench-out
+DRY_RUN = $(if $(findstring n,$(firstword -$(MAKEFLAGS))),--dry-run)
 gpu-check:
-	$(or $(wildcard $(BIN)/python),$(PYTHON)) kernels/bench/gpu_check.py --out $(OUT) $(ARGS)
+	+MAKEFLAGS= $(or $(wildcard $(BIN)/python),$(PYTHON)) kernels/bench/gpu_check.py --out $(OUT) $(DRY_RUN) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist web/node_modules $(NODE_CLIENTS:=/node_modules) chatcache/gateway/static

@@ -1,7 +1,7 @@
 """Suite-wide rules: test tiers, hardware requirements, strict engines; under CI a skip is a failure.
 
 Tiers: the default tier is fast; `--tier slow` runs the tests marked `slow` instead, `--tier all` both. Tests marked
-`long` run only with `-m long`. A test that is named on the command line (`file.py::test`) always runs.
+`long` run only with `-m long`. A test that is named on the command line (`file.py::test`, `-k name`) always runs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default; Triton 3.
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--tier`."""
-    parser.addoption("--tier", choices=("default", "slow", "all"), default="default", help="test tier to run")
+    parser.addoption("--tier", choices=("default", "slow", "all"), help="test tier to run")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -70,9 +70,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _tier(config: pytest.Config) -> str:
-    """Return the tier to run: all if the command line names tests or selects by marker."""
-    is_explicit = config.option.markexpr or any("::" in arg for arg in config.args)
-    return "all" if is_explicit else str(config.option.tier)
+    """Return the tier to run: all if the command line selects tests and no tier."""
+    if config.option.tier is not None:
+        return str(config.option.tier)
+    is_explicit = config.option.markexpr or config.option.keyword or any("::" in arg for arg in config.args)
+    return "all" if is_explicit else "default"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

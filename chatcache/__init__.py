@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from chatcache.openmp import limit_spinning
+from chatcache import torch_environment
 
 if TYPE_CHECKING:
     from chatcache.llm.async_llm import AsyncLLM as AsyncLLM
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from chatcache.types.request import SamplingParams as SamplingParams
     from chatcache.types.request import StructuredOutputs as StructuredOutputs
 
-limit_spinning(os.environ)  # before torch is imported
+torch_environment.set_defaults(os.environ)  # before torch is imported
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "PoolingParams", "SamplingParams", "StructuredOutputs", "__version__"]

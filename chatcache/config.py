@@ -69,7 +69,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     SQLite file of the conversations, unless `redis` is the URL of the Redis server that stores them.
     `shared_system_prompts`: system prompts whose pages all tenants share. `tool_call_parser`: auto (by the model's chat
     template) | hermes | qwen3_coder | llama3_json | pythonic | mistral | none. `reasoning_parser`: auto | qwen3 |
-    deepseek_r1 | none.
+    deepseek_r1 | none. `routing`: how a gateway chooses among several workers, cost | hash.
 
     `max_import_bytes`: the largest file of conversations that can be imported. `body_timeout_s`: how long a request
     body may pause, and its initial allowance over a rate of 1 KiB/s. `disconnect_grace_period_s`: how long a stored
@@ -91,6 +91,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     shared_system_prompts: tuple[str, ...] = ()
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    routing: str = "cost"
     log_level: str = "info"
     log_format: Literal["text", "json"] = "text"
     max_body_bytes: int = 4 * 1024 * 1024

@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -337,6 +337,39 @@ SHAPES = {
     "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, 128, 151_936, 40_960, True, 1_000_000.0, qk_norm=True),
     "llama3-8b": Shape(4096, 14_336, 32, 32, 8, 128, 128_256, 8192, False, 500_000.0),
 }
+
+TRANSFORMERS_SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3.5-0.8b": {
+        "model_type": "qwen3_5_text", "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "vocab_size": 248_320, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    },
+    "qwen3-moe-1b": {
+        "model_type": "qwen3_moe", "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 64, "num_experts": 32, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512, "intermediate_size": 512, "norm_topk_prob": True, "vocab_size": 49_152,
+        "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+"""Configs of models that `transformers` builds: a hybrid model with 6 attention layers of 24, and one with experts."""
+
+
+def write_named_model(name: str, folder: Path) -> None:
+    """Write a bfloat16 model with random weights, of a name in `SHAPES` or `TRANSFORMERS_SHAPES`; no tokenizer."""
+    if name in SHAPES:
+        write_model(SHAPES[name], folder)
+    else:
+        write_transformers_model(TRANSFORMERS_SHAPES[name], folder)
+
+
+def write_transformers_model(config: Mapping[str, Any], folder: Path, *, seed: int = 0) -> None:
+    """Write a model of a transformers config with the random weights that transformers starts a training with."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    made = AutoConfig.for_model(**config, bos_token_id=0, eos_token_id=0)
+    AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16).save_pretrained(folder)
 
 
 def write_model(shape: Shape, folder: Path, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> None:

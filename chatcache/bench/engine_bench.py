@@ -19,7 +19,7 @@ import torch
 from chatcache import factory
 from chatcache.bench.contention import NUM_BUSY, speeds_by_busy_processes
 from chatcache.bench.device import Roofline, measure_limits
-from chatcache.bench.drivers import SHAPES, Driver, EngineDriver, RunTimes, TransformersDriver, write_model
+from chatcache.bench.drivers import Driver, EngineDriver, RunTimes, TransformersDriver, write_named_model
 from chatcache.bench.report import Figure, compare, figure_table
 from chatcache.config import EngineConfig, format_size
 from chatcache.errors import InvalidRequestError
@@ -301,7 +301,7 @@ def run_engine_bench(
     with tempfile.TemporaryDirectory(prefix="chatcache-bench-") as scratch:
         if shape is not None:
             on_progress(f"writing random weights of {shape}")
-            write_model(SHAPES[shape], Path(scratch))
+            write_named_model(shape, Path(scratch))
             config = msgspec.structs.replace(config, model=scratch, served_model_name=shape)
         engine = factory.build_engine(config, lambda _, detail: on_progress(detail), need_tokenizer=False)
         model_info, health = engine.model_info, engine.health()
@@ -365,10 +365,14 @@ def compare_with_peer(ours: Sequence[Figure], theirs: Sequence[Figure], peer_nam
 
 
 def count_matmul_params(folder: Path, model_info: ModelInfo) -> int:
-    """Return the parameters a prompt token is multiplied with: all but the embedding tables.
+    """Return the parameters a prompt token is multiplied with: all but the embedding tables and unused experts.
 
     Only a prompt's last token reaches the output head, and input embeddings are looked up.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    tables = 1 if config.get("tie_word_embeddings", True) else 2
-    return model_info.num_parameters - tables * model_info.vocab_size * int(config.get("hidden_size", 0))
+    tables, hidden = 1 if config.get("tie_word_embeddings", True) else 2, int(config.get("hidden_size", 0))
+    unused = 0
+    if config.get("model_type") == "qwen3_moe":
+        num_unused = config.get("num_experts", config.get("num_local_experts")) - config["num_experts_per_tok"]
+        unused = config["num_hidden_layers"] * num_unused * 3 * hidden * config["moe_intermediate_size"]
+    return model_info.num_parameters - tables * model_info.vocab_size * hidden - unused

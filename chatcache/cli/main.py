@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from chatcache import __version__
-from chatcache.cli import bench, chat, db, keys, redis_acl, serve
+from chatcache.cli import bench, chat, db, keys, redis_acl, serve, worker
 from chatcache.cli.doctor import doctor
 from chatcache.cli.options import EXIT_CONFIG, EXIT_ERROR, RENAMED_OPTIONS, CommandGroup, env
 from chatcache.config import FILE_NAME, read_config_file, settings_by_command, suggest_corrections
@@ -26,6 +26,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(serve.serve)
+app.command()(serve.gateway)
+app.command()(worker.worker)
 app.command()(chat.chat)
 app.command()(bench.bench)
 app.command()(doctor)

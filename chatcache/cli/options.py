@@ -325,10 +325,37 @@ RedisUrl = Annotated[
     _flag(
         "redis",
         "Redis server for the conversations, instead of --db: redis://user:password@host:6379/0 "
-        "or redis://user@host:6379/0?password_file=FILE.",
+        "or redis://user@host:6379/0?password_file=FILE; with Sentinels "
+        "redis+sentinel://user:password@host:26379,host:26379/service/0.",
         parser=_redis_url,
         metavar="URL",
         show_default=False,
+    ),
+]
+Bus = Annotated[
+    str,
+    _flag(
+        "bus",
+        "Redis server that connects gateways and workers, written as for --redis; it needs no persistence.",
+        parser=_redis_url,
+        metavar="URL",
+        show_default=False,
+    ),
+]
+WorkerName = Annotated[
+    str | None,
+    _flag(
+        "worker-name",
+        "Name that stays the same when the worker restarts; default: the host's name.",
+        show_default=False,
+    ),
+]
+Routing = Annotated[
+    Literal["cost", "hash"],
+    _flag(
+        "routing",
+        "How a worker is chosen: cost (fewest seconds, given what each has cached and has to do), or hash of the "
+        "conversation.",
     ),
 ]
 SseKeepAliveInterval = Annotated[

@@ -1,4 +1,4 @@
-"""`chatcache serve`: convert the flags to settings, check them, and run the server."""
+"""`chatcache serve` and `chatcache gateway`: convert the flags to settings, check them, and run the server."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def serve(
 ) -> None:
     """Serve the chat page and the OpenAI-compatible API."""
     options.refuse_two_stores(context)
-    engine, server = _settings({name: value for name, value in locals().items() if name != "context"})
+    engine, server = convert_flags({name: value for name, value in locals().items() if name != "context"})
     refuse_misspelt_key(server.api_keys, os.environ)
     if engine.preemption_mode == "swap" and engine.swap_space_bytes == 0:
         raise typer.BadParameter("swap needs host memory; --swap-space is 0.", param_hint="--preemption-mode")
@@ -73,6 +73,41 @@ def serve(
     from chatcache.cli.server import run_server
 
     raise typer.Exit(run_server(msgspec.structs.replace(engine, served_model_name=served_name(engine)), server))
+
+
+def gateway(
+    context: typer.Context,
+    bus: options.Bus,
+    model: options.Model = ENGINE.model,
+    host: options.Host = SERVER.host,
+    port: options.Port = SERVER.port,
+    served_model_name: options.ServedModelName = None,
+    api_key: options.ApiKey = [],  # noqa: B006 (typer copies it)
+    db: options.Db = SERVER.db,
+    redis: options.RedisUrl = SERVER.redis,
+    routing: options.Routing = "cost",
+    sse_keep_alive_interval: options.SseKeepAliveInterval = SERVER.sse_keep_alive_interval_s,
+    disconnect_grace_period: options.DisconnectGracePeriod = SERVER.disconnect_grace_period_s,
+    drain_timeout: options.DrainTimeout = SERVER.drain_timeout_s,
+    allowed_host: options.AllowedHost = [],  # noqa: B006
+    cors_origin: options.CorsOrigin = [],  # noqa: B006
+    root_path: options.RootPath = SERVER.root_path,
+    shared_system_prompt: options.SharedSystemPrompt = [],  # noqa: B006
+    tool_call_parser: options.ToolCallParser = "auto",
+    reasoning_parser: options.ReasoningParser = "auto",
+    log_level: options.LogLevel = "info",
+    log_format: options.LogFormat = "text",
+) -> None:
+    """Serve the chat page and the API with the engines of `chatcache worker` processes. Experimental."""
+    options.refuse_two_stores(context)
+    engine, server = convert_flags({name: value for name, value in locals().items() if name not in ("context", "bus")})
+    refuse_misspelt_key(server.api_keys, os.environ)
+    check_model_folder(engine)
+    from chatcache.cli.server import run_server
+
+    raise typer.Exit(
+        run_server(msgspec.structs.replace(engine, served_model_name=served_name(engine)), server, bus_url=bus)
+    )
 
 
 def refuse_misspelt_key(api_keys: Sequence[str], variables: Iterable[str]) -> None:
@@ -92,7 +127,7 @@ def refuse_misspelt_key(api_keys: Sequence[str], variables: Iterable[str]) -> No
             raise typer.Exit(options.EXIT_CONFIG)
 
 
-def _settings(flags: Mapping[str, Any]) -> tuple[EngineConfig, ServerConfig]:
+def convert_flags(flags: Mapping[str, Any]) -> tuple[EngineConfig, ServerConfig]:
     """Build the settings of the engine and of the server from the flags.
 
     Raises: BadParameter for values that the flags' types accept but the settings do not.

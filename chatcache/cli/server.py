@@ -32,6 +32,7 @@ from starlette.applications import Starlette
 from chatcache import logs
 from chatcache.cli import options
 from chatcache.cli.port_check import BACKLOG, explain_bind_error, listen
+from chatcache.cluster.remote_engine import RemoteEngine
 from chatcache.config import EngineConfig, ServerConfig, format_size
 from chatcache.conversations.store import StoreUnusableError
 from chatcache.engine.protocols import EngineClient
@@ -41,12 +42,15 @@ from chatcache.factory import BUILD_ENGINE, load_tokenizer
 from chatcache.gateway.app import create_app
 from chatcache.gateway.auth.keys import ApiKeyCache
 from chatcache.gateway.context import Gateway
+from chatcache.gateway.heap import keep_large_blocks_apart
 from chatcache.gateway.uvicorn_limits import BoundedHttp, BoundedWebSocket, raise_fd_limit
 from chatcache.storage.open import open_store
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.stats import EngineHealth, ModelInfo
 
 POLL_S = 0.1
+
+Engine = EngineProcess | RemoteEngine
 
 
 class Banner:
@@ -202,16 +206,19 @@ def run_server(
     engine_config: EngineConfig,
     server_config: ServerConfig,
     *,
+    bus_url: str = "",
     build_engine: str = BUILD_ENGINE,
     load: Callable[[EngineConfig], Tokenizer] = load_tokenizer,
 ) -> int:
     """Serve until a signal or a failure, and return the exit code.
 
-    `build_engine` ("module:function", imported in the engine process) and `load` let tests serve without a model.
+    `bus_url`: use the engines of the workers on this Redis server instead of an own one. `build_engine`
+    ("module:function", imported in the engine process) and `load` let tests serve without a model.
     """
     logs.configure_logging(server_config.log_level, server_config.log_format, "gateway")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the banner prints the same facts
     raise_fd_limit()
+    keep_large_blocks_apart()
     try:
         sock = listen(server_config.host, server_config.port)
     except OSError as error:
@@ -227,11 +234,20 @@ def run_server(
         sock.close()
         _print_error(server_config, f"{'--redis' if server_config.redis else '--db'} {error.message}")
         return options.EXIT_CONFIG
-    engine = EngineProcess(
-        engine_config, build_engine, log_level=server_config.log_level, log_format=server_config.log_format
+    engine: Engine = (
+        RemoteEngine(bus_url, socket.gethostname(), server_config.routing)
+        if bus_url
+        else EngineProcess(
+            engine_config, build_engine, log_level=server_config.log_level, log_format=server_config.log_format
+        )
     )
     app = create_app(
-        server_config, engine, lambda: load(engine_config), engine_config.served_model_name or "", store=store
+        server_config,
+        engine,
+        lambda: load(engine_config),
+        engine_config.served_model_name or "",
+        store=store,
+        seed=engine_config.seed,
     )
     console = Console(file=logs.LogWriter(log), width=1000) if server_config.log_format == "json" else None
     banner = Banner(engine_config, server_config, sock.getsockname(), console, app.state.gateway.key_cache)
@@ -247,7 +263,7 @@ def _print_error(config: ServerConfig, message: str) -> None:
 
 
 async def _serve(
-    app: Starlette, engine: EngineProcess, server_config: ServerConfig, sock: socket.socket, banner: Banner
+    app: Starlette, engine: Engine, server_config: ServerConfig, sock: socket.socket, banner: Banner
 ) -> int:
     await engine.start()
     server = _Server(uvicorn_config(app, server_config))
@@ -261,7 +277,7 @@ async def _serve(
         await engine.close(ENGINE_EXIT_TIMEOUT_S)
 
 
-async def _watch(engine: EngineProcess, server: _Server, banner: Banner) -> ChatcacheError:
+async def _watch(engine: Engine, server: _Server, banner: Banner) -> ChatcacheError:
     """Show the progress of loading; when the engine fails for good, stop the server.
 
     Return the error with which the engine failed.
@@ -273,7 +289,7 @@ async def _watch(engine: EngineProcess, server: _Server, banner: Banner) -> Chat
     return error
 
 
-async def _show_start(engine: EngineProcess, banner: Banner) -> None:
+async def _show_start(engine: Engine, banner: Banner) -> None:
     """Show that the model is loading, that the store does not answer yet, then the ready banner."""
     with contextlib.suppress(ChatcacheError):  # `_watch` shows why the engine failed
         async with _running(banner.show_loading(engine)):

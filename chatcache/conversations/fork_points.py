@@ -25,10 +25,12 @@ from chatcache.conversations.store import ConversationStore, StaleRevisionError
 from chatcache.conversations.tree import (
     DELETED,
     FORKED,
+    IN_PROGRESS,
     INCOMPLETE,
     ConversationTree,
     Item,
     ReplyParts,
+    ResponseElsewhereError,
     Turn,
     main_output,
     new_id,
@@ -86,7 +88,8 @@ class TurnRequest:
     conversation. `fork_at`: keep only that many tokens of the reply at the position. `fork_with`: a token id to put
     after them. `running_prefix`: the beginning of a reply that is still being generated. `rev`: the expected revision
     of the conversation. `template_kwargs`: variables of the chat template. `preserve_thinking`: whether earlier replies
-    keep their reasoning in the prompt; None for the conversation's setting.
+    keep their reasoning in the prompt; None for the conversation's setting. `reply_start`: the text with which the
+    reply begins. `has_ended`: `previous_response_id` has ended, even if the store does not have its end yet.
     """
 
     owner: str
@@ -104,6 +107,8 @@ class TurnRequest:
     rev: int | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     preserve_thinking: bool | None = None
+    reply_start: str = ""
+    has_ended: bool = False
 
     @property
     def namespace(self) -> str:
@@ -168,6 +173,8 @@ class ContinuationResolver:
             raise StaleRevisionError(tree.conversation, request.rev)
         if request.running_prefix is not None:
             return ContinuationPoint(tree, tree.path(request.running_prefix.turn.parent_id), request.running_prefix)
+        if item_id is None and response_id in tree.turns and not request.has_ended:
+            check_runs_here(tree.turns[response_id], "continue", "previous_response_id")
         path = tree.path(_leaf(tree, item_id, response_id))
         if request.fork_at is None:
             return ContinuationPoint(tree, path)
@@ -229,7 +236,7 @@ def build_prefix(
     last character are dropped. `call_ids`: ids already assigned to the tool calls of the reply.
     """
     whole, text = drop_partial_character(context, prompt, ids, skip_special_tokens=skips)
-    parser = context.new_parser(prompt, call_ids)
+    parser = context.new_parser(prompt, call_ids, turn.id, index)
     parser.push(text)
     parser.finish()
     num_partial = len(ids) - len(whole) if is_exact else 0
@@ -289,6 +296,12 @@ def drop_partial_character(
         if not text.endswith("\ufffd"):
             return kept, text
     return tuple(ids), decode(ids)
+
+
+def check_runs_here(turn: Turn, action: str, param: str) -> None:
+    """Check that a response which does not run in this process has ended. Raises: ResponseElsewhereError."""
+    if turn.status == IN_PROGRESS:
+        raise ResponseElsewhereError(turn.id, action, param)
 
 
 def _no_response(response_id: str) -> NotFoundError:

@@ -172,6 +172,10 @@ class ConversationStore(Protocol):
 
     async def get(self, owner: str, conversation_id: str) -> Conversation: ...
 
+    async def find_owner(self, conversation_id: str) -> str:
+        """Return the owner of a conversation, for a reader who does not know it. Raises: NotFoundError."""
+        ...
+
     async def list(self, owner: str, limit: int, after: str | None = None) -> Sequence[Conversation]:
         """Return conversations by `updated_at`, newest first, following `after` (an id or cursor)."""
         ...

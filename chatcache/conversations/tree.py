@@ -19,6 +19,7 @@ Deletions are planned here as data (`MessageDeletion`) and applied by the store 
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
 from collections import Counter
@@ -36,6 +37,7 @@ INCOMPLETE = "incomplete"
 CANCELLED = "cancelled"
 FAILED = "failed"
 DELETED = "deleted"  # hidden from clients, kept for the tokens of messages that continue it
+SHARE_KEY = "share"  # of a conversation's metadata: the message that a link shows, and the digest of its secret
 FORKED = "fork"  # finish reason of a message that is a prefix of another
 
 
@@ -244,6 +246,18 @@ class ConversationBusyError(ChatcacheError):
     code = "conversation_busy"
 
 
+class ResponseElsewhereError(ChatcacheError):
+    """The response is running in another gateway, and only that gateway can do what the request asks for."""
+
+    status = 409
+    type = "conflict_error"
+    code = "response_on_other_gateway"
+
+    def __init__(self, response_id: str, action: str, param: str) -> None:
+        message = f"{response_id[:128]} runs on another gateway: {action} it there, or retry after its end"
+        super().__init__(message, param=param)
+
+
 @dataclass(frozen=True, slots=True)
 class MessageDeletion:
     """The changes to a stored tree that delete a message or a response.
@@ -347,3 +361,10 @@ def new_id(prefix: str, separator: str = "_") -> str:
     Prefix, 12 hex digits of milliseconds since 1970, 16 random ones.
     """
     return f"{prefix}{separator}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(8)}"
+
+
+def derive_id(prefix: str, origin_id: str, *index: int) -> str:
+    """Return the id of part `index` of an object: a function of the object's id, of the form of `new_id`."""
+    time_digits = origin_id.replace("-", "_").rpartition("_")[2][:12]
+    name = " ".join((origin_id, *map(str, index)))
+    return f"{prefix}_{time_digits}{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"

@@ -18,13 +18,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from chatcache.auth import namespace_of
+from chatcache.conversations.file_blocks import split_files
 from chatcache.conversations.fork_points import (
     ROOT,
     ContinuationPoint,
     ContinuationResolver,
     ReplyPrefix,
     TurnRequest,
+    build_prefix,
     require_generated,
 )
 from chatcache.conversations.offsets import Span, token_char_offsets
@@ -34,6 +35,7 @@ from chatcache.conversations.prompt import (
     Prompt,
     PromptLimits,
     SharedSystemPrompts,
+    argument_schemas,
     assemble,
     functions_from_echo,
     link_tool_results,
@@ -44,8 +46,8 @@ from chatcache.conversations.prompt import (
     template_variables,
     tool_calls_of,
 )
-from chatcache.conversations.replies.events import ReplyDelta, ReplyDone, ReplyFinished, ReplyStarted
-from chatcache.conversations.replies.service import ChatService, Reply
+from chatcache.conversations.replies.events import ReplyDone
+from chatcache.conversations.replies.parser import ReplyContext
 from chatcache.conversations.store import MAX_ITEMS, Claim, ConversationStore, StaleRevisionError
 from chatcache.conversations.token_memo import TokenMemo
 from chatcache.conversations.tree import (
@@ -60,12 +62,11 @@ from chatcache.conversations.tree import (
     main_output,
     new_id,
 )
-from chatcache.errors import EngineError, InvalidRequestError
+from chatcache.errors import InvalidRequestError
 from chatcache.tokenizer.reply_format import ReplyFormat
 from chatcache.tokenizer.thinking import KEEPS, KWARGS, ThinkingControls, check_template_kwargs
 from chatcache.tokenizer.tokenizer import Tokenizer
-from chatcache.types.events import FINISH_STOP, TokenLogprob
-from chatcache.types.request import MAX_TOP_LOGPROBS, GenerateRequest, SamplingParams
+from chatcache.types.events import FINISH_STOP
 from chatcache.types.stats import PackedPrompt
 
 PRESERVE_THINKING = "preserve_thinking"  # also the key of the setting in a conversation's metadata
@@ -80,7 +81,7 @@ class PlannedTurn:
 
     `inputs` are the new items; outputs become children of `turn.parent_id`. `conversation` is None for a new
     conversation, which then gets the id `conversation_id`. `cut_item` is the truncated reply that a fork stores as the
-    parent of its inputs; `prefix` is the reply that is continued, if the turn has no inputs.
+    parent of its inputs; `prefix` is the beginning of the reply, if the turn continues one or the client wrote it.
     """
 
     request: TurnRequest
@@ -110,6 +111,7 @@ class TurnService:
         self._limits = limits
         self._tokenizer = tokenizer
         reply_format = reply_format if reply_format is not None else ReplyFormat()
+        self._reply_format = reply_format
         self._thinking = ThinkingControls(tokenizer, reply_format)
         self._resolver = ContinuationResolver(store, tokenizer, reply_format)
         self._token_memo = token_memo if token_memo is not None else TokenMemo()
@@ -122,6 +124,8 @@ class TurnService:
         """
         point = await self._resolver.resolve(request)
         if point.prefix is not None and not request.input:
+            if request.reply_start:
+                raise InvalidRequestError("fork_at continues a reply by its tokens, not by a text", param="fork_at")
             return await self._plan_continuation(request, point, point.prefix)
         cut_item = point.prefix.to_item() if point.prefix is not None else None
         if cut_item is not None:
@@ -148,6 +152,10 @@ class TurnService:
         )
         inputs = tuple(replace(item, response_id=turn.id) for item in inputs)
         conversation = point.tree.conversation if point.tree else None
+        prefix: ReplyPrefix | None = None
+        if request.reply_start:
+            prefix = await asyncio.to_thread(self._begin_reply, request, turn, prompt)
+            prompt = replace(prompt, token_ids=(*prompt.token_ids, *prefix.ids))
         return PlannedTurn(
             request,
             turn,
@@ -157,7 +165,15 @@ class TurnService:
             conversation,
             conversation.id if conversation else new_id("conv"),
             cut_item,
+            prefix,
         )
+
+    def _begin_reply(self, request: TurnRequest, turn: Turn, prompt: Prompt) -> ReplyPrefix:
+        """Return the text with which the reply to `prompt` begins as the prefix of a reply."""
+        text = self._tokenizer.escape_reply(self._thinking.begin_reply(request.reply_start, "", prompt.text))
+        ids = tuple(self._tokenizer.encode_after(prompt.text, text))
+        context = ReplyContext(self._tokenizer, self._reply_format, argument_schemas(request.functions) or None)
+        return build_prefix(context, turn, 0, prompt.token_ids, ids, (), skips=True, is_exact=True)
 
     async def _plan_continuation(
         self, request: TurnRequest, point: ContinuationPoint, prefix: ReplyPrefix
@@ -363,10 +379,12 @@ def input_items(messages: Sequence[Message], parent_id: str | None, now: float) 
 
 
 def title_of(messages: Sequence[Message]) -> str | None:
-    """Return a title: the first line that a user wrote, cut between words."""
+    """Return a title: the first line that a user wrote, cut between words; else the names of attached files."""
     for message in messages:
-        line = message["content"].strip().split("\n", 1)[0].strip()
-        if message["role"] == "user" and line:
+        if message["role"] != "user":
+            continue
+        names, text = split_files(message["content"])
+        if line := text.strip().split("\n", 1)[0].strip() or ", ".join(names):
             return line if len(line) <= _TITLE_CHARS else line[:_TITLE_CHARS].rsplit(" ", 1)[0] + "…"
     return None
 
@@ -572,85 +590,3 @@ def _latest_turn(tree: ConversationTree, path: tuple[Item, ...]) -> Turn | None:
 
 def _packed(ids: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(ids)}i", *ids)
-
-
-_FORCE_BIAS = 100.0  # larger than any difference of logits; reported log-probabilities are raw
-
-
-@dataclass(frozen=True, slots=True)
-class TokenAlternatives:
-    """A token of a stored reply, and the most likely tokens at its position, best first.
-
-    `logprob`: None for a token that the model rules out. `rank`: 1 for the most likely, None beyond those reported.
-    `num_copied_pages`: KV pages that a fork at the position would copy.
-    """
-
-    token_id: int
-    logprob: float | None
-    rank: int | None
-    top_tokens: tuple[tuple[int, float], ...]
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_copied_pages: int
-
-
-class Alternatives:
-    """Asks the engine for the most likely tokens at a position of a stored reply."""
-
-    def __init__(self, conversations: TurnService, service: ChatService) -> None:
-        self._turns = conversations
-        self._service = service
-
-    async def start(self, tree: ConversationTree, item: Item, index: int) -> Reply:
-        """Ask the engine which tokens it could have generated at position `index` of a stored reply.
-
-        This is a one-token request with top logprobs; pass its reply to `read_alternatives`.
-
-        Raises: InvalidRequestError, and the errors of `EngineClient.submit`.
-        """
-        prompt = await self._turns.prompt_up_to(tree, item, index)
-        request = GenerateRequest(
-            request_id=new_id("look"),
-            prompt=prompt.token_ids,
-            params=SamplingParams(
-                temperature=0.0,
-                max_tokens=1,
-                logit_bias={item.token_ids[index]: _FORCE_BIAS},
-                ignore_eos=True,
-                logprobs=MAX_TOP_LOGPROBS,
-            ),
-            namespace=namespace_of(tree.conversation.owner),
-            num_public_tokens=prompt.num_public_tokens,
-            conversation_id=tree.conversation.id,
-            explain=True,
-        )
-        return await self._service.start(request, owner=tree.conversation.owner)
-
-
-async def read_alternatives(reply: Reply, token_id: int) -> TokenAlternatives:
-    """Return the most likely tokens at a position of an earlier reply, computed by `reply`.
-
-    `reply` samples one token at that position; `token_id` is the token that the earlier reply has there, for which the
-    log-probability and rank are reported if they are known. Raises: ReplyFailedError.
-    """
-    scored = TokenLogprob(0.0)
-    drawn: int | None = None
-    num_copied_pages = 0
-    async with reply:
-        async for event in reply.events():
-            if isinstance(event, ReplyStarted) and event.report is not None:
-                num_copied_pages = event.report.num_copied_pages
-            elif isinstance(event, ReplyDelta) and event.logprobs:
-                drawn, scored = event.token_ids[0], event.logprobs[0]
-            elif isinstance(event, ReplyFinished) and drawn is not None:
-                ids = [other for other, _ in scored.top]
-                return TokenAlternatives(
-                    token_id=token_id,
-                    logprob=scored.logprob if drawn == token_id else None,
-                    rank=ids.index(token_id) + 1 if token_id in ids else None,
-                    top_tokens=scored.top,
-                    num_prompt_tokens=event.num_prompt_tokens,
-                    num_cached_tokens=event.num_cached_tokens,
-                    num_copied_pages=num_copied_pages,
-                )
-    raise EngineError("the engine stopped without an error")

@@ -31,8 +31,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from math import inf
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -54,9 +55,11 @@ from chatcache.types.actions import (
     cannot_drop_error,
 )
 from chatcache.types.events import FINISH_LENGTH, LiveBeam, TokenLogprob
+from chatcache.types.plan import F32, I32
 from chatcache.types.request import BeamSearchParams
 
 _T = TypeVar("_T")
+NO_TOKEN = -1
 _F32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -120,13 +123,8 @@ class Beam(msgspec.Struct, frozen=True, gc=False):
     edits: LogitEdits | None = None
 
 
-class Continuation(NamedTuple):
-    """A token after one of a group's beams. `beam`: position of the beam; `total`: sum with this token, a float32."""
-
-    beam: int
-    token: int
-    total: float
-    logprob: TokenLogprob | None = None
+Continuation = tuple[int, int, float, TokenLogprob | None]
+"""A token after one of a group's beams: position of the beam, token, sum with this token (a float32), its report."""
 
 
 _SELECTED = msgspec.msgpack.Decoder(list[list[Continuation]])
@@ -157,12 +155,12 @@ class BeamGroup:
         self._num_ranked = num_ranked_continuations(self._width, rules)
         self.hypotheses = FinishedHypotheses(params, self._width, rules.max_tokens)
         self.beams = [Beam(tree.root, edits=edits)]
-        self.selected: list[Continuation] = []
+        self.selected: Sequence[Continuation] = ()
         self.is_banned = False  # all continuations of a beam were banned
         self.has_dead_end = False  # a continuation was dropped, as the grammar does not go on after it
         tree.root.num_refs += 1
 
-    def advance(self, ranked: Iterable[Continuation], earlier_tokens: Counter[int]) -> list[Hypothesis]:
+    def advance(self, ranked: Sequence[Continuation], earlier_tokens: Counter[int]) -> list[Hypothesis]:
         """Select the next beams; return all continuations that ended in this step, best first.
 
         `ranked`: continuations of the beams, best first. `earlier_tokens` counts the tokens chosen in this step by
@@ -170,91 +168,131 @@ class BeamGroup:
         Raises: the errors of a constraint, except dead ends, which set `has_dead_end`.
         """
         old, self.beams = self.beams, []
-        ended = self._select(old, ranked)
+        ended = [] if self._select_unended(old, ranked[: self._width]) else self._select(old, ranked)
         if self._penalty:
             earlier_tokens.update(beam.node.token for beam in self.beams)
             earlier_tokens.update(h.node.token for h in ended if h.ended.finish_reason == FINISH_LENGTH)
         if ended:
             self.hypotheses.add(ended)
-        release = self._tree.release
-        for beam in old:
-            release(beam.node)
+        self._tree.release_all([beam.node for beam in old])
         if self.beams and self.hypotheses.is_done(self.beams[0].total, self.beams[0].progress.num_tokens):
             self._finish()
         return ended
 
+    def _select_unended(self, old: list[Beam], best: Sequence[Continuation]) -> bool:
+        """Fill `beams` with the best `width` continuations; False, and no change, if one of them may end."""
+        num_tokens = old[0].progress.num_tokens + 1  # all beams have the same length
+        rules = self._rules
+        if self._has_state or num_tokens >= rules.max_tokens or len(best) < self._width or old[0].edits is not None:
+            return False
+        terminal_ids = rules.terminal_ids
+        for _, token, _, _ in best:
+            if token in terminal_ids:
+                return False
+        progress, add = StopProgress(num_tokens), self._tree.add
+        self.beams = [
+            Beam(add(old[position].node, token, logprob), total, progress) for position, token, total, logprob in best
+        ]
+        self.selected = best
+        return True
+
     def _select(self, old: list[Beam], ranked: Iterable[Continuation]) -> list[Hypothesis]:
         """Fill `beams` with the best continuations that do not end; return those that ended."""
         ended: list[Hypothesis] = []
-        self.selected, width, add = [], self._width, self._tree.add
-        num_tokens = old[0].progress.num_tokens + 1  # all beams have the same length
+        selected: list[Continuation] = []
+        beams, width, add = self.beams, self._width, self._tree.add
+        num_tokens = old[0].progress.num_tokens + 1
         rules, unended = self._rules, StopProgress(num_tokens)
-        may_end = self._has_state or num_tokens >= rules.max_tokens
+        may_end, terminal_ids = self._has_state or num_tokens >= rules.max_tokens, rules.terminal_ids
+        self.selected = selected
         for rank, continuation in enumerate(ranked):
-            num_beams = len(self.beams)
-            if num_beams == width and rank >= width:
+            if rank >= width and len(beams) == width:
                 break
             position, token, total, logprob = continuation
-            beam, grammar_state, why = old[position], None, None
-            if not may_end and token not in rules.terminal_ids:
-                progress = unended
-            elif self._constraint is None:
-                progress, why = rules.advance(beam.progress, token)
-            else:
-                grammar_state = self._constraint.fork(beam.grammar_state)
-                progress, why = advance_candidate(rules, beam.progress, token, grammar_state)
-            if why is DEAD_END:
-                self.has_dead_end = True
-                self.selected.append(continuation)  # it is dropped again where the step is repeated
+            beam, progress, grammar_state, why = old[position], unended, None, None
+            if may_end or token in terminal_ids:
+                if self._constraint is None:
+                    progress, why = rules.advance(beam.progress, token)
+                else:
+                    grammar_state = self._constraint.fork(beam.grammar_state)
+                    progress, why = advance_candidate(rules, beam.progress, token, grammar_state)
+                if why is DEAD_END:
+                    self.has_dead_end = True
+                    selected.append(continuation)  # it is dropped again where the step is repeated
+                    continue
+            if len(beams) == width if why is None else rank >= width:
                 continue
-            if num_beams == width if why is None else rank >= width:
-                continue
-            self.selected.append(continuation)
+            selected.append(continuation)
             node = add(beam.node, token, logprob)
             if why is None:
-                edits = beam.edits and beam.edits.fork()
+                edits = beam.edits
                 if edits is not None:
+                    edits = edits.fork()
                     edits.record(token)
-                self.beams.append(Beam(node, total, progress, grammar_state, edits))
+                beams.append(Beam(node, total, progress, grammar_state, edits))
             else:
-                node.ended = True
+                node.ended = self._tree.has_ended = True
                 ended.append(Hypothesis(self.hypotheses.score(total, progress.num_tokens), node, why))
         return ended
 
     def _finish(self) -> None:
-        for beam in self.beams:
-            self._tree.release(beam.node)
+        self._tree.release_all([beam.node for beam in self.beams])
         self.beams = []
 
-    def rank(self, drawn: DrawnByBranch, earlier_tokens: Counter[int]) -> Iterator[Continuation]:
+    def rank(self, drawn: DrawnByBranch, earlier_tokens: Counter[int]) -> list[Continuation]:
         """Return the best continuations of the present beams, best first; ties in beam order."""
-        return self._rank_continuations(self.beams, drawn, earlier_tokens)
-
-    def _rank_continuations(
-        self, beams: list[Beam], drawn: DrawnByBranch, earlier_tokens: Counter[int]
-    ) -> Iterator[Continuation]:
-        drawings = [drawn[beam.node.branch][0] for beam in beams]
-        sizes = [len(drawing.tokens) for drawing in drawings]
-        width = max(sizes)
-        if not min(sizes):
+        drawings = [drawn[beam.node.branch][0] for beam in self.beams]
+        width, narrowest = (choose(len(drawing.tokens) for drawing in drawings) for choose in (max, min))
+        if not narrowest:
             self.has_dead_end = self.is_banned = True
-        scores = np.array([_pad(drawing.logprobs, width, -inf) for drawing in drawings], np.float32)
+        tokens = np.array([_pad(drawing.tokens, width, NO_TOKEN) for drawing in drawings], np.int32)
+        logprobs = np.array([_pad(drawing.logprobs, width, -inf) for drawing in drawings], np.float32)
         if earlier_tokens and self._penalty:
-            counts = [[earlier_tokens[token] for token in _pad(drawing.tokens, width, 0)] for drawing in drawings]
-            scores -= (self._penalty * np.array(counts)).astype(np.float32)
-        totals = (scores + np.array([[beam.total] for beam in beams], np.float32)).ravel()
+            counts = [[earlier_tokens[token] for token in row] for row in tokens.tolist()]
+            logprobs -= (self._penalty * np.array(counts)).astype(np.float32)
+        ((owners, ids, totals),) = rank_together([self], tokens[None], logprobs[None])
+        best = self.continuations(owners, ids, totals)
+        if not self._with_logprobs:
+            return best
+        index_of = [{token: index for index, token in enumerate(drawing.tokens)} for drawing in drawings]
+        return [(i, token, total, drawings[i].logprob_at(index_of[i][token])) for i, token, total, _ in best]
+
+    def continuations(self, owners: list[int], ids: list[int], totals: list[float]) -> list[Continuation]:
+        """Return the ranked continuations without those that are banned, and without reports."""
         # All beams have the same length. A grammar mask has already excluded the banned ids.
-        banned = self._rules.banned_ids(beams[0].progress) if self._constraint is None else ()
-        num_left, order = self._num_ranked, (-totals).argsort(kind="stable")
-        for cell, total in zip(order.tolist(), totals[order].tolist(), strict=True):
-            if not num_left or not total > -inf:
-                return
-            owner, index = divmod(cell, width)
-            token = drawings[owner].tokens[index]
-            if token < 0 or token in banned:
-                continue
-            num_left -= 1
-            yield Continuation(owner, token, total, drawings[owner].logprob_at(index) if self._with_logprobs else None)
+        banned = self._rules.banned_ids(self.beams[0].progress) if self._constraint is None else ()
+        best: list[Continuation] = list(zip(owners, ids, totals, repeat(None)))  # the shortest ends it
+        if banned or not totals or totals[-1] == -inf:
+            best = [each for each in best if each[2] > -inf and each[1] not in banned]
+        return best[: self._num_ranked]
+
+    @property
+    def max_ranked(self) -> int:
+        """How many continuations have to be ranked, including those that may turn out to be banned."""
+        return self._num_ranked + len(self._rules.terminal_ids) * len(self.beams)
+
+
+def rank_together(
+    groups: Sequence[BeamGroup], tokens: I32, logprobs: F32
+) -> Iterator[tuple[list[int], list[int], list[float]]]:
+    """Rank the continuations of several groups with equally many beams; ties in beam order.
+
+    Shapes: [group, beam, draw]. Yields for each group the beams, tokens and sums of its best continuations, best first.
+    """
+    sums = logprobs + np.array([[beam.total for beam in group.beams] for group in groups], np.float32)[:, :, None]
+    num_groups, _, width = tokens.shape
+    sums, ids, at = sums.reshape(num_groups, -1), tokens.reshape(num_groups, -1), np.arange(num_groups)[:, None]
+    order = (-sums).argsort(axis=1, kind="stable")[:, : max(group.max_ranked for group in groups)]
+    lists = (order // max(width, 1)).tolist(), ids[at, order].tolist(), sums[at, order].tolist()
+    return zip(*lists, strict=True)
+
+
+def _live_beams(beams: list[Beam]) -> BeamUpdate:
+    """Report the live beams, each node once."""
+    best = {beam.node: beam for beam in sorted(beams, key=lambda beam: beam.total)}
+    ranked = sorted(best.values(), key=lambda beam: -beam.total)
+    nodes = [(beam.node, beam.total) for beam in ranked]
+    return BeamUpdate(tuple(LiveBeam(node.id, node.get_parent().id, node.token, total) for node, total in nodes))
 
 
 def _pad(values: tuple[_T, ...], width: int, value: _T) -> tuple[_T, ...]:
@@ -285,6 +323,8 @@ class BeamStrategy:
     Tokens that all possible results have in common are emitted early, for each candidate; the rest at the end. Token
     logprobs are those of the model's log-softmax. If fewer different outputs than `n` exist, the missing candidates end
     after the tokens emitted so far, with a score of -1e9.
+
+    `sole_group`: the only group of a search without log-probabilities, whose continuations `rank_together` can rank.
     """
 
     def __init__(
@@ -312,6 +352,7 @@ class BeamStrategy:
         self._groups = [
             BeamGroup(params, rules, self._tree, constraint, initial) for _ in range(params.num_beam_groups)
         ]
+        self.sole_group = self._groups[0] if len(self._groups) == 1 and params.logprobs is None else None
         self._returnable: list[Hypothesis] = []  # the best so far
         self._num_streamed = 0
         self._streamed: tuple[Node, int] | None = None  # the prefix, and how many candidates got it
@@ -348,32 +389,38 @@ class BeamStrategy:
     def advance(self, drawn: DrawnByBranch) -> Advance:
         return self._advance(lambda group, earlier_tokens: group.rank(drawn, earlier_tokens))
 
+    def advance_ranked(self, best: list[Continuation]) -> Advance:
+        """Process the ranked continuations of the `sole_group`."""
+        return self._advance(lambda group, earlier_tokens: best)
+
     def replay(self, record: bytes) -> Advance:
         selected = iter(_SELECTED.decode(record))
         return self._advance(lambda group, earlier_tokens: next(selected))
 
-    def _advance(self, rank: Callable[[BeamGroup, Counter[int]], Iterable[Continuation]]) -> Advance:
+    def _advance(self, rank: Callable[[BeamGroup, Counter[int]], Sequence[Continuation]]) -> Advance:
         earlier_tokens: Counter[int] = Counter()
         ended: list[Hypothesis] = []
-        selected: list[list[Continuation]] = []
+        selected: list[Sequence[Continuation]] = []
         for group in self._groups:
             if group.beams:
                 ended += group.advance(rank(group, earlier_tokens), earlier_tokens)
                 selected.append(group.selected)
-        self._update_returnable(ended)
+        if ended:
+            self._update_returnable(ended)
         beams = [beam for group in self._groups for beam in group.beams]
         if not beams and not self._returnable and any(group.has_dead_end for group in self._groups):
             raise GrammarDeadEndError(
                 is_banned=any(group.is_banned for group in self._groups)
             )  # no beam is left and no hypothesis was found
-        actions = self._branches.reassign(list(dict.fromkeys(beam.node for beam in beams)))
-        outputs = self._emit_common_prefix(len(beams)) if beams else self._final_outputs()
-        return Advance(actions, (*outputs, *self._live_beams(beams)), not beams, msgspec.msgpack.encode(selected))
+        nodes = list(dict.fromkeys([beam.node for beam in beams]))
+        actions = self._branches.reassign(nodes, has_ended=self._tree.has_ended)
+        outputs = [*self._emit_common_prefix(len(beams))] if beams else [*self._final_outputs()]
+        if self._params.stream_beams and beams:
+            outputs.append(_live_beams(beams))
+        return Advance(actions, tuple(outputs), not beams, msgspec.msgpack.encode(selected))
 
     def _update_returnable(self, ended: list[Hypothesis]) -> None:
         """Update the hypotheses that may be returned; release all others."""
-        if not ended:
-            return
         before = [*self._returnable, *ended]
         kept = [hypothesis for group in self._groups for hypothesis in group.hypotheses.best]
         self._returnable = sorted(kept, key=lambda hypothesis: -hypothesis.score)[: self._num_returned]
@@ -391,15 +438,6 @@ class BeamStrategy:
         self._streamed = node, self._num_streamed
         for index in range(self._num_streamed):
             yield from self._stream.emit(index, node)
-
-    def _live_beams(self, beams: list[Beam]) -> Iterator[Output]:
-        """Report the live beams, each node once, if the request asks for them."""
-        if not self._params.stream_beams or not beams:
-            return
-        best = {beam.node: beam for beam in sorted(beams, key=lambda beam: beam.total)}
-        ranked = sorted(best.values(), key=lambda beam: -beam.total)
-        nodes = [(beam.node, beam.total) for beam in ranked]
-        yield BeamUpdate(tuple(LiveBeam(node.id, node.get_parent().id, node.token, total) for node, total in nodes))
 
     def _final_outputs(self) -> Iterator[Output]:
         for index, hypothesis in enumerate(self._returnable):

@@ -17,6 +17,7 @@ from copy import copy
 import numpy as np
 
 from chatcache.decoding.token_bans import TokenBans
+from chatcache.types.actions import LogitChanges
 from chatcache.types.plan import F32, I32
 from chatcache.types.request import DecodingParams
 
@@ -34,6 +35,7 @@ class LogitEdits:
         self._repetition = params.repetition_penalty
         self._presence = params.presence_penalty
         self._frequency = params.frequency_penalty
+        self._first_add = -self._presence - self._frequency
         self._counting = self._repetition != 1.0 or self._presence != 0.0 or self._frequency != 0.0
         bad_tokens = {ids[0]: -np.inf for ids in params.bad_words_ids if len(ids) == 1}
         bias = {**(params.logit_bias or {}), **bad_tokens}
@@ -61,9 +63,14 @@ class LogitEdits:
         return not self._counting and self._size == 0 and self._bans is None
 
     @property
+    def has_bans(self) -> bool:
+        """True if tokens may be banned for a time."""
+        return len(self._bannable) > 0 or self._bans is not None
+
+    @property
     def is_fixed(self) -> bool:
         """True if `edit` always returns the same."""
-        return not self._counting and not len(self._bannable) and self._bans is None
+        return not self._counting and not self.has_bans
 
     def fork(self) -> LogitEdits:
         """Return an independent copy for a forked branch.
@@ -85,14 +92,14 @@ class LogitEdits:
             self._bans.record(token)
         if not self._counting:
             return
-        row = self._row.get(token)
-        if row is None:  # also without a bias
-            self._row[token] = row = self._size
-            if row == len(self._ids):
+        size = self._size
+        row = self._row.setdefault(token, size)
+        if row == size:  # it was not in the table, and has no bias
+            if size == len(self._ids):
                 self._grow()
-            self._ids[row], self._add[row] = token, -self._presence - self._frequency
+            self._ids[size] = token
             self._counts.append(1)
-            self._size, self._edit = row + 1, None
+            self._size, self._edit = size + 1, None
             return
         count = self._counts[row] = self._counts[row] + 1
         add = self._bias.get(token, 0.0) - self._presence - self._frequency * count
@@ -104,6 +111,13 @@ class LogitEdits:
             self._add = self._add.copy()
             self._add[row] = add
             self._edit = None
+
+    def changes(self) -> LogitChanges:
+        """Return the edit of a branch without bans and masks."""
+        edit = self._edit
+        if edit is None and (size := self._size):
+            edit = self._edit = self._ids[:size], self._scale[:size], self._add[:size]
+        return edit, None
 
     def edit(self, *, ban: bool) -> Edit | None:
         """Return (ids, scale, add), each [num_edited]; None without edits."""
@@ -124,7 +138,7 @@ class LogitEdits:
         room = max(16, self._size)
         self._ids = np.concatenate((self._ids, np.zeros(room, dtype=np.int32)))
         self._scale = np.concatenate((self._scale, np.full(room, self._repetition, dtype=np.float32)))
-        self._add = np.concatenate((self._add, np.zeros(room, dtype=np.float32)))
+        self._add = np.concatenate((self._add, np.full(room, self._first_add, dtype=np.float32)))
 
 
 def _with_bans(edit: Edit | None, banned: set[int]) -> Edit:

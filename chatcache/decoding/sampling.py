@@ -8,7 +8,7 @@ position), so a candidate does not depend on the presence of the others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from struct import iter_unpack
@@ -85,6 +85,7 @@ class SamplerSpec:
         self._masks = None if masks.is_empty else masks
         has_fixed_changes = self.edits.is_fixed and constraint is None
         self.has_fixed_changes = has_fixed_changes and rules.thinking is None
+        self._has_penalties_only = self._masks is None and not self.edits.has_bans
         self._thinking = rules.thinking if has_fixed_changes else None
 
     def draw_spec(self, spec: DrawSpec, state: DecodingState) -> DrawSpec:
@@ -94,9 +95,13 @@ class SamplerSpec:
 
     def changes(self, state: DecodingState) -> LogitChanges:
         """Return the edit and the mask of a branch in the given state."""
-        num_tokens = state.progress.num_tokens
-        edit = state.edits.edit(ban=num_tokens < self._min_tokens)
-        return (edit, None) if self._masks is None else self._masks.changes(edit, state.grammar_state, state.progress)
+        progress = state.progress
+        edit = state.edits.edit(ban=progress.num_tokens < self._min_tokens)
+        return (edit, None) if self._masks is None else self._masks.changes(edit, state.grammar_state, progress)
+
+    def next_changes(self, state: DecodingState) -> Callable[[], LogitChanges]:
+        """Return the function that returns the changes of a branch whose state is updated in place."""
+        return state.edits.changes if self._has_penalties_only else partial(self.changes, state)
 
     def changes_stay(self, state: DecodingState) -> bool:
         """Return whether the changes after the next token are certain to be those of now."""
@@ -163,7 +168,7 @@ class SamplingStrategy:
             edit, mask = sampler.changes(candidate)
             if sampler.has_fixed_changes:
                 return (replace(candidate.spec, edit=edit, mask=mask),)
-            next_changes, stay = partial(sampler.changes, candidate), partial(sampler.changes_stay, candidate)
+            next_changes, stay = sampler.next_changes(candidate), partial(sampler.changes_stay, candidate)
             return (replace(candidate.spec, edit=edit, mask=mask, next_changes=next_changes, changes_stay=stay),)
         if branch != ROOT:
             raise KeyError(branch)

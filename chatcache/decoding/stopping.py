@@ -69,7 +69,6 @@ class StopRules:
         self.thinking = thinking
         self.terminal_ids: tuple[int, ...] = tuple(dict.fromkeys((*eos_ids, *stop_ids)))
         self._eos_ids = frozenset(eos_ids)
-        self._stop_ids = frozenset(stop_ids)
         self._stops = tuple((text, text.encode()) for text in stop_strings)
         self._tail_bytes = max((len(needle) for _, needle in self._stops), default=1) - 1
         if self._stops and token_bytes is None:
@@ -121,10 +120,8 @@ class StopRules:
             tail, stop = self._find_stop(progress.last_bytes, token)
         thought = None if self.thinking is None else self.thinking.advance(progress.thought, token)
         after = StopProgress(num_tokens, tail, thought)
-        if token in self._eos_ids:
-            return after, StopResult(FINISH_STOP)
-        if token in self._stop_ids:
-            return after, StopResult(FINISH_STOP, token)
+        if token in self.terminal_ids:
+            return after, StopResult(FINISH_STOP) if token in self._eos_ids else StopResult(FINISH_STOP, token)
         if stop is not None and num_tokens >= self.min_tokens:
             return after, StopResult(FINISH_STOP, stop)
         if num_tokens >= self.max_tokens:

@@ -13,32 +13,31 @@ Every node is added and removed at most once and the common prefix only grows, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from chatcache.types.actions import BranchAction, Emit, Extend, Fork, Release
+import msgspec
+
+from chatcache.types.actions import BranchAction, Emit, Extend, Fork, Release, Reorder
 from chatcache.types.events import TokenLogprob
 
 NO_SCORE = -1.0e9  # score of a candidate that does not exist
 
 
-class Node:
+class Node(msgspec.Struct, eq=False):
     """A token and its position in the tree.
 
     `num_refs`: number of leaves at this node. `id`: 0 for the root. `branch`: while the node is live, the branch in
-    which its children are drawn. `ended`: last token of a candidate.
+    which its children are drawn. `ended`: last token of a candidate. `children` are by token.
     """
 
-    __slots__ = ("branch", "children", "ended", "id", "logprob", "num_refs", "parent", "token")
-
-    def __init__(self, id: int, token: int, logprob: TokenLogprob | None, parent: Node | None) -> None:
-        self.id = id
-        self.token = token
-        self.logprob = logprob
-        self.parent = parent
-        self.children: dict[int, Node] = {}  # by token
-        self.num_refs = 0
-        self.branch = 0
-        self.ended = False
+    id: int
+    token: int
+    logprob: TokenLogprob | None
+    parent: Node | None
+    children: dict[int, Node] = {}
+    num_refs: int = 0
+    branch: int = 0
+    ended: bool = False
 
     def get_parent(self) -> Node:
         """Return the parent. Raises: LookupError for the root."""
@@ -62,12 +61,13 @@ class Node:
 class TokenTree:
     """Tree of all live and finished candidates.
 
-    `common_prefix`: deepest node on the path of every candidate.
+    `common_prefix`: deepest node on the path of every candidate. `has_ended`: some candidate has ended.
     """
 
     def __init__(self) -> None:
         self.root = Node(0, -1, None, None)
         self.common_prefix = self.root
+        self.has_ended = False
         self._num_added = 0
 
     def add(self, parent: Node, token: int, logprob: TokenLogprob | None = None) -> Node:
@@ -78,6 +78,13 @@ class TokenTree:
             node = parent.children[token] = Node(self._num_added, token, logprob, parent)
         node.num_refs += 1
         return node
+
+    def release_all(self, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            if node.num_refs > 1 or node.children:
+                node.num_refs -= 1
+            else:
+                self.release(node)
 
     def release(self, node: Node) -> None:
         """Drop one reference; remove nodes that no candidate needs."""
@@ -117,42 +124,53 @@ class CandidateStream:
 class BranchReassignment:
     """Assigns branches to the selected nodes of a step.
 
-    A branch id is used only once per request.
+    A branch continues, becomes a copy of another one, or ends; the id of one that ended is not used again.
     """
 
     def __init__(self, root: Node) -> None:
         self._live = [root]
         self._next = 1
 
-    def reassign(self, nodes: Sequence[Node]) -> tuple[BranchAction, ...]:
+    def reassign(self, nodes: Sequence[Node], *, has_ended: bool = True) -> tuple[BranchAction, ...]:
         """Assign a branch to each node; return the actions that carry this out.
 
-        The first child of a branch continues it, its other children are forked from it. Branches without children are
-        released first, so that the number of live branches never exceeds that before or after the step. The nodes are
-        distinct and their parents are live.
+        The first child of a branch continues it, its other children are forked from it. If the number of branches stays
+        the same, a branch without children becomes such a fork. Otherwise branches without children are released first,
+        so that the number of live branches never exceeds that before or after the step. The nodes are distinct and
+        their parents are live. `has_ended`: a candidate in the tree may have ended.
         """
-        forks: list[BranchAction] = []
-        extended: dict[int, BranchAction] = {}
+        extended: dict[int, Node] = {}
+        forked: list[tuple[int, Node]] = []  # (parent, child)
         for node in nodes:
             parent = node.parent.branch if node.parent is not None else 0
             if parent in extended:
-                forks.append(Fork(parent, self._next, node.token))
-                node.branch, self._next = self._next, self._next + 1
+                forked.append((parent, node))
             else:
-                extended[parent] = Extend(parent, node.token)
+                extended[parent] = node
                 node.branch = parent
-        releases = self._release([node for node in self._live if node.branch not in extended])
+        childless = [node for node in self._live if node.branch not in extended]
         self._live = list(nodes)
-        return (*releases, *forks, *extended.values())
+        releases = self._release(childless) if has_ended else [Release(node.branch, False) for node in childless]
+        if len(childless) == len(forked) and not (has_ended and any(release.keep_tail for release in releases)):
+            for old, (_, node) in zip(childless, forked, strict=True):
+                node.branch = old.branch
+            branches = (*[node.branch for _, node in forked], *extended)
+            tokens = (*[node.token for _, node in forked], *[node.token for node in extended.values()])
+            return (Reorder(branches, (*[parent for parent, _ in forked], *extended), tokens),) if branches else ()
+        forks: list[BranchAction] = []
+        for parent, node in forked:
+            forks.append(Fork(parent, self._next, node.token))
+            node.branch, self._next = self._next, self._next + 1
+        return (*releases, *forks, *(Extend(branch, node.token) for branch, node in extended.items()))
 
-    def _release(self, childless: Sequence[Node]) -> list[BranchAction]:
+    def _release(self, childless: Sequence[Node]) -> list[Release]:
         """Release branches; publish the partial tail page only where a candidate ended.
 
         The last token of a candidate is never computed, so only branches that continued next to it hold all pages up to
         it. When the last such branch is released, its tail page is published, so that the next turn finds the whole
         candidate in the cache. Tail pages of other branches would only fill the index.
         """
-        actions: list[BranchAction] = []
+        actions: list[Release] = []
         kept: set[Node] = set()
         for node in childless:
             remaining = node

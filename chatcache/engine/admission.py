@@ -8,7 +8,6 @@ compiled wait in a `GrammarWaitQueue`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from hashlib import blake2b
 
 from chatcache.config import EngineConfig
 from chatcache.decoding.grammar.compiler import GrammarCompiler, GrammarFuture
@@ -19,6 +18,7 @@ from chatcache.scheduler.fairness import PRIORITY, SCHEDULING_POLICIES
 from chatcache.scheduler.preemption import PREEMPTION_MODES, SWAP
 from chatcache.scheduler.queue import WaitingQueue
 from chatcache.scheduler.request import LiveRequest, max_tokens_that_fit, worst_case_pages
+from chatcache.scheduler.snapshots import message_marks
 from chatcache.types.actions import Strategy
 from chatcache.types.plan import KVCapacity
 from chatcache.types.queue_limits import QueueSize, check_queue, check_tenant_share
@@ -30,6 +30,7 @@ from chatcache.types.request import (
     Params,
     num_branches,
     num_gang_branches,
+    seed_of,
 )
 from chatcache.types.stats import ModelInfo
 
@@ -112,14 +113,20 @@ def check_prompt(
 
 
 def check_prompt_logprobs(request: GenerateRequest) -> None:
-    """Verify that prompt tokens x (alternatives per token + 1) is at most MAX_PROMPT_LOGPROBS.
+    """Verify the start, and that prompt tokens x (alternatives per token + 1) is at most MAX_PROMPT_LOGPROBS.
 
     Expects valid sampling parameters. Raises: InvalidRequestError.
     """
-    num_top = request.params.prompt_logprobs
-    if num_top is not None and len(request.prompt) * (num_top + 1) > MAX_PROMPT_LOGPROBS:
+    num_top, start = request.params.prompt_logprobs, request.prompt_logprobs_start
+    if not 0 <= start <= len(request.prompt):
         raise InvalidRequestError(
-            f"prompt_logprobs {num_top} of {len(request.prompt)} prompt tokens is more than one answer carries: prompt "
+            f"prompt_logprobs_start must be between 0 and the prompt's {len(request.prompt)} tokens, got {start}",
+            param="prompt_logprobs_start",
+        )
+    num_tokens = len(request.prompt) - start
+    if num_top is not None and num_tokens * (num_top + 1) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"prompt_logprobs {num_top} of {num_tokens} prompt tokens is more than one answer carries: prompt "
             f"tokens x (prompt_logprobs + 1) must be at most {MAX_PROMPT_LOGPROBS}",
             param="prompt_logprobs",
         )
@@ -315,7 +322,7 @@ class RequestValidator:
         strategy = pooler or self._make_strategy(
             request,
             self._model_info,
-            seed=self._seed(request),
+            seed=seed_of(request, self._config.seed),
             max_tokens=max_tokens,
             token_bytes=self._token_bytes,
             **constrained,
@@ -333,16 +340,10 @@ class RequestValidator:
             fork_of=request.fork_of,
             explain=request.explain,
             resume_point=request.resume_point,
+            marks=message_marks(request, self._model_info.eos_token_ids) if self._capacity.num_states else (),
             num_prompt_top=request.params.prompt_logprobs if pooler is None else None,
+            prompt_scores_start=request.prompt_logprobs_start,
             pooler=pooler,
         )
         self._num_accepted += 1
         return live
-
-    def _seed(self, request: GenerateRequest) -> int:
-        """Return the request's seed; without one, a hash of the engine's seed and the request id."""
-        seed: int | None = getattr(request.params, "seed", None)
-        if seed is not None:
-            return seed
-        name = f"{self._config.seed} {request.request_id}".encode("utf-8", "replace")
-        return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")

@@ -15,15 +15,17 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from itertools import chain
 
 from msgspec.structs import replace
 
 from chatcache.config import EngineConfig
+from chatcache.decoding.beam_search import DrawnByBranch
 from chatcache.decoding.sampling import SamplingStrategy
 from chatcache.decoding.strategy import make_strategy
 from chatcache.engine.admission import GrammarWaitQueue, RequestValidator, StrategyFactory, check_policies
 from chatcache.engine.invariants import InvariantChecker
-from chatcache.engine.pipeline import StepFailedError, StepPipeline, build_candidates
+from chatcache.engine.pipeline import BeamRanker, StepFailedError, StepPipeline, build_candidates
 from chatcache.engine.protocols import ModelRunner
 from chatcache.engine.stats import (
     CacheInspector,
@@ -45,7 +47,6 @@ from chatcache.scheduler.scheduler import Reservation, Scheduler
 from chatcache.types.actions import (
     Advance,
     BeamUpdate,
-    BranchAction,
     DroppedCandidate,
     Embed,
     Emit,
@@ -53,7 +54,9 @@ from chatcache.types.actions import (
     Finish,
     Fork,
     Output,
+    Release,
     SearchStrategy,
+    expand_actions,
 )
 from chatcache.types.events import (
     FINISH_CANCELLED,
@@ -102,7 +105,8 @@ class EventQueue:
 
     def emit_started(self, request: LiveRequest) -> None:
         seq, cached = self._next(request), request.num_cached_tokens or 0
-        scores = () if request.num_prompt_top is None else (None, *request.prompt_scores)
+        unscored = () if request.num_prompt_top is None or request.prompt_scores_start > 0 else (None,)
+        scores = (*unscored, *request.prompt_scores)
         report = StartReport(request.num_copied_pages, request.miss) if request.explain else None
         self._events.append(Started(request.request_id, seq, request.num_prompt_tokens, cached, scores, report))
 
@@ -235,12 +239,12 @@ def _repeat_search(request: LiveRequest, steps: Sequence[bytes]) -> list[Output]
     for record in steps:
         advance = strategy.replay(record)
         outputs += advance.outputs
-        for action in advance.actions:
+        for action in expand_actions(advance.actions):
             _repeat_action(request.branches, action)
     return outputs
 
 
-def _repeat_action(branches: dict[int, Branch], action: BranchAction) -> None:
+def _repeat_action(branches: dict[int, Branch], action: Extend | Fork | Release) -> None:
     """Apply an action to branches without pages."""
     match action:
         case Extend(branch, token):
@@ -316,9 +320,15 @@ def build_scheduler(
     """
     check_policies(config, capacity)
     num_host_pages = capacity.num_host_pages if config.preemption_mode != RECOMPUTE else 0
+    kv = KVCache(
+        *(capacity.num_pages, capacity.page_size, digest, config.enable_prefix_caching, num_host_pages),
+        num_states=capacity.num_states,
+        num_host_states=capacity.num_host_states if num_host_pages else 0,
+    )
+    num_slots = min(config.max_num_seqs, capacity.num_slots)
     return Scheduler(
-        KVCache(capacity.num_pages, capacity.page_size, digest, config.enable_prefix_caching, num_host_pages),
-        num_slots=min(config.max_num_seqs, capacity.num_slots),
+        kv,
+        num_slots=num_slots if kv.states is None else min(num_slots, kv.states.max_live),
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_prefill_time_s=max_prefill_time_s(config, device),
         cost=CostModel(config.preemption_mode, capacity.swap_page_s),
@@ -381,6 +391,7 @@ class Engine:
         )
         self._requests: dict[str, LiveRequest] = {}
         self._grammar_queue = GrammarWaitQueue()
+        self._beam_ranker = BeamRanker()
         self._event_queue = EventQueue()
         self._search_steps: list[SearchStep] = []
         self._totals = Totals()
@@ -543,8 +554,11 @@ class Engine:
             self._scheduler.commit(step, errors)
         for request, error in errors.items():
             self._fail(request, error, discard=True)
+        is_ahead = completed.is_committed and bool(step.decode_rows.branches)  # the next step was launched
+        if is_ahead:
+            self._scheduler.record_drawn(step, completed.result.tokens[:, 0])
         self._advance(step, completed.result, errors)
-        if completed.is_committed and step.decode_rows.branches:  # because the next step was launched
+        if is_ahead:
             self._scheduler.reconcile(step, completed.result.tokens[:, 0])
 
     def _fail_device(self, error: DeviceLostError) -> None:
@@ -556,10 +570,15 @@ class Engine:
 
     def _advance(self, step: Step, result: StepResult, errors: dict[LiveRequest, Exception]) -> None:
         """Pass the sampled tokens to the strategies and apply their actions."""
-        candidates = build_candidates(step.plan.draws, result)
-        for request, answers in step.candidates_by_request(candidates, errors).items():
+        work: Iterable[tuple[LiveRequest, DrawnByBranch | Callable[[], Advance]]]
+        if result.tokens.shape[1] > 1:
+            ranked, candidates = self._beam_ranker.rank(step, result, errors)
+            work = chain(step.candidates_by_request(candidates, errors).items(), ranked)
+        else:
+            work = step.candidates_by_request(build_candidates(step.plan.draws, result), errors).items()
+        for request, drawn in work:
             try:
-                advance = request.strategy.advance(answers)
+                advance = drawn() if callable(drawn) else request.strategy.advance(drawn)
                 self._scheduler.apply(request, advance.actions)
                 if not advance.finished and not request.branches:
                     raise EngineError("the request has no branch left, but it is not finished")

@@ -55,6 +55,12 @@ class InvariantChecker:
 
     def _violations(self) -> Iterator[str]:
         yield from self._scheduler.idle_violations()
+        if self._kv.states is not None:
+            yield from self._kv.states.violations(())
+            if self._kv.states.num_in_use:
+                yield f"{self._kv.states.num_in_use} states are held although no request is running"
+            if self._kv.states.host.num_in_use:
+                yield f"{self._kv.states.host.num_in_use} host states are held although no request is running"
         pools = {"page": self._kv.pool} | ({"host page": self._kv.host.pool} if self._kv.host is not None else {})
         for name, pool in pools.items():
             if pool.num_in_use:

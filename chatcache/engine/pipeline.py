@@ -14,20 +14,23 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
 from math import inf, isnan
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from chatcache.decoding.beam_search import BeamGroup, BeamStrategy, rank_together
 from chatcache.engine.protocols import ModelRunner, StepHandle
 from chatcache.errors import DeviceLostError, EngineError
 from chatcache.scheduler.batch import Step
-from chatcache.scheduler.request import LiveRequest
+from chatcache.scheduler.request import Branch, LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
-from chatcache.types.actions import Candidates
+from chatcache.types.actions import RANKED, Advance, Candidates
 from chatcache.types.events import TokenLogprob
 from chatcache.types.plan import F32, I32, NOTHING_LEFT, Draws, StepPlan, StepResult
 
@@ -124,6 +127,62 @@ def _describe_invalid(draw: int, result: StepResult, vocab_size: int) -> str:
     if unknown.size:
         return f"the model answered with token id {int(unknown[0])}; its vocabulary ends at {vocab_size - 1}"
     return "the log-probabilities are not numbers" if result.tokens[draw, 0] >= 0 else "no token was drawn"
+
+
+class BeamRanker:
+    """Ranks the continuations of beam searches in the decode batch together, if nothing has to be reported of them."""
+
+    def __init__(self) -> None:
+        self._branches: list[Branch] = []
+        self._draws: list[tuple[BeamStrategy, LiveRequest, dict[int, int]]] = []  # row of each branch id
+
+    def rank(
+        self, step: Step, result: StepResult, faulty: Collection[LiveRequest]
+    ) -> tuple[list[tuple[LiveRequest, Callable[[], Advance]]], list[Candidates]]:
+        """Return how each of the searches continues, and the candidates of all other draws, RANKED for theirs."""
+        advances: list[tuple[LiveRequest, Callable[[], Advance]]] = []
+        ranked: list[int] = []
+        if result.faults:
+            return advances, build_candidates(step.plan.draws, result)
+        if self._branches is not step.decode_rows.branches:
+            self._branches = step.decode_rows.branches
+            self._draws = list(_beam_rows(self._branches))
+        first, widths = step.first_decode_draw, step.plan.draws.width.tolist()
+        searches: dict[tuple[int, int], list[tuple[BeamStrategy, LiveRequest, BeamGroup, list[int]]]] = {}
+        for strategy, request, rows in self._draws:
+            group = strategy.sole_group
+            if group is None or request in faulty or len(rows) != len(request.branches):
+                continue  # some branches are not in the decode batch
+            order = [first + rows[beam.node.branch] for beam in group.beams]
+            searches.setdefault((len(order), widths[order[0]]), []).append((strategy, request, group, order))
+        for (_, width), alike in searches.items():
+            at = np.array([order for *_, order in alike])
+            groups = [group for _, _, group, _ in alike]
+            lists = rank_together(groups, result.tokens[at, :width], result.logprobs[at, :width])
+            for (strategy, request, group, order), best in zip(alike, lists, strict=True):
+                advances.append((request, partial(strategy.advance_ranked, group.continuations(*best))))
+                ranked += order
+        return advances, _build_other_candidates(step.plan.draws, result, ranked)
+
+
+def _beam_rows(branches: list[Branch]) -> Iterator[tuple[BeamStrategy, LiveRequest, dict[int, int]]]:
+    """Yield the beam searches, and the row of each branch id."""
+    for request, rows in groupby(enumerate(branches), key=lambda row: row[1].request):
+        if isinstance(strategy := request.strategy, BeamStrategy):
+            yield strategy, request, {branch.id: row for row, branch in rows}
+
+
+def _build_other_candidates(draws: Draws, result: StepResult, ranked: Sequence[int]) -> list[Candidates]:
+    """Convert the draws that are not `ranked` as `build_candidates` does."""
+    if not ranked:
+        return build_candidates(draws, result)
+    candidates = [RANKED] * len(draws.row)
+    if len(ranked) < len(candidates):
+        others = np.delete(np.arange(len(draws.row), dtype=np.int32), ranked)
+        built = build_candidates(draws.select(others), select_rows(result, others))
+        for draw, each in zip(others.tolist(), built, strict=True):
+            candidates[draw] = each
+    return candidates
 
 
 def build_candidates(draws: Draws, result: StepResult) -> list[Candidates]:
@@ -356,7 +415,9 @@ class StepPipeline:
         self._steps.popleft()
         rows = oldest.plan.rows
         started_s, self._collected_s = max(oldest.started_s, self._collected_s), self._clock()
-        self._scheduler.swaps.cost.prefill.record(len(rows.tokens), len(rows.slot), self._collected_s - started_s)
+        cost, num_tokens, num_rows = self._scheduler.swaps.cost, len(rows.tokens), len(rows.slot)
+        speed = cost.decode if num_tokens == num_rows else cost.prefill
+        speed.record(num_tokens, num_rows, self._collected_s - started_s)
         if oldest.is_ahead and not oldest.is_committed:  # requests may have ended while it was on the device
             oldest.step = self._scheduler.drop_finished_rows(oldest.step)
         if oldest.step.kept_draws is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ from chatcache.engine.admission import check_prompt
 from chatcache.engine.invariants import check_page_tokens
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import CacheScope
+from chatcache.kv_cache.states import ZERO_STATE
 from chatcache.kv_cache.stats import (
     PageStates,
     PageUsage,
@@ -126,6 +128,7 @@ def static_health(
         scheduling_policy=config.scheduling_policy,
         page_size=capacity.page_size,
         kv_bytes=capacity.kv_bytes,
+        state_bytes=capacity.state_bytes,
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
         load_fraction=1.0,
@@ -134,8 +137,14 @@ def static_health(
 
 def with_request_counts(health: EngineHealth, scheduler: Scheduler, totals: Totals) -> EngineHealth:
     """Add the numbers of running and waiting requests, and the counters since the start."""
+    cost = scheduler.swaps.cost
+    seconds_per_prompt_token = cost.prefill.seconds_per_token() or 0.0
     return replace(
         health,
+        seconds_per_prompt_token=seconds_per_prompt_token,
+        seconds_per_step=cost.decode.seconds_per_step() or 0.0,
+        seconds_per_branch=cost.decode.seconds_per_branch() or 0.0,
+        owed_s=seconds_per_prompt_token * (scheduler.num_owed_tokens + health.num_waiting_tokens),
         num_running=len(scheduler.running),
         num_waiting=health.num_waiting + len(scheduler.waiting),
         num_waiting_tokens=health.num_waiting_tokens + scheduler.waiting.num_prompt_tokens,
@@ -156,7 +165,7 @@ def with_request_counts(health: EngineHealth, scheduler: Scheduler, totals: Tota
 
 
 def with_page_usage(health: EngineHealth, kv: KVCache, usage: PageUsage) -> EngineHealth:
-    """Add the usage of the page pools on the device and on the host."""
+    """Add the usage of the page pools on the device and on the host, and of the states."""
     health = replace(
         health,
         num_pages=kv.pool.num_usable,
@@ -166,6 +175,16 @@ def with_page_usage(health: EngineHealth, kv: KVCache, usage: PageUsage) -> Engi
         num_evictions=kv.pool.num_evictions,
         slots=usage.slots,
     )
+    if (states := kv.states) is not None:
+        health = replace(
+            health,
+            num_states=states.num_usable,
+            num_states_in_use=states.num_in_use,
+            num_states_shared=states.num_shared,
+            num_states_idle=states.num_idle,
+            num_state_copies=states.num_copies,
+            num_state_evictions=states.num_evictions,
+        )
     if kv.host is None:
         return health
     return replace(
@@ -194,7 +213,15 @@ def page_accounts(kv: KVCache, requests: Sequence[LiveRequest], page_bytes: int)
         requests={request.request_id: charge for request, charge in zip(requests, charges, strict=True)},
         conversations=conversations,
         namespaces=namespaces,
+        states=_fractional_states(requests) if kv.states is not None else {},
     )
+
+
+def _fractional_states(requests: Sequence[LiveRequest]) -> dict[str, float]:
+    """Count the states of each request; one that n requests share counts 1/n for each."""
+    held = {each.request_id: {table.state for table in each.tables()} - {ZERO_STATE} for each in requests}
+    num_holders = Counter(state for states in held.values() for state in states)
+    return {name: sum(1 / num_holders[state] for state in states) for name, states in held.items()}
 
 
 class PageUsageCache:

@@ -52,13 +52,14 @@ class EventLog:
     All methods belong to one event loop.
     """
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, after: int = 0) -> None:
+        """Create a log whose first event will be that after `after`."""
         self.request_id = request_id
         self.scores: list[bytes] = []  # encoded prompt log-probabilities (`PromptScores`)
         self.closed = False
         self.num_tokens = 0
         self._events: list[EngineEvent | bytes] = []  # bytes: an encoded `Tokens`
-        self._num_discarded = 0
+        self._num_discarded = after
         self._readers: dict[object, int] = {}  # the last event that each has processed
         self._waiting: list[asyncio.Future[None]] = []
 
@@ -155,14 +156,14 @@ class EventLogs:
         log = self._logs.get(request_id)
         return log.num_tokens if log is not None else 0
 
-    def open(self, request_id: str) -> EventLog:
-        """Create the log of a request.
+    def open(self, request_id: str, after: int = 0) -> EventLog:
+        """Create the log of a request whose events up to `after` were sent by another engine.
 
         Raises: InvalidRequestError while another request has the same id.
         """
         if request_id in self._logs:
             raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
-        log = self._logs[request_id] = EventLog(request_id)
+        log = self._logs[request_id] = EventLog(request_id, after)
         return log
 
     def append(self, event: EngineEvent) -> None:
@@ -213,14 +214,20 @@ class EventLogs:
 class EngineClientBase:
     """Converts calls into commands, and notices into results and events.
 
-    Belongs to one event loop. `send` sends a command to the engine without waiting.
+    Belongs to one event loop. `send` sends a command to the engine without waiting. Clients whose replies arrive
+    together share the `numbers` of their calls.
     """
 
-    def __init__(self, send: Callable[[Command], None], retention_s: float = RETENTION_S) -> None:
+    def __init__(
+        self,
+        send: Callable[[Command], None],
+        retention_s: float = RETENTION_S,
+        numbers: Iterator[int] | None = None,
+    ) -> None:
         self._send = send
         self._logs = EventLogs(retention_s)
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(1) if numbers is None else numbers
         self.health: EngineHealth | None = None
 
     @property
@@ -230,7 +237,7 @@ class EngineClientBase:
 
     async def submit(self, request: GenerateRequest) -> None:
         """Send a request and wait until it is accepted; a cancelled wait aborts the request."""
-        self._logs.open(request.request_id)
+        self._logs.open(request.request_id, request.resume_point.last_seq if request.resume_point is not None else 0)
         try:
             await self._call(lambda call: Submit(call, request))
         except BaseException as error:

@@ -48,7 +48,7 @@ from chatcache.engine_process.protocol import (
 from chatcache.engine_process.recovery import RequestRecovery
 from chatcache.errors import ChatcacheError, ContextLengthError, EngineError, InvalidRequestError, OverloadedError
 from chatcache.logs import LogFormat
-from chatcache.types.events import EngineEvent
+from chatcache.types.events import EngineEvent, SearchStep
 from chatcache.types.request import GenerateRequest
 from chatcache.types.stats import (
     EngineHealth,
@@ -249,7 +249,7 @@ class EngineProcess:
     ) -> None:
         self._boot = Boot(factory, config, log_level, log_format)
         self._policy = policy or RestartPolicy()
-        self._recovery = RequestRecovery(self._send, lambda notice: self._client.receive(notice))
+        self._recovery = RequestRecovery(self._send, self._forward)
         self._client = EngineClientBase(self._recovery.send)
         self._child: ChildProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -264,6 +264,7 @@ class EngineProcess:
         self._failed = asyncio.Event()
         self.model_info: ModelInfo | None = None
         self.num_restarts = 0
+        self.on_search_steps: Callable[[tuple[SearchStep, ...]], None] | None = None  # before the events of the step
 
     async def __aenter__(self) -> EngineProcess:
         await self.start()
@@ -491,6 +492,11 @@ class EngineProcess:
             self._recovery.on_started()
         elif isinstance(notice, LoadFailed | EngineFailed):
             self._child_error = decode_error(notice.error)
+
+    def _forward(self, notice: Reply | PromptScores | Events) -> None:
+        if isinstance(notice, Events) and notice.search_steps and self.on_search_steps is not None:
+            self.on_search_steps(notice.search_steps)
+        self._client.receive(notice)
 
     def _suspend(self, error: ChatcacheError, detail: str) -> None:
         """Become not ready until the next child.

@@ -93,10 +93,14 @@ class Boot(msgspec.Struct, frozen=True, tag="boot"):
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """Add a request; the answer follows when it is accepted or rejected."""
+    """Add a request; the answer follows when it is accepted or rejected.
+
+    `num_new_tokens`: prompt tokens that are probably not in the cache, if the sender knows.
+    """
 
     call: int
     request: GenerateRequest
+    num_new_tokens: int | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -215,7 +219,7 @@ class PromptScores(msgspec.Struct, frozen=True, tag="prompt_scores"):
 class Events(msgspec.Struct, frozen=True, tag="events"):
     """The events of a step; with `health` if the last report is older than HEALTH_INTERVAL_S.
 
-    `search_steps`: what the searches chose in this step; for `RequestRecovery`, which does not pass it on.
+    `search_steps`: what the searches chose in this step; for `RequestRecovery`, here and at a gateway of workers.
     """
 
     events: tuple[EngineEvent, ...] = ()
@@ -231,6 +235,7 @@ Notice = Loading | Loaded | LoadFailed | EngineFailed | Reply | PromptScores | E
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 MAX_LOGPROBS_PER_PART = 4096
 _HEADER = struct.Struct(">I")
+FRAME_HEADER_BYTES = _HEADER.size
 
 
 class FrameTooLargeError(ValueError):

@@ -94,11 +94,28 @@ class RequestJournal:
         is_plain = isinstance(params, SamplingParams) and not params.distinct and params.best_of in (None, params.n)
         is_plain = is_plain and request.pooling is None
         self._candidates = [_Candidate() for _ in range(params.n or 1)] if is_plain else []
+        if request.resume_point is not None:
+            self._restore(request.resume_point)
+
+    def _restore(self, resumed: ResumePoint) -> None:
+        """Record what other engines have emitted of the request."""
+        self.last_seq, self.has_started = resumed.last_seq, resumed.num_cached_tokens is not None
+        self._num_cached = resumed.num_cached_tokens or 0
+        for sent in resumed.candidates:
+            self._candidates[sent.index] = _Candidate(bytearray(sent.tokens), sent.score, sent.is_done, sent.has_result)
+            self.num_tokens += len(sent.tokens) // 4
+        for record in resumed.steps:
+            self.record_search_step(record)
 
     @property
     def has_independent_candidates(self) -> bool:
         """Whether candidates are sampled independently, each token emitted when it is sampled."""
         return bool(self._candidates)
+
+    @property
+    def candidate_tokens(self) -> list[bytes]:
+        """The emitted tokens of independent candidates, little-endian int32."""
+        return [bytes(each.tokens) for each in self._candidates]
 
     @property
     def is_resumable(self) -> bool:
@@ -386,8 +403,8 @@ class RequestRecovery:
             events.append(event)
             if isinstance(event, TERMINAL):
                 self._forget(found)
-        if events or notice.health is not None:
-            self._to_client(Events(tuple(events), notice.health))
+        if events or notice.health is not None or notice.search_steps:
+            self._to_client(Events(tuple(events), notice.health, notice.search_steps))
 
     # -- exits and restarts ---------------------------------------------------------------------------------------
 

@@ -22,16 +22,24 @@ from chatcache.gateway.auth.keys import ApiKeyCache
 from chatcache.gateway.auth.middleware import AuthenticationMiddleware, RevocationMiddleware
 from chatcache.gateway.context import Gateway
 from chatcache.gateway.errors import on_chatcache_error, on_http_exception
+from chatcache.gateway.heap import HeapTrimmer
 from chatcache.gateway.limits.admission import AdmissionController
 from chatcache.gateway.limits.rate_limits import RATE_HEADERS, RateLimiter
 from chatcache.gateway.metrics import Metrics, instrument_store
-from chatcache.gateway.middleware import BodyLimitMiddleware, CompressionMiddleware, RequestContextMiddleware
-from chatcache.gateway.responses.checkpointer import Checkpointer
-from chatcache.gateway.routes import IMPORT_PATH, ROUTES
+from chatcache.gateway.middleware import (
+    BodyLimitMiddleware,
+    CompressionMiddleware,
+    ReadTurnsMiddleware,
+    RequestContextMiddleware,
+)
+from chatcache.gateway.peers import Channel, GatewayPeers
+from chatcache.gateway.responses.registry import Checkpointer
+from chatcache.gateway.routes import ATTACHMENTS_PATH, IMPORT_PATH, ROUTES
 from chatcache.gateway.routing import UnknownPath, build_routes
 from chatcache.gateway.tracing import open_tracer
 from chatcache.storage.open import open_store
 from chatcache.tokenizer.tokenizer import Tokenizer
+from chatcache.transfer.attachments import MAX_FILE_BYTES
 
 MIN_COMPRESSED_BYTES = 1024
 _COMPRESSION_LEVEL = 3  # half the time of the default, for a few per cent more bytes
@@ -45,12 +53,13 @@ def create_app(
     model_name: str,
     *,
     store: ConversationStore | None = None,
+    seed: int = 0,
 ) -> Starlette:
     """Build the application. The caller starts and stops the engine.
 
     `model_name`: the name that clients use; "" for the engine's own, which is available once the engine is ready.
     `load_tokenizer` runs once, in a thread, when the application starts. Without `store`, the application opens the
-    store that `config` names when it starts.
+    store that `config` names when it starts. `seed`: base seed of requests without a seed.
     """
     metrics, limiter, key_cache = Metrics(), RateLimiter(), ApiKeyCache(config.api_keys)
     gateway = Gateway(
@@ -63,6 +72,7 @@ def create_app(
         limiter=limiter,
         admission=AdmissionController(engine, limiter),
         key_cache=key_cache,
+        seed=seed,
     )
 
     @asynccontextmanager
@@ -70,17 +80,22 @@ def create_app(
         opened = store if store is not None else await asyncio.to_thread(open_store, config)
         gateway.store = instrument_store(opened, metrics)
         limiter.usage.store = opened.keys
+        channel: Channel | None = getattr(opened, "channel", None)  # only a server can have several gateways
+        if channel is not None:
+            gateway.peers = GatewayPeers(channel, gateway.responses, gateway.hub, opened, limiter)
         await key_cache.open(opened.keys)
         metrics.tracer = tracer = open_tracer(lambda: gateway.model_name)
         loading = asyncio.create_task(gateway.load(load_tokenizer, gateway.store))
         cleanup = asyncio.create_task(limiter.cleanup_loop())
         checkpoints = asyncio.create_task(Checkpointer(gateway.responses, gateway.store).loop())
+        trimming = asyncio.create_task(HeapTrimmer().loop())
+        listening = [asyncio.create_task(gateway.peers.run())] if gateway.peers is not None else []
         try:
             yield
         finally:
             await key_cache.close()
             await gateway.finish_runs()
-            tasks = (loading, cleanup, checkpoints)
+            tasks = (loading, cleanup, checkpoints, trimming, *listening)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -127,6 +142,10 @@ def _middleware(
                 ],
             )
         )
+    file_bytes = {
+        IMPORT_PATH: config.max_import_bytes,
+        ATTACHMENTS_PATH: min(MAX_FILE_BYTES, config.max_import_bytes),
+    }
     return [
         *stack,
         Middleware(
@@ -137,7 +156,6 @@ def _middleware(
         ),
         Middleware(AuthenticationMiddleware, config, key_cache),
         Middleware(RevocationMiddleware, key_cache),
-        Middleware(
-            BodyLimitMiddleware, config.max_body_bytes, config.body_timeout_s, {IMPORT_PATH: config.max_import_bytes}
-        ),
+        Middleware(ReadTurnsMiddleware),
+        Middleware(BodyLimitMiddleware, config.max_body_bytes, config.body_timeout_s, file_bytes),
     ]

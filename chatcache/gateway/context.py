@@ -24,13 +24,15 @@ from chatcache.errors import ChatcacheError, NotFoundError, OverloadedError, Uns
 from chatcache.gateway.api.idempotency import KeyLocks
 from chatcache.gateway.auth.keys import ApiKeyCache
 from chatcache.gateway.errors import ModelLoadingError
-from chatcache.gateway.limits.admission import AdmissionController, SocketLimiter, TextThrottle
+from chatcache.gateway.limits.admission import AdmissionController, LoopTurns, SocketLimiter, TextThrottle
 from chatcache.gateway.limits.rate_limits import RateLimiter
 from chatcache.gateway.metrics import Metrics
-from chatcache.gateway.responses.registry import ResponseRegistry
+from chatcache.gateway.peers import GatewayPeers
+from chatcache.gateway.responses.registry import LoggedResponse, ResponseRegistry
 from chatcache.gateway.websocket.notifications import ConversationHub
 from chatcache.tokenizer.reply_format import detect_format
 from chatcache.tokenizer.tokenizer import Tokenizer
+from chatcache.transfer.attachments import FileTexts
 from chatcache.types.request import MAX_PRIORITY
 from chatcache.types.stats import EngineHealth
 
@@ -135,7 +137,8 @@ class Model:
 class Gateway:
     """State of one application.
 
-    `model` is None until the tokenizer is loaded; an empty `model_name` is then replaced by the engine's name.
+    `model` is None until the tokenizer is loaded; an empty `model_name` is then replaced by the engine's name. `peers`:
+    the other gateways of the store; None if it has one gateway only.
     """
 
     config: ServerConfig
@@ -148,10 +151,12 @@ class Gateway:
     admission: AdmissionController
     key_cache: ApiKeyCache
     store: ConversationStore | None = None
+    peers: GatewayPeers | None = None
     model: Model | None = None
     load_error: str | None = None
     engine_seen_ready: bool = False
     max_model_len: int = 0
+    seed: int = 0
     scheduling_policy: str = ""
     responses: ResponseRegistry = field(default_factory=ResponseRegistry)
     hub: ConversationHub = field(default_factory=ConversationHub)
@@ -161,7 +166,11 @@ class Gateway:
     tokenize_throttle: TextThrottle = field(default_factory=TextThrottle)
     # The decoder holds the interpreter lock, so that a second body at the same time would only delay the event loop.
     decode_throttle: TextThrottle = field(default_factory=lambda: TextThrottle(1, "decoded"))
+    share_renderings: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
+    pdf_throttle: TextThrottle = field(default_factory=lambda: TextThrottle(activity="read as PDFs"))
+    pdf_texts: FileTexts = field(default_factory=FileTexts)
     socket_limiter: SocketLimiter = field(default_factory=SocketLimiter)
+    socket_turns: LoopTurns = field(default_factory=LoopTurns)
     prompt_history: PromptHistory = field(default_factory=PromptHistory)
     openapi: bytes | None = None
     _interrupted: set[str] = field(default_factory=set)
@@ -197,6 +206,7 @@ class Gateway:
                 shared_prompts=shared_prompts,
                 reply_format=reply_format,
                 limits=self.prompt_limits,
+                seed=self.seed,
             )
             conversations = TurnService(
                 store, tokenizer, shared_prompts, reply_format, service.token_memo, self.prompt_limits
@@ -208,6 +218,16 @@ class Gateway:
         if self.store is None:
             raise OverloadedError("the server is still starting")
         return self.store
+
+    async def find_response(self, owner: str, response_id: str, *, ended: bool = False) -> LoggedResponse | None:
+        """Return a response that runs or recently ended here, or that runs on another gateway.
+
+        `ended`: also one that recently ended on another gateway. Raises: GatewayUnreachableError.
+        """
+        found = self.responses.find(owner, response_id)
+        if found is None and self.peers is not None:
+            found = await self.peers.find(owner, response_id, ended=ended)
+        return found
 
     async def health(self) -> EngineHealth:
         """Return the engine's health, and cache the limits and names that it contains."""

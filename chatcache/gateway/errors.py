@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from chatcache.conversations.store import StaleRevisionError
+from chatcache.conversations.tree import ResponseElsewhereError
 from chatcache.errors import ChatcacheError, OverloadedError, QuotaExceededError, RateLimitError, RequestPoisonedError
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.schemas.anthropic import ErrorCode, MessagesError, MessagesErrorDetail
@@ -121,6 +122,8 @@ def error_headers(error: ChatcacheError) -> dict[str, str]:
     if error.status in (429, 503):
         no_retry = {"x-should-retry": "false"} if isinstance(error, QuotaExceededError) else {}
         return {"retry-after": str(retry_after_s(error)), **no_retry}
+    if isinstance(error, ResponseElsewhereError):  # a retry may reach the gateway that runs the response
+        return {}
     if error.status == 409 or error.code == RequestPoisonedError.code:
         return {"x-should-retry": "false"}
     if error.status == 401:

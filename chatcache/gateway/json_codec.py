@@ -15,12 +15,14 @@ import msgspec
 import numpy as np
 
 from chatcache.errors import InvalidRequestError
+from chatcache.gateway.json_pieces import PIECE_BYTES, PieceError, RepeatedKeyError, Turns, decode_pieces, find_marks
 
 Value = TypeVar("Value")
 
 MAX_DEPTH = 32
 MAX_NODES = 100_000
 MAX_VALUES = 1_000_000
+_REPEATED_KEY = "the same key appears twice in one JSON object"
 _NON_ASCII = re.compile(r"[^\x00-\x7f]")
 _STRUCTURE = b'"[]{}:,'
 _NO_STRUCTURE = bytes(set(range(256)) - set(_STRUCTURE))
@@ -32,17 +34,36 @@ def decode_object(data: bytes | str) -> dict[str, Any]:
     """Parse a JSON object. Raises: InvalidRequestError with code "invalid_json"."""
     try:
         raw = data.encode() if isinstance(data, str) else data
+        if len(raw) > PIECE_BYTES:
+            return _as_object(_decode_large(raw))
         num_members = _check_structure(_structure(raw))
-        value = msgspec.json.decode(raw)
+        value = _as_object(msgspec.json.decode(raw))
     except UnicodeError:
         raise _invalid("the body must be UTF-8") from None
     except msgspec.MsgspecError as error:
         raise _invalid(f"not valid JSON: {_describe(str(error), data)}") from None
-    if not isinstance(value, dict):
-        raise _invalid("the body must be a JSON object")
     # The decoder keeps the last member of a name. If there was an earlier one, the value has fewer members.
     if num_members > 1 and _structure(msgspec.json.encode(value)).count(b":") < num_members:
-        raise _invalid("the same key appears twice in one JSON object")
+        raise _invalid(_REPEATED_KEY)
+    return value
+
+
+def _decode_large(raw: bytes) -> Any:
+    """Decode in pieces, for a thread. Raises: as `decode_object`."""
+    turns = Turns()
+    marks = find_marks(raw, turns)
+    _check_structure(marks.kind.tobytes())
+    try:
+        return decode_pieces(raw, marks, turns)
+    except PieceError as error:
+        raise _invalid(f"not valid JSON: {_describe(error.problem, error.piece)}") from None
+    except RepeatedKeyError:
+        raise _invalid(_REPEATED_KEY) from None
+
+
+def _as_object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _invalid("the body must be a JSON object")
     return value
 
 

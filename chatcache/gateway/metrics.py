@@ -148,6 +148,8 @@ class _EngineCollector(Collector):
             "chatcache_broken_invariants", "Broken invariants found by them.", health.num_broken_invariants
         )
         yield CounterMetricFamily("chatcache_cow_copies", "Pages copied on write.", health.num_page_copies)
+        yield CounterMetricFamily("chatcache_state_copies", "States copied for branches.", health.num_state_copies)
+        yield CounterMetricFamily("chatcache_state_evictions", "Snapshots evicted.", health.num_state_evictions)
         yield CounterMetricFamily(
             "chatcache_prefix_lookup_tokens", "Prompt tokens looked up in the cache.", health.num_prompt_tokens
         )
@@ -162,6 +164,8 @@ class _EngineCollector(Collector):
         yield _durations("queue", "Time from acceptance to scheduling.", health.queue)
         yield _durations("prefill", "Time from scheduling to first token.", health.prefill)
         yield _durations("decode", "Time from first to last token.", health.decode)
+        yield GaugeMetricFamily("chatcache_owed_seconds", "Time to compute the prompts that wait.", health.owed_s)
+        yield from _workers(health)
 
 
 def page_states(health: EngineHealth) -> dict[str, int]:
@@ -180,6 +184,17 @@ def page_states(health: EngineHealth) -> dict[str, int]:
     }
 
 
+def state_counts(health: EngineHealth) -> dict[str, int]:
+    """Count the states of recurrent layers by use; the counts add up to the number of states."""
+    num_shared = min(health.num_states_shared, health.num_states_in_use)
+    return {
+        "active": health.num_states_in_use - num_shared,
+        "shared": num_shared,
+        "cached": health.num_states_idle,
+        "free": health.num_states - health.num_states_in_use - health.num_states_idle,
+    }
+
+
 def _pages(health: EngineHealth) -> Iterator[Metric]:
     yield _labelled(GaugeMetricFamily, "chatcache_kv_pages", "KV pages by state.", "state", page_states(health))
     yield GaugeMetricFamily("chatcache_kv_bytes", "Bytes of the page pool.", health.kv_bytes)
@@ -191,6 +206,37 @@ def _pages(health: EngineHealth) -> Iterator[Metric]:
     num_held = health.num_host_pages_in_use
     host = {"active": num_held, "free": health.num_host_pages - num_held}
     yield _labelled(GaugeMetricFamily, "chatcache_kv_host_pages", "Host pages for swapping.", "state", host)
+    states = state_counts(health)
+    yield _labelled(GaugeMetricFamily, "chatcache_states", "States of recurrent layers by use.", "state", states)
+
+
+def _workers(health: EngineHealth) -> Iterator[Metric]:
+    """Yield metrics by worker, without samples in a server that has its engine in a process of its own."""
+    requests = CounterMetricFamily(
+        "chatcache_worker_requests", "Requests sent to a worker.", labels=["worker", "reason"]
+    )
+    for worker in health.workers:
+        for reason, number in worker.requests.items():
+            requests.add_metric([worker.name, reason], number)
+    yield requests
+    for name, text, values in (
+        (
+            "prompt",
+            "Prompt tokens of started requests.",
+            {each.name: each.num_prompt_tokens for each in health.workers},
+        ),
+        ("predicted", "Prompt tokens believed to be cached.", {w.name: w.num_predicted_tokens for w in health.workers}),
+        ("cached", "Prompt tokens that were cached.", {each.name: each.num_cached_tokens for each in health.workers}),
+    ):
+        yield _labelled(CounterMetricFamily, f"chatcache_worker_{name}_tokens", text, "worker", values)
+    owed = {each.name: each.owed_s for each in health.workers}
+    yield _labelled(
+        GaugeMetricFamily,
+        "chatcache_worker_owed_seconds",
+        "Time to compute the prompts that wait there.",
+        "worker",
+        owed,
+    )
 
 
 def _durations(name: str, text: str, found: Durations) -> Metric:

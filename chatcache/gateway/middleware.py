@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import time
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from sse_starlette.sse import SendTimeoutError
 from starlette.datastructures import Headers, MutableHeaders
@@ -44,6 +46,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 CLIENT_CLOSED_REQUEST = 499
+MAX_OWNER_READS = 2
 _ACCEPTED_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _MIN_BYTES_PER_S = 1024
 _REFUSED_GZIP = re.compile(r"\bgzip\s*;\s*q\s*=\s*0(\.0*)?\s*(,|$)", re.IGNORECASE)
@@ -123,6 +126,37 @@ class CompressionMiddleware(GZipMiddleware):
         if scope["type"] == "http" and _REFUSED_GZIP.search(Headers(scope=scope).get("accept-encoding", "")):
             scope = {**scope, "headers": [each for each in scope["headers"] if each[0] != b"accept-encoding"]}
         await super().__call__(scope, receive, send)
+
+
+class ReadTurnsMiddleware:
+    """Lets each owner have `MAX_OWNER_READS` GET requests processed at a time; the others wait.
+
+    A request counts until its answer begins. Without this, a client that reads on many connections has that many turns
+    of the event loop for each turn of another. On an open server, where all clients are one owner, there is no limit.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        principal = find_principal(scope)
+        if scope["type"] != "http" or scope["method"] != "GET" or principal is None or not principal.owner:
+            await self._app(scope, receive, send)
+            return
+        turn = self._turns.get(principal.owner)
+        if turn is None:
+            turn = self._turns[principal.owner] = asyncio.Semaphore(MAX_OWNER_READS)
+        with contextlib.ExitStack() as stack:
+            await turn.acquire()
+            stack.callback(turn.release)
+
+            async def send_and_end_turn(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    stack.close()
+                await send(message)
+
+            await self._app(scope, receive, send_and_end_turn)
 
 
 class BodyLimitMiddleware:

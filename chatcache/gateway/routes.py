@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 
 from chatcache.gateway import health, static
-from chatcache.gateway.api import cache, conversations, files, models, ollama, sessions, tokens
+from chatcache.gateway.api import attachments, cache, conversations, files, models, ollama, sessions, shares, tokens
 from chatcache.gateway.api.anthropic_messages import count_tokens, create_message
 from chatcache.gateway.api.chat_completions import chat_completions
 from chatcache.gateway.api.completions import completions
@@ -52,6 +52,7 @@ from chatcache.gateway.schemas.server import (
 )
 from chatcache.gateway.websocket.connection import responses_socket
 
+ATTACHMENTS_PATH = "/v1/attachments"
 IMPORT_PATH = "/v1/conversations/import"
 
 
@@ -69,7 +70,7 @@ _STORED = (404, *_NOT_LOADED)  # no such conversation, message or response
 _LIMITED = (404, 429, 503)
 _CONFLICT: Mapping[int, object] = {409: responses.Conflict}
 _NOT_READY: Mapping[int, object] = {503: NotReady}
-_RESPONSE_FIELDS = (requests.ResponseFields, requests.SamplingFields, requests.ThinkingFields)
+_RESPONSE_FIELDS = (requests.ResponseFields, requests.SamplingFields, requests.ResponseThinkingFields)
 
 # One entry per method and path; the document lists the paths in this order.
 # fmt: off
@@ -89,8 +90,17 @@ ROUTES: tuple[Entry, ...] = (
     Operation("POST", "/v1/score", score, "key",
         "The cosine similarity of the embeddings of pairs of texts",
         body=Body("ScoreRequest", (ScoreFields,)), response=Scores, errors=_LIMITED),
+    Operation("POST", "/score", score, "key",
+        "The same as /v1/score",
+        body=Body("ScoreRequest", (ScoreFields,)), response=Scores, errors=_LIMITED),
     Operation("POST", "/v1/rerank", rerank, "key",
         "Documents in the order of their cosine similarity to a query",
+        body=Body("RerankRequest", (RerankFields,)), response=Ranking, errors=_LIMITED),
+    Operation("POST", "/rerank", rerank, "key",
+        "The same as /v1/rerank, for clients of vLLM",
+        body=Body("RerankRequest", (RerankFields,)), response=Ranking, errors=_LIMITED),
+    Operation("POST", "/v2/rerank", rerank, "key",
+        "The same as /v1/rerank, for clients of Cohere",
         body=Body("RerankRequest", (RerankFields,)), response=Ranking, errors=_LIMITED),
     Operation("POST", "/v1/messages", create_message, "key",
         "Generate a message in Anthropic's format; the server stores nothing but KV cache pages",
@@ -147,13 +157,13 @@ ROUTES: tuple[Entry, ...] = (
     Operation("GET", "/v1/responses/{id}", http.get_response, "key",
         "A response in its present state, or its events from any number on while the server keeps them",
         query=requests.RetrieveQuery, response=responses.Response, stream=responses.ResponseEvent,
-        errors=(400, *_STORED)),
+        errors=(400, 409, *_STORED)),
     Operation("DELETE", "/v1/responses/{id}", http.delete_response, "key",
         "Delete a response; messages that other responses continue stay in the conversation",
         response=responses.DeletedResponse, errors=(409, *_STORED)),
     Operation("POST", "/v1/responses/{id}/cancel", http.cancel_response, "key",
         "Cancel a response within one engine step; no effect on a response that has ended",
-        response=responses.Response, errors=_STORED),
+        response=responses.Response, errors=(409, *_STORED)),
     Operation("GET", "/v1/responses/{id}/input_items", http.list_input_items, "key",
         "The input messages of a response",
         query=requests.InputItemsQuery, response=responses.Page[responses.ListedItem], errors=(400, *_STORED)),
@@ -175,15 +185,34 @@ ROUTES: tuple[Entry, ...] = (
         body=Body("ConversationCreate", (requests.ConversationFields,), required=False),
         response=responses.Conversation, errors=(404, *_NOT_LOADED), error_bodies=_CONFLICT, idempotent=True),
     Operation("GET", "/v1/conversations/{id}/export", files.export_conversation, "key",
-        "Export a conversation: lossless JSON with token ids, or readable Markdown",
-        query=requests.ExportQuery, response=dict[str, object], text_types=("text/markdown",), errors=(400, *_STORED)),
+        "Export a conversation: lossless JSON with token ids, or readable Markdown or HTML",
+        query=requests.ExportQuery, response=dict[str, object], text_types=("text/markdown", "text/html"),
+        errors=(400, *_STORED)),
+    Operation("POST", "/v1/conversations/{id}/share", shares.create_share, "key",
+        "Make a link to the path to one message, which can be read without a key; an older link ends",
+        body=Body("ShareRequest", (requests.ShareFields,), required=False), response=responses.Share,
+        errors=(400, *_STORED), error_bodies=_CONFLICT),
+    Operation("DELETE", "/v1/conversations/{id}/share", shares.delete_share, "key",
+        "End the link to a conversation, if there is one",
+        response=responses.Conversation, errors=_STORED, error_bodies=_CONFLICT),
+    Operation("GET", "/share/{token}", shares.get_share, "open",
+        "A shared branch of a conversation as an HTML page without scripts",
+        media_type="text/html", errors=_STORED),
     Operation("GET", "/v1/conversations/export", files.export_all, "key",
         "Export all conversations, one JSON document per line; the last line has their number",
         media_type="application/x-ndjson", errors=_NOT_LOADED),
+    Operation("POST", "/v1/conversations/{id}/branch", conversations.branch_conversation, "key",
+        "Copy the messages on the path to one message into a new conversation, with their tokens",
+        body=Body("BranchRequest", (requests.BranchFields,), required=False), response=responses.Conversation,
+        errors=_STORED),
     Operation("POST", IMPORT_PATH, files.import_conversations, "key",
-        "Import exported conversations or ChatGPT's conversations.json; importing a file again changes nothing",
+        "Import conversations exported here or by other chat programs; importing a file again changes nothing",
         query=requests.ImportQuery, upload_types=("application/json", "application/x-ndjson"),
         response=responses.Import, errors=(400, 408, 413, 415, *_NOT_LOADED)),
+    Operation("POST", ATTACHMENTS_PATH, attachments.read_attachment, "key",
+        "The text of a text file or PDF, as a block to put into a message; stores nothing",
+        query=requests.AttachmentQuery, upload_types=("application/pdf", "text/plain", "application/octet-stream"),
+        response=responses.Attachment, errors=(400, 408, 413, 415, 429, *_NOT_LOADED)),
     Operation("POST", "/v1/conversations/{id}/title", conversations.generate_title, "key",
         "Generate a title with the model, as a fork of the conversation whose history is in the cache",
         body=Body("TitleRequest", (requests.TitleFields,), required=False), response=responses.Title, errors=_LIMITED,
@@ -202,8 +231,8 @@ ROUTES: tuple[Entry, ...] = (
         "Remove a message from every branch; 409 while a response that continues it is running",
         query=requests.RevQuery, response=responses.Conversation, errors=(400, *_STORED), error_bodies=_CONFLICT),
     Operation("GET", "/v1/conversations/{id}/items/{item_id}/tokens", tokens.list_tokens, "key",
-        "The characters of the text that each token of a generated message stands for",
-        response=responses.MessageTokens, errors=(400, *_STORED)),
+        "The characters of the text that each token of a generated message stands for, and its probability",
+        query=requests.TokensQuery, response=responses.MessageTokens, errors=(400, *_LIMITED)),
     Operation("GET", "/v1/conversations/{id}/items/{item_id}/tokens/{index}", tokens.get_token, "key",
         "The most likely alternatives to one token, with probabilities; one engine step, stores nothing",
         query=requests.TokenQuery, response=responses.MessageToken, errors=(400, *_LIMITED)),
@@ -270,7 +299,7 @@ ROUTES: tuple[Entry, ...] = (
             "response.drop": Body("ResponseDrop", (requests.DropFields,)),
             "response.ack": Body("ResponseAck", (requests.AckFields,)),
             "conversation.subscribe": Body("ConversationSubscribe", ()),
-            "prompt.prewarm": Body("PromptPrewarm", (requests.ResponseFields, requests.ThinkingFields)),
+            "prompt.prewarm": Body("PromptPrewarm", (requests.ResponseFields, requests.ResponseThinkingFields)),
         }),
     PageFiles(Route("/", static.index)),
     PageFiles(Mount("/assets", static.Assets("assets"))),

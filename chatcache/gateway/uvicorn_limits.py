@@ -4,6 +4,9 @@ uvicorn by itself has no such limits: it buffers an unfinished request head with
 that has stalled for as long as the connection lasts, and accepts any number of pipelined requests, WebSocket pings and
 message fragments. It also treats trailers of a chunked body as part of the request head.
 
+What a WebSocket sends is parsed in turns of its owner, and not at all once the server has closed the connection, so
+that large frames do not occupy the event loop.
+
 `StrictWebSocketProtocol` corrects two deviations of the `websockets` library from RFC 6455 and sends its refusals in
 the JSON error envelope. `max_connections` derives the connection limit from the limit on file descriptors.
 """
@@ -14,19 +17,26 @@ import asyncio
 import codecs
 import contextlib
 import logging
+import math
 import sys
 import time
+from collections.abc import Generator
 from http import HTTPStatus
 from typing import Any, cast
 
-from uvicorn._types import ASGISendEvent
+from starlette.requests import HTTPConnection
+from starlette.types import Scope
+from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame, Opcode
 from websockets.http11 import Response
 from websockets.server import ServerProtocol
+from websockets.streams import StreamReader
 
 from chatcache.errors import InvalidRequestError
+from chatcache.gateway.auth.principal import find_principal
+from chatcache.gateway.context import gateway_of
 from chatcache.gateway.errors import INTERNAL_ERROR, error_body
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.limits.rate_limits import SECOND_NS, TokenBucket
@@ -44,12 +54,32 @@ MAX_FRAMES_PER_S = 1000
 MAX_FRAME_BURST = 5000
 MAX_FRAGMENTS = 10_000  # of one message
 _CHUNK_BYTES = 4096  # parsing this many bytes of minimal frames takes ten milliseconds
+_MAX_CONTROL_BYTES = 125  # of the payload of a close frame, a ping or a pong
 RESERVED_DESCRIPTORS = 128  # for files and the engine process
 
 if sys.platform != "win32":
     import resource
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class _FrameReader(StreamReader):
+    """Buffer of received bytes; once `is_discarding`, payloads of messages are skipped and read as shorter."""
+
+    is_discarding = False
+
+    def read_exact(self, n: int) -> Generator[None, None, bytearray]:
+        num_skipped = 0
+        while len(self.buffer) + num_skipped < n:
+            if self.eof:
+                raise EOFError(f"stream ends after {len(self.buffer)} bytes, expected {n} bytes")
+            if self.is_discarding and n > _MAX_CONTROL_BYTES:
+                num_skipped += len(self.buffer)
+                self.buffer.clear()
+            yield
+        found = self.buffer[: n - num_skipped]
+        del self.buffer[: n - num_skipped]
+        return found
 
 
 class StrictWebSocketProtocol(ServerProtocol):
@@ -60,6 +90,16 @@ class StrictWebSocketProtocol(ServerProtocol):
     """
 
     _decoder: codecs.IncrementalDecoder | None = None
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.reader = self._frames = _FrameReader()
+        self.parser = self.parse()  # the library's has begun to read from its own reader
+        next(self.parser)
+
+    def discard_messages(self) -> None:
+        """Skip the messages that arrive from now on; control frames are still processed."""
+        self._frames.is_discarding = True
 
     def reject(self, status: HTTPStatus | int, text: str) -> Response:
         error = InvalidRequestError(text.strip(), code="handshake_refused") if status < 500 else INTERNAL_ERROR
@@ -74,6 +114,8 @@ class StrictWebSocketProtocol(ServerProtocol):
         Raises: ProtocolError, UnicodeDecodeError.
         """
         super().recv_frame(frame)
+        if self._frames.is_discarding:
+            return
         if frame.opcode in (Opcode.TEXT, Opcode.BINARY):
             self._decoder = _Utf8Decoder() if frame.opcode is Opcode.TEXT else None
         if frame.opcode in (Opcode.TEXT, Opcode.CONT) and self._decoder is not None:
@@ -173,27 +215,78 @@ class BoundedWebSocket(_StallGuard, WebSocketsSansIOProtocol):
     """
 
     _frame_bucket: TokenBucket | None = None
+    _awaits_turn = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.conn = StrictWebSocketProtocol(
+        self._unparsed = bytearray()
+        self.conn = self._strict = StrictWebSocketProtocol(
             extensions=self.conn.available_extensions, max_size=self.config.ws_max_size, logger=self.logger
         )
 
     def data_received(self, data: bytes) -> None:
-        for at in range(0, len(data), _CHUNK_BYTES):
+        """Parse a little data at once, and more in turns of the owner, without reading on meanwhile."""
+        self._unparsed += data
+        if self._awaits_turn:
+            return
+        if self.handshake_initiated and len(self._unparsed) > _CHUNK_BYTES:
+            self._await_turn()
+        else:
+            self._parse(math.inf)
+
+    def _await_turn(self) -> None:
+        if not self._awaits_turn:
+            self._awaits_turn = True
+            self.transport.pause_reading()
+            scope = cast(Scope, self.scope)
+            principal = find_principal(scope)
+            turns = gateway_of(HTTPConnection(scope)).socket_turns
+            turns.add(principal.owner if principal is not None else "", self._take_turn)
+
+    def _take_turn(self, deadline_s: float) -> bool:
+        """Parse until the deadline; return whether there is more to parse."""
+        self._parse(deadline_s)
+        if self._unparsed and not self.read_paused:
+            return True
+        self._awaits_turn = False
+        if not self.read_paused:
+            self.transport.resume_reading()
+        return False
+
+    def _parse(self, deadline_s: float) -> None:
+        """Parse what has arrived, up to the end of a message or the deadline."""
+        while self._unparsed and not self.read_paused:
             if self.transport.is_closing():
+                self._unparsed.clear()
                 return
-            super().data_received(data[at : at + _CHUNK_BYTES])
+            chunk = bytes(self._unparsed[:_CHUNK_BYTES])
+            del self._unparsed[:_CHUNK_BYTES]
+            super().data_received(chunk)
             if self.conn.handshake_exc is not None and not self.handshake_initiated:
                 answer = (
                     b"".join(self.conn.data_to_send()) or self.conn.reject(400, "not a WebSocket handshake").serialize()
                 )
                 self.transport.write(answer)
                 self.transport.close()
+            if time.perf_counter() > deadline_s:
+                return
+
+    async def receive(self) -> ASGIReceiveEvent:
+        message = await self.queue.get()
+        if self.read_paused and self.queue.empty():
+            self.read_paused = False
+            if self._unparsed:
+                self._await_turn()
+            elif not self._awaits_turn:
+                self.transport.resume_reading()
+        return message
 
     async def send(self, message: ASGISendEvent) -> None:
         await super().send(message)
+        if message["type"] == "websocket.close" and self.handshake_complete:
+            self._strict.discard_messages()
+            if self._unparsed:
+                self._await_turn()
         if message["type"] == "websocket.http.response.body" and not message.get("more_body", False):
             self.handshake_complete = True
 

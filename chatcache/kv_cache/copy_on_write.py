@@ -51,16 +51,18 @@ class CopyOnWrite:
         """
         forced: set[int] = set()
         optional: set[int] = set()
-        num_leaving: dict[int, int] = {}  # by page: the tables that get a copy, and no longer hold it
+        num_left: dict[int, int] = {}  # by page: the tables that hold it and get no copy
         for table in tables:
             if not table.tail_tokens or table.num_reserved > table.num_tokens:
                 continue
             page = self.tail_page(table)
-            content = self._pool.content(page)
-            if self._num_holders(page) - num_leaving.get(page, 0) > 1:
+            num_holders = num_left.get(page) or self._num_holders(page)
+            if num_holders > 1:
                 forced.add(id(table))
-                num_leaving[page] = num_leaving.get(page, 0) + 1
-            elif content is not None and content.tokens != table.tail_tokens and self._pool.is_published(page):
+                num_left[page] = num_holders - 1
+                continue
+            content = self._pool.content(page)
+            if content is not None and content.tokens != table.tail_tokens and self._pool.is_published(page):
                 optional.add(id(table))
         return forced, optional
 
@@ -68,12 +70,17 @@ class CopyOnWrite:
         """Replace the table's last page by page `dst`; return the page copy for the step."""
         index = table.num_tokens // self._page_size
         src = table.own_pages[index - table.num_prefix_pages]
-        if src not in self.sources:
-            self.sources.add(src)
-            self._pool.retain((src,))
+        copied = self.copy_page(src, dst)
         self._pool.release((src,))
         table.own_pages[index - table.num_prefix_pages] = dst
         table.changed_from = min(table.changed_from, index)
+        return copied
+
+    def copy_page(self, src: int, dst: int) -> PageCopy:
+        """Return a page copy for the step, which holds its source until the step is over."""
+        if src not in self.sources:
+            self.sources.add(src)
+            self._pool.refs[src] += 1  # the page is held, so `retain` has nothing else to do
         return PageCopy(src, dst)
 
     def unpublish_tail(self, table: PageTable) -> None:

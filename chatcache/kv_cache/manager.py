@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -43,7 +44,16 @@ from chatcache.kv_cache.page_table import (
     rewind,
 )
 from chatcache.kv_cache.pool import NULL_PAGE, InvariantError, PagePool
-from chatcache.kv_cache.prefix_match import PrefixMatch, empty_match, explain, match_device, match_device_and_host
+from chatcache.kv_cache.prefix_match import (
+    NO_STATE,
+    PrefixMatch,
+    cut_match,
+    empty_match,
+    explain,
+    match_device,
+    match_device_and_host,
+)
+from chatcache.kv_cache.states import StatePool
 from chatcache.types.stats import Explanation
 
 Tokens = Sequence[int] | NDArray[np.int32]
@@ -53,7 +63,7 @@ PROBE_PAGES = 64
 
 
 class KVCache:
-    """Page tables over one page pool and, optionally, a host cache.
+    """Page tables over one page pool and, optionally, a host cache and the states of recurrent layers.
 
     With `enable_prefix_caching=False` (no prefix caching) a prompt never reuses pages that another request computed.
     """
@@ -65,19 +75,25 @@ class KVCache:
         model_digest: str = "",
         enable_prefix_caching: bool = True,
         num_host_pages: int = 0,
+        num_states: int = 0,
+        num_host_states: int = 0,
     ) -> None:
         self.pool = PagePool(num_pages)
+        self.states = StatePool(num_states, num_host_states) if num_states else None
         self.host = HostKVCache(num_host_pages) if num_host_pages else None
         self.page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._root = root_hash(model_digest, page_size)
         self._enable_prefix_caching = enable_prefix_caching
+        self._ahead: list[tuple[int, bytes]] = []  # pages with a token of a launched step, and the keys before them
         self._copy_on_write = CopyOnWrite(self.pool, self.host, page_size)
 
     def reset_prefix_cache(self) -> None:
         """Remove all pages from the index, so that nothing computed so far can be matched."""
         for pool in (self.pool, self.host.pool) if self.host is not None else (self.pool,):
             pool.unpublish_all()
+        if self.states is not None:
+            self.states.unname_all()
 
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -106,8 +122,16 @@ class KVCache:
         """Find the longest computed prefix of a prompt, without its last token. A query.
 
         At most `max_tokens` tokens match. Without prefix caching only `host_pages`, which the request itself holds, can
-        be matched.
+        be matched. A model with recurrent layers also needs a snapshot of its state at the end of the match.
         """
+        match = self._match_pages(chain, max_tokens, host_pages)
+        if self.states is None or not match.num_tokens:
+            return match
+        return cut_match(match, chain, *self.states.last_in_chain(chain, match.num_tokens), self.pool)
+
+    def _match_pages(
+        self, chain: PageHashChain, max_tokens: int | None = None, host_pages: Collection[int] = ()
+    ) -> PrefixMatch:
         if not self._enable_prefix_caching:
             if self.host is None or not host_pages:
                 return empty_match(chain)
@@ -122,6 +146,8 @@ class KVCache:
         A prompt that misses within its first PROBE_PAGES pages is not hashed to its end.
         """
         num_bytes = PROBE_PAGES * self._page_bytes
+        if self.states is not None:  # the last snapshot in the pages that match may be anywhere
+            return self.match(self.hash_pages(tokens, scope)).num_tokens
         found = self.match(self.hash_pages(tokens[: num_bytes + TOKEN_BYTES], scope)).num_tokens
         if found * TOKEN_BYTES < num_bytes or len(tokens) <= num_bytes + TOKEN_BYTES:
             return found
@@ -136,9 +162,19 @@ class KVCache:
 
         `other_namespaces` are searched, too: for operators only, as a tenant must not learn what other tenants cached.
         """
-        match, scope = self.match(chain), chain.scope
+        match, scope = self._match_pages(chain), chain.scope
         others = (replace(scope, namespace=name) for name in other_namespaces if name != scope.namespace)
-        return explain(self.pool, chain, match, (self.match(self.hash_pages(chain.data, other)) for other in others))
+        found = explain(self.pool, chain, match, (self.match(self.hash_pages(chain.data, other)) for other in others))
+        num_tokens = self.match(chain).num_tokens
+        if num_tokens == match.num_tokens:
+            return found
+        detail = (
+            f"the pages of the first {match.num_tokens} tokens are cached, but the state of the recurrent layers only "
+            f"up to token {num_tokens}"
+        )
+        return msgspec.structs.replace(
+            found, num_cached_tokens=num_tokens, reason=NO_STATE, at_token=num_tokens, detail=detail, diverged_tokens=()
+        )
 
     def open(self, match: PrefixMatch) -> PageTable:
         """Create a page table that starts with the pages of a match.
@@ -147,7 +183,7 @@ class KVCache:
         """
         self.pool.retain(match.pages)
         scope = match.scope
-        return PageTable(
+        table = PageTable(
             match.key,
             scope.namespace,
             scope.num_public_tokens // self.page_size,
@@ -156,6 +192,9 @@ class KVCache:
             list(match.pages),
             salt=scope.salt,
         )
+        if self.states is not None:
+            self.states.assign(table, match.state, match.num_tokens)
+        return table
 
     def restore(self, match: PrefixMatch) -> PageTable | None:
         """Create a page table from a match, and load its pages that are only on the host.
@@ -193,6 +232,8 @@ class KVCache:
         table.num_tokens = table.num_reserved = match.num_tokens
         table.key, table.tail_tokens = match.key, match.tail_tokens
         table.num_public_pages = match.scope.num_public_tokens // self.page_size
+        if self.states is not None:
+            self.states.assign(table, match.state, match.num_tokens)
         return True
 
     def _load(self, page: int, host_page: int, *, is_full: bool) -> None:
@@ -239,6 +280,11 @@ class KVCache:
             record_owner(self.pool.owners, table, table.num_tokens // size)
         return tuple(copies)
 
+    @property
+    def copy_sources(self) -> Collection[int]:
+        """The pages that the step being planned, or launched, copies and holds until it is over."""
+        return self._copy_on_write.sources
+
     def complete_step(self) -> None:
         """Publish the pages that an executed step loaded, and release its copy sources."""
         for page, content in self.host.complete_step() if self.host is not None else ():
@@ -246,6 +292,9 @@ class KVCache:
                 self._publish(page, content)
         if self._copy_on_write.sources:
             self._copy_on_write.release_sources()
+        if self.states is not None:
+            self._ahead.clear()
+            self.states.complete_step()
 
     def abort_step(self) -> None:
         """Cancel the copies of a failed step.
@@ -255,6 +304,15 @@ class KVCache:
         if self.host is not None:
             self.host.abort_step()
         self._copy_on_write.release_sources()
+        if self.states is not None:
+            self.states.abort_step()
+            for page, parent in self._ahead:
+                content = self.pool.content(page)
+                if content is not None and content.parent == parent:
+                    self.pool.unpublish(page)
+                    self.states.forget(content.key)
+                self.states.forget(parent)
+            self._ahead.clear()
 
     # -- swapping to the host -------------------------------------------------------------------------------------
 
@@ -311,6 +369,15 @@ class KVCache:
                 table.key = namespace_hash(content.key, table.namespace, table.salt)
         table.tail_tokens = tail[len(tail) // size * size :]
 
+    def commit_ahead(self, table: PageTable, token: bytes) -> None:
+        """Commit a token that a launched step computes, to a table that is closed next.
+
+        It is published at once, as no prompt is matched before the step's result is known, and unpublished if the step
+        fails.
+        """
+        self._ahead.append((table.page_at(table.num_tokens // self.page_size), table.key))
+        self.commit(table, token)
+
     def _publish(self, page: int, content: PageContent) -> None:
         if self._enable_prefix_caching:
             self.pool.publish(page, content)
@@ -345,15 +412,42 @@ class KVCache:
 
     # -- forks ----------------------------------------------------------------------------------------------------
 
-    def fork(self, table: PageTable) -> PageTable:
+    def adopt(self, table: PageTable, child: PageTable) -> bool:
+        """Let `child` take over the full pages of `table`; return False if it has them already.
+
+        Both have a partly filled page of their own at the same index. That of the child is to be overwritten by a copy
+        of the other one, see `copy_tails`.
+        """
+        if len(table.own_pages) > 1:
+            freeze_prefix(table, len(table.own_pages) - 1)
+        is_changed = child.shared_prefix is not table.shared_prefix or len(child.own_pages) > 1
+        if is_changed:
+            if table.shared_prefix is not None:
+                table.shared_prefix.refs += 1
+            self.pool.release(child.own_pages[:-1])
+            release_prefix(self.pool, child.shared_prefix)
+            child.own_pages, child.shared_prefix = child.own_pages[-1:], table.shared_prefix
+            child.num_prefix_pages, child.changed_from = table.num_prefix_pages, table.num_pages
+            child.key, child.num_public_pages = table.key, table.num_public_pages
+        child.num_tokens, child.tail_tokens = table.num_tokens, table.tail_tokens
+        child.num_matched_tokens = table.num_matched_tokens
+        return is_changed
+
+    def copy_tails(self, pairs: Iterable[tuple[PageTable, PageTable]]) -> list[PageCopy]:
+        """Return the page copies of this step that complete `adopt` for each (table, child)."""
+        return [self._copy_on_write.copy_page(table.own_pages[-1], child.own_pages[-1]) for table, child in pairs]
+
+    def fork(self, table: PageTable, replaced: PageTable | None = None) -> PageTable:
         """Return a new table with everything that `table` has computed, copying no page.
 
-        O(1) in the length of the table.
+        O(1) in the length of the table. With `replaced`, this table is closed, without its partly filled page, and
+        becomes the fork.
         """
         num_own_full = table.num_tokens // self.page_size - table.num_prefix_pages
         if num_own_full > 0:
             freeze_prefix(table, num_own_full)
-        prefix, num_prefix_pages, own_pages = table.shared_prefix, table.num_prefix_pages, list[int]()
+        prefix, num_prefix_pages = table.shared_prefix, table.num_prefix_pages
+        own_pages: list[int] = []
         if prefix is not None:
             prefix.refs += 1
         if table.tail_tokens:
@@ -361,31 +455,40 @@ class KVCache:
             own_pages.append(page)
             self.pool.refs[page] += 1  # the page is held, so `retain` has nothing else to do
             table.num_reserved = table.num_tokens
-        child = PageTable(
-            table.key,
-            table.namespace,
-            table.num_public_pages,
-            table.num_tokens,
-            table.tail_tokens,
-            own_pages,
-            prefix,
-            num_prefix_pages,
-            salt=table.salt,
-        )
+        if replaced is not None:
+            self.pool.release(replaced.own_pages)
+            release_prefix(self.pool, replaced.shared_prefix)
+        child = replaced or PageTable(table.key, table.namespace, salt=table.salt)
+        child.key, child.tail_tokens, child.num_public_pages = table.key, table.tail_tokens, table.num_public_pages
+        child.num_tokens = child.num_reserved = table.num_tokens
+        child.own_pages, child.shared_prefix, child.num_prefix_pages = own_pages, prefix, num_prefix_pages
         child.num_matched_tokens = table.num_matched_tokens
         child.changed_from = min(table.changed_from, num_prefix_pages + len(own_pages))
+        if self.states is not None:
+            self.states.assign(child, table.state, table.num_state_tokens)
+            child.num_snapshot_tokens = table.num_snapshot_tokens
         return child
+
+    def num_fork_tokens(self, table: PageTable, num_tokens: int) -> int:
+        """Return how many of a table's first `num_tokens` tokens a fork keeps: fewer if their state is gone."""
+        if self.states is None or num_tokens == table.num_state_tokens:
+            return num_tokens
+        return self.states.last_in_table(self.pool, table, num_tokens, self.page_size)[0]
 
     def truncate(self, table: PageTable, num_tokens: int, scope: CacheScope | None = None) -> None:
         """Remove all but the first `num_tokens` tokens of the table; later tokens belong to `scope`.
 
         O(own pages removed). A fork in the middle of a branch is O(1): it owns one page and cuts the shared prefix.
         Without a scope later tokens are private, even if public tokens were removed, as other tokens may follow.
+        A table with a state that has consumed more tokens keeps only those up to its last snapshot.
         """
         if not 0 <= num_tokens <= table.num_tokens:
             raise InvariantError(f"cannot truncate a table of {table.num_tokens} tokens to {num_tokens}")
         if scope is not None and (scope.namespace, scope.salt) != (table.namespace, table.salt):
             raise InvariantError(f"a table of namespace {table.namespace!r} cannot continue in {scope.namespace!r}")
+        if self.states is not None and num_tokens != table.num_state_tokens:
+            num_tokens, state = self.states.last_in_table(self.pool, table, num_tokens, self.page_size)
+            self.states.assign(table, state, num_tokens)
         if num_tokens < table.num_tokens or scope is not None:
             num_public_pages = scope.num_public_tokens // self.page_size if scope is not None else 0
             rewind(self.pool, table, self.page_size, num_tokens, num_public_pages)
@@ -412,6 +515,8 @@ class KVCache:
         Its pages can still be matched, the partly filled one only if `keep_tail`. With `discard` the pages that it
         computed are unpublished instead: results of a failed step must not be matched. Matched pages stay published.
         """
+        if self.states is not None:
+            self.states.close(table, keep=keep_tail and not discard and self._enable_prefix_caching)
         if discard:
             self._unpublish_computed(table)
         elif table.tail_tokens and keep_tail and self._enable_prefix_caching:
@@ -435,6 +540,10 @@ class KVCache:
             return  # nothing was written: the last page is still the one that was matched
         first, num_kept = divmod(num_matched, self.page_size)
         computed = table.pages()[first:]
+        if self.states is not None:
+            found = [content for page in computed if (content := self.pool.content(page)) is not None]
+            for index, parent in enumerate([*(content.parent for content in found), table.key]):
+                self.states.forget(parent, -1 if index else num_kept * TOKEN_BYTES)
         if self.host is not None:
             contents = self.page_contents([table])
             for index, page in enumerate(computed):

@@ -88,7 +88,8 @@ def hash_next_pages(parents: Sequence[bytes], tokens: bytes, page_bytes: int) ->
 
     `tokens` holds the tokens of all these pages, one page after another.
     """
-    new_hasher, contents, start = _PAGE.copy, list[PageContent](), 0
+    contents: list[PageContent] = []
+    new_hasher, start = _PAGE.copy, 0
     for parent in parents:
         stop = start + page_bytes
         page = tokens[start:stop]
@@ -104,7 +105,8 @@ def hash_page_run(parent: bytes, pages: Sequence[bytes]) -> list[bytes]:
 
     Equal to repeated calls of `hash_page`, and faster.
     """
-    new_hasher, keys = _PAGE.copy, list[bytes]()
+    keys: list[bytes] = []
+    new_hasher = _PAGE.copy
     for page in pages:
         hasher = new_hasher()
         hasher.update(parent)

@@ -68,6 +68,9 @@ class PageTable:
     int32), which are on the partly filled last page. The first `num_public_pages` pages get keys that all namespaces
     share, later pages keys of `namespace` and `salt`. Entries from `changed_from` on have not been sent to the runner
     yet. The first `num_matched_tokens` tokens were found in the cache; the request computed all others itself.
+
+    For models with recurrent layers, `state` stands for the first `num_state_tokens` tokens when all planned steps are
+    executed, and the last snapshot on the way for the first `num_snapshot_tokens`; see `states`.
     """
 
     __slots__ = (
@@ -78,10 +81,13 @@ class PageTable:
         "num_prefix_pages",
         "num_public_pages",
         "num_reserved",
+        "num_snapshot_tokens",
+        "num_state_tokens",
         "num_tokens",
         "own_pages",
         "salt",
         "shared_prefix",
+        "state",
         "tail_tokens",
     )
 
@@ -107,7 +113,7 @@ class PageTable:
         self.own_pages = own_pages or []
         self.shared_prefix = shared_prefix
         self.num_prefix_pages = num_prefix_pages
-        self.changed_from = 0
+        self.changed_from = self.state = self.num_state_tokens = self.num_snapshot_tokens = 0
 
     @property
     def num_pages(self) -> int:

@@ -24,6 +24,7 @@ NEVER_COMPUTED = "never_computed"
 EVICTED = "evicted"
 DIVERGED = "diverged"
 OTHER_NAMESPACE = "other_namespace"
+NO_STATE = "no_state"
 MAX_DIVERGED_TOKENS = 64
 
 
@@ -33,7 +34,8 @@ class PrefixMatch(NamedTuple):
     Of the last page, perhaps only the first tokens match. `key` is the key of the last page that matches in full, and
     `tail_tokens` are the matching tokens after it. `num_idle` of the pages are idle: opening the match takes that many
     pages from the free ones. `loads` lists (table entry, host page) for pages that exist only on the host; their entry
-    in `pages` is the null page.
+    in `pages` is the null page. `state`: a snapshot of exactly these tokens, for models with recurrent layers.
+    `num_page_tokens`: the tokens whose pages are cached, if they are more than the snapshot's, otherwise 0.
     """
 
     pages: list[int]
@@ -43,6 +45,8 @@ class PrefixMatch(NamedTuple):
     num_idle: int
     scope: CacheScope
     loads: tuple[tuple[int, int], ...] = ()
+    state: int = 0
+    num_page_tokens: int = 0
 
 
 def empty_match(chain: PageHashChain) -> PrefixMatch:
@@ -107,6 +111,23 @@ def match_device_and_host(
     tail = rest[: num_tail * TOKEN_BYTES]
     num_idle = sum(1 for page in pages if page != NULL_PAGE and pool is not None and not pool.refs[page])
     return PrefixMatch(pages, (start + len(tail)) // TOKEN_BYTES, key, tail, num_idle, chain.scope, tuple(loads))
+
+
+def cut_match(match: PrefixMatch, chain: PageHashChain, num_tokens: int, state: int, pool: PagePool) -> PrefixMatch:
+    """Return the first `num_tokens` tokens of a match, with a snapshot of them."""
+    num_full, num_left = divmod(num_tokens * TOKEN_BYTES, chain.page_bytes)
+    num_pages, start = num_full + bool(num_left), num_full * chain.page_bytes
+    return PrefixMatch(
+        pages := match.pages[:num_pages],
+        num_tokens,
+        chain.parents[num_full],
+        chain.data[start : start + num_left],
+        sum(1 for page in pages if page != NULL_PAGE and not pool.refs[page]),
+        match.scope,
+        tuple(load for load in match.loads if load[0] < num_pages),
+        state,
+        match.num_tokens if match.num_tokens > num_tokens else 0,
+    )
 
 
 def _max_matched_bytes(chain: PageHashChain, max_tokens: int | None) -> int:

@@ -151,16 +151,19 @@ def page_cells(pages: PageStates, namespace: str | None, max_cells: int = MAX_CE
 def check_invariants(kv: KVCache, tables: Collection[PageTable], host_pages: Iterable[Sequence[int]] = ()) -> None:
     """Verify the pool, all tables, and that the tables hold exactly the counted references.
 
-    `tables` are all open tables, `host_pages` the host pages of each preempted request. Call between steps.
+    `tables` are all open tables, `host_pages` the host pages of each preempted request. Call between steps;
+    a launched step may hold the sources of its copies.
 
     Raises: InvariantError describing the first violation.
     """
     kv.pool.check_invariants()
+    for violation in kv.states.violations(tables) if kv.states is not None else ():
+        raise InvariantError(violation)
     if kv.host is not None:
         _check_host(kv.host, host_pages)
     prefixes: dict[int, SharedPrefix] = {}
     num_standing: Counter[int] = Counter()  # tables and prefixes on each shared prefix
-    num_holders: Counter[int] = Counter()  # by page
+    num_holders = Counter(kv.copy_sources)  # by page
     for table in tables:
         _check_table(kv, table)
         num_holders.update(table.own_pages)

@@ -10,15 +10,25 @@ import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
-from chatcache_kernels.types import AttentionBatch, AttentionWork, HeadNorms, HostPages, KVPages
+from chatcache_kernels.experts import Activation, Allocate, ExpertWeights, empty
+from chatcache_kernels.types import (
+    AttentionBatch,
+    AttentionWork,
+    HeadNorms,
+    HostPages,
+    KVPages,
+    LatentPages,
+    PageStore,
+)
 from torch import Tensor
 
 from chatcache.errors import ModelFolderError
+from chatcache.model.geometry import Geometry, LayerPlace, StoreShape
+from chatcache.model.states import StateStep
 from chatcache.types.plan import I32
 
 log = logging.getLogger(__name__)
@@ -36,11 +46,11 @@ class AttentionBackend(Protocol):
 
     def write_pages(self, pages: KVPages, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None: ...
 
-    def copy_pages(self, pages: KVPages, copies: Tensor) -> None: ...
+    def copy_pages(self, pages: PageStore, copies: Tensor) -> None: ...
 
-    def swap_out(self, pages: KVPages, host: HostPages, swaps: Tensor) -> None: ...
+    def swap_out(self, pages: PageStore, host: HostPages, swaps: Tensor) -> None: ...
 
-    def swap_in(self, pages: KVPages, host: HostPages, swaps: Tensor) -> None: ...
+    def swap_in(self, pages: PageStore, host: HostPages, swaps: Tensor) -> None: ...
 
     def prepare(self, tables: I32, start: I32, num_tokens: I32, page_size: int, group: int) -> AttentionWork | None: ...
 
@@ -56,11 +66,77 @@ class AttentionBackend(Protocol):
         sinks: Tensor | None = None,
     ) -> Tensor: ...
 
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        states: Tensor,
+        slots: Tensor,
+        offsets: Tensor,
+        activation: str | None,
+    ) -> Tensor: ...
+
+    def gated_delta_rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        states: Tensor,
+        slots: Tensor,
+        offsets: Tensor,
+        scale: float,
+        l2_norm: bool,
+    ) -> Tensor: ...
+
+    def ssd_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor | None,
+        states: Tensor,
+        slots: Tensor,
+        offsets: Tensor,
+    ) -> Tensor: ...
+
+    def allocate_latent_pages(
+        self, num_layers: int, num_pages: int, page_size: int, width: int, rank: int, dtype: torch.dtype
+    ) -> LatentPages: ...
+
+    def write_latents(self, pages: LatentPages, layer: int, latents: Tensor, slots: Tensor) -> None: ...
+
+    def read_latents(self, pages: LatentPages, layer: int, slots: Tensor) -> Tensor: ...
+
+    def latent_attention(
+        self, q: Tensor, pages: LatentPages, layer: int, batch: AttentionBatch, scale: float
+    ) -> Tensor: ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
 
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def pack_experts(
+        self, weight: Tensor, bias: Tensor | None, *, is_int8: bool = False, allocate: Allocate = empty
+    ) -> ExpertWeights: ...
+
+    def grouped_experts(
+        self,
+        x: Tensor,
+        expert_ids: Tensor,
+        expert_weights: Tensor,
+        up: ExpertWeights,
+        down: ExpertWeights,
+        activate: Activation,
+    ) -> Tensor: ...
 
     def rope_write(
         self,
@@ -78,11 +154,26 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """One step's attention batch, the KV pages that it reads and writes, and the kernels."""
+    """The attention batches of one step, the page stores that it reads and writes, and the kernels.
+
+    `batches`: one per `Geometry.forms`, with the same tokens; `places`: those of the geometry.
+    """
 
     kernels: AttentionBackend
-    pages: KVPages
-    batch: AttentionBatch
+    stores: tuple[PageStore, ...]
+    batches: tuple[AttentionBatch, ...]
+    places: tuple[LayerPlace | None, ...]
+    states: StateStep | None = None
+
+    @property
+    def pages(self) -> KVPages:
+        """Return the store of a network whose layers are all alike."""
+        return self.stores[0]  # type: ignore[return-value]
+
+    @property
+    def batch(self) -> AttentionBatch:
+        """Return the batch of a network whose layers are all alike."""
+        return self.batches[0]
 
     def attend(
         self,
@@ -95,38 +186,47 @@ class AttentionStep:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Write k and v to their pages, and return the attention of q.
+        """Write k and v to their pages, unless the layer reads those of another, and return the attention of q.
 
         Shapes: q [T, H, D], k, v [T, Hkv, D] -> [T, H, D].
         """
-        self.kernels.write_pages(self.pages, layer, k, v, self.batch.slots)
-        return self.kernels.paged_attention(q, self.pages, layer, self.batch, scale, window, softcap, sinks)
+        place = self._place(layer)
+        pages, batch = cast(KVPages, self.stores[place.store]), self.batches[place.form]
+        if place.has_own_kv:
+            self.kernels.write_pages(pages, place.index, k, v, batch.slots)
+        return self.kernels.paged_attention(q, pages, place.index, batch, scale, window, softcap, sinks)
 
+    def rope_attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        layer: int,
+        scale: float,
+        window: int | None = None,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        """Normalise heads if asked, apply the rotary embedding, and attend as `attend` of a layer with its own KV.
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """Sizes of a network that determine its KV pages and its logits.
+        Shapes: as `attend`; cos, sin [T, rotary_dim / 2].
+        """
+        place = self._place(layer)
+        pages, batch = cast(KVPages, self.stores[place.store]), self.batches[place.form]
+        q = self.kernels.rope_write(q, k, v, cos, sin, pages, place.index, batch.slots, norms)
+        return self.kernels.paged_attention(q, pages, place.index, batch, scale, window)
 
-    `hidden_size`: of the final hidden states, 0 if the network cannot return them.
-    """
+    def latent_place(self, layer: int) -> tuple[LatentPages, int, AttentionBatch]:
+        """Return the store, the index in that store, and the batch of a layer with latent attention."""
+        place = self._place(layer)
+        return cast(LatentPages, self.stores[place.store]), place.index, self.batches[place.form]
 
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    dtype: torch.dtype
-    device: torch.device
-    hidden_size: int = 0
-
-    @property
-    def group(self) -> int:
-        """Return how many query heads share one key/value head."""
-        return self.num_heads // self.num_kv_heads
-
-    def page_bytes(self, page_size: int) -> int:
-        """Return the bytes of one page: keys and values of all layers."""
-        return 2 * self.num_layers * page_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+    def _place(self, layer: int) -> LayerPlace:
+        place = self.places[layer]
+        if place is None:
+            raise ValueError(f"layer {layer} has no page store")
+        return place
 
 
 class Network(Protocol):
@@ -144,23 +244,16 @@ class Network(Protocol):
         """
         ...
 
-    def forward_parts(
-        self, tokens: Tensor, positions: Tensor, step: AttentionStep, parts: Sequence[Tensor]
-    ) -> Iterator[Tensor]:
-        """Run one step and yield the logits of one part of its tokens after the other.
+    def hidden_states(self, tokens: Tensor, positions: Tensor, step: AttentionStep, wanted: Tensor) -> Tensor:
+        """Run one step without the output head; return the final hidden states of the tokens `wanted` (indices).
 
-        `parts`: indices of the tokens of each part. The logits of two parts are never in memory at the same time.
+        Requires `geometry.hidden_size`.
+        Shapes: tokens, positions [T] int64, wanted [N] int64 -> [N, hidden].
         """
         ...
 
-    def forward_states(
-        self, tokens: Tensor, positions: Tensor, step: AttentionStep, pooled: Tensor, drawn: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run one step; return the final hidden states of the tokens `pooled`, and the logits of `drawn`.
-
-        Requires `geometry.hidden_size`. The logits are None if no token is drawn.
-        Shapes: tokens, positions [T] int64, pooled [N] int64, drawn [U] int64 -> [N, hidden], [U, V].
-        """
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """Return the logits of final hidden states, which `hidden_states` returned. Shapes: [N, hidden] -> [N, V]."""
         ...
 
 
@@ -210,12 +303,19 @@ def _problem(name: str, device: torch.device) -> str:
     return "" if capability >= MIN_CAPABILITY else f"needs compute capability 8.0, and {device} has {capability}"
 
 
-def allocate_kv_pages(kernels: AttentionBackend, geometry: Geometry, num_pages: int, page_size: int) -> KVPages:
-    """Allocate the KV pages of a network on its device."""
+def allocate_stores(
+    kernels: AttentionBackend, geometry: Geometry, num_pages: int, page_size: int
+) -> tuple[PageStore, ...]:
+    """Allocate the page stores of a network on its device."""
+
+    def allocate(store: StoreShape) -> PageStore:
+        kv, count = store.kv, store.num_layers
+        if kv.rank is not None:
+            return kernels.allocate_latent_pages(count, num_pages, page_size, kv.head_dim, kv.rank, geometry.dtype)
+        return kernels.allocate_pages(count, num_pages, page_size, kv.num_kv_heads, kv.head_dim, geometry.dtype)
+
     with torch.device(geometry.device):
-        return kernels.allocate_pages(
-            geometry.num_layers, num_pages, page_size, geometry.num_kv_heads, geometry.head_dim, geometry.dtype
-        )
+        return tuple(map(allocate, geometry.stores))
 
 
 def _exists(module: str) -> bool:

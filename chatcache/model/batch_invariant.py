@@ -28,9 +28,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from chatcache.errors import ModelFolderError
-from chatcache.model.attention import AttentionBackend, AttentionStep, Geometry, Network, allocate_kv_pages
+from chatcache.model.attention import AttentionBackend, AttentionStep, Network, allocate_stores
+from chatcache.model.geometry import Geometry
 from chatcache.model.linear import Linear, packed_linear
 from chatcache.model.page_tables import PageTables
+from chatcache.model.states import make_states
 from chatcache.model.streams import to_device
 from chatcache.types.plan import Rows
 
@@ -195,10 +197,13 @@ class TokenByToken:
 
     The wrapped network's own operations always see the same shapes, so their results cannot depend on the batch;
     attention uses the batch-invariant kernels. Slow for prompts: every token is a pass over all weights.
+
+    `idle_bytes`: of weights that a token does not read.
     """
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, idle_bytes: int = 0) -> None:
         self._network = network
+        self.idle_bytes = idle_bytes
 
     @property
     def geometry(self) -> Geometry:
@@ -214,36 +219,40 @@ class TokenByToken:
         for place, token in enumerate(drawn.tolist()):
             wanted.setdefault(token, []).append(place)
         zero, nothing = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-        for token, batch in enumerate(_single_tokens(step.batch)):
+        for token, single in enumerate(_single_tokens(step)):
             one = slice(token, token + 1)
             indices = wanted.get(token)
-            single = replace(step, batch=batch)
             out = self._network.forward(tokens[one], positions[one], single, zero if indices else nothing)
             for place in indices or ():
                 logits[place] = out[0]
         return logits
 
-    def forward_parts(
-        self, tokens: Tensor, positions: Tensor, step: AttentionStep, parts: Sequence[Tensor]
-    ) -> Iterator[Tensor]:
-        """Yield the logits of each part in turn; each part takes a pass over all tokens."""
-        for part in parts:
-            yield self.forward(tokens, positions, step, part)
-
-    def forward_states(
-        self, tokens: Tensor, positions: Tensor, step: AttentionStep, pooled: Tensor, drawn: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return final hidden states and logits, one forward pass per token for each of the two."""
+    def hidden_states(self, tokens: Tensor, positions: Tensor, step: AttentionStep, wanted: Tensor) -> Tensor:
+        """Return final hidden states, one forward pass per token; arguments as in `Network.hidden_states`."""
         zero = torch.zeros(1, dtype=torch.int64)
-        found: dict[int, Tensor] = {}
-        for token, batch in enumerate(_single_tokens(step.batch)):
-            one, single = slice(token, token + 1), replace(step, batch=batch)
-            found[token] = self._network.forward_states(tokens[one], positions[one], single, zero, zero[:0])[0]
-        states = torch.cat([found[token] for token in pooled.tolist()])
-        return states, self.forward(tokens, positions, step, drawn) if len(drawn) else None
+        found = []
+        for token, single in enumerate(_single_tokens(step)):
+            one = slice(token, token + 1)
+            found.append(self._network.hidden_states(tokens[one], positions[one], single, zero))
+        return torch.cat(found)[wanted]
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """Return the logits of final hidden states, [N, V], computed one by one."""
+        return torch.cat([self._network.logits(each) for each in torch.split(hidden_states, 1)])
 
 
-def _single_tokens(batch: AttentionBatch) -> Iterator[AttentionBatch]:
+def _single_tokens(step: AttentionStep) -> Iterator[AttentionStep]:
+    """Yield a step for each new token, in order."""
+    states = step.states
+    if states is not None:
+        states.is_changed = True
+    rows = np.repeat(np.arange(len(step.batch.num_tokens)), step.batch.num_tokens.numpy()).tolist()
+    for row, batches in zip(rows, zip(*map(_single_batches, step.batches), strict=True), strict=True):
+        state = replace(states, slots=states.slots[row : row + 1]) if states is not None else None
+        yield replace(step, batches=batches, states=state)
+
+
+def _single_batches(batch: AttentionBatch) -> Iterator[AttentionBatch]:
     """Yield each new token as its own batch, in order."""
     token = 0
     for row, (start, count) in enumerate(zip(batch.start.tolist(), batch.num_tokens.tolist(), strict=True)):
@@ -281,8 +290,10 @@ class _DeterminismProbe:
         self._network = network
         self._kernels = kernels
         each = -(-num_tokens // page_size)
-        self._pages = allocate_kv_pages(kernels, network.geometry, 1 + 2 * each, page_size)
-        self._tables = PageTables(2, each, page_size)
+        geometry = network.geometry
+        self._stores = allocate_stores(kernels, geometry, 1 + 2 * each, page_size)
+        self._states = make_states(geometry.state_shapes, 3, 0, geometry.device)
+        self._tables = PageTables(2, each, page_size, forms=geometry.forms)
         self._tables.rows[:] = np.arange(1, 1 + 2 * each, dtype=np.int32).reshape(2, each)
         noise = np.random.default_rng(0)
         self._tokens = noise.integers(0, network.geometry.vocab_size, (2, num_tokens)).astype(np.int32)
@@ -306,11 +317,16 @@ class _DeterminismProbe:
         """Compute the chunks of one step; return the bits of the logits of each (prompt, position)."""
         tokens = np.concatenate([self._tokens[prompt, first:end] for prompt, first, end in grants])
         table = np.array(grants, np.int32)
-        rows = Rows(table[:, 0], table[:, 1], table[:, 2] - table[:, 1], tokens)
+        states = self._states
+        rows = Rows(table[:, 0], table[:, 1], table[:, 2] - table[:, 1], tokens, 1 + table[:, 0])
+        if states is not None:  # a prompt starts from the zero state
+            begins = rows.state[rows.start == 0]
+            states.copy(np.stack((np.zeros_like(begins), begins), 1))
         device = self._network.geometry.device
         place = self._tables.step_layout(rows)
-        batch, positions = place.to(device)
-        step = AttentionStep(self._kernels, self._pages, batch)
+        batches, positions = place.to(device)
+        state_step = states.step(rows.state) if states is not None else None
+        step = AttentionStep(self._kernels, self._stores, batches, self._network.geometry.places, state_step)
         ids = to_device(tokens.astype(np.int64), device)
         with torch.inference_mode():
             logits = self._network.forward(ids, positions, step, torch.arange(len(tokens), device=device))

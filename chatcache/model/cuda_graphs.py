@@ -19,6 +19,7 @@ from torch import Tensor
 from chatcache.model.page_tables import PageTables, TableChanges
 from chatcache.model.static_steps import (
     Arrays,
+    AttentionLaunches,
     Replay,
     StaticStep,
     StepContext,
@@ -83,10 +84,10 @@ class CudaCapture:
 
 @dataclass(frozen=True, slots=True)
 class CaptureKey:
-    """Identifies a captured step: the index of its batch size, and the number of its work lists."""
+    """Identifies a captured step: the index of its batch size, and what its attention launches."""
 
     size_index: int
-    num_lists: int
+    attention: AttentionLaunches
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class DecodeGraphs:
         context: StepContext,
         tables: PageTables,
         sizes: Sequence[int],
-        work_buffers: Sequence[WorkListBuffers | None],
+        work_buffers: Sequence[tuple[WorkListBuffers, ...]],
     ) -> None:
         self._context = context
         self._tables = tables
@@ -143,18 +144,14 @@ class DecodeGraphs:
     @property
     def num_capturable(self) -> int:
         """Return how many steps `capture` tries to capture."""
-        return sum(step.max_lists for step in self._steps)
+        return sum(len(step.launches) for step in self._steps)
 
     def capture(self, capture: Capture, progress: Progress) -> None:
         """Capture every step, the largest first.
 
         A step that cannot be captured is logged, and steps of that size then run eagerly.
         """
-        keys = [
-            CaptureKey(index, num_lists)
-            for index, step in enumerate(self._steps)
-            for num_lists in range(1, step.max_lists + 1)
-        ]
+        keys = [CaptureKey(index, launches) for index, step in enumerate(self._steps) for launches in step.launches]
         started_s, free_bytes = time.perf_counter(), _free_bytes(self._inputs.device)
         for done, key in enumerate(reversed(keys)):
             index, step = key.size_index, self._steps[key.size_index]
@@ -164,7 +161,7 @@ class DecodeGraphs:
 
             def work(step: StaticStep = step, key: CaptureKey = key) -> None:
                 with torch.inference_mode():
-                    step.run(key.num_lists)
+                    step.run(key.attention)
 
             try:
                 self._replays[key] = capture(work)
@@ -190,11 +187,17 @@ class DecodeGraphs:
             return None
         step, inputs = self._steps[index], self._input_arrays[self._next_buffer][index]
         cells = self._tables.decode_cells(rows.slot, rows.start)
-        num_lists: int | None = 1
-        if step.work_buffers is not None:
-            work = self._tables.decode_work(rows.slot, rows.start)
-            num_lists = step.work_buffers.fill(inputs, work, count) if work is not None else None
-        key = CaptureKey(index, num_lists or 0)
+        launches: AttentionLaunches | None = AttentionLaunches(1, has_merges=True)
+        if step.work_buffers:
+            works = self._tables.decode_works(rows.slot, rows.start)
+            filled = [
+                buffers.fill(inputs, work, count) if work is not None else None
+                for buffers, work in zip(step.work_buffers, works, strict=True)
+            ]
+            launches = step.choose_launches(filled)
+        if launches is None:
+            return None
+        key = CaptureKey(index, launches)
         if key not in self._replays:
             return None
         fits = len(changes.at) <= step.size

@@ -18,7 +18,7 @@ scaling.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,10 +28,12 @@ from chatcache_kernels.types import HeadNorms
 from torch import Tensor
 
 from chatcache.errors import ModelFolderError
-from chatcache.model.attention import AttentionStep, Geometry
+from chatcache.model.attention import AttentionStep
+from chatcache.model.geometry import Geometry
 from chatcache.model.linear import Int8Linear, Linear, LinearFactory, PanelLinear, fast_linear
 from chatcache.model.loading.config_reader import Architecture, Rope
 from chatcache.model.loading.weights import WeightSource
+from chatcache.model.streams import Uploader, make_streams
 
 if TYPE_CHECKING:
     from chatcache_kernels.cpu.decoder import DecoderWeights, MegakernelDecoder, PackedLinear
@@ -94,23 +96,14 @@ class Decoder:
         logits = self._fused.run(tokens, positions, step, drawn) if self._fused is not None else None
         return self._head(self._states(tokens, positions, step, drawn)) if logits is None else logits
 
-    def forward_parts(
-        self, tokens: Tensor, positions: Tensor, step: AttentionStep, parts: Sequence[Tensor]
-    ) -> Iterator[Tensor]:
-        """Yield the logits of each part in turn, from one pass over the layers."""
-        states = self._states(tokens, positions, step, torch.cat(list(parts)))
-        for part in torch.split(states, [len(part) for part in parts]):
-            yield self._head(part)
+    def hidden_states(self, tokens: Tensor, positions: Tensor, step: AttentionStep, wanted: Tensor) -> Tensor:
+        """Return final hidden states [N, hidden]; arguments as in `Network.hidden_states`."""
+        states = self._fused.run_states(tokens, positions, step, wanted) if self._fused is not None else None
+        return self._states(tokens, positions, step, wanted) if states is None else states
 
-    def forward_states(
-        self, tokens: Tensor, positions: Tensor, step: AttentionStep, pooled: Tensor, drawn: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return final hidden states and logits; arguments as in `Network.forward_states`."""
-        fused = self._fused.run_states(tokens, positions, step, pooled, drawn) if self._fused is not None else None
-        if fused is not None:
-            return fused
-        states = self._states(tokens, positions, step, torch.cat((pooled, drawn)))
-        return states[: len(pooled)], self._head(states[len(pooled) :]) if len(drawn) else None
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """Return the logits of final hidden states, [N, V]."""
+        return self._head(hidden_states)
 
     def _states(self, tokens: Tensor, positions: Tensor, step: AttentionStep, drawn: Tensor | None) -> Tensor:
         """Return the hidden states that the output head reads, [U, hidden]."""
@@ -162,7 +155,7 @@ def load_decoder(
         layers.append(_load_layer(a, index, load))
     norm = load("model.norm.weight", a.hidden_size)
     head = make_linear(embedding if a.tied else load("lm_head.weight", a.vocab_size, a.hidden_size), None)
-    geometry = Geometry(
+    geometry = Geometry.uniform(
         a.num_layers, a.num_heads, a.num_kv_heads, a.head_dim, a.vocab_size, dtype, device, a.hidden_size
     )
     return Decoder(a, geometry, embedding, layers, norm, head)
@@ -197,13 +190,14 @@ def _head_norms(a: Architecture, base: str, load: _WeightLoader) -> HeadNorms | 
 
 
 class _WeightLoader:
-    """Copies tensors out of the memory-mapped weight files."""
+    """Copies tensors out of the memory-mapped weight files; to a GPU through pinned memory."""
 
     def __init__(
         self, weights: WeightSource, dtype: torch.dtype, device: torch.device, make_linear: LinearFactory
     ) -> None:
         self.weights, self.dtype, self.device = weights, dtype, device
         self.make_linear = make_linear
+        self.uploader = Uploader(make_streams(device).main, pinned=True) if device.type == "cuda" else None
 
     def __call__(self, name: str, *shape: int) -> Tensor:
         return self._stack([self.weights.get(name, shape)])
@@ -225,7 +219,10 @@ class _WeightLoader:
         height = sum(len(part) for part in parts)
         whole = torch.empty((height, *parts[0].shape[1:]), dtype=self.dtype, device=self.device)
         for place, part in zip(torch.split(whole, [len(part) for part in parts]), parts, strict=True):
-            place.copy_(part)
+            if self.uploader is not None and part.device.type == "cpu":
+                self.uploader.copy(place, part)
+            else:
+                place.copy_(part)
         return whole
 
 
@@ -317,6 +314,9 @@ class FusedDecode:
     """Runs small steps of a `Decoder` on a CPU as one kernel launch."""
 
     def __init__(self, weights: DecoderWeights) -> None:
+        from chatcache_kernels import cpu
+
+        self._kernels = cpu
         self._weights = weights
         self._pages: KVPages | None = None
         self._megakernel: MegakernelDecoder | None = None
@@ -326,25 +326,21 @@ class FusedDecode:
         kernel = self._kernel_for(tokens, step)
         return None if kernel is None else kernel.run(tokens, positions, step.batch, drawn)
 
-    def run_states(
-        self, tokens: Tensor, positions: Tensor, step: AttentionStep, pooled: Tensor, drawn: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """Return hidden states and logits as `Network.forward_states`, or None if the kernel does not fit."""
+    def run_states(self, tokens: Tensor, positions: Tensor, step: AttentionStep, wanted: Tensor) -> Tensor | None:
+        """Return the final hidden states of the tokens `wanted`, or None if the kernel does not fit."""
         kernel = self._kernel_for(tokens, step)
-        return None if kernel is None else kernel.run_states(tokens, positions, step.batch, pooled, drawn)
+        return None if kernel is None else kernel.run_states(tokens, positions, step.batch, wanted, wanted[:0])[0]
 
     def _kernel_for(self, tokens: Tensor, step: AttentionStep) -> MegakernelDecoder | None:
         """Return the kernel if it can run this step."""
-        from chatcache_kernels import cpu
-        from chatcache_kernels.cpu.decoder import MegakernelDecoder
-
-        if step.kernels is not cpu:
+        if step.kernels is not self._kernels:
             return None
-        if step.pages is not self._pages:
-            self._pages = step.pages
-            self._megakernel = (
-                MegakernelDecoder(self._weights, step.pages) if self._weights.is_supported(step.pages) else None
-            )
+        pages = step.pages
+        if pages is not self._pages:
+            from chatcache_kernels.cpu.decoder import MegakernelDecoder
+
+            self._pages = pages
+            self._megakernel = MegakernelDecoder(self._weights, pages) if self._weights.is_supported(pages) else None
         if self._megakernel is None or not self._megakernel.can_run(step.batch, len(tokens)):
             return None
         return self._megakernel
@@ -378,7 +374,7 @@ def _panels(product: Linear) -> PackedLinear | None:
     from chatcache_kernels.cpu.decoder import PackedLinear
 
     if isinstance(product, PanelLinear):
-        return PackedLinear(product.panels, product.bias)
+        return PackedLinear(product.panels, product.bias, compact=product.compact)
     if isinstance(product, Int8Linear) and product.is_unpadded:
         return PackedLinear(product.codes, product.bias, product.scales)
     return None

@@ -2,19 +2,20 @@
 
 If the device runs out of memory, the step is split into two smaller ones with the same results. Rows are independent of
 each other within a step, so the first half of the rows may run before the second. A single row is split between its
-tokens: the first half only fills pages, and the draws belong to the second.
+tokens: the first half only fills pages, and the draws belong to the second. A step that has updated states of recurrent
+layers is not split, because running its rows again would update them twice; it fails.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from chatcache_kernels.types import KVPages
+from chatcache_kernels.types import PageStore
 from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
@@ -23,6 +24,7 @@ from chatcache.model.attention import AttentionBackend, AttentionStep, Network
 from chatcache.model.device_errors import is_out_of_memory
 from chatcache.model.page_tables import DeviceSlots, PageTables, StepLayout, TableChanges
 from chatcache.model.sampling.sampler import TokenSampler, part_sizes, score_parts, scored_token_indices
+from chatcache.model.states import StateStep, StateStore
 from chatcache.model.streams import to_device, upload
 from chatcache.types.plan import F32, I32, Draws, Pools, Rows, Scores, StepPlan, StepResult
 
@@ -43,17 +45,20 @@ class EagerRunner:
         self,
         network: Network,
         kernels: AttentionBackend,
-        pages: KVPages,
+        stores: tuple[PageStore, ...],
         tables: PageTables,
         slots: DeviceSlots | None,
         sampler: TokenSampler,
+        states: StateStore | None = None,
     ) -> None:
         self._network = network
         self._kernels = kernels
-        self._pages = pages
+        self._stores = stores
         self._tables = tables
         self._slots = slots
         self._sampler = sampler
+        self._states = states
+        self._last_states: StateStep | None = None  # of the pass over the layers that began last
         self._device = network.geometry.device
         self._has_warned = False
 
@@ -65,15 +70,21 @@ class EagerRunner:
         """
         self.apply_changes(changes)
         self.copy_pages(plan.copies)
-        if layout is None:
-            return empty_result
-        whole = StepPart.whole(plan)
-        return _join(whole, self._attempt(whole, layout, self._tokens(plan.rows)))
+        if self._states is not None:
+            self._states.copy(plan.state_copies)
+        finish: Finish = empty_result
+        if layout is not None:
+            whole = StepPart.whole(plan)
+            finish = _join(whole, self._attempt(whole, layout, self._tokens(plan.rows)))
+        if self._states is not None:
+            self._states.copy(plan.state_saves)
+        return finish
 
     def draw(self, plan: StepPlan, logits: Tensor) -> Finish:
         """Enqueue the draws of a step that has computed the logits [R, V] of all its rows."""
         whole = StepPart.whole(plan)
-        return _join(whole, self._attempt_draws(whole, logits)) if len(plan.draws.row) else empty_result
+        index = plan.draws.row.astype(np.intp)
+        return _join(whole, self._attempt_draws(whole, logits, index)) if len(index) else empty_result
 
     def apply_changes(self, changes: TableChanges) -> None:
         """Apply changes of the page tables to the device's mirror, if it has one."""
@@ -83,39 +94,47 @@ class EagerRunner:
     def copy_pages(self, copies: I32) -> None:
         """Enqueue a plan's page copies. Shapes: copies [C, 2]."""
         if len(copies):
-            self._kernels.copy_pages(self._pages, to_device(copies, self._device))
+            moved = to_device(copies, self._device)
+            for store in self._stores:
+                self._kernels.copy_pages(store, moved)
 
     def forward(self, rows: Rows, drawn: Index) -> Tensor:
         """Return logits [U, V] of the last token of each row in `drawn` [U].
 
         The keys and values of the new tokens are written to their pages.
         """
-        return self._forward(self._tables.step_layout(rows), self._tokens(rows), drawn)
+        return self._forward(self._tables.step_layout(rows), rows, self._tokens(rows), drawn)
 
     def _attempt(self, part: StepPart, layout: StepLayout | None, tokens: Tensor) -> list[tuple[StepPart, Finish]]:
         """Run a part of a step; if it does not fit in memory, run its halves one after the other."""
+        self._last_states = None
         try:
-            return [(part, self._run(part, layout or self._tables.step_layout(part.rows), tokens))]
+            return self._run(part, layout or self._tables.step_layout(part.rows), tokens)
         except RuntimeError as error:
-            halves = split_step(part) if is_out_of_memory(error) else None
+            has_changed_states = self._last_states is not None and self._last_states.is_changed
+            halves = split_step(part) if is_out_of_memory(error) and not has_changed_states else None
             if halves is None:
                 raise
         # outside of `except` the error is released, and with it the tensors that its frames hold
         self._free_cached_memory(part)
         return [done for half in halves for done in self._attempt(half, None, tokens)]
 
-    def _attempt_draws(self, part: StepPart, logits: Tensor) -> list[tuple[StepPart, Finish]]:
-        """Enqueue the draws of a part; if they do not fit in memory, one half after the other."""
+    def _attempt_draws(self, part: StepPart, logits: Tensor, index: Index) -> list[tuple[StepPart, Finish]]:
+        """Enqueue the draws of a part; if they do not fit in memory, one half after the other.
+
+        `index`: the line of `logits` of each draw.
+        """
         draws, count = part.draws, len(part.draws.row)
         try:
-            return [(part, self._draw(logits, draws.row.astype(np.intp), draws, part.rows))]
+            return [(part, self._draw(logits, index, draws, part.rows))]
         except RuntimeError as error:
             if count == 1 or not is_out_of_memory(error):
                 raise
         self._free_cached_memory(part)
         halves = np.array_split(np.arange(count), 2)
         parts = [replace(part, draws=_draws(draws, half, 0), drawn=part.drawn[half]) for half in halves]
-        return [done for half in parts for done in self._attempt_draws(half, logits)]
+        cut = [index[half] for half in halves]
+        return [done for half, at in zip(parts, cut, strict=True) for done in self._attempt_draws(half, logits, at)]
 
     def _free_cached_memory(self, part: StepPart) -> None:
         """Release torch's cached memory; log a warning the first time."""
@@ -126,17 +145,22 @@ class EagerRunner:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _run(self, part: StepPart, layout: StepLayout, tokens: Tensor) -> Finish:
+    def _run(self, part: StepPart, layout: StepLayout, tokens: Tensor) -> list[tuple[StepPart, Finish]]:
         rows, draws = part.rows, part.draws
         own = tokens[part.first_token : part.first_token + len(rows.tokens)]
-        rows_drawn, index = np.unique(draws.row, return_inverse=True)
-        drawn: Index = rows_drawn.astype(np.intp)
-        if part.pools is not None:
-            return self._pooled(part, part.pools, layout, own, drawn, index)
-        if part.scores is not None:
-            return self._scored(part, part.scores, layout, own, drawn, index)
-        logits = self._forward(layout, own, drawn)
-        return self._draw(logits, index, draws, rows) if len(index) else empty_result
+        drawn: Index = np.arange(len(rows.slot))
+        index = drawn
+        if len(draws.row) != len(drawn) or (draws.row != drawn).any():  # not every row is drawn once
+            rows_drawn, index = np.unique(draws.row, return_inverse=True)
+            drawn = rows_drawn.astype(np.intp)
+        if part.pools is not None or part.scores is not None:
+            return [(part, self._run_head_apart(part, layout, own, drawn, index))]
+        logits = self._forward(layout, rows, own, drawn)
+        if not len(index):
+            return [(part, empty_result)]
+        if self._states is not None:  # the rows cannot run again if only the draws do not fit
+            return self._attempt_draws(part, logits, index)
+        return [(part, self._draw(logits, index, draws, rows))]
 
     def _draw(self, logits: Tensor, index: Index, draws: Draws, rows: Rows) -> Finish:
         if self._slots is None:
@@ -145,56 +169,66 @@ class EagerRunner:
         slots = np.where(once, rows.slot[draws.row], np.int32(-1))
         return self._sampler.enqueue(logits, index, draws, slots, self._slots.last_token).result
 
-    def _scored(
-        self, part: StepPart, scores: Scores, layout: StepLayout, tokens: Tensor, drawn: Index, index: Index
-    ) -> Finish:
-        """Run the rows, sample, and score prompt tokens, holding few logits in memory at a time."""
+    def _run_head_apart(self, part: StepPart, layout: StepLayout, tokens: Tensor, drawn: Index, index: Index) -> Finish:
+        """Run the rows of a part with scores or pools once, and the output head afterwards, on a few tokens at a time.
+
+        Hidden states of: pooled tokens | drawn tokens | scored tokens.
+        """
         geometry = self._network.geometry
-        wanted = np.concatenate((layout.last[drawn], scored_token_indices(part.rows, scores)))
+        pools, scores = part.pools, part.scores
+        no_tokens: Index = np.zeros(0, np.intp)
+        pooled = pooled_token_indices(layout, pools) if pools is not None else no_tokens
+        scored = scored_token_indices(part.rows, scores) if scores is not None else no_tokens
+        wanted = np.concatenate((layout.last[drawn], scored))
         sizes = part_sizes(len(drawn), len(wanted), geometry.vocab_size * geometry.dtype.itemsize)
-        step, positions = self._step(layout)
-        parts = self._network.forward_parts(
-            tokens, positions, step, torch.split(to_device(wanted, self._device), sizes)
-        )
-        scorer = self._sampler.prompt_scorer(part.rows, scores)
-        logits = next(parts)
+        step, positions = self._step(layout, part.rows)
+        logits: Iterator[Tensor]
+        sums = None
+        if geometry.hidden_size:
+            at = to_device(np.concatenate((pooled, wanted)), self._device)
+            hidden = self._network.hidden_states(tokens, positions, step, at)
+            sums = self._sum_pools(hidden[: len(pooled)], pools) if pools is not None else None
+            logits = (self._network.logits(each) for each in torch.split(hidden[len(pooled) :], sizes))
+        elif pools is not None:
+            raise ValueError("this model returns no hidden states")
+        else:  # one pass over the layers for each part writes the same keys and values again
+            parts = torch.split(to_device(wanted, self._device), sizes)
+            logits = (self._network.forward(tokens, positions, step, each) for each in parts)
+        read_draws = self._draw_and_score(part, logits, drawn, index) if len(wanted) else empty_result
+        return read_draws if sums is None else lambda: replace(read_draws(), pooled=sums.cpu().numpy())
+
+    def _draw_and_score(self, part: StepPart, logits: Iterator[Tensor], drawn: Index, index: Index) -> Finish:
+        """Sample, and score prompt tokens.
+
+        `logits`: those of the drawn tokens, all of them in the first part, then those of the scored tokens.
+        """
+        first = next(logits)
         read_draws: Finish = empty_result
         if len(index):
-            read_draws = self._draw(logits[: len(drawn)], index, part.draws, part.rows)
-        scorer.fill(logits[len(drawn) :])
-        del logits
-        score_parts(scorer, parts)
+            read_draws = self._draw(first[: len(drawn)], index, part.draws, part.rows)
+        if part.scores is None:
+            return read_draws
+        scorer = self._sampler.prompt_scorer(part.rows, part.scores)
+        scorer.fill(first[len(drawn) :])
+        del first
+        score_parts(scorer, logits)
         return lambda: scorer.add_to(read_draws())
 
-    def _pooled(
-        self, part: StepPart, pools: Pools, layout: StepLayout, tokens: Tensor, drawn: Index, index: Index
-    ) -> Finish:
-        """Run the rows, sample, and sum the hidden states of each pool.
-
-        The rows run once more for prompt scores, which few steps need as well, and write the same keys and values.
-        """
-        step, positions = self._step(layout)
-        at = to_device(pooled_token_indices(layout, pools), self._device)
-        states, logits = self._network.forward_states(
-            tokens, positions, step, at, to_device(layout.last[drawn], self._device)
-        )
+    def _sum_pools(self, hidden: Tensor, pools: Pools) -> Tensor:
+        """Return the sum of the hidden states of each pool, [P, hidden]."""
         lengths = to_device(pools.num_tokens.astype(np.int64), self._device)
-        sums = torch.segment_reduce(states.float(), "sum", lengths=lengths, axis=0)
-        read_draws: Finish = empty_result
-        if part.scores is not None:
-            read_draws = self._scored(part, part.scores, layout, tokens, drawn, index)
-        elif logits is not None:
-            read_draws = self._draw(logits, index, part.draws, part.rows)
-        return lambda: replace(read_draws(), pooled=sums.cpu().numpy())
+        return torch.segment_reduce(hidden.float(), "sum", lengths=lengths, axis=0)
 
-    def _forward(self, layout: StepLayout, tokens: Tensor, drawn: Index) -> Tensor:
-        step, positions = self._step(layout)
+    def _forward(self, layout: StepLayout, rows: Rows, tokens: Tensor, drawn: Index) -> Tensor:
+        step, positions = self._step(layout, rows)
         return self._network.forward(tokens, positions, step, to_device(layout.last[drawn], self._device))
 
-    def _step(self, layout: StepLayout) -> tuple[AttentionStep, Tensor]:
+    def _step(self, layout: StepLayout, rows: Rows) -> tuple[AttentionStep, Tensor]:
         """Return the inputs of the layers: the arguments of attention, and the positions of the new tokens, [T]."""
-        batch, positions = layout.to(self._device, self._slots)
-        return AttentionStep(self._kernels, self._pages, batch), positions
+        batches, positions = layout.to(self._device, self._slots)
+        self._last_states = self._states.step(rows.state) if self._states is not None else None
+        places = self._network.geometry.places
+        return AttentionStep(self._kernels, self._stores, batches, places, self._last_states), positions
 
     def _tokens(self, rows: Rows) -> Tensor:
         """Return the token ids of the rows, [T].
@@ -254,7 +288,7 @@ class StepPart:
         """Return the part that holds all rows of a step."""
         targets = len(plan.scores.targets) if plan.scores is not None else 0
         pools = len(plan.pools.row) if plan.pools is not None else 0
-        indices = (np.arange(count) for count in (len(plan.draws.row), targets, pools))
+        indices = np.arange(len(plan.draws.row)), np.arange(targets), np.arange(pools)
         return cls(plan.rows, plan.draws, plan.scores, plan.pools, 0, *indices)
 
 
@@ -324,7 +358,13 @@ def _rows(part: StepPart, first: int, last: int) -> StepPart:
     rows = part.rows
     ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(rows.num_tokens)))
     begin, end = int(ends[first]), int(ends[last])
-    cut = Rows(rows.slot[first:last], rows.start[first:last], rows.num_tokens[first:last], rows.tokens[begin:end])
+    cut = Rows(
+        rows.slot[first:last],
+        rows.start[first:last],
+        rows.num_tokens[first:last],
+        rows.tokens[begin:end],
+        rows.state[first:last],
+    )
     which = np.flatnonzero((part.draws.row >= first) & (part.draws.row < last))
     scores, scored = _scores_of_rows(part, first, last)
     pools, pooled = _pools_of_rows(part, first, last)
@@ -357,8 +397,8 @@ def _tokens(part: StepPart, middle: int) -> tuple[StepPart, StepPart]:
     """Split the only row before its token `middle`."""
     rows, scores = part.rows, part.scores
     before, after = np.array([middle], np.int32), (rows.num_tokens - middle).astype(np.int32)
-    head = Rows(rows.slot, rows.start, before, rows.tokens[:middle])
-    tail = Rows(rows.slot, rows.start + np.int32(middle), after, rows.tokens[middle:])
+    head = Rows(rows.slot, rows.start, before, rows.tokens[:middle], rows.state)
+    tail = Rows(rows.slot, rows.start + np.int32(middle), after, rows.tokens[middle:], rows.state)
     first = second = scores
     if scores is not None:
         first, second = (replace(scores, targets=cut) for cut in (scores.targets[:middle], scores.targets[middle:]))

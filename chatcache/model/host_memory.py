@@ -22,11 +22,11 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from chatcache_kernels.types import KVPages
+from chatcache_kernels.types import PageStore
 from torch import Tensor
 
 log = logging.getLogger(__name__)
@@ -85,12 +85,11 @@ class PagePrefaulter:
     Call it from one thread; the prefaulting itself runs in a background thread.
     """
 
-    def __init__(self, pages: KVPages, ahead_bytes: int = PREFAULT_AHEAD_BYTES) -> None:
-        self._layers = [layer for store in (pages.k, pages.v) for layer in store]
-        page_bytes = _page_bytes(self._layers[0])
+    def __init__(self, stores: Sequence[PageStore], ahead_bytes: int = PREFAULT_AHEAD_BYTES) -> None:
+        self._layers = [layer for store in stores for memory in store.tensors for layer in memory]
         self._num_pages = len(self._layers[0])
-        self._num_ahead = max(1, ahead_bytes // (page_bytes * len(self._layers)))
-        self._step = max(1, _STEP_BYTES // page_bytes)
+        self._num_ahead = max(1, ahead_bytes // sum(store.page_bytes for store in stores))
+        self._step = max(1, _STEP_BYTES // max(map(_page_bytes, self._layers)))
         self._num_prefaulted = 0  # pages below this one are prefaulted, or being prefaulted
         self._target = 0
         self._lock = threading.Lock()

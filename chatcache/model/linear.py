@@ -33,32 +33,64 @@ QUANTIZATIONS = ("none", "int8")
 
 
 class PanelLinear:
-    """A layer with a second copy of its weight, in panels for small steps.
+    """A layer whose weight is in panels for small steps; `product` may read another copy.
 
-    `chatcache_kernels.cpu.matmul` defines the panels; `FusedDecode` uses them.
+    `chatcache_kernels.cpu.matmul` defines the panels, and `compact` their copy for steps of few tokens (None: there is
+    none). `FusedDecode` and `BlockDecode` use them.
     """
 
-    __slots__ = ("bias", "panels", "product")
+    __slots__ = ("bias", "compact", "panels", "product")
 
-    def __init__(self, product: Linear, panels: Tensor, bias: Tensor | None) -> None:
-        self.product, self.panels, self.bias = product, panels, bias
+    def __init__(self, product: Linear, panels: Tensor, bias: Tensor | None, compact: Tensor | None = None) -> None:
+        self.product, self.panels, self.bias, self.compact = product, panels, bias, compact
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.product(x)
 
 
-class DualLayoutLinearFactory:
-    """Make layers that keep a oneDNN layout for many tokens and panels for few."""
+class PanelLinearFactory:
+    """Make layers with panels for small steps.
 
-    def __init__(self) -> None:
+    `has_onednn`: keep a oneDNN layout for many tokens, too; without, panels serve any number of tokens. `has_panels`:
+    if False, the oneDNN layout serves all steps that the compact copy does not. `has_compact`: keep a compact copy for
+    few tokens.
+    """
+
+    def __init__(self, *, has_onednn: bool = False, has_panels: bool = True, has_compact: bool = False) -> None:
+        self.has_onednn, self.has_panels, self.has_compact = has_onednn, has_panels, has_compact
+        self._num_bytes = self._num_compact_bytes = 0
         self._arena = HostArena()
 
-    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        from chatcache_kernels.cpu.matmul import can_pack, pack_weight
+    @property
+    def compact_share(self) -> float:
+        """Return the size of the compact copies relative to the weights; 1 without copies."""
+        return self._num_compact_bytes / self._num_bytes if self._num_bytes else 1.0
 
-        panels = pack_weight(weight, self._arena.copy) if can_pack(weight) else None
-        product = fast_linear(weight, bias)
-        return product if panels is None else PanelLinear(product, panels, bias)
+    def compact(self, weights: Tensor) -> Tensor:
+        """Return compact copies, see `compact.compact_weights`."""
+        from chatcache_kernels.cpu.compact import compact_weights
+
+        copies = compact_weights(weights, self._arena.empty)
+        self._num_bytes += weights.nbytes
+        self._num_compact_bytes += copies.nbytes
+        return copies
+
+    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        from chatcache_kernels.cpu.compact import FEW_TOKENS
+        from chatcache_kernels.cpu.matmul import can_pack, multiply, multiply_few, pack_weight
+
+        if not can_pack(weight):
+            return fast_linear(weight, bias)
+        compact = self.compact(weight[None])[0] if self.has_compact else None
+        if not self.has_panels:
+            many, few, num_outputs = fast_linear(weight, bias), compact, len(weight)
+            if few is None:
+                return many
+            return lambda x: multiply_few(x, few, num_outputs, bias) if len(x) <= FEW_TOKENS else many(x)
+        panels = pack_weight(weight, self._arena.empty)
+        if self.has_onednn:
+            return PanelLinear(fast_linear(weight, bias), panels, bias, compact)
+        return PanelLinear(lambda x: multiply(x, panels, bias, compact=compact), panels, bias, compact)
 
 
 def fast_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -150,18 +182,27 @@ def check_quantization(name: str, device: torch.device) -> None:
 
 
 def weight_sizes(
-    num_parameters: int, dtype: torch.dtype, arch: Architecture | None, int8: Int8LinearFactory | None
+    num_parameters: int,
+    dtype: torch.dtype,
+    arch: Architecture | None,
+    make_linear: LinearFactory | None = None,
+    idle_bytes: int = 0,
 ) -> tuple[int, int]:
-    """Return the bytes of all weights and the bytes of weights that every step reads.
+    """Return the bytes of all weights and the bytes of weights that a step of one token reads.
 
-    Second layouts are not counted. A step reads all weights except an embedding table that is not also the output head.
-    `arch` is None for a model that runs through transformers.
+    Second layouts are not counted, but a step reads compact copies instead of weights. It reads all weights except an
+    embedding table that is not also the output head. `arch` is None for a model that runs through transformers, whose
+    embedding table is counted as read, and which does not read `idle_bytes` of its experts.
     """
     held = num_parameters * dtype.itemsize
+    int8 = make_linear if isinstance(make_linear, Int8LinearFactory) else None
+    share = make_linear.compact_share if isinstance(make_linear, PanelLinearFactory) else 1.0
     if arch is None:
-        return held, held
+        if int8 is not None:
+            held -= max(0, int8.num_weights * dtype.itemsize - int8.num_bytes)
+        return held, round(share * (held - idle_bytes))
     table = arch.vocab_size * arch.hidden_size
     if int8 is None:
-        return held, held - (0 if arch.tied else table * dtype.itemsize)
+        return held, round(share * (held - (0 if arch.tied else table * dtype.itemsize)))
     held += int8.num_bytes - (int8.num_weights - (table if arch.tied else 0)) * dtype.itemsize
     return held, held - table * dtype.itemsize

@@ -6,8 +6,9 @@ A plan therefore only carries changes. The host's tables are authoritative. A GP
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from chatcache_kernels import reference
 from chatcache_kernels.types import AttentionBatch, AttentionWork
 from torch import Tensor
 
+from chatcache.model.geometry import WorkForm
 from chatcache.model.streams import upload
 from chatcache.types.plan import I32, I64, Rows
 
@@ -31,6 +33,59 @@ class TableChanges:
 
     at: I64
     pages: I32
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRows:
+    """The rows of a step cut where attention chunks begin: each piece is a row that starts at its chunk's first key.
+
+    Shapes as in `StepLayout`: the tokens are the same, in the same order; positions count from the start of the chunk.
+    """
+
+    tables: I32
+    start: I32
+    num_tokens: I32
+    offsets: I32
+
+    @classmethod
+    def cut(cls, tables: I32, start: I32, num_tokens: I32, page_size: int, chunk: int) -> ChunkRows:
+        """Return the pieces of rows. `chunk` is a multiple of `page_size`."""
+        end = start + num_tokens
+        first = start // chunk
+        count = np.maximum(-(-end // chunk) - first, 1)
+        row = np.repeat(np.arange(len(start)), count)
+        number = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+        origin = (first[row] + number) * chunk
+        begin = np.maximum(start[row], origin)
+        stop = np.minimum(end[row], origin + chunk)
+        width = -(-int((stop - origin).max(initial=0)) // page_size)
+        columns = np.minimum((origin // page_size)[:, None] + np.arange(width), tables.shape[1] - 1)
+        offsets = np.concatenate((np.zeros(1, np.int32), np.cumsum(stop - begin))).astype(np.int32)
+        counts = (begin - origin).astype(np.int32), (stop - begin).astype(np.int32)
+        return cls(np.ascontiguousarray(tables[row[:, None], columns]), *counts, offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class FormLayout:
+    """One form of a step's attention: its work list, if the backend needs one, and its rows, if they are cut."""
+
+    work: AttentionWork | None
+    rows: ChunkRows | None = None
+
+    def arrays(self) -> list[I32]:
+        """Return the arrays that the device needs."""
+        rows = self.rows
+        arrays = [] if rows is None else [rows.tables, rows.start, rows.num_tokens, rows.offsets]
+        return arrays + (_arrays(self.work) if self.work is not None else [])
+
+    def batch(self, batch: AttentionBatch, tensors: list[Tensor]) -> AttentionBatch:
+        """Return the step's `batch` in this form; `tensors` are `arrays` on the device."""
+        if self.rows is not None:
+            tables, start, num_tokens, offsets, *tensors = tensors
+            ends = self.rows.start + self.rows.num_tokens
+            most, longest = int(self.rows.num_tokens.max(initial=0)), int(ends.max(initial=0))
+            batch = AttentionBatch(tables, start, num_tokens, offsets, batch.slots, most, longest)
+        return batch if self.work is None else replace(batch, work=_with_arrays(self.work, tensors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +107,19 @@ class StepLayout:
     last: I64
     max_new_tokens: int
     max_context_tokens: int
-    work: AttentionWork | None
+    forms: tuple[FormLayout, ...]
 
-    def to(self, device: torch.device, device_slots: DeviceSlots | None = None) -> tuple[AttentionBatch, Tensor]:
-        """Return the attention batch and the positions on a device, copied in one transfer.
+    def to(
+        self, device: torch.device, device_slots: DeviceSlots | None = None
+    ) -> tuple[tuple[AttentionBatch, ...], Tensor]:
+        """Return the attention batches and the positions on a device, copied in one transfer.
 
         With `device_slots`, the page tables come from the device's mirror.
         """
-        work = _arrays(self.work) if self.work is not None else []
+        more = [form.arrays() for form in self.forms]
         tables = self.tables if device_slots is None else self.slot
-        host = (tables, self.start, self.num_tokens, self.offsets, self.slots, self.positions, *work)
-        first, start, num_tokens, offsets, slots, positions, *rest = upload(host, device)
+        host = (tables, self.start, self.num_tokens, self.offsets, self.slots, self.positions)
+        first, start, num_tokens, offsets, slots, positions, *rest = upload((*host, *chain(*more)), device)
         batch = AttentionBatch(
             tables=first if device_slots is None else device_slots.select_tables(first, self.tables.shape[1]),
             start=start,
@@ -71,9 +128,12 @@ class StepLayout:
             slots=slots,
             max_new_tokens=self.max_new_tokens,
             max_context_tokens=self.max_context_tokens,
-            work=_with_arrays(self.work, rest) if self.work is not None else None,
         )
-        return batch, positions
+        tensors = iter(rest)
+        batches = [
+            form.batch(batch, list(islice(tensors, len(arrays)))) for form, arrays in zip(self.forms, more, strict=True)
+        ]
+        return tuple(batches), positions
 
 
 class PageTables:
@@ -83,10 +143,15 @@ class PageTables:
     """
 
     def __init__(
-        self, num_slots: int, max_pages: int, page_size: int, prepare: PrepareWork = reference.prepare, group: int = 1
+        self,
+        num_slots: int,
+        max_pages: int,
+        page_size: int,
+        prepare: PrepareWork = reference.prepare,
+        forms: Sequence[WorkForm] = (WorkForm(),),
     ) -> None:
         self._prepare = prepare
-        self._group = group
+        self._forms = forms
         self.rows = np.zeros((num_slots, max_pages), np.int32)
         self.page_size = page_size
 
@@ -113,12 +178,14 @@ class PageTables:
 
         Raises: ValueError for a token at a position that has no page; writing it would corrupt the null page.
         """
-        size = self.page_size
-        counts = rows.num_tokens.astype(np.int64)
-        ends = np.cumsum(counts)
-        offsets = np.concatenate((np.zeros(1, np.int64), ends))
-        row = np.repeat(np.arange(len(counts)), counts)
-        positions = np.arange(len(row)) + np.repeat(rows.start - offsets[:-1], counts)
+        size, num_rows = self.page_size, len(rows.slot)
+        if len(rows.tokens) == num_rows:  # one token each
+            offsets, positions = np.arange(num_rows + 1), rows.start.astype(np.int64)
+            row = offsets[:-1]
+        else:
+            offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(rows.num_tokens, dtype=np.int64)))
+            row = np.repeat(np.arange(num_rows), rows.num_tokens)
+            positions = np.arange(len(row)) + np.repeat(rows.start - offsets[:-1], rows.num_tokens)
         max_context = int((rows.start + rows.num_tokens).max(initial=0))
         tables = self.rows[rows.slot, : -(-max_context // size)]
         pages = tables[row, positions // size]
@@ -133,11 +200,18 @@ class PageTables:
             offsets=offsets.astype(np.int32),
             slots=slots,
             positions=positions,
-            last=ends - 1,
-            max_new_tokens=int(counts.max(initial=0)),
+            last=offsets[1:] - 1,
+            max_new_tokens=int(num_tokens.max(initial=0)),
             max_context_tokens=max_context,
-            work=self._prepare(tables, start, num_tokens, size, self._group),
+            forms=tuple(self._form_layout(form, tables, start, num_tokens, max_context) for form in self._forms),
         )
+
+    def _form_layout(self, form: WorkForm, tables: I32, start: I32, num_tokens: I32, max_context: int) -> FormLayout:
+        rows = None
+        if form.chunk is not None and max_context > form.chunk:
+            rows = ChunkRows.cut(tables, start, num_tokens, self.page_size, form.chunk)
+            tables, start, num_tokens = rows.tables, rows.start, rows.num_tokens
+        return FormLayout(self._prepare(tables, start, num_tokens, self.page_size, form.group), rows)
 
     def decode_cells(self, slot: I32, start: I32) -> I64:
         """Return the KV cell of one new token per row. Shapes: slot, start [R] -> [R].
@@ -150,11 +224,11 @@ class PageTables:
             _check_pages(pages, start, np.arange(len(slot)))
         return pages.astype(np.int64) * self.page_size + offset
 
-    def decode_work(self, slot: I32, start: I32) -> AttentionWork | None:
-        """Return the work list for one new token per row, None if the backend needs none."""
+    def decode_works(self, slot: I32, start: I32) -> tuple[AttentionWork | None, ...]:
+        """Return the work lists for one new token per row, None where the backend needs none; no form has chunks."""
         max_context = int(start.max(initial=0)) // self.page_size + 1
-        ones = np.ones(len(slot), np.int32)
-        return self._prepare(self.rows[slot, :max_context], start, ones, self.page_size, self._group)
+        tables, ones = self.rows[slot, :max_context], np.ones(len(slot), np.int32)
+        return tuple(self._prepare(tables, start, ones, self.page_size, form.group) for form in self._forms)
 
 
 class DeviceSlots:

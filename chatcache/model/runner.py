@@ -17,12 +17,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from chatcache_kernels.types import HostPages, KVPages
+from chatcache_kernels.types import HostPages, PageStore
 
 from chatcache.errors import ModelFolderError
 from chatcache.model.attention import AttentionBackend, Network
@@ -32,7 +32,8 @@ from chatcache.model.eager import EagerRunner, Finish
 from chatcache.model.host_memory import PagePrefaulter
 from chatcache.model.page_tables import DeviceSlots, PageTables, StepLayout, TableChanges
 from chatcache.model.sampling.sampler import Sampler, TokenSampler
-from chatcache.model.static_steps import StepContext, WorkListBuffers
+from chatcache.model.states import StateStore
+from chatcache.model.static_steps import MAX_ROWS_WITHOUT_MERGES, StepContext, WorkListBuffers
 from chatcache.model.streams import Stream, StreamEvent, Streams, make_streams
 from chatcache.model.thread_count import ThreadCount
 from chatcache.types.plan import I32, I64, KVCapacity, Rows, StepPlan, StepResult
@@ -53,41 +54,54 @@ class SwapExecutor:
     def __init__(
         self,
         kernels: AttentionBackend,
-        pages: KVPages,
+        stores: tuple[PageStore, ...],
         num_host_pages: int,
         streams: Streams | None = None,
         *,
         is_optional: bool = False,
+        states: StateStore | None = None,
     ) -> None:
+        self._states = states
         self._kernels = kernels
-        self._pages = pages
-        self._device = pages.k.device
+        self._stores = stores
+        self._device = stores[0].tensors[0].device
         self._streams = streams or make_streams(self._device)
         self._unlock: Callable[[], object] = _no_unlock
         if self._device.type == "cuda":  # memory must be unlocked before it is freed, even without close()
-            self._host, addresses = allocate_locked(pages, num_host_pages, is_optional=is_optional)
+            self._host, addresses = allocate_locked(stores, num_host_pages, is_optional=is_optional)
             self._unlock = weakref.finalize(self, _unlock, addresses, self._host, self._streams.side)
         else:
-            self._host = HostPages.allocate(pages, num_host_pages)
+            self._host = tuple(HostPages.allocate(store, num_host_pages) for store in stores)
         self._swap_out_event: StreamEvent | None = None  # the next plan may write the swapped-out pages after it
 
     @property
     def num_pages(self) -> int:
         """Return the number of host pages."""
-        return self._host.num_pages
+        return self._host[0].num_pages
 
-    def apply(self, swaps_out: I32, swaps_in: I32, written: I32 | I64 | None = None) -> None:
+    def apply_plan(self, plan: StepPlan, written: I32 | I64 | None) -> None:
+        """Swap a plan's pages and states. `written`: as in `apply`. Raises: as `apply`."""
+        swap_states = self._state_swaps(plan) if self._states is not None else None
+        self.apply(plan.swaps_out, plan.swaps_in, None if swap_states is not None else written, swap_states)
+
+    def apply(
+        self,
+        swaps_out: I32,
+        swaps_in: I32,
+        written: I32 | I64 | None = None,
+        swap_states: Callable[[], None] | None = None,
+    ) -> None:
         """Swap pages out, then in, before work submitted to the main stream from now on needs them.
 
         Shapes: swaps_out [S, 2] (page, host page), swaps_in [S, 2] (host page, page). `written`: the pages that this
         plan's copies and rows write, None if unknown. If none of them is swapped out, the main stream waits for the
-        swap only before the next plan.
+        swap only before the next plan. `swap_states`: enqueues the swaps of states.
         Raises: ValueError for a page that does not exist: copying to it would corrupt other memory.
         """
         if self._swap_out_event is not None:
             self._streams.main.wait_event(self._swap_out_event)
             self._swap_out_event = None
-        if not len(swaps_out) and not len(swaps_in):
+        if not len(swaps_out) and not len(swaps_in) and swap_states is None:
             return
         if len(swaps_out):
             self._check(swaps_out[:, 0], swaps_out[:, 1])
@@ -96,7 +110,7 @@ class SwapExecutor:
         main, side = self._streams.main, self._streams.side
         # earlier steps have written the pages that leave and do not read those that return
         side.wait_event(main.record_event())
-        side.submit(lambda: self._move(swaps_out, swaps_in))
+        side.submit(lambda: self._move(swaps_out, swaps_in, swap_states))
         if len(swaps_in) or written is None or np.isin(swaps_out[:, 0], written).any():
             main.wait_event(side.record_event())
         else:
@@ -107,40 +121,69 @@ class SwapExecutor:
 
         No page changes its contents.
         """
-        count = min(NUM_MEASURED_PAGES, self._host.num_pages, self._pages.num_pages - 1)
+        count = min(NUM_MEASURED_PAGES, self.num_pages, self._stores[0].num_pages - 1)
         if not count:
             return 0.0
         device_pages, host_pages = np.arange(1, count + 1, dtype=np.int32), np.arange(count, dtype=np.int32)
         out, back = np.stack((device_pages, host_pages), 1), np.stack((host_pages, device_pages), 1)
+        return self._measure(lambda: self.apply(out, back)) / (2 * count)
+
+    def measure_state_s(self) -> float:
+        """Return the seconds to copy one state one way; 0 without host states. No state changes its contents."""
+        states = self._states
+        if states is None or not states.num_host_states or states.num_states < 2:
+            return 0.0
+        there, none = np.array([[1, 0]], np.int32), np.zeros((0, 2), np.int32)
+        out, back = (lambda: states.swap(there, none)), (lambda: states.swap(none, there[:, ::-1]))
+
+        def both_ways() -> None:
+            self.apply(none, none, None, out)
+            self.apply(none, none, None, back)
+
+        return self._measure(both_ways) / 2
+
+    def _measure(self, swap: Callable[[], object]) -> float:
+        """Return the seconds that `swap` takes, the best of a few runs."""
         best, deadline = float("inf"), time.perf_counter() + MEASURE_S
         for attempt in range(20):
             self._streams.main.record_event().wait()
             start = time.perf_counter()
-            self.apply(out, back)
+            swap()
             self._streams.side.record_event().wait()
             end = time.perf_counter()
             if attempt:  # the first run compiles and writes to fresh memory
                 best = min(best, end - start)
             if attempt and end > deadline:
                 break
-        return best / (2 * count)
+        return best
 
     def close(self) -> None:
         """Release the host pages."""
         self._streams.side.record_event().wait()
         self._unlock()
 
-    def _move(self, swaps_out: I32, swaps_in: I32) -> None:
+    def _state_swaps(self, plan: StepPlan) -> Callable[[], None] | None:
+        """Return the function that swaps a plan's states, None if there are none. Raises: ValueError as `apply`."""
+        states, out, back = self._states, plan.state_swaps_out, plan.state_swaps_in
+        if states is None or not (len(out) or len(back)):
+            return None
+        states.check_swaps(out, back)
+        return lambda: states.swap(out, back)
+
+    def _move(self, swaps_out: I32, swaps_in: I32, swap_states: Callable[[], None] | None) -> None:
         with torch.inference_mode():  # the page numbers stay in host memory, where the kernels read them
-            if len(swaps_out):
-                self._kernels.swap_out(self._pages, self._host, torch.from_numpy(swaps_out))
-            if len(swaps_in):
-                self._kernels.swap_in(self._pages, self._host, torch.from_numpy(swaps_in))
+            for store, host in zip(self._stores, self._host, strict=True):
+                if len(swaps_out):
+                    self._kernels.swap_out(store, host, torch.from_numpy(swaps_out))
+                if len(swaps_in):
+                    self._kernels.swap_in(store, host, torch.from_numpy(swaps_in))
+            if swap_states is not None:
+                swap_states()
 
     def _check(self, pages: I32, host_pages: I32) -> None:
         for name, ids, count in (
-            ("page", pages, self._pages.num_pages),
-            ("host page", host_pages, self._host.num_pages),
+            ("page", pages, self._stores[0].num_pages),
+            ("host page", host_pages, self.num_pages),
         ):
             if ids.min() < 0 or ids.max() >= count:
                 raise ValueError(f"a swap names {name} {ids.max() if ids.max() >= count else ids.min()} of {count}")
@@ -150,7 +193,7 @@ def _no_unlock() -> None:
     """Do nothing: host pages of a CPU are not locked."""
 
 
-def _unlock(addresses: list[int], host: HostPages, side: Stream) -> None:
+def _unlock(addresses: list[int], host: tuple[HostPages, ...], side: Stream) -> None:
     """Unlock the memory of `host` after the stream that accesses it has finished."""
     with suppress(RuntimeError):  # a lost device accesses no memory
         side.record_event().wait()
@@ -158,17 +201,19 @@ def _unlock(addresses: list[int], host: HostPages, side: Stream) -> None:
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
-def allocate_locked(pages: KVPages, num_pages: int, *, is_optional: bool) -> tuple[HostPages, list[int]]:
+def allocate_locked(
+    stores: tuple[PageStore, ...], num_pages: int, *, is_optional: bool
+) -> tuple[tuple[HostPages, ...], list[int]]:
     """Allocate page-locked host pages, which devices can access; return them with the addresses to unlock.
 
     torch's own pinned allocations are rounded up to powers of two; this locks exactly the pages.
     Raises: ModelFolderError if the system does not allow that much locked memory and the pages are not optional.
     """
-    host, addresses = HostPages.allocate(pages, num_pages), list[int]()
+    host, addresses = tuple(HostPages.allocate(store, num_pages) for store in stores), list[int]()
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    for store in (host.k, host.v):
-        size = store.numel() * store.element_size()
-        status = int(cudart.cudaHostRegister(store.data_ptr(), size, 0)) if size else 0
+    for memory in (tensor for pages in host for tensor in pages.tensors):
+        size = memory.numel() * memory.element_size()
+        status = int(cudart.cudaHostRegister(memory.data_ptr(), size, 0)) if size else 0
         if status:
             for address in addresses:
                 cudart.cudaHostUnregister(address)
@@ -176,9 +221,9 @@ def allocate_locked(pages: KVPages, num_pages: int, *, is_optional: bool) -> tup
             if not is_optional:
                 raise ModelFolderError(f"swap_space_bytes: {problem}; lower it")
             log.warning("%s: preempted requests are computed again instead of swapped", problem)
-            return HostPages.allocate(pages, 0), []
-        addresses += [store.data_ptr()] if size else []
-    log.info("swap space: %d pages, locked in memory", host.num_pages)
+            return tuple(HostPages.allocate(store, 0) for store in stores), []
+        addresses += [memory.data_ptr()] if size else []
+    log.info("swap space: %d pages, locked in memory", num_pages)
     return host, addresses
 
 
@@ -202,8 +247,8 @@ class AsyncLaunch:
 
     @property
     def num_graphs(self) -> int:
-        """Return the maximum number of captured steps: each size with and without shared pages."""
-        return 2 * len(self.sizes)
+        """Return the maximum number of captured steps: with and without shared pages, small ones without merges."""
+        return 2 * len(self.sizes) + sum(size <= MAX_ROWS_WITHOUT_MERGES for size in self.sizes)
 
 
 class LaunchedStep:
@@ -241,7 +286,7 @@ class Runner:
         self,
         network: Network,
         kernels: AttentionBackend,
-        pages: KVPages,
+        stores: tuple[PageStore, ...],
         capacity: KVCapacity,
         model_info: ModelInfo,
         async_launch: AsyncLaunch | None = None,
@@ -251,8 +296,10 @@ class Runner:
         threads: ThreadCount | None = None,
         *,
         is_swap_optional: bool = False,
+        states: StateStore | None = None,
     ) -> None:
         self.model_info = model_info
+        self._states = states
         self._threads = threads or ThreadCount((1,))
         self._prefaulter = prefaulter
         if prefaulter is not None:
@@ -265,21 +312,25 @@ class Runner:
         one = np.zeros((1, 1), np.int32)
         self._plans_work = kernels.prepare(one, one[0], one[0] + 1, self._page_size, 1) is not None
         max_pages = -(-capacity.max_model_len // capacity.page_size)
-        self._tables = PageTables(
-            capacity.num_slots, max_pages, capacity.page_size, kernels.prepare, network.geometry.group
-        )
+        forms = network.geometry.forms
+        self._tables = PageTables(capacity.num_slots, max_pages, capacity.page_size, kernels.prepare, forms)
         slots = DeviceSlots(self._tables, device) if async_launch is not None else None
         self._sampler = sampler or Sampler(network.geometry.vocab_size, device)
         self._streams = streams or make_streams(device)
-        self._swaps = SwapExecutor(kernels, pages, capacity.num_host_pages, self._streams, is_optional=is_swap_optional)
-        self._capacity = replace(
-            capacity, has_async_launch=async_launch is not None, num_host_pages=self._swaps.num_pages
+        self._swaps = SwapExecutor(
+            kernels, stores, capacity.num_host_pages, self._streams, is_optional=is_swap_optional, states=states
         )
-        self._eager = EagerRunner(network, kernels, pages, self._tables, slots, self._sampler)
+        self._capacity = replace(
+            capacity,
+            has_async_launch=async_launch is not None,
+            num_host_pages=self._swaps.num_pages,
+            num_host_states=states.num_host_states if states is not None else 0,
+        )
+        self._eager = EagerRunner(network, kernels, stores, self._tables, slots, self._sampler, states)
         self._capture: Capture = no_capture
         self._static: DecodeGraphs | None = None
-        if async_launch is not None and slots is not None and async_launch.sizes:
-            self._static = self._static_steps(StepContext(network, kernels, pages, slots), async_launch.sizes)
+        if async_launch is not None and slots is not None and async_launch.sizes and not network.geometry.has_chunks:
+            self._static = self._static_steps(StepContext(network, kernels, stores, slots), async_launch.sizes)
             self._capture = async_launch.capture
         self._in_flight: deque[LaunchedStep] = deque()
 
@@ -317,7 +368,7 @@ class Runner:
                 self._prefaulter.ensure(int(changes.pages.max()))
             filled = self._static.fill(plan, changes) if self._static is not None else None
             layout = self._tables.step_layout(plan.rows) if filled is None and len(plan.rows.slot) else None
-            self._swaps.apply(plan.swaps_out, plan.swaps_in, self._written(plan))
+            self._swaps.apply_plan(plan, self._written(plan))
             finish = self._submit(plan, changes, filled, layout)
             mark = self._streams.main.record_event()
         launched = LaunchedStep(lambda: self._wait(plan.step, mark, finish))
@@ -353,13 +404,20 @@ class Runner:
                 self._eager.apply_changes(self._tables.apply(np.zeros((0, 3), np.int32), np.array(cells, np.int32)))
                 for count, start, new in steps:
                     first, news = np.full(count, start, np.int32), np.full(count, new, np.int32)
-                    rows = Rows(np.arange(count, dtype=np.int32), first, news, np.zeros(count * new, np.int32))
+                    tokens, states = np.zeros(count * new, np.int32), self._scratch_states(count)
+                    rows = Rows(np.arange(count, dtype=np.int32), first, news, tokens, states)
                     self._eager.forward(rows, np.zeros(1, np.intp))
             self._eager.copy_pages(np.array([[1, 0]], np.int32))  # the null page is never read
             self._sampler.warm_up(self._network.geometry.dtype)
             if self._static is not None:
                 self._static.capture(self._capture, progress or (lambda fraction, what: None))
-            self._capacity = replace(self._capacity, swap_page_s=self._swaps.measure_page_s())
+            if self._states is not None:
+                self._states.clear_scratch()
+            self._capacity = replace(
+                self._capacity,
+                swap_page_s=self._swaps.measure_page_s(),
+                swap_state_s=self._swaps.measure_state_s(),
+            )
 
     def close(self) -> None:
         """Release weights and pages."""
@@ -367,15 +425,20 @@ class Runner:
         if self._prefaulter is not None:
             self._prefaulter.close()
         self._in_flight.clear()
+        self._states = None
         del self._network, self._eager, self._static, self._capture, self._sampler, self._swaps, self._prefaulter
 
     def _static_steps(self, context: StepContext, sizes: Sequence[int]) -> DecodeGraphs:
-        work_buffers: list[WorkListBuffers | None] = [None] * len(sizes)
+        work_buffers: list[tuple[WorkListBuffers, ...]] = [()] * len(sizes)
         if self._plans_work:
-            capacity = self._capacity
-            group, num_tokens = context.network.geometry.group, capacity.num_pages * self._page_size
+            length, num_tokens = self._capacity.max_model_len, self._capacity.num_pages * self._page_size
+            forms = list(enumerate(context.network.geometry.forms))
             work_buffers = [
-                WorkListBuffers.sized_for(size, group, capacity.max_model_len, num_tokens) for size in sizes
+                tuple(
+                    WorkListBuffers.sized_for(size, form.group, length, num_tokens, f"form_{place}_")
+                    for place, form in forms
+                )
+                for size in sizes
             ]
         return DecodeGraphs(context, self._tables, sizes, work_buffers)
 
@@ -402,6 +465,10 @@ class Runner:
             mark.wait()
             return finish()
 
+    def _scratch_states(self, count: int) -> I32:
+        """Return the states of `count` rows of the warm-up: none, or the scratch state for all."""
+        return np.full(count if self._states is not None else 0, self._states.scratch if self._states else 0, np.int32)
+
     def _written(self, plan: StepPlan) -> I32 | I64 | None:
         """Return the pages that a plan's copies and rows write; None if no page is swapped out."""
         if not len(plan.swaps_out):
@@ -417,16 +484,14 @@ class Runner:
     @contextmanager
     def _on_device(self, step: int) -> Iterator[None]:
         """Make the device current; raise DeviceLostError if an error means that it is lost."""
-        with ExitStack() as stack:
-            try:
-                if self._device.type == "cuda":
-                    stack.enter_context(torch.cuda.device(self._device))
+        try:
+            with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
                 yield
-            except RuntimeError as error:
-                lost = device_lost_error(error, self._name, step, self._probe)
-                if lost is not None:
-                    raise lost from error
-                raise
+        except RuntimeError as error:
+            lost = device_lost_error(error, self._name, step, self._probe)
+            if lost is not None:
+                raise lost from error
+            raise
 
     def _probe(self) -> None:
         """Make a device call that fails if the device is lost."""

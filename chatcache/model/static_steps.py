@@ -13,13 +13,13 @@ allocated, and no branch reads it), and attends to that page alone; its logits a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from chatcache_kernels.types import AttentionBatch, AttentionWork, KVPages, WorkList
+from chatcache_kernels.types import AttentionBatch, AttentionWork, PageStore, WorkList
 from chatcache_kernels.work_list import LARGE_TILE_QUERIES, SMALL_TILE_QUERIES, SPLIT_TOKENS
 from numpy.typing import NDArray
 from torch import Tensor
@@ -30,9 +30,19 @@ from chatcache.model.streams import ArraySpecs, Layout
 from chatcache.types.plan import I64, Rows
 
 SHARED_PIECES = 16  # splits of shared keys per row of a full batch
+MAX_ROWS_WITHOUT_MERGES = 8
+"""Steps of so many rows are captured without merges, too: short contexts have none, and small steps notice a launch."""
 
 Arrays = dict[str, NDArray[Any]]
 Replay = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLaunches:
+    """What a step launches in each attention layer: its first `num_lists` work lists, and the merge of split keys."""
+
+    num_lists: int
+    has_merges: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +50,17 @@ class WorkListBuffers:
     """Capacity of the fixed-size buffers for the attention work list of `size` decode rows.
 
     `heights`: tile height of each list, the smallest first. Only rows that share pages need the others, so a step
-    launches the first `num_lists` of them.
+    launches the first `num_lists` of them. `prefix`: of the names of the arrays.
     """
 
     size: int
     heights: tuple[int, ...]
     num_items: int
     num_states: int
+    prefix: str = ""
 
     @classmethod
-    def sized_for(cls, size: int, group: int, max_model_len: int, num_tokens: int) -> WorkListBuffers:
+    def sized_for(cls, size: int, group: int, max_model_len: int, num_tokens: int, prefix: str = "") -> WorkListBuffers:
         """Return buffers for `size` rows over `num_tokens` tokens of KV pages.
 
         A step that needs more runs uncaptured.
@@ -62,6 +73,7 @@ class WorkListBuffers:
             heights=heights if size > 1 else heights[:1],
             num_items=size + min(size * pieces, 2 * own),
             num_states=min(size * pieces, 2 * own + size * SHARED_PIECES),
+            prefix=prefix,
         )
 
     @property
@@ -77,16 +89,16 @@ class WorkListBuffers:
             parts[f"items_{number}"] = (np.int32, (self.num_items, 6))
             parts[f"members_{number}"] = (np.int32, (self.num_members,))
         parts["merge_states"] = (np.int32, (self.num_states,))
-        return parts
+        return {self.prefix + name: spec for name, spec in parts.items()}
 
-    def fill(self, inputs: Mapping[str, NDArray[Any]], work: AttentionWork, count: int) -> int | None:
+    def fill(self, inputs: Mapping[str, NDArray[Any]], work: AttentionWork, count: int) -> AttentionLaunches | None:
         """Write the work list of `count` rows into the arrays.
 
-        Return the number of lists to launch, or None if the work list does not fit. Each padding row attends to the
+        Return what to launch, or None if the work list does not fit. Each padding row attends to the
         first key of the null page, so its result is a number whatever memory held. Array contents past the new end are
         stale.
         """
-        lists = {one.max_members: one for one in work.lists}
+        p, lists = self.prefix, {one.max_members: one for one in work.lists}
         if len(lists) < len(work.lists) or not lists.keys() <= set(self.heights) or work.num_states > self.num_states:
             return None
         num_padding = self.size - count
@@ -97,49 +109,53 @@ class WorkListBuffers:
         num_lists, num_items, num_members = 1, 0, 0
         for number, height in enumerate(self.heights):
             one = lists.get(height)
-            inputs["num_items"][number, 0] = 0 if one is None else len(one.items)
+            inputs[p + "num_items"][number, 0] = 0 if one is None else len(one.items)
             if one is not None:
                 num_lists = number + 1
                 if not number:
                     num_items, num_members = len(one.items), len(one.members)
-                inputs[f"items_{number}"][: len(one.items)] = one.items.numpy()
-                inputs[f"members_{number}"][: len(one.members)] = one.members.numpy()
+                inputs[p + f"items_{number}"][: len(one.items)] = one.items.numpy()
+                inputs[p + f"members_{number}"][: len(one.members)] = one.members.numpy()
         self._add_padding(inputs, count, num_items, num_members)
         num_merges = len(work.merge_tokens)
-        inputs["num_merges"][0] = num_merges
-        inputs["merge_tokens"][:num_merges] = work.merge_tokens.numpy()
-        inputs["merge_offsets"][: num_merges + 1] = work.merge_offsets.numpy()
-        inputs["merge_states"][: work.num_states] = work.merge_states.numpy()
-        return num_lists
+        inputs[p + "num_merges"][0] = num_merges
+        inputs[p + "merge_tokens"][:num_merges] = work.merge_tokens.numpy()
+        inputs[p + "merge_offsets"][: num_merges + 1] = work.merge_offsets.numpy()
+        inputs[p + "merge_states"][: work.num_states] = work.merge_states.numpy()
+        return AttentionLaunches(num_lists, has_merges=num_merges > 0)
 
     def _add_padding(self, inputs: Mapping[str, NDArray[Any]], count: int, num_items: int, num_members: int) -> None:
         """Add one item to the first list for each padding row, from row `count` on."""
-        number = self.size - count
+        p, number = self.prefix, self.size - count
         if not number:
             return
         row = np.arange(count, self.size, dtype=np.int32)
-        items = inputs["items_0"][num_items : num_items + number]
+        items = inputs[p + "items_0"][num_items : num_items + number]
         items[:] = (0, 0, 1, 0, 1, -1)
         items[:, 0] = row
         items[:, 3] = row + np.int32(num_members - count)
-        inputs["members_0"][num_members : num_members + number] = row
-        inputs["num_items"][0, 0] = num_items + number
+        inputs[p + "members_0"][num_members : num_members + number] = row
+        inputs[p + "num_items"][0, 0] = num_items + number
 
-    def work(self, inputs: Mapping[str, Tensor], num_lists: int) -> AttentionWork:
+    def work(self, inputs: Mapping[str, Tensor], launches: AttentionLaunches) -> AttentionWork:
         """Return the work list over these buffers; `start` holds the position of each token."""
+        p, num_merges = self.prefix, self.size if launches.has_merges else 0
         return AttentionWork(
             lists=tuple(
                 WorkList(
-                    inputs[f"items_{number}"], inputs[f"members_{number}"], inputs["num_items"][number, :1], height
+                    inputs[p + f"items_{number}"],
+                    inputs[p + f"members_{number}"],
+                    inputs[p + "num_items"][number, :1],
+                    height,
                 )
-                for number, height in enumerate(self.heights[:num_lists])
+                for number, height in enumerate(self.heights[: launches.num_lists])
             ),
             positions=inputs["start"],
-            merge_tokens=inputs["merge_tokens"],
-            merge_offsets=inputs["merge_offsets"],
-            merge_states=inputs["merge_states"],
-            num_merges=inputs["num_merges"],
-            num_states=self.num_states,
+            merge_tokens=inputs[p + "merge_tokens"][:num_merges],
+            merge_offsets=inputs[p + "merge_offsets"],
+            merge_states=inputs[p + "merge_states"],
+            num_merges=inputs[p + "num_merges"],
+            num_states=self.num_states if launches.has_merges else 0,
         )
 
 
@@ -156,11 +172,11 @@ class StepContext:
 
     network: Network
     kernels: AttentionBackend
-    pages: KVPages
+    stores: tuple[PageStore, ...]
     slots: DeviceSlots
 
 
-def input_specs(size: int, work_buffers: WorkListBuffers | None) -> ArraySpecs:
+def input_specs(size: int, work_buffers: Sequence[WorkListBuffers]) -> ArraySpecs:
     """Return the dtype and shape of each input array of a step of `size` rows, by name.
 
     `start` is `positions` in the type that attention needs; `cells` are the KV cells of the new tokens; `changed_at`
@@ -168,14 +184,22 @@ def input_specs(size: int, work_buffers: WorkListBuffers | None) -> ArraySpecs:
     """
     wide: ArraySpecs = dict.fromkeys(("tokens", "positions", "slot", "cells", "changed_at"), (np.int64, (size,)))
     narrow: ArraySpecs = dict.fromkeys(("start", "changed_pages"), (np.int32, (size,)))
-    return {**wide, **narrow, **(work_buffers.specs() if work_buffers is not None else {})}
+    specs = {**wide, **narrow}
+    for buffers in work_buffers:
+        specs |= buffers.specs()
+    return specs
 
 
 class StaticStep:
     """Decode step of `size` rows, on the first bytes and the first logits of buffers that all sizes share."""
 
     def __init__(
-        self, size: int, context: StepContext, work_buffers: WorkListBuffers | None, inputs: Tensor, logits: Tensor
+        self,
+        size: int,
+        context: StepContext,
+        work_buffers: Sequence[WorkListBuffers],
+        inputs: Tensor,
+        logits: Tensor,
     ) -> None:
         self.size = size
         self.work_buffers = work_buffers
@@ -188,12 +212,24 @@ class StaticStep:
         self._offsets = torch.arange(size + 1, dtype=torch.int32, device=device)
 
     @property
-    def max_lists(self) -> int:
-        """Return how many attention work lists a step can have at most."""
-        return len(self.work_buffers.heights) if self.work_buffers is not None else 1
+    def launches(self) -> list[AttentionLaunches]:
+        """Return what the attention of a step may launch: more work lists, and merges or in small steps none."""
+        max_lists = max((len(buffers.heights) for buffers in self.work_buffers), default=1)
+        found = [AttentionLaunches(count, has_merges=True) for count in range(1, max_lists + 1)]
+        has_short = self.work_buffers and self.size <= MAX_ROWS_WITHOUT_MERGES
+        return [AttentionLaunches(1, has_merges=False), *found] if has_short else found
 
-    def run(self, num_lists: int) -> None:
-        """Run the device's part of a step with `num_lists` work lists."""
+    def choose_launches(self, filled: Sequence[AttentionLaunches | None]) -> AttentionLaunches | None:
+        """Return the fewest launches for all forms of attention; None if the work list of one did not fit."""
+        needed = [each for each in filled if each is not None]
+        if len(needed) < len(filled):
+            return None
+        num_lists, has_merges = max(each.num_lists for each in needed), any(each.has_merges for each in needed)
+        exact = AttentionLaunches(num_lists, has_merges)
+        return exact if exact in self.launches else AttentionLaunches(num_lists, has_merges=True)
+
+    def run(self, launches: AttentionLaunches) -> None:
+        """Run the device's part of a step; `launches`: of its attention."""
         context, inputs = self._context, self._inputs
         slots = context.slots
         slots.write(inputs["changed_at"], inputs["changed_pages"])
@@ -207,14 +243,17 @@ class StaticStep:
             offsets=self._offsets,
             slots=inputs["cells"],
             max_new_tokens=1,
-            max_context_tokens=slots.max_pages * context.pages.page_size,
-            work=self._work(num_lists),
+            max_context_tokens=slots.max_pages * context.stores[0].page_size,
         )
-        step = AttentionStep(context.kernels, context.pages, batch)
+        places = context.network.geometry.places
+        step = AttentionStep(context.kernels, context.stores, self._batches(batch, launches), places)
         self._logits.copy_(context.network.forward(tokens, inputs["positions"], step, None))
 
-    def _work(self, num_lists: int) -> AttentionWork | None:
-        return self.work_buffers.work(self._inputs, num_lists) if self.work_buffers is not None else None
+    def _batches(self, batch: AttentionBatch, launches: AttentionLaunches) -> tuple[AttentionBatch, ...]:
+        """Return the batch of each form of attention."""
+        if not self.work_buffers:
+            return (batch,) * len(self._context.network.geometry.forms)
+        return tuple(replace(batch, work=buffers.work(self._inputs, launches)) for buffers in self.work_buffers)
 
 
 def no_changes() -> TableChanges:
@@ -242,9 +281,11 @@ def fill_rows(
     inputs["changed_pages"][num_changes:] = 0
 
 
-def fill_padding(inputs: Mapping[str, NDArray[Any]], slots: DeviceSlots, work_buffers: WorkListBuffers | None) -> None:
+def fill_padding(
+    inputs: Mapping[str, NDArray[Any]], slots: DeviceSlots, work_buffers: Sequence[WorkListBuffers]
+) -> None:
     """Write a step of padding rows only, which is what a capture runs."""
     none = np.zeros(0, np.int32)
     fill_rows(inputs, Rows(none, none, none, none), none.astype(np.int64), no_changes(), slots)
-    if work_buffers is not None:
-        work_buffers.fill(inputs, empty_work(), 0)
+    for buffers in work_buffers:
+        buffers.fill(inputs, empty_work(), 0)

@@ -9,13 +9,14 @@ All device work goes through `submit`, so that tests can substitute streams that
 declared waits allow (`tests/model/lazy_streams.py`) and detect a missing wait without a GPU.
 
 Small arrays move to the device through pinned memory, several in one copy, and the host does not wait; `Download` moves
-results back the same way.
+results back the same way, and `Uploader` moves weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -133,6 +134,8 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     On CPUs the tensor may share the memory of the array.
     """
     host = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cpu":
+        return host
     if device.type != "cuda" or not array.size:
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)  # torch keeps the pinned copy until the device has read it
@@ -150,6 +153,46 @@ def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]
     for cells, array in zip(layout.arrays(pinned.numpy()).values(), arrays, strict=True):
         cells[...] = array
     return list(layout.tensors(pinned.to(device, non_blocking=True)).values())
+
+
+UPLOAD_BYTES = 32 << 20
+
+
+class Uploader:
+    """Copies large tensors, such as weights in mapped files, to a device through two pinned buffers in turn.
+
+    The host fills one buffer while the device reads the other. A copy from unpinned memory does both in turn, in
+    small pieces.
+
+        host     | fill 0 | fill 1 | wait, fill 0 | wait, fill 1 |
+        device            | read 0 | read 1       | read 0       | read 1 |
+    """
+
+    def __init__(self, stream: Stream, *, pinned: bool, num_bytes: int = UPLOAD_BYTES) -> None:
+        self._stream = stream
+        self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        self._reads: list[StreamEvent | None] = [None, None]
+        self._next = 0
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Enqueue the copy of a host tensor into `target`, which is contiguous, in the target's dtype.
+
+        The source may change when this returns.
+        """
+        to, given = target.view(-1), source.reshape(-1)
+        size = len(self._buffers[0]) // target.element_size()
+        for part, values in zip(torch.split(to, size), torch.split(given, size), strict=True):
+            number, self._next = self._next, 1 - self._next
+            if (read := self._reads[number]) is not None:
+                read.wait()
+            filled = self._buffers[number][: part.nbytes].view(target.dtype)
+            filled.copy_(values)
+            self._stream.submit(partial(_copy, part, filled))
+            self._reads[number] = self._stream.record_event()
+
+
+def _copy(target: Tensor, pinned: Tensor) -> None:
+    target.copy_(pinned, non_blocking=True)
 
 
 ArraySpecs = dict[str, tuple[DTypeLike, tuple[int, ...]]]

@@ -13,14 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from chatcache.kv_cache.copy_on_write import PageCopy
-from chatcache.scheduler.decode_batch import (
-    DecodeBatch,
-    DecodeRows,
-    concat_draws,
-    pack_draws,
-)
+from chatcache.kv_cache.manager import KVCache
+from chatcache.scheduler.decode_batch import DecodeBatch, DecodeRows, pack_draws
 from chatcache.scheduler.request import Branch, LiveRequest
-from chatcache.types.actions import Candidates, DrawSpec
+from chatcache.scheduler.snapshots import is_snapshot_position
+from chatcache.types.actions import RANKED, Candidates, DrawSpec
 from chatcache.types.plan import I32, Draws, Pools, Rows, Scores, StepPlan
 
 Swaps = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]
@@ -66,6 +63,7 @@ class Step:
     that are sampled, or whose prompt is pooled. The last rows and draws of the plan belong to `decode_rows`, one each.
     `faults`: requests whose strategy raised when asked what to draw. `scored`, `pooled`: the rows of the plan's prompt
     scores and of its pools, in the same order.
+    `saved`: branches of the decode batch of which a snapshot is taken.
     `kept_draws`: the draws of the launched step that are left in this one; None for all.
     """
 
@@ -76,6 +74,7 @@ class Step:
     faults: list[tuple[LiveRequest, Exception]]
     scored: list[ScoredRow]
     pooled: list[PooledRow]
+    saved: Sequence[Branch] = ()
     kept_draws: I32 | None = None
 
     def without_ended_rows(self, decode_rows: I32) -> Step:
@@ -86,7 +85,8 @@ class Step:
         kept[num_granted + decode_rows] = True
         kept_draws = np.flatnonzero(kept[plan.draws.row]).astype(np.int32)
         tokens = plan.rows.tokens[np.repeat(kept, plan.rows.num_tokens)]
-        rows = Rows(plan.rows.slot[kept], plan.rows.start[kept], plan.rows.num_tokens[kept], tokens)
+        states = plan.rows.state[kept] if len(plan.rows.state) else plan.rows.state
+        rows = Rows(plan.rows.slot[kept], plan.rows.start[kept], plan.rows.num_tokens[kept], tokens, states)
         draws = plan.draws.select(kept_draws)
         draws = replace(draws, row=(np.cumsum(kept, dtype=np.int32) - 1)[draws.row])
         drawn: list[DrawnBranch] = []
@@ -94,7 +94,8 @@ class Step:
             if branch.table is not None:
                 drawn.append(DrawnBranch(branch, drawn[-1].first_draw + drawn[-1].num_draws if drawn else 0, count))
         decoding = self.decode_rows
-        fields = (decoding.rows.slot, decoding.rows.start, decoding.rows.num_tokens, decoding.rows.tokens)
+        fields = [decoding.rows.slot, decoding.rows.start, decoding.rows.num_tokens, decoding.rows.tokens]
+        fields += [decoding.rows.state] if len(decoding.rows.state) else []
         return replace(
             self,
             plan=replace(plan, rows=rows, draws=draws),
@@ -111,7 +112,8 @@ class Step:
     @property
     def has_swaps(self) -> bool:
         """Whether the step copies pages to or from the host."""
-        return bool(len(self.plan.swaps_out) or len(self.plan.swaps_in))
+        plan = self.plan
+        return any(map(len, (plan.swaps_out, plan.swaps_in, plan.state_swaps_out, plan.state_swaps_in)))
 
     def branches(self) -> list[Branch]:
         """Return the branch of each row."""
@@ -122,7 +124,7 @@ class Step:
         return list(dict.fromkeys(branch.request for branch in self.branches()))
 
     def request_of_draw(self, draw: int) -> LiveRequest:
-        first = self._first_decode_draw
+        first = self.first_decode_draw
         if draw >= first:
             return self.decode_rows.branches[draw - first].request
         return next(row.branch.request for row in reversed(self.drawn) if row.first_draw <= draw)
@@ -130,13 +132,15 @@ class Step:
     def candidates_by_request(
         self, candidates: Sequence[Candidates], faulty: Collection[LiveRequest] = ()
     ) -> dict[LiveRequest, dict[int, tuple[Candidates, ...]]]:
-        """Group the candidates of all draws by request and branch id, leaving out `faulty` requests."""
+        """Group the candidates of the draws by request and branch id, leaving out `faulty` requests."""
         answers: dict[LiveRequest, dict[int, tuple[Candidates, ...]]] = {}
         for branch, first, count in self.drawn:
             answers.setdefault(branch.request, {})[branch.id] = tuple(candidates[first : first + count])
-        first = self._first_decode_draw if self.drawn else 0
+        first = self.first_decode_draw if self.drawn else 0
         for branch, candidate in zip(self.decode_rows.branches, candidates[first:], strict=True):
             request = branch.request
+            if candidate is RANKED:
+                continue
             if request in answers:
                 answers[request][branch.id] = (candidate,)
             else:
@@ -146,7 +150,7 @@ class Step:
         return answers
 
     @property
-    def _first_decode_draw(self) -> int:
+    def first_decode_draw(self) -> int:
         return self.drawn[-1].first_draw + self.drawn[-1].num_draws if self.drawn else 0
 
 
@@ -156,7 +160,8 @@ class BatchBuilder:
     Each branch of the decode batch has one token in the step; `budget` is the number of tokens left for other branches.
     """
 
-    def __init__(self, max_num_tokens: int, decode_batch: DecodeBatch) -> None:
+    def __init__(self, kv: KVCache, max_num_tokens: int, decode_batch: DecodeBatch) -> None:
+        self._kv = kv
         self.granted: list[tuple[Branch, bytes]] = []
         self._num_left = max_num_tokens
         self._decode_batch = decode_batch
@@ -192,6 +197,10 @@ class BatchBuilder:
             self._scored.append(ScoredRow(request, len(self.granted), start, num_tokens))
         if request.pooler is not None and (num_pooled := request.pooler.num_pooled_tokens(start, stop)):
             self._pooled.append(PooledRow(branch, len(self.granted), num_pooled))
+        if (states := self._kv.states) is not None:
+            table.num_state_tokens = stop
+            if self._kv.enable_prefix_caching and is_snapshot_position(states, branch, stop, self._kv.page_size):
+                states.save(table, stop)
         self.granted.append((branch, branch.span(start, stop)))
         self._slots.append(slot)
         self._starts.append(start)
@@ -216,25 +225,28 @@ class BatchBuilder:
         if self._copies:
             copies = _to_array(list({copy.dst: copy for copy in self._copies}.values()), columns=2)
         fork_rows = _to_array(forks) if forks else _EMPTY[3]
-        if not self.granted:
-            rows, draws = decode_rows.rows, decode_rows.draws
-            updates = _concat(self._updates, decode_updates) if self._updates else decode_updates
-            plan = StepPlan(step, fork_rows, updates, copies, rows, draws, swaps_out, swaps_in)
-            return Step(plan, [], [], decode_rows, faults, [], [])
-        drawn, granted_draws = self._draws(faults)
+        saved: Sequence[Branch] = ()
+        state_copies = state_saves = states_out = states_in = _EMPTY[2]
+        if (states := self._kv.states) is not None:
+            saved = self._decode_batch.save_states(states) if self._kv.enable_prefix_caching else ()
+            state_copies, state_saves = (_to_array(pairs, columns=2) for pairs in states.pending_copies())
+            states_out, states_in = (_to_array(pairs, columns=2) for pairs in states.pending_swaps())
+        updates = _concat(self._updates, decode_updates) if self._updates else decode_updates
+        drawn: list[DrawnBranch] = []
+        rows, draws = decode_rows.rows, decode_rows.draws
+        if self.granted:
+            drawn, granted_draws = self._draws(faults)
+            rows, draws = self._rows(rows), self._append_decode_draws(granted_draws, draws)
         plan = StepPlan(
-            step=step,
-            forks=fork_rows,
-            updates=_concat(self._updates, decode_updates),
-            copies=copies,
-            rows=self._rows(decode_rows.rows),
-            draws=self._append_decode_draws(granted_draws, decode_rows.draws),
-            swaps_out=swaps_out,
-            swaps_in=swaps_in,
-            scores=_scores(self._scored),
-            pools=_pools(self._pooled),
+            *(step, fork_rows, updates, copies, rows, draws, swaps_out, swaps_in),
+            scores=_scores(self._scored) if self._scored else None,
+            pools=_pools(self._pooled) if self._pooled else None,
+            state_copies=state_copies,
+            state_saves=state_saves,
+            state_swaps_out=states_out,
+            state_swaps_in=states_in,
         )
-        return Step(plan, self.granted, drawn, decode_rows, faults, self._scored, self._pooled)
+        return Step(plan, self.granted, drawn, decode_rows, faults, self._scored, self._pooled, saved)
 
     def _draws(self, faults: list[tuple[LiveRequest, Exception]]) -> tuple[list[DrawnBranch], Draws | None]:
         drawn: list[DrawnBranch] = []
@@ -264,18 +276,20 @@ class BatchBuilder:
             start=_concat(self._starts, decode_rows.start),
             num_tokens=_concat(self._num_tokens, decode_rows.num_tokens),
             tokens=_concat(tokens, decode_rows.tokens),
+            state=decode_rows.state if self._kv.states is None else _concat(self._states(), decode_rows.state),
         )
+
+    def _states(self) -> list[int]:
+        return [branch.table.state for branch, _ in self.granted if branch.table is not None]
 
     def _append_decode_draws(self, draws: Draws | None, decode_draws: Draws) -> Draws:
         """Append the draws of the decode batch, whose rows come after the granted ones."""
         decode_draws = replace(decode_draws, row=decode_draws.row + len(self.granted))
-        return decode_draws if draws is None else concat_draws(draws, decode_draws)
+        return decode_draws if draws is None else draws.concat(decode_draws)
 
 
-def _scores(scored: Sequence[ScoredRow]) -> Scores | None:
+def _scores(scored: Sequence[ScoredRow]) -> Scores:
     """Return the scores to compute: all prompt tokens that these rows predict, if not scored."""
-    if not scored:
-        return None
     return Scores(
         row=np.array([one.row for one in scored], np.int32),
         num_top=np.array([one.request.num_prompt_top for one in scored], np.int32),
@@ -283,16 +297,14 @@ def _scores(scored: Sequence[ScoredRow]) -> Scores | None:
     )
 
 
-def _pools(pooled: Sequence[PooledRow]) -> Pools | None:
-    if not pooled:
-        return None
+def _pools(pooled: Sequence[PooledRow]) -> Pools:
     return Pools(*(np.array(column, np.int32) for column in list(zip(*pooled, strict=True))[1:]))
 
 
 def _targets(scored: ScoredRow) -> Iterator[int]:
     """Yield the next prompt token for each token of the row, NO_TARGET if it has a score."""
     request = scored.request
-    first, last = len(request.prompt_scores), request.num_prompt_tokens - 1
+    first, last = request.num_before_scores, request.num_prompt_tokens - 1
     for position in range(scored.start, scored.start + scored.num_tokens):
         yield request.prompt[position + 1] if first <= position < last else NO_TARGET
 

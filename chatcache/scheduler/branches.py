@@ -20,7 +20,8 @@ from chatcache.kv_cache.pool import InvariantError
 from chatcache.kv_cache.prefix_match import PrefixMatch
 from chatcache.scheduler.decode_batch import DecodeBatch
 from chatcache.scheduler.request import Branch, LiveRequest
-from chatcache.types.actions import BranchAction, Extend, Fork, Release
+from chatcache.scheduler.snapshots import max_start_tokens
+from chatcache.types.actions import BranchAction, Extend, Fork, Release, Reorder
 
 
 class RowAllocator:
@@ -72,7 +73,7 @@ def num_missing_pages(kv: KVCache, branch: Branch) -> int:
 class BranchManager:
     """The operations on branches, over one KV cache and one set of runner rows.
 
-    A branch leaves the decode batch before its page table is changed. A fork that its strategy makes leaves it there.
+    A branch leaves the decode batch before its page table is changed, except by a `Reorder`.
     """
 
     def __init__(self, kv: KVCache, rows: RowAllocator, decode_batch: DecodeBatch) -> None:
@@ -98,7 +99,7 @@ class BranchManager:
         branch.table = self._kv.fork(source.table)
         self._kv.truncate(branch.table, num_tokens, branch.request.scope)
         if source.request is not branch.request:
-            branch.table.num_matched_tokens = num_tokens
+            branch.table.num_matched_tokens = branch.table.num_tokens
         self._include_computed_before(branch)
         branch.slot = self._rows.fork(source.slot, branch.table.changed_from)
 
@@ -112,7 +113,7 @@ class BranchManager:
 
         `discard`: the pages that it computed must not be matched afterwards. `keep_tail=False`: the last one must not.
         """
-        self._decode_batch.remove(branch, discard=discard)
+        self._decode_batch.remove(branch, discard=discard, keep_tail=keep_tail, is_closing=True)
         if (table := branch.table) is not None:
             if table.num_tokens > table.num_matched_tokens:
                 branch.request.num_matched_tokens = min(branch.request.num_matched_tokens, table.num_matched_tokens)
@@ -157,6 +158,8 @@ class BranchManager:
             if branch.table is not None:
                 continue
             num_pages = num_missing_pages(self._kv, branch) + 1
+            if self._kv.states is not None:
+                num_pages += self._num_lost_pages(branch)
             if not request.lockstep and num_pages > num_free_pages:
                 break
             source = branch.fork_source
@@ -173,6 +176,9 @@ class BranchManager:
 
     def _reattach(self, branch: Branch, source: Branch) -> None:
         """Fork a waiting branch from its source, and extend it by its own pages if still cached."""
+        if self._kv.states is not None:
+            self._reattach_state(branch, source)
+            return
         if branch.num_tokens - branch.num_shared_tokens > self._kv.page_size or branch.request.host_pages:
             match = self._match(branch)
             num_shared = branch.num_shared_tokens // self._kv.page_size * self._kv.page_size
@@ -183,10 +189,31 @@ class BranchManager:
                 self.close(branch)
         self.start_as_fork(branch, source, branch.num_shared_tokens)
 
+    def _num_lost_pages(self, branch: Branch) -> int:
+        """Count the pages that a waiting branch does not share with its fork source, as the state there is gone."""
+        table = branch.fork_source.table if branch.fork_source is not None else None
+        if table is None:
+            return 0
+        num_tokens = branch.num_shared_tokens
+        return self._kv.num_pages_for(num_tokens - self._kv.num_fork_tokens(table, num_tokens))
+
+    def _reattach_state(self, branch: Branch, source: Branch) -> None:
+        """Fork a waiting branch from its source, or start it on a longer match.
+
+        Beams have to share pages to fit the pool; their source has stopped exactly where they are forked.
+        """
+        if source.table is not None and not branch.request.lockstep:
+            match = self._match(branch)
+            if match.num_tokens > self._kv.num_fork_tokens(source.table, branch.num_shared_tokens):
+                self.start(branch, match)
+                return
+        self.start_as_fork(branch, source, branch.num_shared_tokens)
+
     def _match(self, branch: Branch) -> PrefixMatch:
         request = branch.request
         chain = self._kv.hash_pages(branch.tokens(), request.scope, swapped=bool(request.host_pages))
-        return self._kv.match(chain, host_pages=request.host_pages)
+        max_tokens = max_start_tokens(branch) if self._kv.states is not None else None
+        return self._kv.match(chain, max_tokens=max_tokens, host_pages=request.host_pages)
 
     def apply(self, request: LiveRequest, actions: Sequence[BranchAction]) -> None:
         """Apply the actions of the request's decoding strategy to its branches.
@@ -195,19 +222,22 @@ class BranchManager:
         """
         forks: list[tuple[Branch, Branch]] = []  # (parent, child)
         released: list[Branch] = []
-        num_extended, batch = 0, self._decode_batch
+        num_added, batch = 0, self._decode_batch
         try:
             for action in actions:
                 if isinstance(action, Extend):
                     branch = request.branches.get(action.branch)
                     if branch is None or not (branch.in_decode_batch and batch.extend(branch, action.token)):
                         self._drawn_branch(request, action.branch).append(action.token)
-                    num_extended += 1
+                    num_added += 1
                 elif isinstance(action, Fork):
                     forks.append(self._fork(request, action))
-                else:
+                    num_added += 1
+                elif isinstance(action, Release):
                     released.append(self._release(request, action))
-            if len(request.branches) != num_extended + len(forks) or len(request.branches) > request.max_branches:
+                else:
+                    num_added += self._reorder(request, action)
+            if len(request.branches) != num_added or len(request.branches) > request.max_branches:
                 self._check_all_advanced(request)
             if forks:
                 self._assign_rows(forks, released)
@@ -219,6 +249,18 @@ class BranchManager:
             self._rows.release(branch.slot)
             branch.slot = -1
 
+    def _reorder(self, request: LiveRequest, action: Reorder) -> int:
+        """Move the branches of a beam search, in the decode batch if all of them are in it; return how many."""
+        if not self._decode_batch.can_reorder(request):
+            self.apply(request, action.as_actions())
+            return len(request.branches)
+        if request.branches.keys() != set(action.branches):
+            raise EngineError(f"an action names the branches {action.branches}, not {(*request.branches,)}")
+        find = request.branches.__getitem__
+        steps = zip(map(find, action.branches), map(find, action.parents), action.tokens, strict=True)
+        self._rows.forks += self._decode_batch.reorder(steps)
+        return len(action.branches)
+
     def move_to_decode_batch(self, request: LiveRequest) -> None:
         """Move the request's eligible branches into the decode batch."""
         for branch in request.branches.values():
@@ -226,28 +268,21 @@ class BranchManager:
                 self._decode_batch.add_if_eligible(branch)
 
     def _fork(self, request: LiveRequest, action: Fork) -> tuple[Branch, Branch]:
-        """Create the child branch with a fork of its parent's table; `_assign_rows` gives it a row."""
+        """Create the child branch with a fork of its parent's table; return parent and child."""
         parent = self._drawn_branch(request, action.parent)
         if action.child in request.branches or parent.table is None:
             raise EngineError(f"branch {action.child} already exists")
-        if self._decode_batch.can_fork(parent):
-            self._decode_batch.flush(parent)
-        else:
-            self._decode_batch.remove(parent)
-        child = parent.fork(action.child, action.token)
+        self._decode_batch.remove(parent)
+        child = request.branches[action.child] = parent.fork(action.child, action.token)
         child.table = self._kv.fork(parent.table)
-        request.branches[child.id] = child
         return parent, child
 
     def _release(self, request: LiveRequest, action: Release) -> Branch:
-        """Remove the branch and release its pages.
-
-        `_assign_rows` releases its row, or gives it to a child.
-        """
+        """Remove the branch and release its pages; `_assign_rows` releases its row, or gives it to a child."""
         branch = request.branches.pop(action.branch, None)
         if branch is None:
             raise EngineError(f"branch {action.branch} was released but does not exist")
-        self._decode_batch.remove(branch, keep_tail=action.keep_tail)
+        self._decode_batch.remove(branch, keep_tail=action.keep_tail, is_closing=True)
         if branch.table is None:
             request.num_waiting_branches -= 1
         else:
@@ -268,11 +303,9 @@ class BranchManager:
             if parent.table is None and parent.slot >= 0:  # it was released
                 child.slot, parent.slot = parent.slot, -1
         self._release_rows(released)
-        for (parent, child), row in zip(forks, rows, strict=True):
+        for (_, child), row in zip(forks, rows, strict=True):
             if child.slot < 0 and child.table is not None:
                 child.slot = self._rows.fork(row, child.table.changed_from)
-                if parent.in_decode_batch:
-                    self._decode_batch.fork(parent, child)
 
     def _drawn_branch(self, request: LiveRequest, branch_id: int) -> Branch:
         branch = request.branches.get(branch_id)
@@ -281,10 +314,7 @@ class BranchManager:
         return branch
 
     def _awaits_token(self, branch: Branch) -> bool:
-        """Return whether the branch was sampled and not extended since.
-
-        All its tokens are then computed.
-        """
+        """Return whether the branch was sampled and not extended since: all its tokens are computed."""
         if branch.in_decode_batch:
             return self._decode_batch.awaits_token(branch)
         return branch.table is not None and branch.table.num_tokens == branch.num_tokens

@@ -10,17 +10,19 @@ whole batch, without calls to its page table, and to its strategy only for those
     num_computed     31   80    -   64   17      compacted and sorted by service order
     next_token       52    3    -   11   90
 
-    add_if_eligible   a sampled branch was extended, and needs no decision in its next step
-    fork              a branch of the batch was forked by its strategy: its entry is copied
+    add_if_eligible   a sampled branch was extended, or is about to be, and needs no decision in its next step
+    reorder           a beam search chose its next beams: some branches continue as copies of others
     remove            the branch is about to be closed or preempted, or there is no page left for it
 
 Once in `page_size` steps the page of a branch is full; `advance_pages` then appends a page for all such branches.
-`reserve` gives pages to all branches that have no cell to write to, as they share their last page with a fork.
+`reserve` gives pages to all branches without a cell of their own, as they share their last page with a fork.
 
-The page table of a branch in the batch lags by up to one page. The tokens computed into its last page are kept in this
-module, and committed to the table when the page is full or on `flush`. Code that reads the number of tokens of a table
-flushes first; code that changes a table removes its branch from the batch first, which flushes as well. A fork only
-flushes: it changes nothing but what `reserve` reads.
+The page table of a branch in the batch lags by up to one page. The tokens computed into its last page are committed to
+the table when the page is full or on `flush`. Code that reads the number of tokens of a table flushes first; code that
+changes a table removes its branch from the batch first, which flushes as well.
+
+After `reorder` the partly filled page of a parent is copied onto the child's own page, without an allocation. A flush
+before the next step is planned finds both tables on the parent's page instead, as after any fork.
 
 Asynchronous scheduling: a step can be planned while the tokens sampled by the previous step are still on the device.
 The rows of its plan then contain PENDING_TOKEN, and `advance` records their tokens when they are known, before the next
@@ -31,16 +33,17 @@ its token is sampled again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from chatcache.errors import EngineError
 from chatcache.kv_cache.copy_on_write import PageCopy
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import TOKEN_BYTES
+from chatcache.kv_cache.states import StatePool
 from chatcache.scheduler.request import Branch, LiveRequest, encode_token
 from chatcache.types.actions import DrawSpec, LogitChanges
 from chatcache.types.plan import I32, PENDING_TOKEN, Draws, LogitEdit, LogitMask, Rows
@@ -49,7 +52,6 @@ MASK_64 = 2**64 - 1
 AWAITING_TOKEN = PENDING_TOKEN  # drawn, and not extended since
 NO_ROW = -1
 ORDINAL_BITS = 20
-_NO_CHANGES = DrawSpec()
 _NO_UPDATES = np.zeros((0, 3), np.int32)
 
 
@@ -71,29 +73,18 @@ def pack_draws(specs: Sequence[DrawSpec], rows: Sequence[int], positions: Sequen
     )
 
 
-def concat_draws(first: Draws, second: Draws) -> Draws:
-    """Append `second` to `first`."""
-    pairs, shift = zip(first.arrays(), second.arrays(), strict=True), len(first.row)
-    edits = [LogitEdit(edit.draw + shift, edit.ids, edit.scale, edit.add) for edit in second.edits]
-    masks = [LogitMask(mask.draw + shift, mask.words) for mask in second.masks]
-    draws = Draws.of([np.concatenate(pair) for pair in pairs])
-    return replace(draws, edits=(*first.edits, *edits), masks=(*first.masks, *masks))
-
-
 _DRAW_FIELDS = tuple(field.name for field in fields(Draws))[:10]  # the arrays
 _ENTRY = np.dtype(
     [
         ("is_used", np.bool_),
-        ("is_unreserved", np.bool_),  # the table has no cell of its own for the next token
         ("slot", np.int32),
         ("service_order", np.int64),
         ("num_computed", np.int32),
-        ("num_reported", np.int32),  # tokens counted in `LiveRequest.num_computed_tokens`
-        ("num_pages", np.int32),
+        ("num_reserved", np.int32),  # as in its table
+        ("num_before", np.int32),  # tokens that were computed when the branch was added
         ("next_token", np.int32),
-        ("cell", np.int64),  # index into `_cells` of the next token
-        ("end", np.int64),  # index into `_cells` after the last cell of its page
         ("planned_row", np.int32),  # in the last planned step
+        ("state", np.int32),  # of models with recurrent layers
         *((name, array.dtype) for name, array in zip(_DRAW_FIELDS, pack_draws((), (), ()).arrays(), strict=True)),
     ],
     align=True,
@@ -119,8 +110,8 @@ class DecodeBatch:
 
     An array has one entry per branch, or one per runner row where a comment says so; those of `_ENTRY` are columns of
     `_entries`. `unbatched_requests`: running requests with a branch outside the batch, which the scheduler serves one
-    by one. `has_unreserved`: some branches have no cell to write to; call `reserve`. `copied_requests`: those for which
-    it returned page copies in this plan, which are not made yet.
+    by one. `has_unreserved`: some branches have committed all cells of their own; call `reserve`. `copied_requests`:
+    those for which it returned page copies in this plan, which are not made yet.
     """
 
     def __init__(self, kv: KVCache, num_slots: int) -> None:
@@ -136,18 +127,19 @@ class DecodeBatch:
         self._changes = np.full(capacity, None, object)  # `LogitChanges`, or the function that returns them
         self._stay = np.full(capacity, None, object)  # `DrawSpec.changes_stay`
         self._entries = entries = np.zeros(capacity, _ENTRY)
-        self._is_used, self._is_unreserved = entries["is_used"], entries["is_unreserved"]
-        self._slot, self._service_order = entries["slot"], entries["service_order"]
-        self._num_computed, self._num_reported = entries["num_computed"], entries["num_reported"]
-        self._num_pages, self._next_token = entries["num_pages"], entries["next_token"]
-        self._cell, self._end, self._row = entries["cell"], entries["end"], entries["planned_row"]
-        self._draws = Draws.of([entries[name] for name in _DRAW_FIELDS])
+        self._is_used, self._slot, self._service_order = entries["is_used"], entries["slot"], entries["service_order"]
+        self._num_computed, self._num_reserved = entries["num_computed"], entries["num_reserved"]
+        self._num_before, self._next_token = entries["num_before"], entries["next_token"]
+        self._row, self._state = entries["planned_row"], entries["state"]
+        self._is_in_flight = False  # the last planned rows are not committed
+        self._drawn = np.zeros(num_slots if kv.states is not None else 0, np.int32)  # by slot, see `record_drawn`
+        self._draws, self._width = Draws.of([entries[name] for name in _DRAW_FIELDS]), entries["width"]
         self._specs = entries[list(_DRAW_FIELDS)]
         self._num_changing = 0  # entries with such a function
-        self._page_tokens = np.zeros((num_slots, kv.page_size), "<i4")  # by slot: the tokens of the page being filled
-        self._cells = self._page_tokens.reshape(-1)
         self._entry = np.zeros(num_slots, np.int32)  # entry of the branch, by slot
         self._entry_view, self._next_token_view = self._entry.data, self._next_token.data  # faster for single cells
+        self._num_computed_view, self._num_reserved_view = self._num_computed.data, self._num_reserved.data
+        self._uncopied_pages: dict[LiveRequest, list[tuple[Branch, Branch]]] = {}  # (parent, child), see `reorder`
         self._arrays: list[NDArray[Any]] = [self._entries, self._branches, self._tables, self._changes, self._stay]
         self._is_compact = True
         self._cached_rows: DecodeRows | None = None  # reused until a branch is added or removed
@@ -155,56 +147,74 @@ class DecodeBatch:
     # -- adding and removing branches -----------------------------------------------------------------------------
 
     def add_if_eligible(self, branch: Branch) -> None:
-        """Add a branch, if its next step needs no decision.
-
-        Asks its strategy once, for all steps, what to draw.
-        """
+        """Add a branch if its next step needs no decision; ask once what to draw in all steps."""
         request, table = branch.request, branch.table
-        if table is None or table.num_reserved == table.num_tokens or branch.num_tokens != table.num_tokens + 1:
+        if table is None or table.num_reserved == table.num_tokens or branch.num_tokens > table.num_tokens + 1:
             return  # it has no cell of its own for the token, or more tokens to compute
         if table.changed_from < table.num_pages or not request.strategy.has_fixed_draws:
             return  # its pages are not sent to the runner yet
+        if self._kv.states is not None and not self._kv.states.is_writable(table):
+            return
         specs = request.strategy.draws(branch.id)
         if len(specs) != 1:
             return
         if self._num_entries == len(self._slot):
             self._compact()
-        entry, slot, size = self._num_entries, branch.slot, self._kv.page_size
-        spec = specs[0]
+        entry, spec = self._num_entries, specs[0]
         self._specs[entry] = (  # first, as it raises for a spec that does not fit the arrays
             *(0, spec.width, spec.seed & MASK_64, spec.lane, 0),
             *(spec.temperature, spec.top_k, spec.top_p, spec.min_p, spec.num_top),
         )
-        self._num_computed[entry] = self._num_reported[entry] = table.num_tokens
-        self._num_pages[entry] = table.num_pages
-        self._row[entry], self._is_unreserved[entry] = NO_ROW, False
-        self._end[entry] = end = (slot + 1) * size
-        self._cell[entry] = end - (table.num_reserved - table.num_tokens)
-        self._page_tokens[slot, : table.num_tail_tokens] = np.frombuffer(table.tail_tokens, "<i4")
+        self._num_computed[entry], self._num_reserved[entry] = table.num_tokens, table.num_reserved
         self._append(branch, spec)
 
-    def can_fork(self, branch: Branch) -> bool:
-        """Return whether a branch can be forked within the batch: it is in it, and no step is planned ahead of it."""
-        return branch.in_decode_batch and bool(self._draws.width[self._entry_view[branch.slot]] > 1)
+    def can_reorder(self, request: LiveRequest) -> bool:
+        """Return whether all branches of a lockstep request can be reordered here: no step is planned ahead of them."""
+        is_complete = request.num_batched == len(request.branches) and request.lockstep and self._kv.states is None
+        return is_complete and bool(self._width[self._entry_view[request.leader.slot]] > 1)
 
-    def fork(self, parent: Branch, child: Branch) -> None:
-        """Add a branch that was forked from a branch of the batch, which was flushed before.
+    def reorder(self, steps: Iterable[tuple[Branch, Branch, int]]) -> list[tuple[int, int, int]]:
+        """Turn each branch of (branch, parent, token) into a copy of its parent with one more token.
 
-        `reserve` gives cells to both of them. Asks the strategy for draws only if they have edits or masks.
+        Returns the row copies. The branch shares the parent's full pages at once; `reserve` copies the partly filled
+        one onto its own. Raises: EngineError if a branch was not sampled, or named before its child.
         """
-        if self._num_entries == len(self._slot):
-            self._compact()
-        entry, source, slot = self._num_entries, self._entry_view[parent.slot], child.slot
-        has_changes = self._changes[source] is not None
-        spec = child.request.strategy.draws(child.id)[0] if has_changes else _NO_CHANGES
-        self._is_unreserved[source] = self.has_unreserved = True
-        self._entries[entry] = self._entries[source]
-        self._num_reported[entry], self._row[entry] = self._num_computed[source], NO_ROW
-        end = (slot + 1) * self._kv.page_size
-        self._cell[entry] += end - self._end[source]
-        self._end[entry] = end
-        self._page_tokens[slot] = self._page_tokens[parent.slot]
-        self._append(child, spec)
+        rows: list[tuple[int, int, int]] = []
+        entries, next_token = self._entry_view, self._next_token_view
+        num_computed, num_reserved = self._num_computed_view, self._num_reserved_view
+        for branch, parent, token in steps:
+            entry = entries[branch.slot]
+            if next_token[entry] != AWAITING_TOKEN or next_token[entries[parent.slot]] != AWAITING_TOKEN:
+                raise EngineError(f"an action names branch {branch.id}, which was not sampled")
+            if branch is not parent:
+                branch.outputs, table = parent.outputs[:], self._tables[entry]
+                if num_computed[entry] == num_reserved[entry]:
+                    self._share_pages(parent, branch)
+                    rows.append((parent.slot, branch.slot, table.num_pages))
+                else:
+                    self._uncopied_pages.setdefault(branch.request, []).append((parent, branch))
+                    if self._kv.adopt(self._tables[entries[parent.slot]], table):
+                        rows.append((parent.slot, branch.slot, table.num_prefix_pages))
+                self.has_unreserved = True
+            next_token[entry] = token
+            branch.outputs += encode_token(token)
+            branch.num_tokens += 1
+        return rows
+
+    def _share_pages(self, parent: Branch, child: Branch) -> None:
+        """Let a branch share all pages of its parent, and none of its own; `reserve` gives cells to both."""
+        source, entry = self._entry_view[parent.slot], self._entry_view[child.slot]
+        self._commit_to_table(parent, source)
+        table = self._kv.fork(self._tables[source], self._tables[entry])
+        table.changed_from = table.num_prefix_pages
+        for each in (source, entry):
+            self._num_reserved_view[each] = self._num_computed_view[each]
+        self.has_unreserved = True
+
+    def _share_uncopied_pages(self, request: LiveRequest) -> None:
+        """Replace page copies that are not planned yet by shared pages, as the tables are read or closed."""
+        for parent, child in self._uncopied_pages.pop(request, ()):
+            self._share_pages(parent, child)
 
     def _append(self, branch: Branch, spec: DrawSpec) -> None:
         """Complete the entry of a branch after the last one."""
@@ -215,8 +225,11 @@ class DecodeBatch:
         self._num_changing += spec.next_changes is not None
         self._is_used[entry] = branch.in_decode_batch = True
         self._branches[entry], self._tables[entry] = branch, branch.table
-        self._slot[entry], self._entry[slot] = slot, entry
-        self._next_token[entry] = int.from_bytes(branch.outputs[-TOKEN_BYTES:], "little", signed=True)
+        self._slot[entry], self._entry[slot], self._row[entry] = slot, entry, NO_ROW
+        is_extended = branch.num_tokens > self._num_computed[entry]
+        self._next_token[entry] = branch.last_token if is_extended else AWAITING_TOKEN
+        self._num_before[entry] = self._num_computed[entry]
+        self._state[entry] = branch.table.state if branch.table is not None else 0
         order = (request.service_order << ORDINAL_BITS) + min(branch.ordinal, 2**ORDINAL_BITS - 1)
         self._service_order[entry] = order
         self._is_compact = self._is_compact and (entry == 0 or bool(self._service_order[entry - 1] < order))
@@ -225,19 +238,24 @@ class DecodeBatch:
         self.num_branches += 1
         request.num_batched += 1
 
-    def remove(self, branch: Branch, *, discard: bool = False, keep_tail: bool = True) -> None:
+    def remove(
+        self, branch: Branch, *, discard: bool = False, keep_tail: bool = True, is_closing: bool = False
+    ) -> None:
         """Remove a branch, if it is in the batch.
 
-        Its page table is updated, unless it is to be discarded, or closed without keeping its partly filled page.
+        Its page table is updated, unless it is to be discarded, or closed without keeping its partly filled page. A
+        table that is to be closed (`is_closing`) also gets the token that a launched row has added to its state.
         """
         if not branch.in_decode_batch:
             return
+        self._share_uncopied_pages(branch.request)
         entry = self._entry_view[branch.slot]
         if not discard:
-            if keep_tail or self._cell[entry] == self._end[entry]:
+            if keep_tail or self._num_computed[entry] == self._num_reserved[entry]:
                 self._commit_to_table(branch, entry)
-            else:
-                self._report(branch, entry)
+                if is_closing and self._kv.states is not None:
+                    self._commit_ahead(branch, entry)
+            branch.request.num_computed_tokens += int(self._num_computed[entry] - self._num_before[entry])
         self._num_changing -= callable(self._changes[entry])
         self._branches[entry] = self._tables[entry] = self._changes[entry] = self._stay[entry] = None
         self._is_used[entry] = branch.in_decode_batch = self._is_compact = False
@@ -248,22 +266,29 @@ class DecodeBatch:
 
     def flush(self, branch: Branch) -> None:
         """Commit all computed tokens of a branch in the batch to its page table."""
-        if not branch.in_decode_batch:
-            return
-        entry = self._entry_view[branch.slot]
-        self._commit_to_table(branch, entry)
-        if self._cell[entry] == self._end[entry]:
-            self._is_unreserved[entry] = self.has_unreserved = True
+        if branch.in_decode_batch:
+            self._share_uncopied_pages(branch.request)
+            entry = self._entry_view[branch.slot]
+            self._commit_to_table(branch, entry)
+            self.has_unreserved |= bool(self._num_computed[entry] == self._num_reserved[entry])
 
     def _commit_to_table(self, branch: Branch, entry: int) -> None:
-        table, num_computed, stop = self._tables[entry], int(self._num_computed[entry]), int(self._cell[entry])
-        self._kv.commit(table, self._cells[stop - (num_computed - table.num_tokens) : stop].tobytes())
-        self._report(branch, entry)
+        table, num_computed = self._tables[entry], self._num_computed_view[entry]
+        if num_computed > table.num_tokens:
+            self._kv.commit(table, branch.span(table.num_tokens, num_computed))
+        table.num_state_tokens = num_computed + (self._is_in_flight and self._row[entry] != NO_ROW)
 
-    def _report(self, branch: Branch, entry: int) -> None:
-        num_computed = int(self._num_computed[entry])
-        branch.request.num_computed_tokens += num_computed - int(self._num_reported[entry])
-        self._num_reported[entry] = num_computed
+    def _commit_ahead(self, branch: Branch, entry: int) -> None:
+        """Commit the token of a row on the device to a table that ends, so that its state can be named."""
+        table = self._tables[entry]
+        if table.num_state_tokens == table.num_tokens + 1 <= table.num_reserved:
+            token = int(self._next_token[entry])
+            token = int(self._drawn[branch.slot]) if token == AWAITING_TOKEN else token
+            self._kv.commit_ahead(table, encode_token(token))
+
+    def record_drawn(self, slots: I32, drawn: I32) -> None:
+        """Record the tokens that a step sampled, which the rows of the next step, already launched, read."""
+        self._drawn[slots] = drawn
 
     def flush_all(self) -> None:
         for branch in self._batched_branches():
@@ -290,7 +315,13 @@ class DecodeBatch:
     def num_missing_pages(self) -> int:
         """Count the branches that need another page for their newest token."""
         self._compact()
-        return int(np.count_nonzero(self._cell[: self._num_entries] == self._end[: self._num_entries]))
+        return len(self._full_entries())
+
+    def _full_entries(self) -> NDArray[np.intp]:
+        """Return the entries of the branches without a cell of their own for the next token."""
+        count = self._num_entries
+        full: NDArray[np.intp] = (self._num_computed[:count] == self._num_reserved[:count]).nonzero()[0]
+        return full
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -304,34 +335,40 @@ class DecodeBatch:
                 self.remove(branch)
 
     def reserve(self) -> tuple[Sequence[PageCopy], list[tuple[int, int, int]]]:
-        """Allocate pages for branches without a cell of their own; return page copies and table updates.
+        """Allocate pages for branches without a cell of their own whose tables do not lag: forks, and full pages.
 
-        If too few pages are free, all these branches are removed from the batch instead.
+        Returns page copies and table updates. If too few pages are free, all these branches are removed from the batch.
+        Also returns the copies that reordered branches need.
         """
         self.has_unreserved = False
+        tail_copies: list[PageCopy] = []
+        for request, pairs in self._uncopied_pages.items():
+            slots = [(parent.slot, child.slot) for parent, child in pairs]
+            tail_copies += self._kv.copy_tails(self._tables[self._entry[slots]].tolist())
+            request.num_copied_pages += len(pairs)
+            self.copied_requests.add(request)
+        self._uncopied_pages.clear()
         if not self._is_compact:
             self._compact()
-        entries = self._is_unreserved[: self._num_entries].nonzero()[0]
-        if not len(entries):
-            return (), []
+        entries = self._full_entries()
+        entries = entries[[table.num_tokens == table.num_reserved for table in self._tables[entries].tolist()]]
         branches, tables = self._branches[entries].tolist(), self._tables[entries].tolist()
         copies = self._kv.reserve([(table, table.num_tokens + 1) for table in tables])
         if copies is None:
             for branch in branches:
                 self.remove(branch)
-            return (), []
+            return tail_copies, []
+        copied = {copy.dst for copy in copies}
         updates: list[tuple[int, int, int]] = []
         for branch, table in zip(branches, tables, strict=True):
             if table.changed_from < table.num_pages:
                 first, pages = table.pop_changes()
                 updates += [(branch.slot, first + i, page) for i, page in enumerate(pages)]
-                if table.tail_tokens:
+                if table.own_pages[-1] in copied:
                     branch.request.num_copied_pages += 1
                     self.copied_requests.add(branch.request)
-        self._num_pages[entries] = [table.num_pages for table in tables]
-        self._cell[entries] = self._end[entries] - [table.num_reserved - table.num_tokens for table in tables]
-        self._is_unreserved[entries] = False
-        return copies, updates
+        self._num_reserved[entries] = [table.num_reserved for table in tables]
+        return [*copies, *tail_copies], updates
 
     def advance_pages(self) -> I32:
         """Append a page to each branch whose last page is full; return table updates [U, 3].
@@ -340,21 +377,19 @@ class DecodeBatch:
         """
         if not self._is_compact:
             self._compact()
-        count = self._num_entries
-        full = (self._cell[:count] == self._end[:count]).nonzero()[0]
+        full, size = self._full_entries(), self._kv.page_size
         if not len(full):
             return _NO_UPDATES
-        slots = self._slot[full]
-        pages = self._kv.advance_pages(self._tables[full].tolist(), self._page_tokens[slots].tobytes())
+        branches, stops = self._branches[full].tolist(), self._num_computed[full]
+        tokens = [branch.span(stop - size, stop) for branch, stop in zip(branches, stops.tolist(), strict=True)]
+        pages = self._kv.advance_pages(self._tables[full].tolist(), b"".join(tokens))
         if pages is None:
-            for branch in self._branches[full].tolist():
+            for branch in branches:
                 self.remove(branch)
             return _NO_UPDATES
-        num_pages = self._num_pages[full]
-        self._num_pages[full] = num_pages + 1
-        self._cell[full] -= self._kv.page_size
+        self._num_reserved[full] = stops + size
         updates = np.empty((len(full), 3), np.int32)
-        updates[:, 0], updates[:, 1], updates[:, 2] = slots, num_pages, pages
+        updates[:, 0], updates[:, 1], updates[:, 2] = self._slot[full], stops // size, pages
         return updates
 
     def plan_rows(self, faults: list[tuple[LiveRequest, Exception]]) -> DecodeRows:
@@ -376,7 +411,9 @@ class DecodeBatch:
         draws = replace(cached.draws, position=start + 1)
         if cached.changes:
             draws = _with_changes(draws, cached, faults)
-        rows = Rows(rows.slot, start, rows.num_tokens, self._next_token[:count].copy())
+        states = rows.state if self._kv.states is None else self._state[:count].copy()
+        rows = Rows(rows.slot, start, rows.num_tokens, self._next_token[:count].copy(), states)
+        self._is_in_flight = True
         return DecodeRows(cached.branches, rows, draws, cached.changes)
 
     def active_rows(self, rows: DecodeRows) -> I32 | None:
@@ -387,15 +424,18 @@ class DecodeBatch:
         return None if self._is_unchanged_since(rows) else self._row[self._planned_entries()]
 
     def advance(self, rows: DecodeRows) -> None:
-        """Record that the active rows of the last planned step were computed.
-
-        Their tokens are known now.
-        """
+        """Record that the active rows of the last planned step were computed: their tokens are known."""
         entries = slice(len(rows.branches)) if self._is_unchanged_since(rows) else self._planned_entries()
-        self._cells[self._cell[entries]] = self._next_token[entries]
-        self._cell[entries] += 1
         self._num_computed[entries] += 1
         self._next_token[entries] = AWAITING_TOKEN
+        self._is_in_flight = False
+
+    def save_states(self, states: StatePool) -> list[Branch]:
+        """Take the snapshots that are due after the planned step; return their branches."""
+        due = ((self._num_computed[: self._num_entries] + 1) % states.interval == 0).nonzero()[0].tolist()
+        for entry in due:
+            states.save(self._tables[entry], int(self._num_computed[entry]) + 1)
+        return [self._branches[entry] for entry in due]
 
     def can_schedule_ahead(self) -> bool:
         """Return whether the batch can be planned again before the last step returns its tokens.
@@ -409,10 +449,11 @@ class DecodeBatch:
             (self._num_changing and not self._changes_stay())
             or self.has_unreserved
             or (self._row[:count] == NO_ROW).any()
-            or (self._draws.width[:count] != 1).any()
+            or (self._width[:count] != 1).any()
         ):
             return False
-        return int(np.count_nonzero(self._cell[:count] + 1 == self._end[:count])) <= self._kv.pool.num_free
+        num_full = np.count_nonzero(self._num_computed[:count] + 1 == self._num_reserved[:count])
+        return int(num_full) <= self._kv.pool.num_free
 
     def _changes_stay(self) -> bool:
         """Return whether no edit or mask of the next step depends on the tokens of the last one."""
@@ -468,12 +509,13 @@ def _with_changes(draws: Draws, rows: DecodeRows, faults: list[tuple[LiveRequest
     masks: list[LogitMask] = []
     for draw, changes in rows.changes:
         try:
-            edit, mask = changes() if callable(changes) else changes
+            edit, mask = changes if isinstance(changes, tuple) else changes()
         except Exception as error:
             faults.append((rows.branches[draw].request, error))
             continue
         if edit is not None:
-            edits.append(LogitEdit(draw, *edit))
+            ids, scale, add = edit
+            edits.append(LogitEdit(draw, ids, scale, add))
         if mask is not None:
             masks.append(LogitMask(draw, mask))
     return replace(draws, edits=tuple(edits), masks=tuple(masks))

@@ -24,6 +24,10 @@ drawn together, so a beam search whose branches cannot fit the pool together is 
 Progress: each step computes tokens of the first running request, of which one branch fits an otherwise empty pool. With
 the bound, a finite number of requests computes a finite number of tokens, so there is neither deadlock nor livelock. A
 request waits forever only if requests that precede it arrive forever, which first come, first served excludes.
+
+States of recurrent layers add nothing to this: there are as many rows as the pool of states can give to branches
+(`StatePool.max_live`), a request starts only with rows for all its branches, and a branch without a row has no state.
+Snapshots use what is left, and are evicted when a branch needs a state.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ from chatcache.scheduler.branches import num_missing_pages
 from chatcache.scheduler.decode_batch import DecodeBatch
 from chatcache.scheduler.fairness import VirtualTokenCounter
 from chatcache.scheduler.request import Branch, LiveRequest
+from chatcache.scheduler.snapshots import max_start_tokens
 
 MAX_EXAMINED = 32
 """How many waiting requests one search examines at most."""
@@ -189,6 +194,10 @@ class WaitingQueue:
     def _resolve_start(self, request: LiveRequest, running: Sequence[LiveRequest]) -> Start:
         """Find the computed tokens to start on: the longer of a running fork and a cache match."""
         fork = find_fork(request, running, self._decode_batch) if self._kv.enable_prefix_caching else None
+        if fork is not None and fork.branch.table is not None and self._kv.states is not None:
+            num_tokens = self._kv.num_fork_tokens(fork.branch.table, fork.num_tokens)
+            is_whole = fork.is_whole and num_tokens == fork.num_tokens
+            fork = LiveFork(fork.branch, num_tokens, is_whole) if num_tokens else None
         if fork is not None and fork.is_whole:
             return Start(request, self._kv.empty_match(request.scope), fork)
         match = self._match(request)
@@ -198,7 +207,10 @@ class WaitingQueue:
         if request.hash_chain is None:
             tokens, swapped = request.leader.tokens(), bool(request.host_pages)
             request.hash_chain = self._kv.hash_pages(tokens, request.scope, swapped=swapped)
-        return self._kv.match(request.hash_chain, max_tokens=request.max_matched_tokens, host_pages=request.host_pages)
+        max_tokens = request.max_matched_tokens
+        if self._kv.states is not None and max_tokens is None:
+            max_tokens = max_start_tokens(request.leader)
+        return self._kv.match(request.hash_chain, max_tokens=max_tokens, host_pages=request.host_pages)
 
     def _awaits_running_prefill(self, start: Start) -> bool:
         """Return whether a running request is computing the first page that this request misses."""

@@ -46,6 +46,11 @@ class Branch:
         self.outputs += encode_token(token)
         self.num_tokens += 1
 
+    @property
+    def last_token(self) -> int:
+        """The newest output token."""
+        return int.from_bytes(self.outputs[-TOKEN_BYTES:], "little", signed=True)
+
     def tokens(self) -> I32:
         """Return all tokens, prompt included. O(tokens)."""
         return np.frombuffer(self.request.prompt_bytes + self.outputs, dtype="<i4")
@@ -60,11 +65,10 @@ class Branch:
         return head if last <= 0 else head + self.outputs[:last]
 
     def fork(self, child: int, token: int) -> Branch:
-        """Return a new branch with the same tokens followed by `token`; it has no pages yet."""
-        branch = Branch(child, self.request, self.outputs[:], self.num_tokens, self.request.num_branches_created)
+        """Return a new branch, without pages, with the same tokens followed by `token`."""
+        outputs, ordinal = self.outputs + encode_token(token), self.request.num_branches_created
         self.request.num_branches_created += 1
-        branch.append(token)
-        return branch
+        return Branch(child, self.request, outputs, self.num_tokens + 1, ordinal)
 
 
 @dataclass(slots=True, eq=False)
@@ -73,10 +77,12 @@ class LiveRequest:
 
     `arrival`: sequence number; smaller is older. `priority`: smaller is served first, before age is considered.
     `num_prompt_top`: how many alternative tokens to report for each prompt token, None for no prompt log-probabilities;
-    `prompt_scores` are the reports so far, from the second token on. `pooler`: the strategy, if it pools hidden states.
+    `prompt_scores` are the reports so far, from prompt token `prompt_scores_start` on (0: the second). `pooler`: the
+    strategy, if it pools hidden states.
     `explain`: record in `miss` why its first start did not find more in the cache. `resume_point`: where to continue a
-    request of a failed engine, until it is queued. `host_pages`: the host pages that it holds while preempted.
-    `accepted_s`, `admitted_s` (first start) and `first_token_s` are values of `time.perf_counter`.
+    request of a failed engine, until it is queued. `host_pages`, `host_states`: those that it holds while preempted.
+    `marks`: see `GenerateRequest`. `accepted_s`, `admitted_s` (first start) and `first_token_s` are values of
+    `time.perf_counter`.
 
     While the request waits, `hash_chain` holds the page keys of its first branch. While it runs, `pending_keys` are the
     keys of the pages that it is computing, `num_waiting_branches` of its branches wait for pages or their fork source,
@@ -95,9 +101,11 @@ class LiveRequest:
     priority: int = 0
     fork_of: ForkPoint | None = None
     num_prompt_top: int | None = None
+    prompt_scores_start: int = 0
     pooler: Pooler | None = None
     explain: bool = False
     resume_point: ResumePoint | None = None
+    marks: Sequence[int] = ()
     max_branches: int = field(init=False)
     lockstep: bool = field(init=False)
     prompt_bytes: bytes = field(init=False)
@@ -118,6 +126,7 @@ class LiveRequest:
     num_preemptions: int = 0
     prompt_scores: list[TokenLogprob] = field(default_factory=list)
     host_pages: list[int] = field(default_factory=list)
+    host_states: list[int] = field(default_factory=list)
     accepted_s: float = field(default_factory=time.perf_counter)
     admitted_s: float = 0.0
     first_token_s: float = 0.0
@@ -141,7 +150,12 @@ class LiveRequest:
     @property
     def has_unscored_tokens(self) -> bool:
         """Whether prompt tokens still have to be scored."""
-        return self.num_prompt_top is not None and len(self.prompt_scores) < self.num_prompt_tokens - 1
+        return self.num_prompt_top is not None and self.num_before_scores < self.num_prompt_tokens - 1
+
+    @property
+    def num_before_scores(self) -> int:
+        """Number of prompt tokens before the first whose successor still has to be scored."""
+        return max(self.prompt_scores_start - 1, 0) + len(self.prompt_scores)
 
     @property
     def max_matched_tokens(self) -> int | None:
@@ -151,7 +165,7 @@ class LiveRequest:
         state is pooled, for that.
         """
         if self.has_unscored_tokens:
-            return len(self.prompt_scores)
+            return self.num_before_scores
         return None if self.pooler is None else self.pooler.max_matched_tokens
 
     @property

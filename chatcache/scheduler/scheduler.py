@@ -52,6 +52,7 @@ from chatcache.scheduler.fairness import FairnessAccounting, VirtualTokenCounter
 from chatcache.scheduler.preemption import CostModel, SwapTracker
 from chatcache.scheduler.queue import Start, WaitingQueue, preemption_key
 from chatcache.scheduler.request import LiveRequest
+from chatcache.scheduler.snapshots import add_divergence, cut_at_snapshots
 from chatcache.scheduler.token_budget import (
     MAX_PARTIAL_PREFILLS,
     MIN_PREFILL_TOKENS,
@@ -59,7 +60,7 @@ from chatcache.scheduler.token_budget import (
     split_among_branches,
     token_demand,
 )
-from chatcache.types.actions import BranchAction, Extend
+from chatcache.types.actions import BranchAction, Extend, Reorder
 from chatcache.types.events import CacheMiss
 from chatcache.types.plan import I32
 
@@ -133,9 +134,11 @@ class Scheduler:
         for request in list(self._decode_batch.unbatched_requests):
             if not request.num_attached:
                 self._requeue(request)  # its branches with pages have ended
+        if self.kv.states is not None:
+            self._rewind_states()
         if len(self.waiting):
             self._admit()
-        batch = BatchBuilder(self.max_num_batched_tokens, self._decode_batch)
+        batch = BatchBuilder(self.kv, self.max_num_batched_tokens, self._decode_batch)
         self._decode_batch.remove_ineligible()
         self._decode_batch.copied_requests.clear()
         if self._decode_batch.has_unreserved:
@@ -151,6 +154,14 @@ class Scheduler:
         swaps = self.kv.host.pending_copies() if self.kv.host is not None else ((), ())
         forks = self._rows.pop_forks() if self._rows.forks else []
         return batch.build(self.num_steps, forks, decode_updates, swaps)
+
+    def _rewind_states(self) -> None:
+        """Shorten the tables whose state has consumed a token that their branch did not continue with."""
+        for request in self._decode_batch.unbatched_requests:
+            for branch in request.branches.values():
+                table = branch.table
+                if table is not None and not branch.in_decode_batch and table.num_state_tokens != table.num_tokens:
+                    self.kv.truncate(table, table.num_tokens)
 
     def can_schedule_ahead(self, step: Step) -> bool:
         """Return whether the next step is the same whatever tokens `step`, the last planned one, samples. A query."""
@@ -172,7 +183,9 @@ class Scheduler:
         Requires that `can_schedule_ahead` holds for the last step, and that it is committed. Prompts get tokens as far
         as pages are free. None if nothing can be computed.
         """
-        batch = BatchBuilder(self.max_num_batched_tokens, self._decode_batch)
+        batch = BatchBuilder(self.kv, self.max_num_batched_tokens, self._decode_batch)
+        if self._decode_batch.has_unreserved:  # the commit of a snapshot filled their last page
+            batch.add_copies(*self._decode_batch.reserve())
         decode_updates = self._decode_batch.advance_pages()
         requests = sorted(self._decode_batch.unbatched_requests, key=self._preemption_key)
         shares = self._share_prefill(requests)
@@ -185,10 +198,7 @@ class Scheduler:
 
     @property
     def _is_budget_tight(self) -> bool:
-        """Whether there are more branches than tokens in a step.
-
-        The decode batch, which computes a token of each of its branches, cannot be used then.
-        """
+        """Whether there are more branches than tokens in a step, so that the decode batch cannot be used."""
         return self._num_branches > self.max_num_batched_tokens
 
     def _reattach(self, requests: list[LiveRequest]) -> None:
@@ -271,6 +281,8 @@ class Scheduler:
     def _grant(self, request: LiveRequest, batch: BatchBuilder, num_prefill: int) -> bool:
         """Grant tokens to all branches of a request; False, and none, if too few pages are free."""
         wants = split_among_branches(request, batch.budget, num_prefill)
+        if (states := self.kv.states) is not None:
+            wants = cut_at_snapshots(states, wants, self.kv.page_size)
         goals = [(t, t.num_tokens + n) for b, n in wants if (t := b.table) and t.num_tokens + n > t.num_reserved]
         if goals:
             copies = self.kv.reserve(goals)
@@ -279,6 +291,8 @@ class Scheduler:
             self.num_page_copies += len(copies)
             request.num_copied_pages += len(copies)
             batch.add_copies(copies)
+        if states is not None:
+            states.reserve(branch.table for branch, _ in wants if branch.table is not None)
         for branch, num_tokens in wants:
             batch.add(branch, num_tokens)
         return True
@@ -306,7 +320,8 @@ class Scheduler:
         request.pending_keys = frozenset(request.hash_chain.keys[num_matched:] if request.hash_chain else ())
         request.hash_chain = None
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = match.num_tokens if fork is None else fork.num_tokens
+            request.num_cached_tokens = start.num_tokens
+            add_divergence(request, match, self.kv.page_size)
             if self._fairness is not None:
                 self._fairness.charge_start(request)
 
@@ -376,6 +391,8 @@ class Scheduler:
             if request.pending_keys and table.num_tokens == branch.num_tokens:
                 request.pending_keys = frozenset()
         self._decode_batch.advance(step.decode_rows)
+        for branch in step.saved:
+            self._decode_batch.flush(branch)
         self.kv.complete_step()
         self.swaps.release_returned()
         if self._fairness is not None:
@@ -391,6 +408,8 @@ class Scheduler:
             if branch is not None and branch.in_decode_batch and self._decode_batch.extend(branch, action.token):
                 return
         num_before = len(request.branches)
+        if request.num_unbatched and not self._is_budget_tight and actions and isinstance(actions[0], Reorder):
+            self._branches.move_to_decode_batch(request)
         try:
             self._branches.apply(request, actions)
         finally:
@@ -399,6 +418,11 @@ class Scheduler:
             self._branches.move_to_decode_batch(request)
         if not request.num_unbatched:
             self._decode_batch.unbatched_requests.discard(request)
+
+    def record_drawn(self, step: Step, drawn: I32) -> None:
+        """Record what a step sampled, before its tokens are applied, when the next step is already launched."""
+        if self.kv.states is not None:
+            self._decode_batch.record_drawn(step.plan.rows.slot[step.plan.draws.row], drawn)
 
     def reconcile(self, step: Step, drawn: I32) -> None:
         """Compare sampled with applied tokens, when the next step is already launched.
@@ -482,6 +506,13 @@ class Scheduler:
         """Return every open page table, with all computed tokens committed."""
         self._decode_batch.flush_all()
         return [table for request in self.running for table in request.tables()]
+
+    @property
+    def num_owed_tokens(self) -> int:
+        """Prompt tokens to compute: those of running requests, and all of waiting ones. O(prompts that run)."""
+        return self.waiting.num_prompt_tokens + sum(
+            token_demand(request)[1] for request in self._decode_batch.unbatched_requests
+        )
 
     def page_usage(self) -> PageUsage:
         """Return how pages and slots are used. O(pages held): for metrics and tests."""

@@ -42,6 +42,7 @@ from chatcache.errors import ChatcacheError, NotFoundError
 from chatcache.storage.redis_client import (
     LEASE_S,
     Client,
+    GatewayChannel,
     GatewayHeartbeats,
     Pipe,
     RedisConnection,
@@ -86,6 +87,7 @@ from chatcache.storage.redis_reads import (
     read_head,
     read_ids,
     read_items,
+    read_owner,
     read_owners,
     read_page,
     read_path,
@@ -116,6 +118,7 @@ class RedisStore:
         self._connection = RedisConnection(url, check_layout, timeout_s=timeout_s)
         self.keys = RedisKeys(self._connection)
         self._heartbeats = GatewayHeartbeats(self._connection, self._end_response, lease_s)
+        self.channel = GatewayChannel(url, self._connection, self._heartbeats)
         with contextlib.suppress(StoreUnavailableError):
             check_server(url)
 
@@ -149,6 +152,10 @@ class RedisStore:
     async def get(self, owner: str, conversation_id: str) -> Conversation:
         key = head_key(conversation_id)
         return (await self._read(lambda client: read_head(client, owner, conversation_id), key)).conversation
+
+    async def find_owner(self, conversation_id: str) -> str:
+        key = head_key(conversation_id)
+        return await self._read(lambda client: read_owner(client, conversation_id), key)
 
     async def list(self, owner: str, limit: int, after: str | None = None) -> Sequence[Conversation]:
         return await self._read(lambda client: list_heads(client, owner, limit, after))

@@ -1,4 +1,4 @@
-"""Connections to one Redis server: transactions, outages, permissions, gateway heartbeats.
+"""Connections to one Redis server: transactions, outages, permissions, heartbeats and messages of gateways.
 
 Every piece of work runs in its own task, so that a cancelled caller leaves no half-read reply on a connection. When a
 piece of work finds that the server does not answer, all others are rejected at once until a ping succeeds; while work
@@ -19,18 +19,17 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import redis
-from redis.asyncio import ConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.retry import Retry as SyncRetry
 
 from chatcache.conversations.store import StoreUnavailableError, StoreUnusableError
 from chatcache.conversations.tree import IN_PROGRESS, Turn
+from chatcache.redis_urls import num_waited_replicas, open_client, open_sync_client, server_name, transaction
 from chatcache.storage.redis_layout import (
+    ALL_GATEWAYS_CHANNEL,
     API_KEYS_KEY,
     RUNNING_KEY,
     alive_key,
     checkpoint_key,
+    gateway_channel,
 )
 
 log = logging.getLogger(__name__)
@@ -48,6 +47,7 @@ _NO_ANSWER = "the store does not answer now"  # the log names the server and the
 _SETTINGS = ("appendonly", "appendfsync", "maxmemory-policy")
 _FOREIGN_KEY = "a key outside of chatcache:"
 LEASE_S = 15.0
+_QUIET_S = 1.0  # after which the connection of a subscription is checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +73,10 @@ class RedisConnection:
             self._client = _client(url, timeout_s, timeout_s)
             # For work that takes the server long; outages are detected by the other client.
             self._slow_client = _client(url, SLOW_TIMEOUT_S, timeout_s)
+            self._num_waited_replicas = num_waited_replicas(url)
         except (ValueError, redis.RedisError) as error:
             raise StoreUnusableError(f"not a URL of a Redis server: {error}") from None
-        kwargs = self._client.connection_pool.connection_kwargs
-        self.address = kwargs.get("path") or f"{kwargs.get('host', 'localhost')}:{kwargs.get('port', 6379)}"
+        self.address = server_name(url)
         self._check_layout = check_layout
         self._slots = asyncio.Semaphore(_NUM_CONNECTIONS)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -117,7 +117,7 @@ class RedisConnection:
 
         async def attempt(client: Client) -> Result:
             for _ in range(_MAX_TRIES):
-                async with client.pipeline(transaction=True) as pipe:
+                async with transaction(client, self._num_waited_replicas) as pipe:
                     try:
                         await pipe.watch(*watched)
                         result = await work(pipe)
@@ -287,9 +287,33 @@ class GatewayHeartbeats:
         self._connection = link
         self._end_response = end_response
         self._lease_s = lease_s
-        self._process = secrets.token_hex(8)
+        self.process = self._process = secrets.token_hex(8)
         self._own_responses: set[str] = set()
         self._loop_task: asyncio.Task[None] | None = None
+
+    async def find_runner(self, response_id: str) -> str | None:
+        """Return the process that runs a response, None if none does.
+
+        A response whose process has died is ended first. Raises: StoreUnavailableError.
+        """
+
+        async def read(client: Client) -> tuple[bytes | None, bool]:
+            entry: bytes | None = await client.hget(RUNNING_KEY, response_id)
+            return entry, entry is not None and await _exists(client, alive_key(entry.decode().partition(" ")[0]))
+
+        entry, is_alive = await self._connection.run(read)
+        if entry is None:
+            return None
+        process, _, conversation_id = entry.decode().partition(" ")
+        if is_alive:
+            return process
+        await self._end_response(conversation_id, response_id, entry)
+        return None
+
+    async def running_ids(self) -> Sequence[str]:
+        """Return the ids of all running responses, of every process. Raises: StoreUnavailableError."""
+        found: list[bytes] = await self._connection.run(lambda client: client.hkeys(RUNNING_KEY))
+        return [name.decode() for name in found]
 
     def start(self) -> None:
         """Start renewing the lease, unless started."""
@@ -365,22 +389,89 @@ class GatewayHeartbeats:
                 await self._end_response(conversation_id, response.decode(), entry)
 
 
+class GatewayChannel:
+    """Messages between the gateways that share a server, by PUBLISH and SUBSCRIBE.
+
+    A message arrives at most once and is stored nowhere. The server reports how many gateways receive it, so that the
+    sender notices at once if the receiver has gone.
+    """
+
+    def __init__(self, url: str, connection: RedisConnection, heartbeats: GatewayHeartbeats) -> None:
+        self.name = heartbeats.process
+        self.find_runner = heartbeats.find_runner
+        self.running_ids = heartbeats.running_ids
+        self._connection = connection
+        self._client = _client(url, TIMEOUT_S, TIMEOUT_S)
+
+    async def send(self, name: str | None, data: bytes) -> int:
+        """Send a message to one gateway, or to all (None), this one included.
+
+        Returns how many receive it. Raises: StoreUnavailableError.
+        """
+        channel = ALL_GATEWAYS_CHANNEL if name is None else gateway_channel(name)
+        return int(await self._connection.run(lambda client: client.publish(channel, data)))
+
+    async def listen(self, receive: Callable[[bytes], None]) -> None:
+        """Pass every message to `receive`, until cancelled. A lost connection is opened again."""
+        is_reported = False
+        try:
+            while True:
+                try:
+                    async with self._client.pubsub() as subscription:
+                        await subscription.subscribe(ALL_GATEWAYS_CHANNEL, gateway_channel(self.name))
+                        _raise_lost_cancellation()
+                        is_reported = False
+                        await self._receive(subscription, receive)
+                except (redis.RedisError, OSError, RuntimeError) as error:
+                    if isinstance(error, RuntimeError) and _CLOSED not in str(error):
+                        raise
+                    _raise_lost_cancellation()
+                    if not is_reported:
+                        log.warning("no messages from other gateways now: %s", _error_text(error))
+                    is_reported = True
+                await asyncio.sleep(_PROBE_S)
+        finally:
+            await self._client.aclose(close_connection_pool=True)
+
+    async def _receive(self, subscription: Any, receive: Callable[[bytes], None]) -> None:
+        """Receive messages until the connection is lost, or silent after a ping."""
+        is_pinged = False
+        while True:
+            message = await subscription.get_message(timeout=_QUIET_S)
+            if message is not None:
+                is_pinged = False
+                if message["type"] == "message":
+                    receive(message["data"])
+            elif is_pinged:
+                raise redis.ConnectionError("the server does not answer a ping")
+            else:
+                is_pinged = True
+                await subscription.ping()
+                _raise_lost_cancellation()
+
+
+def _raise_lost_cancellation() -> None:
+    """Raise CancelledError if this task was cancelled.
+
+    redis-py sometimes turns a cancellation into a connection error, and loses one that comes when it has just sent a
+    command (`asyncio.wait_for` before Python 3.12).
+    """
+    if (task := asyncio.current_task()) is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 async def _exists(client: Client, key: str) -> bool:
     return bool(await client.exists(key))
 
 
 def _client(url: str, timeout_s: float, connect_timeout_s: float) -> Client:
-    pool = ConnectionPool.from_url(
+    return open_client(
         url,
         socket_timeout=timeout_s,
         socket_connect_timeout=connect_timeout_s,
         socket_keepalive=True,
-        retry=Retry(NoBackoff(), 0),
-        protocol=2,
-        decode_responses=False,
         max_connections=2 * _NUM_CONNECTIONS,
     )
-    return Redis(connection_pool=pool)
 
 
 def probe_server(url: str, key: str) -> bytes | None:
@@ -389,9 +480,8 @@ def probe_server(url: str, key: str) -> bytes | None:
     Returns None if the key does not exist. Raises: StoreUnusableError for an invalid URL or a rejected login;
     StoreUnavailableError if there is no server.
     """
-    options = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S, "protocol": 2}
     try:
-        client = redis.Redis.from_url(url, retry=SyncRetry(NoBackoff(), 0), **options)
+        client = open_sync_client(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
     except ValueError as error:
         raise StoreUnusableError(f"not a URL of a Redis server: {error}") from None
     try:
@@ -412,8 +502,7 @@ def run_commands(url: str, commands: Sequence[tuple[str | int, ...]]) -> list[An
 
     Raises: StoreUnavailableError.
     """
-    options = {"socket_timeout": SLOW_TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S, "protocol": 2}
-    client = redis.Redis.from_url(url, retry=SyncRetry(NoBackoff(), 0), **options)
+    client = open_sync_client(url, socket_timeout=SLOW_TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
     found: list[Any] = []
     try:
         for command in commands:

@@ -36,6 +36,7 @@ from chatcache.conversations.tree import Conversation, Item, Turn
 
 PREFIX = "chatcache:"
 SCHEMA_KEY = f"{PREFIX}schema"
+ALL_GATEWAYS_CHANNEL = "chatcache:gateways"
 RUNNING_KEY = f"{PREFIX}running"
 API_KEYS_KEY = f"{PREFIX}{{keys}}"
 API_KEYS_VERSION_KEY = f"{API_KEYS_KEY}:version"
@@ -125,6 +126,11 @@ def owner_from_ids_key(key: str) -> str:
 
 def claim_key(owner: str, key: str) -> str:
     return f"{PREFIX}claim:{{{_owner_part(owner)}}}:{key}"
+
+
+def gateway_channel(name: str) -> str:
+    """Return the channel of the messages to one gateway."""
+    return f"chatcache:gateway:{name}"
 
 
 def alive_key(process: str) -> str:

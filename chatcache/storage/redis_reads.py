@@ -54,6 +54,14 @@ async def read_head(reader: Reader, owner: str, conversation_id: str, expected_r
     return found
 
 
+async def read_owner(reader: Reader, conversation_id: str) -> str:
+    """Return the owner of a conversation. Raises: NotFoundError."""
+    data = await reader.get(head_key(conversation_id))
+    if data is None:
+        raise NotFoundError(f"no conversation {conversation_id!r}", param="conversation")
+    return unpack_head(data).conversation.owner
+
+
 async def run_computation(num_bytes: int, work: Callable[[], Result]) -> Result:
     """Run `work`, on a thread if it processes more than `_INLINE_BYTES`."""
     return work() if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)

@@ -56,6 +56,7 @@ from chatcache.storage.sqlite_schema import (
     prepare,
     prepare_reader,
     put_turn,
+    read_owner,
     row_to_conversation,
     row_to_item,
     row_to_turn,
@@ -130,6 +131,9 @@ class SqliteStore:
 
     async def get(self, owner: str, conversation_id: str) -> Conversation:
         return await self._read(owner, conversation_id, lambda db: read_head(db, owner, conversation_id))
+
+    async def find_owner(self, conversation_id: str) -> str:
+        return await self._readers.run("", lambda db: read_owner(db, conversation_id))
 
     async def list(self, owner: str, limit: int, after: str | None = None) -> Sequence[Conversation]:
         return await self._readers.run(owner, lambda db: list_heads(db, owner, limit, after))

@@ -37,6 +37,7 @@ from chatcache.conversations.search import (
 )
 from chatcache.conversations.store import OwnerAssignment, StoreUnusableError
 from chatcache.conversations.tree import IN_PROGRESS, Conversation, Item, ReplyParts, Turn, Usage
+from chatcache.errors import NotFoundError
 
 Row = Any  # a tuple as sqlite3 returns it
 CONVERSATION_COLUMNS = "id, owner, created_at, updated_at, title, active_leaf, rev, metadata"
@@ -254,6 +255,15 @@ def put_turn(db: sqlite3.Connection, conversation_id: str, turn: Turn) -> None:
         f"INSERT OR REPLACE INTO turns (conversation_id, {TURN_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (conversation_id, *row, *row_end),
     )
+
+
+def read_owner(db: sqlite3.Connection, conversation_id: str) -> str:
+    """Return the owner of a conversation. Raises: NotFoundError."""
+    row = db.execute("SELECT owner FROM conversations WHERE id = ?", (conversation_id,)).fetchone()
+    if row is None:
+        raise NotFoundError(f"no conversation {conversation_id!r}", param="conversation")
+    found: str = row[0]
+    return found
 
 
 def assign_owner(db: sqlite3.Connection, owner: str, to: str) -> OwnerAssignment:

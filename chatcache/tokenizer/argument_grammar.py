@@ -4,8 +4,9 @@ Required arguments are always written, optional ones may be left out; both are i
 without a schema of its arguments takes any keys.
 
 Strings in tagged notation have no end mark but the closing tag, so they are lazy lexemes. They are held to `enum`,
-`const`, `minLength`, `maxLength` and `pattern`; other values to their whole schema. Values in literal notation are held
-to types, `enum`, `const`, `items`, `properties` and the alternatives of `anyOf`.
+`const`, `minLength`, `maxLength` and `pattern`; other values to their whole schema, in which booleans and null may also
+be the words of Python. Values in literal notation are held to types, `enum`, `const`, `items`, `properties` and the
+alternatives of `anyOf`.
 """
 
 from __future__ import annotations
@@ -159,7 +160,8 @@ class TaggedRules:
         if types != {"string"} and (form.json_middle or "string" not in types):
             kinds[f"{name}_json"] = form.json_middle or form.middle
             value = json_rule(_with_definitions(_without_string(resolved, types), root))
-            rules += [f"{name}_json: {name}_value {mark(form.closing)}", f"{name}_value: {value}"]
+            words = "".join(f' | "{word}"' for word in _python_words(resolved, types))
+            rules += [f"{name}_json: {name}_value {mark(form.closing)}", f"{name}_value: {value}{words}"]
         return kinds, rules
 
     def _text_rules(self, name: str, shape: str) -> list[str]:
@@ -192,6 +194,14 @@ def _text_pattern(schema: Mapping[str, Any]) -> str:
     if isinstance(least, int) or isinstance(most, int):
         return f"(?s:.{{{least if isinstance(least, int) else 0},{most if isinstance(most, int) else ''}}})"
     return ""
+
+
+def _python_words(schema: Mapping[str, Any], types: frozenset[str]) -> list[str]:
+    """Return the words of Python that a schema allows; some templates write values with `| string` (Qwen3-Coder)."""
+    values = _enumerated(schema)
+    if values is not None:
+        return [str(value) for value in values if value is None or isinstance(value, bool)]
+    return ["True", "False"] * ("boolean" in types) + ["None"] * ("null" in types)
 
 
 def _without_string(schema: Mapping[str, Any], types: frozenset[str]) -> Mapping[str, Any]:

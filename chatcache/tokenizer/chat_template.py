@@ -112,6 +112,7 @@ def _placeholder(number: int) -> str:
 
 Message = Mapping[str, Any]
 _END_MARK = "\ue000chatcache-final\ue000"
+_PROBE = "content-of-a-message"
 MAX_CHECK_S = 0.25  # of computing; one message takes a hundredth of that
 
 log = logging.getLogger(__name__)
@@ -139,19 +140,28 @@ class ChatTemplate:
         self._variables = dict(variables)
         self.reserved_names = frozenset({*RESERVED_NAMES, *self._variables, *self._template.environment.globals})
         self.variable_names = frozenset(read) - self.reserved_names
+        self._tools_name = _OTHER_TOOLS if _OTHER_TOOLS in read and "tools" not in read else "tools"
+        self._needs_parts = False
 
     def check(self, origin: str) -> None:
         """Render a one-message chat as a check at load time.
 
-        Templates that reject this chat pass: they report their reason per request.
+        Templates of models that also read images may render contents only if they are lists of parts; later contents
+        are then given to them so. Templates that reject this chat pass: they report their reason per request.
         Raises: ModelFolderError if the template violates the sandbox or does not terminate.
         """
+        if not self._shows_content(origin, _PROBE):
+            self._needs_parts = self._shows_content(origin, _as_parts(_PROBE))
+
+    def _shows_content(self, origin: str, content: str | list[dict[str, str]]) -> bool:
+        """Return whether the rendering of one user message contains the probe."""
         try:
-            self._render([{"role": "user", "content": "Hi"}], True, {}, RenderBudget(MAX_CHECK_S))
+            return _PROBE in self._render([{"role": "user", "content": content}], True, {}, RenderBudget(MAX_CHECK_S))
         except SecurityError as error:
             raise ModelFolderError(f"{origin}: the chat template is refused: {error}") from error
         except Exception:
             log.debug("%s: the chat template does not render one user message", origin, exc_info=True)
+            return False
 
     def render(
         self,
@@ -168,6 +178,10 @@ class ChatTemplate:
         Raises: InvalidRequestError (param "messages") if the template rejects the messages or fails on them.
         """
         chat = [dict(message) for message in messages]
+        if self._needs_parts:
+            for message in chat:
+                if isinstance(message.get("content"), str):
+                    message["content"] = _as_parts(message["content"])
         if continue_final_message:
             add_generation_prompt = False
             _append_end_mark(chat)
@@ -190,18 +204,26 @@ class ChatTemplate:
         self, chat: list[dict[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any], meter: RenderBudget
     ) -> str:
         given = {**self._variables, "tools": None, "documents": None, **variables, TICK: meter}
+        given.setdefault(self._tools_name, given["tools"])
         context = self._template.new_context(
             {**given, "messages": chat, "add_generation_prompt": add_generation_prompt}
         )
         pieces: list[str] = []
         length = 0
-        for piece in self._template.root_render_func(context):
-            length += len(piece)
-            if length > MAX_RENDER_CHARS:
-                raise TemplateCostError(f"the chat template writes more than {MAX_RENDER_CHARS} characters")
-            meter()
-            pieces.append(piece)
+        try:
+            for piece in self._template.root_render_func(context):
+                length += len(piece)
+                if length > MAX_RENDER_CHARS:
+                    raise TemplateCostError(f"the chat template writes more than {MAX_RENDER_CHARS} characters")
+                meter()
+                pieces.append(piece)
+        finally:  # macros refer to the context: the cycle would keep the messages until a full garbage collection
+            context.vars.clear()
+            context.parent.clear()
         return "".join(pieces)
+
+
+_OTHER_TOOLS = "xml_tools"  # the name that SmolLM3's chat template has for `tools`
 
 
 def _compile(source: str) -> tuple[jinja2.Template, set[str]]:
@@ -215,6 +237,11 @@ def _compile(source: str) -> tuple[jinja2.Template, set[str]]:
         raise jinja2.TemplateSyntaxError("a chat template may not load others", 1)
     read = meta.find_undeclared_variables(tree)
     return environment.from_string(CostLimiter().visit(tree)), read
+
+
+def _as_parts(text: str) -> list[dict[str, str]]:
+    """Return a text content as a list of one part."""
+    return [{"type": "text", "text": text}]
 
 
 def _append_end_mark(chat: list[dict[str, Any]]) -> None:

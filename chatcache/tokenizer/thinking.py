@@ -48,6 +48,16 @@ class ThinkingControls:
         """The marker that ends the reasoning; "" for a model without."""
         return self._syntax.closing if self._syntax is not None else ""
 
+    def begin_reply(self, content: str, reasoning: str, rendering: str) -> str:
+        """Return the beginning of a reply to the prompt `rendering`.
+
+        Its reasoning, if it has some or the prompt opens it, then `content`.
+        """
+        is_open = self._format.starts_in_reasoning(rendering)
+        if self._syntax is None or not (reasoning or is_open):
+            return content
+        return f"{'' if is_open else self._syntax.opening}{reasoning}{self.closing_text}{content}"
+
     def check_kwargs(self, kwargs: Variables) -> None:
         """Check a client's template variables. Raises: InvalidRequestError naming the variable."""
         check_template_kwargs(kwargs, self._tokenizer.reserved_variables)

@@ -501,9 +501,9 @@ def _eos_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
 
 
 def _load_template(folder: Path, config: dict[str, Any], variables: dict[str, str]) -> ChatTemplate | None:
-    """Load the chat template from its own file, else from tokenizer_config.json.
+    """Load the chat template from its own file, else from tokenizer_config.json, else from a file of a processor.
 
-    The latter holds one template, or a list with one named "default".
+    tokenizer_config.json holds one template, or a list with one named "default".
     """
     file = folder / "chat_template.jinja"
     source: object = None
@@ -514,9 +514,10 @@ def _load_template(folder: Path, config: dict[str, Any], variables: dict[str, st
             raise ModelFolderError(f"{file}: not readable: {error}") from error
     else:
         file, source = folder / "tokenizer_config.json", config.get("chat_template")
-    if source is None:
-        file = folder / "chat_template.json"
-        source = _read_json(file).get("chat_template")
+    for name in ("chat_template.json", "processor_config.json"):
+        if source is None:
+            file = folder / name
+            source = _read_json(file).get("chat_template")
     if isinstance(source, list):
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = named.get("default")

@@ -78,7 +78,8 @@ def _reasoning_rules(form: ReplyFormat, mark: MarkRules, prompt_end: str) -> lis
     if syntax is None or prompt_end.rstrip().endswith(syntax.closing):
         return []
     inside = form.starts_in_reasoning(prompt_end)
-    lead = "thought BLANK?" if inside else f"({mark(syntax.opening)} thought BLANK?)?"
+    # some templates write a newline before the marker (GLM-4.6)
+    lead = "thought BLANK?" if inside else f"(BLANK? {mark(syntax.opening)} thought BLANK?)?"
     return [f"lead: {lead}", *mark.until("thought", syntax.closing), r"BLANK: /[ \t\r\n]+/"]
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,10 +26,19 @@ from typing import Any
 import msgspec
 
 from chatcache.conversations.store import ConversationStore
-from chatcache.conversations.tree import IN_PROGRESS, INCOMPLETE, Conversation, ConversationTree, Item, Turn
+from chatcache.conversations.tree import (
+    IN_PROGRESS,
+    INCOMPLETE,
+    SHARE_KEY,
+    Conversation,
+    ConversationTree,
+    Item,
+    Turn,
+)
 from chatcache.errors import InvalidRequestError, NotFoundError
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.transfer.draft import MAX_ITEMS, Ancestry, Draft, parents_first
+from chatcache.transfer.foreign import read_foreign
 from chatcache.transfer.format import (
     CONVERSATION,
     END,
@@ -321,7 +331,12 @@ def read_draft(data: bytes, owner: str, tokenizer: Tokenizer) -> Draft | None:
         return read_export(data, owner, tokenizer)
     if bytes(kind.mapping):
         return read_chatgpt(data, owner)
-    raise InvalidRequestError(f'not a conversation: it has neither "object": "{CONVERSATION}" nor ChatGPT\'s "mapping"')
+    if (draft := read_foreign(data, owner)) is not None:
+        return draft
+    raise InvalidRequestError(
+        f'not a conversation: it is neither of this server ("object": "{CONVERSATION}") nor exported by ChatGPT, '
+        "Open WebUI, LibreChat or llama.cpp"
+    )
 
 
 def read_export(data: bytes, owner: str, tokenizer: Tokenizer) -> Draft:
@@ -349,7 +364,8 @@ def read_export(data: bytes, owner: str, tokenizer: Tokenizer) -> Draft:
     else:
         items = tuple(replace(item, token_ids=()) for item in items)
         turns = tuple(replace(turn, prompt_ids=(), base_item_id=None) for turn in turns)
-    return Draft(to_conversation(line.conversation, owner), items, tuple(map(_ended, turns)), is_exact=is_exact)
+    conversation = _unshared(to_conversation(line.conversation, owner))
+    return Draft(conversation, items, tuple(map(_ended, turns)), is_exact=is_exact)
 
 
 async def import_draft(store: ConversationStore, draft: Draft, *, dry_run: bool = False) -> ImportResult:
@@ -425,6 +441,40 @@ def _with_new_ids(
     )
     leaf = _map_optional(new_id_of, source.active_leaf)
     return replace(source, id=conversation_id, active_leaf=leaf), items, turns
+
+
+def copy_branch(tree: ConversationTree, leaf: str, conversation_id: str, title: str | None = None) -> Draft:
+    """Return the messages on the path to `leaf`, with their tokens, as a new conversation with new ids.
+
+    `title`: None for that of the conversation.
+    """
+    head = tree.conversation
+    items = tree.path(leaf)
+    turn_ids = {item.response_id for item in items}
+    kept = {item.id for item in items}
+    turns = tuple(
+        replace(turn, status=INCOMPLETE if turn.status == IN_PROGRESS else turn.status)
+        for turn in tree.turns.values()
+        if turn.id in turn_ids and (not turn.parent_id or turn.parent_id in kept)
+    )
+    now = time.time()
+    source = replace(
+        _unshared(head),
+        id=conversation_id,
+        created_at=now,
+        updated_at=now,
+        title=title if title is not None else head.title,
+        active_leaf=leaf,
+        rev=1,
+    )
+    draft = Draft(source, items, turns, is_exact=True)
+    conversation, items, turns = _with_new_ids(draft, conversation_id, frozenset())
+    return replace(draft, conversation=conversation, items=items, turns=turns)
+
+
+def _unshared(conversation: Conversation) -> Conversation:
+    """Return a conversation without the link to it: a copy is not shared."""
+    return replace(conversation, metadata={k: v for k, v in conversation.metadata.items() if k != SHARE_KEY})
 
 
 def _echo_with_new_ids(turn: Turn, conversation_id: str, new_id_of: Callable[[str], str]) -> dict[str, object]:

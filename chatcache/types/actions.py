@@ -13,7 +13,7 @@ which are several times cheaper to create than dataclasses and are not tracked b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -69,6 +69,10 @@ class Candidates(msgspec.Struct, frozen=True, gc=False, array_like=True):
         return TokenLogprob((self.raw_logprobs or self.logprobs)[index], self.top)
 
 
+RANKED = Candidates((), ())
+"""Stands for the candidates of a draw that were ranked together with those of other requests."""
+
+
 class Extend(msgspec.Struct, frozen=True, gc=False):
     """Append `token` to `branch`; its keys and values are computed in a later step."""
 
@@ -98,7 +102,37 @@ class Release(msgspec.Struct, frozen=True, gc=False):
     keep_tail: bool = True
 
 
-BranchAction = Extend | Fork | Release
+class Reorder(msgspec.Struct, frozen=True, gc=False):
+    """One step of a beam search: branch `branches[i]` becomes a copy of `parents[i]` with one more token, `tokens[i]`.
+
+    Names all branches of the request, parents after their children. A branch that is a parent is its own parent; the
+    others give up their tokens and pages, without their partly filled page. It is the only action of its step.
+    """
+
+    branches: tuple[int, ...]
+    parents: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+    def as_actions(self) -> list[Release | Fork | Extend]:
+        """Return the actions that do the same branch by branch."""
+        steps = list(zip(self.branches, self.parents, self.tokens, strict=True))
+        moved = [step for step in steps if step[0] != step[1]]
+        return [
+            *(Release(branch, keep_tail=False) for branch, _, _ in moved),
+            *(Fork(parent, branch, token) for branch, parent, token in moved),
+            *(Extend(branch, token) for branch, parent, token in steps if branch == parent),
+        ]
+
+
+BranchAction = Extend | Fork | Release | Reorder
+
+
+def expand_actions(actions: Sequence[BranchAction]) -> list[Extend | Fork | Release]:
+    """Return the actions with a `Reorder` replaced by those that do the same branch by branch."""
+    expanded: list[Extend | Fork | Release] = []
+    for action in actions:
+        expanded += action.as_actions() if isinstance(action, Reorder) else [action]
+    return expanded
 
 
 class Emit(msgspec.Struct, frozen=True, gc=False):

@@ -49,8 +49,8 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
     """The last token of the prompt was computed.
 
     `num_cached_tokens` of its tokens came from existing pages. `prompt_logprobs`, if requested, has one entry per
-    prompt token; the first is None, as no token predicts it. `report` is present if the request asked for it
-    (`explain`).
+    prompt token from `prompt_logprobs_start` on; that of the first token is None, as no token predicts it. `report` is
+    present if the request asked for it (`explain`).
     """
 
     request_id: str

@@ -4,14 +4,22 @@ Both are immutable data, and the only data exchanged with the model runner (or o
 only: the runner keeps one page-table row per slot (a branch), so a decode step costs O(rows), not O(context length).
 The runner applies a plan in this order:
 
-    1. `forks`      copy page-table rows: table[dst, :num_pages] = table[src, :num_pages], in the order given
-    2. `updates`    table[slot, index] = page
-    3. `swaps_out`  host[host page] = pages[page], all layers: before this plan writes any page
-    4. `swaps_in`   pages[page] = host[host page]; may read host pages that this plan's swaps_out wrote
-    5. `copies`     copy page contents src -> dst, all layers (copy on write); no dst is also a src in one plan
-    6. `rows`       write K and V of the new tokens, attend, compute the logits of each drawn row's last token
-    7. `draws`      turn logits into candidates; `scores`: log-probabilities of the prompt's own tokens;
-                    `pools`: sums of hidden states
+    1. `forks`       copy page-table rows: table[dst, :num_pages] = table[src, :num_pages], in the order given
+    2. `updates`     table[slot, index] = page
+    3. `swaps_out`   host[host page] = pages[page], all layers: before this plan writes any page;
+                     `state_swaps_out`: host states[host state] = states[state]
+    4. `swaps_in`    pages[page] = host[host page]; may read host pages that this plan's swaps_out wrote;
+                     `state_swaps_in`: states[state] = host states[host state]
+    5. `copies`      copy page contents src -> dst, all layers (copy on write); no dst is also a src in one plan
+       `state_copies`: states[dst] = states[src], all recurrent layers: forks, restored snapshots, the zero state 0
+    6. `rows`        write K and V of the new tokens, attend, compute the logits of each drawn row's last token;
+                     recurrent layers read states[rows.state] and update it in place
+    7. `draws`       turn logits into candidates; `scores`: log-probabilities of the prompt's own tokens;
+                     `pools`: sums of hidden states
+    8. `state_saves` states[dst] = states[src]: snapshots of states that the rows have just updated
+
+A model without recurrent or convolution layers has no states, and all lists of states are empty. State 0 is zero and
+never written. No target of a list of states is a source in the same list.
 
 Symbols: R rows (branches granted tokens), T new tokens of all rows, D draws, P = `page_size` tokens. The token at
 position p of a branch is stored in page table[slot, p // P] at offset p % P:
@@ -23,7 +31,7 @@ position p of a branch is stored in page table[slot, p // P] at offset p % P:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -45,6 +53,10 @@ def _no_pairs() -> I32:
     return np.zeros((0, 2), np.int32)
 
 
+def _no_states() -> I32:
+    return np.zeros(0, np.int32)
+
+
 NOTHING_LEFT = "no token is left to draw: every one is banned"  # ends a branch, see `StepResult.faults`
 
 
@@ -56,12 +68,14 @@ class Rows:
     Row r computes positions start[r] to start[r] + num_tokens[r] - 1; earlier positions are already in its pages.
     PENDING_TOKEN stands for the token that the previous step samples for the same slot and that is not read back yet.
     It is allowed in a row of one token whose slot had exactly one draw, of width 1, in that step.
+    state [R]: the state that each row reads and updates in place; of shape [0] if the model has none.
     """
 
     slot: I32
     start: I32
     num_tokens: I32
     tokens: I32
+    state: I32 = field(default_factory=_no_states)
 
 
 class LogitEdit(msgspec.Struct, frozen=True, gc=False):
@@ -132,6 +146,14 @@ class Draws:
         """Return the draws at these indices, without edits and masks."""
         return Draws.of([array[which] for array in self.arrays()])
 
+    def concat(self, other: Draws) -> Draws:
+        """Return these draws followed by `other`."""
+        first, second, shift = self.arrays(), other.arrays(), len(self.row)
+        edits = [LogitEdit(edit.draw + shift, edit.ids, edit.scale, edit.add) for edit in other.edits]
+        masks = [LogitMask(mask.draw + shift, mask.words) for mask in other.masks]
+        draws = Draws.of([np.concatenate(pair) for pair in zip(first, second, strict=True)])
+        return replace(draws, edits=(*self.edits, *edits), masks=(*self.masks, *masks))
+
 
 @dataclass(frozen=True, slots=True)
 class Scores:
@@ -165,7 +187,9 @@ class StepPlan:
     """Everything that the runner does in one step, in the order given in the module's docstring.
 
     Shapes, all int32: forks [F, 3] (src slot, dst slot, num_pages), updates [U, 3] (slot, index, page), copies [C, 2]
-    (src page, dst page), swaps_out [S, 2] (page, host page), swaps_in [S, 2] (host page, page).
+    (src page, dst page), swaps_out [S, 2] (page, host page), swaps_in [S, 2] (host page, page). Of states likewise:
+    state_copies and state_saves [N, 2] (src, dst), state_swaps_out (state, host state), state_swaps_in (host state,
+    state).
     """
 
     step: int
@@ -178,6 +202,10 @@ class StepPlan:
     swaps_in: I32 = field(default_factory=_no_pairs)
     scores: Scores | None = None
     pools: Pools | None = None
+    state_copies: I32 = field(default_factory=_no_pairs)
+    state_saves: I32 = field(default_factory=_no_pairs)
+    state_swaps_out: I32 = field(default_factory=_no_pairs)
+    state_swaps_in: I32 = field(default_factory=_no_pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +244,8 @@ class KVCapacity:
     to num_host_pages - 1 (no null page); copying one page takes `swap_page_s` seconds in either direction, measured at
     startup. `has_async_launch`: `launch` returns before the step is done, so that the next step, with tokens
     PENDING_TOKEN, can be launched before the first one ends.
+    `num_states`: slots for states of `state_bytes` each, including the zero state 0; 0 for a model without recurrent or
+    convolution layers. `num_host_states`: host slots for swapping, copying one takes `swap_state_s` seconds.
     """
 
     num_pages: int
@@ -226,3 +256,7 @@ class KVCapacity:
     num_host_pages: int = 0
     swap_page_s: float = 0.0
     has_async_launch: bool = False
+    num_states: int = 0
+    state_bytes: int = 0
+    num_host_states: int = 0
+    swap_state_s: float = 0.0

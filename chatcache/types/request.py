@@ -6,6 +6,7 @@ Names and defaults are those of vLLM where it has them, and those of the OpenAI 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -122,7 +123,7 @@ class SamplingParams(DecodingParams, frozen=True, kw_only=True, tag="sampling"):
     """How to sample `n` candidates for one prompt.
 
     `temperature == 0` is greedy. `top_k` of 0 or -1, `top_p` of 1 and `min_p` of 0 each disable that filter. Sampled
-    tokens depend on (seed, candidate index, position) only; with `seed=None` the engine chooses a seed.
+    tokens depend on (seed, candidate index, position) only; with `seed=None` see `seed_of`.
 
     If `best_of` is more than `n`, that many candidates are sampled, and the `n` with the best mean raw log-probability
     per token are returned at the end, best first. `distinct` samples without replacement: no two candidates are equal,
@@ -238,7 +239,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     `scheduling_policy="priority"`. `fork_of`: a hint that the prompt has the same first tokens as that candidate, of
     the same namespace; if its request is running, its pages are forked, otherwise the hint has no effect.
     `explain`: report in `Started` what the request found in the cache, and why not more. `resume_point`: set if a
-    failed engine process had accepted the request before.
+    failed engine process had accepted the request before. `marks`: ascending numbers of prompt tokens after which other
+    requests may continue in another way. Models with recurrent layers keep their state there, and after each token that
+    ends a message. `prompt_logprobs_start`: the first prompt token whose log-probability is reported; those before it
+    may come from the cache.
     """
 
     request_id: str
@@ -253,3 +257,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     fork_of: ForkPoint | None = None
     explain: bool = False
     resume_point: ResumePoint | None = None
+    marks: tuple[int, ...] = ()
+    prompt_logprobs_start: int = 0
+
+
+def seed_of(request: GenerateRequest, base: int) -> int:
+    """Return the request's seed; without one, a hash of `base` and the request id."""
+    seed: int | None = getattr(request.params, "seed", None)
+    if seed is not None:
+        return seed
+    name = f"{base} {request.request_id}".encode("utf-8", "replace")
+    return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")

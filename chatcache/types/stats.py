@@ -48,10 +48,30 @@ class SlotUsage(msgspec.Struct, frozen=True, kw_only=True):
         return self.empty / (self.token + self.empty) if self.token else 0.0
 
 
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway sent to a worker and received from it; counters count since the worker was connected.
+
+    `requests`: by the reason for which the worker was chosen. `num_predicted_tokens`: prompt tokens that the gateway
+    believed to be in the worker's cache; `num_cached_tokens`: those that were, of the same requests. `owed_s`: as in
+    `EngineHealth`.
+    """
+
+    name: str
+    requests: dict[str, int]
+    num_prompt_tokens: int = 0
+    num_predicted_tokens: int = 0
+    num_cached_tokens: int = 0
+    owed_s: float = 0.0
+
+
 class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
     """Engine statistics for `/readyz`, `/metrics`, `chatcache bench` and the web page.
 
-    Counters count since startup.
+    Counters count since startup. `num_states`: the slots for states of recurrent layers, 0 for a model without.
+
+    `seconds_per_prompt_token`, `seconds_per_step`, `seconds_per_branch`: measured in recent steps, 0 before: prefill,
+    a decode step, and by how much one more branch lengthens it. `owed_s`: seconds of prefill for the prompts that wait
+    or are partly computed, whose cached tokens are known only when they start. `workers`: at a gateway of workers.
     """
 
     ready: bool
@@ -68,6 +88,11 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
     slots: SlotUsage = SlotUsage()
     num_host_pages: int = 0
     num_host_pages_in_use: int = 0
+    num_states: int = 0
+    num_states_in_use: int = 0
+    num_states_shared: int = 0
+    num_states_idle: int = 0
+    state_bytes: int = 0
     num_running: int = 0
     num_waiting: int = 0
     num_waiting_tokens: int = 0
@@ -80,6 +105,8 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
     num_pages_swapped_out: int = 0
     num_pages_swapped_in: int = 0
     num_page_copies: int = 0
+    num_state_copies: int = 0
+    num_state_evictions: int = 0
     num_self_checks: int = 0
     num_broken_invariants: int = 0
     num_prompt_tokens: int = 0
@@ -93,6 +120,11 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
     queue: Durations = Durations()
     prefill: Durations = Durations()
     decode: Durations = Durations()
+    seconds_per_prompt_token: float = 0.0
+    seconds_per_step: float = 0.0
+    seconds_per_branch: float = 0.0
+    owed_s: float = 0.0
+    workers: tuple[WorkerReport, ...] = ()
     load_fraction: float = 0.0
 
 
@@ -113,9 +145,10 @@ class PageHit(msgspec.Struct, frozen=True):
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Which pages of a prompt are cached, and why the others are not.
 
-    `reason`: "" (all tokens but the last hit) | never_computed | evicted | other_namespace | diverged. `at_token`: the
-    first token that misses. `detail`: a sentence for people. `diverged_tokens`: the tokens from `at_token` on of the
-    nearest cached continuation, of the caller's own namespace only.
+    `reason`: "" (all tokens but the last hit) | never_computed | evicted | other_namespace | diverged | no_state (the
+    page is cached, but no state of the recurrent layers to continue from). `at_token`: the first token that misses.
+    `detail`: a sentence for people. `diverged_tokens`: the tokens from `at_token` on of the nearest cached
+    continuation, of the caller's own namespace only.
     """
 
     num_tokens: int
@@ -152,7 +185,8 @@ class PageAccounts(msgspec.Struct, frozen=True, kw_only=True):
     """The pages in use, divided among requests, conversations and namespaces.
 
     A page that k requests share counts 1/k for each, so the values of each dict add up to `num_pages_in_use`.
-    `conversations` and `namespaces` are sums over their requests; "" stands for requests without one.
+    `conversations` and `namespaces` are sums over their requests; "" stands for requests without one. `states`: those
+    of recurrent layers, by request, counted like pages; empty for a model without.
     """
 
     num_pages_in_use: int
@@ -160,6 +194,7 @@ class PageAccounts(msgspec.Struct, frozen=True, kw_only=True):
     requests: dict[str, float]
     conversations: dict[str, float]
     namespaces: dict[str, float]
+    states: dict[str, float]
 
 
 class PageMap(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,8 +213,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of the loaded model.
 
     `digest` (hex) identifies the weights and is hashed into all page keys. `weight_bytes`: size of the weights in
-    memory, of which every step reads `step_bytes`. `quantization`: none | int8. `pooling`: last | mean, the kind of
-    the model's embeddings. `hidden_size`: their dimensions, 0 for a model without embeddings.
+    memory, of which a step of one token reads `step_bytes`. `quantization`: none | int8. `pooling`: last | mean, the
+    kind of the model's embeddings. `hidden_size`: their dimensions, 0 for a model without embeddings.
     """
 
     name: str

@@ -8,8 +8,11 @@ figures that a failed stage had measured are kept. `kernels/bench/check/stages.p
 DIR/gpu_check.json after each stage and DIR/tests.log after the tests, and nothing else there; ends with a short table.
 The exit status is 1 if a stage failed; a missed goal is no failure.
 
-Without a GPU: tests under Triton's interpreter, the limits and kernels of the CPU, a small model. `--quick` runs every
-stage at meaningless sizes, to test that it works. `--tune` times the launch configurations of attention instead.
+Without a GPU: tests under Triton's interpreter, the limits and kernels of the CPU, a small model. `--dry-run` runs
+every stage of a GPU without one: a sample of the same tests, which launches every kernel, interpreted and with tensors
+of an emulated device, and all figures at meaningless sizes on the CPU; commands and files are those of the real run.
+`--quick` leaves these tests out.
+`--tune` times the launch configurations of attention instead.
 """
 
 from __future__ import annotations
@@ -33,11 +36,12 @@ def main() -> int:
     """Run all stages, or the one that an internal option names."""
     parser = argparse.ArgumentParser(description="Check and measure kernels and engine on this machine.")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for gpu_check.json and tests.log")
-    parser.add_argument("--quick", action="store_true", help="run every stage at meaningless sizes")
+    parser.add_argument("--dry-run", action="store_true", help="run the stages of a GPU on the CPU, sizes meaningless")
+    parser.add_argument("--quick", action="store_true", help="run every stage at meaningless sizes, without GPU tests")
     parser.add_argument("--only", metavar="TEXT", default="", help="run the stages whose names contain this")
     parser.add_argument("--tune", action="store_true", help="time the launch configurations of attention instead")
-    parser.add_argument("--seconds", type=float, default=540.0, help="time limit of the whole run")
-    parser.add_argument("--size", choices=("full", "cpu", "tiny"), help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, help="time limit of the whole run; default: 540, of a dry run 1,200")
+    parser.add_argument("--size", choices=("full", "cpu", "tiny", "dry"), help=argparse.SUPPRESS)
     parser.add_argument("--stage", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -58,12 +62,12 @@ def _run_stage(name: str, size: str, out: pathlib.Path, seconds: float) -> int:
 
 
 def _run_stages(out: pathlib.Path, work: pathlib.Path, arguments: argparse.Namespace) -> int:
-    from bench.check.stages import NOT_MEASURED, STAGES, TUNE, Outcome, compare_stages, figures_of, run_apart
+    from bench.check.stages import NOT_MEASURED, STAGES, TOTAL_S, TUNE, Outcome, compare_stages, figures_of, run_apart
     from chatcache.bench.report import describe_machine, write_json
 
-    end = time.monotonic() + arguments.seconds
+    end = time.monotonic() + (arguments.seconds or (1200 if arguments.dry_run else TOTAL_S))
     machine = describe_machine()
-    size = "tiny" if arguments.quick else "full" if machine["kind"] == "cuda" else "cpu"
+    size = "dry" if arguments.dry_run else "tiny" if arguments.quick else "full" if machine["kind"] == "cuda" else "cpu"
     if arguments.tune and machine["kind"] != "cuda":
         print("no GPU: there is nothing to tune", file=sys.stderr)
         return 2

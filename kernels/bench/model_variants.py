@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from chatcache_kernels.triton import fused, pages, rope, sampling
+from chatcache_kernels.triton import fused, pages, recurrent, rope, sampling
 from chatcache_kernels.triton.attention import merge_states, paged_attention_on_chip
 from chatcache_kernels.triton.configs import Chip
 from chatcache_kernels.triton.sampling_ops import NUM_FIELDS
@@ -68,6 +68,7 @@ def model_variants(arch: int) -> Iterator[Variant]:
         yield from _layer_variants(shape)
     for vocab_size in VOCAB_SIZES:
         yield from _sampling_variants(vocab_size)
+    yield from _recurrent_variants()
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -112,6 +113,14 @@ def _layer_variants(shape: ModelShape) -> Iterator[Variant]:
     yield from trace_variants(partial(fused.rms_norm, x, scale, 1e-6))
     yield from trace_variants(partial(fused.add_rms_norm, x, x, scale, 1e-6))
     yield from trace_variants(partial(fused.silu_mul, _meta(7, 2 * shape.intermediate)))
+
+
+def _recurrent_variants() -> Iterator[Variant]:
+    """Yield the recurrent and convolution layers of LFM2, Qwen3.5, Nemotron-H and Falcon-H1."""
+    yield from recurrent.conv_variants(2048, 3, None, torch.bfloat16)
+    yield from recurrent.delta_variants(16, 16, torch.bfloat16)
+    yield from recurrent.ssd_variants(112, 8, 128, torch.bfloat16)
+    yield from recurrent.ssd_variants(24, 1, 256, torch.bfloat16)
 
 
 def _sampling_variants(vocab_size: int) -> Iterator[Variant]:

@@ -7,7 +7,9 @@ requests, schedulers or models, so it is tested and measured alone. Every backen
     allocate_pages, write_pages, read_pages, copy_pages, swap_out, swap_in     the page store
     prepare                                                                    plan a step's attention, once a step
     paged_attention                                                            run it, once a layer
-    rope_write, rms_norm, add_rms_norm, silu_mul                               the other operations of a layer
+    allocate_latent_pages, write_latents, read_latents, latent_attention       the same for layers with latent attention
+    rope_write, rms_norm, add_rms_norm, gated_rms_norm, silu_mul               the other operations of a layer
+    pack_experts, grouped_experts                                              mixture-of-experts layers
 
 Reading order: `types` (the data that all backends share), `reference` (plain torch, the oracle of every kernel),
 `work_list` and `prefix_sharing` (split-KV and shared-prefix planning), then `cpu` or `triton`.

@@ -13,7 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .types import AttentionBatch, AttentionWork, HeadNorms, HostPages, KVPages
+from .experts import grouped_experts as grouped_experts
+from .experts import pack_experts as pack_experts
+from .reference_latent import allocate_latent_pages as allocate_latent_pages
+from .reference_latent import latent_attention as latent_attention
+from .reference_latent import read_latents as read_latents
+from .reference_latent import write_latents as write_latents
+from .reference_recurrent import causal_conv as causal_conv
+from .reference_recurrent import gated_delta_rule as gated_delta_rule
+from .reference_recurrent import ssd_scan as ssd_scan
+from .types import AttentionBatch, AttentionWork, HeadNorms, HostPages, KVPages, PageStore
 
 I32 = NDArray[np.int32]
 
@@ -43,33 +52,33 @@ def read_pages(pages: KVPages, layer: int, slots: Tensor) -> tuple[Tensor, Tenso
     return pages.k[layer].flatten(0, 1)[slots], pages.v[layer].flatten(0, 1)[slots]
 
 
-def copy_pages(pages: KVPages, copies: Tensor) -> None:
+def copy_pages(pages: PageStore, copies: Tensor) -> None:
     """Copy whole pages, all layers. Shapes: copies [n, 2] (source, target).
 
     No target is also a source.
     """
     source, target = copies.long().unbind(1)
-    pages.k[:, target] = pages.k[:, source]
-    pages.v[:, target] = pages.v[:, source]
+    for memory in pages.tensors:
+        memory[:, target] = memory[:, source]
 
 
-def swap_out(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
+def swap_out(pages: PageStore, host: HostPages, swaps: Tensor) -> None:
     """Copy whole pages to the host, all layers. Shapes: swaps [n, 2] (page, host page).
 
     The host pages must be distinct.
     """
     source, target = swaps.long().unbind(1)
-    for store, kept in ((pages.k, host.k), (pages.v, host.v)):
+    for store, kept in zip(pages.tensors, host.tensors, strict=True):
         kept[target.cpu()] = store[:, source].transpose(0, 1).cpu()
 
 
-def swap_in(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
+def swap_in(pages: PageStore, host: HostPages, swaps: Tensor) -> None:
     """Copy whole pages from the host, all layers. Shapes: swaps [n, 2] (host page, page).
 
     The target pages must be distinct.
     """
     source, target = swaps.long().unbind(1)
-    for store, kept in ((pages.k, host.k), (pages.v, host.v)):
+    for store, kept in zip(pages.tensors, host.tensors, strict=True):
         store[:, target] = kept[source.cpu()].transpose(0, 1).to(store.device)
 
 
@@ -144,12 +153,12 @@ def _attend(
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Apply RMSNorm over the last dimension.
 
-    Shapes: x [..., hidden], weight [hidden] -> [..., hidden].
+    Shapes: x [..., hidden], weight [hidden] of x's type or float32 -> [..., hidden].
     Rounds to x.dtype before the weight is applied, as transformers does.
     """
     x32 = x.float()
     x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return weight * x32.to(x.dtype)
+    return (weight * x32.to(x.dtype)).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -159,6 +168,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """
     total = x + residual
     return rms_norm(total, weight, eps), total
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return rms_norm(x) * silu(gate), over the last dimension.
+
+    Shapes: x, gate [num_tokens, num_heads, dim], weight [dim].
+    """
+    gate = gate.float()
+    return (rms_norm(x, weight, eps) * (gate * torch.sigmoid(gate))).to(x.dtype)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

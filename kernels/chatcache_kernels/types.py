@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,9 +18,28 @@ I32 = NDArray[np.int32]
 OS_PAGE_BYTES = 4096
 
 
+class PageStore(Protocol):
+    """Pages of one kind of layers, as copies and swaps see them.
+
+    `tensors`: each [num_layers, num_pages, ...]; they have the same size, and a page and layer is contiguous in each.
+    """
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]: ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def page_bytes(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class KVPages:
-    """Keys and values of all layers, in pages.
+    """Keys and values of the layers that have the same heads, in pages.
 
     Shapes: k, v [num_layers, num_pages, ...] with page_size * num_kv_heads * head_dim elements per page and layer. The
     order of those elements belongs to the backend (see the package docstring); other code must not index into it.
@@ -30,6 +50,11 @@ class KVPages:
     page_size: int
     num_kv_heads: int
     head_dim: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors of the store."""
+        return self.k, self.v
 
     @property
     def num_layers(self) -> int:
@@ -53,29 +78,59 @@ class KVPages:
 
 
 @dataclass(frozen=True, slots=True)
-class HostPages:
-    """Swapped pages in host memory.
+class LatentPages:
+    """Latents of the layers that have the same latent attention, in pages; see `reference_latent`.
 
-    All layers of a page are contiguous, so that a page is one transfer.
-    Shapes: k, v [num_host_pages, num_layers, ...]; inside a page the order is that of the `KVPages` it was made for.
+    Shapes: data [num_layers, num_pages, page_size, width]. `rank`: dimensions of the latent, which come first.
     """
 
-    k: Tensor
-    v: Tensor
+    data: Tensor
+    rank: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensor of the store."""
+        return (self.data,)
+
+    @property
+    def page_size(self) -> int:
+        """Return the number of tokens of a page."""
+        return self.data.shape[2]
+
+    @property
+    def num_pages(self) -> int:
+        """Return the number of pages, including the null page."""
+        return self.data.shape[1]
+
+    @property
+    def page_bytes(self) -> int:
+        """Return the size of one page in bytes: the latents of every layer."""
+        return self.data[:, 0].numel() * self.data.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class HostPages:
+    """Swapped pages of one page store in host memory.
+
+    All layers of a page are contiguous, so that a page is one transfer.
+    `tensors`: those of the page store that it was made for, each [num_host_pages, num_layers, ...]; inside a page the
+    order is that of the store.
+    """
+
+    tensors: tuple[Tensor, ...]
 
     @classmethod
-    def allocate(cls, pages: KVPages, num_pages: int) -> HostPages:
+    def allocate(cls, pages: PageStore, num_pages: int) -> HostPages:
         """Allocate host memory for `num_pages` pages, numbered from 0; there is no null page.
 
         The operating system commits memory only when it is first written.
         """
-        k, v = (_allocate_host(store, num_pages) for store in (pages.k, pages.v))
-        return cls(k, v)
+        return cls(tuple(_allocate_host(store, num_pages) for store in pages.tensors))
 
     @property
     def num_pages(self) -> int:
         """Return the number of host pages."""
-        return self.k.shape[0]
+        return self.tensors[0].shape[0]
 
 
 def _allocate_host(store: Tensor, num_pages: int) -> Tensor:

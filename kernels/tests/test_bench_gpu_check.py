@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import itertools
 import json
+import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -18,6 +21,7 @@ import pytest
 import torch
 from bench.check import (
     attention,
+    layers,
     limits,
     model,
     offline,
@@ -47,6 +51,7 @@ from chatcache.bench.device import Timing, Work
 from chatcache.bench.report import ROOT, Figure, compare
 from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import AsyncLaunch
+from tests.gpu import test_runner as gpu_runner_tests
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +61,7 @@ KERNEL_STAGES: list[Callable[[StageContext], None]] = [
     attention.run_prefill,
     small_kernels.run,
     sampling.run,
+    layers.run,
     planning.run,
 ]
 
@@ -82,9 +88,10 @@ def test_kernel_stage_measures_figures(run: Callable[[StageContext], None], cont
 @pytest.mark.parametrize(
     ("module", "function"),
     [
-        pytest.param(attention, "run_decode", marks=pytest.mark.slow),
+        (attention, "run_decode"),
         (attention, "run_prefill"),
-        pytest.param(small_kernels, "run", marks=pytest.mark.slow),
+        (small_kernels, "run"),
+        (layers, "run"),
     ],
 )
 def test_kernel_stage_runs_on_triton(
@@ -230,3 +237,31 @@ def test_stages_name_existing_functions_and_fit_the_time() -> None:
         module, function = stage.target.split(".")
         assert callable(getattr(importlib.import_module(f"bench.check.{module}"), function))
     assert sum(stage.limit_s for stage in stages.STAGES["full"][:7]) <= stages.TOTAL_S
+
+
+@pytest.mark.parametrize("name", ["REFUSED", "LOST"])
+def test_scripts_of_gpu_tests_import_existing_names(name: str) -> None:
+    """They run as text in a process of their own, where neither mypy nor a machine without a GPU reads them."""
+    tree = ast.parse(textwrap.dedent(getattr(gpu_runner_tests, name)).format(root="", kernels=""))
+    found = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert found
+    for node in found:
+        module = importlib.import_module(node.module or "")
+        for alias in node.names:
+            if not hasattr(module, alias.name):
+                importlib.import_module(f"{node.module}.{alias.name}")
+
+
+WITHOUT_NUMBA = """
+import sys
+sys.modules["numba"] = None
+import chatcache.bench.device, chatcache.cli.main, chatcache.engine_process.worker, chatcache.factory
+import chatcache.model.loading.loader, chatcache.model.sampling.device_sampler, chatcache_kernels.triton
+"""
+
+
+def test_modules_of_the_gpu_path_import_no_numba() -> None:
+    """numba refuses to load with a numpy newer than it supports, which must not stop a server on a GPU."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -109,7 +109,7 @@ def test_attention_of_random_batches_equals_reference(page_size: int, pages_dtyp
         )
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256, 512])
 @pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (3, 3), (2, 8)])
 def test_attention_of_head_shapes_equals_reference(head_dim: int, kv_heads: int, group: int) -> None:
     case = build_case([(57, 1), (30, 3), (0, 1)], kv_heads * group, kv_heads, head_dim, pages_dtype=torch.bfloat16)

@@ -76,7 +76,7 @@ def test_bf16_prefill_of_random_batches_equals_reference(num_trials: int) -> Non
         torch.set_num_threads(1 + trial % 3)
         kv_heads, group = random.choice([1, 2, 3, 5]), random.choice([1, 2, 3, 5, 8])
         rows = [(random.randrange(400), random.choice([0, 1, 2, 31, 70, 200])) for _ in range(random.randrange(1, 5))]
-        shape = random.choice([16, 32, 48, 64, 80, 128]), random.choice([8, 16, 32, 64])
+        shape = random.choice([16, 32, 48, 64, 80, 128, 256, 512]), random.choice([8, 16, 32, 64])
         case = build_case(rows, kv_heads * group, kv_heads, *shape)
         check(
             case,

@@ -16,6 +16,7 @@ import pytest
 import torch
 from chatcache_kernels import cpu, reference
 from chatcache_kernels.cpu import int8, launch, matmul, megakernel
+from chatcache_kernels.cpu.compact import compact_weights
 from chatcache_kernels.cpu.decoder import DecoderWeights, LayerWeights, MegakernelDecoder, PackedLinear
 from chatcache_kernels.cpu.megakernel import KernelCalls, KernelQueue
 from chatcache_kernels.types import AttentionBatch, HeadNorms, KVPages
@@ -42,7 +43,8 @@ class PlainLinear:
 
     def panels(self) -> PackedLinear:
         if self.numbers is None or self.scales is None:
-            return PackedLinear(matmul.pack_weight(self.weight), self.bias)
+            compact = compact_weights(self.weight[None])[0]
+            return PackedLinear(matmul.pack_weight(self.weight), self.bias, compact=compact)
         bias = None if self.bias is None else self.bias.float()
         return PackedLinear(int8.pack_numbers(self.numbers, int8.choose_unit(torch.bfloat16)), bias, self.scales)
 

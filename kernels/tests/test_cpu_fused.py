@@ -10,6 +10,8 @@ import sys
 import pytest
 import torch
 from chatcache_kernels import cpu, reference
+from chatcache_kernels.cpu import fused
+from chatcache_kernels.types import HeadNorms
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -53,6 +55,20 @@ def test_silu_mul_equals_reference(dtype: torch.dtype, rows: int, width: int) ->
     assert_close_cpu(cpu.silu_mul(x), reference.silu_mul(x))
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("tokens", [0, 1, 37])
+def test_gated_rms_norm_of_a_sliced_gate_equals_reference(dtype: torch.dtype, tokens: int) -> None:
+    x, weight = torch.randn(tokens, 3, 32).to(dtype), torch.randn(32)
+    gate = (torch.randn(tokens, 200) * 8).to(dtype)[:, 7:103].view(tokens, 3, 32)
+    assert_close_cpu(cpu.gated_rms_norm(x, gate, weight, 1e-6), reference.gated_rms_norm(x, gate, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_sigmoid_mul_of_a_sliced_gate_equals_torch(dtype: torch.dtype) -> None:
+    x, gate = (torch.randn(5, 96) * 4).to(dtype), (torch.randn(5, 300) * 40).to(dtype)[:, 7:103]
+    assert_close_cpu(fused.sigmoid_mul(x, gate), (x.float() * gate.float().sigmoid()).to(dtype))
+
+
 def test_silu_mul_of_extreme_gates_equals_reference() -> None:
     gate = torch.tensor([-1e30, -200.0, -90.0, -1.0, 0.0, 1.0, 90.0, 1e30]).repeat(2)
     x = torch.cat((gate, torch.ones(16)))[None]
@@ -78,6 +94,21 @@ def test_rope_write_equals_reference(dtype: torch.dtype, head_dim: int, half: in
     assert torch.equal(got[1], expected[1])
 
 
+def test_rope_write_with_float32_norms_equals_float32_reference() -> None:
+    """Weights of 1 + w, as Qwen3.5 has them, are not rounded to the type of the activations."""
+    q, k, v = torch.randn(3, 5, 2, 64).bfloat16()
+    norms, angle = HeadNorms(1 + torch.randn(64) / 100, 1 + torch.randn(64) / 100, 1e-6), torch.randn(5, 16)
+    slots, turns = torch.arange(5), (angle.cos(), angle.sin())
+    pages = cpu.allocate_pages(1, 1, 16, 2, 64, torch.bfloat16)
+    exact = reference.allocate_pages(1, 1, 16, 2, 64, torch.float32)
+    got = cpu.rope_write(q, k, v, *turns, pages, 0, slots, norms)
+    expected = reference.rope_write(q.float(), k.float(), v.float(), *turns, exact, 0, slots, norms)
+    torch.testing.assert_close(got.float(), expected, atol=1e-3, rtol=2**-8)
+    torch.testing.assert_close(
+        cpu.read_pages(pages, 0, slots)[0].float(), reference.read_pages(exact, 0, slots)[0], atol=1e-3, rtol=2**-8
+    )
+
+
 def test_rope_write_to_pages_of_another_dtype_equals_reference() -> None:
     pages = cpu.allocate_pages(1, 4, 16, 2, 64, torch.bfloat16)
     k, v = torch.randn(2, 5, 2, 64).unbind(0)
@@ -95,7 +126,7 @@ from chatcache_kernels import cpu
 from chatcache_kernels.cpu.fused import norm_kernel
 x = torch.randn(3, 32)
 assert torch.allclose(cpu.rms_norm(x, torch.ones(32), 0.0).square().mean(-1), torch.ones(3))
-print(norm_kernel(0).compiled.cache_hits)
+print(norm_kernel(0, False, 0).compiled.cache_hits)
 """
 
 

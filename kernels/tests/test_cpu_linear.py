@@ -11,6 +11,7 @@ import pytest
 import torch
 from chatcache_kernels.cpu import fused, int8, matmul, vnni
 from chatcache_kernels.cpu.bf16 import has_amx, has_avx512_bf16
+from chatcache_kernels.cpu.compact import FEW_TOKENS, LONG_BYTES, SHORT_BYTES, compact_weights, restore
 from chatcache_kernels.cpu.int8 import pack_numbers, quantise
 from chatcache_kernels.cpu.simd import BFLOAT16
 from torch import Tensor
@@ -174,6 +175,14 @@ def make_bf16_layer(num_tokens: int, num_outputs: int, num_inputs: int) -> tuple
 
 
 @pytest.mark.usefixtures("poisoned_memory")
+def test_pack_weight_of_a_transposed_weight_equals_a_permutation() -> None:
+    torch.set_num_threads(3)
+    weight = torch.randn(96, 512).bfloat16().T
+    expected = weight.reshape(16, 2, 16, 3, 16, 2).permute(0, 3, 4, 1, 2, 5)
+    assert torch.equal(matmul.pack_weight(weight), expected)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("num_tokens", [0, 1, 3, 4, 7, 16, 17, 31, 32, 33, 50, 64, 97])
 def test_bf16_multiply_equals_torch(unit: str, num_tokens: int) -> None:
@@ -204,6 +213,57 @@ def test_bf16_multiply_keeps_non_finite_values_in_their_token(unit: str) -> None
     assert got[2].isnan().all()
     assert not got[3].isfinite().any()
     assert got[[0, 1, 4]].isfinite().all()
+
+
+def make_mixed_weight(num_outputs: int, num_inputs: int) -> Tensor:
+    """Return a weight with tiles of all kinds: zeros, subnormal, infinite and NaN numbers, wide and narrow ranges."""
+    powers = torch.randint(-40, 30, (num_outputs // 32, 1)).repeat_interleave(32, 0)
+    weight = (torch.randn(num_outputs, num_inputs) * 10.0**powers).bfloat16()
+    weight[:32, :32] = 0.0
+    weight[:32, 32:64] = torch.tensor((0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, -1e-40, 3e38)).repeat(4)
+    bits = torch.arange(1024, dtype=torch.int32).view(32, 32) * 2 + 0x3000  # 16 exponents, half of all fractions
+    weight[:32, 64:96] = bits.to(torch.int16).view(torch.bfloat16)
+    return weight
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_compact_weights_keep_every_bit() -> None:
+    torch.set_num_threads(3)
+    weights = torch.stack([make_mixed_weight(96, 160), torch.ones(96, 160).bfloat16()])
+    for shape, each in (((96, 160), weights), ((160, 96), weights.mT)):
+        for weight, compact in zip(each, compact_weights(each), strict=True):
+            assert torch.equal(restore(compact, *shape).view(torch.int16), weight.contiguous().view(torch.int16))
+
+
+def test_compact_weights_store_16_neighbouring_exponents_in_12_bits() -> None:
+    weight = (torch.rand(64, 96) + 2.0**-15).bfloat16()
+    assert compact_weights(weight[None]).shape == (1, 512 + 6 * SHORT_BYTES)
+    weight[3, 40] = 2.0**-17
+    assert compact_weights(weight[None]).shape == (1, 512 + 5 * SHORT_BYTES + LONG_BYTES)
+
+
+@pytest.mark.parametrize("unit", UNITS[:2])
+@pytest.mark.parametrize("num_tokens", range(1, FEW_TOKENS + 2))
+def test_bf16_multiply_from_a_compact_weight_equals_that_from_panels(unit: str, num_tokens: int) -> None:
+    weight, bias = make_mixed_weight(96, 160), torch.randn(96).bfloat16()
+    (compact,), packed = compact_weights(weight[None]), matmul.pack_weight(weight)
+    x = torch.randn(num_tokens, 160).bfloat16()
+    expected = matmul.multiply(x, packed, bias, unit)
+    if num_tokens <= FEW_TOKENS:
+        packed = torch.zeros_like(packed)  # is not read
+    else:
+        compact = torch.zeros_like(compact)
+    got = matmul.multiply(x, packed, bias, unit, compact)
+    assert torch.equal(got.view(torch.int16), expected.view(torch.int16))
+
+
+@pytest.mark.requires_amx
+def test_bf16_multiply_of_few_tokens_with_amx_reads_the_compact_weight() -> None:
+    x, weight, bias = make_bf16_layer(FEW_TOKENS, 96, 160)
+    (compact,), packed = compact_weights(weight[None]), matmul.pack_weight(weight)
+    assert torch.equal(
+        matmul.multiply(x, packed * 0, bias, "tiles", compact), matmul.multiply(x, packed, bias, "pairs")
+    )
 
 
 def test_can_pack_rejects_unsupported_weights() -> None:

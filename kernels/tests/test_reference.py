@@ -113,10 +113,10 @@ def test_swap_out_and_in_restores_pages_bit_identically(
         store.view(torch.int32).random_(-(2**31), 2**31 - 1)
     before = pages.k.view(torch.int32).clone(), pages.v.view(torch.int32).clone()
     host = HostPages.allocate(pages, 5)
-    for store in (host.k, host.v):
+    for store in host.tensors:
         store.view(torch.int32).fill_(77)
     backend.swap_out(pages, host, torch.tensor([[3, 4], [8, 0], [1, 2]], dtype=torch.int32))
-    assert (host.k.view(torch.int32)[[1, 3]] == 77).all() and (host.v.view(torch.int32)[[1, 3]] == 77).all()
+    assert all((store.view(torch.int32)[[1, 3]] == 77).all() for store in host.tensors)
     backend.swap_in(pages, host, torch.tensor([[4, 1], [0, 8], [2, 7], [2, 5]], dtype=torch.int32))
     for old, store in zip(before, (pages.k, pages.v), strict=True):
         assert torch.equal(store.view(torch.int32), old[:, [0, 3, 2, 3, 4, 1, 6, 1, 8]])
@@ -152,8 +152,8 @@ def test_host_pages_share_no_os_page(num_pages: int) -> None:
     """Memory is pinned by OS page; two stores on one page could not both be pinned."""
     pages = reference.allocate_pages(2, 3, 8, 1, 16, torch.bfloat16)
     host = HostPages.allocate(pages, num_pages)
-    spans = [(store.data_ptr(), store.data_ptr() + store.numel() * store.element_size()) for store in (host.k, host.v)]
-    assert host.k.shape == (num_pages, 2, 8, 1, 16) and host.k.dtype == torch.bfloat16
+    spans = [(store.data_ptr(), store.data_ptr() + store.numel() * store.element_size()) for store in host.tensors]
+    assert host.tensors[0].shape == (num_pages, 2, 8, 1, 16) and host.tensors[0].dtype == torch.bfloat16
     if num_pages:
         assert all(first % OS_PAGE_BYTES == 0 for first, _ in spans)
         used = [set(range(first // OS_PAGE_BYTES, -(-end // OS_PAGE_BYTES))) for first, end in spans]

@@ -200,7 +200,7 @@ def test_attention_of_random_batches_equals_reference(build: CaseBuilder, page_s
     )
 
 
-@pytest.mark.parametrize("head_dim", [20, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [20, 64, 80, 96, 128, 192, 256, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_head_sizes_equal_reference(build: CaseBuilder, head_dim: int, dtype: torch.dtype) -> None:
     build([(57, 1), (30, 20), (0, 1), (600, 1)], 4, 2, head_dim, dtype=dtype).check(0.1)
@@ -385,5 +385,5 @@ def test_unsupported_inputs_raise_value_error(build: CaseBuilder) -> None:
         attend(scale=0.0)
     with pytest.raises(ValueError, match=r"\[T, 2 \* G, 64\]"):
         attend(q=case.q[:, :5])
-    with pytest.raises(ValueError, match="at most 256 dimensions"):
-        build([(5, 1)], 2, 1, 264).check()
+    with pytest.raises(ValueError, match="at most 512 dimensions"):
+        build([(5, 1)], 2, 1, 520).check()

@@ -12,15 +12,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from bench import aot
+from chatcache_kernels.triton.variants import Variant
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHS = [90, 86, 120]
-MAX_VARIANTS = 4  # per kernel, sampled anew in every run; the `long` test compiles all
+MAX_VARIANTS = 1  # per kernel, sampled anew in every run; the `long` test compiles all
 
 BROKEN_MODULE = """
 import triton
@@ -136,6 +139,34 @@ def test_broken_kernels_are_reported(tmp_path: Path) -> None:
     for error, text in zip(errors, expected, strict=False):
         assert error is not None and text in error, (error, text)
     assert errors[len(expected) :] == [None]
+
+
+GROUP_OF_5 = {"ROWS": 64, "GROUP": 5, "HEAD_DIM": 128}
+
+
+@pytest.mark.parametrize(
+    ("arch", "name", "constants", "accepted"),
+    [
+        (86, "paged_attention_kernel", GROUP_OF_5, 80),
+        (90, "paged_attention_kernel", GROUP_OF_5, 16),
+        (86, "paged_attention_kernel", {**GROUP_OF_5, "GROUP": 4}, 16),
+        (80, "delta_chunk_kernel", {"PRECISION": "tf32"}, 32),
+        (90, "delta_chunk_kernel", {"PRECISION": "tf32"}, 16),
+        (90, "delta_chunk_kernel", {"PRECISION": "tf32x3"}, 240),
+        (120, "ssd_chunk_kernel", {"PRECISION": "tf32x3"}, 128),
+        (120, "ssd_step_kernel", {"PRECISION": "tf32x3"}, 16),
+    ],
+)
+def test_spill_over_the_accepted_one_is_reported(
+    arch: int, name: str, constants: dict[str, object], accepted: int
+) -> None:
+    """Each accepted spill has a limit, which holds for its chips and forms only."""
+    kernel = SimpleNamespace(__module__="chatcache_kernels.triton.example", __name__=name)
+    variant = Variant(kernel, {"x": "*bf16"}, constants, {"num_warps": 4})
+    compiled = SimpleNamespace(metadata=SimpleNamespace(shared=0), asm={"ptx": ""})
+    assert aot.find_problem(variant, arch, compiled, accepted) is None
+    problem = aot.find_problem(variant, arch, compiled, accepted + 4)
+    assert problem == f"spills {accepted + 4} bytes per thread; accepted are {accepted}"
 
 
 def test_unlisted_kernel_is_reported(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ import pytest
 from chatcache_kernels import work_list
 
 from chatcache.model.runner import AsyncLaunch
-from tests.gpu.engine_cases import CASES, assert_same, count_replays, outcome
+from tests.gpu.engine_cases import CASES, assert_same, count_decode_steps, count_replays, outcome
 
 INTERPRETED_CASES = [case for case in CASES if case != "long"]
 pytestmark = pytest.mark.interpreter  # tests/gpu runs these cases compiled
-LONG_CASES = ("mixed", "cancelled", "chunked", "cached")
+LONG_CASES = ("mixed", "every_mode", "cancelled", "chunked", "cached")  # a test below runs "every_mode" captured
 
 
 def _marks(case: str) -> tuple[pytest.MarkDecorator, ...]:
@@ -48,6 +48,15 @@ def test_static_buffers_and_async_scheduling_do_not_change_outputs(
     found = outcome("n_best", tmp_path, "triton", share="always", graphs=AsyncLaunch((2, 8)))
     assert len(replayed) >= 3
     assert_same(found, outcome("n_best", tmp_path, "reference"))
+
+
+@pytest.mark.slow
+def test_every_decode_step_of_every_mode_runs_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No penalty, alternative, grammar or beam of one request takes the others out of the captured steps."""
+    replayed, decoded = count_replays(monkeypatch), count_decode_steps(monkeypatch)
+    found = outcome("every_mode", tmp_path, "triton", graphs=AsyncLaunch((2, 8)))
+    assert replayed == decoded and max(decoded) == 7
+    assert_same(found, outcome("every_mode", tmp_path, "reference"))
 
 
 @pytest.mark.long

@@ -168,7 +168,7 @@ def test_rope_write_with_mixed_norm_dtype_equals_reference(triton_device: str) -
     norms = HeadNorms(torch.randn(64, device=triton_device), torch.randn(64, device=triton_device), 1e-5)
     got = triton.rope_write(q, k, v, angle.cos(), angle.sin(), paged, 0, slots, norms)
     expected = reference.rope_write(q, k, v, angle.cos(), angle.sin(), plain, 0, slots, norms)
-    assert got.dtype == expected.dtype == torch.float32
+    assert got.dtype == expected.dtype == torch.bfloat16
     assert torch.equal(got, expected)
     assert_same_pages(plain, paged)
 

@@ -93,12 +93,12 @@ def test_swap_out_and_in_equals_reference(
     monkeypatch.setattr(triton_pages, "STAGE_BYTES", staged * pages.page_bytes)
     before = snapshot(pages)
     host = HostPages.allocate(pages, 9)
-    for memory in (host.k, host.v):
+    for memory in host.tensors:
         to_bits(memory).fill_(77)
     leaving, places = random.sample(range(12), 6), random.sample(range(9), 6)
     triton.swap_out(pages, host, torch.tensor(list(zip(leaving, places, strict=True)), dtype=torch.int32))
     synchronize(triton_device)
-    for old, memory in zip(before, (host.k, host.v), strict=True):
+    for old, memory in zip(before, host.tensors, strict=True):
         for page, place in zip(leaving, places, strict=True):
             assert torch.equal(to_bits(memory)[place], old[:, page].cpu())
         assert (to_bits(memory)[[place for place in range(9) if place not in places]] == 77).all()
@@ -120,7 +120,7 @@ def test_consecutive_swaps_see_each_other(triton_device: str) -> None:
         plain = reference.allocate_pages(*shape[:1], 8, *shape[1:], torch.bfloat16)
     plain.k.copy_(pages.k.transpose(2, 3)), plain.v.copy_(pages.v.transpose(2, 3))
     ours, theirs = HostPages.allocate(pages, 4), HostPages.allocate(plain, 4)
-    for kept in (ours.k, ours.v, theirs.k, theirs.v):
+    for kept in (*ours.tensors, *theirs.tensors):
         to_bits(kept).fill_(77)
     for _ in range(4):
         count = random.randrange(1, 5)
@@ -134,7 +134,7 @@ def test_consecutive_swaps_see_each_other(triton_device: str) -> None:
             backend.swap_out(memory, host, out)
             backend.swap_in(memory, host, back)
     synchronize(triton_device)
-    for a, b in ((pages.k, plain.k), (pages.v, plain.v), (ours.k, theirs.k), (ours.v, theirs.v)):
+    for a, b in zip((*pages.tensors, *ours.tensors), (*plain.tensors, *theirs.tensors), strict=True):
         assert torch.equal(to_bits(a.transpose(2, 3).contiguous()), to_bits(b))
 
 

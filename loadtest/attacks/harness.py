@@ -29,6 +29,7 @@ MAX_GROWTH_MIB = 64.0
 _START_TIMEOUT_S = 120.0
 _VICTIM_PAUSE_S = 0.02
 _STREAM_TOKENS = 200
+_MAX_WAIT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +132,12 @@ def _wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 async def measure_victim(target: Target, seconds: float) -> VictimTimes:
-    """Send short responses and one stream after another as the victim, for `seconds`."""
+    """Send short responses and one stream after another as the victim, for `seconds`.
+
+    Raises: TimeoutError if a request has not ended `_MAX_WAIT_S` later.
+    """
     times, deadline_s = VictimTimes(), time.monotonic() + seconds
-    async with target.client(target.victim_key) as http:
+    async with asyncio.timeout(seconds + _MAX_WAIT_S), target.client(target.victim_key) as http:
         await asyncio.gather(_respond(http, times, deadline_s), _stream(http, times, deadline_s))
     return times
 

@@ -1,4 +1,4 @@
-"""One conversation of 40,960 messages, of which eight connections list one message again and again."""
+"""A conversation of 40,960 messages, or what the server allows, of which eight connections list one again and again."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import httpx
 
 from loadtest.attacks.harness import Attack, Target, repeat
 
-NUM_POSTS = 10
-NUM_ITEMS = 4096  # per request
+NUM_POSTS = 40
+NUM_ITEMS = 1024  # per request: the most that one may add
 NUM_CONNECTIONS = 8
 _TEXT = "hello there friend " * 8
 

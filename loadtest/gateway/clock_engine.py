@@ -146,7 +146,7 @@ class ClockEngine:
         return PageMap(page_size=16, num_pages=0, num_pages_per_cell=1, cells="")
 
     def page_accounts(self) -> PageAccounts:
-        return PageAccounts(num_pages_in_use=0, page_bytes=0, requests={}, conversations={}, namespaces={})
+        return PageAccounts(num_pages_in_use=0, page_bytes=0, requests={}, conversations={}, namespaces={}, states={})
 
     def stats(self) -> Any:
         return None

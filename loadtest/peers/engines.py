@@ -110,8 +110,8 @@ class EngineProcess:
 
 def write_random(shape: str, folder: Path) -> None:
     """Write random weights of a shape of `chatcache bench --shape`. Raises: CalledProcessError."""
-    code = "import sys; from pathlib import Path; from chatcache.bench.drivers import SHAPES, write_model\n"
-    code += "write_model(SHAPES[sys.argv[1]], Path(sys.argv[2]))"
+    code = "import sys; from pathlib import Path; from chatcache.bench.drivers import write_named_model\n"
+    code += "write_named_model(sys.argv[1], Path(sys.argv[2]))"
     subprocess.run(
         [sys.executable, "-c", code, shape, str(folder)], check=True, env={**os.environ, "PYTHONPATH": _own_path()}
     )

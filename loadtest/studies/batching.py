@@ -15,7 +15,7 @@ from loadtest.lengths import ALPACA, SHAREGPT
 from loadtest.studies.cost import OPT_13B
 from loadtest.studies.machine import KV_TOKENS, RealModel, RequestLoop, open_model, repeat
 from loadtest.studies.published import NAMES, SYSTEMS
-from loadtest.studies.rates import Load, find_rate, run_offline, run_sharegpt
+from loadtest.studies.rates import Load, find_rates, run_offline, run_sharegpt
 from loadtest.studies.reservations import MAX_MODEL_LEN, ContiguousReservation, StaticBatch
 from loadtest.studies.results import REAL, SIMULATED, Context, Panel, Row, Series, StudyResult
 from loadtest.studies.simulate import Arrival, Outcome, System, VirtualClock, poisson_trace
@@ -23,7 +23,7 @@ from loadtest.studies.simulate import Arrival, Outcome, System, VirtualClock, po
 STATIC, ITERATION = "static batches", "iteration level"
 CASES = tuple((how, memory) for how in (STATIC, ITERATION) for memory in SYSTEMS)
 GUESSES = (0.5, 0.5, 0.65, 1.0, 1.0, 1.3, 1.6, 2.3)  # requests/s from which the search starts, for each of CASES
-QUICK_GUESSES = (0.7, 0.7, 0.9, 1.5, 1.8, 2.2, 2.7, 4.0)
+QUICK_GUESSES = (1.0, 1.15, 1.15, 1.4, 1.95, 3.0, 3.8, 5.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Scaled:
         return found
 
 
-FULL_QUEUE, QUICK_QUEUE = Scaled(30, 4), Scaled(20, 16)
+FULL_QUEUE, QUICK_QUEUE = Scaled(30, 4), Scaled(12, 16)
 
 
 def _run_reserved(model: RealModel, how: str, memory: str, queue: Scaled) -> Outcome:
@@ -98,7 +98,7 @@ def run_paging_or_scheduling(context: Context) -> StudyResult:
         if case[0] == STATIC:  # a batch computes all its prompts in one step
             system = replace(system, static_batch=1000, max_num_batched_tokens=2**15)
         jobs.append((system, load, guess))
-    simulated = dict(zip(CASES, context.map(find_rate, jobs, 0.5), strict=True))
+    simulated = dict(zip(CASES, find_rates(context, jobs, 0.5), strict=True))
     queue = context.pick(FULL_QUEUE, QUICK_QUEUE)
     measured = measure_scheduling(context, queue, context.pick(3, 1), 0.5)
     speeds = {case: speed for case, (speed, _) in measured.items()}
@@ -211,13 +211,13 @@ def measure_page_sizes(
 
 def run_page_sizes(context: Context) -> StudyResult:
     """Measure the batch when memory binds, and on this machine the speed and the waste, by page size."""
-    sizes = context.pick((1, 4, 8, 16, 32, 64, 128, 256), (1, 16, 256))
+    sizes = context.pick((1, 4, 8, 16, 32, 64, 128, 256), (4, 16, 256))
     base = System(cost=context.cost, warm_up_s=150.0, seconds=context.pick(360.0, 200.0), drain=False)
     outcomes = context.map(run_sharegpt, [(replace(base, page_size=size), 4.0) for size in sizes], 0.4)
     batches = [outcome.mean_running for outcome in outcomes]
     empty = [_empty_share(outcome) for outcome in outcomes]
     real_sizes = context.pick((8, 16, 32, 64), (16, 64))
-    real = measure_page_sizes(context, real_sizes, context.pick(FULL_QUEUE, Scaled(8, 4)), context.pick(3, 1), 0.6)
+    real = measure_page_sizes(context, real_sizes, context.pick(FULL_QUEUE, Scaled(8, 8)), context.pick(3, 1), 0.6)
     label = open_model(context).label
     rows = [
         Row("18b", f"requests in the batch, pages of {size}", batch, None, "requests", SIMULATED)
@@ -307,7 +307,7 @@ def run_chunks(context: Context) -> StudyResult:
     p99 = [1e3 * _gap_percentile(outcome, 0.99) for outcome in outcomes]
     speed = [sum(each.num_tokens for each in outcome.finishes) / outcome.seconds for outcome in outcomes]
     first = [statistics.fmean(each.first_token_s - each.arrived_s for each in outcome.finishes) for outcome in outcomes]
-    num_requests, prompt_tokens = context.pick((10, 1024), (6, 600))
+    num_requests, prompt_tokens = context.pick((10, 1024), (5, 400))
     real = measure_chunks(context, budgets, num_requests, prompt_tokens, context.pick(3, 1), 0.7)
     label = open_model(context).label
     rows = [

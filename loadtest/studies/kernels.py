@@ -129,7 +129,7 @@ def run_fig18a(context: Context) -> StudyResult:
     """Time decode attention over pages, contiguous pages and contiguous tensors."""
     shape, device = SHAPES[context.shape_name], context.device
     lengths, batches = context.pick((128, 256, 512, 1024, 2048), (256, 2048)), context.pick((1, 8), (8,))
-    num_rounds = context.pick(5, 3)
+    num_rounds = context.pick(5, 2)
     rows: list[Row] = []
     panels: list[Panel] = []
     taxes: list[float] = []
@@ -210,7 +210,7 @@ def measure_swap(shape: Shape, num_tokens: int, page_size: int, device: str, num
     for store in (pages.k, pages.v):
         store.zero_()
     streams = make_streams(pages.k.device)
-    executor = SwapExecutor(kernels, pages, count, streams)
+    executor = SwapExecutor(kernels, (pages,), count, streams)
     scattered = 1 + np.random.default_rng(0).permutation(2 * count)[:count].astype(np.int32)
     host_pages, none = np.arange(count, dtype=np.int32), np.zeros((0, 2), np.int32)
 
@@ -245,7 +245,7 @@ def run_preempted(model: RealModel, mode: str, num_requests: int) -> Outcome:
 def run_fig19(context: Context) -> StudyResult:
     """Compare the time to swap the pages of a request with the time to compute them again, by page size."""
     shape, device, num_tokens = SHAPES[context.shape_name], context.device, context.pick(1024, 512)
-    sizes, num_rounds = context.pick((1, 4, 8, 16, 32, 64, 128, 256), (1, 16, 64, 256)), context.pick(7, 3)
+    sizes, num_rounds = context.pick((1, 4, 8, 16, 32, 64, 128, 256), (1, 16, 256)), context.pick(7, 3)
     swaps = {}
     for size in sizes:
         swaps[size] = measure_swap(shape, num_tokens, size, device, num_rounds)

@@ -81,7 +81,7 @@ def measure_days(context: Context, day: Day) -> tuple[list[Turn], list[Turn]]:
 
 def run_local_user(context: Context) -> StudyResult:
     """Measure the first token and the computed prompt tokens of one user's day."""
-    day = context.pick(Day(turns=20, reply=40), Day(turns=8, reply=12))
+    day = context.pick(Day(turns=20, reply=40), Day(turns=5, reply=8))
     on, off = measure_days(context, day)
     label = open_model(context).label
     computed = [sum(turn.num_computed_tokens for turn in turns) for turns in (on, off)]

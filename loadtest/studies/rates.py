@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from loadtest.lengths import ALPACA, SHAREGPT, LengthDistribution
@@ -104,8 +105,16 @@ def latency_s(job: tuple[System, Workload, float]) -> float:
     return float("inf") if outcome.num_unfinished or not outcome.finishes else outcome.normalized_s
 
 
-def find_rate(job: tuple[System, Workload, float]) -> float:
-    """Return the sustained rate, searched from a guess up or down in steps of 35 %."""
+Job = tuple[System, Workload, float]  # and a guess of the rate
+
+
+def find_rates(context: Context, jobs: Sequence[Job], share: float = 1.0) -> list[float]:
+    """Return the sustained rate of each job. `share`: of the study's work."""
+    return context.map(partial(_find_rate, is_refined=not context.quick), jobs, share)
+
+
+def _find_rate(job: Job, is_refined: bool) -> float:
+    """Return the sustained rate, searched from the guess up or down in steps of 35 %, then perhaps half a step."""
     system, load, guess = job
     points = {guess: latency_s((system, load, guess))}
     is_up = points[guess] <= LIMIT_S
@@ -114,8 +123,9 @@ def find_rate(job: tuple[System, Workload, float]) -> float:
             break
         guess = guess * STEP if is_up else guess / STEP
         points[guess] = latency_s((system, load, guess))
-    middle = guess / STEP**0.5 if is_up else guess * STEP**0.5
-    points[middle] = latency_s((system, load, middle))
+    if is_refined:
+        middle = guess / STEP**0.5 if is_up else guess * STEP**0.5
+        points[middle] = latency_s((system, load, middle))
     found = sustained_rate(sorted(points.items()), LIMIT_S)
     if found is None:
         raise SimulationError(f"no rate is sustained down to {guess:.3g} requests/s")
@@ -145,7 +155,7 @@ LABELS = {**NAMES, "static 5": "static batches of 5"}
 
 def run_fig12(context: Context) -> StudyResult:
     """Draw normalized latency against rate, and compare the rates at 0.5 s per token."""
-    seconds = context.pick(700.0, 200.0)
+    seconds = context.pick(700.0, 140.0)
     load, base = Load(SHAREGPT, seconds, seed=context.seed), System(cost=context.cost)
     jobs = [
         (system_named(name, base), load, rate)
@@ -200,7 +210,7 @@ def _larger_models(context: Context) -> list[Row]:
     for cost, scale in ((OPT_66B, 1.0), (OPT_175B, 3.0)):
         for name, guess in guesses.items():
             jobs.append((System(cost=cost, memory=name), Load(SHAREGPT, 200.0, seed=context.seed), guess * scale))
-    rates = context.map(find_rate, jobs, 0.4)
+    rates = find_rates(context, jobs, 0.4)
     for index, model in enumerate(("12b: OPT-66B", "12c: OPT-175B")):
         oracle, most, pages = rates[3 * index : 3 * index + 3]
         rows += [
@@ -215,7 +225,7 @@ def _compare(context: Context, cases: dict[str, tuple[Load, float, System]]) -> 
     jobs = []
     for load, guess, base in cases.values():
         jobs += [(base, load, guess), (replace(base, memory="oracle", prefix_caching=False), load, guess / 1.5)]
-    rates = context.map(find_rate, jobs)
+    rates = find_rates(context, jobs)
     return {name: (rates[2 * index], rates[2 * index + 1]) for index, name in enumerate(cases)}
 
 
@@ -240,11 +250,12 @@ def _ratio_rows(figure: str, rates: dict[str, tuple[float, float]], paper: Calla
 def run_fig14(context: Context) -> StudyResult:
     """Compare sustained rates for several candidates and for beam search."""
     seconds, base = context.pick(30.0, 12.0), System(cost=context.cost)
-    cases = {"basic": (Load(ALPACA, seconds), 30.0, base)}
+    guess, width_guess = context.pick((30.0, 50.0), (68.0, 100.0))  # near the rate that so long a trace sustains
+    cases = {"basic": (Load(ALPACA, seconds), guess, base)}
     for width in context.pick((2, 4, 6), ()):
-        cases[f"parallel {width}"] = (Load(ALPACA, seconds, width), 50.0 / width, base)
+        cases[f"parallel {width}"] = (Load(ALPACA, seconds, width), width_guess / width, base)
     for width in context.pick((2, 4, 6), (6,)):
-        cases[f"beam {width}"] = (Load(ALPACA, seconds, width, True), 50.0 / width, base)
+        cases[f"beam {width}"] = (Load(ALPACA, seconds, width, True), width_guess / width, base)
     rates = _compare(context, cases)
     return StudyResult(
         name="fig14",
@@ -262,7 +273,7 @@ def run_fig16(context: Context) -> StudyResult:
     seconds, base = context.pick(40.0, 12.0), System(cost=context.cost, prefix_caching=True)
     cases = {
         f"prefix {size}": (Load(ALPACA, seconds, kind="prefix", num_prefix_tokens=size), guess, base)
-        for size, guess in ((80, 30.0), (341, 25.0))
+        for size, guess in context.pick(((80, 30.0), (341, 25.0)), ((80, 120.0), (341, 95.0)))
     }
     rates = _compare(context, cases)
     paper = {f"prefix {size}": value for size, value in published.FIG16.items()}
@@ -280,10 +291,11 @@ def run_fig16(context: Context) -> StudyResult:
 
 def run_fig17(context: Context) -> StudyResult:
     """Compare sustained rates of chats, and keep the pages between rounds, which the paper does not."""
-    load, base = Load(SHAREGPT, context.pick(300.0, 80.0), kind="chat"), System(cost=context.cost)
+    load, base = Load(SHAREGPT, context.pick(300.0, 60.0), kind="chat"), System(cost=context.cost)
     names = ("Orca (Oracle)", "paged", "paged, kept between rounds")
     systems = (replace(base, memory="oracle"), base, replace(base, prefix_caching=True))
-    rates = context.map(find_rate, [(each, load, guess) for each, guess in zip(systems, (0.5, 1.0, 1.2), strict=True)])
+    guesses = context.pick((0.5, 1.0, 1.2), (6.0, 8.3, 8.7))
+    rates = find_rates(context, [(each, load, guess) for each, guess in zip(systems, guesses, strict=True)])
     return StudyResult(
         name="fig17",
         title="Figure 17: chats with 5 rounds, prompts cut to the last 1,024 tokens (OPT-13B)",

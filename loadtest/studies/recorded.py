@@ -17,7 +17,7 @@ import numpy as np
 from loadtest.open_loop.traces import TraceRequest, read_trace
 from loadtest.open_loop.workload import LengthLimits, Plan, PlannedConversation, PromptTokens, plan_trace, scale_to_rate
 from loadtest.studies.published import NAMES
-from loadtest.studies.rates import find_rate
+from loadtest.studies.rates import find_rates
 from loadtest.studies.reservations import MAX_MODEL_LEN
 from loadtest.studies.results import SIMULATED, Context, Panel, Row, Series, StudyResult
 from loadtest.studies.simulate import VOCAB_SIZE, Arrival, OnFinish, System, simulate
@@ -99,7 +99,7 @@ def run_trace(context: Context) -> StudyResult:
     if has_blocks:
         systems["paged, prefix cache"] = replace(base, prefix_caching=True)
     scarce = context.cost.num_slots / (2 * num_prompt + num_output) / (0.05 * num_output + 1)  # requests/s, by memory
-    rates = dict(zip(systems, context.map(find_rate, [(each, load, scarce) for each in systems.values()]), strict=True))
+    rates = dict(zip(systems, find_rates(context, [(each, load, scarce) for each in systems.values()]), strict=True))
     best = list(rates)[-1]
     arrivals, on_finish = load.arrivals(rates[best])
     outcome = simulate(arrivals, systems[best], on_finish)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -11,16 +12,26 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from chatcache import factory
-from chatcache.bench.drivers import SHAPES, RandomWeights, Shape, write_config, write_model
+from chatcache.bench.drivers import (
+    SHAPES,
+    TRANSFORMERS_SHAPES,
+    RandomWeights,
+    Shape,
+    write_config,
+    write_model,
+    write_transformers_model,
+)
 from chatcache.bench.engine_bench import (
     count_matmul_params,
 )
+from chatcache.cli.bench import ShapeName
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.errors import ModelFolderError
 from chatcache.model.loading.loader import load_model
 from chatcache.types.events import Tokens
 from chatcache.types.request import GenerateRequest, SamplingParams
+from loadtest.peers.__main__ import SHAPES as COMPARED
 
 QUICK = EngineConfig(dtype="float32", attention_backend="reference", kv_memory_bytes=2**24)
 
@@ -67,3 +78,34 @@ def test_random_weights_depend_on_seed_only(tmp_path: Path) -> None:
     assert all(weights.get(name, size).shape == size for name, size in names.items())
     with pytest.raises(ModelFolderError, match="random weights have shape"):
         weights.get("lm_head.weight", (2, 2))
+
+
+TINY: dict[str, dict[str, Any]] = {
+    "qwen3.5-0.8b": {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "vocab_size": 199,
+    },
+    "qwen3-moe-1b": {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "vocab_size": 199,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS_SHAPES)
+def test_write_transformers_model_writes_a_model_that_loads(name: str, tmp_path: Path) -> None:
+    write_transformers_model({**TRANSFORMERS_SHAPES[name], **TINY[name]}, tmp_path)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    runner = load_model(msgspec.structs.replace(QUICK, model=str(tmp_path), max_model_len=64))
+    info = runner.model_info
+    body = sum(p.numel() for key, p in model.named_parameters() if "embed" not in key and "lm_head" not in key)
+    unused = sum(p.numel() for key, p in model.named_parameters() if "experts" in key) // 2
+    assert count_matmul_params(tmp_path, info) == body - unused
+
+
+def test_shape_names_of_the_command_are_those_of_the_models() -> None:
+    names = get_args(get_args(get_args(ShapeName)[0])[0])
+    assert names == (*SHAPES, *TRANSFORMERS_SHAPES)
+    assert set(COMPARED) < set(names) and set(TRANSFORMERS_SHAPES) < set(COMPARED)

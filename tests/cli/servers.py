@@ -28,6 +28,8 @@ def environment() -> dict[str, str]:
 class Server:
     """Running server process; `output` is everything it has printed."""
 
+    options: tuple[str, ...] = ("serve", *OPTIONS)
+
     def __init__(self, folder: Path | str, cwd: Path, *more: str) -> None:
         self.process = subprocess.Popen(
             self.command(str(folder), *more),
@@ -42,7 +44,8 @@ class Server:
         self._reader.start()
 
     def command(self, folder: str, *more: str) -> list[str]:
-        return [sys.executable, "-m", "chatcache", "serve", folder, *OPTIONS, *more]
+        command, *options = self.options
+        return [sys.executable, "-m", "chatcache", command, folder, *options, *more]
 
     def _read(self) -> None:
         for line in self.process.stdout or ():
@@ -93,6 +96,18 @@ class Server:
         if self.process.stdout:
             self._reader.join(60)
             self.process.stdout.close()
+
+
+class Worker(Server):
+    """Running worker process."""
+
+    options = ("worker", *OPTIONS[2:])
+
+
+class GatewayOnly(Server):
+    """Running gateway process, which uses the engines of workers."""
+
+    options = ("gateway", *OPTIONS[:2])
 
 
 @contextlib.contextmanager

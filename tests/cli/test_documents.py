@@ -35,8 +35,18 @@ FOREIGN = {
         "--seed",
         "--out",
         "--repeats",
+        "--processes",
+        "--workers",
     ),  # our load tests and fault injection
-    *("--rootdir", "--tune", "--arch", "--only", "--quick", "--note"),  # pytest, the kernels' benchmarks, studies
+    *(
+        "--rootdir",
+        "--tune",
+        "--arch",
+        "--only",
+        "--quick",
+        "--dry-run",
+        "--note",
+    ),  # pytest, the kernels' benchmarks, studies
 }
 COMMANDS = [line for document in ALL_PAGES for line in command_lines(document, "chatcache")]
 

@@ -283,5 +283,5 @@ def test_instructor_gets_a_valid_object(frameworks: dict[str, Any], mode: str) -
 def test_ai_sdk_runs_a_tool(demo: Server) -> None:
     if not (node_clients.FOLDER / "node_modules" / "@ai-sdk" / "openai").is_dir():
         pytest.skip("@ai-sdk/openai is not installed: make clients")
-    received = node_clients.run("aisdk_openai.mjs", "Add 40 and 2.", url=demo.url)
+    received = node_clients.run("aisdk_openai.mjs", "Calculate 40 + 2.", url=demo.url)
     assert len(received["usages"]) == 2 and "42" in received["text"]

@@ -48,7 +48,7 @@ def test_partial_objects_are_streamed(results: dict[str, Any]) -> None:
     assert results["streamed"]["last"] == CITY and results["streamed"]["number"] > 3
 
 
-@pytest.mark.refused("400 `unsupported_parameter`: only text parts are supported")
+@pytest.mark.refused("400 `unsupported_parameter`: only text and file parts are supported")
 def test_image_input(results: dict[str, Any]) -> None:
     assert results["image"]["code"] == "unsupported_parameter"
-    assert "only text parts are supported" in results["image"]["raised"]
+    assert "only text and file parts are supported" in results["image"]["raised"]

@@ -138,9 +138,9 @@ def test_embeddings_of_token_ids(server: Server, monkeypatch: pytest.MonkeyPatch
         embedder(server).embed_query("Hello")
 
 
-@pytest.mark.refused("400 `unsupported_parameter`: only text parts are supported")
+@pytest.mark.refused("400 `unsupported_parameter`: only text and file parts are supported")
 def test_image_input(chat: ChatOpenAI) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
-    with pytest.raises(openai.BadRequestError, match="only text parts are supported") as caught:
+    with pytest.raises(openai.BadRequestError, match="only text and file parts are supported") as caught:
         chat.invoke([HumanMessage([part])])
     assert caught.value.code == "unsupported_parameter"

@@ -62,6 +62,6 @@ def test_efforts_are_accepted(results: dict[str, Any]) -> None:
     assert results["efforts"] == [results["whole"]["choices"][0]["message"]["content"]] * 2
 
 
-@pytest.mark.refused("400 `unsupported_parameter`: only text parts are supported")
+@pytest.mark.refused("400 `unsupported_parameter`: only text and file parts are supported")
 def test_image_input(results: dict[str, Any]) -> None:
-    assert "only text parts are supported" in results["image"]
+    assert "only text and file parts are supported" in results["image"]

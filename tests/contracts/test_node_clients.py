@@ -80,10 +80,10 @@ def test_refused_request_raises_its_class(results: dict[str, Any]) -> None:
     assert (refused["code"], refused["param"]) == ("invalid_value", "n")
 
 
-@pytest.mark.refused("400 `unsupported_parameter`: only text parts are supported")
+@pytest.mark.refused("400 `unsupported_parameter`: only text and file parts are supported")
 def test_image_input(results: dict[str, Any]) -> None:
     assert results["image"]["isBadRequest"] and results["image"]["code"] == "unsupported_parameter"
-    assert "only text parts are supported" in results["image"]["message"]
+    assert "only text and file parts are supported" in results["image"]["message"]
 
 
 def test_leaving_the_stream_loop_cancels_the_generation(server: Server) -> None:

@@ -79,7 +79,7 @@ def test_hosted_tool_is_skipped_and_the_run_continues(results: dict[str, Any]) -
     assert results["hosted"]["output"] == "Hello to you."
 
 
-@pytest.mark.refused("400 `unsupported_parameter`: only text parts are supported")
+@pytest.mark.refused("400 `unsupported_parameter`: only text and file parts are supported")
 def test_image_input(results: dict[str, Any]) -> None:
     assert results["image"]["code"] == "unsupported_parameter"
-    assert "only text parts are supported" in results["image"]["message"]
+    assert "only text and file parts are supported" in results["image"]["message"]

@@ -32,17 +32,17 @@ REFUSED: dict[str, tuple[Ask, str]] = {
         lambda client: client.chat.completions.create(
             model=MODEL, messages=shown({"type": "image_url", "image_url": {"url": PICTURE}})
         ),
-        "only text parts are supported",
+        "only text and file parts are supported",
     ),
     "image in responses": (
         lambda client: client.responses.create(
             model=MODEL, input=shown({"type": "input_image", "image_url": PICTURE, "detail": "auto"})
         ),
-        "only text parts are supported",
+        "only text and file parts are supported",
     ),
-    "file in responses": (
+    "file by its id": (
         lambda client: client.responses.create(model=MODEL, input=shown({"type": "input_file", "file_id": "file_x"})),
-        "only text parts are supported",
+        "file_id is not supported here; send the file as file_data",
     ),
     "audio output": (
         lambda client: client.chat.completions.create(

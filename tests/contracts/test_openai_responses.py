@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
@@ -10,10 +11,11 @@ from typing import Any, Literal
 import openai
 import pydantic
 import pytest
-from openai.types.responses import Response, ResponseOutputMessage
+from openai.types.responses import Response, ResponseInputMessageItem, ResponseInputText, ResponseOutputMessage
 
 from tests.contracts.test_openai_client import collect
 from tests.gateway.serving import MODEL, PAGE_SIZE, Server, slowed, wait_until
+from tests.support.pdfs import pdf_of
 
 pytestmark = pytest.mark.client("openai (Python)")
 
@@ -41,6 +43,41 @@ def cached(response: Response) -> int:
 def num_tokens(response: Response) -> int:
     assert response.usage is not None
     return response.usage.total_tokens
+
+
+@pytest.mark.parametrize("data", [b"Buy milk.", pdf_of(["Buy milk."])], ids=["text", "PDF"])
+def test_file_input(client: openai.OpenAI, data: bytes) -> None:
+    """The same file has the same prompt in Responses and Chat Completions."""
+    url = f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
+    answer = client.responses.create(
+        model=MODEL,
+        input=[
+            {
+                "role": "user",
+                "content": [
+                    {"type": "input_file", "filename": "notes", "file_data": url},
+                    {"type": "input_text", "text": "What is to be done?"},
+                ],
+            }
+        ],
+    )
+    completion = client.chat.completions.create(
+        model=MODEL,
+        messages=[
+            {
+                "role": "user",
+                "content": [
+                    {"type": "file", "file": {"filename": "notes", "file_data": url}},
+                    {"type": "text", "text": "What is to be done?"},
+                ],
+            }
+        ],
+    )
+    item = client.responses.input_items.list(answer.id).data[0]
+    assert isinstance(item, ResponseInputMessageItem) and isinstance(item.content[0], ResponseInputText)
+    assert item.content[0].text == "File: notes\n```\nBuy milk.\n```\n\nWhat is to be done?"
+    assert answer.usage is not None and completion.usage is not None
+    assert answer.usage.input_tokens == completion.usage.prompt_tokens
 
 
 def messages(response: Response) -> list[ResponseOutputMessage]:

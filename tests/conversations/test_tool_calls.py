@@ -211,6 +211,25 @@ def test_cut_reply_of_stored_and_running_replies_agree(name: str, num_tokens: in
     ]
 
 
+@pytest.mark.parametrize(("name", "length"), [("qwen3", 33), ("mistral named", 9)])
+def test_call_ids_are_functions_of_the_request_the_candidate_and_the_position(name: str, length: int) -> None:
+    tokenizer = tokenizer_of(name)
+    prompt = tuple(tokenizer.encode("Hi"))
+    ids = control_ids(tokenizer, WRITTEN[name] % "{}")
+
+    def call_ids(request_id: str, index: int) -> list[str]:
+        request = GenerateRequest(request_id=request_id, prompt=prompt, params=SamplingParams(n=2))
+        candidate = Candidate(index, context_of(tokenizer), request)
+        candidate.push(Tokens(request_id, 1, index, tuple(ids)))
+        return [call.call_id for call in candidate.tool_calls]
+
+    origins = [("resp_0123456789ab1", 0), ("resp_0123456789ab1", 1), ("resp_0123456789ab2", 0)]
+    found = [call_ids(*origin) for origin in origins]
+    assert found == [call_ids(*origin) for origin in origins]
+    assert {len(each) for ids in found for each in ids} == {length}
+    assert len({each for ids in found for each in ids}) == 6
+
+
 def test_candidate_plain_reply_has_no_parts_and_reasoning_tokens_are_counted() -> None:
     tokenizer = tokenizer_of("hermes")
     prompt = assemble(tokenizer, [Message(role="user", content="Hi")])

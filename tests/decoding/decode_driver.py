@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from chatcache.types.actions import (
     BeamUpdate,
+    BranchAction,
     Candidates,
     DrawSpec,
     Embed,
@@ -22,8 +23,8 @@ from chatcache.types.actions import (
     Extend,
     Finish,
     Fork,
-    Release,
     Strategy,
+    expand_actions,
 )
 from chatcache.types.events import TokenLogprob
 from chatcache.types.plan import F32
@@ -174,13 +175,13 @@ def run(strategy: Strategy, prompt: Sequence[int], logits: Logits, *, shuffle: r
 def _apply(
     branches: dict[int, tuple[int, ...]],
     drawn: set[int],
-    actions: Sequence[Extend | Fork | Release],
+    actions: Sequence[BranchAction],
     max_branches: int,
 ) -> int:
     """Apply actions to token lists and check the contract; return the most branches alive at any moment."""
     settled: set[int] = set()
     most_alive = 0
-    for action in actions:
+    for action in expand_actions(actions):
         if isinstance(action, Fork):
             assert action.parent in drawn and action.parent not in settled
             assert action.child not in branches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -15,7 +15,7 @@ from chatcache.decoding import unique as distinct
 from chatcache.decoding.beam_search import BeamGroup, FinishedHypotheses
 from chatcache.decoding.logit_edits import LogitEdits
 from chatcache.decoding.token_tree import Node, TokenTree
-from chatcache.types.actions import Extend, Fork
+from chatcache.types.actions import Extend, Fork, expand_actions
 from chatcache.types.request import BeamSearchParams, SamplingParams
 from tests.decoding import all_outputs, dense_beams
 from tests.decoding.decode_driver import TableModel
@@ -64,7 +64,7 @@ def the_crowd_is_forgotten(patch: Patch) -> None:
 def a_group_fears_itself(patch: Patch) -> None:
     original = BeamGroup.advance
 
-    def advance(self: BeamGroup, ranked: Iterable[groups.Continuation], crowd: Counter[int]) -> object:
+    def advance(self: BeamGroup, ranked: Sequence[groups.Continuation], crowd: Counter[int]) -> object:
         crowd.update(beam.node.token for beam in self.beams)
         return original(self, ranked, crowd)
 
@@ -120,8 +120,8 @@ def finished_candidates_are_let_go(patch: Patch) -> None:
 def the_wrong_child_inherits(patch: Patch) -> None:
     original = token_tree.BranchReassignment.reassign
 
-    def reassign(self: token_tree.BranchReassignment, nodes: list[Node]) -> tuple[object, ...]:
-        actions = list(original(self, nodes))
+    def reassign(self: token_tree.BranchReassignment, nodes: list[Node], **options: bool) -> tuple[object, ...]:
+        actions = expand_actions(original(self, nodes, **options))
         for (i, one), (j, other) in itertools.permutations(enumerate(actions), 2):
             if isinstance(one, Fork) and isinstance(other, Extend) and one.parent == other.branch:
                 actions[i], actions[j] = Fork(one.parent, one.child, other.token), Extend(other.branch, one.token)

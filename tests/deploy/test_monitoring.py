@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from chatcache.config import ServerConfig
 from chatcache.errors import ChatcacheError
 from chatcache.gateway.metrics import Metrics
-from chatcache.types.stats import EngineHealth
+from chatcache.types.stats import EngineHealth, WorkerReport
 from tests.gateway.documents import DOCS
 from tests.gateway.serving import Server
 
@@ -35,7 +35,8 @@ def exposition() -> str:
     metrics.first_token.labels("hit").observe(1.0)
     metrics.store_seconds.labels("append").observe(0.001)
     metrics.record_refusal(ChatcacheError("no"))
-    return metrics.render(EngineHealth(ready=True)).decode()
+    worker = WorkerReport(name="gpu-1", requests={"load": 1})
+    return metrics.render(EngineHealth(ready=True, workers=(worker,))).decode()
 
 
 @pytest.fixture(scope="module")

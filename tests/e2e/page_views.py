@@ -102,15 +102,27 @@ def _delete(chat: RecordedPage) -> None:
 
 
 def _inside(chat: RecordedPage) -> None:
-    chat.page.locator("[aria-label='Show tokens']").last.click()
     chat.page.locator(".token").nth(2).click()
+
+
+def _attach(chat: RecordedPage) -> None:
+    chat.expected_errors += 1  # the refused picture
+    chat.drop(".thread", [("notes.txt", b"Buy milk."), ("photo.png", b"\0")])
+    chat.page.wait_for_selector(".attachment-ready")
+
+
+def _file_card(chat: RecordedPage) -> None:
+    chat.ask("What is to be done?")
+    chat.page.click(".file-card summary")
 
 
 VIEWS: tuple[View, ...] = (
     View("answer", lambda chat: None, ".answer-foot .stats"),
+    View("confidence", _click("[aria-label='Show tokens'] >> nth=-1"), ".confidence-choice"),
     View("alternatives", _inside, ".choice"),
     View("editor", _edit, "[aria-label='Edit message']"),
     View("candidates", _candidates, ".card-pick >> nth=1"),
+    View("differences", _click("button:text('Differences')"), ".differences >> nth=1"),
     View("candidates panel", _press("Escape", "Alt+Shift+1"), ".side-panel [role=tab]"),
     View("beams panel", _press("Alt+Shift+2"), "#tab-beams[aria-selected=true]"),
     View("branches panel", _press("Alt+Shift+3"), "#tab-branches[aria-selected=true]"),
@@ -124,6 +136,8 @@ VIEWS: tuple[View, ...] = (
     View("finds", _find, ".search-hit mark"),
     View("toast", _delete, "text=Undo"),
     View("start", _press("Control+Shift+O"), ".empty-state"),
+    View("attachments", _attach, ".attachment-failed"),
+    View("file card", _file_card, ".file-card pre"),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 TIMEOUT_MS = 60_000  # for all waits: the machine may be busy
@@ -23,6 +23,15 @@ OBSERVE_SIGHTING = """selector => {
   const observer = new MutationObserver(look);
   observer.observe(document.body, {subtree: true, childList: true, attributes: true});
   look();
+}"""
+DROP = """async ([selector, files]) => {
+  const data = new DataTransfer();
+  for (const [name, bytes] of files) data.items.add(new File([new Uint8Array(bytes)], name));
+  const at = document.querySelector(selector);
+  const send = kind => at.dispatchEvent(new DragEvent(kind, {dataTransfer: data, bubbles: true, cancelable: true}));
+  const opened = [send('dragover')];
+  await new Promise(resolve => setTimeout(resolve, 50));
+  return [...opened, document.querySelector('.drop-zone-over')?.dataset.zone, send('drop')];
 }"""
 KEEP_TOASTS = """() => {
   const plain = window.setTimeout;
@@ -106,6 +115,14 @@ class RecordedPage:
         if any(part.get("text") for item in response["output"] for part in item.get("content") or ()):
             self.until(f"{DRAWN} || !document.querySelector('.prose:empty')")
         return response
+
+    def drop(self, selector: str, files: Sequence[tuple[str, bytes]]) -> list[Any]:
+        """Drag files over an element and drop them.
+
+        Return whether the browser acts on the drag, the zone that the page showed, and whether it acts on the drop.
+        """
+        result: list[Any] = self.page.evaluate(DROP, [selector, [[name, list(data)] for name, data in files]])
+        return result
 
     @contextlib.contextmanager
     def appears(self, selector: str) -> Iterator[None]:

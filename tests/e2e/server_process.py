@@ -24,7 +24,23 @@ def serving(
     command: Sequence[str], folder: Path, *, cwd: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, int]]:
     """Run `command` on a free port, with database and log in `folder`; yield URL and process id when it is ready."""
-    url = f"http://127.0.0.1:{(port := free_port())}"
+    port = free_port()
+    process = start_server(command, folder, port, cwd=cwd, environment=environment)
+    try:
+        yield f"http://127.0.0.1:{port}", process.pid
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def start_server(
+    command: Sequence[str], folder: Path, port: int, *, cwd: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start `command` on a port, with database and log in `folder`, and wait until it is ready."""
     log = folder / "server.log"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("CHATCACHE_")}
     # the browser needs a core too; spinning threads would use both
@@ -32,16 +48,13 @@ def serving(
     whole = [*command, "--port", str(port), "--db", str(folder / "chat.db")]
     with log.open("wb") as output:
         process = subprocess.Popen(whole, cwd=cwd, env=ours, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            _wait_ready(url, process, log)
-            yield url, process.pid
-        finally:
-            process.terminate()
-            try:
-                process.wait(timeout=STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    try:
+        _wait_ready(f"http://127.0.0.1:{port}", process, log)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    return process
 
 
 def _wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

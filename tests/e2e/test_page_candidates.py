@@ -62,6 +62,39 @@ def test_beams_cannot_be_dropped(chat: RecordedPage) -> None:
     chat.wait_end(0)
 
 
+def test_candidates_show_their_differences_alone_in_pairs_and_by_probability(chat: RecordedPage) -> None:
+    page = chat.page
+    for _ in range(2):
+        page.click("[aria-label='More answers']")
+    ended = chat.ask("Tell me a story about a dragon")
+    by_candidate = {item.get("candidate", 0): item for item in ended["output"]}
+    texts = [by_candidate[index]["content"][0]["text"] for index in range(3)]
+    page.click("button:text('Differences')")
+    common = page.locator(".candidates-common").evaluate_all("all => all.map(each => each.lastChild.textContent)")
+    rests = page.locator(".differences").all_text_contents()
+    assert [("".join(common) + rest.replace("(no further text)", "")) for rest in rests] == texts
+    assert all(text.startswith("".join(common)) for text in texts)
+    assert page.locator(".differences mark").count() > 0
+    page.click("[aria-label='Compare answer 3']")
+    page.click("[aria-label='Compare answer 1']")
+    assert page.locator(".card-number").all_inner_texts() == ["3", "1"]
+    page.click("[aria-label='Widen answer 1']")
+    assert page.locator(".card-number").all_inner_texts() == ["1"]
+    assert page.locator(".card .prose").count() == 1, "one answer alone is shown as usual"
+    page.click("button:text('Show all 3')")
+    page.click("button:text('Sort by probability')")
+    page.wait_for_selector(".card-likelihood >> nth=2")
+    means = []
+    for index in range(3):
+        path = f"items/{by_candidate[index]['id']}/tokens?top=0"
+        scored = page.evaluate(
+            "path => fetch(`v1/conversations/${location.hash.slice(1)}/${path}`).then(reply => reply.json())", path
+        )["data"]
+        means.append(sum(each["token"]["logprob"] for each in scored) / len(scored))
+    order = sorted(range(3), key=lambda index: -means[index])
+    assert page.locator(".card-number").all_inner_texts() == [str(index + 1) for index in order]
+
+
 def _lengths(chat: RecordedPage) -> list[int]:
     lengths: Any = chat.page.evaluate(
         "[...document.querySelectorAll('.card .prose')].map(card => card.textContent.length)"

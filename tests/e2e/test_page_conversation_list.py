@@ -212,9 +212,9 @@ def test_conversation_is_exported_and_imported_by_picker_and_drop(chat: Recorded
             "([text]) => { const data = new DataTransfer(); data.items.add(new File([text], 'a.json')); return data; }",
             [content],
         )
-        chat.page.dispatch_event("body", "dragover", {"dataTransfer": handle})
-        chat.page.wait_for_selector(".drop-zone")
-        chat.page.dispatch_event("body", "drop", {"dataTransfer": handle})
+        chat.page.dispatch_event(".sidebar", "dragover", {"dataTransfer": handle})
+        chat.page.wait_for_selector("[data-zone=import].drop-zone-over")
+        chat.page.dispatch_event(".sidebar", "drop", {"dataTransfer": handle})
         chat.page.wait_for_selector(f".toast >> text={message}")
         assert chat.page.locator(".drop-zone").count() == 0
 
@@ -251,13 +251,14 @@ def test_model_names_a_new_conversation_once(chat: RecordedPage) -> None:
 
 
 def test_long_model_title_is_ignored(chat: RecordedPage) -> None:
-    """The demo model answers the request for a title like any message: the first line stays the title."""
+    """A model that answers with more than a title leaves the first line of the conversation as its title."""
+    asked = _named(chat, title=None)
     _let_it_name(chat)
     question = f"My name is {secrets.token_hex(4)}."
-    with chat.page.expect_response(re.compile("/title$")) as named:
+    with chat.page.expect_response(re.compile("/title$")):
         chat.ask(question)
-    assert not named.value.json()["generated"]
     row(chat, question).wait_for()
+    assert asked == [chat.page.evaluate("location.hash.slice(1)")]
 
 
 def test_title_set_by_the_user_is_kept(chat: RecordedPage, endless: None) -> None:
@@ -281,15 +282,16 @@ def _let_it_name(chat: RecordedPage) -> None:
     chat.reload()
 
 
-def _named(chat: RecordedPage) -> list[str]:
-    """Answer title requests and return the growing list of their conversations."""
+def _named(chat: RecordedPage, title: str | None = "By the model") -> list[str]:
+    """Answer title requests with a title, or with none; return the growing list of their conversations."""
     asked: list[str] = []
 
     def name(route: Any) -> None:
         asked.append(route.request.url.split("/")[-2])
         head = chat.page.request.get(f"{chat.server}/v1/conversations/{asked[-1]}").json()
         assert json.loads(route.request.post_data)["rev"] == head["rev"]
-        route.fulfill(json={"conversation": head | {"title": "By the model", "rev": head["rev"] + 1}})
+        named = {"title": title, "rev": head["rev"] + 1} if title else {}
+        route.fulfill(json={"conversation": head | named, "generated": title is not None})
 
     chat.page.route(re.compile("/title$"), name)
     return asked

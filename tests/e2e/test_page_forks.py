@@ -125,6 +125,43 @@ def test_forks_work_by_keyboard_alone(chat: RecordedPage) -> None:
     assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Show tokens"
 
 
+def test_confidence_view_colours_tokens_walks_doubts_and_forks_inline(chat: RecordedPage) -> None:
+    page = chat.page
+    chat.ask(STORY)
+    item = _last_item(chat)
+    scored = _get(chat, f"/items/{item['id']}/tokens?top=4")["data"]
+    shown = [each for each in scored if each["start"] is not None and each["end"] > each["start"]]
+    limits = (0.9, 0.5, 0.25, 0.1)
+    levels = [sum(each["token"]["probability"] < limit for limit in limits) for each in shown]
+    page.keyboard.press("Alt+b")
+    page.wait_for_selector(".token[data-doubt]")
+    assert page.locator(".token").evaluate_all("all => all.map(each => Number(each.dataset.doubt))") == levels
+    doubts = [at for at, level in enumerate(levels) if level >= 2]
+    assert doubts, "the small model is unsure somewhere"
+    focused = "[...document.querySelectorAll('.token')].indexOf(document.activeElement)"
+    first = next((at for at in doubts if at > 0), doubts[0])
+    page.keyboard.press("d")
+    assert page.evaluate(focused) == first
+    page.keyboard.press("Shift+D")
+    page.keyboard.press("d")
+    assert page.evaluate(focused) == first
+    head = page.locator(".confidence-count")
+    assert head.inner_text() == f"Doubt {doubts.index(first) + 1} of {len(doubts)}"
+    page.click("[aria-label='Next doubt']")
+    assert page.evaluate(focused) == doubts[(doubts.index(first) + 1) % len(doubts)]
+    at = page.evaluate(focused)
+    others = [each for each in shown[at]["alternatives"] if each["id"] != shown[at]["token"]["id"]]
+    choices = page.locator(".confidence-choice")
+    assert choices.locator(".hint").all_inner_texts() == [_percent(each["probability"]) for each in others]
+    chosen = next(place for place, each in enumerate(others) if not each["ends"])
+    choices.nth(chosen).click()
+    chat.wait_end(1)
+    assert page.locator(".answer .version-position").inner_text() == "2/2"
+    text = _last_item(chat)["content"][0]["text"]
+    assert text.startswith(item["content"][0]["text"][: shown[at]["start"]])
+    assert chat.sent[-1]["fork_with"] == others[chosen]["id"]
+
+
 def test_words_inside_markdown_map_to_their_tokens(chat: RecordedPage) -> None:
     chat.ask("Make a table of animals and their sounds")
     item = _last_item(chat)

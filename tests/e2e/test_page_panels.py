@@ -282,3 +282,45 @@ def _post(chat: RecordedPage, path: str, body: dict[str, Any]) -> dict[str, Any]
     answer: dict[str, Any] = chat.page.evaluate(_POST, [path, body])
     assert "error" not in answer, answer
     return answer
+
+
+def test_branch_list_counts_tokens_marks_compares_and_deletes_branches(chat: RecordedPage) -> None:
+    page = chat.page
+    chat.ask("Tell me a story about a fox")
+    chat.ask("And then?")
+    page.click("[aria-label='Regenerate'] >> nth=-1")
+    chat.wait_end(2)
+    page.click(".panel-buttons [aria-label=Branches]")
+    rows = page.locator(".branch-row")
+    page.wait_for_selector(".branch-row >> nth=1 >> [data-tokens=own]")
+    conversation = page.evaluate("location.hash.slice(1).split('/')[0]")
+    leaves = [chat.ends()[index]["output"][0] for index in (1, 2)]
+    for row, leaf in zip(rows.all(), leaves, strict=True):
+        assert leaf["content"][0]["text"].replace("\n", " ")[:20] in row.locator(".branch-open").inner_text()
+        asked = {"previous_item_id": leaf["id"], "input": [{"role": "user", "content": "?"}]}
+        reply = page.request.post(f"{chat.server}/v1/cache/explain", data=asked).json()
+        *shared, own = reply["messages"][:-1]
+        shown = [int(row.locator(f"[data-tokens={kind}]").inner_text()) for kind in ("shared", "own", "cold")]
+        cold = sum(each["tokens"] - each["cached_tokens"] for each in (*shared, own))
+        assert shown == [sum(each["tokens"] for each in shared), own["tokens"], cold]
+
+    page.click("[aria-label='Compare Branch 1']")
+    page.click("[aria-label='Compare Branch 2']")
+    assert page.locator(".branch-compared .differences").count() == 2
+    page.click("[aria-label='Rename Branch 2']")
+    page.keyboard.type("The second")
+    page.keyboard.press("Enter")
+    page.click("[aria-label='Star The second']")
+    page.wait_for_selector("[aria-label='Star The second'][aria-pressed=true]")
+    assert "The second" in rows.first.inner_text(), "the star moves it to the top"
+    chat.until("document.querySelectorAll('.branch-row').length === 2")
+    chat.reload()
+    page.wait_for_selector("[aria-label='Star The second'][aria-pressed=true]")
+
+    page.click("[aria-label='Delete The second']")
+    page.click("text=Delete 1 message")
+    chat.until("document.querySelectorAll('.branch-row').length === 0")
+    path = f"{chat.server}/v1/conversations/{conversation}/items?branches=all"
+    chat.page.wait_for_selector("text=Branch deleted.")
+    assert [each["id"] for each in page.request.get(path).json()["data"]][-1] == leaves[0]["id"]
+    assert page.locator(".answer").count() == 2

@@ -109,3 +109,16 @@ def test_next_user_sees_nothing_of_the_previous_one(keys: Keyed, visitor: Record
     visitor.connected()
     visitor.page.wait_for_selector("text=My secret is a marmot", state="detached")
     assert "#" not in visitor.page.url
+
+
+@pytest.mark.parametrize("width", [320, 390])
+def test_sign_in_form_fits_a_phone_and_has_the_focus(width: int, keys: Keyed, browser: Any) -> None:
+    phone = browser.new_context(viewport={"width": width, "height": 640})
+    page = phone.new_page()
+    page.goto(keys.server.url)
+    page.wait_for_selector(KEY)
+    for selector in (KEY, "text=This server requires an API key", "text=Sign in"):
+        box = page.locator(selector).bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= width, selector
+    assert page.evaluate("document.activeElement.name") == "key"
+    phone.close()

@@ -117,7 +117,7 @@ def test_speed_and_time_to_first_token_are_shown(chat: RecordedPage, endless: No
 def test_reasoning_is_folded_with_its_length(browser: Any, server: str) -> None:
     """The frames of a reasoning model come from the test."""
     chat = RecordedPage(browser.new_context(), server)
-    chat.page.route_web_socket(re.compile("/v1/responses"), _think("Let me see. It is a fox.", "A fox.", tokens=9))
+    chat.page.route_web_socket(re.compile("/v1/responses"), _think("Let me see. It is a **fox**.", "A fox.", tokens=9))
     chat.page.goto(server)
     chat.connected()
     chat.say("What is it?")
@@ -127,6 +127,7 @@ def test_reasoning_is_folded_with_its_length(browser: Any, server: str) -> None:
     assert not thought.locator(".reasoning-text").is_visible()
     chat.until("document.querySelector('.answer .prose')?.innerText === 'A fox.'")  # the renderer loads with the text
     thought.locator("summary").press("Enter")
+    chat.page.wait_for_selector(".reasoning-text .prose strong:has-text('fox')")
     assert thought.locator(".reasoning-text").inner_text() == "Let me see. It is a fox."
     assert chat.problems() == []
     chat.context.close()

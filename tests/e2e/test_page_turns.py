@@ -21,6 +21,7 @@ def test_second_turn_hits_the_cache_and_a_reload_keeps_both(chat: RecordedPage) 
     meter = chat.page.locator(".meter-text").inner_text()
     assert meter.split(" / ")[0] == str(second["input_tokens"] + second["output_tokens"])
     said, answers = chat.said(), chat.answers()
+    shown = chat.page.locator(".stats").last.inner_text()
     assert said == ["My name is Ada.", "What is my name?"]
     assert len(answers) == 2 and all(answers)
     assert chat.page.locator(".conversation-row-current .conversation-title").inner_text() != ""
@@ -29,6 +30,8 @@ def test_second_turn_hits_the_cache_and_a_reload_keeps_both(chat: RecordedPage) 
     chat.page.wait_for_selector(".answer >> nth=1")
     assert (chat.said(), chat.answers()) == (said, answers)
     assert chat.figure("cached") == second["input_tokens_details"]["cached_tokens"]
+    again = chat.page.locator(".stats").last.inner_text()
+    assert _words(again) == _words(shown), "time to first token, speed and the reason of a miss are kept"
 
 
 @pytest.mark.slow
@@ -59,6 +62,7 @@ def test_escape_stops_and_keeps_the_text(chat: RecordedPage, endless: None) -> N
     chat.reload()
     chat.page.wait_for_selector(".answer[data-status=stopped]")
     assert chat.answers()[0] == text
+    assert chat.page.locator("[data-stat=receipt]").count() == 1
 
 
 @pytest.mark.slow
@@ -94,6 +98,11 @@ def test_edit_adds_a_branch_and_both_branches_stay(chat: RecordedPage) -> None:
     assert chat.page.locator(".user-message .version-position").inner_text() == "2/2"
     chat.page.click(".user-message [aria-label='Previous version']")
     assert (chat.said(), chat.answers()) == (["What is 2 + 3?"], before)
+
+
+def _words(statistics: str) -> list[str]:
+    """The names of the figures, without their values."""
+    return re.findall(r"[a-z/]+", statistics)
 
 
 def _squeeze(text: str) -> str:

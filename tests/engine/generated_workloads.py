@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -91,6 +93,7 @@ def requests(draw: st.DrawFn, number: int, tight: bool = False, calm: bool = Fal
         namespace=namespace,
         num_public_tokens=num_public,
         priority=draw(st.sampled_from([0, 0, -1, 5])),
+        marks=tuple(sorted(draw(st.sets(st.integers(1, len(prompt)), max_size=4)))),
     )
 
 
@@ -104,10 +107,12 @@ def drops(draw: st.DrawFn, request: GenerateRequest, step: int) -> tuple[tuple[i
 
 
 @st.composite
-def forks(draw: st.DrawFn, number: int, source: Arrival, tight: bool = False, calm: bool = False) -> Arrival:
+def forks(
+    draw: st.DrawFn, number: int, source: Arrival, tight: bool = False, calm: bool = False, hybrid: bool = False
+) -> Arrival:
     """Generate a request that continues from within another, perhaps streaming, answer."""
     request = draw(requests(number, tight, calm))
-    lines = expected_answer(source.request).tokens
+    lines = expected_answer(source.request, hybrid=hybrid).tokens
     index = draw(st.sampled_from(sorted(lines)))
     line = (*source.request.prompt, *lines[index])
     prompt = (*line[: draw(st.integers(1, len(line)))], *draw(st.lists(st.integers(1, VOCAB - 1), max_size=4)))
@@ -115,16 +120,18 @@ def forks(draw: st.DrawFn, number: int, source: Arrival, tight: bool = False, ca
     if namespace.startswith(WANDER) != request.namespace.startswith(WANDER):
         namespace = request.namespace
     point = ForkPoint(source.request.request_id, draw(st.sampled_from([0, index])))
-    fork = replace(request, prompt=prompt, namespace=namespace, num_public_tokens=0, fork_of=point)
+    fork = replace(request, prompt=prompt, namespace=namespace, num_public_tokens=0, fork_of=point, marks=())
     step = source.step + draw(st.integers(1, 12))
     return Arrival(fork, step, None, draw(drops(fork, step)))
 
 
 @st.composite
-def workloads(draw: st.DrawFn, tight: bool = False, calm: bool = False) -> Workload:
+def workloads(
+    draw: st.DrawFn, tight: bool = False, calm: bool = False, hybrid: bool = False, ahead: Sequence[str] = AHEAD
+) -> Workload:
     """Generate a workload; a `tight` one has long requests that preempt each other.
 
-    Some workloads have calm requests only, or calm requests among others.
+    Some workloads have calm requests only, or calm requests among others. `hybrid`: of a model with states.
     """
     arrivals: list[Arrival] = []
     calm = calm or draw(st.sampled_from([False, False, True]))
@@ -132,7 +139,7 @@ def workloads(draw: st.DrawFn, tight: bool = False, calm: bool = False) -> Workl
         step = draw(st.sampled_from([0, 0, 0, 1, 3, 9]))
         cancelled_at = draw(st.one_of(st.none(), st.none(), st.none(), st.integers(step, step + 15)))
         if arrivals and draw(st.integers(0, 2)) == 0:
-            arrivals.append(draw(forks(number, draw(st.sampled_from(arrivals)), tight, calm)))
+            arrivals.append(draw(forks(number, draw(st.sampled_from(arrivals)), tight, calm, hybrid)))
         else:
             request = draw(requests(number, tight, calm))
             arrivals.append(Arrival(request, step, cancelled_at, draw(drops(request, step))))
@@ -155,6 +162,9 @@ def workloads(draw: st.DrawFn, tight: bool = False, calm: bool = False) -> Workl
         preemption=draw(st.sampled_from(["auto", "recompute", "swap", "swap"] if num_host_pages else ["auto"])),
         policy=draw(st.sampled_from(["fcfs", "fcfs", "priority", "fair"])),
         crashes=draw(st.sampled_from([frozenset[int]()] * 3 + [frozenset({9}), frozenset({5, 20, 33})])),
-        ahead=draw(st.sampled_from(AHEAD)),
+        ahead=draw(st.sampled_from(ahead)),
+        num_states=draw(st.sampled_from([10, 10, 13, 24, 80])) if hybrid else 0,
+        num_host_states=draw(st.sampled_from([0, 1, 4, 40])) if hybrid and num_host_pages else 0,
+        interval=draw(st.sampled_from([2, 8, 1024])) if hybrid else 1024,
         swap_crashes=draw(st.sampled_from([frozenset[int]()] * 3 + [frozenset({1}), frozenset({2, 3})])),
     )

@@ -20,6 +20,7 @@ from chatcache.types.actions import (
     Fork,
     Output,
     Release,
+    expand_actions,
 )
 from chatcache.types.actions import Strategy as DecodeStrategy
 from chatcache.types.events import CandidateDone, TokenLogprob, Tokens
@@ -128,37 +129,37 @@ class Answer:
         return all(self.tokens.get(i, [])[: len(tokens)] == tokens for i, tokens in other.tokens.items())
 
 
-def prompt_scores(request: GenerateRequest, runner: FakeRunner) -> tuple[TokenLogprob | None, ...]:
+def prompt_scores(request: GenerateRequest, runner: FakeRunner, *, hybrid: bool) -> tuple[TokenLogprob | None, ...]:
     """Compute the log-probability of every prompt token without pages."""
     num_top = request.params.prompt_logprobs
     if num_top is None:
         return ()
     scores: list[TokenLogprob | None] = [None]
     for position, token in enumerate(request.prompt[1:], 1):
-        logprobs = log_softmax(runner.logits(history_of(request.prompt[:position])))
+        logprobs = log_softmax(runner.logits(history_of(request.prompt[:position], hybrid=hybrid)))
         ids, values = top_candidates(logprobs, num_top)
         scores.append(TokenLogprob(float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True))))
     return tuple(scores)
 
 
-def expected_answer(request: GenerateRequest, *, seed: int = 0) -> Answer:
-    """Compute the answer from plain lists of tokens: no pages, no scheduler, no other requests."""
+def expected_answer(request: GenerateRequest, *, seed: int = 0, hybrid: bool = False) -> Answer:
+    """Compute the answer from plain lists of tokens: no pages, no states, no scheduler, no other requests."""
     runner = FakeRunner(fake_capacity(2), VOCAB)
     max_tokens = request.params.max_tokens or 16
     seed = getattr(request.params, "seed", None) or seed
     strategy = strategy_for(request, MODEL_INFO, seed=seed, max_tokens=max_tokens, token_bytes=None)
     branches = {0: list(request.prompt)}
-    answer, finished = Answer(prompt=prompt_scores(request, runner)), False
+    answer, finished = Answer(prompt=prompt_scores(request, runner, hybrid=hybrid)), False
     while not finished:
         drawn: dict[int, tuple[Candidates, ...]] = {}
         for branch, tokens in branches.items():
             specs = list(strategy.draws(branch))
             draws = pack_draws(specs, [0] * len(specs), [len(tokens)] * len(specs))
-            result = runner.draw(draws, [history_of(tokens)], tokens[-1:])
+            result = runner.draw(draws, [history_of(tokens, hybrid=hybrid)], tokens[-1:])
             drawn[branch] = tuple(_candidates(result, draw, spec) for draw, spec in enumerate(specs))
         advance = strategy.advance(drawn)
         finished = advance.finished
-        for action in advance.actions:
+        for action in expand_actions(advance.actions):
             if isinstance(action, Fork):
                 branches[action.child] = [*branches[action.parent], action.token]
             elif isinstance(action, Extend):

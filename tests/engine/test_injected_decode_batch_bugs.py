@@ -37,11 +37,9 @@ def table_not_updated_with_the_last_token(patch: Patch) -> None:
         num_computed = int(self._num_computed[place])
         if table is not None and num_computed > table.num_tokens:
             self._num_computed[place] -= 1
-            self._cell[place] -= 1
         original(self, branch, place)
         if num_computed > self._num_computed[place]:
             self._num_computed[place] += 1
-            self._cell[place] += 1
 
     patch.setattr(DecodeBatch, "_commit_to_table", skip_last)
 
@@ -50,9 +48,9 @@ def cached_parent_forked(patch: Patch) -> None:
     """The forked parent stays in the decode batch with a tail that it now shares."""
     original = KVCache.fork
 
-    def fork(self: KVCache, table: PageTable) -> PageTable:
+    def fork(self: KVCache, table: PageTable, replaced: PageTable | None = None) -> PageTable:
         num_reserved = table.num_reserved
-        child = original(self, table)
+        child = original(self, table, replaced)
         if table.tail_tokens:
             table.num_reserved = num_reserved
         return child
@@ -207,28 +205,44 @@ def full_pool_not_noticed(patch: Patch) -> None:
     patch.setattr(KVCache, "advance_pages", turn_pages)
 
 
-def first_tokens_of_the_page_unknown(patch: Patch) -> None:
-    """A branch joins in the middle of a page, which is hashed without its first tokens."""
-    original = DecodeBatch.add_if_eligible
+def _forget_tokens_of_full_pages(patch: Patch, index: int) -> None:
+    original = KVCache.advance_pages
 
-    def enter(self: DecodeBatch, branch: Branch) -> None:
-        known = self._page_tokens.copy()
-        original(self, branch)
-        self._page_tokens[:] = known
+    def turn_pages(self: KVCache, tables: list[PageTable], tokens: bytes) -> list[int] | None:
+        known = np.frombuffer(tokens, "<i4").reshape(len(tables), self.page_size).copy()
+        known[:, index] = 1
+        return original(self, tables, known.tobytes())
 
-    patch.setattr(DecodeBatch, "add_if_eligible", enter)
+    patch.setattr(KVCache, "advance_pages", turn_pages)
+
+
+def first_token_of_the_page_unknown(patch: Patch) -> None:
+    _forget_tokens_of_full_pages(patch, 0)
 
 
 def last_token_of_the_page_unknown(patch: Patch) -> None:
-    original = DecodeBatch.advance
+    _forget_tokens_of_full_pages(patch, -1)
 
-    def advance(self: DecodeBatch, rows: DecodeRows) -> None:
-        cells = self._cell[: len(rows.branches)].copy()
-        original(self, rows)
-        last = cells[(cells + 1) % self._kv.page_size == 0]
-        self._cells[last] = 1
 
-    patch.setattr(DecodeBatch, "advance", advance)
+def reordered_branch_keeps_its_cells(patch: Patch) -> None:
+    """A branch that shares all pages of its parent writes on without pages of its own."""
+    original = DecodeBatch._share_pages
+
+    def share(self: DecodeBatch, parent: Branch, child: Branch) -> None:
+        entry = self._entry[child.slot]
+        reserved = int(self._num_reserved[entry])
+        original(self, parent, child)
+        self._num_reserved[entry] = reserved
+
+    patch.setattr(DecodeBatch, "_share_pages", share)
+
+
+def reordered_branch_keeps_the_contents_of_its_page(patch: Patch) -> None:
+    patch.setattr(KVCache, "copy_tails", lambda self, pairs: [])
+
+
+def reordered_branch_keeps_its_full_pages(patch: Patch) -> None:
+    patch.setattr(KVCache, "adopt", lambda self, table, child: True)
 
 
 BUGS: list[Callable[[Patch], None]] = [
@@ -248,8 +262,11 @@ BUGS: list[Callable[[Patch], None]] = [
     new_page_not_sent_to_the_runner,
     new_page_of_another_row,
     full_pool_not_noticed,
-    first_tokens_of_the_page_unknown,
+    first_token_of_the_page_unknown,
     last_token_of_the_page_unknown,
+    reordered_branch_keeps_its_cells,
+    reordered_branch_keeps_the_contents_of_its_page,
+    reordered_branch_keeps_its_full_pages,
 ]
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chatcache.engine.pipeline import CompletedStep, StepPipeline
+from chatcache.kv_cache.page_hash import TOKEN_BYTES
 from chatcache.kv_cache.pool import InvariantError
 from chatcache.scheduler.batch import Step
-from chatcache.scheduler.decode_batch import NO_ROW, DecodeBatch, DecodeRows
-from chatcache.scheduler.request import LiveRequest
+from chatcache.scheduler.decode_batch import DecodeBatch, DecodeRows
+from chatcache.scheduler.request import LiveRequest, encode_token
 from chatcache.scheduler.scheduler import Scheduler
-from chatcache.types.plan import I32
+from chatcache.types.plan import I32, PENDING_TOKEN
 from tests.engine.generated_workloads import until_it_fails, workloads
 from tests.engine.workloads import Workload, assert_equals_alone
 
@@ -30,10 +30,10 @@ def tokens_committed_as_planned(patch: Patch) -> None:
     original = DecodeBatch.advance
 
     def advance(self: DecodeBatch, rows: DecodeRows) -> None:
-        places = np.flatnonzero(self._is_used & (self._row != NO_ROW))
-        cells = self._cell[places].copy()
+        for branch, token in zip(rows.branches, rows.rows.tokens.tolist(), strict=True):
+            if token == PENDING_TOKEN:
+                branch.outputs[-TOKEN_BYTES:] = encode_token(token)
         original(self, rows)
-        self._cells[cells] = rows.rows.tokens[: len(cells)]
 
     patch.setattr(DecodeBatch, "advance", advance)
 

@@ -98,6 +98,23 @@ def test_a_prompt_alone_uses_the_whole_budget() -> None:
     assert len(timed.run_until("long")) == -(-LONG // BUDGET)
 
 
+def test_health_reports_the_measured_speeds_and_the_owed_seconds() -> None:
+    timed = TimedEngine(max_prefill_time_s=0.0)
+    assert timed.engine.health().seconds_per_prompt_token == 0.0
+    timed.ask("first", 100, max_tokens=4)
+    list(timed.steps())
+    health = timed.engine.health()
+    assert health.seconds_per_prompt_token == pytest.approx(TOKEN_S)
+    assert health.seconds_per_step == pytest.approx(TOKEN_S) and health.owed_s == 0.0
+    timed.ask("long", LONG)
+    timed.ask("next", 100)
+    assert timed.engine.health().owed_s == pytest.approx((LONG + 100) * TOKEN_S)
+    next(timed.steps())
+    assert timed.engine.health().owed_s == pytest.approx((LONG + 100 - BUDGET) * TOKEN_S)
+    list(timed.steps())
+    assert timed.engine.health().owed_s == 0.0
+
+
 @pytest.mark.parametrize("limit", [0.05, 0.0])
 @pytest.mark.parametrize("num_long", [1, 2, 6])
 def test_a_short_question_starts_within_a_few_steps_of_long_prompts(num_long: int, limit: float) -> None:

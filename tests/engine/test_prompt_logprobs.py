@@ -9,6 +9,7 @@ import pytest
 
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
+from chatcache.errors import InvalidRequestError
 from chatcache.types.events import EngineEvent, Failed, Started, TokenLogprob, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import BeamSearchParams, ForkPoint, GenerateRequest, Params, SamplingParams
@@ -72,6 +73,20 @@ def test_prompt_logprobs_with_any_cached_prefix_and_chunks_are_exact(
     eng.add(ask("after", num_top=None))
     after = started(run(eng), "after")
     assert after.num_cached_tokens == 29 and after.prompt_logprobs == ()
+
+
+@pytest.mark.parametrize(("start", "num_cached"), [(1, 0), (2, 1), (13, 12), (29, 28), (30, 29)])
+@pytest.mark.parametrize("budget", [4, 512])
+def test_prompt_logprobs_from_a_start_use_the_cache_before_it(start: int, num_cached: int, budget: int) -> None:
+    eng = engine(max_num_batched_tokens=budget)
+    eng.add(ask("before", num_top=None))
+    run(eng)
+    eng.add(ask(prompt_logprobs_start=start))
+    seen = started(run(eng))
+    assert seen.prompt_logprobs == expected(PROMPT, 2)[start:]
+    assert seen.num_cached_tokens == num_cached
+    with pytest.raises(InvalidRequestError, match="prompt_logprobs_start must be between 0 and"):
+        eng.add(ask("refused", prompt_logprobs_start=31))
 
 
 @pytest.mark.parametrize(

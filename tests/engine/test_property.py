@@ -26,6 +26,18 @@ def test_random_workloads_on_a_tight_pool_equal_each_request_alone(workload: Wor
     assert_equals_alone(workload)
 
 
+@QUICK
+@given(workloads(hybrid=True))
+def test_random_workloads_of_a_hybrid_model_equal_each_request_alone(workload: Workload) -> None:
+    assert_equals_alone(workload)
+
+
+@TIGHT
+@given(workloads(tight=True, hybrid=True))
+def test_random_workloads_of_a_hybrid_model_on_a_tight_pool_equal_each_request_alone(workload: Workload) -> None:
+    assert_equals_alone(workload)
+
+
 @pytest.mark.long
 @settings(QUICK, max_examples=10_000)
 @given(workloads(tight=True))

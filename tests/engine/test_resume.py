@@ -22,7 +22,7 @@ from chatcache.engine.engine import Engine, EventQueue
 from chatcache.engine_process.recovery import RequestJournal
 from chatcache.errors import EngineError
 from chatcache.scheduler.request import LiveRequest
-from chatcache.types.actions import BranchAction, Fork
+from chatcache.types.actions import Extend, Fork, Release
 from chatcache.types.events import (
     Beams,
     CandidateDone,
@@ -466,7 +466,7 @@ def _no_scores(patch: pytest.MonkeyPatch) -> None:
 def _swapped_forks(patch: pytest.MonkeyPatch) -> None:
     original = engine_module._repeat_action
 
-    def repeat(branches: dict[int, Any], action: BranchAction) -> None:
+    def repeat(branches: dict[int, Any], action: Extend | Fork | Release) -> None:
         original(branches, replace(action, parent=min(branches)) if isinstance(action, Fork) else action)
 
     patch.setattr(engine_module, "_repeat_action", repeat)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+import numpy as np
 
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.errors import ContextLengthError, UnsupportedParameterError
+from chatcache.kv_cache.page_hash import namespace_hash
 from chatcache.kv_cache.pool import PagePool
 from chatcache.types.events import FINISH_CANCELLED, CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import GenerateRequest
 from tests.engine.oracle import MODEL_INFO, VOCAB, WANDER, Answer, expected_answer, strategy_for
-from tests.support.fake_runner import POISON, FakeRunner, fake_capacity
+from tests.support.fake_runner import POISON, FakeRunner, fake_capacity, state_of
 
 AUDIT_EVERY = 5  # not every step: an audit makes the scheduler tell the tables what it has put off
 
@@ -45,6 +49,9 @@ class Crashing(FakeRunner):
         self.host_cells[plan.swaps_out[:, 1]] = POISON
         for pages in (plan.swaps_in[:, 1], plan.copies[:, 1]):
             self.cells[pages] = POISON
+        for states in (plan.state_copies[:, 1], plan.state_saves[:, 1], plan.state_swaps_in[:, 1], plan.rows.state):
+            self.states[states] = POISON
+        self.host_states[plan.state_swaps_out[:, 1]] = POISON
         raise RuntimeError("crashed as planned")
 
 
@@ -52,6 +59,7 @@ class Crashing(FakeRunner):
 class Workload:
     """Requests and the engine that runs them. Its runner crashes in some steps, see `Crashing`.
 
+    `num_states`: 0 for a model without recurrent layers; `interval`: the tokens between two snapshots.
     `ahead`: "" for a runner that waits for each step; "eager" or "lazy" for asynchronous launch, see `FakeDevice`.
     """
 
@@ -67,10 +75,16 @@ class Workload:
     crashes: frozenset[int] = frozenset()
     swap_crashes: frozenset[int] = frozenset()
     ahead: str = ""
+    num_states: int = 0
+    num_host_states: int = 0
+    interval: int = 1024
 
     def engine(self) -> tuple[Engine, FakeRunner]:
         capacity = fake_capacity(
-            self.num_pages, self.page_size, self.num_slots, 256, self.num_host_pages, has_async_launch=bool(self.ahead)
+            *(self.num_pages, self.page_size, self.num_slots, 256, self.num_host_pages),
+            has_async_launch=bool(self.ahead),
+            num_states=self.num_states,
+            num_host_states=self.num_host_states,
         )
         runner = Crashing(capacity, VOCAB, lazy=self.ahead == "lazy")
         runner.crashes, runner.swap_crashes = self.crashes, self.swap_crashes
@@ -82,15 +96,21 @@ class Workload:
             scheduling_policy=self.policy,
             strict=True,
         )
-        return Engine(runner, MODEL_INFO, config, make_strategy=strategy_for), runner
+        engine = Engine(runner, MODEL_INFO, config, make_strategy=strategy_for)
+        if (states := engine.scheduler.kv.states) is not None:
+            states.interval = self.interval
+        return engine, runner
 
 
 def poison_free_pages(engine: Engine, runner: FakeRunner) -> None:
-    """Corrupt every page that is neither held nor cached: it must not be read again."""
+    """Corrupt every page and state that is neither held nor cached: it must not be read again."""
     kv = engine.scheduler.kv
     runner.cells[_free(kv.pool)] = POISON
     if kv.host is not None:
         runner.host_cells[[page - 1 for page in _free(kv.host.pool)]] = POISON
+    if kv.states is not None:
+        runner.states[kv.states.blank_states()] = POISON
+        runner.host_states[[h for h, refs in enumerate(kv.states.host.refs) if not refs]] = POISON
 
 
 def _free(pool: PagePool) -> list[int]:
@@ -148,12 +168,34 @@ def run(workload: Workload, *, audit: bool = True, max_steps: int = 1000) -> dic
     health = engine.health()
     assert not runner.device.num_refused, "the runner was asked for what no device can do"
     assert (health.num_pages_in_use, health.num_host_pages_in_use) == (0, 0)
+    if (states := engine.scheduler.kv.states) is not None:
+        assert (states.num_in_use, states.host.num_in_use) == (0, 0)
+    engine.cache.check()
+    check_snapshots(engine, runner, {arrival.request.namespace for arrival in workload.arrivals})
     assert health.num_self_checks > 0 or not health.num_steps
     for request_id, seen in events.items():
         check_events(request_id, seen, may_fail=bool(workload.crashes or workload.swap_crashes))
         answers[request_id].failed = isinstance(seen[-1], Failed)
         answers[request_id].cancelled = isinstance(seen[-1], Finished) and seen[-1].cancelled
     return answers
+
+
+def check_snapshots(engine: Engine, runner: FakeRunner, namespaces: Iterable[str]) -> None:
+    """Check that each snapshot that can be matched stands for the tokens of its name."""
+    kv = engine.scheduler.kv
+    if kv.states is None:
+        return
+    roots = {kv._root, *(namespace_hash(kv._root, namespace) for namespace in namespaces)}
+    contents = [content for page in range(kv.pool.num_pages) if (content := kv.pool.content(page)) is not None]
+    pages = {content.key: content for content in contents}
+    pages |= {namespace_hash(content.key, namespace): content for content in contents for namespace in namespaces}
+    for name, state in kv.states.snapshots():
+        key, data = name
+        while key in pages:
+            key, data = pages[key].parent, pages[key].tokens + data
+        if key in roots:  # otherwise a page before it was evicted, and it cannot be matched
+            tokens = np.frombuffer(data, "<i4").tolist()
+            assert runner.states[state] == state_of(tokens), f"state {state} is not that of its {len(tokens)} tokens"
 
 
 def check_events(request_id: str, events: list[EngineEvent], *, may_fail: bool = False) -> None:
@@ -218,7 +260,7 @@ def assert_equals_alone(workload: Workload, *, audit: bool = True) -> None:
         request = arrival.request
         if request.request_id not in answers:
             continue
-        expected, got = expected_answer(request), answers[request.request_id]
+        expected, got = expected_answer(request, hybrid=bool(workload.num_states)), answers[request.request_id]
         assert expected.begins_with(got)
         if got.cancelled or got.failed:
             assert arrival.cancelled_at is not None or arrival.drops or got.failed

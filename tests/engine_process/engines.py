@@ -131,7 +131,9 @@ class CountingEngine:
 
     def page_accounts(self) -> PageAccounts:
         held = dict.fromkeys(self._running, 0.5)
-        return PageAccounts(num_pages_in_use=1, page_bytes=4096, requests=held, conversations={}, namespaces={})
+        return PageAccounts(
+            num_pages_in_use=1, page_bytes=4096, requests=held, conversations={}, namespaces={}, states={}
+        )
 
     def stats(self) -> dict[str, int]:
         return {"num_steps": self._num_steps}

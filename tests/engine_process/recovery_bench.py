@@ -28,6 +28,7 @@ class RecoveryBench:
         self.in_engine: list[str] = []
         self.events: dict[str, list[EngineEvent]] = {}
         self.answers: list[Reply] = []
+        self.search_steps: list[SearchStep] = []
         self._calls = itertools.count(1)
         self._seqs: dict[str, int] = {}
         self.recovery = RequestRecovery(self._to_engine, self._to_client)
@@ -42,7 +43,7 @@ class RecoveryBench:
 
     def _to_client(self, notice: Reply | PromptScores | Events) -> None:
         if isinstance(notice, Events):
-            assert not notice.search_steps
+            self.search_steps += notice.search_steps
             for event in notice.events:
                 self.events.setdefault(event.request_id, []).append(event)
         elif not isinstance(notice, PromptScores):
@@ -69,6 +70,7 @@ class RecoveryBench:
         steps = tuple(SearchStep(name, record) for record in records)
         events = (Started(name, self._seq(name), 3, 0),) if started else ()
         self.recovery.receive(Events(events, search_steps=steps))
+        assert tuple(self.search_steps[-len(steps) :]) == steps, "a gateway of workers needs them"
 
     def resume_point(self) -> ResumePoint:
         """Return the resume point of the last submit that the engine received."""

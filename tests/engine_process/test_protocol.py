@@ -44,7 +44,15 @@ NOTICES: list[messages.Notice] = [
         4, Explanation(num_tokens=3, num_cached_tokens=2, page_size=16, pages=(PageHit(0, 2, "partial"),))
     ),
     messages.PageAccountsReply(
-        5, PageAccounts(num_pages_in_use=2, page_bytes=64, requests={"r": 2.0}, conversations={"": 2.0}, namespaces={})
+        5,
+        PageAccounts(
+            num_pages_in_use=2,
+            page_bytes=64,
+            requests={"r": 2.0},
+            conversations={"": 2.0},
+            namespaces={},
+            states={"r": 0.5},
+        ),
     ),
     messages.Events(
         (

@@ -6,8 +6,9 @@ import pytest
 
 from chatcache.engine_process import recovery
 from chatcache.engine_process.protocol import Abort, Answer, CancelCandidate, Events, Submit
-from chatcache.types.events import CandidateDone, Failed, Finished, Tokens
-from chatcache.types.request import ResumePoint
+from chatcache.engine_process.recovery import RequestJournal
+from chatcache.types.events import CandidateDone, Failed, Finished, Started, Tokens
+from chatcache.types.request import BeamSearchParams, GenerateRequest, ResumePoint, SamplingParams
 from chatcache.types.stats import EngineHealth
 from tests.engine_process.recovery_bench import RecoveryBench
 
@@ -230,3 +231,23 @@ def test_events_out_of_order_raise() -> None:
         except ValueError:
             continue
         raise AssertionError("it was taken")
+
+
+def test_journal_of_a_resumed_request_contains_what_other_engines_emitted() -> None:
+    params = SamplingParams(n=2, max_tokens=100)
+    first = RequestJournal(GenerateRequest(request_id="r", prompt=(1, 2, 3), params=params))
+    first.record(Started("r", 1, 3, 2))
+    first.record(Tokens("r", 2, 0, (7, 8), score=-1.5))
+    first.record(Tokens("r", 3, 1, (9,)))
+    first.record(CandidateDone("r", 4, 1, "stop"))
+    second = RequestJournal(first.resumed_request())
+    assert second.resumed_request() == first.resumed_request()
+    assert (second.last_seq, second.num_tokens, second.num_unfinished) == (4, 3, 1)
+    second.record(Tokens("r", 5, 0, (10,)))
+    assert RequestJournal(second.resumed_request()).num_tokens == 4
+    search = RequestJournal(
+        GenerateRequest(request_id="s", prompt=(1,), params=BeamSearchParams(beam_width=2, max_tokens=9))
+    )
+    search.record(Started("s", 1, 1, 0))
+    search.record_search_step(b"step")
+    assert RequestJournal(search.resumed_request()).num_search_steps == 1

@@ -93,8 +93,11 @@ CALLS: Mapping[RouteKey, Sequence[Call]] = {
     ("POST", "/v1/chat/completions"): [Call("key", "/v1/chat/completions", _CHAT)],
     ("POST", "/v1/completions"): [Call("key", "/v1/completions", {"prompt": "Hi", "max_tokens": 1})],
     ("POST", "/v1/embeddings"): [Call("key", "/v1/embeddings", {"input": "Hi"})],
-    ("POST", "/v1/score"): [Call("key", "/v1/score", {"text_1": "Hi", "text_2": "Ho"})],
-    ("POST", "/v1/rerank"): [Call("key", "/v1/rerank", {"query": "Hi", "documents": ["Ho"]})],
+    **{("POST", path): [Call("key", path, {"text_1": "Hi", "text_2": "Ho"})] for path in ("/v1/score", "/score")},
+    **{
+        ("POST", path): [Call("key", path, {"query": "Hi", "documents": ["Ho"]})]
+        for path in ("/v1/rerank", "/rerank", "/v2/rerank")
+    },
     ("POST", "/v1/messages"): [Call("key", "/v1/messages", _CHAT)],
     ("POST", "/v1/messages/count_tokens"): [Call("key", "/v1/messages/count_tokens", _CHAT)],
     ("POST", "/api/chat"): [Call("key", "/api/chat", {**_OLLAMA, "messages": _CHAT["messages"]})],
@@ -138,11 +141,19 @@ CALLS: Mapping[RouteKey, Sequence[Call]] = {
     ],
     ("POST", "/v1/conversations"): [Call("key", "/v1/conversations", {"title": "Mine"})],
     ("GET", "/v1/conversations/export"): [Call("key", "/v1/conversations/export")],
+    ("POST", "/v1/attachments"): [Call("key", "/v1/attachments?filename=a.txt", raw=b"text")],
     ("POST", "/v1/conversations/import"): [Call("key", "/v1/conversations/import?dry_run=true", raw=b"[]")],
     ("GET", "/v1/conversations/{id}"): [owner(_CONV)],
     ("POST", "/v1/conversations/{id}"): [owner(_CONV, {"title": "Mine now"})],
     ("DELETE", "/v1/conversations/{id}"): [owner(_CONV)],
     ("GET", "/v1/conversations/{id}/export"): [owner(f"{_CONV}/export"), owner(f"{_CONV}/export?format=markdown")],
+    ("POST", "/v1/conversations/{id}/branch"): [
+        owner(f"{_CONV}/branch"),
+        owner(f"{_CONV}/branch", {"leaf": "<asked>"}),
+    ],
+    ("POST", "/v1/conversations/{id}/share"): [owner(f"{_CONV}/share", {"leaf": "<asked>"})],
+    ("DELETE", "/v1/conversations/{id}/share"): [owner(f"{_CONV}/share")],
+    ("GET", "/share/{token}"): [Call("open", "/share/<conversation>.wrong")],
     ("POST", "/v1/conversations/{id}/title"): [owner(f"{_CONV}/title")],
     ("GET", "/v1/conversations/{id}/items"): [owner(f"{_CONV}/items"), owner(f"{_CONV}/items?branches=all")],
     ("POST", "/v1/conversations/{id}/items"): [owner(f"{_CONV}/items", {"items": [{"role": "user", "content": "x"}]})],

@@ -95,6 +95,7 @@ class Server:
     store: ConversationStore | None = None
     load_tokenizer: Callable[[], Tokenizer] = tiny_tokenizer
     num_pages: int = 2048
+    num_states: int = 0  # of a hybrid model
     engine_config: EngineConfig = field(default_factory=EngineConfig)
     eos_every: int = 24
     tokenizer: Tokenizer = field(default_factory=tiny_tokenizer)
@@ -107,7 +108,9 @@ class Server:
     def __post_init__(self) -> None:
         tokenizer = self.tokenizer
         eos = tokenizer.eos_token_ids
-        capacity = fake_capacity(self.num_pages, PAGE_SIZE, max_model_len=self.max_model_len)
+        capacity = fake_capacity(
+            self.num_pages, PAGE_SIZE, max_model_len=self.max_model_len, num_states=self.num_states
+        )
         self.runner = self.runner_class(capacity, tokenizer.vocab_size, eos[0], eos_every=self.eos_every)
         model_info = fake_model_info(tokenizer.vocab_size, eos, self.max_model_len)
         self.engine_gate = threading.Event()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from chatcache.errors import InvalidRequestError, QuotaExceededError, RateLimitError
@@ -15,6 +16,7 @@ from chatcache.gateway.limits import rate_limits as limits
 from chatcache.gateway.limits.rate_limits import (
     MINUTE_NS,
     RESERVED_TOKENS,
+    Charge,
     DailyUsage,
     RateLimiter,
     RequestCost,
@@ -243,3 +245,60 @@ async def test_cleanup_drops_idle_accounts() -> None:
     limiter.admit(principal, RequestCost(0, max_tokens=5))
     with pytest.raises(RateLimitError):
         limiter.admit(principal, RequestCost(0, max_tokens=5))
+
+
+def link(*limiters: RateLimiter) -> None:
+    """Let each limiter report to the others at once, as messages between gateways do."""
+    for number, limiter in enumerate(limiters):
+
+        def publish(charges: Sequence[Charge], sender: int = number) -> None:
+            data = msgspec.msgpack.encode(list(charges))
+            for receiver, other in enumerate(limiters):
+                if receiver != sender:
+                    other.add_charges(str(sender), msgspec.msgpack.decode(data, type=list[Charge]))
+
+        limiter.publish = publish
+        limiter._schedule = limiter._send_charges  # type: ignore[method-assign]
+
+
+def test_limits_per_minute_hold_for_two_gateways_together() -> None:
+    clock = Clock()
+    first, second = limiter_on(clock), limiter_on(clock)
+    link(first, second)
+    principal = keyed(requests_per_minute=4, tokens_per_minute=1000)
+    work = RequestCost(100, max_tokens=100)
+    reservations = [limiter.admit(principal, work) for limiter in (first, second, second)]
+    assert first.headers(principal) == second.headers(principal)
+    assert second.headers(principal)["x-ratelimit-remaining-requests"] == "1"
+    first.admit(principal, work)
+    for limiter in (first, second):
+        with pytest.raises(RateLimitError, match="4 requests a minute"):
+            limiter.admit(principal, work)
+    reservations[1].commit(50)
+    reservations[2].refund()
+    assert first.headers(principal)["x-ratelimit-remaining-tokens"] == str(1000 - 200 - 50 - 200)
+    second.admit(principal, work)
+    with pytest.raises(RateLimitError):
+        first.admit(principal, work)
+
+
+async def test_candidates_that_run_elsewhere_count_until_their_gateway_is_silent() -> None:
+    clock = Clock()
+    first, second = limiter_on(clock), limiter_on(clock)
+    link(first, second)
+    principal = keyed(max_concurrent=2)
+    running = first.admit(principal, RequestCost(1, width=2))
+    for _ in range(5):
+        clock.pass_s(10)
+        await first.cleanup()  # repeats what runs there
+        await second.cleanup()
+        with pytest.raises(RateLimitError, match="2 candidates"):
+            second.admit(principal, RequestCost(1))
+    clock.pass_s(16)  # the first gateway has died
+    later = second.admit(principal, RequestCost(1, width=2))
+    later.commit(1)
+    running.commit(1)
+    clock.pass_s(100)
+    for limiter in (first, second):
+        await limiter.cleanup()
+        assert limiter.num_accounts == 0

@@ -119,6 +119,8 @@ class Bounded(msgspec.Struct):
     kind: Literal["a", "b"] = "a"
     mode: Literal["d", "e"] | None = None
     inner: Inner | None = None
+    inners: list[Inner | None] | None = None
+    modes: Annotated[list[list[Literal["h", "i"] | bool]], msgspec.Meta(max_length=2)] = []
 
 
 @pytest.mark.parametrize(
@@ -137,6 +139,8 @@ class Bounded(msgspec.Struct):
         ({"kind": "c"}, "kind must be one of a, b, got 'c'"),
         ({"mode": "c"}, "mode must be one of d, e, got 'c'"),
         ({"inner": {"mode": "c"}}, "inner.mode must be one of f, g, got 'c'"),
+        ({"inners": [None, {"mode": "c"}]}, "inners[1].mode must be one of f, g, got 'c'"),
+        ({"modes": [[], ["h", "c"]]}, "modes[1][1] must be one of h, i, got 'c'"),
     ],
 )
 def test_error_of_a_field_names_the_limit_in_plain_words(body: dict[str, Any], message: str) -> None:

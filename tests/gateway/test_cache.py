@@ -6,11 +6,13 @@ import json
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 from websockets.sync.client import ClientConnection
 
 from chatcache.conversations.turns import ConversationPrompts
-from chatcache.types.stats import PackedPrompt, SlotUsage
+from chatcache.gateway.api.cache import _accounts
+from chatcache.types.stats import PackedPrompt, PageAccounts, SlotUsage
 from tests.gateway.frames import LONG, ask, receive, send, until_end
 from tests.gateway.serving import PAGE_SIZE, Server, post_bytes, slowed, tiny_tokenizer, wait_until
 from tests.gateway.test_rest import converse
@@ -353,3 +355,19 @@ def test_conversation_prompts_are_cached_until_a_change_and_up_to_a_size(server:
     assert (
         kept == histories._cached_bytes <= 700 and names[-1] in histories._cached and names[0] not in histories._cached
     )
+
+
+@pytest.mark.parametrize("tenant", [None, ("", {"one": "conv_1"})])
+def test_accounts_of_a_hybrid_model_show_the_states_of_each_request(tenant: tuple[str, dict[str, str]] | None) -> None:
+    held = PageAccounts(
+        num_pages_in_use=3,
+        page_bytes=64,
+        requests={"one": 2.0, "other": 1.0},
+        conversations={"conv_1": 2.0},
+        namespaces={"": 3.0},
+        states={"one": 1.5, "other": 0.5},
+    )
+    found = msgspec.to_builtins(_accounts(held, tenant))
+    entries = [{"id": "one", "pages": 2.0, "states": 1.5}, {"id": "other", "pages": 1.0, "states": 0.5}]
+    assert found["requests"] == (entries if tenant is None else entries[:1])
+    assert found["conversations"] == [{"id": "conv_1", "pages": 2.0}]

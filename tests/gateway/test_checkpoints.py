@@ -20,7 +20,7 @@ import pytest
 from chatcache.conversations.checkpoints import restore
 from chatcache.conversations.fork_points import cut_reply
 from chatcache.conversations.tree import Item
-from chatcache.gateway.responses.checkpointer import Checkpointer
+from chatcache.gateway.responses.registry import Checkpointer
 from tests.gateway.kept import keeping
 from tests.gateway.scripted import ScriptedServer, scripted
 from tests.gateway.serving import Server, held, wait_until
@@ -216,6 +216,9 @@ def test_killed_gateway_loses_only_the_last_second(kept: RedisServer | str) -> N
                 assert found.startswith(safe), (moment_s, item_id, len(safe), len(shown), len(found))
                 assert shown.startswith(found) or found.startswith(shown)
             assert len({item["candidate"] for item in response["output"]}) == 2
+            listed = gateway.request("GET", f"/v1/conversations/{response['conversation']['id']}/items?branches=all")
+            answers = [item for item in listed["data"] if item["type"] == "message" and item["role"] == "assistant"]
+            assert {item["incomplete_details"]["reason"] for item in answers} == {"interrupted"}
             check_continuable(gateway, response)
     finally:
         gateway.kill()

@@ -158,6 +158,9 @@ def test_documented_curl_line_succeeds(server: Server, folder: Path, command: st
         "chatcache-builtin": MODEL,
         "http://127.0.0.1:8000": server.url,
     }
+    if "conv_x.secret" in command:
+        link = server.post(f"/v1/conversations/{ids['conv_x']}/share")[2]["path"]
+        command = command.replace("conv_x.secret", link.rpartition("/")[2])
     for shown, real in ids.items():
         command = command.replace(shown, real)
     # A function, so that the line stays as it is: an HTTP error is one of the command's.
@@ -230,6 +233,7 @@ def test_limits_in_the_docs_are_those_of_the_code() -> None:
         "a body that stops": f"{server.body_timeout_s:g} s (408)",
         "`n`": str(MAX_N),
         "messages of": f"{wire.MAX_MESSAGES}; {wire_messages.MAX_PARTS}; {wire.MAX_PROMPTS}",
+        "`items` that": f"{wire.MAX_NEW_ITEMS:,}",
         "stored messages of": f"{MAX_ITEMS:,} (400)",
         "`tools`": f"{wire_messages.MAX_TOOLS}; "
         f"{tooling.MAX_SCHEMA_BYTES >> 10} KiB; {tooling.MAX_TOOLS_BYTES >> 10} KiB",
@@ -241,7 +245,10 @@ def test_limits_in_the_docs_are_those_of_the_code() -> None:
         "bytes of": f"{lanes.MAX_QUEUED_BYTES >> 20} MiB (an `error` frame, then close {ws.RATE_LIMITED}); "
         f"{admission.MAX_OWNER_FRAME_BYTES >> 20} MiB (an `error` frame)",
         "WebSockets of": f"{admission.MAX_OWNER_SOCKETS} (429)",
-        "frames sent": f"{ws.MAX_FRAMES_PER_S:g} a second, {ws.MAX_BURST:g} at once (close {ws.RATE_LIMITED})",
+        "frames sent": f"{ws.MAX_FRAMES_PER_S:g} a second, {ws.MAX_BURST:g} at once (an `error` frame, then close "
+        f"{ws.RATE_LIMITED})",
+        "frames on all": f"{admission.MAX_OWNER_FRAMES_PER_S:g} a second, {admission.MAX_OWNER_FRAME_BURST:g} at once "
+        f"(an `error` frame, then close {ws.RATE_LIMITED})",
         "fragments": f"{http.MAX_FRAGMENTS:,}; {http.MAX_FRAMES_PER_S:g} a second, {http.MAX_FRAME_BURST:g} at once "
         f"(close {ws.RATE_LIMITED})",
         "entries of a list": str(paging.MAX_LIMIT),

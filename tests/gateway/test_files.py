@@ -292,3 +292,19 @@ def test_export_of_all_skips_conversations_deleted_meanwhile(tmp_path: Path) -> 
         names = [line["conversation"]["id"] for line in lines[:-1]]
         assert names == sorted(set(names)) and {f"conv_{number:03}" for number in range(0, 250, 2)} <= set(names)
         assert lines[-1]["num_conversations"] == len(names)
+
+
+def test_export_of_another_program_is_imported_once(server: Server) -> None:
+    messages = {
+        "a": {"id": "a", "parentId": None, "role": "user", "content": "Hello"},
+        "b": {"id": "b", "parentId": "a", "role": "assistant", "content": "Hi there"},
+    }
+    chat = {"title": "T", "history": {"messages": messages, "currentId": "b"}}
+    exported = json.dumps([{"id": "owui", "title": "Greeting", "chat": chat, "created_at": 1}])
+    status, _, report = send(server, exported, content_type="application/json")
+    assert (status, report["created"], report["num_items"]) == (200, 1, 2), report
+    assert report["data"][0]["title"] == "Greeting" and not report["data"][0]["token_exact"]
+    again = send(server, exported, content_type="application/json")[2]
+    assert (again["unchanged"], again["num_items"]) == (1, 0)
+    follow = converse(server, "And?", conversation=report["data"][0]["id"], **GREEDY)
+    assert follow["status"] in ("completed", "incomplete")

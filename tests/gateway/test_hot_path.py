@@ -104,11 +104,11 @@ def test_encoded_logprobs_return_any_range_in_a_fraction_of_the_memory() -> None
         at = until
     num_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    whole = entries.read(0, len(entries))
+    whole = b"".join(entries.read(0, len(entries)))
     assert json.loads(b"[%s]" % whole) == json.loads(encode(expected))
     assert entries.num_bytes < len(whole) / 3 and num_bytes < entries.num_bytes + 300_000
     for (first, last), (start, end) in ranges.items():
-        assert entries.read(start, end) == encode(expected[first:last])[1:-1]
+        assert b"".join(entries.read(start, end)) == encode(expected[first:last])[1:-1]
 
 
 # Bodies with many log-probabilities

@@ -10,7 +10,8 @@ import pytest
 from websockets.sync.client import ClientConnection
 
 from chatcache.config import ServerConfig
-from tests.gateway.frames import ask, items_of, receive, send, text_of
+from chatcache.gateway.schemas.requests import MAX_NEW_ITEMS
+from tests.gateway.frames import LONG, ask, items_of, receive, send, text_of, until_end
 from tests.gateway.serving import PAGE_SIZE, Server, slowed
 
 Json = dict[str, Any]
@@ -235,3 +236,54 @@ def test_conversation_beyond_the_limit_of_messages_is_refused(server: Server, mo
     assert len(get(server, f"{path}/items?branches=all")["data"]) == 9
     assert get(server, f"/v1/responses/{response['id']}")["status"] in ("completed", "incomplete")
     server.wait_idle()
+
+
+def test_number_of_messages_that_one_request_adds_is_limited(server: Server) -> None:
+    status, _, talk = server.post("/v1/conversations", items=[])
+    path, most = f"/v1/conversations/{talk['id']}/items", [user("m")] * MAX_NEW_ITEMS
+    assert status == 200
+    for route in ("/v1/conversations", path):
+        status, _, answer = server.post(route, items=[*most, user("one more")])
+        assert status == 400 and answer["error"]["param"] == "items" and "1024" in answer["error"]["message"]
+    status, _, added = server.post(path, items=most)
+    assert status == 200 and len({item["id"] for item in added["data"]}) == MAX_NEW_ITEMS
+    assert get(server, f"{path}?order=asc&limit=100")["data"] == added["data"][:100]
+
+
+def test_stored_answer_keeps_the_figures_of_its_response(server: Server, page: ClientConnection) -> None:
+    send(page, input="Hello", max_output_tokens=8, ignore_eos=True, explain=True, n=2)
+    frames = until_end(page)
+    progress = next(each for each in frames if each["type"] == "response.progress" and each["phase"] == "decode")
+    items = list(items_of(server, frames[-1]["response"]).values())
+    assert "statistics" not in items[0] and "incomplete_details" not in items[1]
+    for item in items[1:]:
+        figures = item["statistics"]
+        assert figures["first_token_ms"] > 0 and figures["decode_ms"] > 0
+        assert (figures["miss"], figures["copied_pages"]) == (progress["miss"], progress["copied_pages"])
+        assert (figures["fork_at"], figures["receipt"]) == (None, None)
+    fork = ask(page, previous_item_id=items[1]["id"], fork_at=3, fork_with=40)
+    assert items_of(server, fork)[fork["output"][0]["id"]]["statistics"]["fork_at"] == 3
+
+
+def test_stored_answer_keeps_the_receipt_of_its_cancel(server: Server, page: ClientConnection) -> None:
+    send(page, **LONG)
+    frame = receive(page)
+    response = frame["response"]["id"]
+    while frame["type"] != "response.output_text.delta":
+        frame = receive(page)
+    send(page, "response.cancel", response_id=response)
+    end = until_end(page)[-1]
+    answer = list(items_of(server, end["response"]).values())[-1]
+    assert answer["finish_reason"] == "cancelled" and "incomplete_details" not in answer
+    assert answer["statistics"]["receipt"] == end["receipt"]
+
+
+def test_malformed_figures_of_an_imported_answer_are_left_out(server: Server, socket: ClientConnection) -> None:
+    response = ask(socket, input="Hello")
+    path = f"/v1/conversations/{response['conversation']['id']}"
+    exported = get(server, f"{path}/export")
+    exported["turns"][0]["echo"]["statistics"] = {"first_token_ms": "soon"}
+    assert server.request("DELETE", path)[0] == 200
+    imported = server.post("/v1/conversations/import", **exported)[2]
+    items = get(server, f"/v1/conversations/{imported['data'][0]['id']}/items?order=asc")["data"]
+    assert len(items) == 2 and "statistics" not in items[1]

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatcache.errors import InvalidRequestError, NotFoundError
-from chatcache.gateway.responses import event_log
-from chatcache.gateway.responses.event_log import MAX_LAG_FRAMES, LogFrame, LogReader, ResponseLog
+from chatcache.gateway.responses import log_frames
+from chatcache.gateway.responses.event_log import MAX_LAG_FRAMES, LogReader, ResponseLog
+from chatcache.gateway.responses.log_frames import LogFrame, has_references
 from chatcache.gateway.responses.registry import KEEP_ENDED_S, ResponseRegistry, Run
 from chatcache.gateway.schemas.responses import OutputMessage
 
@@ -51,8 +52,15 @@ async def read(log: ResponseLog, after: int = -1, *, extended: bool = False, mos
     found: list[LogFrame] = []
     with log.reader(after, extended=extended) as reader:
         while len(found) < most and (frames := await reader.next()):
-            found += frames
+            found += [await whole(reader, frame) for frame in frames]
     return frames_of(found)
+
+
+async def whole(reader: LogReader, frame: LogFrame) -> LogFrame:
+    """Return a frame with its log-probabilities."""
+    if not has_references(frame):
+        return frame
+    return frame._replace(data=b"".join([piece async for piece in reader.pieces(frame)]))
 
 
 def texts(frames: list[Frame]) -> dict[str, str]:
@@ -261,8 +269,8 @@ def test_log_stores_logprobs_once_and_readers_receive_them_in_every_frame() -> N
                 assert frame["logprobs"] == LOGPROBS * num_deltas
         with log.reader() as reader:
             while batch := await reader.next():
-                largest = max(len(frame.data) for frame in batch)
-                assert sum(len(frame.data) for frame in batch) <= event_log.MAX_RESOLVED_BYTES + largest
+                assert sum(len(frame.data) for frame in batch) <= 2 * log_frames.MAX_RESOLVED_BYTES
+                assert len(batch) == 1 or not any(has_references(frame) for frame in batch)
 
     run(check())
 

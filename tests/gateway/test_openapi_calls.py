@@ -66,10 +66,16 @@ def test_responses_and_items_with_reasoning_and_calls_are_as_described(
     described.check("POST", "/v1/cache/explain", status, explained)
 
 
-def test_events_with_reasoning_and_calls_are_as_described(hermes: ScriptedServer, described: Described) -> None:
+@pytest.mark.parametrize(
+    ("fields", "delta"),
+    [({}, "reasoning_text.delta"), ({"reasoning": {"summary": "auto"}}, "reasoning_summary_text.delta")],
+)
+def test_events_with_reasoning_and_calls_are_as_described(
+    hermes: ScriptedServer, described: Described, fields: dict[str, Any], delta: str
+) -> None:
     hermes.say(REPLY)
     kinds = set()
-    for event in re.findall(rb"data: (\{.*)\n\n", hermes.stream("/v1/responses", **ASKED)[1]):
+    for event in re.findall(rb"data: (\{.*)\n\n", hermes.stream("/v1/responses", **ASKED, **fields)[1]):
         described.check_event("POST", "/v1/responses", json.loads(event))
         kinds.add(json.loads(event)["type"])
-    assert {"response.reasoning_text.delta", "response.function_call_arguments.done", "response.completed"} <= kinds
+    assert {f"response.{delta}", "response.function_call_arguments.done", "response.completed"} <= kinds

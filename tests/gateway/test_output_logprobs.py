@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import random
+import re
 from typing import Any
 
 import pytest
+from websockets.sync.client import connect
 
+from chatcache.gateway.api.logprobs import encoded_logprobs
+from chatcache.gateway.json_codec import encode
+from chatcache.gateway.responses import event_log, http, log_frames
+from chatcache.gateway.responses.log_frames import LogFrame, LogprobStore
+from chatcache.types.events import TokenLogprob
 from chatcache.types.request import MAX_OUTPUT_LOGPROBS
 from tests.gateway.frames import Frame
-from tests.gateway.serving import Server
+from tests.gateway.serving import Server, tiny_tokenizer
 
 INCLUDE = "message.output_text.logprobs"
 CHAT: Frame = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 20}
@@ -73,3 +83,67 @@ def test_response_names_logprobs_as_omitted_once_its_log_is_gone(server: Server)
 def test_logprobs_of_the_review_attack_are_within_the_limit() -> None:
     """64 candidates of 200 tokens with 20 alternatives were lost without a sign."""
     assert 64 * 200 * 21 <= MAX_OUTPUT_LOGPROBS < 64 * 2000 * 21
+
+
+def test_large_answer_is_sent_in_pieces(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, created = server.post("/v1/responses", **RESPONSE, n=4, max_output_tokens=30, ignore_eos=True)
+    path = f"/v1/responses/{created['id']}"
+    _, headers, whole = server.request("GET", path)
+    monkeypatch.setattr(http, "MAX_WHOLE_BYTES", 100_000)
+    _, piece_headers, found = server.request("GET", path)
+    assert found == whole and num_entries(found) == 4 * 30
+    assert "content-length" in headers and "content-length" not in piece_headers
+    assert piece_headers["content-type"] == headers["content-type"]
+
+
+@pytest.mark.parametrize("transport", ["SSE", "WebSocket"])
+def test_events_with_many_logprobs_are_sent_whole_in_pieces(
+    server: Server, url: str, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    for module in (event_log, log_frames):
+        monkeypatch.setattr(module, "MAX_RESOLVED_BYTES", 10_000)
+    monkeypatch.setattr(log_frames, "MIN_PIECE_BYTES", 1000)
+    fields = {**RESPONSE, "n": 3, "max_output_tokens": 20, "ignore_eos": True}
+    events: list[Frame] = []
+    if transport == "SSE":
+        _, data = server.stream("/v1/responses", **fields)
+        assert data.count(b"event: ") == data.count(b"\n\n")
+        events = [json.loads(event) for event in re.findall(rb"^data: (.*)$", data, re.MULTILINE)]
+    else:
+        with connect(url) as connection:
+            connection.send(json.dumps({"type": "response.create", **fields}))
+            while not events or events[-1]["type"] not in event_log.TERMINAL:
+                events.append(json.loads(connection.recv(timeout=60)))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    response = events[-1]["response"]
+    assert num_entries(response) == 3 * 20
+    assert response["output"] == server.request("GET", f"/v1/responses/{response['id']}")[2]["output"]
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert sum(len(event["logprobs"]) for event in deltas) == 3 * 20
+
+
+async def test_pieces_of_an_answer_are_small_and_the_event_loop_has_a_turn_before_each() -> None:
+    store, tokenizer, draws = LogprobStore(), tiny_tokenizer(), random.Random(1)
+    ids = [draws.randrange(tokenizer.vocab_size) for _ in range(1000)]
+    top = tuple((token, -0.5) for token in range(20))
+    frames = [
+        store.add(at % 2, encoded_logprobs(tokenizer, [ids[at]], [TokenLogprob(-1.5, top)])) for at in range(1000)
+    ]
+    data = encode({"all": [store.all_of(0), store.all_of(1)], "some": frames[:3]})
+    whole = b"".join(store.pieces(data))
+    assert store.resolve(LogFrame("", None, data)).data == data, "too large for one turn"
+    assert store.num_resolved_bytes(data) == len(whole) > 1_000_000
+    assert [len(entries) for entries in json.loads(whole)["all"]] == [500, 500]
+    num_turns = 0
+
+    async def count_turns() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    pieces = [piece async for piece in log_frames.in_turns(store.pieces(data))]
+    counting.cancel()
+    assert b"".join(pieces) == whole and num_turns >= len(pieces) - 1
+    assert max(map(len, pieces)) <= 2 * log_frames.MIN_PIECE_BYTES

@@ -34,10 +34,12 @@ OVERRIDES = [
     (
         BoundedWebSocket,
         WebSocketsSansIOProtocol,
-        "__init__ connection_made data_received send handle_events connection_lost pause_writing resume_writing",
-        "conn frames queue transport close_sent handshake_initiated handshake_complete config logger stop_keepalive",
+        "__init__ connection_made data_received receive send handle_events connection_lost pause_writing "
+        "resume_writing",
+        "conn frames queue transport close_sent handshake_initiated handshake_complete config logger stop_keepalive "
+        "read_paused scope",
     ),
-    (StrictWebSocketProtocol, ServerProtocol, "reject recv_frame fail", "close_rcvd"),
+    (StrictWebSocketProtocol, ServerProtocol, "__init__ reject recv_frame fail", "close_rcvd parser reader"),
     (EventStream, EventSourceResponse, "__init__ __call__ _stream_response _ping", "active _ping_interval"),
 ]
 IDS = [own.__name__ for own, *_ in OVERRIDES]

@@ -79,6 +79,9 @@ def test_conversations_are_listed_updated_and_deleted(server: Server) -> None:
     rest = server.request("GET", f"/v1/conversations?after={listed['last_id']}&limit=100")[2]
     assert rest["data"][0]["id"] == first["conversation"]["id"]
     assert rest["data"][0]["title"] == "First thing"
+    for query in ("after=conv_none", "after=conv_none&query=thing"):
+        status, _, answer = server.request("GET", f"/v1/conversations?{query}")
+        assert (status, answer["error"]["param"]) == (404, "after"), answer
     assert listed["data"][0]["title"].endswith("…") and len(listed["data"][0]["title"]) <= 61
 
     path = f"/v1/conversations/{first['conversation']['id']}"

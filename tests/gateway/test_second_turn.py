@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from websockets.sync.client import connect
 
+from chatcache.config import ServerConfig
 from tests.gateway.frames import until_end
-from tests.gateway.serving import Server
+from tests.gateway.serving import Server, tiny_tokenizer
 
 Json = dict[str, Any]
 CHAT, RESPONSES, CONVERSATIONS = "/v1/chat/completions", "/v1/responses", "/v1/conversations"
@@ -115,3 +117,20 @@ def test_the_second_turn_finds_all_of_the_first(server: Server, first_by: Any) -
         assert second.num_cached == first.num_tokens - 1, then_by
         third = first_by(server, second, "And in the end?")
         assert third.num_cached == second.num_tokens - 1, then_by
+
+
+@pytest.mark.parametrize("by", [by_chat, by_response])
+def test_a_hybrid_model_computes_only_what_is_new(by: Any, tmp_path: Path) -> None:
+    """Of a second conversation with the same system prompt, and of each later turn."""
+    tokenizer = tiny_tokenizer()
+    system = tokenizer.encode_rendered(tokenizer.render([{"role": "system", "content": SYSTEM}], False))
+    end = max(index for index, token in enumerate(system, 1) if token in tokenizer.eos_token_ids)
+    with Server(ServerConfig(db=str(tmp_path / "chat.db")), num_states=65) as server:
+        talk = by(server, Talk(), "Tell me of pages.")
+        assert talk.num_cached == 0
+        other = by(server, Talk(), "What is a state?")
+        assert other.num_cached >= end > len(SYSTEM) // 8
+        for text in ("And then?", "And in the end?"):
+            turn = by(server, talk, text)
+            assert turn.num_cached == talk.num_tokens - 1
+            talk = turn

@@ -73,6 +73,36 @@ def test_steer_ends_the_response_and_its_successor_continues(server: Server, soc
     assert items[said["parent_id"]]["content"][0]["text"] == text_of(end)
 
 
+def test_cancel_with_a_reason_is_stored_as_steered(server: Server, socket: ClientConnection) -> None:
+    with slowed(server, 0.02):
+        first = begin(socket)
+        send(socket, "response.cancel", response_id=first, reason="steered")
+        end = until(socket, "response.incomplete")[-1]
+    assert end["response"]["incomplete_details"] == {"reason": "steered"} and end["receipt"]["tokens_after_stop"] <= 1
+    answer = items_of(server, end["response"])[end["response"]["output"][0]["id"]]
+    assert (answer["incomplete_details"], answer["finish_reason"]) == ({"reason": "steered"}, "cancelled")
+    send(socket, "response.cancel", response_id=first, reason="bored")
+    assert receive(socket)["error"]["param"] == "reason"
+
+
+def test_steered_answer_keeps_its_reason_and_its_successor_starts_afresh(
+    server: Server, socket: ClientConnection
+) -> None:
+    """The text with which the first reply began is no part of the settings that a successor repeats."""
+    with slowed(server, 0.02):
+        begun = [{"role": "user", "content": "Count"}, {"role": "assistant", "content": "One,"}]
+        first = begin(socket, input=begun, continue_final_message=True)
+        send(socket, "response.steer", previous_response_id=first, input="No!")
+        end = until(socket, "response.incomplete")[-1]["response"]
+        created = receive(socket)
+        assert created["type"] == "response.created", created
+        send(socket, "response.cancel", response_id=created["response"]["id"])
+        until_end(socket)
+    assert text_of(end).startswith("One,")
+    answer = items_of(server, end)[end["output"][0]["id"]]
+    assert answer["incomplete_details"] == {"reason": "steered"}
+
+
 def test_steer_successor_ignores_the_revision_of_the_first_request(server: Server, socket: ClientConnection) -> None:
     """The first response changed the conversation itself, so its successor is not stale."""
     made = server.post("/v1/conversations")[2]

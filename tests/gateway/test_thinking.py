@@ -13,6 +13,7 @@ from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
 from tests.gateway.scripted import ScriptedRunner, ScriptedServer, scripted_with
+from tests.gateway.serving import slowed, wait_until
 from tests.tokenizer.thinking_templates import thinking_tokenizer
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -218,6 +219,64 @@ def test_responses_stream_reasoning_with_the_events_of_the_api(start: Start) -> 
         *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done"),
         *("content_part.done", "output_item.done", "output_item.added"),
     ]
+
+
+def test_responses_send_the_reasoning_as_its_summary_on_request(start: Start) -> None:
+    """While it is generated, at the end, from the store and in a list; a next turn continues it without the content."""
+    server = start("qwen3.6")
+    server.say("Let me count.</think>" + ANSWER)
+    asked: Json = {"input": "How many?", "reasoning": {"summary": "detailed"}, "preserve_thinking": True}
+    _, data = server.stream(RESPONSES, **asked)
+    events = [json.loads(event) for event in re.findall(rb"data: (.*)\n\n", data)]
+    by_kind = {event["type"].removeprefix("response."): event for event in events}
+    assert not any(kind.startswith("reasoning_text") for kind in by_kind)
+    order = [kind for kind in by_kind if kind.startswith("reasoning")]
+    assert order == [
+        *("reasoning_summary_part.added", "reasoning_summary_text.delta"),
+        *("reasoning_summary_text.done", "reasoning_summary_part.done"),
+    ]
+    deltas = [event["delta"] for event in events if event["type"] == "response.reasoning_summary_text.delta"]
+    part = {"type": "summary_text", "text": "Let me count."}
+    assert "".join(deltas) == by_kind[order[2]]["text"] == "Let me count." and by_kind[order[3]]["part"] == part
+    assert {by_kind[kind]["summary_index"] for kind in order} == {0}
+    response = by_kind["completed"]["response"]
+    thought = response["output"][0]
+    assert (thought["type"], thought["summary"], thought["content"]) == ("reasoning", [part], [])
+    assert response["reasoning"] == {"effort": None, "summary": "detailed"} and "ignored" not in response
+    server.gateway.responses.remove(response["id"])
+    path = f"/v1/conversations/{response['conversation']['id']}/items"
+    stored = server.request("GET", f"{RESPONSES}/{response['id']}")[2]["output"][0]
+    listed = server.request("GET", path)[2]["data"]
+    assert stored == thought and [part] in [each.get("summary") for each in listed]
+    server.say(ANSWER)
+    sent = [{"role": "user", "content": "How many?"}, *response["output"], {"role": "user", "content": "And then?"}]
+    second, _ = ask(server, RESPONSES, **{**asked, "input": sent})
+    assert second["usage"]["input_tokens_details"]["cached_tokens"] == response["usage"]["total_tokens"] - 1
+
+
+def test_running_response_has_its_summary_so_far(start: Start) -> None:
+    server = start("qwen3.6")
+    server.say("Let me count. " * 40)
+    asked: Json = {"input": "How many?", "reasoning": {"summary": "auto"}, "background": True}
+    with slowed(server, 0.02):
+        created, _ = ask(server, RESPONSES, **asked, ignore_eos=True, max_output_tokens=300)
+
+        def thought() -> Json:
+            output = server.request("GET", f"{RESPONSES}/{created['id']}")[2]["output"]
+            return output[0] if output else {}
+
+        wait_until(lambda: bool(thought().get("summary")), "a part of the summary")
+        running = thought()
+        server.post(f"{RESPONSES}/{created['id']}/cancel")
+    assert (running["status"], running["content"]) == ("in_progress", [])
+    text = running["summary"][0]["text"]
+    assert text and ("Let me count. " * 40).startswith(text)
+
+
+def test_summary_of_a_model_without_reasoning_is_named_as_ignored(start: Start) -> None:
+    answer, ignored = ask(start("plain"), RESPONSES, input="Hi", max_output_tokens=1, reasoning={"summary": "auto"})
+    assert (answer["reasoning"]["summary"], ignored) == (None, "reasoning.summary")
+    assert refusal(start("qwen3"), RESPONSES, input="Hi", reasoning={"summary": "long"})[0] == "reasoning.summary"
 
 
 def turn(server: ScriptedServer, text: str, reply: str, **fields: Any) -> Json:

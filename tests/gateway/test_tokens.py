@@ -118,6 +118,35 @@ def test_alternatives_take_one_engine_step(server: Server, socket: ClientConnect
     assert server.call(server.engine.health()).num_steps == num_steps + 1
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2, 24])
+def test_scores_of_a_reply_equal_the_models_distribution(
+    server: Server, socket: ClientConnection, num_tokens: int
+) -> None:
+    first = ask(socket, input="Hello", instructions=SYSTEM)
+    location = {"instructions": SYSTEM, "previous_response_id": first["id"]}
+    response = ask(socket, input="And?", **location, seed=2, max_output_tokens=num_tokens, ignore_eos=True)
+    prompt, reply = stored_ids(server, response)
+    plain, listed = get(server, tokens_path(response)), get(server, f"{tokens_path(response)}?top=3")
+    assert len(listed["data"]) == len(reply) == num_tokens
+    for index, (span, each) in enumerate(zip(plain["data"], listed["data"], strict=True)):
+        assert {name: each[name] for name in span} == span
+        assert "token" not in span
+        expected = log_softmax(server.runner.logits(history_of([*prompt, *reply[:index]])))
+        order = (-expected).argsort(kind="stable").tolist()
+        rank = order.index(reply[index]) + 1
+        token = each["token"]
+        assert (token["id"], token["rank"]) == (reply[index], rank if rank <= 3 else None)
+        assert token["logprob"] == pytest.approx(float(expected[reply[index]]), abs=1e-6)
+        assert [other["id"] for other in each["alternatives"]] == order[:3]
+    assert listed["usage"]["cached_tokens"] == len(prompt) - 1, "only the reply was computed again"
+    assert listed["usage"]["input_tokens"] == len(prompt) + num_tokens - 1
+    alone = get(server, f"{tokens_path(response)}?top=0")
+    assert [each["token"]["logprob"] for each in alone["data"]] == [each["token"]["logprob"] for each in listed["data"]]
+    assert all(each["alternatives"] == [] for each in alone["data"])
+    status, _, answer = server.request("GET", f"{tokens_path(response)}?top=21")
+    assert (status, answer["error"]["param"]) == (400, "top")
+
+
 def test_alternatives_use_the_cached_shared_prompt(shared: Server) -> None:
     body = {"input": "Hi", "instructions": DECLARED, "max_output_tokens": 6, "ignore_eos": True}
     response = shared.request("POST", "/v1/responses", body, ONE)[2]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.frames import Frame as Frames
+from websockets.frames import Opcode
 from websockets.sync.client import ClientConnection, connect
 
 from chatcache.config import ServerConfig
@@ -153,6 +155,63 @@ def test_waiting_response_create_keeps_its_bytes_only_and_a_running_one_no_unkno
         assert server.gateway.socket_limiter.num_bytes("") < 2 * len(create_frame("a", x=unknown))
 
 
+def masked(text: str) -> bytes:
+    data = text.encode()
+    return bytes((0x81, 0x80 | 127)) + struct.pack(">Q", len(data)) + b"\0\0\0\0" + data
+
+
+def test_messages_after_the_close_are_skipped_and_the_closing_handshake_completes(
+    server: Server, raw: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "MAX_QUEUED_BYTES", 30_000)
+    sizes: list[tuple[Opcode, int]] = []
+    receive_frame = http.StrictWebSocketProtocol.recv_frame
+
+    def record(self: http.StrictWebSocketProtocol, frame: Frames) -> None:
+        sizes.append((frame.opcode, len(frame.data)))
+        receive_frame(self, frame)
+
+    monkeypatch.setattr(http.StrictWebSocketProtocol, "recv_frame", record)
+    with slowed(server, 0.02):
+        raw.sendall(masked(create_frame("a", 20_000)))
+        wait_until(lambda: bool(server.gateway.responses.running()), "the first to run")
+        raw.sendall(masked(create_frame("a", 20_000)) * 2)
+        large = masked(create_frame("a", 900_000))
+        raw.sendall(large[:300_000])
+        received = b""
+        while b"too many bytes wait" not in received:
+            received += raw.recv(65536)
+        num_before = len(sizes)
+        raw.sendall(large[300_000:] + large * 3)
+        raw.sendall(frame(PING, b"?") + bytes((0x88, 0x82)) + b"\0\0\0\0" + struct.pack(">H", RATE_LIMITED))
+        while raw.recv(65536):
+            pass  # the server ends the connection at once, not after a timeout
+    after = [each for each in sizes[num_before:] if each[0] is not Opcode.PING]
+    assert after == [(Opcode.TEXT, size) for _, size in after[:-1]] + [(Opcode.CLOSE, 2)]
+    assert len(after) == 5 and max(size for _, size in after) < 300_100, "the rest of the payloads is not kept"
+    assert max(size for _, size in after[1:4]) <= 4096
+
+
+def test_messages_of_one_segment_are_parsed_when_the_earlier_ones_are_taken(
+    server: Server, raw: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would need far more memory in a queue of messages than as bytes that are not read."""
+    lengths: list[int] = []
+    put = http.BoundedWebSocket.send_receive_event_to_app
+
+    def record(self: http.BoundedWebSocket) -> None:
+        lengths.append(self.queue.qsize())
+        put(self)
+
+    monkeypatch.setattr(http.BoundedWebSocket, "send_receive_event_to_app", record)
+    message = masked('{"type":"response.cancel","response_id":"resp_x"}')
+    raw.sendall(message * 200)
+    received = b""
+    while received.count(b"response_id") < 200:
+        received += raw.recv(65536)
+    assert len(lengths) == 200 and max(lengths) <= 4096 // len(message) < 100
+
+
 def test_number_of_websockets_of_one_owner_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other owners are not affected."""
     monkeypatch.setattr(admission, "MAX_OWNER_SOCKETS", 2)
@@ -172,3 +231,32 @@ def test_number_of_websockets_of_one_owner_is_limited(tmp_path: Path, monkeypatc
             wait_until(lambda: server.gateway.socket_limiter.num_sockets(ann.record.owner) == 1, "the first to end")
             with connect(url, additional_headers=ann.bearer) as again:
                 assert ask(again, input="Hello")["output"]
+
+
+def test_frames_on_all_websockets_of_one_owner_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new connection does not start anew, and other owners are not affected."""
+    monkeypatch.setattr(admission, "MAX_OWNER_FRAMES_PER_S", 1)
+    monkeypatch.setattr(admission, "MAX_OWNER_FRAME_BURST", 20)
+    config = ServerConfig(db=str(tmp_path / "chat.db"))
+    ann, bob = give(config, "a"), give(config, "b")
+    with Server(config) as server, contextlib.ExitStack() as open_sockets:
+        server.wait_ready()
+        url = f"ws://127.0.0.1:{server.port}/v1/responses"
+        sockets = [open_sockets.enter_context(connect(url, additional_headers=ann.bearer)) for _ in range(4)]
+        calm = open_sockets.enter_context(connect(url, additional_headers=bob.bearer))
+        for number in range(20):
+            sockets[number % 3].send("{}")
+            assert receive(sockets[number % 3])["type"] == "error"  # it has no type
+        again = open_sockets.enter_context(connect(url, additional_headers=ann.bearer))
+        for each in (sockets[3], again):
+            each.send("{}")
+            each.send("{}")
+            refused = [receive(each)]
+            with contextlib.suppress(ConnectionClosed):
+                refused.append(receive(each))
+            error = refused[-1]["error"]
+            assert error["code"] == "rate_limit_exceeded" and "1 frames a second in all, 20 at once" in error["message"]
+            with pytest.raises(ConnectionClosed) as closed:
+                each.recv()
+            assert closed.value.rcvd is not None and closed.value.rcvd.code == RATE_LIMITED
+        assert ask(calm, input="Hello")["output"]

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -25,12 +25,20 @@ from torch import Tensor
 
 from chatcache.bench.drivers import RandomWeights, Shape, write_config
 from chatcache.config import EngineConfig
+from chatcache.decoding.grammar.state import Constraint
+from chatcache.decoding.sampling import SamplingStrategy
+from chatcache.decoding.stopping import StopRules
+from chatcache.decoding.strategy import make_strategy
 from chatcache.engine.engine import Engine
 from chatcache.model.cuda_graphs import DecodeGraphs, FilledStep
 from chatcache.model.loading.loader import load_model
-from chatcache.model.runner import AsyncLaunch
+from chatcache.model.runner import AsyncLaunch, LaunchedStep, Runner
+from chatcache.types.actions import Strategy
 from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
+from chatcache.types.plan import U32, StepPlan
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
+from chatcache.types.stats import ModelInfo
+from tests.model.drive import short_warm_up
 
 SEED = 20  # weights and prompts that every device has seen
 VOCAB = 128
@@ -83,12 +91,36 @@ def build(
     )
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(triton, "prepare", partial(work_list.plan_work, share=share)))
-        if is_interpreted:  # nothing compiles; tests/model/test_triton_warm.py warms up in full
-            patches.enter_context(
-                mock.patch.multiple("chatcache.model.runner", WARMUP_PROMPT_TOKENS=(1, 2), WARMUP_CONTEXT_TOKENS=PAGE)
-            )
+        if is_interpreted:
+            patches.enter_context(short_warm_up())
         runner = load_model(config, weights=RandomWeights(TINY, device, seed=SEED, std=0.2), async_launch=graphs)
-    return Engine(SynchronousRunner(runner) if in_order else runner, runner.model_info, config)
+    used = SynchronousRunner(runner) if in_order else runner
+    return Engine(used, runner.model_info, config, make_strategy=even_tokens_strategy)
+
+
+class EvenTokens:
+    """Grammar of even token ids, which needs no grammar library."""
+
+    words = np.full(VOCAB // 32, 0x55555555, np.uint32)
+
+    def fork(self, state: EvenTokens | None) -> EvenTokens:
+        return EvenTokens()
+
+    def mask(self, state: EvenTokens | None, num_tokens: int) -> U32:
+        return self.words
+
+    def consume(self, token: int) -> bool:
+        return True
+
+
+def even_tokens_strategy(request: GenerateRequest, model_info: ModelInfo, **resolved: Any) -> Strategy:
+    """Build the strategy of a request; a request of the namespace "even" may draw even tokens only."""
+    params = request.params
+    if request.namespace != EVEN or not isinstance(params, SamplingParams):
+        return make_strategy(request, model_info, **resolved)
+    rules = StopRules.of(params, model_info, max_tokens=resolved["max_tokens"], token_bytes=None)
+    grammar = cast("Constraint", EvenTokens())
+    return SamplingStrategy(params, rules, seed=resolved["seed"], prompt=request.prompt, constraint=grammar)
 
 
 def prompt_of(num_tokens: int, number: int = 0) -> Prompt:
@@ -110,6 +142,9 @@ def submit(engine: Engine, *requests: tuple[Prompt, Params]) -> None:
     for prompt, params in requests:
         name = f"r{len(engine.scheduler.waiting) + len(engine.scheduler.running)}-{len(prompt)}"
         engine.add(GenerateRequest(request_id=name, prompt=prompt, params=params))
+
+
+EVEN = "even"
 
 
 def drain(engine: Engine) -> list[EngineEvent]:
@@ -168,6 +203,20 @@ def count_replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return replayed
 
 
+def count_decode_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of rows of every step, captured or not, in which all rows decode."""
+    found: list[int] = []
+    launch = Runner.launch
+
+    def counted(runner: Runner, plan: StepPlan) -> LaunchedStep:
+        if len(plan.rows.slot) and (plan.rows.num_tokens == 1).all():
+            found.append(len(plan.rows.slot))
+        return launch(runner, plan)
+
+    monkeypatch.setattr(Runner, "launch", counted)
+    return found
+
+
 # -- cases --------------------------------------------------------------------------------------------------------
 
 
@@ -181,6 +230,22 @@ def mixed(engine: Engine) -> Answers:
         (prompt_of(41, 3), sampled(1, top_k=20, min_p=0.02)),
         (prompt_of(23, 4), sampled(1, top_p=0.8, temperature=0.7, repetition_penalty=1.2, logit_bias={3: 2.0})),
     )
+
+
+def every_mode(engine: Engine) -> Answers:
+    """A request with penalties, with alternatives, with a grammar and with beams, between plain ones."""
+    submit(
+        engine,
+        (prompt_of(9, 25), greedy(7)),
+        (prompt_of(11, 26), sampled(1, 7, presence_penalty=0.7, frequency_penalty=0.3, repetition_penalty=1.3)),
+        (prompt_of(13, 27), greedy(7, logprobs=3)),
+        (prompt_of(10, 28), BeamSearchParams(beam_width=2, max_tokens=7, logprobs=1, ignore_eos=True)),
+        (prompt_of(12, 29), sampled(1, 7)),
+    )
+    engine.add(GenerateRequest(request_id=EVEN, namespace=EVEN, prompt=prompt_of(14, 30), params=greedy(7)))
+    answers = collect(drain(engine))
+    assert len(answers) == 7 and all(token % 2 == 0 for token in answers[EVEN, 0].tokens)
+    return answers
 
 
 def n_best(engine: Engine) -> Answers:
@@ -264,6 +329,7 @@ class Case:
 SCARCE = {"kv_memory_bytes": 8 * PAGE_BYTES, "max_model_len": 32}
 CASES = {
     "mixed": Case(mixed, {}),
+    "every_mode": Case(every_mode, {}),
     "n_best": Case(n_best, {}),
     "long": Case(long, {"max_num_batched_tokens": 1024}),
     "beams": Case(beams, {}),

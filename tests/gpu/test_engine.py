@@ -20,6 +20,7 @@ from tests.gpu.engine_cases import (
     Answers,
     assert_same,
     build,
+    count_decode_steps,
     count_replays,
     drain,
     outcome,
@@ -52,6 +53,12 @@ def test_steps_are_replayed(case: str, tmp_path: Path, monkeypatch: pytest.Monke
     replayed = count_replays(monkeypatch)
     outcome(case, tmp_path, "triton", "cuda")
     assert len(replayed) >= 3, f"{len(replayed)} steps were replayed"
+
+
+def test_every_decode_step_of_every_mode_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed, decoded = count_replays(monkeypatch), count_decode_steps(monkeypatch)
+    outcome("every_mode", tmp_path, "triton", "cuda")
+    assert replayed == decoded and max(decoded) == 7
 
 
 @pytest.mark.parametrize("case", ["n_best", "long", "beams"])

@@ -17,7 +17,7 @@ from chatcache_kernels.types import KVPages
 from torch import Tensor
 
 from chatcache.model import static_steps
-from chatcache.model.attention import AttentionStep, allocate_kv_pages
+from chatcache.model.attention import AttentionStep, allocate_stores
 from chatcache.model.cuda_graphs import DecodeGraphs
 from chatcache.model.loading.memory_budget import CudaMemoryGauge, measure_budget
 from chatcache.model.runner import AsyncLaunch, LaunchedStep, Runner, SwapExecutor, default_async_launch
@@ -124,7 +124,9 @@ class _Launching:
 
 def big_pages(device: torch.device) -> KVPages:
     geometry = Reader(device=str(device)).geometry
-    return allocate_kv_pages(triton, geometry, 4096, 16)
+    (store,) = allocate_stores(triton, geometry, 4096, 16)
+    assert isinstance(store, KVPages)
+    return store
 
 
 def test_swapped_pages_hold_what_earlier_steps_wrote(device: torch.device) -> None:
@@ -133,7 +135,7 @@ def test_swapped_pages_hold_what_earlier_steps_wrote(device: torch.device) -> No
     The pages are then swapped in elsewhere.
     """
     pages, streams = big_pages(device), make_streams(device)
-    swaps = SwapExecutor(triton, pages, 2000, streams)
+    swaps = SwapExecutor(triton, (pages,), 2000, streams)
     want = torch.randn_like(pages.k[:, 1:2001])
     away = np.stack((np.arange(1, 2001), np.arange(2000)), 1).astype(np.int32)
     back = np.stack((np.arange(2000), np.arange(2001, 4001)), 1).astype(np.int32)
@@ -158,7 +160,7 @@ def test_steps_do_not_wait_for_swaps_of_unwritten_pages(device: torch.device) ->
     Here they wait for earlier work of the side stream.
     """
     pages, streams = big_pages(device), make_streams(device)
-    swaps = SwapExecutor(triton, pages, 100, streams)
+    swaps = SwapExecutor(triton, (pages,), 100, streams)
     away = np.stack((np.arange(1, 101), np.arange(100)), 1).astype(np.int32)
     swaps.apply(away, away[:0])  # compiles
     torch.cuda.synchronize()
@@ -176,8 +178,8 @@ def test_steps_do_not_wait_for_swaps_of_unwritten_pages(device: torch.device) ->
 
 
 def test_host_pages_are_locked(device: torch.device) -> None:
-    swaps = SwapExecutor(triton, big_pages(device), 10, make_streams(device))
-    assert swaps._host.k.is_pinned() and swaps._host.v.is_pinned()
+    swaps = SwapExecutor(triton, (big_pages(device),), 10, make_streams(device))
+    assert all(memory.is_pinned() for memory in swaps._host[0].tensors)
     assert swaps.measure_page_s() > 0
     swaps.close()
 
@@ -186,7 +188,7 @@ def test_host_pages_without_close_are_unlocked(device: torch.device) -> None:
     """Else the system gives the same memory again, and it cannot be locked twice."""
     pages = big_pages(device)
     for _ in range(5):
-        swaps = SwapExecutor(triton, pages, 10, make_streams(device))
+        swaps = SwapExecutor(triton, (pages,), 10, make_streams(device))
         assert swaps.measure_page_s() > 0
         del swaps
 
@@ -221,8 +223,12 @@ def test_failed_capture_restores_the_device() -> None:
         assert line in done.stdout, done.stdout + done.stderr[-2000:]
 
 
+MEMORY_SHARE = 0.05
+"""Of the device: the limit of the test that runs out of memory, which leaves the rest to tests of other processes."""
+
+
 class Hungry(Reader):
-    """Takes a third of the memory that is free, for each token."""
+    """Takes `share` bytes for each token."""
 
     share = 0.0
 
@@ -237,9 +243,15 @@ def test_step_that_does_not_fit_is_split(device: torch.device) -> None:
     runner = gpu_runner(AsyncLaunch([]), network)
     runner.warm_up()
     torch.cuda.empty_cache()
-    network.share = torch.cuda.mem_get_info(device)[0] * 0.3
+    limit = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
+    network.share = (limit - torch.cuda.memory_reserved(device)) * 0.3
     prompts = {0: list(range(9)), 1: [3], 2: list(range(20, 25))}
-    got, want = Driver(runner).feed(prompts), Driver(make_runner()).feed(prompts)
+    torch.cuda.set_per_process_memory_fraction(MEMORY_SHARE, device)
+    try:
+        got = Driver(runner).feed(prompts)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    want = Driver(make_runner()).feed(prompts)
     assert np.array_equal(got.tokens, want.tokens)
     assert max(network.sizes) == 15 and min(network.sizes[-6:]) <= 3
 
@@ -259,11 +271,11 @@ LOST = """
     import torch
     from chatcache_kernels import triton
     from chatcache.errors import DeviceLostError
-    from chatcache.model.runner import Ahead
+    from chatcache.model.runner import AsyncLaunch
     from tests.model.drive import Driver
     from tests.model.lives import Reader, make_runner
 
-    runner = make_runner(Ahead([]), None, triton, Reader(device="cuda:0"))
+    runner = make_runner(AsyncLaunch([]), None, triton, Reader(device="cuda:0"))
     runner.warm_up()
     driver = Driver(runner)
     try:

@@ -119,8 +119,10 @@ def _tokens_and_batch(name: str) -> tuple[float, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_figures_2_and_13_are_within_10_percent_of_the_published_values(name: str) -> None:
+    """Repeat what the quick run checks with six simulations for each system."""
     tokens, batch = _tokens_and_batch(name)
     assert tokens == pytest.approx(FIG2[name][0], rel=0.1)
     assert batch == pytest.approx(FIG13_SHAREGPT[name], rel=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from chatcache.config import EngineConfig
 from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import Runner
+from tests.model import drive
 from tests.model.families import Sample, make_sample
 
 
@@ -41,6 +43,8 @@ def load() -> Callable[..., Runner]:
 
     def load(folder: Any, **options: Any) -> Runner:
         settings = {"dtype": "float32", "kv_memory_bytes": 4 << 20, "attention_backend": "reference", "page_size": 8}
-        return load_model(EngineConfig(model=str(folder), **{**settings, **options}))
+        is_interpreted = options.get("attention_backend") == "triton" and drive.KERNELS == drive.CPU
+        with drive.short_warm_up() if is_interpreted else nullcontext():
+            return load_model(EngineConfig(model=str(folder), **{**settings, **options}))
 
     return load

@@ -108,6 +108,7 @@ class Recorder:
     num_pages: int | None = None
     by_tokens: bool = False
     bits: dict[Cell | str, bytes] = field(default_factory=dict)
+    _tables: dict[int, list[int]] = field(default_factory=dict)
     _tokens: dict[int, list[int]] = field(default_factory=dict)
 
     def capacity(self) -> KVCapacity:
@@ -135,18 +136,27 @@ class Recorder:
 
     def cell_of(self, plan: StepPlan, draw: int) -> Cell:
         if self.by_tokens:
-            return tuple(self._tokens[int(plan.rows.slot[plan.draws.row[draw]])])
+            row = int(plan.draws.row[draw])
+            end = int(plan.rows.start[row] + plan.rows.num_tokens[row])
+            pages = self._tables[int(plan.rows.slot[row])]
+            return tuple(self._tokens[pages[at // PAGE]][at % PAGE] for at in range(end))
         return int(plan.draws.seed[draw]), int(plan.draws.lane[draw]), int(plan.draws.position[draw])
 
     def _follow(self, plan: StepPlan) -> None:
-        """Record each slot's tokens; tokens from the prefix cache are not known."""
-        for source, target, _ in plan.forks.tolist():
-            self._tokens[target] = self._tokens.get(source, [])
-        first = 0
+        """Record the tokens whose keys and values each page holds, through the plan's page tables and copies."""
+        for source, target, count in plan.forks.tolist():
+            self._tables[target] = self._tables[source][:count]
+        for slot, index, page in plan.updates.tolist():
+            table = self._tables.setdefault(slot, [])
+            table += [-1] * (index + 1 - len(table))
+            table[index] = page
+        for source, target in plan.copies.tolist():
+            self._tokens[target] = self._tokens[source][:]
+        tokens = iter(plan.rows.tokens.tolist())
         for slot, start, count in np.stack((plan.rows.slot, plan.rows.start, plan.rows.num_tokens), 1).tolist():
-            tokens = plan.rows.tokens[first : first + count].tolist()
-            self._tokens[slot] = self._tokens.get(slot, [])[:start] + tokens
-            first += count
+            for at in range(start, start + count):
+                page = self._tokens.setdefault(self._tables[slot][at // PAGE], [-1] * PAGE)
+                page[at % PAGE] = next(tokens)
 
     def write(self, cell: Cell | str, bits: bytes) -> None:
         """Record the bits of a cell, and mark a cell that was computed twice with different bits.

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -42,12 +44,18 @@ def make_draws(
     return Draws(**columns, edits=tuple(edits), masks=tuple(masks))
 
 
+def short_warm_up() -> AbstractContextManager[Any]:
+    """Let runners warm up with short steps, since interpreted kernels do not compile; see `test_triton_warm`."""
+    return mock.patch.multiple("chatcache.model.runner", WARMUP_PROMPT_TOKENS=(1, 2), WARMUP_CONTEXT_TOKENS=8)
+
+
 class Driver:
-    """Keeps each slot's tokens and pages; `feed` is one step."""
+    """Keeps each slot's tokens and pages, and its state if the model has any; `feed` is one step."""
 
     def __init__(self, runner: Runner, first_page: int = 1) -> None:
         self.runner = runner
         self.page_size = runner.capacity().page_size
+        self.has_states = runner.capacity().num_states > 0
         self.next_page = first_page
         self.length: dict[int, int] = {}
         self.pages: dict[int, list[int]] = {}
@@ -55,6 +63,7 @@ class Driver:
         self._updates: list[tuple[int, int, int]] = []
         self._copies: list[tuple[int, int]] = []
         self._forks: list[tuple[int, int, int]] = []
+        self._state_copies: list[tuple[int, int]] = []
 
     def fork(self, source: int, target: int) -> None:
         """Share the source's full pages and copy its partial tail page, with the next step."""
@@ -62,6 +71,7 @@ class Driver:
         self._forks.append((source, target, full + bool(tail)))
         self.pages[target] = self.pages[source][: full + bool(tail)]
         self.length[target] = self.length[source]
+        self._state_copies.append((source + 1, target + 1))
         if tail:
             self._copies.append((self.pages[source][full], self.next_page))
             self._updates.append((target, full, self.next_page))
@@ -79,6 +89,8 @@ class Driver:
         starts = []
         for slot, tokens in grants.items():
             start = self.length.setdefault(slot, 0)
+            if not start:
+                self._state_copies.append((0, slot + 1))
             pages = self.pages.setdefault(slot, [])
             while len(pages) * self.page_size < start + len(tokens):
                 self._updates.append((slot, len(pages), self.next_page))
@@ -92,6 +104,7 @@ class Driver:
             start=np.array(starts, np.int32),
             num_tokens=np.array(counts, np.int32),
             tokens=np.array([token for tokens in grants.values() for token in tokens], np.int32),
+            state=np.array([slot + 1 for slot in grants] if self.has_states else [], np.int32),
         )
         plan = StepPlan(
             step=self.steps,
@@ -102,8 +115,10 @@ class Driver:
             draws=make_draws([{"row": row} for row in range(len(grants))]) if draws is None else draws,
             scores=scores,
             pools=pools,
+            state_copies=np.array(self._state_copies if self.has_states else [], np.int32).reshape(-1, 2),
         )
         self._forks, self._updates, self._copies, self.steps = [], [], [], self.steps + 1
+        self._state_copies = []
         return self.runner.execute(plan)
 
 

@@ -31,6 +31,15 @@ COMMON: dict[str, Any] = {
 GATED = {**COMMON, "intermediate_size": 96, "num_key_value_heads": 2}
 
 
+LATENT: dict[str, Any] = {
+    **COMMON, "intermediate_size": 96, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 24, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+
+DENSE_LATENT = {name: value for name, value in LATENT.items() if "expert" not in name and "moe" not in name}
+
+
 def rope(kind: str, **options: Any) -> dict[str, Any]:
     """Return 5.x rope parameters."""
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **options}}
@@ -54,6 +63,27 @@ def _gpt2() -> Any:
     return transformers.GPT2Config(
         vocab_size=VOCAB, **sizes, tie_word_embeddings=False, bos_token_id=0, eos_token_id=None
     )
+
+
+def _gemma4(layers: int, **options: Any) -> Any:
+    """Window layers with 2 x 16 heads, full layers with `num_global_key_value_heads` x 32."""
+    kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+    sizes: dict[str, Any] = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 12, "num_hidden_layers": layers}
+    per_layer = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
+    return transformers.Gemma4TextConfig(**{**GATED, **sizes, **per_layer, **options}, layer_types=kinds)
+
+
+def _llama4() -> Any:
+    """Three layers in chunks of 32 tokens, one without rotary embedding whose queries are tuned by position."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
+    sizes = {"num_hidden_layers": 4, "intermediate_size": 32, "intermediate_size_mlp": 96, "head_dim": 16}
+    tuning = {"floor_scale": 8, "attn_scale": 0.5, "no_rope_layers": [1, 1, 1, 0], "attention_chunk_size": 32}
+    return transformers.Llama4TextConfig(**{**GATED, **sizes, **experts, **tuning})
+
+
+def _ministral3() -> Any:
+    stretched = rope("yarn", factor=4.0, original_max_position_embeddings=16, llama_4_scaling_beta=0.5)
+    return transformers.Ministral3Config(**GATED, head_dim=16, **stretched)
 
 
 def _stretched(kind: str, **options: Any) -> Callable[[], Any]:
@@ -86,6 +116,77 @@ FAMILIES: dict[str, Family] = {
         ),
         native=False,
     ),
+    "gemma3": Family(
+        lambda: transformers.Gemma3TextConfig(
+            **GATED, head_dim=16, query_pre_attn_scalar=16, sliding_window=12, sliding_window_pattern=3
+        ),
+        native=False,
+    ),
+    "gemma4-key-is-value": Family(
+        lambda: _gemma4(4, num_global_key_value_heads=1, attention_k_eq_v=True), native=False
+    ),
+    "gemma4-shared-layers": Family(
+        lambda: _gemma4(6, num_kv_shared_layers=2, use_double_wide_mlp=True, final_logit_softcapping=5.0), native=False
+    ),
+    "gemma4-moe": Family(
+        lambda: _gemma4(
+            4,
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+            num_experts=4,
+            top_k_experts=2,
+            moe_intermediate_size=32,
+        ),
+        native=False,
+    ),
+    "llama4": Family(_llama4, native=False),
+    "ministral3": Family(_ministral3, native=False),
+    "nemotron": Family(
+        lambda: transformers.NemotronConfig(**GATED, head_dim=16, partial_rotary_factor=0.5), native=False
+    ),
+    "stablelm": Family(lambda: transformers.StableLmConfig(**GATED, use_qkv_bias=True), native=False),
+    "stablelm-parallel": Family(
+        lambda: transformers.StableLmConfig(**GATED, qk_layernorm=True, use_parallel_residual=True), native=False
+    ),
+    "smollm3": Family(lambda: transformers.SmolLM3Config(**GATED, no_rope_layer_interval=3), native=False),
+    "olmo3": Family(
+        lambda: transformers.Olmo3Config(**{**GATED, "num_hidden_layers": 4}, sliding_window=12), native=False
+    ),
+    "cohere2": Family(
+        lambda: transformers.Cohere2Config(
+            **{**GATED, "num_hidden_layers": 4}, head_dim=16, sliding_window=12, logit_scale=0.25
+        ),
+        native=False,
+    ),
+    "granite": Family(
+        lambda: transformers.GraniteConfig(
+            **GATED, embedding_multiplier=2.0, attention_multiplier=0.2, residual_multiplier=0.7, logits_scaling=3.0
+        ),
+        native=False,
+    ),
+    "glm4": Family(lambda: transformers.Glm4Config(**GATED, head_dim=16, attention_bias=True), native=False),
+    "exaone4": Family(
+        lambda: transformers.Exaone4Config(
+            **{**GATED, "num_hidden_layers": 4}, sliding_window=12, sliding_window_pattern=4
+        ),
+        native=False,
+    ),
+    "phimoe-window": Family(
+        lambda: transformers.PhimoeConfig(**GATED, sliding_window=12, num_local_experts=4), native=False
+    ),
+    "qwen2-moe-window": Family(
+        lambda: transformers.Qwen2MoeConfig(
+            **GATED,
+            use_sliding_window=True,
+            sliding_window=12,
+            max_window_layers=3,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+        ),
+        native=False,
+    ),
     "qwen3-moe": Family(
         lambda: transformers.Qwen3MoeConfig(
             **GATED, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
@@ -93,6 +194,82 @@ FAMILIES: dict[str, Family] = {
         native=False,
     ),
 }
+
+
+LAYERS = {**GATED, "num_hidden_layers": 4}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "head_dim": 16}
+DELTA |= {"linear_value_head_dim": 16}
+CONVOLUTION = {**LAYERS, "layer_types": ["conv", "full_attention", "conv", "full_attention"]}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+
+
+def _nemotron_h() -> Any:
+    options = {"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8}
+    kinds = ["linear_attention", "mlp", "full_attention", "linear_attention"]
+    return transformers.NemotronHConfig(
+        **GATED | {"num_hidden_layers": None}, **options, head_dim=16, layers_block_type=kinds
+    )
+
+
+RECURRENT: dict[str, Family] = {
+    "qwen3-next": Family(
+        lambda: transformers.Qwen3NextConfig(**LAYERS, **DELTA, **EXPERTS, shared_expert_intermediate_size=32), False
+    ),
+    "qwen3-5": Family(lambda: transformers.Qwen3_5TextConfig(**LAYERS, **DELTA), False),
+    "qwen3-5-moe": Family(
+        lambda: transformers.Qwen3_5MoeTextConfig(**LAYERS, **DELTA, **EXPERTS, shared_expert_intermediate_size=32),
+        False,
+    ),
+    "lfm2": Family(lambda: transformers.Lfm2Config(**CONVOLUTION, block_auto_adjust_ff_dim=False), False),
+    "lfm2-moe": Family(lambda: transformers.Lfm2MoeConfig(**CONVOLUTION, **EXPERTS, num_dense_layers=2), False),
+    "lfm3": Family(lambda: transformers.Lfm3Config(**CONVOLUTION), False),
+    "bamba": Family(lambda: transformers.BambaConfig(**LAYERS, **MAMBA, attn_layer_indices=[1, 3]), False),
+    "falcon-h1": Family(lambda: transformers.FalconH1Config(**LAYERS, **MAMBA, mamba_d_ssm=128), False),
+    "falcon-h1-norm": Family(
+        lambda: transformers.FalconH1Config(**LAYERS, **MAMBA, mamba_d_ssm=128, mamba_rms_norm=True), False
+    ),
+    "granite-4": Family(
+        lambda: transformers.GraniteMoeHybridConfig(
+            **LAYERS,
+            **MAMBA,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=48,
+            layer_types=["mamba", "attention", "mamba", "attention"],
+        ),
+        False,
+    ),
+    "nemotron-h": Family(_nemotron_h, False),
+}
+"""Families with recurrent or convolution layers."""
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.8}
+FAMILIES |= {
+    "deepseek-v3": Family(
+        lambda: transformers.DeepseekV3Config(**LATENT, q_lora_rank=48, n_group=4, topk_group=2), native=False
+    ),
+    "deepseek-v3-yarn": Family(
+        lambda: transformers.DeepseekV3Config(
+            **LATENT, **rope("yarn", **YARN), q_lora_rank=None, n_group=4, topk_group=2, rope_interleave=False
+        ),
+        native=False,
+    ),
+    "deepseek-v2": Family(
+        lambda: transformers.DeepseekV2Config(**LATENT, q_lora_rank=None, n_group=1, topk_group=1), native=False
+    ),
+    "minicpm3": Family(lambda: transformers.MiniCPM3Config(**DENSE_LATENT, q_lora_rank=48), native=False),
+    "youtu": Family(lambda: transformers.YoutuConfig(**DENSE_LATENT, q_lora_rank=48), native=False),
+    "glm4-moe-lite": Family(
+        lambda: transformers.Glm4MoeLiteConfig(**LATENT, q_lora_rank=48, n_group=1, topk_group=1), native=False
+    ),
+}
+SLOW = {
+    "gemma3", "gemma4-key-is-value", "gemma4-moe", "ministral3", "stablelm-parallel", "smollm3", "olmo3", "cohere2",
+    "granite", "glm4", "exaone4", "phimoe-window", "stablelm", "nemotron", "llama-linear", "llama-yarn", "qwen2",
+    "qwen2-moe-window", "llama-biases", "deepseek-v2", "glm4-moe-lite", "minicpm3", "youtu",
+}  # fmt: skip
+"""Families whose parts are in the first tier with another one."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +292,11 @@ class Sample:
 def make_sample(name: str, folder: Path) -> Sample:
     """Build and save a model, and generate its greedy answers."""
     torch.manual_seed(sum(map(ord, name)))
-    oracle = save_random(FAMILIES[name].config(), folder, norms_at=0.0 if "gemma" in name else 1.0)
+    family, is_around_zero = (
+        {**FAMILIES, **RECURRENT}[name],
+        any(word in name for word in ("gemma", "qwen3-next", "qwen3-5")),
+    )
+    oracle = save_random(family.config(), folder, norms_at=0.0 if is_around_zero else 1.0)
     prompts = tuple(tuple(torch.randint(0, VOCAB, (length,)).tolist()) for length in PROMPT_LENGTHS)
     return Sample(name, folder, oracle, prompts, tuple(_greedy(oracle, prompt) for prompt in prompts))
 

@@ -8,14 +8,24 @@ from __future__ import annotations
 import torch
 from chatcache_kernels.reference import (
     add_rms_norm,
+    allocate_latent_pages,
     allocate_pages,
+    causal_conv,
     copy_pages,
+    gated_delta_rule,
+    gated_rms_norm,
+    grouped_experts,
+    latent_attention,
+    pack_experts,
+    read_latents,
     read_pages,
     rms_norm,
     rope_write,
     silu_mul,
+    ssd_scan,
     swap_in,
     swap_out,
+    write_latents,
     write_pages,
 )
 from chatcache_kernels.types import I32, AttentionBatch, AttentionWork, KVPages
@@ -24,15 +34,25 @@ from torch import Tensor
 
 __all__ = [
     "add_rms_norm",
+    "allocate_latent_pages",
     "allocate_pages",
+    "causal_conv",
     "copy_pages",
+    "gated_delta_rule",
+    "gated_rms_norm",
+    "grouped_experts",
+    "latent_attention",
+    "pack_experts",
     "paged_attention",
     "prepare",
+    "read_latents",
     "rms_norm",
     "rope_write",
     "silu_mul",
+    "ssd_scan",
     "swap_in",
     "swap_out",
+    "write_latents",
     "write_pages",
 ]
 

@@ -7,6 +7,7 @@ runner is launched with the same plans, with placeholders for the tokens that it
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from chatcache_kernels import reference
 from torch import Tensor
 
-from chatcache.model.attention import AttentionBackend, AttentionStep, Geometry, allocate_kv_pages
+from chatcache.model.attention import AttentionBackend, AttentionStep, allocate_stores
+from chatcache.model.geometry import AttentionLayer, Geometry, KVShape
 from chatcache.model.loading.loader import choose_sampler
 from chatcache.model.runner import AsyncLaunch, Runner
 from chatcache.model.streams import Streams
@@ -23,7 +25,17 @@ from chatcache.types.plan import I32, PENDING_TOKEN, KVCapacity, LogitEdit, Logi
 from chatcache.types.stats import ModelInfo
 from tests.model.drive import make_draws
 
-VOCAB, LAYERS, HEADS, KV_HEADS, DIM, SIZE = 53, 2, 2, 1, 16, 8
+VOCAB, HEADS, DIM, SIZE = 53, 2, 16, 8
+LAYERS = (AttentionLayer(HEADS, KVShape(1, DIM)),) * 2
+MIXED = (
+    AttentionLayer(2, KVShape(1, 16)),
+    AttentionLayer(2, KVShape(2, 16)),
+    None,
+    AttentionLayer(4, KVShape(1, 8)),
+    AttentionLayer(2, KVShape(1, 16)),
+    AttentionLayer(2, KVShape(2, 16), kv_layer=1),
+)
+CHUNKED = (*MIXED, AttentionLayer(2, KVShape(1, 16), chunk=16), AttentionLayer(4, KVShape(1, 8), chunk=24))
 NUM_PAGES, NUM_HOST_PAGES, NUM_SLOTS, MAX_LEN = 40, 24, 9, 64
 MODEL_INFO = ModelInfo(name="reader", digest="00", vocab_size=VOCAB, max_model_len=MAX_LEN, eos_token_ids=())
 
@@ -31,12 +43,14 @@ MODEL_INFO = ModelInfo(name="reader", digest="00", vocab_size=VOCAB, max_model_l
 class Reader:
     """A network that reads its history back through pages.
 
-    A row's logits depend on that row alone, to the bit.
+    A row's logits depend on that row alone, to the bit. Each of `layers` has as many query elements as the default.
     """
 
-    def __init__(self, max_tokens: int | None = None, device: str = "cpu") -> None:
+    def __init__(
+        self, max_tokens: int | None = None, device: str = "cpu", layers: Sequence[AttentionLayer | None] = LAYERS
+    ) -> None:
         noise = torch.Generator().manual_seed(7)
-        self.geometry = Geometry(LAYERS, HEADS, KV_HEADS, DIM, VOCAB, torch.float32, torch.device(device))
+        self.geometry = Geometry(tuple(layers), VOCAB, torch.float32, torch.device(device), HEADS * DIM)
         self._words = torch.randn(VOCAB, HEADS * DIM, generator=noise).to(device)
         self._max_tokens = max_tokens
         self.sizes: list[int] = []
@@ -45,24 +59,22 @@ class Reader:
         x = self._states(tokens, positions, step)
         return self._head(x if drawn is None else x[drawn])
 
-    def forward_parts(self, tokens: Tensor, positions: Tensor, step: AttentionStep, parts: Any) -> Any:
-        x = self._states(tokens, positions, step)
-        return (self._head(x[part]) for part in parts)
+    def hidden_states(self, tokens: Tensor, positions: Tensor, step: AttentionStep, wanted: Tensor) -> Tensor:
+        return self._states(tokens, positions, step)[wanted]
 
-    def forward_states(
-        self, tokens: Tensor, positions: Tensor, step: AttentionStep, pooled: Tensor, drawn: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        x = self._states(tokens, positions, step)
-        return x[pooled], self._head(x[drawn]) if len(drawn) else None
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        return self._head(hidden_states)
 
     def _states(self, tokens: Tensor, positions: Tensor, step: AttentionStep) -> Tensor:
         self.sizes.append(len(tokens))
         if self._max_tokens is not None and len(tokens) > self._max_tokens:
             raise torch.OutOfMemoryError(f"{len(tokens)} tokens")
         x = self._words[tokens] + torch.sin(positions.float())[:, None]
-        for layer in range(LAYERS):
-            heads = x.view(-1, HEADS, DIM)
-            k, v = heads[:, :KV_HEADS] * 0.5 + layer, heads[:, -KV_HEADS:].cos()
+        for layer, shape in enumerate(self.geometry.layers):
+            if shape is None:
+                continue
+            heads = x.view(len(x), shape.num_heads, shape.kv.head_dim)
+            k, v = heads[:, : shape.kv.num_kv_heads] * 0.5 + layer, heads[:, -shape.kv.num_kv_heads :].cos()
             x = x + step.attend(heads.contiguous(), k.contiguous(), v.contiguous(), layer, 0.3).reshape(len(x), -1)
         return x
 
@@ -80,13 +92,13 @@ def make_runner(
 ) -> Runner:
     """Return a runner of `Reader` with few pages of undefined contents."""
     network = network or Reader()
-    pages = allocate_kv_pages(kernels, network.geometry, NUM_PAGES, SIZE)
-    pages.k.fill_(torch.nan)
-    pages.v.fill_(torch.nan)
+    stores = allocate_stores(kernels, network.geometry, NUM_PAGES, SIZE)
+    for memory in (tensor for store in stores for tensor in store.tensors):
+        memory.fill_(torch.nan)
     capacity = KVCapacity(NUM_PAGES, SIZE, NUM_SLOTS, MAX_LEN, num_host_pages=NUM_HOST_PAGES)
     backend = "triton" if "triton" in getattr(kernels, "__name__", "") else "reference"
     sampler = choose_sampler(backend, VOCAB, network.geometry.device)
-    return Runner(network, kernels, pages, capacity, MODEL_INFO, ahead, streams, sampler)
+    return Runner(network, kernels, stores, capacity, MODEL_INFO, ahead, streams, sampler)
 
 
 @dataclass

@@ -35,7 +35,7 @@ from tests.model.determinism import (
     run,
     save_shape,
 )
-from tests.model.families import FAMILIES, save_random
+from tests.model.families import FAMILIES, RECURRENT, save_random
 
 DTYPES = ("float32", "bfloat16")
 MODELS = [f"{shape}-{dtype}" for shape in SHAPES for dtype in DTYPES]
@@ -158,6 +158,44 @@ def test_transformers_model_equals_the_solo_run(
         assert not differing(run(runner, FEW, way)[0], expected)
     fast = load(tmp_path, dtype, deterministic=False)
     assert differing(run(fast, FEW, Way(3, 7))[0], alone(fast, FEW))
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("qwen3-5", "float32"),
+        ("granite-4", "bfloat16"),
+        pytest.param("falcon-h1", "float32", marks=pytest.mark.long),
+        pytest.param("lfm2", "float32", marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.slow
+def test_model_with_states_equals_the_solo_run(family: str, dtype: str, tmp_path: Path) -> None:
+    """A state from a snapshot, of a fork, or swapped in has the bits of one computed from the first token."""
+    save_random(RECURRENT[family].config(), tmp_path)
+    runner = load(tmp_path, dtype)
+    expected = alone(runner, FEW)
+    for way in (Way(3, 7, cache=True, rounds=2), Way(1, 300, cache=True, order=-1, rounds=2)):
+        got, engine = run(runner, FEW, way)
+        assert not differing(got, expected)
+        assert engine.health().num_cached_tokens > sum(len(request.prompt) for request in FEW) // 2
+    long_answers = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)
+    growing = [
+        GenerateRequest(request_id=str(n), prompt=REQUESTS[n].prompt[:20], params=replace(long_answers, seed=n))
+        for n in range(3)
+    ]
+    got, engine = run(runner, growing, Way(3, 37, num_pages=12, preemption="swap"))
+    assert engine.health().num_pages_swapped_in > 0
+    assert not differing(got, alone(runner, growing))
+    request = GenerateRequest(
+        request_id="one", prompt=REQUESTS[1].prompt, params=SamplingParams(n=3, seed=7, max_tokens=6, ignore_eos=True)
+    )
+    forked = run(runner, [request], Way(8), by_tokens=True)[0]
+    histories = [cell for cell in forked if isinstance(cell, tuple)]
+    assert len(histories) > 12
+    for tokens in histories:
+        copy = GenerateRequest(request_id="one", prompt=tokens, params=SamplingParams(temperature=0.0, max_tokens=1))
+        assert run(runner, [copy], Way(), by_tokens=True)[0][tokens] == forked[tokens]
 
 
 @pytest.mark.parametrize("model", [FAST_MODEL, pytest.param("qwen3-bfloat16", marks=pytest.mark.slow)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch.nn import functional
 from chatcache.config import EngineConfig
 from chatcache.errors import ModelFolderError
 from chatcache.model import batch_invariant
-from chatcache.model.attention import AttentionStep, Geometry, Network, choose_backend
+from chatcache.model.attention import AttentionStep, Network, choose_backend
 from chatcache.model.batch_invariant import (
     TILE_SIZES,
     BatchInvariantLinear,
@@ -29,6 +29,7 @@ from chatcache.model.batch_invariant import (
     tile_sizes,
 )
 from chatcache.model.decoder import Decoder
+from chatcache.model.geometry import Geometry
 from chatcache.model.linear import Linear, fast_linear
 from chatcache.model.loading import loader
 from chatcache.model.loading.loader import load_model
@@ -143,7 +144,7 @@ def test_model_family_passes_the_determinism_check(
     assert all(isinstance(product, BatchInvariantLinear) for product in products)
 
 
-GEOMETRY = Geometry(1, 2, 2, 16, 40, torch.float32, torch.device("cpu"))
+GEOMETRY = Geometry.uniform(1, 2, 2, 16, 40, torch.float32, torch.device("cpu"))
 
 
 @dataclass
@@ -160,14 +161,10 @@ class BatchDependentNetwork:
         out = torch.outer(tokens.float() + 1, torch.arange(40) + 1.0) + self.share * tokens.sum()
         return out if drawn is None else out[drawn]
 
-    def forward_parts(
-        self, tokens: Tensor, positions: Tensor, step: AttentionStep, parts: Sequence[Tensor]
-    ) -> Iterator[Tensor]:
+    def hidden_states(self, tokens: Tensor, positions: Tensor, step: AttentionStep, wanted: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def forward_states(
-        self, tokens: Tensor, positions: Tensor, step: AttentionStep, pooled: Tensor, drawn: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def logits(self, hidden_states: Tensor) -> Tensor:
         raise NotImplementedError
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
@@ -22,7 +23,7 @@ from chatcache.errors import ModelFolderError
 from chatcache.model.loading.files import resolve_model_path
 from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import Runner
-from tests.model.families import Sample
+from tests.model.families import GATED, Sample, save_random
 
 Get = Callable[[str], Sample]
 Load = Callable[..., Runner]
@@ -32,6 +33,12 @@ Load = Callable[..., Runner]
 def folder(sample_of: Get, tmp_path: Path) -> Path:
     """Return a valid model folder for the test to corrupt."""
     return Path(shutil.copytree(sample_of("qwen3").folder, tmp_path / "model"))
+
+
+def of_own_mask(folder: Path) -> None:
+    """Replace the model by one of a family that builds an attention mask from its values."""
+    (folder / "model.safetensors").unlink()
+    save_random(transformers.DogeConfig(**GATED), folder)
 
 
 def set_config(folder: Path, **fields: Any) -> None:
@@ -82,6 +89,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         lambda f: (f / "config.json").write_text('{"model_type": "mamba"}'),
         ["config.json", "mamba has no attention that can run on KV pages"],
     ),
+    "own-mask": (of_own_mask, ["config.json", "doge does not run on KV pages", "DogeAttention is not plain causal"]),
     "odd-config": (lambda f: set_config(f, model_type="mamba"), ["config.json", "cannot load this mamba"]),
     "field-missing": (lambda f: set_config(f, hidden_size=...), ["config.json", "hidden_size is missing"]),
     "field-wrong": (lambda f: set_config(f, num_hidden_layers="3"), ["config.json", "num_hidden_layers", "'3'"]),

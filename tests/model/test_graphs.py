@@ -22,7 +22,7 @@ from chatcache.model.eager import EagerRunner, Finish
 from chatcache.model.page_tables import DeviceSlots
 from chatcache.model.runner import AsyncLaunch
 from chatcache.model.sampling.sampler import Sampler
-from chatcache.model.static_steps import Replay, WorkListBuffers, no_changes
+from chatcache.model.static_steps import AttentionLaunches, Replay, WorkListBuffers, no_changes
 from chatcache.types.plan import PENDING_TOKEN, LogitEdit, LogitMask, Rows, Scores, StepPlan
 from tests.model import listed
 from tests.model.drive import make_draws
@@ -153,11 +153,12 @@ def test_injected_stale_work_items_are_detected(monkeypatch: pytest.MonkeyPatch)
     """Pieces of the step before are carried out again, and may be the last to write."""
     fill = WorkListBuffers.fill
 
-    def leave_more(self: WorkListBuffers, given: Any, work: Any, count: int) -> int | None:
-        before = given["num_items"].copy()
-        num_lists = fill(self, given, work, count)
-        np.maximum(given["num_items"], before, out=given["num_items"])
-        return num_lists
+    def leave_more(self: WorkListBuffers, given: Any, work: Any, count: int) -> AttentionLaunches | None:
+        before = given[f"{self.prefix}num_items"].copy()
+        launches = fill(self, given, work, count)
+        items = given[f"{self.prefix}num_items"]
+        np.maximum(items, before, out=items)
+        return launches
 
     monkeypatch.setattr(WorkListBuffers, "fill", leave_more)
     assert is_broken(), f"seed {SEED}"
@@ -207,6 +208,29 @@ def test_steps_of_single_tokens_are_replayed_whatever_they_draw() -> None:
     assert not is_replayed(replace(plan, scores=Scores(zero, zero, zero)))
 
 
+def test_short_contexts_replay_a_step_without_merges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention over at most SPLIT_TOKENS keys has nothing to merge, and a small step then launches no merge."""
+    merged: list[int] = []
+
+    def attend(*args: Any, **options: Any) -> torch.Tensor:
+        merged.append(len(args[3].work.merge_tokens))
+        return paged_attention(*args, **options)
+
+    paged_attention = listed.paged_attention
+    monkeypatch.setattr(listed, "paged_attention", attend)
+    runner, plain = make_runner(AsyncLaunch([2, 16]), kernels=listed), make_runner(kernels=listed)
+    runner.warm_up()
+    assert runner._static is not None and runner.captured_steps == (5, 5)
+    for count, start, expected in ((2, 15, False), (2, 16, True), (9, 15, True)):
+        plan = plan_of([1] * count)
+        updates = np.array([(slot, page, 1 + 3 * slot + page) for slot in range(count) for page in range(3)], np.int32)
+        plan = replace(plan, updates=updates, rows=replace(plan.rows, start=np.full(count, start, np.int32)))
+        del merged[:]
+        found = runner.execute(plan)
+        assert {num > 0 for num in merged} == {expected}
+        np.testing.assert_allclose(found.logprobs, plain.execute(plan).logprobs, atol=1e-5)
+
+
 def test_table_changes_beyond_the_buffer_are_applied_before_the_replay() -> None:
     counting = Counting()
     runner = make_runner(AsyncLaunch([1], counting))
@@ -249,7 +273,7 @@ def test_work_list_larger_than_the_buffers_does_not_fit() -> None:
     work = plan_work(tables, start, np.ones(6, np.int32), SIZE, 1, share="never")
     whole = WorkListBuffers.sized_for(8, 1, MAX_LEN, 10**6)
     arrays = {name: np.full(shape, -7, kind) for name, (kind, shape) in whole.specs().items()}
-    assert whole.fill(arrays, work, 6) == 1
+    assert whole.fill(arrays, work, 6) == AttentionLaunches(1, has_merges=True)
     assert arrays["num_items"][0, 0] == len(work.lists[0].items) + 2
     for short in (replace(whole, num_items=25), replace(whole, num_states=23), replace(whole, heights=(3,))):
         assert short.fill({name: array.copy() for name, array in arrays.items()}, work, 6) is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from chatcache.model.host_memory import ALIGNMENT, HostArena
-from chatcache.model.linear import DualLayoutLinearFactory, PanelLinear
+from chatcache.model.linear import PanelLinear, PanelLinearFactory
 
 
 def test_arena_copies_are_separate_and_aligned() -> None:
@@ -31,7 +31,7 @@ def test_arena_allocates_more_than_its_block_size() -> None:
 
 
 def test_layers_of_a_model_share_a_block() -> None:
-    make = DualLayoutLinearFactory()
+    make = PanelLinearFactory(has_onednn=True)
     layers = [make(torch.randn(64, 32, dtype=torch.bfloat16)) for _ in range(2)]
     first, second = (each.panels for each in layers if isinstance(each, PanelLinear))
     assert second.data_ptr() - first.data_ptr() == first.nbytes

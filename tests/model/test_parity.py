@@ -22,7 +22,7 @@ from chatcache.model.runner import Runner
 from chatcache.types.events import Failed, Started, Tokens
 from chatcache.types.request import GenerateRequest, SamplingParams
 from tests.model.drive import Driver, greedy, make_draws
-from tests.model.families import FAMILIES, NUM_NEW, VOCAB, Sample
+from tests.model.families import FAMILIES, NUM_NEW, SLOW, VOCAB, Sample
 
 SETTINGS = {
     "page8-chunked-cached": EngineConfig(page_size=8, max_num_batched_tokens=12, attention_backend="reference"),
@@ -35,7 +35,7 @@ Get = Callable[[str], Sample]
 Load = Callable[..., Runner]
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in FAMILIES])
 def sample(request: pytest.FixtureRequest, sample_of: Get, monkeypatch: pytest.MonkeyPatch) -> Sample:
     """A family's model, loaded by the path the family is meant to test."""
     native = FAMILIES[request.param].native

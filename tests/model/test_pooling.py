@@ -162,12 +162,13 @@ def test_unknown_pooling_is_rejected(sample_of: Get, load: Load) -> None:
 
 
 def test_base_model_without_an_output_head_is_loaded(sample_of: Get, load: Load, tmp_path: Path) -> None:
-    """Embedding models are saved without the prefix `model.` of a causal LM; the head is the tied embedding."""
+    """Embedding models are saved without the prefix `model.` of a causal LM; the embeddings replace the head."""
     sample = sample_of("llama")
     AutoModel.from_pretrained(sample.folder, dtype=torch.float32).save_pretrained(tmp_path)
     config = json.loads((sample.folder / "config.json").read_text())
-    for architecture in ("LlamaForCausalLM", "LlamaModel"):
-        (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+    for architecture, is_tied in (("LlamaForCausalLM", True), ("LlamaModel", True), ("LlamaModel", False)):
+        changed = {**config, "architectures": [architecture], "tie_word_embeddings": is_tied}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
         prompt = sample.prompts[1]
         result = Driver(load(tmp_path)).feed({0: prompt}, None, None, pools_of([0], [1]))
         assert result.pooled is not None and result.tokens[0, 0] == sample.answers[1][0]

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from chatcache_kernels.cpu import bf16
+from chatcache_kernels.cpu.compact import FEW_TOKENS
 from chatcache_kernels.cpu.int8 import quantise
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -22,13 +25,19 @@ from chatcache.bench.drivers import SHAPES, write_model
 from chatcache.config import EngineConfig
 from chatcache.errors import ModelFolderError
 from chatcache.model.decoder import Decoder
-from chatcache.model.linear import DualLayoutLinearFactory, Int8Linear, fast_linear, weight_sizes
+from chatcache.model.linear import Int8Linear, PanelLinearFactory, fast_linear, weight_sizes
 from chatcache.model.loading import loader
-from chatcache.model.loading.loader import DUAL_LAYOUT_MAX_BYTES, can_keep_both_layouts, choose_linear, load_model
+from chatcache.model.loading.loader import (
+    DUAL_LAYOUT_MAX_BYTES,
+    can_keep_both_layouts,
+    choose_linear,
+    choose_module_linear,
+    load_model,
+)
 from chatcache.model.runner import Runner
 from chatcache.types.request import SamplingParams
 from tests.model.drive import Driver, greedy, make_draws
-from tests.model.families import VOCAB, Sample
+from tests.model.families import EXPERTS, LAYERS, VOCAB, Sample, save_random
 
 Get = Callable[[str], Sample]
 Load = Callable[..., Runner]
@@ -57,7 +66,9 @@ def logprobs(runner: Runner, prompts: Sequence[Sequence[int]]) -> Tensor:
     return torch.empty(len(prompts), VOCAB).scatter_(1, tokens, torch.from_numpy(result.top_logprobs[:, :VOCAB]))
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen2", "qwen3", "phi3-native"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-biases", "qwen2", "qwen3", "phi3-native", "gemma2", "qwen3-5", "falcon-h1"]
+)
 @pytest.mark.slow
 def test_int8_logits_equal_the_dequantised_model(name: str, sample_of: Get, load: Load, tmp_path: Path) -> None:
     sample = sample_of(name)
@@ -87,11 +98,45 @@ def test_model_info_reports_quantised_sizes(sample_of: Get, load: Load) -> None:
 
 
 def test_weight_sizes_counts_transformers_models_whole() -> None:
-    assert weight_sizes(1000, torch.bfloat16, None, None) == (2000, 2000)
+    assert weight_sizes(1000, torch.bfloat16, None) == (2000, 2000)
+
+
+@pytest.mark.parametrize("has_panels", [True, False])
+@pytest.mark.parametrize("has_onednn", [True, False])
+def test_layers_with_a_compact_copy_equal_torch(has_onednn: bool, has_panels: bool) -> None:
+    make = PanelLinearFactory(has_onednn=has_onednn, has_panels=has_panels, has_compact=True)
+    weight, bias = torch.randn(96, 64).bfloat16(), torch.randn(96).bfloat16()
+    layer = make(weight, bias)
+    for num_tokens in (1, 3, FEW_TOKENS, FEW_TOKENS + 1, 70):
+        x = torch.randn(num_tokens, 64).bfloat16()
+        expected = x.float() @ weight.float().T + bias.float()
+        assert torch.allclose(layer(x).float(), expected, rtol=2**-7, atol=2**-6)
+
+
+def test_weight_sizes_counts_compact_copies_as_read() -> None:
+    make = PanelLinearFactory(has_compact=True)
+    make(torch.ones(64, 1024, dtype=torch.bfloat16))  # 12 bits a number, and 8 bytes a tile
+    share = (64 * 1024 * 1.5 + 512) / (64 * 1024 * 2)
+    assert weight_sizes(1000, torch.bfloat16, None, make) == (2000, round(2000 * share))
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}, {"deterministic": True}], ids=str)
+def test_step_bytes_leave_out_experts_that_a_token_does_not_read(
+    options: dict[str, Any], load: Load, tmp_path: Path
+) -> None:
+    config = transformers.Qwen3MoeConfig(**LAYERS, **EXPERTS, head_dim=32, mlp_only_layers=[1])
+    save_random(config, tmp_path)
+    info = load(tmp_path, attention_backend="cpu", **options).model_info
+    weights = 3 * 3 * 64 * 32  # of one expert in the three layers that have some
+    scales = 3 * (64 + 64) * 4
+    num_bytes = weights + scales if "quantization" in options else 4 * weights
+    assert info.weight_bytes - info.step_bytes == 2 * num_bytes  # two of four
 
 
 def test_unsupported_quantization_is_rejected(sample_of: Get, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ModelFolderError, match=r"config\.json: quantization int8 needs a family.*gpt2 runs through"):
+    with pytest.raises(
+        ModelFolderError, match=r"config\.json: quantization int8 saves too little: .* of this gpt2 are not in plain"
+    ):
         load(sample_of("gpt2").folder, quantization="int8")
     with pytest.raises(ModelFolderError, match="quantization 'int4' is not supported; choose none or int8"):
         load(sample_of("llama").folder, quantization="int4")
@@ -147,6 +192,27 @@ def test_int8_demo_model_gives_mostly_the_same_text() -> None:
     assert same >= 3, texts
 
 
+@pytest.mark.parametrize(("amx", "pairs"), [(True, True), (False, True), (False, False)])
+def test_choose_module_linear_with_bf16_products_multiplies_from_panels(
+    amx: bool, pairs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The panels are faster than oneDNN at every number of tokens, if the CPU multiplies bf16 numbers."""
+    monkeypatch.setattr(bf16, "has_amx", lambda: amx)
+    monkeypatch.setattr(bf16, "has_avx512_bf16", lambda: pairs)
+    make = choose_module_linear(EngineConfig(), 2**20, torch.bfloat16, torch.device("cpu"))
+    assert isinstance(make, PanelLinearFactory) == (amx or pairs)
+    for choose in (choose_linear, choose_module_linear):
+        for free_bytes, fits in ((2**22, True), (2**22 - 1, False)):
+            monkeypatch.setattr(loader, "free_host_bytes", lambda free_bytes=free_bytes: free_bytes)
+            make = choose(EngineConfig(), 2**20, torch.bfloat16, torch.device("cpu"))
+            assert getattr(make, "has_compact", False) == (fits and (amx or pairs))
+    monkeypatch.setattr(loader, "free_host_bytes", lambda: 1 << 40)
+    large = choose_linear(EngineConfig(), 16 << 30, torch.bfloat16, torch.device("cpu"))
+    assert getattr(large, "has_compact", False) == (amx or pairs)
+    assert not getattr(large, "has_panels", False)
+    assert choose_module_linear(EngineConfig(), 2**20, torch.float32, torch.device("cpu")) is fast_linear
+
+
 def test_choose_linear_keeps_both_layouts_if_memory_allows(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     gib = 2**30
     assert can_keep_both_layouts(gib, 3 * gib)
@@ -154,7 +220,7 @@ def test_choose_linear_keeps_both_layouts_if_memory_allows(monkeypatch: pytest.M
     assert not can_keep_both_layouts(DUAL_LAYOUT_MAX_BYTES + 1, 1 << 60)  # an 8B model, whatever there is
     cpu = torch.device("cpu")
     for free_bytes, expected, words in (
-        (9 * gib, DualLayoutLinearFactory, "kept twice"),
+        (9 * gib, PanelLinearFactory, "kept twice"),
         (gib, type(fast_linear), "kept once"),
     ):
         monkeypatch.setattr(loader, "free_host_bytes", lambda free_bytes=free_bytes: free_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from chatcache.config import EngineConfig
 from chatcache.errors import ModelFolderError
-from chatcache.model.attention import AttentionStep, Geometry, allocate_kv_pages, choose_backend
+from chatcache.model.attention import AttentionStep, allocate_stores, choose_backend
+from chatcache.model.geometry import Geometry
 from chatcache.model.loading.loader import SWAP_MAX_BYTES, plan_capacity
 from chatcache.model.runner import Runner, allocate_locked
 from chatcache.types.plan import KVCapacity, Rows, StepPlan
@@ -25,7 +26,7 @@ from tests.model.families import VOCAB, Sample
 
 SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 LAYERS, PAGES, HOST_PAGES, SIZE, HEADS, DIM, SLOTS = 2, 12, 7, 8, 2, 16, 3
-GEOMETRY = Geometry(LAYERS, HEADS, HEADS, DIM, 4, torch.float32, torch.device("cpu"))
+GEOMETRY = Geometry.uniform(LAYERS, HEADS, HEADS, DIM, 4, torch.float32, torch.device("cpu"))
 
 
 @dataclass
@@ -40,14 +41,10 @@ class Writer:
             step.kernels.write_pages(step.pages, layer, k, -k, step.batch.slots)
         return torch.zeros(len(tokens if drawn is None else drawn), self.geometry.vocab_size)
 
-    def forward_parts(
-        self, tokens: Tensor, positions: Tensor, step: AttentionStep, parts: Sequence[Tensor]
-    ) -> Iterator[Tensor]:
-        return (self.forward(tokens, positions, step, part) for part in parts)
+    def hidden_states(self, tokens: Tensor, positions: Tensor, step: AttentionStep, wanted: Tensor) -> Tensor:
+        raise NotImplementedError
 
-    def forward_states(
-        self, tokens: Tensor, positions: Tensor, step: AttentionStep, pooled: Tensor, drawn: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def logits(self, hidden_states: Tensor) -> Tensor:
         raise NotImplementedError
 
 
@@ -68,12 +65,12 @@ def pairs(noise: np.random.Generator, sources: int, targets: int, first: int) ->
 def test_random_plans_move_pages_as_documented(backend: str) -> None:
     noise = np.random.default_rng(SEED)
     name, kernels = choose_backend(backend, torch.device("cpu"))
-    store = allocate_kv_pages(kernels, GEOMETRY, PAGES, SIZE)
-    for memory in (store.k, store.v):
+    (store,) = allocate_stores(kernels, GEOMETRY, PAGES, SIZE)
+    for memory in store.tensors:
         memory.zero_()
     capacity = KVCapacity(PAGES, SIZE, SLOTS, 4 * SIZE, num_host_pages=HOST_PAGES)
     model_info = ModelInfo(name="writer", digest="00", vocab_size=4, max_model_len=4 * SIZE, eos_token_ids=())
-    runner = Runner(Writer(), kernels, store, capacity, model_info)
+    runner = Runner(Writer(), kernels, (store,), capacity, model_info)
     expected = torch.zeros(LAYERS, PAGES, SIZE, HEADS, DIM)
     host = torch.zeros(LAYERS, HOST_PAGES, SIZE, HEADS, DIM)
     runner.execute(swap_plan(out=[(0, page) for page in range(HOST_PAGES)]))  # the room holds nothing defined yet
@@ -183,7 +180,7 @@ def test_unused_host_pages_take_no_memory() -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
     _, kernels = choose_backend("cpu", torch.device("cpu"))
-    store = allocate_kv_pages(kernels, GEOMETRY, 4, SIZE)
+    (store,) = allocate_stores(kernels, GEOMETRY, 4, SIZE)
     before = resident_bytes()
     host = HostPages.allocate(store, (1 << 30) // store.page_bytes)
     assert host.num_pages * store.page_bytes == 1 << 30
@@ -209,9 +206,9 @@ class RefusingSystem:
 def test_refused_lock_leaves_an_optional_swap_space_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     system = RefusingSystem()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: system)
-    pages = allocate_kv_pages(choose_backend("reference", GEOMETRY.device)[1], GEOMETRY, PAGES, SIZE)
-    host, addresses = allocate_locked(pages, HOST_PAGES, is_optional=True)
+    stores = allocate_stores(choose_backend("reference", GEOMETRY.device)[1], GEOMETRY, PAGES, SIZE)
+    (host,), addresses = allocate_locked(stores, HOST_PAGES, is_optional=True)
     assert host.num_pages == 0 and not addresses and not system.locked
     with pytest.raises(ModelFolderError, match="swap_space_bytes: the system does not lock"):
-        allocate_locked(pages, HOST_PAGES, is_optional=False)
+        allocate_locked(stores, HOST_PAGES, is_optional=False)
     assert not system.locked

@@ -44,7 +44,7 @@ def pages() -> KVPages:
 
 @pytest.mark.slow
 def test_prefaulter_maps_pages_ahead_of_use(pages: KVPages) -> None:
-    touch = PagePrefaulter(pages, ahead_bytes=1000 * PAGE_BYTES)
+    touch = PagePrefaulter((pages,), ahead_bytes=1000 * PAGE_BYTES)
     assert not resident(pages, 500)
     touch.ensure(0)
     settle(touch)
@@ -62,14 +62,14 @@ def test_prefaulter_maps_pages_ahead_of_use(pages: KVPages) -> None:
 def test_prefaulting_keeps_the_contents_of_pages(pages: KVPages) -> None:
     pages.k[:, 3] = 1.5
     pages.v[:, 7] = -2.0
-    touch = PagePrefaulter(pages, ahead_bytes=100 * PAGE_BYTES)
+    touch = PagePrefaulter((pages,), ahead_bytes=100 * PAGE_BYTES)
     touch.ensure(0)
     settle(touch)
     assert (pages.k[:, 3] == 1.5).all() and (pages.v[:, 7] == -2.0).all()
 
 
 def test_closed_prefaulter_maps_nothing(pages: KVPages) -> None:
-    touch = PagePrefaulter(pages, ahead_bytes=1000 * PAGE_BYTES)
+    touch = PagePrefaulter((pages,), ahead_bytes=1000 * PAGE_BYTES)
     touch.close()
     touch.ensure(0)
     settle(touch)
@@ -77,7 +77,7 @@ def test_closed_prefaulter_maps_nothing(pages: KVPages) -> None:
 
 
 def test_close_waits_for_the_thread(pages: KVPages) -> None:
-    touch = PagePrefaulter(pages, ahead_bytes=15_000 * PAGE_BYTES)
+    touch = PagePrefaulter((pages,), ahead_bytes=15_000 * PAGE_BYTES)
     touch.ensure(0)
     thread = touch.thread
     touch.close()
@@ -95,7 +95,7 @@ import torch
 from chatcache_kernels import cpu
 from chatcache.model.host_memory import PagePrefaulter
 pages = cpu.allocate_pages(30, 20_000, {SIZE}, {HEADS}, {DIM}, torch.bfloat16)
-touch = PagePrefaulter(pages)
+touch = PagePrefaulter((pages,))
 touch.ensure(0)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from chatcache.errors import EngineError
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import CacheScope
 from chatcache.scheduler.preemption import RECOMPUTE, SWAP, CostModel
 from chatcache.scheduler.request import LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
-from chatcache.types.actions import DrawSpec, Extend, Fork, Release
+from chatcache.types.actions import DrawSpec, Extend, Fork, Release, Reorder
 from tests.scheduler.driver import FakeStrategy, P, SchedulerDriver, drawn, rows
 
 
@@ -188,32 +189,36 @@ class WideStrategy(FakeStrategy):
         return (DrawSpec(width=2, temperature=0.0),)
 
 
-def forked_within_the_batch(driver: SchedulerDriver) -> LiveRequest:
-    """Run a request until it is forked while it is in the decode batch; a prompt before it is still computed."""
+def reordered_in_the_batch(driver: SchedulerDriver) -> LiveRequest:
+    """Run a request of two branches until one of them becomes a copy of the other; a prompt before it is computed."""
     driver.add(list(range(100, 140)))
     request = LiveRequest("w", [1, 2], "", WideStrategy(2, lockstep=True), 99)
     driver.scheduler.add(request)
     driver.step(audit=False)
-    driver.scheduler.apply(request, [Extend(0, 41)])
-    assert request.leader.in_decode_batch
+    driver.scheduler.apply(request, [Fork(0, 1, 8), Extend(0, 41)])
     driver.step(audit=False)
-    driver.scheduler.apply(request, [Fork(0, 1, 9), Extend(0, 42)])
+    driver.scheduler.apply(request, [Reorder((1, 0), (0, 0), (9, 42))])
     assert [branch.in_decode_batch for branch in request.branches.values()] == [True, True]
     return request
 
 
-def test_forked_branches_stay_in_the_batch_and_one_gets_a_copy_of_the_last_page() -> None:
+@pytest.mark.parametrize("audit", [False, True])
+def test_reordered_branches_stay_in_the_batch_and_one_gets_a_copy_of_the_last_page(audit: bool) -> None:
+    """An audit in between finds both branches on one page."""
     driver = SchedulerDriver(budget=8)
-    request = forked_within_the_batch(driver)
-    driver.check()
+    request = reordered_in_the_batch(driver)
+    num_in_use = driver.kv.pool.num_in_use
+    if audit:
+        driver.check()
+        assert driver.kv.pool.num_in_use == num_in_use - 1
     step = driver.step(audit=False)
     first, second = request.tables()
     assert step.decode_rows.branches == list(request.branches.values())
     assert step.plan.rows.tokens[-2:].tolist() == [42, 9] and step.plan.rows.start[-2:].tolist() == [3, 3]
-    assert step.plan.forks.tolist() == [[request.leader.slot, request.branches[1].slot, 1]]
+    assert step.plan.forks.tolist() == [], "they share no full page"
     copied = {tuple(pair) for pair in step.plan.copies.tolist()}
     assert copied in ({(second.own_pages[-1], first.own_pages[-1])}, {(first.own_pages[-1], second.own_pages[-1])})
-    assert request.num_copied_pages == driver.scheduler.num_page_copies == 1
+    assert request.num_copied_pages == driver.scheduler.num_page_copies == 2, "one when the branch was created"
     driver.scheduler.apply(request, [Extend(0, 5), Extend(1, 6)])
     step = driver.step()
     assert step.plan.rows.tokens[-2:].tolist() == [5, 6] and len(step.plan.copies) == 0
@@ -225,10 +230,31 @@ def test_pages_to_be_copied_are_neither_swapped_out_nor_cached_when_their_reques
     driver = SchedulerDriver(budget=8)
     driver.kv = KVCache(64, P, "digest", num_host_pages=16)
     driver.scheduler = Scheduler(driver.kv, num_slots=8, max_num_batched_tokens=8, cost=CostModel(mode))
-    request = forked_within_the_batch(driver)
+    request = reordered_in_the_batch(driver)
     assert driver.kv.pool.allocate(driver.kv.pool.num_free - 1)
     step = driver.scheduler.plan()  # the last page goes to the fork, and none is left for the prompt
     assert step is not None and request.num_preemptions == 1
     targets = step.plan.copies[:, 1].tolist()
     assert not set(step.plan.swaps_out[:, 0].tolist()) & set(targets) and len(set(targets)) == len(targets)
     assert num_cached(driver, [1, 2, 41]) == 0
+
+
+def test_reordered_branches_share_full_pages() -> None:
+    driver = SchedulerDriver(budget=8)
+    request = reordered_in_the_batch(driver)
+    branches = list(request.branches.values())
+    driver.step(audit=False)
+    driver.scheduler.apply(request, [Reorder((1, 0), (0, 0), (8, 7))])  # their page is full
+    assert list(request.branches.items()) == [(0, branches[0]), (1, branches[1])]
+    step = driver.step()
+    assert step.decode_rows.branches == branches and step.plan.rows.tokens[-2:].tolist() == [7, 8]
+    assert step.plan.forks.tolist() == [[branches[0].slot, branches[1].slot, 1]] and len(step.plan.copies) == 0
+    driver.scheduler.apply(request, [Reorder((0, 1), (1, 1), (5, 6))])
+    step = driver.step()
+    assert step.decode_rows.branches == branches and step.plan.rows.tokens[-2:].tolist() == [5, 6]
+    assert len(step.plan.forks) == 0 and len(step.plan.copies) == 1, "they share the full page already"
+    assert branches[0].tokens().tolist() == [1, 2, 41, 42, 8, 5]
+    with pytest.raises(EngineError, match="was not sampled"):
+        driver.scheduler.apply(request, [Reorder((1, 0), (1, 1), (6, 5))])  # the parent before its child
+    driver.scheduler.finish(request)
+    assert num_cached(driver, [1, 2, 41, 42, 8, 5]) == 6

@@ -8,7 +8,7 @@ from chatcache.errors import EngineError
 from chatcache.kv_cache.stats import check_invariants
 from chatcache.scheduler.queue import MAX_PREEMPTIONS, PREEMPTIONS_BEFORE_PROTECTION
 from chatcache.scheduler.request import LiveRequest
-from chatcache.types.actions import Extend, Fork, Release
+from chatcache.types.actions import Extend, Fork, Release, Reorder
 from tests.scheduler.driver import FakeStrategy, SchedulerDriver, drawn, rows
 
 
@@ -205,6 +205,7 @@ def test_first_child_of_a_released_branch_gets_its_row() -> None:
         ([Release(1)], "does not exist"),
         ([Fork(0, 1, 7), Fork(0, 2, 7), Fork(0, 3, 7), Extend(0, 7)], "at most 3"),
         ([Fork(0, 1, 7)], "left without a next token"),
+        ([Reorder((0, 1), (0, 0), (7, 8))], "does not exist"),
     ],
 )
 def test_invalid_actions_raise_and_leave_no_pages_or_rows(actions: list[Fork | Extend | Release], message: str) -> None:

@@ -43,6 +43,9 @@ async def test_store_returns_what_was_stored(store: ConversationStore) -> None:
     assert list(tree.turns.values()) == [settled]
     for member in ("msg_u", "msg_a", "resp_1"):
         assert await store.locate("me", member) == "conv_1"
+    assert await store.find_owner("conv_1") == "me"
+    with pytest.raises(NotFoundError):
+        await store.find_owner("conv_2")
 
 
 async def test_store_hides_conversations_of_other_owners(store: ConversationStore) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from chatcache.types.plan import I32, PENDING_TOKEN, Rows, StepPlan, StepResult
+from chatcache.types.plan import I32, PENDING_TOKEN, StepPlan, StepResult
 
 MAX_STEPS = 2
 
@@ -98,8 +98,7 @@ class FakeDevice:
         row_of = np.repeat(np.arange(len(rows.slot)), rows.num_tokens)
         for place in np.flatnonzero(tokens == PENDING_TOKEN).tolist():
             tokens[place] = self._drawn[int(rows.slot[row_of[place]])]
-        known = Rows(rows.slot, rows.start, rows.num_tokens, tokens)
-        return replace(plan, rows=known)
+        return replace(plan, rows=replace(rows, tokens=tokens))
 
     def _refuse(self, reason: str) -> None:
         self.num_refused += 1

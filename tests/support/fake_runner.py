@@ -5,6 +5,10 @@ logits are a hash of *all* cells read through the page table. So the tokens diff
 shared when it should have been copied, or matched before it was written. The engine's property tests rest on that:
 any workload on any pool must equal each request alone with unlimited memory.
 
+A capacity with states makes it a hybrid model: each row also reads and updates a state in place, a hash chain over all
+consumed tokens, and the logits depend on it. So the tokens also differ if a state was not copied, is stale, or was
+named after other tokens than those that it consumed.
+
 It follows `types.plan` exactly where a real runner may be lenient: all rows read their history before any row writes,
 and cells that were never written hold a poison value of their own.
 """
@@ -20,7 +24,7 @@ import numpy as np
 from chatcache.engine.protocols import StepHandle
 from chatcache.types.plan import F32, I32, NOTHING_LEFT, U64, Draws, KVCapacity, Pools, Scores, StepPlan, StepResult
 from chatcache.types.stats import ModelInfo
-from tests.support.fake_device import FakeDevice
+from tests.support.fake_device import FakeDevice, InvalidPlanError
 from tests.support.fake_sampling import (
     allowed_logits,
     draw_greedily_or_not,
@@ -53,10 +57,15 @@ def fake_capacity(
     num_host_pages: int = 0,
     swap_page_s: float = 1e-6,
     has_async_launch: bool = False,
+    num_states: int = 0,
+    num_host_states: int = 0,
 ) -> KVCapacity:
     kv_bytes = num_pages * page_size * 8
     return KVCapacity(
-        num_pages, page_size, num_slots, max_model_len, kv_bytes, num_host_pages, swap_page_s, has_async_launch
+        *(num_pages, page_size, num_slots, max_model_len, kv_bytes, num_host_pages, swap_page_s, has_async_launch),
+        num_states=num_states,
+        state_bytes=8 if num_states else 0,
+        num_host_states=num_host_states,
     )
 
 
@@ -113,6 +122,9 @@ class FakeRunner:
         num_entries = -(-self._capacity.max_model_len // self._capacity.page_size)
         self.cells: U64 = np.full((self._capacity.num_pages, self._capacity.page_size), POISON, np.uint64)
         self.host_cells: U64 = np.full((self._capacity.num_host_pages, self._capacity.page_size), POISON, np.uint64)
+        self.states: U64 = np.full(self._capacity.num_states, POISON, np.uint64)
+        self.states[:1] = 0
+        self.host_states: U64 = np.full(self._capacity.num_host_states, POISON, np.uint64)
         self._tables: I32 = np.zeros((self._capacity.num_slots, num_entries), np.int32)
         self._ids: U64 = np.arange(vocab_size, dtype=np.uint64)
 
@@ -131,11 +143,17 @@ class FakeRunner:
             self._tables[slot, index] = page
         for page, host_page in plan.swaps_out.tolist():
             self.host_cells[host_page] = self.cells[page]
+        self.host_states[plan.state_swaps_out[:, 1]] = self.states[plan.state_swaps_out[:, 0]]
         for host_page, page in plan.swaps_in.tolist():
             self.cells[page] = self.host_cells[host_page]
+        self.states[plan.state_swaps_in[:, 1]] = self.host_states[plan.state_swaps_in[:, 0]]
         for src, dst in plan.copies.tolist():
             self.cells[dst] = self.cells[src]
+        self._copy_states(plan.state_copies)
         histories = self._compute(plan)
+        if self._capacity.num_states:
+            self._recur(plan, histories)
+            self._copy_states(plan.state_saves)
         last_tokens = plan.rows.tokens[np.cumsum(plan.rows.num_tokens) - 1].tolist()
         result = self.draw(plan.draws, [history[-1] for history in histories], last_tokens)
         if plan.pools is not None:
@@ -164,6 +182,24 @@ class FakeRunner:
             self.cells[pages, positions % self._capacity.page_size] = cells
             histories.append(np.cumsum(_digests(cells, start), dtype=np.uint64) + history)
         return histories
+
+    def _copy_states(self, pairs: I32) -> None:
+        """Copy states; like a device, in any order: no target may be a source or the zero state."""
+        sources, targets = set(pairs[:, 0].tolist()), pairs[:, 1].tolist()
+        if sources.intersection(targets) or 0 in targets or len(set(targets)) != len(targets):
+            raise InvalidPlanError(f"states are copied in an order that matters: {pairs.tolist()}")
+        self.states[pairs[:, 1]] = self.states[pairs[:, 0]]
+
+    def _recur(self, plan: StepPlan, histories: Sequence[U64]) -> None:
+        """Update the state of each row, and add it to the row's history after each new token."""
+        rows, offset, states = plan.rows, 0, plan.rows.state.tolist()
+        if len(states) != len(rows.slot) or len(set(states)) != len(states) or 0 in states:
+            raise InvalidPlanError(f"{len(rows.slot)} rows update the states {states}")
+        for state, history in zip(states, histories, strict=True):
+            chain = _state_chain(int(self.states[state]), rows.tokens[offset : offset + len(history)].tolist())
+            self.states[state] = chain[-1]
+            history += chain
+            offset += len(history)
 
     def _pool(self, pools: Pools, histories: Sequence[U64]) -> F32:
         """Sum hidden states, which are hashes of the history, with values between 0 and 1. Shape [P, FAKE_HIDDEN]."""
@@ -243,10 +279,29 @@ class FakeRunner:
         return values, top_tokens, top_logprobs
 
 
-def history_of(tokens: Sequence[int]) -> np.uint64:
-    """Hash a whole history without pages: the expected value of a row with these tokens."""
-    history: np.uint64 = _digests(_cells(np.array(tokens, np.uint64), 0), 0).sum(dtype=np.uint64)
-    return history
+def history_of(tokens: Sequence[int], *, hybrid: bool = False) -> np.uint64:
+    """Hash a whole history without pages: the expected value of a row with these tokens.
+
+    `hybrid`: for a model with states.
+    """
+    history = _digests(_cells(np.array(tokens, np.uint64), 0), 0)
+    last = _state_chain(0, tokens)[-1:] if hybrid else history[:0]
+    total: np.uint64 = np.concatenate([history, last]).sum(dtype=np.uint64)
+    return total
+
+
+def state_of(tokens: Sequence[int]) -> int:
+    """Return the state after `tokens`, of a model with states."""
+    return int(_state_chain(0, tokens)[-1])
+
+
+def _state_chain(state: int, tokens: Sequence[int]) -> U64:
+    """Return the state after each of `tokens`."""
+    chain = []
+    for token in tokens:
+        state = mix_one((state * 3 + (token + 1) * int(_TOKEN)) % 2**64)
+        chain.append(state)
+    return np.array(chain, np.uint64)
 
 
 def _cells(tokens: U64, start: int) -> U64:

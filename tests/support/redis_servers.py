@@ -89,6 +89,75 @@ def redis_server(folder: Path, *settings: str, appendfsync: str = "everysec") ->
         server.close()
 
 
+class SentinelGroup:
+    """A primary with two replicas, and three Sentinels that name another primary half a second after its death."""
+
+    SERVICE = "store"
+
+    def __init__(self, folder: Path) -> None:
+        self.servers = [RedisServer(_made(folder / "0"))]
+        source = ("--replicaof", f"127.0.0.1 {self.servers[0].port}")
+        login = ("--masteruser", "admin", "--masterauth", "any")
+        self.servers += [RedisServer(_made(folder / str(number)), *source, *login) for number in (1, 2)]
+        self._ports = [free_port() for _ in range(3)]
+        self._folder = folder
+        self._sentinels: list[subprocess.Popen[bytes]] = []
+        hosts = ",".join(f"127.0.0.1:{port}" for port in self._ports)
+        self.url = f"redis+sentinel://chatcache:secret@{hosts}/{self.SERVICE}/0"
+
+    def start(self) -> SentinelGroup:
+        for server in self.servers:
+            server.start()
+        for port in self._ports:
+            config = self._folder / f"sentinel-{port}.conf"
+            config.write_text(
+                f"bind 127.0.0.1\nport {port}\ndir {self._folder}\n"
+                f"sentinel monitor {self.SERVICE} 127.0.0.1 {self.servers[0].port} 2\n"
+                f"sentinel auth-user {self.SERVICE} admin\nsentinel auth-pass {self.SERVICE} any\n"
+                f"sentinel down-after-milliseconds {self.SERVICE} 500\n"
+                f"sentinel failover-timeout {self.SERVICE} 3000\n"
+            )
+            command = [redis_binary(), str(config), "--sentinel", "--loglevel", "warning"]
+            self._sentinels.append(subprocess.Popen(command, cwd=self._folder, stdout=subprocess.DEVNULL))
+        deadline_s = time.monotonic() + 60
+        while not self._is_ready():
+            assert time.monotonic() < deadline_s, "the Sentinels do not know each other and the replicas"
+            time.sleep(0.05)
+        return self
+
+    def _is_ready(self) -> bool:
+        for port in self._ports:
+            try:
+                with redis.Redis(port=port, protocol=2) as sentinel:
+                    state = sentinel.sentinel_master(self.SERVICE)
+            except redis.RedisError:
+                return False
+            if state["num-other-sentinels"] < 2 or state["num-slaves"] < 2:
+                return False
+        return str(self.servers[0].admin.info("replication")).count("'online'") == 2
+
+    def close(self) -> None:
+        for process in self._sentinels:
+            process.kill()
+            process.wait()
+        for server in self.servers:
+            server.close()
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder
+
+
+@contextlib.contextmanager
+def sentinel_group(folder: Path) -> Iterator[SentinelGroup]:
+    group = SentinelGroup(folder)
+    try:
+        yield group.start()
+    finally:
+        group.close()
+
+
 async def until(condition: Callable[[], Awaitable[bool]], what: str, timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not await condition():

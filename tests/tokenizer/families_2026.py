@@ -114,6 +114,7 @@ _XML = (
     + _ARGUMENTS.replace("ONE", "{{ '<parameter=' + key + '>\\n' }}" + _PLAIN + "{{ '\\n</parameter>\\n' }}")
     + "{{ '</function>\\n</tool_call>' }}"
 )
+_AS_PYTHON = "{{ value | tojson if value is mapping or value is sequence and value is not string else value | string }}"
 _HERMES = "{{ '\\n<tool_call>\\n' }}" + _JSON_OBJECT + "{{ '\\n</tool_call>' }}"
 _LIST = _each(_JSON_OBJECT + "{%- if not loop.last -%}{{ ', ' }}{%- endif -%}")
 _DSML = (
@@ -164,6 +165,7 @@ _LLAMA = Turns("<|header|>user<|/header|>\\n\\n", "<|header|>assistant<|/header|
 FAMILIES_2026: dict[str, Family2026] = {
     "qwen3": Family2026(_each(_HERMES), _THINK, added=(*_TOOL_CALL, "<think>", "</think>")),
     "qwen3.5": Family2026(_each(_XML), _THINK, added=(*_TOOL_CALL, "<think>", "</think>")),
+    "qwen3 coder": Family2026(_each(_XML.replace(_PLAIN, _AS_PYTHON)), added=_TOOL_CALL),
     "llama3": Family2026(
         "{%- if message.tool_calls | length > 1 -%}{{ raise_exception('one call') }}{%- endif -%}"
         + _each(_JSON_OBJECT.replace('arguments": ', 'parameters": ')),
@@ -214,6 +216,12 @@ FAMILIES_2026: dict[str, Family2026] = {
         ("<think>", "</think>\\n"),
         added=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", *_TOOL_CALL),
         turns=Turns("<|user|>\\n", "<|assistant|>\\n", "", "<|end|>"),
+    ),
+    "glm4.6": Family2026(
+        _each(_GLM),
+        ("\\n<think>", "</think>\\n"),
+        added=("<think>", "</think>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", *_TOOL_CALL),
+        turns=Turns("<|user|>\\n", "<|assistant|>", "", "<|end|>"),
     ),
     "granite4": Family2026(_each(_HERMES), added=_TOOL_CALL),
     "phi4": Family2026(

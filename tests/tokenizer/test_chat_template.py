@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -148,3 +149,24 @@ def test_large_values_that_are_no_trick_are_written_and_compared() -> None:
     text = ChatTemplate(source, origin="test", variables={}).render(messages, add_generation_prompt=False)
     error = f"{len(json.dumps(messages))} {len(str(messages))} True " + "TrueFalse" * 1999 + "TrueTrue"
     assert text == error + "2000 1 TrueFalse"
+
+
+def test_rendering_leaves_no_reference_cycles() -> None:
+    """A cycle would keep the messages of each request, which can be megabytes, until a full garbage collection."""
+    shown = template(
+        "{% macro show(m) %}{{ m.content }}{{ messages | length }}{% endmacro %}"
+        "{% macro twice(m) %}{{ show(m) }}{{ show(m) }}{% endmacro %}"
+        "{% for m in messages %}{{ twice(m) }}{% endfor %}"
+    )
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        assert shown.render([{"role": "user", "content": "Hi"}]) == "Hi1Hi1"
+        gc.collect()
+        kept = [found for found in gc.garbage if isinstance(found, dict) and "messages" in found]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not kept

@@ -168,7 +168,8 @@ def check(name: str, drawn: Sample, splits: Iterator[list[int]]) -> None:
 def test_syntax_is_derived_from_the_template_of_each_family(name: str) -> None:
     tokenizer = tokenizer_of(name)
     form = detect_format(tokenizer)
-    kinds: dict[str, type[object]] = dict.fromkeys(("qwen3.5", "nemotron3", "glm4", "deepseek v3.2"), TaggedArguments)
+    tagged = ("qwen3.5", "qwen3 coder", "nemotron3", "glm4", "glm4.6", "deepseek v3.2")
+    kinds: dict[str, type[object]] = dict.fromkeys(tagged, TaggedArguments)
     kinds |= dict.fromkeys(("llama4", "gemma3", "gemma4", "lfm2"), LiteralArguments)
     assert form.supports_tools and form.syntax is not None
     assert isinstance(form.syntax.arguments, kinds.get(name, JsonArguments))

@@ -50,6 +50,19 @@ def test_detect_format_from_chat_template(name: str) -> None:
     assert detect_format(tokenizer_of(name)) == EXPECTED[name]
 
 
+def test_functions_are_rendered_by_a_template_that_names_them_xml_tools() -> None:
+    """As SmolLM3's does, which renders no calls: their syntax is recognised by its description."""
+    described = "{%- if xml_tools or python_tools -%}{%- for tool in xml_tools[:] -%}{{ tool | string }}{%- endfor -%}"
+    described += '{{ \'Answer within <tool_call></tool_call>: {"name": <name>, "arguments": <args>}\' }}{%- endif -%}'
+    source = described + "{%- for message in messages -%}{{ message.content }}{%- endfor -%}"
+    tokenizer = _with(source)
+    assert detect_format(tokenizer) == ReplyFormat(HERMES, supports_tools=True)
+    user = [{"role": "user", "content": "Hi"}]
+    assert "'name': 'f'" in tokenizer.render(user, tools=TOOLS) and "tool_call" not in tokenizer.render(user)
+    both = _with("{{ tools }}" + source)
+    assert both.render(user, tools=TOOLS).count("'name': 'f'") == 1
+
+
 def test_plain_templates_have_none_and_flags_overrule() -> None:
     assert detect_format(tiny_tokenizer()) == ReplyFormat()
     assert detect_format(tokenizer_of("hermes"), "none", "none") == ReplyFormat(supports_tools=True)
@@ -115,7 +128,7 @@ def test_unknown_templates_are_derived() -> None:
         "<c>{{ c.function.name }}{% if m.tool_calls | length == 1 %}{% for k, v in c.function.arguments.items() %}"
         "<k>{{ k }}</k><v>{{ v }}</v>{% endfor %}{% endif %}</c>",
         # the name only as an escape
-        r'{"name": "probe\\u005fone", "arguments": {{ c.function.arguments | tojson }} } {{ c.function.name }}',
+        r'{"name": "probe\u005fone", "arguments": {{ c.function.arguments | tojson }} } {{ c.function.name }}',
         "{{ '{\"a\":1,' * 200000 }}{{ c.function.name }}",  # over a minute to parse, if it were
         "{% for i in range(90000) %}{{ '{' * 300 }}{% endfor %}{{ c.function.name }}",
     ],

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -111,6 +112,21 @@ def test_template_sources_in_order(tmp_path: Path) -> None:
     assert read_tokenizer(folder).render([USER]) == "default"
     write_folder(folder)
     assert read_tokenizer(folder).render([USER]) == "processor"
+    (folder / "chat_template.json").rename(folder / "processor_config.json")
+    assert read_tokenizer(folder).render([USER]) == "processor"
+
+
+def test_template_that_reads_parts_only_gets_text_as_a_part(tmp_path: Path) -> None:
+    """As the templates of SmolVLM and LLaVA, which loop over the parts of a content."""
+    loop = "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+    tokenizer = read_tokenizer(
+        write_folder(tmp_path, template="{% for message in messages %}" + loop + "|{% endfor %}")
+    )
+    parts = [{"type": "text", "text": "Yes"}]
+    chat: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": parts}]
+    assert tokenizer.render(chat) == "Hello|Yes|"
+    both = "{{ messages[0].content if messages[0].content is string else 'parts' }}"
+    assert read_tokenizer(write_folder(tmp_path, template=both)).render(chat) == "Hello"
 
 
 def test_an_older_folder_is_converted(tmp_path: Path) -> None:

@@ -65,6 +65,15 @@ describe("BeamTree", () => {
     expect(tree.agreed()).toBe(tree.root);
   });
 
+  test("agreed of kept beams does not depend on the live ones", () => {
+    const tree = new BeamTree();
+    const nodes = ["Once", " upon", " a", " there"].map((text, at) => ({ id: at + 1, parent: at, text, score: 0 }));
+    tree.grow([...nodes.slice(0, 3), { ...nodes[3]!, parent: 1 }], [3]);
+    const kept = [" a", " there"].map((end) => tree.find(end === " a" ? "Once upon a" : `Once${end}`)!);
+    expect(tree.textOf(tree.agreed())).toBe("Once upon a");
+    expect(tree.textOf(tree.agreed(kept))).toBe("Once");
+  });
+
   test("agreed returns a beam that is the beginning of another", () => {
     const tree = treeOf(TREE, [3, 6]);
     expect(tree.textOf(tree.agreed())).toBe("Once there");

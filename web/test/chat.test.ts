@@ -251,6 +251,157 @@ describe("Chat", () => {
     expect(chat.live.value).toBeNull();
   });
 
+  it("keeps the words that a killed server has not stored", async () => {
+    chat.send("One");
+    const stream_id = streamId();
+    const push = (frame: object) => FakeSocket.last.push({ stream_id, ...frame });
+    const created = { id: "resp_1", status: "in_progress", conversation: { id: "conv_1" }, input_item_ids: ["msg_u1"] };
+    push({ type: "response.created", response: created });
+    push({ type: "response.output_item.added", output_index: 0, item: { id: "msg_a1" } });
+    push({ type: "response.output_text.delta", output_index: 0, delta: "stored and seen" });
+    await vi.advanceTimersByTimeAsync(100);
+    const content = (text: string) => [{ type: "text", text }];
+    const common = { response_id: "resp_1", index: 0, num_tokens: 1, created_at: 0 };
+    const user = {
+      ...common,
+      id: "msg_u1",
+      role: "user",
+      parent_id: null,
+      content: content("One"),
+      status: "completed",
+    };
+    const cut = { ...common, id: "msg_a1", role: "assistant", parent_id: "msg_u1", content: content("stored") };
+    replies["/v1/conversations/conv_1"] = { id: "conv_1", active_leaf: "msg_a1", updated_at: 1, rev: 4 };
+    const items = [user, { ...cut, status: "incomplete", finish_reason: "cancelled" }];
+    replies["/v1/conversations/conv_1/items"] = { data: items };
+    replies["/v1/conversations"] = { data: [], has_more: false, last_id: null };
+    FakeSocket.last.close();
+    await vi.advanceTimersByTimeAsync(20_000);
+    FakeSocket.last.open();
+    FakeSocket.last.push({ type: "conversation.subscribed", running: [] });
+    await vi.advanceTimersByTimeAsync(10);
+    FakeSocket.last.push({ type: "error", status: 404, error: { message: "no such response" }, stream_id });
+    await vi.advanceTimersByTimeAsync(4_000);
+    const now = { id: "conv_1", active_leaf: "msg_a1", updated_at: 2, rev: 5 };
+    replies["/v1/conversations/conv_1"] = now;
+    FakeSocket.last.push({ type: "conversation.updated", conversation: now, running: [] }); // loads it once more
+    await vi.advanceTimersByTimeAsync(100);
+    expect(texts()).toEqual(["One", "stored and seen"]);
+    expect(leaf().status.value).toBe("interrupted");
+    expect(chat.live.value).toBeNull();
+  });
+
+  it("goes on after the last stored message when the server lost the answer", async () => {
+    chat.send("One");
+    const stream_id = streamId();
+    const push = (frame: object) => FakeSocket.last.push({ stream_id, ...frame });
+    const created = { id: "resp_1", status: "in_progress", conversation: { id: "conv_1" }, input_item_ids: ["msg_u1"] };
+    push({ type: "response.created", response: created });
+    push({ type: "response.output_item.added", output_index: 0, item: { id: "msg_a1" } });
+    push({ type: "response.output_text.delta", output_index: 0, delta: "half" });
+    const user = { id: "msg_u1", role: "user", parent_id: null, response_id: "resp_1", status: "completed" };
+    replies["/v1/conversations/conv_1"] = { id: "conv_1", active_leaf: "msg_u1", updated_at: 1 };
+    replies["/v1/conversations/conv_1/items"] = { data: [{ ...user, content: [{ type: "text", text: "One" }] }] };
+    replies["/v1/conversations"] = { data: [], has_more: false, last_id: null };
+    FakeSocket.last.close();
+    await vi.advanceTimersByTimeAsync(20_000);
+    FakeSocket.last.open();
+    FakeSocket.last.push({ type: "error", status: 404, error: { message: "no such response" }, stream_id });
+    await vi.advanceTimersByTimeAsync(4_000);
+    expect(chat.live.value).toBeNull(); // not after 20 polls: the server reports that nothing runs
+    expect(texts()).toEqual(["One", "half"]);
+    expect(leaf().status.value).toBe("error");
+    chat.send("Two");
+    expect(sent()).toMatchObject({ previous_item_id: "msg_u1" });
+  });
+
+  it.each([
+    ["max_output_tokens", "length"],
+    ["steered", "steered"],
+    ["interrupted", "interrupted"],
+  ])("shows a response that is incomplete because of %s as %s", (reason, status) => {
+    chat.send("One");
+    const stream_id = streamId();
+    const response = { id: "resp_1", status: "in_progress", conversation: { id: "conv_1" } };
+    FakeSocket.last.push({ type: "response.created", stream_id, response });
+    const ended = { ...response, status: "incomplete", incomplete_details: { reason } };
+    FakeSocket.last.push({ type: "response.incomplete", stream_id, response: ended });
+    expect(leaf().status.value).toBe(status);
+  });
+
+  it("stops a running answer and goes on with a message sent meanwhile", () => {
+    chat.send("One");
+    const stream_id = streamId();
+    const push = (frame: object) => FakeSocket.last.push({ stream_id, ...frame });
+    const response = {
+      id: "resp_1",
+      status: "in_progress",
+      conversation: { id: "conv_1" },
+      input_item_ids: ["msg_u1"],
+    };
+    push({ type: "response.created", response });
+    push({ type: "response.output_item.added", output_index: 0, item: { id: "msg_a1" } });
+    chat.send("Two");
+    expect(sent()).toEqual({ type: "response.cancel", response_id: "resp_1", reason: "steered" });
+    push({ type: "response.output_item.done", output_index: 0, item: { id: "msg_a1", finish_reason: "cancelled" } });
+    push({ type: "response.incomplete", response: { ...response, status: "cancelled" } });
+    expect(sent()).toMatchObject({ previous_item_id: "msg_a1", input: [{ role: "user", content: "Two" }] });
+    const path = chat.thread.value.tree.value.path.value;
+    expect(path.map(({ status }) => status.value)).toEqual(["done", "steered", "done", "waiting"]);
+  });
+
+  it("sends queued messages one by one, and none after a stop", () => {
+    chat.send("One");
+    chat.enqueue("Two");
+    chat.enqueue("Three");
+    expect(chat.thread.value.queued.value.map(({ text }) => text)).toEqual(["Two", "Three"]);
+    reply(["answer"], "1");
+    expect(sent()).toMatchObject({ input: [{ content: "Two" }] });
+    chat.stop();
+    reply(["cut"], "2", "cancelled");
+    expect(chat.live.value).toBeNull();
+    expect(chat.thread.value.queued.value.map(({ text }) => text)).toEqual(["Three"]);
+    chat.sendQueued();
+    expect(sent()).toMatchObject({ input: [{ content: "Three" }] });
+    chat.enqueue("Four");
+    chat.dequeue(chat.thread.value.queued.value[0]!);
+    expect(chat.prefill.text.value).toBe("Four");
+    reply(["answer"], "3");
+    expect(chat.live.value).toBeNull();
+  });
+
+  it("sends a queued message with the settings of the moment when it was written", () => {
+    chat.send("One");
+    systemPrompt.value = "Be brief.";
+    chat.enqueue("Two");
+    systemPrompt.value = "";
+    reply(["answer"]);
+    expect(sent()).toMatchObject({ instructions: "Be brief." });
+  });
+
+  it("keeps an unsent text for each conversation, and across a reload", async () => {
+    chat.prefill.text.value = "for a new one";
+    await chat.open("conv_7");
+    expect(chat.prefill.text.value).toBe("");
+    chat.prefill.text.value = "for seven";
+    chat.newConversation();
+    expect(chat.prefill.text.value).toBe("for a new one");
+    await vi.advanceTimersByTimeAsync(1000);
+    const reloaded = new Chat("ws://test/v1/responses");
+    expect(reloaded.prefill.text.value).toBe("for a new one");
+    await reloaded.open("conv_7");
+    expect(reloaded.prefill.text.value).toBe("for seven");
+  });
+
+  it("keeps the text written during the first answer when the conversation gets its id", () => {
+    chat.send("One");
+    chat.prefill.text.value = "Two";
+    reply(["answer"]);
+    expect(chat.prefill.text.value).toBe("Two");
+    chat.newConversation();
+    expect(chat.prefill.text.value).toBe("");
+  });
+
   it("resumes a response after the last received frame when the connection is back", async () => {
     chat.send("One");
     const stream_id = streamId();

@@ -48,7 +48,7 @@ export class FakeServer {
 
   readonly fetch = (url: URL, init: RequestInit) => {
     const path = url.pathname;
-    const body = init.body ? (JSON.parse(init.body as string) as unknown) : null;
+    const body = typeof init.body === "string" ? (JSON.parse(init.body) as unknown) : (init.body ?? null);
     this.calls.push({ method: init.method!, path, body, headers: init.headers });
     const status = this.statuses[path] ?? 200;
     return Promise.resolve({ ok: status === 200, status, json: () => Promise.resolve(this.replies[path] ?? {}) });

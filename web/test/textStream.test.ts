@@ -26,9 +26,22 @@ describe("DrawPacer", () => {
     for (const name of ["b", "c", "d"]) pace.schedule(one, draw(name, 3));
     pace.schedule(other, draw("x", 3));
     expect(drawn).toEqual(["a"]);
-    now += 117;
-    vi.advanceTimersByTime(117);
+    now += 80;
+    vi.advanceTimersByTime(80);
     expect(drawn).toEqual(["a", "d", "x"]);
+  });
+
+  it("pauses for 80 ms at most, however slow the machine", () => {
+    let now = 0;
+    vi.spyOn(performance, "now").mockImplementation(() => now);
+    const pace = new DrawPacer();
+    const drawn: string[] = [];
+    pace.schedule(pace, () => (now += 50));
+    pace.schedule(pace, () => drawn.push("next"));
+    vi.advanceTimersByTime(79);
+    expect(drawn).toEqual([]);
+    vi.advanceTimersByTime(1);
+    expect(drawn).toEqual(["next"]);
   });
 
   it("draws the final text without waiting", () => {

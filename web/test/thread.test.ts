@@ -1,5 +1,6 @@
 import { describe, expect, it } from "vitest";
-import { StaleCheck } from "../src/chat/thread";
+import type { StoredItem } from "../src/api/frames";
+import { StaleCheck, Thread } from "../src/chat/thread";
 
 describe("StaleCheck", () => {
   it("detects changes made elsewhere, in whatever order own changes are recorded", () => {
@@ -41,5 +42,54 @@ describe("StaleCheck", () => {
         }
       }
     }
+  });
+});
+
+describe("Thread.load", () => {
+  const head = { id: "conv_1", title: null, created_at: 1, updated_at: 1, active_leaf: "msg_2", rev: 2 };
+  const item = (id: string, role: string, more: Partial<StoredItem> = {}): StoredItem => ({
+    id,
+    role,
+    status: "completed",
+    content: [{ type: "text", text: id }],
+    parent_id: null,
+    response_id: null,
+    index: 0,
+    num_tokens: 3,
+    finish_reason: null,
+    created_at: 1,
+    ...more,
+  });
+  const answer = (more: Partial<StoredItem>) =>
+    item("msg_2", "assistant", { parent_id: "msg_1", response_id: "resp_1", ...more });
+  const loaded = (more: Partial<StoredItem>) => {
+    const thread = new Thread();
+    thread.load([item("msg_1", "user"), answer(more)], head);
+    return thread;
+  };
+
+  it.each([
+    ["interrupted", "interrupted"],
+    ["steered", "steered"],
+    ["constraint_dead_end", "stopped"],
+  ])("labels a stored answer by the reason %s of its response", (reason, status) => {
+    const thread = loaded({ status: "incomplete", finish_reason: "cancelled", incomplete_details: { reason } });
+    expect(thread.tree.value.leaf.value?.status.value).toBe(status);
+  });
+
+  it("labels a stored answer without a reason as stopped", () => {
+    const thread = loaded({ status: "incomplete", finish_reason: "cancelled" });
+    expect(thread.tree.value.leaf.value?.status.value).toBe("stopped");
+  });
+
+  it("restores the figures of a stored answer", () => {
+    const miss = { reason: "evicted", at_token: 16, detail: "" };
+    const receipt = { tokens_after_stop: 1, pages_freed: 2, stop_latency_ms: 3 };
+    const usage = { input_tokens: 40, output_tokens: 101, input_tokens_details: { cached_tokens: 32 } };
+    const statistics = { first_token_ms: 12.5, decode_ms: 1000, copied_pages: 1, miss, fork_at: 7, receipt };
+    const thread = loaded({ usage, statistics });
+    const turn = thread.turnOf(thread.tree.value.leaf.value!)!;
+    expect([turn.firstTokenMs.value, turn.tokensPerSecond.value, turn.copiedPages.value]).toEqual([12.5, 100, 1]);
+    expect([turn.miss.value, turn.receipt.value, turn.start?.keepTokens]).toEqual([miss, receipt, 7]);
   });
 });

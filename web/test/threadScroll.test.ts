@@ -2,6 +2,7 @@ import { signal } from "@preact/signals";
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import type { Message } from "../src/chat/tree";
 import { ThreadScroll } from "../src/ui/thread/threadScroll";
+import { fakeBrowser } from "./fakes";
 
 const SCREEN_PX = 500;
 
@@ -33,6 +34,7 @@ class Box extends EventTarget {
 }
 
 beforeEach(() => {
+  fakeBrowser();
   vi.stubGlobal(
     "ResizeObserver",
     class {
@@ -78,5 +80,14 @@ describe("ThreadScroll at the end", () => {
     box.scrollTop -= 240;
     scroll.onScroll();
     expect([box.belowPx, scroll.pinned.value]).toEqual([240, false]);
+  });
+
+  it("follows again when everything fits on the screen", () => {
+    const { box, scroll } = atTheEnd();
+    box.scrollTop -= 240;
+    scroll.onScroll();
+    box.becomes(SCREEN_PX);
+    scroll.restorePosition();
+    expect(scroll.pinned.value).toBe(true);
   });
 });

@@ -2,6 +2,7 @@ import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { toasts } from "../src/app/notifications";
 import { DEFAULT_SAMPLING, prefillWhileTyping, sampling, systemPrompt } from "../src/app/settings";
 import { Chat } from "../src/chat/chat";
+import { doubtLevel, nextDoubt } from "../src/chat/tokenFork";
 import { type FakeServer, FakeSocket, fakeNetwork } from "./fakes";
 
 let server: FakeServer;
@@ -71,6 +72,27 @@ describe("forks inside an answer", () => {
       alternatives: [alternative(4, " owl", 0.7), alternative(9, " fox", 0.2)],
       usage: { input_tokens: 5, cached_tokens: 4, copied_pages: 1 },
     };
+  });
+
+  it("scores all tokens once, walks around the doubts and forks at an alternative without a look-up", async () => {
+    const score = (index: number, probability: number, start: number | null, end: number | null) => ({
+      ...{ index, start, end },
+      token: { ...alternative(index, "x", probability), rank: null },
+      alternatives: [alternative(4, " owl", 0.7)],
+    });
+    server.replies[`${ITEM}/tokens`] = {
+      data: [score(0, 0.95, 0, 3), score(1, 0.2, 3, 7), score(2, 0.01, null, null)],
+    };
+    answer("The fox");
+    await chat.forks.open(leaf());
+    const inspector = chat.forks.inspector.value!;
+    expect(inspector.doubts).toEqual([1]); // the token that shows no text is none
+    expect([0.95, 0.6, 0.3, 0.2, 0.05].map(doubtLevel)).toEqual([0, 1, 2, 3, 4]);
+    expect([nextDoubt([3, 7], 3, 1), nextDoubt([3, 7], 7, 1), nextDoubt([3, 7], 3, -1)]).toEqual([7, 3, 7]);
+    expect(nextDoubt([], 3, 1)).toBeNull();
+    chat.forks.branchAt(1, inspector.scoreAt(1)!.alternatives[0]!);
+    expect(sent()).toMatchObject({ previous_item_id: "msg_a0", fork_at: 1, fork_with: 4 });
+    expect(server.calls.filter((call) => call.path.startsWith(`${ITEM}/tokens`)).length).toBe(2);
   });
 
   it("creates a sibling of the answer that starts with its first tokens and the chosen token", async () => {

@@ -47,3 +47,44 @@ describe("Tree", () => {
     expect(sample().byId("nobody")).toBeUndefined();
   });
 });
+
+describe("Tree.remove", () => {
+  const build = () => {
+    const tree = new Tree();
+    const add = (key: string, parent: string | null, role: "user" | "assistant") =>
+      tree.add({ key, parent, role, id: key, text: key });
+    add("a", null, "user");
+    add("b", "a", "assistant");
+    add("b2", "a", "assistant");
+    tree.choose(tree.get("b")!);
+    add("c", "b", "user");
+    add("d", "c", "assistant");
+    return tree;
+  };
+  const keys = (messages: readonly { key: string }[]) => messages.map(({ key }) => key);
+
+  it("attaches the children to the parent, and restore puts the message back", () => {
+    const tree = build();
+    const removed = tree.remove(tree.get("b")!);
+    expect(keys(tree.path.value)).toEqual(["a", "c", "d"]);
+    expect(keys(tree.childrenOf("a"))).toEqual(["c", "b2"]);
+    expect(tree.get("c")?.parent).toBe("a");
+    tree.restore(removed);
+    expect(keys(tree.path.value)).toEqual(["a", "b", "c", "d"]);
+    expect(keys(tree.childrenOf("a"))).toEqual(["b", "b2"]);
+    expect(tree.get("c")?.parent).toBe("b");
+  });
+
+  it("shows a sibling of a removed leaf, and removes a root", () => {
+    const tree = build();
+    tree.choose(tree.get("b2")!);
+    const removed = tree.remove(tree.get("b2")!);
+    expect(keys(tree.path.value)).toEqual(["a", "b", "c", "d"]);
+    tree.restore(removed);
+    expect(keys(tree.path.value)).toEqual(["a", "b2"]);
+    tree.remove(tree.get("a")!);
+    expect(keys(tree.path.value)).toEqual(["b2"]);
+    tree.remove(tree.get("b2")!);
+    expect(keys(tree.path.value)).toEqual(["b", "c", "d"]);
+  });
+});

@@ -3,7 +3,6 @@ import { h, render } from "preact";
 import { afterEach, expect, it, vi } from "vitest";
 import { Chat } from "../src/chat/chat";
 import { ChatContext } from "../src/ui/context";
-import { UserMessage } from "../src/ui/thread/UserMessage";
 import { fakeNetwork } from "./fakes";
 
 afterEach(() => {
@@ -14,6 +13,8 @@ afterEach(() => {
 
 it("Editor sets the caret before the first key press, and only once", async () => {
   fakeNetwork();
+  vi.stubGlobal("matchMedia", () => ({ matches: false }));
+  const { UserMessage } = await import("../src/ui/thread/UserMessage");
   const chat = new Chat("ws://test/v1/responses");
   const message = chat.thread.value.tree.value.add({ key: "u", parent: null, role: "user", text: "What is 2 + 3?" });
   render(h(ChatContext.Provider, { value: chat }, h(UserMessage, { message })), document.body);

@@ -10,6 +10,7 @@ import codecs
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import msgspec
 from msgspec.structs import replace
@@ -162,6 +163,9 @@ BatchedEvent = ReplyDelta | ReplyBeams
 _HELD_BACK = (False, False, False)
 
 
+_MAX_RELEASED = 8  # events that are emitted in one turn of the event loop: log-probabilities make each expensive
+
+
 class DeltaBatcher:
     """Merges events that follow each other quickly before they are passed to `emit`.
 
@@ -200,10 +204,14 @@ class DeltaBatcher:
         if self._timer is None:
             self._arm(now_s)
 
-    def flush(self) -> None:
-        """Emit all pending events, before an event of another kind is sent."""
+    async def flush(self) -> None:
+        """Emit all pending events, before an event of another kind is sent; other tasks have turns in between."""
         self._check()
-        self._release(time.monotonic(), self._pending)
+        while self._pending:
+            self._release(time.monotonic(), islice(self._pending, _MAX_RELEASED))
+            if self._pending:
+                await asyncio.sleep(0)
+                self._check()
 
     def close(self) -> None:
         """Discard pending events."""
@@ -224,7 +232,8 @@ class DeltaBatcher:
         self._timer = None
         now_s = time.monotonic()
         try:
-            self._release(now_s, [each for each in self._pending if now_s >= self._emitted_s[each] + self._window_s])
+            due = (each for each in self._pending if now_s >= self._emitted_s[each] + self._window_s)
+            self._release(now_s, islice(due, _MAX_RELEASED))
         except Exception as error:
             self._error = error
             self.close()

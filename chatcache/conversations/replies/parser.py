@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import secrets
+import hashlib
 import string
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from chatcache.conversations.replies.events import CallDelta
-from chatcache.conversations.tree import ReplyParts, ToolCall, new_id
+from chatcache.conversations.tree import ReplyParts, ToolCall, derive_id, new_id
 from chatcache.tokenizer.detokenizer import IncrementalDetokenizer
 from chatcache.tokenizer.reply_format import ReplyFormat, ReplyParser, decode_prompt_end
 from chatcache.tokenizer.tokenizer import Tokenizer
@@ -61,13 +61,19 @@ class ReplyContext:
             visible_ids=self.mark_ids,
         )
 
-    def new_parser(self, prompt: Sequence[int], call_ids: Sequence[str] = ()) -> CandidateParser:
-        """Return the parser of a new candidate. `call_ids`: ids already assigned to its first calls."""
+    def new_parser(
+        self, prompt: Sequence[int], call_ids: Sequence[str] = (), origin: str = "", index: int = 0
+    ) -> CandidateParser:
+        """Return the parser of a new candidate. `call_ids`: ids already assigned to its first calls.
+
+        The ids of the others are functions of the request id `origin` and of the candidate's `index`; without an
+        `origin` they are random.
+        """
         if not self.is_parsed:
             return CandidateParser(None, 0, ())
         syntax = self.reply_format.syntax
         parser = ReplyParser(self.reply_format, decode_prompt_end(self.tokenizer, prompt), self.functions)
-        return CandidateParser(parser, syntax.id_chars if syntax is not None else 0, call_ids)
+        return CandidateParser(parser, syntax.id_chars if syntax is not None else 0, call_ids, origin, index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +100,16 @@ class CandidateParser:
     Without a reply parser everything is text.
     """
 
-    def __init__(self, parser: ReplyParser | None, id_chars: int, call_ids: Sequence[str]) -> None:
+    def __init__(
+        self,
+        parser: ReplyParser | None,
+        id_chars: int,
+        call_ids: Sequence[str],
+        origin: str = "",
+        index: int = 0,
+    ) -> None:
         self._parser = parser
+        self._origin, self._index = origin or new_id("call"), index
         self._id_chars = id_chars
         self._call_ids = list(call_ids)
         self._texts: list[str] = []
@@ -175,6 +189,8 @@ class CandidateParser:
             self._call_ids.append(call_id if is_usable else self._new_id())
 
     def _new_id(self) -> str:
-        if self._id_chars:
-            return "".join(secrets.choice(_ID_LETTERS) for _ in range(self._id_chars))
-        return new_id("call")
+        call_id = derive_id("call", self._origin, self._index, len(self._call_ids))
+        if not self._id_chars:
+            return call_id
+        digest = hashlib.blake2b(call_id.encode(), digest_size=self._id_chars).digest()
+        return "".join(_ID_LETTERS[byte % len(_ID_LETTERS)] for byte in digest)

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import anyio
+import msgspec
 
 from chatcache.conversations.fork_points import ReplyPrefix, build_prefix, check_fork_at, fork_token_ids
 from chatcache.conversations.prompt import (
@@ -51,7 +52,7 @@ from chatcache.tokenizer.thinking import ThinkingControls
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.tokenizer.tool_formats import Functions
 from chatcache.types.events import FINISH_CANCELLED, Beams, CandidateDone, Embedding, Failed, Finished, Started, Tokens
-from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
+from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams, seed_of
 
 
 class Candidate:
@@ -76,7 +77,7 @@ class Candidate:
         num_partial = prefix.num_partial_tokens if prefix is not None else 0
         self._partial_ids = request.prompt[len(request.prompt) - num_partial :]
         self.prompt = request.prompt[: len(request.prompt) - len(self._prefix_ids)]
-        self._parser = context.new_parser(self.prompt)
+        self._parser = context.new_parser(self.prompt, origin=request.request_id, index=index)
         self._reasoning_finished = False
         self._ids: list[int] = []
         self._keeps_stop = params.include_stop_str_in_output
@@ -290,8 +291,11 @@ class ChatService:
         shared_prompts: SharedSystemPrompts | None = None,
         reply_format: ReplyFormat | None = None,
         limits: PromptLimits | None = None,
+        seed: int = 0,
     ) -> None:
+        """`seed`: base seed of requests without a seed, whichever engine runs them."""
         self.engine = engine
+        self._seed = seed
         self.limits = limits if limits is not None else PromptLimits()
         self.tokenizer = tokenizer
         self.reply_format = reply_format if reply_format is not None else ReplyFormat()
@@ -333,7 +337,8 @@ class ChatService:
             prompt = assemble(self.tokenizer, messages, known, variables, self.limits, kept_until)
             num_public = self._shared_prompts.count_shared_tokens(self.tokenizer, messages, prompt)
             if begun is not None:
-                text = self.tokenizer.escape_reply(self._begun_reply(begun, prompt.text))
+                reasoning = begun.get("reasoning_content", "")
+                text = self.tokenizer.escape_reply(self.thinking.begin_reply(begun["content"], reasoning, prompt.text))
                 ids = (*prompt.token_ids, *self.tokenizer.encode_after(prompt.text, text))
                 prompt = replace(prompt, text=prompt.text + text, token_ids=ids)
             return replace(prompt, num_public_tokens=num_public) if num_public else prompt
@@ -342,15 +347,6 @@ class ChatService:
         if num_chars <= _INLINE_CHARS and len(functions) <= _INLINE_FUNCTIONS:
             return assembled()
         return await asyncio.to_thread(assembled)
-
-    def _begun_reply(self, begun: Message, rendering: str) -> str:
-        """Return the beginning of a reply, after its reasoning if it has some or the prompt opens it."""
-        syntax, reasoning = self.reply_format.reasoning, begun.get("reasoning_content", "")
-        is_open = self.reply_format.starts_in_reasoning(rendering)
-        if syntax is None or not (reasoning or is_open):
-            return begun["content"]
-        opening = "" if is_open else syntax.opening
-        return f"{opening}{reasoning}{self.thinking.closing_text}{begun['content']}"
 
     async def encode(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
         """Tokenise raw text. Raises: ContextLengthError."""
@@ -375,13 +371,21 @@ class ChatService:
         beginning of the reply, which ends the prompt. `owner`: None for the namespace's tenant. Raises: the errors of
         `EngineClient.submit`.
         """
-        await self.engine.submit(request)
+        await self.engine.submit(self._seeded(request))
         self._live[request.request_id] = request.namespace if owner is None else owner, request
         reply_format = self.reply_format if rendering is not None else ReplyFormat()
         if not thinks:
             reply_format = replace(reply_format, reasoning=None)
         context = ReplyContext(self.tokenizer, reply_format, functions)
         return Reply(self, request, rendering, prefix, context)
+
+    def _seeded(self, request: GenerateRequest) -> GenerateRequest:
+        """Return the request with its seed, so that every engine draws the same tokens."""
+        params = request.params
+        if not isinstance(params, SamplingParams) or params.seed is not None:
+            return request
+        params = msgspec.structs.replace(params, seed=seed_of(request, self._seed))
+        return msgspec.structs.replace(request, params=params)
 
     async def embed(self, request: GenerateRequest, owner: str) -> EmbeddedPrompt:
         """Embed the prompt of a request with `pooling`; leaving early aborts it.

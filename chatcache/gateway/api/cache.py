@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,6 +15,7 @@ from chatcache.conversations.fork_points import TurnRequest
 from chatcache.conversations.offsets import message_token_offsets
 from chatcache.conversations.prompt import Function, Message, Prompt, template_variables
 from chatcache.errors import InvalidRequestError, NotFoundError
+from chatcache.gateway.api.attachments import replace_files
 from chatcache.gateway.api.conversations import store_of
 from chatcache.gateway.api.messages import input_messages, to_messages
 from chatcache.gateway.api.params import check_tokens, conversation_id, parse_tool_choice
@@ -20,7 +23,7 @@ from chatcache.gateway.api.thinking import Thinking, parse_thinking
 from chatcache.gateway.auth.principal import Principal, principal_of, tenant_of
 from chatcache.gateway.context import Model, gateway_of
 from chatcache.gateway.errors import json_response
-from chatcache.gateway.metrics import page_states
+from chatcache.gateway.metrics import page_states, state_counts
 from chatcache.gateway.middleware import read_json
 from chatcache.gateway.responses.objects import TEMPLATE_CHANGED, miss_cause
 from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unknown_fields
@@ -37,6 +40,7 @@ from chatcache.gateway.schemas.server import (
     Charge,
     Pool,
     SlotShares,
+    StateSlots,
     Warmth,
 )
 from chatcache.tokenizer.tokenizer import Tokenizer
@@ -55,6 +59,12 @@ async def explain(request: Request) -> Response:
     model = await gateway.require_model(fields.model)
     thinking = parse_thinking(thinking_fields, model.service.thinking)
     functions = parse_tool_choice(model.service.reply_format, fields.tools, "none", None).functions
+    if fields.messages is not None:
+        given = await replace_files(gateway, principal.owner, fields.messages, "messages")
+        fields = msgspec.structs.replace(fields, messages=given)
+    if isinstance(fields.input, list):
+        given = await replace_files(gateway, principal.owner, fields.input, "input")
+        fields = msgspec.structs.replace(fields, input=given)
     ends = None
     async with gateway.tokenize_throttle.acquire(principal.owner, len(await request.body())):
         messages, prompt = await _prompt(fields, model, principal, gateway.model_name, functions, thinking)
@@ -224,8 +234,8 @@ def _accounts(held: PageAccounts, tenant: tuple[str, dict[str, str]] | None) -> 
         scope="server" if tenant is None else "tenant",
         pages_in_use=round(num_pages, 3),
         page_bytes=held.page_bytes,
-        requests=_charges(requests),
-        conversations=_charges(conversations),
+        requests=_charges(requests, held.states),
+        conversations=_charges(conversations, {}),
     )
 
 
@@ -238,13 +248,15 @@ def _pool(health: EngineHealth) -> Pool:
         waste=round(health.slots.waste, 4),
         host_pages=health.num_host_pages,
         host_pages_in_use=health.num_host_pages_in_use,
+        states=StateSlots(health.state_bytes, **state_counts(health)) if health.num_states else None,
     )
 
 
-def _charges(pages_of: dict[str, float]) -> list[Charge]:
+def _charges(pages_of: dict[str, float], states_of: Mapping[str, float]) -> list[Charge]:
     """Convert pages by id to entries, largest first."""
     ranked = sorted(pages_of.items(), key=lambda charge: (-charge[1], charge[0]))
-    return [Charge(name, round(pages, 3)) for name, pages in ranked]
+    states = {name: round(count, 3) for name, count in states_of.items()}
+    return [Charge(name, round(pages, 3), states.get(name, UNSET)) for name, pages in ranked]
 
 
 TOKEN_BYTES = 4  # bytes of one token id in a packed prompt

@@ -15,6 +15,7 @@ from chatcache.conversations.replies.events import CallDelta, ReplyDelta, ReplyD
 from chatcache.conversations.replies.service import Reply, is_ranked, num_candidates
 from chatcache.conversations.tree import new_id
 from chatcache.errors import InvalidRequestError, UnsupportedParameterError
+from chatcache.gateway.api.attachments import replace_files
 from chatcache.gateway.api.generation import (
     ChunkWriter,
     CompleteReply,
@@ -40,7 +41,7 @@ from chatcache.gateway.api.params import (
     to_params,
 )
 from chatcache.gateway.api.thinking import NO_THINKING, Thinking, limit_thinking, parse_thinking
-from chatcache.gateway.auth.principal import principal_of
+from chatcache.gateway.auth.principal import owner_of, principal_of
 from chatcache.gateway.context import Gateway, Model, gateway_of
 from chatcache.gateway.json_codec import preencoded
 from chatcache.gateway.limits.admission import request_cost
@@ -75,7 +76,7 @@ async def chat_completions(request: Request) -> Response:
     sampling, thinking_fields = parse_fields(body, SamplingFields), parse_fields(body, ThinkingFields)
     ignored = unknown_fields(body, CompletionBase, ChatFields, SamplingFields, ThinkingFields)
     del body  # unknown fields can be large and are not needed while the reply is generated
-    messages = to_messages(chat.messages, "messages")
+    messages = to_messages(await replace_files(gateway, owner_of(request), chat.messages, "messages"), "messages")
     model = await gateway.require_model(base.model)
     route_params = _route_params(base, chat, sampling)
     sampling_params = to_params(sampling, route_params, model.tokenizer)

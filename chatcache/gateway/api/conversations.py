@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -26,19 +28,23 @@ from chatcache.conversations.store import (
 from chatcache.conversations.titles import TITLE, SideTasks, clean_title
 from chatcache.conversations.tree import (
     FORKED,
+    INCOMPLETE,
     Conversation,
     ConversationTree,
     Item,
     MessageDeletion,
     Turn,
     Usage,
+    new_id,
     plan_message_deletion,
 )
 from chatcache.conversations.turns import add_messages, save_new_conversation
 from chatcache.errors import EngineError, InvalidRequestError, NotFoundError
+from chatcache.gateway.api.attachments import replace_files
 from chatcache.gateway.api.idempotency import REPLAYED_HEADER, IdempotencyKey
 from chatcache.gateway.api.messages import to_messages
 from chatcache.gateway.api.pagination import PageQuery, end_ids, make_page, paginate, parse_limit
+from chatcache.gateway.api.params import rename_error_params
 from chatcache.gateway.auth.principal import owner_of, principal_of
 from chatcache.gateway.context import gateway_of
 from chatcache.gateway.errors import json_response
@@ -47,10 +53,19 @@ from chatcache.gateway.limits.admission import CHARS_PER_TOKEN
 from chatcache.gateway.limits.rate_limits import RequestCost
 from chatcache.gateway.metrics import Metrics, record_reply_metrics
 from chatcache.gateway.middleware import cancel_on_disconnect, read_json, read_optional_json
-from chatcache.gateway.responses.objects import output_items
+from chatcache.gateway.responses.objects import STATISTICS, has_summary, output_items
 from chatcache.gateway.schemas import responses as schemas
 from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unknown_fields
-from chatcache.gateway.schemas.requests import ConversationFields, ConversationPatch, ItemsFields, TitleFields
+from chatcache.gateway.schemas.requests import (
+    BranchFields,
+    ConversationFields,
+    ConversationPatch,
+    ItemsFields,
+    TitleFields,
+)
+from chatcache.transfer.importer import copy_branch
+
+_Echoed = TypeVar("_Echoed", bound=msgspec.Struct)
 
 
 def message_item(item: Item, turn: Turn | None) -> schemas.Item:
@@ -70,7 +85,19 @@ def message_item(item: Item, turn: Turn | None) -> schemas.Item:
         finish_reason=item.finish_reason,
         created_at=int(item.created_at),
         usage=schemas.ResponseUsage.from_usage(usage) if usage is not None else None,
+        incomplete_details=_echoed(turn, "incomplete_details", schemas.IncompleteDetails)
+        if turn is not None and item.status == INCOMPLETE
+        else UNSET,
+        statistics=_echoed(turn, STATISTICS, schemas.Statistics) if usage is not None and turn is not None else UNSET,
     )
+
+
+def _echoed(turn: Turn, name: str, kind: type[_Echoed]) -> _Echoed | UnsetType:
+    """Return what a stored response has under this name; that of an imported one may be malformed."""
+    try:
+        return msgspec.convert(turn.echo[name], kind)
+    except (KeyError, msgspec.ValidationError):
+        return UNSET
 
 
 def _found_conversation(hit: SearchHit) -> schemas.FoundConversation:
@@ -89,13 +116,14 @@ async def list_conversations(request: Request) -> Response:
     query = request.query_params
     limit, after, words = parse_limit(query.get("limit", "20")), query.get("after"), query.get("query", "")
     store, owner = store_of(request), owner_of(request)
-    if words.strip():
-        hits = await store.search(owner, SearchQuery.parse(words), limit + 1, after)
-        heads: Sequence[Conversation] = [hit.conversation for hit in hits]
-        entries = [_found_conversation(hit) for hit in hits]
-    else:
-        heads = await store.list(owner, limit + 1, after)
-        entries = [schemas.FoundConversation.from_head(head) for head in heads]
+    with rename_error_params(conversation="after"):
+        if words.strip():
+            hits = await store.search(owner, SearchQuery.parse(words), limit + 1, after)
+            heads: Sequence[Conversation] = [hit.conversation for hit in hits]
+            entries = [_found_conversation(hit) for hit in hits]
+        else:
+            heads = await store.list(owner, limit + 1, after)
+            entries = [schemas.FoundConversation.from_head(head) for head in heads]
     has_more, shown = len(heads) > limit, entries[:limit]
     cursor = encode_cursor(heads[limit - 1]) if has_more else None
     first_id, last_id = end_ids(shown)
@@ -160,8 +188,8 @@ async def create_conversation(request: Request) -> Response:
     body = await read_optional_json(request)
     fields = parse_fields(body, ConversationFields)
     ignored = unknown_fields(body, ConversationFields)
-    messages = to_messages(fields.items or (), "items")
     gateway, store, owner = gateway_of(request), store_of(request), owner_of(request)
+    messages = to_messages(await replace_files(gateway, owner, fields.items or (), "items"), "items")
     idempotency_key = IdempotencyKey.from_request(request, "conversation", body)
     if idempotency_key is None:
         conversation = await save_new_conversation(store, owner, messages, fields.metadata, fields.title)
@@ -180,6 +208,23 @@ async def create_conversation(request: Request) -> Response:
         return json_response(schemas.Conversation.from_head(await store.get(owner, found)), headers=REPLAYED_HEADER)
     gateway.hub.publish_update(conversation)
     return json_response(schemas.Conversation.from_head(conversation), headers=ignored_header(ignored))
+
+
+async def branch_conversation(request: Request) -> Response:
+    """POST /v1/conversations/{id}/branch: copy the path to a message into a new conversation."""
+    gateway, store, owner = gateway_of(request), store_of(request), owner_of(request)
+    body = await read_optional_json(request)
+    fields = parse_fields(body, BranchFields)
+    ignored = unknown_fields(body, BranchFields)
+    await gateway.pending_saves.flush(request.path_params["id"], fields.leaf)
+    tree = await store.load_path(owner, request.path_params["id"], fields.leaf)
+    leaf = fields.leaf if fields.leaf is not None else tree.conversation.active_leaf
+    if leaf is None or leaf not in tree.items:
+        raise NotFoundError(f"no message {(leaf or '')[:128]!r} in this conversation", param="leaf")
+    copy = await asyncio.to_thread(copy_branch, tree, leaf, new_id("conv"), fields.title)
+    merged = await store.merge(copy.conversation, copy.items, copy.turns)
+    gateway.hub.publish_update(merged.conversation)
+    return json_response(schemas.Conversation.from_head(merged.conversation), headers=ignored_header(ignored))
 
 
 async def list_items(request: Request) -> Response:
@@ -213,13 +258,16 @@ async def create_items(request: Request) -> Response:
     body = await read_json(request)
     fields = parse_fields(body, ItemsFields)
     ignored = unknown_fields(body, ItemsFields)
-    messages = to_messages(fields.items, "items")
+    messages = to_messages(await replace_files(gateway_of(request), owner, fields.items, "items"), "items")
     conversation, items = await add_messages(
         store, owner, conversation_id, messages, fields.parent_id, expected_rev=fields.rev
     )
     gateway_of(request).hub.publish_update(conversation)
-    entries = listed_items(ConversationTree(conversation, items, ()), items)
-    return json_response(make_page(entries, has_more=False), headers=ignored_header(ignored))
+    if len(items) <= _INLINE_ITEMS:
+        data = _encode_new_items(conversation, items)
+    else:
+        data = await asyncio.to_thread(_encode_new_items, conversation, items)
+    return Response(data, media_type="application/json", headers=ignored_header(ignored))
 
 
 async def get_item(request: Request) -> Response:
@@ -282,6 +330,10 @@ def _encode_items(tree: ConversationTree, page: PageQuery, *, all_branches: bool
     return encode(paginate(entries, page, is_ordered=True))
 
 
+def _encode_new_items(conversation: Conversation, items: Sequence[Item]) -> bytes:
+    return encode(make_page(listed_items(ConversationTree(conversation, items, ()), items), has_more=False))
+
+
 def listed_items(tree: ConversationTree, items: Iterable[Item]) -> list[schemas.ListedItem]:
     """Convert messages to OpenAI's items.
 
@@ -296,10 +348,11 @@ def _listed_items_of(tree: ConversationTree, item: Item) -> list[schemas.ListedI
         return [schemas.FunctionCallOutput(item.id, call_id, item.text, item.status, item.parent_id, item.response_id)]
     if item.role != "assistant":
         return [message_item(item, tree.turn_of(item))]
+    turn = tree.turn_of(item)
     entries: list[schemas.ListedItem] = []
-    for output in output_items(item):
+    for output in output_items(item, summarizes=turn is not None and has_summary(turn.echo)):
         if isinstance(output, schemas.OutputMessage):
-            message = message_item(item, tree.turn_of(item))
+            message = message_item(item, turn)
             message.content, message.candidate = [schemas.OutputText(item.text, [], [])], item.index
             entries.append(message)
         else:

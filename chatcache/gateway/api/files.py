@@ -1,4 +1,4 @@
-"""Export and import of conversations as files: our JSON, Markdown, ChatGPT's export."""
+"""Export and import of conversations as files: our JSON, Markdown, HTML, and exports of other programs."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ from chatcache.gateway.websocket.notifications import ConversationHub
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.transfer.draft import Draft
 from chatcache.transfer.format import ExportWriter, branch_markdown, tree_markdown
+from chatcache.transfer.html import branch_html
 from chatcache.transfer.importer import ImportResult, import_draft, read_draft
 
 JSON_LINES = "application/x-ndjson"
 MARKDOWN = "text/markdown; charset=utf-8"
+HTML = "text/html; charset=utf-8"
 ALL = "all"
 MAX_REPORTED = 1000
 _IMPORTED_TYPES = ("application/json", JSON_LINES, "application/jsonl", "application/octet-stream")
@@ -36,10 +38,10 @@ _FEED_BYTES = 1 << 18
 
 
 async def export_conversation(request: Request) -> Response:
-    """GET /v1/conversations/{id}/export: lossless JSON, or Markdown to read."""
+    """GET /v1/conversations/{id}/export: lossless JSON, or Markdown or one HTML file to read."""
     file_format = request.query_params.get("format", "json")
-    if file_format not in ("json", "markdown"):
-        raise InvalidRequestError('format must be "json" or "markdown"', param="format")
+    if file_format not in ("json", "markdown", "html"):
+        raise InvalidRequestError('format must be "json", "markdown" or "html"', param="format")
     tree = await store_of(request).load(owner_of(request), request.path_params["id"])
     items = _select_branch(tree, request.query_params.get("branch"), whole=file_format == "json")
     if file_format == "json":
@@ -47,6 +49,11 @@ async def export_conversation(request: Request) -> Response:
         wanted = items if items is not None else tuple(tree.items.values())
         data = await asyncio.to_thread(ExportWriter(digest).conversation, tree, wanted)
         return _file(data, "application/json", f"{tree.conversation.id}.json")
+    if file_format == "html":
+        if items is None:
+            raise InvalidRequestError("an HTML file has one branch: name its last message", param="branch")
+        page = await asyncio.to_thread(branch_html, tree.conversation.title, items)
+        return _file(page.encode("utf-8", "replace"), HTML, f"{tree.conversation.id}.html")
     if items is None:
         text = await asyncio.to_thread(tree_markdown, tree)
     else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from chatcache.gateway.json_codec import encode, preencoded
 from chatcache.gateway.schemas import completions as schemas
@@ -56,28 +57,58 @@ class EncodedLogprobs:
         if len(self) and entries:
             self._tail += b","
         start = len(self)
-        self._tail += entries
-        end = len(self)
+        self.append_json(entries)
+        return start, len(self)
+
+    def append_json(self, data: bytes) -> None:
+        """Append a part of the JSON of another list, as `read` returns it."""
+        self._tail += data
         while len(self._tail) >= 2 * _CHUNK_BYTES:  # readers that keep up never decompress
             self._chunks.append(zlib.compress(self._tail[:_CHUNK_BYTES], 1))
             del self._tail[:_CHUNK_BYTES]
             self._num_chunk_bytes += len(self._chunks[-1])
-        return start, end
 
-    def read(self, start: int, end: int) -> bytes:
-        """Return the entries between two positions."""
+    def read(self, start: int, end: int) -> Iterator[bytes]:
+        """Yield the entries between two positions, in pieces of at most two chunks; more may be added meanwhile."""
         first, tail_start = start // _CHUNK_BYTES, len(self._chunks) * _CHUNK_BYTES
-        chunks = self._chunks[first : -(-end // _CHUNK_BYTES)]
-        data = b"".join(map(zlib.decompress, chunks))
-        if end > tail_start:
-            data += self._tail[max(0, start - tail_start) : end - tail_start]
-        offset = start - first * _CHUNK_BYTES if chunks else 0
-        return data[offset : offset + end - start]
+        tail = bytes(self._tail[max(0, start - tail_start) : max(0, end - tail_start)])
+        for at, chunk in enumerate(self._chunks[first : -(-end // _CHUNK_BYTES)], first):
+            chunk_start = at * _CHUNK_BYTES
+            yield zlib.decompress(chunk)[max(0, start - chunk_start) : end - chunk_start]
+        yield tail
 
 
 def encoded_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> bytes:
-    """Encode the entries of `chat_logprobs`, without the brackets around them."""
-    return encode(chat_logprobs(tokenizer, ids, logprobs))[1:-1]
+    """Encode the entries of `chat_logprobs`, without the brackets around them.
+
+    An entry can have twenty alternatives and a step hundreds of entries, so the parts of each token are encoded once.
+    """
+    table, numbers = tokenizer.token_bytes, iter(_numbers(logprobs))
+    size = len(table)
+    entries: list[bytes] = []
+    for token, entry in zip(ids, logprobs, strict=True):
+        head, tail = _token_parts(table[token] if 0 <= token < size else b"")
+        number = next(numbers)
+        top: list[bytes] = []
+        for other, _ in entry.top:
+            top_head, top_tail = _token_parts(table[other] if 0 <= other < size else b"")
+            top.append(b"%b%b%b}" % (top_head, next(numbers), top_tail))
+        entries.append(b'%b%b%b,"top_logprobs":[%b]}' % (head, number, tail, b",".join(top)))
+    return b",".join(entries)
+
+
+def _numbers(logprobs: Sequence[TokenLogprob]) -> list[bytes]:
+    """Encode the log-probability of each entry, followed by those of its alternatives."""
+    values = [
+        max(value, MIN_LOGPROB) for entry in logprobs for value in (entry.logprob, *(top[1] for top in entry.top))
+    ]
+    return encode(values)[1:-1].split(b",") if values else []
+
+
+@lru_cache(maxsize=2**16)
+def _token_parts(data: bytes) -> tuple[bytes, bytes]:
+    """Encode what comes before and after the log-probability of a token with these bytes."""
+    return b'{"token":%b,"logprob":' % encode(data.decode("utf-8", "replace")), b',"bytes":%b' % encode(list(data))
 
 
 def prompt_logprobs(

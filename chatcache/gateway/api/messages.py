@@ -149,7 +149,7 @@ def _text(content: str | Sequence[Part] | None, where: str, kinds: Sequence[str]
     for at, part in enumerate(content):
         if part.type not in kinds:
             raise UnsupportedParameterError(
-                f"{where}.{name}[{at}]: only text parts are supported", param=f"{where}.{name}[{at}].type"
+                f"{where}.{name}[{at}]: only text and file parts are supported", param=f"{where}.{name}[{at}].type"
             )
         field = "refusal" if part.type == "refusal" else "text"
         texts.append(_required(getattr(part, field), f"{where}.{name}[{at}].{field}"))

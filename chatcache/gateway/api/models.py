@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from chatcache.conversations.prompt import link_tool_results, template_variables
 from chatcache.errors import InvalidRequestError
+from chatcache.gateway.api.attachments import replace_files
 from chatcache.gateway.api.messages import to_messages
 from chatcache.gateway.api.params import check_tokens, parse_tool_choice
 from chatcache.gateway.api.thinking import parse_thinking
@@ -63,6 +65,9 @@ async def tokenize(request: Request) -> Response:
     model = await gateway.require_model(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise InvalidRequestError("send either prompt or messages", param="prompt")
+    if fields.messages is not None:
+        messages = await replace_files(gateway, owner_of(request), fields.messages, "messages")
+        fields = msgspec.structs.replace(fields, messages=messages)
     thinking = parse_thinking(thinking_fields, model.service.thinking)
     functions = parse_tool_choice(model.service.reply_format, fields.tools, "none", None).functions
     variables = template_variables(functions, thinking.kwargs)

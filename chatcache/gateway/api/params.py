@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from chatcache.conversations.prompt import Function, argument_schemas
-from chatcache.errors import InvalidRequestError, UnsupportedParameterError
+from chatcache.errors import ChatcacheError, InvalidRequestError, UnsupportedParameterError
 from chatcache.gateway.schemas.requests import (
     MAX_TOOLS,
     CompletionBase,
@@ -203,10 +203,10 @@ def check_stream(base: CompletionBase, sampling: SamplingFields) -> None:
 
 @contextlib.contextmanager
 def rename_error_params(**names: str | None) -> Iterator[None]:
-    """Replace the engine's parameter names in errors by the client's (None: keep the name)."""
+    """Replace the parameter names of the engine or the store in errors by the client's (None: keep the name)."""
     try:
         yield
-    except InvalidRequestError as error:
+    except ChatcacheError as error:
         error.param = names.get(error.param or "") or error.param
         raise
 

@@ -7,9 +7,9 @@ import math
 from starlette.requests import Request
 from starlette.responses import Response
 
+from chatcache.conversations.alternatives import Alternatives, TokenAlternatives, read_alternatives, read_scores
 from chatcache.conversations.fork_points import require_generated
 from chatcache.conversations.tree import ConversationTree, Item
-from chatcache.conversations.turns import Alternatives, TokenAlternatives, read_alternatives
 from chatcache.errors import InvalidRequestError
 from chatcache.gateway.api.conversations import find_item, message_id_of, store_of
 from chatcache.gateway.api.logprobs import MIN_LOGPROB, token_text
@@ -34,12 +34,28 @@ _MAX_DIGITS = 9
 
 
 async def list_tokens(request: Request) -> Response:
-    """GET .../items/{item_id}/tokens: the characters of the text that each token stands for."""
+    """GET .../items/{item_id}/tokens: the characters of the text that each token stands for.
+
+    With `top`: also the probability of each token and the most likely ones, computed in one pass.
+    """
+    top = request.query_params.get("top")
+    num_top = None if top is None else _parse_number(top, "top", 0, MAX_TOP_LOGPROBS)
     model = await gateway_of(request).require_model(None)
     tree, item = await _load_message(request)
     spans = await model.conversations.token_offsets(tree, item)
     entries = [TokenSpan(index, *(span or (None, None))) for index, span in enumerate(spans)]
-    return json_response(MessageTokens("list", item.id, entries))
+    answer = MessageTokens("list", item.id, entries)
+    if num_top is None:
+        return json_response(answer)
+    cost = RequestCost(len(item.token_ids), max_tokens=1)
+    async with gateway_of(request).admission.acquire(principal_of(request), cost) as permit:
+        reply = await Alternatives(model.conversations, model.service).start_scoring(tree, item, num_top)
+        permit.attach(reply)
+    looks = await cancel_on_disconnect(request, read_scores(reply, item))
+    for entry, look in zip(entries, looks, strict=True):
+        scored = _message_token(model.tokenizer, entry.index, look, num_top)
+        entry.token, entry.alternatives, answer.usage = scored.token, scored.alternatives, scored.usage
+    return json_response(answer)
 
 
 async def get_token(request: Request) -> Response:

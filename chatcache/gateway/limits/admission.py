@@ -8,14 +8,15 @@ for the engine passes through `AdmissionController.acquire`, whatever its route.
 
 `TextThrottle` limits work on long texts that no key limit covers: decoding large bodies, and tokenising for requests
 that never reach the engine, such as token counts. Without it, a burst of long texts would occupy all worker threads and
-keep the event loop waiting for the interpreter lock. `SocketLimiter` limits the WebSockets of an owner and what they
-queue.
+keep the event loop waiting for the interpreter lock. `SocketLimiter` limits the WebSockets of an owner, their frames,
+and what they queue; `LoopTurns` limits how much of the event loop's time the parsing of what they send takes.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
@@ -27,7 +28,7 @@ from chatcache.engine.protocols import EngineClient
 from chatcache.errors import OverloadedError, RateLimitError
 from chatcache.gateway.auth.principal import Principal
 from chatcache.gateway.errors import ShuttingDownError
-from chatcache.gateway.limits.rate_limits import RateLimiter, RequestCost, Reservation
+from chatcache.gateway.limits.rate_limits import SECOND_NS, RateLimiter, RequestCost, Reservation, TokenBucket
 from chatcache.types.queue_limits import QueueSize, check_queue, check_tenant_share
 from chatcache.types.request import Params, num_branches
 from chatcache.types.stats import EngineHealth
@@ -40,6 +41,9 @@ MAX_CONCURRENT_TEXTS = 2
 MAX_QUEUED_BYTES = 32 << 20  # per owner, including the text being processed
 MAX_OWNER_SOCKETS = 256
 MAX_OWNER_FRAME_BYTES = 16 << 20
+MAX_OWNER_FRAMES_PER_S, MAX_OWNER_FRAME_BURST = 400, 4000  # of all WebSockets of an owner
+TURN_S = 0.001
+PAUSE_FACTOR = 4  # an owner's work takes at most a fifth of the time
 EMPTY_QUEUE = QueueSize(0, 0)
 
 
@@ -249,14 +253,15 @@ class TextThrottle:
 
 
 class SocketLimiter:
-    """Limits the WebSockets of each owner, and the bytes of their frames that wait to become responses.
+    """Limits the WebSockets of each owner, their frames, and the bytes that wait to become responses.
 
-    On an open server, where all clients are one owner, only the bytes are limited.
+    On an open server, where all clients are one owner, sockets are not limited, and frames only on each of them.
     """
 
     def __init__(self) -> None:
         self._num_sockets: Counter[str] = Counter()
         self._num_bytes: Counter[str] = Counter()
+        self._frames: dict[str, TokenBucket] = {}
 
     @contextmanager
     def connect(self, owner: str) -> Iterator[None]:
@@ -268,6 +273,31 @@ class SocketLimiter:
             yield
         finally:
             _subtract(self._num_sockets, owner, 1)
+            if len(self._frames) > len(self._num_sockets):
+                self._forget_full()
+
+    def take_frame(self, owner: str) -> None:
+        """Count a frame of any WebSocket of the owner. Raises: RateLimitError."""
+        if not owner:
+            return
+        now_ns = time.monotonic_ns()
+        bucket = self._frames.get(owner)
+        if bucket is None:
+            bucket = self._frames[owner] = TokenBucket(
+                MAX_OWNER_FRAMES_PER_S, now_ns, period_ns=SECOND_NS, burst=MAX_OWNER_FRAME_BURST
+            )
+        if not bucket.try_consume(1, now_ns):
+            raise RateLimitError(
+                f"the WebSockets of this user send more than {MAX_OWNER_FRAMES_PER_S} frames a second in all, "
+                f"{MAX_OWNER_FRAME_BURST} at once; send fewer, then connect again"
+            )
+
+    def _forget_full(self) -> None:
+        """Drop the counts of owners without a WebSocket that may send a whole burst again."""
+        now_ns = time.monotonic_ns()
+        for owner, bucket in list(self._frames.items()):
+            if owner not in self._num_sockets and not bucket.full_in_ns(now_ns):
+                del self._frames[owner]
 
     def num_sockets(self, owner: str) -> int:
         """Return how many WebSockets are open."""
@@ -289,6 +319,37 @@ class SocketLimiter:
     def remove_bytes(self, owner: str, num_bytes: int) -> None:
         """Count a frame no longer."""
         _subtract(self._num_bytes, owner, num_bytes)
+
+
+class LoopTurns:
+    """Does work of owners on the event loop in turns, so that none of them delays the others for long.
+
+    A turn of an owner lasts `TURN_S`, and the next follows after a pause of `PAUSE_FACTOR` times as long.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[Callable[[float], bool]]] = {}
+
+    def add(self, owner: str, work: Callable[[float], bool]) -> None:
+        """Have `work(deadline)` called until it returns False: there is no more. It ends soon after the deadline."""
+        if owner not in self._waiting:
+            self._waiting[owner] = deque()
+            asyncio.get_running_loop().call_soon(self._run, owner)
+        self._waiting[owner].append(work)
+
+    def _run(self, owner: str) -> None:
+        waiting = self._waiting[owner]
+        if not waiting:
+            del self._waiting[owner]
+            return
+        now_s = start_s = time.perf_counter()
+        while waiting and now_s <= start_s + TURN_S:
+            work = waiting.popleft()
+            if work(start_s + TURN_S):
+                waiting.append(work)
+            now_s = time.perf_counter()
+        pause_s = (now_s - start_s) * PAUSE_FACTOR
+        asyncio.get_running_loop().call_later(pause_s, self._run, owner)
 
 
 def _subtract(counts: Counter[str], owner: str, number: int) -> None:

@@ -6,6 +6,10 @@ Only computed tokens count: prompt tokens that were not cached, and every token 
 request counts once per candidate. A rejection states how long to wait; a request that is sent again after that time is
 accepted, unless the same key used more in the meantime.
 
+Gateways on one Redis send each other what they charge (`Charge`), every SHARE_INTERVAL_S, so that the limits per minute
+and of concurrent candidates hold for all of them together, except for what arrives within that time. While they do not
+reach each other, each counts alone.
+
 `DailyUsage` counts the tokens of each key today (UTC). Usage is kept in memory and stored later while the store does
 not answer, so that an outage does not reject requests. Several gateways on one store see each other's usage after each
 flush. A gateway that is killed loses unstored counts.
@@ -129,6 +133,8 @@ class DailyUsage:
 RESERVED_TOKENS = 256  # reserved for a candidate without a limit; most are shorter
 SECOND_NS = 1_000_000_000
 CLEANUP_INTERVAL_S = 5.0
+SHARE_INTERVAL_S = 0.05
+REPORT_LIFETIME_NS = 15 * SECOND_NS  # of what another gateway runs; repeated at each cleanup
 RATE_HEADERS = tuple(
     f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset")
 )
@@ -208,6 +214,20 @@ class RequestCost:
         return 0 if self.is_opportunistic else self.width
 
 
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """What one gateway has charged to a key since its last report; negative numbers were returned.
+
+    `num_running`: all candidates of the key that run on that gateway.
+    """
+
+    key_id: str
+    limits: KeyLimits
+    num_requests: int
+    num_tokens: int
+    num_running: int
+
+
 class Reservation:
     """The reserved cost of an admitted request.
 
@@ -244,13 +264,46 @@ class KeyAccount:
         self._tokens = _new_bucket(limits.tokens_per_minute, now_ns)
         self._num_running = 0  # candidates
         self._num_reserved = 0  # tokens of reservations that are not committed
+        self._unsent = [0, 0]  # requests and tokens charged since the last `take_charge`
+        self._is_changed = False
+        self._elsewhere: dict[str, tuple[int, int]] = {}  # running candidates by gateway, and when that expires
+        self.on_change: Callable[[], None] = _do_nothing
 
     @property
     def is_idle(self) -> bool:
         """Whether the account equals a new one: full buckets and no running request."""
         buckets, now_ns = (self._requests, self._tokens), self._clock_ns()
         is_full = all(bucket is None or not bucket.full_in_ns(now_ns) for bucket in buckets)
-        return is_full and not self._num_running and not self._num_reserved
+        return is_full and not self.num_running and not self._num_reserved and not self._is_changed
+
+    @property
+    def num_running(self) -> int:
+        """Number of running candidates of the key, on all gateways."""
+        now_ns = self._clock_ns()
+        self._elsewhere = {name: each for name, each in self._elsewhere.items() if each[1] > now_ns}
+        return self._num_running + sum(num for num, _ in self._elsewhere.values())
+
+    def take_charge(self, *, repeat: bool = False) -> Charge | None:
+        """Return what was charged since the last call, None for nothing. `repeat`: also if candidates run."""
+        if not self._is_changed and not (repeat and self._num_running):
+            return None
+        (num_requests, num_tokens), self._unsent, self._is_changed = self._unsent, [0, 0], False
+        return Charge(self._key_id, self.limits, num_requests, num_tokens, self._num_running)
+
+    def add_charge(self, gateway: str, charge: Charge) -> None:
+        """Apply what another gateway has charged."""
+        now_ns = self._clock_ns()
+        for bucket, cost in ((self._requests, charge.num_requests), (self._tokens, charge.num_tokens)):
+            if bucket is not None:
+                bucket.refund(-cost, now_ns)
+        self._elsewhere[gateway] = charge.num_running, now_ns + REPORT_LIFETIME_NS
+
+    def _note(self, num_requests: int, num_tokens: int) -> None:
+        """Note a charge for the other gateways."""
+        self._unsent[0] += num_requests
+        self._unsent[1] += num_tokens
+        self._is_changed = True
+        self.on_change()
 
     def admit(self, cost: RequestCost) -> None:
         """Reserve the cost of a request under all limits of the key, or raise and reserve nothing.
@@ -268,6 +321,7 @@ class KeyAccount:
             self._tokens.consume(cost.num_tokens, now_ns)
         self._num_running += cost.num_requests
         self._num_reserved += cost.num_tokens
+        self._note(cost.num_requests, cost.num_tokens)
 
     def commit(self, cost: RequestCost, num_tokens: int) -> None:
         self._release(cost, num_tokens)
@@ -278,6 +332,7 @@ class KeyAccount:
         self._release(cost, 0)
         if self._requests is not None:
             self._requests.refund(cost.num_requests, self._clock_ns())
+        self._note(-cost.num_requests, 0)
 
     def headers(self) -> dict[str, str]:
         """Return `x-ratelimit-*` headers as defined by OpenAI.
@@ -299,6 +354,7 @@ class KeyAccount:
         self._num_reserved -= cost.num_tokens
         if self._tokens is not None:
             self._tokens.refund(cost.num_tokens - num_tokens, self._clock_ns())
+        self._note(0, num_tokens - cost.num_tokens)
 
     def _check_running(self, cost: RequestCost) -> None:
         limit = self.limits.max_concurrent
@@ -308,9 +364,9 @@ class KeyAccount:
             raise InvalidRequestError(
                 f"this key may have {limit} candidates at once, and this asks for {cost.width}", param="n"
             )
-        if self._num_running + cost.width > limit:
+        if (num_running := self.num_running) + cost.width > limit:
             raise RateLimitError(
-                f"{self._num_running} candidates of this key are running, of at most {limit} at once; "
+                f"{num_running} candidates of this key are running, of at most {limit} at once; "
                 "try again when one has ended"
             )
 
@@ -359,6 +415,8 @@ class RateLimiter:
     def __init__(self, usage: DailyUsage | None = None, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self.usage = usage if usage is not None else DailyUsage()
         self.clock_ns = clock_ns
+        self.publish: Callable[[Sequence[Charge]], None] | None = None  # to the other gateways
+        self._timer: asyncio.TimerHandle | None = None
         self._accounts: dict[str, KeyAccount] = {}
 
     @property
@@ -375,13 +433,21 @@ class RateLimiter:
         """Reserve the cost for the key. Raises: as `KeyAccount.admit`."""
         if principal.limits == KeyLimits():
             return Reservation(None, cost)
-        account = self._account(principal)
+        account = self._account(principal.key_id, principal.limits)
         account.admit(cost)
         return Reservation(account, cost)
 
+    def add_charges(self, gateway: str, charges: Sequence[Charge]) -> None:
+        """Apply what another gateway has charged."""
+        for charge in charges:
+            account = self._accounts.get(charge.key_id) or self._account(charge.key_id, charge.limits)
+            account.add_charge(gateway, charge)
+
     def headers(self, principal: Principal) -> dict[str, str]:
         """Return `x-ratelimit-*` headers of a response; none for a key without limits."""
-        return {} if principal.limits == KeyLimits() else self._account(principal).headers()
+        if principal.limits == KeyLimits():
+            return {}
+        return self._account(principal.key_id, principal.limits).headers()
 
     async def cleanup_loop(self) -> None:
         """Call `cleanup` every `CLEANUP_INTERVAL_S`, until cancelled."""
@@ -390,17 +456,34 @@ class RateLimiter:
             await self.cleanup()
 
     async def cleanup(self) -> None:
-        """Store token usage and drop idle accounts."""
+        """Store token usage, drop idle accounts and repeat what runs here to the other gateways."""
+        self._send_charges(repeat=True)
         for key_id in [key_id for key_id, account in self._accounts.items() if account.is_idle]:
             del self._accounts[key_id]
         await self.usage.flush()
 
-    def _account(self, principal: Principal) -> KeyAccount:
-        account = self._accounts.get(principal.key_id)
-        if account is None or account.limits != principal.limits:
-            account = KeyAccount(principal.key_id, principal.limits, self.usage, self.clock_ns)
-            self._accounts[principal.key_id] = account
+    def _account(self, key_id: str, limits: KeyLimits) -> KeyAccount:
+        account = self._accounts.get(key_id)
+        if account is None or account.limits != limits:
+            account = self._accounts[key_id] = KeyAccount(key_id, limits, self.usage, self.clock_ns)
+            account.on_change = self._schedule
         return account
+
+    def _schedule(self) -> None:
+        """Send charges to the other gateways in SHARE_INTERVAL_S."""
+        if self.publish is not None and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(SHARE_INTERVAL_S, self._send_charges)
+
+    def _send_charges(self, *, repeat: bool = False) -> None:
+        self._timer = None
+        found = [account.take_charge(repeat=repeat) for account in self._accounts.values()]
+        charges = [charge for charge in found if charge is not None]
+        if charges and self.publish is not None:
+            self.publish(charges)
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _new_bucket(limit: int | None, now_ns: int) -> TokenBucket | None:

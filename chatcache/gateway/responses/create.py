@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from chatcache.conversations.replies.service import Reply, num_candidates
 from chatcache.conversations.store import Claim, IdempotencyConflictError
 from chatcache.conversations.turns import PRESERVE_THINKING, PlannedTurn
 from chatcache.errors import InvalidRequestError, NotFoundError, UnsupportedParameterError
+from chatcache.gateway.api.attachments import replace_files
 from chatcache.gateway.api.cache_diagnosis import diagnose, response_diagnostics
 from chatcache.gateway.api.compaction import is_compaction, to_summary_request
 from chatcache.gateway.api.conversations import find_item, message_id_of
@@ -43,12 +44,12 @@ from chatcache.gateway.auth.principal import Principal
 from chatcache.gateway.context import Gateway, Model
 from chatcache.gateway.limits.admission import request_cost
 from chatcache.gateway.responses.objects import HAS_LOGPROBS
-from chatcache.gateway.responses.registry import LoggedResponse, Run
+from chatcache.gateway.responses.registry import LoggedResponse
 from chatcache.gateway.responses.run import LiveResponse, RunOptions
 from chatcache.gateway.responses.steering import queued_input, response_settings
 from chatcache.gateway.schemas.fields import LOGPROBS, parse_fields, unknown_fields
-from chatcache.gateway.schemas.requests import MessageFields, ResponseFields, SamplingFields, ThinkingFields
-from chatcache.tokenizer.thinking import KWARGS
+from chatcache.gateway.schemas.requests import MessageFields, ResponseFields, ResponseThinkingFields, SamplingFields
+from chatcache.tokenizer.thinking import KWARGS, ThinkingControls
 from chatcache.types.request import ForkPoint, GenerateRequest, Params, SamplingParams
 
 NONE_UNSTORED: Mapping[str, tuple[Message, ...]] = {}
@@ -116,7 +117,7 @@ class _RequestFields:
 
     response: ResponseFields
     sampling: SamplingFields
-    thinking: ThinkingFields
+    thinking: ResponseThinkingFields
     ignored: tuple[str, ...]
     compacts: bool
 
@@ -127,8 +128,8 @@ def _read_fields(body: Mapping[str, Any]) -> _RequestFields:
     Raises: InvalidRequestError, UnsupportedParameterError.
     """
     fields, sampling = parse_fields(body, ResponseFields), parse_fields(body, SamplingFields)
-    thinking = parse_fields(body, ThinkingFields)
-    ignored = unknown_fields(body, ResponseFields, SamplingFields, ThinkingFields)
+    thinking = parse_fields(body, ResponseThinkingFields)
+    ignored = unknown_fields(body, ResponseFields, SamplingFields, ResponseThinkingFields)
     compacts = is_compaction(fields)
     if compacts:
         fields = to_summary_request(fields)
@@ -167,7 +168,7 @@ async def _start(
         if has_reasoning:
             num_prefix = len(planned.prefix.ids) if planned.prefix is not None else 0
             params = limit_thinking(params, thinking, model.service.thinking, prompt, num_prefix)
-        planned = _with_echo(gateway, planned, request_fields, params, tools, thinking)
+        planned = _with_echo(gateway, planned, request_fields, params, tools, thinking, model.service.thinking)
         planned = await _with_diagnosis(gateway, principal, planned, fields)
         start, engine_request = model.service.start, _engine_request(gateway, principal, fields, planned, params)
         renamed = rename_constraint_param(sampling.structured_outputs, "text", "tools" if tools.limits else None)
@@ -211,7 +212,14 @@ async def _find_turn(
     request = build_turn_request(fields, given, owner, gateway.model_name, tools.functions, reply_prefix, thinking)
     if (history := unstored.get(fields.previous_response_id or "")) is not None:
         request = replace(request, input=(*history, *request.input), previous_response_id=None)
-    return request
+    return with_local_end(gateway, request)
+
+
+def with_local_end(gateway: Gateway, request: TurnRequest) -> TurnRequest:
+    """Note in the request whether the response that it continues has ended in this process."""
+    previous = request.previous_response_id
+    has_ended = previous is not None and gateway.responses.find(request.owner, previous) is not None
+    return replace(request, has_ended=has_ended) if has_ended else request
 
 
 def _sampling_params(gateway: Gateway, model: Model, fields: _RequestFields, extended: bool) -> Params:
@@ -235,11 +243,16 @@ def _with_echo(
     params: Params,
     tools: ToolUse,
     thinking: Thinking,
+    controls: ThinkingControls,
 ) -> PlannedTurn:
     """Add the fields that the response object repeats to the turn."""
-    fields = request_fields.response
-    echo = _echo_fields(fields, params, planned, tools, (*thinking.ignored, *request_fields.ignored))
-    echo |= _echo_thinking(thinking, planned)
+    fields, summary = request_fields.response, request_fields.thinking.summary
+    ignored = [*thinking.ignored, *request_fields.ignored]
+    if summary is not None and (request_fields.compacts or not controls.can_reason):
+        ignored.insert(len(thinking.ignored), "reasoning.summary")
+        summary = None
+    echo = _echo_fields(fields, params, planned, tools, tuple(ignored))
+    echo |= _echo_thinking(thinking, planned, summary)
     limit = clamped_limit(fields.max_output_tokens, params, len(planned.prompt.token_ids), gateway.max_model_len)
     if limit is not None:
         echo["max_output_tokens"] = limit
@@ -326,23 +339,24 @@ def _route_params(fields: ResponseFields, sampling: SamplingFields, extended: bo
 async def find_running_reply(gateway: Gateway, owner: str, fields: ResponseFields) -> ReplyPrefix | None:
     """Return the prefix of a running reply that the request continues, up to `fork_at` if given.
 
-    Raises: InvalidRequestError.
+    The reply may run on another gateway. Raises: InvalidRequestError, GatewayUnreachableError.
     """
     _check_fork(fields)
-    target: tuple[Run, int] | None = None
-    if fields.previous_item_id is not None:
+    item_id, response_id = fields.previous_item_id, fields.previous_response_id
+    fork = (item_id, fields.fork_at, fields.fork_with)
+    start: ReplyPrefix | None = None
+    if item_id is not None:
         for run in gateway.responses.running(owner):
-            index = run.candidate_index(fields.previous_item_id)
-            if index is not None and run.log.terminal is None:
-                target = run, index
-    elif fields.previous_response_id is not None:
-        logged = gateway.responses.find(owner, fields.previous_response_id)
-        if logged is not None and logged.run is not None and logged.log.terminal is None:
-            target = logged.run, logged.run.first_active_candidate
-    if target is None:
-        return None
-    start = await target[0].reply_prefix(target[1], fields.fork_at, fields.fork_with)
-    if not start.ids:
+            start = start or await run.reply_prefix(*fork)
+        if start is None and gateway.peers is not None:
+            start = await gateway.peers.fork(owner, None, *fork)
+    elif response_id is not None:
+        logged = gateway.responses.find(owner, response_id)
+        if logged is not None and logged.run is not None:
+            start = await logged.run.reply_prefix(*fork)
+        elif logged is None and gateway.peers is not None:
+            start = await gateway.peers.fork(owner, response_id, *fork)
+    if start is not None and not start.ids:
         name = "previous_item_id" if fields.previous_item_id is not None else "previous_response_id"
         raise InvalidRequestError(f"{name}: the response has no text yet", param=name, code="nothing_to_fork")
     return start
@@ -374,9 +388,9 @@ def parse_response_tools(model: Model, fields: ResponseFields) -> ToolUse:
 async def resolve_references(
     gateway: Gateway, owner: str, given: str | list[MessageFields] | None
 ) -> str | list[MessageFields] | None:
-    """Replace each `item_reference` of an `input` by the stored item of this owner that it names.
+    """Replace each `item_reference` of an `input` by the stored item of this owner that it names, and files by text.
 
-    Raises: InvalidRequestError with the field of a reference to an unknown item.
+    Raises: InvalidRequestError with the field of a reference to an unknown item, or of a file that is not readable.
     """
     if given is None or isinstance(given, str):
         return given
@@ -385,7 +399,7 @@ async def resolve_references(
         if item.type == "item_reference" or (item.type is None and item.role is None and item.id is not None):
             item = await _stored_item(gateway, owner, item.id or "", f"input[{at}].id")
         resolved.append(item)
-    return resolved
+    return await replace_files(gateway, owner, resolved, "input")
 
 
 async def _stored_item(gateway: Gateway, owner: str, item_id: str, param: str) -> MessageFields:
@@ -414,10 +428,14 @@ def build_turn_request(
     Raises: InvalidRequestError, UnsupportedParameterError.
     """
     _check_fork(fields)
+    messages = input_messages(given)
+    reply_start = ""
+    if fields.continue_final_message:
+        messages, reply_start = messages[:-1], _final_text(messages)
     return TurnRequest(
         owner=owner,
         model=model_name,
-        input=input_messages(given),
+        input=messages,
         instructions=fields.instructions,
         conversation_id=conversation_id(fields.conversation),
         previous_response_id=fields.previous_response_id,
@@ -430,7 +448,22 @@ def build_turn_request(
         functions=functions,
         template_kwargs=thinking.kwargs,
         preserve_thinking=thinking.preserves,
+        reply_start=reply_start,
     )
+
+
+def _final_text(messages: Sequence[Message]) -> str:
+    """Return the text of the last message, with which the reply is to begin.
+
+    Raises: InvalidRequestError unless it is an assistant's text.
+    """
+    last = messages[-1] if messages else None
+    if last is None or last["role"] != "assistant" or set(last) != {"role", "content"} or not last["content"]:
+        raise InvalidRequestError(
+            "continue_final_message: the last message of the input must be an assistant's text",
+            param="continue_final_message",
+        )
+    return last["content"]
 
 
 def _logprobs(fields: ResponseFields) -> int | None:
@@ -473,10 +506,10 @@ def _echo_fields(
     return echo | ({"ignored": ignored} if ignored else {})
 
 
-def _echo_thinking(thinking: Thinking, planned: PlannedTurn) -> dict[str, object]:
+def _echo_thinking(thinking: Thinking, planned: PlannedTurn, summary: str | None) -> dict[str, object]:
     """Return the reasoning controls that the response object repeats, and those that later turns compare."""
     request = planned.request
-    echo: dict[str, object] = {"reasoning": {"effort": thinking.effort, "summary": None}}
+    echo: dict[str, object] = {"reasoning": {"effort": thinking.effort, "summary": summary}}
     if thinking.budget is not None:
         echo["thinking_token_budget"] = thinking.budget
     if request.template_kwargs:

@@ -16,137 +16,57 @@ response that has them, so frames only refer to `LogprobStore`, and a reader get
 from __future__ import annotations
 
 import asyncio
-import zlib
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from msgspec import UNSET, Raw
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
 
-from chatcache.errors import InvalidRequestError
-from chatcache.gateway.api.logprobs import EncodedLogprobs
+from chatcache.errors import ChatcacheError, InvalidRequestError
 from chatcache.gateway.json_codec import encode
-from chatcache.gateway.schemas.completions import TokenLogprob
+from chatcache.gateway.responses.log_frames import (
+    MAX_RESOLVED_BYTES,
+    FrameStore,
+    LogFrame,
+    LogprobStore,
+    has_references,
+    in_turns,
+)
 from chatcache.gateway.schemas.fields import LOGPROBS
 from chatcache.gateway.schemas.responses import OutputItem
-
-SEGMENT_FRAMES = 64
-NUM_RAW_SEGMENTS = 4  # readers that keep up never decompress
-MAX_DEFLATED_BYTES = 256 * 1024  # compressing a larger segment would block the event loop
-_FRAME_OVERHEAD_BYTES = 200  # Python objects of a frame
-_SEPARATOR = b"\n"  # never in ASCII JSON
-_KIND_AT = len(b'{"type":"')
-_NUMBERED = b'","sequence_number":'
-_HEAD_BYTES = 128  # the kind and the number are within this prefix
-
-
-class LogFrame(NamedTuple):
-    """An encoded event.
-
-    `number` is its `sequence_number`; None for a frame that only `chatcache.v1` readers receive.
-    """
-
-    kind: str
-    number: int | None
-    data: bytes
-
-
-class FrameStore:
-    """Append-only list of encoded frames; old ones are compressed in segments.
-
-    A position counts all frames; a number counts only those with a `sequence_number`.
-    """
-
-    def __init__(self) -> None:
-        self.num_numbered = 0
-        self.num_frames = 0
-        self.total_bytes = 0
-        self.num_bytes = 0
-        self._segments: list[list[LogFrame] | bytes] = []
-        self._newest: list[LogFrame] = []
-        self._first_numbers: list[int] = []  # of the first numbered frame in or after the segment
-        self._bytes_before: list[int] = []
-
-    def append(self, frame: LogFrame) -> None:
-        if self.num_frames % SEGMENT_FRAMES == 0:
-            self._begin_segment()
-        self._newest.append(frame)
-        self.num_frames += 1
-        self.num_numbered += frame.number is not None
-        self.total_bytes += len(frame.data)
-        self.num_bytes += len(frame.data) + _FRAME_OVERHEAD_BYTES
-
-    def from_position(self, position: int) -> Sequence[LogFrame]:
-        """Return frames from `position` to the end of its segment; none only at the end."""
-        if position >= self.num_frames:
-            return ()
-        return self._segment(position // SEGMENT_FRAMES)[position % SEGMENT_FRAMES :]
-
-    def position_after(self, number: int) -> int:
-        """Return the position just after the frame with this number, or 0 for the number -1."""
-        if number < 0:
-            return 0
-        at = bisect_right(self._first_numbers, number) - 1
-        for offset, frame in enumerate(self._segment(at)):
-            if frame.number == number:
-                return at * SEGMENT_FRAMES + offset + 1
-        raise IndexError(f"no frame {number}")
-
-    def num_bytes_before(self, position: int) -> int:
-        """Total size of all frames before `position`."""
-        if position >= self.num_frames:
-            return self.total_bytes
-        at, offset = divmod(position, SEGMENT_FRAMES)
-        return self._bytes_before[at] + sum(len(frame.data) for frame in self._segment(at)[:offset])
-
-    def seal(self) -> None:
-        """Compress all segments: no frame will be added, and few readers will come."""
-        for at in range(max(0, len(self._segments) - NUM_RAW_SEGMENTS), len(self._segments)):
-            self._deflate(at)
-
-    def _begin_segment(self) -> None:
-        if len(self._segments) >= NUM_RAW_SEGMENTS:
-            self._deflate(len(self._segments) - NUM_RAW_SEGMENTS)
-        self._newest = []
-        self._segments.append(self._newest)
-        self._first_numbers.append(self.num_numbered)
-        self._bytes_before.append(self.total_bytes)
-
-    def _deflate(self, at: int) -> None:
-        segment = self._segments[at]
-        if isinstance(segment, bytes):
-            return
-        size_bytes = sum(len(frame.data) for frame in segment)
-        if size_bytes > MAX_DEFLATED_BYTES:
-            return
-        compressed = zlib.compress(_SEPARATOR.join(frame.data for frame in segment), 1)
-        self._segments[at] = compressed
-        self.num_bytes += len(compressed) - size_bytes - len(segment) * _FRAME_OVERHEAD_BYTES
-
-    def _segment(self, at: int) -> Sequence[LogFrame]:
-        segment = self._segments[at]
-        if isinstance(segment, list):
-            return segment
-        number = self._first_numbers[at]
-        frames: list[LogFrame] = []
-        for data in zlib.decompress(segment).split(_SEPARATOR):
-            numbered = _NUMBERED in data[:_HEAD_BYTES]
-            frames.append(LogFrame(_kind(data), number if numbered else None, data))
-            number += numbered
-        return frames
-
-
-def _kind(data: bytes) -> str:
-    return data[_KIND_AT : data.index(b'"', _KIND_AT)].decode()
-
 
 _ADDED = "response.output_item.added"
 _DONE = "response.output_item.done"
 _DELTA = ".delta"
 _TEXT_NAMES = {"function_call": "arguments"}  # item types whose text field is not "text"
+
+
+class _EncodedItem(msgspec.Struct):
+    """The fields of an encoded output item that `OutputTexts` needs."""
+
+    id: str
+    type: str
+    namespace: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    call_id: str | UnsetType = UNSET
+    candidate: int | UnsetType = UNSET
+    status: str | UnsetType = UNSET
+    finish_reason: str | UnsetType | None = UNSET
+    score: float | UnsetType = UNSET
+
+
+class _EncodedFields(msgspec.Struct):
+    """The fields of an encoded frame from which texts and beams are built again."""
+
+    item: _EncodedItem | UnsetType = UNSET
+    output_index: int = 0
+    item_id: str = ""
+    delta: str = ""
+    nodes: list[dict[str, Any]] = []
+    live: list[int] = []
 
 
 @dataclass(slots=True)
@@ -166,8 +86,8 @@ class OutputTexts:
     def update(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Apply an event that adds an item, extends it or ends it."""
         if kind == _ADDED:
-            item: OutputItem = fields["item"]
-            item_type = str(item.__struct_config__.tag)
+            item: OutputItem | _EncodedItem = fields["item"]
+            item_type = item.type if isinstance(item, _EncodedItem) else str(item.__struct_config__.tag)
             head = {"item_id": item.id, "output_index": fields["output_index"], "type": item_type}
             head |= _present(item, "namespace", "name", "call_id", "candidate", "status")
             self._outputs[item.id] = _Output(head, _TEXT_NAMES.get(item_type, "text"))
@@ -186,7 +106,7 @@ class OutputTexts:
         return found
 
 
-def _present(item: OutputItem, *names: str) -> dict[str, object]:
+def _present(item: OutputItem | _EncodedItem, *names: str) -> dict[str, object]:
     """Return the named fields that the item has and that are set."""
     values = {name: getattr(item, name, UNSET) for name in names}
     return {name: value for name, value in values.items() if value is not UNSET}
@@ -242,50 +162,9 @@ class BeamTree:
             node_id = removed.parent
 
 
-_REFERENCE = b"\x00"  # encloses a reference; never in JSON, which escapes control characters
-
-
-class LogprobStore:
-    """The log-probabilities of the output tokens, once for each candidate, for frames that refer to them."""
-
-    def __init__(self) -> None:
-        self._entries: defaultdict[int, EncodedLogprobs] = defaultdict(EncodedLogprobs)
-
-    def __bool__(self) -> bool:
-        return bool(self._entries)
-
-    @property
-    def num_bytes(self) -> int:
-        """Approximate memory use."""
-        return sum(entries.num_bytes for entries in self._entries.values())
-
-    def add(self, candidate: int, entries: bytes) -> list[TokenLogprob]:
-        """Add entries (of `encoded_logprobs`) and return the reference to them, as the value of a frame's field."""
-        return self._reference(candidate, *self._entries[candidate].extend(entries))
-
-    def all_of(self, candidate: int) -> list[TokenLogprob]:
-        """Return the reference to all entries of a candidate so far; the empty list if it has none."""
-        found = self._entries.get(candidate)
-        return self._reference(candidate, 0, len(found)) if found is not None else []
-
-    def resolve(self, frame: LogFrame) -> LogFrame:
-        """Replace the references in a frame by the entries."""
-        if _REFERENCE not in frame.data:
-            return frame
-        parts = frame.data.split(_REFERENCE)
-        for at in range(1, len(parts), 2):
-            candidate, start, end = map(int, parts[at].split())
-            parts[at] = b"[%s]" % self._entries[candidate].read(start, end)
-        return frame._replace(data=b"".join(parts))
-
-    def _reference(self, candidate: int, start: int, end: int) -> list[TokenLogprob]:
-        return cast(list[TokenLogprob], Raw(b"\x00%d %d %d\x00" % (candidate, start, end)))
-
-
 TERMINAL = frozenset({"response.completed", "response.incomplete", "response.failed"})
 MAX_LAG_FRAMES = 256
 MAX_LAG_BYTES = 256 * 1024
-MAX_RESOLVED_BYTES = 64 * 1024  # of the frames that a reader gets at once, unless a single one is larger
 _MILESTONES = frozenset({"response.created", "response.output_item.done", *TERMINAL})
 _SNAPSHOT_KINDS = ("response.progress", "conversation.updated")  # a snapshot includes the newest of each
 
@@ -294,6 +173,24 @@ class _Terminal(NamedTuple):
     position: int
     number: int
     kind: str
+
+
+MAX_COPIED_BYTES = 256 * 1024  # of frames, unless a single one is larger
+
+
+class LogCopy(msgspec.Struct, array_like=True):
+    """Frames of a log from a position on, for a log in another process that has all before it.
+
+    `logprobs`: by candidate, what the frames refer to. `is_closed`: these are the last ones.
+    """
+
+    position: int
+    frames: list[tuple[str, int | None, bytes]]
+    logprobs: list[tuple[int, bytes]]
+    is_closed: bool
+    is_unsaved: bool
+    num_frames: int  # of the whole log so far
+    successor: str | None = None
 
 
 class ResponseLog:
@@ -314,6 +211,7 @@ class ResponseLog:
         self._texts = OutputTexts()
         self._beams = BeamTree()
         self._terminal: _Terminal | None = None
+        self._failure: ChatcacheError | None = None
         self._milestones: list[int] = []
         self._latest_unnumbered: dict[str, tuple[int, LogFrame]] = {}
         self._waiting: list[asyncio.Future[None]] = []
@@ -338,22 +236,68 @@ class ResponseLog:
         """Add a numbered frame."""
         number = self._frames.num_numbered
         self._texts.update(kind, fields)
-        if kind in TERMINAL:
-            if self._terminal is not None:
-                raise RuntimeError(f"{self.response_id} ended twice: {self._terminal.kind}, then {kind}")
-            self._terminal = _Terminal(self._frames.num_frames, number, kind)
-        if kind in _MILESTONES:
-            self._milestones.append(self._frames.num_frames)
-        self._add(LogFrame(kind, number, encode({"type": kind, "sequence_number": number, **fields})))
+        self._add_numbered(kind, number, encode({"type": kind, "sequence_number": number, **fields}))
 
     def append_unnumbered(self, kind: str, **fields: Any) -> None:
         """Add a frame without a sequence number."""
         if kind == BEAM:
             self._beams.update(fields["nodes"], fields["live"])
-        frame = LogFrame(kind, None, encode({"type": kind, **fields}))
-        if kind in _SNAPSHOT_KINDS:
-            self._latest_unnumbered[kind] = self._frames.num_frames, frame
-        self._add(frame)
+        self._add_unnumbered(kind, encode({"type": kind, **fields}))
+
+    @property
+    def num_frames(self) -> int:
+        """Number of all frames, the unnumbered ones included."""
+        return self._frames.num_frames
+
+    def copy(self, position: int, logprob_sizes: Mapping[int, int]) -> LogCopy:
+        """Return frames from `position` on. `logprob_sizes`: of the log that they are for (`LogprobStore.sizes`)."""
+        frames: list[LogFrame] = []
+        num_bytes = 0
+        for frame in self._frames.from_position(position):
+            if frames and num_bytes + len(frame.data) > MAX_COPIED_BYTES:
+                break
+            frames.append(frame)
+            num_bytes += len(frame.data)
+        is_last = self.is_closed and position + len(frames) >= self._frames.num_frames
+        return LogCopy(
+            position=position,
+            frames=[(frame.kind, frame.number, frame.data) for frame in frames],
+            logprobs=self.logprobs.copy(frames, logprob_sizes),
+            is_closed=is_last,
+            is_unsaved=self.is_unsaved,
+            num_frames=self._frames.num_frames,
+        )
+
+    def append_copy(self, copied: LogCopy) -> None:
+        """Add frames of a log in another process. Raises: ValueError if they are not the next ones."""
+        if copied.position != self._frames.num_frames:
+            raise ValueError(f"frames from {copied.position}, not from {self._frames.num_frames}")
+        for candidate, data in copied.logprobs:
+            self.logprobs.append_copy(candidate, data)
+        for kind, number, data in copied.frames:
+            if kind in (_ADDED, _DONE, BEAM) or kind.endswith(_DELTA):
+                fields = msgspec.structs.asdict(msgspec.json.decode(data, type=_EncodedFields))
+                if kind == BEAM:
+                    self._beams.update(fields["nodes"], fields["live"])
+                else:
+                    self._texts.update(kind, fields)
+            if number is None:
+                self._add_unnumbered(kind, data)
+            else:
+                self._add_numbered(kind, number, data)
+        if copied.is_closed:
+            self.is_unsaved = copied.is_unsaved
+            self.close()
+
+    @property
+    def failure(self) -> ChatcacheError | None:
+        """Why the log, a copy of one in another process, ends before its response."""
+        return self._failure
+
+    def fail(self, error: ChatcacheError) -> None:
+        """Have readers raise `error` after the last frame: the log of the other process cannot be read any more."""
+        self._failure = error
+        self._wake()
 
     def close(self) -> None:
         """End the log: no frame will be added."""
@@ -375,10 +319,13 @@ class ResponseLog:
         return LogReader(self, self._frames, after, extended)
 
     def milestones(self) -> Iterator[LogFrame]:
-        """Yield the terminal frame, or `response.created` and all finished output items before the end."""
+        """Yield the terminal frame, or `response.created` and all finished output items before the end.
+
+        They refer to `logprobs`.
+        """
         positions = [self._terminal.position] if self._terminal is not None else self._milestones
         for position in positions:
-            yield self.logprobs.resolve(self._frames.from_position(position)[0])
+            yield self._frames.from_position(position)[0]
 
     def created(self) -> LogFrame:
         """Return `response.created`."""
@@ -389,10 +336,15 @@ class ResponseLog:
         return self._texts.outputs()
 
     async def wait_for_frame(self, position: int) -> bool:
-        """Wait until there is a frame at `position`; return False if the log ends before it."""
+        """Wait until there is a frame at `position`; return False if the log ends before it.
+
+        Raises: ChatcacheError if the log is that of another process, which cannot be read any more.
+        """
         while position >= self._frames.num_frames:
             if self.is_closed:
                 return False
+            if self._failure is not None:
+                raise self._failure
             self._loop = self._loop or asyncio.get_running_loop()
             waiter = self._loop.create_future()
             self._waiting.append(waiter)
@@ -435,6 +387,21 @@ class ResponseLog:
         self.num_readers += change
         if self.on_reader_count is not None:
             self.on_reader_count(self.num_readers)
+
+    def _add_numbered(self, kind: str, number: int, data: bytes) -> None:
+        if kind in TERMINAL:
+            if self._terminal is not None:
+                raise RuntimeError(f"{self.response_id} ended twice: {self._terminal.kind}, then {kind}")
+            self._terminal = _Terminal(self._frames.num_frames, number, kind)
+        if kind in _MILESTONES:
+            self._milestones.append(self._frames.num_frames)
+        self._add(LogFrame(kind, number, data))
+
+    def _add_unnumbered(self, kind: str, data: bytes) -> None:
+        frame = LogFrame(kind, None, data)
+        if kind in _SNAPSHOT_KINDS:
+            self._latest_unnumbered[kind] = self._frames.num_frames, frame
+        self._add(frame)
 
     def _add(self, frame: LogFrame) -> None:
         self._frames.append(frame)
@@ -485,7 +452,10 @@ class LogReader:
                 yield frame
 
     async def next(self) -> Sequence[LogFrame]:
-        """Wait for frames and return at most one segment of them; empty at the end of the log."""
+        """Wait for frames and return at most one segment of them; empty at the end of the log.
+
+        A frame with very many log-probabilities is returned alone and with references, for `pieces`.
+        """
         while True:
             await self.wait_open()
             if not self._needs_beams and not await self._log.wait_for_frame(self._position):
@@ -493,6 +463,10 @@ class LogReader:
             frames = self._pop_frames()
             if frames:
                 return frames
+
+    def pieces(self, frame: LogFrame) -> AsyncGenerator[bytes, None]:
+        """Yield the data of a frame with references; the event loop has turns in between."""
+        return in_turns(self._log.logprobs.pieces(frame.data))
 
     @property
     def is_open(self) -> bool:
@@ -546,11 +520,16 @@ class LogReader:
         for frame in frames:
             if num_bytes > MAX_RESOLVED_BYTES:
                 break
+            found = self._log.logprobs.resolve(frame)
+            if has_references(found) and resolved:
+                break
             self._bytes_read += len(frame.data)
             if frame.number is not None:
                 self.sent_number = frame.number
-            resolved.append(self._log.logprobs.resolve(frame))
-            num_bytes += len(resolved[-1].data)
+            resolved.append(found)
+            num_bytes += len(found.data)
+            if has_references(found):
+                break
         return resolved
 
     def _is_lagging(self) -> bool:

@@ -12,6 +12,8 @@ Order of the events of a response:
 Events of the output items of one candidate:
 
     reasoning      output_item.added, content_part.added, reasoning_text.delta ... done, content_part.done, item.done
+    its summary    output_item.added, reasoning_summary_part.added, reasoning_summary_text.delta ... done, part.done,
+                   item.done; instead, if the request asked for a summary
     message        output_item.added, content_part.added, output_text.delta    ... done, content_part.done, item.done
     function_call  output_item.added, function_call_arguments.delta            ... done, item.done
 
@@ -25,6 +27,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
+from typing import NamedTuple
+
+import msgspec
 
 from chatcache.conversations.replies.events import (
     CallDelta,
@@ -45,7 +50,7 @@ from chatcache.conversations.tree import (
     ToolCall,
     Turn,
     Usage,
-    new_id,
+    derive_id,
 )
 from chatcache.conversations.turns import PlannedTurn, output_item
 from chatcache.errors import ChatcacheError
@@ -53,8 +58,10 @@ from chatcache.gateway.api.compaction import encode_summary
 from chatcache.gateway.api.logprobs import encoded_logprobs
 from chatcache.gateway.responses.event_log import ResponseLog
 from chatcache.gateway.responses.objects import (
+    STATISTICS,
     call_item,
     call_item_id,
+    has_summary,
     incomplete_reason,
     miss_cause,
     output_items,
@@ -63,16 +70,69 @@ from chatcache.gateway.responses.objects import (
     reasoning_item,
     response_object,
 )
-from chatcache.gateway.schemas.responses import Compaction, OutputItem, OutputMessage, ReasoningText, Receipt, Response
+from chatcache.gateway.schemas.responses import (
+    Compaction,
+    OutputItem,
+    OutputMessage,
+    ReasoningText,
+    Receipt,
+    Response,
+    Statistics,
+    SummaryText,
+)
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import FINISH_CANCELLED, FINISH_LENGTH, FINISH_STOP, StartReport, is_dead_end
 
 
-class CandidateEventWriter:
-    """Writes the events of one candidate. `output_indexes` yields the next free `output_index`."""
+class _ReasoningEvents(NamedTuple):
+    """Types of the events of reasoning, the field that counts its parts, and the type of a part."""
 
-    def __init__(self, log: ResponseLog, output_indexes: Iterator[int], candidate: int, item_id: str) -> None:
+    part_added: str
+    delta: str
+    done: str
+    part_done: str
+    part_index: str
+    part_type: type[ReasoningText | SummaryText]
+
+
+_CONTENT = _ReasoningEvents(
+    "response.content_part.added",
+    "response.reasoning_text.delta",
+    "response.reasoning_text.done",
+    "response.content_part.done",
+    "content_index",
+    ReasoningText,
+)
+_SUMMARY = _ReasoningEvents(
+    "response.reasoning_summary_part.added",
+    "response.reasoning_summary_text.delta",
+    "response.reasoning_summary_text.done",
+    "response.reasoning_summary_part.done",
+    "summary_index",
+    SummaryText,
+)
+
+
+def _num_shared(planned: PlannedTurn) -> int | None:
+    """Return how many tokens the reply has in common with the one that it continues; None if it continues none."""
+    request, prefix = planned.request, planned.prefix
+    if prefix is None or request.reply_start:
+        return None
+    return len(prefix.ids) - (request.fork_with is not None)
+
+
+class CandidateEventWriter:
+    """Writes the events of one candidate.
+
+    `output_indexes` yields the next free `output_index`. `summarizes`: the reasoning is written as its summary.
+    """
+
+    def __init__(
+        self, log: ResponseLog, output_indexes: Iterator[int], candidate: int, item_id: str, *, summarizes: bool
+    ) -> None:
         self._log = log
+        self._summarizes = summarizes
+        self._reasoning_events = _SUMMARY if summarizes else _CONTENT
         self._output_indexes = output_indexes
         self._candidate = candidate
         self._item_id = item_id
@@ -111,7 +171,7 @@ class CandidateEventWriter:
         self._end_reasoning()
         self._end_call(item.status)
         logprobs = self._log.logprobs.all_of(self._candidate)
-        items = {each.id: each for each in output_items(item, logprobs, score)}
+        items = {each.id: each for each in output_items(item, logprobs, score, summarizes=self._summarizes)}
         if self._item_id in items:
             self.begin_message()
             position = self._content_position(self._item_id)
@@ -121,22 +181,22 @@ class CandidateEventWriter:
         return {index: items[item_id] for item_id, index in self._output_index.items() if item_id in items}
 
     def _reasoning_delta(self, text: str) -> None:
-        item_id = reasoning_id(self._item_id)
+        item_id, events = reasoning_id(self._item_id), self._reasoning_events
         if not self._in_reasoning:
             self._in_reasoning = True
             self._add_item(reasoning_item(item_id, self._candidate, None, IN_PROGRESS))
-            self._log.append("response.content_part.added", **self._content_position(item_id), part=ReasoningText(""))
+            self._log.append(events.part_added, **self._reasoning_position(), part=events.part_type(""))
         self._reasoning.append(text)
-        self._log.append("response.reasoning_text.delta", **self._content_position(item_id), delta=text)
+        self._log.append(events.delta, **self._reasoning_position(), delta=text)
 
     def _end_reasoning(self) -> None:
         if not self._in_reasoning:
             return
         self._in_reasoning = False
-        item_id, text = reasoning_id(self._item_id), "".join(self._reasoning)
-        self._log.append("response.reasoning_text.done", **self._content_position(item_id), text=text)
-        self._log.append("response.content_part.done", **self._content_position(item_id), part=ReasoningText(text))
-        self._end_item(reasoning_item(item_id, self._candidate, text))
+        item_id, text, events = reasoning_id(self._item_id), "".join(self._reasoning), self._reasoning_events
+        self._log.append(events.done, **self._reasoning_position(), text=text)
+        self._log.append(events.part_done, **self._reasoning_position(), part=events.part_type(text))
+        self._end_item(reasoning_item(item_id, self._candidate, text, summarizes=self._summarizes))
 
     def _call_delta(self, delta: CallDelta) -> None:
         if delta.name:
@@ -173,6 +233,10 @@ class CandidateEventWriter:
     def _content_position(self, item_id: str) -> dict[str, object]:
         return {"item_id": item_id, "output_index": self._output_index[item_id], "content_index": 0}
 
+    def _reasoning_position(self) -> dict[str, object]:
+        item_id = reasoning_id(self._item_id)
+        return {"item_id": item_id, "output_index": self._output_index[item_id], self._reasoning_events.part_index: 0}
+
     def _call_position(self, number: int) -> dict[str, object]:
         item_id = call_item_id(self._item_id, number)
         return {"item_id": item_id, "output_index": self._output_index[item_id]}
@@ -188,15 +252,21 @@ class ResponseEventWriter:
         self._turn = planned.turn
         self._divergence = planned.prompt.divergence
         self._tokenizer = tokenizer
-        self.item_ids = tuple(new_id("msg") for _ in range(num_candidates(params)))
+        self.item_ids = tuple(derive_id("msg", planned.turn.id, index) for index in range(num_candidates(params)))
         self._held_logprobs: list[list[bytes]] = [[] for _ in self.item_ids]  # of text that is not sent yet
         output_indexes = count()
-        self._candidates = [CandidateEventWriter(log, output_indexes, *each) for each in enumerate(self.item_ids)]
+        summarizes = has_summary(planned.turn.echo)
+        self._candidates = [
+            CandidateEventWriter(log, output_indexes, *each, summarizes=summarizes) for each in enumerate(self.item_ids)
+        ]
         self._outputs: dict[int, Item] = {}
         self._wire_outputs: dict[int, OutputItem] = {}
         self._is_parsed = reply.is_parsed
         self._has_output = False
         self._is_cut = False
+        self._since_s = time.perf_counter()
+        self._first_output_s: float | None = None
+        self._statistics = Statistics(None, None, fork_at=_num_shared(planned))
         self._length_ends: list[bool] = []  # for each candidate that was cut off: whether by a dead end
 
     @property
@@ -224,11 +294,14 @@ class ResponseEventWriter:
 
     def started(self, event: ReplyStarted) -> None:
         extra = self._report_fields(event.report) if event.report is not None else {}
+        for name, value in extra.items():
+            setattr(self._statistics, name, value)
         self._progress("decode", event.num_prompt_tokens, event.num_cached_tokens, **extra)
 
     def delta(self, event: ReplyDelta) -> None:
         if not self._has_output:
             self._begin_output()
+            self._first_output_s = time.perf_counter()
         logprobs = self._logprobs_of_text(event) if event.logprobs else b""
         self._candidates[event.index].delta(event, logprobs)
 
@@ -253,6 +326,16 @@ class ResponseEventWriter:
         """Record why the response ends early without being cancelled; return the turn to store."""
         self._is_cut = True
         self._turn = replace(self._turn, echo={**self._turn.echo, "incomplete_details": {"reason": reason}})
+        return self._turn
+
+    def record_statistics(self, receipt: Receipt | None) -> Turn:
+        """Add the figures of the response, which ends now, to the turn; return the turn to store."""
+        figures = self._statistics
+        if self._first_output_s is not None:
+            figures.first_token_ms = round((self._first_output_s - self._since_s) * 1000, 1)
+            figures.decode_ms = round((time.perf_counter() - self._first_output_s) * 1000, 1)
+        figures.receipt = receipt
+        self._turn = replace(self._turn, echo={**self._turn.echo, STATISTICS: msgspec.to_builtins(figures)})
         return self._turn
 
     def status(self, event: ReplyFinished) -> str:
@@ -339,7 +422,7 @@ class CompactionEventWriter(ResponseEventWriter):
 
     def done(self, event: ReplyDone) -> None:
         self._outputs[event.index] = output_item(self._turn, self.item_ids[event.index], event, time.time())
-        item = Compaction(new_id("cmp"), encode_summary(event.text))
+        item = Compaction(derive_id("cmp", self._turn.id, event.index), encode_summary(event.text))
         self._wire_outputs[event.index] = item
         for kind in ("response.output_item.added", "response.output_item.done"):
             self._log.append(kind, output_index=event.index, item=item)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from chatcache.conversations.fork_points import check_runs_here
 from chatcache.conversations.prompt import Message
 from chatcache.conversations.store import ConversationStore, ItemQuery, StaleRevisionError
 from chatcache.conversations.tree import COMPLETED, ConversationTree, new_id, plan_response_deletion
@@ -33,6 +34,7 @@ from chatcache.gateway.errors import json_response
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.limits.admission import CHARS_PER_TOKEN
 from chatcache.gateway.middleware import cancel_on_disconnect, read_json
+from chatcache.gateway.peers import GatewayUnreachableError
 from chatcache.gateway.responses.create import (
     build_turn_request,
     find_running_reply,
@@ -40,21 +42,24 @@ from chatcache.gateway.responses.create import (
     resolve_references,
     start_idempotent_response,
     start_response,
+    with_local_end,
 )
-from chatcache.gateway.responses.event_log import TERMINAL, LogReader
+from chatcache.gateway.responses.event_log import TERMINAL, LogReader, ResponseLog
+from chatcache.gateway.responses.log_frames import has_references, in_turns
 from chatcache.gateway.responses.registry import Run
 from chatcache.gateway.responses.state import (
     encode_created_response,
     encode_logged_response,
     load_response_tree,
+    no_stream_error,
     stored_response,
-    stream_expired_error,
 )
 from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unknown_fields
 from chatcache.gateway.schemas.requests import (
     CompactFields,
     DeliveryFields,
     ResponseFields,
+    ResponseThinkingFields,
     SamplingFields,
     ThinkingFields,
 )
@@ -73,6 +78,7 @@ from chatcache.gateway.schemas.responses import (
 PING = b": keep-alive\n"
 _FORMAT = SseFormat(keep_alive=PING)
 JSON_TYPE = "application/json"
+MAX_WHOLE_BYTES = 256 * 1024  # of an answer that is sent as one piece
 
 
 async def create_response(request: Request) -> Response:
@@ -80,7 +86,7 @@ async def create_response(request: Request) -> Response:
     gateway = gateway_of(request)
     body = await read_json(request)
     delivery = parse_fields(body, DeliveryFields)
-    ignored = unknown_fields(body, DeliveryFields, ResponseFields, SamplingFields, ThinkingFields)
+    ignored = unknown_fields(body, DeliveryFields, ResponseFields, SamplingFields, ResponseThinkingFields)
     principal, idempotency_key = principal_of(request), IdempotencyKey.from_request(request, "response", body)
     # A stored response starts even if the client has disconnected: resending the request would duplicate it.
     if idempotency_key is not None:
@@ -99,7 +105,7 @@ async def create_response(request: Request) -> Response:
         return Response(encode_created_response(run.log), headers=headers, media_type=JSON_TYPE)
     with run.log.reader():
         await cancel_on_disconnect(request, _wait_until_finished(gateway, run))
-    return Response(encode_logged_response(run.log), headers=headers, media_type=JSON_TYPE)
+    return _logged_answer(run.log, headers)
 
 
 async def compact_response(request: Request) -> Response:
@@ -152,18 +158,20 @@ async def _replay_response(
     Raises: NotFoundError if it was deleted.
     """
     gateway, owner = gateway_of(request), owner_of(request)
-    logged = gateway.responses.find(owner, response_id)
-    if logged is None:  # its log has expired, or another gateway has it
+    logged = await gateway.find_response(owner, response_id, ended=bool(delivery.stream))
+    if logged is None:  # its log has expired
         tree = await load_response_tree(gateway.opened_store(), owner, response_id)
         if delivery.stream:
-            raise stream_expired_error(response_id)
+            raise no_stream_error(tree, response_id)
         return json_response(stored_response(tree, response_id), headers=headers)
     if delivery.stream:
         return LogStream(gateway, logged.log.reader(), headers)
     if not delivery.background and logged.run is not None:
         with logged.log.reader():
             await cancel_on_disconnect(request, _wait_until_finished(gateway, logged.run))
-    return Response(encode_logged_response(logged.log), headers=headers, media_type=JSON_TYPE)
+        if logged.log.failure is not None:
+            raise logged.log.failure
+    return _logged_answer(logged.log, headers)
 
 
 async def _wait_until_finished(gateway: Gateway, run: Run) -> None:
@@ -184,6 +192,7 @@ class LogStream(EventStream):
         self._is_complete = False
         self._num_sent = reader.sent_number + 1  # numbered frames
         self._has_ended = False
+        self._is_within_frame = False  # has sent a part of a frame
         super().__init__(
             self._frames(),
             keep_alive_s=gateway.config.sse_keep_alive_interval_s,
@@ -195,9 +204,9 @@ class LogStream(EventStream):
     def closing_frame(self, error: ChatcacheError) -> bytes:
         """Return OpenAI's `error` event with the next number.
 
-        Returns b"" after the terminal event.
+        Returns b"" after the terminal event, and within an event.
         """
-        if self._has_ended:
+        if self._has_ended or self._is_within_frame:
             return b""
         body = {"code": error.code, "message": error.message, "param": error.param}
         return _sse_event("error", encode({"type": "error", "sequence_number": self._num_sent, **body}))
@@ -207,12 +216,23 @@ class LogStream(EventStream):
             await super().__call__(scope, receive, send)
 
     async def _frames(self) -> AsyncGenerator[bytes, None]:
-        """Yield all available frames in one chunk, each with its OpenAI event name."""
-        while frames := await self._reader.next():
-            yield b"".join(_sse_event(frame.kind, frame.data) for frame in frames)
-            # The consumer asks for more only after it has sent these.
-            self._num_sent += len(frames)
-            self._has_ended |= any(frame.kind in TERMINAL for frame in frames)
+        """Yield all available frames in one chunk, each with its OpenAI event name, or one large frame in several."""
+        try:
+            while frames := await self._reader.next():
+                if has_references(frames[0]):
+                    self._is_within_frame = True
+                    yield b"event: %s\ndata: " % frames[0].kind.encode()
+                    async for piece in self._reader.pieces(frames[0]):
+                        yield piece
+                    yield b"\n\n"
+                    self._is_within_frame = False
+                else:
+                    yield b"".join(_sse_event(frame.kind, frame.data) for frame in frames)
+                # The consumer asks for more only after it has sent these.
+                self._num_sent += len(frames)
+                self._has_ended |= any(frame.kind in TERMINAL for frame in frames)
+        except ChatcacheError as error:  # another gateway ran the response, and does not answer any more
+            yield self.closing_frame(error)
         self._is_complete = True
 
     async def _count_disconnect(self) -> None:
@@ -222,6 +242,15 @@ class LogStream(EventStream):
 
 def _sse_event(kind: str, data: bytes) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
+
+
+def _logged_answer(log: ResponseLog, headers: Mapping[str, str]) -> Response:
+    """Return the response object of a log, in pieces if it has many log-probabilities."""
+    data = encode_logged_response(log)
+    pieces = log.logprobs.pieces(data)
+    if log.logprobs.num_resolved_bytes(data) <= MAX_WHOLE_BYTES:
+        return Response(b"".join(pieces), headers=dict(headers), media_type=JSON_TYPE)
+    return StreamingResponse(in_turns(pieces), headers=dict(headers), media_type=JSON_TYPE)
 
 
 _MAX_DIGITS = 15
@@ -242,7 +271,7 @@ async def delete_response(request: Request) -> Response:
     """
     gateway, owner, store = gateway_of(request), owner_of(request), store_of(request)
     response_id = request.path_params["id"]
-    logged = gateway.responses.find(owner, response_id)
+    logged = await gateway.find_response(owner, response_id)
     if logged is not None and logged.run is not None:
         await logged.run.cancel()
     await gateway.pending_saves.flush(response_id)
@@ -254,6 +283,8 @@ async def delete_response(request: Request) -> Response:
     else:
         await _delete_response(gateway, store, tree, response_id)
     gateway.responses.remove(response_id)
+    if gateway.peers is not None:
+        gateway.peers.publish_removal(owner, response_id)
     return json_response(DeletedResponse(response_id, "response", deleted=True))
 
 
@@ -263,11 +294,15 @@ async def cancel_response(request: Request) -> Response:
     It contains a receipt: tokens generated after the cancel, pages freed and latency. A response that has ended is
     returned unchanged.
     """
-    logged = gateway_of(request).responses.find(owner_of(request), request.path_params["id"])
-    if logged is not None and logged.run is not None:
-        await logged.run.cancel()
-        return Response(encode_logged_response(logged.log), media_type=JSON_TYPE)
-    return await _current_response(request)
+    logged = await gateway_of(request).find_response(owner_of(request), request.path_params["id"])
+    if logged is not None:
+        if logged.run is not None:
+            await logged.run.cancel()
+        return _logged_answer(logged.log, {})
+    response_id = request.path_params["id"]
+    tree = await load_response_tree(store_of(request), owner_of(request), response_id)
+    check_runs_here(tree.turns[response_id], "cancel", "response_id")
+    return json_response(stored_response(tree, response_id))
 
 
 async def list_input_items(request: Request) -> Response:
@@ -284,14 +319,15 @@ async def count_input_tokens(request: Request) -> Response:
     body = await read_json(request)
     fields = parse_fields(body, ResponseFields)
     parse_fields(body, SamplingFields)  # validates the same fields as POST /v1/responses
-    thinking_fields = parse_fields(body, ThinkingFields)
-    ignored = unknown_fields(body, ResponseFields, SamplingFields, ThinkingFields)
+    thinking_fields = parse_fields(body, ResponseThinkingFields)
+    ignored = unknown_fields(body, ResponseFields, SamplingFields, ResponseThinkingFields)
     model = await gateway.require_model(fields.model)
     functions = parse_response_tools(model, fields).functions
     running = await find_running_reply(gateway, owner, fields)
     given = await resolve_references(gateway, owner, fields.input)
     thinking = parse_thinking(thinking_fields, model.service.thinking)
     turn = build_turn_request(fields, given, owner, gateway.model_name, functions, running, thinking)
+    turn = with_local_end(gateway, turn)
     async with gateway.tokenize_throttle.acquire(owner, len(await request.body())):
         planned = await model.conversations.plan(turn)
     result = InputTokens("response.input_tokens", len(planned.prompt.token_ids))
@@ -300,19 +336,19 @@ async def count_input_tokens(request: Request) -> Response:
 
 async def _current_response(request: Request) -> Response:
     gateway, owner, response_id = gateway_of(request), owner_of(request), request.path_params["id"]
-    logged = gateway.responses.find(owner, response_id)
-    if logged is not None:
-        return Response(encode_logged_response(logged.log), media_type=JSON_TYPE)
+    with contextlib.suppress(GatewayUnreachableError):  # the stored state is the answer then
+        logged = await gateway.find_response(owner, response_id)
+        if logged is not None:
+            return _logged_answer(logged.log, {})
     tree = await load_response_tree(store_of(request), owner, response_id)
     return json_response(stored_response(tree, response_id))
 
 
 async def _resume_stream(request: Request, after: int) -> Response:
     gateway, owner, response_id = gateway_of(request), owner_of(request), request.path_params["id"]
-    logged = gateway.responses.find(owner, response_id)
+    logged = await gateway.find_response(owner, response_id, ended=True)
     if logged is None:
-        await load_response_tree(store_of(request), owner, response_id)
-        raise stream_expired_error(response_id)
+        raise no_stream_error(await load_response_tree(store_of(request), owner, response_id), response_id)
     reader = logged.log.reader(after)
     gateway.metrics.resumed.labels(transport="sse").inc()
     return LogStream(gateway, reader, {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 from msgspec import UNSET
@@ -21,11 +21,14 @@ from chatcache.gateway.schemas.responses import (
     Response,
     ResponseText,
     ResponseUsage,
+    SummaryText,
 )
 from chatcache.gateway.schemas.server import MissCause
 from chatcache.types.events import FINISH_LENGTH
 
-HAS_LOGPROBS = "has_logprobs"  # key of `Turn.echo`, not sent to clients
+# Keys of `Turn.echo` that are not part of the response object.
+HAS_LOGPROBS = "has_logprobs"
+STATISTICS = "statistics"
 # Fields that `Turn.echo` has for every request. An imported turn may lack them.
 _ECHO_DEFAULTS: dict[str, Any] = {
     "conversation": None,
@@ -73,16 +76,20 @@ def response_object(turn: Turn, output: Sequence[OutputItem], incomplete: str | 
 
 
 def output_items(
-    item: Item, logprobs: list[TokenLogprob] | None = None, score: float | None = None
+    item: Item,
+    logprobs: list[TokenLogprob] | None = None,
+    score: float | None = None,
+    *,
+    summarizes: bool = False,
 ) -> tuple[ReplyItem, ...]:
     """Convert a finished candidate into output items: its reasoning, its text, its calls.
 
-    A candidate without calls has a message, even if it is empty.
+    A candidate without calls has a message, even if it is empty. `summarizes`: the reasoning is sent as its summary.
     """
     parts = item.parts
     items: list[ReplyItem] = []
     if parts.reasoning:
-        items.append(reasoning_item(reasoning_id(item.id), item.index, parts.reasoning))
+        items.append(reasoning_item(reasoning_id(item.id), item.index, parts.reasoning, summarizes=summarizes))
     if item.text or not parts.tool_calls:
         items.append(
             OutputMessage(
@@ -101,10 +108,21 @@ def output_items(
     return tuple(items)
 
 
-def reasoning_item(item_id: str, candidate: int, text: str | None, status: str = COMPLETED) -> Reasoning:
+def reasoning_item(
+    item_id: str, candidate: int, text: str | None, status: str = COMPLETED, *, summarizes: bool = False
+) -> Reasoning:
     """Build a reasoning item; `text` is None before the first token."""
-    content = [ReasoningText(text)] if text is not None else []
-    return Reasoning(item_id, cast(ItemStatus, status), summary=[], content=content, candidate=candidate)
+    item = Reasoning(item_id, cast(ItemStatus, status), summary=[], content=[], candidate=candidate)
+    if text is not None and summarizes:
+        item.summary.append(SummaryText(text))
+    elif text is not None:
+        item.content.append(ReasoningText(text))
+    return item
+
+
+def has_summary(echo: Mapping[str, Any]) -> bool:
+    """Whether the request of a response asked for a summary of the reasoning. `echo`: of its turn, or the response."""
+    return bool((echo.get("reasoning") or {}).get("summary"))
 
 
 def call_item(item_id: str, candidate: int, call: ToolCall, status: str) -> FunctionCall:

@@ -1,11 +1,14 @@
 """Registry of responses that can be read, resumed, steered or cancelled.
 
-Holds running responses, and the logs of those that ended recently.
+Holds running responses, and the logs of those that ended recently. `Checkpointer` stores the output of running ones
+about once a second.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,17 +16,20 @@ from typing import Protocol
 
 from chatcache.conversations.checkpoints import ReplyCheckpoint
 from chatcache.conversations.fork_points import ReplyPrefix
+from chatcache.conversations.store import ConversationStore, StoreUnavailableError
 from chatcache.errors import NotFoundError
 from chatcache.gateway.responses.event_log import ResponseLog
 from chatcache.gateway.responses.steering import Steer
 from chatcache.gateway.schemas.responses import Receipt
+
+log = logging.getLogger(__name__)
 
 KEEP_ENDED_S = 15 * 60.0
 MAX_ENDED_BYTES = 32 * 1024 * 1024
 
 
 class Run(Protocol):
-    """A running response (implemented by `responses.run.LiveResponse`)."""
+    """A running response: `responses.run.LiveResponse` here, `peers.RemoteResponse` on another gateway."""
 
     id: str
     owner: str
@@ -39,15 +45,14 @@ class Run(Protocol):
         """Take the last checkpoint as stored."""
         ...
 
-    def candidate_index(self, item_id: str) -> int | None:
-        """Return the index of the candidate that will be stored under this message id."""
-        ...
-
-    async def reply_prefix(self, index: int, num_tokens: int | None, fork_with: int | None) -> ReplyPrefix:
+    async def reply_prefix(
+        self, item_id: str | None, num_tokens: int | None, fork_with: int | None
+    ) -> ReplyPrefix | None:
         """Return the beginning of a candidate that is being generated, for a fork to continue.
 
-        It has all tokens so far, or the first `num_tokens`, then the token `fork_with` if given. Raises:
-        InvalidRequestError.
+        The candidate is the one that will be stored under `item_id`, or else the first that was not dropped. The
+        beginning has all tokens so far, or the first `num_tokens`, then the token `fork_with` if given. Returns None
+        without such a candidate, or if the response has ended. Raises: InvalidRequestError.
         """
         ...
 
@@ -58,12 +63,7 @@ class Run(Protocol):
         """
         ...
 
-    @property
-    def first_active_candidate(self) -> int:
-        """Index of the first candidate that was not dropped."""
-        ...
-
-    def check_drop(self, candidate: int) -> bool:
+    async def check_drop(self, candidate: int) -> bool:
         """Whether dropping this candidate cancels the response.
 
         Raises: ChatcacheError if it cannot be dropped.
@@ -78,8 +78,8 @@ class Run(Protocol):
         """
         ...
 
-    async def cancel(self) -> Receipt | None:
-        """End the response within one engine step and wait for the end.
+    async def cancel(self, reason: str = "") -> Receipt | None:
+        """End the response within one engine step and wait for the end; `reason`: why it is incomplete.
 
         Returns the receipt (see `Receipt`); None if the response had already ended.
         """
@@ -124,6 +124,7 @@ class ResponseRegistry:
         self._ended: dict[str, LoggedResponse] = {}
         self._sizes: dict[str, int] = {}
         self._ended_bytes = 0
+        self.on_end: Callable[[Run], None] | None = None  # called when a response has ended
 
     @property
     def num_ended_bytes(self) -> int:
@@ -139,7 +140,9 @@ class ResponseRegistry:
         found = self._live.pop(response_id, None)
         if found is None:
             return
-        found.run, found.ended_s = None, self._clock()
+        run, found.run, found.ended_s = found.run, None, self._clock()
+        if self.on_end is not None and run is not None:
+            self.on_end(run)
         if keep:
             self._ended[response_id] = found
             self._sizes[response_id] = found.num_bytes
@@ -176,3 +179,44 @@ class ResponseRegistry:
             if first.ended_s >= oldest_s and self._ended_bytes <= self._max_ended_bytes:
                 return
             self.remove(first.id)
+
+
+CHECKPOINT_INTERVAL_S = 0.75  # with the time to write them, output is stored within a second
+_MAX_BATCH = 64  # responses whose checkpoints are written at once
+
+
+class Checkpointer:
+    """Collects new output of running responses and stores it in batches; tokens themselves cost nothing more."""
+
+    def __init__(self, responses: ResponseRegistry, store: ConversationStore) -> None:
+        self._responses = responses
+        self._store = store
+
+    async def loop(self) -> None:
+        """Store checkpoints until cancelled. While the store is unavailable, the output waits for the next round."""
+        while True:
+            await asyncio.sleep(CHECKPOINT_INTERVAL_S)
+            try:
+                with contextlib.suppress(StoreUnavailableError):
+                    await self.save()
+            except Exception:
+                log.exception("checkpoints of running responses could not be stored")
+
+    async def save(self) -> None:
+        """Store the new output of all running responses. Raises: StoreUnavailableError."""
+        batch: list[tuple[Run, ReplyCheckpoint]] = []
+        for run in self._responses.running():
+            checkpoint = run.checkpoint()
+            if checkpoint is not None:
+                batch.append((run, checkpoint))
+                await asyncio.sleep(0)  # streams go on meanwhile
+            if len(batch) == _MAX_BATCH:
+                await self._write(batch)
+                batch = []
+        await self._write(batch)
+
+    async def _write(self, batch: list[tuple[Run, ReplyCheckpoint]]) -> None:
+        if batch:
+            await self._store.checkpoint([checkpoint for _, checkpoint in batch])
+            for run, _ in batch:
+                run.confirm_checkpoint()

@@ -52,6 +52,7 @@ from chatcache.types.events import FINISH_CANCELLED, STOP_DEAD_END
 log = logging.getLogger(__name__)
 
 _BATCH_INTERVAL_S = 0.033
+_EVENTS_PER_TURN = 8  # of the event loop
 _MIN_FIRST_READER_S = 2.0  # time for the client to start reading
 
 
@@ -259,6 +260,7 @@ class LiveResponse:
         self._checkpoints = CheckpointEncoder()
         self._checkpoint_progress = self._pending_progress = (0, 0)  # numbers of tokens and of finished candidates
         self._cancelled_s: float | None = None
+        self._cancel_reason = ""
         self._interrupted = False
         self._num_tokens_at_cancel = 0
         self._receipt: Receipt | None = None
@@ -291,10 +293,6 @@ class LiveResponse:
         reply = (message_from_item(main_output(outputs, COMPLETED)),) if outputs else ()
         return (*self._planned.request.input, *reply)
 
-    def candidate_index(self, item_id: str) -> int | None:
-        """Return the index of the candidate that will be stored under this message id."""
-        return self._writer.item_ids.index(item_id) if item_id in self._writer.item_ids else None
-
     def checkpoint(self) -> ReplyCheckpoint | None:
         """Return the output since the last checkpoint, None without any or if the response is not stored."""
         if self._conversation is None or not self._options.generate or self.log.terminal is not None:
@@ -311,22 +309,29 @@ class LiveResponse:
         self._checkpoints.confirm()
         self._checkpoint_progress = self._pending_progress
 
-    async def reply_prefix(self, index: int, num_tokens: int | None, fork_with: int | None) -> ReplyPrefix:
+    async def reply_prefix(
+        self, item_id: str | None, num_tokens: int | None, fork_with: int | None
+    ) -> ReplyPrefix | None:
         """Return the beginning of a candidate that is being generated, for a fork to continue.
 
-        It has all tokens so far, or the first `num_tokens`, then the token `fork_with` if given. Raises:
-        InvalidRequestError.
+        The candidate is the one that will be stored under `item_id`, or else the first that was not dropped. The
+        beginning has all tokens so far, or the first `num_tokens`, then the token `fork_with` if given. Returns None
+        without such a candidate, or if the response has ended. Raises: InvalidRequestError.
         """
-        candidate = self._reply.candidates[index]
+        item_ids = self._writer.item_ids
+        if self.log.terminal is not None or (item_id is not None and item_id not in item_ids):
+            return None
+        candidate = self._reply.candidates[self._drops.first_active if item_id is None else item_ids.index(item_id)]
         ids = candidate.fork_ids(num_tokens, fork_with)  # copied now, because the candidate keeps growing
         return await asyncio.to_thread(candidate.make_prefix, self._planned.turn, ids, is_exact=fork_with is not None)
 
-    async def cancel(self) -> Receipt | None:
-        """End the response within one engine step and wait for the end.
+    async def cancel(self, reason: str = "") -> Receipt | None:
+        """End the response within one engine step and wait for the end; `reason`: why it is incomplete.
 
         Returns the receipt (see `Receipt`); None if the response had already ended.
         """
         if self._cancelled_s is None:
+            self._cancel_reason = reason
             self._cancelled_s = time.perf_counter()
             self._num_tokens_at_cancel = self._reply.num_tokens
         await self._reply.cancel()
@@ -339,12 +344,7 @@ class LiveResponse:
         await self._reply.cancel()
         await asyncio.wait([self.task])
 
-    @property
-    def first_active_candidate(self) -> int:
-        """Index of the first candidate that was not dropped."""
-        return self._drops.first_active
-
-    def check_drop(self, candidate: int) -> bool:
+    async def check_drop(self, candidate: int) -> bool:
         """Whether all other candidates have ended, so that dropping this one is a cancel.
 
         Raises: InvalidRequestError, UnsupportedParameterError, NotFoundError if it cannot be dropped.
@@ -402,14 +402,18 @@ class LiveResponse:
         """Handle all events of the reply; deltas are batched while there are many."""
         batcher = DeltaBatcher(self._write_delta, _BATCH_INTERVAL_S)
         try:
+            num_events = 0
             async for event in record_reply_metrics(self._reply, self._gateway.metrics):
+                num_events += 1
+                if num_events % _EVENTS_PER_TURN == 0:  # those of a step are here already: many candidates have many
+                    await asyncio.sleep(0)
                 if isinstance(event, (ReplyDelta, ReplyBeams)):
                     batcher.push(event)
                 else:
-                    batcher.flush()
+                    await batcher.flush()
                     await self._handle_event(event)
         except Exception:
-            batcher.flush()  # write the remaining text before the failure
+            await batcher.flush()  # write the remaining text before the failure
             raise
         finally:
             batcher.close()
@@ -445,8 +449,11 @@ class LiveResponse:
             self._planned = replace(self._planned, turn=turn)
         elif event.cancelled:
             self._receipt = self._stop_receipt(event)
+            if self._cancel_reason:
+                self._planned = replace(self._planned, turn=self._writer.mark_incomplete(self._cancel_reason))
         elif self._writer.ended_in_dead_ends:
             self._planned = replace(self._planned, turn=self._writer.mark_incomplete(STOP_DEAD_END))
+        self._planned = replace(self._planned, turn=self._writer.record_statistics(self._receipt))
         is_saved = await self._store(self._writer.status(event), usage)
         self._writer.finished(event, self._receipt, is_saved=is_saved)
 

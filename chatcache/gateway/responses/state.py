@@ -8,13 +8,14 @@ from typing import Any
 import msgspec
 
 from chatcache.conversations.store import ConversationStore
-from chatcache.conversations.tree import DELETED, IN_PROGRESS, ConversationTree, ToolCall
-from chatcache.errors import InvalidRequestError, NotFoundError
+from chatcache.conversations.tree import DELETED, IN_PROGRESS, ConversationTree, ResponseElsewhereError, ToolCall
+from chatcache.errors import ChatcacheError, InvalidRequestError, NotFoundError
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.responses.event_log import TERMINAL, ResponseLog
 from chatcache.gateway.responses.objects import (
     HAS_LOGPROBS,
     call_item,
+    has_summary,
     incomplete_reason,
     output_items,
     output_text,
@@ -40,7 +41,10 @@ class _ItemDone(msgspec.Struct):
 
 
 def encode_logged_response(log: ResponseLog) -> bytes:
-    """Encode the response object: the final one with its receipt, or the current state."""
+    """Encode the response object: the final one with its receipt, or the current state.
+
+    It refers to `log.logprobs`.
+    """
     milestones = log.milestones()
     first = next(milestones)
     if first.kind in TERMINAL:
@@ -48,9 +52,10 @@ def encode_logged_response(log: ResponseLog) -> bytes:
         return _with_member(response, b'"saved":false') if log.is_unsaved else response
     created = msgspec.json.decode(first.data, type=_Lifecycle)
     finished = [msgspec.json.decode(frame.data, type=_ItemDone) for frame in milestones]
-    outputs: dict[Any, object] = {text["output_index"]: _unfinished_item(text) for text in log.texts()}
-    outputs |= {done.output_index: done.item for done in finished}
     response = msgspec.json.decode(created.response)
+    summarizes = has_summary(response)
+    outputs: dict[Any, object] = {text["output_index"]: _unfinished_item(text, summarizes) for text in log.texts()}
+    outputs |= {done.output_index: done.item for done in finished}
     return encode({**response, "output": [outputs[index] for index in sorted(outputs)]})
 
 
@@ -63,15 +68,18 @@ def stored_response(tree: ConversationTree, response_id: str) -> Response:
     """Build the response object of a stored response. It names log-probabilities, which are not stored, as omitted."""
     turn = tree.turns[response_id]
     outputs = tree.outputs(response_id)
-    items = [item for output in outputs for item in output_items(output)]
+    summarizes = has_summary(turn.echo)
+    items = [item for output in outputs for item in output_items(output, summarizes=summarizes)]
     response = response_object(turn, items, incomplete_reason(turn, outputs))
     if turn.echo.get(HAS_LOGPROBS):
         response.omitted = [LOGPROBS]
     return response
 
 
-def stream_expired_error(response_id: str) -> InvalidRequestError:
-    """Return the error for streaming a response whose log no longer exists."""
+def no_stream_error(tree: ConversationTree, response_id: str) -> ChatcacheError:
+    """Return the error for streaming a response without a log: another gateway has it, or it no longer exists."""
+    if tree.turns[response_id].status == IN_PROGRESS:
+        return ResponseElsewhereError(response_id, "stream", "stream")
     message = f"the events of {response_id[:128]} are no longer available: retrieve it without stream"
     return InvalidRequestError(message, param="stream", code="stream_expired")
 
@@ -105,7 +113,7 @@ def _with_member(response: bytes, member: bytes) -> bytes:
     return b"%s,%s}" % (response[:-1], member)
 
 
-def _unfinished_item(text: Mapping[str, Any]) -> OutputItem:
+def _unfinished_item(text: Mapping[str, Any], summarizes: bool) -> OutputItem:
     """Build an output item that is still being generated."""
     item_id, candidate = text["item_id"], text["candidate"]
     if text["type"] == "function_call":
@@ -113,5 +121,5 @@ def _unfinished_item(text: Mapping[str, Any]) -> OutputItem:
         call = ToolCall(text["call_id"], name, text["arguments"])
         return call_item(item_id, candidate, call, IN_PROGRESS)
     if text["type"] == "reasoning":
-        return reasoning_item(item_id, candidate, text["text"], IN_PROGRESS)
+        return reasoning_item(item_id, candidate, text["text"], IN_PROGRESS, summarizes=summarizes)
     return OutputMessage(item_id, "assistant", "in_progress", [output_text(text["text"])], candidate)

@@ -22,7 +22,10 @@ MAX_PENDING_BYTES = 1024 * 1024
 _FIELDS = frozenset({"type", "previous_response_id", "input"})
 _MESSAGE_FIELDS = frozenset({"type", "role", "content"})
 # Fields of a request that belong to its place in a conversation; a response that continues it does not repeat them.
-_POSITION_FIELDS = ("input", "conversation", "previous_item_id", "previous_response_id", "fork_at", "fork_with", "rev")
+_POSITION_FIELDS = (
+    *("input", "conversation", "previous_item_id", "previous_response_id", "fork_at", "fork_with", "rev"),
+    "continue_final_message",
+)
 
 
 class SteerRefusedError(ChatcacheError):

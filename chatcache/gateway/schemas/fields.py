@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 import msgspec
 from msgspec import inspect
@@ -125,13 +126,26 @@ _TYPES = {
 
 
 def _list_choices(kind: type[msgspec.Struct], param: str) -> list[str]:
-    """List the values of a field that is one of several constants; none for other fields and elements of lists."""
-    types: list[Any] = [kind]
-    for name in param.split("."):
-        structs = [each for each in types if isinstance(each, type) and issubclass(each, msgspec.Struct)]
-        hints = [field.type for each in structs for field in msgspec.structs.fields(each) if field.encode_name == name]
-        types = [part for hint in hints for part in (hint, *get_args(hint))]
-    return [str(value) for each in types if get_origin(each) is Literal for value in get_args(each)]
+    """List the values of a field, or of the elements of a list, that is one of several constants; else none."""
+    hints: list[Any] = [kind]
+    for name in re.findall(r"[^.\[\]]+", param):
+        parts = [part for hint in hints for part in _parts_of(hint)]
+        if name.isdigit():
+            hints = [get_args(each)[0] for each in parts if get_origin(each) in (list, Sequence)]
+        else:
+            structs = [each for each in parts if isinstance(each, type) and issubclass(each, msgspec.Struct)]
+            fields = [field for each in structs for field in msgspec.structs.fields(each) if field.encode_name == name]
+            hints = [field.type for field in fields]
+    literals = [each for hint in hints for each in _parts_of(hint) if get_origin(each) is Literal]
+    return [str(value) for each in literals for value in get_args(each)]
+
+
+def _parts_of(hint: Any) -> Iterator[Any]:
+    """Yield a type, those of a union and of an annotated type."""
+    yield hint
+    if get_origin(hint) in (Annotated, Union, UnionType):
+        for each in get_args(hint):
+            yield from _parts_of(each)
 
 
 def _describe_limit(param: str, message: str, choices: Sequence[str] = ()) -> str:

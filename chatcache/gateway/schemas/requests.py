@@ -22,14 +22,34 @@ FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 CallId = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
-class Part(msgspec.Struct, frozen=True):
-    """A part of a message. `refusal`: the text of a part of type `refusal`."""
+class FileFields(msgspec.Struct, frozen=True):
+    """A text file or PDF, in base64 or as a data URL. `file_id`, `file_url`: files are not fetched."""
 
-    without_effect: ClassVar = frozenset({"annotations", "logprobs"})  # of output parts that are sent back
+    without_effect: ClassVar = frozenset({"detail"})
+
+    file_data: str | None = None
+    filename: str | None = None
+    file_id: str | None = None
+    file_url: str | None = None
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A part of a message. `refusal`: the text of a part of type `refusal`.
+
+    A part of type `file` has a `file`; a part of type `input_file` has the fields of a file itself.
+    """
+
+    # Of output parts that are sent back; of input files.
+    without_effect: ClassVar = frozenset({"annotations", "logprobs", "detail"})
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    file: FileFields | None = None
+    file_data: str | None = None
+    filename: str | None = None
+    file_id: str | None = None
+    file_url: str | None = None
 
 
 Parts = Annotated[list[Part], Meta(max_length=MAX_PARTS)]
@@ -146,6 +166,7 @@ Tools = Annotated[list[ToolFields], Meta(max_length=MAX_TOOLS)]
 
 
 MAX_MESSAGES = 4096
+MAX_NEW_ITEMS = 1024  # that one request adds to a conversation: other users wait while they are stored
 MAX_PROMPTS = 64
 MAX_BAD_WORDS = 64
 MAX_ALLOWED_TOKEN_IDS = 300_000  # more than any vocabulary has
@@ -245,9 +266,15 @@ class SamplingFields(msgspec.Struct, frozen=True):
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True):
-    """`reasoning` of the Responses API: the effort, `none` to `max`. No summaries are written."""
+    """`reasoning` of the Responses API: the effort, `none` to `max`."""
 
     effort: ShortText | None = None
+
+
+class SummarizedReasoning(ReasoningOptions, frozen=True):
+    """`reasoning` of a response. With a `summary` of any kind, clients get the reasoning itself as its summary."""
+
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ThinkingFields(msgspec.Struct, frozen=True):
@@ -265,6 +292,15 @@ class ThinkingFields(msgspec.Struct, frozen=True):
     thinking_token_budget: Annotated[int, Meta(ge=0, le=_INT32_MAX)] | None = None
     preserve_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ResponseThinkingFields(ThinkingFields, frozen=True):
+    reasoning: SummarizedReasoning | None = None
+
+    @property
+    def summary(self) -> str | None:
+        """The kind of summary that the request asks for."""
+        return self.reasoning.summary if self.reasoning is not None else None
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -336,6 +372,7 @@ class ResponseFields(msgspec.Struct, frozen=True):
     previous_item_id: Id | None = None
     fork_at: Annotated[int, Meta(ge=0, le=_INT32_MAX)] | None = None
     fork_with: TokenId | None = None
+    continue_final_message: bool | None = None
     rev: Annotated[int, Meta(ge=0, le=2**53)] | None = None
     store: bool | None = None
     max_output_tokens: Count | None = None
@@ -388,7 +425,7 @@ class WarmthFields(msgspec.Struct, frozen=True):
 class ConversationFields(msgspec.Struct, frozen=True):
     """A new conversation."""
 
-    items: Annotated[list[MessageFields], Meta(max_length=MAX_MESSAGES)] | None = None
+    items: Annotated[list[MessageFields], Meta(max_length=MAX_NEW_ITEMS)] | None = None
     metadata: Annotated[dict[ShortText, ShortText], Meta(max_length=16)] | None = None
     title: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
 
@@ -399,9 +436,22 @@ class ItemsFields(msgspec.Struct, frozen=True):
     `parent_id`: the message to follow (absent: the active leaf), or "root".
     """
 
-    items: Annotated[list[MessageFields], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    items: Annotated[list[MessageFields], Meta(min_length=1, max_length=MAX_NEW_ITEMS)]
     parent_id: Id | None = None
     rev: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+
+
+class BranchFields(msgspec.Struct, frozen=True):
+    """A branch to copy: `leaf` is its last message (absent: the active leaf). `title`: absent for the same."""
+
+    leaf: Id | None = None
+    title: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
+
+
+class ShareFields(msgspec.Struct, frozen=True):
+    """A branch to share: `leaf` is its last message (absent: the active leaf)."""
+
+    leaf: Id | None = None
 
 
 class TitleFields(msgspec.Struct, frozen=True):
@@ -452,7 +502,10 @@ class CreateFields(msgspec.Struct, frozen=True):
 
 
 class CancelFields(msgspec.Struct, frozen=True):
+    """End a running response. `reason`: "steered" if the client continues with another message."""
+
     response_id: Id
+    reason: Literal["steered"] | None = None
 
 
 class DropFields(msgspec.Struct, frozen=True):
@@ -539,10 +592,10 @@ class SearchQuery(ListQuery):
 class ExportQuery(msgspec.Struct):
     """Format and extent of an export.
 
-    `branch`: last message of the branch, or "all". Default: all for JSON, the active one for Markdown.
+    `branch`: last message of the branch, or "all" (not for HTML). Default: all for JSON, the active one otherwise.
     """
 
-    format: Literal["json", "markdown"] = "json"
+    format: Literal["json", "markdown", "html"] = "json"
     branch: str | None = None
 
 
@@ -553,6 +606,18 @@ class ImportQuery(msgspec.Struct):
     """
 
     dry_run: bool = False
+
+
+class AttachmentQuery(msgspec.Struct):
+    """`filename`: the name that the model reads before the text."""
+
+    filename: str = "file"
+
+
+class TokensQuery(msgspec.Struct):
+    """`top`: return each token with its probability, and as many of the most likely tokens."""
+
+    top: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
 
 class TokenQuery(msgspec.Struct):

@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from chatcache.conversations import tree
 from chatcache.gateway.schemas.completions import OutputTokensDetails, PromptTokensDetails, TokenLogprob
 from chatcache.gateway.schemas.errors import ErrorDetail
-from chatcache.gateway.schemas.server import CacheLookup
+from chatcache.gateway.schemas.server import CacheLookup, MissCause
 
 Entry = TypeVar("Entry")
 
@@ -163,6 +163,22 @@ class ImportEntry(msgspec.Struct):
     error: ErrorDetail | UnsetType = UNSET
 
 
+class Attachment(msgspec.Struct):
+    """The text of a file.
+
+    `num_pages`: of a PDF. `text`: the block to put into a message, `num_chars` characters of it from the file;
+    `num_tokens`: its length alone.
+    """
+
+    object: Literal["attachment"]
+    filename: str
+    num_bytes: int
+    num_pages: int | None
+    num_chars: int
+    num_tokens: int
+    text: str
+
+
 class Import(msgspec.Struct):
     """The result of an import: number of conversations by outcome, and their entries.
 
@@ -194,14 +210,55 @@ class Title(msgspec.Struct):
     conversation: Conversation
 
 
+class Share(msgspec.Struct):
+    """A link to one branch. `path`: its address on this server, which is not stored and never returned again."""
+
+    object: Literal["conversation.share"]
+    id: str
+    leaf: str
+    path: str
+    conversation: Conversation
+
+
 class Deleted(msgspec.Struct):
     id: str
     object: str
     deleted: Literal[True]
 
 
+class Receipt(msgspec.Struct):
+    """The effect of a cancel: tokens generated after it, pages freed by it, and its latency."""
+
+    tokens_after_stop: int
+    pages_freed: int
+    stop_latency_ms: float
+
+
+class Statistics(msgspec.Struct):
+    """Figures of a response, measured on the server.
+
+    `first_token_ms`: from the request to the first output. `decode_ms`: from there to the end. `copied_pages` and
+    `miss` need `explain`. `fork_at`: number of tokens shared with the reply that this one continues. `receipt`: of a
+    cancelled response.
+    """
+
+    first_token_ms: float | None
+    decode_ms: float | None
+    copied_pages: int | None = None
+    miss: MissCause | None = None
+    fork_at: int | None = None
+    receipt: Receipt | None = None
+
+
+class IncompleteDetails(msgspec.Struct):
+    reason: str
+
+
 class Item(msgspec.Struct, tag_field="type", tag="message"):
-    """A message of the tree. Messages with the same `parent_id` are candidates or branches."""
+    """A message of the tree. Messages with the same `parent_id` are candidates or branches.
+
+    `incomplete_details` and `statistics` are those of the response that generated it.
+    """
 
     id: str
     role: Literal["system", "user", "assistant", "tool"]
@@ -215,18 +272,27 @@ class Item(msgspec.Struct, tag_field="type", tag="message"):
     created_at: int
     usage: ResponseUsage | None
     candidate: int | UnsetType = UNSET
+    incomplete_details: IncompleteDetails | UnsetType = UNSET
+    statistics: Statistics | UnsetType = UNSET
 
 
 class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
     text: str
 
 
+class SummaryText(msgspec.Struct, tag_field="type", tag="summary_text"):
+    text: str
+
+
 class Reasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
-    """The reasoning of a candidate. `parent_id` and `response_id` are present in lists."""
+    """The reasoning of a candidate, in `summary` if the request asked for one, else in `content`.
+
+    `parent_id` and `response_id` are present in lists.
+    """
 
     id: str
     status: ItemStatus
-    summary: list[object]
+    summary: list[SummaryText]
     content: list[ReasoningText]
     candidate: int
     parent_id: str | UnsetType | None = UNSET
@@ -265,17 +331,25 @@ ListedItem = Item | Reasoning | FunctionCall | FunctionCallOutput
 
 
 class TokenSpan(msgspec.Struct):
-    """The characters (code points) [start, end) of one token in the text; null if it has none."""
+    """The characters (code points) [start, end) of one token in the text; null if it has none.
+
+    `token`, `alternatives` (most likely first): with `top` in the query.
+    """
 
     index: int
     start: int | None
     end: int | None
+    token: PlacedToken | UnsetType = UNSET
+    alternatives: list[Alternative] | UnsetType = UNSET
 
 
 class MessageTokens(msgspec.Struct):
+    """`usage`: of the pass that computed the probabilities, with `top` in the query."""
+
     object: Literal["list"]
     item_id: str
     data: list[TokenSpan]
+    usage: TokenUsage | UnsetType = UNSET
 
 
 class Alternative(msgspec.Struct):
@@ -377,18 +451,6 @@ class ResponseFailure(msgspec.Struct):
     message: str
 
 
-class IncompleteDetails(msgspec.Struct):
-    reason: str
-
-
-class Receipt(msgspec.Struct):
-    """The effect of a cancel: tokens generated after it, pages freed by it, and its latency."""
-
-    tokens_after_stop: int
-    pages_freed: int
-    stop_latency_ms: float
-
-
 class PromptCacheDiagnostics(msgspec.Struct, omit_defaults=True):
     """How the prompt reuses that of the compared response. `lookup`: what the cache held of this one.
 
@@ -404,7 +466,7 @@ class PromptCacheDiagnostics(msgspec.Struct, omit_defaults=True):
 
 
 class ReasoningSettings(msgspec.Struct):
-    """`effort`: the level in effect, null if the request has none or the model has no levels."""
+    """`effort`: the level in effect, null if the request has none or the model has no levels. `summary`: as asked."""
 
     effort: str | None
     summary: str | None
@@ -487,6 +549,7 @@ class ResponseEvent(msgspec.Struct):
     item_id: str | UnsetType = UNSET
     output_index: int | UnsetType = UNSET
     content_index: int | UnsetType = UNSET
+    summary_index: int | UnsetType = UNSET
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
     name: str | UnsetType = UNSET

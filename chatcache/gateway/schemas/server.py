@@ -102,7 +102,7 @@ class CachedPage(msgspec.Struct):
 class MissCause(msgspec.Struct):
     """The reason for the first page that is not cached."""
 
-    reason: Literal["never_computed", "evicted", "other_namespace", "diverged", "template_changed"]
+    reason: Literal["never_computed", "evicted", "other_namespace", "diverged", "no_state", "template_changed"]
     at_token: int
     detail: str
 
@@ -161,10 +161,14 @@ class CacheExplanation(msgspec.Struct):
 
 
 class Charge(msgspec.Struct):
-    """Pages held by a request or conversation; a page that k requests share counts 1/k for each."""
+    """Pages held by a request or conversation; a page that k requests share counts 1/k for each.
+
+    `states`: the states held by a request to a model with recurrent layers, counted in the same way.
+    """
 
     id: str
     pages: float
+    states: float | UnsetType = UNSET
 
 
 class SlotShares(msgspec.Struct):
@@ -181,10 +185,24 @@ class SlotShares(msgspec.Struct):
     free: float
 
 
+class StateSlots(msgspec.Struct):
+    """The states of a model's recurrent layers: how many there are, and who holds them.
+
+    `active`: of one branch; `shared`: of several; `cached`: snapshots that a prompt can match. `bytes`: size of one.
+    """
+
+    bytes: int
+    active: int
+    shared: int
+    cached: int
+    free: int
+
+
 class Pool(msgspec.Struct):
     """Number of pages in each state, and what their token slots hold.
 
-    `waste`: the fraction of the token positions on held pages that hold no token.
+    `waste`: the fraction of the token positions on held pages that hold no token. `states`: null for a model without
+    recurrent layers.
     """
 
     page_size: int
@@ -196,6 +214,7 @@ class Pool(msgspec.Struct):
     waste: float
     host_pages: int
     host_pages_in_use: int
+    states: StateSlots | None
 
 
 class CacheMap(msgspec.Struct):

@@ -27,7 +27,7 @@ from chatcache.gateway.errors import INTERNAL_ERROR
 from chatcache.gateway.limits.rate_limits import SECOND_NS, RequestCost, TokenBucket
 from chatcache.gateway.middleware import parse_json
 from chatcache.gateway.responses.create import build_turn_request, parse_response_tools, resolve_references
-from chatcache.gateway.responses.registry import Run
+from chatcache.gateway.responses.registry import LoggedResponse, Run
 from chatcache.gateway.responses.run import dropped_fields
 from chatcache.gateway.responses.steering import (
     SteerRefusedError,
@@ -41,6 +41,7 @@ from chatcache.gateway.schemas.requests import (
     CancelFields,
     DropFields,
     ResponseFields,
+    ResponseThinkingFields,
     ResumeFields,
     SteerFields,
     ThinkingFields,
@@ -73,8 +74,8 @@ class Prewarmer:
         """
         await self.close()
         fields = parse_fields(body, ResponseFields)
-        thinking = parse_fields(body, ThinkingFields)
-        unknown_fields(body, ResponseFields, ThinkingFields)
+        thinking = parse_fields(body, ResponseThinkingFields)
+        unknown_fields(body, ResponseFields, ResponseThinkingFields)
         self._task = asyncio.create_task(self._run(fields, thinking))
 
     async def close(self) -> None:
@@ -264,7 +265,15 @@ class Connection:
             if message["type"] == "websocket.disconnect":
                 return
             if not bucket.try_consume(1, time.monotonic_ns()):
-                await self._sender.close(RATE_LIMITED, "too many messages")
+                error = RateLimitError(
+                    f"this WebSocket sends more than {MAX_FRAMES_PER_S} frames a second, {MAX_BURST} at once"
+                )
+                await self._refuse(error, RATE_LIMITED, "too many messages")
+                return
+            try:
+                self._gateway.socket_limiter.take_frame(self._owner)
+            except RateLimitError as error:
+                await self._refuse(error, RATE_LIMITED, "too many messages")
                 return
             try:
                 text = message.get("text")
@@ -339,25 +348,34 @@ class Connection:
         self._streams.enqueue(body, self._text.encode())
 
     async def _cancel(self, body: Body) -> None:
-        self._start_cancel(self._running(parse_fields(body, CancelFields).response_id))
+        fields = parse_fields(body, CancelFields)
+        self._start_cancel(await self._running(fields.response_id), fields.reason or "")
 
-    def _running(self, response_id: str) -> Run:
-        """Return a running response. Raises: NotFoundError."""
-        run = self._gateway.responses.get(self._owner, response_id).run
+    async def _running(self, response_id: str) -> Run:
+        """Return a running response, of this gateway or another. Raises: NotFoundError, GatewayUnreachableError."""
+        run = (await self._find(response_id)).run
         if run is None:
             raise NotFoundError(f"response {response_id!r} has ended", param="response_id")
         return run
 
-    def _start_cancel(self, run: Run) -> None:
+    async def _find(self, response_id: str, *, ended: bool = False) -> LoggedResponse:
+        """Return a running or recently ended response; `ended`: also one that ended on another gateway.
+
+        Raises: NotFoundError, GatewayUnreachableError.
+        """
+        found = await self._gateway.find_response(self._owner, response_id, ended=ended)
+        return found if found is not None else self._gateway.responses.get(self._owner, response_id)
+
+    def _start_cancel(self, run: Run, reason: str = "") -> None:
         if run.id not in self._cancelling:
-            self._cancelling[run.id] = asyncio.create_task(self._cancel_run(run))
+            self._cancelling[run.id] = asyncio.create_task(self._cancel_run(run, reason))
 
     async def _drop(self, body: Body) -> None:
         fields = parse_fields(body, DropFields)
-        run, key = self._running(fields.response_id), (fields.response_id, fields.candidate)
+        run, key = await self._running(fields.response_id), (fields.response_id, fields.candidate)
         if key in self._dropping:
             return
-        if run.check_drop(fields.candidate):
+        if await run.check_drop(fields.candidate):
             self._start_cancel(run)
         else:
             self._dropping[key] = asyncio.create_task(self._drop_candidate(run, *key))
@@ -379,17 +397,20 @@ class Connection:
         finally:
             del self._dropping[response_id, candidate]
 
-    async def _cancel_run(self, run: Run) -> None:
+    async def _cancel_run(self, run: Run, reason: str) -> None:
         """Cancel a response and send its receipt, unless the connection reads the response.
 
         The frames of the response contain the receipt, too.
         """
         try:
-            receipt = await run.cancel()
+            receipt = await run.cancel(reason)
             if self._streams.reader_of(run.id) is None and not self._streams.terminal_of(run.id)[0]:
                 status = (run.log.terminal or "").rpartition(".")[2]
                 frame = {"response_id": run.id, "status": "cancelled" if receipt else status, "receipt": receipt}
                 await self._sender.send({"type": "response.cancelled", **frame})
+        except ChatcacheError as error:
+            with suppress(*CLIENT_GONE):
+                await self._sender.send_error(error)
         except CLIENT_GONE:
             pass
         finally:
@@ -401,12 +422,12 @@ class Connection:
         stream_id = self._streams.stream_id_of(response_id)
         try:
             check_fields(body)
-            await self._steerable(response_id).steer(given)
+            await (await self._steerable(response_id)).steer(given)
         except SteerRefusedError as error:
             failed = steer_failed_fields(error, given, response_id)
             await self._sender.send({"type": "response.steer.failed", "sequence_number": 0, **failed}, stream_id)
 
-    def _steerable(self, response_id: str) -> Run:
+    async def _steerable(self, response_id: str) -> Run:
         """Return a running response that this connection reads, which steering requires.
 
         Raises: SteerRefusedError.
@@ -414,7 +435,7 @@ class Connection:
         sent, terminal = self._streams.terminal_of(response_id)
         if sent:
             raise not_steerable_error(terminal)
-        logged = self._gateway.responses.find(self._owner, response_id)
+        logged = await self._gateway.find_response(self._owner, response_id)
         if logged is None or self._streams.reader_of(response_id) is None:
             raise SteerRefusedError("no such response on this connection", code="response_not_found")
         if logged.run is None:
@@ -423,7 +444,7 @@ class Connection:
 
     async def _resume(self, body: Body) -> None:
         fields = parse_fields(body, ResumeFields)
-        logged = self._gateway.responses.get(self._owner, fields.response_id)
+        logged = await self._find(fields.response_id, ended=True)
         after = fields.starting_after if fields.starting_after is not None else -1
         self._streams.resume(logged, after, fields.stream_id)
         self._gateway.metrics.resumed.labels(transport="ws").inc()
@@ -442,6 +463,8 @@ class Connection:
                 for run in self._gateway.responses.running(self._owner)
                 if run.conversation_id is not None
             ]
+            for conversation_id, response_id in self._gateway.hub.running_elsewhere(self._owner):
+                running.append({"response_id": response_id, "conversation_id": conversation_id})
             self._notify_task = asyncio.create_task(self._notify(subscription, running))
 
     async def _notify(self, subscription: Subscription, running: Sequence[Mapping[str, str]]) -> None:
@@ -467,7 +490,8 @@ class Connection:
     def _running_in(self, conversation_id: str) -> list[str]:
         """Return the ids of running responses in a conversation."""
         running = self._gateway.responses.running(self._owner)
-        return [run.id for run in running if run.conversation_id == conversation_id]
+        here = [run.id for run in running if run.conversation_id == conversation_id]
+        return here + [found for _, found in self._gateway.hub.running_elsewhere(self._owner, conversation_id)]
 
 
 def session_frame(gateway: Gateway) -> dict[str, object]:

@@ -13,7 +13,7 @@ from chatcache.errors import ChatcacheError
 from chatcache.gateway.context import gateway_of
 from chatcache.gateway.errors import error_body, retry_after_s
 from chatcache.gateway.json_codec import encode
-from chatcache.gateway.responses.event_log import LogFrame
+from chatcache.gateway.responses.log_frames import LogFrame
 
 Frame = Mapping[str, Any]
 

@@ -26,10 +26,11 @@ from chatcache.gateway.context import Gateway
 from chatcache.gateway.errors import INTERNAL_ERROR
 from chatcache.gateway.middleware import parse_json
 from chatcache.gateway.responses.create import start_idempotent_response, start_response
-from chatcache.gateway.responses.event_log import LogFrame, LogReader
+from chatcache.gateway.responses.event_log import LogReader
+from chatcache.gateway.responses.log_frames import LogFrame, has_references
 from chatcache.gateway.responses.registry import LoggedResponse
 from chatcache.gateway.responses.run import LiveResponse
-from chatcache.gateway.responses.state import stream_expired_error
+from chatcache.gateway.responses.state import load_response_tree, no_stream_error
 from chatcache.gateway.schemas.fields import parse_fields
 from chatcache.gateway.schemas.requests import CreateFields
 from chatcache.gateway.websocket.frames import CLIENT_GONE, FrameSender, stream_id_suffix
@@ -243,9 +244,10 @@ class StreamMultiplexer:
         )
         if not isinstance(started, str):
             return started, started.logged
-        found = self._gateway.responses.find(self._principal.owner, started)
+        found = await self._gateway.find_response(self._principal.owner, started, ended=True)
         if found is None:
-            raise stream_expired_error(started)
+            tree = await load_response_tree(self._gateway.opened_store(), self._principal.owner, started)
+            raise no_stream_error(tree, started)
         if found.id in self._open_readers:
             raise InvalidRequestError("the response is being sent on this connection already", param="idempotency_key")
         return None, found
@@ -254,9 +256,13 @@ class StreamMultiplexer:
         """Send the frames of a response, then those of its successors."""
         suffix = stream_id_suffix(stream_id)
         while True:
-            await self._send_response(logged, reader, stream_id, suffix)
-            successor = logged.successor
-            found = self._gateway.responses.find(self._principal.owner, successor) if successor is not None else None
+            try:
+                await self._send_response(logged, reader, stream_id, suffix)
+                successor, owner = logged.successor, self._principal.owner
+                found = await self._gateway.find_response(owner, successor, ended=True) if successor else None
+            except ChatcacheError as error:  # another gateway runs it, and does not answer any more
+                await self._sender.send_error(error, stream_id)
+                return
             if found is None or found.id in self._open_readers:
                 return
             logged, reader = found, found.log.reader(extended=self._extended)
@@ -268,6 +274,9 @@ class StreamMultiplexer:
             self._open_readers[logged.id] = reader, stream_id
             try:
                 while frames := await self._next_frames(reader):
+                    if has_references(frames[0]):
+                        pieces = [piece async for piece in reader.pieces(frames[0])]
+                        frames = (frames[0]._replace(data=b"".join(pieces)),)
                     await self._sender.forward(frames, suffix)
             except BaseException:
                 self._gateway.metrics.disconnects.inc()

@@ -134,7 +134,8 @@ def is_native(config: dict[str, Any], where: Path) -> bool:
     scaling = _rope_parameters(config)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     plain = config.get("hidden_act", "silu") in ("silu", "swish") and not config.get("quantization_config")
-    causal = "ForCausalLM" in "".join(config.get("architectures") or ["ForCausalLM"])
+    names = config.get("architectures") or ["ForCausalLM"]
+    causal = "ForCausalLM" in "".join(names) or all("For" not in name for name in names)  # or a base model
     return plain and causal and kind in ROPE_KINDS
 
 

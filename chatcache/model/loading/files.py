@@ -229,11 +229,11 @@ def _no_weights(folder: Path) -> str:
 
 
 def eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """Return the end-of-turn ids from `generation_config.json`, else from `config.json`."""
+    """Return the end-of-turn ids from `generation_config.json`, else from `config.json` or its `text_config`."""
     path = folder / "generation_config.json"
-    found = read_json(path).get("eos_token_id") if path.is_file() else None
-    if found is None:
-        found = config.get("eos_token_id")
+    text = config.get("text_config")
+    configs = (read_json(path) if path.is_file() else {}, config, text if isinstance(text, dict) else {})
+    found = next((each["eos_token_id"] for each in configs if each.get("eos_token_id") is not None), None)
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if not all(isinstance(id, int) and not isinstance(id, bool) and id >= 0 for id in ids):
         raise ModelFolderError(f"{path if path.is_file() else folder / 'config.json'}: eos_token_id is {found!r}")

@@ -16,21 +16,22 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from chatcache.config import EngineConfig, format_size
 from chatcache.errors import ModelFolderError
-from chatcache.model.attention import AttentionBackend, Geometry, Network, allocate_kv_pages, choose_backend
+from chatcache.model.attention import AttentionBackend, Network, allocate_stores, choose_backend
 from chatcache.model.batch_invariant import BatchInvariantLinearFactory, TokenByToken, check_determinism
 from chatcache.model.decoder import Decoder, check_layer_count, load_decoder
+from chatcache.model.geometry import Geometry
 from chatcache.model.host_memory import PagePrefaulter, reuse_freed_memory
 from chatcache.model.linear import (
-    DualLayoutLinearFactory,
     Int8LinearFactory,
     LinearFactory,
+    PanelLinearFactory,
     check_quantization,
     fast_linear,
     weight_sizes,
@@ -56,20 +57,29 @@ from chatcache.model.loading.memory_budget import (
 from chatcache.model.loading.weights import Weights, WeightSource, as_causal_lm
 from chatcache.model.runner import AsyncLaunch, Runner, default_async_launch
 from chatcache.model.sampling.sampler import Sampler, TokenSampler
+from chatcache.model.states import make_states
 from chatcache.model.thread_count import ThreadCount
-from chatcache.openmp import is_spinning_limited
+from chatcache.model.transformers.towers import open_text_tower
+from chatcache.torch_environment import is_spinning_limited
 from chatcache.types.plan import KVCapacity
 from chatcache.types.stats import ModelInfo
+
+if TYPE_CHECKING:
+    from chatcache.model.transformers.network import TransformersNetwork
 
 log = logging.getLogger(__name__)
 
 DUAL_LAYOUT_MAX_BYTES = 2 * 2**30  # of weights with two layouts; in larger models call overhead is small
 DUAL_LAYOUT_MAX_SHARE = 1 / 3  # of free memory for weights with two layouts; the rest is for KV pages and activations
+COMPACT_MAX_SHARE = 1 / 4  # of free memory for weights that have a compact copy, too
 
 SINGLE_THREAD_BYTES = 32 * 2**20
 Progress = Callable[[float, str], None]
 POOLINGS = ("auto", "last", "mean")
 SWAP_MAX_BYTES = 1024**3
+STATE_SHARE = 0.5  # of the memory for KV pages: the most that states of recurrent layers take
+SNAPSHOTS_PER_SEQ = 3
+MIN_STATES = 3  # the zero state, a live state and a snapshot
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -97,7 +107,12 @@ def _load(
 ) -> Runner:
     raw = read_config(folder)
     eos = eos_token_ids(folder, raw)
-    weights = as_causal_lm(Weights(weight_files(folder))) if weights is None else weights
+    if weights is None:
+        where = folder / "config.json"
+        text, weights = open_text_tower(raw, Weights(weight_files(folder)), where)
+        weights = as_causal_lm(weights)
+        with as_model_folder_error(where):
+            raw = text if is_native(text, where) else raw
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     if config.deterministic and device.type != "cpu":
@@ -106,7 +121,7 @@ def _load(
     backend, kernels = choose_backend(config.attention_backend, device, deterministic=config.deterministic)
     _configure_torch(device, dtype, weights.num_parameters * (1 if config.quantization == "int8" else dtype.itemsize))
     make_linear = _linear_factory(config, folder, raw, weights.num_parameters * dtype.itemsize, dtype, device)
-    network, max_model_len = _load_network(config, folder, raw, weights, dtype, device, make_linear, report)
+    network, max_model_len = _load_network(config, folder, raw, weights, dtype, device, make_linear, kernels, report)
     vocab_size = network.geometry.vocab_size
     if async_launch is None:
         async_launch = default_async_launch(
@@ -117,10 +132,12 @@ def _load(
     num_graphs = async_launch.num_graphs if async_launch is not None else 0
     capacity = _measure_capacity(config, network, kernels, sampler, max_model_len, num_graphs)
     report(0.92, f"allocating {capacity.num_pages} KV pages")
-    pages = allocate_kv_pages(kernels, network.geometry, capacity.num_pages, capacity.page_size)
-    int8 = make_linear if isinstance(make_linear, Int8LinearFactory) else None
+    geometry = network.geometry
+    stores = allocate_stores(kernels, geometry, capacity.num_pages, capacity.page_size)
+    states = make_states(geometry.state_shapes, capacity.num_states, capacity.num_host_states, geometry.device)
     arch = network.arch if isinstance(network, Decoder) else None
-    weight_bytes, step_bytes = weight_sizes(weights.num_parameters, dtype, arch, int8)
+    idle_bytes = 0 if isinstance(network, Decoder) else network.idle_bytes
+    weight_bytes, step_bytes = weight_sizes(weights.num_parameters, dtype, arch, make_linear, idle_bytes)
     model_info = ModelInfo(
         name=config.served_model_name or model_name(config.model),
         digest=_digest(raw, weights, f"{dtype} {config.quantization}", max_model_len),
@@ -140,11 +157,11 @@ def _load(
     if config.deterministic:
         report(0.93, "checking that results do not depend on the batch")
         check_determinism(network, kernels, config.page_size, max_model_len)
-    prefaulter = PagePrefaulter(pages) if device.type == "cpu" else None
+    prefaulter = PagePrefaulter(stores) if device.type == "cpu" else None
     threads = ThreadCount(thread_counts(config.deterministic)) if device.type == "cpu" else None
     runner = Runner(
-        network, kernels, pages, capacity, model_info, async_launch, sampler=sampler, prefaulter=prefaulter,
-        threads=threads, is_swap_optional=config.swap_space_bytes is None,
+        network, kernels, stores, capacity, model_info, async_launch, sampler=sampler, prefaulter=prefaulter,
+        threads=threads, is_swap_optional=config.swap_space_bytes is None, states=states,
     )  # fmt: skip
     report(0.94, "warming up; the first start compiles kernels")
     runner.warm_up(lambda fraction, what: report(0.94 + 0.06 * fraction, what))
@@ -173,12 +190,7 @@ def _linear_factory(
         native = is_native(raw, where)
     if native:
         return choose_linear(config, weight_bytes, dtype, device)
-    if config.quantization != "none":
-        raise ModelFolderError(
-            f"{where}: quantization {config.quantization} needs a family that the native decoder runs,"
-            f" and {raw['model_type']} runs through transformers"
-        )
-    return fast_linear
+    return choose_module_linear(config, weight_bytes, dtype, device)
 
 
 def _load_network(
@@ -189,8 +201,9 @@ def _load_network(
     dtype: torch.dtype,
     device: torch.device,
     make_linear: LinearFactory,
+    kernels: AttentionBackend,
     report: Progress,
-) -> tuple[Network, int]:
+) -> tuple[Decoder | TransformersNetwork | TokenByToken, int]:
     """Return the network and the longest context that it will serve."""
 
     def part(fraction: float, what: str) -> None:
@@ -205,16 +218,16 @@ def _load_network(
         decoder = load_decoder(arch, weights, dtype, device, part, make_linear)
         decoder.extend_positions(length)
         return decoder, length
-    from chatcache.model.transformers_model import load_transformers
+    from chatcache.model.transformers.loading import load_transformers
 
     part(0.0, "loading through transformers")
-    network = load_transformers(folder, raw, dtype, device)
+    network = load_transformers(folder, raw, dtype, device, kernels, make_linear)
     length = _bounded(config, network.max_position)
     if not config.deterministic:
         return network, length
     torch.set_num_threads(1)  # how torch divides work among threads is not specified
     log.warning("deterministic: this model runs through transformers, on one thread, one token at a time")
-    return TokenByToken(network), length
+    return TokenByToken(network, network.idle_bytes), length
 
 
 def context_length(config: EngineConfig, arch: Architecture) -> int:
@@ -273,34 +286,55 @@ def plan_capacity(
     least one whole context; never more than `max_num_seqs` whole contexts can use.
     Raises: ModelFolderError if that does not hold two pages.
     """
-    page_bytes = geometry.page_bytes(config.page_size)
+    if problem := geometry.page_size_problem(config.page_size):
+        raise ModelFolderError(problem)
+    page_bytes, state_bytes = geometry.page_bytes(config.page_size), geometry.state_bytes
     context_pages = -(-max_model_len // config.page_size)
+    num_states = 0
     if config.kv_memory_bytes is not None:
-        num_pages = config.kv_memory_bytes // page_bytes
+        num_states = count_states(state_bytes, config.kv_memory_bytes, config.max_num_seqs)
+        num_pages = (config.kv_memory_bytes - num_states * state_bytes) // page_bytes
         if num_pages < 2:
+            states = f", and {num_states} states take {num_states * state_bytes} bytes" if num_states else ""
             raise ModelFolderError(
                 f"kv_memory_bytes {config.kv_memory_bytes} is too small: a page of {config.page_size} tokens takes "
-                f"{page_bytes} bytes, and two are the least"
+                f"{page_bytes} bytes, and two are the least{states}"
             )
     elif budget is not None:
-        num_pages = budget.kv_bytes // page_bytes
+        num_states = count_states(state_bytes, budget.kv_bytes, config.max_num_seqs)
+        num_pages = (budget.kv_bytes - num_states * state_bytes) // page_bytes
         if num_pages < 2:
             raise ModelFolderError(
                 f"no memory is left for KV pages on {geometry.device}: {budget}; "
                 f"lower max_num_batched_tokens or max_num_seqs, or report kv_memory_bytes"
             )
     else:
-        num_pages = max(1 + context_pages, host_kv_bytes() // page_bytes)
+        num_bytes = host_kv_bytes()
+        num_states = count_states(state_bytes, num_bytes, config.max_num_seqs)
+        num_pages = max(1 + context_pages, (num_bytes - num_states * state_bytes) // page_bytes)
     num_useful = 1 + context_pages * config.max_num_seqs
     if config.kv_memory_bytes is not None and num_pages > num_useful:
-        used, given = format_size(num_useful * page_bytes), format_size(config.kv_memory_bytes)
+        used = format_size(num_useful * page_bytes + num_states * state_bytes)
+        given = format_size(config.kv_memory_bytes)
         what = f"max_num_seqs {config.max_num_seqs} contexts of {max_model_len} tokens"
         log.warning("kv_memory %s: %s of it are used, the size of %s", given, used, what)
     num_pages = min(num_pages, num_useful)
     log.info("KV store: %d pages of %d tokens, %.1f MiB", num_pages, config.page_size, num_pages * page_bytes / 2**20)
-    num_host_pages = _num_host_pages(config, page_bytes, num_pages)
-    num_slots, kv_bytes = config.max_num_seqs, num_pages * page_bytes
-    return KVCapacity(num_pages, config.page_size, num_slots, max_model_len, kv_bytes, num_host_pages)
+    if num_states:
+        held = format_size(num_states * state_bytes)
+        log.info("state store: %d states of %s, %s", num_states, format_size(state_bytes), held)
+    num_host_states = _num_host_states(config, state_bytes, num_states)
+    return KVCapacity(
+        num_pages=num_pages,
+        page_size=config.page_size,
+        num_slots=config.max_num_seqs,
+        max_model_len=max_model_len,
+        kv_bytes=num_pages * page_bytes,
+        num_host_pages=_num_host_pages(config, page_bytes, num_pages, num_host_states * state_bytes),
+        num_states=num_states,
+        state_bytes=state_bytes,
+        num_host_states=num_host_states,
+    )
 
 
 def _measure_capacity(
@@ -349,20 +383,41 @@ def _budget(
     return budget
 
 
-def _num_host_pages(config: EngineConfig, page_bytes: int, num_pages: int) -> int:
+def count_states(state_bytes: int, num_bytes: int, max_num_seqs: int) -> int:
+    """Return how many states a model keeps in `num_bytes` of memory for pages and states; 0 for a model without.
+
+    That is the zero state, one live state for every branch and three snapshots for each, in at most half of the memory,
+    but no fewer than a single branch needs.
+    """
+    if not state_bytes:
+        return 0
+    wanted = 1 + (1 + SNAPSHOTS_PER_SEQ) * max_num_seqs
+    return max(MIN_STATES, min(wanted, int(num_bytes * STATE_SHARE) // state_bytes))
+
+
+def _num_host_states(config: EngineConfig, state_bytes: int, num_states: int) -> int:
+    """Return the number of host states: half the swap space, and no more than the device holds."""
+    if not num_states:
+        return 0
+    swap_bytes = SWAP_MAX_BYTES if config.swap_space_bytes is None else max(0, config.swap_space_bytes)
+    return min(num_states - 1, swap_bytes // 2 // state_bytes)
+
+
+def _num_host_pages(config: EngineConfig, page_bytes: int, num_pages: int, other_bytes: int = 0) -> int:
     """Return the number of host pages: as configured, else half the KV pages, at most 1 GiB.
 
+    `other_bytes` of the swap space hold states.
     Raises: ModelFolderError if `swap_space_bytes` is negative or does not hold one page.
     """
     requested = config.swap_space_bytes
     if requested is None:
-        return min(num_pages // 2, SWAP_MAX_BYTES // page_bytes)
+        return min(num_pages // 2, (SWAP_MAX_BYTES - other_bytes) // page_bytes)
     if requested < 0 or 0 < requested < page_bytes:
         raise ModelFolderError(
             f"swap_space_bytes {requested} is out of bounds: 0 turns swapping off, and a page of "
             f"{config.page_size} tokens takes {page_bytes} bytes"
         )
-    return requested // page_bytes
+    return (requested - other_bytes) // page_bytes
 
 
 def choose_device(name: str) -> torch.device:
@@ -407,7 +462,35 @@ def choose_linear(config: EngineConfig, weight_bytes: int, dtype: torch.dtype, d
     keep_both = can_keep_both_layouts(weight_bytes, free_bytes)
     size = f"{weight_bytes / 2**30:.2f} GiB of weights, {free_bytes / 2**30:.2f} GiB free"
     log.info("%s: kept %s", size, "twice, for few tokens and for many" if keep_both else "once, in the oneDNN layout")
-    return DualLayoutLinearFactory() if keep_both else fast_linear
+    has_compact = can_keep_compact(weight_bytes, free_bytes)
+    if not keep_both and not has_compact:
+        return fast_linear
+    return PanelLinearFactory(has_onednn=True, has_panels=keep_both, has_compact=has_compact)
+
+
+def choose_module_linear(
+    config: EngineConfig, weight_bytes: int, dtype: torch.dtype, device: torch.device
+) -> LinearFactory:
+    """Return the factory of the linear layers of a model that runs through transformers."""
+    if config.quantization == "int8":
+        return Int8LinearFactory()
+    if device.type != "cpu" or config.attention_backend not in ("auto", "cpu") or dtype != torch.bfloat16:
+        return fast_linear
+    from chatcache_kernels.cpu.bf16 import has_amx, has_avx512_bf16
+
+    if not has_amx() and not has_avx512_bf16():
+        return fast_linear
+    return PanelLinearFactory(has_compact=can_keep_compact(weight_bytes, free_host_bytes()))
+
+
+def can_keep_compact(weight_bytes: int, free_bytes: int) -> bool:
+    """Return whether to keep a compact copy of the weights for steps of few tokens.
+
+    CPUs without bf16 products take longer to restore the numbers than to read them.
+    """
+    from chatcache_kernels.cpu.bf16 import has_amx, has_avx512_bf16
+
+    return weight_bytes <= free_bytes * COMPACT_MAX_SHARE and (has_amx() or has_avx512_bf16())
 
 
 def can_keep_both_layouts(weight_bytes: int, free_bytes: int) -> bool:

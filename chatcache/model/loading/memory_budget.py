@@ -12,10 +12,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from chatcache.model.attention import AttentionBackend, Network, allocate_kv_pages
+from chatcache.model.attention import AttentionBackend, Network, allocate_stores
 from chatcache.model.eager import EagerRunner
 from chatcache.model.page_tables import PageTables
 from chatcache.model.sampling.sampler import TokenSampler
+from chatcache.model.states import make_states
 from chatcache.model.static_steps import WorkListBuffers
 from chatcache.types.plan import I32, Draws, LogitEdit, Rows, StepPlan
 
@@ -105,8 +106,10 @@ def measure_budget(
     if num_graphs:
         geometry = network.geometry
         num_tokens = free_bytes // geometry.page_bytes(page_size) * page_size
-        work_buffers = WorkListBuffers.sized_for(max_num_seqs, geometry.group, max_model_len, num_tokens)
-        states = 4 * work_buffers.num_states * geometry.num_heads * (geometry.head_dim + 1)
+        work_buffers = [
+            WorkListBuffers.sized_for(max_num_seqs, form.group, max_model_len, num_tokens) for form in geometry.forms
+        ]
+        states = 4 * max(buffers.num_states for buffers in work_buffers) * geometry.query_elements
         logits = max_num_seqs * geometry.vocab_size * geometry.dtype.itemsize
         graph_bytes = step_bytes + states + logits + num_graphs * GRAPH_BYTES
     return Budget(free_bytes, step_bytes, graph_bytes)
@@ -143,11 +146,12 @@ class _LargestStep:
         """Allocate pages, run the step, and release everything."""
         geometry, count = self._network.geometry, len(self._num_tokens)
         num_pages = -(-int(self._num_tokens[0]) // self._page_size)
-        tables = PageTables(count, num_pages, self._page_size, self._kernels.prepare, geometry.group)
+        tables = PageTables(count, num_pages, self._page_size, self._kernels.prepare, geometry.forms)
         tables.rows[:] = np.arange(1, num_pages + 1, dtype=np.int32)
         with torch.inference_mode():
-            pages = allocate_kv_pages(self._kernels, geometry, num_pages + 1, self._page_size)
-            eager = EagerRunner(self._network, self._kernels, pages, tables, None, self._sampler)
+            stores = allocate_stores(self._kernels, geometry, num_pages + 1, self._page_size)
+            states = make_states(geometry.state_shapes, 2, 0, geometry.device)  # one for all rows
+            eager = EagerRunner(self._network, self._kernels, stores, tables, None, self._sampler, states)
             plan = self._plan(count)
             eager.run(plan, tables.apply(plan.forks, plan.updates), tables.step_layout(plan.rows))()
 
@@ -155,7 +159,7 @@ class _LargestStep:
         slot: I32 = np.arange(count, dtype=np.int32)
         zero, none = np.zeros(count, np.int32), np.zeros((0, 3), np.int32)
         tokens = np.zeros(int(self._num_tokens.sum()), np.int32)
-        rows = Rows(slot, zero, self._num_tokens, tokens)
+        rows = Rows(slot, zero, self._num_tokens, tokens, zero + 1)
         ones = np.ones(count, np.float32)
         edit = LogitEdit(0, zero[:1], ones[:1], ones[:1])
         draws = Draws(

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -79,7 +79,8 @@ class Entry:
 class BaseModelWeights:
     """Tensors of a base model under the names of a causal LM: `model.x` for `x`.
 
-    Embedding models are often saved without their output head, and so without that prefix.
+    Embedding models are often saved without their output head, and so without that prefix. The embeddings take its
+    place, as if they were tied: only the hidden states of such a model mean something.
     """
 
     def __init__(self, weights: WeightSource) -> None:
@@ -91,6 +92,8 @@ class BaseModelWeights:
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return one tensor. Raises: as `WeightSource.get`."""
+        if name == "lm_head.weight" and name not in self._weights:
+            name = "embed_tokens.weight"
         return self._weights.get(name.removeprefix("model."), shape)
 
     def digest(self) -> str:
@@ -128,7 +131,11 @@ class Weights:
     @property
     def num_parameters(self) -> int:
         """Return the number of stored elements."""
-        return sum(math.prod(entry.shape) for entry in self._entries.values())
+        return self.count_parameters(lambda name: True)
+
+    def count_parameters(self, is_counted: Callable[[str], bool]) -> int:
+        """Return the number of elements of the tensors whose names satisfy `is_counted`."""
+        return sum(math.prod(entry.shape) for name, entry in self._entries.items() if is_counted(name))
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor that is a view of the file.

@@ -15,9 +15,9 @@ integers unsigned, wrapping; exact on every device, in numpy, torch and Triton a
 argmax(logit + noise) draws from softmax(logit). Small v gives large noise, and float32 is finest near 0, so tokens down
 to a probability of about 1e-9 are drawn with the right frequency. The logarithms may differ by an ulp between devices.
 
-Row reductions use the CPU's own kernels on CPUs and torch elsewhere. No bit of a row's result depends on the other
-rows, their number or the number of threads. torch divides rows among threads, but a single row is summed in one part
-per thread, so its last bits would depend on the threads; `_pad_single_row` avoids that.
+Row reductions use the CPU's own kernels on CPUs, and torch elsewhere, where numba is not imported. No bit of a row's
+result depends on the other rows, their number or the number of threads. torch divides rows among threads, but a single
+row is summed in one part per thread, so its last bits would depend on the threads; `_pad_single_row` avoids that.
 
 Equal logits are ranked by ascending token id on every device. Filters read scaled logits: divided by the temperature
 and shifted so that the largest is 0.
@@ -34,7 +34,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from chatcache_kernels.cpu import sampling as cpu_sampling
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -74,6 +73,8 @@ def gumbel(base: Tensor, low: Tensor, high: Tensor) -> Tensor:
     Shapes: base [V], or [D, K] for selected tokens; low, high [D] int32 from `draw_keys`.
     """
     if base.device.type == "cpu":
+        from chatcache_kernels.cpu import sampling as cpu_sampling
+
         return cpu_sampling.gumbel(base, low, high)
     bits = torch.bitwise_xor(base, low[:, None]).mul_(high[:, None])
     uniform = _mix32_(bits).bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=_LARGEST)
@@ -155,12 +156,20 @@ def row_sum(x: Tensor) -> Tensor:
 
 def log_sum_exp(x: Tensor) -> Tensor:
     """Return the logarithm of each row's sum of exponentials."""
-    return cpu_sampling.log_sum_exp(x) if x.device.type == "cpu" else _pad_single_row(x).logsumexp(-1)[: len(x)]
+    if x.device.type == "cpu":
+        from chatcache_kernels.cpu import sampling as cpu_sampling
+
+        return cpu_sampling.log_sum_exp(x)
+    return _pad_single_row(x).logsumexp(-1)[: len(x)]
 
 
 def argmax(x: Tensor) -> Tensor:
     """Return the index of each row's largest value, int64; the first of equals."""
-    return cpu_sampling.argmax(x) if x.device.type == "cpu" else x.argmax(-1)
+    if x.device.type == "cpu":
+        from chatcache_kernels.cpu import sampling as cpu_sampling
+
+        return cpu_sampling.argmax(x)
+    return x.argmax(-1)
 
 
 def gumbel_argmax(x: Tensor, base: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -169,6 +178,8 @@ def gumbel_argmax(x: Tensor, base: Tensor, low: Tensor, high: Tensor) -> Tensor:
     Shapes: base [K]; low, high [N] int32.
     """
     if x.device.type == "cpu":
+        from chatcache_kernels.cpu import sampling as cpu_sampling
+
         return cpu_sampling.gumbel_argmax(x, base, low, high)
     return (x + gumbel(base, low, high)).argmax(-1)
 
@@ -176,6 +187,8 @@ def gumbel_argmax(x: Tensor, base: Tensor, low: Tensor, high: Tensor) -> Tensor:
 def apply_temperature(x: Tensor, temperature: Tensor) -> Tensor:
     """Return (x - largest of its row) / temperature. Shapes: temperature [N] float32."""
     if x.device.type == "cpu":
+        from chatcache_kernels.cpu import sampling as cpu_sampling
+
         return cpu_sampling.apply_temperature(x, temperature)
     return (x - x.amax(-1, keepdim=True)) / temperature[:, None]
 
@@ -186,6 +199,8 @@ def mass_before(x: Tensor, chosen: Tensor, floor: Tensor) -> Tensor:
     Equal values rank by index; values of x below `floor` do not count. Shapes: chosen [N] int64, floor [N] float32.
     """
     if x.device.type == "cpu":
+        from chatcache_kernels.cpu import sampling as cpu_sampling
+
         return cpu_sampling.mass_before(x, chosen, floor)
     value, positions = x.gather(-1, chosen[:, None]), torch.arange(x.shape[1], device=x.device)
     ahead = (x > value) | ((x == value) & (positions < chosen[:, None]))

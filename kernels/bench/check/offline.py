@@ -8,8 +8,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -159,9 +161,17 @@ def _generate_with_transformers(context: StageContext, model: Any, queue: Queue)
     config = GenerationConfig(do_sample=True, temperature=0.6, eos_token_id=-1, max_new_tokens=max(queue.lengths))
     num_tokens = num_done = 0
     hints = _workload_hints(queue)
-    if not context.on_gpu:  # transformers sizes its KV cache by the memory of a GPU
-        hints["continuous_batching_config"] = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=128)
-    with model.continuous_batching_context_manager(generation_config=config, block=True, timeout=5, **hints) as manager:
+    with ExitStack() as patches:
+        if (
+            not context.on_gpu
+        ):  # transformers sizes its KV cache by the memory of a GPU, and reads that of a CPU by psutil
+            hints["continuous_batching_config"] = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=128)
+            memory = (torch.device("cpu"), 2**30, 0, 0)
+            name = "transformers.generation.continuous_batching.cache.get_device_and_memory_breakdown"
+            patches.enter_context(mock.patch(name, return_value=memory))
+        manager = patches.enter_context(
+            model.continuous_batching_context_manager(generation_config=config, block=True, timeout=5, **hints)
+        )
         start = time.perf_counter()
         for prompt, length in zip(queue.prompts, queue.lengths, strict=True):
             manager.add_request(list(prompt), max_new_tokens=length)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -34,6 +36,24 @@ def run(context: StageContext) -> None:
         context.measure("tests on the GPU", lambda: _pytest(context, GPU_TESTS, ["-k", NEED_A_GPU]))
     else:
         context.measure("tests", lambda: _pytest(context, INTERPRETED, []))
+
+
+def run_emulated(context: StageContext) -> None:
+    """Run a sample of the tests of a GPU, interpreted, with tensors of an emulated device; all kernels are launched."""
+    options = ["-k", NEED_A_GPU, "-p", "bench.check.emulated_device"]
+    context.measure("tests with an emulated GPU", lambda: _pytest(context, GPU_TESTS, options))
+    context.measure("kernels in these tests", lambda: check_kernels(context))
+
+
+def check_kernels(context: StageContext) -> None:
+    """Count the kernels that the tests launched. Raises: RuntimeError if they did not launch all of them."""
+    log = (context.out / "tests.log").read_text()
+    counted = re.search(r"^kernels launched by tests: (\d+); by none: (.*)$", log, re.MULTILINE)
+    if counted is None:
+        raise RuntimeError("the tests ended before all had run")
+    context.add(Figure("kernels launched by tests", float(counted[1]), "kernels"))
+    if counted[2] != "-":
+        raise RuntimeError(f"no test launched {counted[2]}")
 
 
 def _pytest(context: StageContext, paths: Sequence[str], options: Sequence[str]) -> None:
@@ -81,6 +101,7 @@ def _pytest(context: StageContext, paths: Sequence[str], options: Sequence[str])
 
 def _wait(command: Sequence[str], log: Path, limit_s: float) -> int | None:
     """Return pytest's exit status, None if it did not end in time."""
+    print(f"$ {shlex.join(command)}", flush=True)
     with log.open("w") as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
         try:

@@ -126,7 +126,7 @@ def _measure_swaps(context: StageContext, sizes: Sizes, kernels: ModuleType) -> 
     """Measure swaps in both directions, next to torch's copy of as many bytes of pinned memory."""
     for count in sizes.swaps:
         pages = _pages(context, kernels, sizes.heads, sizes.num_layers, count + 1)
-        swaps = SwapExecutor(kernels, pages, count)
+        swaps = SwapExecutor(kernels, (pages,), count)
         away = np.stack((1 + np.random.default_rng(0).permutation(count), np.arange(count)), 1).astype(np.int32)
         back, none = away[:, ::-1].copy(), away[:0]
         num_bytes = count * pages.page_bytes

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -61,6 +62,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         Stage("prefill kernels", "attention.run_prefill", 35),
         Stage("small kernels", "small_kernels.run", 35),
         Stage("sampling", "sampling.run", 20),
+        Stage("layer kernels", "layers.run", 45),
         Stage("offline llama3-8b", "offline.run", 60, ("llama3-8b",)),
         Stage("planning", "planning.run", 20),
         Stage("studies qwen3-0.6b", "studies.run", 60, ("qwen3-0.6b",)),
@@ -72,6 +74,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         Stage("prefill kernels", "attention.run_prefill", 60),
         Stage("small kernels", "small_kernels.run", 60),
         Stage("sampling", "sampling.run", 60),
+        Stage("layer kernels", "layers.run", 60),
         Stage("model smollm2-135m", "model.run", 90, ("smollm2-135m",)),
         Stage("planning", "planning.run", 30),
         Stage("studies smollm2-135m", "studies.run", 90, ("smollm2-135m",)),
@@ -83,12 +86,15 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         Stage("prefill kernels", "attention.run_prefill", 60),
         Stage("small kernels", "small_kernels.run", 60),
         Stage("sampling", "sampling.run", 60),
+        Stage("layer kernels", "layers.run", 60),
         Stage("model tiny", "model.run", 60, ("tiny",)),
         Stage("offline tiny", "offline.run", 60, ("tiny",)),
+        Stage("peer tiny", "offline.run_transformers", 60, ("tiny",)),
         Stage("planning", "planning.run", 30),
         Stage("studies tiny", "studies.run", 60, ("tiny",)),
     ),
 }
+STAGES["dry"] = (Stage("tests", "run_tests.run_emulated", 600), *STAGES["tiny"][1:])
 TUNE = Stage("tune attention", "tune.run", 480)
 NOT_MEASURED = {
     "cpu": {
@@ -96,6 +102,7 @@ NOT_MEASURED = {
         "Qwen3-0.6B and Llama-3-8B shapes, the offline queue, transformers": "too large for a CPU",
     },
     "tiny": {"all useful sizes": "--quick only tests that every stage runs"},
+    "dry": {"all useful sizes, compiled kernels, CUDA graphs": "--dry-run only tests that every stage runs"},
 }
 
 
@@ -120,8 +127,10 @@ def environment() -> dict[str, str]:
 
 
 def run_here(stage: Stage, device: str, size: str, out: Path, limit_s: float) -> int:
-    """Run a stage in this process; return how many of its parts failed."""
-    context = StageContext(device, size, out, results_path(stage, out), time.monotonic() + limit_s)
+    """Run a stage in this process; return how many of its parts failed. A dry run measures tiny sizes."""
+    context = StageContext(
+        device, "tiny" if size == "dry" else size, out, results_path(stage, out), time.monotonic() + limit_s
+    )
     module, function = stage.target.split(".")
     getattr(importlib.import_module(f"bench.check.{module}"), function)(context, *stage.arguments)
     return context.num_failures
@@ -132,8 +141,10 @@ def run_apart(stage: Stage, size: str, out: Path, limit_s: float, grace_s: float
     results_path(stage, out).unlink(missing_ok=True)
     script = ROOT / "kernels" / "bench" / "gpu_check.py"
     command = [sys.executable, str(script), "--out", str(out), "--size", size, "--stage", stage.name]
+    command += ["--seconds", f"{limit_s:.1f}"]
+    print(f"$ {shlex.join(command)}", flush=True)
     start = time.monotonic()
-    process = subprocess.Popen([*command, "--seconds", f"{limit_s:.1f}"], env=environment(), start_new_session=True)
+    process = subprocess.Popen(command, env=environment(), start_new_session=True)
     try:
         status: int | None = process.wait(limit_s + grace_s)
     except subprocess.TimeoutExpired:

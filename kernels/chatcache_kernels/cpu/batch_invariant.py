@@ -2,9 +2,10 @@
 
 No bit of a token's result depends on other rows, their number or order, on how many of its row's tokens are computed at
 once, or on the number of threads. Norms, the activation, the rotary embedding and page writes are batch-invariant
-anyway, since each token is computed alone. Attention is if every row uses the decode kernel: its splits and tiles are
-at fixed positions, and masked keys add exact zeros. (torch's flash attention, which `cpu` uses for prefill, sums by
-chunk.)
+anyway, since each token is computed alone. Recurrent layers and convolutions are, since each row is computed token by
+token, in one order of operations for all lengths of rows. Attention is if every row uses the decode kernel: its splits
+and tiles are at fixed positions, and masked keys add exact zeros. (torch's flash attention, which `cpu` uses for
+prefill, sums by chunk.)
 
 Raises: ValueError for shapes that `cpu` would leave to torch, whose reductions depend on the batch.
 """
@@ -19,25 +20,38 @@ import torch
 from torch import Tensor
 
 from ..reference import prepare
-from ..types import AttentionBatch, HeadNorms, KVPages
-from . import fused, rope
+from ..types import AttentionBatch, HeadNorms, KVPages, LatentPages
+from . import fused, latent, rope
 from .attention import decode_attention
 from .attention_decode import MAX_DECODE_QUERIES, SPLIT_TOKENS, max_item_queries, num_partial_floats, register_lanes
+from .experts import grouped_experts, pack_experts
+from .latent import allocate_latent_pages, read_latents, write_latents
 from .pages import allocate_pages, copy_pages, read_pages, swap_in, swap_out
+from .recurrent import causal_conv, gated_delta_rule, ssd_scan
 from .rope import write_pages
 
 __all__ = [
     "add_rms_norm",
+    "allocate_latent_pages",
     "allocate_pages",
+    "causal_conv",
     "copy_pages",
+    "gated_delta_rule",
+    "gated_rms_norm",
+    "grouped_experts",
+    "latent_attention",
+    "pack_experts",
     "paged_attention",
     "prepare",
+    "read_latents",
     "read_pages",
     "rms_norm",
     "rope_write",
     "silu_mul",
+    "ssd_scan",
     "swap_in",
     "swap_out",
+    "write_latents",
     "write_pages",
 ]
 
@@ -65,6 +79,13 @@ def paged_attention(
     for part in _iter_launches(batch, q.shape[1], pages):
         decode_attention(q, out, pages, layer, part, part.max_new_tokens, scale, window, softcap, sinks)
     return out
+
+
+def latent_attention(q: Tensor, pages: LatentPages, layer: int, batch: AttentionBatch, scale: float) -> Tensor:
+    """Attend to latents as `cpu.latent_attention` does, for a single token: products are not batch-invariant."""
+    if len(q) != 1:
+        raise ValueError(f"latent attention of {len(q)} tokens at once depends on the batch")
+    return latent.latent_attention(q, pages, layer, batch, scale)
 
 
 def _split_rows(batch: AttentionBatch, most: int) -> AttentionBatch:
@@ -111,6 +132,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """Add and normalise as `cpu.add_rms_norm` does."""
     _require(fused.can_fuse_norm(x, weight) and residual.dtype == x.dtype, x)
     return fused.add_rms_norm(x, residual, weight, eps)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise and gate as `cpu.gated_rms_norm` does."""
+    _require(fused.can_fuse_norm(x, weight) and gate.dtype == x.dtype, x)
+    return fused.gated_rms_norm(x, gate, weight, eps)
 
 
 def rope_write(

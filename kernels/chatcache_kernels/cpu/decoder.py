@@ -31,12 +31,14 @@ class PackedLinear:
     """Weights of a linear layer.
 
     Shapes: weight as returned by `matmul.pack_weight`, bias [out]. With scales [out], weight is as returned by
-    `int8.pack_numbers` for the unit of bf16 activations and bias is float32.
+    `int8.pack_numbers` for the unit of bf16 activations and bias is float32. `compact`: a copy of a weight without
+    scales, see the module of that name.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     scales: Tensor | None = None
+    compact: Tensor | None = None
 
     @property
     def num_outputs(self) -> int:
@@ -263,7 +265,9 @@ class MegakernelDecoder:
         }
         scratch = self._buffers.scratch.data_ptr()
         launch, layout = matmul.multiply_kernel(), matmul.MATMUL_JOB
-        if panels[0].scales is not None:
+        if panels[0].scales is None:
+            layers["compact"] = [0 if each.compact is None else each.compact.data_ptr() for each in panels]
+        else:
             layers["scales"] = [each.scales.data_ptr() for each in panels if each.scales is not None]
             if self._weights.quantises_activations:
                 launch, layout, x = vnni.multiply_kernel(), vnni.MULTIPLY_JOB, self._buffers.quantised

@@ -40,12 +40,14 @@ from .vnni import quantise_row
 LANES = 16
 
 NORM_JOB, _PACK_NORM = define_job("x residual weight out total quantised num_rows width rows_per_item", "eps")
+GATED_NORM_JOB, _PACK_GATED_NORM = define_job("x gate weight out num_rows width heads gate_stride rows_per_item", "eps")
+GATE_JOB, _PACK_GATE = define_job("x gate out num_rows width gate_stride")
 SILU_JOB, _PACK_SILU = define_job("gate_up out quantised num_rows width rows_per_item")
 """`quantised`: address of the rows of `out` quantised for `vnni`; used only by kernels made with `quantise`."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Apply RMSNorm over the last dimension. Shapes: x [..., hidden], weight [hidden]."""
+    """Apply RMSNorm over the last dimension. Shapes: x [..., hidden], weight [hidden] of x's type or float32."""
     if not can_fuse_norm(x, weight):
         return reference.rms_norm(x, weight, eps)
     x = x.contiguous()
@@ -67,6 +69,37 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return out, summed
 
 
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return rms_norm(x) * silu(gate), over the last dimension.
+
+    Shapes: x [num_tokens, num_heads, dim], gate the same with any stride over tokens, weight [dim].
+    """
+    num_tokens, num_heads, width = x.shape
+    if not can_fuse_norm(x, weight) or gate.dtype != x.dtype:
+        return reference.gated_rms_norm(x, gate, weight, eps)
+    if gate.stride(2) != 1 or gate.stride(1) != width:
+        gate = gate.contiguous()
+    x = x.contiguous()
+    out, num_rows = torch.empty_like(x), num_tokens * num_heads
+    job = _PACK_GATED_NORM.pack(
+        0, 0, x.data_ptr(), gate.data_ptr(), weight.data_ptr(), out.data_ptr(), num_rows, width, num_heads,
+        gate.stride(0), rows_per_item(num_rows), eps,
+    )  # fmt: skip
+    gated_norm_kernel(KINDS[x.dtype], KINDS[weight.dtype])(job, choose_num_threads(x.numel()))
+    return out
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """Return x * sigmoid(gate).
+
+    Shapes: x [num_tokens, width] contiguous, gate the same with any stride over tokens; width is a multiple of `LANES`.
+    """
+    out = torch.empty_like(x)
+    job = _PACK_GATE.pack(0, 0, x.data_ptr(), gate.data_ptr(), out.data_ptr(), *x.shape, gate.stride(0))
+    gate_kernel(KINDS[x.dtype])(job, choose_num_threads(x.numel()))
+    return out
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up.
 
@@ -84,7 +117,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def can_fuse_norm(x: Tensor, weight: Tensor) -> bool:
     """Return whether the kernel supports a norm; otherwise torch computes it."""
-    return x.shape[-1] % LANES == 0 and x.dtype in KINDS and weight.dtype == x.dtype and weight.is_contiguous()
+    has_type = weight.dtype in (x.dtype, torch.float32)
+    return x.shape[-1] % LANES == 0 and x.dtype in KINDS and has_type and weight.is_contiguous()
 
 
 def can_fuse_silu(gate_up: Tensor) -> bool:
@@ -108,20 +142,23 @@ def _launch_norm(x: Tensor, residual: int, weight: Tensor, out: Tensor, summed: 
         0, 0, x.data_ptr(), residual, weight.data_ptr(), out.data_ptr(), summed, 0, num_rows, width,
         rows_per_item(num_rows), eps,
     )  # fmt: skip
-    norm_kernel(KINDS[x.dtype])(job, choose_num_threads(x.numel()))
+    norm_kernel(KINDS[x.dtype], False, KINDS[weight.dtype])(job, choose_num_threads(x.numel()))
 
 
 @cache
-def norm_kernel(kind: int, quantise: bool = False) -> Launch:
+def norm_kernel(kind: int, quantise: bool = False, weight_kind: int | None = None) -> Launch:
     """Return the launcher of the RMSNorm kernel. Its argument record is a NORM_JOB.
 
     Without a residual to add, the fields `residual` and `total` are 0. `quantise`: also quantise the bf16 result.
+    `weight_kind`: None is `kind`.
     """
+    if weight_kind is None:
+        weight_kind = kind
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, NORM_JOB)[0]
         zero, width = zeros(LANES), job.width
-        x, weight, out = pointer(kind, job.x), pointer(kind, job.weight), pointer(kind, job.out)
+        x, weight, out = pointer(kind, job.x), pointer(weight_kind, job.weight), pointer(kind, job.out)
         residual, summed = pointer(kind, job.residual), pointer(kind, job.total)
         row = fetch_add(address, 0, job.rows_per_item)
         while row < job.num_rows:
@@ -142,6 +179,57 @@ def norm_kernel(kind: int, quantise: bool = False) -> Launch:
             row += 1
             if row % job.rows_per_item == 0:
                 row = fetch_add(address, 0, job.rows_per_item)
+
+    return compile_kernel(kernel)
+
+
+@cache
+def gated_norm_kernel(kind: int, weight_kind: int) -> Launch:
+    """Return the launcher of the gated RMSNorm kernel. Its argument record is a GATED_NORM_JOB."""
+
+    def kernel(address: Any) -> None:
+        job = carray(address, 1, GATED_NORM_JOB)[0]
+        zero, width = zeros(LANES), job.width
+        x, gate, out = pointer(kind, job.x), pointer(kind, job.gate), pointer(kind, job.out)
+        weight = pointer(weight_kind, job.weight)
+        one, minus_log2e = splat(zero, np.float32(1.0)), splat(zero, np.float32(-LOG2E))
+        most = splat(zero, np.float32(126.0))
+        row = fetch_add(address, 0, job.rows_per_item)
+        while row < job.num_rows:
+            token, head = divmod(row, job.heads)
+            squares = zero
+            for i in range(row * width, (row + 1) * width, LANES):
+                value = load(zero, x, i)
+                squares = fma(value, value, squares)
+            scale = splat(zero, np.float32(1.0 / np.sqrt(reduce_sum(squares) / width + job.eps)))
+            for i in range(0, width, LANES):
+                normed = mul(mul(load(zero, x, row * width + i), scale), load(zero, weight, i))
+                by = load(zero, gate, token * job.gate_stride + head * width + i)
+                factor = div(by, add(one, exp2(minimum(mul(by, minus_log2e), most))))
+                store(out, row * width + i, mul(normed, factor))
+            row += 1
+            if row % job.rows_per_item == 0:
+                row = fetch_add(address, 0, job.rows_per_item)
+
+    return compile_kernel(kernel)
+
+
+@cache
+def gate_kernel(kind: int) -> Launch:
+    """Return the launcher of `sigmoid_mul`. Its argument record is a GATE_JOB; `out` may be `x`."""
+
+    def kernel(address: Any) -> None:
+        job = carray(address, 1, GATE_JOB)[0]
+        zero, width = zeros(LANES), job.width
+        x, gate, out = pointer(kind, job.x), pointer(kind, job.gate), pointer(kind, job.out)
+        one, minus_log2e = splat(zero, np.float32(1.0)), splat(zero, np.float32(-LOG2E))
+        most = splat(zero, np.float32(126.0))
+        row = fetch_add(address, 0, 1)
+        while row < job.num_rows:
+            for i in range(0, width, LANES):
+                power = minimum(mul(load(zero, gate, row * job.gate_stride + i), minus_log2e), most)
+                store(out, row * width + i, div(load(zero, x, row * width + i), add(one, exp2(power))))
+            row = fetch_add(address, 0, 1)
 
     return compile_kernel(kernel)
 

@@ -434,18 +434,27 @@ def _row_kernel(tables: bool, kind: int) -> Launch:
         weight = job.scratch + thread * job.scratch_bytes_per_thread
         while item < num_panels * num_blocks:
             block, panel = divmod(item, num_panels)
-            _widen_block(tables, job.weight + panel * PANEL * job.num_inputs, PANEL * job.num_inputs, weight)
             token = block * job.groups_per_item * GROUP_TOKENS
             end = min(job.num_tokens, token + job.groups_per_item * GROUP_TOKENS)
-            while token + 4 <= end:
-                _multiply_4_tokens(kind, job, token, panel, weight)
-                token += 4
-            while token < end:
-                _multiply_1_token(kind, job, token, panel, weight)
-                token += 1
+            multiply_rows(tables, kind, job, token, end, panel, weight)
             item = fetch_add(address, 0, 1)
 
     return compile_kernel(kernel)
+
+
+@helper
+def multiply_rows(tables: bool, kind: int, job: Any, token: int, end: int, panel: int, weight: int) -> None:
+    """Multiply the tokens from `token` to `end` with a panel, in float32.
+
+    `weight`: address of 2 * PANEL * num_inputs bytes, to which the panel is widened.
+    """
+    _widen_block(tables, job.weight + panel * PANEL * job.num_inputs, PANEL * job.num_inputs, weight)
+    while token + 4 <= end:
+        _multiply_4_tokens(kind, job, token, panel, weight)
+        token += 4
+    while token < end:
+        _multiply_1_token(kind, job, token, panel, weight)
+        token += 1
 
 
 @helper

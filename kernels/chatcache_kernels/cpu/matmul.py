@@ -4,9 +4,9 @@ oneDNN does the same for many tokens, but each call costs tens of microseconds, 
 Here a weight is packed in the order in which it is read: panels of 32 outputs; in a panel 2 inputs at a time, as two
 registers of (16 outputs, input pair). For AMX, 32 inputs are two interleaved tiles. Reading in strictly ascending order
 keeps the hardware prefetcher close to the read bandwidth: with the two tiles one after the other and software
-prefetches it was a third of that (Zen 4, one thread, one token). An item is one panel for up to 32 tokens. Ways to
-multiply, best first: AMX tiles, pairs by AVX512-BF16, pairs widened to float32. In the last two a token's sum does not
-depend on other tokens.
+prefetches it was a third of that (Zen 4, one thread, one token). For up to FEW_TOKENS tokens the `compact` copy of a
+weight is read, if there is one. An item is one panel for up to 32 tokens. Ways to multiply, best first: AMX tiles,
+pairs by AVX512-BF16, pairs widened to float32. In the last two a token's sum does not depend on other tokens.
 
 Shapes: x [num_tokens, in] bf16, packed [out / 32, in / 32, 16, 2, 16, 2] bf16 -> [num_tokens, out] bf16. 32 must divide
 in and out.
@@ -23,6 +23,7 @@ from llvmlite import ir
 from numba import carray, types
 from torch import Tensor
 
+from ..experts import Allocate, empty
 from .bf16 import (
     CONFIG_BYTES,
     TILE_BYTES,
@@ -39,12 +40,14 @@ from .bf16 import (
     tile_release,
     tile_store,
 )
-from .launch import Launch, compile_kernel, define_job, helper
+from .compact import FEW_TOKENS, emit_tiles
+from .launch import Launch, choose_num_threads, compile_kernel, define_job, helper
 from .simd import (
     BFLOAT16,
     F32,
     FLOAT32,
     I64,
+    INT32,
     add,
     emit_constant,
     emit_load,
@@ -62,22 +65,52 @@ PANEL = 32  # outputs of an item, and inputs of a step
 GROUP_TOKENS = 2 * TILE_ROWS  # tokens of an item
 SCRATCH_FLOATS = 4 * TILE_BYTES // 4  # per thread
 
-MATMUL_JOB, PACK_MATMUL_JOB = define_job("x weight bias out scratch configs num_tokens num_inputs num_outputs")
-"""Addresses of contiguous arrays and sizes. bias may be 0.
+WEIGHT_JOB, _PACK_WEIGHT = define_job("weight out num_inputs num_outputs")
+MATMUL_JOB, PACK_MATMUL_JOB = define_job("x weight bias out scratch configs num_tokens num_inputs num_outputs compact")
+"""Addresses of contiguous arrays and sizes. bias and compact may be 0.
 
 scratch: SCRATCH_FLOATS for each thread. configs: `tile_configs(T)`, for AMX only.
 """
 
 
-def pack_weight(weight: Tensor, keep: Callable[[Tensor], Tensor] = Tensor.contiguous) -> Tensor:
+def pack_weight(weight: Tensor, allocate: Allocate = empty) -> Tensor:
     """Return the weight in the order in which the kernel reads it.
 
-    Shapes: weight [out, in] -> [out / 32, in / 32, 16, 2, 16, 2]. `keep` makes the contiguous copy in memory of the
-    caller's choice; an address that is a multiple of 64 is fastest.
+    Shapes: weight [out, in] -> [out / 32, in / 32, 16, 2, 16, 2]. `allocate` makes the memory; an address that is a
+    multiple of 64 is fastest.
     """
     num_outputs, num_inputs = weight.shape
-    parts = weight.view(num_outputs // PANEL, 2, 16, num_inputs // PANEL, 16, 2)
-    return keep(parts.permute(0, 3, 4, 1, 2, 5))
+    packed = allocate((num_outputs // PANEL, num_inputs // PANEL, 16, 2, 16, 2), weight.dtype)
+    pack_into(packed, weight)
+    return packed
+
+
+def pack_into(packed: Tensor, weight: Tensor) -> None:
+    """Write what `pack_weight` returns to contiguous memory."""
+    num_outputs, num_inputs = weight.shape
+    weight = weight.contiguous()
+    job = _PACK_WEIGHT.pack(0, 0, weight.data_ptr(), packed.data_ptr(), num_inputs, num_outputs)
+    _pack_kernel()(job, choose_num_threads(weight.numel()))
+
+
+@cache
+def _pack_kernel() -> Launch:
+    """Return the launcher of `pack_weight`, which moves pairs of inputs. Its argument record is a WEIGHT_JOB."""
+
+    def kernel(address: Any) -> None:
+        job = carray(address, 1, WEIGHT_JOB)[0]
+        source, out = pointer(INT32, job.weight), pointer(INT32, job.out)
+        steps, pairs = job.num_inputs // PANEL, job.num_inputs // 2
+        panel = fetch_add(address, 0, 1)
+        while panel < job.num_outputs // PANEL:
+            for step in range(steps):
+                first, target = panel * PANEL * pairs + step * 16, (panel * steps + step) * 16 * PANEL
+                for row in range(PANEL):
+                    for pair in range(16):
+                        out[target + pair * PANEL + row] = source[first + row * pairs + pair]
+            panel = fetch_add(address, 0, 1)
+
+    return compile_kernel(kernel)
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -86,22 +119,41 @@ def can_pack(weight: Tensor) -> bool:
     return fits and weight.shape[0] % PANEL == 0 and weight.shape[1] % PANEL == 0
 
 
-def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None, unit: str | None = None) -> Tensor:
+def multiply(
+    x: Tensor, packed: Tensor, bias: Tensor | None = None, unit: str | None = None, compact: Tensor | None = None
+) -> Tensor:
     """Apply a bf16 linear layer with a packed weight: return x @ weight.T + bias.
 
-    Shapes: see the module docstring. `unit` selects the way to multiply (tiles | pairs | floats) in tests; None is the
-    fastest this CPU supports.
+    Shapes: see the module docstring. `compact`: the same weight, see the module of that name. `unit` selects the way to
+    multiply (tiles | pairs | floats) in tests; None is the fastest this CPU supports.
     """
-    x, num_outputs = x.contiguous(), packed.shape[0] * PANEL
+    return _multiply(x, packed, bias, unit, compact, packed.shape[0] * PANEL)
+
+
+def multiply_few(x: Tensor, compact: Tensor, num_outputs: int, bias: Tensor | None = None) -> Tensor:
+    """Apply a bf16 linear layer with a compact weight to at most FEW_TOKENS tokens, as `multiply` does."""
+    if len(x) > FEW_TOKENS:
+        raise ValueError(f"{len(x)} tokens, but the limit is {FEW_TOKENS}")
+    return _multiply(x, None, bias, None, compact, num_outputs)
+
+
+def _multiply(
+    x: Tensor, packed: Tensor | None, bias: Tensor | None, unit: str | None, compact: Tensor | None, num_outputs: int
+) -> Tensor:
+    x = x.contiguous()
     out = torch.empty(len(x), num_outputs, dtype=x.dtype)
     threads = torch.get_num_threads()
     scratch, configs = torch.empty(threads * SCRATCH_FLOATS), tile_configs(len(x))
     job = PACK_MATMUL_JOB.pack(
-        0, 0, x.data_ptr(), packed.data_ptr(), bias.data_ptr() if bias is not None else 0, out.data_ptr(),
-        scratch.data_ptr(), configs.data_ptr(), len(x), x.shape[1], num_outputs,
+        0, 0, x.data_ptr(), _address(packed), _address(bias), out.data_ptr(), scratch.data_ptr(), configs.data_ptr(),
+        len(x), x.shape[1], num_outputs, _address(compact),
     )  # fmt: skip
     multiply_kernel(unit)(job, threads)
     return out
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 @cache
@@ -140,11 +192,15 @@ def _tile_kernel(native: bool) -> Launch:
         configured = -1
         while item < num_panels * num_groups:
             panel, group = divmod(item, num_groups)
+            if reads_compact(job):
+                multiply_pairs(native, job, 0, job.num_tokens, panel, scratch)
+                item = fetch_add(address, 0, 1)
+                continue
             last = 1 if group == num_groups - 1 else 0
             if last != configured:
                 tile_configure(job.configs + last * CONFIG_BYTES)
                 configured = last
-            _multiply_amx(native, job, group * GROUP_TOKENS, panel, scratch)
+            multiply_group(native, job, group * GROUP_TOKENS, panel, scratch)
             item = fetch_add(address, 0, 1)
         if configured >= 0:
             tile_release()
@@ -153,7 +209,13 @@ def _tile_kernel(native: bool) -> Launch:
 
 
 @helper
-def _multiply_amx(native: bool, job: Any, token: int, panel: int, scratch: int) -> None:
+def reads_compact(job: Any) -> bool:
+    """Return whether the tokens of a job are few enough to read the compact weight."""
+    return bool(job.compact != 0 and job.num_tokens <= FEW_TOKENS)
+
+
+@helper
+def multiply_group(native: bool, job: Any, token: int, panel: int, scratch: int) -> None:
     """Multiply a group of up to 32 tokens with a panel of 32 outputs, using AMX.
 
     Tiles 0-3: sums; 4-5: tokens; 6-7: weights. `scratch`: address of SCRATCH_FLOATS floats.
@@ -208,29 +270,47 @@ def _pair_kernel(native: bool) -> Launch:
         job = carray(address, 1, MATMUL_JOB)[0]
         num_panels, num_groups = job.num_outputs // PANEL, (job.num_tokens + GROUP_TOKENS - 1) // GROUP_TOKENS
         item, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
-        sums, stride, steps = job.scratch + thread * SCRATCH_FLOATS * 4, 2 * job.num_inputs, job.num_inputs // PANEL
+        sums = job.scratch + thread * SCRATCH_FLOATS * 4
         while item < num_panels * num_groups:
             panel, group = divmod(item, num_groups)
             token, end = group * GROUP_TOKENS, min((group + 1) * GROUP_TOKENS, job.num_tokens)
-            weight = job.weight + panel * PANEL * stride
-            while token < end:
-                count, x = end - token, job.x + token * stride
-                if count >= 8:
-                    count = 8
-                    dot_block(native, 8, x, stride, weight, steps, sums)
-                elif count >= 4:
-                    count = 4
-                    dot_block(native, 4, x, stride, weight, steps, sums)
-                elif count >= 2:
-                    count = 2
-                    dot_block(native, 2, x, stride, weight, steps, sums)
-                else:
-                    dot_block(native, 1, x, stride, weight, steps, sums)
-                _write_block(native, job, token, count, panel, sums)
-                token += count
+            multiply_pairs(native, job, token, end, panel, sums)
             item = fetch_add(address, 0, 1)
 
     return compile_kernel(kernel)
+
+
+@helper
+def multiply_pairs(native: bool, job: Any, token: int, end: int, panel: int, sums: int) -> None:
+    """Multiply the tokens from `token` to `end` with a panel, without AMX; `sums`: address of SCRATCH_FLOATS floats."""
+    stride, steps = 2 * job.num_inputs, job.num_inputs // PANEL
+    weight = job.weight + panel * PANEL * stride
+    compact, index = job.compact, job.compact + 8 * panel * steps
+    if not reads_compact(job):
+        compact = 0
+    while token < end:
+        count, x = end - token, job.x + token * stride
+        if count >= 8:
+            count = 8
+            dot_block(native, 8, x, stride, weight, steps, sums)
+        elif count >= 4:
+            count = 4
+            if compact != 0:
+                dot_tiles(native, 4, x, stride, compact, index, steps, sums)
+            else:
+                dot_block(native, 4, x, stride, weight, steps, sums)
+        elif count >= 2:
+            count = 2
+            if compact != 0:
+                dot_tiles(native, 2, x, stride, compact, index, steps, sums)
+            else:
+                dot_block(native, 2, x, stride, weight, steps, sums)
+        elif compact != 0:
+            dot_tiles(native, 1, x, stride, compact, index, steps, sums)
+        else:
+            dot_block(native, 1, x, stride, weight, steps, sums)
+        _write_block(native, job, token, count, panel, sums)
+        token += count
 
 
 @helper
@@ -244,35 +324,69 @@ def _write_block(native: bool, job: Any, token: int, count: int, panel: int, sum
 
 
 @simd_intrinsic
+def dot_tiles(
+    typing: Any, native: Any, count: Any, x: Any, stride: Any, compact: Any, index: Any, num_steps: Any, sums: Any
+) -> Any:
+    """Multiply tokens as `dot_block` does with a panel of a compact weight.
+
+    `compact`, `index`: addresses of the weight and of this panel's part of its index.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        is_native, block = native.literal_value, _Block(builder, native, count, args[2], args[3])
+        block.store(args[7], emit_tiles(builder, is_native, args[5], args[4], args[6], block.starts, block.multiply))
+        return context.get_dummy_value()
+
+    return types.void(native, count, *(types.int64,) * 6), generate
+
+
+@simd_intrinsic
 def dot_block(typing: Any, native: Any, count: Any, x: Any, stride: Any, weight: Any, num_steps: Any, sums: Any) -> Any:
     """Multiply `count` (a literal) tokens with a panel; write the sums [count, 32] float32.
 
     `x`, `weight`, `sums`: addresses; `stride`: bytes from one token to the next. There is at least one step of 32
     inputs. `native`: as in `dot_pairs`.
     """
-    num, wide = count.literal_value, vector_type(16)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, _, x, stride, weight, num_steps, sums = args
+        block, wide = _Block(builder, native, count, args[2], args[3]), vector_type(16)
 
         def multiply_step(step: Any, totals: list[Any]) -> list[Any]:
-            panel = builder.add(weight, builder.mul(step, ir.Constant(I64, 2 * PANEL * PANEL)))
-            inputs = [builder.add(row, builder.mul(step, ir.Constant(I64, 2 * PANEL))) for row in rows]
-            for pair in range(PANEL // 2):
-                weights = [emit_load(builder, wide, panel, 128 * pair + 64 * half) for half in range(2)]
-                for row in range(num):
-                    numbers = emit_splat(builder, emit_load(builder, F32, inputs[row], 4 * pair), 16)
-                    for place in (2 * row, 2 * row + 1):
-                        operands = totals[place], weights[place % 2], numbers
-                        totals[place] = emit_dot_pairs(builder, native.literal_value, *operands)
-            return totals
+            panel = builder.add(args[4], builder.mul(step, ir.Constant(I64, 2 * PANEL * PANEL)))
 
-        rows = [builder.add(x, builder.mul(stride, ir.Constant(I64, row))) for row in range(num)]
-        starts = [emit_constant(16, 0.0)] * (2 * num)
-        for place, total in enumerate(emit_loop(builder, num_steps, starts, multiply_step)):
-            target = builder.add(sums, ir.Constant(I64, 64 * place))
-            builder.store(total, builder.inttoptr(target, wide.as_pointer()), align=4)
+            def load_weights(pair: int, half: int) -> Any:
+                return emit_load(builder, wide, panel, 128 * pair + 64 * half)
+
+            return block.multiply(step, load_weights, totals)
+
+        block.store(args[6], emit_loop(builder, args[5], block.starts, multiply_step))
         return context.get_dummy_value()
 
-    numbers = (types.int64,) * 5
-    return types.void(native, count, *numbers), generate
+    return types.void(native, count, *(types.int64,) * 5), generate
+
+
+class _Block:
+    """Emits the products of a few tokens with the steps of a panel."""
+
+    def __init__(self, builder: Any, native: Any, count: Any, x: Any, stride: Any) -> None:
+        self._builder, self._native = builder, native.literal_value
+        self._rows = [builder.add(x, builder.mul(stride, ir.Constant(I64, row))) for row in range(count.literal_value)]
+        self.starts = [emit_constant(16, 0.0)] * (2 * len(self._rows))
+
+    def multiply(self, step: Any, weights: Callable[[int, int], Any], totals: list[Any]) -> list[Any]:
+        """Emit the addition of a step's products to the sums; `weights(pair, half)` emits a register of weights."""
+        builder = self._builder
+        inputs = [builder.add(row, builder.mul(step, ir.Constant(I64, 2 * PANEL))) for row in self._rows]
+        for pair in range(PANEL // 2):
+            halves = [weights(pair, half) for half in range(2)]
+            for row, place in enumerate(inputs):
+                numbers = emit_splat(builder, emit_load(builder, F32, place, 4 * pair), 16)
+                for at in (2 * row, 2 * row + 1):
+                    totals[at] = emit_dot_pairs(builder, self._native, totals[at], halves[at % 2], numbers)
+        return totals
+
+    def store(self, sums: Any, totals: list[Any]) -> None:
+        """Emit the stores of the sums."""
+        for place, total in enumerate(totals):
+            target = self._builder.add(sums, ir.Constant(I64, 64 * place))
+            self._builder.store(total, self._builder.inttoptr(target, total.type.as_pointer()), align=4)

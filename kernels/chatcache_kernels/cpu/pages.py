@@ -15,7 +15,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from ..types import HostPages, KVPages
+from ..types import HostPages, KVPages, PageStore
 from .launch import Launch, choose_num_threads, compile_kernel, define_job
 from .simd import FLOAT32, INT64, fetch_add, load, pointer, store, zeros
 
@@ -34,12 +34,12 @@ def allocate_pages(
     num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> KVPages:
     """Allocate a store of uninitialised pages."""
-    k = _empty((num_layers, num_pages, num_kv_heads, head_dim, page_size), dtype)
-    v = _empty((num_layers, num_pages, num_kv_heads, page_size, head_dim), dtype)
+    k = empty_pages((num_layers, num_pages, num_kv_heads, head_dim, page_size), dtype)
+    v = empty_pages((num_layers, num_pages, num_kv_heads, page_size, head_dim), dtype)
     return KVPages(k, v, page_size, num_kv_heads, head_dim)
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def empty_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Allocate an uninitialised tensor with numpy."""
     memory = np.empty(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(memory).view(dtype).view(shape)
@@ -61,30 +61,30 @@ def read_pages(pages: KVPages, layer: int, slots: Tensor) -> tuple[Tensor, Tenso
     return pages.k[layer].permute(0, 3, 1, 2)[page, offset], pages.v[layer].transpose(1, 2)[page, offset]
 
 
-def copy_pages(pages: KVPages, copies: Tensor) -> None:
+def copy_pages(pages: PageStore, copies: Tensor) -> None:
     """Copy whole pages, all layers. Shapes: copies [n, 2] (source, target).
 
     No target is also a source.
     """
-    for memory in (pages.k, pages.v):
+    for memory in pages.tensors:
         _copy_between(memory, memory, copies)
 
 
-def swap_out(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
+def swap_out(pages: PageStore, host: HostPages, swaps: Tensor) -> None:
     """Copy whole pages to the host, all layers. Shapes: swaps [n, 2] (page, host page).
 
     The host pages must be distinct.
     """
-    for memory, kept in ((pages.k, host.k), (pages.v, host.v)):
+    for memory, kept in zip(pages.tensors, host.tensors, strict=True):
         _copy_between(memory, kept.transpose(0, 1), swaps)
 
 
-def swap_in(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
+def swap_in(pages: PageStore, host: HostPages, swaps: Tensor) -> None:
     """Copy whole pages from the host, all layers. Shapes: swaps [n, 2] (host page, page).
 
     The target pages must be distinct.
     """
-    for memory, kept in ((pages.k, host.k), (pages.v, host.v)):
+    for memory, kept in zip(pages.tensors, host.tensors, strict=True):
         _copy_between(kept.transpose(0, 1), memory, swaps)
 
 

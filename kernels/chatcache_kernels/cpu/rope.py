@@ -69,8 +69,9 @@ def rope_write(
     """
     half = cos.shape[-1]
     lanes = register_lanes(pages.head_dim, half)
-    of_norms = {norms.q.dtype, norms.k.dtype} if norms is not None else set()
-    if not lanes or {q.dtype, k.dtype, v.dtype} | of_norms != {pages.k.dtype}:
+    of_norms = (norms.q.dtype, norms.k.dtype) if norms is not None else (q.dtype, q.dtype)
+    has_norms = of_norms in ((q.dtype, q.dtype), (torch.float32, torch.float32))
+    if not lanes or not has_norms or {q.dtype, k.dtype, v.dtype} != {pages.k.dtype}:
         if norms is not None:
             q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
         write_slots_torch(pages, layer, reference.rope(k, cos, sin), v, slots)
@@ -126,21 +127,24 @@ def _run(
         pages.page_size if num_tokens >= _PAGEWISE_MIN_TOKENS else 1, norms.eps if norms else 0.0,
     )  # fmt: skip
     threads = choose_num_threads(num_tokens * (num_heads + 2 * pages.num_kv_heads) * pages.head_dim)
-    rope_kernel(KINDS[pages.k.dtype], lanes)(job, threads)
+    rope_kernel(KINDS[pages.k.dtype], lanes, KINDS[norms.q.dtype] if norms else None)(job, threads)
 
 
 @cache
-def rope_kernel(kind: int, lanes: int) -> Launch:
+def rope_kernel(kind: int, lanes: int, norm_kind: int | None = None) -> Launch:
     """Return the launcher of the kernel that rotates q and k, and writes k and v to pages.
 
-    Its argument record is a ROPE_JOB. `kind`: element type; `lanes`: see `register_lanes`.
+    Its argument record is a ROPE_JOB. `kind`: element type; `norm_kind`: that of the norms' weights, None is `kind`;
+    `lanes`: see `register_lanes`.
     """
+    if norm_kind is None:
+        norm_kind = kind
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, ROPE_JOB)[0]
         q, k, v, out = pointer(kind, job.q), pointer(kind, job.k), pointer(kind, job.v), pointer(kind, job.out)
         k_pages, v_pages = pointer(kind, job.k_pages), pointer(kind, job.v_pages)
-        q_norm, k_norm = pointer(kind, job.q_norm), pointer(kind, job.k_norm)
+        q_norm, k_norm = pointer(norm_kind, job.q_norm), pointer(norm_kind, job.k_norm)
         zero, slots, size, dim = zeros(lanes), pointer(INT64, job.slots), job.page_size, job.head_dim
         token = fetch_add(address, 0, job.tokens_per_item)
         while token < job.num_tokens:

@@ -147,25 +147,36 @@ def splat(typing: Any, like: Any, value: Any) -> Any:
     return like(like, types.float32), generate
 
 
+def emit_widened(builder: Any, source: Any, index: Any, lanes: int, element: Any) -> Any:
+    """Emit a load of elements, given as a numba type, widened to float32."""
+    if element == types.float32:
+        at = emit_pointer(builder, source, index, F32)
+        return builder.load(builder.bitcast(at, vector_type(lanes).as_pointer()), align=4, typ=vector_type(lanes))
+    at = emit_pointer(builder, source, index, ir.IntType(16))
+    if element == types.uint16:  # bfloat16 is the upper half of a float32
+        narrow = vector_type(lanes, ir.IntType(16))
+        bits = builder.load(builder.bitcast(at, narrow.as_pointer()), align=2, typ=narrow)
+        shifted = builder.shl(builder.zext(bits, vector_type(lanes, I32)), emit_constant(lanes, 16, I32))
+        return builder.bitcast(shifted, vector_type(lanes))
+    halves = vector_type(lanes, ir.HalfType())
+    return builder.fpext(
+        builder.load(builder.bitcast(at, halves.as_pointer()), align=2, typ=halves), vector_type(lanes)
+    )
+
+
+def emit_narrowed(builder: Any, target: Any, index: Any, value: Any, element: Any) -> None:
+    """Emit a store of float32 lanes as elements, given as a numba type, rounded to nearest even."""
+    narrow = _convert(builder, value, value.type.count, element)
+    at = emit_pointer(builder, target, index, narrow.type.element)
+    builder.store(narrow, builder.bitcast(at, narrow.type.as_pointer()), align=element.bitwidth // 8)
+
+
 @simd_intrinsic
 def load(typing: Any, like: Any, source: Any, index: Any) -> Any:
     """Load elements index .. index + lanes - 1, widened to float32; `like` gives the width."""
-    lanes, element = like.lanes, source.dtype
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if element == types.float32:
-            at = emit_pointer(builder, args[1], args[2], F32)
-            return builder.load(builder.bitcast(at, vector_type(lanes).as_pointer()), align=4, typ=vector_type(lanes))
-        at = emit_pointer(builder, args[1], args[2], ir.IntType(16))
-        if element == types.uint16:  # bfloat16 is the upper half of a float32
-            narrow = vector_type(lanes, ir.IntType(16))
-            bits = builder.load(builder.bitcast(at, narrow.as_pointer()), align=2, typ=narrow)
-            shifted = builder.shl(builder.zext(bits, vector_type(lanes, I32)), emit_constant(lanes, 16, I32))
-            return builder.bitcast(shifted, vector_type(lanes))
-        halves = vector_type(lanes, ir.HalfType())
-        return builder.fpext(
-            builder.load(builder.bitcast(at, halves.as_pointer()), align=2, typ=halves), vector_type(lanes)
-        )
+        return emit_widened(builder, args[1], args[2], like.lanes, source.dtype)
 
     return like(like, source, types.int64), generate
 
@@ -175,9 +186,7 @@ def store(typing: Any, target: Any, index: Any, value: Any) -> Any:
     """Store the lanes to elements index .. index + lanes - 1, rounded to nearest even."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        narrow = _convert(builder, args[2], value.lanes, target.dtype)
-        at = emit_pointer(builder, args[0], args[1], narrow.type.element)
-        builder.store(narrow, builder.bitcast(at, narrow.type.as_pointer()), align=target.dtype.bitwidth // 8)
+        emit_narrowed(builder, args[0], args[1], args[2], target.dtype)
         return context.get_dummy_value()
 
     return types.void(target, types.int64, value), generate
@@ -197,6 +206,51 @@ def scatter(typing: Any, target: Any, index: Any, stride: Any, value: Any) -> An
         return context.get_dummy_value()
 
     return types.void(target, types.int64, types.int64, value), generate
+
+
+@simd_intrinsic
+def split_lanes(typing: Any, like: Any, source: Any, index: Any, count: Any, target: Any, place: Any, step: Any) -> Any:
+    """Load lanes * count interleaved elements; store element i * count + j to target[place + j * step + i] as float32.
+
+    `count` is a literal.
+    """
+    lanes, parts = like.lanes, count.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        wide = emit_widened(builder, args[1], args[2], lanes * parts, source.dtype)
+        for part in range(parts):
+            order = ir.Constant(vector_type(lanes, I32), list(range(part, lanes * parts, parts)))
+            value = builder.shuffle_vector(wide, ir.Constant(wide.type, ir.Undefined), order)
+            at = builder.add(args[5], builder.mul(args[6], ir.Constant(I64, part)))
+            place = emit_pointer(builder, args[4], at, F32)
+            builder.store(value, builder.bitcast(place, value.type.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(like, source, types.int64, count, target, types.int64, types.int64), generate
+
+
+@simd_intrinsic
+def join_lanes(typing: Any, like: Any, target: Any, index: Any, count: Any, source: Any, place: Any, step: Any) -> Any:
+    """Store as `split_lanes` loads: the inverse, from float32 to the element type of `target`, rounded."""
+    lanes, parts = like.lanes, count.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        total = lanes * parts
+        wide = ir.Constant(vector_type(total), ir.Undefined)
+        for part in range(parts):
+            at = builder.add(args[5], builder.mul(args[6], ir.Constant(I64, part)))
+            near = emit_pointer(builder, args[4], at, F32)
+            value = builder.load(
+                builder.bitcast(near, vector_type(lanes).as_pointer()), align=4, typ=vector_type(lanes)
+            )
+            spread = ir.Constant(vector_type(total, I32), [i // parts for i in range(total)])
+            value = builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), spread)
+            order = [i + total if i % parts == part else i for i in range(total)]
+            wide = builder.shuffle_vector(wide, value, ir.Constant(vector_type(total, I32), order))
+        emit_narrowed(builder, args[1], args[2], wide, target.dtype)
+        return context.get_dummy_value()
+
+    return types.void(like, target, types.int64, count, source, types.int64, types.int64), generate
 
 
 def _convert(builder: Any, x: Any, lanes: int, element: Any) -> Any:
@@ -251,6 +305,7 @@ def _binary_intrinsic(name: str, emit: Any) -> Any:
 
 
 add = _binary_intrinsic("add", lambda builder, a, b: builder.fadd(a, b))
+sub = _binary_intrinsic("sub", lambda builder, a, b: builder.fsub(a, b))
 mul = _binary_intrinsic("mul", lambda builder, a, b: builder.fmul(a, b))
 div = _binary_intrinsic("div", lambda builder, a, b: builder.fdiv(a, b))
 minimum = _binary_intrinsic("minimum", lambda builder, a, b: builder.select(builder.fcmp_ordered("<", a, b), a, b))

@@ -207,33 +207,40 @@ def _multiply_kernel(native: bool) -> Launch:
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, MULTIPLY_JOB)[0]
-        tokens_per_item, num_steps = job.blocks_per_item * MAX_BLOCK, job.num_inputs // PANEL
+        tokens_per_item = job.blocks_per_item * MAX_BLOCK
         num_panels, num_parts = job.num_outputs // PANEL, (job.num_tokens + tokens_per_item - 1) // tokens_per_item
         item, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
         sums = job.scratch + thread * SUMS_BYTES
-        stride = 2 * job.num_inputs + 4 * ((num_steps + GROUP_STEPS - 1) // GROUP_STEPS)
         while item < num_panels * num_parts:
             part, panel = divmod(item, num_panels)
-            weight = job.weight + panel * PANEL * job.num_inputs
             token, end = part * tokens_per_item, min((part + 1) * tokens_per_item, job.num_tokens)
-            while token < end:
-                count, x = end - token, job.x + token * stride
-                if count >= 8:
-                    count = 8
-                    dot_block(8, x, stride, weight, num_steps, sums)
-                elif count >= 4:
-                    count = 4
-                    dot_block(4, x, stride, weight, num_steps, sums)
-                elif count >= 2:
-                    count = 2
-                    dot_block(2, x, stride, weight, num_steps, sums)
-                else:
-                    dot_block(1, x, stride, weight, num_steps, sums)
-                _write_outputs(native, job, token, count, panel * PANEL, sums)
-                token += count
+            multiply_rows(native, job, token, end, panel, sums)
             item = fetch_add(address, 0, 1)
 
     return compile_kernel(kernel)
+
+
+@helper
+def multiply_rows(native: bool, job: Any, token: int, end: int, panel: int, sums: int) -> None:
+    """Multiply the quantised rows from `token` to `end` with a panel; `sums`: address of SUMS_BYTES bytes."""
+    num_steps = job.num_inputs // PANEL
+    stride = 2 * job.num_inputs + 4 * ((num_steps + GROUP_STEPS - 1) // GROUP_STEPS)
+    weight = job.weight + panel * PANEL * job.num_inputs
+    while token < end:
+        count, x = end - token, job.x + token * stride
+        if count >= 8:
+            count = 8
+            dot_block(8, x, stride, weight, num_steps, sums)
+        elif count >= 4:
+            count = 4
+            dot_block(4, x, stride, weight, num_steps, sums)
+        elif count >= 2:
+            count = 2
+            dot_block(2, x, stride, weight, num_steps, sums)
+        else:
+            dot_block(1, x, stride, weight, num_steps, sums)
+        _write_outputs(native, job, token, count, panel * PANEL, sums)
+        token += count
 
 
 @helper

@@ -5,27 +5,42 @@ call for a model shape (about a second each; Triton caches them on disk); values
 number of tokens, do not compile anew. With `TRITON_INTERPRET=1` in the environment before the first import they run on
 CPU tensors, slowly; that is how they are tested without a GPU.
 
-Reading order: `launch` (helpers of all launches), `configs` and `attention`, `pages`, `rope`, `fused`, then
-`sampling_ops`, `sampling`, `topk_topp` and `ranks`. `variants` lists the launches that tests compile.
+Reading order: `launch` (helpers of all launches), `configs` and `attention`, `latent`, `pages`, `rope`, `fused`,
+`experts`, `recurrent`, then `sampling_ops`, `sampling`, `topk_topp` and `ranks`. `variants` lists the launches that
+tests compile.
 """
 
+from ..reference import gated_rms_norm
 from ..work_list import plan_work as prepare
 from .attention import paged_attention
+from .experts import grouped_experts, pack_experts
 from .fused import add_rms_norm, rms_norm, silu_mul
+from .latent import allocate_latent_pages, latent_attention, read_latents, write_latents
 from .pages import allocate_pages, copy_pages, read_pages, swap_in, swap_out, write_pages
+from .recurrent import causal_conv, gated_delta_rule, ssd_scan
 from .rope import rope_write
 
 __all__ = [
     "add_rms_norm",
+    "allocate_latent_pages",
     "allocate_pages",
+    "causal_conv",
     "copy_pages",
+    "gated_delta_rule",
+    "gated_rms_norm",
+    "grouped_experts",
+    "latent_attention",
+    "pack_experts",
     "paged_attention",
     "prepare",
+    "read_latents",
     "read_pages",
     "rms_norm",
     "rope_write",
     "silu_mul",
+    "ssd_scan",
     "swap_in",
     "swap_out",
+    "write_latents",
     "write_pages",
 ]

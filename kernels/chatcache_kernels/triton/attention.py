@@ -34,7 +34,7 @@ from .variants import Variant, trace_variants
 
 
 @triton.jit
-def _dot(a, b, acc):  # type: ignore[no-untyped-def]
+def dot(a, b, acc):  # type: ignore[no-untyped-def]
     """Return a @ b + acc, in float32.
 
     The interpreter would multiply the bits of bfloat16 as integers.
@@ -103,7 +103,7 @@ def attend_key_tiles(  # type: ignore[no-untyped-def]
         else:
             keys = tl.load(k_head + at, mask=inside, other=0.0)
             values = tl.load(v_head + at, mask=inside, other=0.0)
-        score = _dot(query, keys.T, tl.zeros([query.shape[0], BLOCK_N], tl.float32))
+        score = dot(query, keys.T, tl.zeros([query.shape[0], BLOCK_N], tl.float32))
         if HAS_SOFTCAP:
             score = _tanh(score * scale)
         if MASKED:
@@ -121,7 +121,7 @@ def attend_key_tiles(  # type: ignore[no-untyped-def]
             row_sum = row_sum * decay[:, None] + weight
         else:
             row_sum = row_sum * decay + tl.sum(weight, 1)
-        acc = _dot(round_to(weight, values.dtype), values, acc * decay[:, None])
+        acc = dot(round_to(weight, values.dtype), values, acc * decay[:, None])
         row_max = new_max
     return acc, row_sum, row_max
 
@@ -192,21 +192,22 @@ def merge_states(
     """
     num_heads, head_dim = out.shape[1:]
     num_pairs = work.merge_tokens.shape[0] * num_heads
+    width = max(16, next_power_of_2(head_dim))
     merge_states_kernel[(min(num_pairs, MERGE.programs * chip.multiprocessors),)](
         out, states, sums, work.merge_tokens, work.merge_offsets, work.merge_states, work.num_merges, sinks,
-        HEADS=num_heads, HEAD_DIM=head_dim, WIDTH=max(16, next_power_of_2(head_dim)), BLOCK_S=MERGE.block_s,
+        HEADS=num_heads, HEAD_DIM=head_dim, WIDTH=width, BLOCK_S=MERGE.block_s * 256 // max(width, 256),
         HAS_SINKS=sinks is not None, num_warps=MERGE.num_warps,
     )  # fmt: skip
 
 
 def _merge_variants(arch: int) -> Iterator[Variant]:
-    """Yield the kernel variants of `merge_states` for heads of 64 to 256 dimensions."""
+    """Yield the kernel variants of `merge_states` for heads of 64 to 512 dimensions."""
     meta = partial(torch.empty, device="meta")
     ints = partial(meta, dtype=torch.int32)
     work = AttentionWork((), ints(5), ints(5), ints(6), ints(7), ints(1), 7)
     for heads, head_dim, dtype in (
         (9, 64, torch.bfloat16), (30, 80, torch.float16), (32, 128, torch.bfloat16), (16, 128, torch.float32),
-        (8, 256, torch.bfloat16),
+        (8, 256, torch.bfloat16), (8, 512, torch.bfloat16),
     ):  # fmt: skip
         out, states, sums = meta(5, heads, head_dim, dtype=dtype), meta(7, heads, head_dim), meta(7, heads)
         for sinks in (None, meta(heads, dtype=dtype)):
@@ -217,7 +218,7 @@ LOG2_E = 1.4426950408889634  # exponentials are computed as powers of 2
 
 
 @triton.jit
-def _locate_queries(  # type: ignore[no-untyped-def]
+def locate_queries(  # type: ignore[no-untyped-def]
     num_items,
     items,
     members,
@@ -299,7 +300,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     first_page = layer.to(tl.int64) * layer_stride
     num_work_ids = tl.load(num_items) * (KV_HEADS * SLICES)
     for done in tl.range(tl.program_id(0), num_work_ids, tl.num_programs(0)):
-        item, kv_head, member, head, token, taken = _locate_queries(
+        item, kv_head, member, head, token, taken = locate_queries(
             num_items, items, members, done, ROWS, SLICES, GROUP, KV_HEADS, False
         )
         position = tl.load(positions + token, mask=taken, other=-1)
@@ -343,7 +344,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         divisor = tl.where(row_sum == 0, 1.0, row_sum)
         log_sum = tl.where(row_sum == 0, -float("inf"), row_max * (cap if HAS_SOFTCAP else scale) + tl.log2(divisor))
         if ROWS > 16:  # reloaded, so that the addresses of results take no registers in the loops above
-            item, kv_head, member, head, token, taken = _locate_queries(
+            item, kv_head, member, head, token, taken = locate_queries(
                 num_items, items, members, done, ROWS, SLICES, GROUP, KV_HEADS, True
             )
             used = taken[:, None] & (column < HEAD_DIM)[None, :]
@@ -379,7 +380,7 @@ def paged_attention(
     every layer, and under graph capture it belongs to the graph's pool.
 
     Raises: ValueError for a batch without `work`, a dtype other than the pages', a last dimension that is not
-    contiguous, a scale that is not positive, or heads of more than 256 dimensions.
+    contiguous, a scale that is not positive, or heads of more than 512 dimensions.
     """
     return paged_attention_on_chip(q, pages, layer, batch, scale, window, softcap, sinks, get_chip(q.device))
 

@@ -94,6 +94,10 @@ HOPPER: Final = {
         Config(32, 32, 4, 4, programs=2),
         Config(64, 32, 8, 3, programs=8, unmasked_loop=True),
     ),
+    512: (
+        Config(16, 32, 8, 2, programs=1),
+        Config(32, 32, 8, 2, programs=1),
+    ),
 }
 # On Blackwell, larger tiles of keys spill
 BLACKWELL: Final = HOPPER | {
@@ -123,15 +127,20 @@ SMALL_SHARED_MEMORY: Final = {
         Config(32, 32, 4, 2, programs=2),
         Config(64, 32, 8, 2, programs=8, unmasked_loop=True),
     ),
+    512: (
+        Config(16, 16, 8, 2, programs=1),
+        Config(32, 16, 8, 2, programs=1),
+    ),
 }
 # float32 is multiplied exactly, without matrix units: for comparison, not for speed
 FLOAT32: Final = {
     64: tuple(Config(rows, 16, 8, 2, programs=2, max_registers=128) for rows in (16, 32, 64)),
     128: tuple(Config(rows, 16, 8, 2, programs=2) for rows in (16, 32, 64)),
     256: (*(Config(rows, 16, 8, 2, programs=2) for rows in (16, 32)), Config(64, 16, 8, 1, programs=1)),
+    512: (Config(16, 16, 8, 1, programs=1),),
 }
 INTERPRETER: Final = {
-    256: (
+    512: (
         Config(16, 64, 1, 1, programs=1),
         *(Config(rows, 64, 1, 1, programs=1, unmasked_loop=True) for rows in (32, 64)),
     )
@@ -147,7 +156,7 @@ def choose_config(chip: Chip, num_queries: int, head_dim: int, itemsize: int) ->
     for widest, configs in _table(chip, itemsize).items():
         if head_dim <= widest:
             return next((config for config in configs if config.rows >= num_queries), configs[-1])
-    raise ValueError(f"a head has at most 256 dimensions, not {head_dim}")
+    raise ValueError(f"a head has at most 512 dimensions, not {head_dim}")
 
 
 def iter_configs(chip: Chip, itemsize: int) -> Iterator[tuple[int, Config]]:

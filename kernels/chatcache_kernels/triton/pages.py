@@ -22,7 +22,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..types import HostPages, KVPages
+from ..types import HostPages, KVPages, PageStore
 from .launch import EXACT, choose_num_warps, contiguous_last_dim, heads_per_program, next_power_of_2, round_to
 from .variants import Variant, trace_variants
 
@@ -72,13 +72,13 @@ def write_pages(pages: KVPages, layer: int, k: Tensor, v: Tensor, slots: Tensor)
     )  # fmt: skip
 
 
-def copy_pages(pages: KVPages, copies: Tensor) -> None:
+def copy_pages(pages: PageStore, copies: Tensor) -> None:
     """Copy whole pages, all layers, in one launch. Shapes: copies [n, 2] (source, target).
 
     No target is also a source.
     """
-    k, v = as_words(pages.k), as_words(pages.v)
-    copy_page_words((k, v), (k, v), copies)
+    words = _word_stores(pages)
+    copy_page_words(words, words, copies)
 
 
 def as_words(store: Tensor) -> Tensor:
@@ -86,17 +86,18 @@ def as_words(store: Tensor) -> Tensor:
     return store.view(*store.shape[:2], -1).view(torch.int32)
 
 
-def copy_page_words(source: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor], pairs: Tensor) -> None:
-    """Copy pages between two pairs of stores (K, V), all layers, in one launch.
+def copy_page_words(source: tuple[Tensor, ...], target: tuple[Tensor, ...], pairs: Tensor) -> None:
+    """Copy pages between the tensors of two stores (one or two each: K, V), all layers, in one launch.
 
-    Shapes: each store int32 [num_layers, pages, words]; words are contiguous, other strides are free and equal for K
+    Shapes: each tensor int32 [num_layers, pages, words]; words are contiguous, other strides are free and equal for K
     and V; pairs [n, 2] (source page, target page), of any integer type.
     """
     num_layers, _, words = source[0].shape
     if not len(pairs):
         return
     copy_words_kernel[(triton.cdiv(words, COPY_BLOCK_WORDS), num_layers, len(pairs))](
-        *source, *target, pairs.contiguous(), *source[0].stride()[:2], *target[0].stride()[:2],
+        source[0], source[-1], target[0], target[-1], pairs.contiguous(),
+        *source[0].stride()[:2], *target[0].stride()[:2],
         WORDS=words, BLOCK=COPY_BLOCK_WORDS, num_warps=4, **EXACT,
     )  # fmt: skip
 
@@ -189,7 +190,7 @@ STAGE_BYTES = 1 << 25
 """Bytes of keys and values gathered at a time: 0.6 ms on a 50 GB/s bus, 20 us to gather."""
 
 
-def swap_out(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
+def swap_out(pages: PageStore, host: HostPages, swaps: Tensor) -> None:
     """Copy whole pages to the host, all layers. Shapes: swaps [n, 2] (page, host page).
 
     The host pages must be distinct. Queued on the current stream: synchronise before reading host memory. `swaps` in
@@ -203,11 +204,11 @@ def swap_out(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
         )
         for first, last in _consecutive_runs(part[:, 1]):
             begin = int(part[first, 1])
-            for kept, stage in zip((host.k, host.v), staged, strict=True):
+            for kept, stage in zip(host.tensors, staged, strict=True):
                 as_words(kept)[begin : begin + last - first].copy_(stage[first:last], non_blocking=True)
 
 
-def swap_in(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
+def swap_in(pages: PageStore, host: HostPages, swaps: Tensor) -> None:
     """Copy whole pages from the host, all layers. Shapes: swaps [n, 2] (host page, page).
 
     The target pages must be distinct; a host page may be copied to several of them. Queued on the current stream.
@@ -218,7 +219,7 @@ def swap_in(pages: KVPages, host: HostPages, swaps: Tensor) -> None:
         wanted, place = np.unique(part[:, 0], return_inverse=True)
         for first, last in _consecutive_runs(wanted):
             begin = int(wanted[first])
-            for kept, stage in zip((host.k, host.v), staged, strict=True):
+            for kept, stage in zip(host.tensors, staged, strict=True):
                 stage[first:last].copy_(as_words(kept)[begin : begin + last - first], non_blocking=True)
         copy_page_words(_layers_first(staged), _word_stores(pages), _page_pairs(place, part[:, 1], pages))
 
@@ -228,21 +229,19 @@ def _to_host_array(swaps: Tensor) -> NDArray[np.int64]:
     return swaps.cpu().numpy().astype(np.int64)
 
 
-def _iter_batches(
-    pages: KVPages, order: NDArray[np.int64]
-) -> Iterator[tuple[NDArray[np.int64], tuple[Tensor, Tensor]]]:
-    """Split swaps into batches; yield them with staging buffers (K, V), int32 [batch, L, words].
+def _iter_batches(pages: PageStore, order: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], tuple[Tensor, ...]]]:
+    """Split swaps into batches; yield them with staging buffers, one per tensor, int32 [batch, L, words].
 
     All batches use the same buffers; the stream keeps them in order. After the last batch the memory is reused by later
     work of the same stream.
     """
     count = max(1, STAGE_BYTES // pages.page_bytes)
-    words = as_words(pages.k)
+    words = as_words(pages.tensors[0])
     shape = (min(count, len(order)), words.shape[0], words.shape[2])
-    staged = tuple(torch.empty(shape, dtype=torch.int32, device=words.device) for _ in "kv")
+    staged = tuple(torch.empty(shape, dtype=torch.int32, device=words.device) for _ in pages.tensors)
     for first in range(0, len(order), count):
         part = order[first : first + count]
-        yield part, (staged[0][: len(part)], staged[1][: len(part)])
+        yield part, tuple(stage[: len(part)] for stage in staged)
 
 
 def _consecutive_runs(host_pages: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
@@ -252,19 +251,20 @@ def _consecutive_runs(host_pages: NDArray[np.int64]) -> Iterator[tuple[int, int]
     return pairwise(edges)
 
 
-def _word_stores(pages: KVPages) -> tuple[Tensor, Tensor]:
-    """Return the stores of K and V viewed as int32, see `as_words`."""
-    return as_words(pages.k), as_words(pages.v)
+def _word_stores(pages: PageStore) -> tuple[Tensor, ...]:
+    """Return the tensors of a store viewed as int32, see `as_words`."""
+    return tuple(as_words(memory) for memory in pages.tensors)
 
 
-def _layers_first(staged: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _layers_first(staged: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return staging buffers with the layers first, as in the store."""
-    return staged[0].transpose(0, 1), staged[1].transpose(0, 1)
+    return tuple(stage.transpose(0, 1) for stage in staged)
 
 
-def _page_pairs(source: NDArray[np.int64], target: NDArray[np.int64], pages: KVPages) -> Tensor:
+def _page_pairs(source: NDArray[np.int64], target: NDArray[np.int64], pages: PageStore) -> Tensor:
     """Return (source, target) pairs on the device of the pages."""
     pairs = torch.from_numpy(np.stack((source, target), 1))
-    if pages.k.is_cuda:  # a copy from pageable memory may wait for the stream
+    device = pages.tensors[0].device
+    if device.type == "cuda":  # a copy from pageable memory may wait for the stream
         pairs = pairs.pin_memory()
-    return pairs.to(pages.k.device, non_blocking=True)
+    return pairs.to(device, non_blocking=True)

@@ -12,15 +12,19 @@ const parameters = { type: "object", properties: { city: { type: "string" } }, r
 const weather = tool({ description: "How it is", inputSchema: jsonSchema(parameters), execute: async ({ city }) => `sunny-in-${city}` });
 const settings = { maxOutputTokens: 300, maxRetries: 0 };
 
+// `forceReasoning`: the SDK asks only models with OpenAI's names for a summary.
+const providerOptions = { openai: { forceReasoning: true, reasoningSummary: "auto", store: false } };
+
 async function tools(model) {
-  const steps = { model, prompt: "Weather in Bern?", tools: { weather }, stopWhen: stepCountIs(3), ...settings };
+  const steps = { model, prompt: "Weather in Bern?", tools: { weather }, stopWhen: stepCountIs(3), providerOptions, ...settings };
   const whole = await generateText(steps);
   const errors = [];
   const stream = streamText({ ...steps, onError: ({ error }) => errors.push(String(error)) });
   let text = "";
   for await (const piece of stream.textStream) text += piece;
+  const reasoning = [whole.steps[0].reasoningText, (await stream.steps)[0].reasoningText];
   return {
-    text: whole.text, streamed: text, errors, reasoning: whole.steps[0].reasoningText,
+    text: whole.text, streamed: text, errors, reasoning,
     calls: whole.steps.flatMap((step) => step.toolCalls.map((call) => [call.toolName, call.input])),
     usages: whole.steps.map((step) => step.usage),
   };

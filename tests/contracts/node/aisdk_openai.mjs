@@ -17,6 +17,7 @@ const done = await generateText({
   tools: { add },
   stopWhen: stepCountIs(3),
   maxRetries: 0,
+  temperature: 0,
   providerOptions: { openai: { textVerbosity: "low" } },
 });
 console.log(JSON.stringify({

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -35,7 +36,7 @@ async def collect(*events: ReplyDelta | ReplyBeams | float | None, window_s: flo
         if isinstance(event, float):
             await asyncio.sleep(event)
         elif event is None:
-            batcher.flush()
+            await batcher.flush()
             emitted.append(None)
         else:
             batcher.push(event)
@@ -92,9 +93,37 @@ async def test_delta_batcher_failing_emit_is_raised_by_the_next_call() -> None:
     batcher.push(delta(0, "b"))
     async with asyncio.timeout(60):
         await failed.wait()
-    for call in (batcher.flush, lambda: batcher.push(delta(0, "c"))):
-        with pytest.raises(EngineError):
-            call()
+    with pytest.raises(EngineError):
+        await batcher.flush()
+    with pytest.raises(EngineError):
+        batcher.push(delta(0, "c"))
+
+
+async def test_delta_batcher_emits_events_of_many_candidates_in_several_turns() -> None:
+    """At the end of the window, and in a flush."""
+    sizes: list[int] = []
+    emitted: list[BatchedEvent] = []
+    batcher = DeltaBatcher(emitted.append, 0.01)
+
+    async def count_turns() -> None:
+        while True:
+            sizes.append(len(emitted))
+            await asyncio.sleep(0)
+
+    for text in "ab":
+        for index in range(64):
+            batcher.push(delta(index, text))
+    assert len(emitted) == 64
+    counting = asyncio.create_task(count_turns())
+    await asyncio.sleep(0.2)
+    assert len(emitted) == 128
+    for index in range(64):
+        batcher.push(delta(index, "c"))
+    await batcher.flush()
+    counting.cancel()
+    batcher.close()
+    assert len(emitted) == 192
+    assert max(after - before for before, after in pairwise(sizes)) <= 8
 
 
 @pytest.mark.parametrize("window_s", [0.0, 0.001, 1.0])

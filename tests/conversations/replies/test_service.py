@@ -28,12 +28,12 @@ USER = [Message(role="user", content="Hello")]
 class Rig:
     """A reply service over an engine in a thread."""
 
-    def __init__(self) -> None:
-        tokenizer = tiny_tokenizer()
+    def __init__(self, engine_seed: int = 0) -> None:
+        tokenizer, config = tiny_tokenizer(), EngineConfig(seed=engine_seed)
         eos = tokenizer.eos_token_ids
         self.runner = FakeRunner(fake_capacity(1024, 4, max_model_len=1024), tokenizer.vocab_size, eos[0])
         model_info = fake_model_info(tokenizer.vocab_size, eos, 1024)
-        self.engine = ThreadedEngine(lambda: Engine(self.runner, model_info, EngineConfig(), tokenizer.token_bytes))
+        self.engine = ThreadedEngine(lambda: Engine(self.runner, model_info, config, tokenizer.token_bytes))
         self.service = ChatService(self.engine, tokenizer)
         self._number = 0
 
@@ -91,6 +91,17 @@ async def test_reply_events_equal_the_decoded_tokens(rig: Rig, name: str) -> Non
             assert all(len(delta.logprobs) == len(delta.token_ids) for delta in deltas)
         assert events.index(deltas[-1]) < events.index(done) if deltas else True
     assert events[-1].num_output_tokens == sum(len(done.token_ids) for done in dones.values())
+
+
+async def test_unseeded_request_draws_the_same_on_engines_with_other_seeds() -> None:
+    async def draw(engine_seed: int) -> list[tuple[int, ...]]:
+        rig = Rig(engine_seed)
+        async with rig.engine:
+            events = await rig.ask(SamplingParams(n=2, max_tokens=12, ignore_eos=True))
+            return [event.token_ids for event in events if isinstance(event, ReplyDone)]
+
+    first = await draw(0)
+    assert first[0] != first[1] and await draw(1) == first
 
 
 @settings(deadline=None)

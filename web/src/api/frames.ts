@@ -65,6 +65,18 @@ export interface StoredItem {
   readonly finish_reason: string | null;
   readonly created_at: number;
   readonly usage?: WireUsage | null;
+  readonly incomplete_details?: { readonly reason: string };
+  readonly statistics?: WireStatistics;
+}
+
+/** Figures of a stored response. */
+export interface WireStatistics {
+  readonly first_token_ms: number | null;
+  readonly decode_ms: number | null;
+  readonly copied_pages: number | null;
+  readonly miss: CacheMiss | null;
+  readonly fork_at: number | null; // number of tokens shared with the answer that it continues
+  readonly receipt: StopReceipt | null;
 }
 
 export interface Session {
@@ -152,7 +164,8 @@ export type ServerFrame = StreamFields &
 
 /** Position in the message tree from which a request continues, and the input that it adds. */
 export interface Continuation {
-  readonly input: readonly { readonly role: "user"; readonly content: string }[];
+  readonly input: readonly { readonly role: "user" | "assistant"; readonly content: string }[];
+  readonly continue_final_message?: true; // the answer begins with the last message of the input
   readonly conversation?: string;
   readonly previous_item_id?: string;
   readonly fork_at?: number; // number of tokens of that message to keep
@@ -175,7 +188,7 @@ export interface CreateFrame extends Continuation {
 
 export type ClientFrame =
   | CreateFrame
-  | { readonly type: "response.cancel"; readonly response_id: string }
+  | { readonly type: "response.cancel"; readonly response_id: string; readonly reason?: "steered" }
   | { readonly type: "response.drop"; readonly response_id: string; readonly candidate: number }
   | (Continuation & { readonly type: "prompt.prewarm"; readonly instructions?: string })
   | { readonly type: "conversation.subscribe" }

@@ -1,5 +1,5 @@
 // REST client: conversations, tokens of stored messages, the page map, and sessions.
-import type { StoredItem, WireConversation } from "./frames";
+import type { Continuation, StoredItem, WireConversation } from "./frames";
 
 const KEEPALIVE: RequestInit = { keepalive: true }; // the request is sent even if the page closes
 
@@ -101,12 +101,27 @@ export async function getCacheCoverage(ids: readonly string[]): Promise<readonly
   return (await call<{ data: readonly CacheCoverage[] }>("POST", "v1/cache/warmth", { conversations: ids })).data;
 }
 
-export type ExportFormat = "json" | "markdown";
+export type ExportFormat = "json" | "markdown" | "html";
 
-/** Export one conversation; `null` exports all of them. */
-export async function exportFile(id: string | null, format: ExportFormat = "json"): Promise<Blob> {
-  const route = id === null ? "v1/conversations/export" : `${conversationPath(id)}/export?format=${format}`;
+/** Export one conversation; `null` exports all of them. `branch`: the last message of the branch to read. */
+export async function exportFile(id: string | null, format: ExportFormat = "json", branch?: string): Promise<Blob> {
+  const query = `format=${format}${branch ? `&branch=${encodeURIComponent(branch)}` : ""}`;
+  const route = id === null ? "v1/conversations/export" : `${conversationPath(id)}/export?${query}`;
   return (await request("GET", route)).blob();
+}
+
+interface Share {
+  readonly path: string; // of the link, with its secret
+  readonly conversation: WireConversation;
+}
+
+/** Make a link to the path to `leaf` (undefined: the active one) that needs no key. An older link ends. */
+export function shareConversation(id: string, leaf?: string): Promise<Share> {
+  return call("POST", `${conversationPath(id)}/share`, leaf ? { leaf } : {});
+}
+
+export function endShare(id: string): Promise<WireConversation> {
+  return call("DELETE", `${conversationPath(id)}/share`);
 }
 
 export async function importFile(file: Blob, contentType: string): Promise<ImportReport> {
@@ -115,6 +130,33 @@ export async function importFile(file: Blob, contentType: string): Promise<Impor
     headers: { "content-type": contentType },
   });
   return (await response.json()) as ImportReport;
+}
+
+export interface WireAttachment {
+  readonly filename: string;
+  readonly num_pages: number | null; // of a PDF
+  readonly num_tokens: number;
+  readonly text: string; // the block to put into a message
+}
+
+/** Let the server read a file. */
+export async function readAttachment(file: Blob, name: string): Promise<WireAttachment> {
+  const response = await request("POST", `v1/attachments?filename=${encodeURIComponent(name)}`, {
+    body: file,
+    headers: { "content-type": "application/octet-stream" },
+  });
+  return (await response.json()) as WireAttachment;
+}
+
+export interface PromptCoverage {
+  readonly prompt_tokens: number;
+  readonly cached_tokens: number;
+  readonly messages: readonly { readonly tokens: number; readonly cached_tokens: number }[] | null;
+}
+
+/** Number of prompt tokens of a request, and how many are in the cache. */
+export function explainPrompt(prompt: Continuation & { readonly instructions?: string }): Promise<PromptCoverage> {
+  return call("POST", "v1/cache/explain", prompt);
 }
 
 function conversationPath(id: string): string {
@@ -176,6 +218,13 @@ export async function listTokens(conversation: string, item: string): Promise<re
   return (await call<{ data: readonly WireToken[] }>("GET", `${itemPath(conversation, item)}/tokens`)).data;
 }
 
+export type TokenScore = Pick<Alternatives, "index" | "token" | "alternatives">;
+
+/** Probabilities of all tokens of an answer, and the `top` most likely ones at each: one pass of the model. */
+export async function scoreTokens(conversation: string, item: string, top: number): Promise<readonly TokenScore[]> {
+  return (await call<{ data: readonly TokenScore[] }>("GET", `${itemPath(conversation, item)}/tokens?top=${top}`)).data;
+}
+
 export function getAlternatives(conversation: string, item: string, index: number, top: number): Promise<Alternatives> {
   return call("GET", `${itemPath(conversation, item)}/tokens/${index}?top=${top}`);
 }
@@ -195,6 +244,23 @@ export async function getReasoning(conversation: string, item: string): Promise<
   const list = await call<{ data: readonly ListedItem[] }>("GET", `${conversationPath(conversation)}/items?${query}`);
   const thought = list.data.find((entry) => entry.type === "reasoning");
   return thought?.content?.map((part) => part.text).join("") ?? null;
+}
+
+/** Add an answer without generating; returns its id. `parent`: the message that it follows, or "root". */
+export async function addAnswer(conversation: string, parent: string, text: string): Promise<string> {
+  const items = [{ role: "assistant", content: text }];
+  const route = `${conversationPath(conversation)}/items`;
+  return (await call<ListPage<StoredItem>>("POST", route, { items, parent_id: parent })).data.at(-1)!.id;
+}
+
+/** Delete one message; returns the conversation. */
+export function deleteItem(conversation: string, item: string): Promise<WireConversation> {
+  return call("DELETE", itemPath(conversation, item), undefined, KEEPALIVE);
+}
+
+/** Copy the branch that ends with the message `leaf` into a new conversation. */
+export function branchConversation(id: string, leaf: string, title: string): Promise<WireConversation> {
+  return call("POST", `${conversationPath(id)}/branch`, { leaf, title });
 }
 
 function itemPath(conversation: string, item: string): string {

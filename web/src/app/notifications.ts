@@ -21,14 +21,17 @@ interface Toast {
 }
 
 const TOAST_MS = 6000;
+export const UNDO_MS = TOAST_MS; // an action can be undone while its toast is shown
 let count = 0;
 
 export const toasts = signal<readonly Toast[]>([]);
 
-export function toast(text: string, action: ToastAction | null = null): void {
+/** Show a toast; returns its id. */
+export function toast(text: string, action: ToastAction | null = null): number {
   const id = ++count;
   toasts.value = [...toasts.value, { id, text, action }];
   setTimeout(() => dismiss(id), TOAST_MS);
+  return id;
 }
 
 export function dismiss(id: number): void {

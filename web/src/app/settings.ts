@@ -14,9 +14,11 @@ export interface Sampling {
   readonly topP: number;
   readonly maxTokens: number; // 0: limited by the context only
   readonly seed: number | null;
+  readonly replyStart: string; // every answer begins with this text
 }
 
 export const MAX_N = 8;
+export const MAX_REPLY_START = 160; // a value of the metadata holds all of these settings in 512 characters
 export const DEFAULT_SAMPLING: Sampling = {
   search: "sample",
   n: 1,
@@ -24,6 +26,7 @@ export const DEFAULT_SAMPLING: Sampling = {
   topP: 0.95,
   maxTokens: 0,
   seed: null,
+  replyStart: "",
 };
 
 export const theme = signal<Theme>(load("theme", "system"));
@@ -100,5 +103,6 @@ export function parseSampling(value: unknown): Sampling {
     topP: number("topP", 0.01, 1),
     maxTokens: Math.round(number("maxTokens", 0, 2 ** 31)),
     seed: typeof given.seed === "number" && Number.isSafeInteger(given.seed) ? Math.max(0, given.seed) : null,
+    replyStart: typeof given.replyStart === "string" ? given.replyStart.slice(0, MAX_REPLY_START) : "",
   };
 }

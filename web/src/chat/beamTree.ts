@@ -48,9 +48,9 @@ export class BeamTree {
       .join("");
   }
 
-  /** Last node that all live beams share; the root if there is none. */
-  agreed(): BeamNode {
-    const [first, ...others] = this.ends;
+  /** Last node that all these beams share, by default the live ones; the root if there is none. */
+  agreed(ends = this.ends): BeamNode {
+    const [first, ...others] = ends;
     if (!first) return this.root;
     let shared = pathTo(first);
     for (const end of others) {

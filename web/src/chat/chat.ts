@@ -12,12 +12,15 @@ import { Search } from "../conversations/search";
 import { Auth, resetPage } from "../server/auth";
 import { CacheCoverageWatch } from "../server/cacheCoverage";
 import { ReadinessPoller } from "../server/readiness";
+import { type Attachment, Attachments, joinMessage } from "./attachments";
 import { ConversationLoader } from "./conversationLoader";
+import { Drafts } from "./drafts";
 import { LiveSync } from "./liveSync";
+import { MessageEdits } from "./messageEdits";
 import { PrefillAhead } from "./prefillAhead";
-import { continuationAfter, continuationAtToken, continuationOf, requestFields } from "./request";
+import { continuationAfter, continuationAtToken, continuationFromText, continuationOf, requestFields } from "./request";
 import { describeEnding, type ResponseStream, ResponseStreams } from "./responseStreams";
-import { Thread } from "./thread";
+import { type QueuedMessage, Thread } from "./thread";
 import { TokenForks } from "./tokenFork";
 import type { Message } from "./tree";
 import { type ForkStart, Turn } from "./turn";
@@ -25,25 +28,37 @@ import { type ForkStart, Turn } from "./turn";
 // Parameters named by the error for a stop or drop request that arrived after the end of the response: not shown.
 const LATE_REQUEST_PARAMS = new Set(["response_id", "candidate"]);
 
+/** How an answer begins, and the system prompt if it is not that of the settings. */
+interface AnswerOptions {
+  readonly start?: ForkStart | null; // with tokens of another answer
+  readonly text?: string; // with a text
+  readonly instructions?: string;
+}
+
 export class Chat {
   readonly conversations = new Conversations((head) => this.threads.get(head.id)?.recordOwnChange(head));
   readonly search = new Search();
   readonly cacheCoverage = new CacheCoverageWatch(() => this.conversations.shown.peek().map(({ id }) => id));
   readonly readiness = new ReadinessPoller();
   readonly session = signal<Session | null>(null);
-  readonly thread = signal(new Thread());
+  private unstarted = new Thread();
+  readonly thread = signal(this.unstarted);
   readonly socket: Socket;
   readonly live = computed(() => this.thread.value.live.value);
   readonly ready = computed(() => {
     const blocked = ["loading", "unavailable"].includes(this.readiness.status.value.phase);
     return this.socket.state.value === "open" && this.thread.value.state.value === "ready" && !blocked;
   });
+  readonly attachments: Attachments;
+  /** Number of tokens that a prompt may have; 0: unknown. */
+  readonly maxTokens = computed(() => this.session.value?.max_model_len ?? this.readiness.contextTokens.value);
   readonly prefill: PrefillAhead;
   readonly forks = new TokenForks(this);
   readonly autoTitler = new AutoTitler(this.conversations);
   private readonly threads = new Map<string, Thread>();
   private readonly startedHere = new Set<string>(); // started on this page, before their first update from the server
   private readonly loader = new ConversationLoader(this.conversations);
+  readonly edits = new MessageEdits(this.thread, this.conversations, this.loader);
   private readonly settingsSync = new SettingsSync(this.conversations);
   private readonly auth: Auth;
   private readonly streams: ResponseStreams;
@@ -58,7 +73,10 @@ export class Chat {
     });
     const next = () => continuationAfter(this.thread.value, this.thread.value.tree.value.leaf.value?.key ?? null);
     const target = () => (this.ready.value && !this.live.value ? next() : null);
-    this.prefill = new PrefillAhead(target, (frame) => this.socket.send(frame));
+    const afterPrompt = () => ({ ...next(), ...(systemPrompt.peek() ? { instructions: systemPrompt.peek() } : {}) });
+    this.attachments = new Attachments(this.thread, afterPrompt, () => this.maxTokens.peek());
+    this.prefill = new PrefillAhead(target, (frame) => this.socket.send(frame), this.attachments.ready);
+    new Drafts(this.thread, this.prefill.text);
     this.liveSync = new LiveSync(this.socket, this.conversations, this.loader, this.streams, {
       shown: () => this.thread.peek(),
       changed: (before, now) => this.onRemoteChange(before, now),
@@ -93,24 +111,74 @@ export class Chat {
 
   // -- user actions
 
-  /** Send a message after the shown leaf. `only` overrides the sampling of this turn. */
-  send(text: string, only: Partial<Sampling> = {}): void {
+  /**
+   * Send a message after the shown leaf. A running answer stops and keeps what it has computed. `only` overrides the
+   * sampling of this turn.
+   */
+  send(text: string, only: Partial<Sampling> = {}, files: readonly Attachment[] = []): void {
     const thread = this.thread.value;
-    if (thread.live.value || thread.state.value !== "ready") return;
+    if (thread.state.value !== "ready") return;
+    const message = { text, files, settings: { ...sampling.value, ...only }, instructions: systemPrompt.value };
+    const turn = thread.live.value;
+    if (turn) {
+      thread.queued.value = [message, ...thread.queued.value];
+      turn.isSteered = true;
+      this.streams.stop(turn);
+    } else this.sendIn(thread, message);
+  }
+
+  /** Send a message when the running answer, and those to the messages queued before, have ended. */
+  enqueue(text: string, files: readonly Attachment[] = []): void {
+    const thread = this.thread.value;
+    if (!thread.live.value) {
+      this.send(text, {}, files);
+      return;
+    }
+    const message = { text, files, settings: sampling.value, instructions: systemPrompt.value };
+    thread.queued.value = [...thread.queued.value, message];
+    announce(`Queued. ${thread.queued.value.length} waiting.`);
+  }
+
+  /** Remove a queued message, and put it into an empty message box. */
+  dequeue(message: QueuedMessage): void {
+    const { queued, attachments } = this.thread.value;
+    queued.value = queued.value.filter((each) => each !== message);
+    if (this.prefill.text.value.trim() !== "" || attachments.value.length > 0) return;
+    this.prefill.text.value = message.text;
+    attachments.value = message.files;
+  }
+
+  /** Send the first queued message, if no answer is running. */
+  sendQueued(thread = this.thread.value): void {
+    const [first, ...rest] = thread.queued.value;
+    if (!first || thread.live.value) return;
+    thread.queued.value = rest;
+    this.sendIn(thread, first);
+  }
+
+  private sendIn(thread: Thread, { text: written, files, settings, instructions }: QueuedMessage): void {
+    const text = joinMessage(files, written);
     const tree = thread.tree.value;
     const leaf = tree.leaf.value;
     const turn = leaf ? thread.turnOf(leaf) : undefined;
     if (turn) turn.showsCandidates.value = false; // continuing counts as picking the shown candidate
     const user = tree.add({ key: this.newKey("user"), parent: leaf?.key ?? null, role: "user", text });
-    thread.suggestions.value = thread.suggestions.value.filter((suggestion) => suggestion !== text);
-    this.generate(thread, user, only);
+    this.attachments.markSent(user, files);
+    thread.suggestions.value = thread.suggestions.value.filter((suggestion) => suggestion !== written);
+    this.generate(thread, user, settings, { instructions });
   }
 
   /** Generate another answer to the same message; the old one stays as a sibling. */
   regenerate(answer: Message): void {
     const thread = this.thread.value;
-    const user = answer.parent === null ? undefined : thread.tree.value.get(answer.parent);
+    const user = thread.questionOf(answer);
     if (user && !thread.live.value) this.generate(thread, user);
+  }
+
+  /** Generate an answer that begins with a text, as a sibling of the others. */
+  answerFrom(user: Message, text: string): void {
+    const thread = this.thread.value;
+    if (!thread.live.value) this.generate(thread, user, { n: 1, search: "sample" }, { text });
   }
 
   /** Generate an answer to a user message that has none. */
@@ -129,8 +197,8 @@ export class Chat {
   /** Generate a sibling of an answer that starts with its first tokens. */
   forkAtToken(answer: Message, start: ForkStart): void {
     const thread = this.thread.value;
-    const user = answer.parent === null ? undefined : thread.tree.value.get(answer.parent);
-    if (user && !thread.live.value) this.generate(thread, user, { n: 1, search: "sample" }, start);
+    const user = thread.questionOf(answer);
+    if (user && !thread.live.value) this.generate(thread, user, { n: 1, search: "sample" }, { start });
   }
 
   stop(): void {
@@ -166,7 +234,10 @@ export class Chat {
   }
 
   newConversation(): void {
-    this.thread.value = new Thread();
+    const { id, tree, attachments } = this.unstarted;
+    const isStarted = id.value !== null || tree.value.size > 0;
+    this.unstarted = isStarted ? new Thread() : new Thread(attachments);
+    this.thread.value = this.unstarted;
     this.settingsSync.applyDefaults();
   }
 
@@ -197,10 +268,16 @@ export class Chat {
 
   // -- requests and events
 
-  private generate(thread: Thread, user: Message, only: Partial<Sampling> = {}, start: ForkStart | null = null): void {
+  private generate(
+    thread: Thread,
+    user: Message,
+    only: Partial<Sampling> = {},
+    { start = null, text = "", instructions = systemPrompt.value }: AnswerOptions = {},
+  ): void {
     const tree = thread.tree.value;
     const key = this.newKey("turn");
     const settings = { ...sampling.value, ...only };
+    const begin = text || settings.replyStart;
     const candidates = Array.from({ length: settings.n }, (_, index) =>
       tree.add(
         { key: `${key}-${index}`, parent: user.key, role: "assistant", turn: key, status: "waiting" },
@@ -211,9 +288,13 @@ export class Chat {
     const frame: CreateFrame = {
       type: "response.create",
       stream_id: key,
-      ...(start ? continuationAtToken(start) : continuationOf(thread, user)),
+      ...(start
+        ? continuationAtToken(start)
+        : begin
+          ? continuationFromText(thread, user, begin)
+          : continuationOf(thread, user)),
       // a forked answer keeps its own instructions
-      ...(systemPrompt.value && !start ? { instructions: systemPrompt.value } : {}),
+      ...(instructions && !start ? { instructions } : {}),
       explain: true,
       ...requestFields(settings),
     };
@@ -222,7 +303,13 @@ export class Chat {
       this.streams.reject(turn, `This message is too long to send (the limit is ${Math.floor(limit / 1024)} KiB).`);
       return;
     }
-    this.streams.start(thread, turn, user, frame);
+    const deleting = this.edits.flush();
+    const send = () => this.streams.start(thread, turn, user, frame);
+    if (deleting === null) send();
+    else {
+      thread.addTurn(turn);
+      void deleting.then(send);
+    }
   }
 
   private receive(frame: ServerFrame): void {
@@ -258,7 +345,9 @@ export class Chat {
   private onEnded({ thread, turn }: ResponseStream): void {
     const id = thread.id.value;
     const isShown = thread === this.thread.value;
+    if (turn.isSteered) turn.markSteered();
     void this.afterTurn(thread, turn);
+    if (!turn.failed && (turn.isSteered || !turn.stopRequested)) this.sendQueued(thread);
     if (turn.failed) void this.readiness.pollUntilReady(); // the model may have failed
     if (id === null) {
       announce(describeEnding(turn));

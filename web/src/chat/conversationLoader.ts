@@ -7,6 +7,7 @@ import type { Thread } from "./thread";
 
 const POLL_MS = 1000;
 const MAX_POLLS = 20;
+const MIN_POLLS = 2; // a restarted server reports running responses only after its first answers
 
 interface StoredConversation {
   readonly head: WireConversation;
@@ -64,6 +65,12 @@ export class ConversationLoader {
       if (stored && answers.length > 0 && answers.every((item) => item.status !== "in_progress")) {
         thread.load(stored.items, stored.head);
         return true;
+      }
+      const isRunning = this.conversations.runningIn(id).includes(response);
+      if (stored && poll >= MIN_POLLS && !isRunning) {
+        thread.load(stored.items, stored.head);
+        thread.forgetUnlistedIds();
+        return false;
       }
       await new Promise((resolve) => setTimeout(resolve, POLL_MS));
     }

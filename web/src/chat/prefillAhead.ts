@@ -4,6 +4,7 @@
 import { computed, effect, type ReadonlySignal, signal } from "@preact/signals";
 import type { ClientFrame, Continuation, ServerFrame } from "../api/frames";
 import { prefillWhileTyping, systemPrompt } from "../app/settings";
+import { joinMessage } from "./attachments";
 
 const DEBOUNCE_MS = 350; // pause in typing before the draft is sent
 const BUSY_RETRY_MS = 2000; // the server is busy with other requests
@@ -22,7 +23,8 @@ interface PrefillProgress {
 }
 
 export class PrefillAhead {
-  readonly text = signal(""); // content of the message box
+  readonly text = signal(""); // text of the message box
+  private readonly content: ReadonlySignal<string>; // with its files
   private readonly last = signal<(Draft & PrefillProgress) | null>(null);
   private readonly pending = signal<Draft | null>(null);
   private readonly key: ReadonlySignal<string | null>;
@@ -32,7 +34,7 @@ export class PrefillAhead {
   /** Prefilled part of the current draft; null if there is none. */
   readonly progress = computed<PrefillProgress | null>(() => {
     const last = this.last.value;
-    const fits = last !== null && last.target === this.key.value && this.text.value.trimStart().startsWith(last.text);
+    const fits = last !== null && last.target === this.key.value && this.content.value.startsWith(last.text);
     return fits && prefillWhileTyping.value && last.warmTokens > 0 ? last : null;
   });
 
@@ -40,13 +42,15 @@ export class PrefillAhead {
   constructor(
     private readonly target: () => Omit<Continuation, "input"> | null,
     private readonly send: (frame: ClientFrame) => boolean,
+    files: ReadonlySignal<readonly { readonly block: string }[]> = signal([]),
   ) {
+    this.content = computed(() => joinMessage(files.value, this.text.value.trimStart()));
     this.key = computed(() => {
       const where = this.target();
       return where === null ? null : JSON.stringify([where, systemPrompt.value]);
     });
     effect(() => {
-      const text = this.text.value.trim();
+      const text = this.content.value.trim();
       const target = this.key.value;
       clearTimeout(this.timer);
       if (!prefillWhileTyping.value || target === null || this.pending.value || text === "" || text.length > MAX_CHARS)

@@ -11,6 +11,13 @@ export function continuationOf(thread: Thread, user: Message): Continuation {
   return { input: [{ role: "user", content: user.text.value }], ...continuationAfter(thread, user.parent) };
 }
 
+/** Let the answer to `user` begin with a text. */
+export function continuationFromText(thread: Thread, user: Message, text: string): Continuation {
+  const continuation = continuationOf(thread, user);
+  const input = [...continuation.input, { role: "assistant" as const, content: text }];
+  return { ...continuation, input, continue_final_message: true };
+}
+
 /** Continue inside an answer: the new answer shares its first tokens. */
 export function continuationAtToken(start: ForkStart): Continuation {
   const continuation = { input: [], previous_item_id: start.item, fork_at: start.keepTokens };

@@ -5,7 +5,7 @@ import type { Socket } from "../api/socket";
 import { announce } from "../app/notifications";
 import type { ConversationLoader } from "./conversationLoader";
 import type { Thread } from "./thread";
-import type { Message } from "./tree";
+import { ENDINGS, type Message } from "./tree";
 import { DeltaBatcher, Turn } from "./turn";
 
 export interface ResponseStream {
@@ -76,7 +76,11 @@ export class ResponseStreams {
   stop(turn: Turn): void {
     turn.stopRequested = true;
     const id = turn.responseId.value;
-    if (id !== null) this.socket.send({ type: "response.cancel", response_id: id });
+    if (id !== null) this.sendCancel(turn, id);
+  }
+
+  private sendCancel(turn: Turn, response_id: string): void {
+    this.socket.send({ type: "response.cancel", response_id, ...(turn.isSteered ? { reason: "steered" } : {}) });
   }
 
   /** Stop one candidate; the others continue. */
@@ -120,10 +124,11 @@ export class ResponseStreams {
         this.finish(key, "The connection was lost before this was sent.");
         continue;
       }
+      stream.turn.onConnectionLost(this.batcher);
       stream.resuming = true;
       const starting_after = stream.turn.lastSequence;
       this.socket.send({ type: "response.resume", response_id, starting_after, stream_id: key });
-      if (stream.turn.stopRequested) this.socket.send({ type: "response.cancel", response_id });
+      if (stream.turn.stopRequested) this.sendCancel(stream.turn, response_id);
     }
   }
 
@@ -160,6 +165,7 @@ export class ResponseStreams {
     const id = stream.thread.id.value;
     const response = stream.turn.responseId.value;
     const found = id !== null && response !== null && (await this.loader.waitUntilStored(stream.thread, id, response));
+    if (found) stream.turn.markInterrupted();
     this.finish(
       stream.turn.key,
       found ? "Interrupted." : "The connection was lost and the server has no stored answer.",
@@ -191,5 +197,6 @@ export function describeEnding(turn: Turn): string {
   const words = first?.text.value.split(/\s+/).filter(Boolean).length ?? 0;
   if (first?.status.value === "error") return `The answer failed. ${first.error.value}`;
   if (turn.candidates.length > 1) return `${turn.candidates.length} answers complete.`;
-  return first?.status.value === "stopped" ? "Stopped." : `Answer complete, ${words} words.`;
+  const ending = first && ENDINGS[first.status.value];
+  return ending ?? `Answer complete, ${words} words.`;
 }

@@ -2,8 +2,18 @@
 
 import { computed, signal } from "@preact/signals";
 import type { StoredItem, WireConversation } from "../api/frames";
+import type { Sampling } from "../app/settings";
+import type { Attachment } from "./attachments";
 import { type Message, type Status, Tree } from "./tree";
 import { Turn, toUsage } from "./turn";
+
+/** A message written during an answer, with the settings of that moment. */
+export interface QueuedMessage {
+  readonly text: string;
+  readonly files: readonly Attachment[];
+  readonly settings: Sampling;
+  readonly instructions: string;
+}
 
 type ThreadState = "ready" | "loading" | "failed" | "missing";
 
@@ -14,6 +24,8 @@ export class Thread {
   readonly tree = signal(new Tree());
   readonly live = signal<Turn | null>(null);
   readonly suggestions = signal<readonly string[]>([]); // follow-up messages suggested by a starter
+  readonly queued = signal<readonly QueuedMessage[]>([]); // sent one by one when the running answer ends
+  readonly hidden = new Set<string>(); // ids of messages whose deletion can still be undone
   readonly staleCheck = new StaleCheck();
   isLoaded = false; // the messages are loaded, or the conversation is new
   followsActiveLeaf = true; // at the last load, whether the shown branch was the active one
@@ -21,6 +33,9 @@ export class Thread {
   private listed: ReadonlySet<string> = new Set();
   private activeLeaf: string | null = null; // as last reported by the server
   private followedLeaf: Message | null = null; // last shown leaf if the user followed the active branch
+
+  /** `attachments`: files of the message that is being written. */
+  constructor(readonly attachments = signal<readonly Attachment[]>([])) {}
 
   /** Number of tokens before the next turn, as reported by the last one. */
   readonly contextTokens = computed<number>(() => {
@@ -37,6 +52,12 @@ export class Thread {
 
   turnOf(message: Message): Turn | undefined {
     return message.turn === null ? undefined : this.turns.get(message.turn);
+  }
+
+  /** The user message that an answer follows. */
+  questionOf(answer: Message): Message | undefined {
+    const above = answer.parent === null ? undefined : this.tree.value.get(answer.parent);
+    return above?.role === "user" ? above : undefined;
   }
 
   addTurn(turn: Turn): void {
@@ -67,13 +88,18 @@ export class Thread {
     if (turn?.unsaved.value) turn.unsaved.value = false;
   }
 
+  /** Forget the ids of messages that the server does not list: it lost them, and refuses requests that name them. */
+  forgetUnlistedIds(): void {
+    for (const { id } of this.tree.value.all()) if (id.value !== null && !this.listed.has(id.value)) id.value = null;
+  }
+
   /** Merge the stored messages. The shown branch changes only if the user was following the active one. */
   load(items: readonly StoredItem[], head: WireConversation): void {
     const shown = this.tree.value.leaf.value;
     this.followsActiveLeaf =
       shown === null || shown === this.followedLeaf || shown.id.value === this.activeLeaf || this.isNew(shown);
     this.isLoaded = true;
-    const { tree, responses } = mergeStored(this.tree.value, this.turns.values(), items, this.listed);
+    const { tree, responses } = mergeStored(this.tree.value, this.turns.values(), items, this.listed, this.hidden);
     for (const [key, response] of responses) this.turns.set(key, storedTurn(key, response));
     for (const item of items)
       if (item.response_id !== null && item.status !== "in_progress") this.markSaved(item.response_id);
@@ -90,9 +116,13 @@ export class Thread {
 }
 
 function storedTurn(key: string, { items, messages }: StoredResponse): Turn {
-  const turn = new Turn(key, messages);
+  const figures = items[0]?.statistics;
+  const keepTokens = figures?.fork_at ?? null;
+  const start = keepTokens === null ? null : { item: "", keepTokens, token: null, inspectedPages: null };
+  const turn = new Turn(key, messages, false, start);
   const usage = items[0]?.usage;
   if (usage) turn.usage.value = toUsage(usage);
+  if (figures) turn.restore(figures);
   turn.responseId.value = key;
   turn.phase.value = "ended";
   turn.showsCandidates.value = false;
@@ -151,6 +181,7 @@ function mergeStored(
   turns: Iterable<Turn>,
   items: readonly StoredItem[],
   listed: ReadonlySet<string>,
+  hidden: ReadonlySet<string>,
 ): MergeResult {
   const tree = new Tree();
   const responses = new Map<string, StoredResponse>();
@@ -159,13 +190,14 @@ function mergeStored(
   const keys = new Map<string, string | null>();
   for (const item of items) {
     const parent = item.parent_id === null ? null : (keys.get(item.parent_id) ?? null);
-    if (item.role !== "user" && item.role !== "assistant") {
+    if ((item.role !== "user" && item.role !== "assistant") || hidden.has(item.id)) {
       keys.set(item.id, parent);
       continue;
     }
     const existing = findMessage(item);
     const first = (item.index ?? 0) === 0; // choose the first candidate, and the newest turn
-    if (existing && existing.parent === parent) {
+    if (existing) {
+      existing.parent = parent; // another one if the message above was deleted
       applyStored(existing, item);
       tree.attach(existing, first);
       keys.set(item.id, existing.key);
@@ -203,6 +235,8 @@ function applyStored(message: Message, item: StoredItem): void {
   message.id.value = item.id;
   message.tokens.value = item.num_tokens ?? 0;
   if (item.status === "in_progress") return;
+  // this page has received more than a killed server had stored
+  if (message.status.value === "interrupted" && message.text.value.startsWith(textOf(item))) return;
   message.text.value = textOf(item);
   message.status.value = statusOf(item);
 }
@@ -235,6 +269,9 @@ function textOf(item: StoredItem): string {
 function statusOf(item: StoredItem): Status {
   if (item.status === "in_progress") return "streaming";
   if (item.finish_reason === "length") return "length";
+  const reason = item.incomplete_details?.reason;
+  if (reason === "interrupted" || reason === "steered") return reason;
   if (item.finish_reason === "cancelled") return "stopped";
+  if (item.status === "incomplete" && item.role === "assistant") return "interrupted";
   return "done";
 }

@@ -1,7 +1,16 @@
 // Forking inside an answer: its tokens, the alternatives at one token, and a new branch from there.
 
 import { type ReadonlySignal, signal } from "@preact/signals";
-import { type Alternative, type Alternatives, getAlternatives, getItem, getReasoning, listTokens } from "../api/rest";
+import {
+  type Alternative,
+  type Alternatives,
+  getAlternatives,
+  getItem,
+  getReasoning,
+  listTokens,
+  scoreTokens,
+  type TokenScore,
+} from "../api/rest";
 import { announce, toast } from "../app/notifications";
 import type { Thread } from "./thread";
 import type { Message } from "./tree";
@@ -12,6 +21,7 @@ interface ForkTarget {
   readonly thread: ReadonlySignal<Thread>;
   readonly live: ReadonlySignal<Turn | null>;
   forkAtToken(answer: Message, start: ForkStart): void;
+  answerFrom(user: Message, text: string): void;
 }
 
 export class TokenForks {
@@ -21,7 +31,7 @@ export class TokenForks {
 
   /** Whether the answer can be forked now. */
   canOpen(message: Message): boolean {
-    const ended = ["done", "stopped", "length"].includes(message.status.value);
+    const ended = ["done", "stopped", "steered", "interrupted", "length"].includes(message.status.value);
     return ended && message.id.value !== null && message.text.value !== "" && !this.chat.live.value;
   }
 
@@ -31,7 +41,10 @@ export class TokenForks {
     if (conversation === null || !this.canOpen(message)) return;
     const current = this.inspector.value?.message === message ? this.inspector.value : null;
     const inspector = new TokenInspector(message, conversation, word?.offset === null ? null : word);
-    if (current) inspector.spans.value = current.spans.value;
+    if (current) {
+      inspector.spans.value = current.spans.value;
+      inspector.scores.value = current.scores.value;
+    }
     this.inspector.value = inspector;
     if (!inspector.spans.value) await inspector.load();
     if (this.inspector.value !== inspector) return;
@@ -39,7 +52,10 @@ export class TokenForks {
       toast(inspector.error.value);
       this.close();
     } else if (inspector.word?.offset != null) await inspector.select(inspector.spanAt(inspector.word.offset));
-    else announce(`${inspector.spans.value?.length ?? 0} tokens. Arrow keys move, Enter shows the alternatives.`);
+    else {
+      announce(`${inspector.spans.value?.length ?? 0} tokens. Arrow keys move, Enter shows the alternatives.`);
+      await inspector.loadScores();
+    }
   }
 
   close(): void {
@@ -48,14 +64,17 @@ export class TokenForks {
 
   /** Fork the answer at the selected token with another token. */
   branch(alternative: Alternative): void {
+    const response = this.inspector.value?.alternatives.value;
+    if (response) this.branchAt(response.index, alternative, response.usage.copied_pages);
+  }
+
+  /** Fork the inspected answer after its first `keepTokens` tokens. `inspectedPages`: copied for the alternatives. */
+  branchAt(keepTokens: number, { id, text }: Alternative, inspectedPages = 0): void {
     const inspector = this.inspector.value;
-    const response = inspector?.alternatives.value;
     const item = inspector?.message.id.value;
-    if (!inspector || !response || !item || this.chat.live.value) return;
+    if (!inspector || !item || this.chat.live.value) return;
     this.close();
-    const token = { id: alternative.id, text: alternative.text };
-    const inspectedPages = response.usage.copied_pages;
-    this.chat.forkAtToken(inspector.message, { item, keepTokens: response.index, token, inspectedPages });
+    this.chat.forkAtToken(inspector.message, { item, keepTokens, token: { id, text }, inspectedPages });
   }
 
   /** Continue an answer that was cut, after its last token. */
@@ -65,7 +84,10 @@ export class TokenForks {
     if (item === null || conversation === null) return;
     try {
       const keepTokens = message.tokens.value ?? (await getItem(conversation, item)).num_tokens;
-      if (keepTokens === null) toast("The tokens of this answer are not stored, so it cannot be continued.");
+      // an answer that was written by hand, imported, or moved by a deletion: its tokens are not stored
+      const question = this.chat.thread.value.questionOf(message);
+      if (!keepTokens && question) this.chat.answerFrom(question, message.text.value);
+      else if (!keepTokens) toast("The tokens of this answer are not stored, so it cannot be continued.");
       else this.chat.forkAtToken(message, { item, keepTokens, token: null, inspectedPages: 0 });
     } catch (error) {
       toast((error as Error).message);
@@ -88,6 +110,8 @@ export class TokenForks {
 // -- Tokens of one finished answer, the selected token, and its alternatives
 
 const NUM_ALTERNATIVES = 8;
+const NUM_INLINE = 4; // alternatives of each token of an answer
+const DOUBT = 0.5; // a token with a smaller probability is a doubt
 
 /** A token that shows text. `index` is its position among all tokens, where a fork cuts. */
 export interface TokenSpan {
@@ -112,6 +136,8 @@ export class TokenInspector {
   readonly selected = signal<number | null>(null); // index into `spans`
   readonly alternatives = signal<Alternatives | null>(null); // at the selected token
   readonly error = signal("");
+  readonly scores = signal<ReadonlyMap<number, TokenScore> | null>(null); // by token index; null: not loaded
+  readonly focused = signal(0); // index into `spans` of the token with the focus
   private readonly cache = new Map<number, Alternatives>();
 
   constructor(
@@ -129,6 +155,30 @@ export class TokenInspector {
     } catch (error) {
       this.error.value = (error as Error).message;
     }
+  }
+
+  /** Load the probability of every token. The tokens stay usable without. */
+  async loadScores(): Promise<void> {
+    const id = this.message.id.value;
+    if (id === null || this.scores.value || this.error.value) return;
+    try {
+      const scores = await scoreTokens(this.conversation, id, NUM_INLINE);
+      this.scores.value = new Map(scores.map((score) => [score.index, score]));
+    } catch (error) {
+      toast(`The probabilities did not load. ${(error as Error).message}`);
+    }
+  }
+
+  scoreAt(at: number): TokenScore | undefined {
+    const span = this.spans.value?.[at];
+    return span && this.scores.value?.get(span.index);
+  }
+
+  /** Places of the tokens that the model held for unlikely, in order. */
+  get doubts(): readonly number[] {
+    return (this.spans.value ?? []).flatMap((_, at) =>
+      (this.scoreAt(at)?.token.probability ?? 1) < DOUBT ? [at] : [],
+    );
   }
 
   /** Select a token and load its alternatives; null clears the selection. */
@@ -165,6 +215,17 @@ export function rankChoices(response: Alternatives): readonly Choice[] {
     isOriginal: each.id === original,
   }));
   return choices.some((choice) => choice.isOriginal) ? choices : [...choices, { ...response.token, isOriginal: true }];
+}
+
+/** Level of doubt at a token, 0 (sure) to 4. */
+export function doubtLevel(probability: number): number {
+  return [0.9, DOUBT, 0.25, 0.1].filter((limit) => probability < limit).length;
+}
+
+/** The doubt after `from` (or before it), around the ends; null if there is none. */
+export function nextDoubt(doubts: readonly number[], from: number, step: 1 | -1): number | null {
+  const next = step === 1 ? doubts.find((at) => at > from) : doubts.findLast((at) => at < from);
+  return next ?? doubts.at(step === 1 ? 0 : -1) ?? null;
 }
 
 /** Map tokens to text spans. Offsets of the API count characters; JavaScript strings count UTF-16 units. */

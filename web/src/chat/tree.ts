@@ -3,7 +3,15 @@
 import { computed, type Signal, signal } from "@preact/signals";
 
 type Role = "user" | "assistant";
-export type Status = "waiting" | "streaming" | "done" | "stopped" | "length" | "error";
+export type Status = "waiting" | "streaming" | "done" | "stopped" | "steered" | "interrupted" | "length" | "error";
+
+/** Notes on answers that ended before the model did. */
+export const ENDINGS: Readonly<Partial<Record<Status, string>>> = {
+  stopped: "Stopped.",
+  steered: "Stopped by your next message.",
+  interrupted: "Interrupted.",
+  length: "Cut at the token limit.",
+};
 
 export interface Usage {
   readonly inputTokens: number;
@@ -14,14 +22,14 @@ export interface Usage {
 
 export interface Message {
   readonly key: string; // local key, stable until a reload
-  readonly parent: string | null;
+  parent: string | null; // changed only by the tree
   readonly role: Role;
   readonly turn: string | null; // shared by the candidates of one request
   readonly id: Signal<string | null>; // id on the server, once assigned
   readonly text: Signal<string>;
   readonly reasoning: Signal<string>;
   readonly status: Signal<Status>;
-  readonly error: Signal<string>;
+  readonly error: Signal<string>; // why it failed, or a note on how it ended
   readonly tokens: Signal<number | null>; // number of stored tokens; null: unknown
 }
 
@@ -33,6 +41,15 @@ interface NewMessage {
   id?: string | null;
   text?: string;
   status?: Status;
+}
+
+/** A removed message and its place, to put it back. */
+export interface RemovedMessage {
+  readonly message: Message;
+  readonly index: number; // among its siblings
+  readonly children: readonly string[];
+  readonly chosen: string | undefined; // its chosen child
+  readonly wasChosen: boolean;
 }
 
 export class Tree {
@@ -123,6 +140,41 @@ export class Tree {
     for (let at: Message | undefined = message; at; at = at.parent === null ? undefined : this.get(at.parent)) {
       this.chosen.set(at.parent, at.key);
     }
+    this.version.value++;
+  }
+
+  /** Remove a message; its children take its place. */
+  remove(message: Message): RemovedMessage {
+    const { key, parent } = message;
+    const children = this.children.get(key) ?? [];
+    const siblings = this.children.get(parent) ?? [];
+    const index = siblings.indexOf(key);
+    const chosen = this.chosen.get(key);
+    const wasChosen = this.chosen.get(parent) === key;
+    for (const child of children) this.messages.get(child)!.parent = parent;
+    const left = siblings.toSpliced(index, 1, ...children);
+    this.children.set(parent, left);
+    this.children.delete(key);
+    this.chosen.delete(key);
+    this.messages.delete(key);
+    const next = chosen ?? left[Math.min(index, left.length - 1)];
+    if (wasChosen && next === undefined) this.chosen.delete(parent);
+    else if (wasChosen) this.chosen.set(parent, next!);
+    this.version.value++;
+    return { message, index, children, chosen, wasChosen };
+  }
+
+  /** Put a removed message back, above the children that took its place. */
+  restore({ message, index, children, chosen, wasChosen }: RemovedMessage): void {
+    const { key, parent } = message;
+    const back = children.filter((child) => this.messages.get(child)?.parent === parent);
+    for (const child of back) this.messages.get(child)!.parent = key;
+    const siblings = (this.children.get(parent) ?? []).filter((other) => !back.includes(other));
+    this.children.set(parent, siblings.toSpliced(index, 0, key));
+    this.children.set(key, back);
+    this.messages.set(key, message);
+    if (chosen !== undefined && back.includes(chosen)) this.chosen.set(key, chosen);
+    if (wasChosen) this.chosen.set(parent, key);
     this.version.value++;
   }
 

@@ -1,7 +1,16 @@
 // One request and its result: candidates, statistics, and how frames change them.
 
 import { batch, computed, type Signal, signal } from "@preact/signals";
-import type { CacheMiss, ServerFrame, StopReceipt, WireItem, WireOutput, WireResponse, WireUsage } from "../api/frames";
+import type {
+  CacheMiss,
+  ServerFrame,
+  StopReceipt,
+  WireItem,
+  WireOutput,
+  WireResponse,
+  WireStatistics,
+  WireUsage,
+} from "../api/frames";
 import { BeamTree } from "./beamTree";
 import type { Message, Status, Usage } from "./tree";
 
@@ -12,10 +21,16 @@ export interface ForkStart {
   readonly item: string;
   readonly keepTokens: number;
   readonly token: { readonly id: number; readonly text: string } | null; // null: the model samples the next token
-  readonly inspectedPages: number; // pages copied when the alternatives were computed; the fork reuses them
+  readonly inspectedPages: number | null; // pages copied for the alternatives, which the fork reuses; null: unknown
 }
 
 const STATUS_OF_REASON: Readonly<Record<string, Status>> = { stop: "done", length: "length", cancelled: "stopped" };
+
+const STATUS_OF_INCOMPLETE: Readonly<Record<string, Status>> = { max_output_tokens: "length", steered: "steered" };
+
+function statusOfIncomplete({ status, incomplete_details }: WireResponse): Status {
+  return status === "cancelled" ? "stopped" : (STATUS_OF_INCOMPLETE[incomplete_details?.reason ?? ""] ?? "interrupted");
+}
 
 const MIN_DECODE_MS = 200; // deltas arrive in bursts: over a shorter time the speed is meaningless
 
@@ -33,9 +48,11 @@ export class Turn {
   readonly showsCandidates = signal(true); // candidates are shown side by side until one is picked
   readonly beamTree = signal<BeamTree | null>(null); // set by the first beam frame
   stopRequested = false;
+  isSteered = false; // stopped in order to go on with another message
   private readonly candidateByOutput = new Map<number, number>(); // output_index of a message -> candidate
   private readonly reasoningByOutput = new Map<number, number>(); // output_index of reasoning -> candidate
   lastSequence = -1; // sequence_number of the newest frame received
+  private textsAtLoss: readonly string[] = [];
   private readonly sentAt = performance.now();
 
   readonly tokensPerSecond = computed<number | null>(() => {
@@ -68,6 +85,20 @@ export class Turn {
       this.candidates.length > 1 &&
       !this.dropped.value.has(message)
     );
+  }
+
+  /** Note that the answers were stopped by the next message. */
+  markSteered(): void {
+    for (const { status } of this.candidates) if (status.value === "stopped") status.value = "steered";
+  }
+
+  /** Take the figures of a stored response. */
+  restore(figures: WireStatistics): void {
+    this.firstTokenMs.value = figures.first_token_ms;
+    this.decodeMs.value = figures.decode_ms;
+    this.copiedPages.value = figures.copied_pages;
+    this.miss.value = figures.miss;
+    this.receipt.value = figures.receipt;
   }
 
   get failed(): boolean {
@@ -140,7 +171,7 @@ export class Turn {
       case "response.incomplete":
         this.unsaved.value = frame.saved === false;
         this.receipt.value = frame.receipt ?? null;
-        this.end(frame.response, frame.response.status === "cancelled" ? "stopped" : "length", batcher);
+        this.end(frame.response, statusOfIncomplete(frame.response), batcher);
         break;
       case "response.failed":
         this.unsaved.value = frame.saved === false;
@@ -178,9 +209,28 @@ export class Turn {
         if (message.status.value !== "waiting" && message.status.value !== "streaming") continue;
         message.status.value = "error";
         message.error.value = reason;
+        message.id.value = null; // the server may not have stored it, and refuses requests that name it
       }
       this.phase.value = "ended";
     });
+  }
+
+  /** Remember what is shown: if the server was killed, it may have stored less. */
+  onConnectionLost(batcher: DeltaBatcher): void {
+    batcher.flush();
+    this.textsAtLoss = this.candidates.map((message) => message.text.value);
+  }
+
+  /** The server stored the answers, but did not end them: it was killed or stopped. */
+  markInterrupted(): void {
+    for (const [index, message] of this.candidates.entries()) {
+      if (!["stopped", "interrupted"].includes(message.status.value) || this.stopRequested) continue;
+      message.status.value = "interrupted";
+      const [shown, stored] = [this.textsAtLoss[index] ?? "", message.text.value];
+      if (shown.length <= stored.length || !shown.startsWith(stored)) continue;
+      message.text.value = shown;
+      message.error.value = "The server did not store the last words.";
+    }
   }
 
   private updateProgress(phase: "queued" | "decode", input: number | null, cached: number | null): void {

@@ -4,10 +4,9 @@ import { computed, signal } from "@preact/signals";
 import type { RunningResponse, WireConversation } from "../api/frames";
 import * as rest from "../api/rest";
 import { load, save } from "../app/browser";
-import { toast } from "../app/notifications";
+import { toast, UNDO_MS } from "../app/notifications";
 import { isPinned, type Metadata, sameMetadata, withPin } from "./metadata";
 
-const UNDO_MS = 6000;
 const MAX_ATTEMPTS = 4;
 
 export class Conversations {

@@ -1,10 +1,11 @@
 // Import and export of conversations as files.
 
 import * as rest from "../api/rest";
+import { copyText } from "../app/browser";
 import { toast } from "../app/notifications";
 import type { Conversations } from "./conversations";
 
-const EXTENSIONS: Readonly<Record<rest.ExportFormat, string>> = { json: "json", markdown: "md" };
+const EXTENSIONS: Readonly<Record<rest.ExportFormat, string>> = { json: "json", markdown: "md", html: "html" };
 const MAX_NAME_CHARS = 60;
 
 /** Download one conversation; with `id` null all of them, as one JSON object per line. */
@@ -12,16 +13,40 @@ export async function exportConversations(
   id: string | null,
   title: string,
   format: rest.ExportFormat = "json",
+  branch?: string,
 ): Promise<void> {
   try {
     const ending = id === null ? "jsonl" : EXTENSIONS[format];
-    downloadBlob(await rest.exportFile(id, format), `${toFileName(title)}.${ending}`);
+    downloadBlob(await rest.exportFile(id, format, branch), `${toFileName(title)}.${ending}`);
   } catch (error) {
     toast(`Not exported. ${(error as Error).message}`);
   }
 }
 
-/** Import files exported by this server or by ChatGPT. Returns the id if exactly one was imported. */
+/** Make a link to one branch and copy it; whoever has it can read the branch without signing in. */
+export async function shareConversation(id: string, conversations: Conversations, leaf?: string): Promise<void> {
+  try {
+    const share = await rest.shareConversation(id, leaf);
+    conversations.applyOwnChange(share.conversation);
+    const link = new URL(share.path, location.origin).href;
+    const copied = await copyText(link);
+    const stop = { label: "Stop sharing", run: () => void endShare(id, conversations) };
+    toast(copied ? "Link copied. Everyone who has it can read this branch." : `Link: ${link}`, stop);
+  } catch (error) {
+    toast(`Not shared. ${(error as Error).message}`);
+  }
+}
+
+export async function endShare(id: string, conversations: Conversations): Promise<void> {
+  try {
+    await conversations.trackOwnChange(rest.endShare(id));
+    toast("The link has ended.");
+  } catch (error) {
+    toast(`Still shared. ${(error as Error).message}`);
+  }
+}
+
+/** Import files exported by this server or by another chat program. Returns the id if exactly one was imported. */
 export async function importFiles(files: readonly File[], conversations: Conversations): Promise<string | null> {
   const imported: string[] = [];
   const messages: string[] = [];

@@ -31,12 +31,20 @@ export function makeParser(): Parser {
     const href = md.utils.escapeHtml(source);
     return `<a class="image-chip" href="${href}" title="${href}" target="_blank" rel="noopener noreferrer nofollow">${inside}</a>`;
   };
+  // Each block takes its direction from its own text.
+  for (const rule of ["paragraph_open", "heading_open", "bullet_list_open", "ordered_list_open"] as const) {
+    md.renderer.rules[rule] = (tokens, index, options, _env, self) => {
+      const token = tokens[index]!;
+      if (!token.hidden) token.attrSet("dir", "auto");
+      return self.renderToken(tokens, index, options);
+    };
+  }
   // Column alignment as a class: the content security policy forbids style attributes.
   for (const rule of ["th_open", "td_open"] as const) {
     md.renderer.rules[rule] = (tokens, index, options, _env, self) => {
       const token = tokens[index]!;
       const align = /text-align:(\w+)/.exec(String(token.attrGet("style") ?? ""))?.[1];
-      token.attrs = align ? [["class", `align-${align}`]] : null;
+      token.attrs = [["dir", "auto"], ...(align ? ([["class", `align-${align}`]] as [string, string][]) : [])];
       return self.renderToken(tokens, index, options);
     };
   }
@@ -101,7 +109,7 @@ const TAGS = [
   "tr",
   "ul",
 ];
-const ATTRIBUTES = ["href", "target", "rel", "class", "start", "data-language", "title"];
+const ATTRIBUTES = ["dir", "href", "target", "rel", "class", "start", "data-language", "title"];
 
 export function sanitize(html: string): DocumentFragment {
   return DOMPurify.sanitize(html, {
@@ -110,7 +118,7 @@ export function sanitize(html: string): DocumentFragment {
     ALLOW_DATA_ATTR: false,
     ALLOW_ARIA_ATTR: false,
     ALLOWED_URI_REGEXP: /^(?:https?:|mailto:)/i,
-    ADD_URI_SAFE_ATTR: ["target", "rel", "data-language", "title"],
+    ADD_URI_SAFE_ATTR: ["dir", "target", "rel", "data-language", "title"],
     RETURN_DOM_FRAGMENT: true,
   });
 }

@@ -49,6 +49,7 @@ class DeferredStream implements TextStream {
 // of the main thread however many texts grow at once
 
 const MAX_DRAW_SHARE = 0.025;
+const MAX_PAUSE_MS = 80; // on a slow machine too, text appears a dozen times a second
 
 type Draw = () => void;
 
@@ -83,6 +84,6 @@ export class DrawPacer {
     this.pending.clear();
     for (const draw of draws) draw();
     const ended = performance.now();
-    this.idleUntilMs = ended + (ended - started) * (1 / MAX_DRAW_SHARE - 1);
+    this.idleUntilMs = ended + Math.min((ended - started) * (1 / MAX_DRAW_SHARE - 1), MAX_PAUSE_MS);
   }
 }

@@ -8,15 +8,16 @@ import type { Chat } from "../chat/chat";
 import { Banner } from "./Banner";
 import { Composer } from "./Composer";
 import { ChatContext, useChat } from "./context";
+import { DropZone, useFileDrop } from "./DropZone";
 import { Beams, Cells, Close, Columns, Fork, Menu, PanelRight, Plus } from "./icons";
-import { lastSidePanel, panel, type SidePanelName, sidebarOpen, sidePanel, togglePanel } from "./navigation";
+import { findOpen, lastSidePanel, panel, type SidePanelName, sidebarOpen, sidePanel, togglePanel } from "./navigation";
 import { Shortcuts } from "./Shortcuts";
-import { DropZone } from "./sidebar/ImportExport";
 import { Sidebar } from "./sidebar/Sidebar";
 import { ThreadView } from "./thread/ThreadView";
 import { AlternativesPopover } from "./thread/TokenView";
 
 const Settings = lazy(async () => (await import("./Settings")).Settings);
+const Find = lazy(async () => (await import("./thread/Find")).Find);
 const SidePanel = lazy(
   async () => (await import("./panels/SidePanel")).SidePanel,
   <aside class="panel side-panel" aria-label="Panel" aria-busy="true" />,
@@ -38,21 +39,28 @@ export function App({ chat }: { chat: Chat }) {
         <main class="main">
           <TopBar />
           <Banner />
+          {findOpen.value && <Find />}
           <ThreadView />
           <Composer />
+          <DropZone name="attach" />
         </main>
         {panel.value === "settings" && <Settings />}
         {sidePanel.value !== null && <SidePanel />}
       </div>
       {panel.value === "shortcuts" && <Shortcuts />}
       <AlternativesPopover />
-      <DropZone />
+      <FileDrop />
       <Toasts />
       <p class="sr-only" role="status" id="status">
         {announcement.value}
       </p>
     </ChatContext.Provider>
   );
+}
+
+function FileDrop() {
+  useFileDrop();
+  return null;
 }
 
 function panelClass(): string {

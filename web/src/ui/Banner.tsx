@@ -1,6 +1,7 @@
 // Banner above the thread: sign-in form, lost connection, loading or failed model.
 
-import { signal } from "@preact/signals";
+import { signal, useSignal } from "@preact/signals";
+import { useEffect, useRef } from "preact/hooks";
 import { useChat } from "./context";
 
 const online = signal(navigator.onLine);
@@ -35,15 +36,30 @@ export function Banner() {
   return <LoadingBanner />;
 }
 
+const WARM_UP_PROGRESS = 0.9; // from here on the server reports no progress: kernels are compiled
+
+/** Seconds since the banner appeared. */
+function ElapsedTime() {
+  const seconds = useSignal(0);
+  useEffect(() => {
+    const started = performance.now();
+    const timer = setInterval(() => (seconds.value = Math.floor((performance.now() - started) / 1000)), 1000);
+    return () => clearInterval(timer);
+  }, []);
+  return seconds.value < 3 ? null : <span class="hint">{seconds.value} s</span>;
+}
+
 function LoadingBanner() {
   const state = useChat().readiness.status.value;
   if (state.phase === "loading") {
+    const isWarmingUp = state.progress >= WARM_UP_PROGRESS;
     return (
       <div class="banner banner-info" role="status">
         <label>
-          Loading the model <progress value={state.progress} max={1} />
+          Loading the model <progress {...(isWarmingUp ? {} : { value: state.progress })} max={1} />
         </label>
         <span class="hint">{state.detail}</span>
+        <ElapsedTime />
       </div>
     );
   }
@@ -67,9 +83,11 @@ const LOCK_REASONS: Readonly<Record<string, string>> = {
 function SignInForm() {
   const chat = useChat();
   const why = LOCK_REASONS[chat.conversations.lockCode.value];
+  const input = useRef<HTMLInputElement>(null);
+  useEffect(() => input.current?.focus(), []);
   return (
     <form
-      class="banner banner-info"
+      class="banner banner-info sign-in"
       onSubmit={(event) => {
         event.preventDefault();
         const key = new FormData(event.currentTarget).get("key");
@@ -78,7 +96,8 @@ function SignInForm() {
     >
       {why && <span role="alert">{why}</span>}
       <label>
-        This server requires an API key <input class="text-input" name="key" type="password" autocomplete="off" />
+        <span>This server requires an API key</span>
+        <input ref={input} class="text-input" name="key" type="password" autocomplete="off" />
       </label>
       <button type="submit" class="button button-main">
         Sign in

@@ -1,11 +1,14 @@
 // The message box with its controls: system prompt, number of answers, settings, cache badge, context meter.
 
+import { useSignalEffect } from "@preact/signals";
 import { useEffect, useRef } from "preact/hooks";
 import { announce } from "../app/notifications";
 import { allPrompts, findPrompt } from "../app/prompts";
 import { MAX_N, sampling, setSampling, systemPrompt } from "../app/settings";
+import { PASTED_FILE_CHARS } from "../chat/attachments";
+import { AttachButton, AttachmentChips } from "./Attachments";
 import { useChat } from "./context";
-import { Chevron, Minus, Plus, Send, Sliders, Stop } from "./icons";
+import { Chevron, Close, Minus, Plus, Send, Sliders, Stop } from "./icons";
 import { panel, togglePanel } from "./navigation";
 
 const MAX_HEIGHT_PX = 220;
@@ -14,6 +17,7 @@ export function Composer() {
   const chat = useChat();
   const area = useRef<HTMLTextAreaElement>(null);
   const text = chat.prefill.text;
+  const { attachments } = chat;
   const live = chat.live.value;
   const ready = chat.ready.value;
 
@@ -24,18 +28,37 @@ export function Composer() {
     box.style.height = `${Math.min(MAX_HEIGHT_PX, box.scrollHeight)}px`;
   };
   useEffect(() => area.current?.focus(), [chat.thread.value]);
-  const send = () => {
-    const message = text.value.trim();
-    if (message === "" || live || !ready) return;
-    text.value = "";
-    if (area.current) area.current.value = "";
+  useSignalEffect(() => {
+    const box = area.current;
+    if (!box || box.value === text.value) return;
+    box.value = text.value; // not typed: a draft, or the text of a message that was refused
     resize();
-    chat.send(message);
+  });
+  const hasContent = text.value.trim() !== "" || attachments.ready.value.length > 0;
+  const send = (queue = false) => {
+    if (!hasContent || !ready) return;
+    if (attachments.isReading.value) {
+      announce("A file is still being read.");
+      return;
+    }
+    const message = text.value.trim();
+    const files = attachments.take();
+    text.value = "";
+    if (queue) chat.enqueue(message, files);
+    else chat.send(message, {}, files);
+  };
+  const onPaste = (event: ClipboardEvent) => {
+    const pasted = event.clipboardData?.getData("text/plain") ?? "";
+    const files = [...(event.clipboardData?.files ?? [])];
+    if (pasted.length <= PASTED_FILE_CHARS && (pasted !== "" || files.length === 0)) return;
+    event.preventDefault();
+    if (pasted !== "") attachments.paste(pasted);
+    else void attachments.add(files);
   };
   const onKeyDown = (event: KeyboardEvent) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
-      send();
+      send(event.altKey);
     } else if (event.key === "ArrowUp" && text.value === "") {
       const edits = document.querySelectorAll<HTMLButtonElement>(".user-message .tool-edit");
       const last = edits.item(edits.length - 1);
@@ -48,6 +71,7 @@ export function Composer() {
   return (
     <div class="composer-area">
       <Suggestions />
+      <QueuedMessages />
       <form
         class="composer"
         onSubmit={(event) => {
@@ -55,19 +79,23 @@ export function Composer() {
           send();
         }}
       >
+        <AttachmentChips />
         <textarea
           ref={area}
           id="composer"
           rows={1}
           aria-label="Message"
+          dir="auto"
           placeholder={placeholder()}
           onInput={(event) => {
             text.value = event.currentTarget.value;
             resize();
           }}
           onKeyDown={onKeyDown}
+          onPaste={onPaste}
         />
         <div class="composer-foot">
+          <AttachButton />
           <SystemPromptSelect />
           <AnswerCount />
           <button
@@ -83,7 +111,7 @@ export function Composer() {
           <span class="spacer" />
           <CacheBadge />
           <ContextMeter />
-          {live ? (
+          {live && (
             <button
               type="button"
               class="send send-stop"
@@ -93,13 +121,36 @@ export function Composer() {
             >
               <Stop />
             </button>
+          )}
+          {live ? (
+            hasContent && (
+              <>
+                <button
+                  type="button"
+                  class="chip"
+                  title="Send after this answer (Alt+Enter)"
+                  onClick={() => send(true)}
+                >
+                  Queue
+                </button>
+                <button
+                  type="submit"
+                  class="send"
+                  aria-label="Stop the answer and send"
+                  title="Stop the answer here and send (Enter)"
+                  disabled={!ready}
+                >
+                  <Send />
+                </button>
+              </>
+            )
           ) : (
             <button
               type="submit"
               class="send"
               aria-label="Send"
               title="Send (Enter)"
-              disabled={text.value.trim() === "" || !ready}
+              disabled={!hasContent || attachments.isReading.value || !ready}
             >
               <Send />
             </button>
@@ -107,6 +158,35 @@ export function Composer() {
         </div>
       </form>
     </div>
+  );
+}
+
+/** Messages that wait for the running answer. */
+function QueuedMessages() {
+  const chat = useChat();
+  const thread = chat.thread.value;
+  const queued = thread.queued.value;
+  if (queued.length === 0) return null;
+  return (
+    <ul class="queued" aria-label="Queued messages">
+      {queued.map((message) => (
+        <li key={message} class="chip">
+          <span class="queued-text" dir="auto">
+            {[...message.files.map(({ name }) => `[${name}]`), message.text].join(" ")}
+          </span>
+          <button type="button" class="tool" aria-label="Remove from the queue" onClick={() => chat.dequeue(message)}>
+            <Close />
+          </button>
+        </li>
+      ))}
+      {!thread.live.value && (
+        <li>
+          <button type="button" class="chip" onClick={() => chat.sendQueued()}>
+            Send the first
+          </button>
+        </li>
+      )}
+    </ul>
   );
 }
 
@@ -182,7 +262,7 @@ const NEARLY_FULL = 0.85;
 
 function ContextMeter() {
   const chat = useChat();
-  const limit = chat.session.value?.max_model_len ?? chat.readiness.contextTokens.value;
+  const limit = chat.maxTokens.value;
   const used = chat.thread.value.contextTokens.value;
   if (limit === 0 || used === 0) return null;
   const share = Math.min(1, used / limit);

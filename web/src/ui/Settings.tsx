@@ -21,6 +21,7 @@ import {
   defaultSampling,
   defaultSystem,
   MAX_N,
+  MAX_REPLY_START,
   makeDefaults,
   prefillWhileTyping,
   sameSampling,
@@ -112,6 +113,17 @@ export function Settings() {
           onValue={(seed) => setSampling({ seed })}
         />
       )}
+      <label class="field">
+        <span>Answers begin with</span>
+        <textarea
+          rows={2}
+          maxLength={MAX_REPLY_START}
+          dir="auto"
+          placeholder="nothing"
+          value={settings.replyStart}
+          onInput={(event) => setSampling({ replyStart: event.currentTarget.value })}
+        />
+      </label>
       <DefaultsSection />
       <h3 class="panel-section-title">This browser</h3>
       <label class="check">
@@ -349,6 +361,13 @@ function PromptForm({ preset, onClose }: { preset: Preset | null; onClose: () =>
 
 // -- The signed-in user, and signing out
 
+const DIGEST = /^[0-9a-f]{12,}$/; // the tenant of a key without a name is its digest
+
+function signedInName({ tenant, user }: Identity): string {
+  if (user) return `${tenant}/${user}`;
+  return DIGEST.test(tenant) ? `the holder of an API key (${tenant.slice(0, 6)})` : tenant;
+}
+
 function SignedInSection() {
   const [identity, setIdentity] = useState<Identity | null>(null);
   useEffect(() => {
@@ -362,7 +381,7 @@ function SignedInSection() {
     );
   return (
     <div class="panel-section">
-      <p class="hint">Signed in as {identity.user ? `${identity.tenant}/${identity.user}` : identity.tenant}.</p>
+      <p class="hint">Signed in as {signedInName(identity)}.</p>
       <button type="button" class="button" onClick={() => void leave()}>
         Sign out
       </button>

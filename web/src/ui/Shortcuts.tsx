@@ -5,6 +5,7 @@ import type { Chat } from "../chat/chat";
 import type { Turn } from "../chat/turn";
 import { Close } from "./icons";
 import {
+  findOpen,
   focusComposer,
   isNarrow,
   panel,
@@ -14,7 +15,6 @@ import {
   togglePanel,
   toggleSidePanel,
 } from "./navigation";
-import { MAX_UNVIRTUALIZED_ROWS } from "./thread/virtualRows";
 
 interface Shortcut {
   readonly keys: string;
@@ -24,11 +24,17 @@ interface Shortcut {
 }
 
 const hasControl = (event: KeyboardEvent) => event.ctrlKey || event.metaKey;
+/** Whether the key belongs to a text field: in one with text, Alt and Option move the caret or type other letters. */
+function belongsToText({ target, altKey }: KeyboardEvent): boolean {
+  if (!altKey || !(target instanceof HTMLInputElement || target instanceof HTMLTextAreaElement)) return false;
+  return target.value !== "";
+}
 const chord = (code: string) => (event: KeyboardEvent) => hasControl(event) && event.shiftKey && event.code === code;
 
 const SHORTCUTS: readonly Shortcut[] = [
   { keys: "Enter", description: "Send" },
   { keys: "Shift+Enter", description: "New line" },
+  { keys: "Alt+Enter", description: "Send after the running answer (Enter: stop it, and send now)" },
   {
     keys: "Esc",
     description: "Stop the answer, or close a panel",
@@ -94,7 +100,7 @@ const SHORTCUTS: readonly Shortcut[] = [
   },
   {
     keys: "Alt+← / →",
-    description: "Previous or next version of the last answer",
+    description: "Previous or next version of the last answer (Alt shortcuts: outside a text being written)",
     matches: (event) => event.altKey && (event.key === "ArrowLeft" || event.key === "ArrowRight"),
     run: (chat, event) => {
       const tree = chat.thread.value.tree.value;
@@ -120,7 +126,13 @@ const SHORTCUTS: readonly Shortcut[] = [
   },
   {
     keys: "Ctrl+F",
-    description: `Browser search (nearby messages only in chats over ${MAX_UNVIRTUALIZED_ROWS} messages)`,
+    description: "Find in this conversation, on all branches (again: the browser's search)",
+    matches: (event) => hasControl(event) && !event.shiftKey && event.code === "KeyF",
+    run: (chat) => {
+      if (findOpen.value || chat.thread.value.tree.value.path.value.length === 0) return false;
+      findOpen.value = true;
+      return true;
+    },
   },
   { keys: "↓ / ↑", description: "Move between rows of the list; Enter opens, F2 renames, Del deletes" },
   {
@@ -182,7 +194,7 @@ function lastTurn(chat: Chat): Turn | undefined {
 
 export function listenForShortcuts(chat: Chat): void {
   addEventListener("keydown", (event) => {
-    if (event.isComposing || event.defaultPrevented) return;
+    if (event.isComposing || event.defaultPrevented || belongsToText(event)) return;
     const shortcut = SHORTCUTS.find((candidate) => candidate.matches?.(event));
     if (shortcut?.run && shortcut.run(chat, event) !== false) event.preventDefault();
   });

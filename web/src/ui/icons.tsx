@@ -24,6 +24,16 @@ export const Close = () => (
     <path d="m5 5 10 10M15 5 5 15" />
   </Icon>
 );
+export const Paperclip = () => (
+  <Icon>
+    <path d="m15.5 9.5-5.6 5.6a3.5 3.5 0 0 1-5-5l6.2-6.1a2.3 2.3 0 0 1 3.3 3.3l-6.2 6.1a1.2 1.2 0 0 1-1.7-1.7l5.2-5.1" />
+  </Icon>
+);
+export const FileText = () => (
+  <Icon>
+    <path d="M11.5 3H6a1 1 0 0 0-1 1v12a1 1 0 0 0 1 1h8a1 1 0 0 0 1-1V6.5zM11.5 3v3.5H15M7.5 10h5M7.5 13h5" />
+  </Icon>
+);
 export const Send = () => (
   <Icon>
     <path d="M10 16.5v-13M4.5 9 10 3.5 15.5 9" />
@@ -107,6 +117,11 @@ export const Download = () => (
     <path d="M10 3.5v9M6 9l4 4 4-4M4 16.5h12" />
   </Icon>
 );
+export const Share = () => (
+  <Icon>
+    <path d="M8.5 11.500a3 3 0 0 0 4.200 0l3-3a3 3 0 0 0-4.200-4.200l-1 1M11.500 8.500a3 3 0 0 0-4.200 0l-3 3a3 3 0 0 0 4.200 4.200l1-1" />
+  </Icon>
+);
 export const Upload = () => (
   <Icon>
     <path d="M10 13V4M6 7.5l4-4 4 4M4 16.5h12" />
@@ -121,6 +136,11 @@ export const Columns = () => (
   <Icon>
     <rect x="3" y="4" width="5.5" height="12" rx="1.5" />
     <rect x="11.5" y="4" width="5.5" height="12" rx="1.5" />
+  </Icon>
+);
+export const Widen = () => (
+  <Icon>
+    <path d="M7 6 3 10l4 4M13 6l4 4-4 4M3 10h14" />
   </Icon>
 );
 export const Fork = () => (

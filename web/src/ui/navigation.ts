@@ -16,6 +16,8 @@ export const sidebarOpen = signal(!matchMedia("(max-width: 800px)").matches);
 const restored = restorePanel();
 export const panel = signal<PanelName>(restored.open && !isNarrow() ? restored.side : null);
 
+export const findOpen = signal(false); // the search in the conversation is shown
+
 /** The side panel that was shown last; shortcuts reopen it. */
 export const lastSidePanel = signal<SidePanelName>(restored.side);
 

@@ -7,7 +7,8 @@ are ignored, and nothing can be decoded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from dataclasses import dataclass, field
 from typing import Any, dataclass_transform
 
 from msgspec import msgpack as msgpack
@@ -17,6 +18,12 @@ from msgspec import msgpack as msgpack
 class Struct:
     """The base class: annotated names become fields, as in a dataclass."""
 
-    def __init_subclass__(cls, *, frozen: bool = False, kw_only: bool = False, **_options: Any) -> None:
+    def __init_subclass__(
+        cls, *, frozen: bool = False, kw_only: bool = False, eq: bool = True, **_options: Any
+    ) -> None:
         super().__init_subclass__()
-        dataclass(kw_only=kw_only, unsafe_hash=frozen)(cls)
+        for name in inspect.get_annotations(cls):
+            default = cls.__dict__.get(name)
+            if isinstance(default, (dict, list, set)):  # msgspec copies an empty one for each struct
+                setattr(cls, name, field(default_factory=type(default)))
+        dataclass(kw_only=kw_only, unsafe_hash=frozen, eq=eq)(cls)

@@ -56,7 +56,7 @@ function BeamSearchView({ turn, tree }: { turn: Turn; tree: BeamTree }) {
     () => drawBeams(tree, chosen ? [chosen, ...ends.filter((end) => end !== chosen)] : ends),
     [tree, version.value, chosen, kept.value],
   );
-  const agreed = tree.agreed();
+  const agreed = tree.agreed(ends);
   const dropped = drawing.pieces.filter((piece) => piece.kind === "dropped").length + drawing.ticks.length;
   const hasKept = kept.value.length > 0;
   const counts = `${ends.length} ${hasKept ? "kept" : "open"}, ${dropped} dropped`;

@@ -4,6 +4,7 @@
 import { useComputed, useSignal } from "@preact/signals";
 import { useEffect, useLayoutEffect, useMemo, useRef } from "preact/hooks";
 import { truncate } from "../../app/format";
+import { describeMessage } from "../../chat/attachments";
 import type { Message, Tree } from "../../chat/tree";
 import {
   branchLines,
@@ -19,6 +20,7 @@ import {
 import { useChat } from "../context";
 import { EmptyPanel } from "../EmptyState";
 import { focusComposer, goToMessage } from "../navigation";
+import { BranchList } from "./BranchList";
 
 const OVERSCAN_ROWS = 8; // rendered beyond the visible part
 const STEPS: Readonly<Record<string, Step>> = {
@@ -140,8 +142,9 @@ function BranchMap({ tree }: { tree: Tree }) {
       </div>
       <div class="branch-preview" aria-hidden="true">
         <span class="hint">{messageTitle(tree, previewed)}</span>
-        <p>{truncate(previewed.text.value || "…", 220)}</p>
+        <p>{truncate(labelOf(previewed) || "…", 220)}</p>
       </div>
+      <BranchList tree={tree} />
     </>
   );
 }
@@ -206,11 +209,15 @@ function Labels({
           class={`branch-label branch-label-${message.role} ${message === at ? "branch-label-current" : ""}`}
           onClick={() => onGo(message)}
         >
-          {truncate(message.text.value.replace(/\s+/g, " "), 120) || "…"}
+          {truncate(labelOf(message), 120) || "…"}
         </div>
       ))}
     </div>
   );
+}
+
+function labelOf({ role, text }: Message): string {
+  return role === "user" ? describeMessage(text.value) : text.value.replace(/\s+/g, " ");
 }
 
 function messageTitle(tree: Tree, message: Message): string {

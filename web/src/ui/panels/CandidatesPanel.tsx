@@ -3,21 +3,15 @@
 import { useComputed } from "@preact/signals";
 import { commonPrefix, truncate } from "../../app/format";
 import { setSampling } from "../../app/settings";
+import { describeMessage } from "../../chat/attachments";
 import type { Chat } from "../../chat/chat";
-import type { Message, Status } from "../../chat/tree";
+import type { Message } from "../../chat/tree";
 import { useChat } from "../context";
 import { EmptyPanel } from "../EmptyState";
 import { Close } from "../icons";
 import { focusComposer, goToMessage } from "../navigation";
+import { STATUS_LABELS } from "../thread/MessageParts";
 
-const VERSION_LABELS: Readonly<Record<Status, string>> = {
-  waiting: "waiting",
-  streaming: "generating",
-  done: "",
-  stopped: "stopped",
-  length: "cut off",
-  error: "failed",
-};
 const SHARED_CHARS = 220;
 
 export function CandidatesPanel() {
@@ -29,7 +23,14 @@ export function CandidatesPanel() {
   if (!answer) return <NoCandidates />;
   const versions = tree.siblings(answer);
   const question = answer.parent === null ? undefined : tree.get(answer.parent);
-  return <Versions key={answer.parent} question={question?.text.value ?? ""} versions={versions} shown={answer} />;
+  return (
+    <Versions
+      key={answer.parent}
+      question={describeMessage(question?.text.value ?? "")}
+      versions={versions}
+      shown={answer}
+    />
+  );
 }
 
 function NoCandidates() {
@@ -108,5 +109,7 @@ function Versions({ question, versions, shown }: VersionsProps) {
 
 function versionLabel(chat: Chat, message: Message, shown: Message): string {
   if (chat.thread.value.turnOf(message)?.dropped.value.has(message)) return "dropped";
-  return message === shown ? "shown" : VERSION_LABELS[message.status.value];
+  const status = message.status.value;
+  if (message === shown) return "shown";
+  return status === "done" ? "" : STATUS_LABELS[status];
 }

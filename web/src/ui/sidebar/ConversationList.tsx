@@ -7,7 +7,7 @@ import type { ExportFormat } from "../../api/rest";
 import type { Group } from "../../conversations/conversations";
 import { isPinned } from "../../conversations/metadata";
 import { useChat } from "../context";
-import { Download, Edit, More, Pin, Spark, Trash } from "../icons";
+import { Close, Download, Edit, More, Pin, Share, Spark, Trash } from "../icons";
 import { MenuButton, type MenuItem } from "../Menu";
 import { closeSidebarIfNarrow } from "../navigation";
 
@@ -21,7 +21,9 @@ export function ConversationList() {
         <DayGroup key={group.name} group={group} />
       ))}
       {state === "ready" && groups.length === 0 && (
-        <p class="list-empty">No conversations yet. Drop an export of ChatGPT or of this server here to import it.</p>
+        <p class="list-empty">
+          No conversations yet. Drop an export of this server or of another chat program here to import it.
+        </p>
       )}
       {state === "failed" && (
         <p class="list-empty">
@@ -145,14 +147,28 @@ function menuItems(
 ): MenuItem[] {
   const { id } = head;
   const pinned = isPinned(head.metadata);
+  const isShown = chat.thread.value.id.value === id;
+  const leaf = (isShown && chat.thread.value.tree.value.leaf.value?.id.value) || undefined; // the branch on the screen
+  const files = () => import("../../conversations/importExport");
   const save = async (format: ExportFormat) =>
-    (await import("../../conversations/importExport")).exportConversations(id, title, format);
+    (await files()).exportConversations(id, title, format, format === "json" ? undefined : leaf);
+  const share = async () => (await files()).shareConversation(id, chat.conversations, leaf);
+  const endShare = async () => (await files()).endShare(id, chat.conversations);
+  const sharing: MenuItem[] =
+    head.metadata?.share === undefined
+      ? [{ label: "Share a link", icon: <Share />, line: true, run: () => void share() }]
+      : [
+          { label: "Share a new link", icon: <Share />, line: true, run: () => void share() },
+          { label: "Stop sharing", icon: <Close />, run: () => void endShare() },
+        ];
   return [
     { label: "Rename", icon: <Edit />, keys: "F2", run: rename },
     { label: pinned ? "Unpin" : "Pin", icon: <Pin />, run: () => void chat.conversations.pin(id, !pinned) },
     { label: "Generate title", icon: <Spark />, run: () => void chat.autoTitler.suggest(id) },
+    ...sharing,
     { label: "Export as JSON", icon: <Download />, line: true, run: () => void save("json") },
     { label: "Export as Markdown", icon: <Download />, run: () => void save("markdown") },
+    { label: "Export as HTML", icon: <Download />, run: () => void save("html") },
     { label: "Delete", icon: <Trash />, keys: "Del", danger: true, line: true, run: () => chat.remove(id) },
   ];
 }

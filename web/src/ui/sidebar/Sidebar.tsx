@@ -5,6 +5,7 @@ import type { SearchHit, TextRange } from "../../api/rest";
 import { type Theme, theme } from "../../app/settings";
 import { splitAtMarks } from "../../conversations/search";
 import { useChat } from "../context";
+import { DropZone } from "../DropZone";
 import { Close, Keyboard, Mark, Moon, Plus, Screen, Sun } from "../icons";
 import { closeSidebarIfNarrow, isNarrow, scrollToMessage, sidebarOpen, togglePanel } from "../navigation";
 import { ConversationList, LoadMore, moveBetweenRows } from "./ConversationList";
@@ -45,6 +46,7 @@ export function Sidebar() {
       <SearchBox />
       {chat.search.state.value === "idle" ? <ConversationList /> : <SearchHits />}
       <SidebarFooter />
+      <DropZone name="import" />
     </nav>
   );
 }

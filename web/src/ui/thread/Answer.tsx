@@ -1,6 +1,6 @@
 // One answer at full width: text, tools, statistics; or a running beam search. Clicking a word shows its alternatives.
 
-import { effect, signal, useComputed } from "@preact/signals";
+import { effect, signal, useComputed, useSignal } from "@preact/signals";
 import { useLayoutEffect, useRef } from "preact/hooks";
 import { clickForAlternatives } from "../../app/settings";
 import type { Message } from "../../chat/tree";
@@ -10,9 +10,12 @@ import { useChat } from "../context";
 import { Again, Beams, Columns, Fork } from "../icons";
 import { panel, togglePanel } from "../navigation";
 import { AnswerStats, UnsavedBadge } from "./AnswerStats";
+import { type EditorAction, MessageEditor, MessageMenu } from "./MessageEditor";
 import { CopyButton, Ending, Markdown, Pending, Reasoning, VersionSwitcher } from "./MessageParts";
 import { TokenText } from "./TokenView";
 import { wordAtPoint, wordOffset } from "./wordAtPoint";
+
+const DOUBLE_CLICK_MS = 250;
 
 export function Answer({ message, turn }: { message: Message; turn: Turn | undefined }) {
   const chat = useChat();
@@ -21,16 +24,24 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
   const isEmpty = useComputed(() => message.text.value === ""); // not the text itself, which changes with every frame
   const inspector = chat.forks.inspector.value;
   const tokens = inspector?.message === message && inspector.word === null ? inspector : null;
+  const editing = useSignal(false);
+  const clickTimer = useRef<ReturnType<typeof setTimeout> | undefined>(undefined);
   const onClick = (event: MouseEvent) => {
+    clearTimeout(clickTimer.current);
     const prose = (event.target as HTMLElement).closest<HTMLElement>(".prose");
-    const busy = (event.target as HTMLElement).closest("a, button") || getSelection()?.isCollapsed === false;
+    const busy =
+      (event.target as HTMLElement).closest("a, button, .reasoning") || getSelection()?.isCollapsed === false;
     if (!prose || busy || !clickForAlternatives.value || !chat.forks.canOpen(message)) return;
     const word = wordAtPoint(prose, event.clientX, event.clientY);
     const offset = word && wordOffset(message.text.value, prose, word);
-    if (!word || offset === null) return;
+    if (!word || offset === null || event.detail > 1) return;
     const box = () => (word.range.startContainer.isConnected ? word.range.getBoundingClientRect() : null);
-    void chat.forks.open(message, { offset, box });
+    // a second click selects the word instead
+    clickTimer.current = setTimeout(() => {
+      if (getSelection()?.isCollapsed !== false) void chat.forks.open(message, { offset, box });
+    }, DOUBLE_CLICK_MS);
   };
+  if (editing.value) return <AnswerEditor message={message} onClose={() => (editing.value = false)} />;
   return (
     <article class="answer" aria-label="Assistant" data-status={status} aria-busy={open} onClick={onClick}>
       <Reasoning message={message} turn={turn} />
@@ -63,6 +74,7 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
             >
               <Fork />
             </button>
+            <MessageMenu message={message} edit={{ label: "Edit", run: () => (editing.value = true) }} />
             {turn && turn.candidates.length > 1 && (
               <button type="button" class="tool tool-wide" onClick={() => (turn.showsCandidates.value = true)}>
                 <Columns /> Compare {turn.candidates.length}
@@ -74,6 +86,23 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
         </div>
       )}
     </article>
+  );
+}
+
+/** Editor of an answer: the new text is another version, which the model may continue. */
+function AnswerEditor({ message, onClose }: { message: Message; onClose: () => void }) {
+  const chat = useChat();
+  const question = chat.thread.value.questionOf(message);
+  const actions: EditorAction[] = [{ label: "Save", run: (text) => void chat.edits.saveVersion(message, text) }];
+  if (question) actions.push({ label: "Continue", run: (text) => chat.answerFrom(question, text) });
+  return (
+    <MessageEditor
+      label="Edit answer"
+      text={message.text.value}
+      hint="The old version stays as a branch. Continue: the model goes on from this text."
+      actions={actions}
+      onClose={onClose}
+    />
   );
 }
 

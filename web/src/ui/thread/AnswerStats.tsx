@@ -69,7 +69,7 @@ export function AnswerStats({ turn, strip = true }: { turn: Turn; strip?: boolea
 function ForkCostBadge({ turn, usage }: { turn: Turn; usage: Usage }) {
   const copied = turn.copiedPages.value;
   if (!turn.start || copied === null) return null;
-  const pages = turn.start.inspectedPages + copied;
+  const pages = turn.start.inspectedPages === null ? null : turn.start.inspectedPages + copied;
   const prefilled = prefilledTokens(usage);
   const position = turn.start.token
     ? `after token ${turn.start.keepTokens}, with “${turn.start.token.text.trim()}”`
@@ -77,8 +77,8 @@ function ForkCostBadge({ turn, usage }: { turn: Turn; usage: Usage }) {
   const shared = `${usage.cachedTokens} of ${usage.inputTokens} prompt tokens are shared with the original`;
   const title = `Branched ${position}: ${shared}.`;
   return (
-    <span class="badge fork-chip" title={title} data-copied={pages} data-prefilled={prefilled}>
-      {plural(pages, "page")} copied, {plural(prefilled, "token")} prefilled
+    <span class="badge fork-chip" title={title} data-copied={pages ?? undefined} data-prefilled={prefilled}>
+      {pages === null ? "Branched" : `${plural(pages, "page")} copied`}, {plural(prefilled, "token")} prefilled
     </span>
   );
 }
@@ -92,6 +92,7 @@ const MISS_REASONS: Readonly<Record<string, string>> = {
   never_computed: "new text",
   evicted: "evicted: its pages were reused",
   diverged: "differs from the cached text",
+  no_state: "no snapshot of the recurrent state is kept there",
   template_changed: "the chat template changed the history",
 };
 

@@ -1,9 +1,9 @@
 // Parts of a message: markdown text, reasoning, pending indicator, ending, version switcher, copy button.
 
-import { effect, useComputed, useSignal } from "@preact/signals";
+import { effect, type ReadonlySignal, useComputed, useSignal } from "@preact/signals";
 import { useLayoutEffect, useRef } from "preact/hooks";
 import { copyText } from "../../app/browser";
-import type { Message } from "../../chat/tree";
+import { ENDINGS, type Message, type Status } from "../../chat/tree";
 import type { Turn } from "../../chat/turn";
 import { DrawPacer, openStream } from "../../markdown/textStream";
 import { useChat } from "../context";
@@ -12,6 +12,11 @@ import { Check, Copy, Left, Right } from "../icons";
 const pacer = new DrawPacer();
 
 export function Markdown({ message }: { message: Message }) {
+  return <MarkdownText message={message} source={message.text} />;
+}
+
+/** A text of a message, drawn as it grows. */
+function MarkdownText({ message, source }: { message: Message; source: ReadonlySignal<string> }) {
   const root = useRef<HTMLDivElement>(null);
   // before the paint, so that a picked answer does not flicker
   useLayoutEffect(() => {
@@ -21,7 +26,7 @@ export function Markdown({ message }: { message: Message }) {
     let shown = false;
     const stop = effect(() => {
       const growing = message.status.value === "streaming" || message.status.value === "waiting";
-      const text = message.text.value;
+      const text = source.value;
       if (growing && shown) pacer.schedule(stream, () => stream.update(text, false));
       else pacer.drawNow(stream, () => stream.update(text, !growing));
       shown = true;
@@ -30,7 +35,7 @@ export function Markdown({ message }: { message: Message }) {
       stop();
       pacer.cancel(stream);
     };
-  }, [message]);
+  }, [message, source]);
   return <div class="prose" ref={root} />;
 }
 
@@ -39,6 +44,7 @@ export function Markdown({ message }: { message: Message }) {
 export function Reasoning({ message, turn }: { message: Message; turn: Turn | undefined }) {
   const { forks } = useChat();
   const text = message.reasoning.value;
+  const open = useSignal(false); // a folded text is not drawn
   const isEmpty = useComputed(() => message.text.value === ""); // not the text itself, which changes with every frame
   const tokens = turn?.usage.value?.reasoningTokens ?? 0;
   if (text === "" && tokens === 0) return null;
@@ -47,13 +53,14 @@ export function Reasoning({ message, turn }: { message: Message; turn: Turn | un
     <details
       class="reasoning"
       onToggle={(event) => {
-        if (event.currentTarget.open) void forks.loadReasoning(message);
+        open.value = event.currentTarget.open;
+        if (open.value) void forks.loadReasoning(message);
       }}
     >
       <summary>
         {isReasoning ? "Reasoning…" : "Reasoning"}, {reasoningLength(text, turn?.candidates.length === 1 ? tokens : 0)}
       </summary>
-      <div class="reasoning-text">{text}</div>
+      <div class="reasoning-text">{open.value && <MarkdownText message={message} source={message.reasoning} />}</div>
     </details>
   );
 }
@@ -84,15 +91,30 @@ export function Pending({ turn }: { turn: Turn | undefined }) {
   );
 }
 
+/** One word on the state of an answer among others. */
+export const STATUS_LABELS: Readonly<Record<Status, string>> = {
+  waiting: "waiting",
+  streaming: "generating",
+  done: "done",
+  stopped: "stopped",
+  steered: "stopped",
+  interrupted: "interrupted",
+  length: "cut off",
+  error: "failed",
+};
+
 /** Note below an answer that was stopped, cut or failed. */
 export function Ending({ message, alone = false }: { message: Message; alone?: boolean }) {
   const chat = useChat();
   const status = message.status.value;
-  if (status === "stopped" || status === "length") {
+  const ending = ENDINGS[status];
+  if (ending !== undefined) {
     return (
       <div class="ending">
-        <span>{status === "stopped" ? "Stopped." : "Cut at the token limit."}</span>
-        {alone && (
+        <span>
+          {ending} {message.error.value}
+        </span>
+        {alone && status !== "steered" && (
           <button
             type="button"
             class="button"

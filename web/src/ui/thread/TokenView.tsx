@@ -1,9 +1,17 @@
-// An answer as a sequence of tokens, and the popover with the alternatives at one token. Arrow keys move, Enter opens.
+// An answer as a sequence of tokens coloured by probability, and the popover with the alternatives at one token. Arrow
+// keys move, D goes to the next doubt, Enter opens.
 
 import { useLayoutEffect, useRef } from "preact/hooks";
 import type { Alternatives as AlternativesResponse } from "../../api/rest";
-import { formatPercent, showWhitespace } from "../../app/format";
-import { type Choice, rankChoices, type TokenInspector, type TokenSpan } from "../../chat/tokenFork";
+import { formatPercent, plural, showWhitespace } from "../../app/format";
+import {
+  type Choice,
+  doubtLevel,
+  nextDoubt,
+  rankChoices,
+  type TokenInspector,
+  type TokenSpan,
+} from "../../chat/tokenFork";
 import { useChat } from "../context";
 import { Close, Left, Right } from "../icons";
 import { focusComposer } from "../navigation";
@@ -12,6 +20,7 @@ export function TokenText({ inspector }: { inspector: TokenInspector }) {
   const { forks } = useChat();
   const root = useRef<HTMLDivElement>(null);
   const spans = inspector.spans.value;
+  const scores = inspector.scores.value;
   const buttons = () => [...(root.current?.children ?? [])] as HTMLElement[];
   useLayoutEffect(() => {
     const all = buttons();
@@ -21,6 +30,7 @@ export function TokenText({ inspector }: { inspector: TokenInspector }) {
     const all = buttons();
     const from = all.indexOf(event.target as HTMLElement);
     if (from === -1) return;
+    const to = step(event, all, from);
     if (event.key === "Enter" || event.key === " ") void inspector.select(from);
     else if (event.key === "Escape") {
       const tool = root.current?.closest(".answer")?.querySelector<HTMLElement>(".tool-tokens");
@@ -28,7 +38,6 @@ export function TokenText({ inspector }: { inspector: TokenInspector }) {
       tool?.focus();
     } else {
       // roving tabindex: one tab stop, arrow keys inside the group
-      const to = STEPS[event.key]?.(all, from);
       if (to === undefined || event.altKey || event.ctrlKey || event.metaKey) return;
       moveRovingFocus(all, to);
     }
@@ -41,29 +50,119 @@ export function TokenText({ inspector }: { inspector: TokenInspector }) {
     moveRovingFocus(buttons(), to);
     void inspector.select(to);
   };
+  const goToDoubt = (by: 1 | -1) => {
+    const to = nextDoubt(inspector.doubts, inspector.focused.value, by);
+    if (to !== null) moveRovingFocus(buttons(), to);
+  };
+  const step = (event: KeyboardEvent, all: readonly HTMLElement[], from: number) =>
+    event.key.toLowerCase() === "d"
+      ? (nextDoubt(inspector.doubts, from, event.shiftKey ? -1 : 1) ?? undefined)
+      : STEPS[event.key]?.(all, from);
   if (!spans) return <p class="pending">Loading tokens</p>;
   return (
-    <div
-      class="tokens"
-      role="group"
-      aria-label="Tokens of this answer"
-      ref={root}
-      onKeyDown={onKeyDown}
-      onClick={onClick}
-    >
-      {spans.map((span, place) => (
-        <span
-          key={span.index}
-          class="token"
-          role="button"
-          tabIndex={-1}
-          aria-expanded={place === inspector.selected.value}
-          aria-label={tokenLabel(span)}
-        >
-          {showLineBreaks(span.text)}
+    <>
+      <Confidence inspector={inspector} onDoubt={goToDoubt} />
+      <div
+        class="tokens"
+        role="group"
+        aria-label="Tokens of this answer"
+        ref={root}
+        onKeyDown={onKeyDown}
+        onClick={onClick}
+        onFocusCapture={(event) => {
+          const at = buttons().indexOf(event.target as HTMLElement);
+          if (at !== -1) inspector.focused.value = at;
+        }}
+      >
+        {spans.map((span, place) => (
+          <span
+            key={span.index}
+            class="token"
+            role="button"
+            tabIndex={-1}
+            aria-expanded={place === inspector.selected.value}
+            data-doubt={scores && doubtLevel(inspector.scoreAt(place)?.token.probability ?? 1)}
+            aria-label={tokenLabel(span)}
+          >
+            {showLineBreaks(span.text)}
+          </span>
+        ))}
+      </div>
+    </>
+  );
+}
+
+/** Number of doubts, steps between them, and the alternatives at the token with the focus; a click forks there. */
+function Confidence({ inspector, onDoubt }: { inspector: TokenInspector; onDoubt: (by: 1 | -1) => void }) {
+  const chat = useChat();
+  if (!inspector.scores.value) return <p class="confidence hint">Computing the probability of every token</p>;
+  const { doubts } = inspector;
+  const at = inspector.focused.value;
+  const score = inspector.scoreAt(at);
+  const ordinal = doubts.indexOf(at) + 1;
+  return (
+    <section class="confidence" aria-label="Confidence">
+      <p class="confidence-head">
+        <span class="confidence-count">
+          {ordinal > 0
+            ? `Doubt ${ordinal} of ${doubts.length}`
+            : doubts.length
+              ? plural(doubts.length, "doubt")
+              : "No doubts"}
         </span>
-      ))}
-    </div>
+        <button
+          type="button"
+          class="tool"
+          aria-label="Previous doubt"
+          title="Previous doubt (Shift+D)"
+          disabled={!doubts.length}
+          onClick={() => onDoubt(-1)}
+        >
+          <Left />
+        </button>
+        <button
+          type="button"
+          class="tool"
+          aria-label="Next doubt"
+          title="Next doubt (D)"
+          disabled={!doubts.length}
+          onClick={() => onDoubt(1)}
+        >
+          <Right />
+        </button>
+        <span class="confidence-scale hint" aria-hidden="true">
+          sure
+          {[0, 1, 2, 3, 4].map((level) => (
+            <i key={level} class="doubt-swatch" data-doubt={level} />
+          ))}
+          unlikely
+        </span>
+      </p>
+      {score && (
+        <p class="confidence-choices">
+          <span class="hint">
+            <mark>{showWhitespace(inspector.spans.value?.[at]?.text ?? "")}</mark>{" "}
+            {formatPercent(score.token.probability)}
+            {score.alternatives.some((each) => each.id !== score.token.id) && ", else"}
+          </span>
+          {score.alternatives
+            .filter((each) => each.id !== score.token.id)
+            .map((each) => (
+              <button
+                key={each.id}
+                type="button"
+                class="button confidence-choice"
+                disabled={each.ends || chat.live.value !== null}
+                title="Branch here with this token"
+                onClick={() => chat.forks.branchAt(score.index, each)}
+              >
+                <span class="choice-text">{each.ends ? "end of answer" : showWhitespace(each.text)}</span>
+                <span class="hint">{formatPercent(each.probability)}</span>
+              </button>
+            ))}
+        </p>
+      )}
+    </section>
   );
 }
 

@@ -1,74 +1,96 @@
-// A user message and its editor.
+// A user message.
 
 import { useSignal } from "@preact/signals";
-import { useLayoutEffect, useRef } from "preact/hooks";
+import { plural } from "../../app/format";
+import { joinMessage, splitMessage } from "../../chat/attachments";
 import type { Message } from "../../chat/tree";
+import { FileCards } from "../Attachments";
 import { useChat } from "../context";
 import { Edit } from "../icons";
+import { MessageEditor, MessageMenu } from "./MessageEditor";
 import { CopyButton, VersionSwitcher } from "./MessageParts";
 
 export function UserMessage({ message }: { message: Message }) {
   const chat = useChat();
-  const editing = useSignal(false);
-  const close = () => (editing.value = false);
-  if (editing.value) return <Editor message={message} onClose={close} />;
+  const editing = useSignal<"question" | "answer" | null>(null);
+  const onClose = () => (editing.value = null);
+  const { files, text } = splitMessage(message.text.value);
+  if (editing.value === "question") {
+    const send = (edited: string) => {
+      const content = joinMessage(files, edited);
+      if (content !== message.text.value) chat.edit(message, content);
+    };
+    return (
+      <MessageEditor
+        label="Edit message"
+        text={text}
+        hint={`The old version stays as a branch.${files.length > 0 ? ` The new one has its ${plural(files.length, "file")}.` : ""}`}
+        actions={[{ label: "Send", run: send }]}
+        onClose={onClose}
+      />
+    );
+  }
   return (
     <article class="user-message" aria-label="You">
-      <div class="user-text">{message.text.value}</div>
+      <div class="user-content">
+        {files.length > 0 && <FileCards message={message} files={files} />}
+        {text !== "" && <UserText text={text} />}
+      </div>
       <div class="tools">
         <VersionSwitcher message={message} />
-        <CopyButton text={() => message.text.value} label="Copy message" />
+        <CopyButton text={() => text || message.text.value} label="Copy message" />
         <button
           type="button"
           class="tool tool-edit"
           aria-label="Edit as a new branch"
           title="Edit as a new branch"
           disabled={chat.live.value !== null}
-          onClick={() => (editing.value = true)}
+          onClick={() => (editing.value = "question")}
         >
           <Edit />
         </button>
+        <MessageMenu message={message} edit={{ label: "Begin an answer…", run: () => (editing.value = "answer") }} />
       </div>
+      {editing.value === "answer" && (
+        <MessageEditor
+          label="Beginning of the answer"
+          text=""
+          hint="The model goes on from here."
+          actions={[{ label: "Continue", run: (text) => chat.answerFrom(message, text) }]}
+          onClose={onClose}
+        />
+      )}
     </article>
   );
 }
 
-function Editor({ message, onClose }: { message: Message; onClose: () => void }) {
-  const chat = useChat();
-  const area = useRef<HTMLTextAreaElement>(null);
-  // before the paint, so that no key press is lost
-  useLayoutEffect(() => {
-    area.current?.focus();
-    area.current?.setSelectionRange(-1, -1);
-  }, []);
-  const save = () => {
-    const text = area.current?.value.trim() ?? "";
-    if (text === "") return;
-    onClose();
-    if (text !== message.text.value) chat.edit(message, text);
-  };
-  const onKeyDown = (event: KeyboardEvent) => {
-    if (event.isComposing) return;
-    if (event.key === "Escape") {
-      event.stopPropagation();
-      onClose();
-    } else if (event.key === "Enter" && !event.shiftKey) {
-      event.preventDefault();
-      save();
-    }
-  };
-  return (
-    <div class="user-message user-editor">
-      <textarea ref={area} aria-label="Edit message" rows={3} defaultValue={message.text.value} onKeyDown={onKeyDown} />
-      <div class="editor-foot">
-        <span class="hint">The old version stays as a branch.</span>
-        <button type="button" class="button" onClick={onClose}>
-          Cancel
-        </button>
-        <button type="button" class="button button-main" onClick={save}>
-          Send
-        </button>
+const FOLDED_LINES = 24;
+const FOLDED_CHARS = 2000;
+
+/** The text of a message; a long one is folded. */
+function UserText({ text }: { text: string }) {
+  const unfolded = useSignal(false);
+  const isLong = text.length > FOLDED_CHARS || text.split("\n", FOLDED_LINES + 1).length > FOLDED_LINES;
+  if (!isLong)
+    return (
+      <div class="user-text" dir="auto">
+        {text}
       </div>
+    );
+  const shown = unfolded.value ? text : `${text.split("\n", FOLDED_LINES).join("\n").slice(0, FOLDED_CHARS)}…`;
+  return (
+    <div class="user-folded">
+      <div class="user-text" dir="auto">
+        {shown}
+      </div>
+      <button
+        type="button"
+        class="link"
+        aria-expanded={unfolded.value}
+        onClick={() => (unfolded.value = !unfolded.value)}
+      >
+        {unfolded.value ? "Show less" : `Show all ${text.length.toLocaleString("en")} characters`}
+      </button>
     </div>
   );
 }

@@ -9,6 +9,7 @@ const NEAR_END_PX = 48;
 const MARGIN_PX = 16;
 const HIGHLIGHT_MS = 1600;
 const USER_SCROLL_MS = 1000; // for this long after an input event, scrolling is attributed to the user
+const PRINT_EVENTS = ["beforeprint", "afterprint"];
 const USER_INPUT_EVENTS = ["wheel", "touchmove", "pointerdown", "keydown"];
 
 interface Anchor {
@@ -23,6 +24,7 @@ export class ThreadScroll {
   private topPx = Infinity; // Infinity: the end
   private heightPx = 0;
   private contentPx = 0; // scrollHeight when the position was last restored
+  private isPrinting = false; // paper shows all rows
   private userInputMs = -Infinity;
   private anchor: Anchor | null = null;
   private focused: string | null = null;
@@ -41,8 +43,14 @@ export class ThreadScroll {
     this.observer.observe(inner);
     const byReader = () => (this.userInputMs = performance.now());
     for (const kind of USER_INPUT_EVENTS) box.addEventListener(kind, byReader, { passive: true });
+    const onPrint = ({ type }: Event) => {
+      this.isPrinting = type === "beforeprint";
+      this.redraw();
+    };
+    for (const kind of PRINT_EVENTS) addEventListener(kind, onPrint);
     return () => {
       this.observer.disconnect();
+      for (const kind of PRINT_EVENTS) removeEventListener(kind, onPrint);
       for (const kind of USER_INPUT_EVENTS) box.removeEventListener(kind, byReader);
     };
   }
@@ -79,6 +87,8 @@ export class ThreadScroll {
     const { box } = this;
     if (!box) return;
     this.contentPx = box.scrollHeight;
+    const isAllVisible = box.scrollHeight - box.clientHeight < 2;
+    if (isAllVisible) this.pinned.value = true;
     if (this.pinned.peek()) {
       // the start page is shown from its top
       const end = this.path.length === 0 ? 0 : box.scrollHeight - box.clientHeight;
@@ -166,6 +176,7 @@ export class ThreadScroll {
   }
 
   private wantedRows(): number[] {
+    if (this.isPrinting) return this.path.map((_, index) => index);
     const keep = [this.focused, this.anchor?.key].map((key) => this.path.findIndex((message) => message.key === key));
     return visibleRows(this.starts, this.topPx, this.heightPx, keep);
   }

@@ -1,4 +1,4 @@
-"""The wait policy of OpenMP threads: set before torch is loaded, in every entry, unless the user has set one."""
+"""The variables that torch reads when it loads: set before that, in every entry, unless the user has set them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ import sys
 import pytest
 import torch
 
-from chatcache import openmp
+from chatcache import torch_environment
 
-VARIABLES = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY", "OMP_WAIT_POLICY")
+VARIABLES = (
+    *("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY", "OMP_WAIT_POLICY"),
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+)
+SPIN = {"GOMP_SPINCOUNT": torch_environment.SPIN_COUNT}
+BLOCK = {"KMP_BLOCKTIME": torch_environment.BLOCK_TIME_MS}
+ALLOCATOR = {"PYTORCH_ALLOC_CONF": torch_environment.ALLOCATOR}
 ENTRIES = {
     "llm": "from chatcache import LLM",
     "llm_module": "from chatcache.llm.llm import LLM",
@@ -37,37 +43,39 @@ def test_entry_sets_the_spin_count_before_openmp_is_loaded(entry: str) -> None:
     if not torch.__config__.parallel_info().count("OpenMP") or sys.platform != "linux":
         pytest.skip("torch does not use libgomp here")
     done = run_python(f"{ENTRIES[entry]}\nimport torch", OMP_DISPLAY_ENV="verbose")
-    assert f"GOMP_SPINCOUNT = '{openmp.SPIN_COUNT}'" in done.stderr
+    assert f"GOMP_SPINCOUNT = '{torch_environment.SPIN_COUNT}'" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, {"GOMP_SPINCOUNT": openmp.SPIN_COUNT, "KMP_BLOCKTIME": openmp.BLOCK_TIME_MS}),
-        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7", "KMP_BLOCKTIME": openmp.BLOCK_TIME_MS}),
-        ({"KMP_BLOCKTIME": "7"}, {"GOMP_SPINCOUNT": openmp.SPIN_COUNT, "KMP_BLOCKTIME": "7"}),
-        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
+        ({}, {**SPIN, **BLOCK, **ALLOCATOR}),
+        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7", **BLOCK, **ALLOCATOR}),
+        ({"KMP_BLOCKTIME": "7"}, {**SPIN, "KMP_BLOCKTIME": "7", **ALLOCATOR}),
+        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active", **ALLOCATOR}),
+        ({"PYTORCH_ALLOC_CONF": ""}, {**SPIN, **BLOCK, "PYTORCH_ALLOC_CONF": ""}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, {**SPIN, **BLOCK, "PYTORCH_CUDA_ALLOC_CONF": "a:1"}),
     ],
     ids=str,
 )
-def test_limit_spinning_keeps_the_users_values(
+def test_set_defaults_keeps_the_users_values(
     given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "torch")
     environment = dict(given)
-    assert openmp.is_spinning_limited(environment) == bool(given)
-    openmp.limit_spinning(environment)
+    assert torch_environment.is_spinning_limited(environment) == any("ALLOC" not in name for name in given)
+    torch_environment.set_defaults(environment)
     assert environment == expected
-    assert openmp.is_spinning_limited(environment)
+    assert torch_environment.is_spinning_limited(environment)
 
 
-def test_limit_spinning_after_torch_sets_nothing() -> None:
+def test_set_defaults_after_torch_sets_nothing() -> None:
     environment: dict[str, str] = {}
-    openmp.limit_spinning(environment)
+    torch_environment.set_defaults(environment)
     assert environment == {}
 
 
 def test_import_of_chatcache_loads_no_torch_and_sets_the_environment() -> None:
     script = "import chatcache, os, sys; print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)"
-    assert run_python(script).stdout.split() == [openmp.SPIN_COUNT, "False"]
+    assert run_python(script).stdout.split() == [torch_environment.SPIN_COUNT, "False"]
     assert run_python(script, GOMP_SPINCOUNT="7").stdout.split() == ["7", "False"]

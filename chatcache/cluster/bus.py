@@ -1,0 +1,270 @@
+"""Redis as the transport between gateways and engine workers: streams, leases and their contents.
+
+All keys begin with `chatcache:bus:`.
+
+    workers        set of worker ids
+    worker:<id>    `WorkerStatus`, exists while the worker renews it (`Lease`)
+    gateway:<id>   exists while the gateway renews it
+    in:<worker>    stream of commands; an entry has a gateway's id and a list of its commands
+    out:<worker>   stream of notices, its entries numbered 1, 2, 3, ...; an entry has a list of notices for each
+                   gateway, and the `Loads` of the worker if they changed
+    place:<slot>   what is cached where, see `redis_placement`
+
+An id stands for one run of a process. A process whose lease expired takes a new one, and everything under its old id is
+void. So no command or notice of a process that counted as dead can have an effect later.
+
+An entry contains all that was collected while the previous entry was sent. The cost of a stream entry (about 0.1 ms) is
+therefore shared by all requests of a step, and under load by several steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import msgspec
+import redis
+
+from chatcache.errors import InvalidRequestError
+from chatcache.redis_urls import open_client
+from chatcache.types.stats import EngineHealth, ModelInfo
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 3.0
+RENEW_S = LEASE_S / 6
+RETAIN_S = 60.0  # of entries that were sent, and of the streams of a process that ended
+TIMEOUT_S = 1.0
+RETRY_S = 0.1
+BLOCK_S = 1.0
+OUTAGES = (redis.RedisError, OSError, asyncio.TimeoutError)
+
+PREFIX = "chatcache:bus:"
+WORKERS = f"{PREFIX}workers"
+FROM, COMMANDS, LOADS = b"from", b"commands", b"loads"
+
+Client = Any  # redis-py has no types
+Loads = dict[str, tuple[int, int]]
+"""Load of a worker by gateway: prompt tokens to compute, and branches of its requests."""
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker publishes with each renewal of its lease.
+
+    `name` stays the same when the process restarts. Workers of the same `numerics` compute the same logits to the bit
+    in deterministic mode. A worker that `is_draining` finishes its requests and accepts no others. `loads`: those that
+    the entries before reported.
+    """
+
+    id: str
+    name: str
+    numerics: str
+    model_info: ModelInfo
+    health: EngineHealth
+    is_draining: bool = False
+    loads: Loads = {}
+
+
+_bodies: msgspec.msgpack.Decoder[list[bytes]] = msgspec.msgpack.Decoder(list[bytes])
+_statuses = msgspec.msgpack.Decoder(WorkerStatus)
+_loads: msgspec.msgpack.Decoder[Loads] = msgspec.msgpack.Decoder(Loads)
+
+
+def encode_list(bodies: list[bytes]) -> bytes:
+    return msgspec.msgpack.encode(bodies)
+
+
+def decode_list(data: bytes) -> list[bytes]:
+    """Decode a field of an entry. Raises: msgspec.DecodeError for anything else."""
+    return _bodies.decode(data)
+
+
+def decode_loads(data: bytes) -> Loads:
+    """Decode the field LOADS of an entry. Raises: msgspec.DecodeError for anything else."""
+    return _loads.decode(data)
+
+
+def decode_status(data: bytes | None) -> WorkerStatus | None:
+    """Decode the value of a worker's lease; None for a lease that expired or belongs to another version."""
+    try:
+        return _statuses.decode(data) if data else None
+    except msgspec.MsgspecError as error:
+        log.error("the lease of a worker cannot be decoded: is it of another version? %s", error)
+        return None
+
+
+def connect(url: str) -> Client:
+    """Create a client of the Redis server at `url`. Raises: InvalidRequestError for an invalid URL."""
+    try:
+        return open_client(
+            url,
+            socket_timeout=BLOCK_S + TIMEOUT_S,
+            socket_connect_timeout=TIMEOUT_S,
+            socket_keepalive=True,
+        )
+    except (ValueError, redis.RedisError) as error:
+        raise InvalidRequestError(f"not a URL of a Redis server: {error}", param="bus") from None
+
+
+def new_id(name: str) -> str:
+    """Return an id for a process of this name."""
+    return f"{name}.{secrets.token_hex(8)}"
+
+
+def incarnation(process_id: str) -> int:
+    """Return the part of an id that no other run of a process has."""
+    return int(process_id.rpartition(".")[2], 16)
+
+
+def worker_key(worker: str) -> str:
+    return f"{PREFIX}worker:{worker}"
+
+
+def gateway_key(gateway: str) -> str:
+    return f"{PREFIX}gateway:{gateway}"
+
+
+def inbox(worker: str) -> str:
+    return f"{PREFIX}in:{worker}"
+
+
+def outbox(worker: str) -> str:
+    return f"{PREFIX}out:{worker}"
+
+
+class Lease:
+    """A key that exists as long as this process renews it.
+
+    After a failed renewal the key may have expired, and others may have acted on that: the caller takes a new id.
+    """
+
+    def __init__(self, client: Client, key: str) -> None:
+        self._client = client
+        self._key = key
+        self.is_acquired = False
+        self._renewed_at = asyncio.get_running_loop().time()
+
+    async def renew(self, value: bytes) -> bool:
+        """Renew the lease with this value; return whether it has never been interrupted.
+
+        While the server does not answer, the result is True until the lease must have expired.
+        """
+        loop = asyncio.get_running_loop()
+        started_at = loop.time()
+        is_held = None
+        with ignore_outages():
+            async with asyncio.timeout(TIMEOUT_S):
+                is_held = bool(await self._client.set(self._key, value, px=int(LEASE_S * 1000), xx=self.is_acquired))
+        if is_held is None:
+            return not self.is_acquired or loop.time() - self._renewed_at < LEASE_S
+        self.is_acquired, self._renewed_at = True, started_at
+        return is_held
+
+    async def give_up(self) -> None:
+        """Delete the key, so that others need not wait until it expires."""
+        with ignore_outages():
+            async with asyncio.timeout(TIMEOUT_S):
+                await self._client.delete(self._key)
+
+
+class StreamWriter:
+    """Writes the entries that `take` returns to a stream, one at a time, each until the server accepts it.
+
+    `take` returns the fields of the next entry, or nothing. With `is_numbered`, entries have the ids 1-0, 2-0, ..., and
+    the server refuses repetitions; otherwise an entry may be written twice when the connection breaks.
+    """
+
+    def __init__(
+        self, client: Client, key: str, take: Callable[[], Mapping[bytes, bytes]], *, is_numbered: bool = False
+    ) -> None:
+        self._client = client
+        self._key = key
+        self._take = take
+        self._is_numbered = is_numbered
+        self._wanted = asyncio.Event()
+        self._is_failing = False
+        self.num_sent = 0
+
+    def wake(self) -> None:
+        """Tell the writer that `take` has something to return."""
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Write until cancelled."""
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            while fields := self._take():
+                self.num_sent += 1
+                await self._write(fields)
+
+    async def _write(self, fields: Mapping[bytes, bytes]) -> None:
+        entry = f"{self.num_sent}-0" if self._is_numbered else "*"
+        while True:
+            with ignore_outages():
+                try:
+                    await self._client.xadd(self._key, dict(fields), id=entry)
+                    self._is_failing = False
+                    return
+                except OUTAGES as error:
+                    if self._is_numbered and "equal or smaller" in str(error):  # the answer to an earlier try was lost
+                        return
+                    if not self._is_failing:
+                        log.warning("the bus does not accept an entry: %s", error)
+                    self._is_failing = True
+                    raise
+            await asyncio.sleep(RETRY_S)
+
+
+class StreamReader:
+    """Reads the entries of a stream after `last`."""
+
+    def __init__(self, client: Client, key: str, last: str = "0-0") -> None:
+        self._client = client
+        self._key = key
+        self.last = last
+
+    async def read(self) -> list[tuple[int, dict[bytes, bytes]]]:
+        """Return the next entries, as number and fields; none after a second without any. Waits through outages."""
+        found = None
+        with ignore_outages():
+            found = await self._client.xread({self._key: self.last}, block=int(BLOCK_S * 1000), count=64)
+        if found is None:
+            await asyncio.sleep(RETRY_S)
+            return []
+        entries = found[0][1] if found else []
+        if entries:
+            self.last = entries[-1][0].decode()
+        return [(int(entry.partition(b"-")[0]), fields) for entry, fields in entries]
+
+
+@contextmanager
+def ignore_outages() -> Iterator[None]:
+    """Ignore that the server does not answer, but not that the task is cancelled meanwhile.
+
+    redis-py sometimes turns a cancellation into such an error, and loses one that comes when it has just sent a command
+    (`asyncio.wait_for` before Python 3.12).
+    """
+    task = asyncio.current_task()
+    num_before = task.cancelling() if task is not None else 0
+    with suppress(*OUTAGES):
+        yield
+    if task is not None and task.cancelling() > num_before:
+        raise asyncio.CancelledError
+
+
+async def last_entry(client: Client, key: str) -> str:
+    """Return the id of the last entry of a stream, "0-0" without one."""
+    entries = await client.xrevrange(key, count=1)
+    return entries[0][0].decode() if entries else "0-0"
+
+
+async def alive(client: Client, gateways: Iterable[str]) -> set[str]:
+    """Return which of these gateways hold their lease."""
+    names = list(gateways)
+    values = await client.mget([gateway_key(name) for name in names]) if names else []
+    return {name for name, value in zip(names, values, strict=True) if value is not None}

@@ -1,0 +1,92 @@
+"""Norms and gated MLPs of transformers models as single kernels on the CPU.
+
+At decode, each operation of torch takes microseconds, and a norm is nine of them. A module is replaced only if the
+kernel gives the module's results on random inputs, up to rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chatcache.model.attention import AttentionBackend
+
+PROBES = 4
+
+
+class FusedNorm(nn.Module):
+    """RMSNorm in one kernel. `weight` includes the 1 that some families add."""
+
+    def __init__(self, kernels: AttentionBackend, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.eps = eps
+        self._kernels = kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._kernels.rms_norm(x, self.weight, self.eps)
+
+
+class FusedMLP(nn.Module):
+    """Gated MLP with SiLU: gate and up projections in one product, the activation in one kernel."""
+
+    def __init__(self, kernels: AttentionBackend, source: Any) -> None:
+        super().__init__()
+        weight = torch.cat((source.gate_proj.weight.detach(), source.up_proj.weight.detach()))
+        self.gate_up_proj = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.gate_up_proj.weight = nn.Parameter(weight, requires_grad=False)
+        self.down_proj = source.down_proj
+        self._kernels = kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate_up = self.gate_up_proj(x.reshape(-1, x.shape[-1]))
+        out: Tensor = self.down_proj(self._kernels.silu_mul(gate_up))
+        return out.view(x.shape)
+
+
+def fuse_modules(model: nn.Module, kernels: AttentionBackend) -> None:
+    """Replace the norms and gated MLPs of a model where that changes no result."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            new = _fuse_norm(child, kernels) or _fuse_mlp(child, kernels)
+            if new is not None:
+                setattr(parent, name, new)
+
+
+def _fuse_norm(module: Any, kernels: AttentionBackend) -> FusedNorm | None:
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = getattr(module, "weight", None)
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or not isinstance(eps, float):
+        return None
+    plain = weight.detach()
+    for candidate in (plain, plain.float() + 1):
+        fused = FusedNorm(kernels, candidate, eps)
+        if _gives_same(module, fused, len(plain), plain.dtype):
+            return fused
+    return None
+
+
+def _fuse_mlp(module: Any, kernels: AttentionBackend) -> FusedMLP | None:
+    names = ("gate_proj", "up_proj", "down_proj")
+    layers = [child for name, child in module.named_children() if name in names and type(child) is nn.Linear]
+    if len(layers) < 3 or any(layer.bias is not None for layer in layers):
+        return None
+    if set(dict(module.named_children())) - {*names, "act_fn"}:
+        return None
+    fused = FusedMLP(kernels, module)
+    return fused if _gives_same(module, fused, layers[0].in_features, layers[0].weight.dtype) else None
+
+
+def _gives_same(module: nn.Module, fused: nn.Module, width: int, dtype: torch.dtype) -> bool:
+    """Return whether both modules give the same on random inputs, up to rounding."""
+    probe = torch.randn(1, PROBES, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with torch.inference_mode():
+        try:
+            want, got = module(probe), fused(probe)
+        except (TypeError, ValueError, RuntimeError, IndexError):  # a module with other arguments, or another shape
+            return False
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    same = isinstance(want, Tensor) and want.shape == got.shape and want.dtype == got.dtype
+    return same and bool((want - got).abs().max() <= tolerance * want.abs().max().clamp(min=1e-6))

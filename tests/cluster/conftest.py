@@ -1,0 +1,21 @@
+"""A Redis server for the tests of a module, empty at the start of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.redis_servers import RedisServer, redis_server
+
+
+@pytest.fixture(scope="module")
+def module_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("bus")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(module_server: RedisServer) -> RedisServer:
+    module_server.admin.flushall()
+    return module_server

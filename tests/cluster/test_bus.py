@@ -1,0 +1,67 @@
+"""Cancellation of the tasks that read and write a bus."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from chatcache.cluster import bus
+from tests.support.redis_servers import redis_server
+
+
+class CancellationLost:
+    """A client that ends a cancelled command with an answer or an error, as redis-py sometimes does."""
+
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+        self.has_command = asyncio.Event()
+
+    async def execute(self, *_: object, **__: object) -> object:
+        self.has_command.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            if isinstance(self.answer, Exception):
+                raise self.answer from None
+        return self.answer
+
+    xadd = xread = execute
+
+
+async def write(client: Any) -> None:
+    writer = bus.StreamWriter(client, "key", lambda: {b"field": b"value"})
+    writer.wake()
+    await writer.run()
+
+
+async def read(client: Any) -> None:
+    reader = bus.StreamReader(client, "key")
+    while True:
+        await reader.read()
+
+
+@pytest.mark.parametrize("answer", [None, redis.ConnectionError("closed")], ids=["answer", "error"])
+@pytest.mark.parametrize("work", [write, read])
+async def test_cancellation_that_redis_loses_ends_the_task(work: Callable[[Any], Awaitable[None]], answer: Any) -> None:
+    client = CancellationLost(answer)
+    task = asyncio.ensure_future(work(client))
+    await client.has_command.wait()
+    task.cancel()
+    done, _ = await asyncio.wait([task], timeout=5)
+    task.cancel()
+    assert done and task.cancelled()
+
+
+async def test_closed_client_has_no_connections(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "bus") as server:
+        client = bus.connect(server.url)
+        await client.set("chatcache:bus:test", b"1")
+        (connection,) = client.connection_pool._available_connections
+        assert connection.is_connected
+        await client.aclose()
+        assert not connection.is_connected

@@ -1,0 +1,275 @@
+"""Gateways and workers over a real Redis: requests, queries, and what happens when one of them ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from chatcache.cluster import bus
+from chatcache.cluster.remote_engine import RemoteEngine
+from chatcache.cluster.worker_host import WorkerHost
+from chatcache.config import EngineConfig
+from chatcache.engine_process.process import EngineProcess
+from chatcache.errors import ContextLengthError, NotFoundError, OverloadedError
+from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
+from chatcache.types.request import BeamSearchParams, GenerateRequest
+from chatcache.types.stats import ExplainQuery, PackedPrompt
+from tests.engine_process.engines import FAST, expected_tokens, process, request, until
+from tests.support.redis_servers import RedisServer
+
+
+class Worker:
+    """A worker with its engine process, and the task that connects it to the bus."""
+
+    def __init__(self, engine: EngineProcess, host: WorkerHost, task: asyncio.Task[None]) -> None:
+        self.engine = engine
+        self.host = host
+        self.task = task
+
+    async def cut_off(self) -> None:
+        """End the connection to the bus and leave the lease to expire, as if the machine was switched off."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bus.Lease, "give_up", lambda _: asyncio.sleep(0))
+            self.task.cancel()
+            await asyncio.gather(self.task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def worker(
+    server: RedisServer, name: str, model: str = "slow", make: Callable[[str], EngineProcess] = process
+) -> AsyncIterator[Worker]:
+    async with make(model) as engine:
+        await engine.wait_loaded()
+        host = WorkerHost(engine, server.url, name, "counting")
+        task = asyncio.create_task(host.run())
+        try:
+            yield Worker(engine, host, task)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def gateway(server: RedisServer, num_workers: int = 1) -> AsyncIterator[RemoteEngine]:
+    async with RemoteEngine(server.url, "gateway") as engine:
+        await engine.wait_loaded()
+
+        async def condition() -> bool:
+            return len(engine.workers) == num_workers
+
+        await until(condition)
+        yield engine
+
+
+async def collect(engine: RemoteEngine, name: str) -> list[EngineEvent]:
+    return [event async for event in engine.events(name)]
+
+
+def tokens_of(events: list[EngineEvent]) -> list[int]:
+    assert [event.seq for event in events] == list(range(1, len(events) + 1)), "gap or repetition"
+    assert isinstance(events[0], Started)
+    return [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
+
+
+async def test_request_gives_the_events_of_the_engine(server: RedisServer) -> None:
+    async with worker(server, "a", ""), gateway(server) as engine:
+        await engine.submit(request("r", 50, prompt=(3, 7)))
+        events = await collect(engine, "r")
+        assert tokens_of(events) == expected_tokens((3, 7), 50)
+        assert isinstance(events[-1], Finished) and not events[-1].cancelled
+        assert (await engine.health()).ready
+
+
+@pytest.mark.slow
+async def test_errors_queries_and_cancellation_reach_the_caller(server: RedisServer) -> None:
+    async with worker(server, "a"), gateway(server) as engine:
+        with pytest.raises(ContextLengthError, match="do not fit"):
+            await engine.submit(request("long", prompt=tuple(range(2000))))
+        query = ExplainQuery((1, 2, 3), "tenant")
+        assert (await engine.explain(query)).detail == repr(query)
+        assert await engine.count_cached_tokens([PackedPrompt(bytes(8)), PackedPrompt(bytes(4))], "n") == [9, 5]
+        assert (await engine.page_map("m")).cells == "m"
+        assert (await engine.page_accounts()).page_bytes == 4096
+        await engine.submit(request("r", 100_000))
+        stream = engine.events("r")
+        assert isinstance(await anext(stream), Started)
+        await engine.abort("r")
+        end = [event async for event in stream][-1]
+        assert isinstance(end, Finished) and end.cancelled
+        await engine.cancel_candidate("unknown", 0)
+        with pytest.raises(NotFoundError):
+            await collect(engine, "unknown")
+
+
+@pytest.mark.slow
+async def test_lost_worker_is_replaced_without_gap_or_repetition(server: RedisServer) -> None:
+    async with worker(server, "a") as first, worker(server, "b") as second, gateway(server, 2) as engine:
+        names = [f"r{number}" for number in range(8)]
+        for number, name in enumerate(names):
+            await engine.submit(request(name, 900, prompt=(number, 7)))
+        readers = [asyncio.create_task(collect(engine, name)) for name in names]
+        await asyncio.sleep(0.5)
+        held = first.host.num_requests
+        assert 0 < held < 8 and held + second.host.num_requests == 8, "each worker runs some of them"
+        await first.cut_off()
+        for number, events in enumerate(await asyncio.gather(*readers)):
+            assert tokens_of(events) == expected_tokens((number, 7), 900)
+            assert isinstance(events[-1], Finished)
+        assert engine.num_moved == held
+        assert len(engine.workers) == 1
+
+
+def real_process(_: str) -> EngineProcess:
+    """Create a client of the real engine over the fake runner, with steps of 1 ms."""
+    return EngineProcess(EngineConfig(), "tests.engine_process.engines:build_fake", policy=FAST, log_level="error")
+
+
+@pytest.mark.slow
+async def test_beam_search_of_a_lost_worker_has_the_result_of_an_undisturbed_one(server: RedisServer) -> None:
+    def search(name: str) -> GenerateRequest:
+        params = BeamSearchParams(beam_width=4, n=4, max_tokens=600, ignore_eos=True)
+        return GenerateRequest(request_id=name, prompt=(5, 6, 7), params=params, conversation_id="c")
+
+    async with worker(server, "a", make=real_process) as first, worker(server, "b", make=real_process) as second:
+        async with gateway(server, 2) as engine:
+            await engine.submit(search("undisturbed"))
+            expected = await collect(engine, "undisturbed")
+            await engine.submit(search("moved"))
+            reader = asyncio.create_task(collect(engine, "moved"))
+            await asyncio.sleep(0.3)
+            assert not reader.done()
+            await (first if first.host.num_requests else second).cut_off()
+            events = await reader
+        assert engine.num_moved == 1
+        assert tokens_of(events) == tokens_of(expected)
+        assert [event.score for event in events if isinstance(event, CandidateDone)] == [
+            event.score for event in expected if isinstance(event, CandidateDone)
+        ]
+
+
+@pytest.mark.slow
+async def test_suspended_worker_begins_anew_and_its_old_notices_have_no_effect(server: RedisServer) -> None:
+    """A worker whose lease was deleted goes on for a while: the gateway must not read what it sends."""
+    async with worker(server, "a") as only, gateway(server) as engine:
+        await engine.submit(request("r", 600, prompt=(5,)))
+        reader = asyncio.create_task(collect(engine, "r"))
+        await asyncio.sleep(0.3)
+        old_id = only.host.id
+        server.admin.delete(bus.worker_key(old_id))
+        events = await reader
+        assert tokens_of(events) == expected_tokens((5,), 600)
+        assert isinstance(events[-1], Finished)
+        assert only.host.id != old_id and engine.num_moved == 1
+
+
+@pytest.mark.slow
+async def test_missing_notices_are_noticed_and_their_requests_resumed(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with worker(server, "a"), gateway(server) as engine:
+        await engine.submit(request("r", 300, prompt=(5,)))
+        reader = asyncio.create_task(collect(engine, "r"))
+        await asyncio.sleep(0.3)
+        original = bus.StreamWriter._write
+
+        async def lose(self: bus.StreamWriter, fields: dict[bytes, bytes]) -> None:
+            monkeypatch.setattr(bus.StreamWriter, "_write", original)
+
+        monkeypatch.setattr(bus.StreamWriter, "_write", lose)
+        assert tokens_of(await reader) == expected_tokens((5,), 300)
+        assert engine.num_moved == 1
+
+
+@pytest.mark.slow
+async def test_requests_of_a_lost_gateway_are_aborted(server: RedisServer) -> None:
+    async with worker(server, "a") as only:
+        async with gateway(server) as engine:
+            await engine.submit(request("r", 100_000))
+            assert only.host.num_requests == 1
+
+        async def condition() -> bool:
+            return only.host.num_requests == 0 and (await only.engine.health()).num_running == 0
+
+        await until(condition)
+
+
+@pytest.mark.slow
+async def test_gateway_whose_lease_expired_resumes_its_requests(server: RedisServer) -> None:
+    async with worker(server, "a") as only, gateway(server) as engine:
+        await engine.submit(request("r", 900, prompt=(5,)))
+        reader = asyncio.create_task(collect(engine, "r"))
+        await asyncio.sleep(0.3)
+        server.admin.delete(bus.gateway_key(engine.id))
+        events = await reader
+        assert tokens_of(events) == expected_tokens((5,), 900)
+        assert only.host.num_requests == 0
+
+
+@pytest.mark.slow
+async def test_killed_engine_of_a_worker_is_resumed_there(server: RedisServer) -> None:
+    async with worker(server, "a") as only, gateway(server) as engine:
+        await engine.submit(request("r", 300, prompt=(5,)))
+        reader = asyncio.create_task(collect(engine, "r"))
+        await asyncio.sleep(0.3)
+        os.kill(only.engine.pid or 0, signal.SIGKILL)
+        assert tokens_of(await reader) == expected_tokens((5,), 300)
+        assert engine.num_moved == 0
+
+
+@pytest.mark.slow
+async def test_request_that_ends_three_workers_fails(server: RedisServer) -> None:
+    async with worker(server, "a") as only, gateway(server) as engine:
+        await engine.submit(request("r", 100_000))
+        reader = asyncio.create_task(collect(engine, "r"))
+        for _ in range(3):
+            old_id = only.host.id
+            server.admin.delete(bus.worker_key(old_id))
+
+            async def condition(old_id: str = old_id) -> bool:
+                return reader.done() or (only.host.id != old_id and only.host.num_requests == 1)
+
+            await until(condition)
+        end = (await reader)[-1]
+        assert isinstance(end, Failed) and end.code == "request_poisoned"
+
+
+@pytest.mark.slow
+async def test_without_a_worker_new_requests_are_refused_and_held_ones_wait(server: RedisServer) -> None:
+    async with worker(server, "a") as first, gateway(server) as engine:
+        for name in ("held", "aborted"):
+            await engine.submit(request(name, 700, prompt=(5,)))
+        reader = asyncio.create_task(collect(engine, "held"))
+        await asyncio.sleep(0.3)
+        await first.cut_off()
+
+        async def condition() -> bool:
+            return not engine.workers
+
+        await until(condition)
+        with pytest.raises(OverloadedError, match="no engine worker"):
+            await engine.submit(request("late"))
+        await engine.abort("aborted")
+        end = (await collect(engine, "aborted"))[-1]
+        assert isinstance(end, Finished) and end.cancelled
+        async with worker(server, "b"):
+            assert tokens_of(await reader) == expected_tokens((5,), 700)
+
+
+@pytest.mark.slow
+async def test_redis_outage_pauses_the_requests(server: RedisServer, tmp_path: Path) -> None:
+    """Shorter than a lease: nothing is moved. The server loses nothing, since it is only suspended."""
+    async with worker(server, "a"), gateway(server) as engine:
+        await engine.submit(request("r", 300, prompt=(5,)))
+        reader = asyncio.create_task(collect(engine, "r"))
+        await asyncio.sleep(0.3)
+        server.signal(signal.SIGSTOP)
+        await asyncio.sleep(0.8)
+        server.signal(signal.SIGCONT)
+        assert tokens_of(await reader) == expected_tokens((5,), 300)
+        assert engine.num_moved == 0

@@ -1,0 +1,369 @@
+"""Two gateways over one Redis: one of them serves a response that runs on the other as if it ran there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+from openai import OpenAI, omit
+from openai.types.responses import ResponseStreamEvent
+from websockets.sync.client import ClientConnection, connect
+
+from chatcache.conversations.tree import derive_id, new_id
+from chatcache.errors import RateLimitError
+from chatcache.gateway import peers
+from chatcache.gateway.auth.principal import KeyLimits, Principal
+from chatcache.gateway.limits.rate_limits import RateLimiter, RequestCost
+from chatcache.gateway.peers import Cancel, GatewayPeers, RemoteResponse
+from tests.gateway.frames import Frame, receive, send, until_end
+from tests.gateway.kept import keeping, server_on
+from tests.gateway.serving import Server, hurry, slowed, wait_until
+from tests.support.redis_servers import RedisServer
+
+LONG: Frame = {"input": "Tell me a lot", "background": True, "max_output_tokens": 600, "ignore_eos": True}
+INCLUDE = "message.output_text.logprobs"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with keeping("redis", tmp_path_factory.mktemp("gateways")) as found:
+        assert isinstance(found, RedisServer)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def gateways(store: RedisServer) -> Iterator[tuple[Server, Server]]:
+    with server_on(store) as first, server_on(store) as second:
+        yield first.wait_ready(), second.wait_ready()
+
+
+@pytest.fixture
+def pair(gateways: tuple[Server, Server]) -> Iterator[tuple[Server, Server]]:
+    """The gateway that runs a response slowly, and the other; at the end, nothing runs on either."""
+    with slowed(gateways[0], 0.02):
+        yield gateways
+    for server in gateways:
+        server.wait_idle()
+
+
+def begin(server: Server, **fields: object) -> str:
+    response_id = str(server.post("/v1/responses", **{**LONG, **fields})[2]["id"])
+    path = f"/v1/responses/{response_id}"
+    wait_until(lambda: server.request("GET", path)[2]["output"] != [], "the reply has a text")
+    return response_id
+
+
+@contextlib.contextmanager
+def streamed(server: Server, response_id: str, after: int = -1) -> Iterator[Iterator[ResponseStreamEvent]]:
+    """The events of a response as the official client receives them."""
+    with (
+        OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        client.responses.retrieve(response_id, stream=True, starting_after=after if after >= 0 else omit) as events,
+    ):
+        yield iter(events)
+
+
+def all_events(server: Server, response_id: str, after: int = -1) -> list[ResponseStreamEvent]:
+    with streamed(server, response_id, after) as events:
+        return list(events)
+
+
+def numbers_of(events: Iterable[ResponseStreamEvent]) -> list[int]:
+    return [event.sequence_number for event in events]
+
+
+@contextlib.contextmanager
+def tab(server: Server) -> Iterator[ClientConnection]:
+    """A connection as the page has it."""
+    url = f"ws://127.0.0.1:{server.port}/v1/responses"
+    with connect(url, subprotocols=["chatcache.v1"], compression=None) as socket:  # type: ignore[list-item]
+        assert receive(socket)["type"] == "session.created"
+        yield socket
+
+
+def until(socket: ClientConnection, *kinds: str) -> Frame:
+    while (frame := receive(socket))["type"] not in kinds:
+        pass
+    return frame
+
+
+@pytest.mark.slow
+def test_retrieve_and_cancel_through_the_other_gateway_return_the_same(pair: tuple[Server, Server]) -> None:
+    owner, other = pair
+    path = f"/v1/responses/{begin(owner, n=2)}"
+    running = other.request("GET", path)[2]
+    assert running["status"] == "in_progress" and running["output"][0]["content"][0]["text"]
+    cancelled = other.post(f"{path}/cancel")[2]
+    assert cancelled["status"] == "cancelled" and cancelled["receipt"]["pages_freed"] > 0
+    assert owner.request("GET", path)[2] == cancelled
+    assert other.post(f"{path}/cancel")[2] == cancelled
+    assert other.request("GET", "/v1/responses/resp_unknown")[0] == 404
+
+
+@pytest.mark.slow
+def test_stream_through_the_other_gateway_has_the_same_frames(pair: tuple[Server, Server]) -> None:
+    owner, other = pair
+    fields: Frame = {"max_output_tokens": 80, "n": 2, "include": [INCLUDE], "top_logprobs": 2}
+    response_id = begin(owner, **fields)
+    events = all_events(other, response_id)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].type in ("response.completed", "response.incomplete")
+    same = all_events(owner, response_id)
+    assert [event.to_json() for event in events] == [event.to_json() for event in same]
+    rest = all_events(other, response_id, after=10)
+    assert [event.to_json() for event in rest] == [event.to_json() for event in same[11:]]
+    path = f"/v1/responses/{response_id}"
+    assert other.request("GET", path)[2] == owner.request("GET", path)[2], "log-probabilities included"
+    refused = other.request("GET", f"{path}?stream=true&starting_after=100000")
+    assert refused[0] == 400 and refused[2]["error"]["param"] == "starting_after"
+
+
+@pytest.mark.slow
+def test_stream_of_a_response_that_ended_on_the_other_gateway_is_found(gateways: tuple[Server, Server]) -> None:
+    owner, other = gateways
+    response_id = owner.post("/v1/responses", input="Hi", max_output_tokens=4)[2]["id"]
+    events = all_events(other, response_id)
+    assert [event.sequence_number for event in events] == list(range(len(events))) and len(events) > 3
+    assert other.request("DELETE", f"/v1/responses/{response_id}")[0] == 200
+    path = f"/v1/responses/{response_id}"
+    wait_until(lambda: [server.request("GET", path)[0] for server in gateways] == [404, 404], "deleted on both")
+
+
+@pytest.mark.slow
+def test_continuation_on_the_other_gateway_contains_the_running_reply(pair: tuple[Server, Server]) -> None:
+    owner, other = pair
+    response_id = begin(owner)
+    question: Frame = {"input": "And?", "max_output_tokens": 4, "temperature": 0}
+    path = f"/v1/responses/{response_id}"
+    wait_until(lambda: len(other.request("GET", path)[2]["output"][0]["content"][0]["text"]) > 40, "tokens to fork at")
+    item_id = other.request("GET", path)[2]["output"][0]["id"]
+    counted = other.post("/v1/responses/input_tokens", input="And?", previous_response_id=response_id)
+    assert counted[0] == 200 and counted[2]["input_tokens"] > 20
+    positions = ({"previous_response_id": response_id}, {"previous_item_id": item_id, "fork_at": 5})
+    forks = [[server.post("/v1/responses", **question, **at)[2] for server in pair] for at in positions]
+    for here, there in forks:
+        assert here["conversation"] == there["conversation"]
+    at_token = [fork["usage"]["input_tokens"] for fork in forks[1]]
+    assert at_token[0] == at_token[1] < forks[0][1]["usage"]["input_tokens"]
+    assert [fork["output"][0]["content"] for fork in forks[1]] == [forks[1][0]["output"][0]["content"]] * 2
+    assert other.request("GET", path)[2]["status"] == "in_progress"
+    other.post(f"{path}/cancel")
+
+
+@pytest.mark.slow
+def test_web_socket_of_the_other_gateway_resumes_drops_steers_and_cancels(pair: tuple[Server, Server]) -> None:
+    owner, other = pair
+    response_id = begin(owner, n=3)
+    with tab(other) as socket:
+        send(socket, "response.resume", response_id=response_id, starting_after=3)
+        assert receive(socket)["type"] == "response.resumed"
+        send(socket, "response.drop", response_id=response_id, candidate=1)
+        dropped = until(socket, "response.dropped", "error")
+        assert dropped["candidate"] == 1 and dropped["receipt"]["pages_freed"] >= 0
+        send(socket, "response.drop", response_id=response_id, candidate=1)
+        assert until(socket, "error")["error"]["message"] == "candidate 1 has ended"
+        send(socket, "response.steer", previous_response_id=response_id, input="Shorter")
+        assert until(socket, "response.steer.accepted", "response.steer.failed")["type"] == "response.steer.accepted"
+        assert until(socket, "response.incomplete")["response"]["incomplete_details"] == {"reason": "steered"}
+        successor = until(socket, "response.created")["response"]
+        assert successor["previous_response_id"] == response_id
+        send(socket, "response.cancel", response_id=successor["id"])
+        assert until_end(socket)[-1]["response"]["status"] == "cancelled"
+        send(socket, "response.cancel", response_id="resp_unknown")
+        assert until(socket, "error")["error"]["code"] == "not_found"
+
+
+@pytest.mark.slow
+def test_tab_of_the_other_gateway_sees_conversations_change_and_what_runs(pair: tuple[Server, Server]) -> None:
+    owner, other = pair
+    with tab(other) as socket:
+        send(socket, "conversation.subscribe")
+        until(socket, "conversation.subscribed")
+        response_id = begin(owner)
+        updated = until(socket, "conversation.updated")
+        assert updated["running"] == [response_id]
+        with tab(other) as second:
+            send(second, "conversation.subscribe")
+            assert response_id in [each["response_id"] for each in until(second, "conversation.subscribed")["running"]]
+        conversation_id = updated["conversation"]["id"]
+        assert owner.request("DELETE", f"/v1/conversations/{conversation_id}")[0] == 200
+        assert until(socket, "conversation.deleted")["conversation_id"] == conversation_id
+    wait_until(lambda: not list(other.gateway.hub.running_elsewhere("")), "no response is taken for running")
+
+
+@pytest.mark.slow
+def test_deleting_a_conversation_through_the_other_gateway_cancels_its_response(pair: tuple[Server, Server]) -> None:
+    owner, other = pair
+    conversation = owner.request("GET", f"/v1/responses/{begin(owner)}")[2]["conversation"]["id"]
+    assert other.request("DELETE", f"/v1/conversations/{conversation}")[0] == 200
+    wait_until(lambda: not owner.gateway.responses.running(), "it does not run any more")
+
+
+@pytest.mark.slow
+def test_response_of_another_owner_is_not_found(store: RedisServer) -> None:
+    with server_on(store, api_keys=("one", "two")) as first, server_on(store, api_keys=("one", "two")) as second:
+        first.wait_ready(), second.wait_ready()
+        mine, theirs = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
+        with slowed(first, 0.02):
+            response_id = first.request("POST", "/v1/responses", LONG, mine)[2]["id"]
+            path = f"/v1/responses/{response_id}"
+            fork = {"input": "And?", "previous_response_id": response_id}
+            requests = (("GET", path, None), ("POST", f"{path}/cancel", None), ("POST", "/v1/responses", fork))
+            for method, route, body in requests:
+                assert second.request(method, route, body, theirs)[0] == 404, route
+            asked = second.call(_ask(second, "someone", response_id))
+            assert asked == "not_found", "the gateway that runs it checks the owner, too"
+            assert second.request("POST", f"{path}/cancel", None, mine)[2]["status"] == "cancelled"
+
+
+async def _ask(server: Server, owner: str, response_id: str) -> str:
+    found = server.gateway.peers
+    assert found is not None
+    runner = await found.find_runner(response_id)
+    with pytest.raises(Exception, match="no response") as caught:
+        await found.ask(runner or "", owner, response_id, Cancel(), None)
+    return str(getattr(caught.value, "code", ""))
+
+
+@pytest.mark.slow
+def test_owner_that_does_not_answer_is_a_503_and_the_stream_continues_after_it(
+    pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner that ignores commands, and then answers again, repeats and omits no event."""
+    owner, other = pair
+    response_id = begin(owner)
+    path = f"/v1/responses/{response_id}"
+    answer = GatewayPeers._answer
+
+    async def ignore(*_: object) -> None:
+        pass
+
+    with streamed(other, response_id) as events:
+        numbers = [next(events).sequence_number]
+        monkeypatch.setattr(peers, "ANSWER_S", 0.2)
+        monkeypatch.setattr(peers, "WATCH_S", 0.1)
+        monkeypatch.setattr(GatewayPeers, "_answer", ignore)
+        refused = other.post(f"{path}/cancel")
+        assert (refused[0], refused[2]["error"]["code"]) == (503, "gateway_unreachable")
+        assert refused[1]["retry-after"] == "1"
+        assert owner.request("GET", path)[2]["status"] == "in_progress"
+        monkeypatch.setattr(GatewayPeers, "_answer", answer)
+        hurry(owner)
+        numbers += numbers_of(events)
+    assert numbers == list(range(len(numbers)))
+
+
+@pytest.mark.slow
+def test_watch_that_begins_again_at_the_start_is_noticed(
+    pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong answer ends the stream with an error; no event is sent twice."""
+    owner, other = pair
+    response_id = begin(owner)
+    watch: Any = GatewayPeers._watch
+
+    async def from_start(self: GatewayPeers, found: Any, command: peers.Watch, sender: str) -> object:
+        command.position = 0
+        return await watch(self, found, command, sender)
+
+    with streamed(other, response_id) as events:
+        first = next(events)
+        monkeypatch.setattr(peers, "RETRY_S", 0.1)
+        monkeypatch.setattr(GatewayPeers, "_watch", from_start)
+        received = [first, *events]
+    assert numbers_of(received) == list(range(len(received)))
+    assert received[-1].type == "error" and "cannot be read" in received[-1].message
+    monkeypatch.undo()
+    owner.post(f"/v1/responses/{response_id}/cancel")
+
+
+@pytest.mark.slow
+def test_gateway_that_dies_ends_the_streams_of_the_other_with_an_error(
+    store: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "ANSWER_S", 0.2)
+    monkeypatch.setattr(peers, "WATCH_S", 0.1)
+    with server_on(store) as other:
+        other.wait_ready()
+        with server_on(store) as owner, slowed(owner.wait_ready(), 0.02):
+            response_id = begin(owner)
+            with streamed(other, response_id) as events:
+                next(events)
+                owner.call(_go_silent())
+                owner.call(owner.gateway.opened_store()._heartbeats.close())  # type: ignore[attr-defined]
+                last = list(events)[-1]
+            assert last.type == "error" and last.code == "gateway_unreachable"
+            assert other.request("GET", f"/v1/responses/{response_id}")[2]["status"] == "incomplete"
+
+
+async def _go_silent() -> None:
+    """End the subscription of a gateway, as its death does."""
+    for task in asyncio.all_tasks():
+        if "GatewayPeers.run" in repr(task.get_coro()):
+            task.cancel()
+
+
+@pytest.mark.slow
+def test_local_responses_work_while_redis_is_down_and_remote_ones_are_a_503(store: RedisServer) -> None:
+    with server_on(store) as owner, server_on(store) as other:
+        owner.wait_ready(), other.wait_ready()
+        with slowed(owner, 0.02):
+            response_id = begin(owner)
+            path = f"/v1/responses/{response_id}"
+            store.signal(signal.SIGSTOP)
+            try:
+                assert owner.request("GET", path)[2]["status"] == "in_progress"
+                refused = other.post(f"{path}/cancel")
+                assert (refused[0], refused[2]["error"]["code"]) == (503, "store_unavailable")
+            finally:
+                store.signal(signal.SIGCONT)
+            wait_until(lambda: other.request("GET", path)[0] == 200, "Redis answers")
+            assert other.post(f"{path}/cancel")[2]["status"] == "cancelled"
+
+
+def test_unused_copy_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "IDLE_S", -1.0)
+
+    async def run() -> None:
+        forgotten: list[RemoteResponse] = []
+
+        class Peers:
+            def forget(self, run: RemoteResponse, *, keep: bool) -> None:
+                forgotten.append(run)
+
+        remote = RemoteResponse(Peers(), "me", "resp_1", "gateway")  # type: ignore[arg-type]
+        remote.start()
+        await remote.task
+        assert forgotten == [remote] and remote.log.failure is not None
+
+    asyncio.run(run())
+
+
+def test_derived_ids_are_functions_of_the_object_and_the_index() -> None:
+    response_id = new_id("resp")
+    ids = [derive_id("msg", response_id, index) for index in range(3)]
+    assert ids == [derive_id("msg", response_id, index) for index in range(3)]
+    assert len({*ids, *(derive_id("msg", new_id("resp"), index) for index in range(3))}) == 6
+    assert [len(each) for each in ids] == [len(new_id("msg"))] * 3
+    assert all(each[len("msg_") :].startswith(response_id[len("resp_") :][:12]) for each in ids)
+
+
+@pytest.mark.slow
+def test_limits_of_a_key_hold_for_both_gateways(store: RedisServer) -> None:
+    principal = Principal("key", "tenant", "tenant", limits=KeyLimits(requests_per_minute=3, max_concurrent=2))
+    with server_on(store) as first, server_on(store) as second:
+        one, other = (server.wait_ready().gateway.limiter for server in (first, second))
+
+        async def admit(limiter: RateLimiter, width: int) -> None:
+            limiter.admit(principal, RequestCost(1, width=width))
+
+        first.call(admit(one, 2))
+        wait_until(
+            lambda: other.headers(principal)["x-ratelimit-remaining-requests"] == "1", "the other knows of the request"
+        )
+        with pytest.raises(RateLimitError, match="2 candidates"):
+            second.call(admit(other, 1))

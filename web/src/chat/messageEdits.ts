@@ -1,0 +1,133 @@
+// Changes of stored messages: write another version of an answer, delete a message (with undo), branch into a new chat.
+import type { ReadonlySignal } from "@preact/signals";
+import * as rest from "../api/rest";
+import { dismiss, toast, UNDO_MS } from "../app/notifications";
+import type { Conversations } from "../conversations/conversations";
+import type { Branch } from "./branchList";
+import type { ConversationLoader } from "./conversationLoader";
+import type { Thread } from "./thread";
+import type { Message, RemovedMessage } from "./tree";
+
+const MAX_TITLE_CHARS = 200;
+
+/** A deletion that can still be undone. */
+interface PendingDeletion {
+  readonly thread: Thread;
+  readonly conversation: string;
+  readonly item: string;
+  readonly removed: RemovedMessage;
+  readonly timer: ReturnType<typeof setTimeout>;
+  readonly toast: number;
+}
+
+export class MessageEdits {
+  private pending: PendingDeletion | null = null;
+  private deleting: Promise<void> | null = null;
+
+  constructor(
+    private readonly thread: ReadonlySignal<Thread>,
+    private readonly conversations: Conversations,
+    private readonly loader: ConversationLoader,
+  ) {
+    addEventListener("pagehide", () => void this.flush());
+  }
+
+  /** Store another version of an answer, as its sibling, and show it. */
+  async saveVersion(answer: Message, text: string): Promise<void> {
+    const thread = this.thread.value;
+    const conversation = thread.id.value;
+    const above = answer.parent === null ? "root" : thread.tree.value.get(answer.parent)?.id.value;
+    if (conversation === null || !above || thread.live.value) return;
+    try {
+      await this.flush();
+      const id = await rest.addAnswer(conversation, above, text);
+      await this.loader.refresh(thread, conversation);
+      const stored = thread.tree.value.byId(id);
+      if (stored) thread.tree.value.reveal(stored);
+    } catch (error) {
+      toast(`Not saved. ${(error as Error).message}`);
+    }
+  }
+
+  /** Hide a message now, and delete it on the server when the undo period is over. What followed it stays. */
+  remove(message: Message): void {
+    const thread = this.thread.value;
+    const conversation = thread.id.value;
+    const item = message.id.value;
+    if (thread.live.value) return;
+    void this.flush();
+    const removed = thread.tree.value.remove(message);
+    if (conversation === null || item === null) return; // never stored
+    thread.hidden.add(item);
+    const timer = setTimeout(() => void this.flush(), UNDO_MS);
+    const shown = toast("Message deleted. What followed it stays.", { label: "Undo", run: () => this.undo() });
+    this.pending = { thread, conversation, item, removed, timer, toast: shown };
+  }
+
+  /** Delete the messages that only this branch has, the last one first. */
+  async removeBranch({ path, ownFrom }: Branch): Promise<void> {
+    const thread = this.thread.value;
+    const conversation = thread.id.value;
+    if (thread.live.value || conversation === null) return;
+    await this.flush();
+    try {
+      for (const message of path.slice(ownFrom).toReversed()) {
+        const item = message.id.value;
+        if (item !== null) await this.conversations.trackOwnChange(rest.deleteItem(conversation, item));
+        thread.tree.value.remove(message);
+      }
+      toast("Branch deleted.");
+    } catch (error) {
+      toast(`Not deleted. ${(error as Error).message}`);
+    }
+    await this.loader.refresh(thread, conversation);
+  }
+
+  /** Copy the branch that ends with `message` into a new conversation; returns its id, or null if that failed. */
+  async branch(message: Message): Promise<string | null> {
+    const conversation = this.thread.value.id.value;
+    const leaf = message.id.value;
+    if (conversation === null || leaf === null) return null;
+    try {
+      await this.flush();
+      const title = `Branch of ${this.conversations.find(conversation)?.title || "Untitled"}`;
+      const head = await rest.branchConversation(conversation, leaf, title.slice(0, MAX_TITLE_CHARS));
+      this.conversations.upsert(head);
+      return head.id;
+    } catch (error) {
+      toast(`Not copied. ${(error as Error).message}`);
+      return null;
+    }
+  }
+
+  /** Delete on the server what is hidden here. Null if nothing is. */
+  flush(): Promise<void> | null {
+    if (this.pending !== null) this.deleting = this.deleteNow(this.pending).finally(() => (this.deleting = null));
+    return this.deleting;
+  }
+
+  private undo(): void {
+    if (this.pending === null) return;
+    const { thread, item, removed, timer } = this.pending;
+    clearTimeout(timer);
+    this.pending = null;
+    thread.hidden.delete(item);
+    thread.tree.value.restore(removed);
+  }
+
+  private async deleteNow(deletion: PendingDeletion): Promise<void> {
+    const { thread, conversation, item } = deletion;
+    this.pending = null;
+    clearTimeout(deletion.timer);
+    dismiss(deletion.toast);
+    try {
+      await this.conversations.trackOwnChange(rest.deleteItem(conversation, item));
+    } catch (error) {
+      if (!(error instanceof rest.RequestError) || error.status !== 404) {
+        thread.hidden.delete(item);
+        toast(`Not deleted. ${(error as Error).message}`);
+      }
+    }
+    await this.loader.refresh(thread, conversation); // the answers below have other tokens now
+  }
+}

@@ -1,0 +1,114 @@
+// Editor of a message in its place: a question, an answer, or the beginning of an answer. And the menu of a message.
+import { useLayoutEffect, useRef } from "preact/hooks";
+import type { Message } from "../../chat/tree";
+import { useChat } from "../context";
+import { Edit, Fork, More, Trash } from "../icons";
+import { MenuButton, type MenuItem } from "../Menu";
+import { closeSidebarIfNarrow, focusComposer } from "../navigation";
+
+export interface EditorAction {
+  readonly label: string;
+  readonly run: (text: string) => void;
+}
+
+interface EditorProps {
+  readonly label: string;
+  readonly text: string;
+  readonly hint: string;
+  readonly actions: readonly EditorAction[]; // Enter runs the last one
+  readonly onClose: () => void;
+}
+
+export function MessageEditor({ label, text, hint, actions, onClose }: EditorProps) {
+  const area = useRef<HTMLTextAreaElement>(null);
+  // before the paint, so that no key press is lost
+  useLayoutEffect(() => {
+    area.current?.focus();
+    area.current?.setSelectionRange(-1, -1);
+  }, []);
+  const close = () => {
+    onClose();
+    focusComposer(); // otherwise the focus is lost with the editor
+  };
+  const run = (action: EditorAction) => {
+    const written = area.current?.value.trim() ?? "";
+    if (written === "") return;
+    close();
+    action.run(written);
+  };
+  const onKeyDown = (event: KeyboardEvent) => {
+    if (event.isComposing) return;
+    if (event.key === "Escape") {
+      event.stopPropagation();
+      close();
+    } else if (event.key === "Enter" && !event.shiftKey) {
+      event.preventDefault();
+      run(actions.at(-1)!);
+    }
+  };
+  return (
+    <div class="user-message user-editor">
+      <textarea
+        ref={area}
+        aria-label={label}
+        dir="auto"
+        rows={editorRows(text)}
+        defaultValue={text}
+        onKeyDown={onKeyDown}
+      />
+      <div class="editor-foot">
+        <span class="hint">{hint}</span>
+        <button type="button" class="button" onClick={close}>
+          Cancel
+        </button>
+        {actions.map((action, index) => (
+          <button
+            key={action.label}
+            type="button"
+            class={index === actions.length - 1 ? "button button-main" : "button"}
+            onClick={() => run(action)}
+          >
+            {action.label}
+          </button>
+        ))}
+      </div>
+    </div>
+  );
+}
+
+const MIN_EDITOR_ROWS = 3;
+const MAX_EDITOR_ROWS = 16;
+const EDITOR_LINE_CHARS = 80;
+
+function editorRows(text: string): number {
+  const lines = text.split("\n").reduce((sum, line) => sum + Math.ceil((line.length + 1) / EDITOR_LINE_CHARS), 0);
+  return Math.min(MAX_EDITOR_ROWS, Math.max(MIN_EDITOR_ROWS, lines));
+}
+
+/** Menu of a message. `edit`: the entry that opens an editor. */
+export function MessageMenu({ message, edit }: { message: Message; edit: Pick<MenuItem, "label" | "run"> }) {
+  const chat = useChat();
+  const branch = async () => {
+    const id = await chat.edits.branch(message);
+    if (id === null) return;
+    closeSidebarIfNarrow();
+    await chat.open(id);
+  };
+  const items: MenuItem[] = chat.live.value
+    ? []
+    : [
+        { ...edit, icon: <Edit /> },
+        { label: "Branch into a new chat", icon: <Fork />, run: () => void branch() },
+        { label: "Delete", icon: <Trash />, danger: true, line: true, run: () => chat.edits.remove(message) },
+      ];
+  return (
+    <MenuButton
+      class="tool tool-more"
+      label={message.role === "user" ? "Actions for your message" : "Actions for the answer"}
+      note={chat.live.value ? "An answer is being written." : undefined}
+      items={items}
+    >
+      <More />
+    </MenuButton>
+  );
+}
