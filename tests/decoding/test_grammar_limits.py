@@ -275,7 +275,7 @@ def test_one_pause_of_the_machine_does_not_end_a_request(own: GrammarCompiler, m
     """A pause of a virtual machine counts as CPU time of the thread that ran."""
     times = iter((0.0, 2.0, 2.0, 2.01, 2.01, 2.21, 2.21, 2.41))  # steps of 2 s, 10 ms, 200 ms and 200 ms
     guide = Constraint(compiled(StructuredOutputs(regex="a+"), own), RULES).fork(None)
-    monkeypatch.setattr(constraint.time, "thread_time", lambda: next(times))
+    monkeypatch.setattr("chatcache.decoding.grammar.state.time.thread_time", lambda: next(times))
     assert walk(guide, b"aaa")
     with pytest.raises(InvalidRequestError, match=r"took too much: 0.4 s of computing for 4 tokens"):
         walk(guide, b"a")
