@@ -173,6 +173,18 @@ def test_draws_do_not_depend_on_the_batch() -> None:
         np.testing.assert_allclose(some.logprobs[:, 0], together.logprobs[order, 0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0, 0, 1], [1]])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_steps_of_plain_draws_give_what_mixed_steps_give_to_the_bit(temperature: float, rows: list[int]) -> None:
+    logits = torch.randn(3, 900, generator=torch.Generator().manual_seed(3)).bfloat16()
+    specs: list[dict[str, Any]] = [
+        {"row": row, "seed": 9, "lane": lane, "temperature": temperature} for lane, row in enumerate(rows)
+    ]
+    plain, mixed = draw(logits, specs), draw(logits, [*specs, {"temperature": 1.0, "top_k": 3, "num_top": 1}])
+    np.testing.assert_array_equal(plain.tokens, mixed.tokens[:-1])
+    np.testing.assert_array_equal(plain.logprobs, mixed.logprobs[:-1])
+
+
 @pytest.mark.parametrize("field", ["seed", "lane", "position"])
 def test_noise_depends_on_every_part_of_the_key(field: str) -> None:
     logits = torch.zeros(1, 1000)

@@ -11,6 +11,9 @@ same order: panels of 32 outputs; in a panel tiles of 32 inputs; in a tile 2 inp
     stored as it is   16 x [2 halves, 16 outputs, 2 inputs] numbers of 16 bits
     short             16 x ([2, 16, 2] signs and fractions of 8 bits, [16, 2] exponents: low 4 bits half 0, high half 1)
 
+Computing a tile takes so many instructions that the CPU does not get to the loads of the next ones meanwhile, and the
+hardware's prefetcher does not run far enough ahead of them: each round also fetches a tile further on.
+
 A compact weight is uint8: an index, int64 [out / 32, in / 32], then the tiles. An entry of the index is the offset of a
 tile (bits 16 and up), its lowest exponent where bf16 has it (bits 7 to 14), and bit 0 for a tile stored as it is.
 
@@ -39,6 +42,7 @@ from .simd import (
     emit_call,
     emit_load,
     emit_loop,
+    emit_prefetch,
     emit_splat,
     fetch_add,
     pointer,
@@ -49,6 +53,8 @@ from .simd import (
 PANEL = 32  # outputs of a panel, and inputs of a tile
 FEW_TOKENS = 4  # of a step, for which a compact weight is read
 SHORT_BYTES, LONG_BYTES = 1536, 2048  # of a tile
+LINE = 64  # bytes of a cache line
+AHEAD_BYTES = 4 * SHORT_BYTES  # from a number to the one that is fetched meanwhile
 ALIGNMENT = 512  # bytes: of the tiles
 _RANGE = 16  # exponents of a short tile
 _EXPONENT, _IS_LONG, _OFFSET_SHIFT = 0x7F80, 1, 16  # in an entry of the index
@@ -214,6 +220,10 @@ def emit_tiles(
         base = emit_splat(builder, builder.and_(builder.trunc(entry, I16), ir.Constant(I16, _EXPONENT)), 32)
         table = builder.add(base, ir.Constant(words, [(i % _RANGE) << 7 for i in range(32)]))
 
+        def prefetch(pair: int, row_bytes: int) -> None:
+            for line in range(-(-pair * row_bytes // LINE), -(-(pair + 1) * row_bytes // LINE)):
+                emit_prefetch(builder, tile, LINE * line + AHEAD_BYTES)
+
         def load_bytes(offset: int) -> Any:
             return emit_load(builder, ir.VectorType(I8, 32), tile, offset)
 
@@ -224,11 +234,15 @@ def emit_tiles(
             return builder.add(builder.shl(builder.and_(codes, constant(_RANGE - 1)), constant(7)), base)
 
         def short(pair: int, half: int) -> Any:
+            if half == 0:
+                prefetch(pair, SHORT_BYTES // 16)
             codes = builder.zext(load_bytes(96 * pair + 64), words)
             fractions = builder.and_(builder.sext(load_bytes(96 * pair + 32 * half), words), constant(0x807F))
             return builder.bitcast(builder.or_(fractions, exponents(codes, half)), wide)
 
         def long(pair: int, half: int) -> Any:
+            if half == 0:
+                prefetch(pair, LONG_BYTES // 16)
             return emit_load(builder, wide, tile, 128 * pair + 64 * half)
 
         results, done = [], builder.append_basic_block("tile")

@@ -66,6 +66,16 @@ def emit_load(builder: Any, kind: ir.Type, address: Any, offset: int = 0) -> Any
     return builder.load(place, align=1, typ=kind)
 
 
+def emit_prefetch(builder: Any, address: Any, offset: int) -> None:
+    """Emit a request for the cache line at an integer address plus `offset` bytes, into the second-level cache.
+
+    The address need not be valid.
+    """
+    place = builder.inttoptr(builder.add(address, ir.Constant(I64, offset)), I8.as_pointer())
+    read, second_level, is_data = (ir.Constant(I32, number) for number in (0, 2, 1))
+    emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), place, read, second_level, is_data)
+
+
 def emit_loop(builder: Any, count: Any, carried: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
     """Emit a loop of at least one round; return the values that its last round leaves.
 
