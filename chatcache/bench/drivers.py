@@ -31,6 +31,7 @@ from chatcache.types.stats import ModelInfo
 
 if TYPE_CHECKING:
     from chatcache.engine.engine import Engine
+    from chatcache.model.loading.weights import Part
 
 Prompt = tuple[int, ...]
 
@@ -414,18 +415,21 @@ class RandomWeights:
     def num_parameters(self) -> int:
         return sum(math.prod(size) for size in self._sizes.values())
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Draw one tensor.
+    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+        """Draw one tensor, and return it or a part of it.
 
         Raises: ModelFolderError for a tensor that is not part of this shape of model.
         """
         if self._sizes.get(name) != shape:
             raise ModelFolderError(f"tensor {name}: random weights have shape {self._sizes.get(name)}, not {shape}")
         if len(shape) == 1:
-            return torch.ones(shape, dtype=self._dtype, device=self._device)
+            ones = torch.ones(shape, dtype=self._dtype, device=self._device)
+            return ones if part is None else part(ones)
         own = int.from_bytes(hashlib.sha256(f"{self._seed} {name}".encode()).digest()[:7], "little")
         generator = torch.Generator(self._device).manual_seed(own)
-        return torch.empty(shape, dtype=self._dtype, device=self._device).normal_(0.0, self._std, generator=generator)
+        whole = torch.empty(shape, dtype=self._dtype, device=self._device)
+        whole.normal_(0.0, self._std, generator=generator)
+        return whole if part is None else part(whole)
 
     def digest(self) -> str:
         """Return a hex digest of everything that determines the weights."""

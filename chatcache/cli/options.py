@@ -297,6 +297,15 @@ SwapSpace = Annotated[
         metavar="SIZE",
     ),
 ]
+TensorParallelSize = Annotated[
+    int,
+    _flag(
+        "tensor-parallel-size",
+        "Number of processes (ranks) that compute each layer together (native decoders on CPUs).",
+        min=1,
+        max=64,
+    ),
+]
 Deterministic = Annotated[
     bool,
     _flag(

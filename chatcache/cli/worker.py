@@ -45,6 +45,7 @@ def worker(
     pooling: options.Pooling = "auto",
     kv_memory: options.KVMemory = None,
     max_model_len: options.MaxModelLen = None,
+    tensor_parallel_size: options.TensorParallelSize = ENGINE.tensor_parallel_size,
     page_size: options.PageSize = ENGINE.page_size,
     max_num_seqs: options.MaxNumSeqs = ENGINE.max_num_seqs,
     max_num_batched_tokens: options.MaxNumBatchedTokens = ENGINE.max_num_batched_tokens,

@@ -29,7 +29,8 @@ class LLMBase:
     `preemption_mode`: what to do when pages run out: auto | swap | recompute; `swap_space`: host memory for swapped
     pages, 0 for none. `deterministic`: logits do not depend, to the bit, on batch, chunking, cache or preemption;
     slower. `quantization`: None | "int8" for 8-bit weights on CPUs. `pooling`: of embeddings: "auto" (as the model
-    folder says, else last) | "last" | "mean".
+    folder says, else last) | "last" | "mean". `tensor_parallel_size`: number of processes that compute each layer
+    together (native decoders on CPUs).
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class LLMBase:
         pooling: str = "auto",
         kv_memory: int | str | None = None,
         max_model_len: int | None = None,
+        tensor_parallel_size: int = 1,
         page_size: int = 16,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
@@ -66,6 +68,7 @@ class LLMBase:
             pooling=pooling,
             kv_memory_bytes=None if kv_memory is None else parse_size(kv_memory),
             max_model_len=max_model_len,
+            tensor_parallel_size=tensor_parallel_size,
             page_size=page_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ from chatcache.model.geometry import Geometry
 from chatcache.model.linear import Int8Linear, Linear, LinearFactory, PanelLinear, fast_linear
 from chatcache.model.loading.config_reader import Architecture, Rope
 from chatcache.model.loading.weights import WeightSource
+from chatcache.model.parallel import RankGroup, no_head
 from chatcache.model.streams import Uploader, make_streams
 
 if TYPE_CHECKING:
@@ -140,10 +141,11 @@ def load_decoder(
     device: torch.device,
     progress: Progress,
     make_linear: LinearFactory = fast_linear,
+    ranks: RankGroup | None = None,
 ) -> Decoder:
     """Build a decoder from the tensors of a model folder.
 
-    Tensors are converted and fused while they are copied.
+    Tensors are converted and fused while they are copied. `ranks`: `arch` and `weights` are those of one rank's share.
     Raises: ModelFolderError for a tensor that is missing or has the wrong shape.
     """
     load = _WeightLoader(weights, dtype, device, make_linear)
@@ -152,9 +154,14 @@ def load_decoder(
     layers = []
     for index in range(a.num_layers):
         progress(index / a.num_layers, f"layer {index + 1} of {a.num_layers}")
-        layers.append(_load_layer(a, index, load))
+        layer = _load_layer(a, index, load)
+        if ranks is not None:
+            layer = replace(layer, out=ranks.sum_outputs(layer.out), down=ranks.sum_outputs(layer.down))
+        layers.append(layer)
     norm = load("model.norm.weight", a.hidden_size)
-    head = make_linear(embedding if a.tied else load("lm_head.weight", a.vocab_size, a.hidden_size), None)
+    head: Linear = no_head
+    if ranks is None or ranks.rank == 0:
+        head = make_linear(embedding if a.tied else load("lm_head.weight", a.vocab_size, a.hidden_size), None)
     geometry = Geometry.uniform(
         a.num_layers, a.num_heads, a.num_kv_heads, a.head_dim, a.vocab_size, dtype, device, a.hidden_size
     )

@@ -31,6 +31,7 @@ from chatcache.model.device_errors import device_lost_error
 from chatcache.model.eager import EagerRunner, Finish
 from chatcache.model.host_memory import PagePrefaulter
 from chatcache.model.page_tables import DeviceSlots, PageTables, StepLayout, TableChanges
+from chatcache.model.parallel import RankProcesses
 from chatcache.model.sampling.sampler import Sampler, TokenSampler
 from chatcache.model.states import StateStore
 from chatcache.model.static_steps import MAX_ROWS_WITHOUT_MERGES, StepContext, WorkListBuffers
@@ -297,8 +298,10 @@ class Runner:
         *,
         is_swap_optional: bool = False,
         states: StateStore | None = None,
+        ranks: RankProcesses | None = None,
     ) -> None:
         self.model_info = model_info
+        self._ranks = ranks
         self._states = states
         self._threads = threads or ThreadCount((1,))
         self._prefaulter = prefaulter
@@ -358,7 +361,7 @@ class Runner:
         """
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._in_flight.popleft().wait()  # frees its host buffers
-        with self._threads.step():
+        with self._threads.step(), self._ranks.step(plan) if self._ranks is not None else nullcontext():
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
@@ -422,6 +425,8 @@ class Runner:
     def close(self) -> None:
         """Release weights and pages."""
         self._swaps.close()
+        if self._ranks is not None:
+            self._ranks.close()
         if self._prefaulter is not None:
             self._prefaulter.close()
         self._in_flight.clear()

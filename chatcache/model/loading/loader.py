@@ -14,6 +14,8 @@ import json
 import logging
 import math
 import os
+import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +38,7 @@ from chatcache.model.linear import (
     fast_linear,
     weight_sizes,
 )
-from chatcache.model.loading.config_reader import Architecture, is_native, read_architecture
+from chatcache.model.loading.config_reader import FAMILIES, Architecture, is_native, read_architecture
 from chatcache.model.loading.files import (
     as_model_folder_error,
     eos_token_ids,
@@ -55,6 +57,18 @@ from chatcache.model.loading.memory_budget import (
     total_memory_bytes,
 )
 from chatcache.model.loading.weights import Weights, WeightSource, as_causal_lm
+from chatcache.model.parallel import (
+    MAX_RANKS,
+    NoSampler,
+    RankGroup,
+    RankProcesses,
+    RankWeights,
+    Shard,
+    check_tensor_parallel,
+    decode_plan,
+    read_frame,
+    read_start,
+)
 from chatcache.model.runner import AsyncLaunch, Runner, default_async_launch
 from chatcache.model.sampling.sampler import Sampler, TokenSampler
 from chatcache.model.states import make_states
@@ -99,12 +113,69 @@ def load_model(
     report(0.0, "reading the model folder")
     folder = resolve_model_path(config.model)
     with as_model_folder_error(folder):
-        return _load(config, folder, report, weights, async_launch)
+        if config.tensor_parallel_size == 1:
+            return _load(config, folder, report, weights, async_launch)
+        check_parallel_config(config, folder)
+        ranks = RankProcesses(config)
+        try:
+            return _load(config, folder, report, weights, async_launch, ranks.group, ranks)
+        except BaseException:
+            ranks.close()
+            raise
+
+
+def run_rank(fd: int) -> None:
+    """Run one rank other than the first: load its share, and execute plans until rank 0 ends.
+
+    `fd`: this end of the socket pair.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains first and closes the socket
+        signal.signal(number, signal.SIG_IGN)
+    with socket.socket(fileno=fd) as sock:
+        start = read_start(sock)
+        config = start.config
+        folder = resolve_model_path(config.model)
+        group = RankGroup(start.rank, config.tensor_parallel_size, start.store, is_ordered=config.deterministic)
+        runner = _load(config, folder, lambda fraction, what: None, None, None, group)
+        while (body := read_frame(sock)) is not None:
+            runner.execute(decode_plan(body))
+
+
+def check_parallel_config(config: EngineConfig, folder: Path) -> None:
+    """Verify that a model can run with `tensor_parallel_size`.
+
+    Raises: ModelFolderError naming the setting or the field, and the reason.
+    """
+    size, where = config.tensor_parallel_size, folder / "config.json"
+    if not 1 <= size <= MAX_RANKS:
+        raise ModelFolderError(f"tensor_parallel_size must be from 1 to {MAX_RANKS}, got {size}")
+    device = choose_device(config.device)
+    if device.type != "cpu":
+        raise ModelFolderError(f"tensor_parallel_size {size} works on CPUs only, and this model would run on {device}")
+    if config.quantization != "none":
+        raise ModelFolderError(
+            f"tensor_parallel_size {size} does not work with quantization {config.quantization}; choose none"
+        )
+    raw, _ = open_text_tower(read_config(folder), Weights(weight_files(folder)), where)
+    if not is_native(raw, where):
+        raise ModelFolderError(
+            f"{where}: tensor_parallel_size {size} works with models of the native decoder only "
+            f"({', '.join(FAMILIES)}), and model type {raw.get('model_type')!r} runs through transformers"
+        )
+    check_tensor_parallel(size, read_architecture(raw, where), where)
 
 
 def _load(
-    config: EngineConfig, folder: Path, report: Progress, weights: WeightSource | None, async_launch: AsyncLaunch | None
+    config: EngineConfig,
+    folder: Path,
+    report: Progress,
+    weights: WeightSource | None,
+    async_launch: AsyncLaunch | None,
+    group: RankGroup | None = None,
+    ranks: RankProcesses | None = None,
 ) -> Runner:
+    num_ranks = config.tensor_parallel_size
+    config = _share_of_rank(config)
     raw = read_config(folder)
     eos = eos_token_ids(folder, raw)
     if weights is None:
@@ -120,17 +191,24 @@ def _load(
     check_quantization(config.quantization, device)
     backend, kernels = choose_backend(config.attention_backend, device, deterministic=config.deterministic)
     _configure_torch(device, dtype, weights.num_parameters * (1 if config.quantization == "int8" else dtype.itemsize))
+    if group is not None:
+        torch.set_num_threads(max(1, torch.get_num_threads() // num_ranks))
     make_linear = _linear_factory(config, folder, raw, weights.num_parameters * dtype.itemsize, dtype, device)
-    network, max_model_len = _load_network(config, folder, raw, weights, dtype, device, make_linear, kernels, report)
+    network, max_model_len = _load_network(
+        config, folder, raw, weights, dtype, device, make_linear, kernels, report, group
+    )
     vocab_size = network.geometry.vocab_size
     if async_launch is None:
         async_launch = default_async_launch(
             device, config.max_num_seqs, capturable=backend == "triton" and isinstance(network, Decoder)
         )
     report(0.91, "measuring memory")
-    sampler = choose_sampler(backend, vocab_size, device)
+    samples = group is None or group.rank == 0
+    sampler = choose_sampler(backend, vocab_size, device) if samples else NoSampler()
     num_graphs = async_launch.num_graphs if async_launch is not None else 0
     capacity = _measure_capacity(config, network, kernels, sampler, max_model_len, num_graphs)
+    if group is not None:
+        capacity = group.smallest(capacity)
     report(0.92, f"allocating {capacity.num_pages} KV pages")
     geometry = network.geometry
     stores = allocate_stores(kernels, geometry, capacity.num_pages, capacity.page_size)
@@ -138,9 +216,10 @@ def _load(
     arch = network.arch if isinstance(network, Decoder) else None
     idle_bytes = 0 if isinstance(network, Decoder) else network.idle_bytes
     weight_bytes, step_bytes = weight_sizes(weights.num_parameters, dtype, arch, make_linear, idle_bytes)
+    precision = f"{dtype} {config.quantization}" + (f" on {num_ranks} ranks" if num_ranks > 1 else "")
     model_info = ModelInfo(
         name=config.served_model_name or model_name(config.model),
-        digest=_digest(raw, weights, f"{dtype} {config.quantization}", max_model_len),
+        digest=_digest(raw, weights, precision, max_model_len),
         vocab_size=vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=eos,
@@ -161,12 +240,23 @@ def _load(
     threads = ThreadCount(thread_counts(config.deterministic)) if device.type == "cpu" else None
     runner = Runner(
         network, kernels, stores, capacity, model_info, async_launch, sampler=sampler, prefaulter=prefaulter,
-        threads=threads, is_swap_optional=config.swap_space_bytes is None, states=states,
+        threads=threads, is_swap_optional=config.swap_space_bytes is None, states=states, ranks=ranks,
     )  # fmt: skip
     report(0.94, "warming up; the first start compiles kernels")
     runner.warm_up(lambda fraction, what: report(0.94 + 0.06 * fraction, what))
+    if group is not None:
+        group.start_serving()
     report(1.0, "model loaded")
     return runner
+
+
+def _share_of_rank(config: EngineConfig) -> EngineConfig:
+    """Return the config with one rank's share of the KV memory and the swap space."""
+    kv, swap = (
+        None if size is None else size // config.tensor_parallel_size
+        for size in (config.kv_memory_bytes, config.swap_space_bytes)
+    )
+    return msgspec.structs.replace(config, kv_memory_bytes=kv, swap_space_bytes=swap)
 
 
 def _configure_torch(device: torch.device, dtype: torch.dtype, weight_bytes: int) -> None:
@@ -203,6 +293,7 @@ def _load_network(
     make_linear: LinearFactory,
     kernels: AttentionBackend,
     report: Progress,
+    group: RankGroup | None = None,
 ) -> tuple[Decoder | TransformersNetwork | TokenByToken, int]:
     """Return the network and the longest context that it will serve."""
 
@@ -215,7 +306,10 @@ def _load_network(
             arch = read_architecture(raw, where)
         check_layer_count(weights, arch, folder)
         length = context_length(config, arch)
-        decoder = load_decoder(arch, weights, dtype, device, part, make_linear)
+        if group is not None:
+            shard = Shard(arch, group.rank, group.size)
+            arch, weights = shard.local, RankWeights(weights, shard)
+        decoder = load_decoder(arch, weights, dtype, device, part, make_linear, group)
         decoder.extend_positions(length)
         return decoder, length
     from chatcache.model.transformers.loading import load_transformers
@@ -309,7 +403,7 @@ def plan_capacity(
                 f"lower max_num_batched_tokens or max_num_seqs, or report kv_memory_bytes"
             )
     else:
-        num_bytes = host_kv_bytes()
+        num_bytes = host_kv_bytes() // config.tensor_parallel_size
         num_states = count_states(state_bytes, num_bytes, config.max_num_seqs)
         num_pages = max(1 + context_pages, (num_bytes - num_states * state_bytes) // page_bytes)
     num_useful = 1 + context_pages * config.max_num_seqs
@@ -411,7 +505,7 @@ def _num_host_pages(config: EngineConfig, page_bytes: int, num_pages: int, other
     """
     requested = config.swap_space_bytes
     if requested is None:
-        return min(num_pages // 2, (SWAP_MAX_BYTES - other_bytes) // page_bytes)
+        return min(num_pages // 2, (SWAP_MAX_BYTES // config.tensor_parallel_size - other_bytes) // page_bytes)
     if requested < 0 or 0 < requested < page_bytes:
         raise ModelFolderError(
             f"swap_space_bytes {requested} is out of bounds: 0 turns swapping off, and a page of "

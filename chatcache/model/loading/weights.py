@@ -46,6 +46,10 @@ EXPONENTS = {
 CHUNK = 1 << 18
 
 
+Part = Callable[[Tensor], Tensor]
+"""Selects the part of a tensor to return."""
+
+
 class WeightSource(Protocol):
     """A model's tensors by name."""
 
@@ -54,8 +58,8 @@ class WeightSource(Protocol):
     @property
     def num_parameters(self) -> int: ...
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return one tensor; the caller must copy it to keep it.
+    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+        """Return one tensor, or a part of it; the caller must copy it to keep it.
 
         Raises: ModelFolderError if there is no such tensor of this shape.
         """
@@ -90,11 +94,11 @@ class BaseModelWeights:
     def __contains__(self, name: str) -> bool:
         return name.startswith("model.") and name.removeprefix("model.") in self._weights
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
         """Return one tensor. Raises: as `WeightSource.get`."""
         if name == "lm_head.weight" and name not in self._weights:
             name = "embed_tokens.weight"
-        return self._weights.get(name.removeprefix("model."), shape)
+        return self._weights.get(name.removeprefix("model."), shape, part)
 
     def digest(self) -> str:
         """Return the digest of the tensors."""
@@ -137,8 +141,8 @@ class Weights:
         """Return the number of elements of the tensors whose names satisfy `is_counted`."""
         return sum(math.prod(entry.shape) for name, entry in self._entries.items() if is_counted(name))
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor that is a view of the file.
+    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+        """Return a tensor that is a view of the file. Of a `part`, only the elements in it are read.
 
         Raises: ModelFolderError if it is missing, has another shape, is not of a float type or not finite.
         """
@@ -153,6 +157,7 @@ class Weights:
         if not entry.dtype.is_floating_point:
             raise ModelFolderError(f"{entry.file}: tensor {name} is {entry.dtype}; quantised weights are not supported")
         tensor = torch.frombuffer(entry.view, dtype=entry.dtype).view(shape)
+        tensor = tensor if part is None else part(tensor)
         if not is_finite(tensor):
             raise ModelFolderError(f"{entry.file}: tensor {name} contains NaN or infinity")
         return tensor

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from chatcache.errors import ModelFolderError
-from chatcache.model.loading.weights import Weights, WeightSource
+from chatcache.model.loading.weights import Part, Weights, WeightSource
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +57,9 @@ class TowerWeights:
     def __contains__(self, name: str) -> bool:
         return self._stored_name(name) in self._weights
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
         """Return one tensor. Raises: as `WeightSource.get`."""
-        return self._weights.get(self._stored_name(name), shape)
+        return self._weights.get(self._stored_name(name), shape, part)
 
     def digest(self) -> str:
         """Return the digest of all tensors, also of those of other towers."""
