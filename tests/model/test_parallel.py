@@ -27,7 +27,7 @@ from chatcache.model.loading.config_reader import read_architecture
 from chatcache.model.loading.files import read_config, weight_files
 from chatcache.model.loading.loader import load_model
 from chatcache.model.loading.weights import Weights
-from chatcache.model.parallel import RankGroup, RankWeights, Shard, decode_plan, encode_plan
+from chatcache.model.parallel import STEP_TIMEOUT_S, RankGroup, RankWeights, Shard, decode_plan, encode_plan
 from chatcache.types.events import Tokens
 from chatcache.types.plan import LogitEdit, Pools, Rows, Scores, StepPlan
 from chatcache.types.request import BeamSearchParams, GenerateRequest
@@ -125,12 +125,18 @@ def test_a_rank_that_ends_or_stops_fails_the_step_by_name(number: int, sample_of
     rows = Rows(*(np.array(each, np.int32) for each in ([0], [0], [3], [5, 6, 7])))
     none = np.zeros((0, 3), np.int32)
     plan = StepPlan(1, none, np.array([[0, 0, 1]], np.int32), none[:, :2], rows, make_draws([{}]))
-    assert len(runner.execute(plan).tokens) == 1
-    os.kill(pid, number)
-    expected = f"rank 1 .process {pid}. ended with status -9" if number == signal.SIGKILL else "[Tt]imed out"
-    with pytest.raises(DeviceLostError, match=expected):
-        runner.execute(replace(plan, step=2))
-    runner.close()
+    try:
+        assert len(runner.execute(plan).tokens) == 1
+        os.kill(pid, number)
+        expected = (
+            f"rank 1 .process {pid}. ended with status -9"
+            if number == signal.SIGKILL
+            else f"[Tt]imed out waiting {STEP_TIMEOUT_S * 1000:.0f}ms"
+        )
+        with pytest.raises(DeviceLostError, match=expected):
+            runner.execute(replace(plan, step=2))
+    finally:
+        runner.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
@@ -195,19 +201,23 @@ def test_the_shares_of_all_ranks_make_up_the_whole_tensor(name: str, size: int, 
         assert all(part[place].equal(parts[rank // copies * copies][place]) for rank, part in enumerate(parts))
 
 
-def test_a_rank_reads_only_its_share_of_a_divided_tensor(sample_of: Samples, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("projection", "dimension"), [("up_proj", 0), ("down_proj", 1)])
+def test_a_rank_reads_only_its_share_of_a_divided_tensor(
+    projection: str, dimension: int, sample_of: Samples, tmp_path: Path
+) -> None:
     """A NaN in the share of rank 1 is found by rank 1 only."""
     folder = sample_of("llama").folder
     arch = read_architecture(read_config(folder), folder / "config.json")
     tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.0.mlp.down_proj.weight"
-    tensors[name][3, arch.intermediate_size - 1] = torch.nan
+    name = f"model.layers.0.mlp.{projection}.weight"
+    whole = tensors[name]
+    whole[-1, -1] = torch.nan
     save_file(tensors, tmp_path / "model.safetensors")
     first, second = (RankWeights(Weights((tmp_path / "model.safetensors",)), Shard(arch, rank, 2)) for rank in (0, 1))
-    shape = (arch.hidden_size, arch.intermediate_size // 2)
-    assert first.get(name, shape).equal(tensors[name][:, : shape[1]])
+    share, other = whole.chunk(2, dimension)
+    assert first.get(name, tuple(share.shape)).equal(share)
     with pytest.raises(ModelFolderError, match="NaN"):
-        second.get(name, shape)
+        second.get(name, tuple(other.shape))
 
 
 @pytest.mark.parametrize(
