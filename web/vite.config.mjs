@@ -1,5 +1,6 @@
 // Builds the page into the Python package. URLs are relative, so that it works below a path prefix.
-import { readFileSync } from "node:fs";
+import { createHash } from "node:crypto";
+import { readdirSync, readFileSync } from "node:fs";
 import { fileURLToPath } from "node:url";
 import { defineConfig } from "vite";
 
@@ -51,12 +52,42 @@ function oneFontFormat() {
   };
 }
 
+// Loaded when a text needs them, and kept from then on.
+const NOT_PRECACHED = /^assets\/(katex|languages|geist-mono)-|KaTeX/i;
+
+/** Emit the service worker with the list of files that the page needs without a network. */
+function serviceWorker() {
+  return {
+    name: "service-worker",
+    enforce: "post",
+    generateBundle: {
+      order: "post",
+      handler(_, bundle) {
+        const built = Object.values(bundle).filter(({ fileName }) => fileName.startsWith("assets/"));
+        const entry = built.find((file) => file.isEntry).fileName;
+        const root = readdirSync("public").sort();
+        const files = [...root, ...built.map(({ fileName }) => fileName).sort()].filter(
+          (name) => !NOT_PRECACHED.test(name),
+        );
+        const hash = createHash("sha256").update(bundle["index.html"].source).update(files.join());
+        for (const name of root) hash.update(readFileSync(`public/${name}`));
+        const build = JSON.stringify({ version: hash.digest("hex").slice(0, 16), entry, files });
+        const source = readFileSync("serviceWorker.js", "utf8").replace(
+          /^const BUILD = .*$/m,
+          `const BUILD = ${build};`,
+        );
+        this.emitFile({ type: "asset", fileName: "sw.js", source });
+      },
+    },
+  };
+}
+
 export default defineConfig({
   base: "./",
   resolve: {
     alias: [{ find: /^entities$/, replacement: fileURLToPath(new URL("src/markdown/entities.ts", import.meta.url)) }],
   },
-  plugins: [licences(), oneFontFormat()],
+  plugins: [licences(), oneFontFormat(), serviceWorker()],
   build: {
     outDir: "../chatcache/gateway/static",
     emptyOutDir: true,

@@ -21,7 +21,7 @@ STATIC = Path(__file__).with_name("static")
 MIN_GZIP_BYTES = 1024
 _CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; font-src 'self'; "
-    "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
+    "connect-src 'self'; manifest-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
 )
 PAGE_HEADERS = {
     "content-security-policy": _CSP,

@@ -74,7 +74,12 @@ def open_page(server: str, browser: Any) -> Iterator[Any]:
     opened: list[RecordedPage] = []
 
     def open_page(path: str = "/", **options: Any) -> RecordedPage:
-        options = {"viewport": {"width": 1280, "height": 800}, "color_scheme": "light"} | options
+        # without a service worker: a test sees every request of its page
+        options = {
+            "viewport": {"width": 1280, "height": 800},
+            "color_scheme": "light",
+            "service_workers": "block",
+        } | options
         watched = RecordedPage(browser.new_context(**options), server)
         opened.append(watched)
         watched.page.goto(server + path)

@@ -165,7 +165,9 @@ class RecordedPage:
 
     def _on_console(self, message: Any) -> None:
         # A browser logs every refused request; the page handles a 409 by reading the conversation again.
-        if message.type in ("error", "warning") and "status of 409" not in message.text:
+        # Playwright warns of the service worker that `open_page` blocks.
+        expected = "status of 409" in message.text or "blocked by Playwright" in message.text
+        if message.type in ("error", "warning") and not expected:
             self._errors.append(f"console {message.type}: {message.text}")
 
     def _on_request(self, request: Any) -> None:

@@ -1,14 +1,25 @@
-"""Test the page as an app on a phone: touch targets, installation, offline reading, voice input and read-aloud."""
+"""Test the page as an app on a phone: touch targets, installation, offline reading and read-aloud."""
 
 from __future__ import annotations
 
+import functools
+import http.server
+import json
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.conftest import BUILT_PAGE
 from tests.e2e.page_views import EVERYTHING
-from tests.e2e.recorded_page import RecordedPage
+from tests.e2e.recorded_page import TIMEOUT_MS, RecordedPage
+from tests.e2e.requirements import require
 from tests.e2e.rest_client import create_conversation
+from tests.gateway.keyed import Keyed, keyed
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +37,12 @@ SMALL = """() => [...document.querySelectorAll(
   const name = element.getAttribute('aria-label') ?? element.textContent.slice(0, 30);
   return `${element.localName}.${element.className} ${name} ${width.toFixed(0)}x${height.toFixed(0)}`;
 })"""
+
+
+SHELLS = "caches.keys().then(names => names.filter(name => name.startsWith('chatcache-shell')))"
+# Addresses of the copies of conversations in the browser.
+COPIES = """caches.keys().then(names => Promise.all(names.filter(name => name.startsWith('chatcache-copies'))
+  .map(name => caches.open(name).then(cache => cache.keys())))).then(lists => lists.flat().map(({url}) => url))"""
 
 
 @pytest.mark.parametrize("width", [320, 390])
@@ -59,6 +76,213 @@ def test_touch_targets_are_at_least_44_px(width: int, open_page: Any) -> None:
     chat.page.wait_for_selector(".menu:popover-open")
     found["menu"] = chat.page.evaluate(SMALL)
     assert {view: small for view, small in found.items() if small} == {}
+
+
+def test_manifest_makes_the_page_installable(chat: RecordedPage) -> None:
+    wire = chat.context.new_cdp_session(chat.page)
+    found = wire.send("Page.getAppManifest")
+    assert found["errors"] == [] and found["url"].endswith("/manifest.webmanifest")
+    manifest = json.loads(found["data"])
+    assert manifest["display"] == "standalone" and manifest["start_url"] == "./"
+    for icon in manifest["icons"]:
+        assert chat.page.request.get(f"{chat.server}/{icon['src']}").headers["content-type"] == icon["type"]
+
+
+@pytest.fixture
+def installed(open_page: Any) -> RecordedPage:
+    """A page whose service worker has stored the files of the build."""
+    chat = _phone(open_page, service_workers="allow")
+    chat.page.evaluate("navigator.serviceWorker.ready.then(() => true)")
+    chat.until("navigator.serviceWorker.controller !== null")
+    return chat
+
+
+def test_offline_page_opens_and_the_last_chats_can_be_read(installed: RecordedPage) -> None:
+    chat = installed
+    chat.ask("Tell me a story about an owl")
+    answers, said = chat.answers(), chat.said()
+    address = chat.page.url
+    stored = create_conversation(chat.server, ["An earlier question", "An *earlier* answer"], title="Earlier")
+    chat.page.evaluate("hash => location.hash = hash", stored)
+    chat.page.wait_for_selector(".prose em")
+    chat.until(f"{COPIES}.then(names => names.some(name => name.endsWith('{stored}')))")
+    chat.until("caches.match('copies/list').then(found => found.text()).then(text => text.includes('Earlier'))")
+
+    chat.context.set_offline(True)
+    chat.page.goto(address)
+    chat.page.reload()
+    chat.page.wait_for_selector(".answer .prose:not(:empty)")
+    assert chat.answers() == answers and chat.said() == said
+    assert chat.page.locator("[aria-label=Send]").is_disabled()
+    chat.page.tap("[aria-label='Show the list']")
+    chat.page.tap("text=Earlier")
+    chat.page.wait_for_selector(".prose em")
+    chat.page.wait_for_selector("text=You are offline.")
+    chat.ignore_problems()
+
+    chat.context.set_offline(False)
+    chat.page.wait_for_selector(".sidebar .dot-on", state="attached")
+    chat.page.wait_for_selector("text=You are offline.", state="detached")
+    chat.ask("And another one")
+    assert chat.said() == ["An earlier question", "And another one"]
+    chat.ignore_problems()
+
+
+def test_deleted_conversation_is_not_readable_offline(installed: RecordedPage) -> None:
+    chat = installed
+    made = create_conversation(chat.server, ["Delete me", "Soon"], title="Gone")
+    chat.page.evaluate("hash => location.hash = hash", made)
+    chat.page.wait_for_selector(".answer .prose:not(:empty)")
+    chat.until(f"{COPIES}.then(names => names.some(name => name.endsWith('{made}')))")
+    chat.page.request.delete(f"{chat.server}/v1/conversations/{made}")
+    chat.until(f"{COPIES}.then(names => !names.some(name => name.endsWith('{made}')))")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """A server of the built page alone, and its folder, to change the build."""
+    require(BUILT_PAGE.is_file(), "the built page", "make web")
+    folder = tmp_path / "site"
+    shutil.copytree(BUILT_PAGE.parent, folder)
+    handler = functools.partial(_Quiet, directory=str(folder))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/", folder
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_new_build_replaces_the_stored_one(site: tuple[str, Path], browser: Any) -> None:
+    url, folder = site
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(url)
+    _until(page, f"{SHELLS}.then(names => names.length === 1)")
+    before = page.evaluate(SHELLS)
+    page.reload()
+
+    _new_build(folder)
+    page.reload()
+    described = page.locator("meta[name=description]")
+    assert described.get_attribute("content") == "second build"  # at once, not at the visit after
+    _until(page, f"{SHELLS}.then(names => names.length === 1 && names[0] !== {json.dumps(before[0])})")
+    context.set_offline(True)
+    page.reload()
+    page.wait_for_selector("#composer")
+    assert described.get_attribute("content") == "second build"
+    context.close()
+
+
+def _new_build(folder: Path) -> None:
+    """Write another build: a page with another text and entry file, without the files of the first."""
+    index, worker = folder / "index.html", folder / "sw.js"
+    entry = re.search(r"assets/index-[\w-]+\.js", index.read_text())
+    assert entry is not None
+    renamed = "assets/index-second.js"
+    (folder / entry[0]).rename(folder / renamed)
+    for each in (index, worker):
+        each.write_text(each.read_text().replace(entry[0], renamed))
+    for each in folder.glob("assets/*.js"):
+        each.write_text(each.read_text().replace(Path(entry[0]).name, "index-second.js"))
+    index.write_text(index.read_text().replace("Chat with shared KV pages", "second build"))
+    worker.write_text(re.sub(r'"version":"\w+"', '"version":"second"', worker.read_text()))
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
+    require(BUILT_PAGE.is_file(), "the built page", "make web")
+    with keyed(tmp_path_factory.mktemp("keys"), sse_keep_alive_interval_s=15) as keys:
+        yield keys
+
+
+def test_nothing_of_a_user_is_left_after_the_sign_out(keys: Keyed, browser: Any) -> None:
+    visitor = RecordedPage(browser.new_context(), keys.server.url)
+    page = visitor.page
+    page.goto(keys.server.url)
+    page.fill("input[name=key]", keys.bob.key)
+    page.click("text=Sign in")
+    visitor.connected()
+    visitor.ask("My secret is a marmot")
+    page.fill("#composer", "an unsent marmot")
+    address = page.url
+    visitor.until(f"{COPIES}.then(names => names.length >= 3)")
+    visitor.until("JSON.stringify({...localStorage}).includes('unsent marmot')")
+    second = visitor.context.new_page()
+    second.goto(address)
+    second.wait_for_selector("text=My secret is a marmot")
+
+    page.click("[aria-label=Settings]")
+    page.click("text=Sign out")
+    page.wait_for_selector("input[name=key]")
+    second.wait_for_selector("input[name=key]")  # in every tab
+    for each in (page, second):
+        assert "marmot" not in each.content() and each.input_value("#composer") == ""
+    visitor.until(f"{COPIES}.then(names => names.length === 0)")
+    assert "marmot" not in page.evaluate("JSON.stringify({...localStorage})")
+    second.close()
+    visitor.context.set_offline(True)
+    page.goto(address)
+    page.reload()
+    page.wait_for_selector("#composer")
+    page.wait_for_timeout(500)
+    assert "marmot" not in page.content() and page.input_value("#composer") == ""
+    visitor.context.close()
+
+
+FAKE_SPEECH = """
+window.spoken = [];
+Object.defineProperty(window, 'speechSynthesis', {value: {
+  speak: utterance => { spoken.push(utterance.text); window.lastUtterance = utterance; },
+  cancel: () => spoken.push('(cancel)'),
+}});
+window.SpeechSynthesisUtterance = class { constructor(text) { this.text = text; } };
+"""
+NO_SPEECH = """
+delete window.speechSynthesis;
+delete Window.prototype.speechSynthesis;
+"""
+
+
+def test_answer_is_read_aloud_without_its_code(chat: RecordedPage) -> None:
+    chat.page.add_init_script(FAKE_SPEECH)
+    chat.reload()
+    made = create_conversation(chat.server, ["Read", "# Title\n\nOne *two*.\n\n- a\n  - b\n\n```\ncode\n```\n\nEnd."])
+    chat.page.evaluate("hash => location.hash = hash", made)
+    chat.page.wait_for_selector(".prose em")
+    chat.page.click("[aria-label='Read aloud']")
+    assert chat.page.evaluate("spoken") == ["(cancel)", "Title", "One two.", "a", "b", "End."]
+    chat.page.click("[aria-label='Stop reading']")
+    assert chat.page.evaluate("spoken.at(-1)") == "(cancel)"
+    chat.page.click("[aria-label='Read aloud']")
+    chat.page.evaluate("lastUtterance.onend()")
+    chat.page.wait_for_selector("[aria-label='Read aloud']")
+    chat.page.click("[aria-label='Read aloud']")
+    before = chat.page.evaluate("spoken.length")
+    chat.page.keyboard.press("Control+Shift+O")  # another conversation
+    chat.until(f"spoken.length === {before + 1} && spoken.at(-1) === '(cancel)'")
+
+
+def test_browser_without_speech_shows_no_read_aloud_button(chat: RecordedPage) -> None:
+    chat.page.add_init_script(NO_SPEECH)
+    chat.reload()
+    chat.ask("Hello")
+    chat.page.wait_for_selector("[aria-label='Copy answer']")
+    assert chat.page.locator("[aria-label='Read aloud']").count() == 0
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def _until(page: Any, expression: str) -> None:
+    for _ in range(TIMEOUT_MS // 50):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"never true: {expression}")
 
 
 def _phone(open_page: Any, width: int = 390, **options: Any) -> RecordedPage:

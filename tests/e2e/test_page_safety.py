@@ -24,6 +24,7 @@ POLICY = {
     "img-src": "'self' data: blob:",
     "font-src": "'self'",
     "connect-src": "'self'",
+    "manifest-src": "'self'",
     "frame-ancestors": "'none'",
     "base-uri": "'none'",
     "form-action": "'self'",

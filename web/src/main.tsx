@@ -1,6 +1,7 @@
 import { effect } from "@preact/signals";
 import { render } from "preact";
 import { watchWake } from "./api/socket";
+import { registerServiceWorker } from "./app/browser";
 import { persistSettings } from "./app/settings";
 import { syncAddress } from "./chat/address";
 import { Chat } from "./chat/chat";
@@ -25,3 +26,4 @@ render(<App chat={chat} />, document.getElementById("app")!);
 watchWake(() => chat.socket.reconnect());
 chat.readiness.pollPeriodically();
 void chat.start();
+registerServiceWorker();

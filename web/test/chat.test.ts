@@ -505,6 +505,7 @@ describe("Chat", () => {
 
   it("resets the page if another user signs in", async () => {
     const reset = vi.fn();
+    localStorage.setItem("chatcache.owner", "null");
     const page = new Chat(undefined, reset);
     replies["/v1/conversations"] = { data: [], has_more: false, last_id: null };
     replies["/v1/session"] = { key_id: "key_1", tenant: "acme", user: "ann" };

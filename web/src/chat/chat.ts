@@ -60,7 +60,7 @@ export class Chat {
   private readonly loader = new ConversationLoader(this.conversations);
   readonly edits = new MessageEdits(this.thread, this.conversations, this.loader);
   private readonly settingsSync = new SettingsSync(this.conversations);
-  private readonly auth: Auth;
+  readonly auth: Auth;
   private readonly streams: ResponseStreams;
   private readonly liveSync: LiveSync;
   private count = 0;
@@ -87,7 +87,7 @@ export class Chat {
       if (times === 0) return;
       void this.readiness.pollUntilReady();
       this.liveSync.subscribe();
-      if (times > 1) this.onReconnected();
+      if (times > 1 || this.conversations.wasUnreachable) this.onReconnected();
     });
     this.auth = new Auth(this.socket, this.conversations, reset);
     effect(() => {
@@ -371,6 +371,7 @@ export class Chat {
     const hasText = !turn.failed && turn.candidates.some((message) => message.text.value !== "");
     if (shouldAutoTitle(this.session.value?.model) && hasText && thread.id.value !== null)
       await this.autoTitler.onAnswered(thread.id.value);
+    void this.loader.updateCopy(thread);
   }
 
   private onRemoteChange(before: WireConversation | undefined, now: WireConversation): void {

@@ -1,18 +1,14 @@
 // Loads conversations from the server, waits for answers after a lost connection, and stores the active leaf.
-import type { StoredItem, WireConversation } from "../api/frames";
+import type { WireConversation } from "../api/frames";
 import * as rest from "../api/rest";
 import { toast } from "../app/notifications";
 import type { Conversations } from "../conversations/conversations";
-import type { Thread } from "./thread";
+import type { StoredConversation } from "../conversations/offlineCopies";
+import { itemsOf, type Thread } from "./thread";
 
 const POLL_MS = 1000;
 const MAX_POLLS = 20;
 const MIN_POLLS = 2; // a restarted server reports running responses only after its first answers
-
-interface StoredConversation {
-  readonly head: WireConversation;
-  readonly items: readonly StoredItem[];
-}
 
 export class ConversationLoader {
   private readonly refreshes = new Map<Thread, Promise<boolean>>();
@@ -24,15 +20,42 @@ export class ConversationLoader {
     thread.state.value = "loading";
     thread.awaitingServer.value = true; // until it is known whether a response is running
     try {
-      const { head, items } = await fetchStored(id);
-      thread.load(items, head);
-      thread.state.value = "ready";
-      this.conversations.upsert(head);
+      const head = this.show(thread, await this.fetch(id));
+      void this.conversations.saveListCopy();
       return head;
     } catch (error) {
+      // unreachable: show the copy of this browser, which the next connection updates
+      const copy = error instanceof rest.RequestError ? null : await this.conversations.copies.conversation(id);
+      if (copy) return this.show(thread, copy);
       thread.state.value = error instanceof rest.RequestError && error.status === 404 ? "missing" : "failed";
       return null;
     }
+  }
+
+  private show(thread: Thread, { head, items }: StoredConversation): WireConversation {
+    thread.load(items, head);
+    thread.state.value = "ready";
+    this.conversations.upsert(head);
+    return head;
+  }
+
+  /** Fetch a conversation and copy it for reading without the server. */
+  private async fetch(id: string): Promise<StoredConversation> {
+    const stored = await fetchStored(id);
+    void this.conversations.copies.saveConversation(id, stored);
+    return stored;
+  }
+
+  /** Add what this page has shown to the copy of a conversation. */
+  async updateCopy(thread: Thread): Promise<void> {
+    const id = thread.id.value;
+    const head = id === null ? undefined : this.conversations.find(id);
+    if (id === null || !head) return;
+    const copy = await this.conversations.copies.conversation(id);
+    const active_leaf = thread.tree.value.leaf.value?.id.value ?? head.active_leaf;
+    const items = itemsOf(thread, copy?.items ?? []);
+    await this.conversations.saveListCopy();
+    await this.conversations.copies.saveConversation(id, { head: { ...head, rev: 0, active_leaf }, items });
   }
 
   /** Update the head of a conversation. */
@@ -45,7 +68,7 @@ export class ConversationLoader {
   refresh(thread: Thread, id: string): Promise<boolean> {
     const reading =
       this.refreshes.get(thread) ??
-      fetchStored(id)
+      this.fetch(id)
         .then(({ head, items }) => {
           thread.load(items, head);
           this.conversations.upsert(head);

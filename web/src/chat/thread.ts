@@ -115,6 +115,35 @@ export class Thread {
   }
 }
 
+/** The finished messages of a thread in the server's form. `known`: items of the server, which are kept as they are. */
+export function itemsOf(thread: Thread, known: readonly StoredItem[]): readonly StoredItem[] {
+  const byId = new Map(known.map((item) => [item.id, item]));
+  const items: StoredItem[] = [];
+  for (const message of thread.tree.value.all()) {
+    const { id, status, text, tokens, role } = message;
+    if (id.value === null || ["waiting", "streaming", "error"].includes(status.value)) continue;
+    const parent = message.parent === null ? null : (thread.tree.value.get(message.parent)?.id.value ?? null);
+    const turn = thread.turnOf(message);
+    const isWhole = status.value === "done" || status.value === "length";
+    items.push(
+      byId.get(id.value) ?? {
+        id: id.value,
+        role,
+        status: isWhole ? "completed" : "incomplete",
+        content: [{ type: "text", text: text.value }],
+        parent_id: parent,
+        response_id: turn?.responseId.value ?? null,
+        index: turn ? turn.candidates.indexOf(message) : null,
+        num_tokens: tokens.value,
+        finish_reason: status.value === "length" ? "length" : status.value === "stopped" ? "cancelled" : null,
+        created_at: 0,
+        ...(isWhole || status.value === "stopped" ? {} : { incomplete_details: { reason: status.value } }),
+      },
+    );
+  }
+  return items;
+}
+
 function storedTurn(key: string, { items, messages }: StoredResponse): Turn {
   const figures = items[0]?.statistics;
   const keepTokens = figures?.fork_at ?? null;

@@ -6,8 +6,10 @@ import * as rest from "../api/rest";
 import { load, save } from "../app/browser";
 import { toast, UNDO_MS } from "../app/notifications";
 import { isPinned, type Metadata, sameMetadata, withPin } from "./metadata";
+import { OfflineCopies } from "./offlineCopies";
 
 const MAX_ATTEMPTS = 4;
+const MAX_LIST_COPY = 50; // entries
 
 export class Conversations {
   readonly state = signal<"loading" | "ready" | "failed" | "locked">("loading");
@@ -19,7 +21,9 @@ export class Conversations {
   private readonly unseen = signal<ReadonlySet<string>>(new Set()); // answered while another conversation was shown
   private readonly now = signal(Date.now());
   private readonly ownChanges = new Set<Promise<WireConversation>>();
+  wasUnreachable = false; // the server could not be reached when the list was read last
   private next: string | null = null;
+  readonly copies = new OfflineCopies();
 
   readonly shown = computed(() => {
     const all = [...this.all.value.values()].filter(({ id }) => !this.pendingDeletes.value.has(id));
@@ -51,15 +55,34 @@ export class Conversations {
       this.next = page.next;
       this.hasMore.value = page.has_more;
       this.state.value = "ready";
+      this.wasUnreachable = false;
+      void this.copies.saveList(page);
       await this.fetchPinned();
     } catch (error) {
-      if (!this.lockIfUnauthorized(error)) this.state.value = "failed";
+      if (!this.lockIfUnauthorized(error) && !(await this.showCopies(error))) this.state.value = "failed";
     }
+  }
+
+  async saveListCopy(): Promise<void> {
+    await this.copies.saveList({ data: this.shown.value.slice(0, MAX_LIST_COPY), has_more: false, next: null });
+  }
+
+  /** If the server is unreachable, show the conversations that this browser has copies of; false if there are none. */
+  private async showCopies(error: unknown): Promise<boolean> {
+    if (error instanceof rest.RequestError) return false;
+    this.wasUnreachable = true;
+    if (this.all.value.size > 0) return true;
+    const page = await this.copies.list();
+    if (page === null) return false;
+    this.store(page.data);
+    this.state.value = "ready";
+    return true;
   }
 
   /** Lock the page if the error is a 401; returns whether it was. */
   lockIfUnauthorized(error: unknown): boolean {
     if (!(error instanceof rest.RequestError) || error.status !== 401) return false;
+    void this.copies.clear();
     this.lockCode.value = error.code;
     this.state.value = "locked";
     return true;
@@ -133,6 +156,7 @@ export class Conversations {
     const all = new Map(this.all.value);
     all.delete(id);
     this.all.value = all;
+    void this.copies.remove(id);
     this.setRunning(id, []);
     this.markSeen(id);
   }

@@ -3,11 +3,14 @@
 import { effect, untracked } from "@preact/signals";
 import { getIdentity, type Identity, RequestError, signIn } from "../api/rest";
 import type { Socket } from "../api/socket";
+import { clearPersonalData, load, onStoredElsewhere, save } from "../app/browser";
 import { toast } from "../app/notifications";
 import type { Conversations } from "../conversations/conversations";
 
+const OWNER = "owner"; // name of the stored value
+
 export class Auth {
-  private owner: string | null = null; // user whose conversations the page has shown, once known
+  private owner: string | null = load<string | null>(OWNER, null); // user whose data the page and the browser have
 
   /** `reset` discards everything that the page shows, because another user is signed in. */
   constructor(
@@ -17,7 +20,9 @@ export class Auth {
   ) {
     effect(() => {
       if (["lost", "refused"].includes(socket.state.value)) untracked(() => void this.checkSession());
+      if (socket.state.value === "open") untracked(() => void this.identify());
     });
+    onStoredElsewhere(OWNER, () => this.owner !== null && load(OWNER, null) !== this.owner && this.leave());
   }
 
   /** Connect and load the list; false if the page is locked. */
@@ -28,11 +33,20 @@ export class Auth {
       this.socket.refuse();
       return false;
     }
-    void getIdentity().then(
-      (who) => (this.owner = identityKey(who)),
-      () => {},
-    );
     return true;
+  }
+
+  /** Find out who is signed in, unless the server is unreachable: the next connection tries again. */
+  private async identify(): Promise<void> {
+    const identity = await getIdentity().catch(() => null);
+    if (identity === null || this.isOtherUser(identityKey(identity))) return;
+    this.setOwner(identityKey(identity));
+  }
+
+  private setOwner(owner: string): void {
+    this.owner = owner;
+    save(OWNER, owner);
+    void this.conversations.copies.setOwner(owner);
   }
 
   /** Sign in with a key; false if that failed, which a toast reports. */
@@ -50,7 +64,7 @@ export class Auth {
       return false;
     }
     if (this.isOtherUser(owner)) return false;
-    this.owner = owner;
+    this.setOwner(owner);
     this.socket.reopen();
     return true;
   }
@@ -67,8 +81,15 @@ export class Auth {
   /** Reset the page if its conversations belong to another user. */
   private isOtherUser(owner: string): boolean {
     if (this.owner === null || owner === this.owner) return false;
-    this.reset();
+    void this.leave();
     return true;
+  }
+
+  /** Delete what the browser has stored of the user, and reset the page. */
+  async leave(): Promise<void> {
+    clearPersonalData();
+    await this.conversations.copies.clear();
+    this.reset();
   }
 }
 

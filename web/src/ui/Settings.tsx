@@ -369,6 +369,7 @@ function signedInName({ tenant, user }: Identity): string {
 }
 
 function SignedInSection() {
+  const { auth } = useChat();
   const [identity, setIdentity] = useState<Identity | null>(null);
   useEffect(() => {
     getIdentity().then(setIdentity, () => {});
@@ -376,7 +377,7 @@ function SignedInSection() {
   if (identity === null || identity.key_id === null) return null;
   const leave = () =>
     signOut().then(
-      () => location.reload(),
+      () => void auth.leave(),
       () => toast("Signing out failed: the server is unreachable."),
     );
   return (

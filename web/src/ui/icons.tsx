@@ -44,6 +44,11 @@ export const Stop = () => (
     <rect x="5.5" y="5.5" width="9" height="9" rx="1.5" fill="currentColor" />
   </Icon>
 );
+export const Speaker = () => (
+  <Icon>
+    <path d="M3.5 8v4H6l4 3.5v-11L6 8zM12.5 7.5a3.5 3.5 0 0 1 0 5M14.8 5.2a6.8 6.8 0 0 1 0 9.6" />
+  </Icon>
+);
 export const Menu = () => (
   <Icon>
     <path d="M3 6h14M3 10h14M3 14h9" />

@@ -9,6 +9,7 @@ import { openStream } from "../../markdown/textStream";
 import { useChat } from "../context";
 import { Again, Beams, Columns, Fork } from "../icons";
 import { panel, togglePanel } from "../navigation";
+import { ReadAloudButton } from "../ReadAloud";
 import { AnswerStats, UnsavedBadge } from "./AnswerStats";
 import { type EditorAction, MessageEditor, MessageMenu } from "./MessageEditor";
 import { CopyButton, Ending, Markdown, Pending, Reasoning, VersionSwitcher } from "./MessageParts";
@@ -53,6 +54,7 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
           <div class="tools">
             <VersionSwitcher message={message} />
             <CopyButton text={() => message.text.value} label="Copy answer" />
+            <ReadAloudButton />
             <button
               type="button"
               class="tool tool-regenerate"
