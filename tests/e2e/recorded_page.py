@@ -164,11 +164,14 @@ class RecordedPage:
     # -- the record
 
     def _on_console(self, message: Any) -> None:
-        # A browser logs every refused request; the page handles a 409 by reading the conversation again.
+        url = message.location.get("url", "")
+        # A browser logs every refused request; the page handles a 409 by reading the conversation again, and shows no
+        # token counts for a branch that is longer than the context.
         # Playwright warns of the service worker that `open_page` blocks.
         expected = "status of 409" in message.text or "blocked by Playwright" in message.text
+        expected |= "status of 400" in message.text and url.endswith("/v1/cache/explain")
         if message.type in ("error", "warning") and not expected:
-            self._errors.append(f"console {message.type}: {message.text}")
+            self._errors.append(f"console {message.type}: {message.text} ({url})")
 
     def _on_request(self, request: Any) -> None:
         self.asked.append(request.url)

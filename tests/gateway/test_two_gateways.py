@@ -53,7 +53,12 @@ def pair(gateways: tuple[Server, Server]) -> Iterator[tuple[Server, Server]]:
 def begin(server: Server, **fields: object) -> str:
     response_id = str(server.post("/v1/responses", **{**LONG, **fields})[2]["id"])
     path = f"/v1/responses/{response_id}"
-    wait_until(lambda: server.request("GET", path)[2]["output"] != [], "the reply has a text")
+
+    def has_texts() -> bool:
+        items = server.request("GET", path)[2]["output"]
+        return items != [] and all(item["content"] and item["content"][0]["text"] for item in items)
+
+    wait_until(has_texts, "every candidate has a text")
     return response_id
 
 
