@@ -88,9 +88,9 @@ def test_wheel_contains_the_page_without_its_sources(wheel: Path) -> None:
     for asset in re.findall(r"(?:src|href)=\"\./([^\"]+)\"", index):
         assert STATIC + asset in names
     page = {name.removeprefix(STATIC) for name in names if name.startswith(STATIC)}
-    assert {"index.html", "theme.js", "icon.svg", "licences.txt"} <= page
+    assert {"index.html", "theme.js", "icon.svg", "licences.txt", "manifest.webmanifest", "sw.js"} <= page
     kinds = {Path(name).suffix for name in page}
-    assert kinds == {".html", ".js", ".css", ".svg", ".txt", ".woff2"}
+    assert kinds == {".html", ".js", ".css", ".svg", ".png", ".webmanifest", ".txt", ".woff2"}
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"chatcache", "chatcache_kernels"}
 
