@@ -166,6 +166,7 @@ class _EngineCollector(Collector):
         yield _durations("decode", "Time from first to last token.", health.decode)
         yield GaugeMetricFamily("chatcache_owed_seconds", "Time to compute the prompts that wait.", health.owed_s)
         yield from _workers(health)
+        yield from _vllm(health)
 
 
 def page_states(health: EngineHealth) -> dict[str, int]:
@@ -208,6 +209,26 @@ def _pages(health: EngineHealth) -> Iterator[Metric]:
     yield _labelled(GaugeMetricFamily, "chatcache_kv_host_pages", "Host pages for swapping.", "state", host)
     states = state_counts(health)
     yield _labelled(GaugeMetricFamily, "chatcache_states", "States of recurrent layers by use.", "state", states)
+
+
+def _vllm(health: EngineHealth) -> Iterator[Metric]:
+    """Yield what routers in front of several servers read, under vLLM's names.
+
+    Cached pages without a request do not count as used, because they are evicted when needed.
+    Source: the model server protocol of the Gateway API inference extension, and vLLM's production stack.
+    """
+    used = health.num_pages_in_use / health.num_pages if health.num_pages else 0.0
+    yield GaugeMetricFamily("vllm:num_requests_running", "Requests with pages.", health.num_running)
+    yield GaugeMetricFamily("vllm:num_requests_waiting", "Requests queued.", health.num_waiting)
+    yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.", used)
+    yield GaugeMetricFamily("vllm:gpu_cache_usage_perc", "The same, under its former name.", used)
+    yield CounterMetricFamily("vllm:prefix_cache_queries", "Prompt tokens looked up.", health.num_prompt_tokens)
+    yield CounterMetricFamily("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", health.num_cached_tokens)
+    sizes = GaugeMetricFamily(
+        "vllm:cache_config_info", "Tokens of a page and number of pages.", labels=("block_size", "num_gpu_blocks")
+    )
+    sizes.add_metric((str(health.page_size), str(health.num_pages)), 1)
+    yield sizes
 
 
 def _workers(health: EngineHealth) -> Iterator[Metric]:

@@ -68,7 +68,7 @@ def _documented(readme: str) -> dict[str, tuple[str, set[str]]]:
         cells = [cell.strip() for cell in row.strip("|").split("|")]
         if not row.startswith("| `"):
             continue
-        names, types = re.findall(r"`(\w+)`", cells[0]), cells[1].split(", ")
+        names, types = re.findall(r"`([\w:]+)`", cells[0]), cells[1].split(", ")
         labels = set(re.findall(r"`(\w+)`", cells[2]))
         for at, name in enumerate(names):
             of_second = cells[2].endswith("of the second")
@@ -92,7 +92,9 @@ def _broken_rules(exposition: str) -> list[str]:
     for family in text_string_to_metric_families(exposition):
         if not family.documentation:
             wrong.append(f"{family.name} has no help")
-        if not re.fullmatch(r"chatcache_[a-z0-9_]+", family.name) or family.name.endswith(("_total", "_count", "_sum")):
+        if not re.fullmatch(r"(chatcache_|vllm:)[a-z0-9_]+", family.name) or family.name.endswith(
+            ("_total", "_count", "_sum")
+        ):
             wrong.append(f"{family.name} is an invalid name for a {family.type}")
         if family.type == "histogram" and not family.name.endswith("_seconds"):
             wrong.append(f"{family.name} has no unit")

@@ -143,6 +143,11 @@ def test_every_field_of_engine_health_has_a_metric() -> None:
         num_self_checks=5,
         num_broken_invariants=1,
         num_page_copies=6,
+        page_size=16,
+        num_running=3,
+        num_waiting=8,
+        num_prompt_tokens=900,
+        num_cached_tokens=600,
     )
     families = text_string_to_metric_families(Metrics().render(health).decode())
     found = {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
@@ -166,6 +171,13 @@ def test_every_field_of_engine_health_has_a_metric() -> None:
         ("chatcache_self_checks_total",): 5,
         ("chatcache_broken_invariants_total",): 1,
         ("chatcache_cow_copies_total",): 6,
+        ("vllm:num_requests_running",): 3,
+        ("vllm:num_requests_waiting",): 8,
+        ("vllm:kv_cache_usage_perc",): 0.3,
+        ("vllm:gpu_cache_usage_perc",): 0.3,
+        ("vllm:prefix_cache_queries_total",): 900,
+        ("vllm:prefix_cache_hits_total",): 600,
+        ("vllm:cache_config_info", "16", "100"): 1,
     }
     assert {name: found[name] for name in expected} == expected
 
