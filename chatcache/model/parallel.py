@@ -22,7 +22,6 @@ Source: Shoeybi et al. 2019, "Megatron-LM".
 from __future__ import annotations
 
 import logging
-import shutil
 import socket
 import struct
 import subprocess
@@ -35,6 +34,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 import numpy as np
@@ -84,18 +84,14 @@ def _decode_array(kind: Any, value: Any) -> Any:
     return np.frombuffer(bytearray(data), dtype).reshape(shape)
 
 
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_PLAN_DECODER = msgspec.msgpack.Decoder(StepPlan, dec_hook=_decode_array)
-
-
 def encode_plan(plan: StepPlan) -> bytes:
     """Return a plan for the other ranks: without edits and masks, since only rank 0 samples."""
-    return _ENCODER.encode(replace(plan, draws=replace(plan.draws, edits=(), masks=())))
+    return msgspec.msgpack.encode(replace(plan, draws=replace(plan.draws, edits=(), masks=())), enc_hook=_encode_array)
 
 
 def decode_plan(data: bytes) -> StepPlan:
     """Return the plan of `encode_plan`."""
-    return _PLAN_DECODER.decode(data)
+    return msgspec.msgpack.decode(data, type=StepPlan, dec_hook=_decode_array)
 
 
 def read_frame(sock: socket.socket) -> bytes | None:
@@ -125,6 +121,7 @@ class RankGroup:
     def __init__(self, rank: int, size: int, store: str, *, is_ordered: bool) -> None:
         self.rank, self.size = rank, size
         self._is_ordered = is_ordered
+        self._store = store
         gloo = _distributed.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
@@ -157,6 +154,7 @@ class RankGroup:
     def start_serving(self) -> None:
         """Wait until all ranks have loaded; sums time out after `STEP_TIMEOUT_S` from then on."""
         self._group.barrier().wait()
+        Path(self._store).unlink(missing_ok=True)  # all ranks are connected; an engine that is killed leaves no file
         self._group._set_default_timeout(timedelta(seconds=STEP_TIMEOUT_S))
 
     def sum_outputs(self, linear: Linear) -> Linear:
@@ -169,14 +167,13 @@ class RankProcesses:
 
     def __init__(self, config: EngineConfig) -> None:
         size = config.tensor_parallel_size
-        self._folder = Path(tempfile.mkdtemp(prefix="chatcache-ranks-"))
+        self._store = Path(tempfile.gettempdir()) / f"chatcache-ranks-{uuid4().hex}"
         self._children: list[subprocess.Popen[bytes]] = []
         self._sockets: list[socket.socket] = []
-        store = str(self._folder / "store")
         try:
             for rank in range(1, size):
-                self._start(RankStart(config, rank, store))
-            self.group = RankGroup(0, size, store, is_ordered=config.deterministic)
+                self._start(RankStart(config, rank, str(self._store)))
+            self.group = RankGroup(0, size, str(self._store), is_ordered=config.deterministic)
         except BaseException:
             self.close()
             raise
@@ -194,7 +191,7 @@ class RankProcesses:
             fd = theirs.fileno()
             command = [sys.executable, "-c", RANK_PROGRAM, str(fd)]
             self._children.append(subprocess.Popen(command, pass_fds=(fd,), stdin=subprocess.DEVNULL))
-        _send_frame(ours, _ENCODER.encode(start))
+        _send_frame(ours, msgspec.msgpack.encode(start))
 
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[None]:
@@ -230,7 +227,7 @@ class RankProcesses:
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._store.unlink(missing_ok=True)
 
 
 def read_start(sock: socket.socket) -> RankStart:

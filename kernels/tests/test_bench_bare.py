@@ -8,16 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from chatcache.bench.drivers import SHAPES, EngineDriver, RandomWeights, write_config
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.model.loading.loader import load_model
 from chatcache.types.events import Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
-
-pytestmark = pytest.mark.slow
 
 CHILD = """
 import runpy, sys

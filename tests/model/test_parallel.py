@@ -247,6 +247,7 @@ def test_an_ordered_sum_adds_up_in_the_order_of_the_ranks(num_tokens: int, tmp_p
         group = RankGroup(rank, len(parts), str(tmp_path / "store"), is_ordered=True)
         total = group.sum(parts[rank])
         group.start_serving()
+        assert not list(tmp_path.iterdir())  # left behind if the process is killed
         return total
 
     with ThreadPoolExecutor(len(parts)) as pool:
