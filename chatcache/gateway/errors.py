@@ -18,9 +18,9 @@ from chatcache.conversations.tree import ResponseElsewhereError
 from chatcache.errors import ChatcacheError, OverloadedError, QuotaExceededError, RateLimitError, RequestPoisonedError
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.schemas.anthropic import ErrorCode, MessagesError, MessagesErrorDetail
-from chatcache.gateway.schemas.errors import Error, ErrorDetail
 from chatcache.gateway.schemas.ollama import OllamaError
 from chatcache.gateway.schemas.responses import ConflictDetail, Conversation
+from chatcache.gateway.schemas.server import Error, ErrorDetail
 
 REQUEST_ID = "chatcache.request_id"  # key of the request id in the ASGI scope
 ERROR_CODE = "chatcache.error_code"  # key of the error's code, in a request that failed

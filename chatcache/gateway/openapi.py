@@ -12,7 +12,7 @@ import msgspec
 from chatcache.gateway.api.idempotency import HEADER, KEY_PATTERN
 from chatcache.gateway.auth.principal import COOKIE_NAME
 from chatcache.gateway.routing import SSE, Body, Entry, Operation, Socket
-from chatcache.gateway.schemas.errors import Error
+from chatcache.gateway.schemas.server import Error
 
 Schema = dict[str, Any]
 

@@ -18,7 +18,7 @@ from starlette.websockets import WebSocket
 from chatcache.errors import NotFoundError
 from chatcache.gateway.auth.principal import current_principal
 from chatcache.gateway.errors import PermissionDeniedError
-from chatcache.gateway.schemas.errors import Error
+from chatcache.gateway.schemas.server import Error
 
 # open: any client. key: a valid key or session, or a server without keys. admin: a key made with --admin.
 Permission = Literal["open", "key", "admin"]

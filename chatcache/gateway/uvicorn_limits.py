@@ -40,7 +40,7 @@ from chatcache.gateway.context import gateway_of
 from chatcache.gateway.errors import INTERNAL_ERROR, error_body
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.limits.rate_limits import SECOND_NS, TokenBucket
-from chatcache.gateway.schemas.errors import Error
+from chatcache.gateway.schemas.server import Error
 from chatcache.gateway.websocket.connection import RATE_LIMITED
 
 log = logging.getLogger(__name__)

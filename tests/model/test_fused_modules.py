@@ -11,7 +11,7 @@ import transformers
 from chatcache_kernels import cpu
 from torch import nn
 
-from chatcache.model.transformers.fused import FusedMLP, FusedNorm, fuse_modules
+from chatcache.model.transformers.modules import FusedMLP, FusedNorm, fuse_modules
 from tests.model.families import FAMILIES, RECURRENT, save_random
 
 

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from chatcache.errors import ChatcacheError
 from chatcache.gateway.errors import INTERNAL_ERROR, error_body
 from chatcache.gateway.json_codec import encode
-from chatcache.gateway.schemas.errors import Error
+from chatcache.gateway.schemas.server import Error
 
 log = logging.getLogger(__name__)
 

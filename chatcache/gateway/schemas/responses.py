@@ -9,8 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from chatcache.conversations import tree
 from chatcache.gateway.schemas.completions import OutputTokensDetails, PromptTokensDetails, TokenLogprob
-from chatcache.gateway.schemas.errors import ErrorDetail
-from chatcache.gateway.schemas.server import CacheLookup, MissCause
+from chatcache.gateway.schemas.server import CacheLookup, ErrorDetail, MissCause
 
 Entry = TypeVar("Entry")
 

@@ -1,4 +1,4 @@
-"""Response bodies about the server: model, tokenizer, session, health and KV cache."""
+"""Response bodies of errors and about the server: model, tokenizer, session, health and KV cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,23 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from chatcache.gateway.schemas.errors import ErrorDetail
+
+class ErrorDetail(msgspec.Struct):
+    """Description of an error.
+
+    `param`: the request field that caused it. `code`: a stable, machine-readable name of the cause.
+    """
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(msgspec.Struct):
+    """The body of every error response."""
+
+    error: ErrorDetail
 
 
 class Model(msgspec.Struct):

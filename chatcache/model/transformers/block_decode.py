@@ -13,8 +13,7 @@ from torch import Tensor
 
 from chatcache.model.attention import AttentionStep
 from chatcache.model.linear import PanelLinear
-from chatcache.model.transformers.fused import FusedMLP
-from chatcache.model.transformers.linears import PackedModule
+from chatcache.model.transformers.modules import FusedMLP, PackedModule
 from chatcache.model.transformers.recurrent import GatedDeltaNet
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from chatcache.model.linear import LinearFactory, PanelLinearFactory
 from chatcache.model.transformers.attention import Probe
 from chatcache.model.transformers.block_decode import BlockDecode
 from chatcache.model.transformers.experts import GroupedExperts
-from chatcache.model.transformers.fused import PROBES, FusedMLP, FusedNorm
+from chatcache.model.transformers.modules import PROBES, FusedMLP, FusedNorm
 from chatcache.model.transformers.recurrent import Mixer
 
 BASES = ("Qwen3MoeModel", "Qwen3NextModel", "Qwen3_5TextModel", "Qwen3_5MoeTextModel")

@@ -21,9 +21,8 @@ from chatcache.model.loading.weights import is_finite
 from chatcache.model.transformers.attention import ATTENTION_NAME, Pass, Probe, paged_attention, take_over_tuning
 from chatcache.model.transformers.blocks import replace_bases
 from chatcache.model.transformers.experts import replace_experts
-from chatcache.model.transformers.fused import fuse_modules
 from chatcache.model.transformers.latent import install_latent_attention
-from chatcache.model.transformers.linears import pack_linears, unpacked_share
+from chatcache.model.transformers.modules import fuse_modules, pack_linears, unpacked_share
 from chatcache.model.transformers.network import TransformersNetwork, record_states, run_model
 from chatcache.model.transformers.recurrent import Mixer, replace_mixers, state_shapes
 from chatcache.model.transformers.towers import text_only_class
