@@ -13,7 +13,18 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 
 from chatcache.gateway import health, static
-from chatcache.gateway.api import attachments, cache, conversations, files, models, ollama, sessions, shares, tokens
+from chatcache.gateway.api import (
+    administration,
+    attachments,
+    cache,
+    conversations,
+    files,
+    models,
+    ollama,
+    sessions,
+    shares,
+    tokens,
+)
 from chatcache.gateway.api.anthropic_messages import count_tokens, create_message
 from chatcache.gateway.api.chat_completions import chat_completions
 from chatcache.gateway.api.completions import completions
@@ -35,6 +46,7 @@ from chatcache.gateway.schemas.embeddings import (
     Scores,
 )
 from chatcache.gateway.schemas.server import (
+    AdminOverview,
     Alive,
     CacheAccounts,
     CacheExplanation,
@@ -274,6 +286,9 @@ ROUTES: tuple[Entry, ...] = (
     Operation("GET", "/metrics", health.metrics, "admin",
         "Prometheus metrics; on a server with API keys, for admin keys only",
         media_type="text/plain"),
+    Operation("GET", "/v1/admin", administration.overview, "admin",
+        "Keys, numbers of conversations, pages by tenant, workers and load, without content; for admin keys only",
+        response=AdminOverview, errors=_NOT_LOADED),
     Operation("GET", "/v1/session", sessions.get_session, "open",
         "The tenant and user of the request's key or cookie",
         response=Session, errors=(401, 503)),

@@ -132,6 +132,7 @@ CALLS: Mapping[RouteKey, Sequence[Call]] = {
         *(owner("/v1/cache/explain", {"input": "Hi", **key}) for key in _CONTINUATIONS[:3]),
     ],
     ("GET", "/v1/cache/accounts"): [Call("key", "/v1/cache/accounts")],
+    ("GET", "/v1/admin"): [Call("admin", "/v1/admin")],
     ("GET", "/v1/cache/map"): [Call("key", "/v1/cache/map")],
     ("POST", "/v1/cache/warmth"): [Call("key", "/v1/cache/warmth", {"conversations": ["<conversation>"]})],
     ("GET", "/v1/conversations"): [

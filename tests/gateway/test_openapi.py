@@ -217,6 +217,7 @@ def test_conversation_routes_respond_as_described(server: Server, described: Des
         "/version",
         "/v1/cache/accounts",
         "/v1/cache/map",
+        "/v1/admin",
     ],
 )
 def test_server_routes_respond_as_described(server: Server, described: Described, path: str) -> None:

@@ -81,6 +81,11 @@ class ApiKeyCache:
             raise StoreUnavailableError("the API keys cannot be read now")
 
     @property
+    def static_owners(self) -> frozenset[str]:
+        """Owners of the keys given with `--api-key`."""
+        return frozenset(key.principal.owner for key in self._static_keys.values())
+
+    @property
     def num_keys(self) -> int:
         """Number of active keys."""
         return len(self._static_keys) + sum(not key.is_revoked for key in self._stored_keys.values())

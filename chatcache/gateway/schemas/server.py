@@ -278,3 +278,77 @@ class CacheAccounts(msgspec.Struct):
     requests: list[Charge]
     conversations: list[Charge]
     pool: Pool | UnsetType = UNSET
+
+
+class AdminKey(msgspec.Struct):
+    """A stored API key without its secret. A limit of null is none; `tokens_today`: computed today (UTC)."""
+
+    id: str
+    tenant: str
+    user: str
+    name: str
+    is_admin: bool
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+    max_concurrent: int | None
+    tokens_per_day: int | None
+    tokens_today: int
+    created_at: int
+    revoked_at: int | None
+
+
+class AdminUser(msgspec.Struct):
+    """An owner of conversations and their number, at most 10,000. `user` is "" for the tenant itself."""
+
+    tenant: str
+    user: str
+    conversations: int
+
+
+class AdminTenant(msgspec.Struct):
+    """A tenant: active keys, conversations of all its users, and the pages that its running requests hold."""
+
+    tenant: str
+    keys: int
+    conversations: int
+    pages_in_use: float
+
+
+class AdminWorker(msgspec.Struct):
+    """What the gateway has sent to a worker since it was connected."""
+
+    name: str
+    num_requests: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+class AdminServer(msgspec.Struct):
+    """Load of the server. Counters count since the engine process started. `workers`: of a gateway with workers."""
+
+    ready: bool
+    model: str
+    version: str
+    uptime_s: int
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_pages_in_use: int
+    num_pages_idle: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    num_evictions: int
+    num_restarts: int
+    workers: list[AdminWorker]
+
+
+class AdminOverview(msgspec.Struct):
+    """The server for its administrators, in counts: no titles, no messages, no secrets."""
+
+    object: Literal["admin.overview"]
+    keys: list[AdminKey]
+    users: list[AdminUser]
+    tenants: list[AdminTenant]
+    server: AdminServer
