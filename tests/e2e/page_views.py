@@ -105,6 +105,11 @@ def _inside(chat: RecordedPage) -> None:
     chat.page.locator(".token").nth(2).click()
 
 
+def _administration(chat: RecordedPage) -> None:
+    _press("Escape", "Control+,")(chat)
+    chat.page.click("button:text('Administration')")
+
+
 def _attach(chat: RecordedPage) -> None:
     chat.expected_errors += 1  # the refused picture
     chat.drop(".thread", [("notes.txt", b"Buy milk."), ("photo.png", b"\0")])
@@ -130,6 +135,7 @@ VIEWS: tuple[View, ...] = (
     View("beam tree", _search, ".beam-row >> nth=3"),
     View("settings", _press("Control+,"), "aside[aria-label=Settings]"),
     View("shortcuts", _press("Escape", "Control+/"), "dialog[open]"),
+    View("administration", _administration, ".admin-table"),
     View("everything", _everything, ".katex >> nth=1"),
     View("menu", _click(".conversation-row-current .conversation-menu"), ".menu:popover-open"),
     View("rename", _click(".menu:popover-open >> text=Rename"), "[aria-label='New title']"),

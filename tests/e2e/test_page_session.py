@@ -122,3 +122,87 @@ def test_sign_in_form_fits_a_phone_and_has_the_focus(width: int, keys: Keyed, br
         assert box["x"] >= 0 and box["x"] + box["width"] <= width, selector
     assert page.evaluate("document.activeElement.name") == "key"
     phone.close()
+
+
+def open_administration(visitor: RecordedPage) -> None:
+    visitor.page.keyboard.press("Control+,")
+    visitor.page.click("button:text('Administration')")
+    visitor.page.wait_for_selector(".load")
+
+
+def cells(visitor: RecordedPage, table: str) -> dict[str, list[str]]:
+    """Return the cells of each row of a table by the row's name."""
+    rows = visitor.page.locator(f"section[aria-label={table}] tbody tr").all()
+    return {row.locator("th").inner_text(): row.locator("td").all_inner_texts() for row in rows}
+
+
+def test_administrator_sees_load_tenants_users_and_keys(keys: Keyed, visitor: RecordedPage) -> None:
+    for by, count in ((keys.ann, 3), (keys.other, 2)):
+        for _ in range(count):
+            body = {"title": "a marmot", "items": [{"role": "user", "content": "a marmot"}]}
+            assert keys.server.request("POST", "/v1/conversations", body, headers=by.bearer)[0] == 200
+    limited = keys.give("acme", "cy", name="laptop", requests_per_minute=60, tokens_per_day=1000)
+    sign_in(visitor, keys.admin.key)
+    visitor.connected()
+    visitor.ignore_problems()  # the refused requests before the sign-in
+    open_administration(visitor)
+    _, _, overview = keys.server.request("GET", "/v1/admin", headers=keys.admin.bearer)
+    assert cells(visitor, "Tenants") == {
+        each["tenant"]: [str(each["keys"]), str(each["conversations"]), "0"] for each in overview["tenants"]
+    }
+    users = cells(visitor, "Users")
+    assert users["ann"] == ["acme", "3"] and users["(no name)"] == ["other", "2"]
+    listed = cells(visitor, "Keys")
+    assert listed["laptop"] == ["acme/cy", "0 of 1,000", "60 requests/min"] and len(listed) == len(overview["keys"])
+    assert any(name.endswith("revoked") for name in listed)
+    assert any(name.endswith("administrator") for name in listed)
+    text = visitor.page.inner_text("dialog")
+    assert "marmot" not in text and limited.key not in text
+
+    share = visitor.page.locator("[data-figure='From cache']")
+    before = share.inner_text()
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2, "ignore_eos": True}
+    for _ in range(3):
+        assert keys.server.request("POST", "/v1/chat/completions", body, headers=keys.ann.bearer)[0] == 200
+    visitor.page.wait_for_function(
+        "([node, before]) => node.textContent !== before", arg=[share.element_handle(), before]
+    )
+    visitor.page.click("[aria-label='Close the administration']")
+    visitor.page.wait_for_selector("dialog", state="detached")
+
+
+def test_administration_reports_a_failed_reading(keys: Keyed, visitor: RecordedPage) -> None:
+    sign_in(visitor, keys.admin.key)
+    visitor.connected()
+    open_administration(visitor)
+    visitor.page.route("**/v1/admin", lambda route: route.abort())
+    visitor.page.wait_for_selector("text=These figures are outdated.")
+    assert visitor.page.is_visible(".load")
+    visitor.page.unroute("**/v1/admin")
+    visitor.page.wait_for_selector("text=These figures are outdated.", state="detached")
+    visitor.ignore_problems()
+
+
+def test_users_without_the_right_see_no_administration(keys: Keyed, visitor: RecordedPage) -> None:
+    sign_in(visitor, keys.bob.key)
+    visitor.connected()
+    visitor.ignore_problems()  # the refused requests before the sign-in
+    visitor.page.click("[aria-label=Settings]")
+    visitor.page.wait_for_selector("text=Signed in as acme/bob.")
+    assert not visitor.page.is_visible("text=Administration")
+
+
+@pytest.mark.parametrize("width", [320, 390, 1280, 1440])
+def test_administration_fits_the_window(width: int, keys: Keyed, browser: Any) -> None:
+    visitor = RecordedPage(browser.new_context(viewport={"width": width, "height": 700}), keys.server.url)
+    visitor.page.goto(keys.server.url)
+    sign_in(visitor, keys.admin.key)
+    visitor.connected()
+    open_administration(visitor)
+    for part in visitor.page.locator("dialog, dialog > *").all():
+        box = part.bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= width
+    assert visitor.page.evaluate(
+        "document.querySelector('dialog').scrollWidth <= document.querySelector('dialog').clientWidth"
+    )
+    visitor.context.close()

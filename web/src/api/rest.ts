@@ -281,6 +281,61 @@ export function getCacheMap(): Promise<CacheMap> {
   return call("GET", "v1/cache/map");
 }
 
+// -- The server in counts, for its administrators
+
+export interface AdminKey {
+  readonly id: string;
+  readonly tenant: string;
+  readonly user: string;
+  readonly name: string;
+  readonly is_admin: boolean;
+  readonly requests_per_minute: number | null; // null: no limit
+  readonly tokens_per_minute: number | null;
+  readonly max_concurrent: number | null;
+  readonly tokens_per_day: number | null;
+  readonly tokens_today: number;
+  readonly revoked_at: number | null;
+}
+
+interface AdminServer {
+  readonly ready: boolean;
+  readonly model: string;
+  readonly version: string;
+  readonly uptime_s: number;
+  readonly num_running: number;
+  readonly num_waiting: number;
+  readonly num_pages: number;
+  readonly num_pages_in_use: number;
+  readonly num_prompt_tokens: number;
+  readonly num_cached_tokens: number;
+  readonly num_output_tokens: number;
+  readonly num_preemptions: number;
+  readonly num_evictions: number;
+  readonly num_restarts: number;
+  readonly workers: readonly {
+    readonly name: string;
+    readonly num_requests: number;
+    readonly num_prompt_tokens: number;
+    readonly num_cached_tokens: number;
+  }[];
+}
+
+export interface AdminOverview {
+  readonly keys: readonly AdminKey[];
+  readonly users: readonly { readonly tenant: string; readonly user: string; readonly conversations: number }[];
+  readonly tenants: readonly {
+    readonly tenant: string;
+    readonly keys: number;
+    readonly conversations: number;
+    readonly pages_in_use: number;
+  }[];
+  readonly server: AdminServer;
+}
+
+export function getAdminOverview(): Promise<AdminOverview> {
+  return call("GET", "v1/admin");
+}
+
 // -- Sign-in. The API key is sent once and never stored: the server answers with an HttpOnly cookie, which the browser
 // sends with REST requests and with the WebSocket handshake.
 
@@ -289,6 +344,7 @@ export interface Identity {
   readonly key_id: string | null;
   readonly tenant: string;
   readonly user: string;
+  readonly is_admin: boolean;
 }
 
 export function signIn(key: string): Promise<Identity> {

@@ -1,8 +1,7 @@
-// State of the server's KV cache: the cached share of each conversation, and the page map.
+// The cached share of each conversation.
 
 import { signal } from "@preact/signals";
 import * as rest from "../api/rest";
-import { type CacheMap, getCacheMap } from "../api/rest";
 
 const REFRESH_MS = 20_000;
 const DEBOUNCE_MS = 600; // several changes arrive at the end of an answer
@@ -59,48 +58,4 @@ export function describeCoverage({ tokens, cached_tokens }: rest.CacheCoverage):
   if (share >= WARM_SHARE) return { level: "warm", text: `Warm: ${counts}` };
   if (share >= COLD_SHARE) return { level: "partly", text: `Partly warm: ${counts}` };
   return { level: "cold", text: `Cold: ${counts}, the next turn computes the rest` };
-}
-
-// -- Page map, polled once a second while it is shown and the tab is visible
-
-const POLL_MS = 1000;
-
-export class KvPageMapPoller {
-  readonly current = signal<CacheMap | null>(null);
-  readonly previousCells = signal<string>(""); // cells of the poll before
-  readonly error = signal<string | null>(null);
-  private timer: ReturnType<typeof setTimeout> | undefined;
-  private isActive = false;
-  private isPolling = false;
-
-  /** Poll until the returned function is called. */
-  start(): () => void {
-    const turn = () => {
-      clearTimeout(this.timer);
-      if (!document.hidden) void this.poll();
-    };
-    this.isActive = true;
-    document.addEventListener("visibilitychange", turn);
-    turn();
-    return () => {
-      this.isActive = false;
-      clearTimeout(this.timer);
-      document.removeEventListener("visibilitychange", turn);
-    };
-  }
-
-  private async poll(): Promise<void> {
-    if (this.isPolling) return;
-    this.isPolling = true;
-    try {
-      const map = await getCacheMap();
-      this.previousCells.value = this.current.peek()?.cells ?? "";
-      this.current.value = map;
-      this.error.value = null;
-    } catch (error) {
-      this.error.value = (error as Error).message;
-    }
-    this.isPolling = false;
-    if (this.isActive && !document.hidden) this.timer = setTimeout(() => void this.poll(), POLL_MS);
-  }
 }

@@ -17,6 +17,7 @@ import { ThreadView } from "./thread/ThreadView";
 import { AlternativesPopover } from "./thread/TokenView";
 
 const Settings = lazy(async () => (await import("./Settings")).Settings);
+const Administration = lazy(async () => (await import("./Administration")).Administration);
 const Find = lazy(async () => (await import("./thread/Find")).Find);
 const SidePanel = lazy(
   async () => (await import("./panels/SidePanel")).SidePanel,
@@ -48,6 +49,7 @@ export function App({ chat }: { chat: Chat }) {
         {sidePanel.value !== null && <SidePanel />}
       </div>
       {panel.value === "shortcuts" && <Shortcuts />}
+      {panel.value === "administration" && <Administration />}
       <AlternativesPopover />
       <FileDrop />
       <Toasts />

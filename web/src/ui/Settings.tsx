@@ -1,8 +1,7 @@
 // The settings panel: system prompt, sampling, defaults for new chats, browser settings, sign-out.
 
 import { useSignal } from "@preact/signals";
-import { useEffect, useRef, useState } from "preact/hooks";
-import { getIdentity, type Identity, signOut } from "../api/rest";
+import { useEffect, useRef } from "preact/hooks";
 import { announce, toast } from "../app/notifications";
 import {
   allPrompts,
@@ -35,6 +34,7 @@ import { MAX_SYSTEM_CHARS } from "../conversations/metadata";
 import { useChat } from "./context";
 import { Close } from "./icons";
 import { panel } from "./navigation";
+import { SignedInSection } from "./SignedIn";
 
 export function Settings() {
   const chat = useChat();
@@ -356,36 +356,5 @@ function PromptForm({ preset, onClose }: { preset: Preset | null; onClose: () =>
         </button>
       </div>
     </form>
-  );
-}
-
-// -- The signed-in user, and signing out
-
-const DIGEST = /^[0-9a-f]{12,}$/; // the tenant of a key without a name is its digest
-
-function signedInName({ tenant, user }: Identity): string {
-  if (user) return `${tenant}/${user}`;
-  return DIGEST.test(tenant) ? `the holder of an API key (${tenant.slice(0, 6)})` : tenant;
-}
-
-function SignedInSection() {
-  const { auth } = useChat();
-  const [identity, setIdentity] = useState<Identity | null>(null);
-  useEffect(() => {
-    getIdentity().then(setIdentity, () => {});
-  }, []);
-  if (identity === null || identity.key_id === null) return null;
-  const leave = () =>
-    signOut().then(
-      () => void auth.leave(),
-      () => toast("Signing out failed: the server is unreachable."),
-    );
-  return (
-    <div class="panel-section">
-      <p class="hint">Signed in as {signedInName(identity)}.</p>
-      <button type="button" class="button" onClick={() => void leave()}>
-        Sign out
-      </button>
-    </div>
   );
 }

@@ -8,7 +8,7 @@ import type { Message } from "../chat/tree";
 
 export const SIDE_PANELS = ["candidates", "beams", "branches", "pages"] as const;
 export type SidePanelName = (typeof SIDE_PANELS)[number];
-type PanelName = SidePanelName | "settings" | "shortcuts" | null;
+type PanelName = SidePanelName | "settings" | "shortcuts" | "administration" | null;
 
 const STORAGE_KEY = "side";
 

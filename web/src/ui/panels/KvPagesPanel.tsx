@@ -1,14 +1,16 @@
 // KV page map: one cell per KV page of the server, updated once a second.
 
 import { useEffect, useMemo } from "preact/hooks";
-import type { CacheMap } from "../../api/rest";
+import { type CacheMap, getCacheMap } from "../../api/rest";
 import { BOX, changedPath, columnsFor, countStates, numDrawn, PAGE_STATES, pagePaths } from "../../draw/pages";
-import { KvPageMapPoller } from "../../server/cacheCoverage";
+import { Poller } from "../../server/poller";
 import { useChat } from "../context";
 import { EmptyPanel } from "../EmptyState";
 
+const POLL_MS = 1000;
+
 export function KvPagesPanel() {
-  const watch = useMemo(() => new KvPageMapPoller(), []);
+  const watch = useMemo(() => new Poller(getCacheMap, POLL_MS), []);
   const loading = ["loading", "unavailable"].includes(useChat().readiness.status.value.phase);
   useEffect(() => (loading ? undefined : watch.start()), [loading]);
   const map = watch.current.value;
@@ -30,7 +32,7 @@ export function KvPagesPanel() {
           The page map is outdated. {failure}
         </p>
       )}
-      <KvPageMap map={map} before={watch.previousCells.value} />
+      <KvPageMap map={map} before={watch.previous.value?.cells ?? ""} />
     </>
   );
 }
