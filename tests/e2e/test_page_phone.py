@@ -166,8 +166,9 @@ def test_new_build_replaces_the_stored_one(site: tuple[str, Path], browser: Any)
     context = browser.new_context()
     page = context.new_page()
     page.goto(url)
-    _until(page, f"{SHELLS}.then(names => names.length === 1)")
+    page.evaluate("navigator.serviceWorker.ready.then(() => true)")  # all files are stored
     before = page.evaluate(SHELLS)
+    assert len(before) == 1
     page.reload()
 
     _new_build(folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Subprotocol
 
+from chatcache.gateway.responses.run import LiveResponse
 from tests.gateway.frames import LONG, Frame, ask, items_of, receive, send, until_end
 from tests.gateway.serving import Server, held, hurry, slowed, wait_until
 from tests.gateway.test_tenants import ONE, TWO, shared
@@ -147,6 +150,27 @@ def test_drop_of_all_candidates_ends_the_response(server: Server, page: ClientCo
     assert end["receipt"]["stop_latency_ms"] > 0
     assert len(end["response"]["output"]) == 4
     assert ask(page, input="Still here")["output"]
+
+
+def test_drop_of_an_ended_candidate_is_answered_while_the_first_drop_is_completed(
+    server: Server, page: ClientConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drop, is_second = LiveResponse.drop, threading.Event()
+
+    async def late(self: LiveResponse, candidate: int) -> Any:
+        receipt = await drop(self, candidate)
+        await asyncio.to_thread(is_second.wait)
+        return receipt
+
+    monkeypatch.setattr(LiveResponse, "drop", late)
+    with slowed(server, 0.01):
+        name = started(page, **LONG, n=3)
+        send(page, "response.drop", response_id=name, candidate=1)
+        until(page, "response.dropped", candidate=1)
+        assert refused(page, response_id=name, candidate=1)[:2] == (404, "candidate")
+        is_second.set()
+        send(page, "response.cancel", response_id=name)
+        until_end(page)
 
 
 def refused(page: ClientConnection, **fields: Any) -> tuple[int, str, str | None]:

@@ -373,9 +373,10 @@ class Connection:
     async def _drop(self, body: Body) -> None:
         fields = parse_fields(body, DropFields)
         run, key = await self._running(fields.response_id), (fields.response_id, fields.candidate)
+        is_last = await run.check_drop(fields.candidate)  # a candidate that has ended is refused, also the second time
         if key in self._dropping:
             return
-        if await run.check_drop(fields.candidate):
+        if is_last:
             self._start_cancel(run)
         else:
             self._dropping[key] = asyncio.create_task(self._drop_candidate(run, *key))
