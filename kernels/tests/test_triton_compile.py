@@ -22,7 +22,6 @@ from chatcache_kernels.triton.variants import Variant
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-ARCHS = [90, 86, 120]
 MAX_VARIANTS = 1  # per kernel, sampled anew in every run; the `long` test compiles all
 
 BROKEN_MODULE = """
@@ -95,9 +94,10 @@ def check(lines: list[dict[str, Any]]) -> None:
     assert len({line["kernel"] for line in lines}) >= 14
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_sampled_variants_compile_within_limits(arch: int, tmp_path: Path) -> None:
+def test_sampled_variants_compile_within_limits(tmp_path: Path) -> None:
+    """On one architecture, another for other seeds."""
     seed = os.environ["CHATCACHE_TEST_SEED"]
+    arch = (90, 86, 120)[int(seed) % 3]
     check(run_aot(arch, tmp_path, "--most", str(MAX_VARIANTS), "--seed", seed))
 
 

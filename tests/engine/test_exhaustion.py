@@ -118,9 +118,9 @@ def test_thirty_random_traces_on_64_pages_finish() -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_random_traces_on_64_pages_finish() -> None:
-    total = check(1000)
-    assert total.num_finished > 2000 and total.num_preemptions > 100 and total.num_refused > 30
+def test_300_random_traces_on_64_pages_finish() -> None:
+    total = check(300)
+    assert total.num_finished > 600 and total.num_preemptions > 30 and total.num_refused > 9
 
 
 @pytest.mark.long
