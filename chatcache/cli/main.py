@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from chatcache import __version__
-from chatcache.cli import bench, chat, db, keys, redis_acl, serve, worker
+from chatcache.cli import bench, chat, db, keys, manifests, redis_acl, serve, worker
 from chatcache.cli.doctor import doctor
 from chatcache.cli.options import EXIT_CONFIG, EXIT_ERROR, RENAMED_OPTIONS, CommandGroup, env
 from chatcache.config import FILE_NAME, read_config_file, settings_by_command, suggest_corrections
@@ -32,6 +32,7 @@ app.command()(chat.chat)
 app.command()(bench.bench)
 app.command()(doctor)
 app.command("redis-acl")(redis_acl.redis_acl)
+app.command()(manifests.manifests)
 app.add_typer(db.app)
 app.add_typer(keys.app)
 

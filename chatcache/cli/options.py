@@ -359,6 +359,15 @@ WorkerName = Annotated[
         show_default=False,
     ),
 ]
+ReadyFile = Annotated[
+    Path | None,
+    _flag(
+        "ready-file",
+        "File that exists while the worker accepts requests, for a readiness probe.",
+        dir_okay=False,
+        show_default=False,
+    ),
+]
 Routing = Annotated[
     Literal["cost", "hash"],
     _flag(

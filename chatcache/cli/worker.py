@@ -14,6 +14,8 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -38,6 +40,7 @@ def worker(
     bus: options.Bus,
     model: options.Model = ENGINE.model,
     worker_name: options.WorkerName = None,
+    ready_file: options.ReadyFile = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     attention_backend: options.AttentionBackend = "auto",
@@ -63,22 +66,34 @@ def worker(
 ) -> None:
     """Run an engine for the `chatcache gateway` processes on a bus. Experimental."""
     engine, server = convert_flags(
-        {name: each for name, each in locals().items() if name not in ("bus", "worker_name")}
+        {name: each for name, each in locals().items() if name not in ("bus", "worker_name", "ready_file")}
     )
     check_model_folder(engine)
     engine = msgspec.structs.replace(engine, served_model_name=served_name(engine))
-    raise typer.Exit(run_worker(engine, server, bus, worker_name or socket.gethostname()))
+    raise typer.Exit(run_worker(engine, server, bus, worker_name or socket.gethostname(), ready_file=ready_file))
 
 
 def run_worker(
-    engine_config: EngineConfig, server_config: ServerConfig, url: str, name: str, build_engine: str = BUILD_ENGINE
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    url: str,
+    name: str,
+    build_engine: str = BUILD_ENGINE,
+    ready_file: Path | None = None,
 ) -> int:
     """Run a worker until a signal or a failure, and return the exit code."""
     logs.configure_logging(server_config.log_level, server_config.log_format, "worker")
-    return asyncio.run(_run(engine_config, server_config, url, name, build_engine))
+    return asyncio.run(_run(engine_config, server_config, url, name, build_engine, ready_file))
 
 
-async def _run(engine_config: EngineConfig, server_config: ServerConfig, url: str, name: str, build_engine: str) -> int:
+async def _run(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    url: str,
+    name: str,
+    build_engine: str,
+    ready_file: Path | None,
+) -> int:
     from chatcache.cluster.worker_host import WorkerHost, numerics_of
     from chatcache.engine_process.process import EngineProcess
 
@@ -105,7 +120,8 @@ async def _run(engine_config: EngineConfig, server_config: ServerConfig, url: st
             host = WorkerHost(engine, url, name, numerics_of(engine, engine_config.deterministic, __version__))
             hosting = asyncio.create_task(host.run())
             print(f"Worker {name} is ready", file=sys.stderr, flush=True)
-            await asyncio.wait((failed, stopped, hosting), return_when=asyncio.FIRST_COMPLETED)
+            with _ready(ready_file):
+                await asyncio.wait((failed, stopped, hosting), return_when=asyncio.FIRST_COMPLETED)
             if stopped.done() and not hosting.done():
                 await _drain(host, server_config.drain_timeout_s)
         status = options.EXIT_OK
@@ -121,6 +137,19 @@ async def _run(engine_config: EngineConfig, server_config: ServerConfig, url: st
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     return status
+
+
+@contextlib.contextmanager
+def _ready(file: Path | None) -> Iterator[None]:
+    """Let the file exist in the block."""
+    if file is None:
+        yield
+        return
+    file.touch()
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
 
 
 async def _drain(host: WorkerHost, timeout_s: float) -> None:

@@ -19,6 +19,7 @@ from tests.gateway.documents import ALL_PAGES, ROOT, command_lines
 GUIDES = [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "kernels/README.md", "loadtest/README.md")]
 # Flags of other programs that the documents show.
 FOREIGN = {
+    "--from-literal",
     *(
         "--profile",
         "--build-arg",
@@ -98,7 +99,7 @@ def _parse(parser: typer.Typer, line: str) -> Result:
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_documented_command_line_parses(parser: typer.Typer, line: str) -> None:
-    result = _parse(parser, line.replace("redis://...", "redis://127.0.0.1:6379/0"))
+    result = _parse(parser, line.replace("redis://...", "redis://127.0.0.1:6379/0").partition(" > ")[0])
     assert result.exit_code == 0, result.output
 
 

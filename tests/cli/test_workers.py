@@ -55,7 +55,8 @@ def stream_all(url: str, during: Any = None) -> dict[int, str]:
 def test_killed_worker_changes_no_answer_and_a_drained_one_ends_with_0(folder: Path, tmp_path: Path) -> None:
     with redis_server(tmp_path / "redis") as redis, contextlib.ExitStack() as stack:
         options = ("--bus", redis.url, "--deterministic", "--attention-backend", "cpu")
-        workers = [Worker(folder, tmp_path, *options, "--worker-name", name) for name in ("a", "b")]
+        names = {name: ("--worker-name", name, "--ready-file", f"ready-{name}") for name in ("a", "b")}
+        workers = [Worker(folder, tmp_path, *options, *more) for more in names.values()]
         for worker in workers:
             stack.callback(worker.stop)
             worker.saw("is ready")
@@ -64,6 +65,7 @@ def test_killed_worker_changes_no_answer_and_a_drained_one_ends_with_0(folder: P
         url = gateway.ready()
         for name in ("a", "b"):
             gateway.saw(rf"worker {name}\.\w+ is connected")
+        assert {path.name for path in tmp_path.glob("ready-*")} == {"ready-a", "ready-b"}
         expected = stream_all(url)
         assert len(expected) == NUM_STREAMS and len(set(expected.values())) == NUM_STREAMS
 
@@ -75,5 +77,6 @@ def test_killed_worker_changes_no_answer_and_a_drained_one_ends_with_0(folder: P
         assert "are resumed by others" in gateway.output
         workers[1].signal(signal.SIGTERM)
         assert workers[1].wait() == 0 and "Draining" in workers[1].output
+        assert not (tmp_path / "ready-b").exists()
         refused = until_status(f"{url}/readyz", 503).json()
         assert refused["status"] != "ready"

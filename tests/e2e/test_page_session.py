@@ -161,9 +161,9 @@ def test_administrator_sees_load_tenants_users_and_keys(keys: Keyed, visitor: Re
 
     share = visitor.page.locator("[data-figure='From cache']")
     before = share.inner_text()
-    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2, "ignore_eos": True}
+    question = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2, "ignore_eos": True}
     for _ in range(3):
-        assert keys.server.request("POST", "/v1/chat/completions", body, headers=keys.ann.bearer)[0] == 200
+        assert keys.server.request("POST", "/v1/chat/completions", question, headers=keys.ann.bearer)[0] == 200
     visitor.page.wait_for_function(
         "([node, before]) => node.textContent !== before", arg=[share.element_handle(), before]
     )
