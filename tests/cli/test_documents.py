@@ -19,16 +19,17 @@ from tests.gateway.documents import ALL_PAGES, ROOT, command_lines
 GUIDES = [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "kernels/README.md", "loadtest/README.md")]
 # Flags of other programs that the documents show.
 FOREIGN = {
-    "--from-literal",
     *(
         "--profile",
+        "--scale",
+        "--from-literal",
         "--build-arg",
         "--aclfile",
         "--appendonly",
         "--appendfsync",
         "--data-binary",
         "--enable-prompt-tokens-details",
-    ),  # docker, redis-server, curl, vLLM
+    ),  # docker, kubectl, redis-server, curl, vLLM
     *(
         "--users",
         "--turns",

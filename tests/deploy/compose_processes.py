@@ -24,7 +24,6 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-PROFILES = ("gpu", "cpu", "monitoring")
 PATIENCE_S = 120.0
 
 
@@ -87,18 +86,19 @@ class LocalServices:
         self._folder = folder
         self._services = services
         self._gentle = gentle
-        self.port, self.redis_port = free_port(), free_port()
+        self.redis_port = free_port()
+        self.ports = {name: free_port() for name in services}  # of the services other than Redis
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
         service = self._services[name]
-        command = [self._translate(str(word), service) for word in self._command(service)]
+        command = [self._translate(str(word), name) for word in self._command(service)]
         port = ("--port", str(self.redis_port)) if command[0] == "redis-server" else ()
         with (self._folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 [*command, *port],
                 cwd=self._volume_folder("cwd"),
-                env=self._environment(service),
+                env=self._environment(name),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -107,9 +107,8 @@ class LocalServices:
 
     def exec(self, name: str, *words: str) -> str:
         """Run `python -m chatcache ...` as `docker compose exec NAME` does; return its output."""
-        service = self._services[name]
-        arguments = [self._translate(word, service) for word in (*dockerfile()["ENTRYPOINT"], *words)]
-        environment, cwd = self._environment(service), self._volume_folder("cwd")
+        arguments = [self._translate(word, name) for word in (*dockerfile()["ENTRYPOINT"], *words)]
+        environment, cwd = self._environment(name), self._volume_folder("cwd")
         done = subprocess.run(
             arguments, env=environment, cwd=cwd, capture_output=True, text=True, timeout=120, check=False
         )
@@ -128,9 +127,8 @@ class LocalServices:
         """Run the service's own healthcheck."""
         kind, *words = self._services[name]["healthcheck"]["test"]
         command = ["sh", "-c", *words] if kind == "CMD-SHELL" else words
-        service = self._services[name]
-        arguments = [self._translate(word, service) for word in command]
-        done = subprocess.run(arguments, env=self._environment(service), capture_output=True, timeout=60, check=False)
+        arguments = [self._translate(word, name) for word in command]
+        done = subprocess.run(arguments, env=self._environment(name), capture_output=True, timeout=60, check=False)
         return done.returncode == 0
 
     def wait_healthy(self, name: str) -> None:
@@ -167,11 +165,12 @@ class LocalServices:
 
     def _command(self, service: Mapping[str, Any]) -> Sequence[str]:
         if "build" not in service:
-            return [str(word) for word in service["command"]]
+            return [str(word) for word in (*(service.get("entrypoint") or ()), *service["command"])]
         image = dockerfile()
         return [*image["ENTRYPOINT"], *(service.get("command") or image["CMD"])]
 
-    def _environment(self, service: Mapping[str, Any]) -> dict[str, str]:
+    def _environment(self, service_name: str) -> dict[str, str]:
+        service = self._services[service_name]
         given = {name: str(value) for name, value in (service.get("environment") or {}).items() if value is not None}
         image = dockerfile()["ENV"] if "build" in service else {}
         system = {
@@ -179,16 +178,21 @@ class LocalServices:
             "HOME": str(self._volume_folder("home")),
             "TMPDIR": str(self._volume_folder("tmp")),
         }
-        ours = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CHATCACHE_PORT": str(self.port)}
-        translated = {name: self._translate(value, service) for name, value in {**image, **given}.items()}
+        ours = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CHATCACHE_PORT": str(self.ports[service_name])}
+        translated = {name: self._translate(value, service_name) for name, value in {**image, **given}.items()}
         return {**system, **translated, **ours, **self._gentle}
 
-    def _translate(self, text: str, service: Mapping[str, Any]) -> str:
-        """Replace volumes by local folders, and `redis` and the published port by loopback ports."""
-        for volume in service.get("volumes") or ():
-            name, path, *_ = str(volume).split(":")
-            text = re.sub(rf"(?<![\w/]){path}(?![\w])", str(self._volume_folder(name)), text)
-        text = text.replace("redis:6379", f"127.0.0.1:{self.redis_port}").replace(":8000", f":{self.port}")
+    def _translate(self, text: str, service_name: str) -> str:
+        """Replace volumes and /tmp by local folders, and the hosts and ports of the services by loopback ports."""
+        volumes = [str(volume).split(":") for volume in self._services[service_name].get("volumes") or ()]
+        folders = {path: str(self._volume_folder(name)) for name, path, *_ in volumes}
+        folders["/tmp"] = str(self._volume_folder(f"tmp-{service_name}"))
+        text = re.sub(rf"(?<![\w/])({'|'.join(folders)})(?!\w)", lambda found: folders[found[1]], text)
+        for name, port in self.ports.items():
+            text = text.replace(f"{name}:8000", f"127.0.0.1:{port}")
+        own_port = self.ports[service_name]
+        text = text.replace("redis:6379", f"127.0.0.1:{self.redis_port}").replace(":8000", f":{own_port}")
+        text = text.replace("listen 8080", f"listen 127.0.0.1:{own_port}")
         text = text.replace("redis-cli ", f"redis-cli -p {self.redis_port} ").replace("$$", "$")
         return sys.executable if text == "python" else text
 

@@ -18,7 +18,7 @@ SERVED = ("chatcache", "chatcache-cpu")
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, Any]:
-    return resolved("gpu", "cpu", "monitoring")
+    return resolved("gpu", "cpu", "scale", "monitoring")
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,7 @@ def services() -> dict[str, Any]:
     [
         (("gpu",), {"chatcache", "redis", "redis-acl"}),
         (("cpu",), {"chatcache-cpu", "redis", "redis-acl"}),
+        (("scale",), {"gateway-1", "gateway-2", "worker", "proxy", "redis", "redis-acl"}),
         (("monitoring",), {"prometheus", "grafana"}),
         (("gpu", "monitoring"), {"chatcache", "redis", "redis-acl", "prometheus", "grafana"}),
     ],
@@ -71,7 +72,8 @@ def test_only_the_service_with_a_gpu_gets_the_image_with_cuda(services: dict[str
     built = {name: service for name, service in services.items() if "build" in service}
     indexes = {name: service["build"].get("args", {}).get("TORCH_INDEX", "") for name, service in built.items()}
     cpu = "https://download.pytorch.org/whl/cpu"
-    assert indexes == {"chatcache": "", "chatcache-cpu": cpu, "redis-acl": cpu}
+    without = ("chatcache-cpu", "redis-acl", "gateway-1", "gateway-2", "worker")
+    assert indexes == {"chatcache": "", **dict.fromkeys(without, cpu)}
     assert all(service["image"].endswith("-cpu") is (indexes[name] == cpu) for name, service in built.items())
 
 
@@ -83,7 +85,7 @@ def test_every_service_is_restricted(services: dict[str, Any]) -> None:
         assert service["read_only"] is (name != "grafana")
         assert ":" in str(service.get("image", "")).rpartition("/")[2], f"{name}'s image has no version"
         if "build" not in service:
-            assert name in ("prometheus", "grafana") or service["user"].startswith("redis:")
+            assert name in ("prometheus", "grafana") or service["user"] in ("redis:10001", "101")
     assert dockerfile()["USER"] == "chatcache"
 
 
@@ -96,6 +98,20 @@ def test_redis_is_reachable_by_these_services_only_and_persists(services: dict[s
     assert settings["--maxmemory-policy"] == "noeviction" and settings["--aclfile"] == "/secret/users.acl"
     assert redis["depends_on"]["redis-acl"]["condition"] == "service_completed_successfully"
     assert all(str(volume).endswith(":ro") for volume in redis["volumes"] if "secret" in str(volume))
+
+
+def test_scaled_services_share_one_redis_and_only_the_proxy_is_published(services: dict[str, Any]) -> None:
+    assert [name for name in ("proxy", "gateway-1", "gateway-2", "worker") if services[name].get("ports")] == ["proxy"]
+    assert all(str(port).startswith("127.0.0.1:") for port in services["proxy"]["ports"])
+    empty = resolved("scale", CHATCACHE_REDIS="")  # two gateways cannot share the SQLite file
+    urls = {
+        empty[name]["environment"][f"CHATCACHE_{role}"]
+        for name in ("gateway-1", "gateway-2")
+        for role in ("REDIS", "BUS")
+    }
+    assert urls == {"redis://chatcache@redis:6379/0?password_file=/secret/password"}
+    assert {empty["worker"]["environment"]["CHATCACHE_BUS"]} == urls
+    assert services["gateway-1"] == services["gateway-2"]
 
 
 def test_host_name_of_a_proxy_is_accepted_in_addition() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 import httpx
 import pytest
 import redis
+from openai import OpenAI
+from websockets.sync.client import connect
 
 from chatcache.transfer.archive import check_archive
 from tests.deploy.compose_processes import LocalServices, resolved
@@ -49,7 +53,7 @@ def test_services_work_together_and_survive_a_kill(services_running: LocalServic
     assert not services_running.is_healthy(SERVER)  # negative control: not started yet
     services_running.start(SERVER)
     services_running.wait_healthy(SERVER)
-    url = f"http://127.0.0.1:{services_running.port}/v1"
+    url = f"http://127.0.0.1:{services_running.ports[SERVER]}/v1"
     with httpx.Client(timeout=120) as client:
         turn = client.post(
             f"{url}/responses", json={"input": "Hello!", "max_output_tokens": 8, "temperature": 0}
@@ -122,3 +126,66 @@ def test_shipped_redis_user_has_the_needed_permissions_only(services_running: Lo
         with pytest.raises((redis.AuthenticationError, redis.ResponseError)):
             stranger.ping()
         stranger.close()
+
+
+@pytest.fixture
+def scaled_running(tmp_path: Path) -> Iterator[LocalServices]:
+    redis_binary()
+    if shutil.which("nginx") is None:
+        pytest.skip("needs nginx: apt-get install nginx-light")
+    with LocalServices(tmp_path, resolved("scale"), GENTLE) as services:
+        yield services
+
+
+def test_scaled_services_answer_through_the_proxy_and_survive_a_killed_gateway(scaled_running: LocalServices) -> None:
+    services = scaled_running
+    services.run("redis-acl")
+    services.start("redis")
+    services.wait_healthy("redis")
+    for name in ("worker", "gateway-1", "gateway-2"):
+        services.start(name)
+    for name in ("worker", "gateway-1", "gateway-2"):
+        services.wait_healthy(name)
+    services.start("proxy")
+    address = f"127.0.0.1:{services.ports['proxy']}"
+    services.wait(lambda: _status(f"http://{address}/readyz") == 200, "proxy")
+
+    with OpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0) as client:
+        turns = [client.responses.create(model="chatcache-builtin", input="My name is Ada.", temperature=0)]
+        for _ in range(5):  # whichever gateway each of them reaches
+            turns.append(
+                client.responses.create(
+                    model="chatcache-builtin",
+                    input="What is my name?",
+                    temperature=0,
+                    previous_response_id=turns[-1].id,
+                )
+            )
+        assert all("Ada" in turn.output_text for turn in turns[1:])
+        usage = turns[-1].usage
+        assert usage is not None and usage.input_tokens_details.cached_tokens > 0
+
+        arguments = {"extra_body": {"ignore_eos": True}, "max_output_tokens": 1000}
+        with client.responses.create(model="chatcache-builtin", input="Hi", stream=True, **arguments) as events:  # type: ignore[call-overload]
+            running = next(event.response.id for event in events if event.type == "response.created")
+            next(event for event in events if event.type == "response.output_text.delta")
+            assert client.responses.cancel(running).status == "cancelled"  # a proxy that buffers has no text so early
+
+    with connect(f"ws://{address}/v1/responses", subprotocols=["chatcache.v1"]) as socket:  # type: ignore[list-item]
+        assert json.loads(socket.recv(timeout=60))["type"] == "session.created"
+        socket.send(json.dumps({"type": "response.create", "input": "Hello", "max_output_tokens": 8}))
+        while json.loads(socket.recv(timeout=60))["type"] not in ("response.completed", "response.incomplete"):
+            pass
+
+    services.kill("gateway-1")
+    for _ in range(6):
+        assert _status(f"http://{address}/v1/models") == 200
+    assert services.stop("proxy") == 0 and services.stop("worker") == 0
+    assert services.names("home") == services.names("cwd") == set()
+
+
+def _status(url: str) -> int:
+    try:
+        return httpx.get(url, timeout=60).status_code
+    except httpx.TransportError:
+        return 0
