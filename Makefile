@@ -16,12 +16,13 @@ SIZE   := $(if $(GPU),about 3 GB to download and 8 GB on disk,about 350 MB to do
 TORCH  := $(shell sed -n 's/^ *"\(torch[<>=].*\)",$$/\1/p' pyproject.toml)
 TORCH_INDEX ?= $(if $(GPU),,$(if $(filter Linux,$(shell uname -s)),https://download.pytorch.org/whl/cpu))
 
-.PHONY: help install serve test test-all pytest clients lint format bench web web-test gpu-check loadtest studies lock audit clean
+.PHONY: help install serve test test-all pytest clients client-packages lint format bench web web-test gpu-check loadtest studies lock audit clean
 
 help:
 	@echo "make serve      install, then chat page + API with the demo model on http://127.0.0.1:8000"
 	@echo "make test       install with test extras, then lint, types and the default test tier (minutes)"
 	@echo "make test-all   the second tier, too: process kills, soak, fuzz, every client"
+	@echo "make clients    the tests with official clients and coding agents alone"
 	@echo "make bench      decode and prefill speed next to the limits of this machine"
 	@echo "make loadtest   16 users x 5 turns against a running server"
 	@echo "make studies    the figures of the vLLM paper, simulated and measured (20 minutes; ARGS=--quick: 2)"
@@ -97,7 +98,7 @@ test: $(VENV)/.installed-test
 
 # Both tiers. The second one: process kills, soak and fuzz tests, full-size kernels in the interpreter, every client.
 test-all: test
-	@$(MAKE) --no-print-directory clients
+	@$(MAKE) --no-print-directory client-packages
 	$(PYTEST) --tier slow $(ARGS)
 
 # Some container images forbid Python to write bytecode; every process of the tests would compile all modules again.
@@ -111,7 +112,11 @@ pytest: $(VENV)/.installed-test web
 # Codex, opencode and Claude Code are programs of 200 to 400 MB each. `npm ci` refuses a lock file without the packages of other platforms,
 # which a registry may lack.
 NODE_CLIENTS := $(addprefix tests/contracts/,node codex opencode claude)
-clients: $(NODE_CLIENTS:=/node_modules/.installed) $(VENV)/litellm/.installed $(VENV)/frameworks/.installed
+client-packages: $(NODE_CLIENTS:=/node_modules/.installed) $(VENV)/litellm/.installed $(VENV)/frameworks/.installed
+
+# The contract tests alone: official clients, frameworks, and Codex, Claude Code and opencode, each with a scripted model.
+clients: $(VENV)/.installed-test client-packages
+	$(PYTEST) --tier all tests/contracts $(ARGS)
 
 $(NODE_CLIENTS:=/node_modules/.installed): %/node_modules/.installed: %/package-lock.json | $(VENV)/.node
 	cd $* && PATH="$$PATH:$(CURDIR)/$(BIN)" && npm $(if $(filter %/opencode,$*),install --no-save,ci) --no-audit --no-fund --loglevel=error
