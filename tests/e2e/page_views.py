@@ -105,6 +105,11 @@ def _inside(chat: RecordedPage) -> None:
     chat.page.locator(".token").nth(2).click()
 
 
+def _settings(chat: RecordedPage) -> None:
+    _press("Control+,")(chat)
+    chat.page.click("text=More parameters")
+
+
 def _administration(chat: RecordedPage) -> None:
     _press("Escape", "Control+,")(chat)
     chat.page.click("button:text('Administration')")
@@ -133,7 +138,7 @@ VIEWS: tuple[View, ...] = (
     View("branches panel", _press("Alt+Shift+3"), "#tab-branches[aria-selected=true]"),
     View("pages panel", _press("Alt+Shift+4"), "#tab-pages[aria-selected=true]"),
     View("beam tree", _search, ".beam-row >> nth=3"),
-    View("settings", _press("Control+,"), "aside[aria-label=Settings]"),
+    View("settings", _settings, "aside[aria-label=Settings]"),
     View("shortcuts", _press("Escape", "Control+/"), "dialog[open]"),
     View("administration", _administration, ".admin-table"),
     View("everything", _everything, ".katex >> nth=1"),

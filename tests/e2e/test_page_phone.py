@@ -63,6 +63,7 @@ def test_touch_targets_are_at_least_44_px(width: int, open_page: Any) -> None:
     chat.page.tap("[aria-label='Close the panel']")
     chat.page.tap("[aria-label=Settings]")
     chat.page.wait_for_selector("aside[aria-label=Settings]")
+    chat.page.tap("text=More parameters")
     found["settings"] = chat.page.evaluate(SMALL)
     chat.page.tap("button:text('Administration')")
     chat.page.wait_for_selector(".admin-table")

@@ -71,6 +71,40 @@ def test_settings_belong_to_their_conversation(chat: RecordedPage) -> None:
     )
 
 
+def test_further_parameters_are_sent_stored_and_checked(chat: RecordedPage) -> None:
+    frames = record(chat)
+    chat.page.keyboard.press("Control+,")
+    chat.page.click("text=More parameters")
+    for wrong in ("many", "0", "1001", "-1", "1.5"):
+        chat.page.get_by_label("Top-k").fill(wrong)
+        chat.page.get_by_label("Top-k").press("Tab")
+        chat.page.wait_for_selector("text=Top-k is a whole number from 1 to 1,000, or empty.")
+    chat.page.get_by_label("Top-k").fill("40")
+    chat.page.get_by_label("Top-k").press("Tab")
+    chat.page.wait_for_selector("text=Top-k is a whole number", state="detached")
+    for label, value in (("Min-p", "0.05"), ("Presence", "0.5"), ("Frequency", "-0.5"), ("Repetition", "1.1")):
+        slide(chat, label, value)
+    chat.page.get_by_label("Texts that end an answer").fill("END\n\nSTOP\nEND")
+    chat.ask("Hello")
+    expected = {
+        "top_k": 40,
+        "min_p": 0.05,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.1,
+        "stop": ["END", "STOP"],
+    }
+    assert {name: sent(chat, frames).get(name) for name in expected} == expected
+    chat.reload()
+    chat.page.wait_for_selector(".answer")
+    chat.ask("And now?")
+    assert {name: sent(chat, frames).get(name) for name in expected} == expected
+    chat.page.keyboard.press("Control+,")
+    chat.page.click("text=More parameters")
+    chat.page.get_by_label("Texts that end an answer").fill("\n".join(f"stop {at}" for at in range(17)))
+    chat.page.wait_for_selector("text=Only the first 16 of these texts are used.")
+
+
 def test_new_chats_start_with_the_chosen_defaults(chat: RecordedPage) -> None:
     frames = record(chat)
     chat.page.keyboard.press("Control+,")

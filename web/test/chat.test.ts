@@ -1,6 +1,7 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { autoTitle, DEFAULT_SAMPLING, sampling, systemPrompt } from "../src/app/settings";
 import { Chat } from "../src/chat/chat";
+import { requestFields } from "../src/chat/request";
 import { type Call, FakeSocket, fakeNetwork } from "./fakes";
 
 let calls: Call[];
@@ -194,6 +195,23 @@ describe("Chat", () => {
     chat.send("One");
     expect(sent()).toMatchObject({ beam_width: 4, n: 4 });
     expect(sent()).not.toHaveProperty("temperature");
+  });
+
+  it("sends the parameters that differ from the defaults, with beams those that apply to them", () => {
+    const penalties = {
+      presencePenalty: 0.5,
+      frequencyPenalty: -0.5,
+      repetitionPenalty: 1.1,
+      stop: "END\n\nEND\nstop",
+    };
+    const fields = { presence_penalty: 0.5, frequency_penalty: -0.5, repetition_penalty: 1.1, stop: ["END", "stop"] };
+    expect(requestFields(DEFAULT_SAMPLING)).toEqual({ temperature: 0.8, top_p: 0.95 });
+    const changed = { ...DEFAULT_SAMPLING, ...penalties, topK: 40, minP: 0.05 };
+    expect(requestFields(changed)).toEqual({ temperature: 0.8, top_p: 0.95, top_k: 40, min_p: 0.05, ...fields });
+    const beams = { n: 4, beam_width: 4, stream_beams: true };
+    expect(requestFields({ ...changed, search: "beam", n: 4 })).toEqual({ ...beams, ...fields });
+    const lines = Array.from({ length: 20 }, (_, at) => `line ${at}`).join("\n");
+    expect(requestFields({ ...DEFAULT_SAMPLING, stop: lines }).stop).toHaveLength(16);
   });
 
   it("sends the system prompt with every turn and stores it with the conversation", async () => {

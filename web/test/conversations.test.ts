@@ -72,6 +72,27 @@ describe("metadata", () => {
     ).toBe("");
   });
 
+  it("round-trips the longest sampling settings over several values", () => {
+    const sampling = {
+      ...DEFAULT_SAMPLING,
+      search: "beam" as const,
+      temperature: 1.35,
+      topK: 1000,
+      minP: 0.35,
+      presencePenalty: -1.35,
+      frequencyPenalty: -1.35,
+      repetitionPenalty: 1.35,
+      maxTokens: 2 ** 31,
+      seed: Number.MAX_SAFE_INTEGER,
+      stop: '"\n'.repeat(80),
+      replyStart: '"\n'.repeat(80),
+    };
+    const metadata = withSettings({ sampling_2: "old" }, { system: "", sampling });
+    expect(readSettings(metadata).sampling).toEqual(sampling);
+    expect(Object.values(metadata).every((value) => value.length <= 512)).toBe(true);
+    expect(withSettings(metadata, { system: "", sampling: null })).toEqual({});
+  });
+
   it("round-trips sampling and replaces invalid values by defaults", () => {
     const sampling = { ...DEFAULT_SAMPLING, n: 3, temperature: 0.35, seed: 7 };
     expect(readSettings(withSettings({}, { system: "", sampling })).sampling).toEqual(sampling);

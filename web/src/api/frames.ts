@@ -182,6 +182,12 @@ export interface CreateFrame extends Continuation {
   readonly stream_beams?: boolean;
   readonly temperature?: number;
   readonly top_p?: number;
+  readonly top_k?: number;
+  readonly min_p?: number;
+  readonly presence_penalty?: number;
+  readonly frequency_penalty?: number;
+  readonly repetition_penalty?: number;
+  readonly stop?: readonly string[];
   readonly max_output_tokens?: number;
   readonly seed?: number;
 }

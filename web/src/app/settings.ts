@@ -12,18 +12,33 @@ export interface Sampling {
   readonly n: number; // number of candidates, or of beams
   readonly temperature: number;
   readonly topP: number;
+  readonly topK: number; // 0: all tokens
+  readonly minP: number;
+  readonly presencePenalty: number;
+  readonly frequencyPenalty: number;
+  readonly repetitionPenalty: number; // 1: none
+  readonly stop: string; // texts that end an answer, one per line
   readonly maxTokens: number; // 0: limited by the context only
   readonly seed: number | null;
   readonly replyStart: string; // every answer begins with this text
 }
 
 export const MAX_N = 8;
-export const MAX_REPLY_START = 160; // a value of the metadata holds all of these settings in 512 characters
+export const MAX_REPLY_START = 160;
+export const MAX_STOP_CHARS = 160;
+export const MAX_STOPS = 16; // of the server
+export const MAX_TOP_K = 1000;
 export const DEFAULT_SAMPLING: Sampling = {
   search: "sample",
   n: 1,
   temperature: 0.8,
   topP: 0.95,
+  topK: 0,
+  minP: 0,
+  presencePenalty: 0,
+  frequencyPenalty: 0,
+  repetitionPenalty: 1,
+  stop: "",
   maxTokens: 0,
   seed: null,
   replyStart: "",
@@ -88,6 +103,11 @@ export function persistSettings(): void {
   });
 }
 
+/** Return the texts that end an answer. */
+export function stopTexts({ stop }: Sampling): readonly string[] {
+  return [...new Set(stop.split("\n").filter((line) => line !== ""))];
+}
+
 /** Validate stored settings, which another client may have written; invalid values become the default. */
 export function parseSampling(value: unknown): Sampling {
   const given = (typeof value === "object" && value !== null ? value : {}) as Partial<Record<keyof Sampling, unknown>>;
@@ -101,6 +121,12 @@ export function parseSampling(value: unknown): Sampling {
     n: Math.round(number("n", 1, MAX_N)),
     temperature: number("temperature", 0, 2),
     topP: number("topP", 0.01, 1),
+    topK: Math.round(number("topK", 0, MAX_TOP_K)),
+    minP: number("minP", 0, 1),
+    presencePenalty: number("presencePenalty", -2, 2),
+    frequencyPenalty: number("frequencyPenalty", -2, 2),
+    repetitionPenalty: number("repetitionPenalty", 0.5, 2),
+    stop: typeof given.stop === "string" ? given.stop.slice(0, MAX_STOP_CHARS) : "",
     maxTokens: Math.round(number("maxTokens", 0, 2 ** 31)),
     seed: typeof given.seed === "number" && Number.isSafeInteger(given.seed) ? Math.max(0, given.seed) : null,
     replyStart: typeof given.replyStart === "string" ? given.replyStart.slice(0, MAX_REPLY_START) : "",

@@ -1,6 +1,6 @@
 // Fields of a request: where in the message tree it continues, and its sampling parameters.
 import type { Continuation, CreateFrame } from "../api/frames";
-import type { Sampling } from "../app/settings";
+import { DEFAULT_SAMPLING, MAX_STOPS, type Sampling, stopTexts } from "../app/settings";
 import type { Thread } from "./thread";
 import type { Message } from "./tree";
 import type { ForkStart } from "./turn";
@@ -44,19 +44,46 @@ function nearestStored(thread: Thread, key: string | null): string | null {
 
 type Fields = Pick<
   CreateFrame,
-  "n" | "beam_width" | "stream_beams" | "temperature" | "top_p" | "max_output_tokens" | "seed"
+  | "n"
+  | "beam_width"
+  | "stream_beams"
+  | "temperature"
+  | "top_p"
+  | "top_k"
+  | "min_p"
+  | "presence_penalty"
+  | "frequency_penalty"
+  | "repetition_penalty"
+  | "stop"
+  | "max_output_tokens"
+  | "seed"
 >;
+
+/** Penalties and stop texts that differ from the defaults, in the words of the API. */
+function changedFields(settings: Sampling): Fields {
+  const { presencePenalty, frequencyPenalty, repetitionPenalty } = settings;
+  const stop = stopTexts(settings).slice(0, MAX_STOPS);
+  return {
+    ...(presencePenalty !== DEFAULT_SAMPLING.presencePenalty ? { presence_penalty: presencePenalty } : {}),
+    ...(frequencyPenalty !== DEFAULT_SAMPLING.frequencyPenalty ? { frequency_penalty: frequencyPenalty } : {}),
+    ...(repetitionPenalty !== DEFAULT_SAMPLING.repetitionPenalty ? { repetition_penalty: repetitionPenalty } : {}),
+    ...(stop.length > 0 ? { stop } : {}),
+  };
+}
 
 export function requestFields(settings: Sampling): Fields {
   const common: Fields = {
     ...(settings.n > 1 ? { n: settings.n } : {}),
     ...(settings.maxTokens > 0 ? { max_output_tokens: settings.maxTokens } : {}),
+    ...changedFields(settings),
   };
   if (settings.search === "beam") return { ...common, beam_width: Math.max(2, settings.n), stream_beams: true };
   return {
     ...common,
     temperature: settings.temperature,
     top_p: settings.topP,
+    ...(settings.topK > 0 ? { top_k: settings.topK } : {}),
+    ...(settings.minP > 0 ? { min_p: settings.minP } : {}),
     ...(settings.seed !== null ? { seed: settings.seed } : {}),
   };
 }

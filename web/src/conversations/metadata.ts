@@ -1,5 +1,5 @@
 // The metadata that the page stores in a conversation: system prompt, sampling, pinned flag. A value holds at most
-// 512 characters, so a longer prompt is split over several keys. Keys of other clients are kept.
+// 512 characters, so a longer text is split over several keys. Keys of other clients are kept.
 
 import { batch } from "@preact/signals";
 import type { WireConversation } from "../api/frames";
@@ -24,28 +24,37 @@ interface ConversationSettings {
 
 const VALUE_CHARS = 512;
 const SYSTEM_PARTS = 8;
+const SAMPLING_PARTS = 2;
 export const MAX_SYSTEM_CHARS = VALUE_CHARS * SYSTEM_PARTS;
 
-const systemKey = (part: number) => (part === 0 ? "system" : `system_${part + 1}`);
+const keyOf = (name: string, part: number) => (part === 0 ? name : `${name}_${part + 1}`);
+
+function readText(metadata: Metadata | null | undefined, name: string, parts: number): string {
+  let text = "";
+  for (let part = 0; part < parts; part++) text += metadata?.[keyOf(name, part)] ?? "";
+  return text;
+}
+
+/** Replace a text; one that is too long for its parts is left out. */
+function writeText(metadata: Record<string, string>, name: string, parts: number, text: string): void {
+  const chars = [...text]; // by code points, so that no surrogate pair is split
+  for (let part = 0; part < parts; part++) {
+    delete metadata[keyOf(name, part)];
+    const piece = chars.slice(part * VALUE_CHARS, (part + 1) * VALUE_CHARS).join("");
+    if (piece !== "" && chars.length <= parts * VALUE_CHARS) metadata[keyOf(name, part)] = piece;
+  }
+}
 
 export function readSettings(metadata: Metadata | null | undefined): ConversationSettings {
-  let system = "";
-  for (let part = 0; part < SYSTEM_PARTS; part++) system += metadata?.[systemKey(part)] ?? "";
-  return { system, sampling: readSampling(metadata?.sampling) };
+  const system = readText(metadata, "system", SYSTEM_PARTS);
+  return { system, sampling: readSampling(readText(metadata, "sampling", SAMPLING_PARTS)) };
 }
 
 /** Return the metadata with these settings; a prompt over the limit is left out. */
 export function withSettings(metadata: Metadata | null | undefined, settings: ConversationSettings): Metadata {
   const next: Record<string, string> = { ...metadata };
-  for (let part = 0; part < SYSTEM_PARTS; part++) delete next[systemKey(part)];
-  delete next.sampling;
-  const chars = [...settings.system]; // by code points, so that no surrogate pair is split
-  if (chars.length <= MAX_SYSTEM_CHARS) {
-    for (let part = 0; part * VALUE_CHARS < chars.length; part++) {
-      next[systemKey(part)] = chars.slice(part * VALUE_CHARS, (part + 1) * VALUE_CHARS).join("");
-    }
-  }
-  if (settings.sampling) next.sampling = JSON.stringify(settings.sampling);
+  writeText(next, "system", SYSTEM_PARTS, settings.system);
+  writeText(next, "sampling", SAMPLING_PARTS, settings.sampling ? JSON.stringify(settings.sampling) : "");
   return next;
 }
 
@@ -65,8 +74,8 @@ export function sameMetadata(a: Metadata | null | undefined, b: Metadata | null 
 }
 
 /** Read sampling settings, which another client may have written. */
-function readSampling(text: string | undefined): Sampling | null {
-  if (text === undefined) return null;
+function readSampling(text: string): Sampling | null {
+  if (text === "") return null;
   try {
     return parseSampling(JSON.parse(text));
   } catch {

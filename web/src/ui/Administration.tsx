@@ -6,7 +6,7 @@ import { type AdminKey, type AdminOverview, getAdminOverview } from "../api/rest
 import { formatDuration, formatShare } from "../app/format";
 import { Poller } from "../server/poller";
 import { Close } from "./icons";
-import { panel } from "./navigation";
+import { closePanel } from "./navigation";
 import "../styles/administration.css";
 
 const POLL_MS = 3000;
@@ -27,7 +27,12 @@ export function Administration() {
   }, []);
   const { current, previous, error } = overview;
   return (
-    <dialog class="dialog administration" ref={dialog} aria-label="Administration" onClose={() => (panel.value = null)}>
+    <dialog
+      class="dialog administration"
+      ref={dialog}
+      aria-label="Administration"
+      onClose={() => closePanel("administration")}
+    >
       <header class="panel-head">
         <h2>Administration</h2>
         <button

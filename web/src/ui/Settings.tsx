@@ -19,13 +19,10 @@ import {
   DEFAULT_SAMPLING,
   defaultSampling,
   defaultSystem,
-  MAX_N,
-  MAX_REPLY_START,
   makeDefaults,
   prefillWhileTyping,
   sameSampling,
   sampling,
-  setSampling,
   shouldAutoTitle,
   showStats,
   systemPrompt,
@@ -34,14 +31,13 @@ import { MAX_SYSTEM_CHARS } from "../conversations/metadata";
 import { useChat } from "./context";
 import { Close } from "./icons";
 import { panel } from "./navigation";
+import { SamplingSettings } from "./SamplingSettings";
 import { SignedInSection } from "./SignedIn";
 
 export function Settings() {
   const chat = useChat();
   const root = useRef<HTMLElement>(null);
   useEffect(() => root.current?.querySelector<HTMLElement>("button")?.focus(), []);
-  const settings = sampling.value;
-  const beams = settings.search === "beam";
   return (
     <aside class="panel" aria-label="Settings" ref={root}>
       <header class="panel-head">
@@ -51,79 +47,7 @@ export function Settings() {
         </button>
       </header>
       <SystemPrompts />
-      <fieldset class="field">
-        <legend>Search</legend>
-        <div class="segments">
-          <button type="button" aria-pressed={!beams} onClick={() => setSampling({ search: "sample" })}>
-            Sample
-          </button>
-          <button
-            type="button"
-            aria-pressed={beams}
-            onClick={() => setSampling({ search: "beam", n: Math.max(2, settings.n) })}
-          >
-            Beam search
-          </button>
-        </div>
-        <p class="hint">
-          {beams
-            ? "Keeps the most likely texts at each step and returns the best."
-            : "Samples each token from the model's distribution."}
-        </p>
-      </fieldset>
-      <Slider
-        label={beams ? "Beams" : "Answers"}
-        min={beams ? 2 : 1}
-        max={MAX_N}
-        step={1}
-        value={settings.n}
-        onValue={(n) => setSampling({ n })}
-      />
-      {!beams && (
-        <>
-          <Slider
-            label="Temperature"
-            min={0}
-            max={2}
-            step={0.05}
-            value={settings.temperature}
-            onValue={(temperature) => setSampling({ temperature })}
-          />
-          <Slider
-            label="Top-p"
-            min={0.05}
-            max={1}
-            step={0.05}
-            value={settings.topP}
-            onValue={(topP) => setSampling({ topP })}
-          />
-        </>
-      )}
-      <NumberField
-        label="Max output tokens"
-        placeholder="limited by the context"
-        value={settings.maxTokens || null}
-        onValue={(value) => setSampling({ maxTokens: value ?? 0 })}
-      />
-      {!beams && (
-        <NumberField
-          label="Seed"
-          placeholder="random"
-          value={settings.seed}
-          onValue={(seed) => setSampling({ seed })}
-        />
-      )}
-      <label class="field">
-        <span>Answers begin with</span>
-        <textarea
-          rows={2}
-          maxLength={MAX_REPLY_START}
-          dir="auto"
-          placeholder="nothing"
-          value={settings.replyStart}
-          onInput={(event) => setSampling({ replyStart: event.currentTarget.value })}
-        />
-      </label>
+      <SamplingSettings />
       <DefaultsSection />
       <h3 class="panel-section-title">This browser</h3>
       <label class="check">
@@ -183,56 +107,6 @@ function DefaultsSection() {
         Reset sampling
       </button>
     </div>
-  );
-}
-
-interface SliderProps {
-  readonly label: string;
-  readonly min: number;
-  readonly max: number;
-  readonly step: number;
-  readonly value: number;
-  readonly onValue: (value: number) => void;
-}
-
-function Slider({ label, min, max, step, value, onValue }: SliderProps) {
-  return (
-    <label class="field slider">
-      <span class="field-label">
-        {label} <output>{step < 1 ? value.toFixed(2) : value}</output>
-      </span>
-      <input
-        type="range"
-        min={min}
-        max={max}
-        step={step}
-        value={value}
-        onInput={(event) => onValue(event.currentTarget.valueAsNumber)}
-      />
-    </label>
-  );
-}
-
-interface NumberProps {
-  readonly label: string;
-  readonly placeholder: string;
-  readonly value: number | null;
-  readonly onValue: (value: number | null) => void;
-}
-
-function NumberField({ label, placeholder, value, onValue }: NumberProps) {
-  const read = (text: string) => onValue(/^\d+$/.test(text.trim()) ? Number(text) : null);
-  return (
-    <label class="field">
-      <span class="field-label">{label}</span>
-      <input
-        type="text"
-        inputMode="numeric"
-        placeholder={placeholder}
-        value={value ?? ""}
-        onChange={(event) => read(event.currentTarget.value)}
-      />
-    </label>
   );
 }
 

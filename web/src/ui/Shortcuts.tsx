@@ -5,6 +5,7 @@ import type { Chat } from "../chat/chat";
 import type { Turn } from "../chat/turn";
 import { Close } from "./icons";
 import {
+  closePanel,
   findOpen,
   focusComposer,
   isNarrow,
@@ -205,9 +206,8 @@ export function Shortcuts() {
   useEffect(() => {
     dialog.current?.showModal();
   }, []);
-  const close = () => (panel.value = null);
   return (
-    <dialog class="dialog" ref={dialog} aria-label="Keyboard shortcuts" onClose={close}>
+    <dialog class="dialog" ref={dialog} aria-label="Keyboard shortcuts" onClose={() => closePanel("shortcuts")}>
       <header class="panel-head">
         <h2>Keyboard</h2>
         <button type="button" class="tool" aria-label="Close shortcuts" onClick={() => dialog.current?.close()}>

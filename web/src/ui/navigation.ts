@@ -27,6 +27,11 @@ export function togglePanel(name: Exclude<PanelName, null>, open = panel.value !
   panel.value = open ? name : null;
 }
 
+/** Close a dialog that the browser has closed, unless another panel was opened meanwhile. */
+export function closePanel(name: Exclude<PanelName, null>): void {
+  if (panel.value === name) panel.value = null;
+}
+
 export function toggleSidePanel(): void {
   panel.value = sidePanel.value === null ? lastSidePanel.value : null;
 }
