@@ -105,6 +105,23 @@ def test_further_parameters_are_sent_stored_and_checked(chat: RecordedPage) -> N
     chat.page.wait_for_selector("text=Only the first 16 of these texts are used.")
 
 
+def test_answers_match_the_schema_of_the_settings(chat: RecordedPage) -> None:
+    chat.page.keyboard.press("Control+,")
+    chat.page.click("text=More parameters")
+    field = chat.page.get_by_label("JSON schema of answers")
+    field.fill('{"enum": ["left", "right"]')
+    chat.page.wait_for_selector("text=This is not JSON")
+    field.fill('["left"]')
+    chat.page.wait_for_selector("text=A schema is an object")
+    field.fill('{"enum": ["left", "right"]}')
+    chat.page.wait_for_selector("text=Answers match this schema.")
+    chat.ask("Which way?")
+    chat.reload()
+    chat.page.wait_for_selector(".answer")
+    chat.ask("And now?")  # stored with the conversation
+    assert set(chat.answers()) <= {'"left"', '"right"'} and len(chat.answers()) == 2
+
+
 def test_new_chats_start_with_the_chosen_defaults(chat: RecordedPage) -> None:
     frames = record(chat)
     chat.page.keyboard.press("Control+,")

@@ -1,5 +1,5 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import { autoTitle, DEFAULT_SAMPLING, sampling, systemPrompt } from "../src/app/settings";
+import { autoTitle, DEFAULT_SAMPLING, parseSchema, sampling, systemPrompt } from "../src/app/settings";
 import { Chat } from "../src/chat/chat";
 import { requestFields } from "../src/chat/request";
 import { type Call, FakeSocket, fakeNetwork } from "./fakes";
@@ -212,6 +212,15 @@ describe("Chat", () => {
     expect(requestFields({ ...changed, search: "beam", n: 4 })).toEqual({ ...beams, ...fields });
     const lines = Array.from({ length: 20 }, (_, at) => `line ${at}`).join("\n");
     expect(requestFields({ ...DEFAULT_SAMPLING, stop: lines }).stop).toHaveLength(16);
+  });
+
+  it("sends a schema that is a JSON object", () => {
+    const fields = (schema: string) => requestFields({ ...DEFAULT_SAMPLING, schema }).text;
+    const format = { type: "json_schema", name: "answer", schema: { type: "object" } };
+    expect(fields(' {"type": "object"} ')).toEqual({ format });
+    for (const wrong of ["", "  ", "{", "[]", "null", "3"]) expect(fields(wrong)).toBeUndefined();
+    expect(parseSchema({ ...DEFAULT_SAMPLING, schema: "{" }).error).toContain("This is not JSON");
+    expect(parseSchema({ ...DEFAULT_SAMPLING, schema: "[]" }).error).toContain("A schema is an object");
   });
 
   it("sends the system prompt with every turn and stores it with the conversation", async () => {

@@ -85,11 +85,14 @@ describe("metadata", () => {
       maxTokens: 2 ** 31,
       seed: Number.MAX_SAFE_INTEGER,
       stop: '"\n'.repeat(80),
+      schema: '"\n'.repeat(500),
       replyStart: '"\n'.repeat(80),
     };
     const metadata = withSettings({ sampling_2: "old" }, { system: "", sampling });
     expect(readSettings(metadata).sampling).toEqual(sampling);
     expect(Object.values(metadata).every((value) => value.length <= 512)).toBe(true);
+    const fullest = withSettings(withPin(metadata, true), { system: "x".repeat(MAX_SYSTEM_CHARS), sampling });
+    expect(Object.keys(fullest).length).toBeLessThanOrEqual(16); // the limit of the server
     expect(withSettings(metadata, { system: "", sampling: null })).toEqual({});
   });
 

@@ -188,6 +188,13 @@ export interface CreateFrame extends Continuation {
   readonly frequency_penalty?: number;
   readonly repetition_penalty?: number;
   readonly stop?: readonly string[];
+  readonly text?: {
+    readonly format: {
+      readonly type: "json_schema";
+      readonly name: string;
+      readonly schema: Readonly<Record<string, unknown>>;
+    };
+  };
   readonly max_output_tokens?: number;
   readonly seed?: number;
 }

@@ -20,12 +20,14 @@ export interface Sampling {
   readonly stop: string; // texts that end an answer, one per line
   readonly maxTokens: number; // 0: limited by the context only
   readonly seed: number | null;
+  readonly schema: string; // JSON schema that answers match; "": none
   readonly replyStart: string; // every answer begins with this text
 }
 
 export const MAX_N = 8;
 export const MAX_REPLY_START = 160;
 export const MAX_STOP_CHARS = 160;
+export const MAX_SCHEMA_CHARS = 1000;
 export const MAX_STOPS = 16; // of the server
 export const MAX_TOP_K = 1000;
 export const DEFAULT_SAMPLING: Sampling = {
@@ -41,6 +43,7 @@ export const DEFAULT_SAMPLING: Sampling = {
   stop: "",
   maxTokens: 0,
   seed: null,
+  schema: "",
   replyStart: "",
 };
 
@@ -108,6 +111,24 @@ export function stopTexts({ stop }: Sampling): readonly string[] {
   return [...new Set(stop.split("\n").filter((line) => line !== ""))];
 }
 
+type JsonObject = Readonly<Record<string, unknown>>;
+
+/** Return the schema that answers match, or why the text is none; both null without a text. */
+export function parseSchema({ schema }: Sampling): {
+  readonly value: JsonObject | null;
+  readonly error: string | null;
+} {
+  if (schema.trim() === "") return { value: null, error: null };
+  try {
+    const value: unknown = JSON.parse(schema);
+    if (typeof value === "object" && value !== null && !Array.isArray(value))
+      return { value: value as JsonObject, error: null };
+  } catch (error) {
+    return { value: null, error: `This is not JSON: ${(error as Error).message}` };
+  }
+  return { value: null, error: 'A schema is an object, such as {"type": "object"}.' };
+}
+
 /** Validate stored settings, which another client may have written; invalid values become the default. */
 export function parseSampling(value: unknown): Sampling {
   const given = (typeof value === "object" && value !== null ? value : {}) as Partial<Record<keyof Sampling, unknown>>;
@@ -129,6 +150,7 @@ export function parseSampling(value: unknown): Sampling {
     stop: typeof given.stop === "string" ? given.stop.slice(0, MAX_STOP_CHARS) : "",
     maxTokens: Math.round(number("maxTokens", 0, 2 ** 31)),
     seed: typeof given.seed === "number" && Number.isSafeInteger(given.seed) ? Math.max(0, given.seed) : null,
+    schema: typeof given.schema === "string" ? given.schema.slice(0, MAX_SCHEMA_CHARS) : "",
     replyStart: typeof given.replyStart === "string" ? given.replyStart.slice(0, MAX_REPLY_START) : "",
   };
 }

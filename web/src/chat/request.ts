@@ -1,6 +1,6 @@
 // Fields of a request: where in the message tree it continues, and its sampling parameters.
 import type { Continuation, CreateFrame } from "../api/frames";
-import { DEFAULT_SAMPLING, MAX_STOPS, type Sampling, stopTexts } from "../app/settings";
+import { DEFAULT_SAMPLING, MAX_STOPS, parseSchema, type Sampling, stopTexts } from "../app/settings";
 import type { Thread } from "./thread";
 import type { Message } from "./tree";
 import type { ForkStart } from "./turn";
@@ -55,19 +55,22 @@ type Fields = Pick<
   | "frequency_penalty"
   | "repetition_penalty"
   | "stop"
+  | "text"
   | "max_output_tokens"
   | "seed"
 >;
 
-/** Penalties and stop texts that differ from the defaults, in the words of the API. */
+/** Penalties, stop texts and the schema where they differ from the defaults, in the words of the API. */
 function changedFields(settings: Sampling): Fields {
   const { presencePenalty, frequencyPenalty, repetitionPenalty } = settings;
   const stop = stopTexts(settings).slice(0, MAX_STOPS);
+  const schema = parseSchema(settings).value;
   return {
     ...(presencePenalty !== DEFAULT_SAMPLING.presencePenalty ? { presence_penalty: presencePenalty } : {}),
     ...(frequencyPenalty !== DEFAULT_SAMPLING.frequencyPenalty ? { frequency_penalty: frequencyPenalty } : {}),
     ...(repetitionPenalty !== DEFAULT_SAMPLING.repetitionPenalty ? { repetition_penalty: repetitionPenalty } : {}),
     ...(stop.length > 0 ? { stop } : {}),
+    ...(schema !== null ? { text: { format: { type: "json_schema", name: "answer", schema } } } : {}),
   };
 }
 

@@ -24,7 +24,7 @@ interface ConversationSettings {
 
 const VALUE_CHARS = 512;
 const SYSTEM_PARTS = 8;
-const SAMPLING_PARTS = 2;
+const SAMPLING_PARTS = 6;
 export const MAX_SYSTEM_CHARS = VALUE_CHARS * SYSTEM_PARTS;
 
 const keyOf = (name: string, part: number) => (part === 0 ? name : `${name}_${part + 1}`);

@@ -4,9 +4,11 @@ import { useSignal } from "@preact/signals";
 import {
   MAX_N,
   MAX_REPLY_START,
+  MAX_SCHEMA_CHARS,
   MAX_STOP_CHARS,
   MAX_STOPS,
   MAX_TOP_K,
+  parseSchema,
   type Sampling,
   sampling,
   setSampling,
@@ -157,7 +159,34 @@ function MoreSettings({ settings }: { settings: Sampling }) {
           Only the first {MAX_STOPS} of these texts are used.
         </p>
       )}
+      <SchemaField settings={settings} />
     </details>
+  );
+}
+
+/** The schema is checked while it is written. One that the server does not support is the error of the next answer. */
+function SchemaField({ settings }: { settings: Sampling }) {
+  const { value, error } = parseSchema(settings);
+  return (
+    <label class="field">
+      <span>JSON schema of answers</span>
+      <textarea
+        rows={4}
+        class="schema-text"
+        maxLength={MAX_SCHEMA_CHARS}
+        spellcheck={false}
+        placeholder="none"
+        aria-invalid={error !== null}
+        value={settings.schema}
+        onInput={(event) => setSampling({ schema: event.currentTarget.value })}
+      />
+      {value !== null && <span class="hint">Answers match this schema.</span>}
+      {error !== null && (
+        <span class="ending-error" role="alert">
+          {error} It is not used.
+        </span>
+      )}
+    </label>
   );
 }
 
