@@ -27,6 +27,9 @@ OWED_SECONDS_PER_WORKER = 5
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _QUANTITY = re.compile(r"[1-9][0-9]*(Mi|Gi|Ti)")
+_IMAGE = re.compile(r"[a-z0-9][a-zA-Z0-9._/:@-]*")
+_HOST = re.compile(r"([a-z0-9]([-a-z0-9]*[a-z0-9])?(\.|$))*")
+_URL = re.compile(r"(https?://[^\s/]+\S*)?")
 
 Manifest = dict[str, Any]
 
@@ -61,7 +64,9 @@ def manifests(
         str | None, typer.Argument(help="Model folder in the image, or Hugging Face id; default: the demo model.")
     ] = None,
     name: Annotated[str, typer.Option(callback=_checked_name, help="Prefix of all names.")] = "chatcache",
-    image: Annotated[str, typer.Option(help="Image with the version to run.")] = "chatcache:local",
+    image: Annotated[
+        str, typer.Option(callback=_checked(_IMAGE, "the name of an image"), help="Image with the version to run.")
+    ] = "chatcache:local",
     gateways: Annotated[
         int, integer_option("--gateways", min=1, max=MAX_REPLICAS, help="Least number of gateways.")
     ] = 2,
@@ -72,7 +77,12 @@ def manifests(
             "--max-workers", min=1, max=MAX_REPLICAS, help="Let KEDA add workers up to this number; needs --prometheus."
         ),
     ] = None,
-    prometheus: Annotated[str, typer.Option(metavar="URL", help="Prometheus that KEDA asks for the load.")] = "",
+    prometheus: Annotated[
+        str,
+        typer.Option(
+            metavar="URL", callback=_checked(_URL, "an http URL"), help="Prometheus that KEDA asks for the load."
+        ),
+    ] = "",
     gpus: Annotated[int, integer_option("--gpus", min=0, max=1, help="NVIDIA GPUs of a worker.")] = 1,
     cpus: Annotated[int, integer_option("--cpus", min=1, max=1024, help="CPU cores of a worker.")] = 4,
     memory: Annotated[
@@ -85,7 +95,10 @@ def manifests(
             help="Volume of a worker for model files and compiled kernels.",
         ),
     ] = "50Gi",
-    host: Annotated[str, typer.Option(help="Host name by which clients reach the gateways.")] = "",
+    host: Annotated[
+        str,
+        typer.Option(callback=_checked(_HOST, "one host name"), help="Host name by which clients reach the gateways."),
+    ] = "",
 ) -> None:
     """Print Kubernetes manifests: gateways and workers that share a Redis.
 
@@ -125,6 +138,7 @@ def _manifest(version: str, kind: str, name: str, role: str, **fields: Any) -> M
 def _gateway(name: str, image: str, serving: list[str], host: str) -> Manifest:
     """Return the Deployment without a number of replicas, which its scaler sets: applying it again changes nothing."""
     probe = {"path": "/readyz", "port": PORT, "httpHeaders": [{"name": "Host", "value": "localhost"}]}
+    alive = {**probe, "path": "/livez"}
     allowed = " ".join(filter(None, (f"{name}-gateway", host)))
     container = _container(image, ["gateway", *serving], {"cpu": "1", "memory": "2Gi"}, {"cache": "/cache"})
     container |= {
@@ -136,12 +150,8 @@ def _gateway(name: str, image: str, serving: list[str], host: str) -> Manifest:
         ],
         "ports": [{"name": "http", "containerPort": PORT}],
         "readinessProbe": {"httpGet": probe, "periodSeconds": 5, "timeoutSeconds": 3},
-        "livenessProbe": {
-            "httpGet": {**probe, "path": "/livez"},
-            "initialDelaySeconds": 30,
-            "periodSeconds": 10,
-            "timeoutSeconds": 5,
-        },
+        "startupProbe": {"httpGet": alive, "periodSeconds": 5, "failureThreshold": 60},
+        "livenessProbe": {"httpGet": alive, "periodSeconds": 10, "timeoutSeconds": 5},
         "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(STOP_DELAY_S)]}}},
     }
     pod = _pod(name, "gateway", container, [{"name": "cache", "emptyDir": {}}])
