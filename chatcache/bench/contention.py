@@ -14,7 +14,8 @@ from contextlib import ExitStack, contextmanager
 from typing import IO, cast
 
 NUM_BUSY = (1, 2)  # busy processes
-_SPIN = "print(flush=True)\nwhile True: pass"
+# Ends with the process that started it, also if that one is killed.
+_SPIN = "import os\nparent = os.getppid()\nprint(flush=True)\nwhile os.getppid() == parent: sum(range(10_000))"
 
 
 @contextmanager

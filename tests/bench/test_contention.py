@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -45,6 +47,29 @@ def test_busy_processes_run_and_end(fails: bool) -> None:
         assert fails
     assert set(live_children()) == set(before)
     assert children_cpu_s() > cpu_s
+
+
+KILLED = """
+import time
+from chatcache.bench.contention import busy_processes
+with busy_processes(1):
+    print(flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+def test_busy_processes_end_with_a_killed_parent() -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        parent.stdout.readline()
+        (busy,) = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        parent.kill()
+    stat = Path(f"/proc/{busy}/stat")
+    deadline_s = time.monotonic() + 60
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline_s, "it still runs"
+        time.sleep(0.05)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
