@@ -4,6 +4,8 @@ The gateway records what each of its requests has emitted (`RequestJournal`). Wh
 requests are resumed by other workers from these records; the client only notices a pause. Notices of a worker that
 counts as dead are not read any more, so nothing arrives twice. A request that three workers did not survive fails.
 
+When another gateway ends, this one takes over the requests of which that one has left a record (see `records`).
+
 A request is sent to the worker with the lowest cost in seconds, see `request_router`.
 """
 
@@ -12,31 +14,39 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from chatcache.cluster import bus
+from chatcache.cluster.records import (
+    Attempt,
+    Item,
+    RequestRecord,
+    delete_records,
+    find_orphaned,
+    history,
+    read_outboxes,
+    take_records,
+    write_records,
+)
 from chatcache.cluster.redis_placement import RedisPlacementIndex
+from chatcache.cluster.remote_worker import PlacedRequest, RemoteWorker, add_reports, sum_by_key
 from chatcache.cluster.request_router import COST, RequestRouter, RoutedRequest
 from chatcache.engine_process.client import EngineClientBase
 from chatcache.engine_process.protocol import (
-    FRAME_HEADER_BYTES,
     Abort,
+    Adopt,
     Answer,
     CancelCandidate,
     Command,
     Events,
-    FrameTooLargeError,
     Notice,
     PromptScores,
     Reply,
     Submit,
     decode_error,
-    decode_notice,
-    encode,
     encode_error,
 )
 from chatcache.engine_process.recovery import RequestJournal
@@ -49,10 +59,9 @@ from chatcache.errors import (
     RequestPoisonedError,
     UnsupportedParameterError,
 )
-from chatcache.types.events import TERMINAL, EngineEvent, Finished
+from chatcache.types.events import TERMINAL, EngineEvent, Finished, SearchStep
 from chatcache.types.request import GenerateRequest
 from chatcache.types.stats import (
-    Durations,
     EngineHealth,
     ExplainQuery,
     Explanation,
@@ -60,7 +69,6 @@ from chatcache.types.stats import (
     PackedPrompt,
     PageAccounts,
     PageMap,
-    SlotUsage,
 )
 
 log = logging.getLogger(__name__)
@@ -68,126 +76,23 @@ Result = TypeVar("Result")
 
 MAX_REPORT_AGE_S = 0.1
 MAX_LOST_WORKERS = 3  # that a request has run on before it counts as the cause
+ADOPT_TIMEOUT_S = 2.0  # for the workers to give the requests of a lost gateway to this one
 _POLL_S = 0.5
+_ADOPT_POLL_S = 0.01
 _NO_WORKER = "no engine worker is ready"
-
-
-class RemoteWorker:
-    """One life of a worker process, as a gateway sees it.
-
-    `receive` is called with this worker and each of its notices, `receive_loads` with its load when it changes;
-    `is_lost` is set when its notices have a gap.
-    """
-
-    def __init__(
-        self,
-        client: bus.Client,
-        status: bus.WorkerStatus,
-        gateway: str,
-        numbers: itertools.count[int],
-        receive: Callable[[RemoteWorker, Notice], None],
-        receive_loads: Callable[[str, bus.Loads, str], None],
-    ) -> None:
-        self.status = status
-        self.is_lost = False
-        self.queries = EngineClientBase(self.send, numbers=numbers)
-        self._client = client
-        self._gateway = gateway
-        self._receive = receive
-        self._receive_loads = receive_loads
-        self._commands: list[bytes] = []
-        self._writer = bus.StreamWriter(client, bus.inbox(status.id), self._take)
-        self._tasks: list[asyncio.Task[None]] = []
-
-    @property
-    def id(self) -> str:
-        return self.status.id
-
-    @property
-    def is_ready(self) -> bool:
-        return self.status.health.ready and not self.status.is_draining and not self.is_lost
-
-    async def start(self) -> None:
-        """Read this worker's notices from now on. Raises: an error of `bus.OUTAGES`."""
-        last = await bus.last_entry(self._client, bus.outbox(self.id))
-        self._tasks = [asyncio.create_task(self._read(last)), asyncio.create_task(self._writer.run())]
-
-    def send(self, command: Command) -> None:
-        """Send a command.
-
-        Raises: InvalidRequestError for a command that cannot be encoded; nothing was sent then.
-        """
-        try:
-            self._commands.append(encode(command)[FRAME_HEADER_BYTES:])
-        except (FrameTooLargeError, msgspec.MsgspecError, TypeError, OverflowError, UnicodeError) as error:
-            raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
-        self._writer.wake()
-
-    async def close(self) -> None:
-        """Stop reading and writing; pending queries fail."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.queries.fail_calls(OverloadedError("the engine worker ended", code="engine_unavailable"))
-
-    def _take(self) -> Mapping[bytes, bytes]:
-        if not self._commands:
-            return {}
-        commands, self._commands = self._commands, []
-        return {bus.FROM: self._gateway.encode(), bus.COMMANDS: bus.encode_list(commands)}
-
-    async def _read(self, last: str) -> None:
-        reader = bus.StreamReader(self._client, bus.outbox(self.id), last)
-        expected = int(last.partition("-")[0]) + 1
-        own = self._gateway.encode()
-        while not self.is_lost:
-            for number, fields in await reader.read():
-                if number != expected:
-                    log.error("notices %d to %d of worker %s are missing", expected, number - 1, self.id)
-                    self.is_lost = True
-                    return
-                expected += 1
-                try:
-                    if bus.LOADS in fields:
-                        self._receive_loads(self.id, bus.decode_loads(fields[bus.LOADS]), self._gateway)
-                    for body in bus.decode_list(fields[own]) if own in fields else ():
-                        self._receive(self, decode_notice(body))
-                except (msgspec.MsgspecError, ValueError) as error:
-                    log.error("notice %d of worker %s is invalid: %s", number, self.id, error)
-                    self.is_lost = True
-                    return
-
-
-@dataclass(slots=True, eq=False)
-class PlacedRequest:
-    """A request from its submit to its terminal event, and the worker that runs it (None: it waits for one).
-
-    `calls`: the number of its submit, and one for each worker that resumed it. `is_answered`: its worker has answered
-    the last of them; events before that answer are of an earlier submit to the same worker.
-    """
-
-    calls: list[int]
-    journal: RequestJournal
-    routed: RoutedRequest
-    worker: RemoteWorker | None = None
-    is_answered: bool = False
-    is_accepted: bool = False
-    is_aborted: bool = False
-    is_moved: bool = False
-    num_lost_workers: int = 0
-    numerics: str = ""
-    refused_by: set[str] = field(default_factory=set)
-
-    @property
-    def id(self) -> str:
-        return self.journal.request.request_id
 
 
 class RemoteEngine:
     """EngineClient of all workers on a bus.
 
     Belongs to one event loop. `name` is the first part of this gateway's id on the bus. `routing`: cost | hash.
+    `on_adopt` is called with a request of another gateway that has ended, and the data of its record; it returns
+    whether this gateway continues it, and reads its events from the first on. Without it, nothing is taken over.
+    `on_lost` is called with the id of a request that another gateway has taken over from this one.
     """
+
+    on_adopt: Callable[[GenerateRequest, bytes], Awaitable[bool]] | None = None
+    on_lost: Callable[[str], None] | None = None
 
     def __init__(self, url: str, name: str, routing: str = COST) -> None:
         self._url = url
@@ -205,6 +110,9 @@ class RemoteEngine:
         self._redis: bus.Client = None
         self._id = ""
         self._tasks: list[asyncio.Task[None]] = []
+        self._adoptions: set[asyncio.Task[None]] = set()
+        self._recorded: set[str] = set()  # ids of requests that have a record
+        self._unrecorded: set[str] = set()  # ids of those whose record is not needed any more
         self._has_lease = asyncio.Event()
         self._loaded = asyncio.Event()
         self._error: ChatcacheError | None = None
@@ -213,6 +121,7 @@ class RemoteEngine:
         self._added_at = 0.0
         self.model_info: ModelInfo | None = None
         self.num_moved = 0
+        self.num_adopted = 0
 
     async def __aenter__(self) -> RemoteEngine:
         await self.start()
@@ -257,12 +166,14 @@ class RemoteEngine:
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Leave the bus: the workers abort the requests of a gateway without a lease."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._adoptions]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(worker.close() for worker in self._workers.values()))
         if self._redis is not None:
             with bus.ignore_outages():
+                await delete_records(self._redis, self._id, self._unrecorded)
                 await self._redis.delete(bus.gateway_key(self._id))
             await self._redis.aclose()
         self._requests.clear()
@@ -294,6 +205,27 @@ class RemoteEngine:
 
     async def cancel_candidate(self, request_id: str, index: int) -> None:
         await self._client.cancel_candidate(request_id, index)
+
+    async def record(self, request_id: str, data: bytes) -> None:
+        """Leave a record of a running request on the bus, so that another gateway can take it over.
+
+        `data`: what `on_adopt` of that gateway gets. Without effect while the bus does not answer.
+        """
+        placed = self._requests.get(request_id)
+        if placed is not None:
+            placed.data = data
+            await self._write_records([placed])
+
+    def discard_record(self, request_id: str) -> None:
+        """Delete the record of a request that needs no other gateway any more."""
+        if request_id in self._recorded:
+            self._recorded.discard(request_id)
+            self._unrecorded.add(request_id)
+
+    def leave(self, request_id: str) -> None:
+        """Leave a request that has a record to the gateway that takes it over when this one is closed."""
+        if request_id in self._recorded and (placed := self._requests.get(request_id)) is not None:
+            self._forget(placed)
 
     async def health(self) -> EngineHealth:
         """Return the sum of the workers' health reports, and what was sent to each; ready if one of them is.
@@ -336,10 +268,10 @@ class RemoteEngine:
         return PageAccounts(
             num_pages_in_use=sum(each.num_pages_in_use for each in found),
             page_bytes=found[0].page_bytes,
-            requests=_sum_by_key(each.requests for each in found),
-            conversations=_sum_by_key(each.conversations for each in found),
-            namespaces=_sum_by_key(each.namespaces for each in found),
-            states=_sum_by_key(each.states for each in found),
+            requests=sum_by_key(each.requests for each in found),
+            conversations=sum_by_key(each.conversations for each in found),
+            namespaces=sum_by_key(each.namespaces for each in found),
+            states=sum_by_key(each.states for each in found),
         )
 
     async def stats(self) -> Any:
@@ -404,13 +336,21 @@ class RemoteEngine:
             return
         num_new = self._router.reserve(placed.routed)
         if placed.is_moved:  # with a number of its own, as the worker ignores a submit that it has
-            call = next(self._numbers)
-            placed.calls.append(call)
-            self._by_call[call] = placed
+            call = self._add_call(placed)
+            placed.attempts.append(Attempt(self._id, worker.id, call, worker.position, placed.journal.last_seq))
             worker.send(Submit(call, placed.journal.resumed_request(), num_new))
+            if placed.data is not None:
+                self._start(self._write_records([placed]))
         else:
+            placed.attempts = [Attempt(self._id, worker.id, placed.calls[0], worker.position)]
             worker.send(Submit(placed.calls[0], placed.journal.request, num_new))
         placed.worker, placed.numerics, placed.is_answered = worker, worker.status.numerics, False
+
+    def _add_call(self, placed: PlacedRequest) -> int:
+        call = next(self._numbers)
+        placed.calls.append(call)
+        self._by_call[call] = placed
+        return call
 
     def _choose(self, placed: PlacedRequest) -> RemoteWorker | None:
         """Choose a ready worker: that of the forked request, else by cost; one with the same numerics."""
@@ -457,27 +397,30 @@ class RemoteEngine:
         if isinstance(notice, Reply):
             self._receive_reply(worker, notice)
         elif isinstance(notice, PromptScores):
-            if self._runs(worker, notice.request_id) is not None:
-                self._client.receive(notice)
+            if (placed := self._runs(worker, notice.request_id)) is not None:
+                self._apply(placed, notice)
         elif isinstance(notice, Events):
             for step in notice.search_steps:
                 if (search := self._runs(worker, step.request_id)) is not None:
-                    search.journal.record_search_step(step.record)
-            events: list[EngineEvent] = []
+                    self._apply(search, step)
             for event in notice.events:
-                placed = self._runs(worker, event.request_id)
-                if placed is None:
-                    continue
-                placed.journal.record(event)
-                events.append(event)
-                if not placed.routed.is_prefilled:
-                    self._router.started(placed.routed, event)
-                if isinstance(event, Finished):
-                    self._router.finished(placed.routed, placed.journal.candidate_tokens)
-                if isinstance(event, TERMINAL):
-                    self._forget(placed)
-            if events:
-                self._client.receive(Events(tuple(events)))
+                if (placed := self._runs(worker, event.request_id)) is not None:
+                    self._apply(placed, event)
+
+    def _apply(self, placed: PlacedRequest, item: Item) -> None:
+        """Record and pass on what a worker has sent of a request. Raises: ValueError for an event out of order."""
+        if placed.held is not None:
+            placed.held.append(item)
+        elif isinstance(item, PromptScores):
+            self._client.receive(item)
+        elif isinstance(item, SearchStep):
+            placed.journal.record_search_step(item.record)
+        else:
+            if not placed.routed.is_prefilled:
+                self._router.started(placed.routed, item)
+            if isinstance(item, Finished):
+                self._router.finished(placed.routed, placed.journal.candidate_tokens)
+            self._emit(placed, item)
 
     def _receive_reply(self, worker: RemoteWorker, reply: Reply) -> None:
         self._drops.pop(reply.call, None)
@@ -488,6 +431,8 @@ class RemoteEngine:
             self._client.receive(reply)
         elif placed.worker is not worker or reply.call != placed.calls[-1]:
             return
+        elif placed.held is not None and error is not None:  # it does not run there any more
+            placed.worker = None
         elif error is None:
             placed.is_answered = True
             if not placed.is_accepted:
@@ -509,7 +454,7 @@ class RemoteEngine:
         return placed if placed is not None and placed.worker is worker and placed.is_answered else None
 
     def _emit(self, placed: PlacedRequest, event: EngineEvent) -> None:
-        """Record an event that no worker sent, and send it to the client."""
+        """Record an event, and send it to the client."""
         placed.journal.record(event)
         if isinstance(event, TERMINAL):
             self._forget(placed)
@@ -518,7 +463,7 @@ class RemoteEngine:
     def _forget(self, placed: PlacedRequest) -> None:
         self._requests.pop(placed.id, None)
         for call in placed.calls:
-            del self._by_call[call]
+            self._by_call.pop(call, None)
         self._router.release(placed.routed)
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
@@ -537,7 +482,9 @@ class RemoteEngine:
             while not lease.is_acquired:
                 await lease.renew(b"1")
                 await asyncio.sleep(0 if lease.is_acquired else bus.RETRY_S)
-            self._id = name
+            self._id, old = name, self._id
+            if old:
+                await self._keep_own_requests(old)
             for worker in list(self._workers.values()):  # which are not at fault, and used again
                 await self._remove(worker, num_lost=0)
             self._has_lease.set()
@@ -551,6 +498,7 @@ class RemoteEngine:
         while True:
             with bus.ignore_outages():
                 await self._update_workers()
+                await self._update_records()
             self._place_waiting()
             await asyncio.sleep(_POLL_S)
 
@@ -600,8 +548,11 @@ class RemoteEngine:
         log.warning("worker %s is lost; %d requests are resumed by others", worker.id, len(moved))
         for placed in moved:
             placed.num_lost_workers += num_lost
-            placed.is_moved = True
             self._router.release(placed.routed)
+            if placed.held is not None:
+                placed.worker = None
+                continue
+            placed.is_moved = True
             self._suspend(placed)
         self._router.disconnect(worker.id)
         for call, drop in list(self._drops.items()):
@@ -628,7 +579,7 @@ class RemoteEngine:
             self.num_moved += 1
 
     def _place_waiting(self) -> None:
-        for placed in [each for each in self._requests.values() if each.worker is None]:
+        for placed in [each for each in self._requests.values() if each.worker is None and each.held is None]:
             try:
                 self._place(placed)
             except ChatcacheError as error:  # it exceeds a frame
@@ -642,35 +593,106 @@ class RemoteEngine:
             self._forget(placed)
             self._client.receive(Answer(placed.calls[0], error=encode_error(error)))
 
+    # -- records ------------------------------------------------------------------------------------------------------
 
-_SUMMED = ("kv_bytes", "state_bytes", "max_queued_requests", "max_queued_tokens", "owed_s")
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._adoptions.add(task)
+        task.add_done_callback(self._adoptions.discard)
 
+    async def _write_records(self, requests: Sequence[PlacedRequest]) -> None:
+        records = [placed.to_record() for placed in requests]
+        with bus.ignore_outages():
+            self._recorded.update(record.request.request_id for record in records)
+            async with asyncio.timeout(bus.TIMEOUT_S):
+                await write_records(self._redis, self._id, records)
 
-def add_reports(reports: Sequence[EngineHealth]) -> EngineHealth:
-    """Add up health reports: counts and histograms are summed, texts and limits are those of the first.
+    async def _update_records(self) -> None:
+        """Delete records that are not needed, and take over the requests of gateways that have ended."""
+        unrecorded, self._unrecorded = self._unrecorded, set()
+        try:
+            await delete_records(self._redis, self._id, unrecorded)
+        except bus.OUTAGES:
+            self._unrecorded |= unrecorded
+            raise
+        lost = {each.worker for placed in self._requests.values() if placed.data for each in placed.attempts}
+        for worker in lost - self._workers.keys():
+            await self._redis.pexpire(bus.outbox(worker), int(bus.RETAIN_S * 1000))
+        for gateway in await find_orphaned(self._redis) if self.on_adopt is not None else ():
+            if gateway != self._id and (records := await take_records(self._redis, gateway, self._id)):
+                self._recorded.update(record.request.request_id for record in records)
+                log.warning("gateway %s has ended: %d of its requests are taken over", gateway, len(records))
+                self._start(self._adopt(records))
 
-    Raises: ValueError without a report.
-    """
-    if not reports:
-        raise ValueError("no report")
-    first = reports[0]
-    summed: dict[str, Any] = {}
-    for name in EngineHealth.__struct_fields__:
-        values = [getattr(report, name) for report in reports]
-        if name.startswith("num_") or name in _SUMMED:
-            summed[name] = sum(values)
-        elif isinstance(values[0], Durations):
-            counts = tuple(sum(column) for column in zip(*(each.counts for each in values), strict=True))
-            summed[name] = Durations(counts, sum(each.total_s for each in values))
-        elif isinstance(values[0], SlotUsage):
-            parts = SlotUsage.__struct_fields__
-            summed[name] = SlotUsage(**{part: sum(getattr(each, part) for each in values) for part in parts})
-    return msgspec.structs.replace(first, **summed)
+    async def _keep_own_requests(self, old: str) -> None:
+        """Give up the requests that another gateway has taken over while this one, `old`, had no lease."""
+        while True:
+            with bus.ignore_outages():
+                kept = {record.request.request_id for record in await take_records(self._redis, old, self._id)}
+                break
+            await asyncio.sleep(bus.RETRY_S)
+        lost, self._recorded = self._recorded - kept, self._recorded & kept
+        for name in lost:
+            if (placed := self._requests.get(name)) is not None:
+                self._forget(placed)
+            if self.on_lost is not None:
+                self.on_lost(name)
 
+    async def _adopt(self, records: Sequence[RequestRecord]) -> None:
+        """Continue requests of gateways that have ended."""
+        adopted = [(record, await self._open_adopted(record)) for record in records]
+        await self._write_records([placed for _, placed in adopted])
+        for record, placed in adopted:
+            if placed.worker is not None:
+                placed.worker.send(Adopt(placed.calls[-1], placed.id, record.attempts[-1].gateway))
+        deadline = asyncio.get_running_loop().time() + ADOPT_TIMEOUT_S
+        while any(placed.worker is not None and not placed.is_answered for _, placed in adopted):
+            if asyncio.get_running_loop().time() > deadline:
+                break
+            await asyncio.sleep(_ADOPT_POLL_S)
+        outboxes = await read_outboxes(self._redis, records)
+        for record, placed in adopted:
+            items = history(record, outboxes)
+            if items is None:
+                log.error("request %s cannot be taken over: events of it are missing", placed.id)
+                self._give_up(placed)
+                continue
+            self._replay(placed, items)
+            if self.on_adopt is not None and await self.on_adopt(record.request, record.data):
+                self.num_adopted += 1
+            else:
+                self._give_up(placed)
 
-def _sum_by_key(dicts: Any) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for each in dicts:
-        for key, value in each.items():
-            total[key] = total.get(key, 0.0) + value
-    return total
+    async def _open_adopted(self, record: RequestRecord) -> PlacedRequest:
+        """Return the request of a record, with a call for the worker that runs it; events are held until `_replay`."""
+        routed = await self._router.locate(record.request)
+        last = record.attempts[-1]
+        placed = PlacedRequest([], RequestJournal(record.request), routed, is_accepted=True, numerics=record.numerics)
+        placed.num_lost_workers = len({each.worker for each in record.attempts}) - 1
+        placed.attempts, placed.data, placed.held = list(record.attempts), record.data, []
+        self._requests[placed.id] = placed
+        self._client.open_log(placed.id)
+        worker = self._workers.get(last.worker)
+        if worker is not None and not worker.is_lost:
+            placed.worker = worker
+            placed.attempts.append(Attempt(self._id, worker.id, self._add_call(placed), worker.position))
+        return placed
+
+    def _replay(self, placed: PlacedRequest, items: Sequence[Item]) -> None:
+        """Repeat all that was sent of a request, and what was held meanwhile; then resume it if no worker runs it."""
+        held, placed.held = placed.held or [], None
+        if not placed.is_answered:
+            placed.worker = None
+        for item in (*items, *held):
+            self._apply(placed, item)
+        if placed.worker is None and placed.id in self._requests:
+            placed.is_moved = True
+            self._suspend(placed)
+
+    def _give_up(self, placed: PlacedRequest) -> None:
+        """End a request that this gateway has taken over and cannot continue."""
+        if placed.worker is not None:
+            placed.worker.send(Abort(placed.id))
+        self._forget(placed)
+        self._client.drop_log(placed.id)
+        self.discard_record(placed.id)

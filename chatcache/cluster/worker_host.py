@@ -1,13 +1,19 @@
 """The worker's side of the bus: runs the commands of all gateways on one engine, and returns their notices.
 
-Each request belongs to the gateway that sent it, and is aborted when that gateway's lease has expired. When this
-worker's own lease has expired, it aborts all requests, because the gateways run them elsewhere, and takes a new id.
+Each request belongs to the gateway that sent it, and is aborted when that gateway's lease has expired; one of a
+conversation continues for `ADOPT_S`, in which another gateway may adopt it. When this worker's own lease has expired, it
+aborts all requests, because the gateways run them elsewhere, and takes a new id.
+
+Tokens of such a request are sent in batches, `BATCH_S` apart. The gateway makes one delta of each batch. So a gateway
+that adopts the request, and reads the same batches, makes the same deltas.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -18,6 +24,7 @@ from chatcache.engine_process.process import EngineProcess
 from chatcache.engine_process.protocol import (
     FRAME_HEADER_BYTES,
     Abort,
+    Adopt,
     Answer,
     CancelCandidate,
     Command,
@@ -37,13 +44,15 @@ from chatcache.engine_process.protocol import (
     encode_error,
     encode_notice,
 )
-from chatcache.errors import ChatcacheError, EngineError, InvalidRequestError
-from chatcache.types.events import EngineEvent, SearchStep
+from chatcache.errors import ChatcacheError, EngineError, InvalidRequestError, NotFoundError
+from chatcache.types.events import Beams, EngineEvent, SearchStep, Tokens
 from chatcache.types.request import GenerateRequest, num_branches
 
 log = logging.getLogger(__name__)
 
 MAX_RETAINED_BYTES = 64 * 2**20  # of notices that were sent
+BATCH_S = 0.033
+ADOPT_S = 10.0
 
 
 class Outgoing:
@@ -102,17 +111,23 @@ class RunningRequest:
     """A request of a gateway, and the task that runs it.
 
     `early_steps`: choices of its search that the engine reported before the task has sent the answer to its submit.
-    `num_new_tokens`: of its prompt, until they are computed.
+    `num_new_tokens`: of its prompt, until they are computed. `is_adoptable`: another gateway may adopt it. `first`: the
+    first entry that may have a notice of it. `batch`: events that wait for `timer`.
     """
 
     gateway: str
     call: int
     num_new_tokens: int = 0
     num_branches: int = 0
+    is_adoptable: bool = False
+    first: int = 0
     task: asyncio.Task[None] | None = None
     is_answered: bool = False
     is_aborted: bool = False
     early_steps: list[SearchStep] = field(default_factory=list)
+    batch: list[Tokens | Beams] = field(default_factory=list)
+    batch_sent_s: float = 0.0
+    timer: asyncio.TimerHandle | None = None
 
 
 class WorkerHost:
@@ -132,7 +147,9 @@ class WorkerHost:
         self._loads = GatewayLoads()
         self._calls: set[asyncio.Task[None]] = set()
         self._writer: bus.StreamWriter | None = None
-        self._sent: list[tuple[float, int, int]] = []  # entries that are retained: time, number, bytes
+        self._sent: deque[tuple[float, int, int]] = deque()  # entries that are retained: time, number, bytes
+        self._num_sent_bytes = 0
+        self._lost_since: dict[str, float] = {}  # by gateway whose lease has expired
         self.is_draining = False
         self.id = ""
 
@@ -160,6 +177,7 @@ class WorkerHost:
     async def _serve_until_lease_expires(self) -> None:
         """Serve under one id. The lease is published last, so that nothing is sent to a worker that does not read."""
         self._sent.clear()
+        self._num_sent_bytes = 0
         writer = bus.StreamWriter(self._client, bus.outbox(self.id), self._take, is_numbered=True)
         self._writer = writer
         lease = bus.Lease(self._client, bus.worker_key(self.id))
@@ -207,27 +225,48 @@ class WorkerHost:
             await pipe.execute()
 
     def _discard_sent(self) -> int:
-        """Return the number of the oldest entry that is retained."""
+        """Return the number of the oldest entry that is retained.
+
+        Those of requests that can be adopted are retained as long as they run, within `MAX_RETAINED_BYTES`.
+        """
         earliest_s = asyncio.get_running_loop().time() - bus.RETAIN_S
-        num_bytes = sum(size for _, _, size in self._sent)
-        while self._sent and (self._sent[0][0] < earliest_s or num_bytes > MAX_RETAINED_BYTES):
-            num_bytes -= self._sent.pop(0)[2]
-        return self._sent[0][1] if self._sent else (self._writer.num_sent if self._writer else 0)
+        needed = min((each.first for each in self._requests.values() if each.is_adoptable), default=2**63)
+        while self._sent:
+            sent_s, number, size = self._sent[0]
+            is_needed = sent_s >= earliest_s or number >= needed
+            if is_needed and self._num_sent_bytes <= MAX_RETAINED_BYTES:
+                break
+            self._sent.popleft()
+            self._num_sent_bytes -= size
+        return self._sent[0][1] if self._sent else self._num_sent
 
     def _take(self) -> Mapping[bytes, bytes]:
         fields = self._outgoing.take()
         if self._loads.is_changed:
             fields[bus.LOADS] = msgspec.msgpack.encode(self._loads.read())
         if fields and self._writer is not None:
-            now = asyncio.get_running_loop().time()
-            self._sent.append((now, self._writer.num_sent + 1, sum(map(len, fields.values()))))
+            now, size = asyncio.get_running_loop().time(), sum(map(len, fields.values()))
+            self._sent.append((now, self._writer.num_sent + 1, size))
+            self._num_sent_bytes += size
         return fields
+
+    @property
+    def _num_sent(self) -> int:
+        return self._writer.num_sent if self._writer is not None else 0
 
     async def _end_requests_of_lost_gateways(self) -> None:
         gateways = {each.gateway for each in self._requests.values()}
-        if lost := gateways - await bus.alive(self._client, gateways):
-            log.warning("the requests of gateways that ended are aborted: %s", ", ".join(sorted(lost)))
-            await self._abort({name for name, each in self._requests.items() if each.gateway in lost})
+        lost = gateways - await bus.alive(self._client, gateways)
+        now = time.monotonic()
+        self._lost_since = {name: self._lost_since.get(name, now) for name in lost}
+        ended = {
+            name
+            for name, each in self._requests.items()
+            if each.gateway in lost and not (each.is_adoptable and now - self._lost_since[each.gateway] < ADOPT_S)
+        }
+        if ended:
+            log.warning("%d requests of gateways that ended are aborted: %s", len(ended), ", ".join(sorted(lost)))
+            await self._abort(ended)
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
@@ -260,6 +299,8 @@ class WorkerHost:
         elif isinstance(command, Abort):
             if self._belongs_to(command.request_id, gateway):
                 await self._engine.abort(command.request_id)
+        elif isinstance(command, Adopt):
+            self._adopt(gateway, command)
         elif isinstance(command, CancelCandidate | Invoke | Explain | CountCached | MapPages):
             task = asyncio.create_task(self._answer(gateway, command))
             self._calls.add(task)
@@ -276,37 +317,82 @@ class WorkerHost:
             await self._abort({name})
         request, num_new = command.request, command.num_new_tokens
         running = self._requests[name] = RunningRequest(
-            gateway, command.call, len(request.prompt) if num_new is None else num_new, num_branches(request.params)
+            gateway,
+            command.call,
+            len(request.prompt) if num_new is None else num_new,
+            num_branches(request.params),
+            is_adoptable=bool(request.conversation_id),
+            first=self._num_sent,
         )
         self._loads.add(gateway, running.num_new_tokens, running.num_branches)
-        running.task = asyncio.create_task(self._run(gateway, command.call, command.request))
+        running.task = asyncio.create_task(self._run(running, command.request))
 
-    async def _run(self, gateway: str, call: int, request: GenerateRequest) -> None:
+    async def _run(self, running: RunningRequest, request: GenerateRequest) -> None:
         """Run one request to its end, and send its answer and its events until it `is_aborted` by this worker."""
         name = request.request_id
         resumed = request.resume_point
-        running = self._requests[name]
         try:
             await self._engine.submit(request)
             if not running.is_aborted:
-                self._send(gateway, Answer(call))
+                self._send(running.gateway, Answer(running.call))
                 running.is_answered = True
                 self._forward_search_steps(tuple(running.early_steps))
             async for event in self._engine.events(name, resumed.last_seq if resumed is not None else 0):
                 if running.num_new_tokens:
-                    self._loads.add(gateway, -running.num_new_tokens, 0)
+                    self._loads.add(running.gateway, -running.num_new_tokens, 0)
                     running.num_new_tokens = 0
-                if not running.is_aborted:
-                    self._outgoing.add_event(gateway, event)
+                if running.is_aborted:
+                    continue
+                if running.is_adoptable and isinstance(event, Tokens | Beams):
+                    self._add_to_batch(running, event)
+                else:
+                    self._send_batch(running)
+                    self._outgoing.add_event(running.gateway, event)
                     self._wake()
         except Exception as error:
             if not isinstance(error, ChatcacheError):
                 log.exception("request %s failed", name)
-            self._send(gateway, Answer(call, encode_error(error)))
+            self._send_batch(running)
+            self._send(running.gateway, Answer(running.call, encode_error(error)))
         finally:
             del self._requests[name]
-            self._loads.add(gateway, -running.num_new_tokens, -running.num_branches)
+            if running.timer is not None:
+                running.timer.cancel()
+            self._loads.add(running.gateway, -running.num_new_tokens, -running.num_branches)
             self._wake()
+
+    def _add_to_batch(self, running: RunningRequest, event: Tokens | Beams) -> None:
+        """Send an event with the next batch: after the other events of its step, if the last batch is `BATCH_S` ago."""
+        running.batch.append(event)
+        if running.timer is None:
+            due_s = running.batch_sent_s + BATCH_S
+            running.timer = asyncio.get_running_loop().call_at(due_s, self._send_batch, running)
+
+    def _send_batch(self, running: RunningRequest) -> None:
+        if running.timer is not None:
+            running.timer.cancel()
+            running.timer = None
+        batch, running.batch = running.batch, []
+        if not batch or running.is_aborted:
+            return
+        running.batch_sent_s = asyncio.get_running_loop().time()
+        for event in batch[:-1]:
+            self._outgoing.add_event(running.gateway, msgspec.structs.replace(event, has_more=True))
+        self._outgoing.add_event(running.gateway, batch[-1])
+        self._wake()
+
+    def _adopt(self, gateway: str, command: Adopt) -> None:
+        """Give a request to another gateway. What was not sent yet is sent to the one before."""
+        running = self._requests.get(command.request_id)
+        if running is None or running.gateway != command.gateway or running.is_aborted or not running.is_answered:
+            missing = NotFoundError(f"gateway {command.gateway!r} has no request {command.request_id!r} here")
+            self._send(gateway, Answer(command.call, encode_error(missing)))
+            return
+        self._send_batch(running)
+        self._loads.add(running.gateway, -running.num_new_tokens, -running.num_branches)
+        self._loads.add(gateway, running.num_new_tokens, running.num_branches)
+        running.gateway, running.call = gateway, command.call
+        self._send(gateway, Answer(command.call))
 
     async def _abort(self, names: set[str]) -> None:
         """Abort requests and wait until the engine has ended them; their remaining events are not sent."""

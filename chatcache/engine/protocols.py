@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 from chatcache.types.events import EngineEvent
 from chatcache.types.plan import KVCapacity, StepPlan, StepResult
@@ -41,6 +41,31 @@ class ModelRunner(Protocol):
         With `capacity().has_async_launch`, this may return before the step is done, and one more step may be launched
         before the result of the first is awaited. Raises: as `execute`.
         """
+        ...
+
+
+@runtime_checkable
+class RecordingEngine(Protocol):
+    """An engine client whose requests another gateway can take over, from records that it leaves.
+
+    `on_adopt` is called with a request of another gateway that has ended, and the data of its record; it returns
+    whether this gateway continues it. `on_lost` is called with the id of a request that another gateway has taken
+    over from this one.
+    """
+
+    on_adopt: Callable[[GenerateRequest, bytes], Awaitable[bool]] | None
+    on_lost: Callable[[str], None] | None
+
+    async def record(self, request_id: str, data: bytes) -> None:
+        """Leave a record of a running request, with `data` for the gateway that takes it over."""
+        ...
+
+    def leave(self, request_id: str) -> None:
+        """Leave a request that has a record to the gateway that takes it over when this one is closed."""
+        ...
+
+    def discard_record(self, request_id: str) -> None:
+        """Delete the record of a request that needs no other gateway any more."""
         ...
 
 

@@ -246,6 +246,14 @@ class EngineClientBase:
                 self._send(Abort(request.request_id))
             raise
 
+    def open_log(self, request_id: str) -> None:
+        """Create the log of a request that another client has submitted. Raises: InvalidRequestError if it exists."""
+        self._logs.open(request_id)
+
+    def drop_log(self, request_id: str) -> None:
+        """Remove the log of a request; its present readers wait in vain."""
+        self._logs.drop(request_id)
+
     def events(self, request_id: str, after: int = 0) -> AsyncIterator[EngineEvent]:
         return self._logs.read(request_id, after)
 

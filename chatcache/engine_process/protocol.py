@@ -117,6 +117,17 @@ class CancelCandidate(msgspec.Struct, frozen=True, tag="cancel_candidate"):
     index: int
 
 
+class Adopt(msgspec.Struct, frozen=True, tag="adopt"):
+    """Send the further notices of a request to this gateway instead of `gateway`, which has ended.
+
+    Only engine workers know it. The answer is a NotFoundError if `gateway` has no such request there.
+    """
+
+    call: int
+    request_id: str
+    gateway: str
+
+
 class Invoke(msgspec.Struct, frozen=True, tag="invoke"):
     """Call a method without arguments of the engine's page cache."""
 
@@ -227,7 +238,7 @@ class Events(msgspec.Struct, frozen=True, tag="events"):
     search_steps: tuple[SearchStep, ...] = ()
 
 
-Command = Boot | Submit | Abort | CancelCandidate | Invoke | Explain | CountCached | MapPages | Stop
+Command = Boot | Submit | Abort | CancelCandidate | Adopt | Invoke | Explain | CountCached | MapPages | Stop
 Reply = Answer | ExplainReply | PageAccountsReply | PageMapReply
 Notice = Loading | Loaded | LoadFailed | EngineFailed | Reply | PromptScores | Events
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,7 +17,7 @@ from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES
 from chatcache import __version__
 from chatcache.config import ServerConfig
 from chatcache.conversations.store import ConversationStore
-from chatcache.engine.protocols import EngineClient
+from chatcache.engine.protocols import EngineClient, RecordingEngine
 from chatcache.errors import ChatcacheError
 from chatcache.gateway.auth.keys import ApiKeyCache
 from chatcache.gateway.auth.middleware import AuthenticationMiddleware, RevocationMiddleware
@@ -33,7 +34,9 @@ from chatcache.gateway.middleware import (
     RequestContextMiddleware,
 )
 from chatcache.gateway.peers import Channel, GatewayPeers
+from chatcache.gateway.responses.create import continue_response
 from chatcache.gateway.responses.registry import Checkpointer
+from chatcache.gateway.responses.run import LiveResponse
 from chatcache.gateway.routes import ATTACHMENTS_PATH, IMPORT_PATH, ROUTES
 from chatcache.gateway.routing import UnknownPath, build_routes
 from chatcache.gateway.tracing import open_tracer
@@ -83,9 +86,11 @@ def create_app(
         channel: Channel | None = getattr(opened, "channel", None)  # only a server can have several gateways
         if channel is not None:
             gateway.peers = GatewayPeers(channel, gateway.responses, gateway.hub, opened, limiter)
+            if isinstance(engine, RecordingEngine):
+                gateway.recorder, gateway.peers.waits_for_takeover = engine, True
         await key_cache.open(opened.keys)
         metrics.tracer = tracer = open_tracer(lambda: gateway.model_name)
-        loading = asyncio.create_task(gateway.load(load_tokenizer, gateway.store))
+        loading = asyncio.create_task(_load(gateway, load_tokenizer, gateway.store))
         cleanup = asyncio.create_task(limiter.cleanup_loop())
         checkpoints = asyncio.create_task(Checkpointer(gateway.responses, gateway.store).loop())
         trimming = asyncio.create_task(HeapTrimmer().loop())
@@ -114,6 +119,20 @@ def create_app(
     app.router.default = UnknownPath(app.router.default)
     app.state.gateway = gateway
     return app
+
+
+async def _load(gateway: Gateway, load_tokenizer: Callable[[], Tokenizer], store: ConversationStore) -> None:
+    """Load the tokenizer; from then on, responses of gateways that end can be taken over."""
+    await gateway.load(load_tokenizer, store)
+    if gateway.recorder is not None and gateway.model is not None:
+        gateway.recorder.on_lost = partial(_abandon, gateway)
+        gateway.recorder.on_adopt = partial(continue_response, gateway)
+
+
+def _abandon(gateway: Gateway, response_id: str) -> None:
+    for run in gateway.responses.running():
+        if run.id == response_id and isinstance(run, LiveResponse):
+            run.abandon()
 
 
 def _middleware(

@@ -19,7 +19,7 @@ from chatcache.conversations.prompt_history import PromptHistory
 from chatcache.conversations.replies.service import ChatService
 from chatcache.conversations.store import ConversationStore, StoreUnavailableError
 from chatcache.conversations.turns import ConversationPrompts, TurnService
-from chatcache.engine.protocols import EngineClient
+from chatcache.engine.protocols import EngineClient, RecordingEngine
 from chatcache.errors import ChatcacheError, NotFoundError, OverloadedError, UnsupportedParameterError
 from chatcache.gateway.api.idempotency import KeyLocks
 from chatcache.gateway.auth.keys import ApiKeyCache
@@ -138,7 +138,8 @@ class Gateway:
     """State of one application.
 
     `model` is None until the tokenizer is loaded; an empty `model_name` is then replaced by the engine's name. `peers`:
-    the other gateways of the store; None if it has one gateway only.
+    the other gateways of the store; None if it has one gateway only. `recorder`: the engine, if the other gateways can
+    take requests over.
     """
 
     config: ServerConfig
@@ -152,6 +153,7 @@ class Gateway:
     key_cache: ApiKeyCache
     store: ConversationStore | None = None
     peers: GatewayPeers | None = None
+    recorder: RecordingEngine | None = None
     model: Model | None = None
     load_error: str | None = None
     engine_seen_ready: bool = False
@@ -291,7 +293,7 @@ class Gateway:
         self._interrupted.update(run.id for run in runs)
         ends = [asyncio.create_task(run.interrupt()) for run in runs]
         if self.model is not None:
-            await self.model.service.abort_live()
+            await self.model.service.abort_live(except_for={run.id for run in runs})
         if ends:
             _, unfinished = await asyncio.wait(ends, timeout=timeout_s)
             for end in unfinished:

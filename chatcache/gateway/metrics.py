@@ -49,6 +49,7 @@ class Metrics:
         self.tokens_after_stop = self._counter("tokens_after_stop", "Tokens generated after a cancel.")
         self.snapshots = self._counter("ws_snapshots", "Snapshots sent in place of missed events.")
         self.resumed = self._counter("streams_resumed", "Resumed response streams.", ("transport",))
+        self.taken_over = self._counter("responses_taken_over", "Responses taken over from gateways that ended.")
         self.duration = self._histogram(
             "request_duration_seconds", "Time from request to last byte.", _LATENCY_S, ("route",)
         )

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 ANSWER_S = 5.0  # a gateway that does not answer for so long counts as unreachable
 WATCH_S = 2.0  # a question for frames is answered after this time, with none
 LOOKUP_S = 1.0
+TAKEOVER_S = 8.0  # a gateway without a lease on the bus is replaced earlier
 RETRY_S = 15.0  # a response is given up if its gateway does not answer for so long
 IDLE_S = 30.0  # a copy without use is dropped
 MAX_COPIES_BYTES = 16 * 1024 * 1024  # of logs that have ended
@@ -62,7 +63,11 @@ class Channel(Protocol):
 
     async def find_runner(self, response_id: str) -> str | None: ...
 
+    async def take_over(self, conversation_id: str, response_id: str) -> bool: ...
+
     async def running_ids(self) -> Sequence[str]: ...
+
+    def leave_responses(self) -> None: ...
 
 
 class _Command(msgspec.Struct, tag=True, array_like=True):
@@ -320,6 +325,9 @@ class GatewayPeers:
     ) -> None:
         """`responses`: those of this process. `hub`, `limiter`: receive what other gateways change and charge."""
         self.find_runner = channel.find_runner
+        self.take_over = channel.take_over
+        self.leave_responses = channel.leave_responses
+        self.waits_for_takeover = False
         self._channel = channel
         self._responses = responses
         self._hub = hub
@@ -360,7 +368,33 @@ class GatewayPeers:
             runner = await self._find_log(owner, response_id) if ended else None
         if runner is None or not await self._is_owned(owner, response_id):
             return None
-        return await self._open(owner, response_id, runner)
+        if not self.waits_for_takeover:
+            return await self._open(owner, response_id, runner)
+        return await self._open_or_take_over(owner, response_id, runner)
+
+    async def _open_or_take_over(self, owner: str, response_id: str, runner: str) -> LoggedResponse | None:
+        """Open a response of a gateway, or of the one that takes it over because that gateway does not answer.
+
+        None if it has ended. Raises: GatewayUnreachableError, StoreUnavailableError.
+        """
+        deadline_s = time.monotonic() + TAKEOVER_S
+        opening = asyncio.create_task(self._open(owner, response_id, runner))
+        try:
+            while not (await asyncio.wait([opening], timeout=_PAUSE_S))[0]:
+                if (found := self._responses.find(owner, response_id)) is not None:
+                    return found
+            while time.monotonic() < deadline_s and isinstance(opening.exception(), GatewayUnreachableError):
+                if (found := self._responses.find(owner, response_id)) is not None:
+                    return found
+                current = await self.find_runner(response_id)
+                if current is None:
+                    return None
+                if current not in (runner, self._channel.name):
+                    return await self._open(owner, response_id, current)
+                await asyncio.sleep(_PAUSE_S)
+            return opening.result()
+        finally:
+            opening.cancel()
 
     async def fork(
         self, owner: str, response_id: str | None, item_id: str | None, num_tokens: int | None, fork_with: int | None
@@ -397,6 +431,12 @@ class GatewayPeers:
         if answer.error is not None:
             raise _decoded_error(answer.error)
         return msgspec.msgpack.decode(answer.result, type=result)
+
+    async def has_others(self) -> bool:
+        """Return whether another gateway is listening."""
+        with contextlib.suppress(StoreUnavailableError):
+            return await self._channel.send(None, msgspec.msgpack.encode(Hello(self._channel.name))) > 1
+        return False
 
     def publish_removal(self, owner: str, response_id: str) -> None:
         """Have all gateways drop the log of a deleted response."""
@@ -438,7 +478,7 @@ class GatewayPeers:
         if key in self._opening:
             return await asyncio.shield(self._opening[key])
         opening = self._opening[key] = asyncio.create_task(self._read_first(owner, response_id, runner))
-        opening.add_done_callback(lambda _: self._opening.pop(key, None))
+        opening.add_done_callback(lambda task: (self._opening.pop(key, None), task.cancelled() or task.exception()))
         return await asyncio.shield(opening)
 
     async def _read_first(self, owner: str, response_id: str, runner: str) -> LoggedResponse:

@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 import redis
 
 from chatcache.conversations.store import StoreUnavailableError, StoreUnusableError
-from chatcache.conversations.tree import IN_PROGRESS, Turn
+from chatcache.conversations.tree import IN_PROGRESS, ResponseElsewhereError, Turn
 from chatcache.redis_urls import num_waited_replicas, open_client, open_sync_client, server_name, transaction
 from chatcache.storage.redis_layout import (
     ALL_GATEWAYS_CHANNEL,
@@ -30,6 +30,7 @@ from chatcache.storage.redis_layout import (
     alive_key,
     checkpoint_key,
     gateway_channel,
+    head_key,
 )
 
 log = logging.getLogger(__name__)
@@ -289,6 +290,7 @@ class GatewayHeartbeats:
         self._lease_s = lease_s
         self.process = self._process = secrets.token_hex(8)
         self._own_responses: set[str] = set()
+        self.leaves_responses = False  # to another process, which takes them over soon
         self._loop_task: asyncio.Task[None] | None = None
 
     async def find_runner(self, response_id: str) -> str | None:
@@ -314,6 +316,39 @@ class GatewayHeartbeats:
         """Return the ids of all running responses, of every process. Raises: StoreUnavailableError."""
         found: list[bytes] = await self._connection.run(lambda client: client.hkeys(RUNNING_KEY))
         return [name.decode() for name in found]
+
+    async def take_over(self, conversation_id: str, response_id: str) -> bool:
+        """Have this process run a response of a process that has ended, whose result is then refused.
+
+        Returns False if the response does not run any more. Raises: StoreUnavailableError.
+        """
+        key = head_key(conversation_id)
+
+        async def work(pipe: Pipe) -> bool:
+            is_running, head = await pipe.hexists(RUNNING_KEY, response_id), await pipe.get(key)
+            pipe.multi()
+            if not is_running or head is None:
+                return False
+            pipe.set(key, head)  # a change that the other process has begun fails, and begins again
+            pipe.hset(RUNNING_KEY, response_id, f"{self._process} {conversation_id}")
+            self.renew(pipe)
+            return True
+
+        self._own_responses.add(response_id)
+        is_taken = False
+        try:
+            is_taken = await self._connection.transact((key,), work, order=key)
+        finally:
+            if not is_taken:
+                self._own_responses.discard(response_id)
+        return is_taken
+
+    async def require_own(self, pipe: Pipe, turn: Turn | None) -> None:
+        """Check that no other process has taken a response over. Raises: ResponseElsewhereError."""
+        if turn is not None and turn.status != IN_PROGRESS:
+            entry: bytes | None = await pipe.hget(RUNNING_KEY, turn.id)
+            if entry is not None and entry.decode().partition(" ")[0] != self._process:
+                raise ResponseElsewhereError(turn.id, "end", "response_id")
 
     def start(self) -> None:
         """Start renewing the lease, unless started."""
@@ -361,10 +396,12 @@ class GatewayHeartbeats:
         await self._connection.run(write)
 
     async def close(self) -> None:
-        """Give up the lease, so that responses still in progress become incomplete."""
+        """Give up the lease, so that responses still in progress become incomplete, unless they are left to others."""
         if self._loop_task is not None:
             self._loop_task.cancel()
             await asyncio.gather(self._loop_task, return_exceptions=True)
+            if self.leaves_responses:
+                return
             with contextlib.suppress(StoreUnavailableError):
                 await self._connection.run(lambda client: client.delete(alive_key(self._process)))
 
@@ -399,9 +436,15 @@ class GatewayChannel:
     def __init__(self, url: str, connection: RedisConnection, heartbeats: GatewayHeartbeats) -> None:
         self.name = heartbeats.process
         self.find_runner = heartbeats.find_runner
+        self.take_over = heartbeats.take_over
+        self._heartbeats = heartbeats
         self.running_ids = heartbeats.running_ids
         self._connection = connection
         self._client = _client(url, TIMEOUT_S, TIMEOUT_S)
+
+    def leave_responses(self) -> None:
+        """Keep the lease when the store is closed, until another gateway has taken the responses over."""
+        self._heartbeats.leaves_responses = True
 
     async def send(self, name: str | None, data: bytes) -> int:
         """Send a message to one gateway, or to all (None), this one included.

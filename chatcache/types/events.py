@@ -61,11 +61,12 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
     report: StartReport | None = None
 
 
-class Tokens(msgspec.Struct, frozen=True, tag="tokens", gc=False):
+class Tokens(msgspec.Struct, frozen=True, tag="tokens", gc=False, omit_defaults=True):
     """New tokens of candidate `index`, in order.
 
     `logprobs` has one entry per token if requested, else none. `score`: the cumulative log-probability of a sampled
-    candidate, from which another engine process can continue.
+    candidate, from which another engine process can continue. `has_more`: the next event of the request was sent
+    together with this one (only by engine workers).
     """
 
     request_id: str
@@ -74,6 +75,7 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens", gc=False):
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     score: float = 0.0
+    has_more: bool = False
 
 
 class LiveBeam(msgspec.Struct, frozen=True):
@@ -91,12 +93,13 @@ class LiveBeam(msgspec.Struct, frozen=True):
 class Beams(msgspec.Struct, frozen=True, tag="beams"):
     """The live beams after one step, best first (`stream_beams`).
 
-    A client builds the token tree from them.
+    A client builds the token tree from them. `has_more`: as in `Tokens`.
     """
 
     request_id: str
     seq: int
     beams: tuple[LiveBeam, ...]
+    has_more: bool = False
 
 
 class CandidateDone(msgspec.Struct, frozen=True, tag="done"):

@@ -119,7 +119,12 @@ class ReplyFinished:
     num_reasoning_tokens: int = 0
 
 
-ReplyEvent = ReplyStarted | ReplyDelta | ReplyBeams | ReplyDone | ReplyFinished
+@dataclass(frozen=True, slots=True)
+class ReplyBatchEnd:
+    """The events before it were sent together by the engine, and form one update of each candidate."""
+
+
+ReplyEvent = ReplyStarted | ReplyDelta | ReplyBeams | ReplyDone | ReplyFinished | ReplyBatchEnd
 
 
 class BeamReader:
@@ -169,14 +174,16 @@ _MAX_RELEASED = 8  # events that are emitted in one turn of the event loop: log-
 class DeltaBatcher:
     """Merges events that follow each other quickly before they are passed to `emit`.
 
-    An event is held for at most `window_s` seconds if one of the same candidate was emitted less than `window_s` ago.
+    An event is held for at most `window_s` seconds if one of the same candidate was emitted less than `window_s` ago;
+    without a window, until `flush`.
     Text, reasoning and calls are never merged with each other. Beam updates are batched likewise. At most one timer
     runs and no task is created. An exception of `emit` is raised by the next call. Belongs to one event loop.
     """
 
-    def __init__(self, emit: Callable[[BatchedEvent], None], window_s: float) -> None:
+    def __init__(self, emit: Callable[[BatchedEvent], None], window_s: float | None) -> None:
         self._emit = emit
-        self._window_s = window_s
+        self._has_window = window_s is not None
+        self._window_s = window_s or 0.0
         self._pending: dict[int, BatchedEvent] = {}
         self._emitted_s: dict[int, float] = {}
         self._loop = asyncio.get_running_loop()
@@ -194,6 +201,9 @@ class DeltaBatcher:
             else:
                 self._pending[source] = event
                 self._emit(pending)
+            return
+        if not self._has_window:
+            self._pending[source] = event
             return
         now_s = time.monotonic()
         if now_s >= self._emitted_s.get(source, 0.0) + self._window_s:

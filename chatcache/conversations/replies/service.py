@@ -8,7 +8,7 @@ Submits an engine request and yields parsed text events of its candidates.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
@@ -35,6 +35,7 @@ from chatcache.conversations.prompt import (
 )
 from chatcache.conversations.replies.events import (
     BeamReader,
+    ReplyBatchEnd,
     ReplyDelta,
     ReplyDone,
     ReplyEvent,
@@ -371,7 +372,20 @@ class ChatService:
         beginning of the reply, which ends the prompt. `owner`: None for the namespace's tenant. Raises: the errors of
         `EngineClient.submit`.
         """
-        await self.engine.submit(self._seeded(request))
+        request = self._seeded(request)
+        await self.engine.submit(request)
+        return self.resume(request, rendering, prefix, functions, thinks, owner)
+
+    def resume(
+        self,
+        request: GenerateRequest,
+        rendering: str | None = None,
+        prefix: ReplyPrefix | None = None,
+        functions: Functions | None = None,
+        thinks: bool = True,
+        owner: str | None = None,
+    ) -> Reply:
+        """Return the reply to a request that was submitted, see `start`; its events are read from the first on."""
         self._live[request.request_id] = request.namespace if owner is None else owner, request
         reply_format = self.reply_format if rendering is not None else ReplyFormat()
         if not thinks:
@@ -425,9 +439,9 @@ class ChatService:
         """The number of running requests."""
         return len(self._live)
 
-    async def abort_live(self) -> None:
-        """Abort every running request."""
-        for request_id in list(self._live):
+    async def abort_live(self, except_for: Collection[str] = ()) -> None:
+        """Abort every running request except some."""
+        for request_id in [name for name in self._live if name not in except_for]:
             await self.engine.abort(request_id)
 
     def discard(self, request: GenerateRequest) -> None:
@@ -468,9 +482,9 @@ class Reply:
     """One accepted request in progress.
 
     An async context manager: leaving it early aborts the request. `is_chat`: the prompt came from the chat template.
-    `is_parsed`: candidates may have parts other than
-    text. `num_computed_prompt_tokens`: prompt tokens that the cache lacked; for a reply cut short before its first
-    token, all that may have been computed.
+    `is_parsed`: candidates may have parts other than text. `num_computed_prompt_tokens`: prompt tokens that the cache
+    lacked; for a reply cut short before its first token, all that may have been computed. `marks_batches`: `events`
+    yields a `ReplyBatchEnd` after the events that an engine worker has sent together.
     """
 
     def __init__(
@@ -491,6 +505,7 @@ class Reply:
         self.num_computed_prompt_tokens = 0
         self._has_started = False
         self.num_tokens = 0
+        self.marks_batches = False
         self.candidates = tuple(
             Candidate(index, context, request, prefix) for index in range(num_candidates(request.params))
         )
@@ -512,6 +527,8 @@ class Reply:
                 delta = self.candidates[event.index].push(event)
                 if delta is not None:
                     yield delta
+                if self.marks_batches and not event.has_more:
+                    yield ReplyBatchEnd()
             elif isinstance(event, Started):
                 self._has_started = True
                 self.num_computed_prompt_tokens = event.num_prompt_tokens - event.num_cached_tokens
@@ -522,6 +539,8 @@ class Reply:
                 )
             elif isinstance(event, Beams):
                 yield beams.read(event)
+                if self.marks_batches and not event.has_more:
+                    yield ReplyBatchEnd()
             elif isinstance(event, CandidateDone):
                 for each in self._finish_candidate(event):
                     yield each

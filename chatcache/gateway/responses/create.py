@@ -47,6 +47,7 @@ from chatcache.gateway.responses.objects import HAS_LOGPROBS
 from chatcache.gateway.responses.registry import LoggedResponse
 from chatcache.gateway.responses.run import LiveResponse, RunOptions
 from chatcache.gateway.responses.steering import queued_input, response_settings
+from chatcache.gateway.responses.takeover import ReplyRecord, reply_record, take_over
 from chatcache.gateway.schemas.fields import LOGPROBS, parse_fields, unknown_fields
 from chatcache.gateway.schemas.requests import MessageFields, ResponseFields, ResponseThinkingFields, SamplingFields
 from chatcache.tokenizer.thinking import KWARGS, ThinkingControls
@@ -190,9 +191,21 @@ async def _start(
         compacts=request_fields.compacts,
     )
     claim = idempotency_key.claim(planned.turn.id) if idempotency_key is not None else None
-    opening = asyncio.create_task(_open_conversation(gateway, model, planned, reply, options, claim))
+    record: ReplyRecord | None = None
+    if gateway.recorder is not None and planned.request.store and options.generate:
+        record = reply_record(planned, options, tools.schemas, thinks=has_reasoning, extended=extended)
+    opening = asyncio.create_task(_open_conversation(gateway, model, planned, reply, options, claim, record))
     opening.add_done_callback(lambda task: task.cancelled() or task.exception())
     return await asyncio.shield(opening)
+
+
+async def continue_response(gateway: Gateway, request: GenerateRequest, data: bytes) -> bool:
+    """Continue a response of a gateway that has ended, from its record; return whether this gateway runs it now."""
+
+    async def start_successor(principal: Principal, body: Mapping[str, Any], extended: bool) -> str:
+        return (await _start(gateway, principal, body, extended)).id
+
+    return await take_over(gateway, start_successor, request, data)
 
 
 async def _find_turn(
@@ -303,14 +316,23 @@ async def _with_diagnosis(
 
 
 async def _open_conversation(
-    gateway: Gateway, model: Model, planned: PlannedTurn, reply: Reply, options: RunOptions, claim: Claim | None
+    gateway: Gateway,
+    model: Model,
+    planned: PlannedTurn,
+    reply: Reply,
+    options: RunOptions,
+    claim: Claim | None,
+    record: ReplyRecord | None,
 ) -> LiveResponse:
     try:
         conversation = await model.conversations.open(planned, claim)
     except BaseException:
         await reply.close()
         raise
-    run = LiveResponse(gateway, model, planned, conversation, reply, options)
+    run = LiveResponse(
+        gateway, model, planned, conversation, reply, options, record.encode if record is not None else None
+    )
+    await run.save_record()
     run.start()
     return run
 

@@ -18,6 +18,7 @@ from chatcache.conversations.fork_points import ReplyPrefix
 from chatcache.conversations.prompt import Message, message_from_item
 from chatcache.conversations.replies.events import (
     DeltaBatcher,
+    ReplyBatchEnd,
     ReplyBeams,
     ReplyDelta,
     ReplyDone,
@@ -26,13 +27,21 @@ from chatcache.conversations.replies.events import (
 )
 from chatcache.conversations.replies.service import Reply, is_ranked
 from chatcache.conversations.store import StoreUnavailableError
-from chatcache.conversations.tree import COMPLETED, FAILED, Conversation, Usage, main_output
+from chatcache.conversations.tree import (
+    COMPLETED,
+    FAILED,
+    Conversation,
+    ResponseElsewhereError,
+    Usage,
+    main_output,
+)
 from chatcache.conversations.turns import PlannedTurn
 from chatcache.errors import ChatcacheError, EngineError, InvalidRequestError, NotFoundError, UnsupportedParameterError
 from chatcache.gateway.auth.principal import Principal
 from chatcache.gateway.context import Gateway, Model
 from chatcache.gateway.errors import INTERNAL_ERROR
 from chatcache.gateway.metrics import Metrics, record_reply_metrics
+from chatcache.gateway.peers import GatewayUnreachableError
 from chatcache.gateway.responses.event_log import ResponseLog
 from chatcache.gateway.responses.events import CompactionEventWriter, ResponseEventWriter, to_usage
 from chatcache.gateway.responses.steering import (
@@ -230,7 +239,11 @@ class RunOptions:
 
 
 class LiveResponse:
-    """A running response. `log` contains all its events; any connection may `cancel` it."""
+    """A running response. `log` contains all its events; any connection may `cancel` it.
+
+    `encode_record` returns the record from which another gateway can continue the response, given the steering input
+    and the sequence numbers of its events; None if none can.
+    """
 
     def __init__(
         self,
@@ -240,6 +253,7 @@ class LiveResponse:
         conversation: Conversation | None,
         reply: Reply,
         options: RunOptions,
+        encode_record: Callable[[Sequence[tuple[int, Steer]]], bytes] | None = None,
     ) -> None:
         self.id = planned.turn.id
         self.owner = planned.request.owner
@@ -257,6 +271,11 @@ class LiveResponse:
         self._drops = CandidateCancellations(reply, self.log, gateway.metrics)
         self._detach_timer = DetachTimer(self.log, options.ttl_s, self.cancel)
         self._steers = SteerQueue()
+        self._encode_record = encode_record
+        self._accepted_steers: list[tuple[int, Steer]] = []
+        self._restored_steers: list[tuple[int, Steer]] = []
+        self._is_abandoned = False
+        reply.marks_batches = encode_record is not None
         self._checkpoints = CheckpointEncoder()
         self._checkpoint_progress = self._pending_progress = (0, 0)  # numbers of tokens and of finished candidates
         self._cancelled_s: float | None = None
@@ -273,6 +292,24 @@ class LiveResponse:
             self._publish_conversation(self._conversation)
         self._detach_timer.start()
         self.task = asyncio.create_task(self._run_while_authorized(), name=self.id)
+
+    async def save_record(self) -> None:
+        """Leave a record for the gateway that continues the response if this one ends."""
+        if self._encode_record is not None and self._gateway.recorder is not None:
+            await self._gateway.recorder.record(self.id, self._encode_record(self._accepted_steers))
+
+    def restore_steers(self, steers: Sequence[tuple[int, Steer]]) -> None:
+        """Accept steering input again that another gateway has accepted, where its events have the same numbers."""
+        self._accepted_steers = list(steers)
+        self._restored_steers = list(steers)
+
+    def abandon(self) -> None:
+        """End here without a result: another gateway has taken the response over. Readers get an error."""
+        if not self._is_abandoned:
+            self._is_abandoned = True
+            self.log.fail(GatewayUnreachableError("another gateway runs the response now; read it again"))
+            if self.task is not asyncio.current_task():
+                self.task.cancel()
 
     @property
     def prompt_messages(self) -> tuple[Message, ...]:
@@ -339,7 +376,14 @@ class LiveResponse:
         return self._receipt
 
     async def interrupt(self) -> None:
-        """End the response because the server shuts down; keep its text."""
+        """End the response because the server shuts down; keep its text, or leave it to another gateway."""
+        recorder, peers = self._gateway.recorder, self._gateway.peers
+        if self._encode_record is not None and recorder is not None and peers is not None and await peers.has_others():
+            recorder.leave(self.id)
+            peers.leave_responses()
+            self.abandon()
+            await asyncio.wait([self.task])
+            return
         self._interrupted = True
         await self._reply.cancel()
         await asyncio.wait([self.task])
@@ -369,9 +413,21 @@ class LiveResponse:
             raise SteerRefusedError("only stored responses that generate can be steered", code="steering_not_supported")
         if self.log.terminal is not None or self._cancelled_s is not None:
             raise not_steerable_error(self.log.terminal)
-        steer = self._steers.add(input_value)
-        self.log.append("response.steer.accepted", steer=steer_json(steer, self.id))
+        self._accept(self._steers.add(input_value))
+        await self.save_record()
         await self._reply.cancel()
+
+    def _accept(self, steer: Steer) -> None:
+        self._accepted_steers.append((self.log.last_number + 1, steer))
+        self.log.append("response.steer.accepted", steer=steer_json(steer, self.id))
+
+    async def _accept_restored(self) -> None:
+        """Accept steering input again whose event is the next one."""
+        while self._restored_steers and self._restored_steers[0][0] <= self.log.last_number + 1:
+            _, steer = self._restored_steers.pop(0)
+            self._steers.restore(steer)
+            self.log.append("response.steer.accepted", steer=steer_json(steer, self.id))
+            await self._reply.cancel()
 
     async def _run_while_authorized(self) -> None:
         key_cache, principal = self._gateway.key_cache, self._options.principal
@@ -385,32 +441,52 @@ class LiveResponse:
             await self._consume_events()
             if self.log.terminal is None:
                 raise EngineError("the engine ended the reply without a final event")
+        except ResponseElsewhereError:
+            self.abandon()
         except Exception as error:
             await self._fail(error)
         finally:
-            if self.log.terminal is None:  # this task was cancelled
-                self._writer.failed(INTERNAL_ERROR)
             try:
-                await self._start_successor()
+                if not self._is_abandoned:
+                    await self._end()
             finally:
                 self._detach_timer.stop()
-                self.log.close()
-                self._gateway.responses.end(self.id, keep=self._conversation is not None)
+                if not self._is_abandoned:
+                    self.log.close()
+                self._gateway.responses.end(self.id, keep=self._conversation is not None and not self._is_abandoned)
                 await self._reply.close()
 
+    async def _end(self) -> None:
+        """Write the terminal frame if there is none, and start the successor."""
+        if self.log.terminal is None:  # this task was cancelled
+            self._writer.failed(INTERNAL_ERROR)
+        await self._start_successor()
+        if not self.log.is_unsaved:
+            self._discard_record()
+
+    def _discard_record(self) -> None:
+        if self._encode_record is not None and self._gateway.recorder is not None:
+            self._gateway.recorder.discard_record(self.id)
+
     async def _consume_events(self) -> None:
-        """Handle all events of the reply; deltas are batched while there are many."""
-        batcher = DeltaBatcher(self._write_delta, _BATCH_INTERVAL_S)
+        """Handle all events of the reply; deltas are batched while there are many.
+
+        If another gateway can continue the response, the batches are those of the engine, and the same there.
+        """
+        batcher = DeltaBatcher(self._write_delta, None if self._encode_record is not None else _BATCH_INTERVAL_S)
         try:
             num_events = 0
             async for event in record_reply_metrics(self._reply, self._gateway.metrics):
                 num_events += 1
                 if num_events % _EVENTS_PER_TURN == 0:  # those of a step are here already: many candidates have many
                     await asyncio.sleep(0)
+                if self._restored_steers:
+                    await self._accept_restored()
                 if isinstance(event, (ReplyDelta, ReplyBeams)):
                     batcher.push(event)
-                else:
-                    await batcher.flush()
+                    continue
+                await batcher.flush()
+                if not isinstance(event, ReplyBatchEnd):
                     await self._handle_event(event)
         except Exception:
             await batcher.flush()  # write the remaining text before the failure
@@ -522,6 +598,7 @@ class LiveResponse:
         async def store_late() -> None:
             conversation = await conversations.retry_complete(*stored_reply)
             self.log.is_unsaved = False
+            self._discard_record()
             self._gateway.hub.publish_update(conversation)
 
         try:

@@ -73,10 +73,19 @@ class SteerQueue:
         self._waiting.append(steer)
         return steer
 
+    def restore(self, steer: Steer) -> None:
+        """Queue input that another gateway has accepted."""
+        self._waiting.append(steer)
+
     def pop_all(self) -> tuple[Steer, ...]:
         """Return all queued input and empty the queue."""
         taken, self._waiting = tuple(self._waiting), []
         return taken
+
+
+def restored_steer(steer_id: str, input_value: object) -> Steer:
+    """Return steering input that another gateway has accepted. Raises: SteerRefusedError for invalid input."""
+    return Steer(steer_id, input_value, parse_steer_input(input_value), len(encode(input_value)))
 
 
 def check_fields(body: Mapping[str, Any]) -> None:

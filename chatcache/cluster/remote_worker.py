@@ -1,0 +1,185 @@
+"""One engine worker on the bus as a gateway sees it, a request that it runs, and sums over several workers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from chatcache.cluster import bus
+from chatcache.cluster.records import Attempt, Item, RequestRecord
+from chatcache.cluster.request_router import RoutedRequest
+from chatcache.engine_process.client import EngineClientBase
+from chatcache.engine_process.protocol import (
+    FRAME_HEADER_BYTES,
+    Command,
+    FrameTooLargeError,
+    Notice,
+    decode_notice,
+    encode,
+)
+from chatcache.engine_process.recovery import RequestJournal
+from chatcache.errors import InvalidRequestError, OverloadedError
+from chatcache.types.stats import Durations, EngineHealth, SlotUsage
+
+log = logging.getLogger(__name__)
+
+
+class RemoteWorker:
+    """One life of a worker process, as a gateway sees it.
+
+    `receive` is called with this worker and each of its notices, `receive_loads` with its load when it changes;
+    `is_lost` is set when its notices have a gap.
+    """
+
+    def __init__(
+        self,
+        client: bus.Client,
+        status: bus.WorkerStatus,
+        gateway: str,
+        numbers: itertools.count[int],
+        receive: Callable[[RemoteWorker, Notice], None],
+        receive_loads: Callable[[str, bus.Loads, str], None],
+    ) -> None:
+        self.status = status
+        self.is_lost = False
+        self.queries = EngineClientBase(self.send, numbers=numbers)
+        self._client = client
+        self._gateway = gateway
+        self._receive = receive
+        self._receive_loads = receive_loads
+        self._commands: list[bytes] = []
+        self._writer = bus.StreamWriter(client, bus.inbox(status.id), self._take)
+        self._tasks: list[asyncio.Task[None]] = []
+        self.position = 0  # number of the last entry of its outbox that was read
+
+    @property
+    def id(self) -> str:
+        return self.status.id
+
+    @property
+    def is_ready(self) -> bool:
+        return self.status.health.ready and not self.status.is_draining and not self.is_lost
+
+    async def start(self) -> None:
+        """Read this worker's notices from now on. Raises: an error of `bus.OUTAGES`."""
+        last = await bus.last_entry(self._client, bus.outbox(self.id))
+        self.position = int(last.partition("-")[0])
+        self._tasks = [asyncio.create_task(self._read(last)), asyncio.create_task(self._writer.run())]
+
+    def send(self, command: Command) -> None:
+        """Send a command.
+
+        Raises: InvalidRequestError for a command that cannot be encoded; nothing was sent then.
+        """
+        try:
+            self._commands.append(encode(command)[FRAME_HEADER_BYTES:])
+        except (FrameTooLargeError, msgspec.MsgspecError, TypeError, OverflowError, UnicodeError) as error:
+            raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
+        self._writer.wake()
+
+    async def close(self) -> None:
+        """Stop reading and writing; pending queries fail."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.queries.fail_calls(OverloadedError("the engine worker ended", code="engine_unavailable"))
+
+    def _take(self) -> Mapping[bytes, bytes]:
+        if not self._commands:
+            return {}
+        commands, self._commands = self._commands, []
+        return {bus.FROM: self._gateway.encode(), bus.COMMANDS: bus.encode_list(commands)}
+
+    async def _read(self, last: str) -> None:
+        reader = bus.StreamReader(self._client, bus.outbox(self.id), last)
+        own = self._gateway.encode()
+        while not self.is_lost:
+            for number, fields in await reader.read():
+                if number != self.position + 1:
+                    log.error("notices %d to %d of worker %s are missing", self.position + 1, number - 1, self.id)
+                    self.is_lost = True
+                    return
+                self.position = number
+                try:
+                    if bus.LOADS in fields:
+                        self._receive_loads(self.id, bus.decode_loads(fields[bus.LOADS]), self._gateway)
+                    for body in bus.decode_list(fields[own]) if own in fields else ():
+                        self._receive(self, decode_notice(body))
+                except (msgspec.MsgspecError, ValueError) as error:
+                    log.error("notice %d of worker %s is invalid: %s", number, self.id, error)
+                    self.is_lost = True
+                    return
+
+
+@dataclass(slots=True, eq=False)
+class PlacedRequest:
+    """A request from its submit to its terminal event, and the worker that runs it (None: it waits for one).
+
+    `calls`: the number of its submit, and one for each worker that resumed it. `is_answered`: its worker has answered
+    the last of them; events before that answer are of an earlier submit to the same worker. `attempts` and `data`: see
+    `RequestRecord`; without data the request has no record. `held`: what its worker sends while what it has sent
+    before is read from the bus; None otherwise.
+    """
+
+    calls: list[int]
+    journal: RequestJournal
+    routed: RoutedRequest
+    worker: RemoteWorker | None = None
+    is_answered: bool = False
+    is_accepted: bool = False
+    is_aborted: bool = False
+    is_moved: bool = False
+    num_lost_workers: int = 0
+    numerics: str = ""
+    refused_by: set[str] = field(default_factory=set)
+    attempts: list[Attempt] = field(default_factory=list)
+    data: bytes | None = None
+    held: list[Item] | None = None
+
+    @property
+    def id(self) -> str:
+        return self.journal.request.request_id
+
+    def to_record(self) -> RequestRecord:
+        """Return what another gateway needs to take the request over."""
+        return RequestRecord(self.journal.request, tuple(self.attempts), self.numerics, self.data or b"")
+
+
+_SUMMED = ("kv_bytes", "state_bytes", "max_queued_requests", "max_queued_tokens", "owed_s")
+
+
+def add_reports(reports: Sequence[EngineHealth]) -> EngineHealth:
+    """Add up health reports: counts and histograms are summed, texts and limits are those of the first.
+
+    Raises: ValueError without a report.
+    """
+    if not reports:
+        raise ValueError("no report")
+    first = reports[0]
+    summed: dict[str, Any] = {}
+    for name in EngineHealth.__struct_fields__:
+        values = [getattr(report, name) for report in reports]
+        if name.startswith("num_") or name in _SUMMED:
+            summed[name] = sum(values)
+        elif isinstance(values[0], Durations):
+            counts = tuple(sum(column) for column in zip(*(each.counts for each in values), strict=True))
+            summed[name] = Durations(counts, sum(each.total_s for each in values))
+        elif isinstance(values[0], SlotUsage):
+            parts = SlotUsage.__struct_fields__
+            summed[name] = SlotUsage(**{part: sum(getattr(each, part) for each in values) for part in parts})
+    return msgspec.structs.replace(first, **summed)
+
+
+def sum_by_key(dicts: Any) -> dict[str, float]:
+    """Add up the values of each key."""
+    total: dict[str, float] = {}
+    for each in dicts:
+        for key, value in each.items():
+            total[key] = total.get(key, 0.0) + value
+    return total

@@ -1,0 +1,301 @@
+"""A killed `chatcache gateway`: another one finishes its responses, with the same events."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from websockets.sync.client import connect
+
+from tests.cli.servers import GatewayOnly, Worker
+from tests.gateway.frames import receive, send
+from tests.support.redis_servers import RedisServer, redis_server
+
+MAX_MODEL_LEN = 8192
+MANY_TOKENS = 2000
+MIN_EVENTS = 20
+BODY: dict[str, Any] = {"background": True, "stream": True, "ignore_eos": True, "seed": 1, "input": "Tell me a lot"}
+LOGPROBS = "message.output_text.logprobs"
+
+_RANDOM_IDS = """
+import sys
+import chatcache.gateway.responses.events as events
+from chatcache.cli.main import main
+from chatcache.conversations.tree import new_id
+
+events.derive_id = lambda kind, *_: new_id(kind)
+sys.exit(main())
+"""
+_CLOCKED_BATCHES = """
+import sys
+import chatcache.gateway.responses.run as run
+from chatcache.cli.main import main
+
+class Clocked(run.DeltaBatcher):
+    def __init__(self, emit, window_s):
+        super().__init__(emit, 0.033)
+
+    async def flush(self):
+        if sys._getframe(1).f_locals.get("event").__class__ is not run.ReplyBatchEnd:
+            await super().flush()
+
+run.DeltaBatcher = Clocked
+sys.exit(main())
+"""
+
+
+class GatewayWithRandomIds(GatewayOnly):
+    """Injected bug: the ids of items are not functions of the response."""
+
+    program = _RANDOM_IDS
+
+    def command(self, folder: str, *more: str) -> list[str]:
+        return [sys.executable, "-c", self.program, *super().command(folder, *more)[3:]]
+
+
+class GatewayWithClockedBatches(GatewayWithRandomIds):
+    """Injected bug: the clock decides which tokens form a delta."""
+
+    program = _CLOCKED_BATCHES
+
+
+@pytest.fixture(scope="module")
+def long_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a context in which a reply runs for several seconds."""
+    path = tmp_path_factory.mktemp("long")
+    for file in folder.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": MAX_MODEL_LEN}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def bus(long_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RedisServer, Worker]]:
+    """A Redis, and a worker on it."""
+    cwd = tmp_path_factory.mktemp("worker")
+    with redis_server(cwd / "redis") as server, contextlib.ExitStack() as stack:
+        worker = Worker(long_folder, cwd, "--bus", server.url, "--worker-name", "w", "--kv-memory", "64MiB")
+        stack.callback(worker.stop)
+        worker.saw("is ready")
+        yield server, worker
+
+
+class Gateways:
+    """Two gateways; `kill` ends the first."""
+
+    def __init__(self, kind: type[GatewayOnly], folder: Path, cwd: Path, redis: RedisServer, *more: str) -> None:
+        self.processes = [kind(folder, cwd, "--bus", redis.url, "--redis", redis.url, *more) for _ in range(2)]
+
+    def start(self) -> None:
+        self.first, self.second = (httpx.Client(base_url=each.ready(), timeout=60) for each in self.processes)
+        self.model = self.first.get("/v1/models").json()["data"][0]["id"]
+
+    def kill(self) -> None:
+        self.processes[0].signal(signal.SIGKILL)
+
+    def stop(self) -> None:
+        for client in (self.first, self.second):
+            client.close()
+        for process in self.processes:
+            process.stop()
+
+
+@contextlib.contextmanager
+def gateways(kind: type[GatewayOnly], folder: Path, cwd: Path, redis: RedisServer, *more: str) -> Iterator[Gateways]:
+    found = Gateways(kind, folder, cwd, redis, *more)
+    try:
+        found.start()
+        yield found
+    finally:
+        found.stop()
+
+
+Event = dict[str, Any]
+
+
+def events_of(response: httpx.Response) -> Iterator[Event]:
+    """Yield the events of a stream, without its end if the connection breaks."""
+    with contextlib.suppress(httpx.TransportError):
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))
+
+
+class Stream:
+    """A response through the first gateway, read in a thread until the gateway is killed."""
+
+    def __init__(self, both: Gateways, more: Event) -> None:
+        self.seen: list[Event] = []
+        self._is_running = threading.Event()
+        self._body = {"model": both.model, **BODY, "max_output_tokens": MANY_TOKENS, **more}
+        self._client = both.first
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with self._client.stream("POST", "/v1/responses", json=self._body) as response:
+            if response.status_code != 200:
+                self.seen.append(json.loads(response.read()))
+                self._is_running.set()
+            for event in events_of(response):
+                self.seen.append(event)
+                if len(self.seen) == MIN_EVENTS:
+                    self._is_running.set()
+
+    @property
+    def id(self) -> str:
+        """The id of the response, as soon as it has a few events."""
+        assert self._is_running.wait(60), self.seen
+        assert "error" not in self.seen[0], self.seen
+        return str(self.seen[0]["response"]["id"])
+
+    def join(self) -> None:
+        self._thread.join(60)
+
+
+def read_stream(client: httpx.Client, response_id: str, **query: int) -> list[Event]:
+    with client.stream("GET", f"/v1/responses/{response_id}", params={"stream": "true", **query}) as response:
+        assert response.status_code == 200, response.read()
+        return list(events_of(response))
+
+
+def check_rest(both: Gateways, stream: Stream) -> Event:
+    """Check that the second gateway has the whole stream, and return its last event."""
+    stream.join()
+    seen = stream.seen
+    rest = read_stream(both.second, stream.id, starting_after=seen[-1]["sequence_number"])
+    whole = read_stream(both.second, stream.id)
+    assert [event["sequence_number"] for event in whole] == list(range(len(whole)))
+    assert whole[: len(seen)] == seen
+    assert whole[len(seen) :] == rest
+    return rest[-1]
+
+
+KINDS: dict[str, Event] = {
+    "candidates": {"n": 2},
+    "logprobs": {"include": [LOGPROBS], "top_logprobs": 2},
+    "beams": {"beam_width": 2, "seed": None, "max_output_tokens": 1500},
+    "regex": {"structured_outputs": {"regex": "[a-z ]{6000}"}, "temperature": 1.0, "ignore_eos": False},
+    "budget": {"stop": ["no such text"], "presence_penalty": 0.5, "temperature": 1.0},
+}
+
+
+@pytest.mark.slow
+def test_responses_of_a_killed_gateway_go_on_with_the_same_events(
+    bus: tuple[RedisServer, Worker], long_folder: Path, tmp_path: Path
+) -> None:
+    with gateways(GatewayOnly, long_folder, tmp_path, bus[0]) as both:
+        streams = {name: Stream(both, more) for name, more in KINDS.items() if name != "beams"}
+        for stream in streams.values():
+            assert stream.id
+        streams["beams"] = Stream(both, KINDS["beams"])  # without an event of its text before its end
+        while not streams["beams"].seen:
+            pass
+        both.kill()
+        response_id = streams["candidates"].id
+        running = both.second.get(f"/v1/responses/{response_id}").json()
+        assert running["id"] == response_id and running["status"] == "in_progress", running
+        for name, stream in streams.items():
+            stream._is_running.set()
+            end = check_rest(both, stream)
+            assert end["type"] == "response.incomplete", name
+            assert end["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+            stored = both.second.get(f"/v1/responses/{stream.id}").json()
+            texts = [[item["content"][0]["text"] for item in each["output"]] for each in (stored, end["response"])]
+            assert stored["status"] == "incomplete" and texts[0] == texts[1], name
+        end = read_stream(both.second, response_id)[-1]
+        assert end["response"]["usage"]["output_tokens"] == 2 * MANY_TOKENS
+        body = {"model": both.model, "input": "And?", "previous_response_id": response_id, "max_output_tokens": 4}
+        answer = both.second.post("/v1/responses", json=body).json()
+        assert answer["usage"]["input_tokens"] > MANY_TOKENS
+        assert f"chatcache_responses_taken_over_total {len(KINDS)}.0" in both.second.get("/metrics").text
+        assert both.processes[1].output.count("is taken over from a gateway") == len(KINDS)
+
+
+@pytest.mark.slow
+def test_steering_input_that_a_killed_gateway_has_accepted_is_answered(
+    bus: tuple[RedisServer, Worker], long_folder: Path, tmp_path: Path
+) -> None:
+    """The worker is suspended meanwhile, so that the first gateway cannot end the response."""
+    with gateways(GatewayOnly, long_folder, tmp_path, bus[0]) as both:
+        stream = Stream(both, {})
+        url = str(both.first.base_url.join("/v1/responses")).replace("http", "ws")
+        protocols: Any = ["chatcache.v1"]
+        with connect(url, subprotocols=protocols, compression=None, proxy=None) as socket:
+            send(socket, "response.resume", response_id=stream.id, starting_after=0)
+            bus[1].signal(signal.SIGSTOP)
+            try:
+                send(socket, "response.steer", previous_response_id=stream.id, input="Shorter")
+                while (frame := receive(socket))["type"] != "response.steer.accepted":
+                    pass
+                time.sleep(0.2)
+                both.kill()
+            finally:
+                bus[1].signal(signal.SIGCONT)
+        end = check_rest(both, stream)
+        assert end["type"] == "response.incomplete"
+        assert end["response"]["incomplete_details"] == {"reason": "steered"}
+        assert frame in read_stream(both.second, stream.id)
+        conversation = end["response"]["conversation"]["id"]
+        items: list[Event] = both.second.get(f"/v1/conversations/{conversation}/items").json()["data"]
+        given = {item["content"][0]["text"] for item in items if item["role"] == "user"}
+        assert given == {"Tell me a lot", "Shorter"}
+
+
+@pytest.mark.slow
+def test_stopped_gateway_leaves_its_responses_to_the_other_one(
+    bus: tuple[RedisServer, Worker], long_folder: Path, tmp_path: Path
+) -> None:
+    with gateways(GatewayOnly, long_folder, tmp_path, bus[0], "--drain-timeout", "0") as both:
+        stream = Stream(both, {})
+        assert stream.id
+        both.processes[0].signal(signal.SIGTERM)
+        assert both.processes[0].wait() == 0
+        stream.join()
+        assert stream.seen.pop()["code"] == "gateway_unreachable"
+        end = check_rest(both, stream)
+        assert end["type"] == "response.incomplete" and end["response"]["usage"]["output_tokens"] == MANY_TOKENS
+
+
+@pytest.mark.slow
+def test_suspended_gateway_leaves_its_response_to_the_other_one(
+    bus: tuple[RedisServer, Worker], long_folder: Path, tmp_path: Path
+) -> None:
+    with gateways(GatewayOnly, long_folder, tmp_path, bus[0]) as both:
+        stream = Stream(both, {})
+        assert stream.id
+        both.processes[0].signal(signal.SIGSTOP)
+        assert both.second.get(f"/v1/responses/{stream.id}").json()["id"] == stream.id
+        both.processes[0].signal(signal.SIGCONT)
+        stream.join()
+        assert stream.seen[-1]["type"] == "error" and stream.seen[-1]["code"] == "gateway_unreachable", stream.seen[-1]
+        stream.seen.pop()
+        end = check_rest(both, stream)
+        whole = read_stream(both.second, stream.id)
+        assert end["type"] == "response.incomplete" and end["response"]["usage"]["output_tokens"] == MANY_TOKENS
+        assert read_stream(both.first, stream.id) == whole
+        body = {"model": both.model, "input": "And?", "previous_response_id": stream.id, "max_output_tokens": 4}
+        assert both.first.post("/v1/responses", json=body).json()["usage"]["output_tokens"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [GatewayWithRandomIds, GatewayWithClockedBatches])
+def test_injected_bugs_are_caught(
+    bus: tuple[RedisServer, Worker], long_folder: Path, tmp_path: Path, kind: type[GatewayWithRandomIds]
+) -> None:
+    with gateways(kind, long_folder, tmp_path, bus[0]) as both:
+        stream = Stream(both, {})
+        assert stream.id
+        both.kill()
+        with pytest.raises(AssertionError):
+            check_rest(both, stream)
