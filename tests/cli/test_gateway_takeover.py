@@ -8,7 +8,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.support.redis_servers import RedisServer, redis_server
 MAX_MODEL_LEN = 8192
 MANY_TOKENS = 2000
 MIN_EVENTS = 20
+NUM_KILLS = 50
 BODY: dict[str, Any] = {"background": True, "stream": True, "ignore_eos": True, "seed": 1, "input": "Tell me a lot"}
 LOGPROBS = "message.output_text.logprobs"
 
@@ -91,10 +93,13 @@ def bus(long_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 class Gateways:
-    """Two gateways; `kill` ends the first."""
+    """Two gateways; `kill` ends the first, and `replace_first` starts another one, which becomes the second."""
 
     def __init__(self, kind: type[GatewayOnly], folder: Path, cwd: Path, redis: RedisServer, *more: str) -> None:
-        self.processes = [kind(folder, cwd, "--bus", redis.url, "--redis", redis.url, *more) for _ in range(2)]
+        self._start: Callable[[], GatewayOnly] = partial(
+            kind, folder, cwd, "--bus", redis.url, "--redis", redis.url, *more
+        )
+        self.processes = [self._start() for _ in range(2)]
 
     def start(self) -> None:
         self.first, self.second = (httpx.Client(base_url=each.ready(), timeout=60) for each in self.processes)
@@ -102,6 +107,12 @@ class Gateways:
 
     def kill(self) -> None:
         self.processes[0].signal(signal.SIGKILL)
+
+    def replace_first(self) -> None:
+        self.processes[0].stop()
+        self.first.close()
+        self.processes = [self.processes[1], self._start()]
+        self.first, self.second = self.second, httpx.Client(base_url=self.processes[1].ready(), timeout=60)
 
     def stop(self) -> None:
         for client in (self.first, self.second):
@@ -137,13 +148,13 @@ class Stream:
     def __init__(self, both: Gateways, more: Event) -> None:
         self.seen: list[Event] = []
         self._is_running = threading.Event()
-        self._body = {"model": both.model, **BODY, "max_output_tokens": MANY_TOKENS, **more}
+        self.body = {"model": both.model, **BODY, "max_output_tokens": MANY_TOKENS, **more}
         self._client = both.first
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
 
     def _read(self) -> None:
-        with self._client.stream("POST", "/v1/responses", json=self._body) as response:
+        with self._client.stream("POST", "/v1/responses", json=self.body) as response:
             if response.status_code != 200:
                 self.seen.append(json.loads(response.read()))
                 self._is_running.set()
@@ -158,6 +169,10 @@ class Stream:
         assert self._is_running.wait(60), self.seen
         assert "error" not in self.seen[0], self.seen
         return str(self.seen[0]["response"]["id"])
+
+    def mark_running(self) -> None:
+        """Record that the response runs, though it has few events."""
+        self._is_running.set()
 
     def join(self) -> None:
         self._thread.join(60)
@@ -206,7 +221,7 @@ def test_responses_of_a_killed_gateway_go_on_with_the_same_events(
         running = both.second.get(f"/v1/responses/{response_id}").json()
         assert running["id"] == response_id and running["status"] == "in_progress", running
         for name, stream in streams.items():
-            stream._is_running.set()
+            stream.mark_running()
             end = check_rest(both, stream)
             assert end["type"] == "response.incomplete", name
             assert end["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -286,6 +301,31 @@ def test_suspended_gateway_leaves_its_response_to_the_other_one(
         assert read_stream(both.first, stream.id) == whole
         body = {"model": both.model, "input": "And?", "previous_response_id": stream.id, "max_output_tokens": 4}
         assert both.first.post("/v1/responses", json=body).json()["usage"]["output_tokens"] == 4
+
+
+@pytest.mark.long
+def test_fifty_killed_gateways_leave_no_response_incomplete(
+    bus: tuple[RedisServer, Worker], long_folder: Path, tmp_path: Path
+) -> None:
+    with gateways(GatewayOnly, long_folder, tmp_path, bus[0]) as both:
+        for number in range(NUM_KILLS):
+            names = [*KINDS][number % 3 : number % 3 + 3]
+            streams = [
+                Stream(both, {**KINDS[name], "max_output_tokens": 600, "seed": None if name == "beams" else number})
+                for name in names
+            ]
+            for stream in streams:
+                if "beam_width" not in stream.body:
+                    assert stream.id
+                while not stream.seen:
+                    pass
+            both.kill()
+            for stream in streams:
+                stream.mark_running()
+                end = check_rest(both, stream)
+                assert end["type"] == "response.incomplete", (number, end)
+                assert end["response"]["incomplete_details"] == {"reason": "max_output_tokens"}, (number, end)
+            both.replace_first()
 
 
 @pytest.mark.slow
