@@ -1,8 +1,8 @@
 """The worker's side of the bus: runs the commands of all gateways on one engine, and returns their notices.
 
 Each request belongs to the gateway that sent it, and is aborted when that gateway's lease has expired; one of a
-conversation continues for `ADOPT_S`, in which another gateway may adopt it. When this worker's own lease has expired, it
-aborts all requests, because the gateways run them elsewhere, and takes a new id.
+conversation continues for `ADOPT_S`, in which another gateway may adopt it. When this worker's own lease has expired,
+it aborts all requests, because the gateways run them elsewhere, and takes a new id.
 
 Tokens of such a request are sent in batches, `BATCH_S` apart. The gateway makes one delta of each batch. So a gateway
 that adopts the request, and reads the same batches, makes the same deltas.

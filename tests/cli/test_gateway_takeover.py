@@ -148,31 +148,28 @@ class Stream:
     def __init__(self, both: Gateways, more: Event) -> None:
         self.seen: list[Event] = []
         self._is_running = threading.Event()
-        self.body = {"model": both.model, **BODY, "max_output_tokens": MANY_TOKENS, **more}
+        self._body = {"model": both.model, **BODY, "max_output_tokens": MANY_TOKENS, **more}
+        self._min_events = 1 if "beam_width" in more else MIN_EVENTS
         self._client = both.first
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
 
     def _read(self) -> None:
-        with self._client.stream("POST", "/v1/responses", json=self.body) as response:
+        with self._client.stream("POST", "/v1/responses", json=self._body) as response:
             if response.status_code != 200:
                 self.seen.append(json.loads(response.read()))
                 self._is_running.set()
             for event in events_of(response):
                 self.seen.append(event)
-                if len(self.seen) == MIN_EVENTS:
+                if len(self.seen) == self._min_events:
                     self._is_running.set()
 
     @property
     def id(self) -> str:
-        """The id of the response, as soon as it has a few events."""
+        """The id of the response, as soon as it has a few events; beams have one until they end."""
         assert self._is_running.wait(60), self.seen
         assert "error" not in self.seen[0], self.seen
         return str(self.seen[0]["response"]["id"])
-
-    def mark_running(self) -> None:
-        """Record that the response runs, though it has few events."""
-        self._is_running.set()
 
     def join(self) -> None:
         self._thread.join(60)
@@ -211,17 +208,14 @@ def test_responses_of_a_killed_gateway_go_on_with_the_same_events(
 ) -> None:
     with gateways(GatewayOnly, long_folder, tmp_path, bus[0]) as both:
         streams = {name: Stream(both, more) for name, more in KINDS.items() if name != "beams"}
-        for stream in streams.values():
-            assert stream.id
-        streams["beams"] = Stream(both, KINDS["beams"])  # without an event of its text before its end
-        while not streams["beams"].seen:
-            pass
+        assert all(stream.id for stream in streams.values())
+        streams["beams"] = Stream(both, KINDS["beams"])
+        assert streams["beams"].id
         both.kill()
         response_id = streams["candidates"].id
         running = both.second.get(f"/v1/responses/{response_id}").json()
         assert running["id"] == response_id and running["status"] == "in_progress", running
         for name, stream in streams.items():
-            stream.mark_running()
             end = check_rest(both, stream)
             assert end["type"] == "response.incomplete", name
             assert end["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -314,14 +308,9 @@ def test_fifty_killed_gateways_leave_no_response_incomplete(
                 Stream(both, {**KINDS[name], "max_output_tokens": 600, "seed": None if name == "beams" else number})
                 for name in names
             ]
-            for stream in streams:
-                if "beam_width" not in stream.body:
-                    assert stream.id
-                while not stream.seen:
-                    pass
+            assert all(stream.id for stream in streams)
             both.kill()
             for stream in streams:
-                stream.mark_running()
                 end = check_rest(both, stream)
                 assert end["type"] == "response.incomplete", (number, end)
                 assert end["response"]["incomplete_details"] == {"reason": "max_output_tokens"}, (number, end)
