@@ -86,12 +86,13 @@ class RemoteEngine:
     """EngineClient of all workers on a bus.
 
     Belongs to one event loop. `name` is the first part of this gateway's id on the bus. `routing`: cost | hash.
-    `on_adopt` is called with a request of another gateway that has ended, and the data of its record; it returns
-    whether this gateway continues it, and reads its events from the first on. Without it, nothing is taken over.
+    `on_adopt` is called with a request of another gateway that has ended, the data of its record, and the number of its
+    events so far; it returns whether this gateway continues it, and reads its events from the first on. Without it,
+    nothing is taken over.
     `on_lost` is called with the id of a request that another gateway has taken over from this one.
     """
 
-    on_adopt: Callable[[GenerateRequest, bytes], Awaitable[bool]] | None = None
+    on_adopt: Callable[[GenerateRequest, bytes, int], Awaitable[bool]] | None = None
     on_lost: Callable[[str], None] | None = None
 
     def __init__(self, url: str, name: str, routing: str = COST) -> None:
@@ -658,7 +659,8 @@ class RemoteEngine:
                 self._give_up(placed)
                 continue
             self._replay(placed, items)
-            if self.on_adopt is not None and await self.on_adopt(record.request, record.data):
+            num_events = placed.journal.last_seq
+            if self.on_adopt is not None and await self.on_adopt(record.request, record.data, num_events):
                 self.num_adopted += 1
             else:
                 self._give_up(placed)

@@ -48,12 +48,12 @@ class ModelRunner(Protocol):
 class RecordingEngine(Protocol):
     """An engine client whose requests another gateway can take over, from records that it leaves.
 
-    `on_adopt` is called with a request of another gateway that has ended, and the data of its record; it returns
-    whether this gateway continues it. `on_lost` is called with the id of a request that another gateway has taken
-    over from this one.
+    `on_adopt` is called with a request of another gateway that has ended, the data of its record, and the number of its
+    events so far; it returns whether this gateway continues it. `on_lost` is called with the id of a request that
+    another gateway has taken over from this one.
     """
 
-    on_adopt: Callable[[GenerateRequest, bytes], Awaitable[bool]] | None
+    on_adopt: Callable[[GenerateRequest, bytes, int], Awaitable[bool]] | None
     on_lost: Callable[[str], None] | None
 
     async def record(self, request_id: str, data: bytes) -> None:

@@ -226,6 +226,7 @@ class Gateway:
 
         `ended`: also one that recently ended on another gateway. Raises: GatewayUnreachableError.
         """
+        await self.responses.wait_restored(response_id)
         found = self.responses.find(owner, response_id)
         if found is None and self.peers is not None:
             found = await self.peers.find(owner, response_id, ended=ended)

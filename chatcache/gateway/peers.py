@@ -381,10 +381,10 @@ class GatewayPeers:
         opening = asyncio.create_task(self._open(owner, response_id, runner))
         try:
             while not (await asyncio.wait([opening], timeout=_PAUSE_S))[0]:
-                if (found := self._responses.find(owner, response_id)) is not None:
+                if (found := await self._find_restored(owner, response_id)) is not None:
                     return found
             while time.monotonic() < deadline_s and isinstance(opening.exception(), GatewayUnreachableError):
-                if (found := self._responses.find(owner, response_id)) is not None:
+                if (found := await self._find_restored(owner, response_id)) is not None:
                     return found
                 current = await self.find_runner(response_id)
                 if current is None:
@@ -395,6 +395,10 @@ class GatewayPeers:
             return opening.result()
         finally:
             opening.cancel()
+
+    async def _find_restored(self, owner: str, response_id: str) -> LoggedResponse | None:
+        await self._responses.wait_restored(response_id)
+        return self._responses.find(owner, response_id)
 
     async def fork(
         self, owner: str, response_id: str | None, item_id: str | None, num_tokens: int | None, fork_with: int | None
@@ -549,6 +553,7 @@ class GatewayPeers:
     async def _run(self, question: Question) -> object:
         """Run a command as if it came from a client of this gateway. Raises: ChatcacheError."""
         command = question.command
+        await self._responses.wait_restored(question.response_id)
         found = self._responses.find(question.owner, question.response_id)
         if isinstance(command, Find):
             return found is not None

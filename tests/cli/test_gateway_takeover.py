@@ -53,18 +53,44 @@ class Clocked(run.DeltaBatcher):
 run.DeltaBatcher = Clocked
 sys.exit(main())
 """
+_SLOW_BATCHES = """
+import asyncio
+import sys
+import chatcache.gateway.responses.run as run
+from chatcache.cli.main import main
+
+class Slow(run.DeltaBatcher):
+    async def flush(self):
+        await asyncio.sleep(0.02)
+        await super().flush()
+
+run.DeltaBatcher = Slow
+sys.exit(main())
+"""
 
 
-class GatewayWithRandomIds(GatewayOnly):
-    """Injected bug: the ids of items are not functions of the response."""
+class PatchedGateway(GatewayOnly):
+    """A gateway that runs `program`."""
 
-    program = _RANDOM_IDS
+    program: str
 
     def command(self, folder: str, *more: str) -> list[str]:
         return [sys.executable, "-c", self.program, *super().command(folder, *more)[3:]]
 
 
-class GatewayWithClockedBatches(GatewayWithRandomIds):
+class GatewayWithSlowBatches(PatchedGateway):
+    """It has the events of a response that it takes over only after a while."""
+
+    program = _SLOW_BATCHES
+
+
+class GatewayWithRandomIds(PatchedGateway):
+    """Injected bug: the ids of items are not functions of the response."""
+
+    program = _RANDOM_IDS
+
+
+class GatewayWithClockedBatches(PatchedGateway):
     """Injected bug: the clock decides which tokens form a delta."""
 
     program = _CLOCKED_BATCHES
@@ -265,7 +291,8 @@ def test_steering_input_that_a_killed_gateway_has_accepted_is_answered(
 def test_stopped_gateway_leaves_its_responses_to_the_other_one(
     bus: tuple[RedisServer, Worker], long_folder: Path, tmp_path: Path
 ) -> None:
-    with gateways(GatewayOnly, long_folder, tmp_path, bus[0], "--drain-timeout", "0") as both:
+    """The next one answers for a response when it has all events that a client may have seen."""
+    with gateways(GatewayWithSlowBatches, long_folder, tmp_path, bus[0], "--drain-timeout", "0") as both:
         stream = Stream(both, {})
         assert stream.id
         both.processes[0].signal(signal.SIGTERM)
@@ -320,7 +347,7 @@ def test_fifty_killed_gateways_leave_no_response_incomplete(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [GatewayWithRandomIds, GatewayWithClockedBatches])
 def test_injected_bugs_are_caught(
-    bus: tuple[RedisServer, Worker], long_folder: Path, tmp_path: Path, kind: type[GatewayWithRandomIds]
+    bus: tuple[RedisServer, Worker], long_folder: Path, tmp_path: Path, kind: type[PatchedGateway]
 ) -> None:
     with gateways(kind, long_folder, tmp_path, bus[0]) as both:
         stream = Stream(both, {})

@@ -54,11 +54,13 @@ class Gateway:
         self.engine.on_adopt = self._adopt
         self.engine.on_lost = lambda name: self.lost.append(name)
         self.adopted: dict[str, bytes] = {}
+        self.num_events: dict[str, int] = {}
         self.lost: list[str] = []
         self.accepts = True
 
-    async def _adopt(self, request: GenerateRequest, data: bytes) -> bool:
+    async def _adopt(self, request: GenerateRequest, data: bytes, num_events: int) -> bool:
         self.adopted[request.request_id] = data
+        self.num_events[request.request_id] = num_events
         return self.accepts
 
     async def kill(self) -> None:

@@ -484,7 +484,7 @@ class Reply:
     An async context manager: leaving it early aborts the request. `is_chat`: the prompt came from the chat template.
     `is_parsed`: candidates may have parts other than text. `num_computed_prompt_tokens`: prompt tokens that the cache
     lacked; for a reply cut short before its first token, all that may have been computed. `marks_batches`: `events`
-    yields a `ReplyBatchEnd` after the events that an engine worker has sent together.
+    yields a `ReplyBatchEnd` after the events that an engine worker has sent together. `num_events`: of the engine.
     """
 
     def __init__(
@@ -505,6 +505,7 @@ class Reply:
         self.num_computed_prompt_tokens = 0
         self._has_started = False
         self.num_tokens = 0
+        self.num_events = 0
         self.marks_batches = False
         self.candidates = tuple(
             Candidate(index, context, request, prefix) for index in range(num_candidates(request.params))
@@ -522,6 +523,7 @@ class Reply:
         """Yield events until `ReplyFinished`. Raises: ReplyFailedError."""
         beams = BeamReader(self._service.tokenizer.token_bytes)
         async for event in self._service.engine.events(self.request.request_id):
+            self.num_events = event.seq
             if isinstance(event, Tokens):
                 self.num_tokens += len(event.token_ids)
                 delta = self.candidates[event.index].push(event)

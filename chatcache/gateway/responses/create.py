@@ -199,13 +199,13 @@ async def _start(
     return await asyncio.shield(opening)
 
 
-async def continue_response(gateway: Gateway, request: GenerateRequest, data: bytes) -> bool:
-    """Continue a response of a gateway that has ended, from its record; return whether this gateway runs it now."""
+async def continue_response(gateway: Gateway, request: GenerateRequest, data: bytes, num_events: int) -> bool:
+    """Continue a response of a gateway that has ended; return whether this gateway runs it now. See `take_over`."""
 
     async def start_successor(principal: Principal, body: Mapping[str, Any], extended: bool) -> str:
         return (await _start(gateway, principal, body, extended)).id
 
-    return await take_over(gateway, start_successor, request, data)
+    return await take_over(gateway, start_successor, request, data, num_events)
 
 
 async def _find_turn(

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 KEEP_ENDED_S = 15 * 60.0
 MAX_ENDED_BYTES = 32 * 1024 * 1024
+_RESTORE_S = 8.0  # for a response that was taken over to have the events that it had before
 
 
 class Run(Protocol):
@@ -124,6 +125,7 @@ class ResponseRegistry:
         self._ended: dict[str, LoggedResponse] = {}
         self._sizes: dict[str, int] = {}
         self._ended_bytes = 0
+        self._restoring: dict[str, asyncio.Event] = {}
         self.on_end: Callable[[Run], None] | None = None  # called when a response has ended
 
     @property
@@ -135,8 +137,25 @@ class ResponseRegistry:
         logged = self._live[run.id] = LoggedResponse(run.id, run.owner, run.log, run)
         return logged
 
+    def start_restoring(self, response_id: str) -> None:
+        """Record that a response of another gateway is taken over: its log does not have all earlier events yet."""
+        self._restoring[response_id] = asyncio.Event()
+
+    def end_restoring(self, response_id: str) -> None:
+        """Record that a response has all events that it had on the other gateway, or is not taken over."""
+        if (restored := self._restoring.pop(response_id, None)) is not None:
+            restored.set()
+
+    async def wait_restored(self, response_id: str) -> None:
+        """Wait while a response is being taken over."""
+        if (restored := self._restoring.get(response_id)) is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_RESTORE_S):
+                    await restored.wait()
+
     def end(self, response_id: str, *, keep: bool) -> None:
         """Record that a response ended and its log is closed. `keep`: it stays readable for a while."""
+        self.end_restoring(response_id)
         found = self._live.pop(response_id, None)
         if found is None:
             return

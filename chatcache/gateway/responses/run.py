@@ -274,6 +274,7 @@ class LiveResponse:
         self._encode_record = encode_record
         self._accepted_steers: list[tuple[int, Steer]] = []
         self._restored_steers: list[tuple[int, Steer]] = []
+        self._num_restored_events: int | None = None
         self._is_abandoned = False
         reply.marks_batches = encode_record is not None
         self._checkpoints = CheckpointEncoder()
@@ -298,8 +299,12 @@ class LiveResponse:
         if self._encode_record is not None and self._gateway.recorder is not None:
             await self._gateway.recorder.record(self.id, self._encode_record(self._accepted_steers))
 
-    def restore_steers(self, steers: Sequence[tuple[int, Steer]]) -> None:
-        """Accept steering input again that another gateway has accepted, where its events have the same numbers."""
+    def restore(self, num_events: int, steers: Sequence[tuple[int, Steer]]) -> None:
+        """Repeat what another gateway has done until it ended, before readers of this response begin.
+
+        `num_events`: of the engine. `steers`: steering input, and the numbers of the events that accepted it.
+        """
+        self._num_restored_events = num_events
         self._accepted_steers = list(steers)
         self._restored_steers = list(steers)
 
@@ -421,13 +426,16 @@ class LiveResponse:
         self._accepted_steers.append((self.log.last_number + 1, steer))
         self.log.append("response.steer.accepted", steer=steer_json(steer, self.id))
 
-    async def _accept_restored(self) -> None:
-        """Accept steering input again whose event is the next one."""
+    async def _continue_restoring(self, num_events: int) -> None:
+        """Accept steering input again whose event is the next one; end after all of it and `num_events` events."""
         while self._restored_steers and self._restored_steers[0][0] <= self.log.last_number + 1:
             _, steer = self._restored_steers.pop(0)
             self._steers.restore(steer)
             self.log.append("response.steer.accepted", steer=steer_json(steer, self.id))
             await self._reply.cancel()
+        if self._reply.num_events >= num_events and not self._restored_steers:
+            self._num_restored_events = None
+            self._gateway.responses.end_restoring(self.id)
 
     async def _run_while_authorized(self) -> None:
         key_cache, principal = self._gateway.key_cache, self._options.principal
@@ -476,18 +484,20 @@ class LiveResponse:
         batcher = DeltaBatcher(self._write_delta, None if self._encode_record is not None else _BATCH_INTERVAL_S)
         try:
             num_events = 0
+            if self._num_restored_events is not None:
+                await self._continue_restoring(self._num_restored_events)
             async for event in record_reply_metrics(self._reply, self._gateway.metrics):
                 num_events += 1
                 if num_events % _EVENTS_PER_TURN == 0:  # those of a step are here already: many candidates have many
                     await asyncio.sleep(0)
-                if self._restored_steers:
-                    await self._accept_restored()
                 if isinstance(event, (ReplyDelta, ReplyBeams)):
                     batcher.push(event)
                     continue
                 await batcher.flush()
                 if not isinstance(event, ReplyBatchEnd):
                     await self._handle_event(event)
+                if self._num_restored_events is not None:
+                    await self._continue_restoring(self._num_restored_events)
         except Exception:
             await batcher.flush()  # write the remaining text before the failure
             raise

@@ -99,23 +99,31 @@ def reply_record(
     )
 
 
-async def take_over(gateway: Gateway, start_successor: StartSuccessor, request: GenerateRequest, data: bytes) -> bool:
+async def take_over(
+    gateway: Gateway, start_successor: StartSuccessor, request: GenerateRequest, data: bytes, num_events: int
+) -> bool:
     """Continue a response of a gateway that has ended; return whether this gateway runs it now.
 
-    `start_successor` starts the response that answers steering input, for a principal.
+    `start_successor` starts the response that answers steering input, for a principal. `num_events`: of the engine,
+    that the response has had. Readers of the response wait until it has had them again.
     """
+    is_running = False
+    gateway.responses.start_restoring(request.request_id)
     try:
         record = _records.decode(data)
-        return await _take_over(gateway, start_successor, request, record)
+        is_running = await _take_over(gateway, start_successor, request, record, num_events)
     except (ChatcacheError, msgspec.MsgspecError) as error:
         log.error("response %s cannot be taken over: %s", request.request_id, error)
     except Exception:
         log.exception("response %s cannot be taken over", request.request_id)
-    return False
+    finally:
+        if not is_running:
+            gateway.responses.end_restoring(request.request_id)
+    return is_running
 
 
 async def _take_over(
-    gateway: Gateway, start_successor: StartSuccessor, request: GenerateRequest, record: ReplyRecord
+    gateway: Gateway, start_successor: StartSuccessor, request: GenerateRequest, record: ReplyRecord, num_events: int
 ) -> bool:
     if gateway.model is None or gateway.peers is None or gateway.admission.is_closed:
         return False
@@ -157,7 +165,8 @@ async def _take_over(
         compacts=record.compacts,
     )
     run = LiveResponse(gateway, gateway.model, planned, conversation, reply, options, record.encode)
-    run.restore_steers([(each.sequence_number, restored_steer(each.id, each.input_value)) for each in record.steers])
+    steers = [(each.sequence_number, restored_steer(each.id, each.input_value)) for each in record.steers]
+    run.restore(num_events, steers)
     run.start()
     gateway.metrics.taken_over.inc()
     log.warning("response %s is taken over from a gateway that has ended", turn.id)
