@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,12 +11,25 @@ import pytest
 from tests.cli.servers import Server, serving
 from tests.llm.tiny_llama import make_model, write_folder
 
+MAX_LONG_LEN = 8192
+
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("tiny") / "tiny-llama"
     path.mkdir()
     write_folder(path, make_model())
+    return path
+
+
+@pytest.fixture(scope="module")
+def long_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a context in which a reply runs for several seconds."""
+    path = tmp_path_factory.mktemp("long")
+    for file in folder.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": MAX_LONG_LEN}))
     return path
 
 

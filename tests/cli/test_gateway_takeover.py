@@ -21,7 +21,6 @@ from tests.cli.servers import GatewayOnly, Worker
 from tests.gateway.frames import receive, send
 from tests.support.redis_servers import RedisServer, redis_server
 
-MAX_MODEL_LEN = 8192
 MANY_TOKENS = 2000
 MIN_EVENTS = 20
 NUM_KILLS = 50
@@ -94,17 +93,6 @@ class GatewayWithClockedBatches(PatchedGateway):
     """Injected bug: the clock decides which tokens form a delta."""
 
     program = _CLOCKED_BATCHES
-
-
-@pytest.fixture(scope="module")
-def long_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with a context in which a reply runs for several seconds."""
-    path = tmp_path_factory.mktemp("long")
-    for file in folder.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": MAX_MODEL_LEN}))
-    return path
 
 
 @pytest.fixture(scope="module")
