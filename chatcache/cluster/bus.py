@@ -41,7 +41,12 @@ RETAIN_S = 60.0  # of entries that were sent, and of the streams of a process th
 TIMEOUT_S = 1.0
 RETRY_S = 0.1
 BLOCK_S = 1.0
-OUTAGES = (redis.RedisError, OSError, asyncio.TimeoutError)
+OUTAGES = (
+    redis.RedisError,
+    OSError,
+    asyncio.TimeoutError,
+    RuntimeError,
+)  # the last: of uvloop, for a closed connection
 
 PREFIX = "chatcache:bus:"
 WORKERS = f"{PREFIX}workers"

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 
 from tests.chaos.client import Client
 from tests.chaos.history import History
-from tests.chaos.plan import Fault
-from tests.chaos.processes import Gateway, Rig
+from tests.chaos.plan import ENGINE_FAULTS, REDIS_FAULTS, Fault
+from tests.chaos.processes import Rig, Server
 
 DRAIN_GRACE_S = 30.0  # the server's own limit is 20 s
 TINY_BUFFER_BYTES = 4096
@@ -27,10 +27,14 @@ class FaultInjector:
         self._history = history
         self._stallers = stallers
         self._actions: dict[str, Callable[[Fault], Awaitable[None]]] = {
-            "kill_gateway": self._kill_gateway,
+            "kill_gateway": self._kill,
+            "kill_worker": self._kill,
+            "stop_gateway": self._stop,
+            "stop_worker": self._stop,
+            "drain_gateway": self._drain,
+            "drain_worker": self._drain,
             "kill_engine": self._kill_engine,
             "stop_engine": self._stop_engine,
-            "drain": self._drain,
             "slow_clients": self._slow_clients,
             "clock": self._clock,
             "kill_redis": self._kill_redis,
@@ -44,8 +48,7 @@ class FaultInjector:
 
     async def inject(self, fault: Fault) -> None:
         """Inject one fault and remove it; faults of the same process run one after another."""
-        is_of_store = "redis" in fault.name or "proxy" in fault.name
-        lock = self._rig.redis_lock if is_of_store else self._rig.gateways[fault.target].lock
+        lock = self._rig.redis_lock if fault.name in REDIS_FAULTS else self._server(fault).lock
         async with lock if fault.name != "slow_clients" else contextlib.nullcontext():
             print(f"        {self._history.now_s:7.1f} s  {fault}", flush=True)
             self._note(fault, "begin")
@@ -56,32 +59,43 @@ class FaultInjector:
         target = fault.target
         self._history.note("fault", step=fault.step, name=fault.name, phase=phase, target=target)
 
-    def _gateway(self, fault: Fault) -> Gateway:
-        gateway = self._rig.gateways[fault.target]
-        self.restart_if_ended(gateway)
-        return gateway
+    def _server(self, fault: Fault) -> Server:
+        """Return the gateway or worker of a fault."""
+        is_of_worker = fault.name.endswith("_worker") or (fault.name in ENGINE_FAULTS and self._rig.workers)
+        return (self._rig.workers if is_of_worker else self._rig.gateways)[fault.target]
 
-    def restart_if_ended(self, gateway: Gateway) -> None:
-        """Report a gateway that ended without a signal, and start it again."""
-        status = gateway.process.poll() if gateway.process is not None else 0
-        if gateway.is_meant_to_run and status is not None:
-            self.problems.append(f"gateway {gateway.number} ended by itself ({status}):\n{gateway.last_output()}")
-            gateway.start()
+    def _running(self, fault: Fault) -> Server:
+        server = self._server(fault)
+        self.restart_if_ended(server)
+        return server
 
-    async def _kill_gateway(self, fault: Fault) -> None:
-        gateway = self._gateway(fault)
-        gateway.kill()
+    def restart_if_ended(self, server: Server) -> None:
+        """Report a process that ended without a signal, and start it again."""
+        status = server.process.poll() if server.process is not None else 0
+        if server.is_meant_to_run and status is not None:
+            self.problems.append(f"{server.name} ended by itself ({status}):\n{server.last_output()}")
+            server.start()
+
+    async def _kill(self, fault: Fault) -> None:
+        server = self._running(fault)
+        server.kill()
         await asyncio.sleep(fault.for_s)
-        gateway.start()
+        server.start()
+
+    async def _stop(self, fault: Fault) -> None:
+        server = self._running(fault)
+        server.signal(signal.SIGSTOP)
+        await asyncio.sleep(fault.for_s)
+        server.signal(signal.SIGCONT)
 
     async def _kill_engine(self, fault: Fault) -> None:
-        engine = self._gateway(fault).engine()
+        engine = self._running(fault).engine()
         if engine is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(engine, signal.SIGKILL)
 
     async def _stop_engine(self, fault: Fault) -> None:
-        engine = self._gateway(fault).engine()
+        engine = self._running(fault).engine()
         if engine is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -90,13 +104,13 @@ class FaultInjector:
             os.kill(engine, signal.SIGCONT)
 
     async def _drain(self, fault: Fault) -> None:
-        gateway = self._gateway(fault)
-        is_ready = await gateway.is_ready()
-        status = await gateway.end(DRAIN_GRACE_S)
-        if status != 0 and is_ready:  # a starting gateway may receive SIGTERM before it handles the signal
-            self.problems.append(f"gateway {gateway.number} drained with {status}:\n{gateway.last_output()}")
+        server = self._running(fault)
+        is_ready = await server.is_ready()
+        status = await server.end(DRAIN_GRACE_S)
+        if status != 0 and is_ready:  # a starting process may receive SIGTERM before it handles the signal
+            self.problems.append(f"{server.name} drained with {status}:\n{server.last_output()}")
         await asyncio.sleep(fault.for_s)
-        gateway.start()
+        server.start()
 
     async def _slow_clients(self, fault: Fault) -> None:
         """Open streams that are never read."""

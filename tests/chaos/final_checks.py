@@ -38,8 +38,11 @@ async def epilogue(rig: Rig, history: History) -> None:
     await note_stored(reader.port, history)
     status = await reader.end(DRAIN_GRACE_S)
     last = [] if status == 0 else [f"the last gateway exited with {status}:\n{reader.last_output()}"]
+    for worker in rig.workers:
+        if (status := await worker.end(DRAIN_GRACE_S)) != 0:
+            last.append(f"{worker.name} exited with {status}:\n{worker.last_output()}")
     if rig.is_any_engine_left():
-        last.append("an engine outlived its gateway")
+        last.append("an engine outlived its gateway or worker")
     if rig.redis is None:
         last += integrity(rig.db)
     history.note("ledger", gateway=reader.number, problems=last)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,29 +14,37 @@ FIRST_S = 3.0
 PAUSE_S = (2.0, 6.0)
 NUM_CLIENTS = 8
 
-# name -> (relative weight, whether it concerns one gateway, range of its duration in seconds)
-FAULTS: dict[str, tuple[int, bool, tuple[float, float]]] = {
-    "kill_gateway": (4, True, (0.0, 1.5)),  # until it is started again
-    "kill_engine": (4, True, (0.0, 0.0)),
-    "stop_engine": (3, True, (0.3, 4.0)),
-    "drain": (2, True, (0.0, 1.0)),
-    "slow_clients": (2, True, (1.0, 4.0)),
-    "clock": (2, True, (0.0, 0.0)),
+# name -> (relative weight, range of its duration in seconds)
+GATEWAY_FAULTS: dict[str, tuple[int, tuple[float, float]]] = {
+    "kill_gateway": (4, (0.0, 1.5)),  # until it is started again
+    "drain_gateway": (2, (0.0, 1.0)),
+    "slow_clients": (2, (1.0, 4.0)),
+    "clock": (2, (0.0, 0.0)),
 }
-REDIS_FAULTS: dict[str, tuple[int, bool, tuple[float, float]]] = {
-    "kill_redis": (3, False, (0.0, 2.0)),
-    "stop_redis": (2, False, (0.3, 3.0)),
-    "proxy_delay": (2, False, (1.0, 4.0)),
-    "proxy_refuse": (2, False, (0.3, 3.0)),
-    "proxy_stall": (2, False, (0.3, 3.0)),
-    "proxy_cut": (3, False, (0.5, 2.0)),
-    "proxy_lose": (2, False, (0.3, 2.0)),
+ENGINE_FAULTS: dict[str, tuple[int, tuple[float, float]]] = {
+    "kill_engine": (4, (0.0, 0.0)),
+    "stop_engine": (3, (0.3, 4.0)),
+}
+WORKER_FAULTS: dict[str, tuple[int, tuple[float, float]]] = {
+    "kill_worker": (4, (0.0, 1.5)),
+    "stop_worker": (3, (0.3, 6.0)),
+    "drain_worker": (2, (0.0, 1.0)),
+    "stop_gateway": (3, (0.3, 6.0)),
+}
+REDIS_FAULTS: dict[str, tuple[int, tuple[float, float]]] = {
+    "kill_redis": (3, (0.0, 2.0)),
+    "stop_redis": (2, (0.3, 3.0)),
+    "proxy_delay": (2, (1.0, 4.0)),
+    "proxy_refuse": (2, (0.3, 3.0)),
+    "proxy_stall": (2, (0.3, 3.0)),
+    "proxy_cut": (3, (0.5, 2.0)),
+    "proxy_lose": (2, (0.3, 2.0)),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One step. `target`: number of the gateway. `amount`: size, if any (bytes until a cut, seconds of a jump)."""
+    """One step. `target`: of which server. `amount`: size, if any (bytes until a cut, seconds of a jump)."""
 
     step: int
     at_s: float
@@ -45,7 +54,7 @@ class Fault:
     amount: float = 0.0
 
     def __str__(self) -> str:
-        target = f" gateway {self.target}" if FAULTS.get(self.name, (0, False))[1] else ""
+        target = f" of server {self.target}" if self.name not in REDIS_FAULTS else ""
         lasts = f" for {self.for_s:.1f} s" if self.for_s else ""
         size = f" ({self.amount:g})" if self.amount else ""
         return f"{self.step:4}  {self.at_s:6.1f} s  {self.name}{target}{lasts}{size}"
@@ -56,6 +65,7 @@ class Plan:
     seed: int
     store: StoreKind
     num_gateways: int
+    num_workers: int
     num_clients: int
     faults: tuple[Fault, ...]
     length_s: float
@@ -65,27 +75,42 @@ class Plan:
         if num_steps is None or num_steps >= len(self.faults):
             return self
         length_s = min(self.length_s, self.faults[num_steps].at_s)
-        return Plan(self.seed, self.store, self.num_gateways, self.num_clients, self.faults[:num_steps], length_s)
+        return dataclasses.replace(self, faults=self.faults[:num_steps], length_s=length_s)
 
 
-def make_plan(seed: int, minutes: float, store: StoreKind | None = None, num_clients: int = NUM_CLIENTS) -> Plan:
-    """Draw a plan. Without `store`, half of the seeds use Redis, mostly with two gateways."""
+def make_plan(
+    seed: int,
+    minutes: float,
+    store: StoreKind | None = None,
+    num_clients: int = NUM_CLIENTS,
+    num_workers: int = 0,
+) -> Plan:
+    """Draw a plan. Without `store`, half of the seeds use Redis, mostly with two gateways; with workers, all do."""
     draw = random.Random(f"chaos/{seed}")
     drawn: StoreKind = draw.choice(["sqlite", "redis"])
-    kind = store or drawn
-    num_gateways = draw.choice([1, 2, 2]) if kind == "redis" else 1
-    faults = _faults(random.Random(f"chaos/{seed}/{kind}/faults"), kind, num_gateways, minutes * 60)
-    return Plan(seed, kind, num_gateways, num_clients, tuple(faults), minutes * 60)
+    kind = "redis" if num_workers else store or drawn
+    num_gateways = 2 if num_workers else draw.choice([1, 2, 2]) if kind == "redis" else 1
+    table = GATEWAY_FAULTS | ENGINE_FAULTS
+    table |= REDIS_FAULTS if kind == "redis" else {}
+    table |= WORKER_FAULTS if num_workers else {}
+    faults = _faults(random.Random(f"chaos/{seed}/{kind}/faults"), table, num_gateways, num_workers, minutes * 60)
+    return Plan(seed, kind, num_gateways, num_workers, num_clients, tuple(faults), minutes * 60)
 
 
-def _faults(draw: random.Random, store: StoreKind, num_gateways: int, length_s: float) -> Iterator[Fault]:
-    table = FAULTS | (REDIS_FAULTS if store == "redis" else {})
-    names, weights = list(table), [weight for weight, _, _ in table.values()]
+def _faults(
+    draw: random.Random,
+    table: Mapping[str, tuple[int, tuple[float, float]]],
+    num_gateways: int,
+    num_workers: int,
+    length_s: float,
+) -> Iterator[Fault]:
+    names, weights = list(table), [weight for weight, _ in table.values()]
     step, at_s = 0, FIRST_S
     while at_s < length_s:
         (name,) = draw.choices(names, weights)
-        target = draw.randrange(num_gateways)
-        for_s = round(draw.uniform(*table[name][2]), 2)
+        is_of_worker = num_workers > 0 and (name in ENGINE_FAULTS or name.endswith("_worker"))
+        target = draw.randrange(num_workers if is_of_worker else num_gateways)
+        for_s = round(draw.uniform(*table[name][1]), 2)
         amount = {
             "proxy_delay": draw.uniform(0.002, 0.2),
             "proxy_cut": float(draw.randrange(1, 20_000)),

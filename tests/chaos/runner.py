@@ -25,11 +25,11 @@ MOST_SHOWN = 12
 async def run_plan(plan: Plan, folder: Path, *, step_s: float = 0.01) -> list[Violation]:
     """Run a plan and return the violations; the history stays in the folder."""
     history = History(folder / "history.jsonl")
-    rig = Rig(folder, plan.num_gateways, is_redis=plan.store == "redis", step_s=step_s)
+    rig = Rig(folder, plan.num_gateways, plan.num_workers, is_redis=plan.store == "redis", step_s=step_s)
     try:
         await rig.start()
-        for gateway in rig.gateways:
-            await gateway.wait_ready()
+        for server in rig.servers:
+            await server.wait_ready()
         await _live(plan, rig, history)
         await epilogue(rig, history)
     finally:
@@ -58,9 +58,9 @@ async def _live(plan: Plan, rig: Rig, history: History) -> None:
             doing.append(asyncio.create_task(fault_injector.inject(fault)))
         await _until(history, began_s + plan.length_s, living)
         await asyncio.gather(*doing)
-        for gateway in rig.gateways:
-            fault_injector.restart_if_ended(gateway)
-            gateway.set_clock(0)
+        for server in rig.servers:
+            fault_injector.restart_if_ended(server)
+            server.set_clock(0)
         stop.set()
         async with asyncio.timeout(END_TIMEOUT_S):
             await asyncio.gather(*living)
@@ -87,7 +87,8 @@ def replay_command(plan: Plan, minutes: float, history: Path, violation: Violati
     begun = [entry for entry in entries_of(history) if entry["kind"] == "fault" and entry["phase"] == "begin"]
     num_steps = max((entry["step"] + 1 for entry in begun if entry["t"] <= violation.t), default=0)
     command = ["python", "-m", "tests.chaos", "--minutes", f"{minutes:g}", "--seed", str(plan.seed)]
-    command += ["--store", plan.store, "--clients", str(plan.num_clients), "--until-step", str(num_steps)]
+    command += ["--store", plan.store, "--workers", str(plan.num_workers), "--clients", str(plan.num_clients)]
+    command += ["--until-step", str(num_steps)]
     return shlex.join(command)
 
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from tests.chaos.__main__ import main
-from tests.chaos.plan import FAULTS, REDIS_FAULTS, make_plan
+from tests.chaos.plan import ENGINE_FAULTS, GATEWAY_FAULTS, REDIS_FAULTS, WORKER_FAULTS, make_plan
 
 
 def test_plan_depends_on_the_seed() -> None:
@@ -30,9 +30,13 @@ def test_plan_has_a_fault_every_few_seconds_and_all_kinds() -> None:
     plan = make_plan(1, 60, "redis")
     times = [fault.at_s for fault in plan.faults]
     assert max(b - a for a, b in itertools.pairwise(times)) <= 6.1 and times[-1] < 3600
-    assert {fault.name for fault in plan.faults} == set(FAULTS | REDIS_FAULTS)
+    assert {fault.name for fault in plan.faults} == set(GATEWAY_FAULTS | ENGINE_FAULTS | REDIS_FAULTS)
     assert all(str(fault) for fault in plan.faults)
     assert not {fault.name for fault in make_plan(1, 60, "sqlite").faults} & set(REDIS_FAULTS)
+    plan = make_plan(1, 60, num_workers=3)
+    assert plan.store == "redis" and plan.num_gateways == 2
+    assert {fault.name for fault in plan.faults} == set(GATEWAY_FAULTS | ENGINE_FAULTS | REDIS_FAULTS | WORKER_FAULTS)
+    assert {fault.target for fault in plan.faults if fault.name == "kill_worker"} == {0, 1, 2}
 
 
 def test_command_help_lists_the_options_of_a_repeated_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,8 @@
-"""A gateway with its engine process, as `chatcache serve` runs them, with an adjustable wall clock.
+"""A gateway, a worker, or a gateway with its own engine process, with an adjustable wall clock.
 
-Run as `python -m tests.chaos.gateway_process STORE PORT [more]`. If CHAOS_CLOCK names a file, the wall clock is shifted
-by the number of seconds in that file. (libfaketime 0.9.10 could do that from outside, but with it every `time.sleep` of
-Python 3.11 fails with EINVAL.)
+Run as `python -m tests.chaos.server_process gateway STORE PORT [BUS]` or `... worker NAME BUS READY_FILE`. If
+CHAOS_CLOCK names a file, the wall clock is shifted by the number of seconds in that file. (libfaketime 0.9.10 could do
+that from outside, but with it every `time.sleep` of Python 3.11 fails with EINVAL.)
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from chatcache.cli.server import run_server
+from chatcache.cli.worker import run_worker
 from chatcache.config import EngineConfig, ServerConfig
 from tests.chaos.tagged_model import MAX_MODEL_LEN, load_tokenizer
 
@@ -43,12 +44,16 @@ def server_config(store: str, port: int) -> ServerConfig:
     )
 
 
-def main(store: str, port: int) -> int:
+def main(kind: str, first: str, second: str, third: str = "") -> int:
     if CLOCK in os.environ:
         bend_clock(Path(os.environ[CLOCK]))
     engine = EngineConfig(model="speaker", served_model_name="speaker", max_model_len=MAX_MODEL_LEN)
-    return run_server(engine, server_config(store, port), build_engine=ENGINE, load=load_tokenizer)
+    if kind == "worker":
+        config = ServerConfig(log_level="warning")
+        return run_worker(engine, config, second, first, build_engine=ENGINE, ready_file=Path(third))
+    config = server_config(first, int(second))
+    return run_server(engine, config, bus_url=third, build_engine=ENGINE, load=load_tokenizer)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    sys.exit(main(*sys.argv[1:]))
