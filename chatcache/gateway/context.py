@@ -27,7 +27,8 @@ from chatcache.gateway.errors import ModelLoadingError
 from chatcache.gateway.limits.admission import AdmissionController, LoopTurns, SocketLimiter, TextThrottle
 from chatcache.gateway.limits.rate_limits import RateLimiter
 from chatcache.gateway.metrics import Metrics
-from chatcache.gateway.peers import GatewayPeers
+from chatcache.gateway.peers import GatewayPeers, GatewayUnreachableError
+from chatcache.gateway.responses.event_log import LogReader
 from chatcache.gateway.responses.registry import LoggedResponse, ResponseRegistry
 from chatcache.gateway.websocket.notifications import ConversationHub
 from chatcache.tokenizer.reply_format import detect_format
@@ -231,6 +232,18 @@ class Gateway:
         if found is None and self.peers is not None:
             found = await self.peers.find(owner, response_id, ended=ended)
         return found
+
+    async def reopen(self, owner: str, reader: LogReader) -> tuple[LoggedResponse, LogReader]:
+        """Return a response from the gateway that has taken it over, and a reader from the same place on.
+
+        Raises: ChatcacheError.
+        """
+        found = None
+        if not self.admission.is_closed:
+            found = await self.find_response(owner, reader.response_id, ended=True)
+        if found is None or found.log.failure is not None:
+            raise GatewayUnreachableError("another gateway runs the response now; read it again")
+        return found, found.log.reader(reader.sent_number, extended=reader.is_extended)
 
     async def health(self) -> EngineHealth:
         """Return the engine's health, and cache the limits and names that it contains."""

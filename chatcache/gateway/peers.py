@@ -364,37 +364,46 @@ class GatewayPeers:
                 found.run.touch()
             return found
         runner = await self.find_runner(response_id)
+        if self.waits_for_takeover and runner is not None and await self._is_owned(owner, response_id):
+            found = await self._open_or_take_over(owner, response_id, runner)
+            if found is not None:
+                return found
+            runner = None
         if runner in (None, self._channel.name):
             runner = await self._find_log(owner, response_id) if ended else None
         if runner is None or not await self._is_owned(owner, response_id):
             return None
-        if not self.waits_for_takeover:
-            return await self._open(owner, response_id, runner)
-        return await self._open_or_take_over(owner, response_id, runner)
+        return await self._open(owner, response_id, runner)
 
     async def _open_or_take_over(self, owner: str, response_id: str, runner: str) -> LoggedResponse | None:
-        """Open a response of a gateway, or of the one that takes it over because that gateway does not answer.
+        """Open a response of a gateway, or of the one that takes it over because that gateway does not run it any more.
 
-        None if it has ended. Raises: GatewayUnreachableError, StoreUnavailableError.
+        None if it has ended elsewhere. Raises: GatewayUnreachableError, StoreUnavailableError.
         """
         deadline_s = time.monotonic() + TAKEOVER_S
-        opening = asyncio.create_task(self._open(owner, response_id, runner))
-        try:
-            while not (await asyncio.wait([opening], timeout=_PAUSE_S))[0]:
-                if (found := await self._find_restored(owner, response_id)) is not None:
-                    return found
-            while time.monotonic() < deadline_s and isinstance(opening.exception(), GatewayUnreachableError):
-                if (found := await self._find_restored(owner, response_id)) is not None:
-                    return found
-                current = await self.find_runner(response_id)
-                if current is None:
-                    return None
-                if current not in (runner, self._channel.name):
-                    return await self._open(owner, response_id, current)
-                await asyncio.sleep(_PAUSE_S)
-            return opening.result()
-        finally:
-            opening.cancel()
+        current: str | None = runner
+        while current is not None:
+            opening = asyncio.create_task(self._open_unless_here(owner, response_id, current))
+            try:
+                while not (await asyncio.wait([opening], timeout=_PAUSE_S))[0]:
+                    if (found := await self._find_restored(owner, response_id)) is not None:
+                        return found
+                if (opened := opening.result()) is not None:
+                    return opened
+            except (GatewayUnreachableError, NotFoundError):  # it does not answer, or has given the response up
+                pass
+            finally:
+                opening.cancel()
+            if time.monotonic() > deadline_s:
+                raise _unreachable()
+            await asyncio.sleep(_PAUSE_S)
+            current = await self.find_runner(response_id)
+        return self._responses.find(owner, response_id)  # it may have ended here
+
+    async def _open_unless_here(self, owner: str, response_id: str, runner: str) -> LoggedResponse | None:
+        if runner != self._channel.name:
+            return await self._open(owner, response_id, runner)
+        return await self._find_restored(owner, response_id)
 
     async def _find_restored(self, owner: str, response_id: str) -> LoggedResponse | None:
         await self._responses.wait_restored(response_id)

@@ -66,6 +66,8 @@ class SseSource:
 
     async def frames(self) -> AsyncIterator[Frame]:
         async for frame in self._exchange.events():
+            if frame["type"] == "error":
+                raise ConnectionError(frame["message"])
             yield frame
 
     def finish(self) -> None:

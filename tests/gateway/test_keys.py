@@ -242,7 +242,7 @@ async def test_event_stream_sends_no_error_after_its_terminal_event() -> None:
     """The stream may stay open longer: steering results follow the terminal event."""
     log, metrics = ResponseLog("resp_a"), SimpleNamespace(disconnects=SimpleNamespace(inc=lambda: None))
     gateway: Any = SimpleNamespace(config=ServerConfig(sse_keep_alive_interval_s=0), metrics=metrics)
-    stream, sent, never = LogStream(gateway, log.reader(), {}), asyncio.Queue[bytes](), asyncio.Event()
+    stream, sent, never = LogStream(gateway, "me", log.reader(), {}), asyncio.Queue[bytes](), asyncio.Event()
 
     async def send(message: MutableMapping[str, Any]) -> None:
         sent.put_nowait(message.get("body", b""))

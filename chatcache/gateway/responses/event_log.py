@@ -427,7 +427,8 @@ class LogReader:
     def __init__(self, log: ResponseLog, frames: FrameStore, after: int, extended: bool) -> None:
         self._log = log
         self._frames = frames
-        self._extended = extended
+        self.response_id = log.response_id
+        self.is_extended = extended
         self._position = frames.position_after(after)
         self._bytes_read = frames.num_bytes_before(self._position)
         self.sent_number = after
@@ -491,7 +492,7 @@ class LogReader:
         self._opened.set()
 
     def _pop_frames(self) -> Sequence[LogFrame]:
-        if self._extended and self._is_lagging():
+        if self.is_extended and self._is_lagging():
             end, number, frames = self._log.snapshot(self._position)
             if frames:
                 self.num_snapshots += 1
@@ -505,7 +506,7 @@ class LogReader:
         start = self._position
         available = self._resolve(self._frames.from_position(start))
         self._position += len(available)
-        if not self._extended:
+        if not self.is_extended:
             return [frame for frame in available if frame.number is not None]
         if start >= self._beams_sent_until:
             return available

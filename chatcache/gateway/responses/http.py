@@ -45,8 +45,8 @@ from chatcache.gateway.responses.create import (
     with_local_end,
 )
 from chatcache.gateway.responses.event_log import TERMINAL, LogReader, ResponseLog
-from chatcache.gateway.responses.log_frames import has_references, in_turns
-from chatcache.gateway.responses.registry import Run
+from chatcache.gateway.responses.log_frames import LogFrame, has_references, in_turns
+from chatcache.gateway.responses.registry import LoggedResponse, Run
 from chatcache.gateway.responses.state import (
     encode_created_response,
     encode_logged_response,
@@ -100,12 +100,10 @@ async def create_response(request: Request) -> Response:
     del body  # unknown fields can be large and are not needed while the reply is generated
     headers = ignored_header(run.ignored)
     if delivery.stream:
-        return LogStream(gateway, run.log.reader(), headers)
+        return LogStream(gateway, run.owner, run.log.reader(), headers)
     if delivery.background:
         return Response(encode_created_response(run.log), headers=headers, media_type=JSON_TYPE)
-    with run.log.reader():
-        await cancel_on_disconnect(request, _wait_until_finished(gateway, run))
-    return _logged_answer(run.log, headers)
+    return await _ended_answer(request, run.logged, headers)
 
 
 async def compact_response(request: Request) -> Response:
@@ -165,12 +163,21 @@ async def _replay_response(
             raise no_stream_error(tree, response_id)
         return json_response(stored_response(tree, response_id), headers=headers)
     if delivery.stream:
-        return LogStream(gateway, logged.log.reader(), headers)
-    if not delivery.background and logged.run is not None:
-        with logged.log.reader():
+        return LogStream(gateway, owner, logged.log.reader(), headers)
+    if not delivery.background:
+        return await _ended_answer(request, logged, headers)
+    return _logged_answer(logged.log, headers)
+
+
+async def _ended_answer(request: Request, logged: LoggedResponse, headers: Mapping[str, str]) -> Response:
+    """Wait until a response has ended, also on another gateway that takes it over, and return its answer."""
+    gateway, reader = gateway_of(request), logged.log.reader()
+    while logged.run is not None:
+        with reader:
             await cancel_on_disconnect(request, _wait_until_finished(gateway, logged.run))
-        if logged.log.failure is not None:
-            raise logged.log.failure
+        if logged.log.failure is None:
+            break
+        logged, reader = await gateway.reopen(logged.owner, reader)
     return _logged_answer(logged.log, headers)
 
 
@@ -184,11 +191,13 @@ async def _wait_until_finished(gateway: Gateway, run: Run) -> None:
 
 
 class LogStream(EventStream):
-    """The numbered frames of a log as SSE. Counts as a reader while it is connected."""
+    """The numbered frames of a response as SSE. Counts as a reader while it is connected."""
 
-    def __init__(self, gateway: Gateway, reader: LogReader, headers: dict[str, str]) -> None:
+    def __init__(self, gateway: Gateway, owner: str, reader: LogReader, headers: dict[str, str]) -> None:
         self._gateway = gateway
+        self._owner = owner
         self._reader = reader
+        self._reading = contextlib.ExitStack()
         self._is_complete = False
         self._num_sent = reader.sent_number + 1  # numbered frames
         self._has_ended = False
@@ -212,13 +221,14 @@ class LogStream(EventStream):
         return _sse_event("error", encode({"type": "error", "sequence_number": self._num_sent, **body}))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._reader:
+        with self._reading:
+            self._reading.enter_context(self._reader)
             await super().__call__(scope, receive, send)
 
     async def _frames(self) -> AsyncGenerator[bytes, None]:
         """Yield all available frames in one chunk, each with its OpenAI event name, or one large frame in several."""
         try:
-            while frames := await self._reader.next():
+            while frames := await self._next():
                 if has_references(frames[0]):
                     self._is_within_frame = True
                     yield b"event: %s\ndata: " % frames[0].kind.encode()
@@ -234,6 +244,16 @@ class LogStream(EventStream):
         except ChatcacheError as error:  # another gateway ran the response, and does not answer any more
             yield self.closing_frame(error)
         self._is_complete = True
+
+    async def _next(self) -> Sequence[LogFrame]:
+        """Wait for frames, also of another gateway that takes the response over. Raises: ChatcacheError."""
+        while True:
+            try:
+                return await self._reader.next()
+            except GatewayUnreachableError:
+                _, self._reader = await self._gateway.reopen(self._owner, self._reader)
+                self._reading.close()
+                self._reading.enter_context(self._reader)
 
     async def _count_disconnect(self) -> None:
         if not self._is_complete:
@@ -351,7 +371,7 @@ async def _resume_stream(request: Request, after: int) -> Response:
         raise no_stream_error(await load_response_tree(store_of(request), owner, response_id), response_id)
     reader = logged.log.reader(after)
     gateway.metrics.resumed.labels(transport="sse").inc()
-    return LogStream(gateway, reader, {})
+    return LogStream(gateway, owner, reader, {})
 
 
 async def _delete_response(

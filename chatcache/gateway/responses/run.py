@@ -312,6 +312,7 @@ class LiveResponse:
         """End here without a result: another gateway has taken the response over. Readers get an error."""
         if not self._is_abandoned:
             self._is_abandoned = True
+            self._gateway.responses.end(self.id, keep=False)
             self.log.fail(GatewayUnreachableError("another gateway runs the response now; read it again"))
             if self.task is not asyncio.current_task():
                 self.task.cancel()
@@ -461,7 +462,7 @@ class LiveResponse:
                 self._detach_timer.stop()
                 if not self._is_abandoned:
                     self.log.close()
-                self._gateway.responses.end(self.id, keep=self._conversation is not None and not self._is_abandoned)
+                    self._gateway.responses.end(self.id, keep=self._conversation is not None)
                 await self._reply.close()
 
     async def _end(self) -> None:

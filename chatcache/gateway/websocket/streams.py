@@ -25,6 +25,7 @@ from chatcache.gateway.auth.principal import Principal
 from chatcache.gateway.context import Gateway
 from chatcache.gateway.errors import INTERNAL_ERROR
 from chatcache.gateway.middleware import parse_json
+from chatcache.gateway.peers import GatewayUnreachableError
 from chatcache.gateway.responses.create import start_idempotent_response, start_response
 from chatcache.gateway.responses.event_log import LogReader
 from chatcache.gateway.responses.log_frames import LogFrame, has_references
@@ -253,12 +254,16 @@ class StreamMultiplexer:
         return None, found
 
     async def _forward(self, logged: LoggedResponse, stream_id: StreamId, reader: LogReader) -> None:
-        """Send the frames of a response, then those of its successors."""
-        suffix = stream_id_suffix(stream_id)
+        """Send the frames of a response, also from a gateway that takes it over, then those of its successors."""
+        suffix, owner = stream_id_suffix(stream_id), self._principal.owner
         while True:
             try:
-                await self._send_response(logged, reader, stream_id, suffix)
-                successor, owner = logged.successor, self._principal.owner
+                try:
+                    await self._send_response(logged, reader, stream_id, suffix)
+                except GatewayUnreachableError:
+                    logged, reader = await self._gateway.reopen(owner, reader)
+                    continue
+                successor = logged.successor
                 found = await self._gateway.find_response(owner, successor, ended=True) if successor else None
             except ChatcacheError as error:  # another gateway runs it, and does not answer any more
                 await self._sender.send_error(error, stream_id)
