@@ -22,6 +22,7 @@ from tests.support.redis_servers import RedisServer
 
 START_TIMEOUT_S = 120.0
 LOG_LINES = 40
+PROGRAM: tuple[str, ...] = ("-m", "tests.chaos.server_process")
 
 
 class Server:
@@ -51,7 +52,7 @@ class Server:
         self.clock.write_text(f"{off_s:+d}")
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "tests.chaos.server_process", *self._arguments]
+        command = [sys.executable, *PROGRAM, *self._arguments]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
         self.is_meant_to_run = True

@@ -20,10 +20,8 @@ from tests.support.redis_servers import RedisServer, redis_server
 
 NUM_STREAMS = 6
 SUSPENDED_S = 15.0
-_FORGETFUL = """
-import sys
+FORGETFUL_JOURNAL = """
 import msgspec
-from chatcache.cli.main import main
 from chatcache.engine_process.recovery import RequestJournal
 
 original = RequestJournal.resumed_request
@@ -35,7 +33,6 @@ def forget_a_token(journal):
     return msgspec.structs.replace(request, resume_point=point)
 
 RequestJournal.resumed_request = forget_a_token
-sys.exit(main())
 """
 
 
@@ -43,7 +40,8 @@ class ForgetfulGateway(GatewayOnly):
     """Injected bug: the gateway resumes requests without their last token."""
 
     def command(self, folder: str, *more: str) -> list[str]:
-        return [sys.executable, "-c", _FORGETFUL, *super().command(folder, *more)[3:]]
+        program = f"import sys\nfrom chatcache.cli.main import main\n{FORGETFUL_JOURNAL}\nsys.exit(main())"
+        return [sys.executable, "-c", program, *super().command(folder, *more)[3:]]
 
 
 class Stream:

@@ -1,0 +1,45 @@
+"""Random faults of two gateways, two workers and their Redis; `-m long` runs ten minutes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import processes
+from tests.chaos.checker import Violation
+from tests.chaos.plan import Fault, make_plan
+from tests.chaos.runner import run_plan
+from tests.cli.test_workers import FORGETFUL_JOURNAL
+
+FORGETFUL = f"""
+import sys
+from tests.chaos.server_process import main
+{FORGETFUL_JOURNAL}
+sys.exit(main(*sys.argv[1:]))
+"""
+
+
+async def kill_a_worker(folder: Path) -> list[Violation]:
+    """Kill one of two workers under clients."""
+    faults = (Fault(0, 1.5, "kill_worker", 0, 0.0),)
+    plan = dataclasses.replace(make_plan(1, 0.1, num_workers=2), faults=faults, length_s=6.0)
+    return await run_plan(plan, folder)
+
+
+@pytest.mark.slow
+async def test_killed_worker_under_clients_causes_no_violation(tmp_path: Path) -> None:
+    assert await kill_a_worker(tmp_path) == []
+
+
+@pytest.mark.slow
+async def test_gateway_that_forgets_a_token_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "PROGRAM", ("-c", FORGETFUL))
+    assert {"foreign", "text"} & {violation.rule for violation in await kill_a_worker(tmp_path)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1])
+async def test_ten_minutes_of_faults_cause_no_violation(seed: int, tmp_path: Path) -> None:
+    assert await run_plan(make_plan(seed, 10, num_workers=2), tmp_path) == []
