@@ -1,17 +1,19 @@
-"""The conversation store contract. One test suite runs against every implementation."""
+"""The contracts of stored conversations and saved prompts. One test suite runs against every implementation."""
 
 from __future__ import annotations
 
 import math
+import re
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from chatcache.auth import KeyStore
 from chatcache.conversations.checkpoints import ReplyCheckpoint
 from chatcache.conversations.search import SearchHit, SearchQuery
 from chatcache.conversations.tree import Conversation, ConversationTree, Item, MessageDeletion, Turn
-from chatcache.errors import ChatcacheError, InvalidRequestError
+from chatcache.errors import ChatcacheError, InvalidRequestError, NotFoundError
 
 
 class StaleRevisionError(ChatcacheError):
@@ -137,6 +139,91 @@ def decode_cursor(text: str) -> tuple[float, str] | None:
     return (updated_at, conversation_id) if mark and math.isfinite(updated_at) else None
 
 
+MAX_SAVED_PROMPTS = 200  # per tenant
+_VARIABLE = re.compile(r"\{\{[ \t]*([^{}\s](?:[^{}\n]{0,62}[^{}\s])?)[ \t]*\}\}")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPrompt:
+    """A text to start a message with, which all users of a tenant share. Times are seconds since 1970.
+
+    `{{name}}` in the text is a variable, which the user replaces before sending.
+    """
+
+    name: str
+    text: str
+    description: str = ""
+    created_at: float = 0.0
+    updated_at: float = 0.0
+
+    @property
+    def variables(self) -> list[str]:
+        """The names of the variables in the text, each once, in their order."""
+        return list(dict.fromkeys(_VARIABLE.findall(self.text)))
+
+    def changed(self, name: str | None, text: str | None, description: str | None) -> SavedPrompt:
+        """Return the prompt with these fields, changed now. None keeps a field."""
+        fields = {"name": name, "text": text, "description": description}
+        changes = {field: value for field, value in fields.items() if value is not None}
+        return replace(self, **changes, updated_at=time.time())  # type: ignore[arg-type]
+
+
+class PromptExistsError(ChatcacheError):
+    """The tenant has another saved prompt of that name."""
+
+    status = 409
+    type = "conflict_error"
+    code = "prompt_exists"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is a saved prompt {name!r} already: change it, or use another name", param="name")
+
+
+class PromptLibraryFullError(InvalidRequestError):
+    """The tenant has as many saved prompts as it may have."""
+
+    def __init__(self, num_prompts: int) -> None:
+        super().__init__(
+            f"a tenant has at most {MAX_SAVED_PROMPTS} saved prompts; this one has {num_prompts}: delete one first",
+            param="name",
+            code="prompt_library_full",
+        )
+
+
+def unknown_prompt(name: str) -> NotFoundError:
+    return NotFoundError(f"no saved prompt {name[:128]!r}", param="name")
+
+
+class SavedPromptStore(Protocol):
+    """Saved prompts by name, each visible to the users of its tenant only.
+
+    A call that returns has stored its data durably. Raises: NotFoundError for a name that the tenant does not have;
+    PromptExistsError for a new name that it has; PromptLibraryFullError; StoreUnavailableError.
+    """
+
+    async def list(self, tenant: str) -> Sequence[SavedPrompt]:
+        """Return all prompts of the tenant, by name."""
+        ...
+
+    async def get(self, tenant: str, name: str) -> SavedPrompt: ...
+
+    async def create(self, tenant: str, prompt: SavedPrompt) -> None: ...
+
+    async def update(
+        self,
+        tenant: str,
+        name: str,
+        *,
+        new_name: str | None = None,
+        text: str | None = None,
+        description: str | None = None,
+    ) -> SavedPrompt:
+        """Change the given fields, and return the changed prompt."""
+        ...
+
+    async def delete(self, tenant: str, name: str) -> None: ...
+
+
 class ConversationStore(Protocol):
     """Conversation trees by id, each visible to its owner only.
 
@@ -149,6 +236,11 @@ class ConversationStore(Protocol):
     @property
     def keys(self) -> KeyStore:
         """The API keys, stored in the same file or server."""
+        ...
+
+    @property
+    def saved_prompts(self) -> SavedPromptStore:
+        """The saved prompts, stored in the same file or server."""
         ...
 
     async def check(self) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 from chatcache.auth import KeyStore
 from chatcache.config import ServerConfig
 from chatcache.conversations.store import ConversationStore
-from chatcache.storage.sqlite import SqliteKeys, SqliteStore
+from chatcache.storage.sqlite import SqliteStore
 from chatcache.storage.sqlite_schema import migrate, open_error
+from chatcache.storage.sqlite_tenants import SqliteKeys
 from chatcache.storage.sqlite_threads import SqliteWriter
 
 

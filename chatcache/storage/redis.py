@@ -19,12 +19,16 @@ from chatcache.conversations.checkpoints import ReplyCheckpoint, end_interrupted
 from chatcache.conversations.search import SearchHit, SearchQuery
 from chatcache.conversations.store import (
     CLAIM_TTL_S,
+    MAX_SAVED_PROMPTS,
     Claim,
     ConversationFullError,
     IdempotencyConflictError,
     ItemQuery,
     MergeResult,
     OwnerAssignment,
+    PromptExistsError,
+    PromptLibraryFullError,
+    SavedPrompt,
     StoreUnavailableError,
     StoreUnusableError,
 )
@@ -71,10 +75,13 @@ from chatcache.storage.redis_layout import (
     pack_claim,
     pack_head,
     pack_item,
+    pack_prompt,
     pack_turn,
+    prompts_key,
     turns_key,
     unpack_claim,
     unpack_head,
+    unpack_prompt,
     unpack_turn,
     usage_key,
     words_key,
@@ -91,6 +98,7 @@ from chatcache.storage.redis_reads import (
     read_owners,
     read_page,
     read_path,
+    read_prompt,
     read_tree,
     run_computation,
     search,
@@ -117,6 +125,7 @@ class RedisStore:
         """
         self._connection = RedisConnection(url, check_layout, timeout_s=timeout_s)
         self.keys = RedisKeys(self._connection)
+        self.saved_prompts = RedisSavedPrompts(self._connection)
         self._heartbeats = GatewayHeartbeats(self._connection, self._end_response, lease_s)
         self.channel = GatewayChannel(url, self._connection, self._heartbeats)
         with contextlib.suppress(StoreUnavailableError):
@@ -462,6 +471,71 @@ class RedisKeys:
         found: Mapping[bytes, bytes] = await self._connection.run(lambda client: client.hgetall(usage_key(day)))
         counts = {name.decode(): int(count) for name, count in found.items()}
         return {key_id: count for key_id, count in counts.items() if not key_id.startswith(WRITER_PREFIX)}
+
+
+class RedisSavedPrompts:
+    """`SavedPromptStore` on a connection that the caller closes."""
+
+    def __init__(self, link: RedisConnection) -> None:
+        self._connection = link
+
+    async def list(self, tenant: str) -> Sequence[SavedPrompt]:
+        found: list[bytes] = await self._connection.run(lambda client: client.hvals(prompts_key(tenant)))
+        return await run_computation(
+            sum(map(len, found)), lambda: tuple(sorted(map(unpack_prompt, found), key=lambda prompt: prompt.name))
+        )
+
+    async def get(self, tenant: str, name: str) -> SavedPrompt:
+        return await self._connection.run(lambda client: read_prompt(client, tenant, name))
+
+    async def create(self, tenant: str, prompt: SavedPrompt) -> None:
+        async def work(pipe: Pipe) -> None:
+            await _require_unused(pipe, tenant, prompt.name)
+            count = await pipe.hlen(prompts_key(tenant))
+            if count >= MAX_SAVED_PROMPTS:
+                raise PromptLibraryFullError(count)
+            pipe.multi()
+            pipe.hset(prompts_key(tenant), prompt.name, pack_prompt(prompt))
+
+        await self._change(tenant, work)
+
+    async def update(
+        self,
+        tenant: str,
+        name: str,
+        *,
+        new_name: str | None = None,
+        text: str | None = None,
+        description: str | None = None,
+    ) -> SavedPrompt:
+        async def work(pipe: Pipe) -> SavedPrompt:
+            changed = (await read_prompt(pipe, tenant, name)).changed(new_name, text, description)
+            if changed.name != name:
+                await _require_unused(pipe, tenant, changed.name)
+            pipe.multi()
+            if changed.name != name:
+                pipe.hdel(prompts_key(tenant), name)
+            pipe.hset(prompts_key(tenant), changed.name, pack_prompt(changed))
+            return changed
+
+        return await self._change(tenant, work)
+
+    async def delete(self, tenant: str, name: str) -> None:
+        async def work(pipe: Pipe) -> None:
+            await read_prompt(pipe, tenant, name)
+            pipe.multi()
+            pipe.hdel(prompts_key(tenant), name)
+
+        await self._change(tenant, work)
+
+    async def _change(self, tenant: str, work: Callable[[Pipe], Awaitable[Result]]) -> Result:
+        key = prompts_key(tenant)
+        return await self._connection.transact((key,), work, order=key)
+
+
+async def _require_unused(pipe: Pipe, tenant: str, name: str) -> None:
+    if await pipe.hexists(prompts_key(tenant), name):
+        raise PromptExistsError(name)
 
 
 def check_server(url: str) -> None:

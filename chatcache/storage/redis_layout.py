@@ -16,6 +16,7 @@ All keys of one conversation are in one cluster slot (`{...}` in the key):
     chatcache:running                    hash: response in progress -> its gateway process and conversation
     chatcache:alive:<process>            exists while that process is alive; expires
     chatcache:claim:{owner}:<key>        an idempotency key; expires
+    chatcache:prompts:{tenant}           hash: name -> saved prompt
     chatcache:{keys}                     hash: id of an API key -> its record, without the secret
     chatcache:{keys}:version             a number that grows with every change of the keys
     chatcache:usage:<day>                hash: id of an API key -> tokens of that day; @<gateway>: last write; expires
@@ -31,7 +32,7 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from chatcache.conversations.search import SearchQuery, fold_words
-from chatcache.conversations.store import Claim
+from chatcache.conversations.store import Claim, SavedPrompt
 from chatcache.conversations.tree import Conversation, Item, Turn
 
 PREFIX = "chatcache:"
@@ -62,6 +63,7 @@ _HEAD = msgspec.msgpack.Decoder(tuple[Conversation, int])
 _ITEM = msgspec.msgpack.Decoder(tuple[int, Item])
 _TURN = msgspec.msgpack.Decoder(tuple[Turn, bytes])
 _CLAIM = msgspec.msgpack.Decoder(Claim)
+_PROMPT = msgspec.msgpack.Decoder(SavedPrompt)
 
 
 def head_key(conversation_id: str) -> str:
@@ -128,6 +130,10 @@ def claim_key(owner: str, key: str) -> str:
     return f"{PREFIX}claim:{{{_owner_part(owner)}}}:{key}"
 
 
+def prompts_key(tenant: str) -> str:
+    return f"{PREFIX}prompts:{{{_owner_part(tenant)}}}"
+
+
 def gateway_channel(name: str) -> str:
     """Return the channel of the messages to one gateway."""
     return f"chatcache:gateway:{name}"
@@ -178,6 +184,14 @@ def pack_claim(claim: Claim) -> bytes:
 
 def unpack_claim(data: bytes) -> Claim:
     return _CLAIM.decode(data)
+
+
+def pack_prompt(prompt: SavedPrompt) -> bytes:
+    return msgspec.msgpack.encode(prompt)
+
+
+def unpack_prompt(data: bytes) -> SavedPrompt:
+    return _PROMPT.decode(data)
 
 
 def index_words(texts: Iterable[str]) -> str:

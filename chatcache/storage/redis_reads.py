@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from chatcache.conversations.search import SearchHit, SearchQuery, best_message, make_hit
-from chatcache.conversations.store import ItemQuery, StaleRevisionError, decode_cursor
+from chatcache.conversations.store import ItemQuery, SavedPrompt, StaleRevisionError, decode_cursor, unknown_prompt
 from chatcache.conversations.tree import Conversation, ConversationTree, Item, Turn
 from chatcache.errors import NotFoundError
 from chatcache.storage.redis_layout import (
@@ -30,9 +30,11 @@ from chatcache.storage.redis_layout import (
     members_key,
     order_key,
     owner_from_ids_key,
+    prompts_key,
     turns_key,
     unpack_head,
     unpack_item,
+    unpack_prompt,
     unpack_turn,
     words_key,
 )
@@ -60,6 +62,14 @@ async def read_owner(reader: Reader, conversation_id: str) -> str:
     if data is None:
         raise NotFoundError(f"no conversation {conversation_id!r}", param="conversation")
     return unpack_head(data).conversation.owner
+
+
+async def read_prompt(reader: Reader, tenant: str, name: str) -> SavedPrompt:
+    """Return a saved prompt. Raises: NotFoundError."""
+    data = await reader.hget(prompts_key(tenant), name)
+    if data is None:
+        raise unknown_prompt(name)
+    return unpack_prompt(data)
 
 
 async def run_computation(num_bytes: int, work: Callable[[], Result]) -> Result:

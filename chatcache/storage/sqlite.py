@@ -1,7 +1,7 @@
 """The SQLite store: WAL, synchronous=FULL, one writer thread, several reader threads, versioned schema.
 
-`SqliteStore` and `SqliteKeys` implement the contracts; `SqliteSnapshot` and `back_up` copy a file while a server
-writes it. The module-level functions read and write on a given connection.
+`SqliteStore` implements the contract, with the tables of `sqlite_tenants`; `SqliteSnapshot` and `back_up` copy a file
+while a server writes it. The module-level functions read and write on a given connection.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from chatcache.auth import USAGE_RETENTION_DAYS, WRITER_PREFIX, KeyRecord
+from chatcache.auth import KeyRecord
 from chatcache.conversations.checkpoints import ReplyCheckpoint
 from chatcache.conversations.search import SearchHit, SearchQuery
 from chatcache.conversations.store import (
@@ -63,16 +63,13 @@ from chatcache.storage.sqlite_schema import (
     search_conversations,
     update_conversation,
 )
+from chatcache.storage.sqlite_tenants import SERVER, SqliteKeys, SqliteSavedPrompts, list_keys
 from chatcache.storage.sqlite_threads import SqliteReaders, SqliteThread, SqliteWriter
 
 Result = TypeVar("Result")
-_LIMITS = "requests_per_minute, tokens_per_minute, max_concurrent, tokens_per_day"
-_COLUMNS = f"id, digest, tenant, user, name, is_admin, {_LIMITS}, created_at, revoked_at"
-_MARKS = ", ".join("?" * len(_COLUMNS.split(",")))
 _BACKUP_BUSY_S = 30.0
 _INLINE_CHARS = 16_384  # encoding this much text takes about a millisecond
 _CHARS_PER_ITEM = 100  # the cost of an empty message, in characters
-_SERVER = "\0server"  # the owner of jobs that are not of one tenant: keys, checkpoints, health checks
 RESERVE_BYTES = 2**20  # what must fit on the disk before the store is available again
 
 
@@ -101,12 +98,13 @@ class SqliteStore:
         self._num_checked_failures = 0
         self._changes: dict[str, asyncio.Future[Any]] = {}  # by conversation: the last change that is not stored yet
         self.keys = SqliteKeys(self._writer)
+        self.saved_prompts = SqliteSavedPrompts(self._writer, self._readers)
 
     async def check(self) -> None:
         num_failures = self._writer.num_failures
         if num_failures != self._num_checked_failures:
             for job in (fill_reserve, free_reserve):  # two commits, because SQLite writes no page that is free again
-                await self._writer.run(_SERVER, job)
+                await self._writer.run(SERVER, job)
             self._num_checked_failures = num_failures
 
     async def create(
@@ -193,7 +191,7 @@ class SqliteStore:
             "INSERT INTO checkpoints (turn_id, data) "
             "SELECT ?, ? WHERE EXISTS (SELECT 1 FROM turns WHERE id = ? AND status = ?)"
         )
-        await self._writer.run(_SERVER, lambda db: db.executemany(query, rows).rowcount)
+        await self._writer.run(SERVER, lambda db: db.executemany(query, rows).rowcount)
 
     async def update(
         self,
@@ -262,61 +260,6 @@ class SqliteStore:
     async def close(self) -> None:
         await asyncio.to_thread(self._readers.close)
         await asyncio.to_thread(self._writer.close)
-
-
-class SqliteKeys:
-    """`KeyStore` on a file that the caller opens and closes."""
-
-    def __init__(self, writer: SqliteWriter) -> None:
-        self._writer = writer
-
-    async def create(self, record: KeyRecord) -> None:
-        row = tuple(getattr(record, column) for column in _COLUMNS.split(", "))
-        await self._writer.run(
-            _SERVER, lambda db: db.execute(f"INSERT INTO keys ({_COLUMNS}) VALUES ({_MARKS})", row).rowcount
-        )
-
-    async def list(self) -> Sequence[KeyRecord]:
-        return await self._writer.run(_SERVER, list_keys)
-
-    async def revoke(self, key_id: str, at: float) -> KeyRecord:
-        def job(db: sqlite3.Connection) -> KeyRecord:
-            db.execute("UPDATE keys SET revoked_at = ? WHERE id = ? AND revoked_at IS NULL", (at, key_id))
-            row = db.execute(f"SELECT {_COLUMNS} FROM keys WHERE id = ?", (key_id,)).fetchone()
-            if row is None:
-                raise NotFoundError(f"no key {key_id!r}", param="id")
-            return _record(row)
-
-        return await self._writer.run(_SERVER, job)
-
-    async def version(self) -> int:
-        # Keys are never deleted and never un-revoked: these counts only grow.
-        return await self._writer.run(
-            _SERVER, lambda db: int(db.execute("SELECT count(*) + count(revoked_at) FROM keys").fetchone()[0])
-        )
-
-    async def add_usage(self, day: int, tokens: Mapping[str, int], *, writer: str, number: int) -> None:
-        rows = [(day, key_id, count) for key_id, count in tokens.items()]
-        mark = (day, WRITER_PREFIX + writer, number)
-
-        def job(db: sqlite3.Connection) -> None:
-            if db.execute("SELECT 1 FROM usage WHERE day = ? AND key_id = ? AND tokens >= ?", mark).fetchone():
-                return
-            db.execute("INSERT OR REPLACE INTO usage (day, key_id, tokens) VALUES (?, ?, ?)", mark)
-            db.executemany(
-                "INSERT INTO usage (day, key_id, tokens) VALUES (?, ?, ?)"
-                " ON CONFLICT (day, key_id) DO UPDATE SET tokens = tokens + excluded.tokens",
-                rows,
-            )
-            db.execute("DELETE FROM usage WHERE day < ?", (day - USAGE_RETENTION_DAYS,))
-
-        await self._writer.run(_SERVER, job)
-
-    async def usage(self, day: int) -> Mapping[str, int]:
-        query = "SELECT key_id, tokens FROM usage WHERE day = ? AND key_id NOT LIKE ?"
-        return await self._writer.run(
-            _SERVER, lambda db: dict(db.execute(query, (day, f"{WRITER_PREFIX}%")).fetchall())
-        )
 
 
 class SqliteSnapshot:
@@ -563,15 +506,6 @@ def fill_reserve(db: sqlite3.Connection) -> None:
 def free_reserve(db: sqlite3.Connection) -> None:
     """Delete what `fill_reserve` wrote; the file keeps its size, so the next writes have room."""
     db.execute("DELETE FROM claims WHERE owner = '' AND key = ''")
-
-
-def list_keys(db: sqlite3.Connection) -> Sequence[KeyRecord]:
-    return [_record(row) for row in db.execute(f"SELECT {_COLUMNS} FROM keys ORDER BY created_at, id")]
-
-
-def _record(row: tuple[object, ...]) -> KeyRecord:
-    values = dict(zip(_COLUMNS.split(", "), row, strict=True))
-    return KeyRecord(**(values | {"is_admin": bool(values["is_admin"])}))  # type: ignore[arg-type]
 
 
 def _create(db: sqlite3.Connection, conversation: Conversation) -> None:

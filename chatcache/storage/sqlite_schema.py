@@ -127,6 +127,12 @@ MIGRATIONS = (
     );
     CREATE INDEX checkpoints_by_turn ON checkpoints (turn_id, position);
     """,
+    """
+    CREATE TABLE prompts (
+        tenant TEXT NOT NULL, name TEXT NOT NULL, text TEXT NOT NULL, description TEXT NOT NULL,
+        created_at REAL NOT NULL, updated_at REAL NOT NULL, PRIMARY KEY (tenant, name)
+    );
+    """,
 )
 
 

@@ -20,7 +20,8 @@ from tests.gateway.serving import MODEL
 
 # open: all clients. key: clients with a key, without ann's data. bearer: the same, but not with a session.
 # owner: only ann; others get 404. admin: admin keys.
-Allowed = Literal["open", "key", "bearer", "owner", "admin"]
+# tenant: clients with a key, each with the objects of its tenant, as `test_prompts` checks.
+Allowed = Literal["open", "key", "bearer", "owner", "admin", "tenant"]
 RouteKey = tuple[str, str]
 
 SECRET = "zebra code 7131"
@@ -155,6 +156,11 @@ CALLS: Mapping[RouteKey, Sequence[Call]] = {
     ("POST", "/v1/conversations/{id}/share"): [owner(f"{_CONV}/share", {"leaf": "<asked>"})],
     ("DELETE", "/v1/conversations/{id}/share"): [owner(f"{_CONV}/share")],
     ("GET", "/share/{token}"): [Call("open", "/share/<conversation>.wrong")],
+    ("GET", "/v1/prompts"): [Call("tenant", "/v1/prompts")],
+    ("POST", "/v1/prompts"): [Call("tenant", "/v1/prompts", {"name": "greet", "text": "Hi"})],
+    ("GET", "/v1/prompts/{name}"): [Call("tenant", "/v1/prompts/greet")],
+    ("POST", "/v1/prompts/{name}"): [Call("tenant", "/v1/prompts/greet", {"text": "Hello"})],
+    ("DELETE", "/v1/prompts/{name}"): [Call("tenant", "/v1/prompts/greet")],
     ("POST", "/v1/conversations/{id}/title"): [owner(f"{_CONV}/title")],
     ("GET", "/v1/conversations/{id}/items"): [owner(f"{_CONV}/items"), owner(f"{_CONV}/items?branches=all")],
     ("POST", "/v1/conversations/{id}/items"): [owner(f"{_CONV}/items", {"items": [{"role": "user", "content": "x"}]})],
@@ -274,6 +280,8 @@ def _expected(line: Call, client: str) -> Sequence[int]:
         return (401,)
     if line.allowed == "admin":
         return (200,) if client == "admin" else (403,)
+    if line.allowed == "tenant":
+        return (200, 404, 409)
     if line.allowed == "owner" and "ann" not in client:
         return (404, 400)  # 400 if the field names a missing id
     return (200,)

@@ -17,8 +17,13 @@ from chatcache.types.request import MAX_N, MAX_PRIORITY, MAX_STOP_STRINGS, MAX_T
 MAX_PARTS = 4096
 MAX_CALLS = 128
 MAX_TOOLS = 128
+MAX_PROMPT_CHARS = 16_384  # of a saved prompt
+MAX_DESCRIPTION_CHARS = 200
 
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+PromptName = Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9-]{0,63}$")]
+PromptText = Annotated[str, Meta(min_length=1, max_length=MAX_PROMPT_CHARS)]
+PromptDescription = Annotated[str, Meta(max_length=MAX_DESCRIPTION_CHARS)]
 CallId = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
@@ -452,6 +457,22 @@ class ShareFields(msgspec.Struct, frozen=True):
     """A branch to share: `leaf` is its last message (absent: the active leaf)."""
 
     leaf: Id | None = None
+
+
+class PromptFields(msgspec.Struct, frozen=True):
+    """A prompt to save. `{{name}}` in the text is a variable."""
+
+    name: PromptName
+    text: PromptText
+    description: PromptDescription = ""
+
+
+class PromptPatch(msgspec.Struct, frozen=True):
+    """Changes of a saved prompt; absent fields stay as they are. Another `name` renames it."""
+
+    name: PromptName | None = None
+    text: PromptText | None = None
+    description: PromptDescription | None = None
 
 
 class TitleFields(msgspec.Struct, frozen=True):

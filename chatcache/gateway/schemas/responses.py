@@ -7,7 +7,7 @@ from typing import Any, Generic, Literal, Self, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from chatcache.conversations import tree
+from chatcache.conversations import store, tree
 from chatcache.gateway.schemas.completions import OutputTokensDetails, PromptTokensDetails, TokenLogprob
 from chatcache.gateway.schemas.server import CacheLookup, ErrorDetail, MissCause
 
@@ -217,6 +217,30 @@ class Share(msgspec.Struct):
     leaf: str
     path: str
     conversation: Conversation
+
+
+class SavedPrompt(msgspec.Struct):
+    """A text to start a message with. `variables`: the names that the text has as `{{name}}`, in their order."""
+
+    object: Literal["prompt"]
+    name: str
+    text: str
+    description: str
+    variables: list[str]
+    created_at: int
+    updated_at: int
+
+    @classmethod
+    def of(cls, prompt: store.SavedPrompt) -> Self:
+        times = (int(prompt.created_at), int(prompt.updated_at))
+        return cls("prompt", prompt.name, prompt.text, prompt.description, prompt.variables, *times)
+
+
+class SavedPrompts(msgspec.Struct):
+    """All saved prompts of the tenant, by name."""
+
+    object: Literal["list"]
+    data: list[SavedPrompt]
 
 
 class Deleted(msgspec.Struct):
