@@ -89,8 +89,14 @@ def _edit(chat: RecordedPage) -> None:
     chat.page.keyboard.press("ArrowUp")
 
 
+def _palette(chat: RecordedPage) -> None:
+    _press("Escape", "Control+k")(chat)
+    chat.page.wait_for_selector("[role=combobox]")
+    chat.page.keyboard.type("co")
+
+
 def _find(chat: RecordedPage) -> None:
-    chat.page.keyboard.press("Control+k")
+    chat.page.keyboard.press("Control+Shift+F")
     chat.page.fill("#find", "robot")
 
 
@@ -140,6 +146,7 @@ VIEWS: tuple[View, ...] = (
     View("beam tree", _search, ".beam-row >> nth=3"),
     View("settings", _settings, "aside[aria-label=Settings]"),
     View("shortcuts", _press("Escape", "Control+/"), "dialog[open]"),
+    View("palette", _palette, "[role=group][aria-label=Messages] [role=option]"),
     View("administration", _administration, ".admin-table"),
     View("everything", _everything, ".katex >> nth=1"),
     View("menu", _click(".conversation-row-current .conversation-menu"), ".menu:popover-open"),

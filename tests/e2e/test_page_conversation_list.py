@@ -131,7 +131,7 @@ def test_search_result_is_marked_and_opens_its_message_on_its_branch(chat: Recor
     first = chat.page.request.get(f"{chat.server}/v1/conversations/{conversation}/items?branches=all").json()["data"][0]
     other = {"items": [{"role": "user", "content": "Another way"}], "parent_id": first["id"]}
     chat.page.request.post(f"{chat.server}/v1/conversations/{conversation}/items", data=other)
-    chat.page.keyboard.press("Control+k")
+    chat.page.keyboard.press("Control+Shift+F")
     chat.page.keyboard.insert_text(f"ou {word.lower()[:8]}")  # at once: no search for a part of it
     hit = chat.page.locator(".search-hit")
     hit.wait_for()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import pytest
@@ -68,13 +69,121 @@ def test_all_actions_work_by_keyboard(chat: RecordedPage, endless: None) -> None
     page.keyboard.press("Enter")
     title.wait_for()
 
-    page.keyboard.press("Control+k")
+    page.keyboard.press("Control+Shift+F")
     chat.until("document.activeElement.id === 'find'")
     page.keyboard.press("Control+Shift+O")
     page.wait_for_selector(".empty-state")
     _reach(chat, "Light theme")
     page.keyboard.press("Enter")
     assert page.evaluate("document.documentElement.dataset.theme") == "light"
+
+
+ACTIVE = """(() => {
+  const id = document.activeElement.getAttribute('aria-activedescendant');
+  return document.getElementById(id)?.querySelector('.palette-label').textContent ?? null;
+})()"""
+FINDS = "[role=combobox]"
+
+
+def _labels(chat: RecordedPage, group: str = "") -> list[str]:
+    """Names of the options in the command palette."""
+    within = f"[role=group][aria-label={group}] " if group else ""
+    texts: list[str] = chat.page.locator(f"{within}[role=option] .palette-label").all_inner_texts()
+    return texts
+
+
+def test_palette_finds_commands_by_their_letters(chat: RecordedPage) -> None:
+    page = chat.page
+    chat.until("document.activeElement.id === 'composer'")
+    page.keyboard.press("Control+k")
+    page.wait_for_selector(FINDS)
+    chat.until(f"{ACTIVE} === 'New chat'")
+    assert not {"Stop the answer", "Share a link to this branch", "Sign out"} & set(_labels(chat)), "cannot be used now"
+    page.keyboard.press("ArrowUp")  # around
+    assert page.evaluate(ACTIVE) == _labels(chat)[-1]
+    page.keyboard.press("ArrowDown")
+    assert page.evaluate(ACTIVE) == "New chat"
+    page.keyboard.press("ArrowDown")
+    second = page.evaluate(ACTIVE)
+    assert second == _labels(chat)[1]
+    assert page.locator("[role=option][aria-selected=true] .palette-label").all_inner_texts() == [second]
+
+    page.keyboard.type("the dark")
+    chat.until(f"{ACTIVE} === 'Dark theme'")
+    page.keyboard.press("Escape")
+    page.wait_for_selector(FINDS, state="detached")
+    chat.until("document.activeElement.id === 'composer'")  # the focus has returned
+    assert page.evaluate("document.documentElement.dataset.theme") is None
+    page.keyboard.press("Control+k")
+    page.wait_for_selector(FINDS)
+    page.keyboard.type("the dark")
+    page.keyboard.press("Enter")
+    chat.until("document.documentElement.dataset.theme === 'dark'")
+    page.wait_for_selector(FINDS, state="detached")
+
+    page.keyboard.press("Meta+k")
+    page.wait_for_selector(FINDS)
+    page.keyboard.type("stngs")
+    chat.until(f"{ACTIVE} === 'Settings'")
+    page.keyboard.press("Control+k")  # closes it again
+    page.wait_for_selector(FINDS, state="detached")
+    page.keyboard.press("Control+k")
+    page.wait_for_selector(FINDS)
+    page.keyboard.press("Alt+Shift+3")  # the key of a command works here too
+    page.wait_for_selector("#tab-branches[aria-selected=true]")
+    page.wait_for_selector(FINDS, state="detached")
+
+
+def test_palette_opens_conversations_and_searches_messages(chat: RecordedPage, server: str) -> None:
+    page = chat.page
+    word = f"marmot{secrets.token_hex(3)}"
+    made = create_conversation(server, ["Who whistles?", f"The {word}."], title=f"Whistling {word}")
+    chat.reload()
+    page.wait_for_selector(f"[data-id={made}]")
+    page.keyboard.press("Control+k")
+    page.wait_for_selector(FINDS)
+    page.keyboard.type(f"{word} whist")
+    chat.until(f"{ACTIVE} === 'Whistling {word}'")
+    assert _labels(chat, "Conversations") == [f"Whistling {word}"]
+    page.keyboard.press("Enter")
+    page.wait_for_selector(f".answer .prose >> text={word}")
+    assert page.evaluate("location.hash.slice(1)") == made
+
+    page.keyboard.press("Control+Shift+S")  # the list is hidden
+    page.keyboard.press("Control+k")
+    page.wait_for_selector(FINDS)
+    page.keyboard.type(word)
+    chat.until(f"{ACTIVE} !== null && document.activeElement.value === '{word}'")
+    page.click(f"text=Search messages for “{word}”")
+    page.wait_for_selector(".search-hit mark")
+    chat.until(f"document.activeElement.id === 'find' && document.activeElement.value === '{word}'")
+
+
+def test_palette_offers_what_can_be_done_now(chat: RecordedPage, endless: None) -> None:
+    page = chat.page
+    chat.reload()
+    chat.say("Tell me a story about an owl")
+    page.wait_for_selector(".answer .prose:not(:empty)")
+    page.keyboard.press("Control+k")
+    page.wait_for_selector(FINDS)
+    page.keyboard.press("Escape")
+    page.wait_for_selector(FINDS, state="detached")
+    assert chat.ends() == [], "Escape closes the palette only"
+    page.keyboard.press("Control+k")
+    page.wait_for_selector(FINDS)
+    assert {"Stop the answer", "Share a link to this branch"} <= set(_labels(chat))
+    assert "Regenerate the last answer" not in _labels(chat)
+    page.keyboard.type("stop")
+    chat.until(f"{ACTIVE} === 'Stop the answer'")
+    page.keyboard.press("Enter")
+    assert chat.wait_end(0)["status"] == "cancelled"
+    page.keyboard.press("Control+k")
+    page.wait_for_selector(FINDS)
+    assert "Regenerate the last answer" in _labels(chat) and "Stop the answer" not in _labels(chat)
+    with page.expect_download() as download:
+        page.keyboard.type("export markdown")
+        page.keyboard.press("Enter")
+    assert download.value.suggested_filename.endswith(".md")
 
 
 def test_focus_is_kept_among_many_messages(chat: RecordedPage, server: str) -> None:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 # Visible targets smaller than 44 px. Exempt, as in WCAG 2.5.5: links and marks within a text, which its line limits.
 SMALL = """() => [...document.querySelectorAll(
-    'button, select, input, textarea, summary, [role=tab], [role=button], a[href]')].filter(element => {
+    'button, select, input, textarea, summary, [role=tab], [role=button], [role=option], a[href]')].filter(element => {
   if (element.closest('.prose p, .prose li, .prose blockquote, svg, [inert], .sr-only')) return false;
   if (element.closest('details:not([open])') && element.localName !== 'summary') return false;
   if (!element.checkVisibility({visibilityProperty: true, opacityProperty: true})) return false;
@@ -72,6 +72,10 @@ def test_touch_targets_are_at_least_44_px(width: int, open_page: Any) -> None:
     chat.page.keyboard.press("Control+/")
     chat.page.wait_for_selector("dialog .keys")
     found["shortcuts"] = chat.page.evaluate(SMALL)
+    chat.page.keyboard.press("Escape")
+    chat.page.keyboard.press("Control+k")
+    chat.page.wait_for_selector("[role=option]")
+    found["palette"] = chat.page.evaluate(SMALL)
     chat.page.keyboard.press("Escape")
     made = create_conversation(chat.server, ["Show me all you can draw", EVERYTHING], title="Everything")
     chat.page.evaluate("hash => location.hash = hash", made)

@@ -7,8 +7,8 @@ import { syncAddress } from "./chat/address";
 import { Chat } from "./chat/chat";
 import { loadRenderer } from "./markdown/textStream";
 import { App } from "./ui/App";
+import { listenForShortcuts } from "./ui/commands";
 import { persistPanel, scrollToMessage } from "./ui/navigation";
-import { listenForShortcuts } from "./ui/Shortcuts";
 import "./styles/index.css";
 
 const chat = new Chat();

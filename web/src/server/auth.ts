@@ -1,6 +1,6 @@
 // Sign-in state: locks the page if the server requires an API key, and resets it if the user changes.
 
-import { effect, untracked } from "@preact/signals";
+import { effect, signal, untracked } from "@preact/signals";
 import { getIdentity, type Identity, RequestError, signIn } from "../api/rest";
 import type { Socket } from "../api/socket";
 import { clearPersonalData, load, onStoredElsewhere, save } from "../app/browser";
@@ -10,6 +10,7 @@ import type { Conversations } from "../conversations/conversations";
 const OWNER = "owner"; // name of the stored value
 
 export class Auth {
+  readonly identity = signal<Identity | null>(null); // null: not known yet
   private owner: string | null = load<string | null>(OWNER, null); // user whose data the page and the browser have
 
   /** `reset` discards everything that the page shows, because another user is signed in. */
@@ -40,10 +41,12 @@ export class Auth {
   private async identify(): Promise<void> {
     const identity = await getIdentity().catch(() => null);
     if (identity === null || this.isOtherUser(identityKey(identity))) return;
-    this.setOwner(identityKey(identity));
+    this.setIdentity(identity);
   }
 
-  private setOwner(owner: string): void {
+  private setIdentity(identity: Identity): void {
+    const owner = identityKey(identity);
+    this.identity.value = identity;
     this.owner = owner;
     save(OWNER, owner);
     void this.conversations.copies.setOwner(owner);
@@ -51,9 +54,9 @@ export class Auth {
 
   /** Sign in with a key; false if that failed, which a toast reports. */
   async signIn(key: string): Promise<boolean> {
-    let owner: string;
+    let identity: Identity;
     try {
-      owner = identityKey(await signIn(key));
+      identity = await signIn(key);
     } catch (error) {
       toast(signInError(error));
       return false;
@@ -63,8 +66,8 @@ export class Auth {
       toast("The browser blocks cookies for this page, so signing in is not possible.");
       return false;
     }
-    if (this.isOtherUser(owner)) return false;
-    this.setOwner(owner);
+    if (this.isOtherUser(identityKey(identity))) return false;
+    this.setIdentity(identity);
     this.socket.reopen();
     return true;
   }

@@ -10,14 +10,29 @@ import { Composer } from "./Composer";
 import { ChatContext, useChat } from "./context";
 import { DropZone, useFileDrop } from "./DropZone";
 import { Beams, Cells, Close, Columns, Fork, Menu, PanelRight, Plus } from "./icons";
-import { findOpen, lastSidePanel, panel, type SidePanelName, sidebarOpen, sidePanel, togglePanel } from "./navigation";
-import { Shortcuts } from "./Shortcuts";
+import {
+  findOpen,
+  lastSidePanel,
+  PANEL_LABELS,
+  paletteOpen,
+  panel,
+  type SidePanelName,
+  sidebarOpen,
+  sidePanel,
+  togglePanel,
+} from "./navigation";
 import { Sidebar } from "./sidebar/Sidebar";
 import { ThreadView } from "./thread/ThreadView";
 import { AlternativesPopover } from "./thread/TokenView";
 
 const Settings = lazy(async () => (await import("./Settings")).Settings);
 const Administration = lazy(async () => (await import("./Administration")).Administration);
+const Shortcuts = lazy(async () => (await import("./Shortcuts")).Shortcuts);
+const Palette = lazy(
+  async () => (await import("./Palette")).Palette,
+  null,
+  () => (paletteOpen.value = false),
+);
 const Find = lazy(async () => (await import("./thread/Find")).Find);
 const SidePanel = lazy(
   async () => (await import("./panels/SidePanel")).SidePanel,
@@ -50,6 +65,7 @@ export function App({ chat }: { chat: Chat }) {
       </div>
       {panel.value === "shortcuts" && <Shortcuts />}
       {panel.value === "administration" && <Administration />}
+      {paletteOpen.value && <Palette />}
       <AlternativesPopover />
       <FileDrop />
       <Toasts />
@@ -96,11 +112,11 @@ function TopBar() {
   );
 }
 
-const PANEL_BUTTONS: readonly { name: SidePanelName; label: string; icon: typeof Fork }[] = [
-  { name: "candidates", label: "Candidates", icon: Columns },
-  { name: "beams", label: "Beams", icon: Beams },
-  { name: "branches", label: "Branches", icon: Fork },
-  { name: "pages", label: "KV pages", icon: Cells },
+const PANEL_BUTTONS: readonly { name: SidePanelName; icon: typeof Fork }[] = [
+  { name: "candidates", icon: Columns },
+  { name: "beams", icon: Beams },
+  { name: "branches", icon: Fork },
+  { name: "pages", icon: Cells },
 ];
 
 function PanelButtons() {
@@ -108,13 +124,13 @@ function PanelButtons() {
   return (
     <>
       <div class="panel-buttons" role="group" aria-label="Panels">
-        {PANEL_BUTTONS.map(({ name, label, icon: Icon }, index) => (
+        {PANEL_BUTTONS.map(({ name, icon: Icon }, index) => (
           <button
             key={name}
             type="button"
             class="tool"
-            aria-label={label}
-            title={`${label} (Alt+Shift+${index + 1})`}
+            aria-label={PANEL_LABELS[name]}
+            title={`${PANEL_LABELS[name]} (Alt+Shift+${index + 1})`}
             aria-pressed={panel.value === name}
             data-busy={name === "beams" && searching !== null ? true : undefined}
             onClick={() => togglePanel(name)}

@@ -1,8 +1,7 @@
 // The signed-in user: signing out, and the way to the administration.
 
-import { useEffect, useState } from "preact/hooks";
-import { getIdentity, type Identity, signOut } from "../api/rest";
-import { toast } from "../app/notifications";
+import type { Identity } from "../api/rest";
+import { leaveSession } from "./commands";
 import { useChat } from "./context";
 import { togglePanel } from "./navigation";
 
@@ -14,17 +13,9 @@ function signedInName({ tenant, user }: Identity): string {
 }
 
 export function SignedInSection() {
-  const { auth } = useChat();
-  const [identity, setIdentity] = useState<Identity | null>(null);
-  useEffect(() => {
-    getIdentity().then(setIdentity, () => {});
-  }, []);
+  const chat = useChat();
+  const identity = chat.auth.identity.value;
   if (identity === null || (identity.key_id === null && !identity.is_admin)) return null;
-  const leave = () =>
-    signOut().then(
-      () => void auth.leave(),
-      () => toast("Signing out failed: the server is unreachable."),
-    );
   return (
     <div class="panel-section">
       {identity.is_admin && (
@@ -35,7 +26,7 @@ export function SignedInSection() {
       {identity.key_id !== null && (
         <>
           <p class="hint">Signed in as {signedInName(identity)}.</p>
-          <button type="button" class="button" onClick={() => void leave()}>
+          <button type="button" class="button" onClick={() => void leaveSession(chat)}>
             Sign out
           </button>
         </>

@@ -8,6 +8,12 @@ import type { Message } from "../chat/tree";
 
 export const SIDE_PANELS = ["candidates", "beams", "branches", "pages"] as const;
 export type SidePanelName = (typeof SIDE_PANELS)[number];
+export const PANEL_LABELS: Readonly<Record<SidePanelName, string>> = {
+  candidates: "Candidates",
+  beams: "Beams",
+  branches: "Branches",
+  pages: "KV pages",
+};
 type PanelName = SidePanelName | "settings" | "shortcuts" | "administration" | null;
 
 const STORAGE_KEY = "side";
@@ -17,6 +23,7 @@ const restored = restorePanel();
 export const panel = signal<PanelName>(restored.open && !isNarrow() ? restored.side : null);
 
 export const findOpen = signal(false); // the search in the conversation is shown
+export const paletteOpen = signal(false); // the command palette is shown
 
 /** The side panel that was shown last; shortcuts reopen it. */
 export const lastSidePanel = signal<SidePanelName>(restored.side);

@@ -2,19 +2,13 @@
 
 import { useRef } from "preact/hooks";
 import { Close } from "../icons";
-import { focusComposer, panel, SIDE_PANELS, type SidePanelName, sidePanel } from "../navigation";
+import { focusComposer, PANEL_LABELS, panel, SIDE_PANELS, sidePanel } from "../navigation";
 import { BeamsPanel } from "./BeamsPanel";
 import { BranchesPanel } from "./BranchesPanel";
 import { CandidatesPanel } from "./CandidatesPanel";
 import { KvPagesPanel } from "./KvPagesPanel";
 import "../../styles/side-panels.css";
 
-const LABELS: Readonly<Record<SidePanelName, string>> = {
-  candidates: "Candidates",
-  beams: "Beams",
-  branches: "Branches",
-  pages: "KV pages",
-};
 const CONTENTS = { candidates: CandidatesPanel, beams: BeamsPanel, branches: BranchesPanel, pages: KvPagesPanel };
 
 export function SidePanel() {
@@ -45,7 +39,7 @@ export function SidePanel() {
               tabIndex={name === shown ? 0 : -1}
               onClick={() => (panel.value = name)}
             >
-              {LABELS[name]}
+              {PANEL_LABELS[name]}
             </button>
           ))}
         </div>

@@ -3,10 +3,10 @@
 import { useSignal } from "@preact/signals";
 import { useEffect, useId, useLayoutEffect, useRef } from "preact/hooks";
 import type { WireConversation } from "../../api/frames";
-import type { ExportFormat } from "../../api/rest";
 import type { Group } from "../../conversations/conversations";
 import { isPinned } from "../../conversations/metadata";
 import { useChat } from "../context";
+import { exportConversation, share, stopSharing } from "../fileActions";
 import { Close, Download, Edit, More, Pin, Share, Spark, Trash } from "../icons";
 import { MenuButton, type MenuItem } from "../Menu";
 import { closeSidebarIfNarrow } from "../navigation";
@@ -131,7 +131,7 @@ function ConversationRow({ conversation }: { conversation: WireConversation }) {
         class="tool conversation-menu"
         label={`Menu of ${title}`}
         note={chat.cacheCoverage.of(id)?.text}
-        items={menuItems(chat, conversation, title, () => (renaming.value = true))}
+        items={menuItems(chat, conversation, () => (renaming.value = true))}
       >
         <More />
       </MenuButton>
@@ -139,36 +139,24 @@ function ConversationRow({ conversation }: { conversation: WireConversation }) {
   );
 }
 
-function menuItems(
-  chat: ReturnType<typeof useChat>,
-  head: WireConversation,
-  title: string,
-  rename: () => void,
-): MenuItem[] {
+function menuItems(chat: ReturnType<typeof useChat>, head: WireConversation, rename: () => void): MenuItem[] {
   const { id } = head;
   const pinned = isPinned(head.metadata);
-  const isShown = chat.thread.value.id.value === id;
-  const leaf = (isShown && chat.thread.value.tree.value.leaf.value?.id.value) || undefined; // the branch on the screen
-  const files = () => import("../../conversations/importExport");
-  const save = async (format: ExportFormat) =>
-    (await files()).exportConversations(id, title, format, format === "json" ? undefined : leaf);
-  const share = async () => (await files()).shareConversation(id, chat.conversations, leaf);
-  const endShare = async () => (await files()).endShare(id, chat.conversations);
   const sharing: MenuItem[] =
     head.metadata?.share === undefined
-      ? [{ label: "Share a link", icon: <Share />, line: true, run: () => void share() }]
+      ? [{ label: "Share a link", icon: <Share />, line: true, run: () => void share(chat, id) }]
       : [
-          { label: "Share a new link", icon: <Share />, line: true, run: () => void share() },
-          { label: "Stop sharing", icon: <Close />, run: () => void endShare() },
+          { label: "Share a new link", icon: <Share />, line: true, run: () => void share(chat, id) },
+          { label: "Stop sharing", icon: <Close />, run: () => void stopSharing(chat, id) },
         ];
   return [
     { label: "Rename", icon: <Edit />, keys: "F2", run: rename },
     { label: pinned ? "Unpin" : "Pin", icon: <Pin />, run: () => void chat.conversations.pin(id, !pinned) },
     { label: "Generate title", icon: <Spark />, run: () => void chat.autoTitler.suggest(id) },
     ...sharing,
-    { label: "Export as JSON", icon: <Download />, line: true, run: () => void save("json") },
-    { label: "Export as Markdown", icon: <Download />, run: () => void save("markdown") },
-    { label: "Export as HTML", icon: <Download />, run: () => void save("html") },
+    { label: "Export as JSON", icon: <Download />, line: true, run: () => void exportConversation(chat, id, "json") },
+    { label: "Export as Markdown", icon: <Download />, run: () => void exportConversation(chat, id, "markdown") },
+    { label: "Export as HTML", icon: <Download />, run: () => void exportConversation(chat, id, "html") },
     { label: "Delete", icon: <Trash />, keys: "Del", danger: true, line: true, run: () => chat.remove(id) },
   ];
 }
