@@ -16,6 +16,13 @@ from chatcache.errors import ChatcacheError
 
 USER = "chatcache"
 PERMISSIONS = "~chatcache:* &chatcache:* +@all -@scripting -@admin -@dangerous"
+REPLICA_PERMISSIONS = (
+    "+psync +replconf +ping"  # https://redis.io/docs/latest/operate/oss_and_stack/management/security/acl/
+)
+SENTINEL_PERMISSIONS = (
+    "&* +multi +exec +replicaof +slaveof +ping +subscribe +publish +role +info +config|rewrite "
+    "+client|setname +client|kill +script|kill"
+)
 ACL_FILE = "users.acl"
 PASSWORD_FILE = "password"
 MIN_PASSWORD_CHARS = 16
@@ -38,9 +45,9 @@ def redis_acl(
 ) -> None:
     """Write a password file and an ACL file for a Redis server.
 
-    The ACL has one user, which may access keys of chatcache only and may not run scripts. Start Redis with
-    `--aclfile FOLDER/users.acl`; its URL is then
-    redis://chatcache@HOST:6379/0?password_file=FOLDER/password. An existing password is kept.
+    The user `chatcache` may access keys of chatcache only and may not run scripts. The users `replica` and `sentinel`
+    are for replicas and Sentinels. All have the same password; an existing one is kept. Start Redis with
+    `--aclfile FOLDER/users.acl`; its URL is then redis://chatcache@HOST:6379/0?password_file=FOLDER/password.
     """
     if password and (len(password) < MIN_PASSWORD_CHARS or not password.isprintable() or " " in password):
         raise typer.BadParameter(
@@ -69,7 +76,9 @@ def acl_file(password: str) -> str:
     as the default user and drops every transaction that this user may not run (redis issue 14541).
     """
     digest = hashlib.sha256(password.encode()).hexdigest()
-    return f"user default off resetpass ~* &* +@all\nuser {USER} on #{digest} {PERMISSIONS}\n"
+    users = {USER: PERMISSIONS, "replica": REPLICA_PERMISSIONS, "sentinel": SENTINEL_PERMISSIONS}
+    lines = [f"user {name} on #{digest} {permissions}\n" for name, permissions in users.items()]
+    return "user default off resetpass ~* &* +@all\n" + "".join(lines)
 
 
 def _write_file(path: Path, text: str, mode: int) -> None:

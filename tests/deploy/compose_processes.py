@@ -86,14 +86,13 @@ class LocalServices:
         self._folder = folder
         self._services = services
         self._gentle = gentle
-        self.redis_port = free_port()
-        self.ports = {name: free_port() for name in services}  # of the services other than Redis
+        self.ports = {name: free_port() for name in services}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
         service = self._services[name]
         command = [self._translate(str(word), name) for word in self._command(service)]
-        port = ("--port", str(self.redis_port)) if command[0] == "redis-server" else ()
+        port = ("--port", str(self.ports[name])) if command[0] == "redis-server" else ()
         with (self._folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 [*command, *port],
@@ -180,6 +179,8 @@ class LocalServices:
         }
         ours = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CHATCACHE_PORT": str(self.ports[service_name])}
         translated = {name: self._translate(value, service_name) for name, value in {**image, **given}.items()}
+        if "NAME" in translated:  # the host name that a Redis or a Sentinel announces
+            translated["NAME"] = "127.0.0.1"
         return {**system, **translated, **ours, **self._gentle}
 
     def _translate(self, text: str, service_name: str) -> str:
@@ -188,12 +189,16 @@ class LocalServices:
         folders = {path: str(self._volume_folder(name)) for name, path, *_ in volumes}
         folders["/tmp"] = str(self._volume_folder(f"tmp-{service_name}"))
         text = re.sub(rf"(?<![\w/])({'|'.join(folders)})(?!\w)", lambda found: folders[found[1]], text)
-        for name, port in self.ports.items():
-            text = text.replace(f"{name}:8000", f"127.0.0.1:{port}")
+        hosts = "|".join(self.ports)
+        text = re.sub(
+            rf"(?<![\w-])({hosts})([: ])(?:8000|6379|26379)(?!\d)",
+            lambda found: f"127.0.0.1{found[2]}{self.ports[found[1]]}",
+            text,
+        )
         own_port = self.ports[service_name]
-        text = text.replace("redis:6379", f"127.0.0.1:{self.redis_port}").replace(":8000", f":{own_port}")
+        text = re.sub(r"(^|:|port )(?:8000|6379|26379)(?!\d)", rf"\g<1>{own_port}", text)
         text = text.replace("listen 8080", f"listen 127.0.0.1:{own_port}")
-        text = text.replace("redis-cli ", f"redis-cli -p {self.redis_port} ").replace("$$", "$")
+        text = text.replace("redis-cli ", f"redis-cli -p {own_port} ").replace("$$", "$")
         return sys.executable if text == "python" else text
 
     def _volume_folder(self, name: str) -> Path:

@@ -14,6 +14,7 @@ from chatcache.engine_process.process import EXIT_GRACE_S
 from tests.deploy.compose_processes import ROOT, compose_binary, dockerfile, resolved
 
 SERVED = ("chatcache", "chatcache-cpu")
+REPLICATED = ("redis-1", "redis-2", "redis-3", "sentinel-1", "sentinel-2", "sentinel-3")
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def services() -> dict[str, Any]:
     [
         (("gpu",), {"chatcache", "redis", "redis-acl"}),
         (("cpu",), {"chatcache-cpu", "redis", "redis-acl"}),
-        (("scale",), {"gateway-1", "gateway-2", "worker", "proxy", "redis", "redis-acl"}),
+        (("scale",), {"gateway-1", "gateway-2", "worker", "proxy", *REPLICATED, "redis-acl"}),
         (("monitoring",), {"prometheus", "grafana"}),
         (("gpu", "monitoring"), {"chatcache", "redis", "redis-acl", "prometheus", "grafana"}),
     ],
@@ -104,14 +105,25 @@ def test_scaled_services_share_one_redis_and_only_the_proxy_is_published(service
     assert [name for name in ("proxy", "gateway-1", "gateway-2", "worker") if services[name].get("ports")] == ["proxy"]
     assert all(str(port).startswith("127.0.0.1:") for port in services["proxy"]["ports"])
     empty = resolved("scale", CHATCACHE_REDIS="")  # two gateways cannot share the SQLite file
-    urls = {
-        empty[name]["environment"][f"CHATCACHE_{role}"]
-        for name in ("gateway-1", "gateway-2")
-        for role in ("REDIS", "BUS")
-    }
-    assert urls == {"redis://chatcache@redis:6379/0?password_file=/secret/password"}
-    assert {empty["worker"]["environment"]["CHATCACHE_BUS"]} == urls
+    bus = "redis+sentinel://chatcache@sentinel-1:26379,sentinel-2:26379,sentinel-3:26379/store/0?password_file=/secret/password"
+    assert {empty[name]["environment"]["CHATCACHE_BUS"] for name in ("gateway-1", "gateway-2", "worker")} == {bus}
+    assert empty["gateway-1"]["environment"]["CHATCACHE_REDIS"] == f"{bus}&wait_replicas=1"
     assert services["gateway-1"] == services["gateway-2"]
+
+
+def test_replicated_servers_differ_in_name_role_and_volume_only(services: dict[str, Any]) -> None:
+    for names in (REPLICATED[:3], REPLICATED[3:]):
+        others = [
+            {key: value for key, value in services[name].items() if key not in ("environment", "volumes")}
+            for name in names
+        ]
+        assert others[0] == others[1] == others[2]
+        assert [services[name]["environment"]["NAME"] for name in names] == list(names)
+        data = [
+            str(volume).split(":")[0] for name in names for volume in services[name]["volumes"] if ":/data" in volume
+        ]
+        assert len(set(data)) == 3
+    assert services["redis-1"]["environment"]["ROLE"] == ""
 
 
 def test_host_name_of_a_proxy_is_accepted_in_addition() -> None:

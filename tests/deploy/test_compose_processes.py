@@ -93,7 +93,7 @@ def test_shipped_redis_user_has_the_needed_permissions_only(services_running: Lo
     services_running.start("redis")
     services_running.wait_healthy("redis")
     password = (tmp_path / "secret" / "password").read_text()
-    client = redis.Redis(port=services_running.redis_port, username="chatcache", password=password, protocol=2)
+    client = redis.Redis(port=services_running.ports["redis"], username="chatcache", password=password, protocol=2)
     client.set("chatcache:x", "1")
     forbidden: list[tuple[str | int, ...]] = [
         ("EVAL", "return 1", 0),
@@ -122,7 +122,7 @@ def test_shipped_redis_user_has_the_needed_permissions_only(services_running: Lo
     assert client.get("chatcache:x") == b"1"
     client.close()
     for name, secret in ((None, None), ("default", ""), ("chatcache", "wrong")):
-        stranger = redis.Redis(port=services_running.redis_port, username=name, password=secret, protocol=2)
+        stranger = redis.Redis(port=services_running.ports["redis"], username=name, password=secret, protocol=2)
         with pytest.raises((redis.AuthenticationError, redis.ResponseError)):
             stranger.ping()
         stranger.close()
@@ -137,15 +137,20 @@ def scaled_running(tmp_path: Path) -> Iterator[LocalServices]:
         yield services
 
 
-def test_scaled_services_answer_through_the_proxy_and_survive_a_killed_gateway(scaled_running: LocalServices) -> None:
+REDISES = ("redis-1", "redis-2", "redis-3")
+SENTINELS = ("sentinel-1", "sentinel-2", "sentinel-3")
+
+
+def test_scaled_services_answer_through_the_proxy_and_survive_a_killed_gateway_and_a_killed_primary(
+    scaled_running: LocalServices, tmp_path: Path
+) -> None:
     services = scaled_running
     services.run("redis-acl")
-    services.start("redis")
-    services.wait_healthy("redis")
-    for name in ("worker", "gateway-1", "gateway-2"):
-        services.start(name)
-    for name in ("worker", "gateway-1", "gateway-2"):
-        services.wait_healthy(name)
+    for names in (REDISES, SENTINELS, ("worker", "gateway-1", "gateway-2")):
+        for name in names:
+            services.start(name)
+        for name in names:
+            services.wait_healthy(name)
     services.start("proxy")
     address = f"127.0.0.1:{services.ports['proxy']}"
     services.wait(lambda: _status(f"http://{address}/readyz") == 200, "proxy")
@@ -180,8 +185,30 @@ def test_scaled_services_answer_through_the_proxy_and_survive_a_killed_gateway(s
     services.kill("gateway-1")
     for _ in range(6):
         assert _status(f"http://{address}/v1/models") == 200
+
+    with redis.Redis(port=services.ports["sentinel-1"], protocol=2) as sentinel:
+        services.wait(lambda: sentinel.sentinel_master("store")["num-slaves"] == 2, "sentinel-1")
+        services.kill("redis-1")
+        new = {services.ports[name] for name in REDISES[1:]}
+        services.wait(lambda: sentinel.sentinel_get_master_addr_by_name("store")[1] in new, "sentinel-1")
+    say = {"input": "What is my name?", "previous_response_id": turns[-1].id, "max_output_tokens": 8}
+    services.wait(lambda: _answer(f"http://{address}/v1/responses", say).get("status") == "completed", "gateway-2")
+    password = (tmp_path / "secret" / "password").read_text()
+    with redis.Redis(port=services.ports["redis-1"], username="sentinel", password=password, protocol=2) as old:
+        services.start("redis-1")
+        services.wait_healthy("redis-1")
+        services.wait(lambda: old.execute_command("ROLE")[0] == b"slave", "redis-1")
+    assert not any(password in services.log(name) for name in (*REDISES, *SENTINELS, "gateway-2"))
     assert services.stop("proxy") == 0 and services.stop("worker") == 0
     assert services.names("home") == services.names("cwd") == set()
+
+
+def _answer(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = httpx.post(url, json=body, timeout=60).json()
+    except httpx.TransportError:
+        return {}
+    return found
 
 
 def _status(url: str) -> int:
