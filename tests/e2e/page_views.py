@@ -114,6 +114,11 @@ def _inside(chat: RecordedPage) -> None:
 def _settings(chat: RecordedPage) -> None:
     _press("Control+,")(chat)
     chat.page.click("text=More parameters")
+    chat.page.click("text=Rare parameters")
+    chat.page.fill("[aria-label=Token]", "hello")
+    chat.page.fill("[aria-label=Bias]", "5")
+    chat.page.keyboard.press("Enter")
+    chat.page.wait_for_selector(".token-biases li")
 
 
 def _administration(chat: RecordedPage) -> None:

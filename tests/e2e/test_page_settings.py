@@ -105,6 +105,92 @@ def test_further_parameters_are_sent_stored_and_checked(chat: RecordedPage) -> N
     chat.page.wait_for_selector("text=Only the first 16 of these texts are used.")
 
 
+def test_rare_parameters_are_checked_sent_and_stored(chat: RecordedPage) -> None:
+    """The bias alone decides the answer: of the two tokens that are allowed, one is ruled out."""
+    frames = record(chat)
+    chat.page.keyboard.press("Control+,")
+    chat.page.click("text=Rare parameters")
+    token, bias = chat.page.get_by_label("Token", exact=True), chat.page.get_by_label("Bias", exact=True)
+    for wrong in ("", "101", "-100.5", "much"):
+        token.fill("x")
+        bias.fill(wrong)
+        bias.press("Enter")
+        chat.page.wait_for_selector("text=A bias is a number from -100 to 100.")
+    chat.expected_errors += 1  # a browser logs the refused request
+    token.fill("#99999999")
+    bias.fill("5")
+    bias.press("Enter")
+    chat.page.wait_for_selector("text=token ids must be between 0 and")
+    chosen = _token(chat, "x")
+    other = _token(chat, "q")
+    token.fill(f"#{other}")
+    bias.fill("-100")
+    bias.press("Enter")
+    chat.page.wait_for_selector(".token-biases >> text=-100")
+    token.fill("q")  # the same token: its bias is replaced
+    bias.fill("-99.5")
+    bias.press("Enter")
+    chat.page.wait_for_selector(".token-biases >> text=-99.5")
+    assert chat.page.locator(".token-biases code").all_inner_texts() == ['"q"']
+
+    allowed = chat.page.get_by_label("Allowed tokens, by id")
+    allowed.fill(f"{chosen} x")
+    chat.page.wait_for_selector("text=“x” is not a token id")
+    allowed.fill(f"{chosen}, {other}")
+    chat.page.get_by_label("Texts that answers must not contain").fill("zebra\n\nlion")
+    least = chat.page.get_by_label("Min output tokens")
+    least.fill("49")
+    least.press("Tab")
+    chat.page.wait_for_selector("text=More than the max output tokens (48).")
+    least.fill("3")
+    least.press("Tab")
+    chat.page.get_by_label("Go on after the end that the model chooses").check()
+    chat.page.get_by_label("Max output tokens").fill("6")
+    chat.page.get_by_label("Max output tokens").press("Tab")
+    chat.ask("Hello")
+    expected = {
+        "logit_bias": {str(other): -99.5},
+        "allowed_token_ids": [chosen, other],
+        "bad_words": ["zebra", "lion"],
+        "min_tokens": 3,
+        "ignore_eos": True,
+    }
+    assert {name: sent(chat, frames).get(name) for name in expected} == expected
+    assert chat.answers() == ["x" * 6]
+    chat.reload()
+    chat.page.wait_for_selector(".answer")
+    chat.page.keyboard.press("Control+,")
+    chat.page.click("text=Rare parameters")
+    chat.page.click("[aria-label='Remove the bias of q']")
+    chat.ask("And now?")
+    assert "logit_bias" not in sent(chat, frames) and sent(chat, frames)["bad_words"] == ["zebra", "lion"]
+
+
+def test_details_of_the_beam_search_are_sent(chat: RecordedPage) -> None:
+    frames = record(chat)
+    chat.page.keyboard.press("Control+,")
+    chat.page.click("button:text('Beam search')")
+    chat.page.click("text=Rare parameters")
+    slide(chat, "Beams", "4")
+    slide(chat, "Beam groups", "3")
+    chat.page.wait_for_selector("text=4 beams cannot form 3 equal groups.")
+    slide(chat, "Beam groups", "2")
+    slide(chat, "Diversity penalty", "2.5")
+    slide(chat, "Length penalty", "-0.5")
+    chat.page.click("button:text('Never')")
+    chat.ask("Tell me a story about a cat")
+    expected = {"num_beam_groups": 2, "diversity_penalty": 2.5, "length_penalty": -0.5, "early_stopping": "never"}
+    assert {name: sent(chat, frames).get(name) for name in expected} == expected
+
+
+def _token(chat: RecordedPage, text: str) -> int:
+    """Return the id of a text that is one token."""
+    data = {"prompt": text, "add_special_tokens": False}
+    tokens = chat.page.request.post(f"{chat.server}/tokenize", data=data).json()["tokens"]
+    assert len(tokens) == 1
+    return int(tokens[0])
+
+
 def test_answers_match_the_schema_of_the_settings(chat: RecordedPage) -> None:
     chat.page.keyboard.press("Control+,")
     chat.page.click("text=More parameters")

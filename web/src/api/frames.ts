@@ -188,6 +188,17 @@ export interface CreateFrame extends Continuation {
   readonly frequency_penalty?: number;
   readonly repetition_penalty?: number;
   readonly stop?: readonly string[];
+  readonly min_tokens?: number;
+  readonly logit_bias?: Readonly<Record<string, number>>;
+  readonly bad_words?: readonly string[];
+  readonly allowed_token_ids?: readonly number[];
+  readonly stop_token_ids?: readonly number[];
+  readonly ignore_eos?: boolean;
+  readonly include_stop_str_in_output?: boolean;
+  readonly length_penalty?: number;
+  readonly early_stopping?: boolean | "never";
+  readonly num_beam_groups?: number;
+  readonly diversity_penalty?: number;
   readonly text?: {
     readonly format: {
       readonly type: "json_schema";

@@ -190,6 +190,16 @@ async function request(method: string, route: string, init: RequestInit = {}): P
   );
 }
 
+// -- Tokens of a text
+
+export function tokenize(prompt: string): Promise<{ tokens: readonly number[]; token_strs: readonly string[] }> {
+  return call("POST", "tokenize", { prompt, add_special_tokens: false, return_token_strs: true });
+}
+
+export function detokenize(tokens: readonly number[]): Promise<{ prompt: string }> {
+  return call("POST", "detokenize", { tokens });
+}
+
 // -- Tokens of a stored answer and their alternatives
 
 /** One token. Offsets count characters (code points) of the text; null if the token shows no text. */

@@ -3,11 +3,12 @@
 
 import { batch, effect, signal } from "@preact/signals";
 import { load, save } from "./browser";
+import { DEFAULT_RARE, parseRare, type RareSampling } from "./rareSampling";
 
 export type Theme = "system" | "light" | "dark";
 export type Search = "sample" | "beam";
 
-export interface Sampling {
+export interface Sampling extends RareSampling {
   readonly search: Search;
   readonly n: number; // number of candidates, or of beams
   readonly temperature: number;
@@ -45,6 +46,7 @@ export const DEFAULT_SAMPLING: Sampling = {
   seed: null,
   schema: "",
   replyStart: "",
+  ...DEFAULT_RARE,
 };
 
 export const theme = signal<Theme>(load("theme", "system"));
@@ -88,7 +90,8 @@ export function makeDefaults(): void {
 }
 
 export function sameSampling(a: Sampling, b: Sampling): boolean {
-  return (Object.keys(DEFAULT_SAMPLING) as (keyof Sampling)[]).every((name) => a[name] === b[name]);
+  const names = Object.keys(DEFAULT_SAMPLING) as (keyof Sampling)[];
+  return names.every((name) => a[name] === b[name] || JSON.stringify(a[name]) === JSON.stringify(b[name]));
 }
 
 /** Persist every change, and set the theme on the root element. Call once. */
@@ -152,5 +155,6 @@ export function parseSampling(value: unknown): Sampling {
     seed: typeof given.seed === "number" && Number.isSafeInteger(given.seed) ? Math.max(0, given.seed) : null,
     schema: typeof given.schema === "string" ? given.schema.slice(0, MAX_SCHEMA_CHARS) : "",
     replyStart: typeof given.replyStart === "string" ? given.replyStart.slice(0, MAX_REPLY_START) : "",
+    ...parseRare(value),
   };
 }

@@ -1,5 +1,13 @@
 // Fields of a request: where in the message tree it continues, and its sampling parameters.
 import type { Continuation, CreateFrame } from "../api/frames";
+import {
+  biasFields,
+  checkAllowedTokens,
+  checkBadWords,
+  checkStopTokens,
+  groupsError,
+  minTokensError,
+} from "../app/rareSampling";
 import { DEFAULT_SAMPLING, MAX_STOPS, parseSchema, type Sampling, stopTexts } from "../app/settings";
 import type { Thread } from "./thread";
 import type { Message } from "./tree";
@@ -55,6 +63,17 @@ type Fields = Pick<
   | "frequency_penalty"
   | "repetition_penalty"
   | "stop"
+  | "min_tokens"
+  | "logit_bias"
+  | "bad_words"
+  | "allowed_token_ids"
+  | "stop_token_ids"
+  | "ignore_eos"
+  | "include_stop_str_in_output"
+  | "length_penalty"
+  | "early_stopping"
+  | "num_beam_groups"
+  | "diversity_penalty"
   | "text"
   | "max_output_tokens"
   | "seed"
@@ -74,13 +93,47 @@ function changedFields(settings: Sampling): Fields {
   };
 }
 
+/** Rare settings that differ from the defaults. One that the page has named as an error is left out. */
+function rareFields(settings: Sampling): Fields {
+  const { minTokens } = settings;
+  const badWords = checkBadWords(settings).value;
+  const allowed = checkAllowedTokens(settings).value;
+  const stops = checkStopTokens(settings).value;
+  return {
+    ...(minTokens > 0 && minTokensError(settings, settings.maxTokens) === null ? { min_tokens: minTokens } : {}),
+    ...(settings.tokenBias.length > 0 ? { logit_bias: biasFields(settings) } : {}),
+    ...(badWords.length > 0 ? { bad_words: badWords } : {}),
+    ...(allowed.length > 0 ? { allowed_token_ids: allowed } : {}),
+    ...(stops.length > 0 ? { stop_token_ids: stops } : {}),
+    ...(settings.ignoreEos ? { ignore_eos: true } : {}),
+    ...(settings.keepsStopText ? { include_stop_str_in_output: true } : {}),
+  };
+}
+
+function beamFields(settings: Sampling): Fields {
+  const width = Math.max(2, settings.n);
+  const { lengthPenalty, earlyStopping, beamGroups, diversityPenalty } = settings;
+  const groups = groupsError(settings, width) === null ? beamGroups : 1;
+  return {
+    beam_width: width,
+    stream_beams: true,
+    ...(lengthPenalty !== DEFAULT_SAMPLING.lengthPenalty ? { length_penalty: lengthPenalty } : {}),
+    ...(earlyStopping !== DEFAULT_SAMPLING.earlyStopping
+      ? { early_stopping: earlyStopping === "first" || "never" }
+      : {}),
+    ...(groups > 1 ? { num_beam_groups: groups } : {}),
+    ...(groups > 1 && diversityPenalty > 0 ? { diversity_penalty: diversityPenalty } : {}),
+  };
+}
+
 export function requestFields(settings: Sampling): Fields {
   const common: Fields = {
     ...(settings.n > 1 ? { n: settings.n } : {}),
     ...(settings.maxTokens > 0 ? { max_output_tokens: settings.maxTokens } : {}),
     ...changedFields(settings),
+    ...rareFields(settings),
   };
-  if (settings.search === "beam") return { ...common, beam_width: Math.max(2, settings.n), stream_beams: true };
+  if (settings.search === "beam") return { ...common, ...beamFields(settings) };
   return {
     ...common,
     temperature: settings.temperature,

@@ -3,6 +3,7 @@
 
 import { batch } from "@preact/signals";
 import type { WireConversation } from "../api/frames";
+import { withoutDefaults } from "../app/rareSampling";
 import {
   DEFAULT_SAMPLING,
   defaultSampling,
@@ -50,11 +51,18 @@ export function readSettings(metadata: Metadata | null | undefined): Conversatio
   return { system, sampling: readSampling(readText(metadata, "sampling", SAMPLING_PARTS)) };
 }
 
+const samplingText = (sampling: Sampling) => JSON.stringify(withoutDefaults(sampling));
+
+/** Whether the settings are too long to be stored with a conversation. */
+export function isTooLongToStore(sampling: Sampling): boolean {
+  return [...samplingText(sampling)].length > SAMPLING_PARTS * VALUE_CHARS;
+}
+
 /** Return the metadata with these settings; a prompt over the limit is left out. */
 export function withSettings(metadata: Metadata | null | undefined, settings: ConversationSettings): Metadata {
   const next: Record<string, string> = { ...metadata };
   writeText(next, "system", SYSTEM_PARTS, settings.system);
-  writeText(next, "sampling", SAMPLING_PARTS, settings.sampling ? JSON.stringify(settings.sampling) : "");
+  writeText(next, "sampling", SAMPLING_PARTS, settings.sampling ? samplingText(settings.sampling) : "");
   return next;
 }
 

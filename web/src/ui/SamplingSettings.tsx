@@ -199,7 +199,7 @@ interface SliderProps {
   readonly onValue: (value: number) => void;
 }
 
-function Slider({ label, min, max, step, value, onValue }: SliderProps) {
+export function Slider({ label, min, max, step, value, onValue }: SliderProps) {
   return (
     <label class="field slider">
       <span class="field-label">
@@ -227,7 +227,7 @@ interface NumberProps {
 }
 
 /** A whole number, or nothing. Another text is named as an error, and changes nothing. */
-function NumberField({ label, placeholder, min = 1, max, value, onValue }: NumberProps) {
+export function NumberField({ label, placeholder, min = 1, max, value, onValue }: NumberProps) {
   const wrong = useSignal(false);
   const read = (text: string) => {
     const number = text === "" ? null : Number(text);

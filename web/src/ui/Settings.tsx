@@ -31,6 +31,7 @@ import { MAX_SYSTEM_CHARS } from "../conversations/metadata";
 import { useChat } from "./context";
 import { Close } from "./icons";
 import { panel } from "./navigation";
+import { RareSettings } from "./RareSettings";
 import { SamplingSettings } from "./SamplingSettings";
 import { SignedInSection } from "./SignedIn";
 
@@ -48,6 +49,7 @@ export function Settings() {
       </header>
       <SystemPrompts />
       <SamplingSettings />
+      <RareSettings />
       <DefaultsSection />
       <h3 class="panel-section-title">This browser</h3>
       <label class="check">
