@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--store", choices=("sqlite", "redis"), help="default: drawn from the seed")
+    parser.add_argument("--store", choices=("sqlite", "redis", "sentinel"), help="default: drawn from the seed")
     parser.add_argument("--workers", type=int, default=0, help="two gateways and this many workers on a Redis")
     parser.add_argument("--clients", type=int, default=NUM_CLIENTS)
     parser.add_argument("--until-step", type=int, metavar="K", help="only the faults before step K")

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from tests.chaos.client import Client
 from tests.chaos.history import History
-from tests.chaos.plan import ENGINE_FAULTS, REDIS_FAULTS, Fault
+from tests.chaos.plan import ENGINE_FAULTS, Fault
 from tests.chaos.processes import Rig, Server
 
 DRAIN_GRACE_S = 30.0  # the server's own limit is 20 s
@@ -38,6 +38,7 @@ class FaultInjector:
             "slow_clients": self._slow_clients,
             "clock": self._clock,
             "kill_redis": self._kill_redis,
+            "kill_primary": self._kill_primary,
             "stop_redis": self._stop_redis,
             "proxy_delay": self._proxy,
             "proxy_refuse": self._proxy,
@@ -48,7 +49,7 @@ class FaultInjector:
 
     async def inject(self, fault: Fault) -> None:
         """Inject one fault and remove it; faults of the same process run one after another."""
-        lock = self._rig.redis_lock if fault.name in REDIS_FAULTS else self._server(fault).lock
+        lock = self._rig.redis_lock if fault.is_of_store else self._server(fault).lock
         async with lock if fault.name != "slow_clients" else contextlib.nullcontext():
             print(f"        {self._history.now_s:7.1f} s  {fault}", flush=True)
             self._note(fault, "begin")
@@ -138,6 +139,19 @@ class FaultInjector:
         await asyncio.to_thread(redis.kill)
         await asyncio.sleep(fault.for_s)
         await asyncio.to_thread(redis.start)
+
+    async def _kill_primary(self, fault: Fault) -> None:
+        """Kill the server that the Sentinels name; it becomes a replica when it is started again.
+
+        All Sentinels know the new primary by then. Until they do, a server that is back at once would get writes that
+        are lost.
+        """
+        group = self._rig.group
+        assert group is not None
+        primary = await asyncio.to_thread(group.primary)
+        await asyncio.to_thread(primary.kill)
+        await asyncio.sleep(fault.for_s)
+        await asyncio.to_thread(primary.start_as_primary)
 
     async def _stop_redis(self, fault: Fault) -> None:
         redis = self._rig.redis

@@ -43,7 +43,7 @@ async def epilogue(rig: Rig, history: History) -> None:
             last.append(f"{worker.name} exited with {status}:\n{worker.last_output()}")
     if rig.is_any_engine_left():
         last.append("an engine outlived its gateway or worker")
-    if rig.redis is None:
+    if rig.db.exists():
         last += integrity(rig.db)
     history.note("ledger", gateway=reader.number, problems=last)
 

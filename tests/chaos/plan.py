@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-StoreKind = Literal["sqlite", "redis"]
+StoreKind = Literal["sqlite", "redis", "sentinel"]
 
 FIRST_S = 3.0
 PAUSE_S = (2.0, 6.0)
@@ -40,6 +40,12 @@ REDIS_FAULTS: dict[str, tuple[int, tuple[float, float]]] = {
     "proxy_cut": (3, (0.5, 2.0)),
     "proxy_lose": (2, (0.3, 2.0)),
 }
+SENTINEL_FAULTS: dict[str, tuple[int, tuple[float, float]]] = {"kill_primary": (2, (6.0, 9.0))}
+OTHER_FAULTS: dict[StoreKind, dict[str, tuple[int, tuple[float, float]]]] = {
+    "sqlite": {},
+    "redis": REDIS_FAULTS,
+    "sentinel": SENTINEL_FAULTS,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +60,14 @@ class Fault:
     amount: float = 0.0
 
     def __str__(self) -> str:
-        target = f" of server {self.target}" if self.name not in REDIS_FAULTS else ""
+        target = "" if self.is_of_store else f" of server {self.target}"
         lasts = f" for {self.for_s:.1f} s" if self.for_s else ""
         size = f" ({self.amount:g})" if self.amount else ""
         return f"{self.step:4}  {self.at_s:6.1f} s  {self.name}{target}{lasts}{size}"
+
+    @property
+    def is_of_store(self) -> bool:
+        return self.name in REDIS_FAULTS or self.name in SENTINEL_FAULTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +98,9 @@ def make_plan(
     """Draw a plan. Without `store`, half of the seeds use Redis, mostly with two gateways; with workers, all do."""
     draw = random.Random(f"chaos/{seed}")
     drawn: StoreKind = draw.choice(["sqlite", "redis"])
-    kind = "redis" if num_workers else store or drawn
-    num_gateways = 2 if num_workers else draw.choice([1, 2, 2]) if kind == "redis" else 1
-    table = GATEWAY_FAULTS | ENGINE_FAULTS
-    table |= REDIS_FAULTS if kind == "redis" else {}
+    kind = store or ("redis" if num_workers else drawn)
+    num_gateways = 2 if num_workers else 1 if kind == "sqlite" else draw.choice([1, 2, 2])
+    table = GATEWAY_FAULTS | ENGINE_FAULTS | OTHER_FAULTS[kind]
     table |= WORKER_FAULTS if num_workers else {}
     faults = _faults(random.Random(f"chaos/{seed}/{kind}/faults"), table, num_gateways, num_workers, minutes * 60)
     return Plan(seed, kind, num_gateways, num_workers, num_clients, tuple(faults), minutes * 60)

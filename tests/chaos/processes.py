@@ -15,10 +15,11 @@ from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 from tests.chaos.http_client import Lost, ask
+from tests.chaos.plan import StoreKind
 from tests.chaos.proxy import Proxy
 from tests.chaos.server_process import CLOCK
 from tests.chaos.tagged_model import STEP_S
-from tests.support.redis_servers import RedisServer
+from tests.support.redis_servers import RedisServer, SentinelGroup
 
 START_TIMEOUT_S = 120.0
 LOG_LINES = 40
@@ -147,32 +148,35 @@ class Worker(Server):
 
 
 class Rig:
-    """All processes of a run. The Redis server is reached through a proxy."""
+    """All processes of a run. The Redis server is reached through a proxy, one with Sentinels directly."""
 
-    def __init__(self, folder: Path, num_gateways: int, num_workers: int = 0, *, is_redis: bool, step_s: float) -> None:
+    def __init__(self, folder: Path, num_gateways: int, num_workers: int, store: StoreKind, *, step_s: float) -> None:
         self.redis: RedisServer | None = None
+        self.group: SentinelGroup | None = None
         self.proxy: Proxy | None = None
         self.db = folder / "chat.db"
         self.redis_lock = asyncio.Lock()
         self._folder, self._num_gateways, self._num_workers, self._step_s = folder, num_gateways, num_workers, step_s
-        self._is_redis = is_redis
+        self._store = store
         self.gateways: list[Gateway] = []
         self.workers: list[Worker] = []
 
     async def start(self) -> None:
-        store = str(self.db)
-        if self._is_redis:
+        store = bus = str(self.db)
+        if self._store == "sentinel":
+            self.group = await asyncio.to_thread(SentinelGroup(self._folder / "redis").start)
+            store, bus = f"{self.group.url}?wait_replicas=1", self.group.url
+        elif self._store == "redis":
             folder = self._folder / "redis"
             folder.mkdir()
             self.redis = RedisServer(folder, "--logfile", str(folder / "redis.log"), appendfsync="always")
             await asyncio.to_thread(self.redis.start)
             self.proxy = await Proxy(self.redis.port).start()
-            store = with_port(self.redis.url, self.proxy.port)
+            store = bus = with_port(self.redis.url, self.proxy.port)
         for number in range(self._num_workers):
-            self.workers.append(Worker(number, store, self._folder, step_s=self._step_s))
+            self.workers.append(Worker(number, bus, self._folder, step_s=self._step_s))
         for number in range(self._num_gateways):
-            bus = store if self.workers else ""
-            self.gateways.append(Gateway(number, store, bus, self._folder, step_s=self._step_s))
+            self.gateways.append(Gateway(number, store, bus if self.workers else "", self._folder, step_s=self._step_s))
         for server in self.servers:
             server.start()
 
@@ -186,8 +190,9 @@ class Rig:
                 server.kill()
         if self.proxy is not None:
             await self.proxy.close()
-        if self.redis is not None:
-            self.redis.close()
+        for redis in (self.redis, self.group):
+            if redis is not None:
+                redis.close()
 
     def is_any_engine_left(self) -> bool:
         """Return whether an engine process outlived its gateway or worker."""

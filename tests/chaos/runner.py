@@ -25,7 +25,7 @@ MOST_SHOWN = 12
 async def run_plan(plan: Plan, folder: Path, *, step_s: float = 0.01) -> list[Violation]:
     """Run a plan and return the violations; the history stays in the folder."""
     history = History(folder / "history.jsonl")
-    rig = Rig(folder, plan.num_gateways, plan.num_workers, is_redis=plan.store == "redis", step_s=step_s)
+    rig = Rig(folder, plan.num_gateways, plan.num_workers, plan.store, step_s=step_s)
     try:
         await rig.start()
         for server in rig.servers:

@@ -43,3 +43,10 @@ async def test_gateway_that_forgets_a_token_is_found(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("seed", [1])
 async def test_ten_minutes_of_faults_cause_no_violation(seed: int, tmp_path: Path) -> None:
     assert await run_plan(make_plan(seed, 10, num_workers=2), tmp_path) == []
+
+
+@pytest.mark.long
+async def test_twenty_killed_primaries_lose_nothing(tmp_path: Path) -> None:
+    plan = make_plan(1, 0.1, "sentinel", num_workers=2)
+    faults = tuple(Fault(step, 3.0 + 25.0 * step, "kill_primary", 0, 6.0) for step in range(20))
+    assert await run_plan(dataclasses.replace(plan, faults=faults, length_s=505.0), tmp_path) == []

@@ -38,10 +38,11 @@ class RedisServer:
             redis_binary(),
             *("--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(folder), "--save", ""),
             *("--appendonly", "yes", "--appendfsync", appendfsync, "--loglevel", "warning"),
-            *("--aclfile", str(folder / "users.acl"), *settings),
+            *("--aclfile", str(folder / "users.acl")),
         ]
         # The shipped user, and an administrator for the tests.
         (folder / "users.acl").write_text(f"{acl_file('secret')}user admin on nopass ~* &* +@all\n")
+        self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
         self.url = f"redis://chatcache:secret@127.0.0.1:{self.port}/0"
         self.admin = redis.Redis(port=self.port, username="admin", password="any", protocol=2)
@@ -52,7 +53,7 @@ class RedisServer:
         return self._process.pid
 
     def start(self) -> RedisServer:
-        self._process = subprocess.Popen(self._command, cwd=self._folder)
+        self._process = subprocess.Popen([*self._command, *self._settings], cwd=self._folder)
         deadline_s = time.monotonic() + 60
         while True:
             with contextlib.suppress(redis.RedisError):
@@ -67,6 +68,15 @@ class RedisServer:
         assert self._process is not None
         self._process.wait()
         self.admin.close()
+
+    def start_as_primary(self) -> RedisServer:
+        """Start a server that was promoted, as its rewritten configuration would."""
+        self._settings = tuple(
+            word
+            for at, word in enumerate(self._settings)
+            if "--replicaof" not in self._settings[max(at - 1, 0) : at + 1]
+        )
+        return self.start()
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -95,9 +105,9 @@ class SentinelGroup:
     SERVICE = "store"
 
     def __init__(self, folder: Path) -> None:
-        self.servers = [RedisServer(_made(folder / "0"))]
-        source = ("--replicaof", f"127.0.0.1 {self.servers[0].port}")
         login = ("--masteruser", "admin", "--masterauth", "any")
+        self.servers = [RedisServer(_made(folder / "0"), *login)]
+        source = ("--replicaof", f"127.0.0.1 {self.servers[0].port}")
         self.servers += [RedisServer(_made(folder / str(number)), *source, *login) for number in (1, 2)]
         self._ports = [free_port() for _ in range(3)]
         self._folder = folder
@@ -124,6 +134,12 @@ class SentinelGroup:
             assert time.monotonic() < deadline_s, "the Sentinels do not know each other and the replicas"
             time.sleep(0.05)
         return self
+
+    def primary(self) -> RedisServer:
+        """Return the server that the Sentinels name as the primary."""
+        with redis.Redis(port=self._ports[0], protocol=2) as sentinel:
+            _, port = sentinel.sentinel_get_master_addr_by_name(self.SERVICE)
+        return next(server for server in self.servers if server.port == port)
 
     def _is_ready(self) -> bool:
         for port in self._ports:
