@@ -119,5 +119,5 @@ async def test_injected_bug_of_the_gateway_is_found_by_its_rule(
     assert rule in {violation.rule for violation in violations}
     plan = make_plan(7, 2, "sqlite", NUM_CLIENTS)
     assert report(plan, 2, tmp_path, violations) == 1
-    command = "repeat: python -m tests.chaos --minutes 2 --seed 7 --store sqlite --clients 3 --until-step 0"
+    command = "repeat: python -m tests.chaos --minutes 2 --seed 7 --store sqlite --workers 0 --clients 3 --until-step 0"
     assert command in capfd.readouterr().err

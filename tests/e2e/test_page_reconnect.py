@@ -281,7 +281,9 @@ def test_back_and_forward_switch_between_conversations(chat: RecordedPage) -> No
     chat.page.go_forward()
     chat.page.wait_for_selector(".user-text >> text=Who are you?")
     assert conversation_of(chat) == second
-    chat.page.keyboard.press("Alt+ArrowDown")
+    listed = chat.page.evaluate("[...document.querySelectorAll('[data-id]')].map(row => row.dataset.id)")
+    is_below = listed.index(first) > listed.index(second)  # the title generated last moved its conversation up
+    chat.page.keyboard.press("Alt+ArrowDown" if is_below else "Alt+ArrowUp")
     chat.page.wait_for_selector(".user-text >> text=Hello")
     chat.page.goto(f"{chat.server}/#conv_nobody")
     chat.page.wait_for_selector("text=does not exist on this server")
