@@ -78,6 +78,9 @@ class _RandomRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         return self.launch(plan).result()
 
+    def check_device(self) -> None:
+        """Do nothing."""
+
     def launch(self, plan: StepPlan) -> _CompletedStep:
         start = time.thread_time_ns()
         draws = plan.draws

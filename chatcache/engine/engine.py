@@ -367,6 +367,7 @@ class Engine:
         self._max_model_len = min(limits)
         self._scheduler = build_scheduler(config, capacity, model_info.digest, model_info.device, reservation)
         self._kv = self._scheduler.kv
+        self._runner = runner
         self._pipeline = StepPipeline(runner, self._scheduler, clock)
         self._device_error: DeviceLostError | None = None
         self._validator = RequestValidator(
@@ -481,6 +482,13 @@ class Engine:
         That is so for requests, events, a launched step, and once more to raise DeviceLostError.
         """
         return bool(self._requests or self._event_queue or self._pipeline) or self._device_error is not None
+
+    def check_device(self) -> None:
+        """Find a device that is lost while the engine is idle; the next `step` raises DeviceLostError then."""
+        try:
+            self._runner.check_device()
+        except DeviceLostError as error:
+            self._fail_device(error)
 
     def close(self) -> None:
         """Wait for the steps on the device. Requests are not ended."""

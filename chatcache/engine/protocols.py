@@ -43,6 +43,10 @@ class ModelRunner(Protocol):
         """
         ...
 
+    def check_device(self) -> None:
+        """Raise DeviceLostError if an idle runner has lost a part that the next step needs. Called between steps."""
+        ...
+
 
 @runtime_checkable
 class RecordingEngine(Protocol):

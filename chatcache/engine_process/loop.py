@@ -49,6 +49,7 @@ from chatcache.types.stats import (
 log = logging.getLogger(__name__)
 
 HEALTH_INTERVAL_S = 0.05
+IDLE_CHECK_S = 1.0  # between checks of an idle engine's device
 
 Send = Callable[[Notice], None]
 Call = Submit | CancelCandidate | Invoke | Explain | CountCached | MapPages
@@ -104,6 +105,7 @@ class StepEngine(Protocol):
     def cancel_candidate(self, request_id: str, index: int) -> None: ...
     def is_compiling_grammar(self, request_id: str) -> bool: ...
     def has_work(self) -> bool: ...
+    def check_device(self) -> None: ...
     def pop_events(self) -> Sequence[EngineEvent]: ...
     def step(self) -> Sequence[EngineEvent]: ...
     @property
@@ -127,8 +129,8 @@ class CacheQueries(Protocol):
 class CommandQueue(Protocol):
     """Source of the loop's commands."""
 
-    def read(self, block: bool) -> list[Command]:
-        """Return the commands that arrived, waiting for at least one if `block`.
+    def read(self, wait_s: float | None) -> list[Command]:
+        """Return the commands that arrived. If there are none, wait `wait_s` for one; None waits without limit.
 
         Raises: EOFError when the sender has closed its end.
         """
@@ -136,12 +138,12 @@ class CommandQueue(Protocol):
 
 
 def run_engine(engine: StepEngine, command_queue: CommandQueue, send: Send) -> None:
-    """Serve commands until `Stop` or the end of the queue. Without work, wait for a command."""
+    """Serve commands until `Stop` or the end of the queue. Without work, wait for a command and check the device."""
     sent_at = 0.0
     pending = PendingSubmits(send)
     while True:
         try:
-            commands = command_queue.read(block=not engine.has_work())
+            commands = command_queue.read(0 if engine.has_work() else IDLE_CHECK_S)
         except EOFError:
             return
         for command in commands:
@@ -149,6 +151,7 @@ def run_engine(engine: StepEngine, command_queue: CommandQueue, send: Send) -> N
                 return
             _apply(engine, command, send, pending)
         if not engine.has_work():
+            engine.check_device()
             continue
         if commands and (ended := engine.pop_events()):  # an aborted request ends before the next step
             send(Events(pending.resolve(ended, engine.is_compiling_grammar), engine.health()))

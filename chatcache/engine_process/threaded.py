@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from chatcache.engine_process.client import EngineClientBase
@@ -45,13 +46,13 @@ class _ThreadCommandQueue:
     def __init__(self) -> None:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
-    def read(self, block: bool) -> list[Command]:
-        commands = [self.commands.get()] if block else []
-        while True:
-            try:
+    def read(self, wait_s: float | None) -> list[Command]:
+        commands: list[Command] = []
+        with suppress(queue.Empty):
+            commands.append(self.commands.get(wait_s != 0, wait_s))
+            while True:
                 commands.append(self.commands.get_nowait())
-            except queue.Empty:
-                return commands
+        return commands
 
 
 class ThreadedEngine:

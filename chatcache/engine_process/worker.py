@@ -12,6 +12,7 @@ import ctypes
 import importlib
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -60,15 +61,18 @@ class SocketCommandQueue:
         self._sock = sock
         self._send = send
         self._frames = FrameBuffer()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
 
-    def read(self, block: bool) -> list[Command]:
+    def read(self, wait_s: float | None) -> list[Command]:
         commands: list[Command] = []
         while True:
-            wait = block and not commands
             try:
-                data = self._sock.recv(READ_BYTES, 0 if wait else socket.MSG_DONTWAIT)
+                data = self._sock.recv(READ_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                return commands
+                if commands or wait_s == 0 or not self._poll.poll(None if wait_s is None else wait_s * 1000):
+                    return commands
+                continue
             except ConnectionError:
                 data = b""
             if not data:
@@ -104,7 +108,7 @@ def serve(sock: socket.socket) -> int:
             sock.sendall(frame)
 
     command_queue = SocketCommandQueue(sock, send)
-    boot, *early = command_queue.read(block=True)
+    boot, *early = command_queue.read(wait_s=None)
     if not isinstance(boot, Boot) or early:
         raise ValueError("the first frame must be the boot command, alone")
     logs.configure_logging(boot.log_level, boot.log_format, "engine")

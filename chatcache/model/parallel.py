@@ -14,7 +14,8 @@ over the ranks. A model with fewer key/value heads than ranks has each head on s
 Plans are msgpack over one socket pair per rank. The sums use the gloo process group of `torch.distributed` on the
 loopback interface, without its global state. A step that fails on rank 0 ends the group, because the ranks may then
 disagree about the contents of pages. A rank that ends closes its connections, which fails the step at once; one that
-does not answer fails it after `STEP_TIMEOUT_S`.
+does not answer fails it after `STEP_TIMEOUT_S`. Between steps, rank 0 checks whether the other ranks still run. These
+end with rank 0, which closes its end of their socket pairs.
 
 Source: Shoeybi et al. 2019, "Megatron-LM".
 """
@@ -22,11 +23,14 @@ Source: Shoeybi et al. 2019, "Megatron-LM".
 from __future__ import annotations
 
 import logging
+import os
+import select
 import socket
 import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -173,6 +177,7 @@ class RankProcesses:
         try:
             for rank in range(1, size):
                 self._start(RankStart(config, rank, str(self._store)))
+            self._wait_ready()
             self.group = RankGroup(0, size, str(self._store), is_ordered=config.deterministic)
         except BaseException:
             self.close()
@@ -191,13 +196,25 @@ class RankProcesses:
             fd = theirs.fileno()
             command = [sys.executable, "-c", RANK_PROGRAM, str(fd)]
             self._children.append(subprocess.Popen(command, pass_fds=(fd,), stdin=subprocess.DEVNULL))
-        _send_frame(ours, msgspec.msgpack.encode(start))
+        with suppress(ConnectionError):  # the rank has ended, as `_wait_ready` will find
+            _send_frame(ours, msgspec.msgpack.encode(start))
+
+    def _wait_ready(self) -> None:
+        """Wait until all ranks are about to connect. Connecting takes LOAD_TIMEOUT_S to miss a rank that has ended.
+
+        Raises: DeviceLostError if a rank ends before.
+        """
+        for sock in self._sockets:
+            sock.settimeout(LOAD_TIMEOUT_S)
+            if read_frame(sock) is None:
+                raise DeviceLostError(f"tensor parallel: {self.describe(EOFError('a rank has ended'))}")
+            sock.settimeout(STEP_TIMEOUT_S)
 
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[None]:
         """Send a plan to the other ranks; rank 0 runs it in the block.
 
-        Raises: DeviceLostError if sending or the block fails.
+        Raises: DeviceLostError if sending or the block fails; the other ranks were killed then.
         """
         try:
             body = encode_plan(plan)
@@ -205,17 +222,31 @@ class RankProcesses:
                 _send_frame(sock, body)
             yield
         except Exception as error:
-            raise DeviceLostError(f"tensor parallel: step {plan.step} failed: {self.describe(error)}") from error
+            reason = self.describe(error)
+            for child in self._children:
+                child.kill()  # a stopped rank keeps its memory, and cannot notice that rank 0 ends
+            raise DeviceLostError(f"tensor parallel: step {plan.step} failed: {reason}") from error
+
+    def check(self) -> None:
+        """Raise DeviceLostError if a rank has ended."""
+        if (ended := self._ended()) is not None:
+            raise DeviceLostError(f"tensor parallel: {ended}")
 
     def describe(self, error: BaseException) -> str:
         """Return which rank has ended, else the error."""
         deadline = time.monotonic() + 0.5  # a connection may be closed a moment before the process has ended
         while time.monotonic() < deadline:
-            for rank, child in enumerate(self._children, 1):
-                if (status := child.poll()) is not None:
-                    return f"rank {rank} (process {child.pid}) ended with status {status}"
+            if (ended := self._ended()) is not None:
+                return ended
             time.sleep(0.02)
         return str(error)
+
+    def _ended(self) -> str | None:
+        """Return which rank has ended, and its exit status."""
+        for rank, child in enumerate(self._children, 1):
+            if (status := child.poll()) is not None:
+                return f"rank {rank} (process {child.pid}) ended with status {status}"
+        return None
 
     def close(self) -> None:
         """End the other ranks."""
@@ -236,6 +267,26 @@ def read_start(sock: socket.socket) -> RankStart:
     if body is None:
         raise EOFError("rank 0 has ended")
     return msgspec.msgpack.decode(body, type=RankStart)
+
+
+def send_ready(sock: socket.socket) -> None:
+    """Report to rank 0 that this rank is about to connect. Raises: ConnectionError if rank 0 has ended."""
+    _send_frame(sock, b"")
+
+
+def end_with_rank_0(sock: socket.socket) -> None:
+    """End this process when rank 0 ends, even while this rank loads or waits for another one.
+
+    `sock`: this rank's end of the socket pair.
+    """
+    poll = select.poll()
+    poll.register(sock, 0)  # reports that the other end was closed, but no messages
+
+    def wait() -> None:
+        poll.poll()
+        os._exit(0)
+
+    threading.Thread(target=wait, name="chatcache-rank-0", daemon=True).start()
 
 
 def check_tensor_parallel(size: int, arch: Architecture, where: Path) -> None:

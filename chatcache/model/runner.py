@@ -364,6 +364,11 @@ class Runner:
         with self._threads.step(), self._ranks.step(plan) if self._ranks is not None else nullcontext():
             return self._launch(plan)
 
+    def check_device(self) -> None:
+        """Raise DeviceLostError if one of the other ranks has ended."""
+        if self._ranks is not None:
+            self._ranks.check()
+
     def _launch(self, plan: StepPlan) -> LaunchedStep:
         with self._on_device(plan.step):
             changes = self._tables.apply(plan.forks, plan.updates)

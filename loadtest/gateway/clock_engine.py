@@ -95,6 +95,9 @@ class ClockEngine:
     def has_work(self) -> bool:
         return bool(self._phase_of or self._ended)
 
+    def check_device(self) -> None:
+        """Do nothing."""
+
     def pop_events(self) -> list[EngineEvent]:
         events, self._ended = self._ended, []
         return events

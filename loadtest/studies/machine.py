@@ -52,6 +52,9 @@ class LimitedRunner:
     def capacity(self) -> KVCapacity:
         return self._capacity
 
+    def check_device(self) -> None:
+        self._runner.check_device()
+
     def execute(self, plan: StepPlan) -> StepResult:
         return self._runner.execute(plan)
 

@@ -169,6 +169,9 @@ class VirtualRunner:
     def capacity(self) -> KVCapacity:
         return self._capacity
 
+    def check_device(self) -> None:
+        """Do nothing."""
+
     def launch(self, plan: StepPlan) -> _Done:
         return _Done(self.execute(plan))
 

@@ -80,6 +80,9 @@ class CountingEngine:
     def has_work(self) -> bool:
         return bool(self._running or self._ended)
 
+    def check_device(self) -> None:
+        """Do nothing."""
+
     def pop_events(self) -> list[EngineEvent]:
         events, self._ended = self._ended, []
         return events
@@ -198,6 +201,25 @@ def build_losing(config: EngineConfig, progress: object) -> Engine:
     """Build an engine that will lose its device; `model` "ahead" launches asynchronously."""
     capacity = fake_capacity(has_async_launch=config.model == "ahead")
     return Engine(LosingRunner(capacity, eos=None, delay_s=0.03), fake_model_info(eos=()), config)
+
+
+class IdleLosingRunner(FakeRunner):
+    """Loses its device while it is idle, after the first step."""
+
+    _num_steps = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._num_steps += 1
+        return super().execute(plan)
+
+    def check_device(self) -> None:
+        if self._num_steps:
+            raise DeviceLostError(LOST)
+
+
+def build_idle_losing(config: EngineConfig, progress: object) -> Engine:
+    """Build an engine that will lose its device after its first request."""
+    return Engine(IdleLosingRunner(), fake_model_info(), config)
 
 
 def request(name: str, max_tokens: int = 16, prompt: tuple[int, ...] = (1, 2, 3)) -> GenerateRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
@@ -12,7 +13,7 @@ from chatcache.engine_process.threaded import ThreadedEngine
 from chatcache.engine_process.worker import EXIT_DEVICE_LOST
 from chatcache.errors import DeviceLostError, OverloadedError
 from chatcache.types.events import EngineEvent, Failed, Finished, Tokens
-from tests.engine_process.engines import FAST, LOST, build_losing, request, until
+from tests.engine_process.engines import FAST, LOST, build_idle_losing, build_losing, request, until
 
 AHEAD = pytest.mark.parametrize("model", ["", "ahead"])
 PATIENT = RestartPolicy(max_deaths=3, first_delay_s=600.0)
@@ -77,6 +78,30 @@ async def test_repeated_device_loss_gives_up_and_reports_it() -> None:
         assert failures([event async for event in engine.events("a")]) == [("device_lost", LOST)]
         error = await engine.wait_failed()
         assert isinstance(error, DeviceLostError) and error.message == LOST
+
+
+async def test_device_loss_while_idle_replaces_the_child_without_a_request(caplog: pytest.LogCaptureFixture) -> None:
+    factory = "tests.engine_process.engines:build_idle_losing"
+    async with EngineProcess(EngineConfig(), factory, policy=FAST, log_level="critical") as engine:
+        await engine.wait_loaded()
+        await engine.submit(request("a"))
+        assert isinstance([event async for event in engine.events("a")][-1], Finished)
+
+        async def is_replaced() -> bool:
+            return engine.num_restarts == 1 and (await engine.health()).ready
+
+        await until(is_replaced)
+        assert LOST in caplog.text
+
+
+async def test_device_loss_while_idle_in_a_thread_raises_in_the_next_call() -> None:
+    async with ThreadedEngine(lambda: build_idle_losing(EngineConfig(), None)) as engine:
+        await engine.submit(request("a"))
+        assert isinstance([event async for event in engine.events("a")][-1], Finished)
+        assert engine._thread is not None
+        await asyncio.to_thread(engine._thread.join, 60)
+        with pytest.raises(DeviceLostError, match=LOST):
+            await engine.submit(request("late"))
 
 
 @AHEAD

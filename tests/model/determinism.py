@@ -115,6 +115,9 @@ class Recorder:
         capacity = self.runner.capacity()
         return capacity if self.num_pages is None else replace(capacity, num_pages=self.num_pages)
 
+    def check_device(self) -> None:
+        self.runner.check_device()
+
     def launch(self, plan: StepPlan) -> LaunchedStep:
         return LaunchedStep(lambda: self.execute(plan))
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,24 +22,35 @@ from safetensors.torch import load_file, save_file
 from chatcache import LLM, SamplingParams
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
-from chatcache.engine_process.process import EngineProcess
+from chatcache.engine_process.process import EngineProcess, RestartPolicy
 from chatcache.errors import DeviceLostError, ModelFolderError
 from chatcache.factory import build_engine
 from chatcache.llm.outputs import RequestOutput
+from chatcache.model import parallel
 from chatcache.model.loading.config_reader import read_architecture
 from chatcache.model.loading.files import read_config, weight_files
 from chatcache.model.loading.loader import load_model
 from chatcache.model.loading.weights import Weights
-from chatcache.model.parallel import STEP_TIMEOUT_S, RankGroup, RankWeights, Shard, decode_plan, encode_plan
+from chatcache.model.parallel import (
+    STEP_TIMEOUT_S,
+    RankGroup,
+    RankWeights,
+    Shard,
+    decode_plan,
+    encode_plan,
+    read_frame,
+)
 from chatcache.types.events import Tokens
 from chatcache.types.plan import LogitEdit, Pools, Rows, Scores, StepPlan
 from chatcache.types.request import BeamSearchParams, GenerateRequest
+from tests.engine_process.engines import until
 from tests.model.drive import make_draws
 from tests.model.families import Sample
 
 Samples = Callable[[str], Sample]
 FAMILIES = ("llama", "qwen3", "phi3")
 BUILD = "tests.model.test_parallel:build_without_tokenizer"
+ONE_LIFE = RestartPolicy(max_deaths=1)
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 
 
@@ -54,8 +68,24 @@ def build_without_tokenizer(config: EngineConfig, progress: Any) -> Engine:
 def rank_of(pid: int) -> int:
     """Return the process id of the rank that an engine process has started."""
     children = [int(each) for file in Path(f"/proc/{pid}/task").glob("*/children") for each in file.read_text().split()]
-    (rank,) = [each for each in children if b"run_rank" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    (rank,) = [each for each in children if b"run_rank" in command_of(each)]
     return rank
+
+
+async def was_replaced(engine: EngineProcess) -> bool:
+    return engine.num_restarts == 1 and (await engine.health()).ready
+
+
+async def has_ended(pid: int) -> bool:
+    return not command_of(pid)
+
+
+def command_of(pid: int) -> bytes:
+    """Return the command line of a process; empty if it has ended, also if its parent has not waited for it."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[list[int]]]:
@@ -118,7 +148,7 @@ def test_ranks_preempt_as_one_process(mode: str, sample_of: Samples) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_ends_or_stops_fails_the_step_by_name(number: int, sample_of: Samples) -> None:
+async def test_a_rank_that_ends_or_stops_fails_the_step_by_name(number: int, sample_of: Samples) -> None:
     config = EngineConfig(model=str(sample_of("llama").folder), tensor_parallel_size=2, dtype="float32", device="cpu")
     runner = load_model(config)
     assert runner._ranks is not None
@@ -128,6 +158,7 @@ def test_a_rank_that_ends_or_stops_fails_the_step_by_name(number: int, sample_of
     plan = StepPlan(1, none, np.array([[0, 0, 1]], np.int32), none[:, :2], rows, make_draws([{}]))
     try:
         assert len(runner.execute(plan).tokens) == 1
+        runner.check_device()
         os.kill(pid, number)
         expected = (
             f"rank 1 .process {pid}. ended with status -9"
@@ -136,6 +167,9 @@ def test_a_rank_that_ends_or_stops_fails_the_step_by_name(number: int, sample_of
         )
         with pytest.raises(DeviceLostError, match=expected):
             runner.execute(replace(plan, step=2))
+        await until(lambda: has_ended(pid))
+        with pytest.raises(DeviceLostError, match=f"rank 1 .process {pid}. ended with status -9"):
+            runner.check_device()
     finally:
         runner.close()
     with pytest.raises(ProcessLookupError):
@@ -165,6 +199,59 @@ async def test_replies_continue_identically_after_a_rank_is_killed(sample_of: Sa
         assert engine.num_restarts == 1
     assert received[0] == received[1]
     assert len(received[0]) == 120
+
+
+@pytest.mark.slow
+async def test_an_idle_engine_process_is_replaced_after_a_rank_is_killed(sample_of: Samples) -> None:
+    config = EngineConfig(
+        model=str(sample_of("llama").folder), tensor_parallel_size=2, dtype="float32", device="cpu", max_num_seqs=8
+    )
+    async with EngineProcess(config, BUILD, log_level="critical") as engine:
+        await engine.wait_loaded()
+        first = engine.pid
+        killed = rank_of(first or 0)
+        os.kill(killed, signal.SIGKILL)
+        await until(lambda: was_replaced(engine))
+        assert (await engine.health()).num_steps == 0
+        assert engine.pid != first
+        assert rank_of(engine.pid or 0) != killed
+
+
+@pytest.mark.slow
+async def test_a_rank_ends_after_its_engine_process_is_killed(sample_of: Samples) -> None:
+    config = EngineConfig(model=str(sample_of("llama").folder), tensor_parallel_size=2, dtype="float32", device="cpu")
+    async with EngineProcess(config, BUILD, log_level="critical", policy=ONE_LIFE) as engine:
+        await engine.wait_loaded()
+        rank = rank_of(engine.pid or 0)
+        os.kill(engine.pid or 0, signal.SIGKILL)
+        await until(lambda: has_ended(rank))
+
+
+def test_a_rank_that_ends_while_it_starts_fails_the_load_by_name(
+    sample_of: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "RANK_PROGRAM", "raise SystemExit(7)")
+    config = EngineConfig(model=str(sample_of("llama").folder), tensor_parallel_size=2, dtype="float32", device="cpu")
+    with pytest.raises(DeviceLostError, match=r"rank 1 .* ended with status 7"):
+        load_model(config)
+
+
+def test_a_rank_that_waits_for_the_others_ends_with_rank_0(tmp_path: Path) -> None:
+    program = """
+import socket, sys
+from chatcache.model.parallel import RankGroup, end_with_rank_0, send_ready
+sock = socket.socket(fileno=int(sys.argv[1]))
+end_with_rank_0(sock)
+send_ready(sock)
+RankGroup(1, 2, sys.argv[2], is_ordered=False)
+"""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        fd = theirs.fileno()
+        rank = subprocess.Popen([sys.executable, "-c", program, str(fd), str(tmp_path / "store")], pass_fds=(fd,))
+    with ours:
+        assert read_frame(ours) == b""
+    assert rank.wait(60) == 0
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "qwen2"])

@@ -131,6 +131,9 @@ class FakeRunner:
     def capacity(self) -> KVCapacity:
         return self._capacity
 
+    def check_device(self) -> None:
+        """Do nothing."""
+
     def launch(self, plan: StepPlan) -> StepHandle:
         return self.device.launch(plan) if self._capacity.has_async_launch else Done(self.execute(plan))
 

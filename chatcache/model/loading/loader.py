@@ -66,8 +66,10 @@ from chatcache.model.parallel import (
     Shard,
     check_tensor_parallel,
     decode_plan,
+    end_with_rank_0,
     read_frame,
     read_start,
+    send_ready,
 )
 from chatcache.model.runner import AsyncLaunch, Runner, default_async_launch
 from chatcache.model.sampling.sampler import Sampler, TokenSampler
@@ -132,9 +134,11 @@ def run_rank(fd: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains first and closes the socket
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=fd) as sock:
+        end_with_rank_0(sock)
         start = read_start(sock)
         config = start.config
         folder = resolve_model_path(config.model)
+        send_ready(sock)
         group = RankGroup(start.rank, config.tensor_parallel_size, start.store, is_ordered=config.deterministic)
         runner = _load(config, folder, lambda fraction, what: None, None, None, group)
         while (body := read_frame(sock)) is not None:

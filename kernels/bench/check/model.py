@@ -34,6 +34,9 @@ class SynchronousRunner:
     def capacity(self) -> KVCapacity:
         return replace(self._runner.capacity(), has_async_launch=False)
 
+    def check_device(self) -> None:
+        self._runner.check_device()
+
     def execute(self, plan: StepPlan) -> StepResult:
         return self._runner.execute(plan)
 
