@@ -163,6 +163,7 @@ def test_steps_do_not_wait_for_swaps_of_unwritten_pages(device: torch.device) ->
     swaps = SwapExecutor(triton, (pages,), 100, streams)
     away = np.stack((np.arange(1, 101), np.arange(100)), 1).astype(np.int32)
     swaps.apply(away, away[:0])  # compiles
+    overwrite(pages.k[:, 200:300])  # loads the kernel, for which the driver waits for the whole device
     torch.cuda.synchronize()
     streams.side.submit(keep_busy)
     swaps.apply(away, away[:0], np.arange(200, 300))
@@ -242,6 +243,7 @@ def test_step_that_does_not_fit_is_split(device: torch.device) -> None:
     network = Hungry(device="cuda:0")
     runner = gpu_runner(AsyncLaunch([]), network)
     runner.warm_up()
+    network.sizes.clear()
     torch.cuda.empty_cache()
     limit = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
     network.share = (limit - torch.cuda.memory_reserved(device)) * 0.3
@@ -253,7 +255,7 @@ def test_step_that_does_not_fit_is_split(device: torch.device) -> None:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
     want = Driver(make_runner()).feed(prompts)
     assert np.array_equal(got.tokens, want.tokens)
-    assert max(network.sizes) == 15 and min(network.sizes[-6:]) <= 3
+    assert network.sizes[0] == 15 and min(network.sizes[-6:]) <= 3
 
 
 def test_budget_equals_the_memory_of_a_step(device: torch.device) -> None:

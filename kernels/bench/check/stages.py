@@ -63,7 +63,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         Stage("small kernels", "small_kernels.run", 35),
         Stage("sampling", "sampling.run", 20),
         Stage("layer kernels", "layers.run", 45),
-        Stage("offline llama3-8b", "offline.run", 60, ("llama3-8b",)),
+        Stage("offline llama3-8b", "offline.run", 75, ("llama3-8b",)),
         Stage("planning", "planning.run", 20),
         Stage("studies qwen3-0.6b", "studies.run", 60, ("qwen3-0.6b",)),
     ),
@@ -111,10 +111,10 @@ def find_stage(name: str, size: str) -> Stage:
     return next(stage for stage in (*STAGES[size], TUNE) if stage.name == name)
 
 
-def environment() -> dict[str, str]:
-    """Return a stage's environment, with the stand-in for msgspec where that is missing."""
+def environment(size: str = "") -> dict[str, str]:
+    """Return a stage's environment, with the stand-in for msgspec where that is missing, and in a dry run."""
     path = [str(ROOT), str(ROOT / "kernels")]
-    if importlib.util.find_spec("msgspec") is None:
+    if size == "dry" or importlib.util.find_spec("msgspec") is None:
         path.append(str(BARE))
     cache = Path(tempfile.gettempdir()) / "chatcache-triton"  # one for all stages, so that each kernel compiles once
     given = {
@@ -144,7 +144,7 @@ def run_apart(stage: Stage, size: str, out: Path, limit_s: float, grace_s: float
     command += ["--seconds", f"{limit_s:.1f}"]
     print(f"$ {shlex.join(command)}", flush=True)
     start = time.monotonic()
-    process = subprocess.Popen(command, env=environment(), start_new_session=True)
+    process = subprocess.Popen(command, env=environment(size), start_new_session=True)
     try:
         status: int | None = process.wait(limit_s + grace_s)
     except subprocess.TimeoutExpired:
