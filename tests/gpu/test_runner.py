@@ -18,7 +18,7 @@ from torch import Tensor
 
 from chatcache.model import static_steps
 from chatcache.model.attention import AttentionStep, allocate_stores
-from chatcache.model.cuda_graphs import DecodeGraphs
+from chatcache.model.cuda_graphs import StepGraphs
 from chatcache.model.loading.memory_budget import CudaMemoryGauge, measure_budget
 from chatcache.model.runner import AsyncLaunch, LaunchedStep, Runner, SwapExecutor, default_async_launch
 from chatcache.model.sampling.sampler import Sampler
@@ -61,12 +61,12 @@ def test_random_plans_on_the_gpu_equal_the_cpu(
     """Random plans with replays, forks, copies, swaps and placeholder tokens."""
     monkeypatch.setattr("chatcache_kernels.work_list.SPLIT_TOKENS", 16)
     monkeypatch.setattr(static_steps, "SPLIT_TOKENS", 16)
-    ahead = default_async_launch(device, NUM_SLOTS, capturable=captured)
+    ahead = default_async_launch(device, NUM_SLOTS, MAX_LEN, capturable=captured)
     assert ahead is not None
     runner = gpu_runner(ahead)
     runner.warm_up()
     if captured:
-        assert isinstance(runner._static, DecodeGraphs)
+        assert isinstance(runner._static, StepGraphs)
         assert runner._static.num_captured >= len(ahead.sizes)
     outcome = live(make_runner(), runner, Life(np.random.default_rng(SEED), decode_only=0.8), 400)
     assert outcome.differing() is None, f"seed {SEED}"
