@@ -95,7 +95,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
     ),
 }
 STAGES["dry"] = (Stage("tests", "run_tests.run_emulated", 600), *STAGES["tiny"][1:])
-TUNE = Stage("tune attention", "tune.run", 480)
+TUNE = Stage("tune attention", "tune.run", 200)
 NOT_MEASURED = {
     "cpu": {
         "CUDA graphs, compiled Triton kernels": "no GPU here; the tests run Triton kernels under the interpreter",
