@@ -242,7 +242,7 @@ Progress = Callable[[float, str], None]
 WARMUP_CONTEXT_TOKENS = 1040  # context of a row: long enough to be split, and to be read as a shared prefix
 WARMUP_PROMPT_TOKENS = tuple(2**i for i in range(9))  # prompt lengths: one for every tile height of a work list
 WARMUP_LONG_TOKENS = 80  # length of a prompt that the CPU's decode kernel does not take
-LAUNCH_BOUND_SHARE = 1.15  # of the time to launch a step: up to here the device waits for the host
+LAUNCH_BOUND_SHARE, LAUNCH_BOUND_S = 1.15, 0.2e-3  # how long after the launches a step ends that waits for the host
 MAX_IN_FLIGHT = 2
 
 
@@ -465,7 +465,7 @@ class Runner:
                 launched_s = time.perf_counter() - start
                 self._streams.main.record_event().wait()
                 total_s = time.perf_counter() - start
-            if total_s > launched_s * LAUNCH_BOUND_SHARE:
+            if total_s > launched_s * LAUNCH_BOUND_SHARE + LAUNCH_BOUND_S:
                 return fitting or 0
             fitting = count
         return None

@@ -22,7 +22,6 @@ import torch
 from chatcache_kernels.types import AttentionBatch, AttentionWork, PageStore, WorkList
 from chatcache_kernels.work_list import (
     LARGE_TILE_QUERIES,
-    PREFILL_SPLIT_TOKENS,
     PREFILL_TILE_QUERIES,
     SMALL_TILE_QUERIES,
     SPLIT_TOKENS,
@@ -105,7 +104,7 @@ class WorkListBuffers:
         num_states = min(num_rows * pieces, 2 * own + num_rows * SHARED_PIECES)
         if not size.is_decode:
             num_tiles = size.num_tokens // heights[-1] + num_rows
-            num_items += num_tiles * min(PROMPT_PIECES, -(-max_model_len // PREFILL_SPLIT_TOKENS))
+            num_items += num_tiles * min(PROMPT_PIECES, pieces)
             num_items += -(-size.num_tokens // heights[0])  # padding
             num_states += size.num_tokens * min(PROMPT_PIECES, pieces)
         return cls(size, tuple(dict.fromkeys(heights)), num_items, num_states, prefix)

@@ -28,7 +28,7 @@ WORK = {"full": ((1, 64), 512, 24), "cpu": ((1,), 64, 8), "tiny": ((1,), 8, 5)}
 def run(context: StageContext, name: str) -> None:
     """Measure the decode steps of one model next to reading its weights, and next to uncaptured steps."""
     folder, limits = context.out / "models" / name, stage_limits(context)
-    write_transformers_model(SHAPES[name], folder)
+    write_transformers_model(SHAPES[name], folder, device=context.device)
     branches, num_prompt, num_output = WORK[context.size]
     options: dict[str, Any] = {"max_num_seqs": 64} if context.on_gpu else {"max_num_seqs": 4, "kv_memory_bytes": 2**26}
     config = EngineConfig(model=str(folder), device=context.device, max_model_len=2048, **options)
