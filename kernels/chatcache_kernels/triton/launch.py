@@ -1,7 +1,8 @@
-"""Helpers of all launches: sizes, strides, exact-rounding options, rounding to bfloat16."""
+"""Helpers of all launches: sizes, strides, exact-rounding options, early starts, rounding to bfloat16."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import triton
@@ -11,6 +12,20 @@ from triton.runtime import interpreter
 
 EXACT = {"enable_fp_fusion": False}
 """Options of kernels that round as the reference does: no fused multiply-add."""
+
+
+EARLY_STARTS = os.environ.get("CHATCACHE_EARLY_STARTS", "1") == "1"
+"""For comparison; see `early_start`."""
+
+
+def early_start(major: int) -> dict[str, bool]:
+    """Return the launch options of a kernel that starts while the kernel before it ends.
+
+    `major`: major version of the compute capability. Hopper and later chips can do so (programmatic dependent launch):
+    the kernel is launched once every program of the kernel before has called `wait_for_last_kernel` or has ended. Until it
+    calls that itself, it may only read what older kernels wrote: weights, and the inputs of the step.
+    """
+    return {"EARLY": True, "launch_pdl": True} if EARLY_STARTS and major >= 9 else {}
 
 
 def next_power_of_2(n: int) -> int:
@@ -52,6 +67,17 @@ def _convert_one_element_arrays() -> None:
 
 if INTERPRETED.value and triton.__version__.startswith("3.6."):
     _convert_one_element_arrays()
+
+
+@triton.jit
+def wait_for_last_kernel(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until the kernel before has ended and its results are visible, then let the next one start.
+
+    Every program must call this, so that a kernel never ends before the one before it.
+    """
+    if EARLY and not INTERPRETED:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
