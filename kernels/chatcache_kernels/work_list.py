@@ -9,10 +9,10 @@ merged by log-sum-exp, in order of their keys.
     row 1         [ shared pages ............ | own ..]               rows 0, 1, 2 x keys  512 .. 1023   states 3 4 5
     row 2         [ shared pages ............ | own ........]         row 0        x keys 1024 .. 1090   state  6  ...
 
-The split depends on positions alone, not on the number of rows: SPLIT_TOKENS keys for rows of few new tokens, which are
+The split depends on the row alone, not on the number of rows: SPLIT_TOKENS keys for rows of few new tokens, which are
 limited by memory bandwidth, and more for rows of many, which are split only as far as their tiles do not fill a device.
-Rows that share pages are also split where the shared pages end, so the last bits of their results may depend on which rows
-share with them.
+Rows that share pages are also split where the shared pages end, so the last bits of their results may depend on which
+rows share with them.
 
 The plan is made once a step while a device waits, so it costs no Python time per row: tiles (tokens that attend to the
 same keys together) are arrays, and one pass splits all of them.

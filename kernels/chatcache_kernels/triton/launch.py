@@ -22,8 +22,8 @@ def early_start(major: int) -> dict[str, bool]:
     """Return the launch options of a kernel that starts while the kernel before it ends.
 
     `major`: major version of the compute capability. Hopper and later chips can do so (programmatic dependent launch):
-    the kernel is launched once every program of the kernel before has called `wait_for_last_kernel` or has ended. Until it
-    calls that itself, it may only read what older kernels wrote: weights, and the inputs of the step.
+    the kernel is launched once every program of the kernel before has called `wait_for_last_kernel` or has ended. Until
+    it calls that itself, it may only read what older kernels wrote: weights, and the inputs of the step.
     """
     return {"EARLY": True, "launch_pdl": True} if EARLY_STARTS and major >= 9 else {}
 
