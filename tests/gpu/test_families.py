@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 from chatcache.config import EngineConfig
 from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import AsyncLaunch
-from tests.model.drive import greedy
+from tests.model.drive import Driver, greedy, make_draws
 from tests.model.families import FAMILIES, NUM_NEW, RECURRENT, make_sample
 
 pytestmark = pytest.mark.gpu
@@ -37,6 +38,25 @@ def check(name: str, folder: Path) -> None:
         assert captured == planned and (planned > 0) == is_captured
         assert greedy(runner, sample.prompts, NUM_NEW) == [list(answer) for answer in sample.answers]
         runner.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_logprobs_are_near_transformers(name: str, dtype: str, tmp_path: Path) -> None:
+    """Weights of these models are large, so that a logarithm differs by some units of the type's precision."""
+    sample = make_sample(name, tmp_path)
+    config = EngineConfig(
+        model=str(tmp_path), device="cuda", dtype=dtype, kv_memory_bytes=4 << 20, page_size=8, max_num_seqs=16
+    )
+    runner = load_model(config)
+    prompt = sample.prompts[2]
+    driver = Driver(runner)
+    driver.feed({0: prompt[:20]})
+    found = driver.feed({0: prompt[20:]}, make_draws([{"row": 0, "num_top": 20}]))
+    want = sample.logprobs(prompt)[torch.from_numpy(found.top_tokens[0]).long()]
+    tolerance = {"float16": 0.05, "bfloat16": 0.4}[dtype]
+    torch.testing.assert_close(torch.from_numpy(found.top_logprobs[0]), want, atol=tolerance, rtol=0.0)
+    runner.close()
 
 
 @pytest.mark.parametrize("name", NAMES)

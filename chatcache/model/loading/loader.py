@@ -96,7 +96,7 @@ SWAP_MAX_BYTES = 1024**3
 STATE_SHARE = 0.5  # of the memory for KV pages: the most that states of recurrent layers take
 SNAPSHOTS_PER_SEQ = 3
 MIN_STATES = 3  # the zero state, a live state and a snapshot
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_model(
@@ -538,7 +538,9 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" or _cpu_has_bf16() else torch.float32
     if name not in DTYPES:
-        raise ModelFolderError(f"dtype {name!r} is not supported; choose auto, float32 or bfloat16")
+        raise ModelFolderError(f"dtype {name!r} is not supported; choose auto or {', '.join(DTYPES)}")
+    if name == "float16" and device.type == "cpu":
+        raise ModelFolderError("dtype 'float16' needs a GPU; choose auto, float32 or bfloat16")
     return DTYPES[name]
 
 
