@@ -20,6 +20,7 @@ NAMES = (
     "qwen3", "gemma2", "gemma3", "gemma4-shared-layers", "gpt-oss-sinks", "qwen3-moe", "deepseek-v3", "smollm3",
     "qwen3-next", "qwen3-5", "lfm2-moe", "falcon-h1", "nemotron-h",
 )  # fmt: skip
+UNCAPTURED = ("phimoe-window",)  # transformers copies numbers of its router from the host in every step
 OTHERS = tuple(sorted({*FAMILIES, *RECURRENT} - {*NAMES}))
 
 
@@ -35,7 +36,7 @@ def check(name: str, folder: Path) -> None:
         runner = load_model(config, async_launch=graphs)
         captured, planned = runner.captured_steps
         is_captured = graphs is None and not runner._network.geometry.has_chunks
-        assert captured == planned and (planned > 0) == is_captured
+        assert captured == (0 if name in UNCAPTURED else planned) and (planned > 0) == is_captured
         assert greedy(runner, sample.prompts, NUM_NEW) == [list(answer) for answer in sample.answers]
         runner.close()
 

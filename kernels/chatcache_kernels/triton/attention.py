@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..types import AttentionBatch, AttentionWork, KVPages, WorkList
 from .configs import MERGE, Chip, choose_config, get_chip, iter_configs
-from .launch import INTERPRETED, early_start, next_power_of_2, round_to, wait_for_last_kernel
+from .launch import INTERPRETED, next_power_of_2, round_to
 from .variants import Variant, trace_variants
 
 
@@ -142,7 +142,6 @@ def merge_states_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     BLOCK_S: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    EARLY: tl.constexpr = False,
 ):
     """Merge the partial states of each (token, head), weighted by exp2 of their log-sum-exp.
 
@@ -154,13 +153,10 @@ def merge_states_kernel(  # type: ignore[no-untyped-def]
     """
     column = tl.arange(0, WIDTH)
     inside = column < HEAD_DIM
-    num_pairs = tl.load(num_merges) * HEADS
-    wait_for_last_kernel(EARLY)
-    for pair in tl.range(tl.program_id(0), num_pairs, tl.num_programs(0)):
+    for pair in tl.range(tl.program_id(0), tl.load(num_merges) * HEADS, tl.num_programs(0)):
         head = pair % HEADS
         first = tl.load(offsets + pair // HEADS)
         end = tl.load(offsets + pair // HEADS + 1)
-        token = tl.load(tokens + pair // HEADS).to(tl.int64)
         row_max = -1e30
         row_sum = 0.0
         acc = tl.zeros([WIDTH], tl.float32)
@@ -181,6 +177,7 @@ def merge_states_kernel(  # type: ignore[no-untyped-def]
             row_sum = row_sum * decay + tl.sum(weight, 0)
             acc = acc * decay + tl.sum(weight[:, None] * value, 0)
             row_max = new_max
+        token = tl.load(tokens + pair // HEADS).to(tl.int64)
         at = (token * HEADS + head) * HEAD_DIM + column
         tl.store(out + at, round_to(acc / row_sum, out.dtype.element_ty), mask=inside)
 
@@ -198,7 +195,7 @@ def merge_states(
     merge_states_kernel[(min(num_pairs, MERGE.programs * chip.multiprocessors),)](
         out, states, sums, work.merge_tokens, work.merge_offsets, work.merge_states, work.num_merges, sinks,
         HEADS=num_heads, HEAD_DIM=head_dim, WIDTH=width, BLOCK_S=MERGE.block_s * 256 // max(width, 256),
-        HAS_SINKS=sinks is not None, num_warps=MERGE.num_warps, **early_start(chip.major),
+        HAS_SINKS=sinks is not None, num_warps=MERGE.num_warps,
     )  # fmt: skip
 
 
@@ -289,7 +286,6 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    EARLY: tl.constexpr = False,
 ):
     """Run a work list: write `out` for tokens with one item, `states` and `sums` for others.
 
@@ -302,8 +298,6 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     column = tl.arange(0, WIDTH)
     first_page = layer.to(tl.int64) * layer_stride
     num_work_ids = tl.load(num_items) * (KV_HEADS * SLICES)
-    if tl.program_id(0) >= num_work_ids:
-        wait_for_last_kernel(EARLY)
     for done in tl.range(tl.program_id(0), num_work_ids, tl.num_programs(0)):
         item, kv_head, member, head, token, taken = locate_queries(
             num_items, items, members, done, ROWS, SLICES, GROUP, KV_HEADS, False
@@ -312,7 +306,6 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         newest = tl.max(position, 0)
         oldest = tl.min(tl.where(taken, position, newest), 0)
         used = taken[:, None] & (column < HEAD_DIM)[None, :]
-        wait_for_last_kernel(EARLY)
         at = token.to(tl.int64) * q_token_stride + head * q_head_stride
         query = tl.load(q + at[:, None] + column[None, :], mask=used, other=0.0)
 
@@ -426,7 +419,7 @@ def paged_attention_on_chip(
             BLOCK_N=config.block_n, UNMASKED_LOOP=config.unmasked_loop,
             HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None, HAS_SINKS=sinks is not None,
             num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
-            enable_fp_fusion=True, **early_start(chip.major),
+            enable_fp_fusion=True,
         )  # fmt: skip
     if work.merge_tokens.shape[0]:
         merge_states(out, states, sums, work, sinks, chip)

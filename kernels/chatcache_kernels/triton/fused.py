@@ -11,9 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import reference
-from .configs import get_chip
-from .launch import EXACT, choose_num_warps, early_start, next_power_of_2, round_to, wait_for_last_kernel
-from .variants import Variant, add_early_starts, trace_variants
+from .launch import EXACT, choose_num_warps, next_power_of_2, round_to
+from .variants import Variant, trace_variants
 
 SILU_BLOCK = 1024
 
@@ -28,8 +27,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if num_rows and width:
         grid = (num_rows, triton.cdiv(width, SILU_BLOCK))
-        options = EXACT | early_start(get_chip(out.device).major)
-        silu_mul_kernel[grid](gate_up, out, WIDTH=width, BLOCK=SILU_BLOCK, num_warps=4, **options)
+        silu_mul_kernel[grid](gate_up, out, WIDTH=width, BLOCK=SILU_BLOCK, num_warps=4, **EXACT)
     return out
 
 
@@ -37,13 +35,11 @@ def _silu_variants(arch: int) -> Iterator[Variant]:
     """Yield the kernel variants of `silu_mul` for models with 1536 to 14336 inner dimensions."""
     for width, dtype in ((1536, torch.bfloat16), (3072, torch.float16), (14336, torch.bfloat16), (1536, torch.float32)):
         gate_up = torch.empty(7, 2 * width, dtype=dtype, device="meta")
-        yield from add_early_starts(trace_variants(partial(silu_mul, gate_up), wide=True), arch)
+        yield from trace_variants(partial(silu_mul, gate_up), wide=True)
 
 
 @triton.jit
-def silu_mul_kernel(  # type: ignore[no-untyped-def]
-    gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False
-):
+def silu_mul_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Compute one block of one row. Grid: (T, WIDTH / BLOCK). Eight elements per thread.
 
     Shapes: gate_up [T, 2 * WIDTH], out [T, WIDTH], contiguous.
@@ -51,7 +47,6 @@ def silu_mul_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
-    wait_for_last_kernel(EARLY)
     gate = tl.load(gate_up + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     value = gate * (1.0 / (1.0 + tl.exp(-gate))) * up
@@ -95,10 +90,9 @@ def _launch_norm(
         return
     block = next_power_of_2(width)
     rows = max(1, NORM_TILE // block)
-    options = EXACT | early_start(get_chip(x.device).major)
     rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
         x, residual, weight.contiguous(), out, total, num_rows, eps,
-        ADD=add, WIDTH=width, BLOCK=block, ROWS=rows, num_warps=choose_num_warps(rows * block, 8, most=16), **options,
+        ADD=add, WIDTH=width, BLOCK=block, ROWS=rows, num_warps=choose_num_warps(rows * block, 8, most=16), **EXACT,
     )  # fmt: skip
 
 
@@ -110,8 +104,8 @@ def variants(arch: int) -> Iterator[Variant]:
         (4096, torch.bfloat16), (4096, torch.float16), (5120, torch.bfloat16), (16384, torch.bfloat16),
     ):  # fmt: skip
         x, weight = (torch.empty(*shape, width, dtype=dtype, device="meta") for shape in ((7,), ()))
-        yield from add_early_starts(trace_variants(partial(rms_norm, x, weight, 1e-6), wide=True), arch)
-        yield from add_early_starts(trace_variants(partial(add_rms_norm, x, x, weight, 1e-6), wide=True), arch)
+        yield from trace_variants(partial(rms_norm, x, weight, 1e-6), wide=True)
+        yield from trace_variants(partial(add_rms_norm, x, x, weight, 1e-6), wide=True)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -127,7 +121,6 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    EARLY: tl.constexpr = False,
 ):
     """Normalise ROWS rows of WIDTH elements.
 
@@ -140,9 +133,8 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
     at, inside = row * WIDTH + column, column < WIDTH
     if ROWS > 1:
         inside = inside & (row < num_rows)
-    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    wait_for_last_kernel(EARLY)
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     if ADD:
         added = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         summed = round_to(value + added, total.dtype.element_ty)

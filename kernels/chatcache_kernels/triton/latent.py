@@ -141,7 +141,7 @@ def choose_latent_config(chip: Chip, num_queries: int, itemsize: int) -> Config:
         return Config(16, 16, 8, 1, programs=1)
     large = chip.major in (9, 10)
     if num_queries <= 16 or not large:
-        return Config(16, 32, 4, 2 if large else 1, programs=3 if large else 2)
+        return Config(16, 32, 4, 2 if large else 1, programs=2)
     if num_queries <= 32 or chip.major == 10:
         return Config(32, 32, 8, 2, programs=1)
     return Config(64, 64, 8, 2, programs=1)

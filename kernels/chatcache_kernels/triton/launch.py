@@ -1,8 +1,7 @@
-"""Helpers of all launches: sizes, strides, exact-rounding options, early starts, rounding to bfloat16."""
+"""Helpers of all launches: sizes, strides, exact-rounding options, rounding to bfloat16."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import triton
@@ -14,6 +13,7 @@ EXACT = {"enable_fp_fusion": False}
 """Options of kernels that round as the reference does: no fused multiply-add."""
 
 
+<<<<<<< HEAD
 EARLY_STARTS = os.environ.get("CHATCACHE_EARLY_STARTS", "1") == "1"
 """For comparison; see `early_start`."""
 
@@ -28,6 +28,8 @@ def early_start(major: int) -> dict[str, bool]:
     return {"EARLY": True, "launch_pdl": True} if EARLY_STARTS and major >= 9 else {}
 
 
+=======
+>>>>>>> parent of 2dfa2dad (Start small kernels and attention before the last kernel has ended)
 def next_power_of_2(n: int) -> int:
     """Return the smallest power of two >= n; 1 for n < 2."""
     return 1 << max(n - 1, 0).bit_length()
@@ -67,17 +69,6 @@ def _convert_one_element_arrays() -> None:
 
 if INTERPRETED.value and triton.__version__.startswith("3.6."):
     _convert_one_element_arrays()
-
-
-@triton.jit
-def wait_for_last_kernel(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Wait until the kernel before has ended and its results are visible, then let the next one start.
-
-    Every program must call this, so that a kernel never ends before the one before it.
-    """
-    if EARLY and not INTERPRETED:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

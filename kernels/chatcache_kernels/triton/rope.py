@@ -15,18 +15,9 @@ from torch import Tensor
 
 from ..reference import rms_norm
 from ..types import HeadNorms, KVPages
-from .configs import get_chip
-from .launch import (
-    EXACT,
-    contiguous_last_dim,
-    early_start,
-    heads_per_program,
-    next_power_of_2,
-    round_to,
-    wait_for_last_kernel,
-)
+from .launch import EXACT, contiguous_last_dim, heads_per_program, next_power_of_2, round_to
 from .pages import allocate_pages
-from .variants import Variant, add_early_starts, trace_variants
+from .variants import Variant, trace_variants
 
 ELEMENTS_PER_THREAD = 16
 """Elements of the heads that one thread takes: 8 of either half, 16 bytes of 16-bit numbers."""
@@ -67,7 +58,7 @@ def rope_write(
         layer, pages.k.stride(0), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         NORM=norms is not None, NUM_HEADS=num_heads, NUM_KV_HEADS=kv_heads, DIM=dim, HALF=half, PAGE=pages.page_size,
         HEADS=heads, KV_HEADS=kv_tile, HALF_BLOCK=half_block, REST_BLOCK=next_power_of_2(dim - 2 * half),
-        DIM_BLOCK=dim_block, num_warps=warps, **EXACT, **early_start(get_chip(q.device).major),
+        DIM_BLOCK=dim_block, num_warps=warps, **EXACT,
     )  # fmt: skip
     return out
 
@@ -89,8 +80,7 @@ def variants(arch: int) -> Iterator[Variant]:
             weight = torch.empty(dim, dtype=dtype)
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
         norms = HeadNorms(weight, weight, 1e-6) if norm else None
-        found = trace_variants(partial(rope_write, q, k, v, angles, angles, pages, 1, slots, norms), wide=dim < 256)
-        yield from add_early_starts(found, arch)
+        yield from trace_variants(partial(rope_write, q, k, v, angles, angles, pages, 1, slots, norms), wide=dim < 256)
 
 
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["slots"])
@@ -126,7 +116,6 @@ def rope_write_kernel(  # type: ignore[no-untyped-def]
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
-    EARLY: tl.constexpr = False,
 ):
     """Process HEADS query heads of one token, or KV_HEADS key heads and value heads.
 
@@ -140,7 +129,6 @@ def rope_write_kernel(  # type: ignore[no-untyped-def]
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     q_blocks: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     angle = tl.arange(0, HALF_BLOCK)[None, :]
-    wait_for_last_kernel(EARLY)
     c = tl.load(cos + token * HALF + angle, mask=angle < HALF, other=0.0).to(tl.float32)
     s = tl.load(sin + token * HALF + angle, mask=angle < HALF, other=0.0).to(tl.float32)
     if block < q_blocks:

@@ -10,14 +10,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
-
-from .launch import early_start
 
 _TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32",
@@ -54,16 +52,6 @@ def trace_variants(call: Callable[[], object], *, wide: bool = False) -> Iterato
     with _recording(launches, wide):
         call()
     yield from launches
-
-
-def add_early_starts(variants: Iterator[Variant], arch: int) -> Iterator[Variant]:
-    """Yield kernel variants, on chips that have them with the options of `launch.early_start`."""
-    for one in variants:
-        yield one
-        options = early_start(arch // 10)
-        if early := options.pop("EARLY", None):
-            constants = {**one.constexprs, "EARLY": early}
-            yield replace(one, constexprs=constants, options={**one.options, **options})
 
 
 @contextmanager
