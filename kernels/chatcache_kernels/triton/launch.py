@@ -13,23 +13,6 @@ EXACT = {"enable_fp_fusion": False}
 """Options of kernels that round as the reference does: no fused multiply-add."""
 
 
-<<<<<<< HEAD
-EARLY_STARTS = os.environ.get("CHATCACHE_EARLY_STARTS", "1") == "1"
-"""For comparison; see `early_start`."""
-
-
-def early_start(major: int) -> dict[str, bool]:
-    """Return the launch options of a kernel that starts while the kernel before it ends.
-
-    `major`: major version of the compute capability. Hopper and later chips can do so (programmatic dependent launch):
-    the kernel is launched once every program of the kernel before has called `wait_for_last_kernel` or has ended. Until
-    it calls that itself, it may only read what older kernels wrote: weights, and the inputs of the step.
-    """
-    return {"EARLY": True, "launch_pdl": True} if EARLY_STARTS and major >= 9 else {}
-
-
-=======
->>>>>>> parent of 2dfa2dad (Start small kernels and attention before the last kernel has ended)
 def next_power_of_2(n: int) -> int:
     """Return the smallest power of two >= n; 1 for n < 2."""
     return 1 << max(n - 1, 0).bit_length()
