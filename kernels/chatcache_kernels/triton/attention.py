@@ -91,11 +91,10 @@ def attend_key_tiles(  # type: ignore[no-untyped-def]
     inside = (column < HEAD_DIM)[None, :]
     last = tl.maximum(high - 1, 0)
     reach = tl.minimum(position, last)
-    lane = tl.arange(0, BLOCK_N)
-    page = tl.load(table + tl.minimum(low + lane, last).to(tl.uint32) // PAGE_SIZE)
-    for start in tl.range(low, high, BLOCK_N):
-        key = start + lane
-        near = tl.minimum(key, last).to(tl.uint32)
+    key = low + tl.arange(0, BLOCK_N)
+    near = tl.minimum(key, last).to(tl.uint32)
+    page = tl.load(table + near // PAGE_SIZE)
+    for _ in tl.range(low, high, BLOCK_N):
         at = page.to(tl.int64) * PAGE_STRIDE + (near % PAGE_SIZE * HEAD_DIM).to(tl.int32)
         at = at[:, None] + column[None, :]
         if query.shape[1] == HEAD_DIM:
@@ -112,7 +111,9 @@ def attend_key_tiles(  # type: ignore[no-untyped-def]
             if HAS_WINDOW:
                 seen &= key[None, :] > position[:, None] - window
             score = tl.where(seen, score, -float("inf"))
-        page = tl.load(table + tl.minimum(key + BLOCK_N, last).to(tl.uint32) // PAGE_SIZE)
+        key += BLOCK_N
+        near = tl.minimum(key, last).to(tl.uint32)
+        page = tl.load(table + near // PAGE_SIZE)
         new_max = tl.maximum(row_max, tl.max(score, 1))
         weight = tl.exp2(score * factor - (new_max * factor)[:, None])
         decay = tl.exp2((row_max - new_max) * factor)
