@@ -249,7 +249,8 @@ def find_invariant_tiles(
 ) -> tuple[Tile, ...]:
     """Return the tiles whose products have the bits that the first tile gives each row alone.
 
-    The probe also compiles them, so that no later step has to. Raises: ModelFolderError if the first tile is not among them.
+    The probe also compiles them, so that no later step has to.
+    Raises: ModelFolderError if the first tile is not among them.
     """
     from chatcache_kernels.triton.invariant_matmul import multiply, tiles_for
 

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 from chatcache_kernels import reference, triton, work_list
-from chatcache_kernels.triton import batch_invariant, invariant_matmul
+from chatcache_kernels.triton import attention, batch_invariant, invariant_matmul
 from chatcache_kernels.triton.configs import Chip, choose_config
 from chatcache_kernels.triton.invariant_matmul import Tile, choose_tile, multiply, tiles_for
-from chatcache_kernels.types import AttentionBatch, HeadNorms, KVPages
+from chatcache_kernels.types import AttentionBatch, AttentionWork, HeadNorms, KVPages
 from torch import Tensor
 
 SEED = int(os.environ["CHATCACHE_TEST_SEED"])
@@ -108,7 +108,7 @@ def test_attention_does_not_depend_on_chunks_rows_or_sharing(
     options, draw = OPTIONS[option], random.Random(SEED)
     histories = Sequences(LENGTHS, dtype, triton_device)
     whole = histories.attend([(row, 0, length) for row, length in enumerate(LENGTHS)], **options)
-    by_row = torch.split(whole, LENGTHS)
+    by_row = torch.split(whole, list(LENGTHS))
     for row, length in enumerate(LENGTHS):
         for position in (length - 1, draw.randrange(length)):
             alone = histories.attend([(row, position, position + 1)], **options)
@@ -135,9 +135,7 @@ def test_attention_equals_reference(option: str, triton_device: str) -> None:
     torch.testing.assert_close(got, expected, atol=3e-5, rtol=3e-5)
 
 
-def injected_split_by_rows(
-    tables: Any, start: Any, num_tokens: Any, page_size: int, group: int
-) -> work_list.AttentionWork:
+def injected_split_by_rows(tables: Any, start: Any, num_tokens: Any, page_size: int, group: int) -> AttentionWork:
     """Plan as `plan_invariant_work`, but with shorter splits for few rows."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(work_list, "INVARIANT_SPLIT_TOKENS", SPLIT if len(start) > 2 else SPLIT // 2)
@@ -159,10 +157,8 @@ def test_injected_batch_dependent_plan_is_detected(prepare: Prepare, triton_devi
 @pytest.mark.usefixtures("short_splits")
 def test_injected_window_at_the_oldest_token_is_detected(monkeypatch: pytest.MonkeyPatch, triton_device: str) -> None:
     histories = Sequences([200], torch.float32, triton_device)
-    attend = batch_invariant.attention.paged_attention
-    monkeypatch.setattr(
-        batch_invariant.attention, "paged_attention", lambda *inputs, fixed_tiles, **more: attend(*inputs, **more)
-    )
+    attend = attention.paged_attention
+    monkeypatch.setattr(attention, "paged_attention", lambda *inputs, fixed_tiles, **more: attend(*inputs, **more))
     alone = histories.attend([(0, 199, 200)], window=50)[0]
     chunks = [histories.attend([(0, first, 200)], window=50) for first in (195, 196, 197, 198)]
     assert not all(torch.equal(chunk[-1], alone) for chunk in chunks)

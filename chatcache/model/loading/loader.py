@@ -296,8 +296,9 @@ def _linear_factory(
         return choose_linear(config, weight_bytes, dtype, device, backend)
     if config.deterministic and backend != "cpu":
         raise ModelFolderError(
-            f"{where}: deterministic works on {device} with models of the native decoder only ({', '.join(FAMILIES)}), "
-            f"and model type {raw.get('model_type')!r} runs through transformers; choose device cpu"
+            f"{where}: deterministic with the attention backend {backend!r} works with models of the native decoder "
+            f"only ({', '.join(FAMILIES)}), and model type {raw.get('model_type')!r} runs through transformers; choose "
+            "device cpu"
         )
     return choose_module_linear(config, weight_bytes, dtype, device)
 
