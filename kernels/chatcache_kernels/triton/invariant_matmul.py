@@ -138,7 +138,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tens
 
 def variants(arch: int) -> Iterator[Variant]:
     """Yield the kernel variants of all tiles, with and without a bias, and of an odd vocabulary."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float32):
         empty = partial(torch.empty, device="meta", dtype=dtype)
         for num_outputs in (4096, 50_257):
             x, weight, bias = empty(7, 4096), empty(num_outputs, 4096), empty(num_outputs)
