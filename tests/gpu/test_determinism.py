@@ -140,7 +140,7 @@ def test_without_deterministic_mode_logits_on_a_gpu_differ(load: Load) -> None:
 
 
 def test_injected_split_by_the_number_of_rows_is_detected(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, expected = solo("qwen3-bfloat16")
+    runner, expected = solo("llama-float32")  # few differences in the last bits of float32 survive in bfloat16
 
     def split_by_rows(tables: Any, start: Any, *rest: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:

@@ -120,7 +120,7 @@ def _measure_products(context: StageContext, limits: Limits, sizes: Sizes, kerne
     }
     for layer, (num_outputs, num_inputs) in layers.items():
         weights, x = _inputs(context, num_outputs, num_inputs), _inputs(context, tokens, num_inputs)
-        products: list[Linear] = [make(weight) for weight in weights]
+        products: list[Linear] = [make(weight, None) for weight in weights]
 
         def work(i: int, products: list[Linear] = products, x: list[Tensor] = x) -> object:
             return products[i](x[i])
