@@ -476,7 +476,7 @@ def variants(arch: int) -> Iterator[Variant]:
             chip, torch.bfloat16, num_queries, 8, 8, 128, window=4096, softcap=50.0, sinks=True
         )
     for dtype in (torch.bfloat16, torch.float32):
-        yield from _attention_variants(chip, dtype, 16, 4, 8, 128, window=4096, fixed_tiles=True)
+        yield from _attention_variants(chip, dtype, 16, 8, 4, 128, window=4096, fixed_tiles=True)
 
 
 def _attention_variants(
