@@ -12,9 +12,9 @@
 An output depends on its row of x, its row of the weight, and the order of additions over K. The order is that of the
 matrix instruction and of the loop, so it does not depend on other rows, on the position of a row in its tile, or on the
 number of tiles. `tiles_for` lists the shapes for a dtype: few rows need many programs of few outputs each, many rows
-need square tiles. All tiles of a dtype use the same kind of instruction (on compute capability 9.0 `wgmma`, which has at
-least 64 rows) and the same order over K, so their bits should be equal; the caller must verify that on its device
-before it uses a tile other than the first.
+need square tiles. All tiles of a dtype use the same kind of instruction (on compute capability 9.0 `wgmma`, of at least
+64 rows) and the same order over K, so their bits should be equal; the caller must verify that on its device before it
+uses a tile other than the first.
 
 Compiler report (Triton 3.9, sm_90, bfloat16): 64 to 116 registers, no spills, and 96 KiB of shared memory, so that two
 programs fit a multiprocessor. Nothing here was timed.
