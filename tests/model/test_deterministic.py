@@ -295,10 +295,11 @@ def test_tile_with_another_order_of_summation_is_not_used(wrong: int, monkeypatc
 @pytest.mark.slow
 def test_native_model_on_triton_has_the_same_bits_in_any_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {**determinism.SHAPE, "intermediate_size": 96, "num_hidden_layers": 1}
+    torch.manual_seed(0)
     save_random(transformers.LlamaConfig(**small), tmp_path)
     monkeypatch.setattr(work_list, "INVARIANT_SPLIT_TOKENS", 16)
     with short_warm_up():
-        runner = determinism.load(tmp_path, "bfloat16", backend="triton")
+        runner = determinism.load(tmp_path, "float32", backend="triton")
     assert isinstance(runner._network, Decoder) and isinstance(runner._network._head, TritonLinear)
     requests = [
         replace(request, prompt=request.prompt[:20], params=replace(request.params, max_tokens=2))
