@@ -310,7 +310,7 @@ Deterministic = Annotated[
     bool,
     _flag(
         "deterministic",
-        "Compute bit-identical logits for the same tokens, whatever the batch (CPU only; slower).",
+        "Compute bit-identical logits for the same tokens, whatever the batch (on GPUs native decoders only; slower).",
         show_default=False,
     ),
 ]

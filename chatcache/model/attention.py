@@ -34,6 +34,7 @@ from chatcache.types.plan import I32
 log = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "reference", "cpu", "triton")
+DETERMINISTIC_BACKENDS = ("cpu", "triton")  # each has a module `batch_invariant`
 MIN_CAPABILITY = (8, 0)
 
 
@@ -272,9 +273,10 @@ def choose_backend(name: str, device: torch.device, *, deterministic: bool = Fal
     problem = _problem(name, device)
     if problem:
         raise ModelFolderError(f"attention backend {name!r} {problem}; choose auto")
-    if deterministic and name != "cpu":
-        raise ModelFolderError(f"deterministic needs the attention backend 'cpu', and on {device} that is {name!r}")
-    module = "cpu.batch_invariant" if deterministic else name
+    if deterministic and name not in DETERMINISTIC_BACKENDS:
+        needed = " or ".join(map(repr, DETERMINISTIC_BACKENDS))
+        raise ModelFolderError(f"deterministic needs the attention backend {needed}, and on {device} that is {name!r}")
+    module = f"{name}.batch_invariant" if deterministic else name
     return name, cast(AttentionBackend, importlib.import_module(f"chatcache_kernels.{module}"))
 
 

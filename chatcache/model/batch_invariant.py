@@ -4,22 +4,34 @@ The bits of a token's logits are the same for any batch, order, chunk size, cach
 
 A matrix multiplication may add up its products in another order for each number of rows, so that one row's result has
 other last bits alone than among 31 other rows. For one fixed number of rows the order does not depend on what the rows
-hold or on their positions, and many numbers of rows share one order. `BatchInvariantLinear` therefore multiplies rows
-in tiles whose sizes a probe has shown, on this machine and for this weight shape, to give the same bits as tiles of
-`REFERENCE_ROWS` rows on one thread. The last tile is padded with zeros. The probe compares one thread with all threads,
-so results do not depend on the number of threads either.
+hold or on their positions, and many numbers of rows share one order.
+
+On a CPU, `BatchInvariantLinear` multiplies rows in tiles whose sizes a probe has shown, on this machine and for this
+weight shape, to give the same bits as tiles of `REFERENCE_ROWS` rows on one thread. The last tile is padded with zeros.
+The probe compares one thread with all threads, so results do not depend on the number of threads either.
+
+On a GPU, `TritonLinear` uses the tiles of `chatcache_kernels.triton.invariant_matmul` that a probe has shown, on this
+device and for this width, to give the same bits as the first one. Each step uses the fastest of them.
 
 The mode is chosen when a model is loaded. The native decoder gets these layers and the kernels of
-`chatcache_kernels.cpu.batch_invariant`; a transformers model is run by `TokenByToken`. `check_determinism` then
-computes the same tokens in several arrangements and rejects a model whose bits differ.
+`chatcache_kernels.cpu.batch_invariant` or `chatcache_kernels.triton.batch_invariant`; a transformers model is run by
+`TokenByToken`, on CPUs only. `check_determinism` then computes the same tokens in several arrangements and rejects a
+model whose bits differ.
 
-Bits may still differ between machines, dtypes, and releases of torch, numba or transformers.
+Captured decode steps run the same kernels in the same launch configurations as eager steps, and differ in the size of
+their grids only. The sampling kernels of a GPU read each row of logits in blocks whose size depends on the vocabulary
+only, with the same number of threads for all draws of a kind, and reduce each row apart, so a token and its
+log-probability do not depend on the other draws of a step.
+
+Bits may still differ between machines, GPU models, dtypes, and releases of torch, numba, Triton or transformers.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -36,10 +48,16 @@ from chatcache.model.states import make_states
 from chatcache.model.streams import to_device
 from chatcache.types.plan import Rows
 
+if TYPE_CHECKING:
+    from chatcache_kernels.triton.invariant_matmul import Tile
+
+log = logging.getLogger(__name__)
+
 TILE_SIZES = tuple(2**power for power in range(11))
 REFERENCE_ROWS = 16
 NUM_PROBES = 8
 MAX_PROBE_PRODUCTS = 2**31  # multiplications of one probe; sizes above REFERENCE_ROWS that need more are not used
+MAX_PROBE_OUTPUTS = 512  # of a probe on a GPU, whose tiles of outputs are all alike but for the last
 
 Chunk = tuple[int, int, int]  # (prompt, first token, end)
 CHECKED_TOKENS = 21
@@ -187,6 +205,75 @@ def _agrees(product: Linear, rows: Tensor, size: int, num_threads: int, referenc
     return _same_bits(_multiply_each_row(product, rows[:num_alone], size), reference[:num_alone])
 
 
+class TritonLinear:
+    """Linear layer that multiplies rows on a GPU in tiles of equal bits.
+
+    `tiles`: the allowed tiles, smallest first. Shapes: weight [out, in], bias [out]; call: [T, in] -> [T, out].
+    """
+
+    __slots__ = ("_bias", "_multiprocessors", "_weight", "tiles")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, tiles: Sequence[Tile]) -> None:
+        from chatcache_kernels.triton.configs import get_chip
+
+        self._weight, self._bias, self.tiles = weight, bias, tiles
+        self._multiprocessors = get_chip(weight.device).multiprocessors
+
+    def __call__(self, x: Tensor) -> Tensor:
+        from chatcache_kernels.triton.invariant_matmul import choose_tile, multiply
+
+        tile = choose_tile(self.tiles, len(x), len(self._weight), self._multiprocessors)
+        return multiply(x, self._weight, self._bias, tile)
+
+
+class TritonLinearFactory:
+    """Make the batch-invariant layers of one model on a GPU; each width is probed once.
+
+    A call raises ModelFolderError if products of that width depend on the batch.
+    """
+
+    def __init__(self) -> None:
+        self._tiles: dict[tuple[int, int, torch.dtype, bool], tuple[Tile, ...]] = {}
+
+    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> TritonLinear:
+        num_outputs, num_inputs = weight.shape
+        num_probed = min(num_outputs, MAX_PROBE_OUTPUTS + num_outputs % MAX_PROBE_OUTPUTS)
+        key = (num_probed, num_inputs, weight.dtype, bias is not None)
+        if key not in self._tiles:
+            self._tiles[key] = find_invariant_tiles(*key, weight.device)
+        return TritonLinear(weight.contiguous(), bias, self._tiles[key])
+
+
+def find_invariant_tiles(
+    num_outputs: int, num_inputs: int, dtype: torch.dtype, has_bias: bool, device: torch.device
+) -> tuple[Tile, ...]:
+    """Return the tiles whose products have the bits that the first tile gives each row alone.
+
+    The probe also compiles them, so that no later step has to.
+    Raises: ModelFolderError if the first tile is not among them.
+    """
+    from chatcache_kernels.triton.invariant_matmul import multiply, tiles_for
+
+    weight, rows = (each.to(device) for each in make_probes(num_outputs, num_inputs, dtype))
+    bias = rows[0, :1].repeat(num_outputs) if has_bias else None
+    tiles = tiles_for(dtype)
+    alone = torch.cat([multiply(row[None], weight, bias, tiles[0]) for row in rows])
+
+    def agrees(tile: Tile) -> bool:
+        positions = torch.arange(tile.rows + NUM_PROBES // 2, device=device)
+        numbers = [(positions + shift) % NUM_PROBES for shift in range(NUM_PROBES)]
+        return all(_same_bits(multiply(rows[each], weight, bias, tile), alone[each]) for each in numbers)
+
+    found = tuple(tile for tile in tiles if agrees(tile))
+    if tiles[0] not in found:
+        raise ModelFolderError(
+            f"deterministic: on {device} products with a weight of {num_outputs} x {num_inputs} {dtype} numbers depend "
+            "on the batch"
+        )
+    log.info("products of %d numbers: %d of %d tiles have equal bits", num_inputs, len(found), len(tiles))
+    return found
+
+
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     kind = torch.int32 if one.dtype == torch.float32 else torch.int16
     return torch.equal(one.contiguous().view(kind), other.contiguous().view(kind))
@@ -293,7 +380,7 @@ class _DeterminismProbe:
         geometry = network.geometry
         self._stores = allocate_stores(kernels, geometry, 1 + 2 * each, page_size)
         self._states = make_states(geometry.state_shapes, 3, 0, geometry.device)
-        self._tables = PageTables(2, each, page_size, forms=geometry.forms)
+        self._tables = PageTables(2, each, page_size, kernels.prepare, geometry.forms)
         self._tables.rows[:] = np.arange(1, 1 + 2 * each, dtype=np.int32).reshape(2, each)
         noise = np.random.default_rng(0)
         self._tokens = noise.integers(0, network.geometry.vocab_size, (2, num_tokens)).astype(np.int32)

@@ -2,7 +2,7 @@
 
 The package runs on CPUs (numba) and NVIDIA GPUs (Triton). It computes on tensors and page tables; it does not know
 requests, schedulers or models, so it is tested and measured alone. Every backend (`reference`, `cpu`,
-`cpu.batch_invariant`, `triton`) is a module with the same functions:
+`cpu.batch_invariant`, `triton`, `triton.batch_invariant`) is a module with the same functions:
 
     allocate_pages, write_pages, read_pages, copy_pages, swap_out, swap_in     the page store
     prepare                                                                    plan a step's attention, once a step

@@ -12,7 +12,7 @@ merged by log-sum-exp, in order of their keys.
 The split depends on the row alone, not on the number of rows: SPLIT_TOKENS keys for rows of few new tokens, which are
 limited by memory bandwidth, and more for rows of many, which are split only as far as their tiles do not fill a device.
 Rows that share pages are also split where the shared pages end, so the last bits of their results may depend on which
-rows share with them.
+rows share with them. `plan_invariant_work` is the plan without sharing, with one height and one split for all rows.
 
 The plan is made once a step while a device waits, so it costs no Python time per row: tiles (tokens that attend to the
 same keys together) are arrays, and one pass splits all of them.
@@ -36,6 +36,7 @@ SharingMode = Literal["auto", "always", "never"]
 
 SPLIT_TOKENS = 512
 MIN_PREFILL_ITEMS = 32  # of a row with more new tokens than a large tile; each runs once for every key head
+INVARIANT_SPLIT_TOKENS = 1024  # of all rows: prompts over long contexts need a state for each split of each token
 SMALL_TILE_QUERIES = 16  # rows of few tokens: the smallest operand of a matrix unit
 LARGE_TILE_QUERIES = 64
 PREFILL_TILE_QUERIES = 128  # rows of more tokens than a large tile holds: two warp groups share keys
@@ -87,6 +88,20 @@ def plan_work(
     "always", or "never". Sharing changes only where a token's keys are split; its states still merge in key order.
     """
     return plan_work_arrays(tables, start, num_tokens, page_size, group, share=share, cost=cost).to_tensors()
+
+
+def plan_invariant_work(tables: I32, start: I32, num_tokens: I32, page_size: int, group: int) -> AttentionWork:
+    """Plan a step so that a token's result does not depend on the other tokens; arguments as in `plan_work`.
+
+    All rows have small tiles, which one kernel runs in one launch configuration. Splits begin at multiples of
+    INVARIANT_SPLIT_TOKENS. A token is also a member of the splits between its own position and that of the newest token
+    in its tile; it sees no key there, and such a state adds zeros to the merge.
+    """
+    height, _ = tokens_per_tile(group)
+    rows = np.flatnonzero(num_tokens).astype(np.int32)
+    offsets = num_tokens.cumsum(dtype=np.int32) - num_tokens
+    tiles = _row_tiles(rows, start, np.zeros_like(start), num_tokens, offsets, height, INVARIANT_SPLIT_TOKENS)
+    return _split_tiles([tiles], start.repeat(num_tokens) + _index_within(num_tokens)).to_tensors()
 
 
 def plan_work_arrays(

@@ -16,14 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from msgspec import structs
 from numpy.typing import NDArray
 
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import LaunchedStep, Runner
+from chatcache.model.sampling.sampler import PendingDraws
 from chatcache.types.events import Failed, Started, Tokens
-from chatcache.types.plan import Draws, KVCapacity, StepPlan, StepResult
+from chatcache.types.plan import KVCapacity, StepPlan, StepResult
 from chatcache.types.request import GenerateRequest, SamplingParams
 from tests.model.families import VOCAB, save_random
 
@@ -58,15 +60,19 @@ def save_shape(name: str, folder: Path) -> Path:
     return folder
 
 
-def load(folder: Path, dtype: str, *, deterministic: bool = True) -> Runner:
+def load(
+    folder: Path, dtype: str, *, deterministic: bool = True, device: str = "cpu", backend: str = "cpu", **more: Any
+) -> Runner:
     return load_model(
         EngineConfig(
             model=str(folder),
             dtype=dtype,
-            attention_backend="cpu",
+            device=device,
+            attention_backend=backend,
             page_size=PAGE,
             kv_memory_bytes=8 << 20,
             deterministic=deterministic,
+            **more,
         )
     )
 
@@ -99,7 +105,7 @@ def make_requests() -> list[GenerateRequest]:
 
 @dataclass
 class Recorder:
-    """An `engine.ModelRunner` that records the logits of every draw.
+    """An `engine.ModelRunner` that records the logits of every draw, and ends every step before the next is planned.
 
     `num_pages`: a smaller number of pages to report than the runner has.
     """
@@ -112,7 +118,7 @@ class Recorder:
     _tokens: dict[int, list[int]] = field(default_factory=dict)
 
     def capacity(self) -> KVCapacity:
-        capacity = self.runner.capacity()
+        capacity = replace(self.runner.capacity(), has_async_launch=False)
         return capacity if self.num_pages is None else replace(capacity, num_pages=self.num_pages)
 
     def check_device(self) -> None:
@@ -123,19 +129,20 @@ class Recorder:
 
     def execute(self, plan: StepPlan) -> StepResult:
         sampler = self.runner._sampler
-        sample = sampler.sample
+        enqueue = sampler.enqueue
         self._follow(plan)
 
-        def spy(logits: torch.Tensor, index: NDArray[np.intp], draws: Draws) -> StepResult:
+        def spy(logits: torch.Tensor, index: NDArray[np.intp], *more: Any) -> PendingDraws:
+            bits = logits.view(torch.int16).cpu().numpy()
             for draw, row in enumerate(index.tolist()):
-                self.write(self.cell_of(plan, draw), logits[row].view(torch.int16).numpy().tobytes())
-            return sample(logits, index, draws)
+                self.write(self.cell_of(plan, draw), bits[row].tobytes())
+            return enqueue(logits, index, *more)
 
-        sampler.sample = spy  # type: ignore[method-assign]
+        sampler.enqueue = spy  # type: ignore[method-assign,assignment]
         try:
             return self.runner.execute(plan)
         finally:
-            del sampler.sample  # of the instance: the class has its own
+            del sampler.enqueue  # of the instance: the class has its own
 
     def cell_of(self, plan: StepPlan, draw: int) -> Cell:
         if self.by_tokens:
@@ -201,6 +208,34 @@ class Way:
         if self.order in (1, -1):
             return list(requests[:: self.order])
         return random.Random(self.order).sample(list(requests), len(requests))
+
+
+REQUESTS = make_requests()
+FEW = REQUESTS[4:7]
+LONG = REQUESTS[2:5]
+WAYS: dict[str, tuple[Sequence[GenerateRequest], Way]] = {
+    **{
+        f"batch{batch}-chunk{budget}-{'cached' if cache else 'uncached'}": (
+            {1: FEW, 2: REQUESTS[4:10], 7: REQUESTS[4:18], 32: REQUESTS}[batch],
+            Way(batch, budget, cache, order=budget + batch, arrivals=batch // 2, rounds=1 + cache),
+        )
+        for batch in (1, 2, 7, 32)
+        for budget in (5, 37, 2048)
+        for cache in (False, True)
+        if budget >= batch or batch < 32  # a step holds a token of every branch at least
+    },
+    "in-order": (REQUESTS, Way(32, 300)),
+    "backwards": (REQUESTS, Way(32, 300, order=-1)),
+}
+
+
+def growing_requests(count: int, num_tokens: int) -> list[GenerateRequest]:
+    """Return sampled requests with short prompts and long answers, which need ever more pages."""
+    params = SamplingParams(temperature=1.0, max_tokens=num_tokens, ignore_eos=True, logprobs=1)
+    return [
+        GenerateRequest(request_id=str(n), prompt=REQUESTS[n].prompt[:20], params=structs.replace(params, seed=n))
+        for n in range(count)
+    ]
 
 
 def run(

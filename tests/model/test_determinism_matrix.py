@@ -10,28 +10,31 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from chatcache_kernels import cpu
-from msgspec.structs import replace
 
 from chatcache.model import batch_invariant
 from chatcache.model.loading import loader
 from chatcache.model.runner import Runner
 from chatcache.types.request import BeamSearchParams, GenerateRequest, SamplingParams
 from tests.model.determinism import (
+    FEW,
+    LONG,
     MAX_TOKENS,
+    REQUESTS,
     SHAPES,
+    WAYS,
     Bits,
     Way,
     alone,
     differing,
     digest,
+    growing_requests,
     load,
-    make_requests,
     run,
     save_shape,
 )
@@ -42,24 +45,6 @@ MODELS = [f"{shape}-{dtype}" for shape in SHAPES for dtype in DTYPES]
 FAST_MODEL = "llama-float32"
 FAST_WAYS = ("batch1-chunk5-uncached", "batch7-chunk37-cached", "backwards")
 TIERED_MODELS = [name if name == FAST_MODEL else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
-REQUESTS = make_requests()
-
-FEW = REQUESTS[4:7]
-LONG = REQUESTS[2:5]
-WAYS: dict[str, tuple[Sequence[GenerateRequest], Way]] = {
-    **{
-        f"batch{batch}-chunk{budget}-{'cached' if cache else 'uncached'}": (
-            {1: FEW, 2: REQUESTS[4:10], 7: REQUESTS[4:18], 32: REQUESTS}[batch],
-            Way(batch, budget, cache, order=budget + batch, arrivals=batch // 2, rounds=1 + cache),
-        )
-        for batch in (1, 2, 7, 32)
-        for budget in (5, 37, 2048)
-        for cache in (False, True)
-        if budget >= batch or batch < 32  # a step holds a token of every branch at least
-    },
-    "in-order": (REQUESTS, Way(32, 300)),
-    "backwards": (REQUESTS, Way(32, 300, order=-1)),
-}
 
 
 class Solo:
@@ -110,11 +95,7 @@ def test_logits_equal_the_solo_run_in_every_configuration(model: str, way: str, 
 @pytest.mark.slow
 def test_preempted_requests_equal_the_solo_run(model: str, preemption: str, solo: Solo) -> None:
     runner, _ = solo(model)
-    params = SamplingParams(temperature=1.0, max_tokens=70, ignore_eos=True, logprobs=1)
-    requests = [
-        GenerateRequest(request_id=str(n), prompt=REQUESTS[n].prompt[:20], params=replace(params, seed=n))
-        for n in range(6)
-    ]
+    requests = growing_requests(6, 70)
     got, engine = run(runner, requests, Way(6, 37, num_pages=20, preemption=preemption))
     health = engine.health()
     assert health.num_preemptions >= 3
@@ -179,11 +160,7 @@ def test_model_with_states_equals_the_solo_run(family: str, dtype: str, tmp_path
         got, engine = run(runner, FEW, way)
         assert not differing(got, expected)
         assert engine.health().num_cached_tokens > sum(len(request.prompt) for request in FEW) // 2
-    long_answers = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)
-    growing = [
-        GenerateRequest(request_id=str(n), prompt=REQUESTS[n].prompt[:20], params=replace(long_answers, seed=n))
-        for n in range(3)
-    ]
+    growing = growing_requests(3, 40)
     got, engine = run(runner, growing, Way(3, 37, num_pages=12, preemption="swap"))
     assert engine.health().num_pages_swapped_in > 0
     assert not differing(got, alone(runner, growing))

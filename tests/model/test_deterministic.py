@@ -11,6 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from chatcache_kernels import work_list
+from chatcache_kernels.triton import invariant_matmul
+from chatcache_kernels.triton.invariant_matmul import Tile, tiles_for
+from chatcache_kernels.types import AttentionWork
+from msgspec.structs import replace
 from torch import Tensor
 from torch.nn import functional
 
@@ -23,8 +29,11 @@ from chatcache.model.batch_invariant import (
     BatchInvariantLinear,
     BatchInvariantLinearFactory,
     TokenByToken,
+    TritonLinear,
+    TritonLinearFactory,
     check_determinism,
     find_invariant_sizes,
+    find_invariant_tiles,
     make_probes,
     tile_sizes,
 )
@@ -35,7 +44,10 @@ from chatcache.model.loading import loader
 from chatcache.model.loading.loader import load_model
 from chatcache.model.loading.weights import Weights
 from chatcache.model.runner import Runner
-from tests.model.families import FAMILIES, Sample
+from chatcache.types.plan import I32
+from tests.model import determinism
+from tests.model.drive import KERNELS, short_warm_up
+from tests.model.families import FAMILIES, Sample, save_random
 
 LAYERS = ("qkv", "out", "gate_up", "down")
 
@@ -216,10 +228,93 @@ def test_unsupported_deterministic_model_is_rejected_with_the_reason(
         lambda self, name, shape: torch.zeros(shape) if 90 in shape else get(self, name, shape),
     )
     assert "rows of 180 torch.float32 numbers: 16 must divide" in refusal(folder, dtype="float32")
-    monkeypatch.setattr(loader, "choose_device", lambda name: torch.device("meta"))
-    assert refusal(sample.folder, dtype="float32") == (
-        "deterministic works on CPUs only, and this model would run on meta"
+
+
+@pytest.mark.interpreter  # on a GPU this backend does not run on the CPU
+def test_deterministic_transformers_model_on_triton_is_rejected(sample_of: Get) -> None:
+    config = EngineConfig(
+        model=str(sample_of("opt").folder),
+        dtype="float32",
+        device="cpu",
+        attention_backend="triton",
+        deterministic=True,
     )
+    with pytest.raises(ModelFolderError, match=r"models of the native decoder only .*'opt' runs through transformers"):
+        load_model(config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_triton_linear_has_the_same_bits_in_any_batch(dtype: torch.dtype, has_bias: bool) -> None:
+    weight, x = torch.randn(160, 64, device=KERNELS).to(dtype), torch.randn(150, 64, device=KERNELS).to(dtype)
+    bias = torch.randn(160, device=KERNELS).to(dtype) if has_bias else None
+    layer = TritonLinearFactory()(weight, bias)
+    whole = layer(x)
+    for first, end in ((0, 1), (149, 150), (1, 34), (3, 70), (3, 3)):
+        assert torch.equal(layer(x[first:end]), whole[first:end])
+    want = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    torch.testing.assert_close(whole.float(), want, atol=1e-3 if dtype == torch.float32 else 0.2, rtol=1e-2)
+
+
+def test_triton_linear_factory_probes_each_width_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[tuple[int, ...]] = []
+
+    def find(num_outputs: int, num_inputs: int, *more: Any) -> tuple[Tile, ...]:
+        probed.append((num_outputs, num_inputs))
+        return tiles_for(torch.float32)
+
+    monkeypatch.setattr(batch_invariant, "find_invariant_tiles", find)
+    factory = TritonLinearFactory()
+    for num_outputs in (40, 40, 513, 1024, 2048, 50_257):
+        factory(torch.empty(num_outputs, 6))
+    assert probed == [(40, 6), (513, 6), (512, 6), (512 + 50_257 % 512, 6)]
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_tile_with_another_order_of_summation_is_not_used(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong first tile depends on the number of rows, since other tiles are compared with its single rows."""
+    tiles = tiles_for(torch.bfloat16)
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
+        w, half = weight.float(), weight.shape[1] // 2
+        is_halved = tile == tiles[wrong] and (wrong > 0 or len(x) > 1)
+        rows = [row[:half] @ w[:, :half].T + row[half:] @ w[:, half:].T if is_halved else row @ w.T
+                for row in x.float()]  # fmt: skip
+        return torch.stack(rows).to(weight.dtype)
+
+    monkeypatch.setattr(invariant_matmul, "multiply", product)
+    key = (64, 64, torch.bfloat16, False, torch.device("cpu"))
+    if wrong:
+        assert find_invariant_tiles(*key) == tuple(tile for tile in tiles if tile != tiles[wrong])
+    else:
+        with pytest.raises(ModelFolderError, match=r"products with a weight of 64 x 64 .* depend on the batch"):
+            find_invariant_tiles(*key)
+
+
+@pytest.mark.interpreter  # tests/gpu/test_determinism.py compiles the kernels
+@pytest.mark.slow
+def test_native_model_on_triton_has_the_same_bits_in_any_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {**determinism.SHAPE, "intermediate_size": 96, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    save_random(transformers.LlamaConfig(**small), tmp_path)
+    monkeypatch.setattr(work_list, "INVARIANT_SPLIT_TOKENS", 16)
+    with short_warm_up():
+        runner = determinism.load(tmp_path, "float32", backend="triton")
+    assert isinstance(runner._network, Decoder) and isinstance(runner._network._head, TritonLinear)
+    requests = [
+        replace(request, prompt=request.prompt[:20], params=replace(request.params, max_tokens=2))
+        for request in determinism.FEW
+    ]
+    expected = determinism.alone(runner, requests)
+    assert not determinism.differing(determinism.run(runner, requests, determinism.Way(3, 7))[0], expected)
+
+    def split_by_rows(tables: I32, start: I32, *rest: Any) -> AttentionWork:
+        monkeypatch.setattr(work_list, "INVARIANT_SPLIT_TOKENS", 16 if len(start) > 1 else 64)
+        return work_list.plan_invariant_work(tables, start, *rest)
+
+    monkeypatch.setattr(runner._tables, "_prepare", split_by_rows)
+    expected = determinism.alone(runner, requests)
+    assert determinism.differing(determinism.run(runner, requests, determinism.Way(3, 7))[0], expected)
 
 
 def test_fast_linear_keeps_the_plain_weight_without_onednn() -> None:

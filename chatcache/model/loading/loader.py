@@ -26,7 +26,12 @@ import torch
 from chatcache.config import EngineConfig, format_size
 from chatcache.errors import ModelFolderError
 from chatcache.model.attention import AttentionBackend, Network, allocate_stores, choose_backend
-from chatcache.model.batch_invariant import BatchInvariantLinearFactory, TokenByToken, check_determinism
+from chatcache.model.batch_invariant import (
+    BatchInvariantLinearFactory,
+    TokenByToken,
+    TritonLinearFactory,
+    check_determinism,
+)
 from chatcache.model.decoder import Decoder, check_layer_count, load_decoder
 from chatcache.model.geometry import Geometry
 from chatcache.model.host_memory import PagePrefaulter, reuse_freed_memory
@@ -190,14 +195,12 @@ def _load(
             raw = text if is_native(text, where) else raw
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    if config.deterministic and device.type != "cpu":
-        raise ModelFolderError(f"deterministic works on CPUs only, and this model would run on {device}")
     check_quantization(config.quantization, device)
     backend, kernels = choose_backend(config.attention_backend, device, deterministic=config.deterministic)
     _configure_torch(device, dtype, weights.num_parameters * (1 if config.quantization == "int8" else dtype.itemsize))
     if group is not None:
         torch.set_num_threads(max(1, torch.get_num_threads() // num_ranks))
-    make_linear = _linear_factory(config, folder, raw, weights.num_parameters * dtype.itemsize, dtype, device)
+    make_linear = _linear_factory(config, folder, raw, weights.num_parameters * dtype.itemsize, dtype, device, backend)
     network, max_model_len = _load_network(
         config, folder, raw, weights, dtype, device, make_linear, kernels, report, group
     )
@@ -275,17 +278,30 @@ def _configure_torch(device: torch.device, dtype: torch.dtype, weight_bytes: int
 
 
 def _linear_factory(
-    config: EngineConfig, folder: Path, raw: dict[str, Any], weight_bytes: int, dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    folder: Path,
+    raw: dict[str, Any],
+    weight_bytes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: str,
 ) -> LinearFactory:
     """Return the linear layers for a model.
 
-    Raises: ModelFolderError for a quantization that the model's decoder does not support.
+    Raises: ModelFolderError for a quantization that the model's decoder does not support, or for a model that cannot be
+    deterministic with this backend.
     """
     where = folder / "config.json"
     with as_model_folder_error(where):
         native = is_native(raw, where)
     if native:
-        return choose_linear(config, weight_bytes, dtype, device)
+        return choose_linear(config, weight_bytes, dtype, device, backend)
+    if config.deterministic and backend != "cpu":
+        raise ModelFolderError(
+            f"{where}: deterministic with the attention backend {backend!r} works with models of the native decoder "
+            f"only ({', '.join(FAMILIES)}), and model type {raw.get('model_type')!r} runs through transformers; choose "
+            "device cpu"
+        )
     return choose_module_linear(config, weight_bytes, dtype, device)
 
 
@@ -553,12 +569,14 @@ def _cpu_has_bf16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def choose_linear(config: EngineConfig, weight_bytes: int, dtype: torch.dtype, device: torch.device) -> LinearFactory:
-    """Return the factory of the model's linear layers."""
+def choose_linear(
+    config: EngineConfig, weight_bytes: int, dtype: torch.dtype, device: torch.device, backend: str = "cpu"
+) -> LinearFactory:
+    """Return the factory of the model's linear layers. `backend`: the name of the attention backend."""
     if config.quantization == "int8":
         return Int8LinearFactory()
     if config.deterministic:
-        return BatchInvariantLinearFactory()
+        return TritonLinearFactory() if backend == "triton" else BatchInvariantLinearFactory()
     if device.type != "cpu" or config.attention_backend not in ("auto", "cpu") or dtype != torch.bfloat16:
         return fast_linear
     free_bytes = free_host_bytes()

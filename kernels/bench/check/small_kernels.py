@@ -1,4 +1,4 @@
-"""Stage "small kernels": norms, activations, rotation, copies and swaps next to bandwidth."""
+"""Stage "small kernels": norms, activations, rotation, copies and swaps next to bandwidth; batch-invariant products."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import numpy as np
 import torch
 from chatcache_kernels.types import HeadNorms, KVPages
 from torch import Tensor
+from torch.nn import functional
 
 from bench.check.context import StageContext
 from bench.check.limits import stage_limits
 from bench.check.workload import PAGE, Heads, choose_kernels
 from chatcache.bench.device import Limits, Work, time_with_host, time_work
 from chatcache.bench.report import compare, compare_to_floor
+from chatcache.model.batch_invariant import BatchInvariantLinearFactory, TritonLinearFactory
+from chatcache.model.linear import Linear, LinearFactory
 from chatcache.model.runner import SwapExecutor
 
 MIN_BANDWIDTH_BYTES = 64 * 2**20  # smaller launches are compared by time
@@ -50,6 +53,9 @@ def run(context: StageContext) -> None:
             f"norms and activation, {tokens}", partial(_measure_norms, context, limits, sizes, kernels, tokens)
         )
         context.measure(f"rope + write, {tokens}", partial(_measure_rope, context, limits, sizes, kernels, tokens))
+        context.measure(
+            f"batch-invariant products, {tokens}", partial(_measure_products, context, limits, sizes, kernels, tokens)
+        )
     context.measure("page copies", partial(_measure_copies, context, limits, sizes, kernels))
     context.measure("swaps", partial(_measure_swaps, context, sizes, kernels))
 
@@ -98,6 +104,40 @@ def _measure_rope(context: StageContext, limits: Limits, sizes: Sizes, kernels: 
             return kernels.rope_write(*parts[i], cos, sin, pages, i, slots, norms)
 
         _add_figure(context, limits, f"{name}, {tokens} tokens", 2 * (q_bytes + kv_bytes), work, 4)
+
+
+def _measure_products(context: StageContext, limits: Limits, sizes: Sizes, kernels: ModuleType, tokens: int) -> None:
+    """Measure the linear layers of `--deterministic` next to the device's limits and to torch's product."""
+    make: LinearFactory = (
+        TritonLinearFactory() if kernels.__name__.endswith("triton") else BatchInvariantLinearFactory()
+    )
+    heads, hidden = sizes.heads, sizes.hidden
+    layers = {
+        "qkv": ((heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim, hidden),
+        "out": (hidden, heads.num_heads * heads.head_dim),
+        "gate_up": (2 * sizes.intermediate, hidden),
+        "down": (hidden, sizes.intermediate),
+    }
+    for layer, (num_outputs, num_inputs) in layers.items():
+        weights, x = _inputs(context, num_outputs, num_inputs), _inputs(context, tokens, num_inputs)
+        products: list[Linear] = [make(weight, None) for weight in weights]
+
+        def work(i: int, products: list[Linear] = products, x: list[Tensor] = x) -> object:
+            return products[i](x[i])
+
+        def torch_work(i: int, weights: list[Tensor] = weights, x: list[Tensor] = x) -> object:
+            return functional.linear(x[i], weights[i])
+
+        timing = time_work(work, 4, context.device)
+        torch_s = time_work(torch_work, 4, context.device).median_s
+        floor_s = max(
+            weights[0].nbytes / limits.read_bytes_per_s, 2 * tokens * weights[0].numel() / limits.matmul_flops_per_s
+        )
+        name = f"batch-invariant {layer}, {tokens} tokens"
+        context.add(
+            compare_to_floor(name, timing.median_s, floor_s, unit="us"),
+            compare(f"{name}, over torch", timing.median_s * 1e6, "us", torch_s * 1e6, "torch"),
+        )
 
 
 def _pages(context: StageContext, kernels: ModuleType, heads: Heads, num_layers: int, num_pages: int) -> KVPages:

@@ -287,12 +287,14 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    FIXED_TILES: tl.constexpr,
 ):
     """Run a work list: write `out` for tokens with one item, `states` and `sums` for others.
 
     Shapes: q [T, H, D] of any strides over tokens and heads; k, v [L, N, Hkv, P, D]; out [T, H, D]; states [S, H, D]
     float32; sums [S, H] float32, log-sum-exp to base 2; tables [R, ...]; sinks [H]; lists as in `types.WorkList`.
     UNMASKED_LOOP: tiles that every member sees whole have a loop of their own without masks, for items of many tiles.
+    FIXED_TILES: the first tile in the window begins at a multiple of BLOCK_N, whatever tokens the item has.
     """
     HEADS: tl.constexpr = GROUP * KV_HEADS
     PAGE_STRIDE: tl.constexpr = KV_HEADS * PAGE_SIZE * HEAD_DIM
@@ -316,7 +318,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         low = tl.load(item + 1)
         high = tl.minimum(tl.load(item + 2), newest + 1)
         if HAS_WINDOW:
-            low = tl.maximum(low, oldest - window + 1)
+            begin = oldest - window + 1
+            low = tl.maximum(low, begin // BLOCK_N * BLOCK_N if FIXED_TILES else begin)
         acc = tl.zeros([ROWS, WIDTH], tl.float32)
         row_sum = tl.zeros([ROWS] if UNMASKED_LOOP else [ROWS, BLOCK_N], tl.float32)
         row_max = tl.full([ROWS], -1e30, tl.float32)  # finite: a tile without visible keys gives 0, not NaN
@@ -372,17 +375,21 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    *,
+    fixed_tiles: bool = False,
 ) -> Tensor:
     """Compute attention by the work lists in `batch.work`; see `reference.paged_attention`.
 
-    Shapes: q [num_tokens, num_heads, head_dim], any strides over tokens and heads -> the same. Tokens that no item
+    Shapes: q [num_tokens, num_heads, head_dim], any strides over tokens and heads -> the same. `fixed_tiles`: a window
+    begins with a whole tile of keys, so that the tiles do not depend on the tokens of an item. Tokens that no item
     names are not written. Partial states are allocated here and freed on return: torch's allocator reuses the block for
     every layer, and under graph capture it belongs to the graph's pool.
 
     Raises: ValueError for a batch without `work`, a dtype other than the pages', a last dimension that is not
     contiguous, a scale that is not positive, or heads of more than 512 dimensions.
     """
-    return paged_attention_on_chip(q, pages, layer, batch, scale, window, softcap, sinks, get_chip(q.device))
+    chip = get_chip(q.device)
+    return paged_attention_on_chip(q, pages, layer, batch, scale, window, softcap, sinks, chip, fixed_tiles=fixed_tiles)
 
 
 def paged_attention_on_chip(
@@ -395,6 +402,8 @@ def paged_attention_on_chip(
     softcap: float | None,
     sinks: Tensor | None,
     chip: Chip,
+    *,
+    fixed_tiles: bool = False,
 ) -> Tensor:
     """Run `paged_attention` with the configuration of `chip`."""
     work = _check_inputs(q, pages, batch, scale)
@@ -419,6 +428,7 @@ def paged_attention_on_chip(
             WIDTH=max(16, next_power_of_2(head_dim)), PAGE_SIZE=pages.page_size,
             BLOCK_N=config.block_n, UNMASKED_LOOP=config.unmasked_loop,
             HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None, HAS_SINKS=sinks is not None,
+            FIXED_TILES=fixed_tiles and window is not None,
             num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
             enable_fp_fusion=True,
         )  # fmt: skip
@@ -465,6 +475,8 @@ def variants(arch: int) -> Iterator[Variant]:
         yield from _attention_variants(
             chip, torch.bfloat16, num_queries, 8, 8, 128, window=4096, softcap=50.0, sinks=True
         )
+    for dtype in (torch.bfloat16, torch.float32):
+        yield from _attention_variants(chip, dtype, 16, 8, 4, 128, window=4096, fixed_tiles=True)
 
 
 def _attention_variants(
@@ -478,6 +490,8 @@ def _attention_variants(
     window: int | None = None,
     softcap: float | None = None,
     sinks: bool = False,
+    *,
+    fixed_tiles: bool = False,
 ) -> Iterator[Variant]:
     """Yield the kernel variants of a work list with tiles of `num_queries`, over a large store."""
     meta = partial(torch.empty, device="meta")
@@ -489,4 +503,5 @@ def _attention_variants(
     pages = KVPages(k, v, page_size, kv_heads, head_dim)
     heads = group * kv_heads
     q, sink = meta(5, heads, head_dim, dtype=dtype), meta(heads, dtype=dtype) if sinks else None
-    yield from trace_variants(partial(paged_attention_on_chip, q, pages, 1, batch, 0.1, window, softcap, sink, chip))
+    attend = partial(paged_attention_on_chip, q, pages, 1, batch, 0.1, window, softcap, sink, chip)
+    yield from trace_variants(partial(attend, fixed_tiles=fixed_tiles))
