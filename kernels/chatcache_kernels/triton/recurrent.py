@@ -30,7 +30,7 @@ from .launch import next_power_of_2, round_to
 from .variants import Variant, trace_variants
 
 CONV_TOKENS, CONV_CHANNELS = 16, 128
-CHUNK = 16
+CHUNK, CHUNK_WARPS, CHUNK_STAGES = 16, 8, 2
 SHORT = 8
 """Rows of at most so many tokens are computed token by token."""
 UNLIMITED = 2**31 - 1
@@ -94,7 +94,7 @@ def gated_delta_rule(
         )  # fmt: skip
         delta_chunk_kernel[(num_rows, num_heads, triton.cdiv(dim_v, block_v))](
             q, k, v, g, beta, states, slots, offsets, solved, out, scale, *strides,
-            **sizes, BLOCK_V=block_v, **options, num_warps=8, num_stages=1,
+            **sizes, BLOCK_V=block_v, **options, STAGES=_chunk_stages(v), num_warps=CHUNK_WARPS,
         )  # fmt: skip
     return out
 
@@ -123,8 +123,8 @@ def ssd_scan(
     ssd_step_kernel[grid](*tensors, SHORT if has_long else UNLIMITED, *strides, **sizes, num_warps=4)
     if has_long:
         ssd_chunk_kernel[grid](
-            *tensors, *strides, **sizes, CHUNK=CHUNK, SHORT=SHORT, PRECISION=_precision(x),
-            num_warps=8 if is_large else 4, num_stages=1,
+            *tensors, *strides, **sizes, CHUNK=CHUNK, SHORT=SHORT, PRECISION=_precision(x), STAGES=_chunk_stages(x),
+            num_warps=8 if is_large else 4,
         )  # fmt: skip
     return out
 
@@ -132,6 +132,11 @@ def ssd_scan(
 def _precision(x: Tensor) -> str:
     """Return how numbers are multiplied: one product of tf32 for 16-bit inputs, three for float32."""
     return "tf32x3" if x.dtype == torch.float32 else "tf32"
+
+
+def _chunk_stages(x: Tensor) -> int:
+    """Return how many chunks are loaded or computed at a time: float32 products leave no registers for a second."""
+    return 1 if x.dtype == torch.float32 else CHUNK_STAGES
 
 
 def variants(arch: int) -> Iterator[Variant]:
@@ -387,6 +392,7 @@ def delta_chunk_kernel(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     SHORT: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Run rows of more than SHORT tokens, chunk by chunk. Grid: (R, HEADS, DIM_V / BLOCK_V)."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -401,7 +407,7 @@ def delta_chunk_kernel(  # type: ignore[no-untyped-def]
     place = states + ((slot * HEADS + head) * DIM_K + dim[:, None]) * DIM_V + column[None, :]
     held = (dim < DIM_K)[:, None] & here[None, :]
     state = tl.load(place, mask=held, other=0.0)
-    for start in range(first, end, CHUNK):
+    for start in tl.range(first, end, CHUNK, num_stages=STAGES):
         t = start + i
         live = t < end
         inside = live[:, None] & (dim < DIM_K)[None, :]
@@ -501,6 +507,7 @@ def ssd_chunk_kernel(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     SHORT: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Run rows of more than SHORT tokens, chunk by chunk. Grid: (R, HEADS, DIM_P / BLOCK_P)."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -514,7 +521,7 @@ def ssd_chunk_kernel(  # type: ignore[no-untyped-def]
     held = here[:, None] & inside[None, :]
     state = tl.load(place, mask=held, other=0.0)
     rate = tl.load(a + head).to(tl.float32)
-    for start in range(first, end, CHUNK):
+    for start in tl.range(first, end, CHUNK, num_stages=STAGES):
         t = start + i
         live = t < end
         shown, known = live[:, None] & here[None, :], live[:, None] & inside[None, :]
