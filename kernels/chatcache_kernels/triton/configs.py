@@ -73,21 +73,22 @@ class Chip:
     multiprocessors: int
 
 
-MERGE: Final = MergeConfig(block_s=32, num_warps=4, programs=8)
+H100: Final = "H100, 2026-11-26"
+MERGE: Final = MergeConfig(block_s=32, num_warps=1, programs=8, measured=H100)
 
 # Two-byte elements: head size -> configurations by height, lowest first
 HOPPER: Final = {
     64: (
-        Config(16, 64, 4, 4, programs=4),
+        Config(16, 64, 4, 4, programs=6, measured=H100),
         Config(32, 64, 4, 4, programs=4),
-        Config(64, 64, 4, 3, programs=8, unmasked_loop=True),
-        Config(128, 128, 8, 3, programs=8, unmasked_loop=True),
+        Config(64, 32, 4, 4, programs=8, unmasked_loop=True, measured=H100),
+        Config(128, 128, 8, 3, programs=8, unmasked_loop=True, measured=H100),
     ),
     128: (
-        Config(16, 64, 4, 3, programs=3),
+        Config(16, 64, 4, 3, programs=6, measured=H100),
         Config(32, 64, 4, 3, programs=2),
-        Config(64, 64, 4, 3, programs=8, unmasked_loop=True),
-        Config(128, 64, 8, 3, programs=8, unmasked_loop=True),
+        Config(64, 32, 4, 3, programs=8, unmasked_loop=True, measured=H100),
+        Config(128, 64, 8, 3, programs=8, unmasked_loop=True, measured=H100),
     ),
     256: (
         Config(16, 32, 4, 4, programs=2),
