@@ -22,6 +22,8 @@ import torch
 from chatcache_kernels.types import AttentionBatch, AttentionWork, PageStore, WorkList
 from chatcache_kernels.work_list import (
     LARGE_TILE_QUERIES,
+    LOAD_SPLITS,
+    MIN_DECODE_ITEMS,
     PREFILL_TILE_QUERIES,
     SMALL_TILE_QUERIES,
     SPLIT_TOKENS,
@@ -100,8 +102,10 @@ class WorkListBuffers:
         num_heights = 3 if not size.is_decode else 2 if size.num_rows > 1 else 1
         heights = [max(1, each // group) for each in queries[:num_heights]]
         num_rows, pieces, own = size.num_rows, -(-max_model_len // SPLIT_TOKENS), -(-num_kv_tokens // SPLIT_TOKENS)
-        num_items = num_rows + min(num_rows * pieces, 2 * own)
-        num_states = min(num_rows * pieces, 2 * own + num_rows * SHARED_PIECES)
+        shortest = -(-max_model_len // int(SPLIT_TOKENS * LOAD_SPLITS[0]))
+        num_short = min(num_rows * shortest, num_rows + 2 * MIN_DECODE_ITEMS)
+        num_items = num_rows + max(num_short, min(num_rows * pieces, 2 * own))
+        num_states = max(num_short, min(num_rows * pieces, 2 * own + num_rows * SHARED_PIECES))
         if not size.is_decode:
             num_tiles = size.num_tokens // heights[-1] + num_rows
             num_items += num_tiles * min(PROMPT_PIECES, pieces)

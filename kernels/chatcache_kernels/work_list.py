@@ -11,8 +11,10 @@ merged by log-sum-exp, in order of their keys.
 
 The split depends on the row alone, not on the number of rows: SPLIT_TOKENS keys for rows of few new tokens, which are
 limited by memory bandwidth, and more for rows of many, which are split only as far as their tiles do not fill a device.
-Rows that share pages are also split where the shared pages end, so the last bits of their results may depend on which
-rows share with them. `plan_invariant_work` is the plan without sharing, with one height and one split for all rows.
+With `by_load`, rows of few new tokens are split at a length that depends on the keys of all of them: a step of few keys
+needs many short items, and one of many keys needs no merges. Rows that share pages are also split where the shared
+pages end, so the last bits of their results may depend on which rows share with them. `plan_invariant_work` is the plan
+without sharing, with one height and one split for all rows.
 
 The plan is made once a step while a device waits, so it costs no Python time per row: tiles (tokens that attend to the
 same keys together) are arrays, and one pass splits all of them.
@@ -35,6 +37,8 @@ from .types import I32, AttentionWork, HostAttentionWork, HostWorkList
 SharingMode = Literal["auto", "always", "never"]
 
 SPLIT_TOKENS = 512
+LOAD_SPLITS = (0.5, 1, 2, 4)  # of SPLIT_TOKENS, by load
+MIN_DECODE_ITEMS = 32  # of a step, by load; each runs once for every key head
 MIN_PREFILL_ITEMS = 32  # of a row with more new tokens than a large tile; each runs once for every key head
 INVARIANT_SPLIT_TOKENS = 1024  # of all rows: prompts over long contexts need a state for each split of each token
 SMALL_TILE_QUERIES = 16  # rows of few tokens: the smallest operand of a matrix unit
@@ -80,14 +84,17 @@ def plan_work(
     *,
     share: SharingMode = "auto",
     cost: SharingCost = DEFAULT_COST,
+    by_load: bool = False,
 ) -> AttentionWork:
     """Plan the attention of one step. The result is on the CPU.
 
     Shapes: tables [num_rows, max_pages], start, num_tokens [num_rows] int32; group = num_heads / num_kv_heads. share:
     whether rows of one new token read the pages that they have in common together: "auto" where `cost` predicts a gain,
-    "always", or "never". Sharing changes only where a token's keys are split; its states still merge in key order.
+    "always", or "never". by_load: split the keys of rows of few new tokens by the load of the step. Sharing and load
+    change only where a token's keys are split; its states still merge in key order.
     """
-    return plan_work_arrays(tables, start, num_tokens, page_size, group, share=share, cost=cost).to_tensors()
+    plan = plan_work_arrays(tables, start, num_tokens, page_size, group, share=share, cost=cost, by_load=by_load)
+    return plan.to_tensors()
 
 
 def plan_invariant_work(tables: I32, start: I32, num_tokens: I32, page_size: int, group: int) -> AttentionWork:
@@ -113,6 +120,7 @@ def plan_work_arrays(
     *,
     share: SharingMode = "auto",
     cost: SharingCost = DEFAULT_COST,
+    by_load: bool = False,
 ) -> HostAttentionWork:
     """Plan the attention of one step as numpy arrays. Arguments as in `plan_work`."""
     heights = tokens_per_tile(group)
@@ -121,7 +129,7 @@ def plan_work_arrays(
         rule = CostModel(cost, SPLIT_TOKENS, heights, group) if share == "auto" else None
         ranges, height = find_shared_prefixes(tables, start, num_tokens, page_size, rule, heights)
     prefill_height = max(1, PREFILL_TILE_QUERIES // group)
-    return build_work_items(start, num_tokens, heights, ranges, height, prefill_height=prefill_height)
+    return build_work_items(start, num_tokens, heights, ranges, height, prefill_height=prefill_height, by_load=by_load)
 
 
 def find_shared_prefixes(
@@ -148,6 +156,7 @@ def build_work_items(
     shared_height: int,
     max_row_tokens: int | None = None,
     prefill_height: int | None = None,
+    by_load: bool = False,
 ) -> HostAttentionWork:
     """Split the attention of a step into work items, in tiles of two `heights` (small, large).
 
@@ -163,29 +172,46 @@ def build_work_items(
         own[ranges.rows] = ranges.end_key.repeat(ranges.sizes)  # with several levels the deepest wins
         shared = _shared_tiles(ranges, offsets, small, shared_height)
     if num_tokens.max(initial=0) <= 1:
-        tiles = _decode_tiles(start, own, offsets, slice(None) if num_tokens.all() else num_tokens.nonzero()[0], small)
+        rows = slice(None) if num_tokens.all() else num_tokens.nonzero()[0]
+        split = choose_split(start[rows] + 1 - own[rows]) if by_load else SPLIT_TOKENS
+        tiles = _decode_tiles(start, own, offsets, rows, small, split)
         return _split_tiles([*shared, tiles], tiles.end_key - 1)
     counts = num_tokens if max_row_tokens is None else num_tokens * (num_tokens <= max_row_tokens)
     long = np.flatnonzero(counts > large).astype(np.int32)
     many = np.flatnonzero((counts > small) & (counts <= large)).astype(np.int32)
     few = np.flatnonzero((counts > 0) & (counts <= small)).astype(np.int32)
+    few_keys = (start + num_tokens - own)[few]
     parts = [
-        _row_tiles(long, start, own, counts, offsets, prefill_height or large, MIN_PREFILL_ITEMS),
+        _row_tiles(long, start, own, counts, offsets, prefill_height or large, min_items=MIN_PREFILL_ITEMS),
         _row_tiles(many, start, own, counts, offsets, large),
         *shared,
-        _row_tiles(few, start, own, counts, offsets, small),
+        _row_tiles(few, start, own, counts, offsets, small, choose_split(few_keys) if by_load else SPLIT_TOKENS),
     ]
     return _split_tiles(parts, start.repeat(num_tokens) + _index_within(num_tokens))
 
 
-def _decode_tiles(start: I32, own: I32, offsets: I32, rows: slice | NDArray[np.int64], height: int) -> QueryTiles:
+def choose_split(num_keys: I32) -> int:
+    """Return the longest of LOAD_SPLITS that makes enough items of rows with `num_keys` keys, if any does.
+
+    Rows of up to SPLIT_TOKENS keys are not split, which saves their merge.
+    """
+    if num_keys.max(initial=0) <= SPLIT_TOKENS:
+        return SPLIT_TOKENS
+    most = int(num_keys.sum()) // MIN_DECODE_ITEMS
+    splits = [int(SPLIT_TOKENS * factor) for factor in LOAD_SPLITS]
+    return max((split for split in splits if split <= most), default=splits[0])
+
+
+def _decode_tiles(
+    start: I32, own: I32, offsets: I32, rows: slice | NDArray[np.int64], height: int, split: int
+) -> QueryTiles:
     """Return one tile for each of `rows`, which have one new token each.
 
-    `own`: first key that each row does not share.
+    `own`: first key that each row does not share. `split`: maximum number of keys of an item.
     """
     row = np.arange(len(start), dtype=np.int32)[rows]
     ones = np.ones(len(row), np.int32)
-    return QueryTiles(row, own[rows], start[rows] + 1, ones, ones * SPLIT_TOKENS, offsets[rows], height)
+    return QueryTiles(row, own[rows], start[rows] + 1, ones, ones * split, offsets[rows], height)
 
 
 def _shared_tiles(ranges: SharedRanges, offsets: I32, small: int, large: int) -> list[QueryTiles]:
@@ -215,24 +241,31 @@ def _shared_tiles(ranges: SharedRanges, offsets: I32, small: int, large: int) ->
 
 
 def _row_tiles(
-    rows: I32, start: I32, own: I32, num_tokens: I32, offsets: I32, height: int, min_items: int | None = None
+    rows: I32,
+    start: I32,
+    own: I32,
+    num_tokens: I32,
+    offsets: I32,
+    height: int,
+    split: int | None = None,
+    min_items: int | None = None,
 ) -> QueryTiles:
     """Divide the new tokens of each of `rows` into tiles of at most `height` tokens.
 
-    `own`: first key that each row does not share. Tiles are split every SPLIT_TOKENS keys or, with `min_items`, into
-    the fewest equal parts that give the row so many items.
+    `own`: first key that each row does not share. Tiles are split every `split` keys (default: SPLIT_TOKENS) or, with
+    `min_items`, into the fewest equal parts that give the row so many items.
     """
     num_tiles = -(-num_tokens[rows] // height)
-    split = np.full_like(rows, SPLIT_TOKENS)
+    splits = np.full_like(rows, split or SPLIT_TOKENS)
     if min_items is not None:
         num_parts = -(-min_items // num_tiles)
         num_keys = (start + num_tokens - own)[rows]
-        split *= -(-num_keys // (num_parts * SPLIT_TOKENS))
+        splits *= -(-num_keys // (num_parts * SPLIT_TOKENS))
     row = rows.repeat(num_tiles)
     first = _index_within(num_tiles) * height
     num = np.minimum(num_tokens[row] - first, height)
     members = np.repeat(offsets[row] + first, num) + _index_within(num)
-    return QueryTiles(row, own[row], start[row] + first + num, num, split.repeat(num_tiles), members, height)
+    return QueryTiles(row, own[row], start[row] + first + num, num, splits.repeat(num_tiles), members, height)
 
 
 def _index_within(counts: I32) -> I32:

@@ -36,10 +36,15 @@ class Step:
     page_size: int
     group: int
 
-    def plan(self, share: work_list.SharingMode = "auto", cost: SharingCost = work_list.DEFAULT_COST) -> AttentionWork:
+    def plan(
+        self,
+        share: work_list.SharingMode = "auto",
+        cost: SharingCost = work_list.DEFAULT_COST,
+        by_load: bool = False,
+    ) -> AttentionWork:
         """Return the plan of the step."""
-        sizes = self.page_size, self.group
-        return work_list.plan_work(self.tables, self.start, self.num_tokens, *sizes, share=share, cost=cost)
+        arrays = self.tables, self.start, self.num_tokens
+        return work_list.plan_work(*arrays, self.page_size, self.group, share=share, cost=cost, by_load=by_load)
 
     def tokens(self) -> Iterator[tuple[int, int]]:
         """Yield (row, position) of each new token."""
@@ -153,6 +158,23 @@ def test_prefill_is_split_only_as_far_as_its_tiles_are_few(
     plan = make_unshared_step([(cached, new)], group=4).plan("never")
     assert sum(len(one.items) for one in plan.lists) == num_items
     assert len(plan.merge_tokens) == num_merged
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "length", "keys"),
+    [(1, 512, 512), (1, 1024, 256), (1, 16_384, 512), (8, 2048, 512), (64, 1024, 1024), (64, 4096, 2048)],
+)
+def test_decode_rows_by_load_are_split_into_enough_items(num_rows: int, length: int, keys: int) -> None:
+    plan = make_unshared_step([(length - 1, 1)] * num_rows).plan("never", by_load=True)
+    (one,) = plan.lists
+    assert set((one.items[:, 2] - one.items[:, 1]).tolist()) == {keys}
+
+
+@given(st.lists(st.tuples(st.integers(0, 9000), st.integers(0, 4)), max_size=6), st.sampled_from([1, 3, 8]))
+@settings(deadline=None, max_examples=50)
+def test_random_rows_by_load_are_planned_once_per_key(rows: list[tuple[int, int]], group: int) -> None:
+    step = make_unshared_step(rows, group=group)
+    check(step, step.plan(by_load=True))
 
 
 @st.composite

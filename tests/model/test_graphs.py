@@ -320,6 +320,19 @@ def test_work_list_larger_than_the_buffers_does_not_fit() -> None:
         assert short.fill({name: array.copy() for name, array in arrays.items()}, work, 6) is None
 
 
+@pytest.mark.parametrize("length", [300, 600, 2000, 5000])
+def test_work_list_by_load_fits_the_buffers(length: int) -> None:
+    """Without shared pages, whatever the lengths of the rows."""
+    rng = np.random.default_rng(SEED)
+    for size in (1, 2, 7, 40):
+        buffers = WorkListBuffers.sized_for(size, 1, length, size * length)
+        start = rng.integers(0, length, size).astype(np.int32)
+        tables = np.arange(size * length, dtype=np.int32).reshape(size, length)
+        work = plan_work(tables, start, np.ones(size, np.int32), 1, 1, by_load=True)
+        arrays = {name: np.zeros(shape, kind) for name, (kind, shape) in buffers.specs().items()}
+        assert buffers.fill(arrays, work, size) is not None, f"seed {SEED}"
+
+
 @pytest.mark.slow
 def test_step_that_does_not_fit_the_buffers_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     original = WorkListBuffers.sized_for

@@ -9,7 +9,7 @@ from types import ModuleType
 import numpy as np
 import torch
 from chatcache_kernels.types import AttentionBatch, KVPages
-from chatcache_kernels.work_list import SharingMode, plan_work
+from chatcache_kernels.work_list import SharingMode
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -137,10 +137,11 @@ def make_batch(
     batch = AttentionBatch.build(tables, start, num_tokens, PAGE)
     group = heads.num_heads // heads.num_kv_heads
     work = kernels.prepare(rows.tables, rows.start, rows.num_tokens, PAGE, group)
-    if share == "never" and kernels.prepare is not plan_work:
+    has_modes = kernels.__name__.endswith(".triton")
+    if share == "never" and not has_modes:
         work = None
-    elif share != "auto" and kernels.prepare is plan_work:
-        work = plan_work(rows.tables, rows.start, rows.num_tokens, PAGE, group, share=share)
+    elif share != "auto" and has_modes:
+        work = kernels.prepare(rows.tables, rows.start, rows.num_tokens, PAGE, group, share=share)
     return replace(batch, work=work).to(device)
 
 

@@ -10,8 +10,10 @@ Reading order: `launch` (helpers of all launches), `configs` and `attention`, `l
 `batch_invariant` for deterministic serving. `variants` lists the launches that tests compile.
 """
 
+from functools import partial
+
 from ..reference import gated_rms_norm
-from ..work_list import plan_work as prepare
+from ..work_list import plan_work
 from .attention import paged_attention
 from .experts import grouped_experts, pack_experts
 from .fused import add_rms_norm, rms_norm, silu_mul
@@ -19,6 +21,8 @@ from .latent import allocate_latent_pages, latent_attention, read_latents, write
 from .pages import allocate_pages, copy_pages, read_pages, swap_in, swap_out, write_pages
 from .recurrent import causal_conv, gated_delta_rule, ssd_scan
 from .rope import rope_write
+
+prepare = partial(plan_work, by_load=True)
 
 __all__ = [
     "add_rms_norm",
