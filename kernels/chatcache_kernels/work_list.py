@@ -37,8 +37,8 @@ from .types import I32, AttentionWork, HostAttentionWork, HostWorkList
 SharingMode = Literal["auto", "always", "never"]
 
 SPLIT_TOKENS = 512
-LOAD_SPLITS = (0.5, 1, 2, 4)  # of SPLIT_TOKENS, by load
-MIN_DECODE_ITEMS = 32  # of a step, by load; each runs once for every key head
+LOAD_SPLITS = (0.5, 1, 2)  # of SPLIT_TOKENS, by load
+MIN_DECODE_ITEMS = 32  # of SPLIT_TOKENS keys in a step by load, and twice as many of twice as many keys
 MIN_PREFILL_ITEMS = 32  # of a row with more new tokens than a large tile; each runs once for every key head
 INVARIANT_SPLIT_TOKENS = 1024  # of all rows: prompts over long contexts need a state for each split of each token
 SMALL_TILE_QUERIES = 16  # rows of few tokens: the smallest operand of a matrix unit
@@ -191,15 +191,16 @@ def build_work_items(
 
 
 def choose_split(num_keys: I32) -> int:
-    """Return the longest of LOAD_SPLITS that makes enough items of rows with `num_keys` keys, if any does.
+    """Return how many keys an item of rows with `num_keys` keys has: the most of LOAD_SPLITS that make enough items.
 
-    Rows of up to SPLIT_TOKENS keys are not split, which saves their merge.
+    Longer items must be more, as an item is one program per key head, and some models have few. Rows of up to
+    SPLIT_TOKENS keys are not split, which saves their merge.
     """
     if num_keys.max(initial=0) <= SPLIT_TOKENS:
         return SPLIT_TOKENS
-    most = int(num_keys.sum()) // MIN_DECODE_ITEMS
-    splits = [int(SPLIT_TOKENS * factor) for factor in LOAD_SPLITS]
-    return max((split for split in splits if split <= most), default=splits[0])
+    total = int(num_keys.sum())
+    factors = (factor for factor in LOAD_SPLITS if factor**2 * MIN_DECODE_ITEMS * SPLIT_TOKENS <= total)
+    return int(SPLIT_TOKENS * max(factors, default=LOAD_SPLITS[0]))
 
 
 def _decode_tiles(

@@ -21,6 +21,7 @@ from unittest import mock
 
 from chatcache_kernels import work_list
 from chatcache_kernels.triton.configs import Config, MergeConfig
+from chatcache_kernels.types import AttentionBatch
 
 from bench.check.context import StageContext
 from bench.check.workload import Heads, Rows, Workload, build, equal_rows, make_batch, tree_rows
@@ -142,7 +143,10 @@ def _tune(context: StageContext, kind: Kind, best: dict[str, Config]) -> None:
     """Rank the candidates of an entry, then the numbers of programs for the first ones; keep the best in `best`."""
     loads = {load.name: _build(context, kind.heads, load) for load in kind.loads}
     current = _current(context, kind)
-    times = _time_all(context, kind, loads, [current, *kind.candidates()])
+    candidates = kind.candidates()
+    if current.overlap:
+        candidates += [replace(one, overlap=True) for one in candidates if one.unmasked_loop]
+    times = _time_all(context, kind, loads, [current, *candidates])
     first = sorted(times, key=_worst_ratios(times).__getitem__)[:NUM_PRINTED]
     others = [replace(one, programs=n) for one in dict.fromkeys((*first, current)) for n in kind.programs]
     times |= _time_all(context, kind, loads, [one for one in others if one not in times])
@@ -155,17 +159,18 @@ def _tune_split(context: StageContext, kind: Kind, best: Config | None) -> None:
     current = _current(context, kind)
     config = best or current
     pairs = [(split, replace(config, programs=n)) for split in SPLITS for n in kind.programs]
-    times: dict[Any, list[float]] = {pair: [] for pair in [(work_list.SPLIT_TOKENS, current), *pairs]}
+    by_load = ("by load", current)
+    times: dict[Any, list[float]] = {pair: [] for pair in [by_load, *pairs]}
     for load in kind.loads:
         work = _build(context, kind.heads, load)
-        batches = {}
+        batches: dict[Any, AttentionBatch] = {"by load": work.batch}
         for split in SPLITS:
-            with mock.patch.object(work_list, "SPLIT_TOKENS", split):
+            with mock.patch.multiple(work_list, SPLIT_TOKENS=split, LOAD_SPLITS=(1,)):
                 batches[split] = _plan(context, work, load).batch
         for (split, one), row in times.items():
             row.append(_time_us(context, kind, replace(work, batch=batches[split]), one))
     name = f"tune split {kind.heads.name}"
-    _report(context, name, [load.name for load in kind.loads], (work_list.SPLIT_TOKENS, current), times)
+    _report(context, name, [load.name for load in kind.loads], by_load, times)
 
 
 def _tune_merge(context: StageContext, kind: Kind) -> None:
@@ -276,7 +281,9 @@ def _short(candidate: Any) -> str:
         return f"block_s {candidate.block_s}, warps {candidate.num_warps}, programs {candidate.programs}"
     return (
         f"block_n {candidate.block_n}, warps {candidate.num_warps}, stages {candidate.num_stages}, "
-        f"programs {candidate.programs}" + (", unmasked_loop" if candidate.unmasked_loop else "")
+        f"programs {candidate.programs}"
+        + (", unmasked_loop" if candidate.unmasked_loop else "")
+        + (", overlap" if candidate.overlap else "")
     )
 
 
