@@ -24,6 +24,7 @@ Prefill: 4.2 MFLOP for a tile, 1,024 cycles of matrix units, next to 764 cycles 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -38,7 +39,8 @@ class Config:
     """Launch configuration of tiles of `rows` queries.
 
     block_n: keys of a tile. programs: per multiprocessor; more than fit at once leave the balance to the device's
-    scheduler. unmasked_loop: keys that every query sees have a loop without masks. max_registers: per thread, where the
+    scheduler. unmasked_loop: keys that every query sees have a loop without masks. overlap: that loop multiplies values
+    during the softmax of the next tile. max_registers: per thread, where the
     assembler would otherwise spill. measured: when and on which chip, or "not measured".
     """
 
@@ -48,13 +50,14 @@ class Config:
     num_stages: int
     programs: int
     unmasked_loop: bool = False
+    overlap: bool = False
     max_registers: int | None = None
     measured: str = NOT_MEASURED
 
 
 @dataclass(frozen=True, slots=True)
 class MergeConfig:
-    """Launch configuration of the merge: `block_s` states at a time; the rest as in `Config`."""
+    """Launch configuration of the merge: `block_s` states of 128 dimensions at a time; the rest as in `Config`."""
 
     block_s: int
     num_warps: int
@@ -76,19 +79,21 @@ class Chip:
 H100: Final = "H100, 2026-11-26"
 MERGE: Final = MergeConfig(block_s=32, num_warps=1, programs=8, measured=H100)
 
+OVERLAP: Final = os.environ.get("CHATCACHE_OVERLAP", "1") == "1"  # for comparison
+
 # Two-byte elements: head size -> configurations by height, lowest first
 HOPPER: Final = {
     64: (
         Config(16, 64, 4, 4, programs=6, measured=H100),
         Config(32, 64, 4, 4, programs=4),
-        Config(64, 32, 4, 4, programs=8, unmasked_loop=True, measured=H100),
-        Config(128, 128, 8, 3, programs=8, unmasked_loop=True, measured=H100),
+        Config(64, 32, 4, 4, programs=8, unmasked_loop=True, overlap=OVERLAP),
+        Config(128, 64, 8, 3, programs=8, unmasked_loop=True, overlap=OVERLAP),
     ),
     128: (
         Config(16, 64, 4, 3, programs=6, measured=H100),
         Config(32, 64, 4, 3, programs=2),
-        Config(64, 32, 4, 3, programs=8, unmasked_loop=True, measured=H100),
-        Config(128, 64, 8, 3, programs=8, unmasked_loop=True, measured=H100),
+        Config(64, 32, 4, 3, programs=8, unmasked_loop=True, overlap=OVERLAP),
+        Config(128, 64, 8, 3, programs=8, unmasked_loop=True, overlap=OVERLAP),
     ),
     256: (
         Config(16, 32, 4, 4, programs=2),
@@ -143,7 +148,8 @@ FLOAT32: Final = {
 INTERPRETER: Final = {
     512: (
         Config(16, 64, 1, 1, programs=1),
-        *(Config(rows, 64, 1, 1, programs=1, unmasked_loop=True) for rows in (32, 64)),
+        Config(32, 64, 1, 1, programs=1, unmasked_loop=True),
+        Config(64, 64, 1, 1, programs=1, unmasked_loop=True, overlap=True),
     )
 }
 
