@@ -1,8 +1,8 @@
 """Linear layers in FP8 (e4m3): the weights that all backends share, and quantisation in plain torch.
 
-A number is stored as value / scale, where the largest value that shares the scale becomes 448. Weights share a scale per
-output, or in blocks of 128 outputs and 128 inputs. Activations share one per token, or per token and 128 inputs, so that
-each scale belongs to a whole number of products.
+A number is stored as value / scale, where the largest value that shares the scale becomes 448. Weights share a scale
+per output, or in blocks of 128 outputs and 128 inputs. Activations share one per token, or per token and 128 inputs,
+so that each scale belongs to a whole number of products.
 
     weight  numbers [out, in]          x  numbers [T, in]
             scales  [out / rows, in / columns]     scales  [T, in / columns]
@@ -65,12 +65,15 @@ def stack(parts: Sequence[Fp8Weight]) -> Fp8Weight:
 
     Blocks keep their numbers: where a layer ends within a block, fewer outputs share a scale.
     """
+    if len(parts) == 1:
+        return parts[0]
     rows = math.gcd(*(part.rows for part in parts), *(part.num_outputs for part in parts[:-1]))
     scales = []
     for part in parts:
         narrow = part.scales.repeat_interleave(part.rows // rows, 0)
         scales.append(narrow[: -(-part.num_outputs // rows)])
-    return Fp8Weight(torch.cat([part.numbers for part in parts]), torch.cat(scales), rows, parts[0].columns)
+    numbers = torch.cat([part.numbers.view(torch.uint8) for part in parts]).view(DTYPE)
+    return Fp8Weight(numbers, torch.cat(scales), rows, parts[0].columns)
 
 
 def quantise_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import torch
 from chatcache.errors import ModelFolderError
 from chatcache.model.attention import AttentionBackend
 from chatcache.model.geometry import Geometry
-from chatcache.model.linear import Int8LinearFactory, LinearFactory, fast_linear
+from chatcache.model.linear import Fp8LinearFactory, Int8LinearFactory, LinearFactory, fast_linear
 from chatcache.model.loading.weights import is_finite
 from chatcache.model.transformers.attention import ATTENTION_NAME, Pass, Probe, paged_attention, take_over_tuning
 from chatcache.model.transformers.blocks import replace_bases
@@ -45,7 +45,7 @@ def load_transformers(
 ) -> TransformersNetwork:
     """Load a model through transformers; `kernels` run its experts.
 
-    `make_linear`: of the linear layers on a CPU.
+    `make_linear`: of the linear layers on a CPU, and of FP8 layers.
     Raises: ModelFolderError for an architecture that is unknown or cannot attend through pages, and for bad weights.
     """
     from transformers import AttentionInterface, AutoConfig
@@ -93,7 +93,7 @@ def _wrap(
     make_linear: LinearFactory,
 ) -> TransformersNetwork:
     text = model.config.get_text_config()
-    int8 = make_linear if isinstance(make_linear, Int8LinearFactory) else None
+    packed = make_linear if isinstance(make_linear, Int8LinearFactory | Fp8LinearFactory) else None
     try:
         experts = replace_experts(model, kernels, make_linear)
         mixers = replace_mixers(model)
@@ -103,12 +103,14 @@ def _wrap(
     if device.type == "cpu":
         fuse_modules(model, kernels)
         replace_bases(model, kernels)
+    if device.type == "cpu" or packed is not None:
         pack_linears(model, make_linear)
-    if int8 is not None:
-        left = unpacked_share(model, int8.num_weights)
+    if packed is not None:
+        left = unpacked_share(model, packed.num_weights)
         if left > MAX_UNPACKED:
             what = f"{left:.0%} of the weights of this {text.model_type} are not in plain linear layers"
-            raise ModelFolderError(f"{where}: quantization int8 saves too little: {what}")
+            name = "fp8" if isinstance(packed, Fp8LinearFactory) else "int8"
+            raise ModelFolderError(f"{where}: quantization {name} saves too little: {what}")
     probe = Probe()
     take_over_tuning(model)
     zero = torch.zeros(1, dtype=torch.int64, device=device)

@@ -6,8 +6,8 @@ number of tokens, do not compile anew. With `TRITON_INTERPRET=1` in the environm
 CPU tensors, slowly; that is how they are tested without a GPU.
 
 Reading order: `launch` (helpers of all launches), `configs` and `attention`, `latent`, `pages`, `rope`, `fused`,
-`fp8`, `experts`, `recurrent`, then `sampling_ops`, `sampling`, `topk_topp` and `ranks`. `variants` lists the launches that
-tests compile.
+`fp8`, `experts`, `recurrent`, then `sampling_ops`, `sampling`, `topk_topp` and `ranks`. `variants` lists the launches
+that tests compile.
 """
 
 from ..reference import gated_rms_norm

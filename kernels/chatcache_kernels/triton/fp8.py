@@ -28,7 +28,7 @@ FEW_ROWS = 32
 FEW_OUTPUTS = 64  # of a program for few rows
 PROGRAMS_PER_MULTIPROCESSOR = 2
 MIN_BLOCKS = 4  # of inputs that a program for few rows reads
-BLOCK_K = 128
+BLOCK_K = 128  # inputs of a block, also of those that share a scale
 QUANTISE_TILE = 1024
 TILE = 128  # rows and outputs of a program for many rows
 
@@ -89,7 +89,7 @@ def _multiply_blocks(
         block_product_kernel[grid](
             numbers, scales, weight.numbers, weight.scales, bias, out, num_rows,
             NUM_INPUTS=weight.num_inputs, NUM_OUTPUTS=weight.num_outputs, SCALE_ROWS=weight.rows, ROWS=rows,
-            OUTPUTS=TILE, BLOCK_K=weight.columns, num_warps=rows // 16, num_stages=4,
+            OUTPUTS=TILE, BLOCK_K=BLOCK_K, num_warps=rows // 16, num_stages=4,
         )  # fmt: skip
     return out
 
@@ -109,15 +109,14 @@ def _multiply_few_rows(x: Tensor, weight: Fp8Weight, bias: Tensor | None, locks:
     out = torch.empty(num_rows, weight.num_outputs, dtype=x.dtype, device=x.device)
     if not num_rows:
         return out
-    block = min(BLOCK_K, weight.columns)
-    split = choose_split(len(locks), triton.cdiv(num_inputs, block), on.multiprocessors)
+    split = choose_split(len(locks), triton.cdiv(num_inputs, BLOCK_K), on.multiprocessors)
     shape = (split.count, num_rows, weight.num_outputs) if split.count > 1 else (1,)
     sums = torch.empty(shape, dtype=torch.float32, device=x.device)
     few_rows_kernel[(len(locks), split.count)](
         x, weight.numbers, weight.scales, bias, out, sums, locks, num_rows,
         NUM_INPUTS=num_inputs, NUM_OUTPUTS=weight.num_outputs, SCALE_ROWS=weight.rows,
         HAS_BLOCKS=weight.columns < num_inputs, SPLIT=split.count, NUM_BLOCKS=split.num_blocks,
-        ROWS=max(16, next_power_of_2(num_rows)), OUTPUTS=FEW_OUTPUTS, BLOCK_K=block, num_warps=4, num_stages=5,
+        ROWS=max(16, next_power_of_2(num_rows)), OUTPUTS=FEW_OUTPUTS, BLOCK_K=BLOCK_K, num_warps=4, num_stages=5,
     )  # fmt: skip
     return out
 
