@@ -22,6 +22,9 @@ from .configs import Chip, get_chip
 from .launch import EXACT, INTERPRETED, choose_num_warps, next_power_of_2, round_to
 from .variants import Variant, trace_variants
 
+MIN_ARCH = 89
+"""Compute capability from which GPUs convert and multiply FP8 numbers."""
+
 FEW_ROWS = 32
 """Number of rows up to which weights are converted; more are faster as FP8 products."""
 
@@ -296,8 +299,6 @@ def block_product_kernel(  # type: ignore[no-untyped-def]
 
 def variants(arch: int) -> Iterator[Variant]:
     """Yield the kernel variants of layers as in Qwen3 0.6B and 8B and Llama 70B, scaled by output and by block."""
-    if arch < 89:
-        return  # no FP8 numbers
     for num_inputs, num_outputs in ((1024, 4096), (3072, 1024), (4096, 24576), (12288, 4096), (8192, 10240), (208, 80)):
         for columns in (num_inputs, 128):
             x = torch.empty(7, num_inputs, dtype=torch.bfloat16, device="meta")
