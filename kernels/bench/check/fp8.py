@@ -19,6 +19,7 @@ from bench.check.limits import stage_limits
 from bench.check.workload import MIN_ROUND_BYTES
 from chatcache.bench.device import Limits, Work, time_work
 from chatcache.bench.report import compare, compare_to_floor
+from chatcache.model.linear import FP8_CAPABILITY
 
 BLOCK = 128
 MAX_FEW_ROWS = 64
@@ -47,7 +48,7 @@ def run(context: StageContext) -> None:
     if not context.on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         context.skip("FP8 layers", "Triton kernels need a GPU")
         return
-    if context.on_gpu and torch.cuda.get_device_capability() < (8, 9):
+    if context.on_gpu and torch.cuda.get_device_capability() < FP8_CAPABILITY:
         context.skip("FP8 layers", "the GPU has no FP8 products")
         return
     limits, sizes = stage_limits(context), SIZES["full" if context.size == "full" else "tiny"]
