@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from chatcache.errors import ModelFolderError
 from chatcache.model.linear import choose_quantization, fp8_problem
 from chatcache.model.loading.fp8_weights import Fp8Format, read_fp8_format
+from chatcache.model.loading.weights import is_finite
 from chatcache.model.runner import Runner
+from tests.model.families import EXPERTS, LAYERS, save_random
 from tests.model.fp8_folders import FIELDS, save_fp8, save_plain
 from tests.model.test_quantised import logprobs
 
@@ -44,6 +47,26 @@ def test_fp8_checkpoint_without_fp8_products_equals_the_dequantised_model(
     assert torch.equal(logprobs(runner, PROMPTS), logprobs(load(exact, device="cpu"), PROMPTS))
     original = logprobs(load(plain, device="cpu"), PROMPTS)
     assert 0 < (logprobs(runner, PROMPTS) - original).norm() / original.norm() < 0.05
+
+
+@pytest.mark.parametrize("layout", ["block", "channel"])
+def test_fp8_checkpoint_of_transformers_model_equals_the_dequantised_model(
+    layout: str, tmp_path: Path, load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {**LAYERS, **EXPERTS, "num_hidden_layers": 2, "head_dim": 32}
+    save_random(transformers.Qwen3MoeConfig(**sizes), tmp_path / "plain")
+    fp8, exact = save_fp8(tmp_path / "plain", tmp_path, layout)
+    with caplog.at_level(logging.WARNING):
+        runner = load(fp8, device="cpu")
+    assert "FP8 weights are dequantised: qwen3_moe runs through transformers" in caplog.text
+    torch.testing.assert_close(logprobs(runner, PROMPTS), logprobs(load(exact, device="cpu"), PROMPTS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_is_finite_finds_every_fp8_number_that_is_not(dtype: torch.dtype) -> None:
+    numbers = torch.arange(256, dtype=torch.uint8).view(dtype)
+    for number in numbers:
+        assert is_finite(number[None]) == bool(number.float().isfinite())
 
 
 def test_fp8_checkpoint_can_be_quantised_to_int8(plain: Path, tmp_path: Path, load: Load) -> None:

@@ -14,14 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from chatcache_kernels.fp8 import DTYPE, Fp8Weight
 from torch import Tensor
 
 from chatcache.errors import ModelFolderError
-from chatcache.model.loading.weights import Part, WeightSource
+from chatcache.model.loading.weights import Part, Weights, WeightSource
 
 FIELD = "quantization_config"
 SCALES = ("_scale_inv", "_scale")  # after the name of the weight
+UNREAD = (".input_scale", ".activation_scale", ".k_scale", ".v_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,20 @@ def _block(value: Any, name: str) -> tuple[int, int] | None:
     if not (isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)):
         raise ModelFolderError(f"{name} must be two positive integers, got {value!r:.60}")
     return value[0], value[1]
+
+
+def dequantise_all(weights: Weights, layout: Fp8Format, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return all tensors of an FP8 checkpoint but the scales, with the dequantised ones in `dtype`.
+
+    Raises: as `Fp8Weights.get`.
+    """
+    found, fp8 = {}, Fp8Weights(weights, layout)
+    for name in weights.names():
+        if not name.endswith((*(f"weight{suffix}" for suffix in SCALES), *UNREAD)):
+            shape = weights.shape(name)
+            weight = fp8.get_fp8(name, shape)
+            found[name] = fp8.get(name, shape) if weight is None else weight.dequantise().to(dtype)
+    return found
 
 
 class Fp8Weights:

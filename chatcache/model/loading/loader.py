@@ -198,7 +198,7 @@ def _load(
         raise ModelFolderError(f"deterministic works on CPUs only, and this model would run on {device}")
     check_quantization(config.quantization, device)
     backend, kernels = choose_backend(config.attention_backend, device, deterministic=config.deterministic)
-    fp8 = read_fp8_format(raw, where)
+    fp8 = read_fp8_format(raw, where) if is_native(raw, where) else None  # transformers' models are dequantised
     quantization = choose_quantization(config.quantization, fp8_problem(backend, device, dtype), is_fp8=fp8 is not None)
     config = msgspec.structs.replace(config, quantization=quantization)
     weights = weights if fp8 is None else Fp8Weights(weights, fp8)

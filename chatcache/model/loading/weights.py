@@ -134,6 +134,10 @@ class Weights:
         """Yield every tensor name."""
         return iter(self._entries)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor that exists."""
+        return self._entries[name].shape
+
     @property
     def num_parameters(self) -> int:
         """Return the number of stored elements."""
