@@ -364,13 +364,17 @@ def write_named_model(name: str, folder: Path) -> None:
         write_transformers_model(TRANSFORMERS_SHAPES[name], folder)
 
 
-def write_transformers_model(config: Mapping[str, Any], folder: Path, *, seed: int = 0) -> None:
-    """Write a model of a transformers config with the random weights that transformers starts a training with."""
+def write_transformers_model(config: Mapping[str, Any], folder: Path, *, seed: int = 0, device: str = "cpu") -> None:
+    """Write a model of a transformers config with the random weights that transformers starts a training with.
+
+    `device`: draws the weights.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
     made = AutoConfig.for_model(**config, bos_token_id=0, eos_token_id=0)
-    AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16).save_pretrained(folder)
+    with torch.device(device):
+        AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16).save_pretrained(folder)
 
 
 def write_model(shape: Shape, folder: Path, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> None:

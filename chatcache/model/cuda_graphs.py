@@ -1,8 +1,8 @@
-"""Decode steps captured as CUDA graphs at warm-up and replayed, up to the logits.
+"""Steps captured as CUDA graphs at warm-up and replayed, up to the logits.
 
-A step of R rows runs as the smallest captured size that holds them. `fill` returns None for a step that computes more
-than one token of a row, scores or pools prompts, is larger than the largest captured size, or needs a longer work list
-than fits; `eager` runs such a step. On a device without graphs `no_capture` makes the same steps ordinary calls.
+A decode step of R rows, or a step with prompts of T tokens, runs as the smallest captured size that holds it. `eager`
+runs a step that scores or pools prompts, is larger than the largest captured size, or needs a longer work list than
+fits. On a device without graphs `no_capture` makes the same steps ordinary calls.
 """
 
 from __future__ import annotations
@@ -14,18 +14,22 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from chatcache_kernels.types import AttentionWork
 from torch import Tensor
 
-from chatcache.model.page_tables import PageTables, TableChanges
+from chatcache.model.page_tables import PageTables, StepLayout, TableChanges
 from chatcache.model.static_steps import (
     Arrays,
     AttentionLaunches,
     Replay,
     StaticStep,
     StepContext,
+    StepSize,
     WorkListBuffers,
     fill_padding,
+    fill_prompt_rows,
     fill_rows,
+    fill_states,
     input_specs,
     no_changes,
 )
@@ -48,6 +52,15 @@ def capture_sizes(max_rows: int) -> list[int]:
     """
     sizes = [1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, max_rows + 32, 32)]
     return sorted({min(size, max_rows) for size in sizes})
+
+
+def prompt_capture_sizes(max_tokens: int) -> list[int]:
+    """Return the numbers of tokens of the steps with prompts to capture, up to `max_tokens`, ascending.
+
+    A step is padded by an eighth of its tokens at most from 128 on, and by 15 tokens below.
+    """
+    sizes = [*range(16, 257, 16), *range(288, 513, 32), *range(576, 1025, 64), *range(1152, 2049, 128)]
+    return [size for size in sizes if size <= max_tokens]
 
 
 def no_capture(work: Replay) -> Replay:
@@ -84,7 +97,7 @@ class CudaCapture:
 
 @dataclass(frozen=True, slots=True)
 class CaptureKey:
-    """Identifies a captured step: the index of its batch size, and what its attention launches."""
+    """Identifies a captured step: the index of its size, and what its attention launches."""
 
     size_index: int
     attention: AttentionLaunches
@@ -98,33 +111,37 @@ class FilledStep:
     """
 
     key: CaptureKey
+    size: StepSize
     num_rows: int
     buffer_index: int
     changes: TableChanges | None
 
 
-class DecodeGraphs:
-    """Captured decode steps of a runner, one per `CaptureKey`.
+class StepGraphs:
+    """Captured steps of a runner, one per `CaptureKey`.
 
-    At most `NUM_HOST_BUFFERS` steps may be between `fill` and their end on the device.
+    `sizes`: of decode steps, then of steps with prompts, each ascending. At most `NUM_HOST_BUFFERS` steps may be
+    between `fill_decode` or `fill_prompts` and their end on the device.
     """
 
     def __init__(
         self,
         context: StepContext,
         tables: PageTables,
-        sizes: Sequence[int],
+        sizes: Sequence[StepSize],
         work_buffers: Sequence[tuple[WorkListBuffers, ...]],
     ) -> None:
         self._context = context
         self._tables = tables
         self._slots = context.slots
-        self._sizes = np.array(sizes)
+        self._decode_sizes = np.array([size.num_rows for size in sizes if size.is_decode])
+        self._prompt_sizes = np.array([size.num_tokens for size in sizes if not size.is_decode])
         device, variants = self._slots.tables.device, list(zip(sizes, work_buffers, strict=True))
         num_bytes = max(Layout(input_specs(size, work_buffers)).num_bytes for size, work_buffers in variants)
         self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         geometry = context.network.geometry
-        self._logits = torch.zeros(max(sizes), geometry.vocab_size, dtype=geometry.dtype, device=device)
+        num_rows = max(size.num_rows for size in sizes)
+        self._logits = torch.zeros(num_rows, geometry.vocab_size, dtype=geometry.dtype, device=device)
         self._steps = [
             StaticStep(size, context, work_buffers, self._inputs, self._logits) for size, work_buffers in variants
         ]
@@ -146,17 +163,21 @@ class DecodeGraphs:
         """Return how many steps `capture` tries to capture."""
         return sum(len(step.launches) for step in self._steps)
 
-    def capture(self, capture: Capture, progress: Progress) -> None:
-        """Capture every step, the largest first.
+    def capture(self, capture: Capture, progress: Progress, max_prompt_tokens: int | None = None) -> None:
+        """Capture every step, the largest first; of those with prompts, the ones of at most `max_prompt_tokens`.
 
         A step that cannot be captured is logged, and steps of that size then run eagerly.
         """
+        if max_prompt_tokens is not None:
+            self._prompt_sizes = self._prompt_sizes[self._prompt_sizes <= max_prompt_tokens]
+            self._steps = self._steps[: len(self._decode_sizes) + len(self._prompt_sizes)]
         keys = [CaptureKey(index, launches) for index, step in enumerate(self._steps) for launches in step.launches]
+        keys.sort(key=lambda key: (self._steps[key.size_index].size.num_tokens, key.size_index))
         started_s, free_bytes = time.perf_counter(), _free_bytes(self._inputs.device)
         for done, key in enumerate(reversed(keys)):
             index, step = key.size_index, self._steps[key.size_index]
-            progress(done / len(keys), f"decode step of {step.size} rows")
-            fill_padding(self._input_arrays[0][index], self._slots, step.work_buffers)
+            progress(done / len(keys), str(step.size))
+            fill_padding(self._input_arrays[0][index], self._slots, step)
             self._inputs.copy_(self._buffers[0])
 
             def work(step: StaticStep = step, key: CaptureKey = key) -> None:
@@ -166,15 +187,15 @@ class DecodeGraphs:
             try:
                 self._replays[key] = capture(work)
             except torch.OutOfMemoryError:
-                log.warning("no memory is left to capture a decode step of %d rows; it will be slower", step.size)
+                log.warning("no memory is left to capture a %s; it will be slower", step.size)
             except RuntimeError as error:
-                log.warning("decode steps cannot be captured and will be slower: %s", str(error).partition("\n")[0])
+                log.warning("steps cannot be captured and will be slower: %s", str(error).partition("\n")[0])
                 break
         elapsed_s, used_mib = time.perf_counter() - started_s, (free_bytes - _free_bytes(self._inputs.device)) / 2**20
-        log.info("captured %d decode steps in %.1f s, %.0f MiB", self.num_captured, elapsed_s, used_mib)
+        log.info("captured %d steps in %.1f s, %.0f MiB", self.num_captured, elapsed_s, used_mib)
 
-    def fill(self, plan: StepPlan, changes: TableChanges) -> FilledStep | None:
-        """Write a step's inputs into the next host buffer; return None if no captured step fits.
+    def fill_decode(self, plan: StepPlan, changes: TableChanges) -> FilledStep | None:
+        """Write the inputs of a decode step into the next host buffer; return None if no captured step fits.
 
         Raises: ValueError for a token at a position that has no page.
         """
@@ -182,14 +203,48 @@ class DecodeGraphs:
         count = len(rows.slot)
         if not count or plan.scores is not None or plan.pools is not None or (rows.num_tokens != 1).any():
             return None
-        index = int(np.searchsorted(self._sizes, count))
-        if index == len(self._sizes):
+        index = int(np.searchsorted(self._decode_sizes, count))
+        if index == len(self._decode_sizes):
+            return None
+        cells = self._tables.decode_cells(rows.slot, rows.start)
+        works: Sequence[AttentionWork | None] = ()
+        if self._steps[index].work_buffers:
+            works = self._tables.decode_works(rows.slot, rows.start)
+        key = self._fill_works(index, works, count)
+        if key is None:
             return None
         step, inputs = self._steps[index], self._input_arrays[self._next_buffer][index]
-        cells = self._tables.decode_cells(rows.slot, rows.start)
-        launches: AttentionLaunches | None = AttentionLaunches(1, has_merges=True)
+        fits = len(changes.at) <= step.size.num_tokens
+        fill_rows(inputs, rows, cells, changes if fits else no_changes(), self._slots)
+        if step.states is not None:
+            fill_states(inputs, rows.state, step.states.scratch)
+        return self._filled(key, count, None if fits else changes)
+
+    def fill_prompts(self, plan: StepPlan, layout: StepLayout, changes: TableChanges) -> FilledStep | None:
+        """Write the inputs of a step with prompts into the next host buffer; return None if no captured step fits."""
+        rows = plan.rows
+        if plan.scores is not None or plan.pools is not None or (rows.num_tokens == 1).all():
+            return None
+        place = int(np.searchsorted(self._prompt_sizes, len(rows.tokens)))
+        if place == len(self._prompt_sizes):
+            return None
+        index = len(self._decode_sizes) + place
+        step, inputs = self._steps[index], self._input_arrays[self._next_buffer][index]
+        if len(rows.slot) > step.size.num_rows:
+            return None
+        works = [form.work for form in layout.forms] if step.work_buffers else []
+        key = self._fill_works(index, works, len(rows.tokens))
+        if key is None:
+            return None
+        fits = len(changes.at) <= step.size.num_tokens
+        fill_prompt_rows(inputs, rows, layout, changes if fits else no_changes(), self._slots)
+        return self._filled(key, len(rows.slot), None if fits else changes)
+
+    def _fill_works(self, index: int, works: Sequence[AttentionWork | None], count: int) -> CaptureKey | None:
+        """Write the work lists of `count` tokens; return None if they do not fit or the step was not captured."""
+        step, inputs = self._steps[index], self._input_arrays[self._next_buffer][index]
+        launches: AttentionLaunches | None = step.launches[-1]
         if step.work_buffers:
-            works = self._tables.decode_works(rows.slot, rows.start)
             filled = [
                 buffers.fill(inputs, work, count) if work is not None else None
                 for buffers, work in zip(step.work_buffers, works, strict=True)
@@ -198,12 +253,11 @@ class DecodeGraphs:
         if launches is None:
             return None
         key = CaptureKey(index, launches)
-        if key not in self._replays:
-            return None
-        fits = len(changes.at) <= step.size
-        fill_rows(inputs, rows, cells, changes if fits else no_changes(), self._slots)
+        return key if key in self._replays else None
+
+    def _filled(self, key: CaptureKey, num_rows: int, changes: TableChanges | None) -> FilledStep:
         buffer, self._next_buffer = self._next_buffer, (self._next_buffer + 1) % NUM_HOST_BUFFERS
-        return FilledStep(key, count, buffer, None if fits else changes)
+        return FilledStep(key, self._steps[key.size_index].size, num_rows, buffer, changes)
 
     def run(self, filled: FilledStep) -> Tensor:
         """Enqueue the copy of the inputs to the device, and the step.

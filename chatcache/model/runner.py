@@ -23,10 +23,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from chatcache_kernels.types import HostPages, PageStore
+from torch import Tensor
 
 from chatcache.errors import ModelFolderError
 from chatcache.model.attention import AttentionBackend, Network
-from chatcache.model.cuda_graphs import Capture, CudaCapture, DecodeGraphs, FilledStep, capture_sizes, no_capture
+from chatcache.model.cuda_graphs import (
+    Capture,
+    CudaCapture,
+    FilledStep,
+    StepGraphs,
+    capture_sizes,
+    no_capture,
+    prompt_capture_sizes,
+)
 from chatcache.model.device_errors import device_lost_error
 from chatcache.model.eager import EagerRunner, Finish
 from chatcache.model.host_memory import PagePrefaulter
@@ -34,7 +43,7 @@ from chatcache.model.page_tables import DeviceSlots, PageTables, StepLayout, Tab
 from chatcache.model.parallel import RankProcesses
 from chatcache.model.sampling.sampler import Sampler, TokenSampler
 from chatcache.model.states import StateStore
-from chatcache.model.static_steps import MAX_ROWS_WITHOUT_MERGES, StepContext, WorkListBuffers
+from chatcache.model.static_steps import MAX_ROWS_WITHOUT_MERGES, StepContext, StepSize, WorkListBuffers
 from chatcache.model.streams import Stream, StreamEvent, Streams, make_streams
 from chatcache.model.thread_count import ThreadCount
 from chatcache.types.plan import I32, I64, KVCapacity, Rows, StepPlan, StepResult
@@ -233,6 +242,7 @@ Progress = Callable[[float, str], None]
 WARMUP_CONTEXT_TOKENS = 1040  # context of a row: long enough to be split, and to be read as a shared prefix
 WARMUP_PROMPT_TOKENS = tuple(2**i for i in range(9))  # prompt lengths: one for every tile height of a work list
 WARMUP_LONG_TOKENS = 80  # length of a prompt that the CPU's decode kernel does not take
+LAUNCH_BOUND_SHARE, LAUNCH_BOUND_S = 1.15, 0.2e-3  # how long after the launches a step ends that waits for the host
 MAX_IN_FLIGHT = 2
 
 
@@ -240,16 +250,19 @@ MAX_IN_FLIGHT = 2
 class AsyncLaunch:
     """Configuration of a runner whose `launch` returns before the step is done.
 
-    `sizes`: batch sizes of the decode steps to capture, () for a network that cannot be captured.
+    `sizes`: batch sizes of the decode steps to capture, () for a network that cannot be captured. `prompt_sizes`:
+    numbers of tokens of the steps with prompts to capture.
     """
 
     sizes: Sequence[int]
     capture: Capture = no_capture
+    prompt_sizes: Sequence[int] = ()
 
     @property
     def num_graphs(self) -> int:
         """Return the maximum number of captured steps: with and without shared pages, small ones without merges."""
-        return 2 * len(self.sizes) + sum(size <= MAX_ROWS_WITHOUT_MERGES for size in self.sizes)
+        num_short = sum(size <= MAX_ROWS_WITHOUT_MERGES for size in self.sizes)
+        return 2 * len(self.sizes) + num_short + len(self.prompt_sizes)
 
 
 class LaunchedStep:
@@ -331,9 +344,10 @@ class Runner:
         )
         self._eager = EagerRunner(network, kernels, stores, self._tables, slots, self._sampler, states)
         self._capture: Capture = no_capture
-        self._static: DecodeGraphs | None = None
+        self._static: StepGraphs | None = None
         if async_launch is not None and slots is not None and async_launch.sizes and not network.geometry.has_chunks:
-            self._static = self._static_steps(StepContext(network, kernels, stores, slots), async_launch.sizes)
+            context = StepContext(network, kernels, stores, slots, states)
+            self._static = self._static_steps(context, async_launch)
             self._capture = async_launch.capture
         self._in_flight: deque[LaunchedStep] = deque()
 
@@ -343,7 +357,7 @@ class Runner:
 
     @property
     def captured_steps(self) -> tuple[int, int]:
-        """Return how many decode steps were captured by `warm_up`, and how many it tried to capture."""
+        """Return how many steps were captured by `warm_up`, and how many it tried to capture."""
         return (0, 0) if self._static is None else (self._static.num_captured, self._static.num_capturable)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -374,8 +388,11 @@ class Runner:
             changes = self._tables.apply(plan.forks, plan.updates)
             if self._prefaulter is not None and len(changes.pages):
                 self._prefaulter.ensure(int(changes.pages.max()))
-            filled = self._static.fill(plan, changes) if self._static is not None else None
-            layout = self._tables.step_layout(plan.rows) if filled is None and len(plan.rows.slot) else None
+            static, layout = self._static, None
+            filled = static.fill_decode(plan, changes) if static is not None else None
+            if filled is None and len(plan.rows.slot):
+                layout = self._tables.step_layout(plan.rows)
+                filled = static.fill_prompts(plan, layout, changes) if static is not None else None
             self._swaps.apply_plan(plan, self._written(plan))
             finish = self._submit(plan, changes, filled, layout)
             mark = self._streams.main.record_event()
@@ -387,7 +404,7 @@ class Runner:
         return launched
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile kernels, capture the decode steps, and measure the time to swap a page.
+        """Compile kernels, capture steps, and measure the time to swap a page.
 
         Prompts, a decode step and a step whose rows share pages are run, all on page 1.
         """
@@ -400,6 +417,7 @@ class Runner:
         end = min(pages * size, length)
         counts = WARMUP_PROMPT_TOKENS if self._plans_work else (min(size, end), WARMUP_LONG_TOKENS)
         prompts = [count for count in counts if count <= end]
+        max_prompt_tokens = None
         with self._on_device(0), torch.inference_mode():
             for content, steps in (
                 (
@@ -415,10 +433,12 @@ class Runner:
                     tokens, states = np.zeros(count * new, np.int32), self._scratch_states(count)
                     rows = Rows(np.arange(count, dtype=np.int32), first, news, tokens, states)
                     self._eager.forward(rows, np.zeros(1, np.intp))
+                if steps and self._device.type == "cuda":
+                    max_prompt_tokens = self._find_launch_bound_tokens(end)
             self._eager.copy_pages(np.array([[1, 0]], np.int32))  # the null page is never read
             self._sampler.warm_up(self._network.geometry.dtype)
             if self._static is not None:
-                self._static.capture(self._capture, progress or (lambda fraction, what: None))
+                self._static.capture(self._capture, progress or (lambda fraction, what: None), max_prompt_tokens)
             if self._states is not None:
                 self._states.clear_scratch()
             self._capacity = replace(
@@ -426,6 +446,29 @@ class Runner:
                 swap_page_s=self._swaps.measure_page_s(),
                 swap_state_s=self._swaps.measure_state_s(),
             )
+
+    def _find_launch_bound_tokens(self, most: int) -> int | None:
+        """Return the most tokens of a prompt for which the device waits for the host's launches, of at most `most`.
+
+        None if it does for all. Capturing larger steps would only pad them.
+        """
+        fitting = None
+        for count in (2**i for i in range(4, 12)):
+            if count > most:
+                return None
+            row, none = np.zeros(1, np.int32), self._scratch_states(1)
+            rows = Rows(row, row, np.full(1, count, np.int32), np.zeros(count, np.int32), none)
+            for _ in range(2):  # the first run may compile
+                self._streams.main.record_event().wait()
+                start = time.perf_counter()
+                self._eager.forward(rows, np.zeros(1, np.intp))
+                launched_s = time.perf_counter() - start
+                self._streams.main.record_event().wait()
+                total_s = time.perf_counter() - start
+            if total_s > launched_s * LAUNCH_BOUND_SHARE + LAUNCH_BOUND_S:
+                return fitting or 0
+            fitting = count
+        return None
 
     def close(self) -> None:
         """Release weights and pages."""
@@ -438,7 +481,10 @@ class Runner:
         self._states = None
         del self._network, self._eager, self._static, self._capture, self._sampler, self._swaps, self._prefaulter
 
-    def _static_steps(self, context: StepContext, sizes: Sequence[int]) -> DecodeGraphs:
+    def _static_steps(self, context: StepContext, async_launch: AsyncLaunch) -> StepGraphs:
+        sizes = [StepSize.decode(size) for size in async_launch.sizes]
+        num_slots = self._capacity.num_slots
+        sizes += [StepSize(min(size, num_slots), size, is_decode=False) for size in async_launch.prompt_sizes]
         work_buffers: list[tuple[WorkListBuffers, ...]] = [()] * len(sizes)
         if self._plans_work:
             length, num_tokens = self._capacity.max_model_len, self._capacity.num_pages * self._page_size
@@ -450,7 +496,7 @@ class Runner:
                 )
                 for size in sizes
             ]
-        return DecodeGraphs(context, self._tables, sizes, work_buffers)
+        return StepGraphs(context, self._tables, sizes, work_buffers)
 
     def _submit(
         self, plan: StepPlan, changes: TableChanges, filled: FilledStep | None, layout: StepLayout | None
@@ -464,11 +510,20 @@ class Runner:
                 if filled is None or static is None:
                     finishes.append(eager.run(plan, changes, layout))
                 else:
-                    eager.copy_pages(plan.copies)
-                    finishes.append(eager.draw(plan, static.run(filled)))
+                    finishes.append(eager.draw(plan, self._run_static(static, filled, plan)))
 
         self._streams.main.submit(run)
         return lambda: finishes[0]()
+
+    def _run_static(self, static: StepGraphs, filled: FilledStep, plan: StepPlan) -> Tensor:
+        """Enqueue a captured step with its copies; return its logits."""
+        self._eager.copy_pages(plan.copies)
+        if self._states is None:
+            return static.run(filled)
+        self._states.copy(plan.state_copies)
+        logits = static.run(filled)
+        self._states.copy(plan.state_saves)
+        return logits
 
     def _wait(self, step: int, mark: StreamEvent, finish: Finish) -> StepResult:
         with self._on_device(step):
@@ -513,8 +568,14 @@ def _name_of(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name(device)} ({device})" if device.type == "cuda" else str(device)
 
 
-def default_async_launch(device: torch.device, max_num_seqs: int, *, capturable: bool) -> AsyncLaunch | None:
-    """Return the launch settings for `device`; None on CPUs, which run synchronously."""
+def default_async_launch(
+    device: torch.device, max_num_seqs: int, max_prompt_tokens: int, *, capturable: bool
+) -> AsyncLaunch | None:
+    """Return the launch settings for `device`; None on CPUs, which run synchronously.
+
+    `max_prompt_tokens`: of a step with prompts to capture, 0 for none.
+    """
     if device.type != "cuda":
         return None
-    return AsyncLaunch(capture_sizes(max_num_seqs) if capturable else (), CudaCapture(device))
+    sizes = capture_sizes(max_num_seqs) if capturable else ()
+    return AsyncLaunch(sizes, CudaCapture(device), prompt_capture_sizes(max_prompt_tokens) if capturable else ())

@@ -1,8 +1,8 @@
-"""Decode steps up to the logits, on buffers with fixed addresses, which CUDA graphs can capture and replay.
+"""Steps up to the logits, on buffers with fixed addresses, which CUDA graphs can capture and replay.
 
-There is one `StaticStep` per batch size. A step of fewer rows is padded: a padding row is token 0 at position 0 of the
+There is one `StaticStep` per `StepSize`. A smaller step is padded: a padding token is token 0 at position 0 of the
 padding slot, whose table holds null pages only. It writes its keys and values to the null page (page 0 is never
-allocated, and no branch reads it), and attends to that page alone; its logits are ignored.
+allocated, and no branch reads it), and attends to that page alone; the logits of padding rows are ignored.
 
     host     | tokens | positions | ... | work list |     pinned, two buffers used in turn
                                 | one copy
@@ -20,21 +20,50 @@ from typing import Any
 import numpy as np
 import torch
 from chatcache_kernels.types import AttentionBatch, AttentionWork, PageStore, WorkList
-from chatcache_kernels.work_list import LARGE_TILE_QUERIES, SMALL_TILE_QUERIES, SPLIT_TOKENS
+from chatcache_kernels.work_list import (
+    LARGE_TILE_QUERIES,
+    PREFILL_TILE_QUERIES,
+    SMALL_TILE_QUERIES,
+    SPLIT_TOKENS,
+)
 from numpy.typing import NDArray
 from torch import Tensor
 
 from chatcache.model.attention import AttentionBackend, AttentionStep, Network
-from chatcache.model.page_tables import DeviceSlots, TableChanges
+from chatcache.model.page_tables import DeviceSlots, StepLayout, TableChanges
+from chatcache.model.states import StateStep, StateStore
 from chatcache.model.streams import ArraySpecs, Layout
-from chatcache.types.plan import I64, Rows
+from chatcache.types.plan import I32, I64, Rows
 
 SHARED_PIECES = 16  # splits of shared keys per row of a full batch
+PROMPT_PIECES = 4  # splits of the keys of each token of prompts; a step whose contexts are longer runs uncaptured
 MAX_ROWS_WITHOUT_MERGES = 8
 """Steps of so many rows are captured without merges, too: short contexts have none, and small steps notice a launch."""
 
 Arrays = dict[str, NDArray[Any]]
 Replay = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """Padded size of a captured step. Decode steps have one token in each row, others any number in each."""
+
+    num_rows: int
+    num_tokens: int
+    is_decode: bool
+
+    @classmethod
+    def decode(cls, num_rows: int) -> StepSize:
+        """Return the size of a decode step."""
+        return cls(num_rows, num_rows, is_decode=True)
+
+    @property
+    def padding_row(self) -> int:
+        """Return the row after all rows of a step with prompts, which is always a padding row."""
+        return self.num_rows
+
+    def __str__(self) -> str:
+        return f"decode step of {self.num_rows} rows" if self.is_decode else f"prompt step of {self.num_tokens} tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,44 +76,49 @@ class AttentionLaunches:
 
 @dataclass(frozen=True, slots=True)
 class WorkListBuffers:
-    """Capacity of the fixed-size buffers for the attention work list of `size` decode rows.
+    """Capacity of the fixed-size buffers for the attention work list of a step.
 
-    `heights`: tile height of each list, the smallest first. Only rows that share pages need the others, so a step
-    launches the first `num_lists` of them. `prefix`: of the names of the arrays.
+    `heights`: tile height of each list, the smallest first. Only rows that share pages and prompts need the others, so
+    a step launches the first `num_lists` of them. `prefix`: of the names of the arrays.
     """
 
-    size: int
+    size: StepSize
     heights: tuple[int, ...]
     num_items: int
     num_states: int
     prefix: str = ""
 
     @classmethod
-    def sized_for(cls, size: int, group: int, max_model_len: int, num_tokens: int, prefix: str = "") -> WorkListBuffers:
-        """Return buffers for `size` rows over `num_tokens` tokens of KV pages.
+    def sized_for(
+        cls, size: StepSize, group: int, max_model_len: int, num_kv_tokens: int, prefix: str = ""
+    ) -> WorkListBuffers:
+        """Return buffers for a step over `num_kv_tokens` tokens of KV pages.
 
         A step that needs more runs uncaptured.
         """
-        heights = tuple(dict.fromkeys(max(1, queries // group) for queries in (SMALL_TILE_QUERIES, LARGE_TILE_QUERIES)))
-        pieces = -(-max_model_len // SPLIT_TOKENS)
-        own = -(-num_tokens // SPLIT_TOKENS)
-        return cls(
-            size=size,
-            heights=heights if size > 1 else heights[:1],
-            num_items=size + min(size * pieces, 2 * own),
-            num_states=min(size * pieces, 2 * own + size * SHARED_PIECES),
-            prefix=prefix,
-        )
+        queries = [SMALL_TILE_QUERIES, LARGE_TILE_QUERIES, PREFILL_TILE_QUERIES]
+        num_heights = 3 if not size.is_decode else 2 if size.num_rows > 1 else 1
+        heights = [max(1, each // group) for each in queries[:num_heights]]
+        num_rows, pieces, own = size.num_rows, -(-max_model_len // SPLIT_TOKENS), -(-num_kv_tokens // SPLIT_TOKENS)
+        num_items = num_rows + min(num_rows * pieces, 2 * own)
+        num_states = min(num_rows * pieces, 2 * own + num_rows * SHARED_PIECES)
+        if not size.is_decode:
+            num_tiles = size.num_tokens // heights[-1] + num_rows
+            num_items += num_tiles * min(PROMPT_PIECES, pieces)
+            num_items += -(-size.num_tokens // heights[0])  # padding
+            num_states += size.num_tokens * min(PROMPT_PIECES, pieces)
+        return cls(size, tuple(dict.fromkeys(heights)), num_items, num_states, prefix)
 
     @property
     def num_members(self) -> int:
-        """Return how many rows the items of a work list can name: one per partial state, and each row once more."""
-        return self.num_states + self.size
+        """Return how many tokens the items of a work list can name: one per partial state, and each token once more."""
+        return self.num_states + self.size.num_tokens
 
     def specs(self) -> ArraySpecs:
         """Return the dtype and shape of each array of a work list, by name."""
+        num_tokens = self.size.num_tokens
         parts: ArraySpecs = {"num_merges": (np.int32, (1,)), "num_items": (np.int32, (len(self.heights), 4))}
-        parts |= {"merge_tokens": (np.int32, (self.size,)), "merge_offsets": (np.int32, (self.size + 1,))}
+        parts |= {"merge_tokens": (np.int32, (num_tokens,)), "merge_offsets": (np.int32, (num_tokens + 1,))}
         for number in range(len(self.heights)):
             parts[f"items_{number}"] = (np.int32, (self.num_items, 6))
             parts[f"members_{number}"] = (np.int32, (self.num_members,))
@@ -92,17 +126,18 @@ class WorkListBuffers:
         return {self.prefix + name: spec for name, spec in parts.items()}
 
     def fill(self, inputs: Mapping[str, NDArray[Any]], work: AttentionWork, count: int) -> AttentionLaunches | None:
-        """Write the work list of `count` rows into the arrays.
+        """Write the work list of `count` tokens into the arrays.
 
-        Return what to launch, or None if the work list does not fit. Each padding row attends to the
+        Return what to launch, or None if the work list does not fit. Each padding token attends to the
         first key of the null page, so its result is a number whatever memory held. Array contents past the new end are
         stale.
         """
         p, lists = self.prefix, {one.max_members: one for one in work.lists}
         if len(lists) < len(work.lists) or not lists.keys() <= set(self.heights) or work.num_states > self.num_states:
             return None
-        num_padding = self.size - count
-        if any(len(one.items) + num_padding > self.num_items for one in work.lists):
+        num_padding = self.size.num_tokens - count
+        num_padding_items = -(-num_padding // self.heights[0])
+        if any(len(one.items) + num_padding_items > self.num_items for one in work.lists):
             return None
         if any(len(one.members) + num_padding > self.num_members for one in work.lists):
             return None
@@ -125,21 +160,23 @@ class WorkListBuffers:
         return AttentionLaunches(num_lists, has_merges=num_merges > 0)
 
     def _add_padding(self, inputs: Mapping[str, NDArray[Any]], count: int, num_items: int, num_members: int) -> None:
-        """Add one item to the first list for each padding row, from row `count` on."""
-        p, number = self.prefix, self.size - count
-        if not number:
+        """Add items for the padding tokens, from token `count` on, to the first list."""
+        p, size, height = self.prefix, self.size, self.heights[0]
+        num_tokens = size.num_tokens - count
+        if not num_tokens:
             return
-        row = np.arange(count, self.size, dtype=np.int32)
+        number = -(-num_tokens // height)
+        first = np.arange(number, dtype=np.int32) * np.int32(height)
         items = inputs[p + "items_0"][num_items : num_items + number]
-        items[:] = (0, 0, 1, 0, 1, -1)
-        items[:, 0] = row
-        items[:, 3] = row + np.int32(num_members - count)
-        inputs[p + "members_0"][num_members : num_members + number] = row
+        items[:] = (count if size.is_decode else size.padding_row, 0, 1, 0, 0, -1)
+        items[:, 3] = num_members + first
+        items[:, 4] = np.minimum(num_tokens - first, height)
+        inputs[p + "members_0"][num_members : num_members + num_tokens] = np.arange(count, size.num_tokens)
         inputs[p + "num_items"][0, 0] = num_items + number
 
     def work(self, inputs: Mapping[str, Tensor], launches: AttentionLaunches) -> AttentionWork:
         """Return the work list over these buffers; `start` holds the position of each token."""
-        p, num_merges = self.prefix, self.size if launches.has_merges else 0
+        p, num_merges = self.prefix, self.size.num_tokens if launches.has_merges else 0
         return AttentionWork(
             lists=tuple(
                 WorkList(
@@ -168,34 +205,43 @@ def empty_work() -> AttentionWork:
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """The network, kernels, pages and slots that all static steps of a runner use."""
+    """The network, kernels, pages, slots and states that all static steps of a runner use."""
 
     network: Network
     kernels: AttentionBackend
     stores: tuple[PageStore, ...]
     slots: DeviceSlots
+    states: StateStore | None = None
 
 
-def input_specs(size: int, work_buffers: Sequence[WorkListBuffers]) -> ArraySpecs:
-    """Return the dtype and shape of each input array of a step of `size` rows, by name.
+def input_specs(size: StepSize, work_buffers: Sequence[WorkListBuffers]) -> ArraySpecs:
+    """Return the dtype and shape of each input array of a step, by name.
 
-    `start` is `positions` in the type that attention needs; `cells` are the KV cells of the new tokens; `changed_at`
-    and `changed_pages` are changes of the page tables that apply before the step.
+    `start` is `positions` in the type that attention needs; `slot` that of each token; `cells` are the KV cells of the
+    new tokens; `changed_at` and `changed_pages` are changes of the page tables that apply before the step; `state` is
+    that of each row of a decode step, for models with recurrent layers. Steps with prompts also have the slot, start,
+    number of tokens, offsets and last token of each row, as `StepLayout`.
     """
-    wide: ArraySpecs = dict.fromkeys(("tokens", "positions", "slot", "cells", "changed_at"), (np.int64, (size,)))
-    narrow: ArraySpecs = dict.fromkeys(("start", "changed_pages"), (np.int32, (size,)))
+    wide: ArraySpecs = dict.fromkeys(
+        ("tokens", "positions", "slot", "cells", "changed_at"), (np.int64, (size.num_tokens,))
+    )
+    narrow: ArraySpecs = dict.fromkeys(("start", "changed_pages", "state"), (np.int32, (size.num_tokens,)))
     specs = {**wide, **narrow}
+    if not size.is_decode:
+        specs |= {"row_slot": (np.int64, (size.num_rows + 1,)), "last": (np.int64, (size.num_rows,))}
+        specs |= dict.fromkeys(("row_start", "row_tokens"), (np.int32, (size.num_rows + 1,)))
+        specs |= {"offsets": (np.int32, (size.num_rows + 2,))}
     for buffers in work_buffers:
         specs |= buffers.specs()
     return specs
 
 
 class StaticStep:
-    """Decode step of `size` rows, on the first bytes and the first logits of buffers that all sizes share."""
+    """Step of one size, on the first bytes and the first logits of buffers that all sizes share."""
 
     def __init__(
         self,
-        size: int,
+        size: StepSize,
         context: StepContext,
         work_buffers: Sequence[WorkListBuffers],
         inputs: Tensor,
@@ -206,17 +252,28 @@ class StaticStep:
         self.layout = Layout(input_specs(size, work_buffers))
         self._context = context
         self._inputs = self.layout.tensors(inputs)
-        self._logits = logits[:size]
-        device = inputs.device
-        self._ones = torch.ones(size, dtype=torch.int32, device=device)
-        self._offsets = torch.arange(size + 1, dtype=torch.int32, device=device)
+        self._logits = logits[: size.num_rows]
+        if size.is_decode:
+            self._inputs["row_slot"], self._inputs["row_start"] = self._inputs["slot"], self._inputs["start"]
+            self._inputs["row_tokens"] = torch.ones(size.num_rows, dtype=torch.int32, device=inputs.device)
+            self._inputs["offsets"] = torch.arange(size.num_rows + 1, dtype=torch.int32, device=inputs.device)
+
+    @property
+    def states(self) -> StateStore | None:
+        """Return the states that the step updates, None for a model without."""
+        return self._context.states
 
     @property
     def launches(self) -> list[AttentionLaunches]:
-        """Return what the attention of a step may launch: more work lists, and merges or in small steps none."""
+        """Return what the attention of a step may launch.
+
+        Decode steps: more work lists, and merges or in small steps none. Others: everything.
+        """
         max_lists = max((len(buffers.heights) for buffers in self.work_buffers), default=1)
+        if not self.size.is_decode:
+            return [AttentionLaunches(max_lists, has_merges=True)]
         found = [AttentionLaunches(count, has_merges=True) for count in range(1, max_lists + 1)]
-        has_short = self.work_buffers and self.size <= MAX_ROWS_WITHOUT_MERGES
+        has_short = self.work_buffers and self.size.num_rows <= MAX_ROWS_WITHOUT_MERGES
         return [AttentionLaunches(1, has_merges=False), *found] if has_short else found
 
     def choose_launches(self, filled: Sequence[AttentionLaunches | None]) -> AttentionLaunches | None:
@@ -225,8 +282,10 @@ class StaticStep:
         if len(needed) < len(filled):
             return None
         num_lists, has_merges = max(each.num_lists for each in needed), any(each.has_merges for each in needed)
-        exact = AttentionLaunches(num_lists, has_merges)
-        return exact if exact in self.launches else AttentionLaunches(num_lists, has_merges=True)
+        for each in (AttentionLaunches(num_lists, has_merges), AttentionLaunches(num_lists, has_merges=True)):
+            if each in self.launches:
+                return each
+        return self.launches[-1]
 
     def run(self, launches: AttentionLaunches) -> None:
         """Run the device's part of a step; `launches`: of its attention."""
@@ -237,17 +296,19 @@ class StaticStep:
         last = slots.last_token.index_select(0, slot).long()
         tokens = torch.where(inputs["tokens"] < 0, last, inputs["tokens"])
         batch = AttentionBatch(
-            tables=slots.select_tables(slot, slots.max_pages),
-            start=inputs["start"],
-            num_tokens=self._ones,
-            offsets=self._offsets,
+            tables=slots.select_tables(inputs["row_slot"], slots.max_pages),
+            start=inputs["row_start"],
+            num_tokens=inputs["row_tokens"],
+            offsets=inputs["offsets"],
             slots=inputs["cells"],
-            max_new_tokens=1,
+            max_new_tokens=1 if self.size.is_decode else self.size.num_tokens,
             max_context_tokens=slots.max_pages * context.stores[0].page_size,
         )
         places = context.network.geometry.places
-        step = AttentionStep(context.kernels, context.stores, self._batches(batch, launches), places)
-        self._logits.copy_(context.network.forward(tokens, inputs["positions"], step, None))
+        states = StateStep(context.states.tensors, inputs["state"]) if context.states is not None else None
+        step = AttentionStep(context.kernels, context.stores, self._batches(batch, launches), places, states)
+        drawn = None if self.size.is_decode else inputs["last"]
+        self._logits.copy_(context.network.forward(tokens, inputs["positions"], step, drawn))
 
     def _batches(self, batch: AttentionBatch, launches: AttentionLaunches) -> tuple[AttentionBatch, ...]:
         """Return the batch of each form of attention."""
@@ -264,28 +325,76 @@ def no_changes() -> TableChanges:
 def fill_rows(
     inputs: Mapping[str, NDArray[Any]], rows: Rows, cells: I64, changes: TableChanges, slots: DeviceSlots
 ) -> None:
-    """Write a step's rows, followed by padding rows, into the arrays of `input_specs`."""
-    count, num_changes = len(rows.slot), len(changes.at)
+    """Write the rows of a decode step, followed by padding rows, into the arrays of `input_specs`."""
+    _fill_tokens(inputs, rows.tokens, rows.start, rows.slot, cells, slots)
+    _fill_changes(inputs, changes, slots)
+
+
+def fill_states(inputs: Mapping[str, NDArray[Any]], state: I32, scratch: int) -> None:
+    """Write the states of the rows of a decode step; padding rows update the scratch state."""
+    inputs["state"][: len(state)] = state
+    inputs["state"][len(state) :] = scratch
+
+
+def fill_prompt_rows(
+    inputs: Mapping[str, NDArray[Any]], rows: Rows, layout: StepLayout, changes: TableChanges, slots: DeviceSlots
+) -> None:
+    """Write the rows of a step with prompts, and padding tokens and rows, into the arrays of `input_specs`."""
+    slot = layout.slot.repeat(rows.num_tokens)
+    _fill_tokens(inputs, rows.tokens, layout.positions, slot, layout.slots, slots)
+    _fill_changes(inputs, changes, slots)
+    count = len(rows.slot)
     for name, values, rest in (
-        ("tokens", rows.tokens, 0),
-        ("positions", rows.start, 0),
-        ("start", rows.start, 0),
-        ("slot", rows.slot, slots.padding_slot),
+        ("row_slot", layout.slot, slots.padding_slot),
+        ("last", layout.last, 0),
+        ("row_start", layout.start, 0),
+        ("row_tokens", layout.num_tokens, 0),
+        ("offsets", layout.offsets[:-1], layout.offsets[-1]),
+    ):
+        inputs[name][:count] = values
+        inputs[name][count:] = rest
+
+
+def _fill_tokens(
+    inputs: Mapping[str, NDArray[Any]],
+    tokens: I32,
+    positions: I32 | I64,
+    slot: I32 | I64,
+    cells: I64,
+    slots: DeviceSlots,
+) -> None:
+    """Write the tokens of a step, followed by padding tokens."""
+    count = len(tokens)
+    for name, values, rest in (
+        ("tokens", tokens, 0),
+        ("positions", positions, 0),
+        ("start", positions, 0),
+        ("slot", slot, slots.padding_slot),
         ("cells", cells, 0),
     ):
         inputs[name][:count] = values
         inputs[name][count:] = rest
-    inputs["changed_at"][:num_changes] = changes.at
-    inputs["changed_at"][num_changes:] = slots.padding_cell
-    inputs["changed_pages"][:num_changes] = changes.pages
-    inputs["changed_pages"][num_changes:] = 0
 
 
-def fill_padding(
-    inputs: Mapping[str, NDArray[Any]], slots: DeviceSlots, work_buffers: Sequence[WorkListBuffers]
-) -> None:
-    """Write a step of padding rows only, which is what a capture runs."""
-    none = np.zeros(0, np.int32)
-    fill_rows(inputs, Rows(none, none, none, none), none.astype(np.int64), no_changes(), slots)
-    for buffers in work_buffers:
+def _fill_changes(inputs: Mapping[str, NDArray[Any]], changes: TableChanges, slots: DeviceSlots) -> None:
+    """Write changes of the page tables; the rest of the arrays changes a cell of the padding slot."""
+    count = len(changes.at)
+    inputs["changed_at"][:count] = changes.at
+    inputs["changed_at"][count:] = slots.padding_cell
+    inputs["changed_pages"][:count] = changes.pages
+    inputs["changed_pages"][count:] = 0
+
+
+def fill_padding(inputs: Mapping[str, NDArray[Any]], slots: DeviceSlots, step: StaticStep) -> None:
+    """Write a step of padding only, which is what a capture runs."""
+    none, wide = np.zeros(0, np.int32), np.zeros(0, np.int64)
+    rows = Rows(none, none, none, none)
+    if step.size.is_decode:
+        fill_rows(inputs, rows, wide, no_changes(), slots)
+        if step.states is not None:
+            fill_states(inputs, none, step.states.scratch)
+    else:
+        layout = StepLayout(wide, none[:, None], none, none, np.zeros(1, np.int32), wide, wide, wide, 0, 0, ())
+        fill_prompt_rows(inputs, rows, layout, no_changes(), slots)
+    for buffers in step.work_buffers:
         buffers.fill(inputs, empty_work(), 0)

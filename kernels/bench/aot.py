@@ -61,6 +61,10 @@ KNOWN_SPILLS = (
         "Prompt tiles on Ampere and Ada for group sizes that are no power of two: 24 to 72 bytes of more than 255 "
         "registers; the cost is not measured.",
     ),
+    (
+        r"sm_90 .*latent_attention_kernel .*ROWS=64 ", 336,
+        "Tiles of 64 queries, whose results take 128 registers of each thread: a few moves for a tile of 9 MFLOP.",
+    ),
     (r"sm_80 .*delta_chunk_kernel .*PRECISION=tf32 ", 32, RECURRENT),
     (r"sm_120 .*delta_chunk_kernel .*PRECISION=tf32 ", 64, RECURRENT),
     (r"sm_80 .*delta_chunk_kernel .*PRECISION=tf32x3 ", 256, RECURRENT),

@@ -129,10 +129,10 @@ def _sampling_variants(vocab_size: int) -> Iterator[Variant]:
     base, table = _ints(vocab_size), _ints(NUM_FIELDS, 7)
     last, tokens, faults = (_meta(count, dtype=torch.int64) for count in (9, 7, 7))
     faults, words = faults.int(), _ints(1, -(-vocab_size // 32))
-    plain = sampling.DrawBatch(raw, raw, base, table, None, True)
+    plain = sampling.DrawBatch(raw, raw, base, table, None, True, True)
     yield from trace_variants(partial(sampling.draw, plain, last, tokens, _floats(7), faults))
     for x in (raw, edited):
-        draws = sampling.DrawBatch(x, raw, base, table, words, True)
+        draws = sampling.DrawBatch(x, raw, base, table, words, True, True)
         yield from trace_variants(partial(sampling.draw, draws, last, tokens, _floats(7), faults))
         for size in (8, 100):
             logprobs, perturbed, raw_logprobs = (_floats(7, size) for _ in range(3))

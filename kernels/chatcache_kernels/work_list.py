@@ -9,10 +9,10 @@ merged by log-sum-exp, in order of their keys.
     row 1         [ shared pages ............ | own ..]               rows 0, 1, 2 x keys  512 .. 1023   states 3 4 5
     row 2         [ shared pages ............ | own ........]         row 0        x keys 1024 .. 1090   state  6  ...
 
-The split depends on positions alone, not on the number of rows: SPLIT_TOKENS keys for rows of few new tokens, which are
-limited by memory bandwidth, and PREFILL_SPLIT_TOKENS for rows of many, which have enough queries to fill a device. Rows
-that share pages are also split where the shared pages end, so the last bits of their results may depend on which rows
-share with them.
+The split depends on the row alone, not on the number of rows: SPLIT_TOKENS keys for rows of few new tokens, which are
+limited by memory bandwidth, and more for rows of many, which are split only as far as their tiles do not fill a device.
+Rows that share pages are also split where the shared pages end, so the last bits of their results may depend on which
+rows share with them.
 
 The plan is made once a step while a device waits, so it costs no Python time per row: tiles (tokens that attend to the
 same keys together) are arrays, and one pass splits all of them.
@@ -35,7 +35,7 @@ from .types import I32, AttentionWork, HostAttentionWork, HostWorkList
 SharingMode = Literal["auto", "always", "never"]
 
 SPLIT_TOKENS = 512
-PREFILL_SPLIT_TOKENS = 4096
+MIN_PREFILL_ITEMS = 32  # of a row with more new tokens than a large tile; each runs once for every key head
 SMALL_TILE_QUERIES = 16  # rows of few tokens: the smallest operand of a matrix unit
 LARGE_TILE_QUERIES = 64
 PREFILL_TILE_QUERIES = 128  # rows of more tokens than a large tile holds: two warp groups share keys
@@ -155,10 +155,10 @@ def build_work_items(
     many = np.flatnonzero((counts > small) & (counts <= large)).astype(np.int32)
     few = np.flatnonzero((counts > 0) & (counts <= small)).astype(np.int32)
     parts = [
-        _row_tiles(long, start, own, counts, offsets, prefill_height or large, PREFILL_SPLIT_TOKENS),
-        _row_tiles(many, start, own, counts, offsets, large, SPLIT_TOKENS),
+        _row_tiles(long, start, own, counts, offsets, prefill_height or large, MIN_PREFILL_ITEMS),
+        _row_tiles(many, start, own, counts, offsets, large),
         *shared,
-        _row_tiles(few, start, own, counts, offsets, small, SPLIT_TOKENS),
+        _row_tiles(few, start, own, counts, offsets, small),
     ]
     return _split_tiles(parts, start.repeat(num_tokens) + _index_within(num_tokens))
 
@@ -199,17 +199,25 @@ def _shared_tiles(ranges: SharedRanges, offsets: I32, small: int, large: int) ->
     return tiles
 
 
-def _row_tiles(rows: I32, start: I32, own: I32, num_tokens: I32, offsets: I32, height: int, split: int) -> QueryTiles:
+def _row_tiles(
+    rows: I32, start: I32, own: I32, num_tokens: I32, offsets: I32, height: int, min_items: int | None = None
+) -> QueryTiles:
     """Divide the new tokens of each of `rows` into tiles of at most `height` tokens.
 
-    `own`: first key that each row does not share. `split`: maximum number of keys of an item.
+    `own`: first key that each row does not share. Tiles are split every SPLIT_TOKENS keys or, with `min_items`, into
+    the fewest equal parts that give the row so many items.
     """
     num_tiles = -(-num_tokens[rows] // height)
+    split = np.full_like(rows, SPLIT_TOKENS)
+    if min_items is not None:
+        num_parts = -(-min_items // num_tiles)
+        num_keys = (start + num_tokens - own)[rows]
+        split *= -(-num_keys // (num_parts * SPLIT_TOKENS))
     row = rows.repeat(num_tiles)
     first = _index_within(num_tiles) * height
     num = np.minimum(num_tokens[row] - first, height)
     members = np.repeat(offsets[row] + first, num) + _index_within(num)
-    return QueryTiles(row, own[row], start[row] + first + num, num, np.full_like(row, split), members, height)
+    return QueryTiles(row, own[row], start[row] + first + num, num, split.repeat(num_tiles), members, height)
 
 
 def _index_within(counts: I32) -> I32:

@@ -45,7 +45,7 @@ def test_static_buffers_and_async_scheduling_do_not_change_outputs(
 ) -> None:
     """Cover the runner's GPU path except graph capture: steps of 2 and 8 rows with padding rows."""
     replayed = count_replays(monkeypatch)
-    found = outcome("n_best", tmp_path, "triton", share="always", graphs=AsyncLaunch((2, 8)))
+    found = outcome("n_best", tmp_path, "triton", share="always", graphs=AsyncLaunch((2, 8), prompt_sizes=(32, 64)))
     assert len(replayed) >= 3
     assert_same(found, outcome("n_best", tmp_path, "reference"))
 
@@ -53,8 +53,8 @@ def test_static_buffers_and_async_scheduling_do_not_change_outputs(
 @pytest.mark.slow
 def test_every_decode_step_of_every_mode_runs_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No penalty, alternative, grammar or beam of one request takes the others out of the captured steps."""
-    replayed, decoded = count_replays(monkeypatch), count_decode_steps(monkeypatch)
-    found = outcome("every_mode", tmp_path, "triton", graphs=AsyncLaunch((2, 8)))
+    replayed, decoded = count_replays(monkeypatch, only_decode=True), count_decode_steps(monkeypatch)
+    found = outcome("every_mode", tmp_path, "triton", graphs=AsyncLaunch((2, 8), prompt_sizes=(32, 64)))
     assert replayed == decoded and max(decoded) == 7
     assert_same(found, outcome("every_mode", tmp_path, "reference"))
 

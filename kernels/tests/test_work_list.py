@@ -143,6 +143,18 @@ def test_random_rows_are_planned_once_per_key(rows: list[tuple[int, int]], page_
     check(step, step.plan())
 
 
+@pytest.mark.parametrize(
+    ("cached", "new", "num_items", "num_merged"),
+    [(0, 8192, 256, 0), (6144, 2048, 64, 0), (16_384, 512, 32, 512), (32_000, 64, 32, 64), (0, 100, 4, 0)],
+)
+def test_prefill_is_split_only_as_far_as_its_tiles_are_few(
+    cached: int, new: int, num_items: int, num_merged: int
+) -> None:
+    plan = make_unshared_step([(cached, new)], group=4).plan("never")
+    assert sum(len(one.items) for one in plan.lists) == num_items
+    assert len(plan.merge_tokens) == num_merged
+
+
 @st.composite
 def forests(draw: st.DrawFn, decode: bool = False) -> Step:
     """Draw rows that share a prefix of any number of pages, including an unfinished last page."""

@@ -30,7 +30,7 @@ from chatcache.decoding.sampling import SamplingStrategy
 from chatcache.decoding.stopping import StopRules
 from chatcache.decoding.strategy import make_strategy
 from chatcache.engine.engine import Engine
-from chatcache.model.cuda_graphs import DecodeGraphs, FilledStep
+from chatcache.model.cuda_graphs import FilledStep, StepGraphs
 from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import AsyncLaunch, LaunchedStep, Runner
 from chatcache.types.actions import Strategy
@@ -189,16 +189,17 @@ def assert_same(found: Answers, expected: Answers) -> None:
         np.testing.assert_allclose(other.score, one.score, atol=len(one.tokens) * LOGPROB_TOLERANCE)
 
 
-def count_replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that gets the number of rows of every captured step that is run."""
+def count_replays(monkeypatch: pytest.MonkeyPatch, *, only_decode: bool = False) -> list[int]:
+    """Return a list that gets the number of rows of every captured step that is run, or of decode steps only."""
     replayed: list[int] = []
-    run = DecodeGraphs.run
+    run = StepGraphs.run
 
-    def counted(steps: DecodeGraphs, ready: FilledStep) -> Tensor:
-        replayed.append(ready.num_rows)
+    def counted(steps: StepGraphs, ready: FilledStep) -> Tensor:
+        if ready.size.is_decode or not only_decode:
+            replayed.append(ready.num_rows)
         return run(steps, ready)
 
-    monkeypatch.setattr(DecodeGraphs, "run", counted)
+    monkeypatch.setattr(StepGraphs, "run", counted)
     return replayed
 
 

@@ -62,7 +62,7 @@ def test_steps_are_replayed(case: str, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_every_decode_step_of_every_mode_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replayed, decoded = count_replays(monkeypatch), count_decode_steps(monkeypatch)
+    replayed, decoded = count_replays(monkeypatch, only_decode=True), count_decode_steps(monkeypatch)
     outcome("every_mode", tmp_path, "triton", "cuda")
     assert replayed == decoded and max(decoded) == 7
 

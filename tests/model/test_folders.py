@@ -158,6 +158,7 @@ def test_transformers_model_with_missing_tensor_is_rejected(sample_of: Get, tmp_
         ({"kv_memory_bytes": 100}, "kv_memory_bytes 100 is too small"),
         ({"attention_backend": "magic"}, "attention backend 'magic'"),
         ({"dtype": "int4"}, "dtype 'int4'"),
+        ({"dtype": "float16", "device": "cpu"}, "dtype 'float16' needs a GPU"),
         ({"device": "tpu"}, "device 'tpu'"),
     ],
 )

@@ -6,7 +6,7 @@ The steps are padded, stale, growing and shrinking.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -17,12 +17,12 @@ import torch
 from chatcache_kernels.work_list import plan_work
 
 from chatcache.model import cuda_graphs, static_steps
-from chatcache.model.cuda_graphs import DecodeGraphs, capture_sizes
+from chatcache.model.cuda_graphs import StepGraphs, capture_sizes
 from chatcache.model.eager import EagerRunner, Finish
 from chatcache.model.page_tables import DeviceSlots
 from chatcache.model.runner import AsyncLaunch
 from chatcache.model.sampling.sampler import Sampler
-from chatcache.model.static_steps import AttentionLaunches, Replay, WorkListBuffers, no_changes
+from chatcache.model.static_steps import AttentionLaunches, Replay, StepSize, WorkListBuffers, no_changes
 from chatcache.types.plan import PENDING_TOKEN, LogitEdit, LogitMask, Rows, Scores, StepPlan
 from tests.model import listed
 from tests.model.drive import make_draws
@@ -53,14 +53,16 @@ class Counting:
         return replay
 
 
-def run(kernels: Any = listed, sizes: list[int] | None = None, steps: int = 120) -> tuple[Outcome, int]:
-    """Return what came of a life of mostly decode steps, and how many of them were replayed."""
+def run(
+    kernels: Any = listed, sizes: list[int] | None = None, steps: int = 120, prompt_sizes: Sequence[int] = ()
+) -> tuple[Outcome, int]:
+    """Return what came of a life of mostly decode steps, and how many steps were replayed."""
     noise = np.random.default_rng(SEED)
     counting = Counting()
-    ahead = AsyncLaunch(capture_sizes(NUM_SLOTS) if sizes is None else sizes, counting)
+    ahead = AsyncLaunch(capture_sizes(NUM_SLOTS) if sizes is None else sizes, counting, prompt_sizes)
     runner = make_runner(ahead, lazy_streams(False, False), kernels)
     runner.warm_up()
-    outcome = live(make_runner(), runner, Life(noise, decode_only=0.85), steps)
+    outcome = live(make_runner(), runner, Life(noise, decode_only=0.4 if prompt_sizes else 0.85), steps)
     return outcome, counting.num_replays
 
 
@@ -73,6 +75,19 @@ def test_replayed_steps_equal_eager_execution(sizes: list[int] | None) -> None:
     outcome, num_replays = run(sizes=sizes)
     assert outcome.differing() is None, f"seed {SEED}"
     assert num_replays > 20
+
+
+@pytest.mark.parametrize("prompt_sizes", [(16, 32, 48, 64), pytest.param((40,), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["listed", pytest.param("reference", marks=pytest.mark.slow)])
+def test_replayed_steps_with_prompts_equal_eager_execution(prompt_sizes: Sequence[int], name: str) -> None:
+    """Prompts, chunks of them, and rows that decode, padded to the next number of tokens."""
+    from chatcache_kernels import reference
+
+    kernels = {"listed": listed, "reference": reference}[name]
+    outcome, num_replays = run(kernels, sizes=[2], prompt_sizes=prompt_sizes)
+    assert outcome.differing() is None, f"seed {SEED}"
+    _, num_decode = run(kernels, sizes=[2], steps=120)
+    assert num_replays > 30 + num_decode // 4
 
 
 @pytest.mark.slow
@@ -123,6 +138,32 @@ fill_rows = static_steps.fill_rows
 def test_injected_stale_input_is_detected(bug: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "fill_rows", bug)
     assert is_broken(), f"seed {SEED}"
+
+
+def leave_prompt_cells(given: Any, rows: Any, layout: Any, changes: Any, slots: DeviceSlots) -> None:
+    """Make padding tokens write to the cells of the last step's tokens."""
+    before = given["cells"].copy()
+    fill_prompt_rows(given, rows, layout, changes, slots)
+    given["cells"][len(rows.tokens) :] = before[len(rows.tokens) :]
+
+
+def shift_last_tokens(given: Any, rows: Any, layout: Any, changes: Any, slots: DeviceSlots) -> None:
+    """Draw after the token before the last one of each row."""
+    fill_prompt_rows(given, rows, layout, changes, slots)
+    given["last"][:] = np.maximum(given["last"] - 1, 0)
+
+
+fill_prompt_rows = static_steps.fill_prompt_rows
+
+
+@pytest.mark.parametrize("bug", [leave_prompt_cells, pytest.param(shift_last_tokens, marks=pytest.mark.slow)])
+def test_injected_stale_input_of_prompts_is_detected(bug: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "fill_prompt_rows", bug)
+    try:
+        outcome, _ = run(sizes=[2], prompt_sizes=(16, 32, 64))
+        assert outcome.differing() is not None, f"seed {SEED}"
+    except IndexError:
+        return
 
 
 def test_injected_single_host_buffer_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +228,7 @@ def is_replayed(plan: StepPlan) -> bool:
     runner.warm_up()
     runner._tables.rows[:] = 1
     assert runner._static is not None
-    return runner._static.fill(plan, no_changes()) is not None
+    return runner._static.fill_decode(plan, no_changes()) is not None
 
 
 def test_steps_of_single_tokens_are_replayed_whatever_they_draw() -> None:
@@ -271,11 +312,11 @@ def test_work_list_larger_than_the_buffers_does_not_fit() -> None:
     tables = rng.integers(1, 30, (6, MAX_LEN // SIZE)).astype(np.int32)
     start = np.full(6, MAX_LEN - 1, np.int32)
     work = plan_work(tables, start, np.ones(6, np.int32), SIZE, 1, share="never")
-    whole = WorkListBuffers.sized_for(8, 1, MAX_LEN, 10**6)
+    whole = WorkListBuffers.sized_for(StepSize.decode(8), 1, MAX_LEN, 10**6)
     arrays = {name: np.full(shape, -7, kind) for name, (kind, shape) in whole.specs().items()}
     assert whole.fill(arrays, work, 6) == AttentionLaunches(1, has_merges=True)
-    assert arrays["num_items"][0, 0] == len(work.lists[0].items) + 2
-    for short in (replace(whole, num_items=25), replace(whole, num_states=23), replace(whole, heights=(3,))):
+    assert arrays["num_items"][0, 0] == len(work.lists[0].items) + 1  # one of two padding tokens
+    for short in (replace(whole, num_items=24), replace(whole, num_states=23), replace(whole, heights=(3,))):
         assert short.fill({name: array.copy() for name, array in arrays.items()}, work, 6) is None
 
 
@@ -302,7 +343,7 @@ def test_step_that_does_not_fit_memory_is_not_captured(caplog: pytest.LogCapture
     runner = make_runner(AsyncLaunch([1, 4], Small()))
     said: list[tuple[float, str]] = []
     runner.warm_up(lambda fraction, what: said.append((fraction, what)))
-    assert isinstance(runner._static, DecodeGraphs) and runner._static.num_captured == 1
+    assert isinstance(runner._static, StepGraphs) and runner._static.num_captured == 1
     assert runner.captured_steps == (1, 2)
     assert "decode step of 4 rows" in caplog.text
     assert [what for _, what in said] == ["decode step of 4 rows", "decode step of 1 rows"]

@@ -139,9 +139,11 @@ def test_composite_folder_equals_transformers_for_text(
     oracle = save_composite(name, tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     prompt = torch.randint(0, 180, (1, 21))
+    # transformers 5.24 fails to run the whole Llama 4 without images
+    text_model = oracle.language_model if name == "llama4" else oracle
     with torch.inference_mode():
-        want = oracle(input_ids=prompt).logits[0, -1].log_softmax(-1)
-        answer = oracle.generate(
+        want = text_model(input_ids=prompt).logits[0, -1].log_softmax(-1)
+        answer = text_model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0
         )
     caplog.set_level(logging.INFO, "chatcache")

@@ -100,7 +100,7 @@ SWAP_MAX_BYTES = 1024**3
 STATE_SHARE = 0.5  # of the memory for KV pages: the most that states of recurrent layers take
 SNAPSHOTS_PER_SEQ = 3
 MIN_STATES = 3  # the zero state, a live state and a snapshot
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_model(
@@ -215,13 +215,15 @@ def _load(
     vocab_size = network.geometry.vocab_size
     if async_launch is None:
         async_launch = default_async_launch(
-            device, config.max_num_seqs, capturable=backend == "triton" and isinstance(network, Decoder)
+            device,
+            config.max_num_seqs,
+            config.max_num_batched_tokens if isinstance(network, Decoder) else 0,
+            capturable=backend == "triton",
         )
     report(0.91, "measuring memory")
     samples = group is None or group.rank == 0
     sampler = choose_sampler(backend, vocab_size, device) if samples else NoSampler()
-    num_graphs = async_launch.num_graphs if async_launch is not None else 0
-    capacity = _measure_capacity(config, network, kernels, sampler, max_model_len, num_graphs)
+    capacity = _measure_capacity(config, network, kernels, sampler, max_model_len, async_launch)
     if group is not None:
         capacity = group.smallest(capacity)
     report(0.92, f"allocating {capacity.num_pages} KV pages")
@@ -452,13 +454,13 @@ def _measure_capacity(
     kernels: AttentionBackend,
     sampler: TokenSampler,
     max_model_len: int,
-    num_graphs: int,
+    async_launch: AsyncLaunch | None,
 ) -> KVCapacity:
     """Measure the memory and compute the number of KV pages; log a limit that the device cannot satisfy."""
     geometry = network.geometry
     asked, total = config.kv_memory_bytes, total_memory_bytes(geometry.device)
     config = limit_kv_memory(config, total)
-    budget = _budget(config, network, kernels, sampler, max_model_len, num_graphs)
+    budget = _budget(config, network, kernels, sampler, max_model_len, async_launch)
     capacity = plan_capacity(config, geometry, max_model_len, budget)
     if asked is not None and config.kv_memory_bytes is None:
         log.warning("%s", describe_kv_limit(asked, total, capacity.kv_bytes))
@@ -471,7 +473,7 @@ def _budget(
     kernels: AttentionBackend,
     sampler: TokenSampler,
     max_model_len: int,
-    num_graphs: int,
+    async_launch: AsyncLaunch | None,
 ) -> Budget | None:
     """Measure a GPU's memory for KV pages; None on CPUs or if `kv_memory_bytes` is set."""
     device = network.geometry.device
@@ -486,7 +488,8 @@ def _budget(
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        num_graphs=num_graphs,
+        num_graphs=async_launch.num_graphs if async_launch is not None else 0,
+        max_captured_tokens=max(async_launch.prompt_sizes, default=0) if async_launch is not None else 0,
     )
     log.info("memory of %s: %s", device, budget)
     return budget
@@ -546,7 +549,9 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" or _cpu_has_bf16() else torch.float32
     if name not in DTYPES:
-        raise ModelFolderError(f"dtype {name!r} is not supported; choose auto, float32 or bfloat16")
+        raise ModelFolderError(f"dtype {name!r} is not supported; choose auto or {', '.join(DTYPES)}")
+    if name == "float16" and device.type == "cpu":
+        raise ModelFolderError("dtype 'float16' needs a GPU; choose auto, float32 or bfloat16")
     return DTYPES[name]
 
 

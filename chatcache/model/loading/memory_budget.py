@@ -17,7 +17,7 @@ from chatcache.model.eager import EagerRunner
 from chatcache.model.page_tables import PageTables
 from chatcache.model.sampling.sampler import TokenSampler
 from chatcache.model.states import make_states
-from chatcache.model.static_steps import WorkListBuffers
+from chatcache.model.static_steps import StepSize, WorkListBuffers
 from chatcache.types.plan import I32, Draws, LogitEdit, Rows, StepPlan
 
 CPU_KV_SHARE = 0.25
@@ -93,11 +93,13 @@ def measure_budget(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     num_graphs: int,
+    max_captured_tokens: int = 0,
 ) -> Budget:
     """Run the largest step that a scheduler may plan, and measure its memory.
 
     Captured steps share one memory pool, which holds what the largest of them needs: no more than the measured step,
-    plus the partial results of attention. Their logits are in one more buffer.
+    plus the partial results of attention. Their logits are in one more buffer. `max_captured_tokens`: of a captured
+    step with prompts.
     """
     free_bytes = gauge.free_bytes()
     step = _LargestStep(network, kernels, sampler, page_size, max_model_len, max_num_seqs, max_num_batched_tokens)
@@ -106,8 +108,13 @@ def measure_budget(
     if num_graphs:
         geometry = network.geometry
         num_tokens = free_bytes // geometry.page_bytes(page_size) * page_size
+        sizes = [StepSize.decode(max_num_seqs)]
+        if max_captured_tokens:
+            sizes.append(StepSize(min(max_num_seqs, max_captured_tokens), max_captured_tokens, is_decode=False))
         work_buffers = [
-            WorkListBuffers.sized_for(max_num_seqs, form.group, max_model_len, num_tokens) for form in geometry.forms
+            WorkListBuffers.sized_for(size, form.group, max_model_len, num_tokens)
+            for size in sizes
+            for form in geometry.forms
         ]
         states = 4 * max(buffers.num_states for buffers in work_buffers) * geometry.query_elements
         logits = max_num_seqs * geometry.vocab_size * geometry.dtype.itemsize

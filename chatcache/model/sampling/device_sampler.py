@@ -77,8 +77,8 @@ class SamplingLaunch:
     """Draws of one kernel launch.
 
     `indices` [N]: the step's draws (for a ranking, logits rows); `table`: int32 [NUM_FIELDS, N]; `size`: tokens per
-    draw, 0 for single draws; `edited`: whether they read edited copies of the logits; `has_filters`: whether any draw
-    has a filter.
+    draw, 0 for single draws; `edited`: whether they read edited copies of the logits; `has_filters`, `has_limits`: as
+    in `sampling.DrawBatch`.
     """
 
     indices: Index
@@ -86,6 +86,7 @@ class SamplingLaunch:
     size: int
     edited: bool
     has_filters: bool
+    has_limits: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +168,9 @@ def _make_launch(
         table[fields.FILTERED.value] |= some.temperature > 0
     else:
         table[fields.SLOT.value] = slots[which]
-    cuts = bool(table[fields.FILTERED.value].any())
-    return SamplingLaunch(which, table, size if wide else 0, edited, cuts)
+    has_filters = bool(table[fields.FILTERED.value].any())
+    has_limits = bool(table[fields.TOP_K.value].any()) or bool((some.top_p < 1).any())
+    return SamplingLaunch(which, table, size if wide else 0, edited, has_filters, has_limits)
 
 
 def ranking_launch(rows: Index, size: int) -> SamplingLaunch:
@@ -178,7 +180,7 @@ def ranking_launch(rows: Index, size: int) -> SamplingLaunch:
     table[fields.ROW.value] = table[fields.RAW_ROW.value] = which
     for field in (fields.MASK, fields.SLOT, fields.TARGET):
         table[field.value] = -1
-    return SamplingLaunch(which, table, size, edited=False, has_filters=False)
+    return SamplingLaunch(which, table, size, edited=False, has_filters=False, has_limits=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +300,9 @@ class DevicePromptScorer:
         self._filled = cells.stop
         table = ranking_launch(np.arange(num_rows), self._size).table
         table[fields.TARGET.value] = self._targets[cells]
-        draws = sampling.DrawBatch(raw, raw, self._base, to_device(table, device), self._no_masks, has_filters=False)
+        draws = sampling.DrawBatch(
+            raw, raw, self._base, to_device(table, device), self._no_masks, has_filters=False, has_limits=False
+        )
         ids, no_slot = torch.empty(2, num_rows, dtype=torch.int32, device=device)
         sampling.draw(draws, no_slot, ids, self._out["logprobs"][cells], self._out["faults"][cells])
         if self._num_top[cells].any():
@@ -433,7 +437,8 @@ class DeviceSampler:
     ) -> None:
         for place, (launch, table) in enumerate(zip(launches, tables, strict=True)):
             x = changed if launch.edited else raw
-            draws = sampling.DrawBatch(x, raw, self._base, table, words, launch.has_filters, self._launch_config)
+            limits = launch.has_filters, launch.has_limits
+            draws = sampling.DrawBatch(x, raw, self._base, table, words, *limits, self._launch_config)
             tokens, logprobs, faults = (out[f"{name} {place}"] for name in ("tokens", "logprobs", "faults"))
             if launch.size:
                 perturbed, raw_logprobs = out[f"perturbed {place}"], out[f"raw_logprobs {place}"]

@@ -70,6 +70,11 @@ def attending(current: Pass) -> Iterator[None]:
         _PASS.reset(token)
 
 
+def current_step() -> AttentionStep | Probe:
+    """Return the step of the pass that runs in this thread."""
+    return _PASS.get().step
+
+
 def paged_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:

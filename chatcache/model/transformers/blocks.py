@@ -24,7 +24,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from chatcache.model.attention import AttentionBackend, AttentionStep
 from chatcache.model.linear import LinearFactory, PanelLinearFactory
-from chatcache.model.transformers.attention import Probe
+from chatcache.model.transformers.attention import Probe, current_step
 from chatcache.model.transformers.block_decode import BlockDecode
 from chatcache.model.transformers.experts import GroupedExperts
 from chatcache.model.transformers.modules import PROBES, FusedMLP, FusedNorm
@@ -168,7 +168,6 @@ class BlockStack(nn.Module):
         input_ids: Tensor | None = None,
         *,
         position_ids: Tensor,
-        paged_step: AttentionStep | Probe,
         inputs_embeds: Tensor | None = None,
         **_: Any,
     ) -> MoeModelOutputWithPast:
@@ -176,9 +175,10 @@ class BlockStack(nn.Module):
         x = (self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)[0]
         angles = position_ids.reshape(-1, len(x))[0, :, None].float() * self.frequencies  # equal on all axes for text
         rotation = angles.cos() * self._rope_scale, angles.sin() * self._rope_scale
-        states = None if isinstance(paged_step, Probe) else self._decode.run(self, x, rotation, paged_step)
+        step = current_step()
+        states = None if isinstance(step, Probe) else self._decode.run(self, x, rotation, step)
         if states is None:
-            states = self._run(list(self.blocks), x, paged_step, rotation)
+            states = self._run(list(self.blocks), x, step, rotation)
         return MoeModelOutputWithPast(last_hidden_state=states[None])
 
     def _run(

@@ -59,11 +59,12 @@ def replace_experts(
     arena, replaced = HostArena(), []
     for module in model.modules():
         if _is_supported(module):
+            device = next(module.parameters()).device
             experts = GroupedExperts(
                 kernels,
                 _pack(module, "gate_up_proj" if module.has_gate else "up_proj", kernels, arena, make_linear),
                 _pack(module, "down_proj", kernels, arena, make_linear),
-                _activation(module, kernels),
+                _activation(module, kernels, device),
             )
             module.forward = experts
             replaced.append(experts)
@@ -72,8 +73,9 @@ def replace_experts(
 
 def _is_supported(module: Any) -> bool:
     """Return whether a module has the form that `transformers.integrations.moe` defines, and no norm after experts."""
-    names = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")
-    return all(isinstance(getattr(module, name, None), bool) for name in names) and not module.has_post_expert_norm
+    has_norm = getattr(module, "has_post_expert_norm", False)  # not in every release of transformers
+    names = ("has_gate", "has_bias", "is_transposed")
+    return all(isinstance(getattr(module, name, None), bool) for name in names) and not has_norm
 
 
 def _pack(
@@ -95,9 +97,9 @@ def _pack(
     return packed
 
 
-def _activation(module: Any, kernels: AttentionBackend) -> Activation:
+def _activation(module: Any, kernels: AttentionBackend, device: torch.device) -> Activation:
     if not module.has_gate:
         return module.act_fn  # type: ignore[no-any-return]
-    probe = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    probe = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(device)
     is_silu = torch.allclose(module._apply_gate(probe), kernels.silu_mul(probe), rtol=1e-4, atol=1e-5)
     return kernels.silu_mul if is_silu else module._apply_gate

@@ -116,8 +116,8 @@ def _wrap(
     except ValueError as error:
         raise ModelFolderError(f"{where}: {text.model_type} does not run on KV pages: {error}") from error
     install_latent_attention(model)
+    fuse_modules(model, kernels)
     if device.type == "cpu":
-        fuse_modules(model, kernels)
         replace_bases(model, kernels)
     if device.type == "cpu" or packed is not None:
         pack_linears(model, make_linear)

@@ -1,4 +1,4 @@
-"""Modules of transformers models replaced on the CPU: linear layers with packed weights, fused norms and gated MLPs.
+"""Replaced modules of transformers models: fused norms and gated MLPs, and on the CPU packed linear layers.
 
 A module keeps its place and its name. A linear layer's product is replaced, and its plain weight is freed; modules that
 read the weight of a linear layer themselves must be replaced before. At decode, each operation of torch takes
@@ -67,7 +67,7 @@ def _fuse_norm(module: Any, kernels: AttentionBackend) -> FusedNorm | None:
     plain = weight.detach()
     for candidate in (plain, plain.float() + 1):
         fused = FusedNorm(kernels, candidate, eps)
-        if _gives_same(module, fused, len(plain), plain.dtype):
+        if _gives_same(module, fused, len(plain), plain):
             return fused
     return None
 
@@ -80,18 +80,18 @@ def _fuse_mlp(module: Any, kernels: AttentionBackend) -> FusedMLP | None:
     if set(dict(module.named_children())) - {*names, "act_fn"}:
         return None
     fused = FusedMLP(kernels, module)
-    return fused if _gives_same(module, fused, layers[0].in_features, layers[0].weight.dtype) else None
+    return fused if _gives_same(module, fused, layers[0].in_features, layers[0].weight) else None
 
 
-def _gives_same(module: nn.Module, fused: nn.Module, width: int, dtype: torch.dtype) -> bool:
-    """Return whether both modules give the same on random inputs, up to rounding."""
-    probe = torch.randn(1, PROBES, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+def _gives_same(module: nn.Module, fused: nn.Module, width: int, weight: Tensor) -> bool:
+    """Return whether both modules give the same on random inputs of the weight's type, up to rounding."""
+    probe = torch.randn(1, PROBES, width, generator=torch.Generator().manual_seed(0)).to(weight)
     with torch.inference_mode():
         try:
             want, got = module(probe), fused(probe)
         except (TypeError, ValueError, RuntimeError, IndexError):  # a module with other arguments, or another shape
             return False
-    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    tolerance = 1e-4 if weight.dtype == torch.float32 else 3e-2
     same = isinstance(want, Tensor) and want.shape == got.shape and want.dtype == got.dtype
     return same and bool((want - got).abs().max() <= tolerance * want.abs().max().clamp(min=1e-6))
 

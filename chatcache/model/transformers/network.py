@@ -18,7 +18,7 @@ from chatcache.model.transformers.attention import Pass, attending
 
 
 class TransformersNetwork:
-    """A transformers model as an `attention.Network`. Its steps are not captured as CUDA graphs.
+    """A transformers model as an `attention.Network`.
 
     `base`: the module without the output head, which returns the final hidden states as `last_hidden_state`.
     `windows`: as in `Pass`. `idle_bytes`: of weights that a token does not read, those of experts that it does not use.
@@ -89,10 +89,7 @@ def record_states(modules: Iterable[nn.Module]) -> Iterator[list[tuple[nn.Module
 
 
 def run_model(model: Any, tokens: Tensor, current: Pass, keep: Mapping[str, Tensor]) -> Any:
-    """Run a model, or its base, on the tokens of a step, and return its output.
-
-    Modules of ours that replace those of the model get the step as the argument `paged_step`.
-    """
+    """Run a model, or its base, on the tokens of a step, and return its output."""
     ids, positions = tokens[None], current.positions[None]
     with attending(current):
-        return model(input_ids=ids, position_ids=positions, use_cache=False, paged_step=current.step, **keep)
+        return model(input_ids=ids, position_ids=positions, use_cache=False, **keep)

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from chatcache.model.attention import AttentionStep
 from chatcache.model.states import StateShape
-from chatcache.model.transformers.attention import Probe
+from chatcache.model.transformers.attention import Probe, current_step
 
 
 class Mixer(nn.Module):
@@ -38,9 +38,9 @@ class Mixer(nn.Module):
         self.first_state = first_state
         self.shapes: tuple[StateShape, ...] = ()
 
-    def forward(self, hidden_states: Tensor, paged_step: AttentionStep | Probe, **_: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return the layer's output, [1, T, hidden]; transformers' masks and caches are not used."""
-        return self.mix(hidden_states[0], paged_step)[None]
+        return self.mix(hidden_states[0], current_step())[None]
 
     def mix(self, x: Tensor, step: AttentionStep | Probe, rotation: object = None) -> Tensor:
         """Return the layer's output; there is no rotary embedding. Shapes: x [T, hidden] -> [T, hidden]."""

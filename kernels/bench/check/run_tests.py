@@ -23,6 +23,7 @@ INTERPRETED = (  # the engine before its parts, because the time limit may stop 
     "kernels/tests",
     "tests/gpu",
 )
+IGNORED = "tests/model/test_parallel.py"  # runs engine processes, whose messages need msgspec itself
 NEED_A_GPU = "(triton or gpu) and not compile and not attention_code and not bench"  # compilation tests need no GPU
 MAX_PROCESSES = 8
 MIN_CORES = 4
@@ -81,6 +82,7 @@ def _pytest(context: StageContext, paths: Sequence[str], options: Sequence[str])
         "no:cacheprovider",
         "-p",
         "no:benchmark",
+        f"--ignore={ROOT / IGNORED}",
         f"--junitxml={report}",
         "--durations=10",
         "--tb=short",

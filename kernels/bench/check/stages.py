@@ -58,16 +58,18 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         Stage("model qwen3-0.6b", "model.run", 70, ("qwen3-0.6b",)),
         Stage("model llama3-8b", "model.run", 80, ("llama3-8b",)),
         Stage("offline qwen3-0.6b", "offline.run", 55, ("qwen3-0.6b",)),
-        Stage("peer qwen3-0.6b", "offline.run_transformers", 70, ("qwen3-0.6b",)),
         Stage("prefill kernels", "attention.run_prefill", 35),
         Stage("small kernels", "small_kernels.run", 35),
         Stage("sampling", "sampling.run", 20),
         Stage("layer kernels", "layers.run", 45),
         Stage("FP8 layers", "fp8.run", 30),
         Stage("FP8 model llama3-8b", "model.run_fp8", 60, ("llama3-8b",)),
-        Stage("offline llama3-8b", "offline.run", 60, ("llama3-8b",)),
-        Stage("planning", "planning.run", 20),
+        Stage("transformers qwen3.5-0.8b", "transformers_models.run", 75, ("qwen3.5-0.8b",)),
+        Stage("transformers qwen3-moe-1b", "transformers_models.run", 60, ("qwen3-moe-1b",)),
         Stage("studies qwen3-0.6b", "studies.run", 60, ("qwen3-0.6b",)),
+        Stage("planning", "planning.run", 20),
+        Stage("peer qwen3-0.6b", "offline.run_transformers", 70, ("qwen3-0.6b",)),
+        Stage("offline llama3-8b", "offline.run", 75, ("llama3-8b",)),
     ),
     "cpu": (
         Stage("tests", "run_tests.run", 400),
@@ -78,6 +80,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         Stage("sampling", "sampling.run", 60),
         Stage("layer kernels", "layers.run", 60),
         Stage("model smollm2-135m", "model.run", 90, ("smollm2-135m",)),
+        Stage("transformers tiny", "transformers_models.run", 60, ("tiny",)),
         Stage("planning", "planning.run", 30),
         Stage("studies smollm2-135m", "studies.run", 90, ("smollm2-135m",)),
     ),
@@ -94,12 +97,13 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         Stage("model tiny", "model.run", 60, ("tiny",)),
         Stage("offline tiny", "offline.run", 60, ("tiny",)),
         Stage("peer tiny", "offline.run_transformers", 60, ("tiny",)),
+        Stage("transformers tiny", "transformers_models.run", 60, ("tiny",)),
         Stage("planning", "planning.run", 30),
         Stage("studies tiny", "studies.run", 60, ("tiny",)),
     ),
 }
 STAGES["dry"] = (Stage("tests", "run_tests.run_emulated", 600), *STAGES["tiny"][1:])
-TUNE = Stage("tune attention", "tune.run", 480)
+TUNE = Stage("tune attention", "tune.run", 200)
 NOT_MEASURED = {
     "cpu": {
         "CUDA graphs, compiled Triton kernels": "no GPU here; the tests run Triton kernels under the interpreter",
@@ -115,10 +119,10 @@ def find_stage(name: str, size: str) -> Stage:
     return next(stage for stage in (*STAGES[size], TUNE) if stage.name == name)
 
 
-def environment() -> dict[str, str]:
-    """Return a stage's environment, with the stand-in for msgspec where that is missing."""
+def environment(size: str = "") -> dict[str, str]:
+    """Return a stage's environment, with the stand-in for msgspec where that is missing, and in a dry run."""
     path = [str(ROOT), str(ROOT / "kernels")]
-    if importlib.util.find_spec("msgspec") is None:
+    if size == "dry" or importlib.util.find_spec("msgspec") is None:
         path.append(str(BARE))
     cache = Path(tempfile.gettempdir()) / "chatcache-triton"  # one for all stages, so that each kernel compiles once
     given = {
@@ -148,7 +152,7 @@ def run_apart(stage: Stage, size: str, out: Path, limit_s: float, grace_s: float
     command += ["--seconds", f"{limit_s:.1f}"]
     print(f"$ {shlex.join(command)}", flush=True)
     start = time.monotonic()
-    process = subprocess.Popen(command, env=environment(), start_new_session=True)
+    process = subprocess.Popen(command, env=environment(size), start_new_session=True)
     try:
         status: int | None = process.wait(limit_s + grace_s)
     except subprocess.TimeoutExpired:

@@ -1,8 +1,8 @@
 """Sample tokens on the device: one pass over the vocabulary in chunks, then a merge.
 
 Every function only launches kernels and never waits for the device, so all of them can be captured in a CUDA graph.
-`topk_topp` finds the cut-offs of filters, `ranks` returns several tokens per draw, `sampling_ops` holds the table of
-draws and the operations that all kernels use.
+`topk_topp` finds the cut-offs of filters in up to three more launches, `ranks` returns several tokens per draw,
+`sampling_ops` holds the table of draws and the operations that all kernels use.
 
 Symbols: N draws, V vocabulary, C = ceil(V / CHUNK) chunks. Each logit is read once.
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -53,7 +54,7 @@ from .sampling_ops import (
     row_sum,
     store_rows,
 )
-from .topk_topp import cutoff_kernel
+from .topk_topp import GROUPS, collect_kernel, cutoff_kernel, group_max_kernel
 from .variants import Variant, trace_variants
 
 
@@ -61,14 +62,15 @@ from .variants import Variant, trace_variants
 class LaunchConfig:
     """Launch parameters of the sampling kernels; not measured.
 
-    chunk: tokens per program of a draw. block: tokens at a time of a program that searches cut-offs over its whole row.
-    rows: draws per program.
+    chunk: tokens per program of a draw. block, cut_warps: tokens at a time and warps of a program that searches the
+    cut-off of a row. max_found: candidates that the list of a row holds. rows: draws per program.
     """
 
     chunk: int = 2048
     warps: int = 4
-    block: int = 4096
-    cut_warps: int = 16
+    block: int = 2048
+    cut_warps: int = 8
+    max_found: int = 8192
     rows: int = 64 if triton.knobs.runtime.interpret else 1  # the interpreter takes as long for one row as for many
 
 
@@ -76,7 +78,7 @@ class LaunchConfig:
 class DrawBatch:
     """The draws (one sampling decision each) of a launch.
 
-    `has_filters`: whether any draw has FILTERED set in the table.
+    `has_filters`: whether any draw has FILTERED set in the table; `has_limits`: whether any has top_k or top_p.
     Shapes: x [U, vocab_size] to draw from, raw [U', vocab_size] to report from (x itself if nothing was edited), rows
     contiguous; base [vocab_size] int32, the hashed token ids; table [NUM_FIELDS, num_draws] int32 (see `sampling_ops`);
     words [M, vocab_size / 32] int32 or None: mask words, one bit per allowed token.
@@ -88,6 +90,7 @@ class DrawBatch:
     table: Tensor
     words: Tensor | None
     has_filters: bool
+    has_limits: bool
     launches: LaunchConfig = LaunchConfig()
 
     @property
@@ -98,7 +101,7 @@ class DrawBatch:
     @property
     def chunk(self) -> int:
         """Return how many tokens of the vocabulary a program reads (a chunk)."""
-        return min(self.launches.chunk, next_power_of_2(self.x.shape[1]))
+        return min(self.launches.chunk, max(next_power_of_2(self.x.shape[1]), int(GROUPS.value)))
 
     @property
     def masked(self) -> bool:
@@ -113,12 +116,7 @@ class DrawBatch:
     @property
     def block(self) -> int:
         """Return how many tokens the cut-off search reads at a time."""
-        return min(self.launches.block // (2 if self.masked else 1), next_power_of_2(self.x.shape[1]))
-
-    @property
-    def cut_warps(self) -> int:
-        """Return the warps per program of the cut-off search."""
-        return self.launches.cut_warps // (2 if self.masked else 1)
+        return min(self.launches.block, next_power_of_2(self.x.shape[1]))
 
     @property
     def num_chunks(self) -> int:
@@ -283,11 +281,11 @@ def variants(arch: int) -> Iterator[Variant]:
         base, table = (empty(*shape, dtype=torch.int32) for shape in ((vocab_size,), (NUM_FIELDS, 7)))
         last, tokens, faults = empty(9, dtype=torch.int64), empty(7, dtype=torch.int64), empty(7, dtype=torch.int32)
         yield from trace_variants(
-            partial(draw, DrawBatch(raw, raw, base, table, None, True), last, tokens, empty(7), faults)
+            partial(draw, DrawBatch(raw, raw, base, table, None, True, True), last, tokens, empty(7), faults)
         )
         words = empty(1, -(-vocab_size // 32), dtype=torch.int32)
         for x in (raw, edited):
-            draws = DrawBatch(x, raw, base, table, words, True)
+            draws = DrawBatch(x, raw, base, table, words, True, True)
             yield from trace_variants(partial(draw, draws, last, faults, empty(7), faults))
             for size in (5, 20, 100) if dtype == torch.bfloat16 else (5,):
                 found = empty(7, size, dtype=torch.int32), *(empty(7, size) for _ in range(3)), faults
@@ -305,7 +303,7 @@ def draw(draws: DrawBatch, last: Tensor, tokens: Tensor, logprobs: Tensor, fault
     if not draws.num_draws:
         return
     ids = torch.empty(draws.num_draws, draws.num_chunks, dtype=torch.int32, device=tokens.device)
-    cuts = _find_cutoffs(draws)
+    cuts = find_cutoffs(draws)
     sums = _launch_draw_pass(draws, ids, cuts, SUMS_ONLY=False)
     raw_sums = sums if draws.raw is draws.x else _launch_draw_pass(draws, ids, cuts, SUMS_ONLY=True)
     finish_kernel[(draws.num_programs,)](
@@ -358,7 +356,7 @@ def rank_tokens(draws: DrawBatch, out: RankedTokens) -> None:
     taken = min(size, draws.chunk) if size <= MAX_SELECTED else draws.chunk
     keys = torch.empty(draws.num_draws, num_chunks * taken, dtype=torch.int64, device=device)
     sums = torch.empty(3, draws.num_draws, num_chunks, dtype=torch.float32, device=device)
-    cuts = _find_cutoffs(draws)
+    cuts = find_cutoffs(draws)
     rank_kernel[(draws.num_programs * num_chunks,)](
         draws.x,
         draws.base,
@@ -445,28 +443,29 @@ def _launch_draw_pass(draws: DrawBatch, ids: Tensor, cuts: Tensor, *, SUMS_ONLY:
     return sums
 
 
-def _find_cutoffs(draws: DrawBatch) -> Tensor:
+def find_cutoffs(draws: DrawBatch) -> Tensor:
     """Find the cut-offs of filtered draws: float32 [3, N] as in `cutoff_kernel`.
 
     Other cells are unset.
     """
-    cuts = torch.empty(3, draws.num_draws, dtype=torch.float32, device=draws.table.device)
-    if draws.has_filters:
-        cutoff_kernel[(draws.num_programs,)](
-            draws.x,
-            draws.table,
-            draws.mask_words,
-            cuts,
-            draws.x.stride(0),
-            draws.num_draws,
-            draws.x.shape[1],
-            draws.mask_words.shape[-1],
-            MASKED=draws.masked,
-            ROWS=draws.launches.rows,
-            BLOCK=draws.block,
-            num_warps=draws.cut_warps,
-            **EXACT,
-        )
+    num_draws, num_chunks, device = draws.num_draws, draws.num_chunks, draws.table.device
+    cuts = torch.empty(3, num_draws, dtype=torch.float32, device=device)
+    if not draws.has_filters:
+        return cuts
+    max_found = draws.launches.max_found if draws.has_limits else 0
+    groups = torch.empty(num_draws, num_chunks * int(GROUPS.value), dtype=torch.float32, device=device)
+    found = torch.empty(num_draws, 1 + num_chunks + max_found, dtype=torch.int64, device=device)
+    sizes = (draws.x.stride(0), num_draws, draws.x.shape[1], draws.mask_words.shape[-1], num_chunks)
+    inputs = (draws.x, draws.table, draws.mask_words, groups, found)
+    same: dict[str, Any] = {"MASKED": draws.masked, "ROWS": draws.launches.rows, "MAX_FOUND": max_found, **EXACT}
+    all_groups = next_power_of_2(groups.shape[1])
+    grid = (draws.num_programs * num_chunks,)
+    group_max_kernel[grid](*inputs, *sizes, CHUNK=draws.chunk, num_warps=draws.warps, **same)
+    if draws.has_limits:
+        collect_kernel[grid](*inputs, *sizes, CHUNK=draws.chunk, ALL_GROUPS=all_groups, num_warps=draws.warps, **same)
+    cutoff_kernel[(draws.num_programs,)](
+        *inputs, cuts, *sizes, BLOCK=draws.block, ALL_GROUPS=all_groups, num_warps=draws.launches.cut_warps, **same
+    )
     return cuts
 
 
