@@ -62,7 +62,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         Stage("small kernels", "small_kernels.run", 35),
         Stage("sampling", "sampling.run", 20),
         Stage("layer kernels", "layers.run", 45),
-        Stage("FP8 layers", "fp8.run", 75),
+        Stage("FP8 layers", "fp8.run", 60),
         Stage("FP8 model llama3-8b", "model.run_fp8", 60, ("llama3-8b",)),
         Stage("transformers qwen3.5-0.8b", "transformers_models.run", 75, ("qwen3.5-0.8b",)),
         Stage("transformers qwen3-moe-1b", "transformers_models.run", 60, ("qwen3-moe-1b",)),
