@@ -24,8 +24,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one engine and its model.
 
     `model`: a folder, a Hugging Face id, or "" for the demo model. `max_model_len=None`: the model's own maximum.
-    `attention_backend`: auto | reference | cpu | triton. `quantization`: none | int8 (8-bit weights, on CPUs).
-    `tensor_parallel_size`: number of processes (ranks) that compute each layer together.
+    `attention_backend`: auto | reference | cpu | triton. `quantization`: none | int8 | fp8 (8-bit weights, on CPUs and
+    on GPUs). `tensor_parallel_size`: number of processes (ranks) that compute each layer together.
     `pooling`: auto (as the model folder says, else last) | last | mean, how embeddings are computed.
     `kv_memory_bytes=None`: a share of the free memory. `swap_space_bytes`: host memory for swapped pages; None for half
     of the KV memory, at most 1 GiB; 0 disables swapping.

@@ -218,8 +218,11 @@ AttentionBackend = Annotated[
     _flag("attention-backend", "Attention kernels; auto: the fastest for the device."),
 ]
 Quantization = Annotated[
-    Literal["none", "int8"],
-    _flag("quantization", "int8: 8-bit weights, half the bytes of bfloat16; logits differ slightly (CPU only)."),
+    Literal["none", "int8", "fp8"],
+    _flag(
+        "quantization",
+        "8-bit weights, half the bytes of bfloat16; logits differ slightly. int8 on CPUs, fp8 on GPUs (8.9 or newer).",
+    ),
 ]
 Pooling = Annotated[
     Literal["auto", "last", "mean"],

@@ -28,9 +28,9 @@ class LLMBase:
     `scheduling_policy`: fair (between namespaces; an `LLM` has only one, so it is fcfs) | fcfs | priority.
     `preemption_mode`: what to do when pages run out: auto | swap | recompute; `swap_space`: host memory for swapped
     pages, 0 for none. `deterministic`: logits do not depend, to the bit, on batch, chunking, cache or preemption;
-    slower. `quantization`: None | "int8" for 8-bit weights on CPUs. `pooling`: of embeddings: "auto" (as the model
-    folder says, else last) | "last" | "mean". `tensor_parallel_size`: number of processes that compute each layer
-    together (native decoders on CPUs).
+    slower. `quantization`: None | "int8" (CPUs) | "fp8" (GPUs) for 8-bit weights. `pooling`: of embeddings: "auto" (as
+    the model folder says, else last) | "last" | "mean". `tensor_parallel_size`: number of processes that compute each
+    layer together (native decoders on CPUs).
     """
 
     def __init__(

@@ -24,14 +24,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from chatcache_kernels.fp8 import DTYPE as FP8
+from chatcache_kernels.fp8 import Fp8Weight, stack
 from chatcache_kernels.types import HeadNorms
 from torch import Tensor
 
 from chatcache.errors import ModelFolderError
 from chatcache.model.attention import AttentionStep
 from chatcache.model.geometry import Geometry
-from chatcache.model.linear import Int8Linear, Linear, LinearFactory, PanelLinear, fast_linear
+from chatcache.model.linear import (
+    Fp8LinearFactory,
+    Int8Linear,
+    Linear,
+    LinearFactory,
+    PanelLinear,
+    fast_linear,
+    head_factory,
+)
 from chatcache.model.loading.config_reader import Architecture, Rope
+from chatcache.model.loading.fp8_weights import Fp8Weights
 from chatcache.model.loading.weights import WeightSource
 from chatcache.model.parallel import RankGroup, no_head
 from chatcache.model.streams import Uploader, make_streams
@@ -161,7 +172,8 @@ def load_decoder(
     norm = load("model.norm.weight", a.hidden_size)
     head: Linear = no_head
     if ranks is None or ranks.rank == 0:
-        head = make_linear(embedding if a.tied else load("lm_head.weight", a.vocab_size, a.hidden_size), None)
+        weight = embedding if a.tied else load("lm_head.weight", a.vocab_size, a.hidden_size)
+        head = head_factory(make_linear)(weight, None)
     geometry = Geometry.uniform(
         a.num_layers, a.num_heads, a.num_kv_heads, a.head_dim, a.vocab_size, dtype, device, a.hidden_size
     )
@@ -215,16 +227,29 @@ class _WeightLoader:
         `base`: common prefix of the tensors' names; `widths`: number of outputs of each projection.
         """
         get = self.weights.get
-        weight = self._stack([get(f"{base}.{name}.weight", (width, num_inputs)) for name, width in widths.items()])
-        if not bias:
-            return self.make_linear(weight, None)
-        biases = [get(f"{base}.{name}.bias", (width,)) for name, width in widths.items()]
-        return self.make_linear(weight, self._stack(biases))
+        added = None
+        if bias:
+            added = self._stack([get(f"{base}.{name}.bias", (width,)) for name, width in widths.items()])
+        shapes = {f"{base}.{name}.weight": (width, num_inputs) for name, width in widths.items()}
+        if isinstance(self.make_linear, Fp8LinearFactory) and isinstance(self.weights, Fp8Weights):
+            packed = [self.weights.get_fp8(name, shape) for name, shape in shapes.items()]
+            parts = [self._upload(part) for part in packed if part is not None and self.make_linear.can_pack(part)]
+            if len(parts) == len(packed):
+                return self.make_linear.pack(stack(parts), added)
+        return self.make_linear(self._stack([get(name, shape) for name, shape in shapes.items()]), added)
 
-    def _stack(self, parts: list[Tensor]) -> Tensor:
-        """Concatenate tensors along the first dimension into new memory, on the device."""
+    def _upload(self, weight: Fp8Weight) -> Fp8Weight:
+        """Return an FP8 weight in memory of the device."""
+        scales = weight.scales.to(self.device, copy=True)
+        return replace(weight, numbers=self._stack([weight.numbers], FP8), scales=scales)
+
+    def _stack(self, parts: list[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+        """Concatenate tensors along the first dimension into new memory, on the device.
+
+        `dtype`: None is the model's.
+        """
         height = sum(len(part) for part in parts)
-        whole = torch.empty((height, *parts[0].shape[1:]), dtype=self.dtype, device=self.device)
+        whole = torch.empty((height, *parts[0].shape[1:]), dtype=dtype or self.dtype, device=self.device)
         for place, part in zip(torch.split(whole, [len(part) for part in parts]), parts, strict=True):
             if self.uploader is not None and part.device.type == "cpu":
                 self.uploader.copy(place, part)

@@ -6,6 +6,9 @@ Each linear layer, the output head included, is quantised as soon as it is read,
 in its stored precision. An output head tied to the embeddings gets 8-bit weights of its own. The same packed weight
 serves any number of tokens, and a token's result does not depend on the other tokens, so `deterministic` needs no other
 layer.
+
+In FP8 (`--quantization fp8`, or FP8 checkpoints) the layers read 8-bit weights on GPUs. The output head keeps its type,
+as its errors would be those of the logits; FP8 checkpoints do the same.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import logging
 from collections.abc import Callable
 
 import torch
+from chatcache_kernels.fp8 import Fp8Weight
 from torch import Tensor
 from torch.nn import functional
 
@@ -29,7 +33,9 @@ Linear = Callable[[Tensor], Tensor]
 LinearFactory = Callable[[Tensor, Tensor | None], Linear]
 """Makes a layer from a weight [out, in] and an optional bias [out]."""
 
-QUANTIZATIONS = ("none", "int8")
+QUANTIZATIONS = ("none", "int8", "fp8")
+FP8_CAPABILITY = (8, 9)
+FP8_MULTIPLE = 16  # of the numbers of inputs and outputs
 
 
 class PanelLinear:
@@ -168,16 +174,107 @@ class Int8LinearFactory:
         return layer
 
 
-def check_quantization(name: str, device: torch.device) -> None:
-    """Check the value of `--quantization` for a device.
+class Fp8Linear:
+    """A linear layer with FP8 weights; `chatcache_kernels.triton.fp8` computes it. Shapes: bias [out]."""
 
-    Raises: ModelFolderError for a value other than none and int8, or int8 on a device that does not support it.
+    __slots__ = ("bias", "locks", "weight")
+
+    def __init__(self, weight: Fp8Weight, bias: Tensor | None) -> None:
+        from chatcache_kernels.triton.fp8 import num_locks
+
+        self.weight, self.bias = weight, bias
+        self.locks = torch.zeros(num_locks(weight), dtype=torch.int32, device=weight.numbers.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        from chatcache_kernels.triton.fp8 import FEW_ROWS, multiply, multiply_few_rows
+
+        if len(x) <= FEW_ROWS:
+            return multiply_few_rows(x, self.weight, self.bias, self.locks)
+        return multiply(x, self.weight, self.bias)
+
+
+class Fp8LinearFactory:
+    """Make the FP8 layers of one model and count their weights and bytes.
+
+    `quantises`: quantise weights; otherwise only those that are FP8 already run as such. Weights whose sizes the
+    products do not support keep their type.
+    """
+
+    def __init__(self, *, quantises: bool) -> None:
+        self.num_weights = self.num_bytes = 0
+        self._quantises = quantises
+
+    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        from chatcache_kernels.triton.fp8 import quantise_rows
+
+        num_outputs, num_inputs = weight.shape
+        if not self._quantises or num_outputs % FP8_MULTIPLE or num_inputs % FP8_MULTIPLE:
+            return fast_linear(weight, bias)
+        return self.pack(Fp8Weight(*quantise_rows(weight, num_inputs), 1, num_inputs), bias)
+
+    def can_pack(self, weight: Fp8Weight) -> bool:
+        """Return whether the products support the sizes of a weight and its blocks."""
+        from chatcache_kernels.triton.fp8 import BLOCK_K
+
+        sizes = (weight.num_outputs, weight.num_inputs)
+        return not any(size % FP8_MULTIPLE for size in sizes) and weight.columns in (weight.num_inputs, BLOCK_K)
+
+    def pack(self, weight: Fp8Weight, bias: Tensor | None) -> Fp8Linear:
+        """Return the layer of an FP8 weight."""
+        self.num_weights += weight.numbers.numel()
+        self.num_bytes += weight.num_bytes
+        return Fp8Linear(weight, bias)
+
+
+def head_factory(make_linear: LinearFactory) -> LinearFactory:
+    """Return the factory of the output head in a model with these layers."""
+    return fast_linear if isinstance(make_linear, Fp8LinearFactory) else make_linear
+
+
+def fp8_problem(backend: str, device: torch.device, dtype: torch.dtype, *, deterministic: bool = False) -> str:
+    """Return the reason why FP8 weights cannot be multiplied, "" if they can.
+
+    `backend`: name of the attention backend, whose kernels compute the products.
+    """
+    if deterministic:
+        return "FP8 products depend on the number of tokens, and deterministic is set"
+    if backend != "triton":
+        return f"FP8 products need the attention backend 'triton', and on {device} that is {backend!r}"
+    if device.type != "cuda":
+        return ""  # Triton's interpreter
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
+        return f"FP8 products need compute capability 8.9, and {device} has {capability[0]}.{capability[1]}"
+    return "" if dtype == torch.bfloat16 else f"FP8 products need dtype bfloat16, and it is {dtype}"
+
+
+def choose_quantization(name: str, problem: str, *, is_fp8: bool) -> str:
+    """Return the quantization that a model runs with, none | int8 | fp8.
+
+    `name`: as configured. `problem`: why the device cannot multiply FP8 numbers, "" if it can. `is_fp8`: whether
+    the weights of the folder are FP8; they are dequantised where they cannot run as they are.
+    Raises: ModelFolderError for fp8 on a device that does not support it.
+    """
+    if name == "fp8" and problem and not is_fp8:
+        raise ModelFolderError(f"quantization fp8: {problem}; choose none")
+    if name == "int8" or not is_fp8:
+        return name
+    if problem:
+        log.warning("FP8 weights are dequantised: %s", problem)
+        return "none"
+    return "fp8"
+
+
+def check_quantization(name: str, device: torch.device) -> None:
+    """Check the value of `--quantization`; see `fp8_problem` for fp8.
+
+    Raises: ModelFolderError for a value that does not exist, or int8 on a device that does not support it.
     """
     if name not in QUANTIZATIONS:
-        raise ModelFolderError(f"quantization {name!r} is not supported; choose none or int8")
-    if name != "none" and device.type != "cpu":
+        raise ModelFolderError(f"quantization {name!r} is not supported; choose none, int8 or fp8")
+    if name == "int8" and device.type != "cpu":
         raise ModelFolderError(
-            f"quantization {name} works on CPUs only, and this model would run on {device}; choose none, or device cpu"
+            f"quantization {name} works on CPUs only, and this model would run on {device}; choose none or fp8"
         )
 
 
@@ -195,14 +292,15 @@ def weight_sizes(
     embedding table is counted as read, and which does not read `idle_bytes` of its experts.
     """
     held = num_parameters * dtype.itemsize
-    int8 = make_linear if isinstance(make_linear, Int8LinearFactory) else None
+    packed = make_linear if isinstance(make_linear, Int8LinearFactory | Fp8LinearFactory) else None
     share = make_linear.compact_share if isinstance(make_linear, PanelLinearFactory) else 1.0
     if arch is None:
-        if int8 is not None:
-            held -= max(0, int8.num_weights * dtype.itemsize - int8.num_bytes)
+        if packed is not None:
+            held -= max(0, packed.num_weights * dtype.itemsize - packed.num_bytes)
         return held, round(share * (held - idle_bytes))
     table = arch.vocab_size * arch.hidden_size
-    if int8 is None:
-        return held, round(share * (held - (0 if arch.tied else table * dtype.itemsize)))
-    held += int8.num_bytes - (int8.num_weights - (table if arch.tied else 0)) * dtype.itemsize
-    return held, held - table * dtype.itemsize
+    is_shared = arch.tied and not isinstance(make_linear, Int8LinearFactory)  # a packed head is a second copy
+    if packed is not None:
+        num_replaced = packed.num_weights - (table if arch.tied and not is_shared else 0)
+        held += packed.num_bytes - num_replaced * dtype.itemsize
+    return held, round(share * (held - (0 if is_shared else table * dtype.itemsize)))

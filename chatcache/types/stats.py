@@ -213,8 +213,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of the loaded model.
 
     `digest` (hex) identifies the weights and is hashed into all page keys. `weight_bytes`: size of the weights in
-    memory, of which a step of one token reads `step_bytes`. `quantization`: none | int8. `pooling`: last | mean, the
-    kind of the model's embeddings. `hidden_size`: their dimensions, 0 for a model without embeddings.
+    memory, of which a step of one token reads `step_bytes`. `quantization`: none | int8 | fp8. `pooling`: last | mean,
+    the kind of the model's embeddings. `hidden_size`: their dimensions, 0 for a model without embeddings.
     """
 
     name: str

@@ -116,10 +116,12 @@ def launched_kernels(module: ModuleType) -> set[str]:
 
 
 def listed_variants(module: ModuleType, arch: int) -> list[Variant]:
-    """Return a module's variants.
+    """Return a module's variants; none for an architecture older than its MIN_ARCH.
 
     Raises: LookupError for a kernel that the module launches but does not list.
     """
+    if arch < getattr(module, "MIN_ARCH", 0):
+        return []
     found = list(module.variants(arch)) if hasattr(module, "variants") else []
     if missing := launched_kernels(module) - {one.kernel.__name__ for one in found}:
         raise LookupError(f"{module.__name__}: variants() lists nothing for {', '.join(sorted(missing))}")

@@ -21,6 +21,7 @@ import pytest
 import torch
 from bench.check import (
     attention,
+    fp8,
     layers,
     limits,
     model,
@@ -92,6 +93,7 @@ def test_kernel_stage_measures_figures(run: Callable[[StageContext], None], cont
         (attention, "run_prefill"),
         (small_kernels, "run"),
         (layers, "run"),
+        (fp8, "run"),
     ],
 )
 def test_kernel_stage_runs_on_triton(
@@ -105,7 +107,8 @@ def test_kernel_stage_runs_on_triton(
         return Timing(1e-3, 1e-3, 1e-3)
 
     monkeypatch.setattr(module, "time_work", call_once)
-    monkeypatch.setattr(module, "choose_kernels", lambda device: importlib.import_module("chatcache_kernels.triton"))
+    triton = importlib.import_module("chatcache_kernels.triton")
+    monkeypatch.setattr(module, "choose_kernels", lambda device: triton, raising=module is not fp8)
     context.device = triton_device
     getattr(module, function)(context)
     assert context.num_failures == 0, entries_of(context)

@@ -73,7 +73,7 @@ def build(
     in_order: bool = False,
     **settings: Any,
 ) -> Engine:
-    """Load the random model into a strict engine in float32.
+    """Load the random model into a strict engine, in float32 unless `settings` say otherwise.
 
     `share`: which prefixes Triton's work lists read together. `graphs`: how the runner gets ahead of the device, if not
     as it does by itself; `in_order`: whatever it could, every step ends before the next is planned.
@@ -84,10 +84,9 @@ def build(
     config = EngineConfig(
         model=str(folder),
         device=device,
-        dtype="float32",
         attention_backend=attention,
         strict=True,
-        **{**common, **settings},
+        **{"dtype": "float32", **common, **settings},
     )
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(triton, "prepare", partial(work_list.plan_work, share=share)))

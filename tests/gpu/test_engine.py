@@ -12,11 +12,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from chatcache.model.runner import AsyncLaunch
 from chatcache.types.events import Finished
 from tests.gpu.engine_cases import (
     CASES,
+    PAGE_BYTES,
     Answers,
     assert_same,
     build,
@@ -33,6 +35,10 @@ pytestmark = pytest.mark.gpu
 
 
 Expected = Callable[[str], Answers]
+
+
+def has_fp8() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +84,16 @@ def test_synchronous_steps_equal_the_reference(case: str, expected: Expected, tm
 
 def test_repeated_run_has_the_same_bits(tmp_path: Path) -> None:
     assert outcome("mixed", tmp_path, "triton", "cuda") == outcome("mixed", tmp_path, "triton", "cuda")
+
+
+@pytest.mark.skipif(not has_fp8(), reason="FP8 products need compute capability 8.9")
+def test_repeated_fp8_run_is_replayed_and_has_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that share the sums of an FP8 product end in any order, and its bits do not depend on it."""
+    options = {"dtype": "bfloat16", "quantization": "fp8", "kv_memory_bytes": 128 * PAGE_BYTES}
+    replayed = count_replays(monkeypatch)
+    first = outcome("mixed", tmp_path, "triton", "cuda", **options)
+    assert len(replayed) >= 3
+    assert first == outcome("mixed", tmp_path, "triton", "cuda", **options)
 
 
 def test_a_cancelled_request_frees_its_pages_within_a_step(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_unsupported_quantization_is_rejected(sample_of: Get, load: Load, monkey
         ModelFolderError, match=r"config\.json: quantization int8 saves too little: .* of this gpt2 are not in plain"
     ):
         load(sample_of("gpt2").folder, quantization="int8")
-    with pytest.raises(ModelFolderError, match="quantization 'int4' is not supported; choose none or int8"):
+    with pytest.raises(ModelFolderError, match="quantization 'int4' is not supported; choose none, int8 or fp8"):
         load(sample_of("llama").folder, quantization="int4")
     monkeypatch.setattr(loader, "choose_device", lambda name: torch.device("meta"))
     with pytest.raises(ModelFolderError, match=r"quantization int8 works on CPUs only.*on meta"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from chatcache.errors import ModelFolderError
+from chatcache.model.loading.fp8_weights import FIELD, read_fp8_format
 
 MAX_NUMBER = 1e30
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
@@ -133,10 +134,11 @@ def is_native(config: dict[str, Any], where: Path) -> bool:
         return False
     scaling = _rope_parameters(config)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    plain = config.get("hidden_act", "silu") in ("silu", "swish") and not config.get("quantization_config")
+    plain = config.get("hidden_act", "silu") in ("silu", "swish")
+    readable = not config.get(FIELD) or read_fp8_format(config, where) is not None
     names = config.get("architectures") or ["ForCausalLM"]
     causal = "ForCausalLM" in "".join(names) or all("For" not in name for name in names)  # or a base model
-    return plain and causal and kind in ROPE_KINDS
+    return plain and readable and causal and kind in ROPE_KINDS
 
 
 def read_architecture(config: dict[str, Any], where: Path) -> Architecture:

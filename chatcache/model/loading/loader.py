@@ -36,11 +36,14 @@ from chatcache.model.decoder import Decoder, check_layer_count, load_decoder
 from chatcache.model.geometry import Geometry
 from chatcache.model.host_memory import PagePrefaulter, reuse_freed_memory
 from chatcache.model.linear import (
+    Fp8LinearFactory,
     Int8LinearFactory,
     LinearFactory,
     PanelLinearFactory,
     check_quantization,
+    choose_quantization,
     fast_linear,
+    fp8_problem,
     weight_sizes,
 )
 from chatcache.model.loading.config_reader import FAMILIES, Architecture, is_native, read_architecture
@@ -53,6 +56,7 @@ from chatcache.model.loading.files import (
     resolve_model_path,
     weight_files,
 )
+from chatcache.model.loading.fp8_weights import Fp8Weights, read_fp8_format
 from chatcache.model.loading.memory_budget import (
     Budget,
     CudaMemoryGauge,
@@ -187,8 +191,8 @@ def _load(
     config = _share_of_rank(config)
     raw = read_config(folder)
     eos = eos_token_ids(folder, raw)
+    where = folder / "config.json"
     if weights is None:
-        where = folder / "config.json"
         text, weights = open_text_tower(raw, Weights(weight_files(folder)), where)
         weights = as_causal_lm(weights)
         with as_model_folder_error(where):
@@ -197,10 +201,19 @@ def _load(
     dtype = choose_dtype(config.dtype, device)
     check_quantization(config.quantization, device)
     backend, kernels = choose_backend(config.attention_backend, device, deterministic=config.deterministic)
-    _configure_torch(device, dtype, weights.num_parameters * (1 if config.quantization == "int8" else dtype.itemsize))
+    fp8 = read_fp8_format(raw, where) if is_native(raw, where) else None  # transformers' models are dequantised
+    problem = fp8_problem(backend, device, dtype, deterministic=config.deterministic)
+    quantization = choose_quantization(config.quantization, problem, is_fp8=fp8 is not None)
+    config = msgspec.structs.replace(config, quantization=quantization)
+    weights = weights if fp8 is None else Fp8Weights(weights, fp8)
+    _configure_torch(device, dtype, weights.num_parameters * (1 if quantization != "none" else dtype.itemsize))
     if group is not None:
         torch.set_num_threads(max(1, torch.get_num_threads() // num_ranks))
-    make_linear = _linear_factory(config, folder, raw, weights.num_parameters * dtype.itemsize, dtype, device, backend)
+    if quantization == "fp8":
+        make_linear: LinearFactory = Fp8LinearFactory(quantises=fp8 is None)
+    else:
+        num_bytes = weights.num_parameters * dtype.itemsize
+        make_linear = _linear_factory(config, folder, raw, num_bytes, dtype, device, backend)
     network, max_model_len = _load_network(
         config, folder, raw, weights, dtype, device, make_linear, kernels, report, group
     )

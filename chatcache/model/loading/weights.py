@@ -42,6 +42,8 @@ EXPONENTS = {
     torch.float16: 0x7C00,
     torch.float32: 0x7F80_0000,
     torch.float64: 0x7FF0_0000_0000_0000,
+    torch.float8_e5m2: 0x7C,
+    torch.float8_e4m3fn: 0x7F,  # without infinities: only NaN has all bits of its mantissa set, too
 }
 CHUNK = 1 << 18
 
@@ -132,6 +134,10 @@ class Weights:
         """Yield every tensor name."""
         return iter(self._entries)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor that exists."""
+        return self._entries[name].shape
+
     @property
     def num_parameters(self) -> int:
         """Return the number of stored elements."""
@@ -214,7 +220,7 @@ def is_finite(tensor: Tensor) -> bool:
     exponent = EXPONENTS.get(tensor.dtype)
     if exponent is None:
         return bool(tensor.to(torch.float32).isfinite().all())
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
     bits = tensor.detach().contiguous().view(-1).view(whole).numpy().view(f"u{tensor.itemsize}")
     buffer = np.empty(min(CHUNK, bits.size), bits.dtype)
     for start in range(0, bits.size, CHUNK):

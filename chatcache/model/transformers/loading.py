@@ -6,6 +6,7 @@ does not go through the registered function (ALiBi, linear attention, state spac
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,10 @@ import torch
 from chatcache.errors import ModelFolderError
 from chatcache.model.attention import AttentionBackend
 from chatcache.model.geometry import Geometry
-from chatcache.model.linear import Int8LinearFactory, LinearFactory, fast_linear
-from chatcache.model.loading.weights import is_finite
+from chatcache.model.linear import Fp8LinearFactory, Int8LinearFactory, LinearFactory, fast_linear
+from chatcache.model.loading.files import weight_files
+from chatcache.model.loading.fp8_weights import dequantise_all, read_fp8_format
+from chatcache.model.loading.weights import Weights, is_finite
 from chatcache.model.transformers.attention import ATTENTION_NAME, Pass, Probe, paged_attention, take_over_tuning
 from chatcache.model.transformers.blocks import replace_bases
 from chatcache.model.transformers.experts import replace_experts
@@ -26,6 +29,8 @@ from chatcache.model.transformers.modules import fuse_modules, pack_linears, unp
 from chatcache.model.transformers.network import TransformersNetwork, record_states, run_model
 from chatcache.model.transformers.recurrent import Mixer, replace_mixers, state_shapes
 from chatcache.model.transformers.towers import text_only_class
+
+log = logging.getLogger(__name__)
 
 MAX_UNPACKED = 0.25  # of the matrices of a model in 8 bits: the share that may keep its type
 ALIASES = {"kimi_k2": "deepseek_v3"}
@@ -45,7 +50,7 @@ def load_transformers(
 ) -> TransformersNetwork:
     """Load a model through transformers; `kernels` run its experts.
 
-    `make_linear`: of the linear layers on a CPU.
+    `make_linear`: of the linear layers on a CPU, and of FP8 layers.
     Raises: ModelFolderError for an architecture that is unknown or cannot attend through pages, and for bad weights.
     """
     from transformers import AttentionInterface, AutoConfig
@@ -66,7 +71,7 @@ def load_transformers(
         raise ModelFolderError(f"{where}: {raw['model_type']} has no attention that can run on KV pages")
     try:
         model, info = kind.from_pretrained(
-            folder,
+            **_source(folder, raw, config, dtype),
             config=config,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
@@ -84,6 +89,17 @@ def load_transformers(
     return _wrap(model.to(device).eval(), where, dtype, device, kernels, make_linear)
 
 
+def _source(folder: Path, raw: dict[str, Any], config: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """Return where `from_pretrained` reads the weights: the folder, or the dequantised tensors of an FP8 checkpoint."""
+    layout = read_fp8_format(raw, folder / "config.json")
+    if layout is None:
+        return {"pretrained_model_name_or_path": folder}
+    log.warning("FP8 weights are dequantised: %s runs through transformers", raw["model_type"])
+    del config.quantization_config
+    tensors = dequantise_all(Weights(weight_files(folder)), layout, dtype)
+    return {"pretrained_model_name_or_path": None, "state_dict": tensors}
+
+
 def _wrap(
     model: Any,
     where: Path,
@@ -93,7 +109,7 @@ def _wrap(
     make_linear: LinearFactory,
 ) -> TransformersNetwork:
     text = model.config.get_text_config()
-    int8 = make_linear if isinstance(make_linear, Int8LinearFactory) else None
+    packed = make_linear if isinstance(make_linear, Int8LinearFactory | Fp8LinearFactory) else None
     try:
         experts = replace_experts(model, kernels, make_linear)
         mixers = replace_mixers(model)
@@ -103,12 +119,14 @@ def _wrap(
     fuse_modules(model, kernels)
     if device.type == "cpu":
         replace_bases(model, kernels)
+    if device.type == "cpu" or packed is not None:
         pack_linears(model, make_linear)
-    if int8 is not None:
-        left = unpacked_share(model, int8.num_weights)
+    if packed is not None:
+        left = unpacked_share(model, packed.num_weights)
         if left > MAX_UNPACKED:
             what = f"{left:.0%} of the weights of this {text.model_type} are not in plain linear layers"
-            raise ModelFolderError(f"{where}: quantization int8 saves too little: {what}")
+            name = "fp8" if isinstance(packed, Fp8LinearFactory) else "int8"
+            raise ModelFolderError(f"{where}: quantization {name} saves too little: {what}")
     probe = Probe()
     take_over_tuning(model)
     zero = torch.zeros(1, dtype=torch.int64, device=device)
@@ -194,7 +212,9 @@ def _refuse_alibi(where: Path, raw: dict[str, Any]) -> None:
 
 
 def _refuse_quantised(where: Path, raw: dict[str, Any]) -> None:
-    """Refuse quantised weights, except those of gpt-oss, which transformers expands."""
+    """Refuse quantised weights, except FP8, and those of gpt-oss, which transformers expands."""
+    if read_fp8_format(raw, where) is not None:
+        return
     method = (raw.get("quantization_config") or {}).get("quant_method", "mxfp4")
     if method != "mxfp4":
         raise ModelFolderError(

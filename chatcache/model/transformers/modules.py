@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from chatcache.model.attention import AttentionBackend
-from chatcache.model.linear import LinearFactory
+from chatcache.model.linear import LinearFactory, head_factory
 
 PROBES = 4
 
@@ -110,15 +110,16 @@ class PackedModule(nn.Module):
 
 
 def pack_linears(model: Any, make_linear: LinearFactory) -> None:
-    """Replace every linear layer of a model on a CPU, the output head included.
+    """Replace every linear layer of a model, the output head included.
 
     A head that is tied to the embeddings gets a packed weight of its own.
     """
+    head = model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             is_plain = type(child) is nn.Linear and child.weight.dtype in (torch.float32, torch.bfloat16)
             if is_plain and not reads_weight(type(parent), name):
-                setattr(parent, name, PackedModule(child, make_linear))
+                setattr(parent, name, PackedModule(child, head_factory(make_linear) if child is head else make_linear))
 
 
 def reads_weight(module: type[nn.Module], name: str) -> bool:

@@ -69,7 +69,9 @@ class TowerWeights:
         return name.startswith(self._prefix) or name == self._head
 
     def _stored_name(self, name: str) -> str:
-        return self._prefix + name.removeprefix("model.") if name.startswith("model.") else self._head
+        if name.startswith("model."):
+            return self._prefix + name.removeprefix("model.")
+        return self._head + name.removeprefix(HEADS[0])  # also its scales
 
 
 def open_text_tower(raw: dict[str, Any], weights: WeightSource, where: Path) -> tuple[dict[str, Any], WeightSource]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from bench.check.context import StageContext
 from bench.check.limits import stage_limits
 from bench.check.profile import profile_steps
@@ -18,6 +20,7 @@ from chatcache.bench.report import Figure, compare, compare_to_floor
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.protocols import StepHandle
+from chatcache.model.linear import FP8_CAPABILITY
 from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import Runner
 from chatcache.types.plan import KVCapacity, StepPlan, StepResult
@@ -66,10 +69,10 @@ def roofline_of(shape: Shape, model_info: ModelInfo, limits: Limits) -> Roofline
     """Return the roofline of a model of this shape; an untied input embedding is not read."""
     head_params = shape.vocab_size * shape.hidden
     read_params = model_info.num_parameters - (0 if shape.tied else head_params)
-    itemsize = model_info.weight_bytes // model_info.num_parameters
+    itemsize = 4 if model_info.dtype == "float32" else 2
     return Roofline(
         limits,
-        step_bytes=read_params * itemsize,
+        step_bytes=model_info.step_bytes if model_info.quantization != "none" else read_params * itemsize,
         kv_token_bytes=2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize,
         layer_params=read_params - head_params,
         head_params=head_params,
@@ -124,14 +127,15 @@ def names(size: str) -> tuple[str, ...]:
     return tuple(SIZES[size])
 
 
-def load(context: StageContext, name: str, limits: Limits, **settings: Any) -> LoadedModel:
+def load(context: StageContext, name: str, limits: Limits, quantization: str = "none", **settings: Any) -> LoadedModel:
     """Build a runner with random weights, drawn on the device."""
     folder, shape = context.out / "models" / name, SHAPES[name]
+    name = name if quantization == "none" else f"{name} {quantization}"
     write_config(shape, folder)
     sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
     if not context.on_gpu:
         sizes = {"max_num_seqs": 16, "max_model_len": 1024, "max_num_batched_tokens": 2048}
-    options = {"device": context.device, "served_model_name": name, **sizes, **settings}
+    options = {"device": context.device, "served_model_name": name, "quantization": quantization, **sizes, **settings}
     config = EngineConfig(model=str(folder), **options)
     start = time.perf_counter()
     runner = load_model(config, weights=RandomWeights(shape, context.device))
@@ -162,6 +166,19 @@ def run(context: StageContext, name: str) -> None:
     context.measure("beams", partial(_measure_beams, context, model, sizes), needs_s=4)
     for branches, prompt, _ in sizes.decode[:2]:  # last, because the profiler stays loaded and slows kernels down
         context.measure(f"profile of {branches}", partial(_profile, context, model, sizes, branches, prompt), needs_s=4)
+
+
+def run_fp8(context: StageContext, name: str) -> None:
+    """Measure decode steps and prefill of a model with FP8 weights; the rate of products is that of bfloat16."""
+    if not context.on_gpu or torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        context.skip(f"{name} in FP8", "this device has no FP8 products")
+        return
+    model, sizes = load(context, name, stage_limits(context), "fp8"), SIZES[context.size][name]
+    _warm_up(model, sizes)
+    for branches, prompt, _ in sizes.decode:
+        measure = partial(_measure_decode, context, model, sizes, branches, prompt, "")
+        context.measure(f"decode {branches}", measure, needs_s=4)
+    context.measure("prefill", partial(_measure_prefill, context, model, sizes), needs_s=4)
 
 
 def greedy(num_tokens: int) -> SamplingParams:

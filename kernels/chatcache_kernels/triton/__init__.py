@@ -6,7 +6,7 @@ number of tokens, do not compile anew. With `TRITON_INTERPRET=1` in the environm
 CPU tensors, slowly; that is how they are tested without a GPU.
 
 Reading order: `launch` (helpers of all launches), `configs` and `attention`, `latent`, `pages`, `rope`, `fused`,
-`experts`, `recurrent`, then `sampling_ops`, `sampling`, `topk_topp` and `ranks`; `invariant_matmul` and
+`fp8`, `experts`, `recurrent`, then `sampling_ops`, `sampling`, `topk_topp` and `ranks`; `invariant_matmul` and
 `batch_invariant` for deterministic serving. `variants` lists the launches that tests compile.
 """
 

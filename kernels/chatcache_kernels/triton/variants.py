@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 _TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32",
-    torch.int16: "*i16", torch.uint8: "*u8", torch.int8: "*i8", torch.bool: "*i1",
+    torch.int16: "*i16", torch.uint8: "*u8", torch.int8: "*i8", torch.bool: "*i1", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 
 
