@@ -18,6 +18,7 @@ Work = Callable[[int], object]
 
 MIN_BUFFER_BYTES = 2**20
 MATMUL_SIZE = {"cpu": 1024, "cuda": 4096}
+SLEEP_CYCLES_PER_S = 4e9  # twice the clock of current GPUs
 BUDGET_S = 0.4
 """A measurement ends after this time, or after its last repetition if that is earlier."""
 
@@ -55,6 +56,31 @@ def time_with_host(work: Callable[[], object], device: str, repeats: int = 5) ->
         work()
         synchronize(device)
         times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def time_without_host(work: Callable[[], object], host_s: float, repeats: int = 5, num_calls: int = 4) -> float:
+    """Return the median seconds that a GPU takes for a call that only enqueues work.
+
+    The GPU sleeps until the host, which needs about `host_s` for a call, has enqueued `num_calls` of them.
+    """
+    num_cycles = int((num_calls * host_s + 1e-3) * SLEEP_CYCLES_PER_S)
+    times: list[float] = []
+    for _ in range(repeats + 3):  # the sleep may be too short at first
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(num_cycles)  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(num_calls):
+            work()
+        end.record()
+        is_awake = start.query()  # type: ignore[no-untyped-call]
+        if is_awake:  # the host was slower than the sleep, so the GPU has waited for it
+            num_cycles *= 2
+        else:
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end) / 1e3 / num_calls)
+    if not times:
+        raise RuntimeError(f"the host enqueued no {num_calls} calls while the GPU slept {num_cycles} cycles")
     return statistics.median(times)
 
 

@@ -14,6 +14,7 @@ results back the same way, and `Uploader` moves weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -146,7 +147,7 @@ def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]
 
     On CPUs the tensors may share the arrays' memory.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or len(arrays) == 1:
         return [to_device(array, device) for array in arrays]
     layout = Layout({str(place): (array.dtype, array.shape) for place, array in enumerate(arrays)})
     pinned = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -211,7 +212,7 @@ class Layout:
         end = 0
         for name, (kind, shape) in parts.items():
             dtype = np.dtype(kind)
-            size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+            size = dtype.itemsize * math.prod(shape)
             self._parts[name] = (end, size, dtype, shape)
             end += -(-size // ALIGNMENT) * ALIGNMENT
         self.num_bytes = max(end, ALIGNMENT)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
+import torch
 
 from chatcache.bench import device as device_module
-from chatcache.bench.device import Limits, Roofline, measure_limits, time_with_host, time_work
+from chatcache.bench.device import Limits, Roofline, measure_limits, time_with_host, time_without_host, time_work
 
 
 @pytest.fixture(autouse=True)
@@ -43,3 +46,38 @@ def test_measure_limits_reads_a_buffer_of_the_given_size() -> None:
     assert limits.buffer_bytes == 3 * 2**20
     assert measure_limits(1, "bfloat16", "cpu").buffer_bytes == device_module.MIN_BUFFER_BYTES
     assert limits.read_bytes_per_s > 0 and limits.matmul_flops_per_s > 0 and limits.copy_bytes_per_s > 0
+
+
+class SleepingGpu:
+    """A GPU that sleeps for some cycles; the host needs 1,000 cycles for what it enqueues."""
+
+    awake = False
+    lengths: ClassVar[list[int]] = []
+
+    @classmethod
+    def sleep(cls, num_cycles: int) -> None:
+        cls.lengths.append(num_cycles)
+        cls.awake = num_cycles < 1000
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return self.awake
+
+    def elapsed_time(self, end: SleepingGpu) -> float:
+        return 99.0 if self.awake else 8.0
+
+
+def test_time_without_host_sleeps_longer_than_the_host_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times measured while the GPU waits for the host are dropped."""
+    monkeypatch.setattr(device_module, "SLEEP_CYCLES_PER_S", 300e3)  # 300 cycles in the first millisecond
+    monkeypatch.setattr(torch.cuda, "_sleep", SleepingGpu.sleep)
+    monkeypatch.setattr(torch.cuda, "Event", SleepingGpu)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    calls: list[None] = []
+    assert time_without_host(lambda: calls.append(None), 0.0, repeats=2) == pytest.approx(2e-3)
+    assert SleepingGpu.lengths == [300, 600, 1200, 1200, 1200]
+    assert len(calls) == 20

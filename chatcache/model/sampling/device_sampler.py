@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,9 @@ MESSAGES = {sampling.NO_TOKEN_LEFT: NOTHING_LEFT, sampling.NOT_FINITE: NOT_FINIT
 def filter_limits(draws: Draws, vocab_size: int) -> tuple[I32, F32, F32]:
     """Return top_k, top_p and log(min_p) of each draw; 0, 1 and -inf where a filter is off."""
     warm = draws.temperature > 0
+    if not warm.any():
+        count = len(warm)
+        return np.zeros(count, np.int32), np.ones(count, np.float32), np.full(count, -np.inf, np.float32)
     top_k = np.where(warm & (draws.top_k > 0) & (draws.top_k < vocab_size), draws.top_k, 0).astype(np.int32)
     top_p = np.where(warm, np.minimum(draws.top_p, 1.0), 1.0).astype(np.float32)
     with np.errstate(divide="ignore"):
@@ -104,11 +108,17 @@ class Edits:
     scale: F32
     add: F32
 
+    def arrays(self) -> list[NDArray[Any]]:
+        """Return the arrays in the order of the constructor's parameters."""
+        return [self.sources, self.normalised, self.rows, self.ids, self.scale, self.add]
 
-def flatten_edits(draws: Draws, index: Index, vocab_size: int) -> tuple[Edits, Index]:
-    """Return a step's edits, and the index of each draw's edited copy, [D], -1 for the raw row."""
-    edited = sorted({edit.draw for edit in draws.edits})
+
+def flatten_edits(draws: Draws, index: Index, vocab_size: int) -> tuple[Edits | None, Index]:
+    """Return a step's edits if there are any, and the index of each draw's edited copy, [D], -1 for the raw row."""
     copy = np.full(len(index), -1, np.intp)
+    if not draws.edits:
+        return None, copy
+    edited = sorted({edit.draw for edit in draws.edits})
     copy[edited] = np.arange(len(edited))
     none = np.zeros(0, np.float32)
     rows = np.concatenate([none, *(np.full(len(edit.ids), copy[edit.draw]) for edit in draws.edits)]).astype(np.int32)
@@ -123,13 +133,26 @@ def flatten_edits(draws: Draws, index: Index, vocab_size: int) -> tuple[Edits, I
     return cells, copy
 
 
-def mask_words(draws: Draws, vocab_size: int) -> tuple[I32, I32]:
-    """Return the words of all masks and the mask of each draw.
+def edited_copies(
+    raw: Tensor, sources: Tensor, normalised: Tensor, rows: Tensor, ids: Tensor, scale: Tensor, add: Tensor
+) -> Tensor:
+    """Return edited copies of logits, float32 [E, V]; the other parameters are `Edits` on the device."""
+    copies = raw.index_select(0, sources).float()
+    if len(normalised):
+        copies[normalised] -= copies[normalised].logsumexp(-1, keepdim=True)
+    sampling.apply_edits(copies, rows, ids, scale, add)
+    return copies
 
-    Shapes: words int32 [1 or more, ceil(V / 32)]; mask [D], -1 for none.
+
+def mask_words(draws: Draws, vocab_size: int) -> tuple[I32 | None, I32]:
+    """Return the words of all masks, None without masks, and the mask of each draw.
+
+    Shapes: words int32 [M, ceil(V / 32)]; mask [D], -1 for none.
     """
-    words = np.zeros((max(len(draws.masks), 1), -(-vocab_size // WORD_BITS)), np.uint32)
     mask: I32 = np.full(len(draws.row), -1, np.int32)
+    if not draws.masks:
+        return None, mask
+    words = np.zeros((len(draws.masks), -(-vocab_size // WORD_BITS)), np.uint32)
     for row, each in enumerate(draws.masks):
         size = min(len(each.words), words.shape[1])
         words[row, :size] = each.words[:size]
@@ -144,14 +167,10 @@ def group_draws(
 
     Shapes: index, copy, mask, slots [D]; mask and slots are -1 for none.
     """
-    wide = draws.width > 1
-    launches = []
-    for edited in (False, True):
-        for size in (False, True):
-            which = np.flatnonzero(((copy >= 0) == edited) & (wide == size))
-            if which.size:
-                launches.append(_make_launch(draws, which, index, copy, mask, slots, vocab_size))
-    return launches
+    kinds = 2 * (copy >= 0) + (draws.width > 1)
+    present = sorted(set(kinds.tolist()))
+    groups = [np.arange(len(kinds))] if len(present) == 1 else [np.flatnonzero(kinds == kind) for kind in present]
+    return [_make_launch(draws, which, index, copy, mask, slots, vocab_size) for which in groups]
 
 
 def _make_launch(
@@ -213,6 +232,8 @@ def output_specs(launches: Sequence[SamplingLaunch]) -> ArraySpecs:
 def result_of(step_draws: StepDraws, arrays: Arrays) -> StepResult:
     """Build the result of a step from the arrays of its launches."""
     draws, num_draws = step_draws.draws, len(step_draws.index)
+    if _is_simple(step_draws):
+        return _result_of_launch(arrays, num_draws)
     width = np.minimum(draws.width, step_draws.vocab_size)
     warm = (draws.width > 1) & (draws.temperature > 0)
     tokens = np.full((num_draws, int(width.max(initial=1))), -1, np.int32)
@@ -242,6 +263,27 @@ def result_of(step_draws: StepDraws, arrays: Arrays) -> StepResult:
         values[fault > 0] = rest
     faults = tuple((int(draw), MESSAGES[int(fault[draw])]) for draw in np.flatnonzero(fault))
     return StepResult(tokens, logprobs, *_top_alternatives(step_draws, arrays), faults, perturbed, raw_logprobs)
+
+
+def _is_simple(step_draws: StepDraws) -> bool:
+    """Return whether the outputs of the only launch are the result: draws of width 1, or beams of one width."""
+    draws = step_draws.draws
+    if len(step_draws.launches) != 1 or step_draws.ranking is not None:
+        return False
+    is_uniform = not draws.edits and (draws.width == draws.width[0]).all() and not (draws.temperature > 0).any()
+    return not step_draws.launches[0].size or bool(is_uniform)
+
+
+def _result_of_launch(arrays: Arrays, num_draws: int) -> StepResult:
+    """Build the result of a step from the arrays of its only launch."""
+    fault = arrays["faults 0"]
+    tokens, logprobs = (arrays[name].reshape(num_draws, -1).copy() for name in ("tokens 0", "logprobs 0"))
+    none = np.empty((num_draws, 0), np.float32)
+    faults: tuple[tuple[int, str], ...] = ()
+    if fault.any():
+        tokens[fault > 0], logprobs[fault > 0] = -1, -np.inf
+        faults = tuple((int(draw), MESSAGES[int(fault[draw])]) for draw in np.flatnonzero(fault))
+    return StepResult(tokens, logprobs, none.astype(np.int32), none, faults, none, none)
 
 
 def edited_logprobs(logprobs: F32, tokens: I32, edit: LogitEdit) -> F32:
@@ -395,32 +437,19 @@ class DeviceSampler:
         words, mask = mask_words(draws, self.vocab_size)
         no_slot: I32 = np.full(len(index), -1, np.int32)
         launches = group_draws(draws, index, copy, mask, no_slot if slots is None else slots, self.vocab_size)
-        reported = index[draws.num_top > 0]
-        ranking = (
-            ranking_launch(reported, min(int(draws.num_top.max(initial=0)), self.vocab_size)) if len(reported) else None
-        )
+        ranking = None
+        if num_top := min(int(draws.num_top.max(initial=0)), self.vocab_size):
+            ranking = ranking_launch(index[draws.num_top > 0], num_top)
         all_launches = [*launches, ranking] if ranking is not None else launches
         step_draws = StepDraws(draws, index, tuple(launches), ranking, self.vocab_size)
         down = Download(Layout(output_specs(all_launches)), self.device)
-        sources, normalised, rows, ids, scale, add, bits, *tables = upload(
-            (
-                edits.sources,
-                edits.normalised,
-                edits.rows,
-                edits.ids,
-                edits.scale,
-                edits.add,
-                words,
-                *(launch.table for launch in all_launches),
-            ),
-            self.device,
-        )
-        changed = raw
-        if len(edits.sources):
-            changed = raw.index_select(0, sources).float()
-            if len(normalised):
-                changed[normalised] -= changed[normalised].logsumexp(-1, keepdim=True)
-            sampling.apply_edits(changed, rows, ids, scale, add)
+        arrays = [launch.table for launch in all_launches]
+        arrays += [] if words is None else [words]
+        arrays += [] if edits is None else edits.arrays()
+        inputs = iter(upload(arrays, self.device))
+        tables = list(islice(inputs, len(all_launches)))
+        bits = self._no_masks if words is None else next(inputs)
+        changed = raw if edits is None else edited_copies(raw, *inputs)
         self._launch(raw, changed, bits, all_launches, tables, self._no_slot if last is None else last, down.tensors())
         down.start()
         return DeviceDraws(step_draws, down)

@@ -1,7 +1,14 @@
-"""Stage "sampling": from logits to candidates on the host, next to reading the logits once."""
+"""Stage "sampling": from logits to candidates on the host, next to reading the logits once.
+
+On a GPU, two further figures tell the host's part of the time from the device's: the time to enqueue the work, and the
+time that the device takes for it.
+"""
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,8 +17,8 @@ import torch
 
 from bench.check.context import StageContext
 from bench.check.limits import stage_limits
-from chatcache.bench.device import Limits, time_with_host
-from chatcache.bench.report import compare_to_floor
+from chatcache.bench.device import Limits, synchronize, time_with_host, time_without_host
+from chatcache.bench.report import Figure, compare, compare_to_floor
 from chatcache.model.loading.loader import choose_sampler
 from chatcache.model.sampling.sampler import TokenSampler
 from chatcache.types.plan import Draws
@@ -75,3 +82,28 @@ def _measure(
     seconds = time_with_host(draw, context.device, repeats=9)
     floor_s = limits.floor_s(logits[0].numel() * logits[0].element_size())
     context.add(compare_to_floor(f"sample {name}", seconds, floor_s, unit="us"))
+    if not context.on_gpu:
+        return
+
+    def enqueue() -> object:
+        with torch.inference_mode():
+            return sampler.enqueue(logits[next(turn) % 2], index, draws)
+
+    host_s = _time_enqueue(enqueue, context.device)
+    device_s = time_without_host(enqueue, host_s)
+    context.add(Figure(f"enqueue {name}", host_s * 1e6, "us"))
+    context.add(
+        compare(f"device time {name}", device_s * 1e6, "us", 1e6 * (3 * floor_s + 20e-6), "3 floors + 20 us", "<= 1.00")
+    )
+
+
+def _time_enqueue(enqueue: Callable[[], object], device: str, repeats: int = 9) -> float:
+    """Return the median seconds in which the host enqueues one call on an idle device."""
+    times = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        enqueue()
+        times.append(time.perf_counter() - start)
+    synchronize(device)
+    return statistics.median(times)

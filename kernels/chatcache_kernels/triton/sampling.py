@@ -302,7 +302,8 @@ def draw(draws: DrawBatch, last: Tensor, tokens: Tensor, logprobs: Tensor, fault
     """
     if not draws.num_draws:
         return
-    ids = torch.empty(draws.num_draws, draws.num_chunks, dtype=torch.int32, device=tokens.device)
+    num_chunks = draws.num_chunks
+    ids = torch.empty(draws.num_draws, num_chunks, dtype=torch.int32, device=tokens.device)
     cuts = find_cutoffs(draws)
     sums = _launch_draw_pass(draws, ids, cuts, SUMS_ONLY=False)
     raw_sums = sums if draws.raw is draws.x else _launch_draw_pass(draws, ids, cuts, SUMS_ONLY=True)
@@ -322,9 +323,9 @@ def draw(draws: DrawBatch, last: Tensor, tokens: Tensor, logprobs: Tensor, fault
         draws.raw.stride(0),
         draws.num_draws,
         draws.x.shape[1],
-        draws.num_chunks,
+        num_chunks,
         ROWS=draws.launches.rows,
-        CHUNKS=next_power_of_2(draws.num_chunks),
+        CHUNKS=next_power_of_2(num_chunks),
         **EXACT,
     )
 
@@ -416,11 +417,10 @@ def apply_edits(x: Tensor, rows: Tensor, ids: Tensor, scale: Tensor, add: Tensor
 
 def _launch_draw_pass(draws: DrawBatch, ids: Tensor, cuts: Tensor, *, SUMS_ONLY: bool) -> Tensor:
     """Launch the pass over the vocabulary; `SUMS_ONLY`: only the log-sum-exp of the raw rows."""
-    sums = torch.empty(
-        2 if SUMS_ONLY else 4, draws.num_draws, draws.num_chunks, dtype=torch.float32, device=cuts.device
-    )
+    num_chunks = draws.num_chunks
+    sums = torch.empty(2 if SUMS_ONLY else 4, draws.num_draws, num_chunks, dtype=torch.float32, device=cuts.device)
     x = draws.raw if SUMS_ONLY else draws.x
-    draw_kernel[(draws.num_programs * draws.num_chunks,)](
+    draw_kernel[(draws.num_programs * num_chunks,)](
         x,
         draws.base,
         draws.table,
@@ -432,7 +432,7 @@ def _launch_draw_pass(draws: DrawBatch, ids: Tensor, cuts: Tensor, *, SUMS_ONLY:
         draws.num_draws,
         x.shape[1],
         draws.mask_words.shape[-1],
-        draws.num_chunks,
+        num_chunks,
         MASKED=draws.masked and not SUMS_ONLY,
         SUMS_ONLY=SUMS_ONLY,
         ROWS=draws.launches.rows,
