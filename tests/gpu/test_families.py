@@ -30,9 +30,10 @@ def check(name: str, folder: Path) -> None:
         sample = make_sample(name, folder)
     except AttributeError as error:  # a family that this release of transformers does not have
         pytest.skip(f"transformers {transformers.__version__}: {error}")
-    settings = {"dtype": "float32", "kv_memory_bytes": 4 << 20, "page_size": 8, "max_num_seqs": 16}
+    config = EngineConfig(
+        model=str(folder), device="cuda", dtype="float32", kv_memory_bytes=4 << 20, page_size=8, max_num_seqs=16
+    )
     for graphs in (None, AsyncLaunch(())):
-        config = EngineConfig(model=str(folder), device="cuda", attention_backend="triton", **settings)
         runner = load_model(config, async_launch=graphs)
         captured, planned = runner.captured_steps
         is_captured = graphs is None and not runner._network.geometry.has_chunks

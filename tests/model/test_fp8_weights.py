@@ -150,3 +150,4 @@ def test_choose_quantization_depends_on_checkpoint_and_device(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert fp8_problem("triton", gpu, torch.bfloat16) == ""
     assert "need dtype bfloat16" in fp8_problem("triton", gpu, torch.float32)
+    assert "deterministic is set" in fp8_problem("triton", gpu, torch.bfloat16, deterministic=True)

@@ -325,7 +325,7 @@ def test_work_list_by_load_fits_the_buffers(length: int) -> None:
     """Without shared pages, whatever the lengths of the rows."""
     rng = np.random.default_rng(SEED)
     for size in (1, 2, 7, 40):
-        buffers = WorkListBuffers.sized_for(size, 1, length, size * length)
+        buffers = WorkListBuffers.sized_for(StepSize.decode(size), 1, length, size * length)
         start = rng.integers(0, length, size).astype(np.int32)
         tables = np.arange(size * length, dtype=np.int32).reshape(size, length)
         work = plan_work(tables, start, np.ones(size, np.int32), 1, 1, by_load=True)

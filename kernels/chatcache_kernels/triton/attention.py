@@ -359,8 +359,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     Shapes: q [T, H, D] of any strides over tokens and heads; k, v [L, N, Hkv, P, D]; out [T, H, D]; states [S, H, D]
     float32; sums [S, H] float32, log-sum-exp to base 2; tables [R, ...]; sinks [H]; lists as in `types.WorkList`.
     UNMASKED_LOOP: tiles that every member sees whole have a loop of their own without masks, for items of many tiles.
-    OVERLAP: that loop is `attend_whole_tiles`. FIXED_TILES: the first tile in the window begins at a multiple of BLOCK_N,
-    whatever tokens the item has.
+    OVERLAP: that loop is `attend_whole_tiles`. FIXED_TILES: the first tile in the window begins at a multiple of
+    BLOCK_N, whatever tokens the item has.
     """
     HEADS: tl.constexpr = GROUP * KV_HEADS
     PAGE_STRIDE: tl.constexpr = KV_HEADS * PAGE_SIZE * HEAD_DIM
