@@ -17,7 +17,7 @@ from torch import Tensor
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 ROWS = 64 if triton.knobs.runtime.interpret else 1
-SMALL = sampling.LaunchConfig(chunk=64, block=128, rows=ROWS)
+SMALL = sampling.LaunchConfig(filter_chunk=64, block=128, rows=ROWS)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = 1e-6  # of a share of the mass; the kernel computes exp and top_p * mass in float32
 

@@ -24,7 +24,7 @@ from tests.model.drive import CPU, KERNELS, make_draws
 
 SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 
-SMALL = LaunchConfig(chunk=128, block=64)
+SMALL = LaunchConfig(chunk=128, filter_chunk=64, block=64)
 FEW, MANY = (LaunchConfig(rows=rows) if triton.knobs.runtime.interpret else LaunchConfig() for rows in (8, 256))
 
 

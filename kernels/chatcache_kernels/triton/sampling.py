@@ -62,14 +62,16 @@ from .variants import Variant, trace_variants
 class LaunchConfig:
     """Launch parameters of the sampling kernels; not measured.
 
-    chunk: tokens per program of a draw. block, cut_warps: tokens at a time and warps of a program that searches the
-    cut-off of a row. max_found: candidates that the list of a row holds. rows: draws per program.
+    chunk: tokens per program of a draw. filter_chunk: tokens per program that looks for candidates. block: tokens at a
+    time of a program that searches the cut-off of a row. filter_warps: of both. max_found: candidates that the list of
+    a row holds. rows: draws per program.
     """
 
     chunk: int = 2048
     warps: int = 4
-    block: int = 2048
-    cut_warps: int = 8
+    filter_chunk: int = 8192
+    block: int = 1024
+    filter_warps: int = 8
     max_found: int = 8192
     rows: int = 64 if triton.knobs.runtime.interpret else 1  # the interpreter takes as long for one row as for many
 
@@ -101,7 +103,7 @@ class DrawBatch:
     @property
     def chunk(self) -> int:
         """Return how many tokens of the vocabulary a program reads (a chunk)."""
-        return min(self.launches.chunk, max(next_power_of_2(self.x.shape[1]), int(GROUPS.value)))
+        return min(self.launches.chunk, next_power_of_2(self.x.shape[1]))
 
     @property
     def masked(self) -> bool:
@@ -448,24 +450,26 @@ def find_cutoffs(draws: DrawBatch) -> Tensor:
 
     Other cells are unset.
     """
-    num_draws, num_chunks, device = draws.num_draws, draws.num_chunks, draws.table.device
+    num_draws, vocab_size, device = draws.num_draws, draws.x.shape[1], draws.table.device
     cuts = torch.empty(3, num_draws, dtype=torch.float32, device=device)
     if not draws.has_filters:
         return cuts
+    chunk = max(min(draws.launches.filter_chunk, next_power_of_2(vocab_size)), int(GROUPS.value))
+    num_chunks = -(-vocab_size // chunk)
     max_found = draws.launches.max_found if draws.has_limits else 0
     groups = torch.empty(num_draws, num_chunks * int(GROUPS.value), dtype=torch.float32, device=device)
     found = torch.empty(num_draws, 1 + num_chunks + max_found, dtype=torch.int64, device=device)
-    sizes = (draws.x.stride(0), num_draws, draws.x.shape[1], draws.mask_words.shape[-1], num_chunks)
+    sizes = (draws.x.stride(0), num_draws, vocab_size, draws.mask_words.shape[-1], num_chunks)
     inputs = (draws.x, draws.table, draws.mask_words, groups, found)
     same: dict[str, Any] = {"MASKED": draws.masked, "ROWS": draws.launches.rows, "MAX_FOUND": max_found, **EXACT}
+    same["num_warps"] = draws.launches.filter_warps
     all_groups = next_power_of_2(groups.shape[1])
     grid = (draws.num_programs * num_chunks,)
-    group_max_kernel[grid](*inputs, *sizes, CHUNK=draws.chunk, num_warps=draws.warps, **same)
+    group_max_kernel[grid](*inputs, *sizes, CHUNK=chunk, **same)
     if draws.has_limits:
-        collect_kernel[grid](*inputs, *sizes, CHUNK=draws.chunk, ALL_GROUPS=all_groups, num_warps=draws.warps, **same)
-    cutoff_kernel[(draws.num_programs,)](
-        *inputs, cuts, *sizes, BLOCK=draws.block, ALL_GROUPS=all_groups, num_warps=draws.launches.cut_warps, **same
-    )
+        block = min(chunk, 2 * draws.block)
+        collect_kernel[grid](*inputs, *sizes, CHUNK=chunk, BLOCK=block, ALL_GROUPS=all_groups, **same)
+    cutoff_kernel[(draws.num_programs,)](*inputs, cuts, *sizes, BLOCK=draws.block, ALL_GROUPS=all_groups, **same)
     return cuts
 
 

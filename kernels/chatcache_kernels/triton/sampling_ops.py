@@ -60,11 +60,12 @@ def load_logits(rows_ptr, words_ptr, ids, num_tokens, mask, MASKED: tl.constexpr
     """
     known = ids < num_tokens
     x = tl.load(rows_ptr + ids, mask=known, other=MINUS_INFINITY).to(tl.float32)
-    if MASKED:
-        words = tl.load(words_ptr + (ids >> 5), mask=known & (mask >= 0), other=-1)
-        return x, tl.where(((words >> (ids & 31)) & 1) != 0, x, MINUS_INFINITY)
-    else:
-        return x, x
+    allowed = x
+    if MASKED:  # noqa: SIM102 - a constant, and the next condition is none
+        if any_row(mask >= 0):
+            words = tl.load(words_ptr + (ids >> 5), mask=known & (mask >= 0), other=-1)
+            allowed = tl.where(((words >> (ids & 31)) & 1) != 0, x, MINUS_INFINITY)
+    return x, allowed
 
 
 @triton.jit
@@ -89,6 +90,15 @@ def row_max(x):  # type: ignore[no-untyped-def]
 def row_sum(x):  # type: ignore[no-untyped-def]
     """Return the sum of each row. Shapes: [R, B] -> [R, 1]."""
     return tl.sum(x, 1)[:, None]
+
+
+@triton.jit
+def row_sums(a, b, c, d):  # type: ignore[no-untyped-def]
+    """Return the sums of each row of four tensors, in one reduction. Shapes: [R, B] each -> [R, 1] each."""
+    ab, cd = tl.split(tl.sum(tl.join(tl.join(a, b), tl.join(c, d)), 1))
+    a, b = tl.split(ab)
+    c, d = tl.split(cd)
+    return a[:, None], b[:, None], c[:, None], d[:, None]
 
 
 @triton.jit
