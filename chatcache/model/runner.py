@@ -43,7 +43,7 @@ from chatcache.model.page_tables import DeviceSlots, PageTables, StepLayout, Tab
 from chatcache.model.parallel import RankProcesses
 from chatcache.model.sampling.sampler import Sampler, TokenSampler
 from chatcache.model.states import StateStore
-from chatcache.model.static_steps import MAX_ROWS_WITHOUT_MERGES, StepContext, StepSize, WorkListBuffers
+from chatcache.model.static_steps import StepContext, StepSize, WorkListBuffers
 from chatcache.model.streams import Stream, StreamEvent, Streams, make_streams
 from chatcache.model.thread_count import ThreadCount
 from chatcache.types.plan import I32, I64, KVCapacity, Rows, StepPlan, StepResult
@@ -260,9 +260,8 @@ class AsyncLaunch:
 
     @property
     def num_graphs(self) -> int:
-        """Return the maximum number of captured steps: with and without shared pages, small ones without merges."""
-        num_short = sum(size <= MAX_ROWS_WITHOUT_MERGES for size in self.sizes)
-        return 2 * len(self.sizes) + num_short + len(self.prompt_sizes)
+        """Return the maximum number of captured steps: decode steps with and without shared pages, or without merges."""
+        return 3 * len(self.sizes) + len(self.prompt_sizes)
 
 
 class LaunchedStep:

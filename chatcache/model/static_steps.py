@@ -39,8 +39,6 @@ from chatcache.types.plan import I32, I64, Rows
 
 SHARED_PIECES = 16  # splits of shared keys per row of a full batch
 PROMPT_PIECES = 4  # splits of the keys of each token of prompts; a step whose contexts are longer runs uncaptured
-MAX_ROWS_WITHOUT_MERGES = 8
-"""Steps of so many rows are captured without merges, too: short contexts have none, and small steps notice a launch."""
 
 Arrays = dict[str, NDArray[Any]]
 Replay = Callable[[], None]
@@ -271,14 +269,13 @@ class StaticStep:
     def launches(self) -> list[AttentionLaunches]:
         """Return what the attention of a step may launch.
 
-        Decode steps: more work lists, and merges or in small steps none. Others: everything.
+        Decode steps: more work lists, and merges or none, as steps of short contexts have none. Others: everything.
         """
         max_lists = max((len(buffers.heights) for buffers in self.work_buffers), default=1)
         if not self.size.is_decode:
             return [AttentionLaunches(max_lists, has_merges=True)]
         found = [AttentionLaunches(count, has_merges=True) for count in range(1, max_lists + 1)]
-        has_short = self.work_buffers and self.size.num_rows <= MAX_ROWS_WITHOUT_MERGES
-        return [AttentionLaunches(1, has_merges=False), *found] if has_short else found
+        return [AttentionLaunches(1, has_merges=False), *found] if self.work_buffers else found
 
     def choose_launches(self, filled: Sequence[AttentionLaunches | None]) -> AttentionLaunches | None:
         """Return the fewest launches for all forms of attention; None if the work list of one did not fit."""

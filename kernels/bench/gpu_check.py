@@ -39,6 +39,7 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="run the stages of a GPU on the CPU, sizes meaningless")
     parser.add_argument("--quick", action="store_true", help="run every stage at meaningless sizes, without GPU tests")
     parser.add_argument("--only", metavar="TEXT", default="", help="run the stages whose names contain this")
+    parser.add_argument("--skip", metavar="TEXT", help="leave out the stages whose names contain this")
     parser.add_argument("--tune", action="store_true", help="time the launch configurations of attention instead")
     parser.add_argument("--seconds", type=float, help="time limit of the whole run; default: 540, of a dry run 1,200")
     parser.add_argument("--size", choices=("full", "cpu", "tiny", "dry"), help=argparse.SUPPRESS)
@@ -75,7 +76,7 @@ def _run_stages(out: pathlib.Path, work: pathlib.Path, arguments: argparse.Names
     report: dict[str, Any] = {"machine": machine, "size": size, "skipped": skipped, "stages": []}
     outcomes: list[Outcome] = []
     for stage in (TUNE,) if arguments.tune else STAGES[size]:
-        if arguments.only not in stage.name:
+        if arguments.only not in stage.name or (arguments.skip is not None and arguments.skip in stage.name):
             continue
         left_s = end - time.monotonic() - 5
         print(f"\n== {stage.name} ({max(left_s, 0):.0f} s left)", flush=True)

@@ -250,7 +250,7 @@ def test_steps_of_single_tokens_are_replayed_whatever_they_draw() -> None:
 
 
 def test_short_contexts_replay_a_step_without_merges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention over at most SPLIT_TOKENS keys has nothing to merge, and a small step then launches no merge."""
+    """Attention over at most SPLIT_TOKENS keys has nothing to merge, and the step then launches no merge."""
     merged: list[int] = []
 
     def attend(*args: Any, **options: Any) -> torch.Tensor:
@@ -261,8 +261,8 @@ def test_short_contexts_replay_a_step_without_merges(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(listed, "paged_attention", attend)
     runner, plain = make_runner(AsyncLaunch([2, 16]), kernels=listed), make_runner(kernels=listed)
     runner.warm_up()
-    assert runner._static is not None and runner.captured_steps == (5, 5)
-    for count, start, expected in ((2, 15, False), (2, 16, True), (9, 15, True)):
+    assert runner._static is not None and runner.captured_steps == (6, 6)
+    for count, start, expected in ((2, 15, False), (2, 16, True), (9, 15, False)):
         plan = plan_of([1] * count)
         updates = np.array([(slot, page, 1 + 3 * slot + page) for slot in range(count) for page in range(3)], np.int32)
         plan = replace(plan, updates=updates, rows=replace(plan.rows, start=np.full(count, start, np.int32)))

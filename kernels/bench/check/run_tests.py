@@ -25,7 +25,7 @@ INTERPRETED = (  # the engine before its parts, because the time limit may stop 
 )
 IGNORED = "tests/model/test_parallel.py"  # runs engine processes, whose messages need msgspec itself
 NEED_A_GPU = "(triton or gpu) and not compile and not attention_code and not bench"  # compilation tests need no GPU
-MAX_PROCESSES = 8
+MAX_PROCESSES = 12
 MIN_CORES = 4
 
 
@@ -127,7 +127,7 @@ def _xdist_options() -> list[str]:
     cores = os.cpu_count() or 1
     if cores < MIN_CORES or importlib.util.find_spec("xdist") is None:
         return []
-    return ["-n", str(min(cores // 2, MAX_PROCESSES)), "--dist", "load", "--maxschedchunk", "1"]
+    return ["-n", str(min(cores * 3 // 4, MAX_PROCESSES)), "--dist", "load", "--maxschedchunk", "1"]
 
 
 def _read_report(report: Path) -> tuple[dict[str, int], list[str]]:

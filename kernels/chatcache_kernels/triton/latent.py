@@ -117,6 +117,10 @@ def latent_attention_kernel(  # type: ignore[no-untyped-def]
 
         divisor = tl.where(row_sum == 0, 1.0, row_sum)
         acc /= divisor[:, None]
+        if ROWS > 16:  # reloaded, so that the addresses of results take no registers in the loop above
+            item, _, member, head, token, taken = locate_queries(
+                num_items, items, members, done, ROWS, SLICES, HEADS, 1, True
+            )
         used = taken[:, None] & in_rank
         first_state = tl.load(item + 5)
         if first_state < 0:
