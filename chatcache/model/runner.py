@@ -260,7 +260,7 @@ class AsyncLaunch:
 
     @property
     def num_graphs(self) -> int:
-        """Return the maximum number of captured steps: decode steps with and without shared pages, or without merges."""
+        """Return the maximum number of captured steps: decode steps have up to three forms of attention."""
         return 3 * len(self.sizes) + len(self.prompt_sizes)
 
 

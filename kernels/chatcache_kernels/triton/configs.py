@@ -13,21 +13,12 @@ Compiler report (Triton 3.6, sm_90, bfloat16, pages of 16, no spills; nothing he
     prefill 128   64    32/8, 128    250        131,072       1                  382, with 12 wgmma and 8 copies
     prefill 128   64    16/8, 128    244        131,072       1
 
-<<<<<<< HEAD
-Bytes in flight: reading 4.3 TB/s at 800 ns latency needs 3.4 MB in flight, 26 KB for each of 132 multiprocessors. A
-decode program holds two tiles of 64 keys and values of 128 bfloat16, 32 KB each; one or both are in flight. So even one
-program per multiprocessor (32 to 64 KB) covers the latency, and the three that fit (96 to 192 KB) also cover the time
-that a tile takes to compute. Instructions: 350 x 4 warps on 4 schedulers for each 32 KB, which take 1,000 ns or 1,750
-cycles to arrive at that rate: a fifth of the issue slots.
-Prefill: 4.2 MFLOP for a tile, 1,024 cycles of matrix units, next to 764 cycles of issue slots for everything else.
-=======
 Decode on an H100: 64 rows of 1,024 tokens take 107 to 121 us with one to eight programs per multiprocessor and 32 to
 128 keys; one row prefers 64 or 128 keys. One row of 512 keys takes 10 us, about 0.7 us for each of its 8 tiles:
 probably barriers and chains of products, as one program alone does not fill the memory. So a step of few keys needs
 short items, and one of many keys needs no merges (`work_list.choose_split`).
 Prefill: 4.2 MFLOP for a tile, 1,024 cycles of matrix units, next to 800 cycles of issue slots for everything else;
 without overlap 64 keys take about 2,700 cycles, in tiles of 64 or of 128.
->>>>>>> e27fe1c0 (Say which causes of tile times are not measured)
 """
 
 from __future__ import annotations
