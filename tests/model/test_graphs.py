@@ -79,15 +79,23 @@ def test_replayed_steps_equal_eager_execution(sizes: list[int] | None) -> None:
 
 @pytest.mark.parametrize("prompt_sizes", [(16, 32, 48, 64), pytest.param((40,), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["listed", pytest.param("reference", marks=pytest.mark.slow)])
-def test_replayed_steps_with_prompts_equal_eager_execution(prompt_sizes: Sequence[int], name: str) -> None:
+def test_replayed_steps_with_prompts_equal_eager_execution(
+    prompt_sizes: Sequence[int], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts, chunks of them, and rows that decode, padded to the next number of tokens."""
     from chatcache_kernels import reference
 
+    filled: list[int] = []
+
+    def fill(inputs: Any, rows: Rows, *args: Any) -> None:
+        filled.append(len(rows.tokens))
+        fill_prompt_rows(inputs, rows, *args)
+
+    monkeypatch.setattr(cuda_graphs, "fill_prompt_rows", fill)
     kernels = {"listed": listed, "reference": reference}[name]
-    outcome, num_replays = run(kernels, sizes=[2], prompt_sizes=prompt_sizes)
+    outcome, _ = run(kernels, sizes=[2], prompt_sizes=prompt_sizes)
     assert outcome.differing() is None, f"seed {SEED}"
-    _, num_decode = run(kernels, sizes=[2], steps=120)
-    assert num_replays > 30 + num_decode // 4
+    assert len(filled) > 10 and max(filled) <= max(prompt_sizes), f"seed {SEED}"
 
 
 @pytest.mark.slow
