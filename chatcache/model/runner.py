@@ -251,12 +251,14 @@ class AsyncLaunch:
     """Configuration of a runner whose `launch` returns before the step is done.
 
     `sizes`: batch sizes of the decode steps to capture, () for a network that cannot be captured. `prompt_sizes`:
-    numbers of tokens of the steps with prompts to capture.
+    numbers of tokens of the steps with prompts to capture; with `limits_prompts`, only those for which the device waits
+    for the host.
     """
 
     sizes: Sequence[int]
     capture: Capture = no_capture
     prompt_sizes: Sequence[int] = ()
+    limits_prompts: bool = False
 
     @property
     def num_graphs(self) -> int:
@@ -343,11 +345,13 @@ class Runner:
         )
         self._eager = EagerRunner(network, kernels, stores, self._tables, slots, self._sampler, states)
         self._capture: Capture = no_capture
+        self._limits_prompts = False
         self._static: StepGraphs | None = None
         if async_launch is not None and slots is not None and async_launch.sizes and not network.geometry.has_chunks:
             context = StepContext(network, kernels, stores, slots, states)
             self._static = self._static_steps(context, async_launch)
             self._capture = async_launch.capture
+            self._limits_prompts = async_launch.limits_prompts
         self._in_flight: deque[LaunchedStep] = deque()
 
     def capacity(self) -> KVCapacity:
@@ -432,7 +436,7 @@ class Runner:
                     tokens, states = np.zeros(count * new, np.int32), self._scratch_states(count)
                     rows = Rows(np.arange(count, dtype=np.int32), first, news, tokens, states)
                     self._eager.forward(rows, np.zeros(1, np.intp))
-                if steps and self._device.type == "cuda":
+                if steps and self._limits_prompts:
                     max_prompt_tokens = self._find_launch_bound_tokens(end)
             self._eager.copy_pages(np.array([[1, 0]], np.int32))  # the null page is never read
             self._sampler.warm_up(self._network.geometry.dtype)
@@ -576,5 +580,7 @@ def default_async_launch(
     """
     if device.type != "cuda":
         return None
-    sizes = capture_sizes(max_num_seqs) if capturable else ()
-    return AsyncLaunch(sizes, CudaCapture(device), prompt_capture_sizes(max_prompt_tokens) if capturable else ())
+    if not capturable:
+        return AsyncLaunch((), CudaCapture(device))
+    prompt_sizes = prompt_capture_sizes(max_prompt_tokens)
+    return AsyncLaunch(capture_sizes(max_num_seqs), CudaCapture(device), prompt_sizes, limits_prompts=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from chatcache.model.cuda_graphs import CudaCapture, capture_sizes, prompt_capture_sizes
 from chatcache.model.runner import AsyncLaunch
 from chatcache.types.events import Finished
 from tests.gpu.engine_cases import (
@@ -53,7 +54,18 @@ def test_triton_equals_the_reference(case: str, expected: Expected, tmp_path: Pa
     assert_same(outcome(case, tmp_path, "triton", "cuda"), expected(case))
 
 
-@pytest.mark.parametrize("case", ["n_best", "chunked", "swapped", "mixed", "beams"])
+@pytest.mark.parametrize("case", ["chunked", "cached", "long", "mixed", "recomputed", "n_best"])
+def test_captured_steps_with_prompts_equal_the_reference(
+    case: str, expected: Expected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.device("cuda", 0)
+    graphs = AsyncLaunch(capture_sizes(16), CudaCapture(device), prompt_capture_sizes(1024))
+    every, decode = count_replays(monkeypatch), count_replays(monkeypatch, only_decode=True)
+    assert_same(outcome(case, tmp_path, "triton", "cuda", graphs=graphs), expected(case))
+    assert len(every) - len(decode) >= {"chunked": 5, "cached": 3}.get(case, 1)
+
+
+@pytest.mark.parametrize("case", ["n_best", "swapped", "mixed", "beams"])
 def test_steps_are_replayed(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the test above says little about graphs."""
     replayed = count_replays(monkeypatch)

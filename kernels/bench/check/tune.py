@@ -144,8 +144,6 @@ def _tune(context: StageContext, kind: Kind, best: dict[str, Config]) -> None:
     loads = {load.name: _build(context, kind.heads, load) for load in kind.loads}
     current = _current(context, kind)
     candidates = kind.candidates()
-    if current.overlap:
-        candidates += [replace(one, overlap=True) for one in candidates if one.unmasked_loop]
     times = _time_all(context, kind, loads, [current, *candidates])
     first = sorted(times, key=_worst_ratios(times).__getitem__)[:NUM_PRINTED]
     others = [replace(one, programs=n) for one in dict.fromkeys((*first, current)) for n in kind.programs]
@@ -281,9 +279,7 @@ def _short(candidate: Any) -> str:
         return f"block_s {candidate.block_s}, warps {candidate.num_warps}, programs {candidate.programs}"
     return (
         f"block_n {candidate.block_n}, warps {candidate.num_warps}, stages {candidate.num_stages}, "
-        f"programs {candidate.programs}"
-        + (", unmasked_loop" if candidate.unmasked_loop else "")
-        + (", overlap" if candidate.overlap else "")
+        f"programs {candidate.programs}" + (", unmasked_loop" if candidate.unmasked_loop else "")
     )
 
 

@@ -126,70 +126,6 @@ def attend_key_tiles(  # type: ignore[no-untyped-def]
     return acc, row_sum, row_max
 
 
-@triton.jit
-def attend_whole_tiles(  # type: ignore[no-untyped-def]
-    acc,
-    row_sum,
-    row_max,
-    query,
-    k_head,
-    v_head,
-    table,
-    low,
-    high,
-    scale,
-    cap,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):
-    """Attend to keys low .. high - 1 as `attend_key_tiles` without masks, with products and softmax at the same time.
-
-    The weights of a tile are multiplied with its values in the next turn, after that tile's scores: on Hopper this
-    product is asynchronous and runs during the softmax (wgmma; FlashAttention-3, Shah et al. 2024). The weights stay
-    float32 in between: rounded before, they would go through shared memory, and the product would be waited for.
-    """
-    factor = cap if HAS_SOFTCAP else scale
-    column = tl.arange(0, query.shape[1])
-    inside = (column < HEAD_DIM)[None, :]
-    lane = tl.arange(0, BLOCK_N)
-    last = tl.maximum(high - 1, 0)
-    page = tl.load(table + tl.minimum(low + lane, last).to(tl.uint32) // PAGE_SIZE)
-    page_before = page
-    weight = tl.zeros([query.shape[0], BLOCK_N], tl.float32)
-    decay = tl.full([query.shape[0]], 1.0, tl.float32)
-    for start in tl.range(low, high, BLOCK_N):
-        key = (start + lane).to(tl.uint32)
-        key_before = tl.maximum(start - BLOCK_N, low).to(tl.uint32) + lane.to(tl.uint32)
-        at = page.to(tl.int64) * PAGE_STRIDE + (key % PAGE_SIZE * HEAD_DIM).to(tl.int32)
-        at_before = page_before.to(tl.int64) * PAGE_STRIDE + (key_before % PAGE_SIZE * HEAD_DIM).to(tl.int32)
-        if query.shape[1] == HEAD_DIM:
-            keys = tl.load(k_head + (at[:, None] + column[None, :]))
-            values = tl.load(v_head + (at_before[:, None] + column[None, :]))
-        else:
-            keys = tl.load(k_head + (at[:, None] + column[None, :]), mask=inside, other=0.0)
-            values = tl.load(v_head + (at_before[:, None] + column[None, :]), mask=inside, other=0.0)
-        score = dot(query, keys.T, tl.zeros([query.shape[0], BLOCK_N], tl.float32))
-        acc = dot(round_to(weight, values.dtype), values, acc * decay[:, None])
-        page_before = tl.load(table + key // PAGE_SIZE)
-        page = tl.load(table + tl.minimum(start + BLOCK_N + lane, last).to(tl.uint32) // PAGE_SIZE)
-        if HAS_SOFTCAP:
-            score = _tanh(score * scale)
-        new_max = tl.maximum(row_max, tl.max(score, 1))
-        weight = tl.exp2(score * factor - (new_max * factor)[:, None])
-        decay = tl.exp2((row_max - new_max) * factor)
-        row_sum = row_sum * decay + tl.sum(weight, 1)
-        row_max = new_max
-    if low < high:
-        key = (high - BLOCK_N + lane).to(tl.uint32)
-        at = page_before.to(tl.int64) * PAGE_STRIDE + (key % PAGE_SIZE * HEAD_DIM).to(tl.int32)
-        values = tl.load(v_head + (at[:, None] + column[None, :]), mask=inside, other=0.0)
-        acc = dot(round_to(weight, values.dtype), values, acc * decay[:, None])
-    return acc, row_sum, row_max
-
-
 @triton.jit(
     do_not_specialize_on_alignment=["tokens", "offsets", "state_ids", "num_merges"]
 )  # parts of one transfer: any alignment
@@ -348,7 +284,6 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UNMASKED_LOOP: tl.constexpr,
-    OVERLAP: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -359,8 +294,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     Shapes: q [T, H, D] of any strides over tokens and heads; k, v [L, N, Hkv, P, D]; out [T, H, D]; states [S, H, D]
     float32; sums [S, H] float32, log-sum-exp to base 2; tables [R, ...]; sinks [H]; lists as in `types.WorkList`.
     UNMASKED_LOOP: tiles that every member sees whole have a loop of their own without masks, for items of many tiles.
-    OVERLAP: that loop is `attend_whole_tiles`. FIXED_TILES: the first tile in the window begins at a multiple of
-    BLOCK_N, whatever tokens the item has.
+    FIXED_TILES: the first tile in the window begins at a multiple of BLOCK_N, whatever tokens the item has.
     """
     HEADS: tl.constexpr = GROUP * KV_HEADS
     PAGE_STRIDE: tl.constexpr = KV_HEADS * PAGE_SIZE * HEAD_DIM
@@ -398,16 +332,10 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
                 )  # fmt: skip
                 low = tl.maximum(low, begun)
             whole = low + tl.maximum(tl.minimum(high, oldest + 1) - low, 0) // BLOCK_N * BLOCK_N
-            if OVERLAP:
-                acc, row_sum, row_max = attend_whole_tiles(
-                    acc, row_sum, row_max, query, k_head, v_head, table, low, whole, scale, cap,
-                    HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_N, HAS_SOFTCAP,
-                )  # fmt: skip
-            else:
-                acc, row_sum, row_max = attend_key_tiles(
-                    acc, row_sum, row_max, query, position, k_head, v_head, table, low, whole, scale, cap, window,
-                    HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_N, False, HAS_SOFTCAP, HAS_WINDOW,
-                )  # fmt: skip
+            acc, row_sum, row_max = attend_key_tiles(
+                acc, row_sum, row_max, query, position, k_head, v_head, table, low, whole, scale, cap, window,
+                HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_N, False, HAS_SOFTCAP, HAS_WINDOW,
+            )  # fmt: skip
             low = whole
         acc, row_sum, row_max = attend_key_tiles(
             acc, row_sum, row_max, query, position, k_head, v_head, table, low, high, scale, cap, window,
@@ -498,7 +426,7 @@ def paged_attention_on_chip(
             *_exponent_scales(scale, softcap), window or 0,
             ROWS=config.rows, SLICES=slices, GROUP=group, KV_HEADS=pages.num_kv_heads, HEAD_DIM=head_dim,
             WIDTH=max(16, next_power_of_2(head_dim)), PAGE_SIZE=pages.page_size,
-            BLOCK_N=config.block_n, UNMASKED_LOOP=config.unmasked_loop, OVERLAP=config.overlap,
+            BLOCK_N=config.block_n, UNMASKED_LOOP=config.unmasked_loop,
             HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None, HAS_SINKS=sinks is not None,
             FIXED_TILES=fixed_tiles and window is not None,
             num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,

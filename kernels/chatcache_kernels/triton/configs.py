@@ -18,13 +18,13 @@ Decode on an H100: 64 rows of 1,024 tokens take 107 to 121 us with one to eight 
 probably barriers and chains of products, as one program alone does not fill the memory. So a step of few keys needs
 short items, and one of many keys needs no merges (`work_list.choose_split`).
 Prefill: 4.2 MFLOP for a tile, 1,024 cycles of matrix units, next to 800 cycles of issue slots for everything else;
-without overlap 64 keys take about 2,700 cycles, in tiles of 64 or of 128.
+64 keys take about 2,700 cycles, in tiles of 64 or of 128. A product of values that waits one turn, so that it runs
+during the next softmax (as in FlashAttention-3), was a tenth slower.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -39,8 +39,7 @@ class Config:
     """Launch configuration of tiles of `rows` queries.
 
     block_n: keys of a tile. programs: per multiprocessor; more than fit at once leave the balance to the device's
-    scheduler. unmasked_loop: keys that every query sees have a loop without masks. overlap: that loop multiplies values
-    during the softmax of the next tile. max_registers: per thread, where the
+    scheduler. unmasked_loop: keys that every query sees have a loop without masks. max_registers: per thread, where the
     assembler would otherwise spill. measured: when and on which chip, or "not measured".
     """
 
@@ -50,14 +49,13 @@ class Config:
     num_stages: int
     programs: int
     unmasked_loop: bool = False
-    overlap: bool = False
     max_registers: int | None = None
     measured: str = NOT_MEASURED
 
 
 @dataclass(frozen=True, slots=True)
 class MergeConfig:
-    """Launch configuration of the merge: `block_s` states of 128 dimensions at a time; the rest as in `Config`."""
+    """Launch configuration of the merge: `block_s` states at a time; the rest as in `Config`."""
 
     block_s: int
     num_warps: int
@@ -79,21 +77,19 @@ class Chip:
 H100: Final = "H100, 2026-11-26"
 MERGE: Final = MergeConfig(block_s=32, num_warps=1, programs=8, measured=H100)
 
-OVERLAP: Final = os.environ.get("CHATCACHE_OVERLAP", "1") == "1"  # for comparison
-
 # Two-byte elements: head size -> configurations by height, lowest first
 HOPPER: Final = {
     64: (
         Config(16, 64, 4, 4, programs=6, measured=H100),
         Config(32, 64, 4, 4, programs=4),
-        Config(64, 32, 4, 4, programs=8, unmasked_loop=True, overlap=OVERLAP),
-        Config(128, 64, 8, 3, programs=8, unmasked_loop=True, overlap=OVERLAP),
+        Config(64, 32, 4, 4, programs=8, unmasked_loop=True, measured=H100),
+        Config(128, 128, 8, 3, programs=8, unmasked_loop=True, measured=H100),
     ),
     128: (
         Config(16, 64, 4, 3, programs=6, measured=H100),
         Config(32, 64, 4, 3, programs=2),
-        Config(64, 32, 4, 3, programs=8, unmasked_loop=True, overlap=OVERLAP),
-        Config(128, 64, 8, 3, programs=8, unmasked_loop=True, overlap=OVERLAP),
+        Config(64, 32, 4, 3, programs=8, unmasked_loop=True, measured=H100),
+        Config(128, 64, 8, 3, programs=8, unmasked_loop=True, measured=H100),
     ),
     256: (
         Config(16, 32, 4, 4, programs=2),
@@ -148,8 +144,7 @@ FLOAT32: Final = {
 INTERPRETER: Final = {
     512: (
         Config(16, 64, 1, 1, programs=1),
-        Config(32, 64, 1, 1, programs=1, unmasked_loop=True),
-        Config(64, 64, 1, 1, programs=1, unmasked_loop=True, overlap=True),
+        *(Config(rows, 64, 1, 1, programs=1, unmasked_loop=True) for rows in (32, 64)),
     )
 }
 
