@@ -62,7 +62,7 @@ def test_captured_steps_with_prompts_equal_the_reference(
     graphs = AsyncLaunch(capture_sizes(16), CudaCapture(device), prompt_capture_sizes(1024))
     every, decode = count_replays(monkeypatch), count_replays(monkeypatch, only_decode=True)
     assert_same(outcome(case, tmp_path, "triton", "cuda", graphs=graphs), expected(case))
-    assert len(every) - len(decode) >= {"chunked": 5, "cached": 3}.get(case, 1)
+    assert len(every) - len(decode) >= {"chunked": 5, "cached": 2}.get(case, 1)
 
 
 @pytest.mark.parametrize("case", ["n_best", "swapped", "mixed", "beams"])
