@@ -180,7 +180,7 @@ def test_cutoffs_of_large_vocabularies_keep_the_sorted_prefix(
 
 
 @pytest.mark.usefixtures("fresh_random")
-def test_cutoffs_beside_rows_that_are_not_finite_keep_the_sorted_prefix(triton_device: str) -> None:
+def test_cutoffs_next_to_rows_that_are_not_finite_keep_the_sorted_prefix(triton_device: str) -> None:
     filters = list(FILTERS)
     x = make_rows("random", len(filters), 333, torch.float32)
     for first, value in enumerate((torch.nan, torch.inf, -torch.inf)):
