@@ -166,7 +166,8 @@ class StepGraphs:
     def capture(self, capture: Capture, progress: Progress, max_prompt_tokens: int | None = None) -> None:
         """Capture every step, the largest first; of those with prompts, the ones of at most `max_prompt_tokens`.
 
-        A step that cannot be captured is logged, and steps of that size then run eagerly.
+        A step that cannot be captured is logged, and steps of that size then run eagerly. If it is not for lack of
+        memory, smaller ones of its kind are not tried.
         """
         if max_prompt_tokens is not None:
             self._prompt_sizes = self._prompt_sizes[self._prompt_sizes <= max_prompt_tokens]
@@ -174,8 +175,11 @@ class StepGraphs:
         keys = [CaptureKey(index, launches) for index, step in enumerate(self._steps) for launches in step.launches]
         keys.sort(key=lambda key: (self._steps[key.size_index].size.num_tokens, key.size_index))
         started_s, free_bytes = time.perf_counter(), _free_bytes(self._inputs.device)
+        failed: set[bool] = set()  # kinds of steps, as `is_decode`
         for done, key in enumerate(reversed(keys)):
             index, step = key.size_index, self._steps[key.size_index]
+            if step.size.is_decode in failed:
+                continue
             progress(done / len(keys), str(step.size))
             fill_padding(self._input_arrays[0][index], self._slots, step)
             self._inputs.copy_(self._buffers[0])
@@ -189,8 +193,9 @@ class StepGraphs:
             except torch.OutOfMemoryError:
                 log.warning("no memory is left to capture a %s; it will be slower", step.size)
             except RuntimeError as error:
-                log.warning("steps cannot be captured and will be slower: %s", str(error).partition("\n")[0])
-                break
+                kind = "decode steps" if step.size.is_decode else "steps with prompts"
+                log.warning("%s cannot be captured and will be slower: %s", kind, str(error).partition("\n")[0])
+                failed.add(step.size.is_decode)
         elapsed_s, used_mib = time.perf_counter() - started_s, (free_bytes - _free_bytes(self._inputs.device)) / 2**20
         log.info("captured %d steps in %.1f s, %.0f MiB", self.num_captured, elapsed_s, used_mib)
 

@@ -346,13 +346,14 @@ class Runner:
         )
         self._eager = EagerRunner(network, kernels, stores, self._tables, slots, self._sampler, states)
         self._capture: Capture = no_capture
-        self._limits_prompts = False
+        self._max_measured_tokens = 0  # of the prompts that warm_up times, to limit the steps that it captures
         self._static: StepGraphs | None = None
         if async_launch is not None and slots is not None and async_launch.sizes and not network.geometry.has_chunks:
             context = StepContext(network, kernels, stores, slots, states)
             self._static = self._static_steps(context, async_launch)
             self._capture = async_launch.capture
-            self._limits_prompts = async_launch.limits_prompts
+            if async_launch.limits_prompts:
+                self._max_measured_tokens = max(async_launch.prompt_sizes, default=0)
         self._in_flight: deque[LaunchedStep] = deque()
 
     def capacity(self) -> KVCapacity:
@@ -437,8 +438,8 @@ class Runner:
                     tokens, states = np.zeros(count * new, np.int32), self._scratch_states(count)
                     rows = Rows(np.arange(count, dtype=np.int32), first, news, tokens, states)
                     self._eager.forward(rows, np.zeros(1, np.intp))
-                if steps and self._limits_prompts:
-                    max_prompt_tokens = self._find_launch_bound_tokens(end)
+                if steps and self._max_measured_tokens:
+                    max_prompt_tokens = self._find_launch_bound_tokens(min(end, self._max_measured_tokens))
             self._eager.copy_pages(np.array([[1, 0]], np.int32))  # the null page is never read
             self._sampler.warm_up(self._network.geometry.dtype)
             if self._static is not None:

@@ -120,6 +120,17 @@ def test_other_quantised_weights_are_refused_by_name(plain: Path, tmp_path: Path
         load(fp8)
 
 
+def test_scales_of_a_weight_without_two_dimensions_are_refused_by_name(plain: Path, tmp_path: Path, load: Load) -> None:
+    fp8, _ = save_fp8(plain, tmp_path, "channel")
+    tensors = load_file(fp8 / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
+    save_file({**tensors, "model.norm.weight_scale": torch.ones(1)}, fp8 / "model.safetensors")
+    with pytest.raises(
+        ModelFolderError, match=r"model\.norm\.weight has scales and 1 dimensions; FP8 weights have two"
+    ):
+        load(fp8)
+
+
 def test_bad_scales_are_refused_by_name(plain: Path, tmp_path: Path, load: Load) -> None:
     fp8, _ = save_fp8(plain, tmp_path, "block")
     tensors = load_file(fp8 / "model.safetensors")

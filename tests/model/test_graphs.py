@@ -6,6 +6,7 @@ The steps are padded, stale, growing and shrinking.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -380,6 +381,36 @@ def test_steps_that_cannot_be_captured_run_eagerly(caplog: pytest.LogCaptureFixt
     assert "slower: operation not permitted when stream is capturing" in caplog.text
     assert len(caplog.records) == 1
     assert live(make_runner(), runner, Life(np.random.default_rng(SEED)), 20).differing() is None, f"seed {SEED}"
+
+
+def test_decode_steps_are_captured_after_steps_with_prompts_failed(caplog: pytest.LogCaptureFixture) -> None:
+    """Prompts are captured first, as they are the largest steps."""
+    num_tried = 0
+
+    def refuse_first(work: Replay) -> Replay:
+        nonlocal num_tried
+        num_tried += 1
+        if num_tried == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return work
+
+    runner = make_runner(AsyncLaunch([1, 4], refuse_first, prompt_sizes=(16, 32)))
+    runner.warm_up()
+    assert runner.captured_steps == (2, 4)
+    assert num_tried == 3, "no more steps with prompts"
+    assert "steps with prompts cannot be captured and will be slower" in caplog.text
+
+
+@pytest.mark.parametrize("prompt_sizes", [(), (16,)])
+def test_warm_up_times_no_prompts_longer_than_the_captured_ones(prompt_sizes: Sequence[int]) -> None:
+    """A longer prompt may need more memory than any step that the scheduler plans."""
+    sizes = []
+    for limits_prompts in (False, True):
+        network = Reader()
+        ahead = AsyncLaunch([1, 4], prompt_sizes=prompt_sizes, limits_prompts=limits_prompts)
+        make_runner(ahead, network=network).warm_up()
+        sizes.append(Counter(network.sizes))
+    assert max(sizes[1] - sizes[0], default=0) <= max(prompt_sizes, default=0)
 
 
 def test_padding_rows_compute_finite_numbers() -> None:

@@ -107,6 +107,8 @@ class Fp8Weights:
         numbers = self._weights.get(name, shape)
         if numbers.dtype != DTYPE:
             raise ModelFolderError(f"tensor {name} is {numbers.dtype}, and {scale_name} exists; expected {DTYPE}")
+        if len(shape) != 2:
+            raise ModelFolderError(f"tensor {name} has scales and {len(shape)} dimensions; FP8 weights have two")
         num_outputs, num_inputs = shape
         if self._layout.block is None:
             return Fp8Weight(numbers, self._scales_of_outputs(scale_name, num_outputs), 1, num_inputs)
