@@ -5,6 +5,7 @@ import { fileURLToPath } from "node:url";
 import { defineConfig } from "vite";
 
 const SHIPPED = [
+  "@cfworker/json-schema",
   "preact",
   "@preact/signals",
   "@preact/signals-core",

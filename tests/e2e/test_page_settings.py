@@ -206,6 +206,17 @@ def test_answers_match_the_schema_of_the_settings(chat: RecordedPage) -> None:
     chat.page.wait_for_selector(".answer")
     chat.ask("And now?")  # stored with the conversation
     assert set(chat.answers()) <= {'"left"', '"right"'} and len(chat.answers()) == 2
+    chat.page.wait_for_selector(".answer >> nth=1 >> text=Matches the schema")
+
+
+def test_a_growing_answer_shows_whether_it_matches_its_schema(chat: RecordedPage) -> None:
+    chat.page.keyboard.press("Control+,")
+    chat.page.click("text=More parameters")
+    schema = '{"type": "object", "properties": {"text": {"type": "string", "minLength": 900}}, "required": ["text"]}'
+    chat.page.get_by_label("JSON schema of answers").fill(schema)
+    with chat.appears("[data-schema=incomplete]"):
+        chat.ask("Tell me a story.")
+    chat.page.wait_for_selector("text=Does not match the schema. The JSON ends before it is complete.")
 
 
 def test_new_chats_start_with_the_chosen_defaults(chat: RecordedPage) -> None:

@@ -30,6 +30,8 @@ interface WireError {
   readonly param?: string | null;
 }
 
+export type JsonObject = Readonly<Record<string, unknown>>;
+
 export interface WireResponse {
   readonly id: string;
   readonly status: string;
@@ -38,6 +40,7 @@ export interface WireResponse {
   readonly parent_item_id?: string | null; // the message that the outputs follow
   readonly n?: number;
   readonly beam_width?: number;
+  readonly text?: { readonly format: { readonly type: string; readonly schema?: JsonObject } };
   readonly usage?: WireUsage | null;
   readonly error?: WireError | null;
   readonly incomplete_details?: { readonly reason: string } | null;
@@ -200,11 +203,7 @@ export interface CreateFrame extends Continuation {
   readonly num_beam_groups?: number;
   readonly diversity_penalty?: number;
   readonly text?: {
-    readonly format: {
-      readonly type: "json_schema";
-      readonly name: string;
-      readonly schema: Readonly<Record<string, unknown>>;
-    };
+    readonly format: { readonly type: "json_schema"; readonly name: string; readonly schema: JsonObject };
   };
   readonly max_output_tokens?: number;
   readonly seed?: number;

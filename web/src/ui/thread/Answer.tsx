@@ -13,6 +13,7 @@ import { ReadAloudButton } from "../ReadAloud";
 import { AnswerStats, UnsavedBadge } from "./AnswerStats";
 import { type EditorAction, MessageEditor, MessageMenu } from "./MessageEditor";
 import { CopyButton, Ending, Markdown, Pending, Reasoning, VersionSwitcher } from "./MessageParts";
+import { SchemaStatus } from "./SchemaStatus";
 import { TokenText } from "./TokenView";
 import { wordAtPoint, wordOffset } from "./wordAtPoint";
 
@@ -49,6 +50,7 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
       {isEmpty.value && open && <Pending turn={turn} />}
       {tokens ? <TokenText inspector={tokens} /> : <Markdown message={message} />}
       <Ending message={message} alone />
+      {turn && <SchemaStatus message={message} turn={turn} />}
       {!open && (
         <div class="answer-foot">
           <div class="tools">

@@ -11,6 +11,7 @@ import { useChat } from "../context";
 import { Again, Close, Columns, Widen } from "../icons";
 import { AnswerStats, CacheStrip, DroppedNote, UnsavedBadge } from "./AnswerStats";
 import { Ending, Markdown, Pending, Reasoning, STATUS_LABELS } from "./MessageParts";
+import { SchemaStatus } from "./SchemaStatus";
 
 export function Candidates({ turn, chosen }: { turn: Turn; chosen: Message }) {
   const chat = useChat();
@@ -234,6 +235,7 @@ function CandidateCard(props: CardProps) {
           {isEmpty.value && open && <Pending turn={turn} />}
           {parts ? <Differences parts={parts} /> : <Markdown message={message} />}
           {dropped ? <DroppedNote receipt={dropped} /> : <Ending message={message} />}
+          {!dropped && <SchemaStatus message={message} turn={turn} />}
         </div>
         <button
           type="button"

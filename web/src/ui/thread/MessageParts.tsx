@@ -9,7 +9,7 @@ import { DrawPacer, openStream } from "../../markdown/textStream";
 import { useChat } from "../context";
 import { Check, Copy, Left, Right } from "../icons";
 
-const pacer = new DrawPacer();
+export const pacer = new DrawPacer();
 
 export function Markdown({ message }: { message: Message }) {
   return <MarkdownText message={message} source={message.text} />;
