@@ -10,6 +10,7 @@ import { AttachButton, AttachmentChips } from "./Attachments";
 import { useChat } from "./context";
 import { Chevron, Close, Minus, Plus, Send, Sliders, Stop } from "./icons";
 import { panel, togglePanel } from "./navigation";
+import { VoiceButton } from "./VoiceButton";
 
 const MAX_HEIGHT_PX = 220;
 
@@ -96,6 +97,7 @@ export function Composer() {
         />
         <div class="composer-foot">
           <AttachButton />
+          <VoiceButton area={area} />
           <SystemPromptSelect />
           <AnswerCount />
           <button
