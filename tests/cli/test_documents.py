@@ -45,6 +45,7 @@ FOREIGN = {
         "--tune",
         "--arch",
         "--only",
+        "--skip",
         "--quick",
         "--dry-run",
         "--note",
