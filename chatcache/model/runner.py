@@ -243,7 +243,6 @@ WARMUP_CONTEXT_TOKENS = 1040  # context of a row: long enough to be split, and t
 WARMUP_PROMPT_TOKENS = tuple(2**i for i in range(9))  # prompt lengths: one for every tile height of a work list
 WARMUP_LONG_TOKENS = 80  # length of a prompt that the CPU's decode kernel does not take
 LAUNCH_BOUND_SHARE, LAUNCH_BOUND_S = 1.15, 0.2e-3  # how long after the launches a step ends that waits for the host
-MAX_CAPTURED_PROMPT_ROWS = 256  # each has logits, also those that the step does not have
 MAX_IN_FLIGHT = 2
 
 
@@ -488,9 +487,7 @@ class Runner:
 
     def _static_steps(self, context: StepContext, async_launch: AsyncLaunch) -> StepGraphs:
         sizes = [StepSize.decode(size) for size in async_launch.sizes]
-        num_slots = self._capacity.num_slots
-        num_rows = min(num_slots, MAX_CAPTURED_PROMPT_ROWS)
-        sizes += [StepSize(min(size, num_rows), size, is_decode=False) for size in async_launch.prompt_sizes]
+        sizes += [StepSize.prompts(size, self._capacity.num_slots) for size in async_launch.prompt_sizes]
         work_buffers: list[tuple[WorkListBuffers, ...]] = [()] * len(sizes)
         if self._plans_work:
             length, num_tokens = self._capacity.max_model_len, self._capacity.num_pages * self._page_size

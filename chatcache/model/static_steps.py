@@ -38,6 +38,7 @@ from chatcache.model.streams import ArraySpecs, Layout
 from chatcache.types.plan import I32, I64, Rows
 
 SHARED_PIECES = 16  # splits of shared keys per row of a full batch
+MAX_PROMPT_ROWS = 256  # of a step with prompts: each row has logits, also those that the step does not have
 PROMPT_PIECES = 4  # splits of the keys of each token of prompts; a step whose contexts are longer runs uncaptured
 
 Arrays = dict[str, NDArray[Any]]
@@ -56,6 +57,11 @@ class StepSize:
     def decode(cls, num_rows: int) -> StepSize:
         """Return the size of a decode step."""
         return cls(num_rows, num_rows, is_decode=True)
+
+    @classmethod
+    def prompts(cls, num_tokens: int, num_slots: int) -> StepSize:
+        """Return the size of a step with prompts of a runner with `num_slots` branch slots."""
+        return cls(min(num_tokens, num_slots, MAX_PROMPT_ROWS), num_tokens, is_decode=False)
 
     @property
     def padding_row(self) -> int:

@@ -30,7 +30,7 @@ class FakeRecognition {
   abort(): void {
     this.calls.push("abort");
   }
-  hear(...phrases: string[]): void {
+  recognise(...phrases: string[]): void {
     const results = phrases.map((transcript) => Object.assign([{ transcript }], { isFinal: transcript !== "…" }));
     this.onresult({ resultIndex: 0, results });
   }
@@ -107,12 +107,12 @@ describe("VoiceButton", () => {
       ["start"],
     ]);
     expect([pressed(), button()!.getAttribute("aria-label")]).toEqual(["true", "Stop voice input"]);
-    recognition.hear(" Ada ", "…");
-    recognition.hear("Lovelace");
+    recognition.recognise(" Ada ", "…");
+    recognition.recognise("Lovelace");
     expect(chat.prefill.text.value).toBe("Dear Ada Lovelace . Bye");
     button()!.click();
     expect(recognition.calls).toEqual(["start", "stop"]);
-    recognition.hear("again"); // the phrase that was spoken
+    recognition.recognise("again"); // the phrase that was spoken
     recognition.onend();
     await settle();
     expect(pressed()).toBe("false");
@@ -123,12 +123,12 @@ describe("VoiceButton", () => {
   test("VoiceButton stops listening when the message is sent or the conversation changes", async () => {
     await show();
     const first = await listen();
-    first.hear("Hello");
+    first.recognise("Hello");
     await settle();
     chat.prefill.text.value = "";
     await settle();
     expect([first.calls.at(-1), pressed()]).toEqual(["abort", "false"]);
-    first.hear("late");
+    first.recognise("late");
     expect(chat.prefill.text.value).toBe("");
     const second = await listen();
     chat.thread.value = new Chat("ws://test/v1/responses").thread.value;

@@ -110,7 +110,7 @@ def measure_budget(
         num_tokens = free_bytes // geometry.page_bytes(page_size) * page_size
         sizes = [StepSize.decode(max_num_seqs)]
         if max_captured_tokens:
-            sizes.append(StepSize(min(max_num_seqs, max_captured_tokens), max_captured_tokens, is_decode=False))
+            sizes.append(StepSize.prompts(max_captured_tokens, max_num_seqs))
         work_buffers = [
             WorkListBuffers.sized_for(size, form.group, max_model_len, num_tokens)
             for size in sizes

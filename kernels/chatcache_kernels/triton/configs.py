@@ -19,7 +19,7 @@ probably barriers and chains of products, as one program alone does not fill the
 short items, and one of many keys needs no merges (`work_list.choose_split`).
 Prefill: 4.2 MFLOP for a tile, 1,024 cycles of matrix units, next to 800 cycles of issue slots for everything else;
 64 keys take about 2,700 cycles, in tiles of 64 or of 128. A product of values that waits one turn, so that it runs
-during the next softmax (as in FlashAttention-3), was a tenth slower.
+during the next softmax (as in FlashAttention-3), reached 389 TFLOP/s, an earlier state without it 432.
 """
 
 from __future__ import annotations
