@@ -6,6 +6,7 @@ import { type AdminKey, type AdminOverview, getAdminOverview } from "../api/rest
 import { formatDuration, formatShare } from "../app/format";
 import { Poller } from "../server/poller";
 import { Close } from "./icons";
+import { Modal } from "./Modal";
 import { closePanel } from "./navigation";
 import "../styles/administration.css";
 
@@ -21,18 +22,10 @@ async function readFigures(): Promise<Figures> {
 export function Administration() {
   const dialog = useRef<HTMLDialogElement>(null);
   const overview = useMemo(() => new Poller(readFigures, POLL_MS), []);
-  useEffect(() => {
-    dialog.current?.showModal();
-    return overview.start();
-  }, []);
+  useEffect(() => overview.start(), []);
   const { current, previous, error } = overview;
   return (
-    <dialog
-      class="dialog administration"
-      ref={dialog}
-      aria-label="Administration"
-      onClose={() => closePanel("administration")}
-    >
+    <Modal class="administration" dialog={dialog} label="Administration" onClosed={() => closePanel("administration")}>
       <header class="panel-head">
         <h2>Administration</h2>
         <button
@@ -55,7 +48,7 @@ export function Administration() {
       ) : (
         error.value === null && <p class="hint">Loading the figures.</p>
       )}
-    </dialog>
+    </Modal>
   );
 }
 

@@ -6,6 +6,7 @@ import { filterMatches, LETTERS } from "../app/matchText";
 import type { Chat } from "../chat/chat";
 import { COMMANDS, commandOf, searchConversations } from "./commands";
 import { useChat } from "./context";
+import { Modal } from "./Modal";
 import { closeSidebarIfNarrow, paletteOpen } from "./navigation";
 import { Keys } from "./Shortcuts";
 import "../styles/palette.css";
@@ -72,7 +73,6 @@ export function Palette() {
   const options = groups.flatMap((group) => group.options);
   const at = Math.min(active.value, options.length - 1);
   const count = options.length;
-  useLayoutEffect(() => dialog.current?.showModal(), []);
   useLayoutEffect(() => document.getElementById(`palette-${at}`)?.scrollIntoView?.({ block: "nearest" }), [at, count]);
 
   const close = () => dialog.current?.close(); // the focus returns before a command moves it
@@ -94,11 +94,11 @@ export function Palette() {
     } else if (commandOf(chat, event)) close(); // the key handler of the page runs it
   };
   return (
-    <dialog
-      class="dialog palette"
-      ref={dialog}
-      aria-label="Commands"
-      onClose={() => (paletteOpen.value = false)}
+    <Modal
+      class="palette"
+      dialog={dialog}
+      label="Commands"
+      onClosed={() => (paletteOpen.value = false)}
       onKeyDown={onKeyDown}
       onClick={(event) => event.target === dialog.current && close()}
     >
@@ -153,6 +153,6 @@ export function Palette() {
           </div>
         ))}
       </div>
-    </dialog>
+    </Modal>
   );
 }

@@ -1,17 +1,15 @@
 // The dialog that lists the keyboard shortcuts.
 
-import { useEffect, useRef } from "preact/hooks";
+import { useRef } from "preact/hooks";
 import { COMMANDS } from "./commands";
 import { Close } from "./icons";
+import { Modal } from "./Modal";
 import { closePanel } from "./navigation";
 
 export function Shortcuts() {
   const dialog = useRef<HTMLDialogElement>(null);
-  useEffect(() => {
-    dialog.current?.showModal();
-  }, []);
   return (
-    <dialog class="dialog" ref={dialog} aria-label="Keyboard shortcuts" onClose={() => closePanel("shortcuts")}>
+    <Modal dialog={dialog} label="Keyboard shortcuts" onClosed={() => closePanel("shortcuts")}>
       <header class="panel-head">
         <h2>Keyboard</h2>
         <button type="button" class="tool" aria-label="Close shortcuts" onClick={() => dialog.current?.close()}>
@@ -31,7 +29,7 @@ export function Shortcuts() {
         )}
       </dl>
       <p class="hint">In a text that is being written, Alt with a key belongs to the text.</p>
-    </dialog>
+    </Modal>
   );
 }
 
