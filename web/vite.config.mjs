@@ -99,5 +99,5 @@ export default defineConfig({
     reportCompressedSize: true,
   },
   server: { proxy: { "/v1": { target: process.env.CHATCACHE_URL ?? "http://127.0.0.1:8000", ws: true } } },
-  test: { environment: "node", include: ["test/**/*.test.ts"] },
+  test: { environment: "node", include: ["test/**/*.test.ts"], testTimeout: 60_000 }, // the machine may be busy
 });

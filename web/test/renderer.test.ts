@@ -41,6 +41,7 @@ const DOCUMENTS: Record<string, string> = {
   quote: "> a\n> b\n\n> c\n\nend",
   rule: "a\n\n---\n\nb\n\n***\nc",
   tasks: "- [ ] open\n- [x] done\n\nend",
+  footnotes: "One[^a] and[^b] one[^a].\n\nMore[^c], x^[2].\n\n[^a]: First *note*\n[^b]: Second\n\n[^unused]: No\n\nend",
   references: "See [this] first.\n\nAnd more.\n\n[this]: https://example.com\n",
   math: "Let $x$ be\n$$\n a\n+ y\n= z\n$$\nand \\[ b \\]\n\n\\[\n- c\n\\]\n\n$$\nend\n\nof it",
   money: "It costs $5.\n\nOr $10 to $20 (a *month*).\n\n- $1\n- $2\n\nend $3",
@@ -227,10 +228,42 @@ describe("closeOpenMarkup", () => {
   it.each([
     ["a **b", "a **b**"],
     ["a **b*", "a **b**"],
-    ["a **", "a "],
+    ["a **", "a"],
     ["a `b", "a `b`"],
     ["see [docs](https://exa", "see docs"],
+    ["see [docs", "see docs"],
+    ["an ![image](https://exa", "an image"],
+    ["an *italic", "an *italic*"],
+    ["~~old", "~~old~~"],
+    ["a *b* **", "a *b*"],
+    ["snake_case", "snake_case"],
+    ["2 * 3 < 4 and 20~25", "2 * 3 < 4 and 20~25"],
+    ["$a_b$ and $$c", "$a_b$ and $$c"],
     ["a **b** c", "a **b** c"],
     ["```js\n**", "```js\n**"],
   ])("turns %j into %j", (before, after) => expect(closeOpenMarkup(before)).toBe(after));
+});
+
+describe("footnotes", () => {
+  const text = "One[^a] and[^b] one[^a].\n\n[^a]: First *note*\n\n[^b]: Second [link](https://example.com)\n";
+
+  it("links references and notes by buttons, which move the focus", () => {
+    document.body.append(root);
+    new MarkdownStream(root, md).update(text, true);
+    const names = [...root.querySelectorAll("button")].map((button) => button.getAttribute("aria-label"));
+    expect(names).toEqual(["Footnote 1", "Footnote 2", "Footnote 1", "Back to reference 1", "Back to reference 2"]);
+    const notes = [...root.querySelectorAll<HTMLElement>("ol[aria-label=Footnotes] > li")];
+    expect(notes.map((note) => note.textContent?.trim())).toEqual(["First note↩", "Second link↩"]);
+    Element.prototype.scrollIntoView = vi.fn();
+    const references = [...root.querySelectorAll<HTMLElement>(".footnote-ref")];
+    references[2]!.click();
+    expect(document.activeElement).toBe(notes[0]);
+    notes[0]!.querySelector<HTMLElement>(".footnote-back")!.click();
+    expect(document.activeElement).toBe(references[0]);
+  });
+
+  it("shows their source while the answer grows", () => {
+    new MarkdownStream(root, md).update(text, false);
+    expect(root.textContent).toContain("[^a]: First note");
+  });
 });

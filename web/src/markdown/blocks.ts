@@ -2,6 +2,7 @@
 
 import type { HLJSApi } from "highlight.js";
 import { copyText } from "../app/browser";
+import { linkFootnotes } from "./footnotes";
 import { sanitize } from "./parser";
 
 /** Decorate the nodes of `fragment` before they are shown. `complete`: the text will not grow. */
@@ -10,6 +11,7 @@ export function decorateBlocks(fragment: DocumentFragment, complete: boolean): v
   for (const item of fragment.querySelectorAll("li")) decorateTask(item);
   for (const wrap of fragment.querySelectorAll<HTMLElement>(".table-wrap")) makeScrollable(wrap, "Table");
   drawFormulas(fragment);
+  linkFootnotes(fragment);
 }
 
 /** Make wide content scrollable by keyboard. */

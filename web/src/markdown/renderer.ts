@@ -3,11 +3,13 @@
 // In its own chunk (see textStream.ts).
 
 import type { Token } from "markdown-it";
+import remend, { INCOMPLETE_IMAGE_PLACEHOLDER, type RemendOptions } from "remend";
 import { decorateBlocks } from "./blocks";
+import { addFootnotes } from "./footnotes";
 import { makeParser, type Parser, sanitize } from "./parser";
 
 const MAYBE_ITEM = /^ {0,3}(\d{1,9}[.)]?|[-+*])?\s*$/;
-const REFERENCE = /^ {0,3}\[[^\]]+\]:\s/m; // a definition may change earlier blocks
+const REFERENCE = /^ {0,3}\[[^\]]+\]:\s/m; // a definition may change earlier blocks, or is a footnote
 
 export class MarkdownStream {
   private text = "";
@@ -26,7 +28,12 @@ export class MarkdownStream {
     const text = given.includes("\r") ? given.replace(/\r\n?/g, "\n") : given;
     if (!text.startsWith(this.text)) this.reset();
     this.text = text;
-    if (complete && REFERENCE.test(text)) this.reset();
+    if (complete && REFERENCE.test(text)) {
+      this.reset();
+      this.root.append(...this.render(text, true, withFootnotes));
+      this.frozenChars = text.length;
+      return;
+    }
     let outline = outlineOf(this.md, text.slice(this.frozenChars));
     if (this.openMath && !outline.startsWithMath && this.frozenChars > 0) {
       this.reset(); // not a formula after all: its lines may belong to the block before
@@ -69,8 +76,8 @@ export class MarkdownStream {
     this.tailCode = inside instanceof Text ? inside : null;
   }
 
-  private render(source: string, complete: boolean): ChildNode[] {
-    const fragment = sanitize(this.md.render(source));
+  private render(source: string, complete: boolean, md = this.md): ChildNode[] {
+    const fragment = sanitize(md.render(source));
     decorateBlocks(fragment, complete);
     return [...fragment.childNodes];
   }
@@ -112,15 +119,21 @@ function lineStart(source: string, line: number): number {
   return position;
 }
 
+// math.ts closes formulas; the other options that are off change text that is complete.
+const REMEND: RemendOptions = {
+  linkMode: "text-only",
+  katex: false,
+  htmlTags: false,
+  comparisonOperators: false,
+  singleTilde: false,
+};
+const OPEN_IMAGE = new RegExp(`!\\[([^\\]]*)\\]\\(${INCOMPLETE_IMAGE_PLACEHOLDER}\\)`);
+const OPENING_MARK = /(?<=^|\s)(?:\*{1,3}|_{1,3}|~~|`)$/; // nothing follows it yet
+
 /** Close markup that an unfinished block has opened, so that `**word` does not show its stars. */
 export function closeOpenMarkup(source: string): string {
   if (openFence(source) !== null) return source;
-  let text = source.replace(/!?\[([^\]\n]*)\]\([^)\s]*$/, "$1");
-  for (const mark of ["`", "**"]) {
-    if ((text.split(mark).length - 1) % 2 === 0) continue;
-    text = text.endsWith(mark) ? text.slice(0, -mark.length) : text.replace(/\*?\s*$/, "") + mark;
-  }
-  return text;
+  return remend(source.replace(OPENING_MARK, ""), REMEND).replace(OPEN_IMAGE, "$1");
 }
 
 /** Return the content of `source` if it is one unclosed fenced block, else null. */
@@ -168,6 +181,7 @@ function sameKind(before: Element, after: Element): boolean {
 }
 
 const parser = makeParser();
+const withFootnotes = addFootnotes(makeParser()); // their texts are anywhere in an answer: for complete ones
 
 export function makeStream(root: HTMLElement): MarkdownStream {
   return new MarkdownStream(root, parser);
