@@ -4,22 +4,9 @@ import { readdirSync, readFileSync } from "node:fs";
 import { fileURLToPath } from "node:url";
 import { defineConfig } from "vite";
 
-const SHIPPED = [
-  "@cfworker/json-schema",
-  "preact",
-  "@preact/signals",
-  "@preact/signals-core",
-  "markdown-it",
-  "linkify-it",
-  "mdurl",
-  "uc.micro",
-  "punycode.js",
-  "dompurify",
-  "highlight.js",
-  "katex",
-  "@fontsource-variable/geist",
-  "@fontsource-variable/geist-mono",
-];
+const { dependencies } = JSON.parse(readFileSync("package.json", "utf8"));
+const OF_DEPENDENCIES = ["@preact/signals-core", "linkify-it", "mdurl", "uc.micro", "punycode.js"];
+const SHIPPED = [...Object.keys(dependencies), ...OF_DEPENDENCIES];
 
 /** Emit a file with the licence texts of all bundled packages. */
 function licences() {
