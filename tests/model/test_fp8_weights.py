@@ -115,8 +115,8 @@ def test_malformed_block_size_is_refused_by_name(block: Any, plain: Path, tmp_pa
 def test_other_quantised_weights_are_refused_by_name(plain: Path, tmp_path: Path, load: Load) -> None:
     fp8, _ = save_fp8(plain, tmp_path, "block")
     config = json.loads((fp8 / "config.json").read_text())
-    (fp8 / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
-    with pytest.raises(ModelFolderError, match=r"its weights are quantised \(awq\)"):
+    (fp8 / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "exl3"}}))
+    with pytest.raises(ModelFolderError, match=r"its weights are quantised \(exl3\)"):
         load(fp8)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from chatcache.errors import ModelFolderError
 from chatcache.model.loading.fp8_weights import FIELD, read_fp8_format
+from chatcache.model.loading.int_weights import read_int_format
 
 MAX_NUMBER = 1e30
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
@@ -135,7 +136,8 @@ def is_native(config: dict[str, Any], where: Path) -> bool:
     scaling = _rope_parameters(config)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     plain = config.get("hidden_act", "silu") in ("silu", "swish")
-    readable = not config.get(FIELD) or read_fp8_format(config, where) is not None
+    formats = (read_fp8_format, read_int_format)
+    readable = not config.get(FIELD) or any(read(config, where) is not None for read in formats)
     names = config.get("architectures") or ["ForCausalLM"]
     causal = "ForCausalLM" in "".join(names) or all("For" not in name for name in names)  # or a base model
     return plain and readable and causal and kind in ROPE_KINDS

@@ -54,9 +54,9 @@ from chatcache.model.loading.files import (
     read_config,
     read_pooling,
     resolve_model_path,
-    weight_files,
 )
 from chatcache.model.loading.fp8_weights import Fp8Weights, read_fp8_format
+from chatcache.model.loading.int_weights import open_weights
 from chatcache.model.loading.memory_budget import (
     Budget,
     CudaMemoryGauge,
@@ -65,7 +65,7 @@ from chatcache.model.loading.memory_budget import (
     measure_budget,
     total_memory_bytes,
 )
-from chatcache.model.loading.weights import Weights, WeightSource, as_causal_lm
+from chatcache.model.loading.weights import WeightSource, as_causal_lm
 from chatcache.model.parallel import (
     MAX_RANKS,
     NoSampler,
@@ -169,7 +169,8 @@ def check_parallel_config(config: EngineConfig, folder: Path) -> None:
         raise ModelFolderError(
             f"tensor_parallel_size {size} does not work with quantization {config.quantization}; choose none"
         )
-    raw, _ = open_text_tower(read_config(folder), Weights(weight_files(folder)), where)
+    raw = read_config(folder)
+    raw, _ = open_text_tower(raw, open_weights(folder, raw), where)
     if not is_native(raw, where):
         raise ModelFolderError(
             f"{where}: tensor_parallel_size {size} works with models of the native decoder only "
@@ -193,7 +194,7 @@ def _load(
     eos = eos_token_ids(folder, raw)
     where = folder / "config.json"
     if weights is None:
-        text, weights = open_text_tower(raw, Weights(weight_files(folder)), where)
+        text, weights = open_text_tower(raw, open_weights(folder, raw), where)
         weights = as_causal_lm(weights)
         with as_model_folder_error(where):
             raw = text if is_native(text, where) else raw

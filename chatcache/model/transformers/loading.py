@@ -18,9 +18,9 @@ from chatcache.errors import ModelFolderError
 from chatcache.model.attention import AttentionBackend
 from chatcache.model.geometry import Geometry
 from chatcache.model.linear import Fp8LinearFactory, Int8LinearFactory, LinearFactory, fast_linear
-from chatcache.model.loading.files import weight_files
 from chatcache.model.loading.fp8_weights import dequantise_all, read_fp8_format
-from chatcache.model.loading.weights import Weights, is_finite
+from chatcache.model.loading.int_weights import IntWeights, open_weights, read_int_format
+from chatcache.model.loading.weights import is_finite
 from chatcache.model.transformers.attention import ATTENTION_NAME, Pass, Probe, paged_attention, take_over_tuning
 from chatcache.model.transformers.blocks import replace_bases
 from chatcache.model.transformers.experts import replace_experts
@@ -90,13 +90,16 @@ def load_transformers(
 
 
 def _source(folder: Path, raw: dict[str, Any], config: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """Return where `from_pretrained` reads the weights: the folder, or the dequantised tensors of an FP8 checkpoint."""
-    layout = read_fp8_format(raw, folder / "config.json")
-    if layout is None:
+    """Return where `from_pretrained` reads the weights: the folder, or the tensors of a quantised checkpoint."""
+    layout, weights = read_fp8_format(raw, folder / "config.json"), open_weights(folder, raw)
+    if layout is not None:
+        log.warning("FP8 weights are dequantised: %s runs through transformers", raw["model_type"])
+        tensors = dequantise_all(weights, layout, dtype)
+    elif isinstance(weights, IntWeights):
+        tensors = {name: weights.get(name, weights.shape(name)).to(dtype) for name in weights.names()}
+    else:
         return {"pretrained_model_name_or_path": folder}
-    log.warning("FP8 weights are dequantised: %s runs through transformers", raw["model_type"])
     del config.quantization_config
-    tensors = dequantise_all(Weights(weight_files(folder)), layout, dtype)
     return {"pretrained_model_name_or_path": None, "state_dict": tensors}
 
 
@@ -212,13 +215,13 @@ def _refuse_alibi(where: Path, raw: dict[str, Any]) -> None:
 
 
 def _refuse_quantised(where: Path, raw: dict[str, Any]) -> None:
-    """Refuse quantised weights, except FP8, and those of gpt-oss, which transformers expands."""
-    if read_fp8_format(raw, where) is not None:
+    """Refuse quantised weights in formats that are not read; those of gpt-oss are expanded by transformers."""
+    if read_fp8_format(raw, where) is not None or read_int_format(raw, where) is not None:
         return
     method = (raw.get("quantization_config") or {}).get("quant_method", "mxfp4")
     if method != "mxfp4":
         raise ModelFolderError(
-            f"{where}: its weights are quantised ({method}), which is not supported; use the bfloat16 version"
+            f"{where}: its weights are quantised ({method}) in a format that is not supported; use the bfloat16 version"
         )
 
 
