@@ -1,4 +1,4 @@
-"""Small models with integer weights, written in the formats of published checkpoints, number by number."""
+"""Small models with integer weights, written in the formats of published checkpoints."""
 
 from __future__ import annotations
 
@@ -108,9 +108,6 @@ def _quantise(
 
 def _pack(numbers: NDArray[np.int64], bits: int) -> NDArray[np.int32]:
     """Pack the numbers of each row into 32-bit words, the first into the lowest bits."""
-    per_word = 32 // bits
-    packed = np.zeros((numbers.shape[0], numbers.shape[1] // per_word), np.uint32)
-    for row in range(numbers.shape[0]):
-        for column in range(numbers.shape[1]):
-            packed[row, column // per_word] |= np.uint32(numbers[row, column] << bits * (column % per_word))
-    return packed.view(np.int32)
+    shifted = numbers.reshape(len(numbers), -1, 32 // bits) << np.arange(0, 32, bits)
+    packed: NDArray[np.int32] = shifted.sum(axis=2).astype(np.uint32).view(np.int32)
+    return packed

@@ -26,6 +26,8 @@ from tests.model.test_quantised import logprobs
 Load = Callable[..., Runner]
 
 PROMPTS = ([1, 5, 9], [7] * 20, [3])
+SLOW = ("gptq", "gptq-8", "packed", "int8")
+LAYOUTS = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in FIELDS]
 MODULE = "model.layers.0.mlp.down_proj"
 
 
@@ -34,7 +36,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_plain(tmp_path_factory.mktemp("plain"))
 
 
-@pytest.mark.parametrize("layout", FIELDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_integer_checkpoint_equals_the_dequantised_model(layout: str, plain: Path, tmp_path: Path, load: Load) -> None:
     stored, exact = save_int(plain, tmp_path, layout, skipped="o_proj")
     runner, oracle = load(stored, device="cpu"), load(exact, device="cpu")
@@ -44,7 +46,7 @@ def test_integer_checkpoint_equals_the_dequantised_model(layout: str, plain: Pat
     assert 0 < (logprobs(runner, PROMPTS) - original).norm() / original.norm() < 0.2
 
 
-@pytest.mark.parametrize("layout", ["gptq", "awq", "packed"])
+@pytest.mark.parametrize("layout", [pytest.param("gptq", marks=pytest.mark.slow), "awq"])
 def test_integer_checkpoint_of_transformers_model_equals_the_dequantised_model(
     layout: str, tmp_path: Path, load: Load
 ) -> None:
