@@ -1,5 +1,5 @@
 // REST client: conversations, tokens of stored messages, the page map, and sessions.
-import type { Continuation, StoredItem, WireConversation } from "./frames";
+import type { Continuation, StoredItem, WireConversation, WireResponse } from "./frames";
 
 const KEEPALIVE: RequestInit = { keepalive: true }; // the request is sent even if the page closes
 
@@ -275,6 +275,11 @@ export function branchConversation(id: string, leaf: string, title: string): Pro
 
 function itemPath(conversation: string, item: string): string {
   return `${conversationPath(conversation)}/items/${encodeURIComponent(item)}`;
+}
+
+/** Return a response, running or stored, with the settings of its request. */
+export function getResponse(id: string): Promise<WireResponse> {
+  return call("GET", `v1/responses/${encodeURIComponent(id)}`);
 }
 
 // -- State of every KV page

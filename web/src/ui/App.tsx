@@ -1,15 +1,13 @@
 // The page: sidebar, top bar, thread, composer, panels, toasts.
 
-import { signal } from "@preact/signals";
-import type { ComponentType, JSX } from "preact";
-import { useEffect } from "preact/hooks";
-import { announcement, dismiss, toast, toasts } from "../app/notifications";
+import { announcement, dismiss, toasts } from "../app/notifications";
 import type { Chat } from "../chat/chat";
 import { Banner } from "./Banner";
 import { Composer } from "./Composer";
 import { ChatContext, useChat } from "./context";
 import { DropZone, useFileDrop } from "./DropZone";
 import { Beams, Cells, Close, Columns, Fork, Menu, PanelRight, Plus } from "./icons";
+import { lazy } from "./lazy";
 import {
   findOpen,
   lastSidePanel,
@@ -176,27 +174,4 @@ function Toasts() {
       ))}
     </div>
   );
-}
-
-/** Load a component when it is first shown. After a failure, which calls `failed`, showing it again retries. */
-function lazy(
-  load: () => Promise<ComponentType>,
-  loading: JSX.Element | null = null,
-  failed = () => {},
-): ComponentType {
-  const loaded = signal<ComponentType | null>(null);
-  return function LazyComponent() {
-    useEffect(() => {
-      if (loaded.value !== null) return;
-      load().then(
-        (component) => (loaded.value = component),
-        () => {
-          failed();
-          toast("This part of the page did not load. Reload the page.");
-        },
-      );
-    }, []);
-    const Component = loaded.value;
-    return Component ? <Component /> : loading;
-  };
 }
