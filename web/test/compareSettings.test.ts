@@ -46,7 +46,12 @@ describe("Compare settings", () => {
   const answer = (words: string, name: string, fields: Partial<WireResponse>, end = true) => {
     const stream_id = sent().stream_id;
     const push = (frame: object) => FakeSocket.last.push({ stream_id, ...frame });
-    const found = { ...response(fields), id: `resp_${name}`, conversation: { id: "conv_1" }, input_item_ids: ["msg_u"] };
+    const found = {
+      ...response(fields),
+      id: `resp_${name}`,
+      conversation: { id: "conv_1" },
+      input_item_ids: ["msg_u"],
+    };
     push({ type: "response.created", response: found });
     push({ type: "response.output_item.added", output_index: 0, item: { id: `msg_${name}` } });
     push({ type: "response.output_text.delta", output_index: 0, delta: words });

@@ -69,6 +69,17 @@ describe("SchemaStatus", () => {
     },
   );
 
+  test("SchemaStatus loads the schema once for all answers to one request", async () => {
+    const [turn, messages] = answers("{}", false, 3);
+    render(
+      messages.map((message) => h(SchemaStatus, { key: message.key, message, turn })),
+      document.body,
+    );
+    await settle();
+    expect(document.querySelectorAll("[data-schema=invalid]").length).toBe(3);
+    expect(server.calls.length).toBe(1);
+  });
+
   test("SchemaStatus shows nothing if the server does not have the response", async () => {
     server.statuses["/v1/responses/resp_1"] = 404;
     const [turn, [message]] = answers("{}", false);
