@@ -196,8 +196,10 @@ def test_page_map_shows_shared_pages_of_four_candidates(chat: RecordedPage, endl
 
 def test_page_map_shows_the_text_of_a_page_and_the_branches_that_use_it(chat: RecordedPage) -> None:
     page = chat.page
-    chat.ask("Tell me a story about a fox who lived by the sea")
-    page.click("[aria-label='Regenerate']")
+    chat.ask("Tell me a story about a fox, an owl and a robot who lived by the sea and talked about pages all day")
+    page.click("[aria-label='Edit as a new branch']")
+    page.keyboard.type(" and all night")
+    page.keyboard.press("Enter")
     chat.wait_end(1)
     leaves = [ended["output"][0]["id"] for ended in chat.ends()]
     expected: dict[int, tuple[str, list[str]]] = {}  # by place in the map: the longest text, and the branches
@@ -236,7 +238,7 @@ def test_page_map_shows_the_text_of_a_page_and_the_branches_that_use_it(chat: Re
         page.wait_for_selector(f"[role=slider][aria-valuenow='{sorted(expected).index(place) + 1}']")
         assert shown() == expected[place]
     page.click(".page-holders .link >> nth=0")
-    chat.until("document.querySelector('.answer .version-position')?.innerText === '1/2'")
+    chat.until("document.querySelector('.user-message .version-position')?.innerText === '1/2'")
 
 
 def test_panel_covers_the_thread_on_a_phone(open_page: Callable[..., RecordedPage]) -> None:

@@ -309,7 +309,7 @@ def test_words_are_shown_while_they_are_spoken_and_replaced_by_the_final_ones(op
     page.add_init_script(FAKE_RECOGNITION)
     chat.reload()
     page.tap("[aria-label='Voice input']")
-    chat.until("window.recognition?.onresult")
+    chat.until("!!window.recognition?.onresult")
     page.evaluate("hear(['wreck a nice', false])")
     page.wait_for_selector(".voice-interim >> text=wreck a nice")
     assert page.input_value("#composer") == ""

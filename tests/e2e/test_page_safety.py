@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 WEB = Path(__file__).parents[2] / "web"
 STATIC = WEB.parent / "chatcache" / "gateway" / "static"
-MOST_BYTES = 120_000
+MOST_BYTES = 105_000
 POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",
@@ -42,7 +42,7 @@ def test_policy_is_sent_and_the_page_obeys_it(server: str) -> None:
 
 
 def test_first_load_is_small(open_page: Any) -> None:
-    """Transfer at most 120 KB: page, program, styles, fonts and API responses."""
+    """Transfer at most 105 KB: page, program, styles, fonts and API responses."""
     chat: RecordedPage = open_page()
     wire = chat.context.new_cdp_session(chat.page)
     wire.send("Network.enable")

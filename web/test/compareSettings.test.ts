@@ -171,6 +171,19 @@ describe("Compare settings", () => {
     expect(chat.thread.value.tree.value.siblings(first)).toEqual([first, second]);
   });
 
+  test("comparedWith is null for a further version, and once one of the answers is deleted", () => {
+    const tree = chat.thread.value.tree.value;
+    const first = tree.leaf.value!;
+    chat.compareSettings(first, { temperature: 0 }, {});
+    answer("Good night", "2", { temperature: 0 });
+    chat.answer(chat.thread.value.questionOf(first)!, { n: 1 });
+    answer("Good morning", "3", {});
+    expect(chat.thread.value.comparedWith(tree.leaf.value!)).toBeNull();
+    expect(chat.thread.value.comparedWith(first)?.length).toBe(2);
+    tree.remove(tree.byId("msg_2")!);
+    expect(chat.thread.value.comparedWith(first)).toBeNull();
+  });
+
   test("going on ends the comparison", () => {
     chat.compareSettings(chat.thread.value.tree.value.leaf.value!, { temperature: 0 }, {});
     answer("Good night", "2", { temperature: 0 });

@@ -2,10 +2,13 @@
 import { h, render } from "preact";
 import { afterEach, beforeEach, describe, expect, test, vi } from "vitest";
 import { systemPrompt } from "../src/app/settings";
+import { settingsOf } from "../src/chat/answerSettings";
 import { listBranches } from "../src/chat/branchList";
 import { Chat } from "../src/chat/chat";
 import { cellsOf, MAX_LOOKUPS, readHeldPages, withBranch } from "../src/chat/heldPages";
+import { Thread } from "../src/chat/thread";
 import { Tree } from "../src/chat/tree";
+import { Turn } from "../src/chat/turn";
 import { cellAt, outlinePath } from "../src/draw/pages";
 import { ChatContext } from "../src/ui/context";
 import { type Call, fakeNetwork } from "./fakes";
@@ -70,19 +73,40 @@ describe("withBranch", () => {
 describe("readHeldPages", () => {
   test("readHeldPages looks up the newest stored branches with their texts, and leaves out one that is refused", async () => {
     const server = fakeNetwork();
-    const branches = branchesOf(MAX_LOOKUPS + 2);
-    branches.at(-1)!.leaf.id.value = null; // is being written
+    const thread = new Thread();
+    branchesOf(MAX_LOOKUPS + 1, thread.tree.value);
+    const init = { parent: "u", role: "assistant", turn: "turn" } as const;
+    const running = thread.tree.value.add({ key: "run", id: "msg_run", ...init, status: "streaming" });
+    thread.addTurn(new Turn("turn", [running]));
     server.statuses["/v1/cache/explain"] = 400;
-    const held = await readHeldPages(branches, ({ leaf }) => (leaf.key === "a3" ? "Be brief." : ""));
-    expect(held.size).toBe(0);
+    expect((await readHeldPages(thread, "Be kind.")).size).toBe(0);
     const bodies = server.calls.map(({ body }) => body as Record<string, unknown>);
-    expect(bodies.map(({ previous_item_id }) => previous_item_id)).toEqual(
-      Array.from({ length: MAX_LOOKUPS - 1 }, (_, index) => `msg_${index + 2}`),
-    );
-    expect(bodies.every(({ page_texts }) => page_texts === true)).toBe(true);
-    expect(bodies.filter(({ instructions }) => instructions !== undefined)).toEqual([
-      expect.objectContaining({ previous_item_id: "msg_3", instructions: "Be brief." }),
+    expect(bodies.map(({ previous_item_id }) => previous_item_id)).toEqual([
+      ...Array.from({ length: MAX_LOOKUPS - 1 }, (_, index) => `msg_${index + 2}`),
+      "msg_u", // the answer that is being written is not stored
     ]);
+    expect(bodies.every(({ page_texts }) => page_texts === true)).toBe(true);
+    expect(new Set(bodies.map(({ instructions }) => instructions))).toEqual(new Set(["Be kind."]));
+  });
+
+  test("readHeldPages looks up an answer with the system prompt that it was generated with", async () => {
+    const server = fakeNetwork();
+    const thread = new Thread();
+    branchesOf(1, thread.tree.value);
+    const init = { parent: "u", role: "assistant", turn: "turn" } as const;
+    const turn = new Turn("turn", [thread.tree.value.add({ key: "brief", id: "msg_brief", ...init })]);
+    thread.addTurn(turn);
+    turn.phase.value = "ended";
+    turn.settings.value = settingsOf({ id: "resp_1", status: "completed", instructions: "" });
+    server.statuses["/v1/cache/explain"] = 400;
+    await readHeldPages(thread, "Be kind.");
+    expect(server.calls.map(({ body }) => (body as { instructions?: string }).instructions)).toEqual([
+      "Be kind.",
+      undefined,
+    ]);
+  });
+
+  afterEach(() => {
     vi.unstubAllGlobals();
     vi.useRealTimers();
   });

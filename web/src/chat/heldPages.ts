@@ -1,7 +1,8 @@
 // KV pages of a conversation: the text on each page, and the branches whose prompts use it.
 
 import { explainPrompt, type PromptCoverage } from "../api/rest";
-import { type Branch, NEXT_INPUT } from "./branchList";
+import { type Branch, listBranches, NEXT_INPUT } from "./branchList";
+import type { Thread } from "./thread";
 
 export interface HeldPage {
   readonly text: string;
@@ -13,21 +14,19 @@ export type HeldPages = ReadonlyMap<number, HeldPage>;
 
 export const MAX_LOOKUPS = 16; // branches that are looked up, the newest ones
 
-/** Look up the pages of the branches. A branch whose prompt the server refuses has none. */
-export async function readHeldPages(
-  branches: readonly Branch[],
-  instructionsOf: (branch: Branch) => string,
-): Promise<HeldPages> {
+/** Look up the pages of all branches of a thread. A branch whose prompt the server refuses has none. */
+export async function readHeldPages(thread: Thread, instructions: string): Promise<HeldPages> {
   let held: HeldPages = new Map();
-  for (const branch of branches.slice(-MAX_LOOKUPS)) {
-    const id = branch.leaf.id.value;
-    if (id === null) continue;
-    const instructions = instructionsOf(branch);
+  for (const branch of listBranches(thread.tree.value).slice(-MAX_LOOKUPS)) {
+    // an answer is stored when its whole turn has ended
+    const last = branch.path.findLast((message) => message.id.value !== null && !thread.turnOf(message)?.live);
+    if (!last) continue;
+    const system = thread.turnOf(last)?.settings.value?.instructions ?? instructions;
     const prompt = await explainPrompt({
-      previous_item_id: id,
+      previous_item_id: last.id.value!,
       input: NEXT_INPUT,
       page_texts: true,
-      ...(instructions === "" ? {} : { instructions }),
+      ...(system === "" ? {} : { instructions: system }),
     }).catch(() => null);
     if (prompt) held = withBranch(held, branch, prompt.pages);
   }

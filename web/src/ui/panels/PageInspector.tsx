@@ -97,14 +97,13 @@ export function PageInspector({ map, drawn, columns, children }: InspectorProps)
 function useHeldPages(): HeldPages {
   const chat = useChat();
   const thread = chat.thread.value;
-  const branches = listBranches(thread.tree.value);
-  const leaves = branches.map(({ leaf }) => leaf.id.value).join();
-  const watch = useMemo(() => {
-    const instructionsOf = ({ leaf }: (typeof branches)[number]) =>
-      thread.turnOf(leaf)?.settings.peek()?.instructions ?? systemPrompt.peek();
-    return new Poller(() => readHeldPages(branches, instructionsOf), POLL_MS);
-  }, [thread, leaves]);
-  const isStored = thread.id.value !== null && branches.length > 0;
+  const live = chat.live.value;
+  const leaf = thread.tree.value.leaf.value;
+  const watch = useMemo(
+    () => new Poller(() => readHeldPages(thread, systemPrompt.peek()), POLL_MS),
+    [thread, live, leaf],
+  );
+  const isStored = thread.id.value !== null && leaf !== null;
   useEffect(() => (isStored ? watch.start() : undefined), [watch, isStored]);
   return watch.current.value ?? NO_PAGES;
 }
