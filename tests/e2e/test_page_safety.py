@@ -16,7 +16,8 @@ pytestmark = pytest.mark.slow
 
 WEB = Path(__file__).parents[2] / "web"
 STATIC = WEB.parent / "chatcache" / "gateway" / "static"
-MOST_BYTES = 105_000
+MOST_BYTES = 105_000  # of the first load
+MOST_REPLY_BYTES = 120_000  # of the first load and the first reply, without the font
 POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",
@@ -55,11 +56,11 @@ def test_first_load_is_small(open_page: Any) -> None:
 
 
 def test_files_of_a_first_reply_are_small_too() -> None:
-    """The renderer loads with the first text. Together they stay within the budget, without the font."""
+    """The renderer loads with the first text."""
     names = re.findall(r"(?:src|href)=\"\./([^\"]+)\"", (STATIC / "index.html").read_text())
     needed = [STATIC / "index.html", *(STATIC / name for name in names), *STATIC.glob("assets/renderer-*.js")]
     assert len(needed) >= 5
-    assert sum(len(gzip.compress(path.read_bytes())) for path in needed) <= MOST_BYTES
+    assert sum(len(gzip.compress(path.read_bytes())) for path in needed) <= MOST_REPLY_BYTES
 
 
 def test_page_works_on_a_phone(open_page: Any, picture: Any) -> None:

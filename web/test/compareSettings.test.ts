@@ -4,7 +4,7 @@ import { afterEach, beforeEach, describe, expect, test, vi } from "vitest";
 import type { WireResponse } from "../src/api/frames";
 import { announcement } from "../src/app/notifications";
 import { autoTitle, DEFAULT_SAMPLING, sampling, systemPrompt } from "../src/app/settings";
-import { differingSettings, settingsOf } from "../src/chat/answerSettings";
+import { settingsOf } from "../src/chat/answerSettings";
 import { Chat } from "../src/chat/chat";
 import { ChatContext } from "../src/ui/context";
 import { FakeSocket, fakeNetwork } from "./fakes";
@@ -27,7 +27,9 @@ describe("differingSettings", () => {
     [{ text: FORMAT }, { text: { format: { type: "text" } } }, ['Schema {"type":"object"}']],
     [{ reasoning: { effort: "none" } }, { reasoning: { effort: null } }, ["No reasoning"]],
     [{ temperature: null, top_p: null }, {}, ["Beam search"]],
-  ])("differingSettings of %j beside %j are %j", (own, other, expected) => {
+  ])("differingSettings of %j beside %j are %j", async (own, other, expected) => {
+    vi.stubGlobal("matchMedia", () => ({ matches: false }));
+    const { differingSettings } = await import("../src/ui/thread/CompareSettings");
     expect(differingSettings(settingsOf(response(own)), settingsOf(response(other)))).toEqual(expected);
   });
 });

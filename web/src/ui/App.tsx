@@ -21,7 +21,6 @@ import {
 } from "./navigation";
 import { Sidebar } from "./sidebar/Sidebar";
 import { ThreadView } from "./thread/ThreadView";
-import { AlternativesPopover } from "./thread/TokenView";
 
 const Settings = lazy(async () => (await import("./Settings")).Settings);
 const Administration = lazy(async () => (await import("./Administration")).Administration);
@@ -31,6 +30,7 @@ const Palette = lazy(
   null,
   () => (paletteOpen.value = false),
 );
+const AlternativesPopover = lazy(async () => (await import("./thread/TokenView")).AlternativesPopover);
 const Find = lazy(async () => (await import("./thread/Find")).Find);
 const SidePanel = lazy(
   async () => (await import("./panels/SidePanel")).SidePanel,
@@ -64,7 +64,7 @@ export function App({ chat }: { chat: Chat }) {
       {panel.value === "shortcuts" && <Shortcuts />}
       {panel.value === "administration" && <Administration />}
       {paletteOpen.value && <Palette />}
-      <AlternativesPopover />
+      {chat.forks.inspector.value && <AlternativesPopover />}
       <FileDrop />
       <Toasts />
       <p class="sr-only" role="status" id="status">

@@ -16,10 +16,10 @@ import { AnswerStats, UnsavedBadge } from "./AnswerStats";
 import { type EditorAction, MessageEditor, MessageMenu } from "./MessageEditor";
 import { CopyButton, Ending, Markdown, Pending, Reasoning, VersionSwitcher } from "./MessageParts";
 import { SchemaStatus } from "./SchemaStatus";
-import { TokenText } from "./TokenView";
 import { wordAtPoint, wordOffset } from "./wordAtPoint";
 
 const CompareSettingsForm = lazy(async () => (await import("./CompareSettings")).CompareSettingsForm);
+const TokenText = lazy(async () => (await import("./TokenView")).TokenText);
 const DOUBLE_CLICK_MS = 250;
 
 export function Answer({ message, turn }: { message: Message; turn: Turn | undefined }) {

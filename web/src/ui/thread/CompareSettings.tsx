@@ -2,8 +2,9 @@
 
 import { useSignal } from "@preact/signals";
 import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
+import { truncate } from "../../app/format";
 import { parseSchema, sampling, systemPrompt } from "../../app/settings";
-import { type AnswerSettings, differingSettings, loadSettings } from "../../chat/answerSettings";
+import { type AnswerSettings, loadSettings } from "../../chat/answerSettings";
 import { compareTexts } from "../../chat/compare";
 import type { Message } from "../../chat/tree";
 import { useChat } from "../context";
@@ -169,4 +170,22 @@ function SettingsNote({ own, other }: { own: AnswerSettings | null; other: Answe
       ))}
     </ul>
   );
+}
+
+const MAX_SHOWN_CHARS = 80;
+
+const DESCRIPTIONS: { readonly [K in keyof AnswerSettings]: (value: AnswerSettings[K]) => string } = {
+  instructions: (text) => (text === "" ? "No system prompt" : `System prompt: ${truncate(text, MAX_SHOWN_CHARS)}`),
+  temperature: (value) => (value === null ? "Beam search" : `Temperature ${value}`),
+  topP: (value) => (value === null ? "" : `Top-p ${value}`), // of beam search, which is named already
+  schema: (value) => (value === null ? "No schema" : `Schema ${truncate(JSON.stringify(value), MAX_SHOWN_CHARS)}`),
+  effort: (value) => (value === null ? "Default reasoning" : value === "none" ? "No reasoning" : "Reasoning"),
+};
+
+/** Describe the settings of an answer that another one does not share. */
+export function differingSettings(own: AnswerSettings, other: AnswerSettings): readonly string[] {
+  const describe = <K extends keyof AnswerSettings>(key: K) =>
+    JSON.stringify(own[key]) === JSON.stringify(other[key]) ? "" : DESCRIPTIONS[key](own[key]);
+  const keys = Object.keys(DESCRIPTIONS) as (keyof AnswerSettings)[];
+  return keys.map(describe).filter((text) => text !== "");
 }
