@@ -1,4 +1,4 @@
-"""Test an answer beside one to the same message with other settings, which the conversation does not keep."""
+"""Test an answer next to one to the same message with other settings, which the conversation does not keep."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _settings(chat: RecordedPage) -> list[list[str]]:
     return [cards.nth(place).locator(".card-settings li").all_inner_texts() for place in range(cards.count())]
 
 
-def test_answer_with_other_settings_stands_beside_the_first(chat: RecordedPage) -> None:
+def test_answer_with_other_settings_is_shown_next_to_the_first(chat: RecordedPage) -> None:
     page = chat.page
     chat.ask("Tell me a story about a dragon")
     first = chat.answers()[0]

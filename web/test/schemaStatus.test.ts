@@ -106,6 +106,18 @@ describe("SchemaStatus", () => {
     expect(shown()!.getAttribute("aria-hidden")).toBe("true"); // the announced text stays, and is not read twice
   });
 
+  test("SchemaStatus announces the verdict of an answer that begins and ends between two frames", async () => {
+    const [turn, [message]] = answers("", true);
+    await show(turn, message!);
+    turn.settings.value = settingsOf(RESPONSE);
+    message!.text.value = "[]";
+    message!.status.value = "done";
+    await settle();
+    expect(spoken()).toBe(
+      'Does not match the schema. At the top level: the type "array" is invalid. Expected "object".',
+    );
+  });
+
   test("SchemaStatus announces also if the validator was loaded after the end, with the number of the answer", async () => {
     const [turn, [, message]] = answers("[", true, 2);
     turn.settings.value = settingsOf(RESPONSE);

@@ -2,7 +2,7 @@
 // validator is loaded with the first such answer.
 
 import { effect, useSignal } from "@preact/signals";
-import { useEffect } from "preact/hooks";
+import { useEffect, useRef } from "preact/hooks";
 import { loadSettings } from "../../chat/answerSettings";
 import type { SchemaVerdict } from "../../chat/schemaCheck";
 import type { Message } from "../../chat/tree";
@@ -23,6 +23,7 @@ const LABELS: Readonly<Record<SchemaVerdict["state"], string>> = {
 export function SchemaStatus({ message, turn }: { message: Message; turn: Turn }) {
   const verdict = useSignal<SchemaVerdict | null>(null);
   const spoken = useSignal(""); // the verdict on an answer that has ended while it was shown
+  const grew = useRef(isGrowing(message)); // a short answer ends before effects run
   const schema = turn.settings.value?.schema ?? null;
   const isStored = turn.settings.value === null && !turn.live && LIKE_JSON.test(message.text.value);
   useEffect(() => {
@@ -30,7 +31,6 @@ export function SchemaStatus({ message, turn }: { message: Message; turn: Turn }
   }, [turn, isStored]);
   useEffect(() => {
     if (schema === null) return;
-    let grew = isGrowing(message);
     const owner = {};
     let stop: (() => void) | null = () => {};
     void import("../../chat/schemaCheck").then(
@@ -40,7 +40,6 @@ export function SchemaStatus({ message, turn }: { message: Message; turn: Turn }
         stop = effect(() => {
           const text = message.text.value;
           const growing = isGrowing(message);
-          grew ||= growing;
           const show = () => {
             verdict.value = text === "" ? null : check(text, !growing);
           };
@@ -49,7 +48,7 @@ export function SchemaStatus({ message, turn }: { message: Message; turn: Turn }
             return;
           }
           pacer.drawNow(owner, show);
-          if (grew && verdict.peek()) spoken.value = describeVerdict(verdict.peek()!);
+          if (grew.current && verdict.peek()) spoken.value = describeVerdict(verdict.peek()!);
         });
       },
       () => {}, // did not load: nothing is shown, the next answer tries again
