@@ -32,7 +32,7 @@ from chatcache.cluster.records import (
     write_records,
 )
 from chatcache.cluster.redis_placement import RedisPlacementIndex
-from chatcache.cluster.remote_worker import PlacedRequest, RemoteWorker, add_reports, sum_by_key
+from chatcache.cluster.remote_worker import PlacedRequest, RemoteWorker, add_reports, best_explanation, sum_by_key
 from chatcache.cluster.request_router import COST, RequestRouter, RoutedRequest
 from chatcache.engine_process.client import EngineClientBase
 from chatcache.engine_process.protocol import (
@@ -244,8 +244,7 @@ class RemoteEngine:
 
     async def explain(self, query: ExplainQuery) -> Explanation:
         self._check(query.prompt)
-        found = await self._ask_all(lambda worker: worker.queries.explain(query))
-        return max(found, key=lambda each: each.num_cached_tokens)
+        return best_explanation(await self._ask_all(lambda worker: worker.queries.explain(query)))
 
     async def count_cached_tokens(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:
         self._check()

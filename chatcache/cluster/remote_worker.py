@@ -25,7 +25,7 @@ from chatcache.engine_process.protocol import (
 )
 from chatcache.engine_process.recovery import RequestJournal
 from chatcache.errors import InvalidRequestError, OverloadedError
-from chatcache.types.stats import Durations, EngineHealth, SlotUsage
+from chatcache.types.stats import Durations, EngineHealth, Explanation, SlotUsage
 
 log = logging.getLogger(__name__)
 
@@ -174,6 +174,18 @@ def add_reports(reports: Sequence[EngineHealth]) -> EngineHealth:
             parts = SlotUsage.__struct_fields__
             summed[name] = SlotUsage(**{part: sum(getattr(each, part) for each in values) for part in parts})
     return msgspec.structs.replace(first, **summed)
+
+
+def best_explanation(found: Sequence[Explanation]) -> Explanation:
+    """Return the explanation of the worker that has cached most of the prompt.
+
+    With several workers, its pages have no place in the page map, which joins those of all workers.
+    """
+    best = max(found, key=lambda each: each.num_cached_tokens)
+    if len(found) == 1:
+        return best
+    pages = tuple(msgspec.structs.replace(page, map_index=None) for page in best.pages)
+    return msgspec.structs.replace(best, pages=pages)
 
 
 def sum_by_key(dicts: Any) -> dict[str, float]:

@@ -174,7 +174,10 @@ def _page_hits(pool: PagePool, chain: PageHashChain, match: PrefixMatch) -> Iter
             state, num_tokens = "partial", len(match.tail_tokens) // TOKEN_BYTES
         else:
             state = "missing"
-        yield PageHit(index, num_tokens, state, public=index < num_public)
+        page = match.pages[index] if state != "missing" else NULL_PAGE
+        # the map begins with the page after the null page
+        map_index = page - 1 if page != NULL_PAGE else None
+        yield PageHit(index, num_tokens, state, public=index < num_public, map_index=map_index)
 
 
 def _miss_reason(

@@ -133,13 +133,15 @@ class PageHit(msgspec.Struct, frozen=True):
 
     `state`: held (by a running branch) | idle (cached, held by none) | host (in host memory) | partial (only its first
     tokens are cached) | missing. `num_tokens`: tokens of the prompt on the page; for a partial page, those that are
-    cached.
+    cached. `map_index`: the place of the page in the page map; None if it is missing or only on the host, or if the map
+    has the pages of several workers.
     """
 
     index: int
     num_tokens: int
     state: str
     public: bool = False
+    map_index: int | None = None
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):

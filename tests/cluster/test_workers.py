@@ -87,12 +87,20 @@ async def test_request_gives_the_events_of_the_engine(server: RedisServer) -> No
 
 
 @pytest.mark.slow
+async def test_explanation_of_several_workers_has_no_place_in_their_joined_map(server: RedisServer) -> None:
+    async with worker(server, "a"), worker(server, "b"), gateway(server, 2) as engine:
+        found = await engine.explain(ExplainQuery((1, 2, 3)))
+        assert [(page.state, page.map_index) for page in found.pages] == [("idle", None), ("missing", None)]
+
+
+@pytest.mark.slow
 async def test_errors_queries_and_cancellation_reach_the_caller(server: RedisServer) -> None:
     async with worker(server, "a"), gateway(server) as engine:
         with pytest.raises(ContextLengthError, match="do not fit"):
             await engine.submit(request("long", prompt=tuple(range(2000))))
         query = ExplainQuery((1, 2, 3), "tenant")
-        assert (await engine.explain(query)).detail == repr(query)
+        found = await engine.explain(query)
+        assert found.detail == repr(query) and [page.map_index for page in found.pages] == [7, None]
         assert await engine.count_cached_tokens([PackedPrompt(bytes(8)), PackedPrompt(bytes(4))], "n") == [9, 5]
         assert (await engine.page_map("m")).cells == "m"
         assert (await engine.page_accounts()).page_bytes == 4096

@@ -126,6 +126,18 @@ def _administration(chat: RecordedPage) -> None:
     chat.page.click("button:text('Administration')")
 
 
+def _compare(chat: RecordedPage) -> None:
+    chat.page.click(".answer .tool-more >> nth=-1")
+    chat.page.click(".menu:popover-open >> text=Compare settings…")
+
+
+def _compared(chat: RecordedPage) -> None:
+    seen = len(chat.ends())
+    chat.page.keyboard.type("Be brief.")
+    chat.page.click("form[aria-label='Compare settings'] button:text('Generate')")
+    chat.wait_end(seen)
+
+
 def _attach(chat: RecordedPage) -> None:
     chat.expected_errors += 1  # the refused picture
     chat.drop(".thread", [("notes.txt", b"Buy milk."), ("photo.png", b"\0")])
@@ -141,6 +153,8 @@ VIEWS: tuple[View, ...] = (
     View("answer", lambda chat: None, ".answer-foot .stats"),
     View("confidence", _click("[aria-label='Show tokens'] >> nth=-1"), ".confidence-choice"),
     View("alternatives", _inside, ".choice"),
+    View("compare form", _compare, "form[aria-label='Compare settings']"),
+    View("compared answers", _compared, ".compared-answers .card-settings >> nth=1"),
     View("editor", _edit, "[aria-label='Edit message']"),
     View("candidates", _candidates, ".card-pick >> nth=1"),
     View("differences", _click("button:text('Differences')"), ".differences >> nth=1"),

@@ -194,6 +194,53 @@ def test_page_map_shows_shared_pages_of_four_candidates(chat: RecordedPage, endl
     assert _count(chat, "idle") + _count(chat, "free") == len(page_map["cells"]) == page_map["num_pages"]
 
 
+def test_page_map_shows_the_text_of_a_page_and_the_branches_that_use_it(chat: RecordedPage) -> None:
+    page = chat.page
+    chat.ask("Tell me a story about a fox, an owl and a robot who lived by the sea and talked about pages all day")
+    page.click("[aria-label='Edit as a new branch']")
+    page.keyboard.type(" and all night")
+    page.keyboard.press("Enter")
+    chat.wait_end(1)
+    leaves = [ended["output"][0]["id"] for ended in chat.ends()]
+    expected: dict[int, tuple[str, list[str]]] = {}  # by place in the map: the longest text, and the branches
+    for number, leaf in enumerate(leaves, 1):
+        asked = {"previous_item_id": leaf, "input": [{"role": "user", "content": "?"}], "page_texts": True}
+        for each in page.request.post(f"{chat.server}/v1/cache/explain", data=asked).json()["pages"]:
+            if each["map_index"] is not None:
+                text, branches = expected.get(each["map_index"], ("", []))
+                longest = max(text, each["text"], key=len)
+                expected[each["map_index"]] = (longest, [*branches, f"Branch {number}"])
+    assert any(len(branches) == 2 for _, branches in expected.values()), "the prompt is shared"
+    assert any(len(branches) == 1 for _, branches in expected.values()), "the answers are not"
+    page.keyboard.press("Alt+Shift+4")
+    page.wait_for_selector("[role=slider]")
+    chat.until(f"document.querySelector('[role=slider]').ariaValueMax === '{len(expected)}'")
+
+    def shown() -> tuple[str, list[str]]:
+        return page.locator(".page-text").text_content() or "", page.locator(".page-holders .link").all_inner_texts()
+
+    page.focus("[role=slider]")
+    page.wait_for_selector(".page-text")
+    seen = []
+    for place in range(1, len(expected) + 1):
+        page.wait_for_selector(f"[role=slider][aria-valuenow='{place}']")
+        seen.append(shown())
+        page.keyboard.press("ArrowRight")
+    assert seen == [expected[place] for place in sorted(expected)]
+
+    box = page.locator(".kv-page-map").bounding_box()
+    columns, rows = (int(size) // 10 for size in (page.get_attribute(".kv-page-map", "viewBox") or "").split()[2:])
+    assert box
+    for place in sorted(expected)[:3]:
+        x = box["x"] + box["width"] * (place % columns + 0.5) / columns
+        y = box["y"] + box["height"] * (place // columns + 0.5) / rows
+        page.mouse.move(x, y)
+        page.wait_for_selector(f"[role=slider][aria-valuenow='{sorted(expected).index(place) + 1}']")
+        assert shown() == expected[place]
+    page.click(".page-holders .link >> nth=0")
+    chat.until("document.querySelector('.user-message .version-position')?.innerText === '1/2'")
+
+
 def test_panel_covers_the_thread_on_a_phone(open_page: Callable[..., RecordedPage]) -> None:
     phone = {"width": 390, "height": 844}
     chat = open_page(viewport=phone, device_scale_factor=2, is_mobile=True, has_touch=True)

@@ -290,6 +290,42 @@ def test_browser_without_speech_shows_no_read_aloud_button(chat: RecordedPage) -
     assert chat.page.locator("[aria-label='Read aloud']").count() == 0
 
 
+FAKE_RECOGNITION = """
+window.SpeechRecognition = class {
+  constructor() { window.recognition = this; }
+  start() {}
+  stop() { this.onend(); }
+  abort() {}
+};
+window.hear = (...phrases) => recognition.onresult({resultIndex: 0, results: phrases.map(
+  ([transcript, isFinal]) => Object.assign([{transcript}], {isFinal})).filter(
+  ({isFinal}) => isFinal || recognition.interimResults)});
+"""
+
+
+def test_words_are_shown_while_they_are_spoken_and_replaced_by_the_final_ones(open_page: Any) -> None:
+    chat = _phone(open_page, 320)
+    page = chat.page
+    page.add_init_script(FAKE_RECOGNITION)
+    chat.reload()
+    page.tap("[aria-label='Voice input']")
+    chat.until("!!window.recognition?.onresult")
+    page.evaluate("hear(['wreck a nice', false])")
+    page.wait_for_selector(".voice-interim >> text=wreck a nice")
+    assert page.input_value("#composer") == ""
+    assert page.evaluate("document.documentElement.scrollWidth") == 320
+    assert page.is_enabled("[aria-label='Stop voice input']")
+    page.evaluate("hear(['Recognise speech', true])")
+    page.wait_for_selector(".voice-interim", state="detached")
+    chat.until("document.querySelector('#composer').value === 'Recognise speech'")
+    page.evaluate("hear(['and so', false])")
+    page.wait_for_selector(".voice-interim >> text=and so")
+    page.click("[aria-label=Send]")
+    page.wait_for_selector(".voice-interim", state="detached")
+    chat.wait_end(0)
+    assert chat.said() == ["Recognise speech"]
+
+
 class _Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         pass

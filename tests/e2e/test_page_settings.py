@@ -206,7 +206,13 @@ def test_answers_match_the_schema_of_the_settings(chat: RecordedPage) -> None:
     chat.page.wait_for_selector(".answer")
     chat.ask("And now?")  # stored with the conversation
     assert set(chat.answers()) <= {'"left"', '"right"'} and len(chat.answers()) == 2
-    chat.page.wait_for_selector(".answer >> nth=1 >> text=Matches the schema")
+    spoken = chat.page.locator(".answer [role=status]")
+    chat.until("document.querySelectorAll('.answer [role=status]')[1]?.textContent === 'Matches the schema'")
+    assert spoken.first.text_content() == "", "an answer that ended before the reload is not announced"
+    chat.reload()
+    chat.page.wait_for_selector(".answer >> nth=1 >> [data-schema=matches]")
+    chat.page.wait_for_selector(".answer >> nth=0 >> [data-schema=matches]")
+    assert spoken.all_text_contents() == ["", ""]
 
 
 def test_a_growing_answer_shows_whether_it_matches_its_schema(chat: RecordedPage, endless: None) -> None:

@@ -122,7 +122,7 @@ class CountingEngine:
         if query.namespace == "bug":
             raise KeyError("planted")
         detail = "x" * MAX_FRAME_BYTES if query.namespace == "big" else repr(query)
-        pages = (PageHit(0, 16, "idle", public=True), PageHit(1, 3, "missing"))
+        pages = (PageHit(0, 16, "idle", public=True, map_index=7), PageHit(1, 3, "missing"))
         return Explanation(num_tokens=len(query.prompt), num_cached_tokens=16, page_size=16, pages=pages, detail=detail)
 
     def count_cached_tokens(self, prompts: Sequence[PackedPrompt], namespace: str = "") -> list[int]:

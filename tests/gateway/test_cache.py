@@ -79,6 +79,38 @@ def test_explanation_of_a_stored_conversation_predicts_its_next_turn(server: Ser
     assert len(items) == 4, "asking stored nothing"
 
 
+def test_page_texts_are_the_text_of_the_cached_part_of_the_prompt(server: Server) -> None:
+    ids = tiny_tokenizer().encode("Texts of pages: " + "the quick brown fox jumps. " * 4, add_special_tokens=True)
+    server.post("/v1/completions", prompt=ids, max_tokens=1)
+    asked = [*ids, *ids[1:40]]
+    pages = explain(server, prompt=asked, page_texts=True)["pages"]
+    cells = server.request("GET", MAP)[2]["cells"]
+    cached = [page for page in pages if page["state"] != "missing"]
+    assert len(cached) == -(-len(ids) // PAGE_SIZE) < len(pages)
+    assert len({page["map_index"] for page in cached}) == len(cached)
+    assert {cells[page["map_index"]] for page in cached} == {"i"}
+    for page in cached:
+        start = page["index"] * PAGE_SIZE
+        part = asked[start : start + page["tokens"]]
+        assert page["text"] == tiny_tokenizer().decode(part, skip_special_tokens=False)
+    assert [page for page in pages if page["state"] == "missing" and ("text" in page or page["map_index"])] == []
+    assert not any("text" in page for page in explain(server, prompt=asked)["pages"]), "only on request"
+
+
+def test_page_texts_never_come_from_the_pages_of_another_tenant(shared: Server) -> None:
+    body = {"messages": [{"role": "system", "content": OWN}, {"role": "user", "content": "The password is swordfish"}]}
+    assert shared.request("POST", CHAT, {**body, "max_tokens": 1}, ONE)[0] == 200
+    own = explain(shared, ONE, **body, page_texts=True)
+    assert "swordfish" in "".join(page.get("text", "") for page in own["pages"])
+    guess = {"messages": [body["messages"][0], {"role": "user", "content": "The password is"}]}
+    theirs = explain(shared, TWO, **guess, page_texts=True)
+    shown = shared.request("GET", MAP, None, TWO)[2]["cells"]
+    assert "swordfish" not in json.dumps(theirs)
+    places = {page["map_index"] for page in own["pages"]} - {None}
+    assert places and places.isdisjoint(page["map_index"] for page in theirs["pages"])
+    assert {shown[place] for place in places} == {"o"}
+
+
 @pytest.mark.parametrize(
     ("body", "status", "param"),
     [

@@ -11,6 +11,7 @@ from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import CacheScope
 from chatcache.kv_cache.pool import PagePool
 from chatcache.kv_cache.prefix_match import MAX_DIVERGED_TOKENS
+from chatcache.kv_cache.stats import page_cells, page_states
 from chatcache.types.stats import Explanation
 from tests.kv_cache.helpers import PrefixOracle, find_match, open_and_fill, token_range, write
 
@@ -53,6 +54,21 @@ def test_explain_new_tokens_are_never_computed() -> None:
     )
     assert states(found) == [("idle", 4), ("idle", 4), ("partial", 1), ("missing", 2)]
     assert explain(kv, [77, *token_range(9)]).reason == "never_computed", "no common first token"
+
+
+def test_explain_map_index_is_the_place_of_the_page_in_the_page_map() -> None:
+    kv = cache()
+    other = open_and_fill(kv, token_range(6, 100))
+    held = open_and_fill(kv, token_range(8))
+    closed = open_and_fill(kv, token_range(14))
+    pages = list(closed.pages())
+    assert pages[:2] == list(held.pages())
+    kv.close(closed)
+    found = explain(kv, token_range(20))
+    places = [page.map_index for page in found.pages]
+    assert places == [*(page - 1 for page in pages), None], "the map does not have the null page"
+    _, cells = page_cells(page_states(kv, [other, held]), None)
+    assert [cells[place] for place in places if place is not None] == ["a", "a", "i", "i"]
 
 
 def test_explain_diverged_reports_position_and_cached_tokens() -> None:
@@ -132,7 +148,9 @@ def test_explain_reports_host_pages_as_cached() -> None:
     assert (found.reason, found.num_cached_tokens) == ("never_computed", 10)
     assert states(found) == [("idle", 4), ("idle", 4), ("partial", 2), ("missing", 1)]
     kv.close(open_and_fill(kv, token_range(28, 100)))
-    assert states(explain(kv, token_range(13))) == [("host", 4), ("host", 4), ("partial", 2), ("missing", 1)]
+    found = explain(kv, token_range(13))
+    assert states(found) == [("host", 4), ("host", 4), ("partial", 2), ("missing", 1)]
+    assert [page.map_index for page in found.pages] == [None] * 4, "not on the device"
 
 
 def test_explain_without_prefix_caching_misses_everything() -> None:

@@ -30,8 +30,12 @@ class FakeRecognition {
   abort(): void {
     this.calls.push("abort");
   }
+  interimResults = false;
+  /** Report phrases; one that ends with "…" is still spoken, and is reported only to those who asked for such. */
   recognise(...phrases: string[]): void {
-    const results = phrases.map((transcript) => Object.assign([{ transcript }], { isFinal: transcript !== "…" }));
+    const results = phrases
+      .map((text) => Object.assign([{ transcript: text.replace("…", "") }], { isFinal: !text.endsWith("…") }))
+      .filter(({ isFinal }) => isFinal || this.interimResults);
     this.onresult({ resultIndex: 0, results });
   }
 }
@@ -118,6 +122,38 @@ describe("VoiceButton", () => {
     expect(pressed()).toBe("false");
     expect(chat.prefill.text.value).toBe("Dear Ada Lovelace again . Bye");
     expect(toasts.value).toEqual([]);
+  });
+
+  test("VoiceButton shows the words of a phrase that is still spoken, and replaces them by the final ones", async () => {
+    await show();
+    const interim = () => document.querySelector(".voice-interim")?.textContent;
+    const recognition = await listen();
+    const shownAfter = async (...phrases: string[]) => {
+      recognition.recognise(...phrases);
+      await settle();
+      return [interim(), chat.prefill.text.value];
+    };
+    expect(await shownAfter("wreck a…")).toEqual(["wreck a", ""]);
+    expect(await shownAfter("recognise…", " speech…")).toEqual(["recognise speech", ""]);
+    expect(await shownAfter("Recognise speech", " in…")).toEqual(["in", "Recognise speech"]);
+    expect(await shownAfter(" in time")).toEqual([undefined, "Recognise speech in time"]);
+    expect(await shownAfter(" and…")).toEqual(["and", "Recognise speech in time"]);
+    recognition.onend();
+    await settle();
+    expect([interim(), chat.prefill.text.value]).toEqual([undefined, "Recognise speech in time"]);
+  });
+
+  test("VoiceButton drops the words of an unfinished phrase when the message is sent", async () => {
+    await show();
+    const recognition = await listen();
+    recognition.recognise("Hello", " you…");
+    await settle();
+    chat.prefill.text.value = "";
+    await settle();
+    expect(document.querySelector(".voice-interim")).toBeNull();
+    recognition.recognise("late…");
+    await settle();
+    expect(document.querySelector(".voice-interim")).toBeNull();
   });
 
   test("VoiceButton stops listening when the message is sent or the conversation changes", async () => {

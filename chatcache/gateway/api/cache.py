@@ -76,6 +76,7 @@ async def explain(request: Request) -> Response:
             operator=gateway.is_open,
         )
         explanation = await gateway.engine.explain(query)
+        pages = await asyncio.to_thread(_pages, explanation, prompt, model.tokenizer if fields.page_texts else None)
         if messages:
             ends = await asyncio.to_thread(
                 message_token_offsets,
@@ -91,7 +92,7 @@ async def explain(request: Request) -> Response:
         cached_tokens=explanation.num_cached_tokens,
         public_tokens=prompt.num_public_tokens,
         page_size=explanation.page_size,
-        pages=[CachedPage(page.index, page.num_tokens, page.state, page.public) for page in explanation.pages],
+        pages=pages,
         miss=_miss(explanation, prompt, model.tokenizer, principal),
         divergence=_divergence(prompt, model.tokenizer),
         messages=_messages(messages, ends, explanation.num_cached_tokens) if ends is not None else None,
@@ -166,6 +167,21 @@ async def _raw_prompt(prompt: str | list[int], model: Model) -> tuple[int, ...]:
         return await model.service.encode(prompt, add_special_tokens=True)
     check_tokens(prompt, model.tokenizer.vocab_size, "prompt")
     return tuple(prompt)
+
+
+def _pages(explanation: Explanation, prompt: Prompt, tokenizer: Tokenizer | None) -> list[CachedPage]:
+    """Convert the pages of a prompt. `tokenizer`: of their texts, None without texts.
+
+    A text comes from the caller's own prompt, never from the pool: a page may have been computed for another user.
+    """
+    pages = [CachedPage(hit.index, hit.num_tokens, hit.state, hit.public, hit.map_index) for hit in explanation.pages]
+    if tokenizer is not None:
+        for page in pages:
+            if page.state != "missing":
+                start = page.index * explanation.page_size
+                ids = prompt.token_ids[start : start + page.tokens]
+                page.text = tokenizer.decode(ids, skip_special_tokens=False)
+    return pages
 
 
 def _miss(explanation: Explanation, prompt: Prompt, tokenizer: Tokenizer, principal: Principal) -> CacheMiss | None:

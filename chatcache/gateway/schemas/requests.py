@@ -407,7 +407,10 @@ class CompactFields(msgspec.Struct, frozen=True):
 
 
 class ExplainFields(msgspec.Struct, frozen=True):
-    """A prompt to explain: raw, a chat, or a response that continues a stored conversation."""
+    """A prompt to explain: raw, a chat, or a response that continues a stored conversation.
+
+    `page_texts`: the reply contains the text of each cached page.
+    """
 
     model: ShortText | None = None
     prompt: str | list[TokenId] | None = None
@@ -419,6 +422,7 @@ class ExplainFields(msgspec.Struct, frozen=True):
     previous_response_id: Id | None = None
     previous_item_id: Id | None = None
     cache_salt: CacheSalt | None = None
+    page_texts: bool | None = None
 
 
 class WarmthFields(msgspec.Struct, frozen=True):

@@ -109,10 +109,18 @@ class NotReady(msgspec.Struct):
 
 
 class CachedPage(msgspec.Struct):
+    """One page of a prompt.
+
+    `map_index`: its place in the page map; null if it is missing or only on the host, and with several workers. `text`:
+    of a cached page, if the request has `page_texts`; taken from the prompt of the request.
+    """
+
     index: int
     tokens: int
     state: str
     public: bool
+    map_index: int | None
+    text: str | UnsetType = UNSET
 
 
 class MissCause(msgspec.Struct):

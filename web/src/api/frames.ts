@@ -40,6 +40,10 @@ export interface WireResponse {
   readonly parent_item_id?: string | null; // the message that the outputs follow
   readonly n?: number;
   readonly beam_width?: number;
+  readonly instructions?: string | null;
+  readonly temperature?: number | null;
+  readonly top_p?: number | null;
+  readonly reasoning?: { readonly effort: string | null };
   readonly text?: { readonly format: { readonly type: string; readonly schema?: JsonObject } };
   readonly usage?: WireUsage | null;
   readonly error?: WireError | null;
@@ -205,6 +209,7 @@ export interface CreateFrame extends Continuation {
   readonly text?: {
     readonly format: { readonly type: "json_schema"; readonly name: string; readonly schema: JsonObject };
   };
+  readonly reasoning?: { readonly effort: string };
   readonly max_output_tokens?: number;
   readonly seed?: number;
 }

@@ -1,5 +1,5 @@
 // REST client: conversations, tokens of stored messages, the page map, and sessions.
-import type { Continuation, StoredItem, WireConversation } from "./frames";
+import type { Continuation, StoredItem, WireConversation, WireResponse } from "./frames";
 
 const KEEPALIVE: RequestInit = { keepalive: true }; // the request is sent even if the page closes
 
@@ -152,10 +152,21 @@ export interface PromptCoverage {
   readonly prompt_tokens: number;
   readonly cached_tokens: number;
   readonly messages: readonly { readonly tokens: number; readonly cached_tokens: number }[] | null;
+  readonly pages: readonly PromptPage[];
 }
 
-/** Number of prompt tokens of a request, and how many are in the cache. */
-export function explainPrompt(prompt: Continuation & { readonly instructions?: string }): Promise<PromptCoverage> {
+interface PromptPage {
+  readonly map_index: number | null; // null: not on the device, or the server has several workers
+  readonly text?: string; // of a cached page, on request
+}
+
+interface ExplainRequest extends Continuation {
+  readonly instructions?: string;
+  readonly page_texts?: true;
+}
+
+/** Number of prompt tokens of a request, how many are in the cache, and on which pages. */
+export function explainPrompt(prompt: ExplainRequest): Promise<PromptCoverage> {
   return call("POST", "v1/cache/explain", prompt);
 }
 
@@ -275,6 +286,11 @@ export function branchConversation(id: string, leaf: string, title: string): Pro
 
 function itemPath(conversation: string, item: string): string {
   return `${conversationPath(conversation)}/items/${encodeURIComponent(item)}`;
+}
+
+/** Return a response, running or stored, with the settings of its request. */
+export function getResponse(id: string): Promise<WireResponse> {
+  return call("GET", `v1/responses/${encodeURIComponent(id)}`);
 }
 
 // -- State of every KV page

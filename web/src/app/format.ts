@@ -51,8 +51,8 @@ export function showWhitespace(text: string): string {
     .replace(/^ +| +$/g, (spaces) => "·".repeat(spaces.length));
 }
 
-export function plural(count: number, noun: string): string {
-  return `${count} ${noun}${count === 1 ? "" : "s"}`;
+export function plural(count: number, noun: string, several = `${noun}s`): string {
+  return `${count} ${count === 1 ? noun : several}`;
 }
 
 export function formatBytes(bytes: number): string {

@@ -117,7 +117,7 @@ export function stopTexts({ stop }: Sampling): readonly string[] {
 type JsonObject = Readonly<Record<string, unknown>>;
 
 /** Return the schema that answers match, or why the text is none; both null without a text. */
-export function parseSchema({ schema }: Sampling): {
+export function parseSchema({ schema }: Pick<Sampling, "schema">): {
   readonly value: JsonObject | null;
   readonly error: string | null;
 } {

@@ -36,6 +36,9 @@ export function listBranches(tree: Tree): readonly Branch[] {
 /** First message of a branch's own: it stays the same while the branch grows. */
 export const ownStart = ({ path, ownFrom }: Branch): Message => path[ownFrom]!;
 
+/** Input of a request that goes on after a branch, to look up its pages: a prompt ends with a user message. */
+export const NEXT_INPUT = [{ role: "user", content: "?" }] as const;
+
 export const ownText = ({ path, ownFrom }: Branch): string =>
   path
     .slice(ownFrom)
@@ -43,7 +46,7 @@ export const ownText = ({ path, ownFrom }: Branch): string =>
     .join("\n\n");
 
 /** Count the tokens of a branch in a prompt that goes on after it; null if they are not known by message. */
-export function countTokens({ path, ownFrom }: Branch, prompt: PromptCoverage): BranchTokens | null {
+export function countTokens({ path, ownFrom }: Branch, prompt: Pick<PromptCoverage, "messages">): BranchTokens | null {
   const messages = prompt.messages?.slice(0, -1) ?? []; // without the message that goes on
   const before = messages.length - path.length; // a system prompt
   if (before < 0 || before > 1) return null;
@@ -78,6 +81,11 @@ export function readMarks(metadata: Metadata | null | undefined): Readonly<Recor
   } catch {
     return {};
   }
+}
+
+/** Name of a branch: the one that was given to it, or its number from 1. */
+export function branchName(branch: Branch, number: number, marks: Readonly<Record<string, BranchMark>>): string {
+  return marks[ownStart(branch).id.value ?? ""]?.name || `Branch ${number}`;
 }
 
 /** Return the metadata with the mark of one branch; null if there is no room for it. */

@@ -1,7 +1,7 @@
 // User actions: send, stop, regenerate, edit, pick, switch, open. Each one changes a thread and sends requests.
 
 import { computed, effect, signal, untracked } from "@preact/signals";
-import type { CreateFrame, ServerFrame, Session, WireConversation } from "../api/frames";
+import type { ServerFrame, Session, WireConversation } from "../api/frames";
 import { Socket, socketUrl } from "../api/socket";
 import { announce, toast } from "../app/notifications";
 import { type Sampling, sampling, shouldAutoTitle, systemPrompt } from "../app/settings";
@@ -18,7 +18,7 @@ import { Drafts } from "./drafts";
 import { LiveSync } from "./liveSync";
 import { MessageEdits } from "./messageEdits";
 import { PrefillAhead } from "./prefillAhead";
-import { continuationAfter, continuationAtToken, continuationFromText, continuationOf, requestFields } from "./request";
+import { type AnswerOptions, continuationAfter, createFrame } from "./request";
 import { describeEnding, type ResponseStream, ResponseStreams } from "./responseStreams";
 import { type QueuedMessage, Thread } from "./thread";
 import { TokenForks } from "./tokenFork";
@@ -28,12 +28,7 @@ import { type ForkStart, Turn } from "./turn";
 // Parameters named by the error for a stop or drop request that arrived after the end of the response: not shown.
 const LATE_REQUEST_PARAMS = new Set(["response_id", "candidate"]);
 
-/** How an answer begins, and the system prompt if it is not that of the settings. */
-interface AnswerOptions {
-  readonly start?: ForkStart | null; // with tokens of another answer
-  readonly text?: string; // with a text
-  readonly instructions?: string;
-}
+const ONE_ANSWER: Partial<Sampling> = { n: 1, search: "sample" };
 
 export class Chat {
   readonly conversations = new Conversations((head) => this.threads.get(head.id)?.recordOwnChange(head));
@@ -162,6 +157,7 @@ export class Chat {
     const leaf = tree.leaf.value;
     const turn = leaf ? thread.turnOf(leaf) : undefined;
     if (turn) turn.showsCandidates.value = false; // continuing counts as picking the shown candidate
+    thread.compared.value = null;
     const user = tree.add({ key: this.newKey("user"), parent: leaf?.key ?? null, role: "user", text });
     this.attachments.markSent(user, files);
     thread.suggestions.value = thread.suggestions.value.filter((suggestion) => suggestion !== written);
@@ -170,20 +166,27 @@ export class Chat {
 
   /** Generate another answer to the same message; the old one stays as a sibling. */
   regenerate(answer: Message): void {
-    const thread = this.thread.value;
-    const user = thread.questionOf(answer);
-    if (user && !thread.live.value) this.generate(thread, user);
+    const user = this.thread.value.questionOf(answer);
+    if (user) this.answer(user);
   }
 
   /** Generate an answer that begins with a text, as a sibling of the others. */
   answerFrom(user: Message, text: string): void {
-    const thread = this.thread.value;
-    if (!thread.live.value) this.generate(thread, user, { n: 1, search: "sample" }, { text });
+    this.answer(user, ONE_ANSWER, { text });
   }
 
-  /** Generate an answer to a user message that has none. */
-  answer(user: Message): void {
-    if (!this.thread.value.live.value) this.generate(this.thread.value, user);
+  /** Generate an answer to a user message, as a sibling of the others. */
+  answer(user: Message, only: Partial<Sampling> = {}, options: AnswerOptions = {}): void {
+    if (!this.thread.value.live.value) this.generate(this.thread.value, user, only, options);
+  }
+
+  /** Generate one more answer to the same message with other settings, and show both side by side. */
+  compareSettings(answer: Message, settings: Partial<Sampling>, options: AnswerOptions): void {
+    const thread = this.thread.value;
+    const user = thread.questionOf(answer);
+    if (!user || thread.live.value) return;
+    this.generate(thread, user, { ...ONE_ANSWER, ...settings }, options);
+    thread.compared.value = [answer, thread.tree.value.leaf.value!];
   }
 
   /** Send a changed message as a sibling of the old one. */
@@ -196,9 +199,8 @@ export class Chat {
 
   /** Generate a sibling of an answer that starts with its first tokens. */
   forkAtToken(answer: Message, start: ForkStart): void {
-    const thread = this.thread.value;
-    const user = thread.questionOf(answer);
-    if (user && !thread.live.value) this.generate(thread, user, { n: 1, search: "sample" }, { start });
+    const user = this.thread.value.questionOf(answer);
+    if (user) this.answer(user, ONE_ANSWER, { start });
   }
 
   stop(): void {
@@ -206,13 +208,14 @@ export class Chat {
     if (turn) this.streams.stop(turn);
   }
 
-  /** Pick one candidate. The others stay as its siblings. */
+  /** Pick one of the answers that are shown side by side. The others stay as its siblings. */
   pick(message: Message): void {
     const thread = this.thread.value;
     const turn = thread.turnOf(message);
+    const shown = thread.comparedWith(message) ?? turn?.candidates ?? [message];
     if (turn) turn.showsCandidates.value = false;
-    const position = turn ? turn.candidates.indexOf(message) + 1 : 1;
-    announce(`Picked answer ${position}.`);
+    thread.compared.value = null;
+    announce(`Picked answer ${shown.indexOf(message) + 1}.`);
     this.choose(message);
   }
 
@@ -268,36 +271,18 @@ export class Chat {
 
   // -- requests and events
 
-  private generate(
-    thread: Thread,
-    user: Message,
-    only: Partial<Sampling> = {},
-    { start = null, text = "", instructions = systemPrompt.value }: AnswerOptions = {},
-  ): void {
+  private generate(thread: Thread, user: Message, only: Partial<Sampling> = {}, options: AnswerOptions = {}): void {
     const tree = thread.tree.value;
     const key = this.newKey("turn");
     const settings = { ...sampling.value, ...only };
-    const begin = text || settings.replyStart;
     const candidates = Array.from({ length: settings.n }, (_, index) =>
       tree.add(
         { key: `${key}-${index}`, parent: user.key, role: "assistant", turn: key, status: "waiting" },
         index === 0,
       ),
     );
-    const turn = new Turn(key, candidates, settings.search === "beam", start);
-    const frame: CreateFrame = {
-      type: "response.create",
-      stream_id: key,
-      ...(start
-        ? continuationAtToken(start)
-        : begin
-          ? continuationFromText(thread, user, begin)
-          : continuationOf(thread, user)),
-      // a forked answer keeps its own instructions
-      ...(instructions && !start ? { instructions } : {}),
-      explain: true,
-      ...requestFields(settings),
-    };
+    const turn = new Turn(key, candidates, settings.search === "beam", options.start);
+    const frame = createFrame(thread, user, key, settings, { instructions: systemPrompt.value, ...options });
     const limit = this.session.value?.limits.max_frame_bytes ?? Infinity;
     if (new TextEncoder().encode(JSON.stringify(frame)).length > limit) {
       this.streams.reject(turn, `This message is too long to send (the limit is ${Math.floor(limit / 1024)} KiB).`);

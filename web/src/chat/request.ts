@@ -13,6 +13,39 @@ import type { Thread } from "./thread";
 import type { Message } from "./tree";
 import type { ForkStart } from "./turn";
 
+/** How an answer begins, and what its request has instead of the conversation's settings. */
+export interface AnswerOptions {
+  readonly start?: ForkStart | null; // with tokens of another answer
+  readonly text?: string; // with a text
+  readonly instructions?: string;
+  readonly reasoning?: CreateFrame["reasoning"] | undefined;
+}
+
+/** Request for an answer to the message `user`. */
+export function createFrame(
+  thread: Thread,
+  user: Message,
+  stream: string,
+  settings: Sampling,
+  { start = null, text = "", instructions = "", reasoning }: AnswerOptions,
+): CreateFrame {
+  const begin = text || settings.replyStart;
+  return {
+    type: "response.create",
+    stream_id: stream,
+    ...(start
+      ? continuationAtToken(start)
+      : begin
+        ? continuationFromText(thread, user, begin)
+        : continuationOf(thread, user)),
+    // a forked answer keeps its own instructions
+    ...(instructions && !start ? { instructions } : {}),
+    explain: true,
+    ...(reasoning ? { reasoning } : {}),
+    ...requestFields(settings),
+  };
+}
+
 export function continuationOf(thread: Thread, user: Message): Continuation {
   const stored = user.id.value;
   if (stored !== null) return { input: [], previous_item_id: stored };
@@ -20,14 +53,14 @@ export function continuationOf(thread: Thread, user: Message): Continuation {
 }
 
 /** Let the answer to `user` begin with a text. */
-export function continuationFromText(thread: Thread, user: Message, text: string): Continuation {
+function continuationFromText(thread: Thread, user: Message, text: string): Continuation {
   const continuation = continuationOf(thread, user);
   const input = [...continuation.input, { role: "assistant" as const, content: text }];
   return { ...continuation, input, continue_final_message: true };
 }
 
 /** Continue inside an answer: the new answer shares its first tokens. */
-export function continuationAtToken(start: ForkStart): Continuation {
+function continuationAtToken(start: ForkStart): Continuation {
   const continuation = { input: [], previous_item_id: start.item, fork_at: start.keepTokens };
   return start.token ? { ...continuation, fork_with: start.token.id } : continuation;
 }

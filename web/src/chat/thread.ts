@@ -25,6 +25,7 @@ export class Thread {
   readonly live = signal<Turn | null>(null);
   readonly suggestions = signal<readonly string[]>([]); // follow-up messages suggested by a starter
   readonly queued = signal<readonly QueuedMessage[]>([]); // sent one by one when the running answer ends
+  readonly compared = signal<readonly Message[] | null>(null); // answers of several requests, shown side by side
   readonly hidden = new Set<string>(); // ids of messages whose deletion can still be undone
   readonly staleCheck = new StaleCheck();
   isLoaded = false; // the messages are loaded, or the conversation is new
@@ -58,6 +59,13 @@ export class Thread {
   questionOf(answer: Message): Message | undefined {
     const above = answer.parent === null ? undefined : this.tree.value.get(answer.parent);
     return above?.role === "user" ? above : undefined;
+  }
+
+  /** The answers that are shown side by side with this one; null if it is shown alone. */
+  comparedWith(answer: Message): readonly Message[] | null {
+    const answers = this.compared.value;
+    const remain = answers?.includes(answer) && answers.every(({ key }) => this.tree.value.get(key));
+    return remain ? answers : null;
   }
 
   addTurn(turn: Turn): void {

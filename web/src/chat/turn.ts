@@ -3,7 +3,6 @@
 import { batch, computed, type Signal, signal } from "@preact/signals";
 import type {
   CacheMiss,
-  JsonObject,
   ServerFrame,
   StopReceipt,
   WireItem,
@@ -12,6 +11,7 @@ import type {
   WireStatistics,
   WireUsage,
 } from "../api/frames";
+import { type AnswerSettings, settingsOf } from "./answerSettings";
 import { BeamTree } from "./beamTree";
 import type { Message, Status, Usage } from "./tree";
 
@@ -48,7 +48,8 @@ export class Turn {
   readonly unsaved = signal(false); // the store was unavailable at the end; the server retries
   readonly showsCandidates = signal(true); // candidates are shown side by side until one is picked
   readonly beamTree = signal<BeamTree | null>(null); // set by the first beam frame
-  readonly schema = signal<JsonObject | null>(null); // of the answers; null: none, or it was not stored
+  readonly settings = signal<AnswerSettings | null>(null); // null: not loaded
+  settingsLoad: Promise<void> | null = null; // in progress
   stopRequested = false;
   isSteered = false; // stopped in order to go on with another message
   private readonly candidateByOutput = new Map<number, number>(); // output_index of a message -> candidate
@@ -114,7 +115,7 @@ export class Turn {
     switch (frame.type) {
       case "response.created":
         this.responseId.value = frame.response.id;
-        this.schema.value = frame.response.text?.format.schema ?? null;
+        this.settings.value = settingsOf(frame.response);
         break;
       case "response.progress":
         this.updateProgress(frame.phase, frame.input_tokens, frame.cached_tokens);

@@ -64,10 +64,22 @@ export function pagePaths(cells: string, columns: number): ReadonlyMap<PageState
 /** Return the cells that changed, as one path. */
 export function changedPath(cells: string, before: string, columns: number): string {
   if (before.length !== cells.length) return "";
-  let path = "";
-  for (let at = 0; at < cells.length; at++)
-    if (cells[at] !== before[at]) path += `${cellOrigin(at, columns)}h10v10h-10z`;
-  return path;
+  return outlinePath(
+    [...cells].flatMap((state, at) => (state === before[at] ? [] : [at])),
+    columns,
+  );
+}
+
+/** Return the whole boxes of some cells as one path. */
+export function outlinePath(cells: Iterable<number>, columns: number): string {
+  return Array.from(cells, (at) => `${cellOrigin(at, columns)}h10v10h-10z`).join("");
+}
+
+/** Return the cell at a point, given in fractions of the width and height of the drawing; null if there is none. */
+export function cellAt(x: number, y: number, count: number, columns: number): number | null {
+  const [column, row] = [Math.floor(x * columns), Math.floor(y * Math.ceil(count / columns))];
+  const at = row * columns + column;
+  return column >= 0 && column < columns && at >= 0 && at < count ? at : null;
 }
 
 export function countStates(cells: string): ReadonlyMap<PageState, number> {

@@ -1,15 +1,13 @@
 // The page: sidebar, top bar, thread, composer, panels, toasts.
 
-import { signal } from "@preact/signals";
-import type { ComponentType, JSX } from "preact";
-import { useEffect } from "preact/hooks";
-import { announcement, dismiss, toast, toasts } from "../app/notifications";
+import { announcement, dismiss, toasts } from "../app/notifications";
 import type { Chat } from "../chat/chat";
 import { Banner } from "./Banner";
 import { Composer } from "./Composer";
 import { ChatContext, useChat } from "./context";
 import { DropZone, useFileDrop } from "./DropZone";
 import { Beams, Cells, Close, Columns, Fork, Menu, PanelRight, Plus } from "./icons";
+import { lazy } from "./lazy";
 import {
   findOpen,
   lastSidePanel,
@@ -23,7 +21,6 @@ import {
 } from "./navigation";
 import { Sidebar } from "./sidebar/Sidebar";
 import { ThreadView } from "./thread/ThreadView";
-import { AlternativesPopover } from "./thread/TokenView";
 
 const Settings = lazy(async () => (await import("./Settings")).Settings);
 const Administration = lazy(async () => (await import("./Administration")).Administration);
@@ -33,6 +30,7 @@ const Palette = lazy(
   null,
   () => (paletteOpen.value = false),
 );
+const AlternativesPopover = lazy(async () => (await import("./thread/TokenView")).AlternativesPopover);
 const Find = lazy(async () => (await import("./thread/Find")).Find);
 const SidePanel = lazy(
   async () => (await import("./panels/SidePanel")).SidePanel,
@@ -66,7 +64,7 @@ export function App({ chat }: { chat: Chat }) {
       {panel.value === "shortcuts" && <Shortcuts />}
       {panel.value === "administration" && <Administration />}
       {paletteOpen.value && <Palette />}
-      <AlternativesPopover />
+      {chat.forks.inspector.value && <AlternativesPopover />}
       <FileDrop />
       <Toasts />
       <p class="sr-only" role="status" id="status">
@@ -176,27 +174,4 @@ function Toasts() {
       ))}
     </div>
   );
-}
-
-/** Load a component when it is first shown. After a failure, which calls `failed`, showing it again retries. */
-function lazy(
-  load: () => Promise<ComponentType>,
-  loading: JSX.Element | null = null,
-  failed = () => {},
-): ComponentType {
-  const loaded = signal<ComponentType | null>(null);
-  return function LazyComponent() {
-    useEffect(() => {
-      if (loaded.value !== null) return;
-      load().then(
-        (component) => (loaded.value = component),
-        () => {
-          failed();
-          toast("This part of the page did not load. Reload the page.");
-        },
-      );
-    }, []);
-    const Component = loaded.value;
-    return Component ? <Component /> : loading;
-  };
 }

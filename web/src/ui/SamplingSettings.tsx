@@ -159,14 +159,14 @@ function MoreSettings({ settings }: { settings: Sampling }) {
           Only the first {MAX_STOPS} of these texts are used.
         </p>
       )}
-      <SchemaField settings={settings} />
+      <SchemaField schema={settings.schema} onSchema={(schema) => setSampling({ schema })} />
     </details>
   );
 }
 
 /** The schema is checked while it is written. One that the server does not support is the error of the next answer. */
-function SchemaField({ settings }: { settings: Sampling }) {
-  const { value, error } = parseSchema(settings);
+export function SchemaField({ schema, onSchema }: { schema: string; onSchema: (schema: string) => void }) {
+  const { value, error } = parseSchema({ schema });
   return (
     <label class="field">
       <span>JSON schema of answers</span>
@@ -177,8 +177,8 @@ function SchemaField({ settings }: { settings: Sampling }) {
         spellcheck={false}
         placeholder="none"
         aria-invalid={error !== null}
-        value={settings.schema}
-        onInput={(event) => setSampling({ schema: event.currentTarget.value })}
+        value={schema}
+        onInput={(event) => onSchema(event.currentTarget.value)}
       />
       {value !== null && <span class="hint">Answers match this schema.</span>}
       {error !== null && (

@@ -14,6 +14,7 @@ const TITLE =
 export function VoiceButton({ area }: { area: RefObject<HTMLTextAreaElement | null> }) {
   const chat = useChat();
   const listening = useSignal(false);
+  const interim = useSignal(""); // recognised so far of the phrase that is spoken: not part of the message yet
   const dictation = useRef<Dictation | null>(null);
   const attempt = useRef({}); // replaced when listening ends, so that a late start is not kept
   const abort = () => {
@@ -21,6 +22,7 @@ export function VoiceButton({ area }: { area: RefObject<HTMLTextAreaElement | nu
     dictation.current?.abort();
     dictation.current = null;
     listening.value = false;
+    interim.value = "";
   };
   const isEmpty = chat.prefill.text.value === ""; // the message was sent
   useEffect(() => {
@@ -40,6 +42,9 @@ export function VoiceButton({ area }: { area: RefObject<HTMLTextAreaElement | nu
       if (!isCurrent()) return;
       const started = await dictate(Recogniser, {
         onPhrase: (phrase) => isCurrent() && area.current && insertPhrase(area.current, phrase),
+        onInterim: (words) => {
+          if (isCurrent()) interim.value = words;
+        },
         onEnd: (error) => {
           if (!isCurrent()) return;
           abort();
@@ -63,16 +68,23 @@ export function VoiceButton({ area }: { area: RefObject<HTMLTextAreaElement | nu
     area.current?.focus();
   };
   return (
-    <button
-      type="button"
-      class="chip voice"
-      aria-label={listening.value ? "Stop voice input" : "Voice input"}
-      aria-pressed={listening.value}
-      title={TITLE}
-      onClick={onClick}
-    >
-      <Microphone />
-    </button>
+    <>
+      <button
+        type="button"
+        class="chip voice"
+        aria-label={listening.value ? "Stop voice input" : "Voice input"}
+        aria-pressed={listening.value}
+        title={TITLE}
+        onClick={onClick}
+      >
+        <Microphone />
+      </button>
+      {interim.value !== "" && (
+        <p class="voice-interim" dir="auto" title="Heard so far: the phrase is added when it is complete">
+          {interim.value}
+        </p>
+      )}
+    </>
   );
 }
 

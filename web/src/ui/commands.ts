@@ -78,7 +78,8 @@ function lastTurn(chat: Chat): Turn | undefined {
 }
 
 function candidateOf(chat: Chat, event: KeyboardEvent | null): Message | undefined {
-  const candidates = lastTurn(chat)?.candidates ?? [];
+  const leaf = leafOf(chat);
+  const candidates = (leaf && chat.thread.value.comparedWith(leaf)) ?? lastTurn(chat)?.candidates ?? [];
   return event && candidates.length > 1 ? candidates[altDigit(event) - 1] : undefined;
 }
 

@@ -42,6 +42,8 @@ export interface Dictation {
 interface Listener {
   /** A phrase was recognised. */
   readonly onPhrase: (text: string) => void;
+  /** Words of a phrase that is still spoken, which may change; "" when it has ended. */
+  readonly onInterim: (text: string) => void;
   /** The dictation is over. `error`: for the user; null if it was ended on purpose or by silence. */
   readonly onEnd: (error: string | null) => void;
 }
@@ -53,14 +55,17 @@ export async function dictate(Recogniser: RecognitionClass, listener: Listener):
   const recognition = new Recogniser();
   recognition.lang = lang;
   recognition.continuous = true;
-  recognition.interimResults = false;
+  recognition.interimResults = true;
   if (local === "available") recognition.processLocally = true;
   let error: string | null = null;
   recognition.onresult = ({ resultIndex, results }) => {
+    let interim = "";
     for (const result of Array.from(results).slice(resultIndex)) {
-      const phrase = result.isFinal ? (result[0]?.transcript.trim() ?? "") : "";
-      if (phrase !== "") listener.onPhrase(phrase);
+      const text = result[0]?.transcript ?? "";
+      if (!result.isFinal) interim += text;
+      else if (text.trim() !== "") listener.onPhrase(text.trim());
     }
+    listener.onInterim(interim.trim());
   };
   recognition.onerror = (event) => {
     if (event.error !== "no-speech" && event.error !== "aborted") error = ERRORS[event.error] ?? "Dictation failed.";

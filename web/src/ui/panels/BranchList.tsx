@@ -9,9 +9,11 @@ import {
   type Branch,
   type BranchMark,
   type BranchTokens,
+  branchName,
   countTokens,
   listBranches,
   MAX_NAME_CHARS,
+  NEXT_INPUT,
   ownStart,
   ownText,
   readMarks,
@@ -25,7 +27,6 @@ import { goToMessage } from "../navigation";
 import "../../styles/branch-list.css";
 
 const MAX_LOOKUPS = 40; // branches whose tokens are counted, the newest ones
-const NEXT = [{ role: "user", content: "?" }] as const; // a prompt ends with a user message
 
 export function BranchList({ tree }: { tree: Tree }) {
   const chat = useChat();
@@ -42,7 +43,7 @@ export function BranchList({ tree }: { tree: Tree }) {
       for (const branch of branches.slice(-MAX_LOOKUPS)) {
         const id = branch.leaf.id.value;
         if (id === null) continue;
-        const prompt = await explainPrompt({ previous_item_id: id, input: NEXT }).catch(() => null);
+        const prompt = await explainPrompt({ previous_item_id: id, input: NEXT_INPUT }).catch(() => null);
         if (!isShown) return;
         const counts = prompt && countTokens(branch, prompt);
         if (counts) tokens.value = new Map([...tokens.value, [branch.leaf.key, counts]]);
@@ -69,7 +70,7 @@ export function BranchList({ tree }: { tree: Tree }) {
           <BranchRow
             key={branch.leaf.key}
             branch={branch}
-            number={branches.indexOf(branch) + 1}
+            name={branchName(branch, branches.indexOf(branch) + 1, marks)}
             mark={markOf(branch)}
             tokens={tokens.value.get(branch.leaf.key) ?? null}
             isShown={tree.leaf.value === branch.leaf}
@@ -84,7 +85,7 @@ export function BranchList({ tree }: { tree: Tree }) {
 
 interface RowProps {
   readonly branch: Branch;
-  readonly number: number;
+  readonly name: string;
   readonly mark: BranchMark;
   readonly tokens: BranchTokens | null;
   readonly isShown: boolean;
@@ -92,12 +93,11 @@ interface RowProps {
   readonly onPair: () => void;
 }
 
-function BranchRow({ branch, number, mark, tokens, isShown, isPaired, onPair }: RowProps) {
+function BranchRow({ branch, name, mark, tokens, isShown, isPaired, onPair }: RowProps) {
   const chat = useChat();
   const renaming = useSignal(false);
   const deleting = useSignal(false);
   const numOwn = branch.path.length - branch.ownFrom;
-  const name = mark.name || `Branch ${number}`;
   const save = (change: Partial<BranchMark>) => {
     const conversation = chat.thread.value.id.value;
     const id = ownStart(branch).id.value;

@@ -1,4 +1,4 @@
-// KV page map: one cell per KV page of the server, updated once a second.
+// KV page map: one cell per KV page of the server, updated once a second. PageInspector shows the text on a page.
 
 import { useEffect, useMemo } from "preact/hooks";
 import { type CacheMap, getCacheMap } from "../../api/rest";
@@ -6,6 +6,8 @@ import { BOX, changedPath, columnsFor, countStates, numDrawn, PAGE_STATES, pageP
 import { Poller } from "../../server/poller";
 import { useChat } from "../context";
 import { EmptyPanel } from "../EmptyState";
+import { PageInspector } from "./PageInspector";
+import "../../styles/page-map.css";
 
 const POLL_MS = 1000;
 
@@ -41,7 +43,6 @@ function KvPageMap({ map, before }: { map: CacheMap; before: string }) {
   const { cells } = map;
   const drawn = numDrawn(cells);
   const columns = columnsFor(drawn);
-  const rows = Math.ceil(drawn / columns);
   const paths = useMemo(() => pagePaths(cells.slice(0, drawn), columns), [cells]);
   const changed = useMemo(() => changedPath(cells, before, columns), [cells, before]);
   const counts = useMemo(() => countStates(cells), [cells]);
@@ -59,12 +60,12 @@ function KvPageMap({ map, before }: { map: CacheMap; before: string }) {
           <b>{share(used)}</b> in use
         </span>
       </p>
-      <svg class="kv-page-map" viewBox={`0 0 ${columns * BOX} ${rows * BOX}`} aria-hidden="true">
+      <PageInspector map={map} drawn={drawn} columns={columns}>
         {PAGE_STATES.map(({ name }) => (
           <path key={name} class={`page page-${name}`} d={paths.get(name)} />
         ))}
         {changed && <path key={changed} class="page-changed" d={changed} />}
-      </svg>
+      </PageInspector>
       <table class="page-table">
         <caption class="sr-only">Pages by state</caption>
         <thead class="sr-only">

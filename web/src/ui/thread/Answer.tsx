@@ -7,16 +7,19 @@ import type { Message } from "../../chat/tree";
 import type { Turn } from "../../chat/turn";
 import { openStream } from "../../markdown/textStream";
 import { useChat } from "../context";
-import { Again, Beams, Columns, Fork } from "../icons";
+import { Again, Beams, Columns, Edit, Fork } from "../icons";
+import { lazy } from "../lazy";
+import type { MenuItem } from "../Menu";
 import { panel, togglePanel } from "../navigation";
 import { ReadAloudButton } from "../ReadAloud";
 import { AnswerStats, UnsavedBadge } from "./AnswerStats";
 import { type EditorAction, MessageEditor, MessageMenu } from "./MessageEditor";
 import { CopyButton, Ending, Markdown, Pending, Reasoning, VersionSwitcher } from "./MessageParts";
 import { SchemaStatus } from "./SchemaStatus";
-import { TokenText } from "./TokenView";
 import { wordAtPoint, wordOffset } from "./wordAtPoint";
 
+const CompareSettingsForm = lazy(async () => (await import("./CompareSettings")).CompareSettingsForm);
+const TokenText = lazy(async () => (await import("./TokenView")).TokenText);
 const DOUBLE_CLICK_MS = 250;
 
 export function Answer({ message, turn }: { message: Message; turn: Turn | undefined }) {
@@ -26,7 +29,8 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
   const isEmpty = useComputed(() => message.text.value === ""); // not the text itself, which changes with every frame
   const inspector = chat.forks.inspector.value;
   const tokens = inspector?.message === message && inspector.word === null ? inspector : null;
-  const editing = useSignal(false);
+  const editing = useSignal<"text" | "settings" | null>(null);
+  const stopEditing = () => (editing.value = null);
   const clickTimer = useRef<ReturnType<typeof setTimeout> | undefined>(undefined);
   const onClick = (event: MouseEvent) => {
     clearTimeout(clickTimer.current);
@@ -43,7 +47,14 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
       if (getSelection()?.isCollapsed !== false) void chat.forks.open(message, { offset, box });
     }, DOUBLE_CLICK_MS);
   };
-  if (editing.value) return <AnswerEditor message={message} onClose={() => (editing.value = false)} />;
+  if (editing.value === "text") return <AnswerEditor message={message} onClose={stopEditing} />;
+  const other = otherVersion(chat.thread.value.tree.value.siblings(message), message);
+  const menu: MenuItem[] = [
+    { label: "Edit", icon: <Edit />, run: () => (editing.value = "text") },
+    { label: "Compare settings…", icon: <Columns />, run: () => (editing.value = "settings") },
+  ];
+  if (other)
+    menu.push({ label: other.label, icon: <Columns />, run: () => (chat.thread.value.compared.value = other.pair) });
   return (
     <article class="answer" aria-label="Assistant" data-status={status} aria-busy={open} onClick={onClick}>
       <Reasoning message={message} turn={turn} />
@@ -51,6 +62,7 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
       {tokens ? <TokenText inspector={tokens} /> : <Markdown message={message} />}
       <Ending message={message} alone />
       {turn && <SchemaStatus message={message} turn={turn} />}
+      {editing.value === "settings" && <CompareSettingsForm message={message} onClose={stopEditing} />}
       {!open && (
         <div class="answer-foot">
           <div class="tools">
@@ -78,7 +90,7 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
             >
               <Fork />
             </button>
-            <MessageMenu message={message} edit={{ label: "Edit", run: () => (editing.value = true) }} />
+            <MessageMenu message={message} entries={menu} />
             {turn && turn.candidates.length > 1 && (
               <button type="button" class="tool tool-wide" onClick={() => (turn.showsCandidates.value = true)}>
                 <Columns /> Compare {turn.candidates.length}
@@ -91,6 +103,17 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
       )}
     </article>
   );
+}
+
+/** The version before this one, or the one after the first, to be compared with it; null if there is no other. */
+function otherVersion(siblings: readonly Message[], message: Message) {
+  const at = siblings.indexOf(message);
+  const other = siblings[at === 0 ? 1 : at - 1];
+  if (!other) return null;
+  return {
+    label: `Compare with version ${siblings.indexOf(other) + 1}`,
+    pair: at === 0 ? [message, other] : [other, message],
+  };
 }
 
 /** Editor of an answer: the new text is another version, which the model may continue. */

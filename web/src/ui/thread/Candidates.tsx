@@ -1,17 +1,15 @@
 // Candidates of one prompt side by side, each in a card: all of them, two, or one at full width; their differences.
 
-import { useComputed, useSignal } from "@preact/signals";
+import { useSignal } from "@preact/signals";
 import { scoreTokens } from "../../api/rest";
-import { formatPercent, plural } from "../../app/format";
 import { toast } from "../../app/notifications";
-import { compareTexts, meanProbability, type TextPart } from "../../chat/compare";
+import { compareTexts, meanProbability } from "../../chat/compare";
 import type { Message } from "../../chat/tree";
 import type { Turn } from "../../chat/turn";
 import { useChat } from "../context";
 import { Again, Close, Columns, Widen } from "../icons";
-import { AnswerStats, CacheStrip, DroppedNote, UnsavedBadge } from "./AnswerStats";
-import { Ending, Markdown, Pending, Reasoning, STATUS_LABELS } from "./MessageParts";
-import { SchemaStatus } from "./SchemaStatus";
+import { AnswerCard, CommonBeginning } from "./AnswerCard";
+import { AnswerStats, CacheStrip, UnsavedBadge } from "./AnswerStats";
 
 export function Candidates({ turn, chosen }: { turn: Turn; chosen: Message }) {
   const chat = useChat();
@@ -103,27 +101,29 @@ export function Candidates({ turn, chosen }: { turn: Turn; chosen: Message }) {
           )}
         </span>
       </header>
-      {comparison && comparison.common.trim() !== "" && (
-        <details class="candidates-common">
-          <summary>All begin with the same {plural(comparison.common.length, "character")}</summary>
-          {comparison.common}
-        </details>
-      )}
+      {comparison && <CommonBeginning text={comparison.common} />}
       <div class="candidates-scroll" tabIndex={0} role="group" aria-label="Candidates">
         {shown.map((message, place) => (
-          <CandidateCard
+          <AnswerCard
             key={message.key}
             message={message}
             turn={turn}
-            index={turn.candidates.indexOf(message)}
+            number={turn.candidates.indexOf(message) + 1}
             place={place}
             current={message === chosen}
             parts={comparison?.rests[place] ?? null}
             likelihood={likelihoods.value?.get(message) ?? null}
             isWide={message === wide.value}
-            isPaired={pair.value.includes(message)}
-            onWiden={() => (wide.value = message === wide.value ? null : message)}
-            onPair={() => addToPair(message)}
+            tools={
+              <CardTools
+                message={message}
+                turn={turn}
+                isPaired={pair.value.includes(message)}
+                isWide={message === wide.value}
+                onWiden={() => (wide.value = message === wide.value ? null : message)}
+                onPair={() => addToPair(message)}
+              />
+            }
           />
         ))}
       </div>
@@ -150,115 +150,55 @@ export function Candidates({ turn, chosen }: { turn: Turn; chosen: Message }) {
   );
 }
 
-interface CardProps {
+interface ToolsProps {
   readonly message: Message;
   readonly turn: Turn;
-  readonly index: number;
-  readonly place: number; // on screen
-  readonly current: boolean;
-  readonly parts: readonly TextPart[] | null; // its differences; null: it is shown as usual
-  readonly likelihood: number | null;
-  readonly isWide: boolean;
   readonly isPaired: boolean;
+  readonly isWide: boolean;
   readonly onWiden: () => void;
   readonly onPair: () => void;
 }
 
-function CandidateCard(props: CardProps) {
-  const { message, turn, index, place, current, parts, likelihood, isWide, isPaired } = props;
+function CardTools({ message, turn, isPaired, isWide, onWiden, onPair }: ToolsProps) {
   const chat = useChat();
-  const status = message.status.value;
-  const open = status === "waiting" || status === "streaming";
-  const isEmpty = useComputed(() => message.text.value === "");
-  const dropped = turn.dropped.value.get(message);
-  const pick = (event: MouseEvent) => {
-    const inside = event.target as HTMLElement;
-    if (inside.closest("a, button, pre") || getSelection()?.isCollapsed === false) return;
-    chat.pick(message);
-  };
+  const number = turn.candidates.indexOf(message) + 1;
   return (
-    <div class={`candidate-slot candidate-slot-${place}`}>
-      <div class="candidate-stem" aria-hidden="true" />
-      <article
-        class={`card ${current ? "card-current" : ""} ${dropped ? "card-dropped" : ""} ${isWide ? "card-wide" : ""}`}
-        data-status={status}
-        aria-label={`Answer ${index + 1}`}
-        aria-busy={open}
-        onClick={pick}
-      >
-        <header class="card-head">
-          <span class="card-number">{index + 1}</span>
-          {likelihood !== null && (
-            <span class="card-likelihood" title="Mean probability of its tokens">
-              {formatPercent(likelihood)}
-            </span>
-          )}
-          <span class="card-state">{dropped ? "dropped" : STATUS_LABELS[status]}</span>
-          {!turn.live && turn.candidates.length > 2 && (
-            <button
-              type="button"
-              class="tool card-tool"
-              aria-label={`Compare answer ${index + 1}`}
-              aria-pressed={isPaired}
-              title="Compare with another answer: choose two"
-              onClick={props.onPair}
-            >
-              <Columns />
-            </button>
-          )}
-          {!turn.live && (
-            <button
-              type="button"
-              class="tool card-tool"
-              aria-label={`Widen answer ${index + 1}`}
-              aria-pressed={isWide}
-              title={isWide ? "Show all answers" : "Show this answer alone"}
-              onClick={props.onWiden}
-            >
-              <Widen />
-            </button>
-          )}
-          {turn.canDrop(message) && (
-            <button
-              type="button"
-              class="tool card-drop"
-              aria-label={`Drop answer ${index + 1}`}
-              title="Stop this answer and free its KV pages (Alt+Del)"
-              onClick={() => chat.drop(message)}
-            >
-              <Close />
-            </button>
-          )}
-        </header>
-        <div class="card-body">
-          <Reasoning message={message} turn={turn} />
-          {isEmpty.value && open && <Pending turn={turn} />}
-          {parts ? <Differences parts={parts} /> : <Markdown message={message} />}
-          {dropped ? <DroppedNote receipt={dropped} /> : <Ending message={message} />}
-          {!dropped && <SchemaStatus message={message} turn={turn} />}
-        </div>
+    <>
+      {!turn.live && turn.candidates.length > 2 && (
         <button
           type="button"
-          class="button card-pick"
-          aria-keyshortcuts={`Alt+${index + 1}`}
-          onClick={() => chat.pick(message)}
+          class="tool card-tool"
+          aria-label={`Compare answer ${number}`}
+          aria-pressed={isPaired}
+          title="Compare with another answer: choose two"
+          onClick={onPair}
         >
-          <span>
-            Pick<span class="sr-only"> answer {index + 1}</span>
-          </span>
-          <kbd aria-hidden="true">Alt {index + 1}</kbd>
+          <Columns />
         </button>
-      </article>
-    </div>
-  );
-}
-
-/** The rest of an answer after the common beginning; what the compared answer does not have is marked. */
-function Differences({ parts }: { parts: readonly TextPart[] }) {
-  return (
-    <p class="differences" dir="auto">
-      {parts.length === 0 && <span class="hint">(no further text)</span>}
-      {parts.map(({ text, differs }, index) => (differs ? <mark key={index}>{text}</mark> : text))}
-    </p>
+      )}
+      {!turn.live && (
+        <button
+          type="button"
+          class="tool card-tool"
+          aria-label={`Widen answer ${number}`}
+          aria-pressed={isWide}
+          title={isWide ? "Show all answers" : "Show this answer alone"}
+          onClick={onWiden}
+        >
+          <Widen />
+        </button>
+      )}
+      {turn.canDrop(message) && (
+        <button
+          type="button"
+          class="tool card-drop"
+          aria-label={`Drop answer ${number}`}
+          title="Stop this answer and free its KV pages (Alt+Del)"
+          onClick={() => chat.drop(message)}
+        >
+          <Close />
+        </button>
+      )}
+    </>
   );
 }

@@ -2,7 +2,7 @@
 import { useLayoutEffect, useRef } from "preact/hooks";
 import type { Message } from "../../chat/tree";
 import { useChat } from "../context";
-import { Edit, Fork, More, Trash } from "../icons";
+import { Fork, More, Trash } from "../icons";
 import { MenuButton, type MenuItem } from "../Menu";
 import { closeSidebarIfNarrow, focusComposer } from "../navigation";
 
@@ -85,8 +85,8 @@ function editorRows(text: string): number {
   return Math.min(MAX_EDITOR_ROWS, Math.max(MIN_EDITOR_ROWS, lines));
 }
 
-/** Menu of a message. `edit`: the entry that opens an editor. */
-export function MessageMenu({ message, edit }: { message: Message; edit: Pick<MenuItem, "label" | "run"> }) {
+/** Menu of a message. `entries`: its own ones, before those of all messages. */
+export function MessageMenu({ message, entries }: { message: Message; entries: readonly MenuItem[] }) {
   const chat = useChat();
   const branch = async () => {
     const id = await chat.edits.branch(message);
@@ -97,7 +97,7 @@ export function MessageMenu({ message, edit }: { message: Message; edit: Pick<Me
   const items: MenuItem[] = chat.live.value
     ? []
     : [
-        { ...edit, icon: <Edit /> },
+        ...entries,
         { label: "Branch into a new chat", icon: <Fork />, run: () => void branch() },
         { label: "Delete", icon: <Trash />, danger: true, line: true, run: () => chat.edits.remove(message) },
       ];

@@ -1,12 +1,17 @@
-// Whether an answer matches the JSON schema that it was asked for. The validator is loaded with the first such answer.
+// Whether an answer matches the JSON schema that it was asked for: shown as it grows, announced once when it ends. The
+// validator is loaded with the first such answer.
 
 import { effect, useSignal } from "@preact/signals";
-import { useEffect } from "preact/hooks";
+import { useEffect, useRef } from "preact/hooks";
+import { loadSettings } from "../../chat/answerSettings";
 import type { SchemaVerdict } from "../../chat/schemaCheck";
 import type { Message } from "../../chat/tree";
 import type { Turn } from "../../chat/turn";
 import { Check, Close } from "../icons";
 import { pacer } from "./MessageParts";
+
+// A text that may have been asked for with a schema.
+const LIKE_JSON = /^\s*(?:["{[]|(?:-?\d[\d.eE+-]*|true|false|null)\s*$)/;
 
 const LABELS: Readonly<Record<SchemaVerdict["state"], string>> = {
   incomplete: "JSON incomplete, matches the schema so far",
@@ -17,7 +22,13 @@ const LABELS: Readonly<Record<SchemaVerdict["state"], string>> = {
 
 export function SchemaStatus({ message, turn }: { message: Message; turn: Turn }) {
   const verdict = useSignal<SchemaVerdict | null>(null);
-  const schema = turn.schema.value;
+  const spoken = useSignal(""); // the verdict on an answer that has ended while it was shown
+  const grew = useRef(isGrowing(message)); // a short answer ends before effects run
+  const schema = turn.settings.value?.schema ?? null;
+  const isStored = turn.settings.value === null && !turn.live && LIKE_JSON.test(message.text.value);
+  useEffect(() => {
+    if (isStored) loadSettings(turn);
+  }, [turn, isStored]);
   useEffect(() => {
     if (schema === null) return;
     const owner = {};
@@ -28,10 +39,16 @@ export function SchemaStatus({ message, turn }: { message: Message; turn: Turn }
         const check = schemaChecker(schema);
         stop = effect(() => {
           const text = message.text.value;
-          const growing = message.status.value === "streaming" || message.status.value === "waiting";
-          const show = () => (verdict.value = text === "" ? null : check(text, !growing));
-          if (growing) pacer.schedule(owner, show);
-          else pacer.drawNow(owner, show);
+          const growing = isGrowing(message);
+          const show = () => {
+            verdict.value = text === "" ? null : check(text, !growing);
+          };
+          if (growing) {
+            pacer.schedule(owner, show);
+            return;
+          }
+          pacer.drawNow(owner, show);
+          if (grew.current && verdict.peek()) spoken.value = describeVerdict(verdict.peek()!);
         });
       },
       () => {}, // did not load: nothing is shown, the next answer tries again
@@ -42,15 +59,27 @@ export function SchemaStatus({ message, turn }: { message: Message; turn: Turn }
       pacer.cancel(owner);
     };
   }, [message, schema]);
-  if (schema === null || verdict.value === null) return null;
-  const { state, problem } = verdict.value;
+  if (schema === null) return null;
+  const state = verdict.value?.state;
+  const place = turn.candidates.length > 1 ? `Answer ${turn.candidates.indexOf(message) + 1}: ` : "";
   return (
-    <p class={`schema-status schema-${state}`} data-schema={state}>
-      {state === "matches" && <Check />}
-      {state === "invalid" && <Close />}
-      <span>
-        {LABELS[state]} {problem}
+    <>
+      <span class="sr-only" role="status">
+        {spoken.value && place + spoken.value}
       </span>
-    </p>
+      {state && (
+        <p class={`schema-status schema-${state}`} data-schema={state} aria-hidden={spoken.value !== ""}>
+          {state === "matches" && <Check />}
+          {state === "invalid" && <Close />}
+          <span>{describeVerdict(verdict.value!)}</span>
+        </p>
+      )}
+    </>
   );
+}
+
+const isGrowing = ({ status }: Message) => status.value === "streaming" || status.value === "waiting";
+
+function describeVerdict({ state, problem }: SchemaVerdict): string {
+  return `${LABELS[state]} ${problem}`.trim();
 }

@@ -8,12 +8,15 @@ import type { Message } from "../../chat/tree";
 import { useChat } from "../context";
 import { EmptyState } from "../EmptyState";
 import { Down } from "../icons";
+import { lazy } from "../lazy";
 import { requestedMessage } from "../navigation";
 import { Answer, LiveBeams } from "./Answer";
 import { Candidates } from "./Candidates";
 import { ThreadScroll } from "./threadScroll";
 import { UserMessage } from "./UserMessage";
 import { MAX_UNVIRTUALIZED_ROWS } from "./virtualRows";
+
+const ComparedAnswers = lazy(async () => (await import("./CompareSettings")).ComparedAnswers);
 
 export function ThreadView() {
   const chat = useChat();
@@ -164,6 +167,8 @@ function MessageRow({ message }: { message: Message }) {
     );
   }
   const turn = thread.turnOf(message);
+  const compared = thread.comparedWith(message);
+  if (compared) return <ComparedAnswers answers={compared} chosen={message} />;
   if (turn?.live && (turn.beams || turn.beamTree.value)) return <LiveBeams turn={turn} />;
   if (turn?.showsCandidates.value && turn.candidates.length > 1) return <Candidates turn={turn} chosen={message} />;
   return <Answer message={message} turn={turn} />;

@@ -49,7 +49,10 @@ export function UserMessage({ message }: { message: Message }) {
         >
           <Edit />
         </button>
-        <MessageMenu message={message} edit={{ label: "Begin an answer…", run: () => (editing.value = "answer") }} />
+        <MessageMenu
+          message={message}
+          entries={[{ label: "Begin an answer…", icon: <Edit />, run: () => (editing.value = "answer") }]}
+        />
       </div>
       {editing.value === "answer" && (
         <MessageEditor
