@@ -8,7 +8,7 @@ import { Poller } from "../server/poller";
 import { Close } from "./icons";
 import { Modal } from "./Modal";
 import { closePanel } from "./navigation";
-import "../styles/administration.css";
+import "./administration.css";
 
 const POLL_MS = 3000;
 

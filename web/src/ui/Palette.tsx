@@ -9,7 +9,7 @@ import { useChat } from "./context";
 import { Modal } from "./Modal";
 import { closeSidebarIfNarrow, paletteOpen } from "./navigation";
 import { Keys } from "./Shortcuts";
-import "../styles/palette.css";
+import "./palette.css";
 
 const MAX_CONVERSATIONS = 8;
 const MAX_RECENT = 4; // conversations without a query

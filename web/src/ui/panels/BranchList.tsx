@@ -24,7 +24,7 @@ import type { Tree } from "../../chat/tree";
 import { useChat } from "../context";
 import { Check, Columns, Edit, Pin, Trash } from "../icons";
 import { goToMessage } from "../navigation";
-import "../../styles/branch-list.css";
+import "./branch-list.css";
 
 const MAX_LOOKUPS = 40; // branches whose tokens are counted, the newest ones
 

@@ -7,7 +7,7 @@ import { Poller } from "../../server/poller";
 import { useChat } from "../context";
 import { EmptyPanel } from "../EmptyState";
 import { PageInspector } from "./PageInspector";
-import "../../styles/page-map.css";
+import "./page-map.css";
 
 const POLL_MS = 1000;
 

@@ -7,7 +7,7 @@ import { BeamsPanel } from "./BeamsPanel";
 import { BranchesPanel } from "./BranchesPanel";
 import { CandidatesPanel } from "./CandidatesPanel";
 import { KvPagesPanel } from "./KvPagesPanel";
-import "../../styles/side-panels.css";
+import "./side-panels.css";
 
 const CONTENTS = { candidates: CandidatesPanel, beams: BeamsPanel, branches: BranchesPanel, pages: KvPagesPanel };
 

@@ -11,7 +11,7 @@ import { useChat } from "../context";
 import { focusComposer } from "../navigation";
 import { SchemaField, Slider } from "../SamplingSettings";
 import { AnswerCard, CommonBeginning } from "./AnswerCard";
-import "../../styles/compare-settings.css";
+import "./compare-settings.css";
 
 const EFFORTS = [
   { label: "Default", reasoning: undefined },

@@ -15,7 +15,7 @@ import {
 import { useChat } from "../context";
 import { Close, Left, Right } from "../icons";
 import { focusComposer } from "../navigation";
-import "../../styles/token-view.css";
+import "./token-view.css";
 
 export function TokenText({ inspector }: { inspector: TokenInspector }) {
   const { forks } = useChat();
