@@ -221,7 +221,8 @@ class StreamWriter:
                     if not self._is_failing:
                         log.warning("the bus does not accept an entry: %s", error)
                     self._is_failing = True
-                    await close_idle_connections(self._client)
+                    if isinstance(error, redis.ResponseError):
+                        await close_idle_connections(self._client)
                     raise
             await asyncio.sleep(RETRY_S)
 

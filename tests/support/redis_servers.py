@@ -1,4 +1,7 @@
-"""Real redis-server processes that tests start, kill, suspend and restart over the same files."""
+"""Real redis-server processes that tests start, kill, suspend and restart over the same files.
+
+`CHATCACHE_TEST_REDIS=valkey-server` tests another server program, by name or path.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,10 @@ from tests.support.ports import free_port
 
 
 def redis_binary() -> str:
-    path = shutil.which("redis-server")
+    program = os.environ.get("CHATCACHE_TEST_REDIS", "redis-server")
+    path = shutil.which(program)
     if path is None:
-        pytest.skip("needs a Redis: apt-get install redis-server")
+        pytest.skip(f"needs {program}: apt-get install redis-server")
     return path
 
 
