@@ -569,7 +569,9 @@ def run_commands(url: str, commands: Sequence[tuple[str | int, ...]]) -> list[An
 
 
 def _error_text(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    """Return the message, without the command of a pipeline that redis-py quotes: it contains stored data."""
+    text = str(error).rpartition(" of pipeline caused error: ")[2]
+    return " ".join(text.split()) or type(error).__name__
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Thro
 
 
 if __name__ == "__main__":
-    throttled = {"build_engine": "tests.e2e.throttled_server:build_engine"}
-    server.run_server = functools.partial(server.run_server, **throttled)
-    worker.run_worker = functools.partial(worker.run_worker, **throttled)
+    throttled = "tests.e2e.throttled_server:build_engine"
+    server.run_server = functools.partial(server.run_server, build_engine=throttled)
+    worker.run_worker = functools.partial(worker.run_worker, build_engine=throttled)
     chatcache()

@@ -59,6 +59,7 @@ class Writers:
         """Stop, and return the acknowledged messages that the store does not have."""
         self._is_stopping = True
         await asyncio.gather(*self._tasks)
+        await until(lambda: answers(self._store), "an answer")
         return set(self.acknowledged) - set((await self._store.load("me", "conv")).items)
 
 
@@ -75,7 +76,7 @@ async def cut_off_primary(group: SentinelGroup, during: Callable[[], Awaitable[N
     with old.cut_off():
         await until(is_replaced, "a new primary")
         await during()
-    await until(is_replica, "the old primary as a replica")
+    await until(is_replica, "the old primary as a replica", timeout_s=180.0)  # Sentinels without a core pause for 30 s
 
 
 @pytest.mark.slow
