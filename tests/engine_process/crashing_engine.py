@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
+from chatcache.engine.protocols import EngineClient
 from chatcache.engine_process.process import EngineProcess, RestartPolicy
 from chatcache.types.events import Beams, CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.plan import StepPlan, StepResult
@@ -128,7 +129,7 @@ def expected_events(requests: Sequence[GenerateRequest]) -> dict[str, list[Engin
 class RequestGroup:
     """Requests and their readers."""
 
-    def __init__(self, engine: EngineProcess, requests: Sequence[GenerateRequest]) -> None:
+    def __init__(self, engine: EngineClient, requests: Sequence[GenerateRequest]) -> None:
         self.events: dict[str, list[EngineEvent]] = {request.request_id: [] for request in requests}
         self._engine = engine
         self._requests = requests
