@@ -18,7 +18,8 @@ from tests.support.round_robin import RoundRobin
 
 NUM_WORKERS = 3
 KV_MIB = 64  # of each worker
-MIN_SHARE = 0.97
+MIN_SHARE = 0.97  # of what one engine finds; short chats find less, as each worker computes the system prompt
+MIN_SHORT_SHARE = 0.93
 DEMO_MODEL = ""
 
 _WITHOUT_PLACES = """
@@ -80,15 +81,18 @@ def share_of_one(cwd: Path, users: int, turns: int) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("users", "turns"), [(8, 12), pytest.param(16, 20, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("users", "turns", "min_share"),
+    [(8, 12, MIN_SHORT_SHARE), pytest.param(16, 20, MIN_SHARE, marks=pytest.mark.long)],
+)
 def test_workers_behind_two_gateways_find_the_pages_that_one_engine_finds(
-    users: int, turns: int, tmp_path: Path
+    users: int, turns: int, min_share: float, tmp_path: Path
 ) -> None:
     expected = share_of_one(tmp_path, users, turns)
     with cluster(GatewayOnly, tmp_path) as url:
         found = cached_share(url, tmp_path / "three", users, turns)
     print(f"cached share: one engine {expected:.4f}, three workers {found:.4f}, {found / expected:.3f} of it")
-    assert found >= MIN_SHARE * expected
+    assert found >= min_share * expected
 
 
 @pytest.mark.slow
@@ -96,4 +100,4 @@ def test_gateways_that_record_no_places_find_less(tmp_path: Path) -> None:
     with cluster(GatewayWithoutPlaces, tmp_path) as url:
         found = cached_share(url, tmp_path / "three", 8, 12)
     print(f"cached share without places {found:.4f}")
-    assert found < MIN_SHARE * share_of_one(tmp_path, 8, 12)
+    assert found < MIN_SHORT_SHARE * share_of_one(tmp_path, 8, 12)
