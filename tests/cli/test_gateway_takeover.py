@@ -105,7 +105,7 @@ class GatewayWithClockedBatches(PatchedGateway):
 
 
 class GatewayThatGoesOn(PatchedGateway):
-    """Injected bug: the gateway goes on with the responses that another one has taken over."""
+    """Injected bug: the gateway continues the responses that another one has taken over."""
 
     program = _GOING_ON
 

@@ -221,6 +221,8 @@ def check_kills(kept: RedisServer | str, moments_s: Sequence[float], *modes: str
             answers = [item for item in listed["data"] if item["type"] == "message" and item["role"] == "assistant"]
             assert {item["incomplete_details"]["reason"] for item in answers} == {"interrupted"}
             check_continuable(gateway, response)
+            gateway.kill()
+            gateway.start()  # with the scripted replies again
     finally:
         gateway.kill()
 

@@ -131,7 +131,7 @@ def test_ranks_return_the_tokens_of_one_process(
 
 @pytest.mark.slow
 def test_sums_without_the_other_ranks_are_detected(sample_of: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Injected bug: rank 0 goes on with its own part."""
+    """Injected bug: rank 0 continues with its own part."""
     sample = sample_of("llama")
     prompts = [list(prompt) for prompt in sample.prompts]
     with serving(sample, 1) as llm:

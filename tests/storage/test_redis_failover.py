@@ -121,7 +121,7 @@ async def test_primary_that_is_cut_off_acknowledges_nothing_that_is_lost(num_rou
 
 @pytest.mark.slow
 async def test_injected_bug_writes_acknowledged_by_one_server_only_are_lost(tmp_path: Path) -> None:
-    """Neither WAIT nor `min-replicas-to-write`: the primary that is cut off goes on."""
+    """Neither WAIT nor `min-replicas-to-write`: the primary that is cut off continues."""
     with sentinel_group(tmp_path) as group:
         store = RedisStore(group.url)
         await store.create(HEAD)
