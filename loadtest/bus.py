@@ -77,7 +77,8 @@ async def compare(url: str, num_rounds: int, num_requests: int, num_streams: int
     config = EngineConfig(  # without a kernel to compile
         kv_memory_bytes=64 << 20, max_num_seqs=num_streams, attention_backend="reference", dtype="float32"
     )
-    async with EngineProcess(config, BUILD_ENGINE) as piped, EngineProcess(config, BUILD_ENGINE) as hosted:
+    piped, hosted = (EngineProcess(config, BUILD_ENGINE, log_level="error") for _ in range(2))
+    async with piped, hosted:
         await asyncio.gather(piped.wait_loaded(), hosted.wait_loaded())
         hosting = asyncio.create_task(WorkerHost(hosted, url, "loadtest", "loadtest").run())
         async with RemoteEngine(url, "loadtest") as remote:
