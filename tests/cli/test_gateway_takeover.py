@@ -231,6 +231,16 @@ def read_stream(client: httpx.Client, response_id: str, **query: int) -> list[Ev
         return list(events_of(response))
 
 
+def read_stream_patiently(client: httpx.Client, response_id: str) -> list[Event]:
+    """Read a stream, again while the gateway refuses it with 503: on a busy machine the takeover takes longer."""
+    path = f"/v1/responses/{response_id}"
+    while True:
+        with client.stream("GET", path, params={"stream": "true"}) as response:
+            if response.status_code == 200:
+                return list(events_of(response))
+            assert response.status_code == 503, response.read()
+
+
 def check_rest(both: Gateways, stream: Stream) -> Event:
     """Check that the second gateway has the whole stream, and return its last event."""
     stream.join()
@@ -368,7 +378,7 @@ def check_suspended_gateways(both: Gateways, num_stops: int, suspended_s: float)
         suspended.signal(signal.SIGSTOP)
         woken_at_s = time.monotonic() + suspended_s
         try:
-            whole = read_stream(both.second, stream.id)
+            whole = read_stream_patiently(both.second, stream.id)
             stored = both.second.get(f"/v1/responses/{stream.id}").json()
             time.sleep(max(0.0, woken_at_s - time.monotonic()))
         finally:
