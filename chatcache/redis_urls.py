@@ -5,7 +5,8 @@
 
 User and password are those of the server. Those of the Sentinels, if they differ from none, are the query fields
 `sentinel_username` and `sentinel_password`; other query fields are options of redis-py, such as `ssl_ca_certs`. Every
-new connection asks a Sentinel for the primary. After a failover, the connections to the old primary are closed.
+new connection asks a Sentinel for the primary. After a failover, the connections to the old primary are closed: it may
+still answer if only replicas and Sentinels do not reach it.
 
 With `wait_replicas=1` the transactions of `transaction` succeed only when so many replicas have them, too, so that a
 failover does not lose them.
@@ -48,6 +49,11 @@ def open_sync_client(url: str, **options: Any) -> Any:
     if not _names_sentinels(url):
         return redis.Redis.from_url(url, **options)
     return _open_primary(redis, _SyncPrimaryPool, url, options)
+
+
+async def close_idle_connections(client: Any) -> None:
+    """Let the next connections ask for the primary: the server that refused a write may not be it any more."""
+    await client.connection_pool.disconnect(inuse_connections=False)
 
 
 def num_waited_replicas(url: str) -> int:
@@ -106,6 +112,12 @@ def _names_sentinels(url: str) -> bool:
 
 class _PrimaryPool(redis.asyncio.sentinel.SentinelConnectionPool):  # type: ignore[misc]
     """Connections to the primary, which closes those to the Sentinels, too."""
+
+    async def release(self, connection: Any) -> None:
+        """Return a connection; close it first if a newer one found another primary meanwhile."""
+        if (connection.host, connection.port) != self.master_address:
+            await connection.disconnect()
+        await super().release(connection)
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
         await super().disconnect(inuse_connections)

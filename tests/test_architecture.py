@@ -132,7 +132,7 @@ def test_loadtest_imports_only_report_and_contention() -> None:
     """The load test measures any server; measured processes of our own and the studies are the exceptions."""
     allowed = ("chatcache.bench.report.", "chatcache.bench.contention.")
     drivers = ROOT / "loadtest" / "peers" / "drivers"
-    measured = {ROOT / "loadtest" / "gateway" / name for name in ("clock_engine.py", "servers.py")}
+    measured = {ROOT / "loadtest" / name for name in ("bus.py", "gateway/clock_engine.py", "gateway/servers.py")}
     simulated = {path for name in ("studies", "scale") for path in (ROOT / "loadtest" / name).glob("*.py")}
     for path in set((ROOT / "loadtest").rglob("*.py")) - set(drivers.glob("chatcache_*.py")) - measured - simulated:
         names = [name for _, name in _imports(path) if name.split(".")[0] == "chatcache"]

@@ -30,7 +30,7 @@ import msgspec
 import redis
 
 from chatcache.errors import InvalidRequestError
-from chatcache.redis_urls import open_client
+from chatcache.redis_urls import close_idle_connections, open_client
 from chatcache.types.stats import EngineHealth, ModelInfo
 
 log = logging.getLogger(__name__)
@@ -221,6 +221,8 @@ class StreamWriter:
                     if not self._is_failing:
                         log.warning("the bus does not accept an entry: %s", error)
                     self._is_failing = True
+                    if isinstance(error, redis.ResponseError):
+                        await close_idle_connections(self._client)
                     raise
             await asyncio.sleep(RETRY_S)
 

@@ -22,7 +22,14 @@ import redis
 
 from chatcache.conversations.store import StoreUnavailableError, StoreUnusableError
 from chatcache.conversations.tree import IN_PROGRESS, ResponseElsewhereError, Turn
-from chatcache.redis_urls import num_waited_replicas, open_client, open_sync_client, server_name, transaction
+from chatcache.redis_urls import (
+    close_idle_connections,
+    num_waited_replicas,
+    open_client,
+    open_sync_client,
+    server_name,
+    transaction,
+)
 from chatcache.storage.redis_layout import (
     ALL_GATEWAYS_CHANNEL,
     API_KEYS_KEY,
@@ -181,6 +188,7 @@ class RedisConnection:
             raise StoreUnavailableError(_NO_ANSWER) from error
         except redis.RedisError as error:  # read only, out of memory, disk error, no permission
             log.warning("the store at %s refuses: %s", self.address, _error_text(error))
+            await close_idle_connections(self._client)
             raise StoreUnavailableError("the store rejects writes now") from error
         finally:
             self._slots.release()
@@ -255,7 +263,7 @@ class RedisConnection:
     async def _try_connect(self) -> None:
         try:
             for client in (self._client, self._slow_client):  # old connections may be dead
-                await client.connection_pool.disconnect(inuse_connections=False)
+                await close_idle_connections(client)
             await self._client.ping()
             await self._check_layout(self._client)
         except (redis.RedisError, OSError, RuntimeError) as error:
@@ -561,7 +569,9 @@ def run_commands(url: str, commands: Sequence[tuple[str | int, ...]]) -> list[An
 
 
 def _error_text(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    """Return the message, without the command of a pipeline that redis-py quotes: it contains stored data."""
+    text = str(error).rpartition(" of pipeline caused error: ")[2]
+    return " ".join(text.split()) or type(error).__name__
 
 
 @dataclass(frozen=True, slots=True)

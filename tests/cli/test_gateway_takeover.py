@@ -24,6 +24,7 @@ from tests.support.redis_servers import RedisServer, redis_server
 MANY_TOKENS = 2000
 MIN_EVENTS = 20
 NUM_KILLS = 50
+TIMEOUT_S = 300.0
 BODY: dict[str, Any] = {"background": True, "stream": True, "ignore_eos": True, "seed": 1, "input": "Tell me a lot"}
 LOGPROBS = "message.output_text.logprobs"
 
@@ -66,6 +67,14 @@ class Slow(run.DeltaBatcher):
 run.DeltaBatcher = Slow
 sys.exit(main())
 """
+_GOING_ON = """
+import sys
+import chatcache.gateway.responses.run as run
+from chatcache.cli.main import main
+
+run.LiveResponse.abandon = lambda self: None
+sys.exit(main())
+"""
 
 
 class PatchedGateway(GatewayOnly):
@@ -95,6 +104,12 @@ class GatewayWithClockedBatches(PatchedGateway):
     program = _CLOCKED_BATCHES
 
 
+class GatewayThatGoesOn(PatchedGateway):
+    """Injected bug: the gateway continues the responses that another one has taken over."""
+
+    program = _GOING_ON
+
+
 @pytest.fixture(scope="module")
 def bus(long_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RedisServer, Worker]]:
     """A Redis, and a worker on it."""
@@ -116,7 +131,7 @@ class Gateways:
         self.processes = [self._start() for _ in range(2)]
 
     def start(self) -> None:
-        self.first, self.second = (httpx.Client(base_url=each.ready(), timeout=60) for each in self.processes)
+        self.first, self.second = (httpx.Client(base_url=each.ready(), timeout=TIMEOUT_S) for each in self.processes)
         self.model = self.first.get("/v1/models").json()["data"][0]["id"]
 
     def kill(self) -> None:
@@ -126,7 +141,11 @@ class Gateways:
         self.processes[0].stop()
         self.first.close()
         self.processes = [self.processes[1], self._start()]
-        self.first, self.second = self.second, httpx.Client(base_url=self.processes[1].ready(), timeout=60)
+        self.first, self.second = self.second, httpx.Client(base_url=self.processes[1].ready(), timeout=TIMEOUT_S)
+
+    def swap(self) -> None:
+        self.processes.reverse()
+        self.first, self.second = self.second, self.first
 
     def stop(self) -> None:
         for client in (self.first, self.second):
@@ -181,12 +200,12 @@ class Stream:
     @property
     def id(self) -> str:
         """The id of the response, as soon as it has a few events; beams have one until they end."""
-        assert self._is_running.wait(60), self.seen
+        assert self._is_running.wait(TIMEOUT_S), self.seen
         assert "error" not in self.seen[0], self.seen
         return str(self.seen[0]["response"]["id"])
 
     def join(self) -> None:
-        self._thread.join(60)
+        self._thread.join(TIMEOUT_S)
 
 
 class WaitingRequest:
@@ -202,7 +221,7 @@ class WaitingRequest:
         self._thread.start()
 
     def result(self) -> Event:
-        self._thread.join(60)
+        self._thread.join(TIMEOUT_S)
         return self._answers[0]
 
 
@@ -210,6 +229,16 @@ def read_stream(client: httpx.Client, response_id: str, **query: int) -> list[Ev
     with client.stream("GET", f"/v1/responses/{response_id}", params={"stream": "true", **query}) as response:
         assert response.status_code == 200, response.read()
         return list(events_of(response))
+
+
+def read_stream_patiently(client: httpx.Client, response_id: str) -> list[Event]:
+    """Read a stream, again while the gateway refuses it with 503: on a busy machine the takeover takes longer."""
+    path = f"/v1/responses/{response_id}"
+    while True:
+        with client.stream("GET", path, params={"stream": "true"}) as response:
+            if response.status_code == 200:
+                return list(events_of(response))
+            assert response.status_code == 503, response.read()
 
 
 def check_rest(both: Gateways, stream: Stream) -> Event:
@@ -331,13 +360,54 @@ def test_streams_continue_with_the_other_gateway(
             while (frame := receive(socket))["type"] != "response.incomplete":
                 assert frame["type"] != "error", frame
         stream.join()
-        reading.join(60)
+        reading.join(TIMEOUT_S)
         whole = read_stream(both.second, stream.id)
         assert stream.seen == through_other == whole == read_stream(both.first, stream.id)
         assert whole[-1]["response"]["usage"]["output_tokens"] == MANY_TOKENS
         assert waiting.result()["usage"]["output_tokens"] == MANY_TOKENS
         body = {"model": both.model, "input": "And?", "previous_response_id": stream.id, "max_output_tokens": 4}
         assert both.first.post("/v1/responses", json=body).json()["usage"]["output_tokens"] == 4
+
+
+def check_suspended_gateways(both: Gateways, num_stops: int, suspended_s: float) -> None:
+    """Suspend the gateway that runs a response until another one has ended it: nothing that it does then counts."""
+    for number in range(num_stops):
+        stream = Stream(both, {"n": 2, "seed": number})
+        suspended = both.processes[0]
+        assert stream.id
+        suspended.signal(signal.SIGSTOP)
+        woken_at_s = time.monotonic() + suspended_s
+        try:
+            whole = read_stream_patiently(both.second, stream.id)
+            stored = both.second.get(f"/v1/responses/{stream.id}").json()
+            time.sleep(max(0.0, woken_at_s - time.monotonic()))
+        finally:
+            suspended.signal(signal.SIGCONT)
+        stream.join()
+        assert stream.seen == whole, "its clients get what the other gateway has sent"
+        assert [event["sequence_number"] for event in whole] == list(range(len(whole)))
+        assert whole[-1]["response"]["usage"]["output_tokens"] == 2 * MANY_TOKENS
+        assert all(client.get(f"/v1/responses/{stream.id}").json() == stored for client in (both.first, both.second))
+        both.swap()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_stops", "suspended_s"), [(1, 0.0), pytest.param(20, 15.0, marks=pytest.mark.long)])
+def test_suspended_gateway_sends_and_stores_nothing_of_its_own(
+    num_stops: int, suspended_s: float, bus: tuple[RedisServer, Worker], long_folder: Path, tmp_path: Path
+) -> None:
+    with gateways(GatewayOnly, long_folder, tmp_path, bus[0]) as both:
+        check_suspended_gateways(both, num_stops, suspended_s)
+
+
+@pytest.mark.slow
+def test_suspended_gateway_that_goes_on_is_detected(
+    bus: tuple[RedisServer, Worker], long_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stream never ends."""
+    monkeypatch.setattr(Stream, "join", lambda stream: stream._thread.join(5))
+    with gateways(GatewayThatGoesOn, long_folder, tmp_path, bus[0]) as both, pytest.raises(AssertionError):
+        check_suspended_gateways(both, 1, 0.0)
 
 
 @pytest.mark.long

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import json
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,12 @@ from openai import APIStatusError, OpenAI
 from openai.types.responses import Response
 from websockets.sync.client import ClientConnection, connect
 
+from tests.cli.conftest import MAX_LONG_LEN
 from tests.cli.servers import GatewayOnly, Worker
 from tests.gateway.frames import Frame, receive, send, until_end
 from tests.support.redis_servers import RedisServer, redis_server
+from tests.support.round_robin import RoundRobin
 
-MAX_MODEL_LEN = 8192
 NUM_EVENTS = 12
 
 _WITHOUT_PEERS = """
@@ -43,67 +42,6 @@ class GatewayWithoutPeers(GatewayOnly):
 
     def command(self, folder: str, *more: str) -> list[str]:
         return [sys.executable, "-c", _WITHOUT_PEERS, *super().command(folder, *more)[3:]]
-
-
-class RoundRobin:
-    """TCP proxy in a thread: each connection goes to the next of the ports."""
-
-    def __init__(self, ports: list[int]) -> None:
-        self.port = 0
-        self.counts = dict.fromkeys(ports, 0)
-        self._next = itertools.cycle(ports)
-        self._loop = asyncio.new_event_loop()
-        self._is_listening = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        assert self._is_listening.wait(60)
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._done.set)
-        self._thread.join(60)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._serve())
-        self._loop.close()
-
-    async def _serve(self) -> None:
-        self._done = asyncio.Event()
-        server = await asyncio.start_server(self._forward, "127.0.0.1", 0)
-        self.port = server.sockets[0].getsockname()[1]
-        self._is_listening.set()
-        await self._done.wait()
-        server.close()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        port = next(self._next)
-        self.counts[port] += 1
-        there, back = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(_copy(reader, back), _copy(there, writer), return_exceptions=True)
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-            await writer.drain()
-    finally:
-        writer.close()
-
-
-@pytest.fixture(scope="module")
-def long_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with a context in which a reply runs for several seconds."""
-    path = tmp_path_factory.mktemp("long")
-    for file in folder.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": MAX_MODEL_LEN}))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +82,7 @@ class Clients:
             model=self.model,
             input="Tell me a lot",
             background=True,
-            max_output_tokens=MAX_MODEL_LEN - 200,
+            max_output_tokens=MAX_LONG_LEN - 200,
             extra_body={"ignore_eos": True, "seed": 1},
         )
         while not self.retrieve(response.id).output_text:

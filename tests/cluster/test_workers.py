@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import redis
 
 from chatcache.cluster import bus
 from chatcache.cluster.remote_engine import RemoteEngine
@@ -20,8 +23,11 @@ from chatcache.errors import ContextLengthError, NotFoundError, OverloadedError
 from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest
 from chatcache.types.stats import ExplainQuery, PackedPrompt
+from tests.engine_process.crashing_engine import RequestGroup, check_same, expected_events, make_request, poison
+from tests.engine_process.crashing_engine import process as crashing_process
 from tests.engine_process.engines import FAST, expected_tokens, process, request, until
-from tests.support.redis_servers import RedisServer
+from tests.support.ports import free_port
+from tests.support.redis_servers import RedisServer, redis_server
 
 
 class Worker:
@@ -86,6 +92,36 @@ async def test_request_gives_the_events_of_the_engine(server: RedisServer) -> No
         assert (await engine.health()).ready
 
 
+def self_signed(folder: Path) -> tuple[Path, Path]:
+    """Create a key and a certificate for 127.0.0.1."""
+    program = shutil.which("openssl")
+    if program is None:
+        pytest.skip("needs openssl: apt-get install openssl")
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    name = ("-subj", "/CN=bus", "-addext", "subjectAltName=IP:127.0.0.1")
+    files = ("-keyout", str(key), "-out", str(certificate))
+    command = [program, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *name, *files]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return key, certificate
+
+
+@pytest.mark.slow
+async def test_request_over_tls_gives_the_events_of_the_engine(tmp_path: Path) -> None:
+    (key, certificate), port = self_signed(tmp_path), free_port()
+    files = ("--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-ca-cert-file", str(certificate))
+    settings = ("--tls-port", str(port), "--tls-auth-clients", "no", *files)
+    with redis_server(tmp_path / "redis", *settings) as server:
+        untrusting = f"rediss://chatcache:secret@127.0.0.1:{port}/0"
+        server.url = f"{untrusting}?ssl_ca_certs={certificate}"
+        async with worker(server, "a", ""), gateway(server) as engine:
+            await engine.submit(request("r", 50, prompt=(3, 7)))
+            assert tokens_of(await collect(engine, "r")) == expected_tokens((3, 7), 50)
+        client = bus.connect(untrusting)
+        with pytest.raises(redis.ConnectionError, match="CERTIFICATE_VERIFY_FAILED"):
+            await client.ping()
+        await client.aclose()
+
+
 @pytest.mark.slow
 async def test_explanation_of_several_workers_has_no_place_in_their_joined_map(server: RedisServer) -> None:
     async with worker(server, "a"), worker(server, "b"), gateway(server, 2) as engine:
@@ -131,6 +167,11 @@ async def test_lost_worker_is_replaced_without_gap_or_repetition(server: RedisSe
             assert isinstance(events[-1], Finished)
         assert engine.num_moved == held
         assert len(engine.workers) == 1
+
+
+def crashing(_: str) -> EngineProcess:
+    """Create a client of an engine that `poison` requests crash."""
+    return crashing_process()
 
 
 def real_process(_: str) -> EngineProcess:
@@ -228,6 +269,27 @@ async def test_killed_engine_of_a_worker_is_resumed_there(server: RedisServer) -
         os.kill(only.engine.pid or 0, signal.SIGKILL)
         assert tokens_of(await reader) == expected_tokens((5,), 300)
         assert engine.num_moved == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_poison", "num_good"), [(2, 20), pytest.param(10, 200, marks=pytest.mark.long)])
+async def test_requests_that_crash_engines_fail_alone(num_poison: int, num_good: int, server: RedisServer) -> None:
+    """Each crashes two engines at most, all workers together; it is not tried on another worker after that."""
+    good = [make_request(number, 30) for number in range(num_good)]
+    expected = expected_events(good)
+    poisoned = [poison(1000 + number, at=(number % 3) * 5) for number in range(num_poison)]
+    async with worker(server, "a", make=crashing) as first, worker(server, "b", make=crashing) as second:
+        async with gateway(server, 2) as engine:
+            crowd = RequestGroup(engine, [*good[: num_good // 2], *poisoned, *good[num_good // 2 :]])
+            await crowd.begin()
+            await crowd.end()
+        num_restarts = [each.engine.num_restarts for each in (first, second)]
+    assert min(num_restarts) > 0 and sum(num_restarts) <= 2 * num_poison
+    for name, events in crowd.events.items():
+        if name in expected:
+            check_same(events, expected[name])
+        else:
+            assert isinstance(events[-1], Failed) and events[-1].code == "request_poisoned"
 
 
 @pytest.mark.slow

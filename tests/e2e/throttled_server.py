@@ -1,4 +1,4 @@
-"""A server that generates endless replies slowly: `python -m tests.e2e.throttled_server serve ...`.
+"""A server or worker that generates endless replies slowly: `python -m tests.e2e.throttled_server serve ...`.
 
 The demo model fills its context in seconds, and a browser on a busy machine may need as long to reload. A test that
 acts in the middle of a reply must find the reply still incomplete.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from chatcache import factory as compose
-from chatcache.cli import server
+from chatcache.cli import server, worker
 from chatcache.cli.main import main as chatcache
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
@@ -53,5 +53,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Thro
 
 
 if __name__ == "__main__":
-    server.run_server = functools.partial(server.run_server, build_engine="tests.e2e.throttled_server:build_engine")
+    throttled = "tests.e2e.throttled_server:build_engine"
+    server.run_server = functools.partial(server.run_server, build_engine=throttled)
+    worker.run_worker = functools.partial(worker.run_worker, build_engine=throttled)
     chatcache()

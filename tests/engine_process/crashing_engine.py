@@ -14,13 +14,15 @@ from msgspec.structs import replace
 
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
+from chatcache.engine.protocols import EngineClient
 from chatcache.engine_process.process import EngineProcess, RestartPolicy
 from chatcache.types.events import Beams, CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.plan import StepPlan, StepResult
-from chatcache.types.request import BeamSearchParams, GenerateRequest, SamplingParams
+from chatcache.types.request import BeamSearchParams, GenerateRequest, SamplingParams, StructuredOutputs
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 VOCAB = 256
+VOCABULARY = tuple(bytes([byte]) for byte in range(VOCAB))
 NUM_PROMPT = 20
 POISON_SEED = 6660  # + k: the engine dies as the k-th token after the prompt is drawn
 HANG_SEED = 7770
@@ -44,7 +46,7 @@ def build(config: EngineConfig, progress: object) -> Engine:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     capacity = fake_capacity(4096, 16, 256, 4096, has_async_launch=True)
     runner = CrashingRunner(capacity, VOCAB, None, delay_s=float(config.model or 0) / 1000)
-    return Engine(runner, fake_model_info(VOCAB, ()), config, tuple(bytes([byte]) for byte in range(VOCAB)))
+    return Engine(runner, fake_model_info(VOCAB, ()), config, VOCABULARY)
 
 
 class KilledRunner(FakeRunner):
@@ -63,7 +65,7 @@ class KilledRunner(FakeRunner):
 
 def build_killed(config: EngineConfig, progress: object) -> Engine:
     """Build an engine with a `KilledRunner`; `model` is its file."""
-    return Engine(KilledRunner(Path(config.model)), fake_model_info(VOCAB, ()), config)
+    return Engine(KilledRunner(Path(config.model)), fake_model_info(VOCAB, ()), config, VOCABULARY)
 
 
 def process(step_ms: float = 1, policy: RestartPolicy = QUICK) -> EngineProcess:
@@ -87,9 +89,19 @@ SEARCHES: dict[str, BeamSearchParams | SamplingParams] = {
     "distinct": SamplingParams(n=4, distinct=True, max_tokens=12, seed=1),
 }
 
+SAMPLED: dict[str, SamplingParams] = {
+    "sampling": SamplingParams(max_tokens=12, seed=1, min_p=0.01),
+    "candidates": SamplingParams(n=3, max_tokens=12, seed=1, logprobs=2),
+    "penalties": SamplingParams(
+        max_tokens=12, seed=1, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3
+    ),
+    "grammar": SamplingParams(max_tokens=12, seed=1, structured_outputs=StructuredOutputs(regex="([a-c][0-9]){20}")),
+}
+
 
 def make_search(kind: str, name: str, max_tokens: int = 12) -> GenerateRequest:
-    params = replace(SEARCHES[kind], max_tokens=max_tokens)
+    """Create a request of one of the SEARCHES, or of SAMPLED."""
+    params = replace((SEARCHES | SAMPLED)[kind], max_tokens=max_tokens)
     return GenerateRequest(request_id=name, prompt=tuple(range(3, 3 + NUM_PROMPT)), params=params)
 
 
@@ -117,7 +129,7 @@ def expected_events(requests: Sequence[GenerateRequest]) -> dict[str, list[Engin
 class RequestGroup:
     """Requests and their readers."""
 
-    def __init__(self, engine: EngineProcess, requests: Sequence[GenerateRequest]) -> None:
+    def __init__(self, engine: EngineClient, requests: Sequence[GenerateRequest]) -> None:
         self.events: dict[str, list[EngineEvent]] = {request.request_id: [] for request in requests}
         self._engine = engine
         self._requests = requests

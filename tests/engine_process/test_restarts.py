@@ -22,6 +22,7 @@ from chatcache.types.events import Embedding, Failed, Finished
 from chatcache.types.request import GenerateRequest, PoolingParams, ResumePoint
 from tests.engine_process.crashing_engine import (
     QUICK,
+    SAMPLED,
     SEARCHES,
     VOCAB,
     RequestGroup,
@@ -259,8 +260,8 @@ async def test_zombie_check_detects_a_child_that_keeps_its_socket(
         await wake_zombies(1, next(notices_of_old_children))
 
 
-@pytest.mark.parametrize("kind", SEARCHES)
-async def test_a_search_killed_at_any_step_continues_identically(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [*SEARCHES, *SAMPLED])
+async def test_a_request_killed_at_any_step_continues_identically(kind: str, tmp_path: Path) -> None:
     kill_at, factory = tmp_path / "kill_at", "tests.engine_process.crashing_engine:build_killed"
     (expected,) = expected_events([make_search(kind, "whole")]).values()
     async with EngineProcess(EngineConfig(model=str(kill_at)), factory, policy=QUICK, log_level="error") as engine:
@@ -303,7 +304,7 @@ async def test_kill_check_detects_a_journal_without_search_steps(
 
     monkeypatch.setattr(RequestJournal, "record_search_step", record)
     with pytest.raises(AssertionError):
-        await test_a_search_killed_at_any_step_continues_identically("distinct", tmp_path)
+        await test_a_request_killed_at_any_step_continues_identically("distinct", tmp_path)
 
 
 @pytest.mark.parametrize("num_kills", [1, 2])

@@ -1,6 +1,6 @@
 """A gateway in a process of its own, to be killed: `python -m tests.gateway.killable STORE PORT [MODE ...]`.
 
-Modes: forgetful, mute, scripted (see `main`).
+Modes: forgetful, mute, scripted, unsaved (see `main`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from chatcache.cli.server import reduce_gc
 from chatcache.config import ServerConfig
 from chatcache.gateway.api.idempotency import IdempotencyKey
+from chatcache.gateway.responses import registry
 from chatcache.gateway.responses.run import LiveResponse
 from tests.gateway.scripted import ScriptedServer, scripted_server
 from tests.gateway.serving import Server
@@ -27,12 +28,15 @@ CALL = f'<tool_call>\n{{"name": "look", "arguments": {{"at": "{LONG}"}}}}\n</too
 REPLIES = (f"<think>{LONG[:300]}</think>{LONG[:300]}{CALL}", LONG)
 
 
-def main(store: str, port: int, *, is_forgetful: bool, is_mute: bool, is_scripted: bool) -> None:
+def main(store: str, port: int, *, is_forgetful: bool, is_mute: bool, is_scripted: bool, is_unsaved: bool) -> None:
     """Serve until killed.
 
     `is_forgetful`: injected bug, the gateway ignores idempotency keys. `is_mute`: it dies after it has stored its first
-    turn, before any client receives an answer. `is_scripted`: the first request gets `REPLIES`.
+    turn, before any client receives an answer. `is_scripted`: the first request gets `REPLIES`. `is_unsaved`: injected
+    bug, the output of running responses is stored every minute only.
     """
+    if is_unsaved:
+        registry.CHECKPOINT_INTERVAL_S = 60.0
     if is_mute:
         LiveResponse.start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     if is_forgetful:
@@ -57,4 +61,5 @@ if __name__ == "__main__":
         is_forgetful="forgetful" in sys.argv,
         is_mute="mute" in sys.argv,
         is_scripted="scripted" in sys.argv,
+        is_unsaved="unsaved" in sys.argv,
     )

@@ -6,12 +6,13 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,8 @@ MOMENTS_S = (1.3, 2.2, 3.5)
 class Gateway:
     """A gateway with a scripted model in a process of its own."""
 
-    def __init__(self, store: str) -> None:
-        self._command = [sys.executable, "-m", "tests.gateway.killable", store, "0", "scripted"]
+    def __init__(self, store: str, *modes: str) -> None:
+        self._command = [sys.executable, "-m", "tests.gateway.killable", store, "0", "scripted", *modes]
         self.start()
 
     def start(self) -> None:
@@ -198,11 +199,11 @@ def wait_incomplete(gateway: Gateway, response_id: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.slow
-def test_killed_gateway_loses_only_the_last_second(kept: RedisServer | str) -> None:
-    gateway = Gateway(kept.url if isinstance(kept, RedisServer) else kept)
+def check_kills(kept: RedisServer | str, moments_s: Sequence[float], *modes: str) -> None:
+    """Kill a gateway at each of these times after the first token, and check what is stored."""
+    gateway = Gateway(kept.url if isinstance(kept, RedisServer) else kept, *modes)
     try:
-        for moment_s in MOMENTS_S if isinstance(kept, str) else MOMENTS_S[1:2]:
+        for moment_s in moments_s:
             response_id, seen, killed_s = watch_and_kill(gateway, moment_s)
             gateway.start()
             response = wait_incomplete(gateway, response_id)
@@ -220,6 +221,8 @@ def test_killed_gateway_loses_only_the_last_second(kept: RedisServer | str) -> N
             answers = [item for item in listed["data"] if item["type"] == "message" and item["role"] == "assistant"]
             assert {item["incomplete_details"]["reason"] for item in answers} == {"interrupted"}
             check_continuable(gateway, response)
+            gateway.kill()
+            gateway.start()  # with the scripted replies again
     finally:
         gateway.kill()
 
@@ -238,3 +241,18 @@ def check_continuable(gateway: Gateway, response: dict[str, Any]) -> None:
     forked = gateway.request("POST", "/v1/responses", previous_item_id=last["id"], fork_at=5, max_output_tokens=7)
     assert forked["output"][-1]["content"][0]["text"][:4] == last["content"][0]["text"][:4]
     gateway.request("POST", "/v1/responses", previous_response_id=response["id"], input="Go on", max_output_tokens=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_kills", [None, pytest.param(50, marks=pytest.mark.long)])
+def test_killed_gateway_loses_only_the_last_second(num_kills: int | None, kept: RedisServer | str) -> None:
+    moments_s: Sequence[float] = MOMENTS_S if isinstance(kept, str) else MOMENTS_S[1:2]
+    if num_kills is not None:
+        moments_s = [random.Random(number).uniform(MOMENTS_S[0], MOMENTS_S[-1]) for number in range(num_kills)]
+    check_kills(kept, moments_s)
+
+
+@pytest.mark.slow
+def test_gateway_that_stores_running_output_too_seldom_is_detected(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        check_kills(str(tmp_path / "chat.db"), MOMENTS_S[-1:], "unsaved")

@@ -130,6 +130,25 @@ def test_ranks_return_the_tokens_of_one_process(
 
 
 @pytest.mark.slow
+def test_sums_without_the_other_ranks_are_detected(sample_of: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Injected bug: rank 0 continues with its own part."""
+    sample = sample_of("llama")
+    prompts = [list(prompt) for prompt in sample.prompts]
+    with serving(sample, 1) as llm:
+        expected = tokens_of(llm.generate(prompts, GREEDY))
+    original = RankGroup.sum
+
+    def keep_own_part(group: RankGroup, x: torch.Tensor) -> torch.Tensor:
+        own = x.clone()
+        original(group, x)
+        return own
+
+    monkeypatch.setattr(RankGroup, "sum", keep_own_part)
+    with serving(sample, 2) as llm:
+        assert tokens_of(llm.generate(prompts, GREEDY)) != expected
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_ranks_preempt_as_one_process(mode: str, sample_of: Samples) -> None:
     sample = sample_of("llama")

@@ -1,9 +1,9 @@
-"""Redis with a replica and Sentinels: the death of the primary loses no acknowledged write."""
+"""Redis with replicas and Sentinels: a primary that dies or is cut off loses no acknowledged write."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,6 +17,7 @@ from chatcache.storage.redis import RedisStore, check_server
 from tests.support.redis_servers import SentinelGroup, answers, sentinel_group, until
 
 HEAD = Conversation("conv", "me", 1.0, 1.0)
+MIN_REPLICAS = ("--min-replicas-to-write", "1", "--min-replicas-max-lag", "1")
 
 
 @pytest.fixture
@@ -25,40 +26,69 @@ def group(tmp_path: Path) -> Iterator[SentinelGroup]:
         yield group
 
 
+class Writers:
+    """Tasks that append messages to a conversation, as fast as these are acknowledged."""
+
+    def __init__(self, store: RedisStore, num_writers: int = 4) -> None:
+        self.acknowledged: list[str] = []
+        self._store = store
+        self._is_stopping = False
+        self._tasks = [asyncio.create_task(self._write(writer)) for writer in range(num_writers)]
+
+    async def _write(self, writer: int) -> None:
+        number = 0
+        while not self._is_stopping:
+            number += 1
+            item = Item(f"msg_{writer}_{number}", None, "user", "x" * 100)
+            try:
+                await self._store.append("me", "conv", [item])
+                self.acknowledged.append(item.id)
+            except StoreUnavailableError:
+                await asyncio.sleep(0.01)
+
+    async def go_on(self, num_writes: int = 50) -> None:
+        """Wait until so many more messages are acknowledged."""
+        num_expected = len(self.acknowledged) + num_writes
+
+        async def are_there() -> bool:
+            return len(self.acknowledged) >= num_expected
+
+        await until(are_there, "writes")
+
+    async def lost(self) -> set[str]:
+        """Stop, and return the acknowledged messages that the store does not have."""
+        self._is_stopping = True
+        await asyncio.gather(*self._tasks)
+        await until(lambda: answers(self._store), "an answer")
+        return set(self.acknowledged) - set((await self._store.load("me", "conv")).items)
+
+
+async def cut_off_primary(group: SentinelGroup, during: Callable[[], Awaitable[None]]) -> None:
+    """Cut the primary off until another one is named and `during` has ended; return when it is a replica."""
+    old = await asyncio.to_thread(group.primary)
+
+    async def is_replaced() -> bool:
+        return await asyncio.to_thread(group.primary) is not old
+
+    async def is_replica() -> bool:
+        return bool(old.admin.execute_command("ROLE")[0] == b"slave")
+
+    with old.cut_off():
+        await until(is_replaced, "a new primary")
+        await during()
+    await until(is_replica, "the old primary as a replica", timeout_s=180.0)  # Sentinels without a core pause for 30 s
+
+
 @pytest.mark.slow
 async def test_failover_loses_no_acknowledged_write(group: SentinelGroup) -> None:
     check_server(group.url)
     store, client = RedisStore(f"{group.url}?wait_replicas=1"), bus.connect(group.url)
     await store.create(HEAD)
-    acknowledged: list[str] = []
-    stop = asyncio.Event()
-
-    async def write(writer: int) -> None:
-        number = 0
-        while not stop.is_set():
-            number += 1
-            item = Item(f"msg_{writer}_{number}", None, "user", "x" * 100)
-            try:
-                await store.append("me", "conv", [item])
-                acknowledged.append(item.id)
-            except StoreUnavailableError:
-                await asyncio.sleep(0.01)
-
-    async def go_on(num_writes: int) -> None:
-        async def are_there() -> bool:
-            return len(acknowledged) >= num_writes
-
-        await until(are_there, "writes")
-
-    writers = [asyncio.create_task(write(writer)) for writer in range(4)]
-    await go_on(50)
+    writers = Writers(store)
+    await writers.go_on()
     group.servers[0].kill()
-    num_before = len(acknowledged)
     await until(lambda: answers(store), "a new primary")
-    stop.set()
-    await asyncio.gather(*writers)
-    assert set((await store.load("me", "conv")).items) >= set(acknowledged)
-    assert len(acknowledged) >= num_before
+    assert not await writers.lost()
 
     async def is_written() -> bool:
         with bus.ignore_outages():
@@ -72,6 +102,70 @@ async def test_failover_loses_no_acknowledged_write(group: SentinelGroup) -> Non
         await store.append("me", "conv", [Item("late", None, "user", "x")])
     await store.close()
     await client.aclose()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rounds", [1, pytest.param(20, marks=pytest.mark.long)])
+async def test_primary_that_is_cut_off_acknowledges_nothing_that_is_lost(num_rounds: int, tmp_path: Path) -> None:
+    """Its clients still reach it, and go to the new primary after a refused write."""
+    with sentinel_group(tmp_path, *MIN_REPLICAS) as group:
+        store = RedisStore(f"{group.url}?wait_replicas=1")
+        await store.create(HEAD)
+        writers = Writers(store)
+        for _ in range(num_rounds):
+            await writers.go_on()
+            await cut_off_primary(group, writers.go_on)
+        assert not await writers.lost()
+        await store.close()
+
+
+@pytest.mark.slow
+async def test_injected_bug_writes_acknowledged_by_one_server_only_are_lost(tmp_path: Path) -> None:
+    """Neither WAIT nor `min-replicas-to-write`: the primary that is cut off continues."""
+    with sentinel_group(tmp_path) as group:
+        store = RedisStore(group.url)
+        await store.create(HEAD)
+        writers = Writers(store)
+        await writers.go_on()
+        await cut_off_primary(group, writers.go_on)
+        assert len(await writers.lost()) >= 50
+        await store.close()
+
+
+@pytest.mark.slow
+async def test_stream_of_the_bus_continues_on_the_new_primary(tmp_path: Path) -> None:
+    """Also through connections that were in use when another one found the new primary."""
+    with sentinel_group(tmp_path, *MIN_REPLICAS) as group:
+        client, key = bus.connect(group.url), bus.inbox("w")
+        pending: list[int] = []
+        received: set[int] = set()
+
+        def take() -> dict[bytes, bytes]:
+            return {bus.COMMANDS: bytes([pending.pop()])} if pending else {}
+
+        async def read() -> None:
+            reader = bus.StreamReader(client, key)
+            while True:
+                received.update(fields[bus.COMMANDS][0] for _, fields in await reader.read())
+
+        writer = bus.StreamWriter(client, key, take)
+        tasks = [asyncio.create_task(work()) for work in (writer.run, read)]
+
+        async def send(number: int) -> None:
+            async def is_received() -> bool:
+                return number in received
+
+            pending.append(number)
+            writer.wake()
+            await until(is_received, f"entry {number}")
+
+        await send(1)
+        await cut_off_primary(group, lambda: send(2))
+        await send(3)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await client.aclose()
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""Real redis-server processes that tests start, kill, suspend and restart over the same files."""
+"""Real redis-server processes that tests start, kill, suspend and restart over the same files.
+
+`CHATCACHE_TEST_REDIS=valkey-server` tests another server program, by name or path.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,10 @@ from tests.support.ports import free_port
 
 
 def redis_binary() -> str:
-    path = shutil.which("redis-server")
+    program = os.environ.get("CHATCACHE_TEST_REDIS", "redis-server")
+    path = shutil.which(program)
     if path is None:
-        pytest.skip("needs a Redis: apt-get install redis-server")
+        pytest.skip(f"needs {program}: apt-get install redis-server")
     return path
 
 
@@ -78,6 +82,16 @@ class RedisServer:
         )
         return self.start()
 
+    @contextlib.contextmanager
+    def cut_off(self) -> Iterator[None]:
+        """Reject replicas and Sentinels, which log in as the administrator, but no client."""
+        self.admin.acl_setuser("admin", enabled=False)  # this connection stays logged in
+        self.admin.execute_command("CLIENT", "KILL", "USER", "admin", "SKIPME", "yes")
+        try:
+            yield
+        finally:
+            self.admin.acl_setuser("admin", enabled=True)
+
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
@@ -104,11 +118,11 @@ class SentinelGroup:
 
     SERVICE = "store"
 
-    def __init__(self, folder: Path) -> None:
-        login = ("--masteruser", "admin", "--masterauth", "any")
-        self.servers = [RedisServer(_made(folder / "0"), *login)]
+    def __init__(self, folder: Path, *settings: str) -> None:
+        settings = ("--masteruser", "admin", "--masterauth", "any", *settings)
+        self.servers = [RedisServer(_made(folder / "0"), *settings)]
         source = ("--replicaof", f"127.0.0.1 {self.servers[0].port}")
-        self.servers += [RedisServer(_made(folder / str(number)), *source, *login) for number in (1, 2)]
+        self.servers += [RedisServer(_made(folder / str(number)), *source, *settings) for number in (1, 2)]
         self._ports = [free_port() for _ in range(3)]
         self._folder = folder
         self._sentinels: list[subprocess.Popen[bytes]] = []
@@ -166,8 +180,8 @@ def _made(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def sentinel_group(folder: Path) -> Iterator[SentinelGroup]:
-    group = SentinelGroup(folder)
+def sentinel_group(folder: Path, *settings: str) -> Iterator[SentinelGroup]:
+    group = SentinelGroup(folder, *settings)
     try:
         yield group.start()
     finally:
