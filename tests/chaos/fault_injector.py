@@ -13,6 +13,7 @@ from tests.chaos.client import Client
 from tests.chaos.history import History
 from tests.chaos.plan import ENGINE_FAULTS, Fault
 from tests.chaos.processes import Rig, Server
+from tests.support.redis_servers import until
 
 DRAIN_GRACE_S = 30.0  # the server's own limit is 20 s
 TINY_BUFFER_BYTES = 4096
@@ -144,10 +145,15 @@ class FaultInjector:
         """Kill the server that the Sentinels name; it becomes a replica when it is started again.
 
         All Sentinels know the new primary by then. Until they do, a server that is back at once would get writes that
-        are lost.
+        are lost. The servers were in sync before: with `wait_replicas=1` one failure at a time loses nothing.
         """
         group = self._rig.group
         assert group is not None
+
+        async def is_in_sync() -> bool:
+            return await asyncio.to_thread(group.is_in_sync)
+
+        await until(is_in_sync, "both replicas in sync")
         primary = await asyncio.to_thread(group.primary)
         await asyncio.to_thread(primary.kill)
         await asyncio.sleep(fault.for_s)

@@ -64,14 +64,17 @@ class Writers:
 
 
 async def cut_off_primary(group: SentinelGroup, during: Callable[[], Awaitable[None]]) -> None:
-    """Cut the primary off until another one is named and `during` has ended; return when it is a replica."""
+    """Cut the primary off until another one is named and `during` has ended; return when it is a replica in sync.
+
+    A second failure before that could lose what the one replica in sync has acknowledged.
+    """
     old = await asyncio.to_thread(group.primary)
 
     async def is_replaced() -> bool:
         return await asyncio.to_thread(group.primary) is not old
 
     async def is_replica() -> bool:
-        return bool(old.admin.execute_command("ROLE")[0] == b"slave")
+        return bool(old.admin.execute_command("ROLE")[0] == b"slave") and await asyncio.to_thread(group.is_in_sync)
 
     with old.cut_off():
         await until(is_replaced, "a new primary")

@@ -114,7 +114,7 @@ def redis_server(folder: Path, *settings: str, appendfsync: str = "everysec") ->
 
 
 class SentinelGroup:
-    """A primary with two replicas, and three Sentinels that name another primary half a second after its death."""
+    """A primary with two replicas, and three Sentinels that name another primary two seconds after its death."""
 
     SERVICE = "store"
 
@@ -138,8 +138,8 @@ class SentinelGroup:
                 f"bind 127.0.0.1\nport {port}\ndir {self._folder}\n"
                 f"sentinel monitor {self.SERVICE} 127.0.0.1 {self.servers[0].port} 2\n"
                 f"sentinel auth-user {self.SERVICE} admin\nsentinel auth-pass {self.SERVICE} any\n"
-                f"sentinel down-after-milliseconds {self.SERVICE} 500\n"
-                f"sentinel failover-timeout {self.SERVICE} 3000\n"
+                f"sentinel down-after-milliseconds {self.SERVICE} 2000\n"
+                f"sentinel failover-timeout {self.SERVICE} 10000\n"
             )
             command = [redis_binary(), str(config), "--sentinel", "--loglevel", "warning"]
             self._sentinels.append(subprocess.Popen(command, cwd=self._folder, stdout=subprocess.DEVNULL))
@@ -164,7 +164,11 @@ class SentinelGroup:
                 return False
             if state["num-other-sentinels"] < 2 or state["num-slaves"] < 2:
                 return False
-        return str(self.servers[0].admin.info("replication")).count("'online'") == 2
+        return self.is_in_sync()
+
+    def is_in_sync(self) -> bool:
+        """Return whether the other two servers follow the primary, so that a failover to either loses nothing."""
+        return str(self.primary().admin.info("replication")).count("'online'") == 2
 
     def close(self) -> None:
         for process in self._sentinels:
