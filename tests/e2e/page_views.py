@@ -5,12 +5,14 @@ A new view is one more entry: its name, and the actions that open it from a page
 
 from __future__ import annotations
 
+import contextlib
+import urllib.error
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tests.e2e.recorded_page import RecordedPage
-from tests.e2e.rest_client import create_conversation
+from tests.e2e.rest_client import call, create_conversation
 
 EVERYTHING = """# A heading
 
@@ -126,6 +128,21 @@ def _administration(chat: RecordedPage) -> None:
     chat.page.click("button:text('Administration')")
 
 
+def _saved_prompts(chat: RecordedPage) -> None:
+    with contextlib.suppress(urllib.error.HTTPError):  # stored by an earlier run on this server
+        call(chat.server, "POST", "/v1/prompts", {"name": "translate", "text": "Into {{language}}:"})
+    _press("Escape", "Control+k")(chat)
+    chat.page.wait_for_selector("[role=combobox]")
+    chat.page.keyboard.type("saved prompts")
+    chat.page.keyboard.press("Enter")
+
+
+def _prompt_menu(chat: RecordedPage) -> None:
+    chat.page.keyboard.press("Escape")
+    chat.page.wait_for_selector("dialog", state="detached")
+    chat.page.fill("#composer", "/tr")
+
+
 def _compare(chat: RecordedPage) -> None:
     chat.page.click(".answer .tool-more >> nth=-1")
     chat.page.click(".menu:popover-open >> text=Compare settings…")
@@ -167,6 +184,10 @@ VIEWS: tuple[View, ...] = (
     View("shortcuts", _press("Escape", "Control+/"), "dialog[open]"),
     View("palette", _palette, "[role=group][aria-label=Messages] [role=option]"),
     View("administration", _administration, ".admin-table"),
+    View("saved prompts", _saved_prompts, ".saved-prompt-list li"),
+    View("saved prompt form", _click("dialog >> text=Edit"), "dialog form"),
+    View("prompt menu", _prompt_menu, "#prompt-options >> text=/translate"),
+    View("prompt variables", _press("Enter"), "dialog textarea"),
     View("everything", _everything, ".katex >> nth=1"),
     View("menu", _click(".conversation-row-current .conversation-menu"), ".menu:popover-open"),
     View("rename", _click(".menu:popover-open >> text=Rename"), "[aria-label='New title']"),
