@@ -34,6 +34,10 @@ def share(page: int) -> str:
     return f"page {page}"  # a comment
 ```
 
+```svg
+<svg viewBox="0 0 1 1"><circle r="1" /></svg>
+```
+
 ![a picture](https://example.com/picture.png)
 
 $$
@@ -189,6 +193,7 @@ VIEWS: tuple[View, ...] = (
     View("prompt menu", _prompt_menu, "#prompt-options >> text=/translate"),
     View("prompt variables", _press("Enter"), "dialog textarea"),
     View("everything", _everything, ".katex >> nth=1"),
+    View("preview", _click(".code-preview"), ".code iframe"),
     View("menu", _click(".conversation-row-current .conversation-menu"), ".menu:popover-open"),
     View("rename", _click(".menu:popover-open >> text=Rename"), "[aria-label='New title']"),
     View("finds", _find, ".search-hit mark"),
