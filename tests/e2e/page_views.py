@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.e2e.recorded_page import RecordedPage
-from tests.e2e.rest_client import call, create_conversation
+from tests.e2e.rest_client import call, create_conversation, create_conversation_with_call
 
 EVERYTHING = """# A heading
 
@@ -61,6 +61,13 @@ def _everything(chat: RecordedPage) -> None:
     chat.page.keyboard.press("Escape")
     made = create_conversation(chat.server, ["Show me all you can draw", EVERYTHING], title="Everything")
     chat.page.evaluate("hash => location.hash = hash", made)
+
+
+def _tool_calls(chat: RecordedPage) -> None:
+    chat.page.keyboard.press("Escape")  # closes the form of the prompt
+    chat.page.wait_for_selector("dialog", state="detached")
+    chat.page.evaluate("hash => location.hash = hash", create_conversation_with_call(chat.server))
+    chat.page.click(".tool-call summary >> nth=0")
 
 
 def _press(*keys: str) -> Callable[[RecordedPage], None]:
@@ -192,6 +199,7 @@ VIEWS: tuple[View, ...] = (
     View("saved prompt form", _click("dialog >> text=Edit"), "dialog form"),
     View("prompt menu", _prompt_menu, "#prompt-options >> text=/translate"),
     View("prompt variables", _press("Enter"), "dialog textarea"),
+    View("tool calls", _tool_calls, ".tool-call[open] section >> nth=1"),
     View("everything", _everything, ".katex >> nth=1"),
     View("preview", _click(".code-preview"), ".code iframe"),
     View("menu", _click(".conversation-row-current .conversation-menu"), ".menu:popover-open"),
