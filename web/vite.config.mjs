@@ -84,6 +84,8 @@ export default defineConfig({
     target: "es2022",
     cssTarget: ["chrome123", "firefox120", "safari17.5"], // browsers with light-dark(), which is then not transpiled
     reportCompressedSize: true,
+    // one file for the first load: small shared files cost a request and compress badly
+    rolldownOptions: { output: { codeSplitting: { groups: [{ name: "index", tags: ["$initial"] }] } } },
   },
   server: { proxy: { "/v1": { target: process.env.CHATCACHE_URL ?? "http://127.0.0.1:8000", ws: true } } },
   test: { environment: "node", include: ["test/**/*.test.ts"], testTimeout: 60_000 }, // the machine may be busy

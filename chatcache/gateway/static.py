@@ -21,13 +21,26 @@ STATIC = Path(__file__).with_name("static")
 MIN_GZIP_BYTES = 1024
 _CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; font-src 'self'; "
-    "connect-src 'self'; manifest-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
+    "connect-src 'self'; manifest-src 'self'; frame-src 'self'; frame-ancestors 'none'; base-uri 'none'; "
+    "form-action 'self'"
 )
 PAGE_HEADERS = {
     "content-security-policy": _CSP,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
+}
+# The page shows HTML and SVG of answers in a frame with this document. It has no origin, so it reaches neither the page
+# nor its cookies and storage, and it loads nothing: what it shows is in the text.
+_PREVIEW_FILE = "preview.html"
+_PREVIEW_HEADERS = {
+    **PAGE_HEADERS,
+    "content-security-policy": (
+        "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+        "img-src data: blob:; media-src data: blob:; font-src data:; frame-ancestors 'self'; base-uri 'none'; "
+        "form-action 'none'"
+    ),
+    "x-dns-prefetch-control": "off",
 }
 _NO_PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>chatcache</title></head>
@@ -90,7 +103,9 @@ class RootFiles(Route):
 
 
 async def _root_file(request: Request) -> Response:
-    path = STATIC / request.path_params["file"]
+    name = request.path_params["file"]
+    path = STATIC / name
     if not path.is_file():
         raise HTTPException(404)
-    return FileResponse(path, headers={**PAGE_HEADERS, "cache-control": "no-cache"})
+    headers = _PREVIEW_HEADERS if name == _PREVIEW_FILE else PAGE_HEADERS
+    return FileResponse(path, headers={**headers, "cache-control": "no-cache"})

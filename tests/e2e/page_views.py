@@ -5,12 +5,14 @@ A new view is one more entry: its name, and the actions that open it from a page
 
 from __future__ import annotations
 
+import contextlib
+import urllib.error
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tests.e2e.recorded_page import RecordedPage
-from tests.e2e.rest_client import create_conversation
+from tests.e2e.rest_client import call, create_conversation, create_conversation_with_call
 
 EVERYTHING = """# A heading
 
@@ -30,6 +32,10 @@ Words with **weight**, *stress*, ~~regret~~, `code`, [a link](https://example.co
 ```python
 def share(page: int) -> str:
     return f"page {page}"  # a comment
+```
+
+```svg
+<svg viewBox="0 0 1 1"><circle r="1" /></svg>
 ```
 
 ![a picture](https://example.com/picture.png)
@@ -55,6 +61,13 @@ def _everything(chat: RecordedPage) -> None:
     chat.page.keyboard.press("Escape")
     made = create_conversation(chat.server, ["Show me all you can draw", EVERYTHING], title="Everything")
     chat.page.evaluate("hash => location.hash = hash", made)
+
+
+def _tool_calls(chat: RecordedPage) -> None:
+    chat.page.keyboard.press("Escape")  # closes the form of the prompt
+    chat.page.wait_for_selector("dialog", state="detached")
+    chat.page.evaluate("hash => location.hash = hash", create_conversation_with_call(chat.server))
+    chat.page.click(".tool-call summary >> nth=0")
 
 
 def _press(*keys: str) -> Callable[[RecordedPage], None]:
@@ -126,6 +139,21 @@ def _administration(chat: RecordedPage) -> None:
     chat.page.click("button:text('Administration')")
 
 
+def _saved_prompts(chat: RecordedPage) -> None:
+    with contextlib.suppress(urllib.error.HTTPError):  # stored by an earlier run on this server
+        call(chat.server, "POST", "/v1/prompts", {"name": "translate", "text": "Into {{language}}:"})
+    _press("Escape", "Control+k")(chat)
+    chat.page.wait_for_selector("[role=combobox]")
+    chat.page.keyboard.type("saved prompts")
+    chat.page.keyboard.press("Enter")
+
+
+def _prompt_menu(chat: RecordedPage) -> None:
+    chat.page.keyboard.press("Escape")
+    chat.page.wait_for_selector("dialog", state="detached")
+    chat.page.fill("#composer", "/tr")
+
+
 def _compare(chat: RecordedPage) -> None:
     chat.page.click(".answer .tool-more >> nth=-1")
     chat.page.click(".menu:popover-open >> text=Compare settings…")
@@ -167,7 +195,13 @@ VIEWS: tuple[View, ...] = (
     View("shortcuts", _press("Escape", "Control+/"), "dialog[open]"),
     View("palette", _palette, "[role=group][aria-label=Messages] [role=option]"),
     View("administration", _administration, ".admin-table"),
+    View("saved prompts", _saved_prompts, ".saved-prompt-list li"),
+    View("saved prompt form", _click("dialog >> text=Edit"), "dialog form"),
+    View("prompt menu", _prompt_menu, "#prompt-options >> text=/translate"),
+    View("prompt variables", _press("Enter"), "dialog textarea"),
+    View("tool calls", _tool_calls, ".tool-call[open] section >> nth=1"),
     View("everything", _everything, ".katex >> nth=1"),
+    View("preview", _click(".code-preview"), ".code iframe"),
     View("menu", _click(".conversation-row-current .conversation-menu"), ".menu:popover-open"),
     View("rename", _click(".menu:popover-open >> text=Rename"), "[aria-label='New title']"),
     View("finds", _find, ".search-hit mark"),

@@ -48,7 +48,8 @@ class RecordedPage:
         context.set_default_timeout(TIMEOUT_MS)
         self.page = context.new_page()
         self.page.add_init_script(
-            f"localStorage['chatcache.sampling'] ??= JSON.stringify({{maxTokens: {ANSWER_TOKENS}, seed: {SEED}}})"
+            "if (origin !== 'null')"  # a sandboxed frame has no storage
+            f" localStorage['chatcache.sampling'] ??= JSON.stringify({{maxTokens: {ANSWER_TOKENS}, seed: {SEED}}})"
         )
         self.received: list[dict[str, Any]] = []
         self.asked: list[str] = []
@@ -69,6 +70,7 @@ class RecordedPage:
     def ignore_problems(self) -> None:
         """Ignore the problems so far, which the test itself has caused."""
         self.expected_errors = len(self._errors)
+        self._external_requests.clear()
 
     def leave(self) -> None:
         """Close the page and cancel its running responses, which would slow down later tests."""

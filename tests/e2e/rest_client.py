@@ -24,3 +24,16 @@ def create_conversation(server: str, texts: Sequence[str], **fields: Any) -> str
     items = [{"role": roles[place % 2], "content": text} for place, text in enumerate(texts)]
     made = call(server, "POST", "/v1/conversations", {"items": items, **fields})
     return str(made["id"])
+
+
+def create_conversation_with_call(server: str) -> str:
+    """Create a conversation whose answer calls two functions, one with an output and a second answer; return its id."""
+    call_item = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city": "Rome"}'}
+    items = [
+        {"role": "user", "content": "Weather?"},
+        call_item,
+        {**call_item, "call_id": "call_2", "name": "time"},
+        {"type": "function_call_output", "call_id": "call_1", "output": '{"degrees": 21}'},
+        {"role": "assistant", "content": "It is warm."},
+    ]
+    return str(call(server, "POST", "/v1/conversations", {"items": items})["id"])

@@ -26,6 +26,7 @@ POLICY = {
     "font-src": "'self'",
     "connect-src": "'self'",
     "manifest-src": "'self'",
+    "frame-src": "'self'",
     "frame-ancestors": "'none'",
     "base-uri": "'none'",
     "form-action": "'self'",

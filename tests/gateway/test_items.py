@@ -221,6 +221,19 @@ def test_pages_split_items_of_one_message(server: Server) -> None:
         assert get(server, f"{path}/{item['id']}") == item
 
 
+def test_messages_of_all_branches_have_their_calls_and_outputs(server: Server) -> None:
+    call = {"type": "function_call", "call_id": "call_a", "name": "look", "arguments": '{"at": 1}'}
+    result = {"type": "function_call_output", "call_id": "call_a", "output": "found"}
+    made = server.post("/v1/conversations", items=[user("ask"), call, {**call, "call_id": "call_b"}, result])[2]
+    asked, answer, output = get(server, f"/v1/conversations/{made['id']}/items?branches=all")["data"]
+    assert "calls" not in asked and "call_id" not in asked
+    assert (answer["role"], "call_id" in answer) == ("assistant", False)
+    calls = [(each["call_id"], each["name"], each["arguments"]) for each in answer["calls"]]
+    assert calls == [("call_a", "look", '{"at": 1}'), ("call_b", "look", '{"at": 1}')]
+    assert (output["role"], output["call_id"], output["content"][0]["text"]) == ("tool", "call_a", "found")
+    assert output["parent_id"] == answer["id"] and "calls" not in output
+
+
 def test_conversation_beyond_the_limit_of_messages_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chatcache.conversations.turns.MAX_ITEMS", 8)
     talk = server.post("/v1/conversations", items=[user(f"m{number}") for number in range(7)])[2]

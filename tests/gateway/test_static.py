@@ -15,6 +15,7 @@ from tests.gateway.serving import Server
 FILES = {
     "static/index.html": "<!doctype html><title>page</title>",
     "static/theme.js": "1;",
+    "static/preview.html": "<title>preview</title>",
     "static/assets/main-abc.js": "2;",
     "static/assets/big-abc.js": "3;" * 2000,
     "static/secret.py": "no",
@@ -55,6 +56,24 @@ def test_page_files_have_security_headers_and_need_no_key(server: Server, folder
         headers = server.request("GET", path)[1]
         assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
         assert headers["x-content-type-options"] == "nosniff" and headers["referrer-policy"] == "no-referrer"
+
+
+def test_preview_has_no_origin_and_only_the_page_may_frame_it(server: Server, folder: Path) -> None:
+    status, headers, _ = server.request("GET", "/preview.html")
+    if not (folder / "static").exists():
+        assert status == 404
+        return
+    directives = dict(each.strip().split(" ", 1) for each in headers["content-security-policy"].split(";"))
+    assert (directives["sandbox"], directives["default-src"]) == ("allow-scripts", "'none'")
+    assert directives["frame-ancestors"] == "'self'"
+    loaded = {name: value.split() for name, value in directives.items() if name not in ("sandbox", "frame-ancestors")}
+    assert {source for sources in loaded.values() for source in sources} == {
+        "'none'",
+        "'unsafe-inline'",
+        "data:",
+        "blob:",
+    }
+    assert "frame-src 'self'" in server.request("GET", "/")[1]["content-security-policy"]
 
 
 def test_large_asset_is_compressed_if_the_client_accepts_gzip(server: Server, folder: Path) -> None:

@@ -142,6 +142,31 @@ describe("MarkdownStream", () => {
     expect(root.querySelector("button.code-copy")).not.toBeNull();
   });
 
+  it.each([
+    ["html", "<p>Hello</p>", 1],
+    ["svg", "<svg/>", 1],
+    ["xml", '<?xml version="1.0"?>\n<svg viewBox="0 0 1 1"/>', 1],
+    ["xml", "<svgs/>", 0],
+    ["js", "'<svg/>'", 0],
+  ])("offers a preview of complete HTML and SVG blocks: %s %s", (language, code, count) => {
+    const stream = new MarkdownStream(root, md);
+    stream.update(`\`\`\`${language}\n${code}`, false);
+    expect(root.querySelectorAll(".code-preview").length).toBe(0);
+    stream.update(`\`\`\`${language}\n${code}\n\`\`\``, true);
+    expect(root.querySelectorAll(".code-preview").length).toBe(count);
+  });
+
+  it("shows the preview in a frame without an origin, and the code again", () => {
+    new MarkdownStream(root, md).update("```html\n<p>Hello</p>\n```", true);
+    const button = root.querySelector<HTMLButtonElement>(".code-preview")!;
+    button.click();
+    const frame = root.querySelector("iframe")!;
+    expect([frame.getAttribute("sandbox"), frame.hasAttribute("srcdoc")]).toEqual(["allow-scripts", false]);
+    expect([root.querySelector("pre")!.hidden, button.textContent]).toEqual([true, "Code"]);
+    button.click();
+    expect([root.querySelector("iframe"), root.querySelector("pre")!.hidden]).toEqual([null, false]);
+  });
+
   it("opens links in a new tab without a referrer", () => {
     new MarkdownStream(root, md).update("[a](https://example.com) and https://example.org", true);
     const links = [...root.querySelectorAll("a")];

@@ -82,6 +82,53 @@ describe("Thread.load", () => {
     expect(thread.tree.value.leaf.value?.status.value).toBe("stopped");
   });
 
+  it("gives calls to their answer, and their outputs to the answer of each branch", () => {
+    const call = { call_id: "call_1", name: "look", arguments: "{}", candidate: 0 };
+    const output = (id: string, parent: string, call_id = "call_1") =>
+      item(id, "tool", { parent_id: parent, call_id, content: [{ type: "text", text: `of ${id}` }] });
+    const items = [
+      item("msg_1", "user"),
+      answer({ calls: [call] }),
+      output("out_1", "msg_2"),
+      output("out_2", "msg_2"),
+      output("out_3", "out_2", "call_2"),
+      item("msg_3", "assistant", { parent_id: "out_1" }),
+      item("msg_4", "assistant", { parent_id: "out_3" }),
+      item("msg_5", "user", { parent_id: "msg_4" }),
+    ];
+    const thread = new Thread();
+    thread.load(items.slice(0, 2), head);
+    const tree = thread.tree.value;
+    const [, shown] = tree.path.value;
+    thread.load(items, head);
+    for (const message of tree.all()) {
+      [message.calls.value, message.callOutputs.value] = [[], []]; // as if the page had shown them without
+    }
+    thread.load(items, head);
+    expect(shown!.calls.value).toEqual([call]);
+    expect(tree.byId("msg_1")!.calls.value).toEqual([]);
+    expect(tree.childrenOf(shown!.key).map(({ id, callOutputs }) => [id.value, callOutputs.value])).toEqual([
+      ["msg_3", [{ callId: "call_1", text: "of out_1" }]],
+      [
+        "msg_4",
+        [
+          { callId: "call_1", text: "of out_2" },
+          { callId: "call_2", text: "of out_3" },
+        ],
+      ],
+    ]);
+    expect(tree.byId("msg_5")!.callOutputs.value).toEqual([]);
+  });
+
+  it("keeps the calls of an answer that is still written", () => {
+    const thread = loaded({ status: "in_progress" });
+    const call = { call_id: "call_1", name: "look", arguments: "{}", candidate: 0 };
+    const shown = thread.tree.value.leaf.value!;
+    shown.calls.value = [call];
+    thread.load([item("msg_1", "user"), answer({ status: "in_progress" })], head);
+    expect(shown.calls.value).toEqual([call]);
+  });
+
   it("restores the figures of a stored answer", () => {
     const miss = { reason: "evicted", at_token: 16, detail: "" };
     const receipt = { tokens_after_stop: 1, pages_freed: 2, stop_latency_ms: 3 };

@@ -324,10 +324,20 @@ def _encode_items(tree: ConversationTree, page: PageQuery, *, all_branches: bool
     """Encode the page that begins in the first message of `tree`, of which the items are in the order of the page."""
     items = tree.items.values()
     if all_branches:
-        return encode(paginate([message_item(item, tree.turn_of(item)) for item in items], page, is_ordered=True))
+        return encode(paginate([_branch_item(tree, item) for item in items], page, is_ordered=True))
     step = 1 if page.order == "asc" else -1
     entries = [entry for item in items for entry in _listed_items_of(tree, item)[::step]]
     return encode(paginate(entries, page, is_ordered=True))
+
+
+def _branch_item(tree: ConversationTree, item: Item) -> schemas.Item:
+    """Convert a message with its calls to one item."""
+    message = message_item(item, tree.turn_of(item))
+    if calls := [output for output in output_items(item) if isinstance(output, schemas.FunctionCall)]:
+        message.calls = calls
+    if item.role == "tool":
+        message.call_id = item.parts.call_id
+    return message
 
 
 def _encode_new_items(conversation: Conversation, items: Sequence[Item]) -> bytes:

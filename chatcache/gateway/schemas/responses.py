@@ -280,7 +280,8 @@ class IncompleteDetails(msgspec.Struct):
 class Item(msgspec.Struct, tag_field="type", tag="message"):
     """A message of the tree. Messages with the same `parent_id` are candidates or branches.
 
-    `incomplete_details` and `statistics` are those of the response that generated it.
+    `incomplete_details` and `statistics` are those of the response that generated it. In the list of all branches, a
+    message has the `calls` of functions that it makes, and the output of a function the `call_id` of its call.
     """
 
     id: str
@@ -297,6 +298,8 @@ class Item(msgspec.Struct, tag_field="type", tag="message"):
     candidate: int | UnsetType = UNSET
     incomplete_details: IncompleteDetails | UnsetType = UNSET
     statistics: Statistics | UnsetType = UNSET
+    calls: list[FunctionCall] | UnsetType = UNSET
+    call_id: str | UnsetType = UNSET
 
 
 class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):

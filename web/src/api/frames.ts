@@ -16,12 +16,22 @@ export interface WireItem {
   readonly finish_reason?: string | null;
 }
 
+/** A function call of a candidate. */
+export interface WireCall {
+  readonly call_id: string;
+  readonly name: string;
+  readonly namespace?: string;
+  readonly arguments: string; // JSON, which may be cut off
+  readonly candidate: number;
+}
+
 export interface WireOutput {
   readonly item_id: string;
   readonly output_index: number;
   readonly type: string;
   readonly candidate?: number;
   readonly text?: string; // text of the message or of the reasoning
+  readonly call_id?: string; // of a call, with the other fields of `WireCall`
 }
 
 interface WireError {
@@ -74,6 +84,8 @@ export interface StoredItem {
   readonly usage?: WireUsage | null;
   readonly incomplete_details?: { readonly reason: string };
   readonly statistics?: WireStatistics;
+  readonly calls?: readonly WireCall[];
+  readonly call_id?: string; // of the call whose output this is; the role is then "tool"
 }
 
 /** Figures of a stored response. */
@@ -147,7 +159,11 @@ export type ServerFrame = StreamFields &
         readonly cached_tokens: number;
         readonly warm_tokens: number;
       }
-    | { readonly type: "response.output_item.done"; readonly output_index: number; readonly item: WireItem }
+    | {
+        readonly type: "response.output_item.done";
+        readonly output_index: number;
+        readonly item: WireItem | (WireItem & WireCall);
+      }
     // replaces frames that were dropped because the client was too slow
     | { readonly type: "response.snapshot"; readonly outputs: readonly WireOutput[] }
     | { readonly type: "response.completed"; readonly response: WireResponse; readonly saved?: false }

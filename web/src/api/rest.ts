@@ -259,9 +259,9 @@ interface ListedItem {
   readonly content?: readonly { readonly text: string }[];
 }
 
-/** Return the stored reasoning of an answer; null if there is none. */
-export async function getReasoning(conversation: string, item: string): Promise<string | null> {
-  const query = `leaf=${encodeURIComponent(item)}&order=desc&limit=2`;
+/** Return the stored reasoning of an answer, which is above its text and its calls; null if there is none. */
+export async function getReasoning(conversation: string, item: string, numCalls: number): Promise<string | null> {
+  const query = `leaf=${encodeURIComponent(item)}&order=desc&limit=${2 + numCalls}`;
   const list = await call<{ data: readonly ListedItem[] }>("GET", `${conversationPath(conversation)}/items?${query}`);
   const thought = list.data.find((entry) => entry.type === "reasoning");
   return thought?.content?.map((part) => part.text).join("") ?? null;

@@ -1,4 +1,5 @@
-// Named system prompts: built-in presets, and custom prompts stored in this browser.
+// Named system prompts: built-in presets, and custom prompts stored in this browser. The texts that users insert into
+// messages and share are `server/savedPrompts.ts`.
 
 import { computed, signal } from "@preact/signals";
 import { load, save } from "./browser";

@@ -4,7 +4,7 @@ import { computed, signal } from "@preact/signals";
 import type { StoredItem, WireConversation } from "../api/frames";
 import type { Sampling } from "../app/settings";
 import type { Attachment } from "./attachments";
-import { type Message, type Status, Tree } from "./tree";
+import { type CallOutput, type Message, type Status, Tree } from "./tree";
 import { Turn, toUsage } from "./turn";
 
 /** A message written during an answer, with the settings of that moment. */
@@ -225,8 +225,11 @@ function mergeStored(
   const findMessage = messageFinder(before, turns);
   // message id -> key; for hidden items, the key of their nearest shown ancestor
   const keys = new Map<string, string | null>();
+  const outputs = new Map<string, readonly CallOutput[]>(); // of an item that is not shown and those above it
   for (const item of items) {
     const parent = item.parent_id === null ? null : (keys.get(item.parent_id) ?? null);
+    const above = outputs.get(item.parent_id ?? "") ?? [];
+    if (item.call_id !== undefined) outputs.set(item.id, [...above, { callId: item.call_id, text: textOf(item) }]);
     if ((item.role !== "user" && item.role !== "assistant") || hidden.has(item.id)) {
       keys.set(item.id, parent);
       continue;
@@ -235,11 +238,13 @@ function mergeStored(
     const first = (item.index ?? 0) === 0; // choose the first candidate, and the newest turn
     if (existing) {
       existing.parent = parent; // another one if the message above was deleted
+      existing.callOutputs.value = above;
       applyStored(existing, item);
       tree.attach(existing, first);
       keys.set(item.id, existing.key);
     } else {
       const message = addStored(tree, item, parent, first);
+      message.callOutputs.value = above;
       keys.set(item.id, message.key);
       if (message.turn !== null) groupByResponse(responses, message.turn, item, message);
     }
@@ -272,6 +277,7 @@ function applyStored(message: Message, item: StoredItem): void {
   message.id.value = item.id;
   message.tokens.value = item.num_tokens ?? 0;
   if (item.status === "in_progress") return;
+  message.calls.value = item.calls ?? [];
   // this page has received more than a killed server had stored
   if (message.status.value === "interrupted" && message.text.value.startsWith(textOf(item))) return;
   message.text.value = textOf(item);
@@ -284,6 +290,7 @@ function addStored(tree: Tree, item: StoredItem, parent: string | null, choose: 
   const init = { key: item.id, id: item.id, parent, role, turn, text: textOf(item), status: statusOf(item) } as const;
   const message = tree.add(init, choose);
   message.tokens.value = item.num_tokens ?? 0;
+  message.calls.value = item.calls ?? [];
   return message;
 }
 

@@ -100,7 +100,8 @@ export class TokenForks {
     const conversation = this.chat.thread.value.id.value;
     if (item === null || conversation === null || message.reasoning.value) return;
     try {
-      message.reasoning.value = (await getReasoning(conversation, item)) ?? "No reasoning is stored.";
+      message.reasoning.value =
+        (await getReasoning(conversation, item, message.calls.value.length)) ?? "No reasoning is stored.";
     } catch (error) {
       toast((error as Error).message);
     }

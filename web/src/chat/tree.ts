@@ -1,6 +1,7 @@
 // The message tree of a conversation: parents, ordered siblings, and the chosen child of each message. The page shows
 // the path from the root through the chosen children.
 import { computed, type Signal, signal } from "@preact/signals";
+import type { WireCall } from "../api/frames";
 
 type Role = "user" | "assistant";
 export type Status = "waiting" | "streaming" | "done" | "stopped" | "steered" | "interrupted" | "length" | "error";
@@ -31,6 +32,14 @@ export interface Message {
   readonly status: Signal<Status>;
   readonly error: Signal<string>; // why it failed, or a note on how it ended
   readonly tokens: Signal<number | null>; // number of stored tokens; null: unknown
+  readonly calls: Signal<readonly WireCall[]>; // of functions
+  readonly callOutputs: Signal<readonly CallOutput[]>; // sent before this message, to the calls of the one above
+}
+
+/** The output of a function that an answer called. */
+export interface CallOutput {
+  readonly callId: string;
+  readonly text: string;
 }
 
 interface NewMessage {
@@ -93,6 +102,8 @@ export class Tree {
       status: signal(init.status ?? "done"),
       error: signal(""),
       tokens: signal(null),
+      calls: signal([]),
+      callOutputs: signal([]),
     };
     this.attach(message, choose);
     return message;

@@ -5,6 +5,7 @@ import type {
   CacheMiss,
   ServerFrame,
   StopReceipt,
+  WireCall,
   WireItem,
   WireOutput,
   WireResponse,
@@ -165,6 +166,7 @@ export class Turn {
         this.applySnapshot(frame.outputs, batcher);
         break;
       case "response.output_item.done":
+        if ("call_id" in frame.item) this.addCall(frame.item);
         if ((frame.item.type ?? "message") !== "message") break;
         this.update(frame.output_index, frame.item, STATUS_OF_REASON[frame.item.finish_reason ?? "stop"] ?? "done");
         break;
@@ -197,6 +199,7 @@ export class Turn {
         this.beginReasoning(output.output_index, output.candidate);
         this.reasoningAt(output.output_index).value = output.text ?? "";
       }
+      if (isCall(output)) this.addCall(output);
       if (output.type !== "message") continue;
       this.candidateByOutput.set(output.output_index, output.candidate ?? output.output_index);
       const message = this.messageAt(output.output_index);
@@ -256,6 +259,12 @@ export class Turn {
     this.phase.value = "decode";
   }
 
+  /** Add a call, or replace it by what is known of it now. */
+  private addCall(call: WireCall): void {
+    const calls = this.candidates[call.candidate]?.calls;
+    if (calls) calls.value = [...calls.value.filter(({ call_id }) => call_id !== call.call_id), call];
+  }
+
   private reasoningAt(index: number): Signal<string> {
     return this.candidates[this.reasoningByOutput.get(index) ?? 0]!.reasoning;
   }
@@ -282,6 +291,10 @@ export class Turn {
       this.phase.value = "ended";
     });
   }
+}
+
+function isCall(output: WireOutput): output is WireOutput & WireCall {
+  return output.type === "function_call";
 }
 
 export function toUsage(usage: WireUsage): Usage {

@@ -24,6 +24,7 @@ import { ThreadView } from "./thread/ThreadView";
 
 const Settings = lazy(async () => (await import("./Settings")).Settings);
 const Administration = lazy(async () => (await import("./Administration")).Administration);
+const SavedPrompts = lazy(async () => (await import("./prompts/SavedPrompts")).SavedPrompts);
 const Shortcuts = lazy(async () => (await import("./Shortcuts")).Shortcuts);
 const Palette = lazy(
   async () => (await import("./Palette")).Palette,
@@ -63,6 +64,7 @@ export function App({ chat }: { chat: Chat }) {
       </div>
       {panel.value === "shortcuts" && <Shortcuts />}
       {panel.value === "administration" && <Administration />}
+      {panel.value === "prompts" && <SavedPrompts />}
       {paletteOpen.value && <Palette />}
       {chat.forks.inspector.value && <AlternativesPopover />}
       <FileDrop />

@@ -9,9 +9,12 @@ import { PASTED_FILE_CHARS } from "../chat/attachments";
 import { AttachButton, AttachmentChips } from "./Attachments";
 import { useChat } from "./context";
 import { Chevron, Close, Minus, Plus, Send, Sliders, Stop } from "./icons";
+import { lazy } from "./lazy";
 import { panel, togglePanel } from "./navigation";
 import { VoiceButton } from "./VoiceButton";
 
+const PromptMenu = lazy(async () => (await import("./prompts/PromptMenu")).PromptMenu);
+const PROMPT_NAME = /^\/[a-z0-9-]*$/; // the beginning of a message that names a saved prompt
 const MAX_HEIGHT_PX = 220;
 
 export function Composer() {
@@ -73,6 +76,7 @@ export function Composer() {
     <div class="composer-area">
       <Suggestions />
       <QueuedMessages />
+      {PROMPT_NAME.test(text.value) && <PromptMenu area={area} />}
       <form
         class="composer"
         onSubmit={(event) => {

@@ -275,6 +275,7 @@ export const COMMANDS: readonly Command[] = [
   themeCommand("dark", "Dark theme"),
   themeCommand("system", "System theme"),
   { keys: "Ctrl+,", label: "Settings", matches: controlSign(","), run: () => togglePanel("settings") },
+  { keys: "/", label: "Saved prompts", applies: isUnlocked, run: () => togglePanel("prompts") },
   {
     label: "Administration",
     applies: (chat) => chat.auth.identity.value?.is_admin === true,

@@ -14,7 +14,7 @@ export const PANEL_LABELS: Readonly<Record<SidePanelName, string>> = {
   branches: "Branches",
   pages: "KV pages",
 };
-type PanelName = SidePanelName | "settings" | "shortcuts" | "administration" | null;
+type PanelName = SidePanelName | "settings" | "shortcuts" | "administration" | "prompts" | null;
 
 const STORAGE_KEY = "side";
 

@@ -20,6 +20,7 @@ import { wordAtPoint, wordOffset } from "./wordAtPoint";
 
 const CompareSettingsForm = lazy(async () => (await import("./CompareSettings")).CompareSettingsForm);
 const TokenText = lazy(async () => (await import("./TokenView")).TokenText);
+const ToolCalls = lazy(async () => (await import("./ToolCalls")).ToolCalls);
 const DOUBLE_CLICK_MS = 250;
 
 export function Answer({ message, turn }: { message: Message; turn: Turn | undefined }) {
@@ -60,6 +61,7 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
       <Reasoning message={message} turn={turn} />
       {isEmpty.value && open && <Pending turn={turn} />}
       {tokens ? <TokenText inspector={tokens} /> : <Markdown message={message} />}
+      {message.calls.value.length > 0 && <ToolCalls message={message} />}
       <Ending message={message} alone />
       {turn && <SchemaStatus message={message} turn={turn} />}
       {editing.value === "settings" && <CompareSettingsForm message={message} onClose={stopEditing} />}

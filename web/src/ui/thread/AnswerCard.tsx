@@ -7,9 +7,12 @@ import type { TextPart } from "../../chat/compare";
 import type { Message } from "../../chat/tree";
 import type { Turn } from "../../chat/turn";
 import { useChat } from "../context";
+import { lazy } from "../lazy";
 import { DroppedNote } from "./AnswerStats";
 import { Ending, Markdown, Pending, Reasoning, STATUS_LABELS } from "./MessageParts";
 import { SchemaStatus } from "./SchemaStatus";
+
+const ToolCalls = lazy(async () => (await import("./ToolCalls")).ToolCalls);
 
 interface CardProps {
   readonly message: Message;
@@ -61,6 +64,7 @@ export function AnswerCard(props: CardProps) {
           <Reasoning message={message} turn={turn} />
           {isEmpty.value && open && <Pending turn={turn} />}
           {parts ? <Differences parts={parts} /> : <Markdown message={message} />}
+          {message.calls.value.length > 0 && <ToolCalls message={message} />}
           {dropped ? <DroppedNote receipt={dropped} /> : <Ending message={message} />}
           {turn && !dropped && <SchemaStatus message={message} turn={turn} />}
         </div>
