@@ -31,6 +31,7 @@ from chatcache.gateway.errors import (
     REQUEST_ID,
     BodyTimeoutError,
     BodyTooLargeError,
+    ShuttingDownError,
     UnsupportedMediaTypeError,
     error_response,
     is_messages_api,
@@ -93,6 +94,12 @@ class RequestContextMiddleware:
             await self._app(scope, receive, send_with_id)
         except (SendTimeoutError, ClientDisconnect):
             log.info("%s the client disconnected or stopped reading", request_id)
+        except asyncio.CancelledError:  # by uvicorn, which waits no longer for requests while the server shuts down
+            if status or scope["type"] != "http":
+                raise
+            error = ShuttingDownError("the server is shutting down; try again in a moment")
+            self._metrics.record_refusal(error)
+            await _send_error(error, scope, receive, send_with_id)
         except Exception as error:
             if not isinstance(error, ChatcacheError):
                 log.exception("%s failed", request_id)
