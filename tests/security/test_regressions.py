@@ -170,7 +170,8 @@ def test_urls_of_a_request_are_not_fetched(server: Server, kind: str) -> None:
 def test_no_request_field_names_a_page_a_hash_or_a_namespace() -> None:
     """The server derives cache keys from the tenant and the bytes that it processes.
 
-    `cache_salt` divides the keys within the tenant, see tests/gateway/test_cache_salt.py.
+    `cache_salt` divides the keys within the tenant, see tests/gateway/test_cache_salt.py. `page_texts` is a switch: it
+    adds the text of the caller's own prompt to the answer.
     """
     names: set[str] = set()
     for title, schema in document(ROUTES, "0")["components"]["schemas"].items():
@@ -178,7 +179,7 @@ def test_no_request_field_names_a_page_a_hash_or_a_namespace() -> None:
             names |= set(schema.get("properties", {}))
     assert "temperature" in names
     words = ("hash", "page", "block", "slot", "salt", "namespace", "tenant", "public", "request_id")
-    assert {name for name in names if any(word in name for word in words)} == {"cache_salt"}
+    assert {name for name in names if any(word in name for word in words)} == {"cache_salt", "page_texts"}
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd", "gzip, gzip", "x"])
