@@ -37,7 +37,10 @@ async def run_plan(plan: Plan, folder: Path, *, step_s: float = 0.01) -> list[Vi
         history.close()
     checker = Checker(entries_of(history.path))
     print("checked: " + ", ".join(f"{count} {what}" for what, count in checker.num_checked().items()), flush=True)
-    return checker.violations()
+    violations = checker.violations()
+    for violation in violations:  # pytest shortens what an assertion compares
+        print(f"{violation.rule} at {violation.t:.1f} s: {violation.what}", flush=True)
+    return violations
 
 
 async def _live(plan: Plan, rig: Rig, history: History) -> None:
