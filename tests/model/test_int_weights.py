@@ -73,7 +73,7 @@ def test_integer_checkpoint_of_composite_model_equals_the_dequantised_model(
     """The config of the text model has no `quantization_config` of its own."""
     save_composite(name, tmp_path / "plain")
     (tmp_path / "plain/model.safetensors.index.json").unlink()
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for shard in (tmp_path / "plain").glob("*.safetensors"):
         tensors |= load_file(shard)
         shard.unlink()
