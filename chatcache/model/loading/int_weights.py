@@ -106,7 +106,9 @@ def _read_compressed_tensors(fields: dict[str, Any], name: str) -> IntFormat | N
     are_equal = all(each.get(key) == scheme.get(key) for each in schemes for key in ("num_bits", "group_size"))
     _check(where, are_equal, "they must be equal")
     _check_one_of(f"{where}.strategy", scheme.get("strategy"), ("group", "channel", "tensor"))
-    _check_one_of(f"{where}.num_bits", scheme.get("num_bits"), (8,) if fields["format"] == "int-quantized" else (2, 4, 8))
+    _check_one_of(
+        f"{where}.num_bits", scheme.get("num_bits"), (8,) if fields["format"] == "int-quantized" else (2, 4, 8)
+    )
     size = _group_size(f"{where}.group_size", scheme.get("group_size")) if scheme["strategy"] == "group" else None
     return IntFormat(fields["format"], scheme["num_bits"], size)
 
