@@ -14,6 +14,7 @@ failover does not lose them.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
@@ -53,7 +54,8 @@ def open_sync_client(url: str, **options: Any) -> Any:
 
 async def close_idle_connections(client: Any) -> None:
     """Let the next connections ask for the primary: the server that refused a write may not be it any more."""
-    await client.connection_pool.disconnect(inuse_connections=False)
+    with contextlib.suppress(redis.RedisError, OSError):  # a connection over TLS may not end in time; it is closed
+        await client.connection_pool.disconnect(inuse_connections=False)
 
 
 def num_waited_replicas(url: str) -> int:
@@ -116,7 +118,7 @@ class _PrimaryPool(redis.asyncio.sentinel.SentinelConnectionPool):  # type: igno
     async def release(self, connection: Any) -> None:
         """Return a connection; close it first if a newer one found another primary meanwhile."""
         if (connection.host, connection.port) != self.master_address:
-            await connection.disconnect()
+            await connection.disconnect(nowait=True)  # a server that is cut off does not end a TLS connection
         await super().release(connection)
 
     async def disconnect(self, inuse_connections: bool = True) -> None:

@@ -31,7 +31,8 @@ PAGE_HEADERS = {
     "cross-origin-opener-policy": "same-origin",
 }
 # The page shows HTML and SVG of answers in a frame with this document. It has no origin, so it reaches neither the page
-# nor its cookies and storage, and it loads nothing: what it shows is in the text.
+# nor its cookies and storage, and it loads nothing: what it shows is in the text. Policies
+# do not stop WebRTC and `preconnect`.
 _PREVIEW_FILE = "preview.html"
 _PREVIEW_HEADERS = {
     **PAGE_HEADERS,

@@ -188,7 +188,7 @@ class RedisConnection:
             raise StoreUnavailableError(_NO_ANSWER) from error
         except redis.RedisError as error:  # read only, out of memory, disk error, no permission
             log.warning("the store at %s refuses: %s", self.address, _error_text(error))
-            await close_idle_connections(self._client)
+            await self._close_idle_connections()
             raise StoreUnavailableError("the store rejects writes now") from error
         finally:
             self._slots.release()
@@ -262,8 +262,7 @@ class RedisConnection:
 
     async def _try_connect(self) -> None:
         try:
-            for client in (self._client, self._slow_client):  # old connections may be dead
-                await close_idle_connections(client)
+            await self._close_idle_connections()  # they may be dead
             await self._client.ping()
             await self._check_layout(self._client)
         except (redis.RedisError, OSError, RuntimeError) as error:
@@ -274,6 +273,10 @@ class RedisConnection:
             self._down_reason = error.message
         else:
             self._down_reason = None
+
+    async def _close_idle_connections(self) -> None:
+        for client in (self._client, self._slow_client):
+            await close_idle_connections(client)
 
 
 class GatewayHeartbeats:

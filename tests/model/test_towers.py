@@ -211,6 +211,6 @@ def test_composite_folder_without_a_text_tensor_is_rejected(
 
 def test_quantised_composite_folder_is_rejected(load: Load, tmp_path: Path) -> None:
     save_composite("mistral3", tmp_path)
-    set_config(tmp_path, quantization_config={"quant_method": "exl3"})
-    with pytest.raises(ModelFolderError, match="its weights are quantised \\(exl3\\)"):
+    set_config(tmp_path, quantization_config={"quant_method": "hqq"})
+    with pytest.raises(ModelFolderError, match="its weights are quantised \\(hqq\\)"):
         load(tmp_path)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import redis
 
 from chatcache.cluster import bus
 from chatcache.conversations.store import StoreUnavailableError, StoreUnusableError
 from chatcache.conversations.tree import Conversation, Item
-from chatcache.redis_urls import num_waited_replicas, server_name
+from chatcache.redis_urls import num_waited_replicas, open_client, server_name
 from chatcache.storage.redis import RedisStore, check_server
+from chatcache.storage.redis_client import RedisConnection
 from tests.support.redis_servers import SentinelGroup, answers, sentinel_group, until
 
 HEAD = Conversation("conv", "me", 1.0, 1.0)
@@ -204,3 +207,59 @@ def test_url_without_its_login_names_the_servers() -> None:
     assert server_name("unix:///run/redis.sock") == "/run/redis.sock"
     assert num_waited_replicas("redis://host/0?wait_replicas=2") == 2
     assert urlsplit(server_name("redis://host/0")).path == "host"
+
+
+class _HangingWriter:
+    """A TLS connection to a server that was cut off: closing it does not end."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    async def wait_closed(self) -> None:
+        await asyncio.Event().wait()
+
+
+def _connect(pool: Any, host: str) -> tuple[Any, _HangingWriter]:
+    """Add a connection to those in use of a pool."""
+    connection, writer = pool.make_connection(), _HangingWriter()
+    connection.host, connection.port = host, 1
+    connection._reader, connection._writer = asyncio.StreamReader(), writer
+    pool._in_use_connections.add(connection)
+    return connection, writer
+
+
+async def _accept_layout(client: Any) -> None:
+    pass
+
+
+async def test_connection_to_a_former_primary_is_released_although_it_does_not_end() -> None:
+    client = open_client("redis+sentinel://host/store", socket_connect_timeout=0.01)
+    pool = client.connection_pool
+    pool.master_address = ("new", 1)
+    (old, closed), (new, kept) = _connect(pool, "old"), _connect(pool, "new")
+    for connection in (old, new):
+        await pool.release(connection)
+    assert (closed.is_closed, kept.is_closed) == (True, False)
+    assert list(pool._available_connections) == [old, new] and not pool._in_use_connections
+    await new.disconnect(nowait=True)
+
+
+async def test_refused_write_is_reported_although_idle_connections_do_not_end() -> None:
+    """Those of both kinds of work are closed: the server may not be the primary any more."""
+    store = RedisConnection("redis://host", _accept_layout, timeout_s=0.01)
+    pools = [client.connection_pool for client in (store._client, store._slow_client)]
+    connections = [_connect(pool, "host") for pool in pools]
+    for pool, (connection, _) in zip(pools, connections, strict=True):
+        await pool.release(connection)
+    store._connect_task, store._down_reason = asyncio.create_task(asyncio.sleep(0)), None
+
+    async def write(client: Any) -> None:
+        raise redis.ResponseError("NOREPLICAS Not enough good replicas to write.")
+
+    with pytest.raises(StoreUnavailableError, match="rejects writes"):
+        await store.run(write, is_slow=True)
+    assert [writer.is_closed for _, writer in connections] == [True, True]
+    await store.close()

@@ -44,6 +44,7 @@ const DOCUMENTS: Record<string, string> = {
   footnotes: "One[^a] and[^b] one[^a].\n\nMore[^c], x^[2].\n\n[^a]: First *note*\n[^b]: Second\n\n[^unused]: No\n\nend",
   references: "See [this] first.\n\nAnd more.\n\n[this]: https://example.com\n",
   math: "Let $x$ be\n$$\n a\n+ y\n= z\n$$\nand \\[ b \\]\n\n\\[\n- c\n\\]\n\n$$\nend\n\nof it",
+  "references without spaces": "See [this] first.\n\nAnd more.\n\n[this]:https://example.com\n",
   money: "It costs $5.\n\nOr $10 to $20 (a *month*).\n\n- $1\n- $2\n\nend $3",
   "no formula after all": "We have\n$$\nof them\n\nend\n\n- one\n$$\n- two\n\nend",
   badge: "[![a](https://example.com/a.svg)](https://example.com) ![b](https://example.com/b.png)\n\nend",
@@ -285,6 +286,11 @@ describe("footnotes", () => {
     expect(document.activeElement).toBe(notes[0]);
     notes[0]!.querySelector<HTMLElement>(".footnote-back")!.click();
     expect(document.activeElement).toBe(references[0]);
+  });
+
+  it("finds notes without a space before their text", () => {
+    new MarkdownStream(root, md).update("One[^a].\n\n[^a]:First\n", true);
+    expect(root.querySelector(".footnote")?.textContent?.trim()).toBe("First↩");
   });
 
   it("shows their source while the answer grows", () => {

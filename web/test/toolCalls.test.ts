@@ -93,6 +93,15 @@ describe("ToolCalls", () => {
     expect(cards()[1]!.querySelector(".hint")!.textContent).toBe("no result");
   });
 
+  test.each(['{"id":12345678901234567890}', '{"price":1.0}', '{"a":1,"a":2}'])(
+    "arguments that reading would change are shown as they are: %s",
+    async (text) => {
+      answer.calls.value = [{ ...CALL, arguments: text }];
+      await settle();
+      expect(parts()).toEqual([text]);
+    },
+  );
+
   test("arguments and result are copied", async () => {
     const writeText = vi.fn(() => Promise.resolve());
     vi.stubGlobal("navigator", { clipboard: { writeText } });

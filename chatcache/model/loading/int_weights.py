@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from chatcache.model.loading.weights import Part, Weights
 WORD_BITS = 32
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which of the numbers of a word belongs to its first output, its second, ...
 GPTQ_FORMATS = {None: 1, "gptq": 1, "gptq_v2": 0}  # what is added to the stored zero points
+COMPRESSED_TENSORS_FORMATS = ("pack-quantized", "int-quantized")
 UNREAD = ("weight_shape", "input_scale", "input_zero_point", "output_scale", "output_zero_point", "k_scale", "v_scale")
 
 
@@ -91,22 +92,25 @@ def read_int_format(config: dict[str, Any], where: Path) -> IntFormat | None:
 
 
 def _read_compressed_tensors(fields: dict[str, Any], name: str) -> IntFormat | None:
+    where = f"{name}.config_groups.weights"
     groups = fields.get("config_groups")
-    schemes = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
-    schemes = [scheme for scheme in schemes if isinstance(scheme, dict)]
-    if not schemes or fields.get("format") not in TENSORS or any(each.get("type") != "int" for each in schemes):
+    groups = [_object(f"{name}.config_groups", group) for group in groups.values()] if isinstance(groups, dict) else []
+    schemes = [_object(where, group["weights"]) for group in groups if group.get("weights") is not None]
+    is_read = fields.get("format") in COMPRESSED_TENSORS_FORMATS
+    if not schemes or not is_read or any(each.get("type") != "int" for each in schemes):
         return None
     _check(f"{name}.transform_config", not fields.get("transform_config"), "rotated weights are not supported")
-    sparsity = (fields.get("sparsity_config") or {}).get("format", "dense")
+    sparsity = _object(f"{name}.sparsity_config", fields.get("sparsity_config") or {}).get("format", "dense")
     _check_one_of(f"{name}.sparsity_config.format", sparsity, ("dense",))
-    where = f"{name}.config_groups.weights"
-    _check(where, len({(each.get("num_bits"), each.get("group_size")) for each in schemes}) == 1, "they must be equal")
     scheme = schemes[0]
+    are_equal = all(each.get(key) == scheme.get(key) for each in schemes for key in ("num_bits", "group_size"))
+    _check(where, are_equal, "they must be equal")
     _check_one_of(f"{where}.strategy", scheme.get("strategy"), ("group", "channel", "tensor"))
-    bits = scheme.get("num_bits")
-    _check_one_of(f"{where}.num_bits", bits, (8,) if fields["format"] == "int-quantized" else (2, 4, 8))
+    _check_one_of(
+        f"{where}.num_bits", scheme.get("num_bits"), (8,) if fields["format"] == "int-quantized" else (2, 4, 8)
+    )
     size = _group_size(f"{where}.group_size", scheme.get("group_size")) if scheme["strategy"] == "group" else None
-    return IntFormat(fields["format"], bits, size)
+    return IntFormat(fields["format"], scheme["num_bits"], size)
 
 
 def _group_size(name: str, value: Any) -> int | None:
@@ -115,9 +119,15 @@ def _group_size(name: str, value: Any) -> int | None:
     return None if value in (None, -1) else int(value)
 
 
+def _object(name: str, value: Any) -> dict[str, Any]:
+    _check(name, isinstance(value, dict), f"must be an object, got {value!r:.60}")
+    return cast("dict[str, Any]", value)
+
+
 def _check_one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     listed = ", ".join(str(each) for each in allowed if each is not None)
-    _check(name, value in allowed, f"{value!r:.60} is not supported; supported: {listed}")
+    is_allowed = any(type(value) is type(each) and value == each for each in allowed)  # 4.0 is not 4
+    _check(name, is_allowed, f"{value!r:.60} is not supported; supported: {listed}")
 
 
 def _check(name: str, is_valid: bool, problem: str) -> None:
@@ -190,8 +200,20 @@ class IntWeights(Weights):
                 f"{self.files[0].parent}: the quantised tensor {name} has shape {list(found)}, config.json asks for "
                 f"{list(shape)}"
             )
+        if len(shape) != 2:
+            raise ModelFolderError(
+                f"{self.files[0].parent}: the quantised tensor {name} has {len(shape)} dimensions; expected two"
+            )
         weight = self._expand(module, *shape)
         return weight if part is None else part(weight)
+
+    def expand_all(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return all tensors, the expanded ones in `dtype`. Raises: as `get`."""
+        return {
+            name: tensor.to(dtype) if name in self._modules else tensor
+            for name in self.names()
+            for tensor in (self.get(name, self.shape(name)),)
+        }
 
     def _expand(self, module: str, num_outputs: int, num_inputs: int) -> Tensor:
         layout, kinds = self._layout, self._kinds
@@ -207,9 +229,10 @@ class IntWeights(Weights):
 
     def _numbers(self, name: str) -> Tensor:
         """Return the numbers of a weight, [out, in]; those of compressed-tensors are signed."""
-        stored, bits = self._integers(name), self._layout.bits
+        bits = self._layout.bits
         if self._layout.name == "int-quantized":
-            return stored
+            return self._integers(name, torch.int8)
+        stored = self._words(name)
         if self._layout.name == "gptq":
             return _unpack(stored.T, bits)
         if self._layout.name == "awq":
@@ -220,7 +243,7 @@ class IntWeights(Weights):
         name = f"{module}.{self._kinds.scales}"
         stored = super().get(name, super().shape(name)).float()
         if self._layout.name in ("gptq", "awq"):
-            return self._fitting(name, stored.T, (num_outputs, num_groups))
+            return self._fitting(name, stored, (num_groups, num_outputs)).T
         if num_groups == 1 and stored.numel() in (1, num_outputs):  # of all outputs, or [out]
             return stored.reshape(-1, 1).expand(num_outputs, 1)
         return self._fitting(name, stored, (num_outputs, num_groups))
@@ -231,33 +254,47 @@ class IntWeights(Weights):
         shape = num_outputs, num_groups
         if name not in self._entries and layout.name in ("pack-quantized", "int-quantized"):
             return None
-        stored = self._integers(name)
         if layout.name == "gptq":
-            unpacked = _unpack(stored, layout.bits).T + layout.zero_offset
+            unpacked = _unpack(self._words(name), layout.bits).T + layout.zero_offset
             return self._fitting(name, unpacked & (2**layout.bits - 1), shape)
         if layout.name == "awq":
-            return self._fitting(name, _unpack_awq(stored).T, shape)
-        if stored.dtype == torch.int32:
-            unpacked = _unpack(stored.T, layout.bits).T[:num_outputs].to(torch.int16)
+            return self._fitting(name, _unpack_awq(self._words(name)).T, shape)
+        if self._entries[name].dtype == torch.int32:
+            unpacked = _unpack(self._words(name).T, layout.bits).T[:num_outputs].to(torch.int16)
             return self._fitting(name, unpacked - 2 ** (layout.bits - 1), shape)
-        return self._fitting(name, stored.reshape(-1, num_groups).expand(*shape), shape)
+        stored = self._integers(name, torch.int8)
+        if stored.numel() in (num_groups, math.prod(shape)):  # the former: of all outputs
+            stored = stored.reshape(-1, num_groups).expand(shape)
+        return self._fitting(name, stored, shape)
 
     def _groups(self, name: str, num_inputs: int, size: int, num_groups: int) -> Tensor:
         """Return the group of each input."""
         if name not in self._entries:
             return torch.arange(num_inputs) // size
-        groups = self._fitting(name, self._integers(name).long(), (num_inputs,))
+        groups = self._fitting(name, self._integers(name, torch.int32, torch.int64).long(), (num_inputs,))
         if groups.min() < 0 or groups.max() >= num_groups:
             raise ModelFolderError(f"{self.files[0].parent}: tensor {name} names groups outside 0 to {num_groups - 1}")
         return groups
 
-    def _integers(self, name: str) -> Tensor:
-        """Return an integer tensor as stored. Raises: ModelFolderError if it is missing or of another type."""
+    def _words(self, name: str) -> Tensor:
+        """Return packed integers as stored. Raises: as `_integers`, and if they have not two dimensions."""
+        words = self._integers(name, torch.int32)
+        if words.dim() != 2:
+            raise ModelFolderError(
+                f"{self.files[0].parent}: tensor {name} has {words.dim()} dimensions; expected packed integers in two"
+            )
+        return words
+
+    def _integers(self, name: str, *dtypes: torch.dtype) -> Tensor:
+        """Return an integer tensor as stored. Raises: ModelFolderError if it is missing, empty or of another type."""
         entry = self._entries.get(name)
         if entry is None:
             raise ModelFolderError(f"{self.files[0].parent}: tensor {name} is missing")
-        if entry.dtype not in (torch.int8, torch.int32, torch.int64) or not entry.shape:
-            raise ModelFolderError(f"{entry.file}: tensor {name} is {entry.dtype}; expected packed integers")
+        if entry.dtype not in dtypes:
+            expected = " or ".join(map(str, dtypes))
+            raise ModelFolderError(f"{entry.file}: tensor {name} is {entry.dtype}; expected {expected}")
+        if not entry.view:
+            raise ModelFolderError(f"{entry.file}: tensor {name} is empty")
         return torch.frombuffer(entry.view, dtype=entry.dtype).view(entry.shape)
 
     def _fitting(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

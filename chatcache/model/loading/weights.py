@@ -162,6 +162,8 @@ class Weights:
             )
         if not entry.dtype.is_floating_point:
             raise ModelFolderError(f"{entry.file}: tensor {name} is {entry.dtype}; quantised weights are not supported")
+        if not entry.view:
+            raise ModelFolderError(f"{entry.file}: tensor {name} is empty")
         tensor = torch.frombuffer(entry.view, dtype=entry.dtype).view(shape)
         tensor = tensor if part is None else part(tensor)
         if not is_finite(tensor):

@@ -96,10 +96,10 @@ def _source(folder: Path, raw: dict[str, Any], config: Any, dtype: torch.dtype) 
         log.warning("FP8 weights are dequantised: %s runs through transformers", raw["model_type"])
         tensors = dequantise_all(weights, layout, dtype)
     elif isinstance(weights, IntWeights):
-        tensors = {name: weights.get(name, weights.shape(name)).to(dtype) for name in weights.names()}
+        tensors = weights.expand_all(dtype)
     else:
         return {"pretrained_model_name_or_path": folder}
-    del config.quantization_config
+    vars(config).pop("quantization_config", None)  # the config of a composite model's text model has none
     return {"pretrained_model_name_or_path": None, "state_dict": tensors}
 
 

@@ -1,4 +1,4 @@
-// Preview of an HTML or SVG code block in a sandboxed frame, which has no origin and no network. `srcdoc` and blob
+// Preview of an HTML or SVG code block in a sandboxed frame, which has no origin and loads nothing. `srcdoc` and blob
 // documents would inherit the content security policy of the page, which forbids inline scripts and styles.
 
 /** Whether a complete code block can be shown as a page. */

@@ -9,7 +9,7 @@ import { addFootnotes } from "./footnotes";
 import { makeParser, type Parser, sanitize } from "./parser";
 
 const MAYBE_ITEM = /^ {0,3}(\d{1,9}[.)]?|[-+*])?\s*$/;
-const REFERENCE = /^ {0,3}\[[^\]]+\]:\s/m; // a definition may change earlier blocks, or is a footnote
+const REFERENCE = /^ {0,3}\[[^\]]+\]:/m; // a definition may change earlier blocks, or is a footnote
 
 export class MarkdownStream {
   private text = "";

@@ -49,11 +49,14 @@ function Part({ title, text, label }: { title: string; text: string; label: stri
   );
 }
 
-/** JSON with line breaks; another text as it is. */
+/** JSON with line breaks; as it is if it is none, or if reading it would change it, such as large numbers. */
 function indentJson(text: string): string {
   try {
-    return JSON.stringify(JSON.parse(text), null, 2);
+    const value: unknown = JSON.parse(text);
+    return withoutSpaces(JSON.stringify(value)) === withoutSpaces(text) ? JSON.stringify(value, null, 2) : text;
   } catch {
     return text;
   }
 }
+
+const withoutSpaces = (text: string) => text.replace(/\s/g, "");
