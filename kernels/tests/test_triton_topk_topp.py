@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -100,6 +101,12 @@ def check_kept(kept: NDArray[np.bool_], scaled: NDArray[np.float32], limits: Fil
     assert least <= count <= most, f"{limits}: {count} of {least} to {most} tokens"
 
 
+def check_all_kept(kept: NDArray[np.bool_], scaled: NDArray[np.float32], filters: Sequence[Filter]) -> None:
+    """Check each row against its filter, as `check_kept` does."""
+    for row, limits in enumerate(filters):
+        check_kept(kept[row], scaled[row], limits)
+
+
 def make_rows(kind: str, count: int, vocab_size: int, dtype: torch.dtype) -> Tensor:
     """Return logits [count, vocab_size] of one kind."""
     x = torch.randn(count, vocab_size) * 2
@@ -131,8 +138,7 @@ def test_cutoffs_of_every_filter_keep_the_sorted_prefix(dtype: torch.dtype, max_
     rows = [make_rows(kind, len(FILTERS), 333, dtype) for kind in KINDS]
     x = torch.stack(rows, dim=1).flatten(0, 1).to(triton_device)
     kept, scaled = find_kept(x, filters, None, replace(SMALL, max_found=max_found))
-    for row, limits in enumerate(filters):
-        check_kept(kept[row], scaled[row], limits)
+    check_all_kept(kept, scaled, filters)
 
 
 @pytest.mark.usefixtures("fresh_random")
@@ -143,8 +149,7 @@ def test_cutoffs_of_masked_rows_keep_the_sorted_prefix_of_allowed_tokens(triton_
     words[::5] = 0
     words[::5, 3] = 1 << 7  # one allowed token
     kept, scaled = find_kept(x, filters, words.to(triton_device), SMALL)
-    for row, limits in enumerate(filters):
-        check_kept(kept[row], scaled[row], limits)
+    check_all_kept(kept, scaled, filters)
     assert kept[::5].sum() == len(filters[::5])
 
 
@@ -154,8 +159,7 @@ def test_cutoffs_of_small_vocabularies_keep_the_sorted_prefix(vocab_size: int, t
     filters = [Filter(top_k=2), Filter(top_p=0.5), Filter(top_k=3, top_p=0.9), Filter(min_p=0.5)]
     x = make_rows("random", len(filters), vocab_size, torch.float32).to(triton_device)
     kept, scaled = find_kept(x, filters, None, sampling.LaunchConfig(rows=ROWS))
-    for row, limits in enumerate(filters):
-        check_kept(kept[row], scaled[row], limits)
+    check_all_kept(kept, scaled, filters)
 
 
 @pytest.mark.slow
@@ -175,8 +179,7 @@ def test_cutoffs_of_large_vocabularies_keep_the_sorted_prefix(
     filters = [each for some in cases.values() for each in some]
     x = torch.cat([make_rows(kind, len(some), vocab_size, dtype) for kind, some in cases.items()])
     kept, scaled = find_kept(x.to(triton_device), filters, None, sampling.LaunchConfig(rows=min(ROWS, 16)))
-    for row, limits in enumerate(filters):
-        check_kept(kept[row], scaled[row], limits)
+    check_all_kept(kept, scaled, filters)
 
 
 @pytest.mark.usefixtures("fresh_random")

@@ -297,7 +297,7 @@ window.SpeechRecognition = class {
   stop() { this.onend(); }
   abort() {}
 };
-window.hear = (...phrases) => recognition.onresult({resultIndex: 0, results: phrases.map(
+window.recognise = (...phrases) => recognition.onresult({resultIndex: 0, results: phrases.map(
   ([transcript, isFinal]) => Object.assign([{transcript}], {isFinal})).filter(
   ({isFinal}) => isFinal || recognition.interimResults)});
 """
@@ -310,15 +310,15 @@ def test_words_are_shown_while_they_are_spoken_and_replaced_by_the_final_ones(op
     chat.reload()
     page.tap("[aria-label='Voice input']")
     chat.until("!!window.recognition?.onresult")
-    page.evaluate("hear(['wreck a nice', false])")
+    page.evaluate("recognise(['wreck a nice', false])")
     page.wait_for_selector(".voice-interim >> text=wreck a nice")
     assert page.input_value("#composer") == ""
     assert page.evaluate("document.documentElement.scrollWidth") == 320
     assert page.is_enabled("[aria-label='Stop voice input']")
-    page.evaluate("hear(['Recognise speech', true])")
+    page.evaluate("recognise(['Recognise speech', true])")
     page.wait_for_selector(".voice-interim", state="detached")
     chat.until("document.querySelector('#composer').value === 'Recognise speech'")
-    page.evaluate("hear(['and so', false])")
+    page.evaluate("recognise(['and so', false])")
     page.wait_for_selector(".voice-interim >> text=and so")
     page.click("[aria-label=Send]")
     page.wait_for_selector(".voice-interim", state="detached")

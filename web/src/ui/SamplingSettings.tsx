@@ -52,14 +52,7 @@ export function SamplingSettings() {
       />
       {!beams && (
         <>
-          <Slider
-            label="Temperature"
-            min={0}
-            max={2}
-            step={0.05}
-            value={settings.temperature}
-            onValue={(temperature) => setSampling({ temperature })}
-          />
+          <TemperatureSlider value={settings.temperature} onValue={(temperature) => setSampling({ temperature })} />
           <Slider
             label="Top-p"
             min={0.05}
@@ -197,6 +190,10 @@ interface SliderProps {
   readonly step: number;
   readonly value: number;
   readonly onValue: (value: number) => void;
+}
+
+export function TemperatureSlider(props: Pick<SliderProps, "value" | "onValue">) {
+  return <Slider label="Temperature" min={0} max={2} step={0.05} {...props} />;
 }
 
 export function Slider({ label, min, max, step, value, onValue }: SliderProps) {

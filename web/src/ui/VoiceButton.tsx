@@ -80,7 +80,7 @@ export function VoiceButton({ area }: { area: RefObject<HTMLTextAreaElement | nu
         <Microphone />
       </button>
       {interim.value !== "" && (
-        <p class="voice-interim" dir="auto" title="Heard so far: the phrase is added when it is complete">
+        <p class="voice-interim" dir="auto" title="Recognised so far: the phrase is added when it is complete">
           {interim.value}
         </p>
       )}

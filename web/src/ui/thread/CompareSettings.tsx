@@ -9,7 +9,7 @@ import { compareTexts } from "../../chat/compare";
 import type { Message } from "../../chat/tree";
 import { useChat } from "../context";
 import { focusComposer } from "../navigation";
-import { SchemaField, Slider } from "../SamplingSettings";
+import { SchemaField, TemperatureSlider } from "../SamplingSettings";
 import { AnswerCard, CommonBeginning } from "./AnswerCard";
 import "./compare-settings.css";
 
@@ -53,7 +53,7 @@ export function CompareSettingsForm({ message, onClose }: { message: Message; on
         close();
       }}
     >
-      <p class="hint">A second answer to the same message, beside this one. The conversation keeps its settings.</p>
+      <p class="hint">A second answer to the same message, next to this one. The conversation keeps its settings.</p>
       <label class="field">
         <span class="field-label">System prompt</span>
         <textarea
@@ -64,14 +64,7 @@ export function CompareSettingsForm({ message, onClose }: { message: Message; on
           onInput={(event) => (instructions.value = event.currentTarget.value)}
         />
       </label>
-      <Slider
-        label="Temperature"
-        min={0}
-        max={2}
-        step={0.05}
-        value={temperature.value}
-        onValue={(value) => (temperature.value = value)}
-      />
+      <TemperatureSlider value={temperature.value} onValue={(value) => (temperature.value = value)} />
       <SchemaField schema={schema.value} onSchema={(text) => (schema.value = text)} />
       <fieldset class="field">
         <legend>Reasoning</legend>
