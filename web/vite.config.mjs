@@ -41,7 +41,7 @@ function oneFontFormat() {
 }
 
 // Loaded when a text needs them, and kept from then on.
-const NOT_PRECACHED = /^assets\/(katex|languages|geist-mono)-|KaTeX/i;
+const NOT_PRECACHED = /^assets\/(katex|languages|geist-mono|mermaid)[.-]|KaTeX/i;
 
 /** Emit the service worker with the list of files that the page needs without a network. */
 function serviceWorker() {

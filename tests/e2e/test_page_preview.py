@@ -1,4 +1,4 @@
-"""Test the preview of HTML and SVG of answers: it runs scripts, and reaches neither the page nor the network."""
+"""Test the preview of HTML and SVG: it reaches neither page nor network, and runs scripts after a second click."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ def _attack(chat: RecordedPage, other: str) -> Any:
     made = create_conversation(chat.server, ["Attack", f"```html\n{html}\n```"])
     chat.page.evaluate("hash => location.hash = hash", made)
     chat.page.click(".code-preview")
-    frame = chat.page.frame_locator(PREVIEW)
-    frame.locator("#ran:has-text('yes')").wait_for()
-    return frame.locator("#ran")
+    return chat.page.frame_locator(PREVIEW).locator("#ran")
 
 
 def test_preview_runs_scripts_without_page_storage_and_network(chat: RecordedPage) -> None:
     with _listening() as (other, asked):
         result = _attack(chat, other)
+        chat.page.click("text=Run scripts")
+        result.filter(has_text="yes").wait_for()
         assert result.inner_text() == "yes:"
         assert result.evaluate("node => getComputedStyle(node).color") == "rgb(1, 2, 3)"
         result.click()  # it tries to leave: the policy of the page forbids frames of other origins
@@ -104,11 +104,49 @@ def test_preview_runs_scripts_without_page_storage_and_network(chat: RecordedPag
         assert asked == []
     assert chat.page.url.startswith(chat.server) and chat.page.evaluate("document.cookie") == ""
     chat.page.click(".code-preview")
-    assert chat.page.locator("iframe").count() == 0 and chat.page.locator(".code pre").is_visible()
+    assert chat.page.locator("iframe").count() == 0 and not chat.page.is_visible("text=Run scripts")
+    assert chat.page.locator(".code pre").is_visible()
     errors = chat.problems()
     assert any("Content Security Policy" in error for error in errors), "the attempts were made"
     assert any("frame-src 'self'" in error for error in errors), "it tried to leave"
     chat.ignore_problems()
+
+
+def test_preview_runs_no_script_before_a_second_click(chat: RecordedPage) -> None:
+    with _listening() as (other, asked):
+        html = f"""<!doctype html><link rel="preconnect" href="{other}"><style>p {{ color: rgb(1, 2, 3) }}</style>
+<p id="ran" onclick="this.textContent = 'handler'">no</p><img src="x:" onerror="document.title = 'error'">
+<svg><script>document.getElementById("ran").textContent = "SVG"</script></svg>
+<script>document.getElementById("ran").textContent = "script"</script>"""
+        made = create_conversation(chat.server, ["Page", f"```html\n{html}\n```"])
+        chat.page.evaluate("hash => location.hash = hash", made)
+        chat.page.click(".code-preview")
+        shown = chat.page.frame_locator(PREVIEW)
+        shown.locator("#ran").click()
+        assert shown.locator("#ran").inner_text() == "no"
+        assert shown.locator("#ran").evaluate("node => getComputedStyle(node).color") == "rgb(1, 2, 3)"
+        assert shown.locator("#ran").evaluate("() => document.compatMode") == "CSS1Compat"
+        assert shown.locator("link").count() == 0 and not shown.locator("#ran").evaluate("() => document.title")
+        chat.page.click("text=Run scripts")
+        shown.locator("#ran:has-text('script')").wait_for()
+        assert asked == []
+    assert any("Content Security Policy" in problem for problem in chat.problems()), "the handlers were refused"
+    chat.ignore_problems()
+
+
+def test_preview_draws_a_mermaid_diagram_or_says_why_not(chat: RecordedPage) -> None:
+    text = "flowchart LR\n  %% </script>\n  A[Start] --> B[End]"
+    made = create_conversation(
+        chat.server, ["Draw", f"```mermaid\n{text}\n```\n\n```mermaid\nflowchart LR\n  A -->\n```"]
+    )
+    chat.page.evaluate("hash => location.hash = hash", made)
+    for index in (0, 1):
+        chat.page.locator(".code-preview").nth(index).click()
+    drawn, failed = (chat.page.frame_locator(PREVIEW).nth(index) for index in (0, 1))
+    drawn.locator("svg g.node").nth(1).wait_for()
+    assert drawn.locator("svg").evaluate("node => getComputedStyle(node).maxWidth") != "none"
+    failed.locator("#diagram:has-text('Parse error')").wait_for()
+    assert chat.page.locator("text=Run scripts").locator("visible=true").count() == 0
 
 
 def test_preview_document_alone_has_no_origin(server: str, chat: RecordedPage) -> None:
@@ -128,7 +166,7 @@ def test_weaker_policy_of_the_preview_is_detected(browser: Any, monkeypatch: pyt
         page = context.new_page()
         html = f"<p id=ran>yes</p><img src='{other}/img'>"
         page.goto(f"{server}/preview.html")
-        page.evaluate("html => postMessage(html, '*')", html)  # its own parent: it is not in a frame
+        page.evaluate("text => postMessage({text, scripts: true}, '*')", html)  # its own parent: it is not in a frame
         page.locator("#ran").wait_for()
         for _ in range(200):
             if asked:

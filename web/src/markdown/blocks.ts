@@ -4,7 +4,7 @@ import type { HLJSApi } from "highlight.js";
 import { copyText } from "../app/browser";
 import { linkFootnotes } from "./footnotes";
 import { sanitize } from "./parser";
-import { isPreviewable, previewButton } from "./preview";
+import { isPreviewable, previewButtons } from "./preview";
 
 /** Decorate the nodes of `fragment` before they are shown. `complete`: the text will not grow. */
 export function decorateBlocks(fragment: DocumentFragment, complete: boolean): void {
@@ -50,7 +50,7 @@ function frameCode(pre: HTMLPreElement, complete: boolean): HTMLElement {
   const label = document.createElement("span");
   label.textContent = language || "text";
   bar.append(label);
-  if (complete && isPreviewable(language, pre.textContent ?? "")) bar.append(previewButton(pre));
+  if (complete && isPreviewable(language, pre.textContent ?? "")) bar.append(previewButtons(pre, language));
   bar.append(copyButton(pre));
   pre.tabIndex = 0; // wide code scrolls by keyboard
   pre.setAttribute("role", "region");
