@@ -5,7 +5,7 @@ stops at page ends, so `HostArena` packs weights into large blocks for which the
 
 The activations of a long prompt are tens of megabytes that are freed and allocated again in every layer. By default the
 C library returns such blocks to the system at once, and the next layer waits for zeroed pages: 24,000 of them in a
-prompt of 2,048 tokens (SmolLM2-135M shape), 12 % of its time. `reuse_freed_memory` turns that off.
+prompt of 2,048 tokens (SmolLM2-135M shape), 12 % of its time. `reuse_freed_memory` and `reuse_large_blocks` end that.
 
 The KV pages of a CPU model get physical memory on their first write. That write is slow: the system clears the memory,
 and a virtual machine may have to request it from its host (measured: 1 GiB took 2.4 s). `PagePrefaulter` therefore
@@ -35,8 +35,13 @@ ALIGNMENT = 64  # bytes: a cache line, and a row of an AMX tile
 _PIECE_BYTES = 64 * 2**20
 
 # parameters of glibc's mallopt(3) and their values
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-_SETTINGS = {_MMAP_THRESHOLD: 32 * 2**20, _TRIM_THRESHOLD: 2**30, _TOP_PAD: 16 * 2**20}  # 32 MiB is the maximum
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
+_SETTINGS = {
+    _MMAP_THRESHOLD: 32 * 2**20,  # the maximum
+    _MMAP_MAX: 65536,  # the default
+    _TRIM_THRESHOLD: 2**30,
+    _TOP_PAD: 16 * 2**20,
+}
 
 PREFAULT_AHEAD_BYTES = 512 * 2**20
 _STEP_BYTES = 2 * 2**20  # of one layer's keys or values at a time: one huge page
@@ -70,13 +75,25 @@ def reuse_freed_memory() -> None:
 
     A setting of the whole process; glibc only.
     """
+    for parameter, value in _SETTINGS.items():
+        _set_option(parameter, value)
+
+
+def reuse_large_blocks() -> None:
+    """Configure the C library to keep freed blocks of more than 32 MiB, too, until `reuse_freed_memory` is called.
+
+    For the time after a model is loaded: weights that are released while it loads should return to the system.
+    """
+    _set_option(_MMAP_MAX, 0)
+
+
+def _set_option(parameter: int, value: int) -> None:
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
         return
-    for parameter, value in _SETTINGS.items():
-        if not mallopt(parameter, value):
-            log.info("mallopt(%d, %d) was refused", parameter, value)
+    if not mallopt(parameter, value):
+        log.info("mallopt(%d, %d) was refused", parameter, value)
 
 
 class PagePrefaulter:

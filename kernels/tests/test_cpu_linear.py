@@ -197,6 +197,18 @@ def test_bf16_multiply_equals_torch(unit: str, num_tokens: int) -> None:
         assert bool(((got - expected).abs() <= expected.abs() * 2**-8 + size * 2**-20).all())
 
 
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("unit", UNITS)
+def test_bf16_multiply_of_several_blocks_of_tokens_equals_torch(unit: str) -> None:
+    num_inputs = matmul.BLOCK_BYTES // (2 * matmul.GROUP_TOKENS * matmul.MIN_BLOCK_GROUPS)
+    num_tokens = 2 * matmul.MIN_BLOCK_GROUPS * matmul.GROUP_TOKENS + 33  # the last block has fewer groups
+    x, weight = torch.randn(num_tokens, num_inputs).bfloat16(), torch.randn(96, num_inputs).bfloat16()
+    got = matmul.multiply(x, matmul.pack_weight(weight), None, unit)
+    expected = x.double() @ weight.double().T
+    size = x.double().abs() @ weight.double().abs().T
+    assert bool(((got.double() - expected).abs() <= expected.abs() * 2.0**-8 + size * 2.0**-20).all())
+
+
 @pytest.mark.parametrize("unit", UNITS[:2])
 def test_bf16_multiply_does_not_depend_on_other_tokens(unit: str) -> None:
     x, weight, bias = make_bf16_layer(11, 96, 160)

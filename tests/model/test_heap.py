@@ -37,24 +37,33 @@ def test_layers_of_a_model_share_a_block() -> None:
     assert second.data_ptr() - first.data_ptr() == first.nbytes
 
 
-@pytest.mark.linux  # needs /proc
-@pytest.mark.slow
-def test_reuse_freed_memory_keeps_memory_in_the_process() -> None:
-    """In a process of its own: the setting stays for good."""
+def _growth(mib: int, *settings: str) -> int:
+    """Return the bytes that a process of its own keeps of a freed block; settings hold for a whole process."""
     program = """
 import resource, sys, torch
-from chatcache.model.host_memory import reuse_freed_memory
-if sys.argv[1] == "keep":
-    reuse_freed_memory()
+from chatcache.model import host_memory
+for name in sys.argv[2:]:
+    getattr(host_memory, name)()
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
 torch.full((8,), 1.0)
 before = resident()
-torch.full((30 * 2**18,), 1.0)  # 30 MiB, at once freed
+torch.full((int(sys.argv[1]) * 2**18,), 1.0)  # at once freed
 print(resident() - before)
 """
-    kept, returned = (
-        int(subprocess.run([sys.executable, "-c", program, mode], capture_output=True, text=True, check=True).stdout)
-        for mode in ("keep", "return")
-    )
-    assert kept > 25 * 2**20 > 5 * 2**20 > returned
+    command = [sys.executable, "-c", program, str(mib), *settings]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.linux  # needs /proc
+@pytest.mark.slow
+def test_reuse_freed_memory_keeps_blocks_of_30_mib() -> None:
+    assert _growth(30, "reuse_freed_memory") > 25 * 2**20
+    assert _growth(30) < 5 * 2**20
+
+
+@pytest.mark.linux
+@pytest.mark.slow
+def test_reuse_large_blocks_keeps_blocks_of_100_mib_until_the_next_model_loads() -> None:
+    assert _growth(100, "reuse_freed_memory", "reuse_large_blocks") > 95 * 2**20
+    assert _growth(100, "reuse_large_blocks", "reuse_freed_memory") < 5 * 2**20

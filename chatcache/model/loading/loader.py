@@ -34,7 +34,7 @@ from chatcache.model.batch_invariant import (
 )
 from chatcache.model.decoder import Decoder, check_layer_count, load_decoder
 from chatcache.model.geometry import Geometry
-from chatcache.model.host_memory import PagePrefaulter, reuse_freed_memory
+from chatcache.model.host_memory import PagePrefaulter, reuse_freed_memory, reuse_large_blocks
 from chatcache.model.linear import (
     Fp8LinearFactory,
     Int8LinearFactory,
@@ -265,6 +265,8 @@ def _load(
         network, kernels, stores, capacity, model_info, async_launch, sampler=sampler, prefaulter=prefaulter,
         threads=threads, is_swap_optional=config.swap_space_bytes is None, states=states, ranks=ranks,
     )  # fmt: skip
+    if device.type == "cpu":
+        reuse_large_blocks()
     report(0.94, "warming up; the first start compiles kernels")
     runner.warm_up(lambda fraction, what: report(0.94 + 0.06 * fraction, what))
     if group is not None:

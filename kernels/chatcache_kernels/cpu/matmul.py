@@ -64,6 +64,7 @@ from .simd import (
 PANEL = 32  # outputs of an item, and inputs of a step
 GROUP_TOKENS = 2 * TILE_ROWS  # tokens of an item
 SCRATCH_FLOATS = 4 * TILE_BYTES // 4  # per thread
+BLOCK_BYTES, MIN_BLOCK_GROUPS = 1 << 20, 4  # of tokens that stay in a core's cache while all panels are read
 
 WEIGHT_JOB, _PACK_WEIGHT = define_job("weight out num_inputs num_outputs")
 MATMUL_JOB, PACK_MATMUL_JOB = define_job("x weight bias out scratch configs num_tokens num_inputs num_outputs compact")
@@ -187,11 +188,18 @@ def _tile_kernel(native: bool) -> Launch:
     def kernel(address: Any) -> None:
         job = carray(address, 1, MATMUL_JOB)[0]
         num_panels, num_groups = job.num_outputs // PANEL, (job.num_tokens + GROUP_TOKENS - 1) // GROUP_TOKENS
+        most = max(MIN_BLOCK_GROUPS, BLOCK_BYTES // (2 * GROUP_TOKENS * job.num_inputs))
+        block_groups = min(num_groups, most)
+        num_blocks = (num_groups + block_groups - 1) // block_groups
         item, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
         scratch = job.scratch + thread * SCRATCH_FLOATS * 4
         configured = -1
-        while item < num_panels * num_groups:
-            panel, group = divmod(item, num_groups)
+        while item < num_panels * num_blocks * block_groups:
+            block, place = divmod(item, num_panels * block_groups)
+            panel, group = place // block_groups, block * block_groups + place % block_groups
+            if group >= num_groups:
+                item = fetch_add(address, 0, 1)
+                continue
             if reads_compact(job):
                 multiply_pairs(native, job, 0, job.num_tokens, panel, scratch)
                 item = fetch_add(address, 0, 1)
