@@ -81,8 +81,8 @@ class LiveRequest:
     strategy, if it pools hidden states.
     `explain`: record in `miss` why its first start did not find more in the cache. `resume_point`: where to continue a
     request of a failed engine, until it is queued. `host_pages`, `host_states`: those that it holds while preempted.
-    `marks`: see `GenerateRequest`. `accepted_s`, `admitted_s` (first start) and `first_token_s` are values of
-    `time.perf_counter`.
+    `marks`: ascending numbers of prompt tokens after which other requests may continue in another way, see `snapshots`.
+    `accepted_s`, `admitted_s` (first start) and `first_token_s` are values of `time.perf_counter`.
 
     While the request waits, `hash_chain` holds the page keys of its first branch. While it runs, `pending_keys` are the
     keys of the pages that it is computing, `num_waiting_branches` of its branches wait for pages or their fork source,
