@@ -39,10 +39,8 @@ from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
-import numpy as np
-
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import TOKEN_BYTES
+from chatcache.kv_cache.pool import num_common_tokens
 from chatcache.kv_cache.prefix_match import PrefixMatch
 from chatcache.scheduler.branches import num_missing_pages
 from chatcache.scheduler.decode_batch import DecodeBatch
@@ -282,16 +280,8 @@ def find_fork(request: LiveRequest, running: Sequence[LiveRequest], decode_batch
             continue
         decode_batch.flush(branch)
         longest = min(branch.table.num_tokens, request.num_prompt_tokens - 1)
-        num_tokens = _num_common(branch.span(0, longest), request.prompt_bytes)
+        num_tokens = num_common_tokens(branch.span(0, longest), request.prompt_bytes)
         better = best is None or (num_tokens, branch.id == point.index) > (best.num_tokens, False)
         if num_tokens and better:
             best = LiveFork(branch, num_tokens, num_tokens == longest)
     return best
-
-
-def _num_common(head: bytes, tokens: bytes) -> int:
-    """Count the leading tokens of `head` that are also the first tokens of `tokens`."""
-    if tokens.startswith(head):
-        return len(head) // TOKEN_BYTES
-    different = np.frombuffer(head, "<i4") != np.frombuffer(tokens[: len(head)], "<i4")
-    return int(np.argmax(different))

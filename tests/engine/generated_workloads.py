@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from chatcache.scheduler.request import worst_case_pages
+from chatcache.engine.admission import worst_case_pages
 from chatcache.types.request import (
     BeamSearchParams,
     ForkPoint,
