@@ -68,7 +68,7 @@ def pack_draws(specs: Sequence[DrawSpec], rows: Sequence[int], positions: Sequen
         top_p=np.array([spec.top_p for spec in specs], np.float32),
         min_p=np.array([spec.min_p for spec in specs], np.float32),
         num_top=np.array([spec.num_top for spec in specs], np.int32),
-        edits=tuple(LogitEdit(draw, *spec.edit) for draw, spec in enumerate(specs) if spec.edit is not None),
+        edits=tuple(LogitEdit(draw, spec.edit) for draw, spec in enumerate(specs) if spec.edit is not None),
         masks=tuple(LogitMask(draw, spec.mask) for draw, spec in enumerate(specs) if spec.mask is not None),
     )
 
@@ -514,8 +514,7 @@ def _with_changes(draws: Draws, rows: DecodeRows, faults: list[tuple[LiveRequest
             faults.append((rows.branches[draw].request, error))
             continue
         if edit is not None:
-            ids, scale, add = edit
-            edits.append(LogitEdit(draw, ids, scale, add))
+            edits.append(LogitEdit(draw, edit))
         if mask is not None:
             masks.append(LogitMask(draw, mask))
     return replace(draws, edits=tuple(edits), masks=tuple(masks))

@@ -21,10 +21,10 @@ import msgspec
 
 from chatcache.errors import UnsupportedParameterError
 from chatcache.types.events import LiveBeam, TokenLogprob
-from chatcache.types.plan import F32, I32, U32
+from chatcache.types.plan import F32, U32, EditTable
 
-LogitChanges = tuple[tuple[I32, F32, F32] | None, U32 | None]
-"""(ids, scale, add) of a `plan.LogitEdit` and the words of a `plan.LogitMask`, or None for either."""
+LogitChanges = tuple[EditTable | None, U32 | None]
+"""The table of a `plan.LogitEdit` and the words of a `plan.LogitMask`, or None for either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class DrawSpec:
     top_p: float = 1.0
     min_p: float = 0.0
     num_top: int = 0
-    edit: tuple[I32, F32, F32] | None = None
+    edit: EditTable | None = None
     mask: U32 | None = None
     next_changes: Callable[[], LogitChanges] | None = None
     changes_stay: Callable[[], bool] | None = None
