@@ -562,7 +562,7 @@ class Engine:
             self._scheduler.commit(step, errors)
         for request, error in errors.items():
             self._fail(request, error, discard=True)
-        is_ahead = completed.is_committed and bool(step.decode_rows.branches)  # the next step was launched
+        is_ahead = completed.is_committed and bool(step.decode_branches)  # the next step was launched
         if is_ahead:
             self._scheduler.record_drawn(step, completed.result.tokens[:, 0])
         self._advance(step, completed.result, errors)

@@ -146,8 +146,8 @@ class BeamRanker:
         ranked: list[int] = []
         if result.faults:
             return advances, build_candidates(step.plan.draws, result)
-        if self._branches is not step.decode_rows.branches:
-            self._branches = step.decode_rows.branches
+        if self._branches is not step.decode_branches:
+            self._branches = step.decode_branches
             self._draws = list(_beam_rows(self._branches))
         first, widths = step.first_decode_draw, step.plan.draws.width.tolist()
         searches: dict[tuple[int, int], list[tuple[BeamStrategy, LiveRequest, BeamGroup, list[int]]]] = {}

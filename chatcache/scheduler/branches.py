@@ -261,12 +261,6 @@ class BranchManager:
         self._rows.forks += self._decode_batch.reorder(steps)
         return len(action.branches)
 
-    def move_to_decode_batch(self, request: LiveRequest) -> None:
-        """Move the request's eligible branches into the decode batch."""
-        for branch in request.branches.values():
-            if not branch.in_decode_batch:
-                self._decode_batch.add_if_eligible(branch)
-
     def _fork(self, request: LiveRequest, action: Fork) -> tuple[Branch, Branch]:
         """Create the child branch with a fork of its parent's table; return parent and child."""
         parent = self._drawn_branch(request, action.parent)

@@ -45,32 +45,13 @@ from chatcache.kv_cache.copy_on_write import PageCopy
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.states import StatePool
 from chatcache.scheduler.request import Branch, LiveRequest, encode_token
-from chatcache.types.actions import DrawSpec, LogitChanges
+from chatcache.types.actions import MASK_64, DrawSpec, LogitChanges, pack_draws
 from chatcache.types.plan import I32, PENDING_TOKEN, Draws, LogitEdit, LogitMask, Rows
 
-MASK_64 = 2**64 - 1
 AWAITING_TOKEN = PENDING_TOKEN  # drawn, and not extended since
 NO_ROW = -1
 ORDINAL_BITS = 20
 _NO_UPDATES = np.zeros((0, 3), np.int32)
-
-
-def pack_draws(specs: Sequence[DrawSpec], rows: Sequence[int], positions: Sequence[int]) -> Draws:
-    """Pack draw specs as arrays: one draw of each spec from its row at its position."""
-    return Draws(
-        row=np.array(rows, np.int32),
-        width=np.array([spec.width for spec in specs], np.int32),
-        seed=np.array([spec.seed & MASK_64 for spec in specs], np.uint64),
-        lane=np.array([spec.lane for spec in specs], np.int32),
-        position=np.array(positions, np.int32),
-        temperature=np.array([spec.temperature for spec in specs], np.float32),
-        top_k=np.array([spec.top_k for spec in specs], np.int32),
-        top_p=np.array([spec.top_p for spec in specs], np.float32),
-        min_p=np.array([spec.min_p for spec in specs], np.float32),
-        num_top=np.array([spec.num_top for spec in specs], np.int32),
-        edits=tuple(LogitEdit(draw, spec.edit) for draw, spec in enumerate(specs) if spec.edit is not None),
-        masks=tuple(LogitMask(draw, spec.mask) for draw, spec in enumerate(specs) if spec.mask is not None),
-    )
 
 
 _DRAW_FIELDS = tuple(field.name for field in fields(Draws))[:10]  # the arrays
@@ -124,8 +105,7 @@ class DecodeBatch:
         capacity = 2 * num_slots  # with holes, so that the entries are not compacted for each fork of a step
         self._branches = np.full(capacity, None, object)
         self._tables = np.full(capacity, None, object)
-        self._changes = np.full(capacity, None, object)  # `LogitChanges`, or the function that returns them
-        self._stay = np.full(capacity, None, object)  # `DrawSpec.changes_stay`
+        self._changes = np.full(capacity, None, object)  # the `DrawSpec`, if it has edits or masks
         self._entries = entries = np.zeros(capacity, _ENTRY)
         self._is_used, self._slot, self._service_order = entries["is_used"], entries["slot"], entries["service_order"]
         self._num_computed, self._num_reserved = entries["num_computed"], entries["num_reserved"]
@@ -135,12 +115,12 @@ class DecodeBatch:
         self._drawn = np.zeros(num_slots if kv.states is not None else 0, np.int32)  # by slot, see `record_drawn`
         self._draws, self._width = Draws.of([entries[name] for name in _DRAW_FIELDS]), entries["width"]
         self._specs = entries[list(_DRAW_FIELDS)]
-        self._num_changing = 0  # entries with such a function
+        self._num_changing = 0  # entries whose edit or mask may differ from step to step
         self._entry = np.zeros(num_slots, np.int32)  # entry of the branch, by slot
         self._entry_view, self._next_token_view = self._entry.data, self._next_token.data  # faster for single cells
         self._num_computed_view, self._num_reserved_view = self._num_computed.data, self._num_reserved.data
         self._uncopied_pages: dict[LiveRequest, list[tuple[Branch, Branch]]] = {}  # (parent, child), see `reorder`
-        self._arrays: list[NDArray[Any]] = [self._entries, self._branches, self._tables, self._changes, self._stay]
+        self._arrays: list[NDArray[Any]] = [self._entries, self._branches, self._tables, self._changes]
         self._is_compact = True
         self._cached_rows: DecodeRows | None = None  # reused until a branch is added or removed
 
@@ -219,9 +199,8 @@ class DecodeBatch:
     def _append(self, branch: Branch, spec: DrawSpec) -> None:
         """Complete the entry of a branch after the last one."""
         entry, slot, request = self._num_entries, branch.slot, branch.request
-        has_changes = spec.edit is not None or spec.mask is not None
-        self._changes[entry] = spec.next_changes or ((spec.edit, spec.mask) if has_changes else None)
-        self._stay[entry] = spec.changes_stay
+        has_changes = spec.edit is not None or spec.mask is not None or spec.next_changes is not None
+        self._changes[entry] = spec if has_changes else None
         self._num_changing += spec.next_changes is not None
         self._is_used[entry] = branch.in_decode_batch = True
         self._branches[entry], self._tables[entry] = branch, branch.table
@@ -256,8 +235,9 @@ class DecodeBatch:
                 if is_closing and self._kv.states is not None:
                     self._commit_ahead(branch, entry)
             branch.request.num_computed_tokens += int(self._num_computed[entry] - self._num_before[entry])
-        self._num_changing -= callable(self._changes[entry])
-        self._branches[entry] = self._tables[entry] = self._changes[entry] = self._stay[entry] = None
+        spec: DrawSpec | None = self._changes[entry]
+        self._num_changing -= spec is not None and spec.next_changes is not None
+        self._branches[entry] = self._tables[entry] = self._changes[entry] = None
         self._is_used[entry] = branch.in_decode_batch = self._is_compact = False
         self._cached_rows = None
         self.num_branches -= 1
@@ -341,17 +321,13 @@ class DecodeBatch:
         Also returns the copies that reordered branches need.
         """
         self.has_unreserved = False
-        tail_copies: list[PageCopy] = []
-        for request, pairs in self._uncopied_pages.items():
-            slots = [(parent.slot, child.slot) for parent, child in pairs]
-            tail_copies += self._kv.copy_tails(self._tables[self._entry[slots]].tolist())
-            request.num_copied_pages += len(pairs)
-            self.copied_requests.add(request)
-        self._uncopied_pages.clear()
+        tail_copies = self._copy_tails() if self._uncopied_pages else []
         if not self._is_compact:
             self._compact()
         entries = self._full_entries()
         entries = entries[[table.num_tokens == table.num_reserved for table in self._tables[entries].tolist()]]
+        if not len(entries):
+            return tail_copies, []
         branches, tables = self._branches[entries].tolist(), self._tables[entries].tolist()
         copies = self._kv.reserve([(table, table.num_tokens + 1) for table in tables])
         if copies is None:
@@ -363,12 +339,21 @@ class DecodeBatch:
         for branch, table in zip(branches, tables, strict=True):
             if table.changed_from < table.num_pages:
                 first, pages = table.pop_changes()
-                updates += [(branch.slot, first + i, page) for i, page in enumerate(pages)]
+                updates += [(branch.slot, index, page) for index, page in enumerate(pages, first)]
                 if table.own_pages[-1] in copied:
                     branch.request.num_copied_pages += 1
                     self.copied_requests.add(branch.request)
         self._num_reserved[entries] = [table.num_reserved for table in tables]
         return [*copies, *tail_copies], updates
+
+    def _copy_tails(self) -> list[PageCopy]:
+        """Return the page copies that reordered branches need."""
+        slots = [(parent.slot, child.slot) for pairs in self._uncopied_pages.values() for parent, child in pairs]
+        for request, pairs in self._uncopied_pages.items():
+            request.num_copied_pages += len(pairs)
+        self.copied_requests.update(self._uncopied_pages)
+        self._uncopied_pages.clear()
+        return self._kv.copy_tails(self._tables[self._entry[slots]].tolist())
 
     def advance_pages(self) -> I32:
         """Append a page to each branch whose last page is full; return table updates [U, 3].
@@ -403,7 +388,10 @@ class DecodeBatch:
         if cached is None:
             slots, ones, numbers = self._slot[:count].copy(), np.ones(count, np.int32), np.arange(count, dtype=np.int32)
             draws = Draws.of([numbers, *(array[:count].copy() for array in self._draws.arrays()[1:])])
-            changes = [each for each in enumerate(self._changes[:count].tolist()) if each[1] is not None]
+            specs: list[DrawSpec | None] = self._changes[:count].tolist()
+            changes = [
+                (i, spec.next_changes or (spec.edit, spec.mask)) for i, spec in enumerate(specs) if spec is not None
+            ]
             cached = DecodeRows(self._branches[:count].tolist(), Rows(slots, ones, ones, ones), draws, changes)
             self._cached_rows = cached
             self._row[:count] = numbers
@@ -416,16 +404,16 @@ class DecodeBatch:
         self._is_in_flight = True
         return DecodeRows(cached.branches, rows, draws, cached.changes)
 
-    def active_rows(self, rows: DecodeRows) -> I32 | None:
-        """Return the indices of the last planned rows that are still valid; None for all. A query.
+    def active_rows(self, planned: list[Branch]) -> I32 | None:
+        """Return the indices of the rows of the last step, `planned`, that are still valid; None for all. A query.
 
         A row is valid as long as its branch stays in the batch.
         """
-        return None if self._is_unchanged_since(rows) else self._row[self._planned_entries()]
+        return None if self._is_unchanged_since(planned) else self._row[self._planned_entries()]
 
-    def advance(self, rows: DecodeRows) -> None:
-        """Record that the active rows of the last planned step were computed: their tokens are known."""
-        entries = slice(len(rows.branches)) if self._is_unchanged_since(rows) else self._planned_entries()
+    def advance(self, planned: list[Branch]) -> None:
+        """Record that the active rows of the last step, `planned`, were computed: their tokens are known."""
+        entries = slice(len(planned)) if self._is_unchanged_since(planned) else self._planned_entries()
         self._num_computed[entries] += 1
         self._next_token[entries] = AWAITING_TOKEN
         self._is_in_flight = False
@@ -457,10 +445,9 @@ class DecodeBatch:
 
     def _changes_stay(self) -> bool:
         """Return whether no edit or mask of the next step depends on the tokens of the last one."""
-        entries = range(self._num_entries)
-        return all(
-            (stay := self._stay[entry]) is not None and stay() for entry in entries if callable(self._changes[entry])
-        )
+        specs: list[DrawSpec | None] = self._changes[: self._num_entries].tolist()
+        changing = [spec.changes_stay for spec in specs if spec is not None and spec.next_changes is not None]
+        return all(stay is not None and stay() for stay in changing)
 
     def reconcile(self, slots: I32, drawn: I32) -> None:
         """Remove branches that were extended by a token other than the sampled one.
@@ -474,9 +461,9 @@ class DecodeBatch:
         for branch in self._branches[others].tolist():
             self.remove(branch)
 
-    def _is_unchanged_since(self, rows: DecodeRows) -> bool:
-        """Return whether the batch is unchanged since `rows`, the last planned rows, were planned."""
-        return self._cached_rows is not None and self._cached_rows.branches is rows.branches
+    def _is_unchanged_since(self, planned: list[Branch]) -> bool:
+        """Return whether the batch is unchanged since the last step, with rows of these branches, was planned."""
+        return self._cached_rows is not None and self._cached_rows.branches is planned
 
     def _planned_entries(self) -> NDArray[np.intp]:
         """Return the entries of the branches with a row in the last planned step."""
@@ -497,7 +484,7 @@ class DecodeBatch:
         count = self._num_entries = len(entries)
         for array in self._arrays:
             array[:count] = array[entries]
-        self._branches[count:] = self._tables[count:] = self._changes[count:] = self._stay[count:] = None
+        self._branches[count:] = self._tables[count:] = self._changes[count:] = None
         self._is_used[count:] = False
         self._entry[self._slot[:count]] = np.arange(count, dtype=np.int32)
         self._is_compact = True

@@ -71,13 +71,16 @@ class CostModel:
 
 
 class SwapTracker:
-    """Tracks the host pages of preempted requests, until all their branches run again."""
+    """Tracks the host pages of preempted requests, until all their branches run again.
+
+    `returning`: the running requests that hold host pages.
+    """
 
     def __init__(self, kv: KVCache, cost: CostModel) -> None:
         self.cost = cost
         self.num_preemptions = 0
         self._kv = kv
-        self._returning: set[LiveRequest] = set()
+        self.returning: set[LiveRequest] = set()
 
     def swap_out_if_cheaper(self, request: LiveRequest) -> bool:
         """Swap a request's pages to the host, if that is cheaper and the host has space.
@@ -101,24 +104,15 @@ class SwapTracker:
         self.num_preemptions += 1
         return True
 
-    def on_start(self, request: LiveRequest) -> None:
-        """Track a request that starts again, if it holds host pages."""
-        if request.host_pages:
-            self._returning.add(request)
-
-    def on_stop(self, request: LiveRequest) -> None:
-        """Stop tracking a request that ended or was preempted again."""
-        self._returning.discard(request)
-
     def release_returned(self) -> None:
         """Release the host pages of requests whose branches all run again.
 
         Call when the step that loaded the pages was executed.
         """
-        if not self._returning:
+        if not self.returning:
             return
-        for request in [request for request in self._returning if not request.num_waiting_branches]:
-            self._returning.remove(request)
+        for request in [request for request in self.returning if not request.num_waiting_branches]:
+            self.returning.remove(request)
             self.release(request)
 
     def release(self, request: LiveRequest) -> None:

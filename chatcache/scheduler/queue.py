@@ -121,25 +121,24 @@ class WaitingQueue:
         if self._counters is not None and name not in self._queues and is_new:
             self._counters.on_namespace_queued(name, self._queues.keys())
         insort(self._queues.setdefault(name, []), request, key=_service_order)
-        self._num_requests += 1
-        self.num_prompt_tokens += len(request.prompt)
-        num_requests, num_tokens = self.namespace_size(request.namespace)
-        self._sizes[request.namespace] = num_requests + 1, num_tokens + len(request.prompt)
+        self._count(request, 1)
 
     def remove(self, request: LiveRequest) -> None:
         name = self._queue_name(request)
         queue = self._queues[name]
         queue.remove(request)
-        self._num_requests -= 1
-        self.num_prompt_tokens -= len(request.prompt)
-        num_requests, num_tokens = self.namespace_size(request.namespace)
-        self._sizes[request.namespace] = num_requests - 1, num_tokens - len(request.prompt)
-        if num_requests == 1:
-            del self._sizes[request.namespace]
+        self._count(request, -1)
         if not queue:
             del self._queues[name]
             if self._counters is not None:
                 self._counters.on_namespace_drained(name)
+
+    def _count(self, request: LiveRequest, change: int) -> None:
+        self._num_requests += change
+        self.num_prompt_tokens += change * len(request.prompt)
+        num_requests, num_tokens = self._sizes.pop(request.namespace, (0, 0))
+        if num_requests + change:
+            self._sizes[request.namespace] = num_requests + change, num_tokens + change * len(request.prompt)
 
     def _queue_name(self, request: LiveRequest) -> str:
         return "" if self._counters is None else request.namespace
@@ -162,7 +161,7 @@ class WaitingQueue:
                 continue
             if max_tokens is not None and request.leader.num_tokens - start.num_tokens > max_tokens:
                 continue
-            if running and not self._fits(start):
+            if running and self._num_pages_needed(start) > self._kv.pool.num_free:
                 return None
             return start
         return None
@@ -218,9 +217,6 @@ class WaitingQueue:
             return False
         key = keys[num_matched]
         return any(key in other.pending_keys for other in self._decode_batch.unbatched_requests)
-
-    def _fits(self, start: Start) -> bool:
-        return self._num_pages_needed(start) <= self._kv.pool.num_free
 
     def _num_pages_needed(self, start: Start) -> int:
         """Count the free pages needed to start a request without preempting another soon.

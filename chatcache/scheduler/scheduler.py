@@ -48,7 +48,7 @@ from chatcache.kv_cache.stats import PageUsage, page_usage
 from chatcache.scheduler.batch import BatchBuilder, Step
 from chatcache.scheduler.branches import BranchManager, RowAllocator, num_missing_pages
 from chatcache.scheduler.decode_batch import DecodeBatch
-from chatcache.scheduler.fairness import FairnessAccounting, VirtualTokenCounter
+from chatcache.scheduler.fairness import VirtualTokenCounter
 from chatcache.scheduler.preemption import CostModel, SwapTracker
 from chatcache.scheduler.queue import Start, WaitingQueue, preemption_key
 from chatcache.scheduler.request import LiveRequest
@@ -113,7 +113,7 @@ class Scheduler:
         self.num_live_forks = 0  # requests that started as a fork of a running branch
         self.running: list[LiveRequest] = []  # in service order
         self.swaps = SwapTracker(kv, cost or CostModel())
-        self._fairness = FairnessAccounting(counters) if counters is not None else None
+        self._counters = counters
         self._rows = RowAllocator(num_slots)
         self._decode_batch = DecodeBatch(kv, num_slots)
         self.waiting = WaitingQueue(kv, self._decode_batch, counters)
@@ -128,7 +128,7 @@ class Scheduler:
 
     def plan(self) -> Step | None:
         """Plan one step: grant tokens, pages and rows. None if there is no request."""
-        if self._num_branches > self.max_num_batched_tokens:
+        if self._is_budget_tight:
             self._decode_batch.remove_all()
         self._started.clear()
         for request in list(self._decode_batch.unbatched_requests):
@@ -141,19 +141,10 @@ class Scheduler:
         batch = BatchBuilder(self.kv, self.max_num_batched_tokens, self._decode_batch)
         self._decode_batch.remove_ineligible()
         self._decode_batch.copied_requests.clear()
-        if self._decode_batch.has_unreserved:
-            copies, updates = self._decode_batch.reserve()
-            batch.add_copies(copies, updates)
-            self.num_page_copies += len(copies)
-        decode_updates = self._decode_batch.advance_pages()
+        decode_updates = self._reserve_decode_batch(batch)
         if self._decode_batch.unbatched_requests:
             self._grant_running(batch)
-        if not batch.granted and not self._decode_batch.num_branches:
-            return None
-        self.num_steps += 1
-        swaps = self.kv.host.pending_copies() if self.kv.host is not None else ((), ())
-        forks = self._rows.pop_forks() if self._rows.forks else []
-        return batch.build(self.num_steps, forks, decode_updates, swaps)
+        return self._build(batch, decode_updates)
 
     def _rewind_states(self) -> None:
         """Shorten the tables whose state has consumed a token that their branch did not continue with."""
@@ -184,17 +175,28 @@ class Scheduler:
         as pages are free. None if nothing can be computed.
         """
         batch = BatchBuilder(self.kv, self.max_num_batched_tokens, self._decode_batch)
-        if self._decode_batch.has_unreserved:  # the commit of a snapshot filled their last page
-            batch.add_copies(*self._decode_batch.reserve())
-        decode_updates = self._decode_batch.advance_pages()
+        decode_updates = self._reserve_decode_batch(batch)
         requests = sorted(self._decode_batch.unbatched_requests, key=self._preemption_key)
         shares = self._share_prefill(requests)
         for request in requests:
             self._grant(request, batch, shares.get(request, 0))
+        return self._build(batch, decode_updates)
+
+    def _reserve_decode_batch(self, batch: BatchBuilder) -> I32:
+        """Give each branch of the decode batch a cell for its next token, or remove it; return the table updates."""
+        if self._decode_batch.has_unreserved:
+            copies, updates = self._decode_batch.reserve()
+            batch.add_copies(copies, updates)
+            self.num_page_copies += len(copies)
+        return self._decode_batch.advance_pages()
+
+    def _build(self, batch: BatchBuilder, decode_updates: I32) -> Step | None:
+        """Build the planned step; None if nothing is computed in it."""
         if not batch.granted and not self._decode_batch.num_branches:
             return None
         self.num_steps += 1
-        return batch.build(self.num_steps, [], decode_updates)
+        forks = self._rows.pop_forks() if self._rows.forks else []
+        return batch.build(self.num_steps, forks, decode_updates)
 
     @property
     def _is_budget_tight(self) -> bool:
@@ -257,7 +259,7 @@ class Scheduler:
             return {}
         num_decoding = self._decode_batch.num_branches + sum(num_single for num_single, _ in demands)
         num_tokens = self._num_prefill_tokens(num_decoding, is_shared=len(prompts) > 1)
-        groups = [request.namespace if self._fairness is not None else "" for request, _ in prompts]
+        groups = [request.namespace if self._counters is not None else "" for request, _ in prompts]
         shares = share_tokens([wanted for _, wanted in prompts], num_tokens, groups)
         return {request: share for (request, _), share in zip(prompts, shares, strict=True)}
 
@@ -305,7 +307,8 @@ class Scheduler:
         self.waiting.remove(request)
         self._started.add(request)
         request.admitted_s = request.admitted_s or time.perf_counter()
-        self.swaps.on_start(request)
+        if request.host_pages:
+            self.swaps.returning.add(request)
         self._decode_batch.unbatched_requests.add(request)
         insort(self.running, request, key=_service_order)
         self._rows.num_reserved += request.max_branches
@@ -322,15 +325,15 @@ class Scheduler:
         if request.num_cached_tokens is None:
             request.num_cached_tokens = start.num_tokens
             add_divergence(request, match, self.kv.page_size)
-            if self._fairness is not None:
-                self._fairness.charge_start(request)
+            if self._counters is not None:
+                self._counters.charge_start(request)
 
     def _stop(self, request: LiveRequest) -> None:
         """Remove a request, whose branches were closed or detached, from the running ones."""
         del self.running[bisect_left(self.running, request.service_order, key=_service_order)]
         if self._reservation is not None:
             self._reservation.release(request)
-        self.swaps.on_stop(request)
+        self.swaps.returning.discard(request)
         self._decode_batch.unbatched_requests.discard(request)
         self._rows.num_reserved -= request.max_branches
         self._num_branches -= len(request.branches)
@@ -370,10 +373,10 @@ class Scheduler:
 
     def drop_finished_rows(self, step: Step) -> Step:
         """Return the last planned step without rows of branches that ended or left. A query."""
-        rows = self._decode_batch.active_rows(step.decode_rows)
+        rows = self._decode_batch.active_rows(step.decode_branches)
         if rows is None and all(branch.table is not None for branch, _ in step.granted):
             return step
-        all_rows = np.arange(len(step.decode_rows.branches), dtype=np.int32)
+        all_rows = np.arange(len(step.decode_branches), dtype=np.int32)
         return step.without_ended_rows(all_rows if rows is None else rows)
 
     def commit(self, step: Step, faulty: Collection[LiveRequest] = ()) -> None:
@@ -390,13 +393,13 @@ class Scheduler:
             self.kv.commit(table, tokens)
             if request.pending_keys and table.num_tokens == branch.num_tokens:
                 request.pending_keys = frozenset()
-        self._decode_batch.advance(step.decode_rows)
+        self._decode_batch.advance(step.decode_branches)
         for branch in step.saved:
             self._decode_batch.flush(branch)
         self.kv.complete_step()
         self.swaps.release_returned()
-        if self._fairness is not None:
-            self._fairness.charge_step(step)
+        if self._counters is not None:
+            self._counters.charge_step(step)
 
     def apply(self, request: LiveRequest, actions: Sequence[BranchAction]) -> None:
         """Apply the actions of the request's decoding strategy to its branches.
@@ -408,16 +411,22 @@ class Scheduler:
             if branch is not None and branch.in_decode_batch and self._decode_batch.extend(branch, action.token):
                 return
         num_before = len(request.branches)
-        if request.num_unbatched and not self._is_budget_tight and actions and isinstance(actions[0], Reorder):
-            self._branches.move_to_decode_batch(request)
+        if actions and isinstance(actions[0], Reorder):
+            self._move_to_decode_batch(request)
         try:
             self._branches.apply(request, actions)
         finally:
             self._num_branches += len(request.branches) - num_before
-        if request.num_unbatched and not self._is_budget_tight:
-            self._branches.move_to_decode_batch(request)
+        self._move_to_decode_batch(request)
         if not request.num_unbatched:
             self._decode_batch.unbatched_requests.discard(request)
+
+    def _move_to_decode_batch(self, request: LiveRequest) -> None:
+        """Move the request's eligible branches into the decode batch."""
+        if request.num_unbatched and not self._is_budget_tight:
+            for branch in request.branches.values():
+                if not branch.in_decode_batch:
+                    self._decode_batch.add_if_eligible(branch)
 
     def record_drawn(self, step: Step, drawn: I32) -> None:
         """Record what a step sampled, before its tokens are applied, when the next step is already launched."""

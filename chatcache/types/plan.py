@@ -77,6 +77,24 @@ class Rows:
     tokens: I32
     state: I32 = field(default_factory=_no_states)
 
+    def select(self, which: NDArray[np.integer[Any]]) -> Rows:
+        """Return the rows at these ascending indices."""
+        is_kept = np.zeros(len(self.slot), bool)
+        is_kept[which] = True
+        tokens = self.tokens[np.repeat(is_kept, self.num_tokens)]
+        state = self.state[which] if len(self.state) else self.state
+        return Rows(self.slot[which], self.start[which], self.num_tokens[which], tokens, state)
+
+    def concat(self, other: Rows) -> Rows:
+        """Return these rows followed by `other`."""
+        return Rows(
+            np.concatenate((self.slot, other.slot)),
+            np.concatenate((self.start, other.start)),
+            np.concatenate((self.num_tokens, other.num_tokens)),
+            np.concatenate((self.tokens, other.tokens)),
+            np.concatenate((self.state, other.state)),
+        )
+
 
 EDIT = np.dtype([("ids", np.int32), ("scale", np.float32), ("add", np.float32)])
 EditTable = NDArray[np.void]

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from chatcache.scheduler.decode_batch import pack_draws
-from chatcache.types.actions import DrawSpec
+from chatcache.types.actions import DrawSpec, pack_draws
 from chatcache.types.plan import Rows, StepPlan, edit_table
 from tests.support.fake_runner import FakeRunner, fake_capacity, history_of
 from tests.support.fake_sampling import log_softmax

@@ -15,9 +15,8 @@ import pytest
 from chatcache.engine.engine import Engine
 from chatcache.engine.pipeline import DecodeSpeed, build_candidates
 from chatcache.engine.protocols import StepHandle
-from chatcache.scheduler.decode_batch import pack_draws
 from chatcache.scheduler.scheduler import Scheduler
-from chatcache.types.actions import DrawSpec
+from chatcache.types.actions import DrawSpec, pack_draws
 from chatcache.types.events import EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams
