@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from chatcache.errors import EngineError
 from chatcache.kv_cache.manager import KVCache
+from chatcache.kv_cache.page_table import PageTable
 from chatcache.kv_cache.pool import InvariantError
 from chatcache.kv_cache.prefix_match import PrefixMatch
 from chatcache.scheduler.decode_batch import DecodeBatch
@@ -84,9 +85,7 @@ class BranchManager:
     def start(self, branch: Branch, match: PrefixMatch) -> None:
         """Give a branch a page table on the tokens that are already computed, and a row."""
         table = self._kv.restore(match)  # None: too few pages to load from the host, so all tokens are computed again
-        branch.table = table or self._kv.open(self._kv.empty_match(match.scope))
-        self._include_computed_before(branch)
-        branch.slot = self._rows.acquire()
+        self._attach(branch, table or self._kv.open(self._kv.empty_match(match.scope)), self._rows.acquire())
 
     def start_as_fork(self, branch: Branch, source: Branch, num_tokens: int) -> None:
         """Give a branch a fork of the first `num_tokens` tokens of `source`, and a row.
@@ -96,31 +95,32 @@ class BranchManager:
         self._decode_batch.remove(source)
         if source.table is None:
             raise InvariantError(f"branch {source.id} of {source.request.request_id} has no pages to fork")
-        branch.table = self._kv.fork(source.table)
-        self._kv.truncate(branch.table, num_tokens, branch.request.scope)
+        table = self._kv.fork(source.table)
+        self._kv.truncate(table, num_tokens, branch.request.scope)
         if source.request is not branch.request:
-            branch.table.num_matched_tokens = branch.table.num_tokens
-        self._include_computed_before(branch)
-        branch.slot = self._rows.fork(source.slot, branch.table.changed_from)
+            table.num_matched_tokens = table.num_tokens
+        self._attach(branch, table, self._rows.fork(source.slot, table.changed_from))
 
-    def _include_computed_before(self, branch: Branch) -> None:
+    def _attach(self, branch: Branch, table: PageTable, slot: int) -> None:
         """Count tokens that the request itself computed before it was preempted as computed, not as matched."""
-        if branch.table is not None:
-            branch.table.num_matched_tokens = min(branch.table.num_matched_tokens, branch.request.num_matched_tokens)
+        table.num_matched_tokens = min(table.num_matched_tokens, branch.request.num_matched_tokens)
+        branch.table, branch.slot = table, slot
 
     def close(self, branch: Branch, *, discard: bool = False, keep_tail: bool = True) -> None:
         """Release a branch's pages and row, if it has any.
 
         `discard`: the pages that it computed must not be matched afterwards. `keep_tail=False`: the last one must not.
         """
+        self._close_table(branch, discard=discard, keep_tail=keep_tail)
+        self._release_rows([branch])
+
+    def _close_table(self, branch: Branch, *, discard: bool = False, keep_tail: bool = True) -> None:
         self._decode_batch.remove(branch, discard=discard, keep_tail=keep_tail, is_closing=True)
         if (table := branch.table) is not None:
             if table.num_tokens > table.num_matched_tokens:
                 branch.request.num_matched_tokens = min(branch.request.num_matched_tokens, table.num_matched_tokens)
             self._kv.close(table, discard=discard, keep_tail=keep_tail)
             branch.table = None
-        self._rows.release(branch.slot)
-        branch.slot = -1
 
     def drop(self, request: LiveRequest, branch_id: int) -> None:
         """Remove a branch from a request that continues with its other branches.
@@ -276,12 +276,9 @@ class BranchManager:
         branch = request.branches.pop(action.branch, None)
         if branch is None:
             raise EngineError(f"branch {action.branch} was released but does not exist")
-        self._decode_batch.remove(branch, keep_tail=action.keep_tail, is_closing=True)
         if branch.table is None:
             request.num_waiting_branches -= 1
-        else:
-            self._kv.close(branch.table, keep_tail=action.keep_tail)
-            branch.table = None
+        self._close_table(branch, keep_tail=action.keep_tail)
         if request.num_waiting_branches:
             request.choose_fork_sources()
         return branch

@@ -33,7 +33,7 @@ its token is sampled again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -43,9 +43,10 @@ from numpy.typing import NDArray
 from chatcache.errors import EngineError
 from chatcache.kv_cache.copy_on_write import PageCopy
 from chatcache.kv_cache.manager import KVCache
+from chatcache.kv_cache.page_table import PageTable
 from chatcache.kv_cache.states import StatePool
 from chatcache.scheduler.request import Branch, LiveRequest, encode_token
-from chatcache.types.actions import MASK_64, DrawSpec, LogitChanges, pack_draws
+from chatcache.types.actions import MASK_64, DrawSpec, pack_draws
 from chatcache.types.plan import I32, PENDING_TOKEN, Draws, LogitEdit, LogitMask, Rows
 
 AWAITING_TOKEN = PENDING_TOKEN  # drawn, and not extended since
@@ -57,7 +58,7 @@ _NO_UPDATES = np.zeros((0, 3), np.int32)
 _DRAW_FIELDS = tuple(field.name for field in fields(Draws))[:10]  # the arrays
 _ENTRY = np.dtype(
     [
-        ("is_used", np.bool_),
+        *((name, array.dtype) for name, array in zip(_DRAW_FIELDS, pack_draws((), (), ()).arrays(), strict=True)),
         ("slot", np.int32),
         ("service_order", np.int64),
         ("num_computed", np.int32),
@@ -66,7 +67,7 @@ _ENTRY = np.dtype(
         ("next_token", np.int32),
         ("planned_row", np.int32),  # in the last planned step
         ("state", np.int32),  # of models with recurrent layers
-        *((name, array.dtype) for name, array in zip(_DRAW_FIELDS, pack_draws((), (), ()).arrays(), strict=True)),
+        ("is_used", np.bool_),
     ],
     align=True,
 )
@@ -76,14 +77,13 @@ _ENTRY = np.dtype(
 class DecodeRows:
     """The decode batch's part of one step: for each branch one row of one token, and one draw.
 
-    In service order, and parallel to `branches`; `draws.row` counts from 0. `changes`: the draws with edits or masks,
-    each with its `LogitChanges` or the function that returns them.
+    In service order, and parallel to `branches`; `draws.row` counts from 0. `changes`: the draws with edits or masks.
     """
 
     branches: list[Branch]
     rows: Rows
     draws: Draws
-    changes: Sequence[tuple[int, LogitChanges | Callable[[], LogitChanges]]] = ()
+    changes: Sequence[tuple[int, DrawSpec]] = ()
 
 
 class DecodeBatch:
@@ -114,7 +114,6 @@ class DecodeBatch:
         self._is_in_flight = False  # the last planned rows are not committed
         self._drawn = np.zeros(num_slots if kv.states is not None else 0, np.int32)  # by slot, see `record_drawn`
         self._draws, self._width = Draws.of([entries[name] for name in _DRAW_FIELDS]), entries["width"]
-        self._specs = entries[list(_DRAW_FIELDS)]
         self._num_changing = 0  # entries whose edit or mask may differ from step to step
         self._entry = np.zeros(num_slots, np.int32)  # entry of the branch, by slot
         self._entry_view, self._next_token_view = self._entry.data, self._next_token.data  # faster for single cells
@@ -128,12 +127,8 @@ class DecodeBatch:
 
     def add_if_eligible(self, branch: Branch) -> None:
         """Add a branch if its next step needs no decision; ask once what to draw in all steps."""
-        request, table = branch.request, branch.table
-        if table is None or table.num_reserved == table.num_tokens or branch.num_tokens > table.num_tokens + 1:
-            return  # it has no cell of its own for the token, or more tokens to compute
-        if table.changed_from < table.num_pages or not request.strategy.has_fixed_draws:
-            return  # its pages are not sent to the runner yet
-        if self._kv.states is not None and not self._kv.states.is_writable(table):
+        request, table, slot = branch.request, branch.table, branch.slot
+        if table is None or not self._is_eligible(branch, table):
             return
         specs = request.strategy.draws(branch.id)
         if len(specs) != 1:
@@ -141,12 +136,31 @@ class DecodeBatch:
         if self._num_entries == len(self._slot):
             self._compact()
         entry, spec = self._num_entries, specs[0]
-        self._specs[entry] = (  # first, as it raises for a spec that does not fit the arrays
-            *(0, spec.width, spec.seed & MASK_64, spec.lane, 0),
-            *(spec.temperature, spec.top_k, spec.top_p, spec.min_p, spec.num_top),
+        next_token = branch.last_token if branch.num_tokens > table.num_tokens else AWAITING_TOKEN
+        order = (request.service_order << ORDINAL_BITS) + min(branch.ordinal, 2**ORDINAL_BITS - 1)
+        self._entries[entry] = (  # raises, before the entry is in use, for a spec that does not fit the arrays
+            *(0, spec.width, spec.seed & MASK_64, spec.lane, 0, spec.temperature),
+            *(spec.top_k, spec.top_p, spec.min_p, spec.num_top),
+            *(slot, order, table.num_tokens, table.num_reserved, table.num_tokens, next_token, NO_ROW, table.state),
+            True,
         )
-        self._num_computed[entry], self._num_reserved[entry] = table.num_tokens, table.num_reserved
-        self._append(branch, spec)
+        self._branches[entry], self._tables[entry], self._entry[slot] = branch, table, entry
+        if spec.edit is not None or spec.mask is not None or spec.next_changes is not None:
+            self._changes[entry] = spec
+            self._num_changing += spec.next_changes is not None
+        self._is_compact = self._is_compact and (entry == 0 or bool(self._service_order[entry - 1] < order))
+        self._cached_rows = None
+        self._num_entries += 1
+        self.num_branches += 1
+        request.num_batched += 1
+        branch.in_decode_batch = True
+
+    def _is_eligible(self, branch: Branch, table: PageTable) -> bool:
+        if table.num_reserved == table.num_tokens or branch.num_tokens > table.num_tokens + 1:
+            return False  # it has no cell of its own for the token, or more tokens to compute
+        if table.changed_from < table.num_pages or not branch.request.strategy.has_fixed_draws:
+            return False  # its pages are not sent to the runner yet
+        return self._kv.states is None or self._kv.states.is_writable(table)
 
     def can_reorder(self, request: LiveRequest) -> bool:
         """Return whether all branches of a lockstep request can be reordered here: no step is planned ahead of them."""
@@ -164,7 +178,8 @@ class DecodeBatch:
         num_computed, num_reserved = self._num_computed_view, self._num_reserved_view
         for branch, parent, token in steps:
             entry = entries[branch.slot]
-            if next_token[entry] != AWAITING_TOKEN or next_token[entries[parent.slot]] != AWAITING_TOKEN:
+            source = entry if branch is parent else entries[parent.slot]
+            if next_token[entry] != AWAITING_TOKEN or next_token[source] != AWAITING_TOKEN:
                 raise EngineError(f"an action names branch {branch.id}, which was not sampled")
             if branch is not parent:
                 branch.outputs, table = parent.outputs[:], self._tables[entry]
@@ -173,7 +188,7 @@ class DecodeBatch:
                     rows.append((parent.slot, branch.slot, table.num_pages))
                 else:
                     self._uncopied_pages.setdefault(branch.request, []).append((parent, branch))
-                    if self._kv.adopt(self._tables[entries[parent.slot]], table):
+                    if self._kv.adopt(self._tables[source], table):
                         rows.append((parent.slot, branch.slot, table.num_prefix_pages))
                 self.has_unreserved = True
             next_token[entry] = token
@@ -195,27 +210,6 @@ class DecodeBatch:
         """Replace page copies that are not planned yet by shared pages, as the tables are read or closed."""
         for parent, child in self._uncopied_pages.pop(request, ()):
             self._share_pages(parent, child)
-
-    def _append(self, branch: Branch, spec: DrawSpec) -> None:
-        """Complete the entry of a branch after the last one."""
-        entry, slot, request = self._num_entries, branch.slot, branch.request
-        has_changes = spec.edit is not None or spec.mask is not None or spec.next_changes is not None
-        self._changes[entry] = spec if has_changes else None
-        self._num_changing += spec.next_changes is not None
-        self._is_used[entry] = branch.in_decode_batch = True
-        self._branches[entry], self._tables[entry] = branch, branch.table
-        self._slot[entry], self._entry[slot], self._row[entry] = slot, entry, NO_ROW
-        is_extended = branch.num_tokens > self._num_computed[entry]
-        self._next_token[entry] = branch.last_token if is_extended else AWAITING_TOKEN
-        self._num_before[entry] = self._num_computed[entry]
-        self._state[entry] = branch.table.state if branch.table is not None else 0
-        order = (request.service_order << ORDINAL_BITS) + min(branch.ordinal, 2**ORDINAL_BITS - 1)
-        self._service_order[entry] = order
-        self._is_compact = self._is_compact and (entry == 0 or bool(self._service_order[entry - 1] < order))
-        self._cached_rows = None
-        self._num_entries += 1
-        self.num_branches += 1
-        request.num_batched += 1
 
     def remove(
         self, branch: Branch, *, discard: bool = False, keep_tail: bool = True, is_closing: bool = False
@@ -388,10 +382,7 @@ class DecodeBatch:
         if cached is None:
             slots, ones, numbers = self._slot[:count].copy(), np.ones(count, np.int32), np.arange(count, dtype=np.int32)
             draws = Draws.of([numbers, *(array[:count].copy() for array in self._draws.arrays()[1:])])
-            specs: list[DrawSpec | None] = self._changes[:count].tolist()
-            changes = [
-                (i, spec.next_changes or (spec.edit, spec.mask)) for i, spec in enumerate(specs) if spec is not None
-            ]
+            changes = [each for each in enumerate(self._changes[:count].tolist()) if each[1] is not None]
             cached = DecodeRows(self._branches[:count].tolist(), Rows(slots, ones, ones, ones), draws, changes)
             self._cached_rows = cached
             self._row[:count] = numbers
@@ -494,9 +485,9 @@ def _with_changes(draws: Draws, rows: DecodeRows, faults: list[tuple[LiveRequest
     """Return the draws of `rows` with their edits and masks."""
     edits: list[LogitEdit] = []
     masks: list[LogitMask] = []
-    for draw, changes in rows.changes:
+    for draw, spec in rows.changes:
         try:
-            edit, mask = changes if isinstance(changes, tuple) else changes()
+            edit, mask = (spec.edit, spec.mask) if spec.next_changes is None else spec.next_changes()
         except Exception as error:
             faults.append((rows.branches[draw].request, error))
             continue

@@ -46,7 +46,7 @@ from chatcache.kv_cache.pool import InvariantError
 from chatcache.kv_cache.prefix_match import NEVER_COMPUTED
 from chatcache.kv_cache.stats import PageUsage, page_usage
 from chatcache.scheduler.batch import BatchBuilder, Step
-from chatcache.scheduler.branches import BranchManager, RowAllocator, num_missing_pages
+from chatcache.scheduler.branches import BranchManager, RowAllocator
 from chatcache.scheduler.decode_batch import DecodeBatch
 from chatcache.scheduler.fairness import VirtualTokenCounter
 from chatcache.scheduler.preemption import CostModel, SwapTracker
@@ -161,12 +161,11 @@ class Scheduler:
         unbatched = self._decode_batch.unbatched_requests
         if not self.running or any(r.num_waiting_branches or token_demand(r)[0] for r in unbatched):
             return False  # a branch waits, or decodes outside the batch
-        return self._decode_batch.can_schedule_ahead() and not self._can_start_request()
-
-    def _can_start_request(self) -> bool:
-        if not len(self.waiting) or self.max_num_batched_tokens <= self._decode_batch.num_branches:
+        if not self._decode_batch.can_schedule_ahead():
             return False
-        return self.waiting.find_start(self.running, self._rows.num_unreserved) is not None
+        has_tokens_left = self._decode_batch.num_branches < self.max_num_batched_tokens
+        can_start = len(self.waiting) and has_tokens_left
+        return not can_start or self.waiting.find_start(self.running, self._rows.num_unreserved) is None
 
     def plan_ahead(self) -> Step | None:
         """Plan the next step before the results of the last one; tokens sampled by that one are PENDING_TOKEN.
@@ -205,20 +204,10 @@ class Scheduler:
 
     def _reattach(self, requests: list[LiveRequest]) -> None:
         """Start waiting branches of running requests, if their fork source is ready and enough pages are free."""
-        if not any(request.num_waiting_branches for request in requests):
-            return
-        attached = [
-            branch
-            for request in requests
-            for branch in request.branches.values()
-            if branch.table is not None and not branch.in_decode_batch
-        ]
-        num_needed = (
-            sum(num_missing_pages(self.kv, branch) + 1 for branch in attached) + self._decode_batch.num_branches
-        )
-        num_free = self.kv.pool.num_free - num_needed
-        for request in requests:
-            if request.num_waiting_branches:
+        requests = [request for request in requests if request.num_waiting_branches]
+        if requests:
+            num_free = self.kv.pool.num_free - self.waiting.num_pages_kept_free(self.running[0])
+            for request in requests:
                 num_free = self._branches.reattach(request, num_free)
 
     def _admit(self) -> None:
