@@ -261,10 +261,10 @@ class BeamGroup:
         """Return the ranked continuations without those that are banned, and without reports."""
         # All beams have the same length. A grammar mask has already excluded the banned ids.
         banned = self._rules.banned_ids(self.beams[0].progress) if self._constraint is None else ()
-        best: list[Continuation] = list(zip(owners, ids, totals, repeat(None)))  # the shortest ends it
-        if banned or not totals or totals[-1] == -inf:
-            best = [each for each in best if each[2] > -inf and each[1] not in banned]
-        return best[: self._num_ranked]
+        if not banned and totals and totals[-1] > -inf:
+            return list(zip(owners[: self._num_ranked], ids, totals, repeat(None)))  # the shortest ends it
+        best: list[Continuation] = list(zip(owners, ids, totals, repeat(None)))
+        return [each for each in best if each[2] > -inf and each[1] not in banned][: self._num_ranked]
 
     @property
     def max_ranked(self) -> int:

@@ -195,11 +195,12 @@ class BatchBuilder:
         """
         faults: list[tuple[LiveRequest, Exception]] = []
         decode = self._decode_batch.plan_rows(faults)
-        # A request that was preempted in this plan leaves its copies; their target may have been allocated again.
-        moves: dict[str, Sequence[Sequence[int]]] = {
-            "forks": forks,
-            "copies": list({copy.dst: copy for copy in self._copies}.values()) if self._copies else (),
-        }
+        moves: dict[str, Sequence[Sequence[int]]] = {}
+        if forks:
+            moves["forks"] = forks
+        if self._copies:
+            # A request that was preempted in this plan leaves its copies; their target may have been allocated again.
+            moves["copies"] = list({copy.dst: copy for copy in self._copies}.values())
         if self._kv.host is not None:
             moves["swaps_out"], moves["swaps_in"] = self._kv.host.pending_copies()
         saved: Sequence[Branch] = ()
@@ -215,6 +216,9 @@ class BatchBuilder:
             draws = granted_draws.concat(replace(draws, row=draws.row + len(self.granted)))
         if self._updates:
             decode_updates = np.concatenate((np.array(self._updates, np.int32), decode_updates))
+        arrays = _NO_MOVES
+        if moves:
+            arrays = arrays | {name: np.array(move, np.int32) for name, move in moves.items() if move}
         plan = StepPlan(
             step=step,
             updates=decode_updates,
@@ -222,7 +226,7 @@ class BatchBuilder:
             draws=draws,
             scores=_scores(self._scored) if self._scored else None,
             pools=_pools(self._pooled) if self._pooled else None,
-            **_NO_MOVES | {name: np.array(move, np.int32) for name, move in moves.items() if move},
+            **arrays,
         )
         return Step(plan, self.granted, drawn, decode.branches, faults, self._scored, self._pooled, saved)
 

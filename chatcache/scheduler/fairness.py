@@ -91,4 +91,4 @@ class VirtualTokenCounter:
             self._decode_branches = step.decode_branches
             self._num_decode_branches = Counter(branch.request.namespace for branch in self._decode_branches)
         for namespace, count in self._num_decode_branches.items():
-            self.charge_output(namespace, count)
+            self._counters[namespace] = self[namespace] + OUTPUT_WEIGHT * count

@@ -109,8 +109,6 @@ class SwapTracker:
 
         Call when the step that loaded the pages was executed.
         """
-        if not self.returning:
-            return
         for request in [request for request in self.returning if not request.num_waiting_branches]:
             self.returning.remove(request)
             self.release(request)

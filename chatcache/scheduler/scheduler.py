@@ -128,7 +128,7 @@ class Scheduler:
 
     def plan(self) -> Step | None:
         """Plan one step: grant tokens, pages and rows. None if there is no request."""
-        if self._is_budget_tight:
+        if self._num_branches > self.max_num_batched_tokens:
             self._decode_batch.remove_all()
         self._started.clear()
         for request in list(self._decode_batch.unbatched_requests):
@@ -386,7 +386,8 @@ class Scheduler:
         for branch in step.saved:
             self._decode_batch.flush(branch)
         self.kv.complete_step()
-        self.swaps.release_returned()
+        if self.swaps.returning:
+            self.swaps.release_returned()
         if self._counters is not None:
             self._counters.charge_step(step)
 
