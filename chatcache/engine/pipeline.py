@@ -109,15 +109,16 @@ def invalid_samples(draws: Draws, result: StepResult, vocab_size: int) -> list[t
         return []
     found: list[BoolArray] = []
     for ids, values in ((tokens, logprobs), (result.top_tokens, result.top_logprobs)):
-        found.append((ids >= vocab_size) | (ids < -1) | ((ids >= 0) & np.isnan(values)))
-    wrong, wrong_tops = found
+        if ids.shape[1]:
+            found.append((ids >= vocab_size) | (ids < -1) | ((ids >= 0) & np.isnan(values)))
+    wrong = found[0]
     wrong[:, 0] |= tokens[:, 0] < 0
     if result.faults:
         wrong[_draws_without_token(result)] = False
     if tokens.shape[1] > 1:
         wrong &= np.arange(tokens.shape[1]) < draws.width[:, None]
-    if result.top_tokens.shape[1]:
-        wrong = np.hstack([wrong, wrong_tops])
+    if len(found) > 1:
+        wrong = np.hstack(found)
     if not wrong.any():
         return []
     return [(draw, _describe_invalid(draw, result, vocab_size)) for draw in np.flatnonzero(wrong.any(axis=1)).tolist()]

@@ -387,9 +387,8 @@ class DecodeBatch:
             self._cached_rows = cached
             self._row[:count] = numbers
         start, rows = self._num_computed[:count].copy(), cached.rows
-        draws = replace(cached.draws, position=start + 1)
-        if cached.changes:
-            draws = _with_changes(draws, cached, faults)
+        edits, masks = _edits_and_masks(cached, faults) if cached.changes else ((), ())
+        draws = replace(cached.draws, position=start + 1, edits=edits, masks=masks)
         states = rows.state if self._kv.states is None else self._state[:count].copy()
         rows = Rows(rows.slot, start, rows.num_tokens, self._next_token[:count].copy(), states)
         self._is_in_flight = True
@@ -481,8 +480,10 @@ class DecodeBatch:
         self._is_compact = True
 
 
-def _with_changes(draws: Draws, rows: DecodeRows, faults: list[tuple[LiveRequest, Exception]]) -> Draws:
-    """Return the draws of `rows` with their edits and masks."""
+def _edits_and_masks(
+    rows: DecodeRows, faults: list[tuple[LiveRequest, Exception]]
+) -> tuple[tuple[LogitEdit, ...], tuple[LogitMask, ...]]:
+    """Ask for the edits and masks of a step; append to `faults` the requests whose strategy raises."""
     edits: list[LogitEdit] = []
     masks: list[LogitMask] = []
     for draw, spec in rows.changes:
@@ -495,4 +496,4 @@ def _with_changes(draws: Draws, rows: DecodeRows, faults: list[tuple[LiveRequest
             edits.append(LogitEdit(draw, edit))
         if mask is not None:
             masks.append(LogitMask(draw, mask))
-    return replace(draws, edits=tuple(edits), masks=tuple(masks))
+    return tuple(edits), tuple(masks)
