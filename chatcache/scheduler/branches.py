@@ -38,8 +38,8 @@ class RowAllocator:
         self.forks: list[tuple[int, int, int]] = []
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def num_used(self) -> int:
+        return self.num_slots - len(self._free)
 
     @property
     def num_unreserved(self) -> int:

@@ -118,7 +118,6 @@ class Scheduler:
         self._decode_batch = DecodeBatch(kv, num_slots)
         self.waiting = WaitingQueue(kv, self._decode_batch, counters)
         self._branches = BranchManager(kv, self._rows, self._decode_batch)
-        self._num_branches = 0  # of all running requests
         self._started: set[LiveRequest] = set()  # requests started in this plan
 
     def add(self, request: LiveRequest) -> None:
@@ -128,7 +127,7 @@ class Scheduler:
 
     def plan(self) -> Step | None:
         """Plan one step: grant tokens, pages and rows. None if there is no request."""
-        if self._num_branches > self.max_num_batched_tokens:
+        if self._decode_batch.unbatched_requests and self._is_budget_tight:
             self._decode_batch.remove_all()
         self._started.clear()
         for request in list(self._decode_batch.unbatched_requests):
@@ -163,8 +162,7 @@ class Scheduler:
             return False  # a branch waits, or decodes outside the batch
         if not self._decode_batch.can_schedule_ahead():
             return False
-        has_tokens_left = self._decode_batch.num_branches < self.max_num_batched_tokens
-        can_start = len(self.waiting) and has_tokens_left
+        can_start = len(self.waiting) and self._decode_batch.num_branches < self.max_num_batched_tokens
         return not can_start or self.waiting.find_start(self.running, self._rows.num_unreserved) is None
 
     def plan_ahead(self) -> Step | None:
@@ -199,8 +197,8 @@ class Scheduler:
 
     @property
     def _is_budget_tight(self) -> bool:
-        """Whether there are more branches than tokens in a step, so that the decode batch cannot be used."""
-        return self._num_branches > self.max_num_batched_tokens
+        """Whether more branches have pages than a step has tokens, so that the decode batch cannot be used."""
+        return self._rows.num_used > self.max_num_batched_tokens
 
     def _reattach(self, requests: list[LiveRequest]) -> None:
         """Start waiting branches of running requests, if their fork source is ready and enough pages are free."""
@@ -301,7 +299,6 @@ class Scheduler:
         self._decode_batch.unbatched_requests.add(request)
         insort(self.running, request, key=_service_order)
         self._rows.num_reserved += request.max_branches
-        self._num_branches += len(request.branches)
         if fork is not None:
             self.num_live_forks += 1
             self._branches.start_as_fork(request.leader, fork.branch, fork.num_tokens)
@@ -325,7 +322,6 @@ class Scheduler:
         self.swaps.returning.discard(request)
         self._decode_batch.unbatched_requests.discard(request)
         self._rows.num_reserved -= request.max_branches
-        self._num_branches -= len(request.branches)
         request.pending_keys = frozenset()
 
     def _is_running(self, request: LiveRequest) -> bool:
@@ -400,13 +396,9 @@ class Scheduler:
             branch = request.branches.get(action.branch)
             if branch is not None and branch.in_decode_batch and self._decode_batch.extend(branch, action.token):
                 return
-        num_before = len(request.branches)
         if actions and isinstance(actions[0], Reorder):
             self._move_to_decode_batch(request)
-        try:
-            self._branches.apply(request, actions)
-        finally:
-            self._num_branches += len(request.branches) - num_before
+        self._branches.apply(request, actions)
         self._move_to_decode_batch(request)
         if not request.num_unbatched:
             self._decode_batch.unbatched_requests.discard(request)
@@ -454,7 +446,6 @@ class Scheduler:
         is_running = self._is_running(request)
         if branch_id is not None:
             self._branches.drop(request, branch_id)
-            self._num_branches -= is_running
             if not request.num_unbatched:
                 self._decode_batch.unbatched_requests.discard(request)
         request.max_branches -= 1
@@ -487,11 +478,10 @@ class Scheduler:
         """Yield the violated invariants of an idle scheduler, which has no request."""
         if self.running or len(self.waiting):
             yield f"{len(self.running)} requests run and {len(self.waiting)} wait, but the engine has none"
-        if self._rows.num_free != self._rows.num_slots or self._rows.num_reserved:
-            yield f"{self._rows.num_free} rows are free, {self._rows.num_reserved} reserved, of {self._rows.num_slots}"
-        if self._num_branches or self._decode_batch.num_branches or self._decode_batch.unbatched_requests:
-            num_batched = self._decode_batch.num_branches
-            yield f"{self._num_branches} branches are counted, {num_batched} of them in the decode batch"
+        if self._rows.num_used or self._rows.num_reserved:
+            yield f"{self._rows.num_used} rows are used, {self._rows.num_reserved} reserved"
+        if self._decode_batch.num_branches or self._decode_batch.unbatched_requests:
+            yield f"{self._decode_batch.num_branches} branches are in the decode batch"
 
     @property
     def num_slots(self) -> int:
