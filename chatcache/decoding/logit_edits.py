@@ -46,7 +46,8 @@ class LogitEdits:
         self._row = {token: row for row, token in enumerate(ids)}
         self._bannable = np.array([self._row[token] for token in bannable], dtype=np.intp)
         self._bias = bias
-        self._counts = [0] * len(ids)  # by row: how often the token occurs in the output
+        self._num_initial = len(ids)
+        self._counts: dict[int, int] = {}  # by row: occurrences in the output, if not 0 of initial and 1 of later rows
         self._set_table(edit_table(ids, 1.0, [bias.get(token, 0.0) for token in ids]))
         self._scale[: len(seen)] = self._repetition
         self._edit: EditTable | None = None  # the last one returned, while it is valid
@@ -76,7 +77,7 @@ class LogitEdits:
             return self
         copied = copy(self)
         copied._bans = None if self._bans is None else self._bans.fork()
-        copied._row, copied._counts = dict(self._row), self._counts[:]
+        copied._row, copied._counts = dict(self._row), dict(self._counts)
         copied._set_table(self._table.copy())
         copied._edit = None
         return copied
@@ -93,19 +94,16 @@ class LogitEdits:
             if size == len(self._ids):
                 self._grow()
             self._ids[size] = token
-            self._counts.append(1)
             self._size = size + 1
             return
-        count = self._counts[row] = self._counts[row] + 1
+        count = self._counts[row] = self._counts.get(row, row >= self._num_initial) + 1
         self._scale[row] = self._repetition
         self._add[row] = self._bias.get(token, 0.0) - self._presence - self._frequency * count
 
     def changes(self) -> LogitChanges:
         """Return the edit of a branch without bans and masks."""
-        edit = self._edit
-        if edit is None and (size := self._size):
-            edit = self._edit = self._table[:size]
-        return edit, None
+        size = self._size
+        return self._table[:size] if size else None, None
 
     def edit(self, *, ban: bool) -> EditTable | None:
         """Return the rows in use; None without edits."""
