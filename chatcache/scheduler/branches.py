@@ -102,7 +102,10 @@ class BranchManager:
         self._attach(branch, table, self._rows.fork(source.slot, table.changed_from))
 
     def _attach(self, branch: Branch, table: PageTable, slot: int) -> None:
-        """Count tokens that the request itself computed before it was preempted as computed, not as matched."""
+        """Set the table and the row of a branch.
+
+        Tokens that the request itself computed before it was preempted count as computed, not as matched.
+        """
         table.num_matched_tokens = min(table.num_matched_tokens, branch.request.num_matched_tokens)
         branch.table, branch.slot = table, slot
 
