@@ -113,7 +113,7 @@ class Step:
         return list(dict.fromkeys(branch.request for branch in self.branches()))
 
     def request_of_draw(self, draw: int) -> LiveRequest:
-        return self.branches()[self.plan.draws.row[draw]].request
+        return self.branches()[int(self.plan.draws.row[draw])].request
 
     def candidates_by_request(
         self, candidates: Sequence[Candidates], faulty: Collection[LiveRequest] = ()
