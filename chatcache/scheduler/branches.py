@@ -239,7 +239,7 @@ class BranchManager:
                 elif isinstance(action, Release):
                     released.append(self._release(request, action))
                 else:
-                    num_added += self._reorder(request, action)
+                    raise EngineError("a Reorder must be the only action of its step")
             if len(request.branches) != num_added or len(request.branches) > request.max_branches:
                 self._check_all_advanced(request)
             if forks:
@@ -252,17 +252,19 @@ class BranchManager:
             self._rows.release(branch.slot)
             branch.slot = -1
 
-    def _reorder(self, request: LiveRequest, action: Reorder) -> int:
-        """Move the branches of a beam search, in the decode batch if all of them are in it; return how many."""
+    def reorder(self, request: LiveRequest, action: Reorder) -> bool:
+        """Reorder the branches of a request within the decode batch; False, and no change, if not all are in it.
+
+        Raises: as `apply`.
+        """
         if not self._decode_batch.can_reorder(request):
-            self.apply(request, action.as_actions())
-            return len(request.branches)
+            return False
         if request.branches.keys() != set(action.branches):
             raise EngineError(f"an action names the branches {action.branches}, not {(*request.branches,)}")
         find = request.branches.__getitem__
         steps = zip(map(find, action.branches), map(find, action.parents), action.tokens, strict=True)
         self._rows.forks += self._decode_batch.reorder(steps)
-        return len(action.branches)
+        return True
 
     def _fork(self, request: LiveRequest, action: Fork) -> tuple[Branch, Branch]:
         """Create the child branch with a fork of its parent's table; return parent and child."""

@@ -164,8 +164,9 @@ class DecodeBatch:
 
     def can_reorder(self, request: LiveRequest) -> bool:
         """Return whether all branches of a lockstep request can be reordered here: no step is planned ahead of them."""
-        is_complete = request.num_batched == len(request.branches) and request.lockstep and self._kv.states is None
-        return is_complete and bool(self._width[self._entry_view[request.leader.slot]] > 1)
+        if request.num_unbatched or not request.lockstep or self._kv.states is not None:
+            return False
+        return bool(self._width[self._entry_view[request.leader.slot]] > 1)
 
     def reorder(self, steps: Iterable[tuple[Branch, Branch, int]]) -> list[tuple[int, int, int]]:
         """Turn each branch of (branch, parent, token) into a copy of its parent with one more token.

@@ -396,12 +396,14 @@ class Scheduler:
             branch = request.branches.get(action.branch)
             if branch is not None and branch.in_decode_batch and self._decode_batch.extend(branch, action.token):
                 return
-        if actions and isinstance(actions[0], Reorder):
-            self._move_to_decode_batch(request)
+        if len(actions) == 1 and isinstance(action := actions[0], Reorder):
+            if request.num_unbatched:
+                self._move_to_decode_batch(request)
+            if self._branches.reorder(request, action):
+                return
+            actions = action.as_actions()
         self._branches.apply(request, actions)
         self._move_to_decode_batch(request)
-        if not request.num_unbatched:
-            self._decode_batch.unbatched_requests.discard(request)
 
     def _move_to_decode_batch(self, request: LiveRequest) -> None:
         """Move the request's eligible branches into the decode batch."""
@@ -409,6 +411,8 @@ class Scheduler:
             for branch in request.branches.values():
                 if not branch.in_decode_batch:
                     self._decode_batch.add_if_eligible(branch)
+        if not request.num_unbatched:
+            self._decode_batch.unbatched_requests.discard(request)
 
     def record_drawn(self, step: Step, drawn: I32) -> None:
         """Record what a step sampled, before its tokens are applied, when the next step is already launched."""
