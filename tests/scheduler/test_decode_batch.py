@@ -39,6 +39,7 @@ def test_strategy_with_fixed_draws_is_not_asked_again(is_fixed: bool, num_calls:
     steps = [driver.decode(audit=False) for _ in range(20)]
     assert strategy.num_calls == num_calls
     assert request.leader.in_decode_batch == is_fixed
+    assert driver.scheduler._decode_batch.unbatched_requests == (set() if is_fixed else {request})
     for step in steps:
         assert step.plan.draws.seed.tolist() == [7] and step.plan.draws.top_k.tolist() == [3]
     assert [step.plan.draws.position.tolist() for step in steps] == [[2 + index] for index in range(20)]
